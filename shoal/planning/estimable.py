@@ -123,7 +123,7 @@ def model_section(name: str, shape: ModelShape, sequence_length: int) -> dict:
             made = config.shape(vocab=shape.vocab, sequence_length=sequence_length)
         except UsageError:
             continue
-        length = shape.max_sequence if shape.family == "llama" else made.max_sequence  # no tensor of llama depends on it
+        length = shape.max_sequence if shape.family == "llama" else made.max_sequence  # no llama tensor depends on it
         if made.model_copy(update={"max_sequence": length}) == shape:
             return section
     settled = ("norm_eps", "rope_theta") if shape.family == "llama" else ("norm_eps", "max_sequence")

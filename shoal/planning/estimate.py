@@ -93,9 +93,7 @@ class Estimate(StagePrices):
 
     @cached_property
     def durations(self) -> ActionTimes:
-        """Seconds of every action of the program except messages (`link`). The slowest rank's optimizer time applies to
-        all.
-        """
+        """Seconds of every action except messages (`link`); all ranks have the slowest rank's optimizer time."""
         reduce, update, gather = self.finishing.T
         step = max(update[self.program.stages_of(rank)].sum() for rank in range(self.program.ranks))
         forward, inputs, weights = self.times

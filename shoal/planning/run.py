@@ -45,8 +45,7 @@ class EstimatedRun:
 
     @property
     def eight_bits(self) -> bool:
-        """True if the layers' products are computed in 8 bits; MXFP8 block products are computed in the compute format.
-        """
+        """True if the layers' products are computed in 8 bits; MXFP8 computes them in the compute format."""
         return self.policy.products == "float8"
 
     @property

@@ -1,1 +1,1 @@
-"""The cost model: one of time, one of memory, and the counts that both take."""
+"""Cost model: formulas of time and memory, and the counts that both use."""

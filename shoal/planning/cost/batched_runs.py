@@ -1,7 +1,7 @@
-"""Many runs at once: one array for each thing that decides the time and the memory of a step.
+"""Many runs at once: one array per property that affects the time and memory of a step.
 
-What the closed forms of `shoal.planning.cost.time.step` and `shoal.planning.cost.memory.published_software` take, so
-that a hundred thousand layouts are priced in one pass of numpy. Letters as everywhere: b, s, h, a, L, v.
+Input of the closed forms in `shoal.planning.cost.time.step` and `shoal.planning.cost.memory.published_software`, which
+price a hundred thousand layouts in one pass of numpy. Letters are the usual ones: b, s, h, a, L, v.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 RECOMPUTE = ("none", "selective", "full", "operators")
-"""What a backward computes again: attention's core; a layer; or all of it but every second product and attention."""
+"""What a backward recomputes: nothing; the attention core; a layer; or a layer except every second product and
+attention."""
 ATTENTION = ("unfused", "fused-softmax", "flash-1", "flash-2", "flash-3")
-"""Of kernels, in the order in which they came."""
+"""Attention kernels, oldest first."""
 DEFAULTS: Mapping[str, float] = {
     "gated": 1, "tied": 0, "experts": 1, "active": 1, "tp": 1, "tp_x": 1, "pp": 1, "virtual": 1, "dp": 1, "cp": 1,
     "ep": 1, "zero": 0, "shard": 1, "sequence_parallel": 0, "recompute": 0, "warmup": 1, "alive": 1, "software": 0,
@@ -25,40 +26,40 @@ DEFAULTS: Mapping[str, float] = {
     "bucket_copies": 0, "shard_copies": 0, "reduced_apart": 0, "gathers_kept": 0, "logits_whole": 0, "fused_norm": 1,
     "ties_first": 0, "ahead": 0, "kept_ffn": 4,
 }  # fmt: skip
-"""Of the fields of `Runs` that may be left out."""
+"""Default values of the optional fields of `Runs`."""
 
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """One entry of each array is one run; rows may leave out those of `DEFAULTS`.
+    """Arrays with one entry per run; rows may omit the fields of `DEFAULTS`.
 
     Attributes:
         layers, hidden, heads, kv_heads, head_dim, ffn, vocab: L, h, a and so on.
-        gated: 1 where the feed-forward block has two matrices in (SwiGLU), else 0.
-        tied: 1 where the head is the embedding.
-        experts, active: of a layer, and how many a token goes through; 1 and 1 without a router.
-        s, b: tokens of a sequence, and sequences of a micro-batch.
-        microbatches: of one replica in a step.
-        tp, pp, virtual, dp, cp, ep: degrees; tp_x, tp_y: of the grid that tp is in two dimensions.
-        shard: ranks over which ZeRO's stage of ``zero`` shards.
+        gated: 1 if the feed-forward block has two input matrices (SwiGLU), else 0.
+        tied: 1 if the head is the embedding.
+        experts, active: experts of a layer, and experts per token; 1 and 1 without a router.
+        s, b: tokens per sequence, and sequences per micro-batch.
+        microbatches: micro-batches of one replica per step.
+        tp, pp, virtual, dp, cp, ep: parallel degrees; tp_x, tp_y: grid dimensions of 2D tensor parallelism.
+        shard: ranks over which the ZeRO stage ``zero`` shards.
         sequence_parallel: 0 or 1.
         recompute: index into `RECOMPUTE`.
-        warmup: part of 1F1B's bubble that the schedule has; interleaving counts by ``virtual`` besides.
-        alive: micro-batches that the first stage keeps, over those that 1F1B does.
-        software, generation, network: indices into what the constants are known by (`shoal.spec.catalog.calibration`).
+        warmup: bubble of the schedule relative to 1F1B's; interleaving additionally divides by ``virtual``.
+        alive: micro-batches kept by the first stage, relative to 1F1B's.
+        software, generation, network: indices of the calibration constants (`shoal.spec.catalog.calibration`).
         attention: index into `ATTENTION`.
         peak, hbm, memory: FLOP/s, bytes/s, bytes of the accelerator.
-        inside, nic: bytes/s of one accelerator to its node, and its share of what leaves the node.
-        per_node: accelerators.
-        through_memory: 1 where ranks communicate through memory that they share, else 0.
-        attainable: part of ``peak`` that the best-shaped product attains.
-        fp8: 1 where the layers' matrix products run in 8 bits, at ``peak8`` FLOP/s.
+        inside, nic: bytes/s of one accelerator within its node, and its share of the bandwidth out of the node.
+        per_node: accelerators per node.
+        through_memory: 1 if ranks communicate through shared memory, else 0.
+        attainable: fraction of ``peak`` that the best-shaped product attains.
+        fp8: 1 if the layers' matrix products run in 8 bits, at ``peak8`` FLOP/s.
         gradient_bytes, reduce_bytes, overlap_data, overlap_tensor, overlap_pipeline, balanced, dropout, unit_messages,
-            crowded, bucket_copies, shard_copies, reduced_apart, gathers_kept, logits_whole, kept_ffn:
-            facts of the software.
-        ties_first: 1 where stages are cut by cost and a layer that meets a share exactly is not the last of its stage.
-        ahead: 1 where the host does not wait for messages between stages.
-        fused_norm: 1 where a norm is one kernel.
+            crowded, bucket_copies, shard_copies, reduced_apart, gathers_kept, logits_whole, kept_ffn: properties of the
+            software.
+        ties_first: 1 if stages are cut by cost, and a layer that meets a share exactly starts the next stage.
+        ahead: 1 if the host does not wait for messages between stages.
+        fused_norm: 1 if a norm is one kernel.
     """
 
     layers: np.ndarray
@@ -123,18 +124,18 @@ class Runs:
 
     @staticmethod
     def of(rows: Sequence[Mapping[str, Any]]) -> Runs:
-        """From one mapping for each run; names that are no field are left out."""
+        """Build from one mapping per run; names that are not fields are ignored."""
         rows = [{**DEFAULTS, **row} for row in rows]
         return Runs(*(np.array([float(row[name]) for row in rows]) for name in FIELDS))
 
     @property
     def size(self) -> int:
-        """How many."""
+        """Number of runs."""
         return len(self.layers)
 
     @property
     def tp_y(self) -> np.ndarray:
-        """See above."""
+        """Second grid dimension, tp / tp_x."""
         return self.tp / self.tp_x
 
     @property
@@ -144,15 +145,15 @@ class Runs:
 
     @property
     def tokens(self) -> np.ndarray:
-        """Of a micro-batch on one rank: b s / cp."""
+        """Tokens of a micro-batch on one rank: b s / cp."""
         return self.b * self.s / self.cp
 
     def take(self, chosen: np.ndarray) -> Runs:
-        """Some of them, by index or mask."""
+        """Select runs by index or mask."""
         return Runs(*(getattr(self, name)[chosen] for name in FIELDS))
 
     def code(self, name: str) -> np.ndarray:
-        """A field as integers."""
+        """Return a field as integers."""
         return getattr(self, name).astype(int)
 
 

@@ -1,6 +1,6 @@
-"""How a stage's parameters fill the buckets that are reduced, gathered and cut into shards together.
+"""Assignment of a stage's parameters to the buckets that are reduced, gathered and sharded together.
 
-Many layers have buckets of the same size, and many layouts the same buckets: each kind is counted once.
+Many layers have equally large buckets, and many layouts have the same buckets, so each kind is counted once.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from shoal.spec.catalog import ModelShape
 from shoal.spec.layout import Layout
 
 PLAIN = Layout()
-ALIGN = 64  # elements: what shards are rounded up to (`shoal.engine.parallel.zero.bucket`)
+ALIGN = 64  # elements: shards are rounded up to multiples of this (`shoal.engine.parallel.zero.bucket`)
 
 
 class Members(NamedTuple):
-    """Parameters of one unit that share a bucket, with their sums.
+    """Parameters of one unit that share a bucket, with their totals.
 
     Attributes:
         held: the parameters.
-        allocated, elements: of all, with and without padding.
-        expert: whether they are experts', all of them.
+        allocated, elements: total elements with and without padding.
+        expert: True if they are expert parameters; a bucket does not mix both.
     """
 
     held: tuple[LocalParameter, ...]
@@ -35,21 +35,21 @@ class Members(NamedTuple):
 
     @staticmethod
     def of(held: Iterable[LocalParameter]) -> Members:
-        """Summed."""
+        """Build with the totals."""
         held = tuple(held)
         return Members(held, sum(h.allocated for h in held), sum(h.box.numel for h in held), held[0].expert)
 
 
 Bucket = list[Members]
-Grouped = tuple[Bucket, Bucket]  # of a unit: what has a bucket by itself, and the rest
+Grouped = tuple[Bucket, Bucket]  # of a unit: parameters with a bucket of their own, and the rest
 
 
 class Size(NamedTuple):
-    """What decides the bytes of a bucket.
+    """Properties that determine the bytes of a bucket.
 
     Attributes:
-        allocated, elements: of all parameters, with and without padding.
-        expert: whether they are experts'.
+        allocated, elements: total elements with and without padding.
+        expert: True for expert parameters.
     """
 
     allocated: int
@@ -58,26 +58,26 @@ class Size(NamedTuple):
 
     @staticmethod
     def of(bucket: Bucket) -> Size:
-        """Summed."""
+        """Sum over the members of a bucket."""
         return Size(
             sum(members.allocated for members in bucket), sum(members.elements for members in bucket), bucket[0].expert
         )
 
     def chunk(self, shards: int) -> int:
-        """Elements of one of so many shards."""
+        """Return the elements per shard."""
         return -(-self.allocated // (shards * ALIGN)) * ALIGN
 
 
 class Filled(NamedTuple):
-    """The buckets of a stage. Those of one size are of one kind.
+    """The buckets of a stage. Buckets of equal size are of one kind.
 
     Attributes:
-        buckets: in the order in which forward meets their parameters.
-        kind: of each.
-        sizes: of each kind.
+        buckets: buckets in the order in which the forward uses their parameters.
+        kind: kind of each bucket.
+        sizes: size of each kind.
         counts: buckets of each kind.
-        of_unit: of each unit, the numbers of the buckets that its own parameters are in.
-        used: of each unit, those that it needs: an output matrix that is the embedding needs that one's.
+        of_unit: for each unit, the numbers of the buckets of its own parameters.
+        used: for each unit, the buckets it needs: a tied output matrix needs the embedding's bucket.
     """
 
     buckets: list[Bucket]
@@ -89,18 +89,18 @@ class Filled(NamedTuple):
 
 
 def buckets_of(shape: ModelShape, layout: Layout, part: StagePart, itemsize: int, *index: int) -> Filled:
-    """A stage's buckets: ZeRO-3 gathers each unit by itself, and else they fill up to `Layout.bucket_bytes`.
+    """Return a stage's buckets: one per unit with ZeRO-3, otherwise filled up to `Layout.bucket_bytes`.
 
     Args:
-        itemsize: of what fills them.
-        index: the rank's places along tp, ep and etp.
+        itemsize: bytes per element in the buckets.
+        index: the rank's indices along tp, ep and etp.
     """
     limit = 0.0 if layout.zero == 3 else layout.bucket_bytes
     return _filled(shape, tuple(getattr(layout, name) for name in SPLITTING), part, limit, itemsize, *index)
 
 
 def elements_of(shape: ModelShape, layout: Layout, part: StagePart, *index: int) -> tuple[int, int]:
-    """Parameters of a stage on one rank, padding and experts left out; and those of experts."""
+    """Return a stage's parameters on one rank, without padding: non-expert and expert parameters."""
     found = {False: 0, True: 0}
     for unit in _members(shape, tuple(getattr(layout, name) for name in SPLITTING), part, *index):
         for members in chain(*unit):
@@ -112,11 +112,11 @@ def elements_of(shape: ModelShape, layout: Layout, part: StagePart, *index: int)
 def _filled(
     shape: ModelShape, splitting: tuple, part: StagePart, limit: float, itemsize: int, *index: int
 ) -> Filled:
-    """A stage's buckets, counted once for all shards.
+    """Return a stage's buckets, cached for all shard counts.
 
     Args:
-        limit: the least bytes of a bucket.
-        itemsize: of what fills them.
+        limit: minimum bytes of a bucket.
+        itemsize: bytes per element in the buckets.
     """
     units = _members(shape, splitting, part, *index)
     found = list(_buckets(units, limit, itemsize))
@@ -128,7 +128,7 @@ def _filled(
     used = list(of_unit)
     if shape.tied and part.first and part.last:
         used[-1] = (*used[0], *(bucket for bucket in used[-1] if bucket not in used[0]))
-    kinds: dict[Size, int] = {}  # in the order in which they come
+    kinds: dict[Size, int] = {}  # in order of appearance
     kind = [kinds.setdefault(Size.of(bucket), len(kinds)) for bucket in buckets]
     return Filled(
         buckets, kind, list(kinds), [kind.count(k) for k in range(len(kinds))],
@@ -137,7 +137,7 @@ def _filled(
 
 
 def _members(shape: ModelShape, splitting: tuple, part: StagePart, *index: int) -> list[Grouped]:
-    """Of each unit, those that have a bucket by themselves, and the others."""
+    """Return, for each unit, the parameters with their own bucket, and the rest."""
     kinds = [(shape.sparse(i), shape.skips(i)) for i in part.layers]
     alike = {kind: _layer(shape, splitting, kind, *index) for kind in set(kinds)}
     units = [alike[kind] for kind in kinds]
@@ -149,14 +149,14 @@ def _members(shape: ModelShape, splitting: tuple, part: StagePart, *index: int) 
 
 
 def _layer(shape: ModelShape, splitting: tuple, kind: tuple[bool, bool], *index: int) -> Grouped:
-    """Of any layer with experts or without, through which some tokens pass or all: the first one's, names and all."""
+    """Return the groups of any layer of this kind (expert or dense, all or some tokens)."""
     first = next(i for i in range(shape.layers) if (shape.sparse(i), shape.skips(i)) == kind)
     return _grouped(shape, splitting, StagePart(range(first, first + 1), False, False), *index)
 
 
 @lru_cache(maxsize=16384)
 def _grouped(shape: ModelShape, splitting: tuple, part: StagePart, *index: int) -> Grouped:
-    """The one unit of a part, counted once for all stages that it is in, and all stages of ZeRO."""
+    """Return the groups of a part's single unit, cached for all stages that contain it and all ZeRO stages."""
     layout = PLAIN.model_copy(update=dict(zip(SPLITTING, splitting, strict=True)))
     (unit,) = units_of(shape, layout, part, *index)
     together: dict[bool, list[LocalParameter]] = {}
@@ -167,8 +167,10 @@ def _grouped(shape: ModelShape, splitting: tuple, part: StagePart, *index: int) 
 
 
 def _buckets(units: Iterable[Grouped], limit: float, itemsize: int) -> Iterator[tuple[Bucket, list[int]]]:
-    """As `shoal.engine.parallel.zero.zero_engine` fills them, with the numbers of the units that each is of; experts
-    have their own."""
+    """Yield buckets as filled by `shoal.engine.parallel.zero.zero_engine`, with the numbers of their units.
+
+    Experts have separate buckets.
+    """
     filling: dict[bool, tuple[Bucket, list[int]]] = {}
     filled: Counter[bool] = Counter()
     for number, (alone, together) in enumerate(units):

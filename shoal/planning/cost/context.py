@@ -1,15 +1,16 @@
 """Bytes that a context-parallel rank sends for one layer and micro-batch, in closed form.
 
-With T tokens at a place of the ring of R places, U ranks at each, k key/value heads and a heads of width d on a rank:
+With T tokens at each of R places of the ring, U ranks per place, k key/value heads and a heads of width d on a rank:
 
     ring       forward     R - 1 blocks of keys and values                     2 b (T/U) max(k, U) d each
-               backward    the same again, and as many gradients of blocks     these in float32 at least
+               backward    the same again, and one gradient per block          these in float32 at least
     exchange   forward     (U - 1)/U of queries, keys, values and output       b T/U d (2 a + 2 max(k, U))
                backward    the same
 
-(Liu et al. 2023, section 3.2; Jacobs et al. 2023, section 3.2.) A ring's rank sends the same however long the sequence
-is against R, an exchange's ever less; keys that are shared by a group of heads make both cheaper, a ring more so.
-Exact where every rank has as many tokens, and for the largest share otherwise no less than what is sent.
+(Liu et al. 2023, section 3.2; Jacobs et al. 2023, section 3.2.) For a fixed T, the bytes of the ring do not depend on
+the sequence length, and the bytes of the exchange decrease with more ranks. Grouped key/value heads make both cheaper,
+the ring more so. The formulas are exact if every rank has equally many tokens; otherwise they give an upper bound, from
+the largest share.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from shoal.spec.layout import Layout, Recompute
 
 
 class ContextBytes(NamedTuple):
-    """Sent by one rank, for one layer and micro-batch.
+    """Bytes sent by one rank for one layer and micro-batch.
 
     Attributes:
         block: keys and values of one place of the ring.
         gradient: their gradients.
-        ring_forward, ring_backward: round the ring.
-        exchange_in, exchange_out: heads for tokens before attention, and back after it; backward the other way round.
+        ring_forward, ring_backward: ring transfers.
+        exchange_in, exchange_out: all-to-all before and after attention; the backward reverses them.
     """
 
     block: int
@@ -40,20 +41,20 @@ class ContextBytes(NamedTuple):
 
     @property
     def exchange(self) -> int:
-        """Both, which is what a forward sends, and a backward."""
+        """Bytes of both all-to-alls; equal for a forward and a backward."""
         return self.exchange_in + self.exchange_out
 
     def step(self, recompute: Recompute) -> tuple[int, int]:
-        """Round the ring and exchanged, in a forward and a backward; what is computed again is sent again.
+        """Return the bytes of a forward and a backward, ring and exchange; recomputation sends again.
 
-        Selective recomputation ends with the core, so that its output is not exchanged again.
+        Selective recomputation ends with the core, so its output is not exchanged again.
         """
         again = {"none": (0, 0), "selective": (1, self.exchange_in), "full": (1, self.exchange)}[recompute]
         return (1 + again[0]) * self.ring_forward + self.ring_backward, 2 * self.exchange + again[1]
 
 
 def tokens_here(layout: Layout, s: int) -> int:
-    """Of a sequence of s tokens, those of the context-parallel rank that has most.
+    """Return the tokens of a sequence of s tokens on the context-parallel rank with the most.
 
     >>> tokens_here(Layout(cp=4), 32), tokens_here(Layout(cp=4), 33), tokens_here(Layout(cp=4, ulysses=2), 33)
     (8, 9, 9)
@@ -63,19 +64,19 @@ def tokens_here(layout: Layout, s: int) -> int:
 
 
 def kv_heads(shape: ModelShape, layout: Layout) -> int:
-    """Key/value heads of a rank, of which each of those that exchange tokens for heads gets one at least."""
+    """Return the key/value heads of a rank; each rank of the exchange has at least one."""
     return max(1, shape.kv_heads // layout.tp, layout.ulysses)
 
 
 def layer_bytes(shape: ModelShape, layout: Layout, s: int, itemsize: int) -> ContextBytes:
-    """What one layer sends.
+    """Return the bytes that one layer sends.
 
     Args:
-        s: tokens of a whole sequence.
-        itemsize: of the compute dtype.
+        s: tokens of the full sequence.
+        itemsize: bytes of the compute dtype.
     """
     b, n, d = layout.micro_batch, tokens_here(layout, s), shape.head_dim
-    keys = 2 * b * n * kv_heads(shape, layout) * d  # numbers; of U times as many tokens, 1/U of the heads
+    keys = 2 * b * n * kv_heads(shape, layout) * d  # elements: U times as many tokens, 1/U of the heads
     block, gradient = keys * itemsize, keys * max(4, itemsize)
     steps, u = layout.ring - 1, layout.ulysses
     queries = b * n * shape.heads // layout.tp * d

@@ -1,7 +1,7 @@
-"""What one rank of a run does in a step, in formulas: FLOPs and bytes sent, of which a dry run must count the same.
+"""FLOPs and sent bytes of one rank per step, in closed form; a dry run must count the same.
 
-A stage's passes are closed forms (`shoal.planning.cost.time.work`, `shoal.planning.cost.time.traffic`); how often each
-of them, a reduction and a gather happens is read off the program that the runtime executes.
+A stage's passes are closed forms (`shoal.planning.cost.time.work`, `shoal.planning.cost.time.traffic`). The number of
+passes, reductions and gathers is read off the program that the runtime executes.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from shoal.planning.cost.time.zero3_gathers import gathers_of
 from shoal.spec.number_formats import Formats
 
 if TYPE_CHECKING:
-    from shoal.engine.collectives.mesh import Mesh  # which needs torch
+    from shoal.engine.collectives.mesh import Mesh  # imports torch
 
-ROUTED = 3  # numbers that a router counts besides the tokens of each expert (`shoal.engine.models.experts.router`)
-FORESEEN = 4  # that a router of depths counts, with its predictor's loss (`shoal.engine.models.mixture_of_depths`)
-NUMBER = 8  # bytes of what the step itself sums: losses, norms, numbers of tokens
+ROUTED = 3  # values that a router counts besides the tokens of each expert (`shoal.engine.models.experts.router`)
+FORESEEN = 4  # values counted by a mixture-of-depths router, incl. predictor loss
+NUMBER = 8  # bytes of each value that the step itself sums: losses, norms, token counts
 
 
 class RankCounts:
-    """Of the rank that a mesh is seen from.
+    """FLOPs and sent bytes of the rank at a mesh position.
 
     Args:
-        run: one micro-batch, with the attention kernel that is used.
-        program: of the layout.
-        slices: that it cuts sequences into.
-        policy: the number formats.
-        by_parts: whether tensor parallelism's collectives and products are made together.
+        run: one micro-batch, with the attention kernel in use.
+        program: the layout's program.
+        slices: slices into which it cuts sequences.
+        policy: number formats.
+        by_parts: tensor-parallel collectives are overlapped with the products.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class RankCounts:
         self.run, self.program, self.mesh, self.policy, self.by_parts = run, program, mesh, policy, by_parts
         self.slices = slices
         self.spread = spread(run.layout, run.s, slices)
-        some = run.shape.depths  # of whose tokens only these pass through some layers
+        some = run.shape.depths  # only these tokens pass through some layers
         self.chosen = None if some is None else spread(run.layout, some.taken(run.s))
         self.parts = stage_parts(run.shape, program)
         self.held = program.stages_of(mesh.index("pp"))
@@ -66,17 +66,19 @@ class RankCounts:
     # ---- FLOPs ---------------------------------------------------------------------------------------------------
 
     def flops(self) -> int:
-        """Of matrix products and attention; experts all get as many tokens."""
+        """FLOPs of matrix products and attention, with equally many tokens for each expert."""
         counts = [len(self.program.microbatches_of(stage)) for stage in self.held]
         chosen = self._seen(self.chosen) if self.chosen is not None and self.run.layout.cp > 1 else None
         return step_flops(self.run, [self.parts[stage] for stage in self.held], counts, self._seen(self.spread), chosen)
 
     def _seen(self, spread: TokenAssignment) -> Seen:
-        """What this rank's attention computes of sequences that are spread so; no document ends inside one, where ranks
-        share them."""
+        """Return what this rank's attention computes for this token assignment.
+
+        Assumes that no document ends inside a sequence if ranks share sequences.
+        """
         if self.run.layout.cp == 1:
             return seen_alone(self.run, self.slices)
-        from shoal.engine.parallel.context.causal_blocks import pieces  # which needs torch
+        from shoal.engine.parallel.context.causal_blocks import pieces  # imports torch
 
         place, ring, u = self.mesh.index("ring"), spread.ring, self.run.layout.ulysses
         scores = []
@@ -93,13 +95,13 @@ class RankCounts:
     # ---- bytes sent ----------------------------------------------------------------------------------------------
 
     def sent(self, *, first: bool = False) -> Sent:
-        """Bytes by axis and kind.
+        """Return the bytes sent, by axis and kind of collective.
 
         Args:
-            first: in the run's first step, in which replicas agree on an order of their reductions.
+            first: count the run's first step, in which replicas agree on an order of their reductions.
 
         Raises:
-            ValueError: replicas are not kept together by sums.
+            ValueError: replicas are not synchronised by sums.
         """
         layout = self.run.layout
         if layout.sync != "all-reduce":
@@ -121,7 +123,7 @@ class RankCounts:
         return Sent({key: size for key, size in sent.items() if size})
 
     def _share(self, spread: TokenAssignment, number: int) -> Share:
-        """The tokens of a slice (-1: the whole) of sequences that are spread so."""
+        """Return the tokens of a slice (-1: the full sequence) for this token assignment."""
         cp, place = self.mesh.index("cp"), self.mesh.index("ring")
         slices = range(len(spread.held)) if number < 0 else range(number, number + 1)
         until = range(slices.stop)
@@ -150,8 +152,10 @@ class RankCounts:
         return sent
 
     def _moved(self, layers: int, chosen: TokenAssignment) -> tuple[Sent, Sent]:
-        """What it takes that as many of each rank's own tokens pass through some layers as a dry run has, and as many
-        of the shorter sequences' as any rank computes."""
+        """Return the bytes to move tokens of mixture-of-depths layers, forward and backward.
+
+        Each rank computes an equal share of the chosen tokens and has as many of its own chosen as in a dry run.
+        """
         parts = self.run.layout.token_multiple
         here, ranks = self.mesh.index("cp") * parts + self.mesh.index("tp") % parts, self.run.layout.cp * parts
         if ranks == 1:
@@ -162,8 +166,10 @@ class RankCounts:
         return depths(self.run, layers, moved, ranks, self.spread.fullest // parts)
 
     def _holders(self, spread: TokenAssignment) -> list[int]:
-        """By place in a sequence, which of the ranks that share it has the token, as
-        `shoal.engine.parallel.mixture_of_depths` counts them."""
+        """Return, for each position, which of the ranks that share a sequence has the token.
+
+        Counts like `shoal.engine.parallel.mixture_of_depths`.
+        """
         parts, holders = self.run.layout.token_multiple, [0] * spread.tokens
         for cp in range(self.run.layout.cp):
             places = [token for chunk in spread.chunks(cp) for token in chunk]
@@ -172,7 +178,7 @@ class RankCounts:
         return holders
 
     def _data_parallel(self, stage: int) -> Sent:
-        """Gathers and reductions of a stage."""
+        """Return the bytes of a stage's gathers and reductions."""
         layout, policy, mesh = self.run.layout, self.policy, self.mesh
         actions = [action for action in self.actions if action.stage == stage]
         last = sum(action.op is Op.REDUCE for action in actions)
@@ -194,12 +200,12 @@ class RankCounts:
         return sent
 
     def _chunks(self, filled: Filled) -> list[int]:
-        """Elements of this rank's shard of each bucket of a stage."""
+        """Return the elements of this rank's shard of each bucket of a stage."""
         shards = {False: self.mesh.size("shard"), True: self.mesh.size("edp_shard")}
         return [filled.sizes[kind].chunk(shards[filled.sizes[kind].expert]) for kind in filled.kind]
 
     def _here(self, bucket: Bucket, chunk: int) -> Iterator[tuple[LocalParameter, int]]:
-        """The parameters of a bucket, and how many elements of each are in this rank's shard of it."""
+        """Yield the parameters of a bucket with the elements in this rank's shard."""
         start, index = 0, self.mesh.index("edp_shard" if bucket[0].expert else "shard")
         for held in in_order(bucket):
             stop = start + held.allocated
@@ -211,7 +217,7 @@ class RankCounts:
         return buckets_of(self.run.shape, self.run.layout, self.parts[stage], self.policy.reduce.itemsize, *index)
 
     def _partial(self, stage: Filled, chunks: Sequence[int]) -> Counter[str]:
-        """Elements of this rank's shards whose gradients are sums that other axes than the replicas' complete."""
+        """Return the elements in this rank's shards whose gradients also need a sum over a non-replica axis."""
         found: Counter[str] = Counter()
         for bucket, chunk in zip(stage.buckets, chunks, strict=True):
             for held, here in self._here(bucket, chunk):
@@ -223,22 +229,22 @@ class RankCounts:
 
     @property
     def _copies(self) -> str:
-        """The axis along which the model's copies of this rank's stages lie."""
+        """Return the axis along which the model copies of this rank's stages lie."""
         here, program = self.mesh.index("pp"), self.program
         other = {program.stage_rank[(mine + program.depth) % program.stages] for mine in self.held}
         return f"pp:{','.join(map(str, sorted({here} | other)))}"
 
     def _once(self) -> Sent:
-        """What is summed over ranks once a step, or with each update: shared ends, losses, norms, numbers of tokens."""
+        """Return the bytes of sums once per step or update: tied ends, losses, norms, token counts."""
         mesh, updates = self.mesh, self.program.updates
         sent, steps = Sent(), sum(action.op is Op.STEP for action in self.actions)
         sent["dp", "all-reduce"] += all_reduced(NUMBER * updates, mesh.size("dp"))
         sent["world", "all-reduce"] += all_reduced(NUMBER * (3 if updates == 1 else 2 + updates), mesh.size("world"))
-        if self.run.shape.experts:  # what routers counted
+        if self.run.shape.experts:  # router statistics
             layers = len(self.run.shape.experts.layers(self.run.shape.layers))
             counted = NUMBER * layers * (ROUTED + self.run.shape.experts.count)
             sent["world", "all-reduce"] += all_reduced(counted, mesh.size("world"))
-        if self.run.shape.depths:  # and those that let some tokens by
+        if self.run.shape.depths:  # mixture-of-depths statistics
             counted = NUMBER * len(self.run.shape.depths.layers(self.run.shape.layers)) * FORESEEN
             sent["world", "all-reduce"] += all_reduced(counted, mesh.size("world"))
         if updates > 1:  # each stage learns whether its own gradients are finite

@@ -1,4 +1,4 @@
-"""What a layer with experts computes and sends on one rank, where tokens are spread evenly over the experts."""
+"""Computation and communication of an expert layer on one rank, with evenly routed tokens."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class RoutedRows(NamedTuple):
     """Rows of one micro-batch in one layer, on one rank.
 
     Attributes:
-        own: tokens that the rank routes: its part of each sequence.
-        sent: rows that it has for experts, wherever these are.
+        own: tokens that the rank routes, from its part of each sequence.
+        sent: rows that it sends to experts on any rank, itself included.
         here: rows that its experts compute.
-        away: of those sent, the ones for other ranks of ep, and as many come.
-        gathered: of those here, the ones that come from other ranks of etp.
+        away: sent rows for other ranks of ep; equally many arrive.
+        gathered: rows in ``here`` that come from other ranks of etp.
     """
 
     own: int
@@ -29,7 +29,7 @@ class RoutedRows(NamedTuple):
 
 
 def routed_rows(shape: ModelShape, layout: Layout, sequence_length: int) -> RoutedRows:
-    """Where nothing is dropped and every expert gets the same."""
+    """Return the row counts if no token is dropped and every expert gets equally many."""
     tokens = layout.micro_batch * tokens_here(layout, sequence_length)
     own = -(-tokens // layout.tp)
     sent = own * experts_of(shape).per_token

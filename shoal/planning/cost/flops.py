@@ -1,8 +1,8 @@
-"""FLOPs of a model, by one definition, and what they mean for a whole training.
+"""Model and hardware FLOPs, and the resulting time, cost and energy of a training run.
 
-A matrix product [m, k] x [k, n] is 2 m k n FLOPs; a backward is two forwards. *Model* FLOPs are those that the
-mathematics needs, whatever is recomputed (`ModelShape.flops_per_token`, by which every MFU of shoal is counted);
-*hardware* FLOPs are those that are done.
+A matrix product [m, k] x [k, n] is 2 m k n FLOPs; a backward is two forwards. *Model* FLOPs are the FLOPs of the
+mathematical operations without recomputation (`ModelShape.flops_per_token`, the basis of every MFU in shoal).
+*Hardware* FLOPs include recomputation.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from shoal.spec.catalog import ModelShape
 from shoal.spec.layout import Recompute
 
 PUE = 1.1
-"""A building's power over that of what computes in it: 1.10 to 1.12 is what large ones report (Patterson et al. 2021,
-table 4, of Google's)."""
+"""Power of a building relative to its computers' power; large ones report 1.10 to 1.12 (Patterson et al. 2021, table 4,
+Google's)."""
 YEAR = 365 * 24 * 3600
 DAY = 24 * 3600
 
 
 class LayerFlops(NamedTuple):
-    """Of one token's forward through one layer; where only some tokens pass through it, the mean over all.
+    """FLOPs of one token's forward through one layer; the mean over all tokens if only some pass through it.
 
     Attributes:
-        projections: of attention's q, k, v and output.
+        projections: attention's q, k, v and output products.
         core: q k^T and the product with v, counted in full (not halved for causality).
-        mlp: of the feed-forward block, or of the experts that a token is given to; and of routers.
+        mlp: the feed-forward block, or the experts of a token and the routers.
     """
 
     projections: int
@@ -34,12 +34,12 @@ class LayerFlops(NamedTuple):
 
     @property
     def forward(self) -> int:
-        """All of it."""
+        """Total FLOPs of the forward."""
         return self.projections + self.core + self.mlp
 
 
 def layer_flops(shape: ModelShape, sequence_length: int, layer: int = 0) -> LayerFlops:
-    """One layer, by its parts."""
+    """Return the FLOPs of one layer by part."""
     width, s, n = shape.heads * shape.head_dim, sequence_length, shape.taken(layer, sequence_length)
     projections = 2 * shape.hidden * 2 * (width + shape.kv_heads * shape.head_dim)
     found = LayerFlops(projections, 4 * width * n, 2 * shape.layer_matrices(layer) - projections)
@@ -50,12 +50,12 @@ def layer_flops(shape: ModelShape, sequence_length: int, layer: int = 0) -> Laye
 
 
 def model_flops(shape: ModelShape, sequence_length: int, tokens: float = 1) -> float:
-    """Model FLOPs of training on some tokens."""
+    """Return the model FLOPs of training on some tokens."""
     return tokens * shape.flops_per_token(sequence_length)
 
 
 def hardware_flops(shape: ModelShape, sequence_length: int, recompute: Recompute, tokens: float = 1) -> float:
-    """Model FLOPs and what is recomputed: the core of each layer's attention, or all of each layer.
+    """Return model FLOPs plus recomputation: of the attention core of each layer, or of all of each layer.
 
     For GPT with full recomputation this is 96 B s l h^2 (1 + s/6h + v/16lh) (Narayanan et al. 2021, equation 3), which
     also recomputes the layers alone.
@@ -68,7 +68,7 @@ def hardware_flops(shape: ModelShape, sequence_length: int, recompute: Recompute
 
 
 def six_n_t(parameters: float, tokens: float) -> float:
-    """The estimate C = 6 N T (Kaplan et al. 2020, section 2.1): 2 for a multiplication and an addition, times 3.
+    """Estimate FLOPs as C = 6 N T (Kaplan et al. 2020, section 2.1): 2 for a multiply-add, times 3.
 
     >>> f"{six_n_t(175e9, 300e9):.3g}"
     '3.15e+23'
@@ -76,21 +76,21 @@ def six_n_t(parameters: float, tokens: float) -> float:
     return 6 * parameters * tokens
 
 
-# ---- a whole training ----------------------------------------------------------------------------------------------
+# ---- full training runs --------------------------------------------------------------------------------------------
 
 
 def training_seconds(flops: float, rate: float, devices: int = 1, utilisation: float = 1.0) -> float:
-    """Time to do some FLOPs.
+    """Return the seconds to compute some FLOPs.
 
     Args:
         rate: FLOP/s of one device.
-        utilisation: the part of it that is reached (MFU, if the FLOPs are model FLOPs).
+        utilisation: attained fraction of the rate (MFU, if the FLOPs are model FLOPs).
     """
     return flops / (rate * devices * utilisation)
 
 
 def petaflop_days(flops: float) -> float:
-    """In petaFLOP/s-days: 8.64e19 FLOPs each (Amodei & Hernandez 2018).
+    """Convert FLOPs to petaFLOP/s-days: 8.64e19 FLOPs each (Amodei & Hernandez 2018).
 
     >>> round(petaflop_days(3.14e23))
     3634
@@ -99,15 +99,15 @@ def petaflop_days(flops: float) -> float:
 
 
 def dollars(seconds: float, devices: int, per_hour: float) -> float:
-    """Rent of some devices."""
+    """Return the rent of some devices."""
     return seconds / 3600 * devices * per_hour
 
 
 def kilowatt_hours(seconds: float, devices: int, watts: float, overhead: float = PUE) -> float:
-    """Energy of devices that all draw as much all the time, and of the building around them.
+    """Return the energy of devices at constant power, and of their building.
 
     Args:
-        watts: of one device, with its share of its host where that is to count.
-        overhead: the building's power over theirs.
+        watts: power of one device, with its share of its host if that should count.
+        overhead: building power relative to device power.
     """
     return seconds / 3600 * devices * watts / 1000 * overhead

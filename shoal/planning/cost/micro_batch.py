@@ -1,4 +1,4 @@
-"""A micro-batch's pass through one rank, as formulas of what it keeps and computes take it."""
+"""A micro-batch on one rank: the input of memory and FLOP formulas."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """What decides the activations of one micro-batch on one rank.
+    """Properties that determine the activations of one micro-batch on one rank.
 
     Attributes:
         shape: the model.
-        layout: its tp, tp_x, sequence_parallel, cp, ulysses, micro_batch and recompute are read.
-        s: tokens of a whole sequence.
+        layout: only tp, tp_x, sequence_parallel, cp, ulysses, micro_batch and recompute are read.
+        s: tokens of the full sequence.
         itemsize: bytes of the compute dtype.
-        kernel: of attention.
-        masked: whether attention stays inside documents.
-        fused_norm: RMSNorm as one operation, which torch has on CUDA, and on the CPU from fp32 on; else it keeps two
+        kernel: attention kernel.
+        masked: attention stays inside documents.
+        fused_norm: RMSNorm is one operation (in torch on CUDA, and on the CPU from fp32 on); otherwise it keeps two
             copies in fp32.
-        eight: which of the layers' products are made in 8 bits, if any, and how.
+        eight: which of the layers' products are in 8 bits, if any, and how.
     """
 
     shape: ModelShape
@@ -44,7 +44,7 @@ class MicroBatch:
 
     @cached_property
     def counted(self) -> dict[tuple, Any]:
-        """What was counted of it (`once`)."""
+        """Cache of `once`."""
         return {}
 
     @cached_property
@@ -69,17 +69,17 @@ class MicroBatch:
 
     @cached_property
     def told_apart(self) -> bool:
-        """Whether patterns say which layers' products are in 8 bits."""
+        """True if patterns select which layers' products are in 8 bits."""
         return self.eight is not None and bool(self.eight.keep)
 
     @property
     def exact(self) -> int:
-        """Bytes of what is computed in fp32 at least."""
+        """Bytes of an element that is computed in fp32 or wider."""
         return max(4, self.itemsize)
 
 
 def once(count: Callable[Concatenate[MicroBatch, P], T]) -> Callable[Concatenate[MicroBatch, P], T]:
-    """A count of a pass that is made once for the same arguments: a search asks for it thousands of times."""
+    """Cache a micro-batch method's result per arguments; a search calls it thousands of times."""
 
     @wraps(count)
     def of(run: MicroBatch, *args: P.args, **named: P.kwargs) -> T:

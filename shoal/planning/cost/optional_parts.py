@@ -1,4 +1,4 @@
-"""The parts that only some models have, where it is known that a model has them."""
+"""Accessors for optional model parts that are known to exist."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from shoal.spec.catalog.mixture_of_depths import Depths
 
 
 def experts_of(shape: ModelShape) -> Experts:
-    """The experts of a model of which some layer is sparse.
+    """Return the experts of a model with expert layers.
 
     Raises:
-        ValueError: it has none.
+        ValueError: the model has none.
     """
     if shape.experts is None:
         raise ValueError("the model has no experts")
@@ -19,7 +19,7 @@ def experts_of(shape: ModelShape) -> Experts:
 
 
 def depths_of(shape: ModelShape) -> Depths:
-    """What lets only some tokens pass through the layers that skip the others.
+    """Return the mixture-of-depths settings of a model in which layers skip tokens.
 
     Raises:
         ValueError: all tokens pass through all layers.

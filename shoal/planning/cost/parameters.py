@@ -1,6 +1,6 @@
-"""The parameters of a pipeline stage on one tensor-parallel rank: which are there, and which part of each.
+"""Parameters of a pipeline stage on one tensor-parallel rank, with the local part of each.
 
-What `shoal.engine.parallel` builds is written down here without building it.
+Mirrors what `shoal.engine.parallel` builds, without building it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from shoal.spec.layout import Layout
 
 
 class StagePart(NamedTuple):
-    """What a pipeline stage keeps of the model.
+    """The part of a model on one pipeline stage.
 
     Attributes:
-        layers: their numbers.
-        first, last: whether it has the embedding, or the final norm and the head.
-        shared: whether a tied embedding is shared with another stage.
+        layers: layer numbers.
+        first, last: True if it has the embedding, or the final norm and the head.
+        shared: True if a tied embedding is shared with another stage.
     """
 
     layers: Sequence[int]
@@ -33,7 +33,7 @@ class StagePart(NamedTuple):
 
 
 def stage_parts(shape: ModelShape, program: Program) -> list[StagePart]:
-    """The parts of all stages, in order."""
+    """Return the parts of all stages in order."""
     layers, depth = layers_of(shape, program), program.depth
     shared = shape.tied and depth > 1
     of_copy = [StagePart(layers[i], i == 0, i == depth - 1, shared) for i in range(depth)]
@@ -41,7 +41,7 @@ def stage_parts(shape: ModelShape, program: Program) -> list[StagePart]:
 
 
 def parts_of(shape: ModelShape, program: Program, pp_index: int) -> list[StagePart]:
-    """The parts of the stages that one pipeline rank holds."""
+    """Return the parts of the stages of one pipeline rank."""
     parts = stage_parts(shape, program)
     return [parts[stage] for stage in program.stages_of(pp_index)]
 
@@ -50,14 +50,14 @@ class LocalParameter(NamedTuple):
     """One parameter on one rank.
 
     Attributes:
-        name: in the model.
-        whole: its shape.
-        box: the part that is here.
+        name: name in the model.
+        whole: global shape.
+        box: local part.
         allocated: elements, padding included.
         partial: the mesh axis over which its gradient is a partial sum, if any.
-        copies: how many tensor-parallel ranks hold this very part.
-        alone: it has a bucket by itself.
-        expert: it lies over ranks as experts do.
+        copies: number of tensor-parallel ranks with the same part.
+        alone: it has its own bucket.
+        expert: it is distributed over ranks like experts.
     """
 
     name: str
@@ -71,24 +71,24 @@ class LocalParameter(NamedTuple):
 
 
 Unit = list[LocalParameter]
-"""What is gathered at once: the embedding, a layer, the final norm and the head."""
-SPLITTING = ("tp", "tp_x", "sequence_parallel", "ep", "etp")  # all that `units_of` reads of a layout
+"""Parameters that are gathered together: the embedding, a layer, or the final norm and the head."""
+SPLITTING = ("tp", "tp_x", "sequence_parallel", "ep", "etp")  # all layout fields that `units_of` reads
 
 
 def units_of(
     shape: ModelShape, layout: Layout, part: StagePart, tp_index: int = 0, ep_index: int = 0, etp_index: int = 0
 ) -> list[Unit]:
-    """The parameters of a stage on one tensor-parallel rank, in forward order."""
+    """Return the parameters of a stage on one tensor-parallel rank, in forward order."""
     h, bias = shape.hidden, shape.family == "gpt"
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     tp, group = layout.tp, min(layout.tp, shape.kv_heads)
     y, x = layout.tp_y, layout.tp_x
-    y_index, x_index = divmod(tp_index, x)  # of a grid; in one dimension (tp_index, 0)
+    y_index, x_index = divmod(tp_index, x)  # grid indices; (tp_index, 0) in one dimension
     summed = ("tp" if x == 1 else "tp_y") if tp > 1 and layout.sequence_parallel else ""
 
     def whole(
         name: str, *size: int
-    ) -> LocalParameter:  # but for the hidden dim, its last, of which a grid's rank has a part
+    ) -> LocalParameter:  # except the hidden (last) dim, which a grid splits
         *others, last = size
         box = Box((*(0 for _ in others), x_index * (last // x)), (*others, last // x))
         return LocalParameter(name, size, box, box.numel, summed, y)

@@ -1,7 +1,7 @@
-"""Rooflines: what bounds an operation, arithmetic or memory or the network (Williams, Waterman & Patterson 2009).
+"""Rooflines: whether arithmetic, memory or the network bounds an operation (Williams, Waterman & Patterson 2009).
 
 An operation takes the longer of its FLOPs over the peak and its bytes over the bandwidth. Its arithmetic intensity is
-FLOPs per byte; the ridge, where both take equally long, is at peak over bandwidth.
+FLOPs per byte. The ridge, where both times are equal, is peak over bandwidth.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from shoal.spec.catalog import Accelerator
 
 @dataclass(frozen=True)
 class OperationCost:
-    """What an operation does.
+    """FLOPs and bytes of an operation.
 
     Attributes:
         flops: arithmetic.
-        bytes: read and written, each operand once.
+        bytes: bytes read and written, each operand once.
     """
 
     flops: float
@@ -25,11 +25,11 @@ class OperationCost:
 
     @property
     def intensity(self) -> float:
-        """FLOPs per byte."""
+        """Arithmetic intensity in FLOPs per byte."""
         return self.flops / self.bytes
 
     def seconds(self, peak: float, bandwidth: float) -> float:
-        """The roofline's time.
+        """Return the roofline's time in seconds.
 
         Args:
             peak: FLOP/s.
@@ -39,7 +39,7 @@ class OperationCost:
 
 
 def dot_product(n: int, itemsize: int = 2) -> OperationCost:
-    """Of two vectors of n numbers: intensity (2 n - 1) / (e (2 n + 1)), 1/2 in 16 bits, whatever n is.
+    """Return the cost of a dot product of n numbers: intensity (2 n - 1) / (e (2 n + 1)), 1/2 in 16 bits for any n.
 
     >>> round(dot_product(10**6).intensity, 3)
     0.5
@@ -48,11 +48,11 @@ def dot_product(n: int, itemsize: int = 2) -> OperationCost:
 
 
 def matrix_product(m: float, k: int, n: int, itemsize: int = 2, result: int | None = None) -> OperationCost:
-    """[m, k] x [k, n]: intensity 2 m k n / (e (m k + k n + m n)), about m in 16 bits where m is the small one.
+    """Return the cost of [m, k] x [k, n]: intensity 2 m k n / (e (m k + k n + m n)), about m in 16 bits for small m.
 
     Args:
-        itemsize: e, bytes of a number of both factors.
-        result: of the product, if that is another.
+        itemsize: e, bytes per element of both factors.
+        result: bytes per element of the product, if different.
 
     >>> round(matrix_product(64, 8192, 8192).intensity)
     63
@@ -61,14 +61,14 @@ def matrix_product(m: float, k: int, n: int, itemsize: int = 2, result: int | No
 
 
 def ridge(peak: float, bandwidth: float) -> float:
-    """FLOPs per byte from which on arithmetic is the bound."""
+    """Return the FLOPs per byte above which arithmetic is the bound."""
     return peak / bandwidth
 
 
 def least_compute_bound_batch(peak: float, bandwidth: float, *, weight_itemsize: int = 2) -> float:
-    """Rows m from which on [m, k] x [k, n] is bound by arithmetic, where m is small beside k and n.
+    """Return the rows m above which [m, k] x [k, n] is bound by arithmetic, for m small relative to k and n.
 
-    The weights are what is read: 2 m k n FLOPs over e k n bytes, so m is the ridge times e/2; in 16 bits the ridge.
+    Mostly weights are read: 2 m k n FLOPs over e k n bytes, so m is the ridge times e/2; in 16 bits the ridge.
 
     >>> round(least_compute_bound_batch(1979e12, 3.35e12)), round(least_compute_bound_batch(989.4e12, 3.35e12))
     (591, 295)
@@ -77,13 +77,13 @@ def least_compute_bound_batch(peak: float, bandwidth: float, *, weight_itemsize:
 
 
 def least_tokens_per_chip(accelerator: Accelerator, link_bandwidth: float, axes: int = 1) -> float:
-    """Tokens of each chip's share of the batch below which data parallelism, whole or sharded, waits for the network.
+    """Return the tokens per chip below which data parallelism, replicated or sharded, waits for the network.
 
     A step does 4 B D F / X FLOPs for every 4 D F bytes that it moves, so B/X must exceed the peak over the bandwidth
     (jax-ml/scaling-book, training).
 
     Args:
-        link_bandwidth: of one link of a torus in one direction, bytes/s. An axis has two.
-        axes: of the torus that data parallelism uses.
+        link_bandwidth: bytes/s of one link of a torus in one direction. An axis has two links.
+        axes: number of torus axes that data parallelism uses.
     """
     return accelerator.dense_flops("bf16") / (2 * link_bandwidth * axes)

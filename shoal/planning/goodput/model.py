@@ -79,9 +79,7 @@ def young(job: TrainingJob) -> float:
 
 
 def daly(job: TrainingJob) -> float:
-    """Return the seconds of work between saves by Daly's series; M if a save takes 2 M or more (Daly 2006, equation
-    37).
-    """
+    """Return the seconds of work between saves by Daly's series; M if a save takes >= 2 M (Daly 2006, eq. 37)."""
     delta, mean = job.checkpoint, job.between
     if delta >= 2 * mean:
         return mean

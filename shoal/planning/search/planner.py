@@ -219,8 +219,7 @@ class LayoutPlanner:
         return filter(None, self.on_nodes([*counts, nodes], progress))
 
     def affordable(self, device_seconds: float, progress: Progressing | None = None) -> Plan | None:
-        """Find the fastest plan on any number of nodes up to the cluster's that costs at most these device-seconds per
-        step.
+        """Find the fastest plan, on up to the cluster's nodes, within these device-seconds per step.
 
         Neither time nor price is monotonic in the number of nodes, because a batch divides only into some numbers of
         replicas. So every number is searched for a layout that is cheap enough and faster than the best before, until

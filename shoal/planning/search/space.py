@@ -204,8 +204,7 @@ def _balanced(layers: int, stages: int, first: int, last: int) -> tuple[int, ...
 
 
 def shardings(degrees: Fields, space: LayoutSpace) -> tuple[Fields, ...]:
-    """Return the state shardings over replicas and their context-parallel ranks: ZeRO stages over all or fewer ranks.
-    """
+    """Return the shardings of state over replicas and their context-parallel ranks: ZeRO stages and sizes."""
     dp = degrees["dp"]
     # A field that sets the number of shards, or when to reshard, implies sharding.
     shared = space.fixed.get("zero_shard") or not space.fixed.get("reshard_after_forward", True)

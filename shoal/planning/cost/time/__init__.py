@@ -1,1 +1,1 @@
-"""Seconds that a stage takes: products, collectives, gathers and updates."""
+"""Time of a stage in seconds: matrix products, collectives, gathers and updates."""

@@ -1,14 +1,14 @@
-"""What collectives of a layout's groups take on a cluster, in closed form: fast enough to price every layout.
+"""Collective times of a layout's groups on a cluster, in closed form: fast enough to price every layout.
 
-A ring moves (n-1)/n of S through every link for an all-gather or a reduce-scatter, twice that for an all-reduce, in as
-many latencies as it has steps. That is what `shoal.labs.collectives.price.price` finds for the same ring, message by
-message. Where a group has L ranks in each of G nodes, its rings leave a node over L adapters at once; the slowest link
-decides. Two trees that share the links between them (Sanders, Speck & Traeff 2009), as NCCL has them, do an all-reduce
-with the ring's volume in fewer steps; the faster one counts.
+A ring moves (n-1)/n of S through every link for an all-gather or a reduce-scatter, twice that for an all-reduce, and
+pays one latency per step. `shoal.labs.collectives.price.price` finds the same for this ring, message by message. If a
+group has L ranks in each of G nodes, its rings leave a node over L adapters at once; the slowest link is the bound. Two
+trees that share the links (Sanders, Speck & Traeff 2009), as in NCCL, do an all-reduce with the ring's volume in fewer
+steps; the faster algorithm counts.
 
-What each rank has for each other (all-to-all) cannot be passed on like that: of S bytes of a rank S (G-1)/G leave its
-node, over its own share of the adapters. In a torus they cross the middle of each axis, of n places say: a ring's links
-there carry S n/8 each, a line's S n/4 (jax-ml/scaling-book, sharding). A message to the next rank goes over one link.
+Messages from each rank to each other (all-to-all) cannot be forwarded like that: of S bytes of a rank, S (G-1)/G leave
+its node, over its own share of the adapters. In a torus they cross the middle of each axis, of n places: a ring's links
+there carry S n/8 each, a line's S n/4 (jax-ml/scaling-book, sharding). A message to the next rank uses one link.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ V = TypeVar("V", float, np.ndarray)
 
 @dataclass(frozen=True)
 class CommunicationGroup(Generic[V]):
-    """A group of ranks that communicate; or many of them, of which each field is an array.
+    """A group of ranks that communicate; or many groups, with an array per field.
 
     Attributes:
-        ranks: their number.
-        bandwidth: of the slowest link of the ring, of one rank's share of it, bytes/s in one direction.
-        exchange: bytes/s at which what a rank has for all others leaves it, where all exchange at once.
-        hop: bytes/s of a message to the next rank, where that is farthest.
-        gather_latency, sum_latency, exchange_latency, hop_latency: seconds of an all-gather or a reduce-scatter, an
-            all-reduce, an all-to-all, and a message to the next rank, whatever their bytes.
+        ranks: number of ranks.
+        bandwidth: one rank's share of the slowest link of the ring, bytes/s in one direction.
+        exchange: bytes/s of data leaving a rank for all others in an all-to-all.
+        hop: bytes/s of a message to the next rank, at the farthest such distance.
+        gather_latency, sum_latency, exchange_latency, hop_latency: size-independent seconds of an all-gather or a
+            reduce-scatter, an all-reduce, an all-to-all, and a message to the next rank.
     """
 
     ranks: V
@@ -52,26 +52,26 @@ class CommunicationGroup(Generic[V]):
 
     @staticmethod
     def of_many(groups: Sequence[CommunicationGroup[float]]) -> CommunicationGroup[np.ndarray]:
-        """Arrays of [groups, 1]."""
+        """Stack groups into arrays of [groups, 1]."""
         names = [field.name for field in fields(CommunicationGroup)]
         return CommunicationGroup(*(np.array([[getattr(group, name)] for group in groups]) for name in names))
 
     def all_gather(self, size: V | float, count: V | float = 1) -> V:
-        """Seconds, for a whole of ``size`` bytes altogether, in ``count`` messages one after another."""
+        """Return the seconds of all-gathers with ``size`` bytes in total, in ``count`` sequential messages."""
         return count * self.gather_latency + (self.ranks - 1) / self.ranks * size / self.bandwidth
 
     reduce_scatter = all_gather
 
     def all_reduce(self, size: V | float, count: V | float = 1) -> V:
-        """Seconds, for vectors of ``size`` bytes altogether, ``count`` of them."""
+        """Return the seconds of ``count`` all-reduces with ``size`` bytes in total."""
         return count * self.sum_latency + 2 * (self.ranks - 1) / self.ranks * size / self.bandwidth
 
     def all_to_all(self, size: V | float) -> V:
-        """Seconds in which every rank sends ``size`` bytes, to all others together."""
+        """Return the seconds in which every rank sends ``size`` bytes, to all other ranks together."""
         return self.exchange_latency + size / self.exchange
 
     def send(self, size: V | float) -> V:
-        """Seconds for a message to the next rank."""
+        """Return the seconds of a message to the next rank."""
         return self.hop_latency + size / self.hop
 
 
@@ -82,9 +82,9 @@ def _group(
     """Return a group with the latencies of its collectives.
 
     Args:
-        steps, latencies: of the ring within nodes and between them, and seconds of each.
-        through_memory: that all share, and in which each takes from all others at once: any collective has an
-            all-reduce's latency.
+        steps, latencies: steps of the ring within nodes and between them, and seconds of each.
+        through_memory: ranks read from all others at once through shared memory: any collective has an all-reduce's
+            latency.
     """
     ring, trees = (sum(map(mul, many, latencies)) for many in (steps, [step.bit_length() for step in steps]))
     sums = 2 * min(ring, trees)  # by a ring or by trees
@@ -93,7 +93,7 @@ def _group(
 
 
 def extent_of(layout: Layout, axis: str) -> tuple[int, int]:
-    """How many ranks lie along an axis, or along several, and how far apart."""
+    """Return the number of ranks along one or several axes, and their distance."""
     axes = axes_of(layout, axis)
     experts = bool(axes) and axes[0] in EXPERT_AXES[1:]
     order, sizes = (EXPERT_AXES, layout.expert_shape) if experts else (AXES, layout.shape)
@@ -108,7 +108,7 @@ def extent_of(layout: Layout, axis: str) -> tuple[int, int]:
 
 
 def ring_of(cluster: Cluster, ranks: int, stride: int = 1) -> CommunicationGroup[float]:
-    """Every ``stride``-th accelerator, ``ranks`` of them; those between do the same in groups of their own."""
+    """Return the group of every ``stride``-th accelerator, ``ranks`` of them, among equal groups of the others."""
     inside = cluster.inside
     if ranks == 1 or inside is None:
         return CommunicationGroup(ranks, inf, inf, inf, 0.0, 0.0, 0.0, 0.0)
@@ -127,15 +127,17 @@ def ring_of(cluster: Cluster, ranks: int, stride: int = 1) -> CommunicationGroup
 
 
 def _in_torus(cluster: Cluster, link: Link, ranks: int, stride: int) -> CommunicationGroup[float]:
-    """A group that fills a dimension goes round it both ways at once, where its ends are connected; else there and
-    back."""
+    """Return a group in a torus; one that fills a dimension sends in both directions if the ends are connected.
+
+    Otherwise, it goes forth and back.
+    """
     done, links, steps, fullest = 1, 0, 0, 0.0
     for size in reversed(cluster.torus):
         extent = min(done * size, stride * ranks) // max(done, stride)
         if extent > 1:
             ways = 2 if extent == size and cluster.closed(size) else 1
             links, steps = links + ways, steps + extent - 1
-            # Over the middle of the axis: from each of one half's places to each of the other's.
+            # Traffic over the middle of the axis: from each position of one half to each of the other.
             fullest = max(fullest, (extent // 2) * (extent - extent // 2) / extent / ways)
         done *= size
     exchange = (ranks - 1) / ranks * link.bandwidth / fullest if fullest else link.bandwidth

@@ -1,4 +1,4 @@
-"""The calibrated times of one layer as shoal's own engine runs it, and of the cluster as it is attained."""
+"""Calibrated times of one layer in shoal's own engine, and attained rates of the cluster."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class LayerTimes(NamedTuple):
     """Seconds of one layer of one micro-batch on one rank.
 
     Attributes:
-        products, attention, elements: of its forward.
-        attention_backward: of the core of its attention.
-        exchange: of one sum over tensor-parallel ranks; a forward has two.
-        exposed: of such sums in its backward, what products do not hide.
-        launches, launches_backward: the host's, to launch a forward and a backward.
-        head: of the output matrix' forward, on the last stage.
-        loss: of the loss, forward and backward.
+        products, attention, elements: parts of its forward.
+        attention_backward: backward of the attention core.
+        exchange: one sum over tensor-parallel ranks; a forward has two.
+        exposed: sums in its backward that products do not hide.
+        launches, launches_backward: the host's time to launch a forward and a backward.
+        head: forward of the output matrix, on the last stage.
+        loss: forward and backward of the loss.
     """
 
     products: float
@@ -42,13 +42,13 @@ class LayerTimes(NamedTuple):
 
 
 def network_of(cluster: Cluster) -> str:
-    """What leads out of a node, by what constants are known by: InfiniBand, Ethernet that carries RoCE, or EFA."""
+    """Return the name of a cluster's network in the calibration: InfiniBand, RoCE (Ethernet) or EFA."""
     name = cluster.nic.name if cluster.nic else ""
     return "roce" if "ethernet" in name else "efa" if "efa" in name else "infiniband"
 
 
 def attained(cluster: Cluster) -> Cluster:
-    """The cluster with the bandwidth that collectives attain of its links, and their latencies."""
+    """Return the cluster with attained link bandwidths and latencies."""
     c = calibration_of(cluster).tables
     generation, network = GENERATIONS.index(cluster.accelerator.generation), NETWORKS.index(network_of(cluster))
     inside, nic = cluster.inside, cluster.nic
@@ -64,16 +64,16 @@ def attained(cluster: Cluster) -> Cluster:
 
 
 def memory_rate(cluster: Cluster) -> float:
-    """Bytes/s that kernels attain."""
+    """Return the attained memory bandwidth of kernels in bytes/s."""
     attains = calibration_of(cluster).tables["hbm"]
     return cluster.accelerator.memory_bandwidth * attains[GENERATIONS.index(cluster.accelerator.generation)]
 
 
 def product_rate(cluster: Cluster, kind: str) -> float:
-    """FLOP/s that a large product attains in 16 or 32 bits.
+    """Return the FLOP/s that a large product attains in 16 or 32 bits.
 
     Args:
-        kind: of the products, as accelerators name their peaks.
+        kind: format of the products, as named in accelerators' peaks.
     """
     machine = cluster.accelerator
     part = calibration_of(cluster).tables["product"][GENERATIONS.index(machine.generation)]
@@ -85,14 +85,14 @@ def layer_of(
     sequence_parallel: bool, recompute: str, later: float,
     eight_bits: bool = False, kernel: str = "sdpa", masked: bool = False,
 ) -> LayerTimes:  # fmt: skip
-    """The times of a layer.
+    """Return the times of a layer.
 
     Args:
-        kind: of the products, as accelerators name their peaks.
-        itemsize: bytes of a number while it is computed with.
-        later: by which attention takes longer on the last place of an uneven ring.
-        eight_bits: the layer's products are of 8-bit copies; attention and the head are not.
-        kernel: of attention; around a ring it is never written out.
+        kind: format of the products, as named in accelerators' peaks.
+        itemsize: bytes of an element during computation.
+        later: factor by which attention takes longer on the last place of an uneven ring.
+        eight_bits: the layer's products use 8-bit copies; attention and the head do not.
+        kernel: attention kernel; never unfused in a ring.
         masked: attention stays inside documents.
     """
     machine, wide, written = cluster.accelerator, itemsize / E, kernel == "explicit" and cp == 1
@@ -130,7 +130,7 @@ def layer_of(
 
 
 def spread(cluster: Cluster, kind: str = "time") -> float:
-    """Half of the 80 % interval of an estimate, of its logarithm."""
+    """Return half of the 80 % interval of an estimate's logarithm."""
     c = calibration_of(cluster).tables
     scale = "node" if cluster.nodes == 1 else "small" if cluster.size <= 128 else "large"
     width = c[f"spread_{kind}"][list(software_table()).index("shoal")]

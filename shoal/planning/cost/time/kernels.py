@@ -1,7 +1,7 @@
-"""What one layer takes on one rank: products, attention, operations element by element, collectives, launches.
+"""Times of one layer's parts on one rank: products, attention, elementwise operations, collectives, launches.
 
-Closed forms over many runs at once (`Runs`), with the constants of a calibration. Nothing here knows of pipelines or of
-data parallelism.
+Closed forms over many runs at once (`Runs`), with the constants of a calibration. Pipelines and data parallelism are
+not modelled here.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ import numpy as np
 from shoal.planning.cost.batched_runs import Runs
 from shoal.spec.catalog.calibration import Calibration
 
-E = 2.0  # bytes of a number while it is computed with: bf16 or fp16
-FLASH = 2  # from this index of `ATTENTION` on scores never reach memory
+E = 2.0  # bytes of an element during computation: bf16 or fp16
+FLASH = 2  # from this index of `ATTENTION` on, scores never reach memory
 
 
 def soft_max(a: np.ndarray, b: np.ndarray, sharp: float) -> np.ndarray:
-    """The larger of two times that hide each other almost, but not quite: (a^p + b^p)^(1/p)."""
+    """Return a smooth maximum of two times that mostly overlap: (a^p + b^p)^(1/p)."""
     larger = np.maximum(np.maximum(a, b), 1e-12)
     return larger * ((a / larger) ** sharp + (b / larger) ** sharp) ** (1 / sharp)
 
 
 @dataclass(frozen=True, eq=False)
 class RankGroup:
-    """Ranks that communicate, `stride` apart; those between do the same in groups of their own.
+    """Communicating ranks, `stride` apart, among equal groups of the ranks between them.
 
     Attributes:
-        ranks: their number.
-        here: of them in each node.
-        nodes: that they are spread over.
-        bandwidth: bytes/s of the slowest link of their rings, of one rank's share of it.
-        latency: s of one pass round.
-        passes: round, whose latency an all-gather or a reduce-scatter has; an all-reduce has two.
+        ranks: number of ranks.
+        here: ranks in each node.
+        nodes: number of nodes.
+        bandwidth: one rank's share of the slowest link of its rings, bytes/s.
+        latency: seconds of one pass around the ring.
+        passes: passes whose latency an all-gather or a reduce-scatter has; an all-reduce has twice as many.
     """
 
     ranks: np.ndarray
@@ -45,49 +45,48 @@ class RankGroup:
     passes: np.ndarray
 
     def gather(self, size: np.ndarray, count: np.ndarray | float = 1.0) -> np.ndarray:
-        """Seconds of all-gathers (or reduce-scatters) of ``size`` bytes altogether, in ``count`` messages."""
+        """Return the seconds of all-gathers or reduce-scatters of ``size`` bytes in total, in ``count`` messages."""
         return self._round(size, count * self.passes)
 
     def reduce(self, size: np.ndarray, count: np.ndarray | float = 1.0) -> np.ndarray:
-        """Seconds of all-reduces: each as a reduce-scatter and an all-gather."""
+        """Return the seconds of all-reduces: each a reduce-scatter and an all-gather."""
         return 2 * self._round(size, count)
 
     def _round(self, size: np.ndarray, passes: np.ndarray | float) -> np.ndarray:
-        """Seconds in which so many bytes go round, in so many passes."""
+        """Return the seconds of some bytes in some passes around the ring."""
         time = passes * self.latency + (self.ranks - 1) / self.ranks * size / self.bandwidth
         return np.where(self.ranks > 1, time, 0.0)
 
 
 class Kernels:
-    """The parts of a step that a layer, a head and a group of ranks take; of each run, where there are many."""
+    """Step parts of a layer, a head and a group of ranks, for each of many runs."""
 
     def __init__(self, runs: Runs, calibration: Calibration):
         self.runs, self.calibration, self.constants = runs, calibration, calibration.numbers
 
     def of(self, name: str, by: str) -> np.ndarray:
-        """A constant's value for each run."""
+        """Return a constant's value for each run."""
         return self.calibration[name][self.runs.code(by)]
 
     # ---- rates ---------------------------------------------------------------------------------------------------
 
     @cached_property
     def hbm(self) -> np.ndarray:
-        """Bytes/s that are attained from memory."""
+        """Attained memory bandwidth in bytes/s."""
         return self.runs.hbm * self.of("hbm", "generation")
 
     @cached_property
     def rate(self) -> np.ndarray:
-        """FLOP/s that a large product attains in 16 bits, no more than the best-shaped one alone."""
+        """FLOP/s that a large product attains in 16 bits, at most the rate of the best-shaped product."""
         return self.runs.peak * np.minimum(self.of("product", "generation"), self.runs.attainable)
 
     @cached_property
     def layer_rate(self) -> np.ndarray:
-        """The same of a layer's products, in 8 bits where these are."""
+        """Attained FLOP/s of a layer's products, in 8 bits if these are."""
         r = self.runs
         return np.where(r.fp8 > 0, r.peak8 * self.of("product_fp8", "generation"), self.rate)
 
     def group(self, ranks: np.ndarray, stride: np.ndarray | float) -> RankGroup:
-        """See `RankGroup`."""
         r, c = self.runs, self.constants
         here = np.clip(r.per_node // np.maximum(stride, 1), 1, ranks)
         nodes = np.ceil(ranks / here)
@@ -104,18 +103,18 @@ class Kernels:
 
     @cached_property
     def widths(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of the queries and of the keys (values alike) on one rank."""
+        """Width of the queries and of the keys (equal to the values') on one rank."""
         r = self.runs
         return r.heads * r.head_dim / r.tp, r.kv_heads * r.head_dim / np.minimum(r.tp, r.kv_heads)
 
     def product(self, m: np.ndarray, k: np.ndarray, n: np.ndarray, rate: np.ndarray) -> np.ndarray:
-        """Seconds of [m, k] x [k, n]: its FLOPs, the more the smaller a side is, or its bytes."""
+        """Return the seconds of [m, k] x [k, n]: by FLOPs, with a penalty for small sides, or by bytes."""
         shape = 1 + self.of("short_m", "generation") / m + self.of("short_k", "generation") * (1 / k + 1 / n)
         return soft_max(2 * m * k * n / rate * shape, E * (m * k + k * n + m * n) / self.hbm, 4.0)
 
     @cached_property
     def products(self) -> np.ndarray:
-        """Of a layer's forward; backward has two for each."""
+        """Seconds of a layer's matrix products in a forward; a backward has two for each."""
         r, (q, kv), n, hidden = self.runs, self.widths, self.runs.tokens, self.runs.hidden / self.runs.tp_x
         up = (1 + r.gated) * r.ffn / r.tp_y
         attention = self.product(n, hidden, (q + 2 * kv) * r.tp_x, self.layer_rate) + self.product(
@@ -128,18 +127,18 @@ class Kernels:
 
     @cached_property
     def scores_in_memory(self) -> np.ndarray:
-        """Whether the kernel writes scores: none of the flash ones."""
+        """True if the kernel writes scores to memory; flash kernels do not."""
         return self.runs.attention < FLASH
 
     @cached_property
     def plain_softmax(self) -> np.ndarray:
-        """Whether softmax, mask and dropout are kernels of their own: Megatron's fused one takes matrices by fours."""
+        """True if softmax, mask and dropout are separate kernels; Megatron fuses them for multiples of four."""
         r = self.runs
         return (r.attention == 0) | ((r.attention == 1) & (r.b * r.heads / r.tp % 4 != 0))
 
     @cached_property
     def attention(self) -> tuple[np.ndarray, np.ndarray]:
-        """The core of a layer's attention, forward and backward."""
+        """Seconds of a layer's attention core, forward and backward."""
         r, c, (q, _) = self.runs, self.constants, self.widths
         flops = 4 * r.tokens * r.s * q * np.where(self.scores_in_memory, 1.0, 0.5)
         part = np.where(r.attention == FLASH, self.of("flash_1", "generation"), self.of("flash_2", "generation"))
@@ -155,13 +154,13 @@ class Kernels:
 
     @cached_property
     def tokens_between(self) -> np.ndarray:
-        """Between the tensor-parallel regions of a layer."""
+        """Tokens between the tensor-parallel regions of a layer."""
         r = self.runs
         return np.where(r.sequence_parallel > 0, r.tokens / r.tp_y, r.tokens)
 
     @cached_property
     def elements(self) -> np.ndarray:
-        """Operations element by element of a layer's forward: bytes over what memory attains."""
+        """Seconds of a layer's elementwise operations in a forward: bytes over attained memory bandwidth."""
         r, c, (q, kv) = self.runs, self.constants, self.widths
         norms = self.of("passes_hidden", "software") + c["passes_norm"] * (1 - r.fused_norm)
         wide = self.of("passes_ffn", "software") * (1 + r.gated) * r.ffn * r.active / r.tp
@@ -170,8 +169,10 @@ class Kernels:
 
     @cached_property
     def exchange(self) -> np.ndarray:
-        """One sum over tensor-parallel ranks of a block's output, or a gather and a scatter of it; on a grid along y,
-        with half of what a layer's forward scatters and gathers along x."""
+        """Seconds of one tensor-parallel sum of a block's output, or of its gather and scatter.
+
+        On a grid it is along y, with half of what a layer's forward scatters and gathers along x.
+        """
         r, (q, kv) = self.runs, self.widths
         group, size = self.group(r.tp_y, r.tp_x), E * r.tokens * r.hidden / r.tp_x
         along_y = np.where(r.sequence_parallel > 0, 2 * group.gather(size), group.reduce(size))
@@ -180,9 +181,9 @@ class Kernels:
 
     @cached_property
     def routed(self) -> np.ndarray:
-        """A token's rows on their way to the ranks of its experts, or back; each rank has as many for each other.
+        """Seconds of sending rows to their experts' ranks, or back, evenly between ranks.
 
-        What leaves a node does so over each accelerator's own share of the adapters.
+        Traffic between nodes uses each accelerator's own share of the adapters.
         """
         r, group = self.runs, self.group(self.runs.ep, 1)
         rows = E * r.tokens / r.tp * r.active * r.hidden
@@ -192,7 +193,7 @@ class Kernels:
 
     @cached_property
     def launches(self) -> np.ndarray:
-        """What the host needs to launch a layer's forward: a floor under all of it."""
+        """Seconds in which the host launches a layer's forward: a lower bound of the forward."""
         r, c = self.runs, self.constants
         apart = (r.ranks > r.per_node) & (r.tp > 1) & (r.crowded > 0)
         more = c["launch_exchange"] * (r.tp > 1) + c["launch_plain_softmax"] * self.plain_softmax
@@ -201,24 +202,24 @@ class Kernels:
 
     @cached_property
     def forward(self) -> np.ndarray:
-        """The accelerator's time of a layer's forward."""
+        """Seconds of a layer's forward on the accelerator."""
         return self.products + self.attention[0] + self.elements + 2 * self.exchange + 2 * self.routed
 
     @cached_property
     def again(self) -> np.ndarray:
-        """Of what a layer's backward computes again, by `RECOMPUTE`.
+        """Seconds of a layer's recomputation, by `RECOMPUTE`.
 
-        "operators" is torchtitan's selective policy (its `activation_checkpoint.py`): every second product, and what
-        is no product, no attention and no reduce-scatter; so of each exchange the gather.
+        "operators" is torchtitan's selective policy (its `activation_checkpoint.py`): every second product, and
+        everything except products, attention and reduce-scatters; so, for each exchange, the gather.
         """
         operators = self.products / 2 + self.elements + self.exchange
         return np.choose(self.runs.code("recompute"), [0.0 * self.forward, self.attention[0], self.forward, operators])
 
     @cached_property
     def backward(self) -> np.ndarray:
-        """Of a layer's backward, with what it computes again."""
+        """Seconds of a layer's backward with recomputation on the accelerator."""
         r, again = self.runs, (self.runs.sequence_parallel > 0) & (self.runs.gathers_kept == 0)
-        sums = self.exchange * np.where(again, 3, 2)  # the inputs of both blocks are gathered once more
+        sums = self.exchange * np.where(again, 3, 2)  # block inputs are gathered once more
         hidden = np.minimum(sums * self.constants["hide_tensor"], self.products)
         exposed = sums - np.where(r.overlap_tensor > 0, hidden, 0.0)
         computing = 2 * self.products + self.attention[1] + 2 * self.elements
@@ -226,13 +227,13 @@ class Kernels:
 
     @cached_property
     def launches_of_both(self) -> np.ndarray:
-        """The same of a forward and a backward, with what is computed again."""
+        """Seconds in which the host launches a forward and a backward with recomputation."""
         again = self.runs.code("recompute") >= 2
         return self.launches * (1 + self.constants["launch_backward"] + again)
 
     @cached_property
     def layer(self) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds of a layer's forward and backward, the host's launches counted."""
+        """Seconds of a layer's forward and backward, at least the host's launch time."""
         sharp = self.constants["sharp"]
         forward = soft_max(self.forward, self.launches, sharp)
         return forward, soft_max(self.forward + self.backward, self.launches_of_both, sharp) - forward
@@ -241,7 +242,7 @@ class Kernels:
 
     @cached_property
     def head(self) -> np.ndarray:
-        """Forward and backward of the output matrix and the loss."""
+        """Seconds of forward and backward of the output matrix and the loss."""
         r, n, rows = self.runs, self.runs.tokens, self.runs.vocab / self.runs.tp
         loss = 4 * self.of("passes_loss", "software") * n * rows / self.hbm
         return 3 * self.product(n, r.hidden, rows, self.rate) + loss + self.exchange

@@ -1,12 +1,10 @@
-"""A pipeline stage of a run, priced: what a micro-batch takes on it; `shoal.planning.cost.memory.stage` has what it
-holds.
+"""Times of a pipeline stage per micro-batch; `shoal.planning.cost.memory.stage` has its memory.
 
-Physics with few constants, which were fitted to published measurements (`shoal.planning.cost.time.engine_layer`,
-docs/validate.md): a layer takes the time of its products by their shape, of its bytes, and of the host that launches
-it; a collective its closed form on what a cluster's links attain. What the engine overlaps is taken off: gradients
-that are reduced while backward goes on, parameters that are gathered a unit ahead, the sum over tensor-parallel ranks
-of an input's gradient while that of the weight is made. Sophia's estimates are passes like the step's own, a part of
-one in each step.
+The model is physical with few constants, fitted to published measurements (`shoal.planning.cost.time.engine_layer`,
+docs/validate.md). A layer takes the time of its products by shape, of its bytes, and of the host that launches it; a
+collective takes its closed form on attained link rates. The engine's overlap is subtracted: gradient reduction during
+the backward, parameter gathers one unit ahead, and the tensor-parallel sum of an input gradient during the weight
+gradient. Sophia's Hessian estimates are passes like the step's own, a fraction of one in each step.
 """
 
 from __future__ import annotations
@@ -35,25 +33,25 @@ from shoal.spec.layout import Layout
 from shoal.spec.number_formats import FP32
 
 V = TypeVar("V", float, np.ndarray)
-ROUTING = 7  # reads or writes of a hidden state in a forward that moves few of its rows: scores (a copy), a sum
-ATTENTION_BACKWARD = 2.5  # a fused kernel's backward has 5 products for 2 of its forward (Dao 2023, section 3)
+ROUTING = 7  # reads or writes of a hidden state in a forward that moves few rows: scores (a copy), a sum
+ATTENTION_BACKWARD = 2.5  # a fused backward has 5 products per 2 in its forward (Dao 2023, section 3)
 
 
 class StageTimes(NamedTuple):
     """Seconds of one micro-batch on one stage.
 
     Attributes:
-        matrices, attention, elements: of its forward.
-        adding: of adding gradients to their sums over micro-batches.
-        tensor: of its forward's tensor-parallel collectives.
-        recompute: of what backward computes again, collectives included.
-        tensor_backward: of backward's collectives, those that wait.
-        context: of its forward's ring and exchange of heads, what attention's products do not hide.
-        context_backward: of backward's.
-        experts: of the exchanges of rows, of experts or of tokens that pass through a layer, in each direction.
-        gather_forward, gather_backward: ZeRO: what is left of gathers and reductions behind computation.
-        launches, launches_backward: the host's in a forward and a backward, where the host is what computes.
-        launched: the host's for both, where it launches ahead of an accelerator; the gathers' beside it.
+        matrices, attention, elements: parts of its forward.
+        adding: adding gradients to their sums over micro-batches.
+        tensor: tensor-parallel collectives of its forward.
+        recompute: recomputation in the backward, collectives included.
+        tensor_backward: exposed tensor-parallel collectives of the backward.
+        context: ring and head exchange of its forward that attention's products do not hide.
+        context_backward: the same for the backward.
+        experts: exchanges of rows (of experts, or of tokens in mixture-of-depths layers), per direction.
+        gather_forward, gather_backward: ZeRO gathers and reductions that computation does not hide.
+        launches, launches_backward: host time of a forward and a backward, if the host itself computes.
+        launched: host time of both, if it launches ahead of an accelerator; gathers included.
     """
 
     matrices: float
@@ -74,35 +72,36 @@ class StageTimes(NamedTuple):
 
     @property
     def passes(self) -> tuple[float, float, float]:
-        """A forward and both halves of a backward."""
+        """Seconds of a forward and of both halves of a backward."""
         return self.forward, self.backward_input, self.backward_weight
 
     @property
     def forward(self) -> float:
-        """All of a forward."""
+        """Seconds of a forward."""
         computing = self.matrices + self.attention + self.elements + self.launches
         return computing + self.tensor + self.context + self.experts + self.gather_forward
 
     @property
     def backward_weight(self) -> float:
-        """The half that makes the gradients of the weights: one product for each of the forward's."""
+        """Seconds of the weight-gradient half: one product for each of the forward's."""
         return self.matrices + self.adding
 
     @property
     def backward_input(self) -> float:
-        """The other half."""
+        """Seconds of the input-gradient half."""
         computing = self.matrices + ATTENTION_BACKWARD * self.attention + 2 * self.elements + self.launches_backward
         waiting = self.tensor_backward + self.context_backward + self.experts + self.gather_backward
         return computing + self.recompute + waiting
 
 
 def exposed_sharding(forward: V, backward: V, compute: V, constants: Mapping[str, float]) -> tuple[V, V]:
-    """Seconds of ZeRO's gathers and reductions in a forward and in a backward that computing does not hide, with those
-    by which computing is slowed down where it does.
+    """Return the exposed seconds of ZeRO's gathers and reductions in a forward and in a backward.
+
+    Includes the slowdown of the computation that hides the rest.
 
     Args:
-        forward, backward: seconds that they take.
-        compute: seconds of a forward's computing; a backward's is twice that.
+        forward, backward: seconds of these collectives.
+        compute: seconds of a forward's computation; a backward's is twice that.
     """
     slowed = constants["contention"]
     return (
@@ -114,21 +113,23 @@ def exposed_sharding(forward: V, backward: V, compute: V, constants: Mapping[str
 def exposed_reduction(
     reduction: V, size: V | float, backward: V | float, layout: Layout, constants: Mapping[str, float]
 ) -> V:
-    """Seconds of the gradients' reduction that the last micro-batch's backward does not hide: of the last bucket all.
+    """Return the seconds of gradient reduction that the last micro-batch's backward does not hide.
+
+    The reduction of the last bucket is always exposed.
 
     Args:
-        reduction, backward: seconds of them.
-        size: bytes that are reduced.
+        reduction, backward: seconds of each.
+        size: bytes to reduce.
     """
     bucket = np.minimum(1.0, layout.bucket_bytes / np.maximum(1, size)) if layout.overlap else 1.0
     return np.maximum(reduction * bucket, reduction - constants["hide_data"] * backward)
 
 
 class StagePrices(StageMemory):
-    """Single stages of a run, priced: whatever the order is in which micro-batches go through them.
+    """Prices of the single stages of a run, for any order of micro-batches.
 
     Args:
-        run, known: as `StageMemory` has them; layers that were priced and groups of ranks are known, too.
+        run, known: see `StageMemory`; also caches priced layers and groups of ranks.
     """
 
     def __init__(self, run: EstimatedRun, known: dict | None = None):
@@ -140,18 +141,17 @@ class StagePrices(StageMemory):
         ))  # fmt: skip
 
     def group(self, axis: str) -> CommunicationGroup:
-        """The ranks along an axis, on the cluster as it is attained."""
+        """Return the ranks along an axis, with attained rates of the cluster."""
         return self._ring(*extent_of(self.run.layout, axis))
 
     def _ring(self, ranks: int, stride: int) -> CommunicationGroup:
-        """So many ranks, so far apart."""
         key = ("ring", ranks, stride)
         return self.once(key, lambda: ring_of(self.cluster, ranks, stride))
 
     def stage_of(self, part: StagePart) -> StageTimes:
-        """Of one stage, priced once for those that are alike."""
+        """Return the times of one stage, cached for equal stages."""
         alike, layout = (self.kinds(part), part.first, part.last), self.run.layout
-        sharded = self.holding if layout.zero >= 2 else ()  # all others of the same passes take as long
+        sharded = self.holding if layout.zero >= 2 else ()  # all others with the same passes take equally long
         ways = (self.group("shard"), self.group("edp_shard"), layout.overlap) if sharded else ()
         return self.once(
             ("stage", self.passing, layout.cp_order, sharded, ways, *alike), lambda: self._stage(*alike, part)
@@ -159,9 +159,11 @@ class StagePrices(StageMemory):
 
     @property
     def linear(self) -> np.ndarray:
-        """[4, 5] seconds of a forward, of both halves of a backward and of launching them: of a layer, of one with
-        experts, of being the first stage, of being the last, and of any stage. Without what ZeRO-2 and 3 add, they make
-        up all stages."""
+        """[4, 5] Seconds of a forward, of both halves of a backward and of their launches, as a linear model.
+
+        The columns are: a dense layer, an expert layer, being the first stage, being the last, and any stage. They add
+        up to every stage, without the additions of ZeRO-2 and 3.
+        """
         key = ("linear", self.passing, self.run.layout.cp_order)
         if key not in self.known:
             layers = [(((sparse, False), 1),) for sparse in ((False, True) if self.run.shape.experts else (False,))]
@@ -173,13 +175,13 @@ class StagePrices(StageMemory):
         return self.known[key]
 
     def layer(self, *, sparse: bool = False, skips: bool = False) -> LayerTimes:
-        """The times of one layer of one micro-batch.
+        """Return the times of one layer of one micro-batch.
 
         Args:
-            sparse: with experts, as a dense one that is as wide as what a token meets: as if a rank's experts were one
-                product, which they nearly are where each has many rows.
-            skips: of the tokens that pass through such a layer, with what decides which they are: its passes over the
-                hidden state, as many as `ROUTING` says.
+            sparse: a layer with experts, priced as a dense layer with the width of a token's experts: the products of a
+                rank's experts are nearly as fast as one product if each has many rows.
+            skips: a mixture-of-depths layer: the tokens that pass through it, and their selection, with `ROUTING`
+                passes over the hidden state.
         """
         run, layout = self.run, self.run.layout
         shape = run.shape
@@ -205,17 +207,17 @@ class StagePrices(StageMemory):
         return self.known[key]
 
     def _exchange(self) -> float:
-        """Seconds of one direction of a layer with experts that its rows travel, of which every expert gets as many."""
+        """Return the seconds of row exchanges of an expert layer in one direction, with balanced experts."""
         run, layout = self.run, self.run.layout
         rows = routed_rows(run.shape, layout, run.sequence_length)
         row = run.shape.hidden * run.policy.compute.itemsize
         sent = 2 * self.group("ep").all_to_all(rows.away * row) if layout.ep > 1 else 0.0
         if layout.expert_tensor > 1:
-            sent += 2 * self.group("etp").all_gather(rows.here * row)  # and the reduce-scatter, which sends as much
+            sent += 2 * self.group("etp").all_gather(rows.here * row)  # and the reduce-scatter of the same size
         return sent
 
     def _travel(self) -> float:
-        """Seconds of one direction of a layer that some tokens pass through: to where they are computed, and back."""
+        """Return the seconds of token moves of a mixture-of-depths layer in one direction, to and from their ranks."""
         run, layout = self.run, self.run.layout
         axis = "sequence" if layout.sequence_parallel else "cp"
         group = self.group(axis)
@@ -226,8 +228,10 @@ class StagePrices(StageMemory):
         return 2 * group.all_to_all(rows * run.shape.hidden * run.policy.compute.itemsize)
 
     def _spread(self, part: StagePart) -> list[tuple[int, int, CommunicationGroup, CommunicationGroup]]:
-        """Parameters of a stage, in how many messages they travel, the ranks that they are sharded over, and those that
-        replicate the shards: experts have their own."""
+        """Return a stage's parameter groups: (elements, messages, ranks that shard, ranks that replicate).
+
+        Experts have their own groups.
+        """
         state, (buckets, of_experts) = self.state_of([part]), self.messages_of(part, self.run.layout.zero)
         found = [(state.elements - state.experts, buckets, self.group("shard"), self.group("replicate"))]
         if state.experts:
@@ -235,8 +239,10 @@ class StagePrices(StageMemory):
         return found
 
     def sharding(self, part: StagePart) -> tuple[float, float]:
-        """Seconds in which a micro-batch gathers a stage's parameters (ZeRO-3), a message for each unit as it comes to
-        it, and in which it reduces their gradients (ZeRO-2 and 3)."""
+        """Return the seconds of a micro-batch's parameter gathers (ZeRO-3) and gradient reductions (ZeRO-2 and 3).
+
+        Each unit is gathered with one message when it is reached.
+        """
         policy, gather, reduce = self.run.policy, 0.0, 0.0
         for elements, messages, shard, _ in self._spread(part) if self.run.layout.zero >= 2 else ():
             if shard.ranks > 1:
@@ -245,10 +251,10 @@ class StagePrices(StageMemory):
         return gather if self.run.layout.zero == 3 else 0.0, reduce
 
     def _stage(self, kinds: Kinds, first: bool, last: bool, part: StagePart | None = None) -> StageTimes:
-        """Of a stage of some layers; without what ZeRO adds, if no part is given."""
+        """Return the times of a stage of some layers; without ZeRO's additions if ``part`` is None."""
         layout = self.run.layout
         layers, whole, rows, context, context_backward = sum(count for _, count in kinds), self.layer(), 0.0, 0.0, 0.0
-        parts = []  # of a mean layer
+        parts = []  # means over layers
         for (sparse, skips), count in kinds if layers else (((False, False), 1),):
             share, one = count / (layers or 1), self.layer(sparse=sparse, skips=skips)
             parts.append([share * seconds for seconds in one])
@@ -268,7 +274,7 @@ class StagePrices(StageMemory):
         forwards, backwards = exposed_sharding(gather, behind, compute, self.constants)
         gathers = forwards, backwards + reduce * (not layout.overlap)
         host = layers * layer.launches + self.constants["micro_batch"], layers * layer.launches_backward
-        ahead = self.run.cluster.at_once is None  # else its cores are what computes
+        ahead = self.run.cluster.at_once is None  # otherwise its cores compute
         found = StageTimes(
             matrices=layers * layer.products + head,
             attention=layers * layer.attention,
@@ -290,21 +296,23 @@ class StagePrices(StageMemory):
         return StageTimes(*[slower * seconds for seconds in found])
 
     def _adding(self, kinds: Kinds, first: bool, last: bool) -> float:
-        """Seconds in which each gradient of a stage is read, and its sum over micro-batches is read and written. Of a
-        tied embedding there is one."""
+        """Return the seconds to read each gradient of a stage, and to read and write its sum over micro-batches.
+
+        A tied embedding has one gradient.
+        """
         shape, layout, policy = self.run.shape, self.run.layout, self.run.policy
         weights = (last + (first and not shape.tied)) * shape.vocab * shape.hidden / layout.tp
         for (sparse, _), count in kinds:
-            # `linear` asks for a dense layer, too, where the model has none, and nobody takes its answer.
+            # `linear` also asks for a dense layer if the model has none; that result is unused.
             layer = next((i for i in range(shape.layers) if shape.sparse(i) == sparse), 0)
             weights += count * sum(self.elements_of(StagePart(range(layer, layer + 1), False, False)))
         moved = weights * (policy.compute.itemsize + 2 * policy.reduce.itemsize)
         return self.constants["accumulate"] * moved / self.hbm
 
     def _context(self, core: float, *, skips: bool) -> tuple[float, float]:
-        """Seconds of a layer's forward and backward that ranks wait for others' keys and values.
+        """Return the seconds of a layer's forward and backward in which ranks wait for other ranks' keys and values.
 
-        A block travels while the one before is computed with; the gradients of the last one travel alone.
+        A block is transferred during the computation on the previous one; the last block's gradients are exposed.
         """
         run, layout = self.run, self.run.layout
         if layout.cp == 1:
@@ -322,8 +330,7 @@ class StagePrices(StageMemory):
         return exchange + steps * forward, exchange + steps * backward + ring.send(sent.gradient)
 
     def finish_of(self, part: StagePart) -> tuple[float, float, float]:
-        """Seconds after a stage's last backward: what is left of its reduction, its update, its gather; once for those
-        that are alike."""
+        """Return the exposed seconds of a stage's reduction, its update and its gather after its last backward."""
         key = (self.kinds(part), part.first, part.last, part.shared)
         if key not in self.finished:
             self.finished[key] = self._finish(part)
@@ -352,7 +359,7 @@ class StagePrices(StageMemory):
         return reduction, update, gather
 
     def _orthogonal(self, state: StateBytes) -> float:
-        """Seconds of muon's products on the busiest of a matrix' holders, and of the exchange with them."""
+        """Return the seconds of Muon's products on the busiest rank that holds a matrix, with the exchange."""
         run, machine, found = self.run, self.run.cluster.accelerator, state.orthogonal
         if not found.elements:
             return 0.0
@@ -367,17 +374,17 @@ class StagePrices(StageMemory):
 
     @cached_property
     def hops(self) -> tuple[float, float]:
-        """Seconds for which a message to the next pipeline rank occupies its link, and until it is there after that."""
+        """Seconds for which a message to the next pipeline rank occupies its link, and then until its arrival."""
         run, pipeline = self.run, self.group("pp")
         moved = run.policy.compute.itemsize * self.forward.tokens_here * self.forward.hidden_here
         return moved / pipeline.hop, pipeline.hop_latency + self.constants["hop"]
 
     @property
     def hop(self) -> float:
-        """Seconds of a message between two pipeline ranks, from its sending to its arrival."""
+        """Seconds of a message between two pipeline ranks, from sending to arrival."""
         return sum(self.hops)
 
     @cached_property
     def link(self) -> MessageTimes:
-        """From a pipeline rank to the next."""
+        """Message times from a pipeline rank to the next."""
         return MessageTimes(*self.hops)

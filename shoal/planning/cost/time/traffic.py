@@ -1,7 +1,7 @@
-"""Bytes that one rank sends for one pass of a micro-batch through a stage, by axis of the mesh and kind of collective.
+"""Bytes that one rank sends for one pass of a micro-batch through a stage, by mesh axis and kind of collective.
 
-As `shoal.engine.collectives.group.Group.count` counts them: with n ranks (n-1)/n of what a gather or a scatter makes
-or takes whole, twice that for an all-reduce. What a whole step sends follows from its program
+Counts like `shoal.engine.collectives.group.Group.count`: with n ranks, (n-1)/n of the full tensor of an all-gather or
+reduce-scatter, and twice that for an all-reduce. The bytes of a full step follow from its program
 (`shoal.planning.cost.counts`).
 """
 
@@ -16,17 +16,17 @@ from shoal.planning.cost.micro_batch import MicroBatch
 from shoal.planning.cost.optional_parts import experts_of
 from shoal.planning.cost.parameters import StagePart
 
-COUNT = 8  # bytes of a number of rows
+COUNT = 8  # bytes of a row count
 
 
 class Sent(dict[tuple[str, str], float]):
-    """Bytes by (axis, kind): none of what is not there."""
+    """Bytes by (axis, kind); zero for absent keys."""
 
     def __missing__(self, key: tuple[str, str]) -> float:
         return 0
 
     def add(self, more: Mapping[tuple[str, str], float]) -> None:
-        """Send these bytes, too."""
+        """Add these bytes."""
         for key, size in more.items():
             self[key] += size
 
@@ -35,11 +35,11 @@ class Share(NamedTuple):
     """The tokens of a pass, counted in one sequence.
 
     Attributes:
-        tokens: of this rank, in what passes: the whole of its part, or of a slice.
-        seen: of this rank, in this slice and those before it, whose keys it has.
-        place: of all ranks at its place of the ring, in what passes.
-        blocks: tokens whose keys each place of the ring has, this rank's place first and then as they come by.
-        place_seen: of all ranks at its place, in this slice and those before.
+        tokens: this rank's tokens in this pass: its full part, or a slice of it.
+        seen: this rank's tokens in this slice and previous ones, whose keys it has.
+        place: tokens of all ranks at its place of the ring in this pass.
+        blocks: tokens whose keys each place of the ring has, this rank's place first, then in order of arrival.
+        place_seen: tokens of all ranks at its place, in this slice and previous ones.
     """
 
     tokens: int
@@ -50,20 +50,20 @@ class Share(NamedTuple):
 
 
 def gathered(size: float, ranks: int) -> float:
-    """Of an all-gather or a reduce-scatter whose whole has ``size`` bytes."""
+    """Return the bytes sent in an all-gather or a reduce-scatter with a full tensor of ``size`` bytes."""
     return size * (ranks - 1) / ranks
 
 
 def all_reduced(size: float, ranks: int) -> float:
-    """Of an all-reduce of ``size`` bytes."""
+    """Return the bytes sent in an all-reduce of ``size`` bytes."""
     return 2 * gathered(size, ranks)
 
 
 def tensor_parallel(run: MicroBatch, part: StagePart, tokens: int, *, by_parts: bool) -> tuple[Sent, Sent]:
-    """A forward's and a backward's over tp: two regions in each layer, the look-up, the output matrix and the loss.
+    """Return the tp bytes of a forward and a backward: two regions per layer, the look-up, output matrix and loss.
 
-    On a grid regions are entered and left along its y, and there is more along x (`_along_x`). In one dimension a rank
-    sends 4 h (t - 1) / t numbers for a token and layer, on a grid with x ~ sqrt(t) less the more ranks there are:
+    On a grid, regions communicate along y, with more traffic along x (`_along_x`). In one dimension a rank sends 4 h (t
+    - 1) / t elements per token and layer; on a grid with x ~ sqrt(t), fewer with more ranks:
 
     >>> from shoal.spec.catalog import model_shape
     >>> from shoal.spec.layout import Layout
@@ -78,9 +78,9 @@ def tensor_parallel(run: MicroBatch, part: StagePart, tokens: int, *, by_parts: 
     [4.25, 3.12, 2.59, 2.23]
 
     Args:
-        tokens: of one sequence.
-        by_parts: products and collectives are made together (`shoal.engine.parallel.overlap`): parts go round as
-        messages.
+        tokens: tokens of one sequence.
+        by_parts: products and collectives are overlapped (`shoal.engine.parallel.overlap`): parts travel around the
+            ring as messages.
     """
     forward, backward = Sent(), Sent()
     t, y, n = run.layout.tp, run.layout.tp_y, run.layout.micro_batch * tokens
@@ -90,8 +90,8 @@ def tensor_parallel(run: MicroBatch, part: StagePart, tokens: int, *, by_parts: 
     sparse = sum(map(run.shape.sparse, part.layers)) if run.shape.experts else 0
     without = 0 if sparse and experts_of(run.shape).shared else sparse  # layers that do not end with a region
     regions, full = 2 * len(part.layers) - without, run.layout.recompute == "full"
-    # What is computed again ends with a layer's last product, unless the sum over the ranks is part of that, or what
-    # comes of it is weighted.
+    # Recomputation ends with a layer's last product, unless that product includes the sum over ranks, or its result is
+    # weighted.
     again = (regions, regions if by_parts or _skip(run, part) else len(part.layers)) if full else (0, 0)
     if run.layout.sequence_parallel:
         gather, scatter = ("send", "send") if by_parts else ("all-gather", "reduce-scatter")
@@ -107,7 +107,7 @@ def tensor_parallel(run: MicroBatch, part: StagePart, tokens: int, *, by_parts: 
         size = all_reduced(whole, y)
         forward[axis, "all-reduce"] += size * (regions + part.first)
         backward[axis, "all-reduce"] += size * (regions + part.last + again[1])
-    if part.last:  # each rank's log-sum-exp and the logit of the target
+    if part.last:  # each rank's log-sum-exp and the target's logit
         forward["tp", "all-gather"] += 2 * run.exact * n * (t - 1)
     if run.layout.tp_x > 1:
         _along_x(run, part, n, forward, backward)
@@ -115,9 +115,10 @@ def tensor_parallel(run: MicroBatch, part: StagePart, tokens: int, *, by_parts: 
 
 
 def _along_x(run: MicroBatch, part: StagePart, n: int, forward: Sent, backward: Sent) -> None:
-    """Add what goes along x of a grid (`shoal.engine.parallel.tensor_2d`): sums of a block's first products are
-    scattered, what its last ones take is gathered; norms sum one number a token, or two; the hidden state is whole at
-    the model's ends.
+    """Add the bytes along x of a grid (`shoal.engine.parallel.tensor_2d`).
+
+    A block's first products are reduce-scattered, and the inputs of its last ones are gathered. Norms sum one or two
+    values per token. The hidden state is unsharded at the model's ends.
 
     Args:
         n: tokens of all sequences.
@@ -142,20 +143,20 @@ def _along_x(run: MicroBatch, part: StagePart, n: int, forward: Sent, backward: 
 
 
 def _skip(run: MicroBatch, part: StagePart) -> bool:
-    """Whether only some tokens pass through the layers of a part, which are of one kind."""
+    """Return whether the layers of a part, which are of one kind, are mixture-of-depths layers."""
     return any(map(run.shape.skips, part.layers))
 
 
 def context_parallel(run: MicroBatch, layers: int, share: Share) -> tuple[Sent, Sent]:
-    """A forward's and a backward's round the ring, and in exchange of heads for tokens."""
+    """Return the bytes of a forward and a backward around the ring, and in all-to-alls of heads for tokens."""
     forward, backward = Sent(), Sent()
     layout, d = run.layout, run.shape.head_dim
     if layout.cp == 1:
         return forward, backward
     b, u, e = layout.micro_batch, layout.ulysses, run.itemsize
     heads, keys = run.shape.heads // layout.tp, 2 * kv_heads(run.shape, layout)
-    block = b * keys // u * d  # numbers of each token's keys and values, for the heads that a rank attends
-    ring = e * block * sum(share.blocks[:-1])  # all but the block that the next place has by itself
+    block = b * keys // u * d  # elements of each token's keys and values, for the heads that a rank attends
+    ring = e * block * sum(share.blocks[:-1])  # all blocks except the one that the next place already has
     into = out = back_in = back_out = 0.0
     if u > 1:
         q = b * heads // u * d
@@ -175,12 +176,12 @@ def context_parallel(run: MicroBatch, layers: int, share: Share) -> tuple[Sent, 
 
 
 def expert_parallel(run: MicroBatch, part: StagePart, tokens: int) -> tuple[Sent, Sent]:
-    """A forward's and a backward's of layers with experts: scores of whole sequences, rows to their experts and back.
+    """Return the bytes of expert layers in a forward and a backward: scores of full sequences, and rows.
 
-    With even routing and nothing dropped, as `shoal.planning.cost.experts` has it.
+    Assumes even routing without dropped tokens, as in `shoal.planning.cost.experts`.
 
     Args:
-        tokens: of one sequence.
+        tokens: tokens of one sequence.
     """
     layout, shape = run.layout, run.shape
     forward, backward = Sent(), Sent()
@@ -190,7 +191,7 @@ def expert_parallel(run: MicroBatch, part: StagePart, tokens: int) -> tuple[Sent
     experts, rows, t, etp = experts_of(shape), routed_rows(shape, layout, run.s), layout.tp, layout.expert_tensor
     row = run.itemsize * shape.hidden
     own = layout.micro_batch * -(-tokens // t)
-    score = experts.count * (2 if experts.gate == "noisy-top-k" else 1) * run.exact  # of a token
+    score = experts.count * (2 if experts.gate == "noisy-top-k" else 1) * run.exact  # per token
     whole = 0 if layout.sequence_parallel else (t - 1) * own * row
     choosing = Sent({
         ("tp", "all-gather"): (t - 1) * own * score,
@@ -203,7 +204,7 @@ def expert_parallel(run: MicroBatch, part: StagePart, tokens: int) -> tuple[Sent
     passes = [(forward, choosing), (forward, moving), (forward, result), (backward, moving), (backward, result)]
     if layout.recompute == "full":
         passes += [(backward, choosing), (backward, moving)]
-        if experts.shared or _skip(run, part):  # what comes last is the shared ones' product, or weighted
+        if experts.shared or _skip(run, part):  # the last operation is the shared experts' product, or weighted
             passes.append((backward, result))
     for sent, added in passes:
         for key, size in added.items():
@@ -212,7 +213,7 @@ def expert_parallel(run: MicroBatch, part: StagePart, tokens: int) -> tuple[Sent
 
 
 def evenly_taken(k: int, s: int) -> list[int]:
-    """The places of k of s tokens that a dry run has pass through a layer.
+    """Return the positions of k of s tokens that a dry run passes through a mixture-of-depths layer.
 
     >>> evenly_taken(3, 8)
     [0, 2, 5]
@@ -221,13 +222,14 @@ def evenly_taken(k: int, s: int) -> list[int]:
 
 
 def depths(run: MicroBatch, layers: int, moved: int, ranks: int, fullest: int) -> tuple[Sent, Sent]:
-    """A forward's and a backward's of layers that only some tokens pass through, where ranks share sequences: scores,
-    and chosen tokens on their way to where they are computed and back.
+    """Return the bytes of mixture-of-depths layers in a forward and a backward, if ranks share sequences.
+
+    Counts scores, and chosen tokens sent to the ranks that compute them and back.
 
     Args:
-        moved: chosen tokens of one sequence that this rank computes or has, but not both.
-        ranks: that share sequences.
-        fullest: the most tokens of one sequence that any of them has.
+        moved: chosen tokens of one sequence that this rank either computes or holds, but not both.
+        ranks: ranks that share sequences.
+        fullest: maximum tokens of one sequence on any of them.
     """
     axis, b = "sequence" if run.layout.token_multiple > 1 else "cp", run.layout.micro_batch
     once = Sent({

@@ -1,8 +1,7 @@
-"""FLOPs that one rank does in a step: the matrix products of its stages, as the engine makes them.
+"""FLOPs of one rank per step: the matrix products of its stages as run by the engine.
 
-The whole model's, by one definition, are in `shoal.planning.cost.flops`; a rank's differ by what it pads (a vocabulary
-that tp does not divide), what several ranks do alike (key/value heads, where tp exceeds their number), and what it
-computes again.
+`shoal.planning.cost.flops` has the FLOPs of the full model. A rank's FLOPs differ by padding (a vocabulary that tp does
+not divide), replicated work (key/value heads, if tp exceeds their number) and recomputation.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from shoal.planning.cost.parameters import StagePart
 
 
 class Seen(NamedTuple):
-    """The tokens of each sequence that a rank computes, and the scores that its attention does.
+    """The tokens of each sequence that a rank computes, and its attention scores.
 
     Attributes:
-        tokens: of one sequence, in each slice.
+        tokens: tokens of one sequence in each slice.
         scores: for each slice, (queries, keys) of each rectangle of scores that a head computes in full.
         shared: ranks over which the heads are spread besides tp (`Layout.ulysses`).
-        around: attention goes round a ring: what is computed again is all of it, and written out it is three products
-            in backward besides the two that a kernel's backward computes again.
+        around: ring attention: recomputation covers all of it; unfused, it has three products in backward besides the
+            two that a kernel's backward recomputes.
     """
 
     tokens: tuple[int, ...]
@@ -37,12 +36,12 @@ class Seen(NamedTuple):
 
 
 def seen_alone(run: MicroBatch, slices: Sequence[int] = ()) -> Seen:
-    """Where no other rank has a part of the sequences.
+    """Return the tokens and scores if no other rank has a part of the sequences.
 
-    Scores are counted in full, but for blocks that only later tokens see, where attention is written out.
+    Scores are counted in full, except blocks that are fully masked in unfused attention.
 
     Args:
-        slices: tokens of each, where sequences come in slices that see those before them.
+        slices: tokens of each slice, if sequences come in slices that attend to the previous ones.
     """
     parts = tuple(slices) or (run.s,)
     starts = accumulate(parts, initial=0)
@@ -52,13 +51,13 @@ def seen_alone(run: MicroBatch, slices: Sequence[int] = ()) -> Seen:
 
 
 def stage_flops(run: MicroBatch, part: StagePart, seen: Seen, chosen: Seen | None = None) -> int:
-    """A stage's forward and backward of one micro-batch on one rank.
+    """Return the FLOPs of a stage's forward and backward of one micro-batch on one rank.
 
-    A backward is two forwards. Attention that is computed again stops where nothing more is needed: if it is written
-    out, before its last product.
+    A backward is two forwards. Recomputed attention stops when nothing more is needed: if unfused, before its last
+    product.
 
     Args:
-        chosen: as ``seen``, of the tokens that pass through layers which take some.
+        chosen: like ``seen``, for the tokens that pass through mixture-of-depths layers.
     """
     shape = run.shape
     n = run.layout.micro_batch * sum(seen.tokens)
@@ -70,20 +69,20 @@ def stage_flops(run: MicroBatch, part: StagePart, seen: Seen, chosen: Seen | Non
             continue
         depths = depths_of(shape)
         fewer = replace(run, s=depths.taken(run.s))
-        # Of the predictor, whose input learns nothing from it; what is a matrix times a vector is not counted.
+        # The predictor's products; no gradient reaches its input, and matrix-vector products are not counted.
         up = 2 * (n // run.layout.token_multiple) * shape.hidden * depths.predictor
         total += _layer(fewer, chosen or seen_alone(fewer), shape.sparse(layer)) + passes * up
     return total
 
 
 def _layer(run: MicroBatch, seen: Seen, sparse: bool) -> int:
-    """A layer's forward and backward, with what is computed again."""
+    """Return the FLOPs of a layer's forward and backward with recomputation."""
     shape, t, y = run.shape, run.layout.tp, run.layout.tp_y
     b, n = run.layout.micro_batch, run.layout.micro_batch * sum(seen.tokens)
     q = shape.heads * shape.head_dim // t
-    kv = shape.kv_heads * shape.head_dim // min(y, shape.kv_heads)  # of tp_x ranks together
+    kv = shape.kv_heads * shape.head_dim // min(y, shape.kv_heads)  # tp_x ranks together
     projections = 2 * n * (shape.hidden * 2 * q + run.hidden_here * 2 * kv)
-    product = 2 * b * q // seen.shared  # of a score, with a key or with a value, in all heads
+    product = 2 * b * q // seen.shared  # per score, with a key or with a value, in all heads
     core = 2 * product * sum(rows * keys for rectangles in seen.scores for rows, keys in rectangles)
     written = run.kernel == "explicit"
     core_again, core_backward = core, 5 * core // 2 if seen.around and written else 2 * core
@@ -100,7 +99,7 @@ def _mlp(run: MicroBatch, tokens: int, width: int) -> int:
 
 
 def _experts(run: MicroBatch) -> int:
-    """Router, experts, and those that all tokens pass; where every expert gets as many rows and nothing is dropped."""
+    """Return the FLOPs of router, experts and shared experts, with balanced routing and no dropped tokens."""
     shape, experts, rows = run.shape, experts_of(run.shape), routed_rows(run.shape, run.layout, run.s)
     matrices = 3 if shape.family == "llama" else 2
     scored = 2 if experts.gate == "noisy-top-k" else 1
@@ -112,11 +111,11 @@ def _experts(run: MicroBatch) -> int:
 def step_flops(
     run: MicroBatch, parts: Sequence[StagePart], microbatches: Sequence[int], seen: Seen, chosen: Seen | None = None
 ) -> int:
-    """A rank's in a step.
+    """Return a rank's FLOPs per step.
 
     Args:
         parts: its stages.
-        microbatches: that pass through each of them.
-        seen, chosen: of one micro-batch, on this rank.
+        microbatches: micro-batches that pass through each of them.
+        seen, chosen: tokens of one micro-batch on this rank.
     """
     return sum(count * stage_flops(run, part, seen, chosen) for part, count in zip(parts, microbatches, strict=True))

@@ -1,8 +1,7 @@
-"""How often ZeRO-3 gathers each bucket of a stage in a step: `shoal.engine.parallel.zero.zero3_hooks`, played without
-tensors.
+"""Number of ZeRO-3 gathers of each bucket per step: `shoal.engine.parallel.zero.zero3_hooks` without tensors.
 
-A unit (the embedding, a layer, the final norm and head) has its buckets gathered before it is used, with those of the
-next units; it gives them back behind its forward, unless its backward comes next, and behind its backward.
+The buckets of a unit (the embedding, a layer, the final norm and head) are gathered before use, together with the next
+units' buckets. They are freed after the unit's forward, unless its backward comes next, and after its backward.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from shoal.spec.layout import Layout
 def gathers_of(
     layout: Layout, units: Sequence[Sequence[int]], actions: Sequence[Action], stage: int
 ) -> list[int]:
-    """How often each bucket of a stage is gathered in a step.
+    """Return how often each bucket of a stage is gathered per step.
 
     Args:
-        units: of each unit of the stage, the numbers of the buckets that it needs.
-        actions: of the rank.
+        units: for each unit of the stage, the numbers of the buckets it needs.
+        actions: actions of the rank.
         stage: one of its stages.
     """
     mine = [action for action in actions if action.stage == stage]
@@ -56,6 +55,6 @@ def gathers_of(
 
 
 def _backward_follows(actions: Sequence[Action]) -> bool:
-    """Whether the stage is not run forward again before the backward of the micro-batch just run."""
+    """Return whether the micro-batch's backward comes before the stage's next forward."""
     order = [action.op for action in actions if action.op in FORWARDS | BACKWARDS]
     return all((op in FORWARDS) == (i % 2 == 0) for i, op in enumerate(order))
