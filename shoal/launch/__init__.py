@@ -1,5 +1,5 @@
-"""Processes of a run: the local launcher, the rank environment, the supervisor, restarts and the worker pool.
+"""Processes of a run: local launcher, rank environment, supervisor, restarts and worker pool.
 
-Ranks are started here or join those that torchrun or SLURM started; `shoal.launch.watch` finds the one that is lost.
-It uses the wings up to `shoal.report`. What a rank then does is `shoal.training`.
+Ranks are started here or by torchrun or SLURM; `shoal.launch.watch` finds lost ranks. Uses the packages up to
+`shoal.report`; `shoal.training` is what each rank runs.
 """

@@ -1,7 +1,7 @@
-"""Find the nearest layout for the devices that are left: the same global batch in the same order, so the same losses.
+"""Find the nearest layout for the remaining devices, with the same global batch in the same order.
 
-What a step computes does not depend on the layout, so any that fits will do. Replicas are given up first, as that moves
-no weight; then the axes that split a model, as few of them and as little as possible.
+As the result of a step does not depend on the layout, the losses stay the same. Replicas are removed first, since that
+moves no weights; then the model-splitting axes shrink, as few and as little as possible.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from shoal.spec.config import RunConfig
 from shoal.spec.layout import Layout
 
 DEGREES = ("dp", "tp", "cp", "pp")
-NO_KNOBS = {"straggler": "", "dead": ""}  # of ranks that may be gone
+NO_KNOBS = {"straggler": "", "dead": ""}  # disables fault knobs of ranks that may no longer exist
 
 
 def replan(
     config: RunConfig, shape: ModelShape, devices: int, fits: Callable[[RunConfig], object] = lambda config: None
 ) -> RunConfig:
-    """The run on at most so many devices; itself, where there are enough.
+    """Return the run on at most ``devices`` devices; unchanged if they suffice.
 
     Args:
-        shape: the model of ``config``.
-        fits: raises a `UsageError` for a run that cannot be (too little memory).
+        shape: model of ``config``.
+        fits: raises `UsageError` for a run that is impossible (too little memory).
 
     Raises:
-        UsageError: nothing fits.
+        UsageError: no layout fits.
     """
     if devices >= config.parallel.world_size:
         return config
@@ -42,7 +42,7 @@ def replan(
     why: UsageError | None = None
     for layout in sorted(_candidates(config, devices), key=lambda layout: _distance(config.parallel, layout)):
         update: dict[str, object] = {"parallel": layout, "testing": config.testing.model_copy(update=NO_KNOBS)}
-        if layout.dp == 1 and config.failover.reexecute_on == "replica":  # there is no other
+        if layout.dp == 1 and config.failover.reexecute_on == "replica":  # no other replica exists
             update["failover"] = config.failover.model_copy(update={"reexecute_on": "same"})
         changed = config.model_copy(update=update)
         try:
@@ -56,7 +56,7 @@ def replan(
 
 
 def _distance(was: Layout, now: Layout) -> tuple:
-    """Smallest for the nearest: what changes beside dp, then the devices left idle, then how far it is."""
+    """Return a sort key of similarity: changed axes besides dp, idle devices, then the size of the changes."""
     split = [name for name in DEGREES[1:] if getattr(was, name) != getattr(now, name)]
     return (
         len(split),
@@ -69,7 +69,7 @@ def _distance(was: Layout, now: Layout) -> tuple:
 
 
 def _candidates(config: RunConfig, devices: int) -> Iterator[Layout]:
-    """Layouts on at most so many devices that make the same global batch of whole micro-batches no larger than now."""
+    """Yield layouts for at most ``devices`` devices with the same global batch and no larger micro-batches."""
     was, batch = config.parallel, config.train.global_batch
     for tp, cp, pp in itertools.product(*(divisors(getattr(was, name)) for name in DEGREES[1:])):
         for dp in range(1, min(was.dp, devices // (tp * cp * pp)) + 1):
@@ -81,7 +81,7 @@ def _candidates(config: RunConfig, devices: int) -> Iterator[Layout]:
 
 
 def _adapted(was: Layout, degrees: dict[str, int]) -> Layout:
-    """A layout with other degrees, and without what they leave no room for."""
+    """Return the layout with other degrees, adjusting the options that depend on them."""
     changed: dict[str, object] = dict(degrees)
     if was.zero_shard is not None:
         changed["zero_shard"] = math.gcd(was.zero_shard, degrees["dp"])

@@ -1,4 +1,4 @@
-"""Join this process to the world of ranks that shoal, torchrun or SLURM started."""
+"""Join this process to the ranks that shoal, torchrun or SLURM started."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ def become_rank(
     records: Path | None = None,
     member: RankEnv | None = None,
 ) -> RankEnv:
-    """Make this process one rank of the world: call it first, and once.
+    """Make this process one rank of the world. Call it first, and only once.
 
-    An exception that nothing catches is from now on recorded for the parent and ends the process at once, without
-    waiting for background threads: so leave the process group only on success, that peers fail after the cause.
+    From then on an uncaught exception is recorded for the parent and ends the process immediately, without waiting for
+    background threads. So leave the process group only on success; peers then fail after the cause.
 
     Args:
         device: ``auto``, ``cpu`` or ``cuda``.
-        threads: torch's CPU threads; 0 takes ``OMP_NUM_THREADS``, or else shares the cores between the local ranks.
-        timeout: of every collective, in seconds.
-        records: the folder where it writes its stack when it is asked for it.
-        member: which rank; None for what `require_rank_env` says.
+        threads: torch's CPU threads; 0 uses ``OMP_NUM_THREADS`` or divides the cores among the local ranks.
+        timeout: timeout of every collective [s].
+        records: folder in which this rank writes its stack on request.
+        member: the rank; None uses `require_rank_env`.
 
     Raises:
-        UsageError: not started as a rank, or no such device.
+        UsageError: the process was not started as a rank, or the device does not exist.
     """
     member = member or require_rank_env()
     place = scratch_folder() if member.how == "local" else records
@@ -46,13 +46,13 @@ def become_rank(
     faulthandler.enable()
     if records is not None:
         write_stack_when_asked(stack_path(records, member.rank))
-    if member.how != "slurm":  # which ends the tasks of a step itself
+    if member.how != "slurm":  # SLURM itself ends the other tasks of a step
         die_with_parent(os.getppid())
     named = os.environ.get("OMP_NUM_THREADS", "")
     if threads or not named:
         torch.set_num_threads(threads or share_of_cores(member.local_world_size))
     elif member.how == "local" and named.isdigit() and int(named):
-        # A fork read the variable as it was for its server.
+        # A forked process inherits torch's thread count from its server, not from its own variable.
         torch.set_num_threads(int(named))
     picked = member.device(device)
     if picked.type == "cpu":
@@ -64,9 +64,9 @@ def become_rank(
 def _record_and_exit(
     folder: Path | None, rank: int, kind: type[BaseException], error: BaseException, where: TracebackType | None
 ) -> None:
-    """The rank's last act, as ``sys.excepthook``: tell the parent, which shows the earliest record alone."""
+    """Record the exception for the parent, which shows only the earliest record, and exit (a ``sys.excepthook``)."""
     usage, report = record_end(folder, rank, error)
-    # init_process_group wraps this hook in one that holds sys.stderr back until it returns, which it never does.
+    # init_process_group wraps this hook in one that buffers sys.stderr until it returns, which it never does.
     print(report, file=sys.__stderr__, flush=True)
     sys.stdout.flush()
     os._exit(2 if usage else 1)

@@ -1,7 +1,7 @@
-"""Start the ranks of a run on this machine, watch them, and find which one was the cause of a failure.
+"""Start the ranks of a run on this machine, watch them, and find the rank that caused a failure.
 
-The parent does no training: it starts one process per rank (`shoal.launch.prefork`), watches them and forwards requests
-to stop. The ranks meet in a file, so nothing listens but gloo or NCCL themselves, on the loopback interface.
+The parent does not train: it starts one process per rank (`shoal.launch.prefork`), watches them and forwards stop
+requests. The ranks rendezvous through a file, so only gloo or NCCL open ports, on the loopback interface.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ PRELOADED = (
     "shoal.launch.preload", "shoal.training.trainer", "shoal.training.async_dp.trainers", "shoal.training.check",
     "torch.utils.tensorboard",
 )
-GRACE_SECONDS = 3.0  # between SIGTERM and SIGKILL for the peers of a rank that died, where the cause may yet show
+GRACE_SECONDS = 3.0  # between SIGTERM and SIGKILL of a dead rank's peers, in which the root cause may still be reported
 POLL_SECONDS = 0.05
-LOOK_SECONDS = 0.1  # between looks at the signs of life
+LOOK_SECONDS = 0.1  # between checks of the heartbeats
 TAIL_LINES = 30
 
 
 def start_rank_server(ranks: int, log_folder: Path, device: str) -> PreforkServer:
-    """The process that will fork so many ranks."""
+    """Start the server process that forks the ranks."""
     return PreforkServer(local_environment(ranks, device), log_folder / "prefork.log", PRELOADED)
 
 
 def rank_environment(rank: int, ranks: int, scratch: Path, device: str) -> dict[str, str]:
-    """The variables of one local rank: those of all, its place, where the ranks meet and who restarts it."""
+    """Return the environment variables of one local rank."""
     return {
         **local_environment(ranks, device),
         "RANK": str(rank),
@@ -54,16 +54,17 @@ def rank_environment(rank: int, ranks: int, scratch: Path, device: str) -> dict[
 
 
 class RankProcesses:
-    """The ranks of one attempt, as their parent sees them.
+    """Processes of the ranks of one attempt, managed by their parent.
 
     Args:
-        scratch: new; where the ranks meet, and keep their records and ``payload.json``.
-        stop: passed on to the ranks.
-        server: what forks them.
-        limits: how long a rank may be silent.
-        survivable: the ranks go on without one that a signal ended, but not without rank 0.
-        notice: called with the records of all ranks, every now and then.
-        started: called with the process ids of the server and the ranks, and ``scratch``, once all are started.
+        scratch: new folder for rendezvous, heartbeat records and ``payload.json``.
+        stop: stop requests, forwarded to the ranks.
+        server: server that forks the ranks.
+        limits: timeouts of silent and stuck ranks.
+        survivable: whether the ranks continue after a signal killed one other than rank 0.
+        notice: callback that regularly receives the heartbeat records of all ranks.
+        started: callback after all ranks were started, with the server's process id, ``scratch`` and the ranks' process
+            ids.
     """
 
     def __init__(
@@ -83,12 +84,12 @@ class RankProcesses:
         self.stop, self.server, self.limits, self.notice, self.started = stop, server, limits, notice, started
         self.header = f"---- started {time.strftime('%Y-%m-%d %H:%M:%S')} by process {os.getpid()} ----\n"
         self.processes: list[Process] = []
-        self.lost: Failure | None = None  # a rank that was ended
-        self._passed = 0  # requests to stop that the ranks know of
+        self.lost: Failure | None = None  # rank killed by the watchdog
+        self._passed = 0  # stop requests already forwarded to the ranks
         self._looked = 0.0
 
     def run(self, module: str, ranks: int, environment: Mapping[str, str]) -> Ending:
-        """Start so many ranks and wait for their end."""
+        """Start the ranks and wait for their end."""
         self.watchdog = watchdog.Watchdog(self.limits, ranks)
         try:
             for rank in range(ranks):
@@ -103,11 +104,11 @@ class RankProcesses:
         finally:
             end_processes(self.processes)
             if sys.stdout.isatty():
-                print("\x1b[?25h", end="", flush=True)  # rank 0's progress bar hid the cursor, if it was killed
+                print("\x1b[?25h", end="", flush=True)  # a killed rank 0 leaves the cursor hidden by its progress bar
 
     def _start(self, module: str, rank: int, ranks: int, environment: Mapping[str, str]) -> None:
         variables = {**rank_environment(rank, ranks, self.scratch, self.device), **environment}
-        with open(self._log(rank), "a") as log:  # what an earlier launch said before it died stays
+        with open(self._log(rank), "a") as log:  # append: keep the output of earlier launches
             log.write(self.header)
         self.processes.append(self.server.start(module, variables, self._log(rank), heard=rank == 0))
 
@@ -125,25 +126,25 @@ class RankProcesses:
                 if process.returncode and process.returncode != PREEMPTED:
                     print(f"rank {rank} {self._failure(rank).how}; the others went on without it", file=sys.stderr)
             return Ending(self._code(), None, furthest)
-        ended |= self._ended()  # once more: the cause ended first, but was perhaps looked at just before
+        ended |= self._ended()  # again: the cause ended first, but may have been polled just before
         self._send(signal.SIGTERM)
         deadline = time.monotonic() + GRACE_SECONDS
         while len(self._ended()) < len(self.processes) and time.monotonic() < deadline:
-            # A process closes its connections before it counts as ended, so that its peers may end first.
+            # A process closes its connections before it has exited, so its peers may exit first.
             ended |= self._fallen()
             if any(self._failure(rank).sure for rank in ended & self._bad()):
                 break
             time.sleep(POLL_SECONDS)
         ended |= self._fallen()
         end_processes(self.processes)
-        # Those that ended after our signals count only if they had recorded an exception of their own.
+        # Ranks that ended after our signals count only if they recorded an exception of their own.
         failures = [self._failure(rank) for rank in range(len(self.processes))]
         bad = self._bad()
         cause = min((f for f in failures if f.rank in bad and (f.rank in ended or f.report)), key=lambda f: f.order)
         return Ending(cause.code if cause.code > 0 else (128 - cause.code if cause.code else 1), cause, furthest)
 
     def _code(self) -> int:
-        """Of an attempt that did not fail."""
+        """Return the exit code of an attempt that did not fail."""
         if all(process.returncode == 0 for process in self.processes) and self.processes:
             return 0
         stopped = any(process.returncode == PREEMPTED for process in self.processes) or not self.processes
@@ -154,18 +155,18 @@ class RankProcesses:
     # ---- how ranks end -----------------------------------------------------------------------------------------
 
     def _bad(self) -> set[int]:
-        """The ranks that ended otherwise than they should."""
+        """Return the ranks that ended abnormally."""
         return {rank for rank, process in enumerate(self.processes) if process.returncode is not None and (
             process.returncode not in (0, PREEMPTED) or self._early(rank)
         )}
 
     def _early(self, rank: int) -> bool:
-        """Whether a rank went as if it were done, and is not. One without a record makes no promises."""
+        """Return whether a rank exited normally before it was done; False without a heartbeat record."""
         record = heartbeat.read(heartbeat.record_path(self.scratch, rank))
         return record is not None and record.phase is not Phase.DONE
 
     def _failed(self) -> bool:
-        """Whether a rank has ended in a way that ends the run."""
+        """Return whether a rank ended in a way that ends the run."""
         survived = self.survivable and not self.stop.count
         return any(not (survived and rank and self.processes[rank].wait() < 0) for rank in self._bad())
 
@@ -173,7 +174,7 @@ class RankProcesses:
         return {rank for rank, process in enumerate(self.processes) if process.poll() is not None}
 
     def _fallen(self) -> set[int]:
-        """Those that ended of themselves, whatever was asked of them: by another signal than ours, or as if done."""
+        """Return ranks that ended for reasons of their own: by a signal other than ours, or by an early normal exit."""
         codes = {rank: self.processes[rank].wait() for rank in self._ended()}
         return {
             rank for rank, code in codes.items()
@@ -191,11 +192,11 @@ class RankProcesses:
         return Failure(rank, code, recorded["when"], recorded["report"], record=record)
 
     def print_cause(self, ending: Ending) -> None:
-        """Show the cause of a failure on stderr, unless it was asked for."""
+        """Print the cause of a failure to stderr, unless the end was requested."""
         cause = ending.cause
         if cause is None or (self.stop.count and cause.code in (-signal.SIGTERM, -signal.SIGKILL)):
             return
-        if ending.usage:  # its message is all there is to say
+        if ending.usage:  # the error message suffices
             print(f"shoal: error: {cause.report.rstrip()}", file=sys.stderr)
             return
         others = "; the other ranks were stopped" if len(self.processes) > 1 else ""
@@ -212,7 +213,7 @@ class RankProcesses:
         return [heartbeat.read(heartbeat.record_path(self.scratch, rank)) for rank in range(len(self.processes))]
 
     def _look(self, *, at_once: bool = False) -> None:
-        """Every now and then: tell who wants to know, and end a rank that is lost."""
+        """Regularly call ``notice`` and kill a lost rank."""
         now = time.monotonic()
         if now - self._looked < LOOK_SECONDS and not at_once:
             return
@@ -223,24 +224,24 @@ class RankProcesses:
             watchdog.Sign(record if process.poll() is None else None, *watchdog.process_state(process.pid))
             for process, record in zip(self.processes, records, strict=True)
         ]
-        # One that was ended may be there for a while yet: asked again, it would give no stack.
+        # A killed rank may not have exited yet; asked again, it would give no stack.
         if not at_once and not self.lost and (trouble := self.watchdog.look(signs, now)):
             living = {rank: sign.record for rank, sign in enumerate(signs) if sign.record}
             self.lost = watchdog.locate_lost_rank(trouble, living, self.scratch)
-            assert self.lost is not None  # all ranks are here
+            assert self.lost is not None  # all ranks are on this host
             self.processes[self.lost.rank].send_signal(signal.SIGKILL)
 
     # ---- signals -----------------------------------------------------------------------------------------------
 
     def _pass_on(self) -> None:
-        """Requests to stop: the first one asks, the second one ends."""
+        """Forward stop requests: SIGTERM for the first, SIGKILL for the second."""
         if self.stop.count > self._passed:
             self._passed = self.stop.count
             self._send(signal.SIGTERM if self._passed == 1 else signal.SIGKILL)
 
     def _send(self, signum: int) -> None:
         for process in self.processes:
-            process.send_signal(signum)  # nothing is sent to one that has ended
+            process.send_signal(signum)  # ignores processes that have exited
 
     def _log(self, rank: int) -> Path:
         return self.log_folder / f"rank-{rank}.log"

@@ -1,4 +1,4 @@
-"""One worker of a `shoal.launch.worker_pool.Pool`: a process with a pipe to its parent."""
+"""Worker process of a `shoal.launch.worker_pool.Pool`, connected to its parent by a pipe."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from shoal.launch.watch.watchdog import write_stack_when_asked
 
 
 def serve(pipe: Connection) -> None:
-    """Do one call after another, until the parent closes the pipe or this process can take no more."""
+    """Execute calls until the parent closes the pipe or this process becomes unusable."""
     sys.path[:], stack, setup = pickle.loads(pipe.recv_bytes())
     write_stack_when_asked(stack)
     torch.set_num_threads(1)
     if (prepare := pickle.loads(setup)) is not None:
         prepare()
-    gc.freeze()  # what is imported by now stays, and need not be looked through after each call
+    gc.freeze()  # exclude imported modules from the collections after each call
     pipe.send_bytes(pickle.dumps("ready"))
     fit = True
     while fit:
@@ -35,22 +35,22 @@ def serve(pipe: Connection) -> None:
             return
         imported = len(sys.modules)
         fit = answer(pipe, *pickle.loads(message))
-        if len(sys.modules) > imported:  # which stay too
+        if len(sys.modules) > imported:  # exclude the new modules too
             gc.collect()
             gc.freeze()
 
 
 def answer(pipe: Connection, path: list[str], call: bytes, group: tuple[int, int, str, float, bool] | None) -> bool:
-    """Do one call and send what it returned, or at once the traceback of what it raised.
+    """Execute one call and send its return value, or immediately the traceback of its exception.
 
     Args:
-        path: modules that the parent can import by now (a test's folder) can be imported here.
-        call: the pickled function and its arguments.
-        group: rank, ranks, the file where they meet, the timeout of collectives, and whether the group is kept.
+        path: module search path of the parent (may include a test's folder).
+        call: pickled function and arguments.
+        group: rank, number of ranks, rendezvous file, timeout of collectives, and whether the group is kept.
 
     Returns:
-        Whether this process can take another: torch counts the groups that it began to make in the names under which it
-        looks for its peers, so one that could not join finds nobody any more.
+        Whether this process can take another call. After a failed join it cannot: torch numbers the groups in the keys
+        under which it looks for peers, so later groups would not match.
     """
     sys.path[:] = path
     value = pickle.dumps(("finished", None))
@@ -64,14 +64,14 @@ def answer(pipe: Connection, path: list[str], call: bytes, group: tuple[int, int
             fit = True
         value = pickle.dumps(("finished", fn(*args)))
         if dist.is_initialized():
-            dist.barrier()  # nobody closes a connection that a peer still reads from
+            dist.barrier()  # no rank closes a connection that a peer still reads from
     except BaseException:
-        # Before this rank leaves the group and its peers fail: the cause must be first.
+        # Sent before this rank leaves the group and its peers fail, so that the cause comes first.
         pipe.send_bytes(pickle.dumps(("raised", time.monotonic(), traceback.format_exc())))
         fit = fit and not keep
         keep = False
     if not keep:
-        gc.collect()  # groups that are left in reference cycles would keep their threads and connections
+        gc.collect()  # groups left in reference cycles would keep their threads and connections
         destroy_world()
     if fit:
         pipe.send_bytes(value)
@@ -79,7 +79,7 @@ def answer(pipe: Connection, path: list[str], call: bytes, group: tuple[int, int
 
 
 def main() -> None:
-    """Serve the parent whose pipe the environment names."""
+    """Serve the parent whose pipe is named in the environment."""
     serve(Connection(int(os.environ.pop(PIPE))))
 
 

@@ -1,11 +1,11 @@
-"""A process that has imported everything and forks others, so that starting one of them costs no imports.
+"""Prefork server: a process that has imported everything and forks others, which then start without imports.
 
-Importing torch and the trainer takes seconds of a core for each process. The server does it once and then only waits;
-what it forks has an environment, a session and a log of its own. That is sound since the server has a single thread,
-computes nothing and never touches a device.
+Importing torch and the trainer takes seconds of CPU time per process. The server does it once and then only waits; each
+fork has its own environment, session and log. Forking is safe, as the server has a single thread, computes nothing and
+never touches a device.
 
-Its parent orders processes and learns how they ended over a socket. They die with the server, and the server with its
-parent, however that ends.
+The parent requests processes and receives their exit codes over a socket. The forks die with the server, and the server
+with its parent, however it ends.
 """
 
 from __future__ import annotations
@@ -29,43 +29,43 @@ from typing import Any
 from shoal.engine.cpu_tuning import allocator_environment
 from shoal.engine.device import die_with_parent, loopback, share_of_cores
 
-LEFT_TO_RANKS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # which may be sent to every process of a job
+LEFT_TO_RANKS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # signals that a job manager may send to all processes
 PIPE = "SHOAL_PIPE"
-"""In the environment of a process that was given a pipe: the number of its file descriptor."""
+"""Environment variable with the file descriptor of a pipe passed to a process."""
 
 
 class PreforkServerEnded(RuntimeError):
-    """It can fork no more."""
+    """Error for a server process that has exited and can no longer fork."""
 
 
 # ---- the parent's side -----------------------------------------------------------------------------------------------
 
 
 class Child:
-    """A process that a server forked: the part of `subprocess.Popen` that its parent needs."""
+    """Process forked by a server, with the part of the `subprocess.Popen` interface that the parent needs."""
 
     def __init__(self, server: PreforkServer, pid: int):
         self.pid, self._server = pid, server
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """The exit code, negative for a signal; None while it runs."""
+        """Return the exit code, negative for a signal; None while the process runs."""
         if self.returncode is None:
             self._server.listen(0.0)
         return self.returncode
 
     def wait(self) -> int:
-        """The exit code, when it has ended."""
+        """Wait for the process to end; return its exit code."""
         while self.returncode is None:
             self._server.listen(None)
         return self.returncode
 
     def send_signal(self, signum: int) -> None:
-        """Nothing is sent to one that has ended."""
+        """Send a signal, unless the process has ended."""
         if self.poll() is None:
             try:
                 os.kill(self.pid, signum)
-            except ProcessLookupError:  # it ended just now
+            except ProcessLookupError:  # it just ended
                 return
 
 
@@ -73,13 +73,13 @@ Process = Child | Popen
 
 
 class PreforkServer:
-    """Starts a server, which imports while the caller goes on. Leaving the context ends it and what it forked.
+    """Client of a prefork server, which imports in the background. Leaving the context kills the server and its forks.
 
-    Where the system's libraries do not stand a fork (macOS) there is none, and `start` starts interpreters.
+    On systems whose libraries do not support forking (macOS) no server exists, and `start` starts new interpreters.
 
     Args:
-        environment: of the server: what a process reads when it starts (threads, the allocator) is the same for all.
-        log: where the server writes what goes wrong; None is this process's stderr.
+        environment: environment of the server. Settings read at process start (threads, allocator) apply to all forks.
+        log: log file of the server's errors; None uses this process's stderr.
         preload: modules to import.
     """
 
@@ -89,7 +89,7 @@ class PreforkServer:
             return
         self._orders, theirs = Pipe()
         in_main = threading.current_thread() is threading.main_thread()
-        parent = os.getpid() if in_main else 0  # the kernel would end the server with the thread that started it
+        parent = os.getpid() if in_main else 0  # the kernel would kill the server at the end of the starting thread
         with theirs, open(log or os.devnull, "a") as file:
             self._process = Popen(
                 [sys.executable, "-m", "shoal.launch.prefork", str(theirs.fileno()), str(parent), *preload],
@@ -97,7 +97,7 @@ class PreforkServer:
                 pass_fds=(theirs.fileno(),), start_new_session=True,
             )
         self.pid = self._process.pid
-        self._lock = threading.RLock()  # of what is sent and read
+        self._lock = threading.RLock()  # guards the connection
         self._answers: list[Child | OSError] = []
         self._children: dict[int, Child] = {}
 
@@ -112,24 +112,24 @@ class PreforkServer:
 
     @property
     def ended(self) -> bool:
-        """Whether its process is gone."""
+        """Whether the server process has exited."""
         return self.pid != 0 and self._process.poll() is not None
 
     def start(
         self, module: str, environment: Mapping[str, str], log: Path | None = None, *, heard: bool = True,
         pipe: int | None = None,
     ) -> Process:
-        """Start ``python -m module`` in a session of its own: Ctrl-C in the terminal reaches the parent alone.
+        """Start ``python -m module`` in a new session, so that Ctrl-C in the terminal reaches only the parent.
 
         Args:
-            environment: the whole of it.
-            log: where its stderr goes, at the end of the file; None is the server's own.
-            heard: its stdout is the server's, not the log.
-            pipe: a file descriptor that it gets a copy of, whose number is in its environment as `PIPE`.
+            environment: complete environment of the process.
+            log: file to which its stderr is appended; None uses the server's stderr.
+            heard: whether its stdout is the server's instead of the log.
+            pipe: file descriptor to duplicate into the process, whose environment variable `PIPE` has its number.
 
         Raises:
-            PreforkServerEnded: before it could.
-            OSError: the system has no room for another process.
+            PreforkServerEnded: the server has exited.
+            OSError: the system could not create another process.
         """
         if not self.pid:
             with open(log or os.devnull, "a") as file:
@@ -150,7 +150,7 @@ class PreforkServer:
                     if not self.listen(None):
                         raise self._is_gone()
             except KeyboardInterrupt:
-                self._process.kill()  # else its answer would be taken for that to the next order
+                self._process.kill()  # otherwise its answer would be taken for the next request's
                 raise
             answer = self._answers.pop(0)
         if isinstance(answer, OSError):
@@ -162,10 +162,10 @@ class PreforkServer:
         return PreforkServerEnded(f"process {self.pid}, which starts the ranks, has ended.{where}")
 
     def listen(self, seconds: float | None) -> bool:
-        """Read what the server has to say, for at most so long (None: until there is something).
+        """Process messages from the server for at most ``seconds`` (None: wait for one).
 
         Returns:
-            False once it is gone, and with it all that it forked.
+            False once the server and thus all its forks are gone.
         """
         with self._lock:
             try:
@@ -193,7 +193,7 @@ def _pipe_variable(pipe: int | None) -> dict[str, str]:
 
 
 def end_processes(processes: Sequence[Process]) -> None:
-    """Kill those that still run, and wait for all."""
+    """Kill the processes that still run, and wait for all."""
     for process in processes:
         process.send_signal(signal.SIGKILL)
     for process in processes:
@@ -201,13 +201,13 @@ def end_processes(processes: Sequence[Process]) -> None:
 
 
 def local_environment(ranks: int, device: str = "") -> dict[str, str]:
-    """The variables of each of so many ranks of this machine: the network, threads and, on the CPU, the allocator.
+    """Return the environment of each local rank: network interface, threads and, on the CPU, the allocator.
 
-    What this process has in its own environment comes first.
+    Variables of this process take precedence.
     """
     return {
         "OMP_NUM_THREADS": str(share_of_cores(ranks)),
-        "OMP_WAIT_POLICY": "passive",  # threads that spin while they wait take the cores of whatever else runs
+        "OMP_WAIT_POLICY": "passive",  # spinning threads would take cores from other processes
         "GLOO_SOCKET_IFNAME": loopback(),
         "NCCL_SOCKET_IFNAME": loopback(),
         **(allocator_environment() if device == "cpu" else {}),
@@ -219,7 +219,7 @@ def local_environment(ranks: int, device: str = "") -> dict[str, str]:
 
 
 def serve(orders: Connection) -> tuple[str, dict[str, str], str | None, bool]:
-    """Fork for ever; returns in each fork its order, the arguments of `become`.
+    """Serve fork requests forever; return, in each fork, the arguments of `become`.
 
     Raises:
         EOFError, OSError: the parent is gone.
@@ -230,7 +230,7 @@ def serve(orders: Connection) -> tuple[str, dict[str, str], str | None, bool]:
     signal.set_wakeup_fd(woken.fileno())
     signal.signal(signal.SIGCHLD, lambda *_: None)
     gc.collect()
-    gc.freeze()  # a collection in one fork would otherwise copy the pages that all share
+    gc.freeze()  # otherwise a collection in a fork would copy the shared pages
     server = os.getpid()
     while True:
         ready = wait([orders, wake])
@@ -260,7 +260,7 @@ def serve(orders: Connection) -> tuple[str, dict[str, str], str | None, bool]:
 
 
 def become(module: str, environment: dict[str, str], log: str | None, heard: bool) -> None:
-    """Make this fork what a process of its own would be."""
+    """Set up session, output, environment and arguments of a fork like a new process's."""
     os.setsid()
     if log is not None:
         end = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -286,9 +286,9 @@ def _report_ended(orders: Connection) -> None:
 
 
 def main() -> None:
-    """The server, and in its forks what was ordered."""
-    # Signals that a job's processes all get are for the forks. Blocked and not ignored: what a fork is sent before it
-    # has its own handlers waits for them.
+    """Run the server and, in its forks, the requested modules."""
+    # Signals to all processes of a job are meant for the forks. They are blocked rather than ignored, so that a signal
+    # sent to a fork before it has installed its handlers stays pending.
     signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_RANKS)
     orders = Connection(int(sys.argv[1]))
     if parent := int(sys.argv[2]):

@@ -1,7 +1,7 @@
-"""Imports, on its own import, what every rank needs: for servers that fork ranks.
+"""Import everything that a rank needs, for servers that fork ranks.
 
-Importing torch costs a rank seconds of a core, and so do the 800 modules that torch imports itself when a model is
-first built.
+Importing torch costs a rank seconds of CPU time, and so do the 800 modules that torch imports when a model is first
+built.
 """
 
 from __future__ import annotations
@@ -12,5 +12,5 @@ import shoal.engine.collectives.ops  # noqa: F401 -- for the forks
 from shoal.engine.models.transformer import Transformer
 from shoal.spec.catalog import model_shape
 
-with torch.device("meta"):  # shapes alone
+with torch.device("meta"):  # only shapes
     Transformer(model_shape("tiny"))

@@ -1,4 +1,4 @@
-"""Find out which rank this process is, from the environment that shoal, torchrun or SLURM made for it."""
+"""Detect this process's rank from the environment set by shoal, torchrun or SLURM."""
 
 from __future__ import annotations
 
@@ -20,51 +20,51 @@ from shoal.engine.device import pick_device
 
 @dataclass(frozen=True)
 class RankEnv:
-    """This process's place among the ranks of a run.
+    """Position of this process among the ranks of a run.
 
     Attributes:
-        how: who started it: `RankProcesses`, torchrun (or whatever sets the same variables), or SLURM's srun.
-        master: address and port where the ranks meet; None where they meet in a file.
+        how: launcher: `RankProcesses` ("local"), torchrun (or anything that sets its variables), or SLURM's srun.
+        master: rendezvous address and port; None if the ranks rendezvous through a file.
     """
 
     rank: int
     world_size: int
-    local_rank: int  # among the ranks of this machine
+    local_rank: int  # index among the ranks of this machine
     local_world_size: int
     how: Literal["local", "torchrun", "slurm"]
     master: tuple[str, int] | None = None
 
     @property
     def meeting_point(self) -> tuple[str, int]:
-        """`master`, where the ranks do not meet in a file."""
+        """`master`, if the rendezvous is not a file."""
         assert self.master is not None
         return self.master
 
     def device(self, choice: str) -> torch.device:
-        """`pick_device` for this rank."""
+        """Select the device of this rank. See `pick_device`."""
         return pick_device(choice, self.local_rank, bound=self.how == "slurm")
 
     def neighbours(self) -> range:
-        """The ranks of this machine (numbered machine by machine) that have a place in the world."""
+        """Return the ranks of this machine that are in the world (ranks are numbered machine by machine)."""
         first = self.rank - self.local_rank
         return range(first, min(first + self.local_world_size, self.world_size))
 
     def among(self, ranks: int) -> RankEnv:
-        """The same place among the first so many ranks alone; also in the environment, for what reads it there."""
+        """Return the same position in a world of the first ``ranks`` ranks; also set torchrun's variables to it."""
         if self.how == "torchrun" and ranks < self.world_size:
             os.environ["WORLD_SIZE"] = str(ranks)
         return replace(self, world_size=min(ranks, self.world_size))
 
 
 def detect_rank_env() -> RankEnv | None:
-    """The rank that this process was started as; None where it is to start ranks itself, as also a lone SLURM task is.
+    """Return the rank that this process was started as; None if it is to start ranks itself (also a lone SLURM task).
 
     Raises:
-        UsageError: the variables of torchrun are there in part, or are not numbers.
+        UsageError: variables of torchrun are missing or are not numbers.
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return _from_torchrun()
-    # An sbatch script itself also has SLURM_PROCID; only what srun starts has the list of the step's nodes.
+    # An sbatch script also has SLURM_PROCID; only tasks started by srun have the list of the step's nodes.
     slurm = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID")
     if all(name in os.environ for name in slurm) and _number("SLURM_NTASKS") > 1:
         return _from_slurm()
@@ -72,10 +72,10 @@ def detect_rank_env() -> RankEnv | None:
 
 
 def require_rank_env() -> RankEnv:
-    """`detect_rank_env`, where this process must be a rank.
+    """Return the rank that this process was started as.
 
     Raises:
-        UsageError: also where it is none.
+        UsageError: it is not a rank, or see `detect_rank_env`.
     """
     if (member := detect_rank_env()) is None:
         raise UsageError("this process was started neither by shoal nor by torchrun or srun.")
@@ -99,7 +99,7 @@ def _from_torchrun() -> RankEnv:
 
 def _from_slurm() -> RankEnv:
     tasks_per_node = _expand_counts(os.environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
-    # Two steps of one job may run at once; the range is below that of the kernel's own choices.
+    # Two steps of one job may run concurrently; the range is below the kernel's ephemeral ports.
     port = 20000 + (_number("SLURM_JOB_ID") * 7 + int(os.environ.get("SLURM_STEP_ID", "0"))) % 10000
     return RankEnv(
         rank=_number("SLURM_PROCID"),
@@ -112,14 +112,14 @@ def _from_slurm() -> RankEnv:
 
 
 def _first_host(nodes: str) -> str:
-    """The first name in SLURM's notation: ``gpu[007-009,12],login`` gives ``gpu007``."""
+    """Return the first host of a SLURM node list: ``gpu[007-009,12],login`` gives ``gpu007``."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
     assert first is not None, nodes
     return re.sub(r"\[([^,\-\]]+)[^\]]*\]", r"\1", first[0])
 
 
 def _expand_counts(counts: str) -> list[int]:
-    """SLURM's notation of tasks per node: ``2(x3),1`` gives ``[2, 2, 2, 1]``."""
+    """Expand SLURM's tasks per node: ``2(x3),1`` gives ``[2, 2, 2, 1]``."""
     parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
     return [int(tasks) for tasks, times in parts for _ in range(int(times or 1))]
 
@@ -135,30 +135,30 @@ def _number(name: str, *, below: int | None = None) -> int:
 
 
 def scratch_folder() -> Path:
-    """Where a rank that was started locally meets the others and its parent."""
+    """Return the folder in which a locally started rank meets the other ranks and its parent."""
     return Path(os.environ["SHOAL_SCRATCH"])
 
 
 def read_payload() -> dict[str, Any]:
-    """What the parent has for all ranks."""
+    """Read the data that the parent passes to all ranks."""
     return json.loads((scratch_folder() / "payload.json").read_text())
 
 
 def record_end(folder: Path | None, rank: int, error: BaseException) -> tuple[bool, str]:
-    """Record what ended a rank, for its parent or the next attempt: whether it was bad input, and its report."""
+    """Record what ended a rank, for its parent or the next attempt; return whether it was bad input, and the report."""
     usage = isinstance(error, UsageError)
     report = redact(str(error) if usage else "".join(traceback.format_exception(error)))
     if folder is not None:
         ended = {"when": time.monotonic(), "report": report, "usage": usage}
-        write_whole(record_path(folder, rank), json.dumps(ended))  # should a signal end this process meanwhile
+        write_whole(record_path(folder, rank), json.dumps(ended))  # atomic, in case a signal kills this process
     return usage, report
 
 
 def record_path(scratch: Path, rank: int) -> Path:
-    """Where a rank records what ended it."""
+    """Return the file in which a rank records what ended it."""
     return scratch / f"failure-{rank}.json"
 
 
 def stack_path(scratch: Path, rank: int) -> Path:
-    """Where a rank writes its stack when it is asked for it."""
+    """Return the file to which a rank writes its stack on request."""
     return scratch / f"stack-{rank}"

@@ -1,7 +1,7 @@
-"""Where the ranks meet: a file, or the store of a SLURM step on one interface; and what any store leaves open.
+"""Rendezvous of the ranks: a file, or the store of a SLURM step on one interface; notices about open ports.
 
-c10d's TCPStore asks nobody for a secret, and by itself listens on all interfaces. So ranks that were started locally
-meet in a file, and the store of a SLURM step is bound to one address. torchrun makes its store itself.
+c10d's TCPStore has no authentication and by default listens on all interfaces. Therefore, locally started ranks use a
+file, and the store of a SLURM step is bound to one address. torchrun creates its own store.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import torch.distributed as dist
 from shoal.base.errors import UsageError
 from shoal.launch.rank_env import RankEnv, scratch_folder
 
-INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # of these variables the first that is set is obeyed
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # the first variable that is set takes effect
 
 
 def listen_address(host: str, alone: bool, environment: Mapping[str, str] = os.environ) -> str:
-    """The address on which the first rank listens; "" for all.
+    """Return the address on which the first rank listens; "" for all interfaces.
 
     Args:
-        host: the name by which the others know this machine.
-        alone: all ranks are on this machine.
+        host: name of this machine as known to the other ranks.
+        alone: whether all ranks are on this machine.
 
     Raises:
-        UsageError: a variable names an interface that is not there.
+        UsageError: a variable names an interface that does not exist.
     """
     if chosen := next((environment[name] for name in INTERFACES if environment.get(name)), ""):
         found = psutil.net_if_addrs()
@@ -42,21 +42,21 @@ def listen_address(host: str, alone: bool, environment: Mapping[str, str] = os.e
         return addresses[0].partition("%")[0]
     address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     loops = address == "::1" or address.startswith("127.")
-    return "" if loops and not alone else address  # machines know themselves by names that others resolve otherwise
+    return "" if loops and not alone else address  # a machine may resolve its own name to a loopback address
 
 
 def create_store(member: RankEnv, timeout: float) -> dist.Store | None:
-    """Where the ranks meet; None under torchrun, which has made it. The store of a SLURM step is its first rank's.
+    """Return the store of the rendezvous; None under torchrun, which has its own. In a SLURM step, rank 0 hosts it.
 
     Raises:
-        UsageError: the port is taken, or there is no such interface.
+        UsageError: the port is in use, or the interface does not exist.
     """
     if member.how == "local":
         return dist.FileStore(str(scratch_folder() / "store"), member.world_size)
     if member.how == "torchrun":
         return None
     host, port = member.meeting_point
-    listening: int | None = None  # the socket of the first rank, which the store takes over
+    listening: int | None = None  # socket of the first rank, which the store takes over
     if member.rank == 0:
         address = listen_address(host, member.world_size == member.local_world_size)
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -77,7 +77,7 @@ def create_store(member: RankEnv, timeout: float) -> dist.Store | None:
 
 
 def open_port_notice(member: RankEnv) -> str:
-    """What the run says of who could reach its ranks; "" where nobody can."""
+    """Return a notice about who can reach the open port of the ranks; "" without an open port."""
     if member.how == "local" or member.rank != 0:
         return ""
     host, port = member.meeting_point

@@ -1,7 +1,7 @@
 """Keep a run alive on this machine: start its ranks, and restart them from the newest state when one is lost.
 
-Not restarted are bad input, a stop that was asked for, and a first attempt that raises before its first step. Restarts
-without progress are bounded.
+Bad input, requested stops and a first attempt that raises before its first step are not restarted. The number of
+restarts without progress is limited.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from shoal.training.resilience.heartbeat import HeartbeatRecord
 from shoal.training.stop import PREEMPTED, StopRequests
 
 PROCESSES_FILE = "processes.json"
-"""In the folder of a run that is alive: the process ids, and where the ranks keep their records."""
+"""File in the folder of a live run with its process ids and the folder of the heartbeat records."""
 
 
 class Supervisor:
-    """One run on this machine.
+    """Supervise one run on this machine.
 
     Args:
-        config: of the run, as it was asked for.
-        payload: what each rank gets (`shoal.launch.worker.run`).
-        folder: of the run, which is there.
-        device: the type that every rank computes on.
-        survivable: the run goes on by itself without a rank that was killed.
-        module: what each rank is.
-        server: one that is there already and stays.
+        config: config of the run as requested.
+        payload: data passed to each rank (`shoal.launch.worker.run`).
+        folder: existing run folder.
+        device: device type of every rank.
+        survivable: whether the ranks themselves continue after one was killed.
+        module: module that each rank runs.
+        server: existing prefork server, which is not closed.
     """
 
     def __init__(
@@ -67,15 +67,15 @@ class Supervisor:
         self.time = EffectiveTime()
         self.attempt, self.fruitless, self.furthest = 0, 0, -1
         self.failures, self.lost = 0, 0
-        self.recoveries: list[float] = []  # seconds of each
-        self._recovery: tuple[float, int] | None = None  # since when, and the steps that were done then
+        self.recoveries: list[float] = []  # duration of each [s]
+        self._recovery: tuple[float, int] | None = None  # pending recovery: start time, steps done at the failure
         self._begun = False
-        self.began = 0  # steps that were done when the newest attempt began
-        self._layout = config.parallel  # of the attempt before
+        self.began = 0  # steps done at the start of the newest attempt
+        self._layout = config.parallel  # layout of the previous attempt
         self._server = server
 
     def run(self) -> int:
-        """Train to the end, or as far as it goes; returns the exit code."""
+        """Train to the end, restarting as needed; return the exit code."""
         self.logs.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack, StopRequests() as self.stop:
             self.scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-launch-")))
@@ -113,10 +113,10 @@ class Supervisor:
         return ending
 
     def _plan(self) -> tuple[RunConfig, dict[str, str]]:
-        """The run on the devices that are there, and the variables that choose them.
+        """Return the run on the available devices, and the variables that select them.
 
         Raises:
-            UsageError: it cannot be.
+            UsageError: the run is impossible on these devices.
         """
         asked = self.config.parallel.world_size
         there = find_devices(self.folder, self.device, asked, self._server if self.attempt else None)
@@ -143,11 +143,11 @@ class Supervisor:
         check_memory(config, check(config), torch.device(self.device), range(config.parallel.world_size))
 
     def _should_restart(self, ending: Ending) -> bool:
-        """Whether there is another attempt."""
+        """Return whether to start another attempt; record the failure."""
         cause = ending.cause
         if cause is None:
             return False
-        if self.stop.count and cause.code < 0:  # by our own signals
+        if self.stop.count and cause.code < 0:  # killed by our own signals
             return False
         self.failures += 1
         write_event(self.folder, "failure", attempt=self.attempt, **cause.event())
@@ -173,7 +173,7 @@ class Supervisor:
     # ---- what is noticed ---------------------------------------------------------------------------------------
 
     def _notice(self, records: list[HeartbeatRecord | None]) -> None:
-        """Count the effective time, and notice when the run has recovered."""
+        """Update the effective time, and detect when the run has recovered."""
         begun = [record for record in records if record is not None and record.begun >= 0]
         if not begun:
             return

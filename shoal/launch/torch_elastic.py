@@ -1,8 +1,8 @@
-"""Resuming under torch elastic and SLURM, which start ranks again themselves: which run, and on how many ranks.
+"""Resuming under torch elastic and SLURM, which restart ranks themselves: find the run and fit it to the ranks.
 
-torchrun restarts all workers when one fails (``--max-restarts``), and when nodes come or go (``--nnodes 2:4``); SLURM
-restarts the whole job (``scontrol requeue``). Each time the same command runs, so a rank finds out for itself that its
-run has begun: the folder that it is told to use holds it.
+torchrun restarts all workers when one fails (``--max-restarts``) and when nodes join or leave (``--nnodes 2:4``); SLURM
+restarts the full job (``scontrol requeue``). The same command runs each time, so a rank must detect that its run
+already exists: the given run folder contains it.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from shoal.training.check import check
 
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 IDLE_TIMEOUT = timedelta(days=365)
-COME_TIMEOUT = timedelta(seconds=COLLECTIVE_SECONDS)  # within which the ranks that work have made their store
+COME_TIMEOUT = timedelta(seconds=COLLECTIVE_SECONDS)  # time for the active ranks to create their store
 
 
 def restarts(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether torch elastic will start this worker again when one fails."""
+    """Return whether torch elastic restarts this worker after a failure."""
     return int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
 
 
 def check_elastic(run_folder: Path | None, environment: Mapping[str, str] = os.environ) -> None:
-    """Refuse what torch elastic could not restart.
+    """Reject settings with which torch elastic could not restart.
 
     Raises:
-        UsageError: the run has no name that the next round would know; or the rounds share a store, in which ranks find
-            the addresses of those that have died.
+        UsageError: the run has no name by which the next round finds it, or the rounds share a store, in which ranks
+            would find the addresses of dead ranks.
     """
     if not restarts(environment):
         return
@@ -58,10 +58,10 @@ def check_elastic(run_folder: Path | None, environment: Mapping[str, str] = os.e
 
 
 def refuse_again(member: RankEnv, environment: Mapping[str, str] = os.environ) -> None:
-    """Refuse at once what ended the attempt before as bad input: torch elastic restarts whatever the exit code.
+    """Fail immediately if the previous attempt ended with bad input: torch elastic restarts after any exit code.
 
     Raises:
-        UsageError: the same.
+        UsageError: the error of the previous attempt.
     """
     if restarts(environment) and int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
         for last in read_previous_attempt(member):
@@ -70,21 +70,21 @@ def refuse_again(member: RankEnv, environment: Mapping[str, str] = os.environ) -
 
 
 def will_be_restarted(keep_going: bool, environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether whoever started this process starts it again, or has done so; ``keep_going`` says so."""
+    """Return whether this process's launcher restarts it, or has done so; ``keep_going`` asserts it."""
     return keep_going or restarts(environment) or int(environment.get("SLURM_RESTART_COUNT", "0")) > 0
 
 
 def should_resume(run_folder: Path | None, keep_going: bool, environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether to resume the run in its folder though the command does not say so."""
+    """Return whether to resume the run in ``run_folder`` although the command does not request it."""
     return will_be_restarted(keep_going, environment) and run_folder is not None and (run_folder / RUN_FILE).is_file()
 
 
 def adapt_to_ranks(config: RunConfig, shape: ModelShape, member: RankEnv, keep_going: bool = False) -> RunConfig:
-    """The run on as many ranks as torch elastic or SLURM has brought together: if fewer, on the nearest layout.
+    """Fit the run to the ranks that torch elastic or SLURM has started: with fewer ranks, on the nearest layout.
 
-    Ranks that the nearest layout leaves over are to `idle`. Where nobody starts the run again, the layout must fit.
-    Every rank decides for itself, and all must decide alike: so machines are taken to have as much memory and as many
-    ranks as this one.
+    Ranks without a place in that layout must call `idle`. If the run is not restarted automatically, its layout must
+    fit as it is. Each rank decides by itself, and all must decide the same, so all machines are assumed to have as much
+    memory and as many ranks as this one.
 
     Raises:
         UsageError: no layout fits.
@@ -108,10 +108,10 @@ def adapt_to_ranks(config: RunConfig, shape: ModelShape, member: RankEnv, keep_g
 
 
 def idle(member: RankEnv) -> int:
-    """A rank for which there is no work in this round: wait for its end, so that the agent has its worker.
+    """Wait on a rank without work until the end of this round, so that the agent keeps its worker.
 
     Returns:
-        The exit code, once the ranks that work are gone, and with them the store.
+        The exit code, once the active ranks and with them the store are gone.
     """
     try:
         host, port = member.meeting_point

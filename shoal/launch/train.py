@@ -1,4 +1,4 @@
-"""Start a training: check everything, then start the ranks here, or join those that torchrun or SLURM started."""
+"""Start training: check everything, then start the ranks or join the ranks of torchrun or SLURM."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ def train(
     resume: str | Path | None = None,
     keep_going: bool = False,
 ) -> int:
-    """Train to the end, on processes that are started here or as a rank of torchrun or SLURM.
+    """Train a model, on local processes started here or as a rank of torchrun or SLURM.
 
-    Progress is shown on the terminal, and metrics and checkpoints are written into the run's folder. Only this user can
-    read them: the processes inherit a mask of file permissions that says so.
+    Progress is shown on the terminal; metrics and checkpoints are written to the run folder. Only this user can read
+    them, as the processes inherit a restrictive umask.
 
     Args:
-        config: the run.
-        ranks: the number of processes that there must be (default: that of the layout).
-        run_folder: the folder of a new run, which must not exist (default: a new one under ``runs/``).
-        resume: the folder of a run to continue from its newest good checkpoint, on any layout.
-        keep_going: begin the run of ``run_folder``, or continue it if it has begun.
+        config: config of the run.
+        ranks: expected number of processes (default: the layout's).
+        run_folder: folder of a new run, which must not exist (default: a new one under ``runs/``).
+        resume: folder of a run to continue from its newest good checkpoint, on any layout.
+        keep_going: start the run of ``run_folder``, or resume it if it already exists.
 
     Returns:
-        The exit code: 0 after the last step or a stop that was asked for, 75 if the machine is taken away (start it
-        again), 1 after a failure.
+        The exit code: 0 after the last step or a requested stop, 75 if the run was preempted and should be restarted, 1
+        after a failure.
 
     Raises:
-        UsageError: the run cannot be, which is found before any process starts.
+        UsageError: the run is impossible; raised before any process starts.
 
     >>> import shoal
     >>> config = shoal.RunConfig.model_validate({
@@ -79,7 +79,7 @@ def _train(
 ) -> int:
     member, stop = detect_rank_env(), StopRequests()
     if member is not None:
-        stop.listen(signal.SIGUSR1)  # the warning before the end, which comes once
+        stop.listen(signal.SIGUSR1)  # the warning of an imminent end is sent only once
     if resume is not None and run_folder is not None and resume != run_folder:
         raise UsageError(
             f"--run-folder {run_folder} and --resume {resume} name two folders: a resumed run stays in its own."
@@ -105,7 +105,7 @@ def _train(
     prepare(config.data)
     if resumed is None:
         folder = new_run(config, run_folder)
-        release(run_dir(folder, config.failover))  # what a deleted run of the same name left in memory
+        release(run_dir(folder, config.failover))  # states that a deleted run of the same name left in memory
     assert folder is not None
     payload |= {"folder": str(folder), "made": True}
     return Supervisor(config, payload, folder, device, survivable=goes_on_without(config)).run()
@@ -115,7 +115,7 @@ def _check_run(
     config: RunConfig, member: RankEnv | None, ranks: int | None, run_folder: Path | None, resumed: Path | None,
     restarted: bool,
 ) -> str:
-    """Reject an impossible run before anything is made; returns the type of device that this process computes on."""
+    """Reject an impossible run before anything is created; return the device type of this process."""
     if resumed is None:
         check_read(config.data)
     shape = check(config, ranks=member.world_size if member else ranks)
@@ -132,11 +132,11 @@ def _check_run(
 
 
 def _join(payload: dict[str, Any], member: RankEnv, stop: StopRequests) -> int:
-    """Train as one of the ranks that another program has started."""
+    """Train as one of the ranks that another launcher started."""
     from shoal.launch.worker import run
 
     try:
         return run(payload, member=member, stop=stop)
-    except (UsageError, OSError) as error:  # the command line says what it was
+    except (UsageError, OSError) as error:  # the command line prints it
         record_end(make_shared_folder(member), member.rank, error)
         raise

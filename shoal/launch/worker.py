@@ -42,15 +42,15 @@ def run(
     member: RankEnv | None = None,
     stop: StopRequests | None = None,
 ) -> int:
-    """Train as one rank; returns the exit code.
+    """Train as one rank; return the exit code.
 
     Args:
-        payload: "config", as plain values; "folder" of the run, or None for a new name; "resume", whether to continue
-            it; "made", whether the folder is there already; "restarted", whether it is continued after a failure, and
-            starts from step 0 where nothing was saved yet.
-        built: called with the trainer before its first step.
-        member: its place, where that is not what the environment says.
-        stop: where requests to stop are counted already.
+        payload: "config" as plain values; "folder" of the run, or None for a new name; "resume", whether to continue
+            the run; "made", whether the folder exists; "restarted", whether this follows a failure, in which case the
+            run starts at step 0 if nothing was saved.
+        built: callback that receives the trainer before its first step.
+        member: rank environment (default: detected).
+        stop: existing counter of stop requests.
     """
     replace_unencodable()
     outlive_readers()
@@ -69,7 +69,7 @@ def run(
         made = str(new_run(config, Path(folder) if folder else None)) if member.rank == 0 else ""
         folder = broadcast(made, world())
         if member.local_rank == 0:
-            release(run_dir(Path(folder), config.failover))  # as `shoal.launch.train` does
+            release(run_dir(Path(folder), config.failover))  # as in `shoal.launch.train`
     seed = config.train.seed
     samples = {split: open_dataset(config.data, seed=seed, split=split) for split in ("train", "validation")}
     _agree_on_data(samples)
@@ -85,7 +85,7 @@ def run(
         local_ranks=member.local_world_size,
         stop=stop,
     )
-    if payload.get("restarted") and member.how != "local":  # else the supervisor tells
+    if payload.get("restarted") and member.how != "local":  # locally, the supervisor reports failures
         every = all_gather([asdict(last) for last in before], world())
         if member.rank == 0:
             if lost := find_cause([Last(**last) for last in chain.from_iterable(every)]):
@@ -105,19 +105,19 @@ def run(
     if neighbours is not None:
         neighbours.leave()
     destroy_world()
-    trainer.finalize()  # when no rank waits for this one any more
+    trainer.finalize()  # no rank waits for this one any more
     if trainer.step == config.train.steps or (member.how == "slurm" and member.rank):
         return 0
-    if member.how == "slurm":  # ends a step with its first task that fails: one tells, when the others are gone
+    if member.how == "slurm":  # SLURM ends a step at its first failing task: only rank 0 fails, after the others
         time.sleep(PARTING_SECONDS)
     return PREEMPTED
 
 
 def _agree_on_data(samples: dict[str, Dataset]) -> None:
-    """Every rank must read the same text: machines may hold different files under one name.
+    """Check that all ranks read the same text: machines may have different files under one name.
 
     Raises:
-        UsageError: naming the ranks that differ from rank 0.
+        UsageError: the message names the ranks that differ from rank 0.
     """
     mine = [samples["train"].fingerprint, samples["validation"].fingerprint]
     every = all_gather(mine, world())

@@ -1,7 +1,7 @@
-"""A pool of worker processes that runs a function on n ranks in well under a second.
+"""Pool of worker processes that runs a function on n ranks in well under a second.
 
-Importing torch costs seconds, joining a process group costs milliseconds. So the workers are forks of a process that
-has imported it, started once and kept, and each call gets a fresh process group of exactly the ranks that it asked for.
+Importing torch takes seconds, joining a process group takes milliseconds. The workers are therefore forks of a process
+that has imported torch; they are started once and kept, and each call gets a new process group of the requested size.
 
     def total() -> float:
         x = torch.ones(1)
@@ -31,17 +31,17 @@ from shoal.launch.watch.rank_failure import Failure
 from shoal.launch.watch.watchdog import collect_stacks
 
 PRELOADED = ["shoal.launch.preload"]
-"""Modules that the server of all pools imports."""
+"""Modules that the shared server of all pools imports."""
 
-START_SECONDS = 180.0  # to import torch, on a machine that is busy
-GRACE_SECONDS = 5.0  # for the peers of a failed rank to fail in turn
-LONGEST_WAIT = 3600.0  # at a time: `multiprocessing.connection.wait` knows no weeks
+START_SECONDS = 180.0  # time to import torch on a busy machine
+GRACE_SECONDS = 5.0  # time for the peers of a failed rank to fail
+LONGEST_WAIT = 3600.0  # per wait: `multiprocessing.connection.wait` does not accept timeouts of weeks
 
 _server: PreforkServer | None = None
 
 
 def shared_server() -> PreforkServer:
-    """The process that forks the workers of all pools; it ends with this process."""
+    """Return the process that forks the workers of all pools; it ends with this process."""
     global _server
     if _server is None or _server.ended:
         _server = PreforkServer(os.environ, preload=PRELOADED)
@@ -49,10 +49,10 @@ def shared_server() -> PreforkServer:
 
 
 class RankError(Exception):
-    """A call failed on some ranks; the message gives each one's cause, the first failure first.
+    """Error for a call that failed on some ranks; the message has each rank's cause, first failure first.
 
     Attributes:
-        failures: ``(rank, cause)`` in the order of the message; a cause is a remote traceback, or how the rank died.
+        failures: ``(rank, cause)`` in the order of the message; a cause is a remote traceback or how the rank died.
     """
 
     def __init__(self, name: str, ranks: int, failures: list[tuple[int, str]]):
@@ -63,7 +63,7 @@ class RankError(Exception):
 
     @property
     def reason(self) -> str:
-        """The first cause in one line: the exception without its traceback, or how the rank died."""
+        """First cause in one line: the exception without its traceback, or how the rank died."""
         lines = self.failures[0][1].splitlines()
         frames = [number for number, line in enumerate(lines) if line.startswith("  ")]
         return lines[frames[-1] + 1] if frames and frames[-1] + 1 < len(lines) else lines[0]
@@ -73,7 +73,7 @@ class RankError(Exception):
 class _Worker:
     process: Process
     pipe: Connection
-    stack: Path  # where it writes its stack when it is asked for it
+    stack: Path  # stack file, written on request
     ready: bool = False
 
     def send(self, message: Any) -> None:
@@ -82,17 +82,17 @@ class _Worker:
         try:
             self.pipe.send_bytes(pickle.dumps(message))
         except (BrokenPipeError, ConnectionResetError):
-            return  # the end of the worker is seen when its answer is read
+            return  # noticed when its answer is read
 
     def receive(self) -> Any:
-        """The next message, or None if the worker is gone."""
+        """Return the next message, or None if the worker is gone."""
         try:
             return pickle.loads(self.pipe.recv_bytes())
         except (EOFError, ConnectionResetError):
             return None
 
     def end(self) -> int:
-        """Kill it if it still runs; returns its exit code."""
+        """Kill the worker if it still runs; return its exit code."""
         end_processes([self.process])
         self.pipe.close()
         return self.process.wait()
@@ -104,10 +104,10 @@ class Pool:
     No worker outlives the parent. The workers run on the CPU with one torch thread each.
 
     Args:
-        size: the most ranks that a call can ask for.
-        setup: called once in each new worker (such as `shoal.engine.cpu_tuning.tune_process`).
-        keep_group: all calls are on the same ranks, which keep the process group of the first one until one fails.
-        server: what forks the workers, instead of `shared_server`.
+        size: maximum number of ranks of a call.
+        setup: function called once in each new worker (such as `shoal.engine.cpu_tuning.tune_process`).
+        keep_group: whether all calls use the same ranks, which then keep the first process group until a call fails.
+        server: server that forks the workers, instead of `shared_server`.
     """
 
     def __init__(
@@ -130,22 +130,22 @@ class Pool:
         self._folder.cleanup()
 
     def run(self, fn: Callable[..., Any], ranks: int, *args: Any, timeout: float = 60.0) -> list[Any]:
-        """Call ``fn(*args)`` on ranks ``0 .. ranks - 1`` of a fresh default process group (gloo).
+        """Call ``fn(*args)`` on ranks ``0 .. ranks - 1`` of a new default process group (gloo).
 
         Args:
-            fn: a function that pickles by reference: one defined at the top of a module. It learns its rank from
-                ``torch.distributed``.
-            ranks: processes in the group.
-            args: the same for every rank; must pickle.
-            timeout: seconds for the whole call; collectives time out after three quarters of it, so that a rank that
-                hangs is told apart from those that wait for it.
+            fn: a function that pickles by reference, that is, defined at the top level of a module. It gets its rank
+                from ``torch.distributed``.
+            ranks: number of processes in the group.
+            args: arguments, equal for every rank; must pickle.
+            timeout: seconds for the full call; collectives time out after three quarters of it, which distinguishes a
+                rank that hangs from ranks that wait for it.
 
         Returns:
             Each rank's return value, in the order of the ranks.
 
         Raises:
-            RankError: a rank raised, died or hung. Ranks that died, hung or could not join are replaced; the
-                pool goes on working.
+            RankError: a rank raised, died or hung. Ranks that died, hung or could not join are replaced; the pool
+                remains usable.
             ValueError: ``ranks`` is not in ``1 .. size``.
             TypeError: ``fn`` or an argument does not pickle.
         """
@@ -163,15 +163,15 @@ class Pool:
         self, fn: Callable[[Any], Any], items: Sequence[Any], *, timeout: float = 60.0,
         done: Callable[[int, Any], None] = lambda number, value: None,
     ) -> list[Any]:
-        """Call ``fn`` on each item, each in one worker and in no process group, as many at a time as there are workers.
+        """Call ``fn`` on each item, without a process group, on as many workers in parallel as the pool has.
 
         Args:
-            fn, items: as of `run`.
-            timeout: seconds for all.
-            done: called with the number of each item and its value, as they come.
+            fn, items: must pickle, see `run`.
+            timeout: seconds for all items.
+            done: callback that receives each item's index and value on completion.
 
         Raises:
-            RankError: as of `run`; its "ranks" are the numbers of the items.
+            RankError: see `run`; its "ranks" are the indices of the items.
         """
         return self._do(fn, [(_pickled(fn, (item,)), None) for item in items], timeout, done)
 
@@ -184,11 +184,11 @@ class Pool:
         try:
             return call.results(workers, getattr(fn, "__qualname__", repr(fn)))
         finally:
-            for worker in call.busy.values():  # whoever has not finished, also on Ctrl-C here
+            for worker in call.busy.values():  # unfinished workers, also after Ctrl-C in this process
                 worker.end()
 
     def _ready(self, number: int) -> list[_Worker]:
-        """So many live workers that wait for a call."""
+        """Return ``number`` live workers that are waiting for a call."""
         self._workers = [worker for worker in self._workers if worker.process.poll() is None]
         while len(self._workers) < number:
             here, there = Pipe()
@@ -212,10 +212,10 @@ class _Call:
     """One call on some workers.
 
     Args:
-        calls: for each number (a rank, or an item), the pickled function with its arguments, and the process group.
+        calls: by index (of a rank or an item), the pickled function with its arguments, and the process group.
 
     Attributes:
-        busy: workers that have not finished, by number.
+        busy: unfinished workers by index.
     """
 
     def __init__(
@@ -235,10 +235,10 @@ class _Call:
             worker.send((sys.path, *self.calls[number]))
 
     def results(self, workers: list[_Worker], name: str) -> list[Any]:
-        """Each value, in order.
+        """Return the values in order.
 
         Raises:
-            RankError: where there is none.
+            RankError: a call failed or timed out.
         """
         for worker in workers:
             self._begin_next(worker)

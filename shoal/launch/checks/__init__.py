@@ -1,1 +1,1 @@
-"""What must hold of this machine before ranks start: memory, folders, devices."""
+"""Checks of this machine before ranks start: memory, folders, devices."""

@@ -1,8 +1,8 @@
-"""Which devices are there for the next attempt: those that answer, and that nobody has marked as lost.
+"""Find the devices available to the next attempt: working ones that are not marked as lost.
 
-A run's devices are numbered from 0: on CUDA as the system does, on the CPU as the ranks of the layout asked for.
-``lost-devices`` in the run folder is a JSON list of those that must not be used, such as ``[3]``; an operator writes
-it, or a test. It is read before each attempt, so a device that is taken out of it returns at the next one.
+A run's devices are numbered from 0: on CUDA as by the system, on the CPU by the ranks of the requested layout.
+``lost-devices`` in the run folder is a JSON list of devices that must not be used, such as ``[3]``, written by an
+operator or a test. It is read before each attempt, so a device removed from it is used again at the next one.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from shoal.launch.prefork import PreforkServer
 from shoal.launch.worker_pool import Pool, RankError
 
 LOST_FILE = "lost-devices"
-PROBE_SECONDS = 30.0  # for a device to answer; a context of CUDA takes some
+PROBE_SECONDS = 30.0  # timeout of a device's answer; creating a CUDA context takes a few seconds
 
 
 def read_lost_devices(folder: Path) -> set[int]:
-    """The devices that the run folder says are lost.
+    """Return the devices marked as lost in the run folder.
 
     Raises:
         UsageError: the file is not a list of numbers.
@@ -41,23 +41,22 @@ def read_lost_devices(folder: Path) -> set[int]:
 
 
 def find_devices(folder: Path, device: str, asked: int, server: PreforkServer | None) -> list[int]:
-    """The devices that the next attempt may use, at most as many as it asks for.
+    """Return the devices that the next attempt can use, at most ``asked``.
 
     Args:
-        device: the type, ``cpu`` or ``cuda``.
-        asked: how many ranks the run has when nothing is lost.
-        server: forks those who ask the devices; None believes that all are well.
+        device: device type, ``cpu`` or ``cuda``.
+        asked: number of ranks of the run without losses.
+        server: forks the processes that test the devices; None skips the tests.
     """
     count = torch.cuda.device_count() if device == "cuda" else asked
     there = set(range(count)) - read_lost_devices(folder)
-    if server is not None and device == "cuda":  # a core that does not compute asks nobody
+    if server is not None and device == "cuda":  # CPU cores are not tested
         there -= find_failing_devices(server, [f"cuda:{index}" for index in range(count)])
     return sorted(there)[:asked]
 
 
 def find_failing_devices(server: PreforkServer, devices: list[str]) -> set[int]:
-    """The devices that do not compute, by their places in the list; each is asked by a process of its own, as one may
-    hang."""
+    """Return the positions of failing devices in the list; a separate process tests each, as a device may hang."""
     with Pool(len(devices), server=server) as pool:
         try:
             pool.map(check_device, devices, timeout=PROBE_SECONDS)
@@ -69,17 +68,17 @@ def find_failing_devices(server: PreforkServer, devices: list[str]) -> set[int]:
 
 
 def check_device(name: str) -> None:
-    """Ask a device for a sum.
+    """Compute a sum on a device.
 
     Raises:
-        RuntimeError: torch's, or the sum is wrong.
+        RuntimeError: from torch, or because the sum is wrong.
     """
     if float((torch.ones(1024, device=name) * 3).sum()) != 3072.0:
         raise RuntimeError(f"{name} computes wrong sums")
 
 
 def visible_devices_variable(devices: list[int]) -> dict[str, str]:
-    """The environment in which these CUDA devices are 0, 1, ...: they may be numbered within others already."""
+    """Return an environment that renumbers these CUDA devices 0, 1, ...; respects an existing CUDA_VISIBLE_DEVICES."""
     outer = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = outer.split(",") if outer else None
     return {"CUDA_VISIBLE_DEVICES": ",".join(names[i] if names else str(i) for i in devices)}

@@ -1,7 +1,7 @@
-"""Check that a run's tensors and checkpoints have room on this machine, before anything is made.
+"""Check, before anything is created, that a run's tensors and checkpoints fit on this machine.
 
-What is counted is a lower bound, so a run that is refused would not have run. What is not counted (the interpreter, the
-allocator's holes, gathered layers, the loss, temporaries of the update) may still be too much.
+The count is a lower bound: a rejected run could not have run. Parts that are not counted (interpreter, allocator
+fragmentation, gathered layers, loss, temporaries of the update) may still not fit.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from shoal.training.step.engine_state import attention_kernel
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of one rank, by what they are. Of what ranks of one host have together each has an equal part.
+    """Bytes of one rank by kind. Memory shared by the ranks of a host is divided equally among them.
 
     Attributes:
-        method: of what parallel.sync chooses.
+        method: memory of the method selected by parallel.sync.
     """
 
     weights: int
@@ -50,7 +50,7 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """All together."""
+        """Total bytes."""
         return sum(vars(self).values())
 
     def __str__(self) -> str:
@@ -61,10 +61,10 @@ class RankMemory:
 def count_rank_memory(
     config: RunConfig, shape: ModelShape, device: torch.device, *, one_host: bool = False
 ) -> list[RankMemory]:
-    """What the first rank of every pipeline rank holds at least, at the worst time of a step.
+    """Return the minimum memory of the first rank of every pipeline stage, at the peak of a step.
 
     Args:
-        one_host: whether all ranks are there, and so share what memory they can.
+        one_host: whether all ranks are on this host and share memory where possible.
     """
     layout, policy = config.parallel, FORMATS[config.train.precision]
     program = build_layout_program(layout, layout.microbatches(config.train.global_batch))
@@ -74,7 +74,7 @@ def count_rank_memory(
         shape, layout, config.data.sequence_length, policy.compute.itemsize, kernel,
         eight=EightBits.of(policy, config.float8),
     )
-    kept = np.zeros(program.stages)  # bytes that a forward leaves until its backward begins
+    kept = np.zeros(program.stages)  # bytes kept from a forward until its backward
     for rank in range(layout.pp if layout.schedule != "terapipe" else 0):
         for stage, part in zip(program.stages_of(rank), parts_of(shape, program, rank), strict=True):
             saved = activations.stage(forward, part.layers, first=part.first, last=part.last)
@@ -91,8 +91,10 @@ def count_rank_memory(
 
 
 def _held_once(config: RunConfig, state: StateBytes, policy: Formats) -> int:
-    """Bytes of a rank's whole parameters that others of its host account for: all shards are of one memory
-    (`shoal.engine.collectives.group.allocate`)."""
+    """Return the bytes of a rank's full parameters that are counted for other ranks of its host.
+
+    All shards are views of one shared memory (`shoal.engine.collectives.group.allocate`).
+    """
     layout = config.parallel
     if layout.zero not in (1, 2):
         return 0
@@ -102,13 +104,13 @@ def _held_once(config: RunConfig, state: StateBytes, policy: Formats) -> int:
 
 
 def check_memory(config: RunConfig, shape: ModelShape, device: torch.device, ranks: range) -> None:
-    """Refuse a model that this machine's memory cannot hold.
+    """Reject a model that does not fit in this machine's memory.
 
     Args:
-        ranks: those of this machine.
+        ranks: ranks on this machine.
 
     Raises:
-        UsageError: with what a rank needs by the formulas, and what there is.
+        UsageError: the message has the memory that a rank needs and the memory available.
     """
     layout = config.parallel
     held = count_rank_memory(config, shape, device, one_host=len(ranks) == layout.world_size)
@@ -120,7 +122,7 @@ def check_memory(config: RunConfig, shape: ModelShape, device: torch.device, ran
     elif layout.offload == "none":
         needed, there = fullest.total, torch.cuda.get_device_properties(device).total_memory
         what, where = "", f"{torch.cuda.get_device_name(device)} has"
-    else:  # what of the rest is on which side is the engine's to know; the optimizer's states are on the host
+    else:  # only the engine knows where the rest is; the optimizer states are on the host
         needed, there, where = sum(rank.optimizer for rank in here), host_memory(), "this machine has"
         what = f"offloaded optimizer's states alone need {show_bytes(needed)}, "
     if needed > there:
@@ -133,29 +135,29 @@ def check_memory(config: RunConfig, shape: ModelShape, device: torch.device, ran
 
 
 def checkpoint_bytes(config: RunConfig, shape: ModelShape) -> int:
-    """Bytes of a checkpoint's weights and moments."""
+    """Return the bytes of a checkpoint's weights and moments."""
     policy, whole = FORMATS[config.train.precision], [StagePart(range(shape.layers))]
     states = state_bytes(shape, Layout(), policy, config.optimizer.name, whole).optimizer
     return shape.parameters() * policy.storage.itemsize + states
 
 
 def check_disk(config: RunConfig, shape: ModelShape, folder: Path, existing: int = 0) -> None:
-    """Refuse a run whose checkpoints have no room.
+    """Reject a run whose checkpoints do not fit on the disk.
 
     Args:
-        folder: of the checkpoints, which need not be there yet.
-        existing: checkpoints that are there already.
+        folder: checkpoint folder; need not exist.
+        existing: number of checkpoints already in it.
 
     Raises:
-        UsageError: with what is needed, and what is free.
+        UsageError: the message has the needed and the free space.
     """
     each = checkpoint_bytes(config, shape)
     every = config.checkpoint.every
     saves = 1 + (config.train.steps - 1) // every if every else 1
-    most = min(config.checkpoint.keep + 1, saves) - existing  # one is written before the oldest goes
+    most = min(config.checkpoint.keep + 1, saves) - existing  # a new one is written before the oldest is removed
     there = nearest_existing(folder)
     size, _, free = shutil.disk_usage(there)
-    if size and most * each > free:  # what is no disk has no size, and says itself what is wrong
+    if size and most * each > free:  # size 0: not a disk; writing to it reports the error
         raise UsageError(
             f"checkpoints: {most} of {show_bytes(each)} = {show_bytes(most * each)} are kept at once, but {there} has "
             f"{show_bytes(free)} free.\n  Make room, name a folder on another disk, or set checkpoint.keep lower."

@@ -1,6 +1,6 @@
-"""Whether the folders that a run will write into can be written, have room and are its own, before any is made.
+"""Check that a run's folders are writable, have enough space and belong to no other run, before any is created.
 
-Nothing is left of the trial, so that the same command may be given again when it is mended.
+The check leaves nothing behind, so the same command can be repeated after a correction.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from shoal.spec.config import RUNS, RunConfig
 from shoal.training.resilience.host_memory_dir import check_run_dir, run_dir
 from shoal.training.run_folder import checkpoints_of, is_free, taken
 
-BESIDE = 64 << 10  # bytes that a run writes beside its checkpoints at the least: config, metrics, events, logs
+BESIDE = 64 << 10  # minimum bytes that a run writes besides its checkpoints: config, metrics, events, logs
 
 
 def check_folders(
     config: RunConfig, shape: ModelShape, folder: Path | None, *, resume: bool, ranks: Sequence[int]
 ) -> None:
-    """Refuse a run that could not write what it must.
+    """Reject a run that could not write its files.
 
     Args:
-        folder: of the run; None is one that will be made under ``runs/``.
-        resume: the run is there already, and its checkpoints are its own.
-        ranks: those of this machine, of which one calls this. What is the run's as a whole, rank 0's machine looks at.
+        folder: run folder; None for a new one under ``runs/``.
+        resume: whether the run exists, so that its folder and checkpoints are its own.
+        ranks: ranks on this machine, one of which calls this. Rank 0's machine checks what the run shares.
 
     Raises:
-        UsageError: naming the folder, what is wrong with it, and the option that names another.
+        UsageError: the message names the folder, the problem, and the option that selects another folder.
     """
     there = folder or RUNS
     if 0 in ranks:
@@ -61,7 +61,7 @@ def _check_checkpoints(config: RunConfig, shape: ModelShape, kept: Place, *, fre
         check_folder(kept, fresh=fresh)
     except CheckpointError:
         raise
-    except Exception as error:  # the libraries of object stores each have their own
+    except Exception as error:  # each object-store library has its own exceptions
         raise CheckpointError(
             f"checkpoint.folder = '{kept}' cannot be reached: {type(error).__name__}: {error}"
             "\n  Name a folder that can, or leave it out."
@@ -71,8 +71,11 @@ def _check_checkpoints(config: RunConfig, shape: ModelShape, kept: Place, *, fre
 
 
 def _remembered(config: RunConfig, shape: ModelShape, ranks: Sequence[int]) -> int:
-    """Bytes of the states that this machine keeps in memory at least: two copies of all of it, and two for nodes' next
-    ones. Of several machines each has a part that its ranks know, who ask for it once more."""
+    """Return the minimum bytes of states that this machine keeps in memory.
+
+    These are two copies of the states, and two more of the neighbours' if this machine simulates several nodes. Returns
+    0 for a run on several machines, whose ranks check their own parts later.
+    """
     if len(ranks) < config.parallel.world_size:
         return 0
     nodes = 0 < config.failover.node_ranks < len(ranks)

@@ -1,1 +1,1 @@
-"""Which rank is lost, and why: heartbeats watched, stacks read, ends explained."""
+"""Detection of lost ranks and their causes: heartbeat checks, stack traces, exit records."""

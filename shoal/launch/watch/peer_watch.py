@@ -1,8 +1,8 @@
-"""Ranks that torch elastic or SLURM started watch each other: their launcher sees an end, but not one that hangs.
+"""Mutual watching of ranks under torch elastic or SLURM, whose launchers notice exits but not hangs.
 
-The ranks of one host keep their heartbeats in a folder that they share. A thread of each judges the next rank by its
-signs of life, and one of them judges all by whether any makes progress. A lost rank is reported with its stack and
-killed, and the launcher restarts the ranks. A rank that is alone on its host can be found stuck, but not stopped.
+The ranks of one host keep their heartbeats in a shared folder. A thread of each rank checks the next rank's heartbeat,
+and one rank's thread checks whether any makes progress. A lost rank is reported with its stack and killed, and the
+launcher restarts the ranks. A rank that is alone on its host can be found stuck, but not stopped.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from shoal.training.resilience.host_memory_dir import is_private
 LOOK_SECONDS = 0.5
 EVERYONES = f"shoal-beats-{os.getuid()}-"
 LEFT_SECONDS = 60.0
-"""For which records that nobody keeps any more are left alone."""
+"""Minimum age of abandoned records before they are removed [s]."""
 
 
 def make_shared_folder(member: RankEnv, environment: Mapping[str, str] = os.environ) -> Path | None:
-    """The folder of this host's ranks in this round, made if need be; None where it cannot be trusted.
+    """Create and return the shared folder of this host's ranks in this round; None if it cannot be trusted.
 
-    What earlier rounds of this job left is removed, and what jobs left that were killed.
+    Removes the folders of earlier rounds of this job, and of jobs that were killed.
     """
     folder = round_folder(member, environment)
     if member.local_rank == 0:
@@ -48,14 +48,14 @@ def make_shared_folder(member: RankEnv, environment: Mapping[str, str] = os.envi
 
 
 def round_folder(member: RankEnv, environment: Mapping[str, str] = os.environ) -> Path:
-    """Where this host's ranks keep their records in this round, named by the job, the attempt and the port."""
+    """Return the folder of this host's records in this round, named by job, port, attempt and world size."""
     attempt = environment.get("TORCHELASTIC_RESTART_COUNT", environment.get("SLURM_STEP_ID", "0"))
     name = f"{_prefix(environment)}{member.meeting_point[1]}-{attempt}-{member.world_size}"
     return Path(tempfile.gettempdir()) / name
 
 
 def job_folders(environment: Mapping[str, str] = os.environ) -> list[Path]:
-    """Those of this host's ranks in all rounds of this job."""
+    """Return the folders of this host's records in all rounds of this job."""
     return [found for found in Path(tempfile.gettempdir()).glob(f"{_prefix(environment)}*") if is_private(found)]
 
 
@@ -64,17 +64,19 @@ def _prefix(environment: Mapping[str, str]) -> str:
 
 
 def ended_path(folder: Path, rank: int) -> Path:
-    """What is there when a neighbour has ended a rank."""
+    """Return the file that marks a rank as killed by a neighbour."""
     return folder / f"ended-{rank}"
 
 
 def _is_left(folder: Path) -> bool:
-    """Whether each process that kept its record there is gone and long silent, by a clock that containers share too.
-    (After a reboot, its last sign lies in the future.)"""
+    """Return whether all processes with records in the folder are gone and have been silent for long.
+
+    The clock is shared with containers. (After a reboot, the last heartbeat is in the future.)
+    """
     try:
         records = [record for path in folder.glob("beat-*") if (record := read(path)) is not None]
         made = time.time() - folder.stat().st_mtime
-    except (OSError, ValueError):  # being removed, or no such folder as ours
+    except (OSError, ValueError):  # being removed, or not a folder of shoal
         return False
     silent = all(not 0 <= time.monotonic() - record.alive < LEFT_SECONDS for record in records)
     gone = all(watchdog.process_state(record.pid)[0] in ("", "Z") for record in records)
@@ -82,11 +84,11 @@ def _is_left(folder: Path) -> bool:
 
 
 class PeerWatch:
-    """Watches from a thread of this rank, until the process ends.
+    """Watch the other ranks of this host from a thread, until the process ends.
 
     Args:
-        folder: `make_shared_folder`.
-        run_folder: where lost ranks are recorded as events.
+        folder: see `make_shared_folder`.
+        run_folder: run folder, in whose events lost ranks are recorded.
     """
 
     def __init__(self, member: RankEnv, folder: Path, limits: FailoverConfig, run_folder: Path):
@@ -96,7 +98,7 @@ class PeerWatch:
         threading.Thread(target=self._watch, name="neighbours", daemon=True).start()
 
     def leave(self) -> None:
-        """The run is over on this host: forget it."""
+        """Remove the shared folder after the end of the run on this host."""
         if self.member.local_rank == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -111,7 +113,7 @@ class PeerWatch:
             ]
             there = {i: sign.record for i, sign in enumerate(signs) if sign.record and sign.state not in ("", "Z")}
             trouble = self.dog.look(signs, time.monotonic(), silent=self._next(there))
-            if trouble is None or (trouble.rank < 0 and self.member.local_rank):  # one judges for all
+            if trouble is None or (trouble.rank < 0 and self.member.local_rank):  # one rank handles stuck ranks
                 continue
             first = self.ranks[0]
             if trouble.rank >= 0:
@@ -119,12 +121,12 @@ class PeerWatch:
             living = {first + i: record for i, record in there.items()}
             lost = watchdog.locate_lost_rank(trouble, living, self.folder, alone=False)
             if lost is None:
-                time.sleep(self.dog.limits.stall_seconds)  # for a rank of another host, whose neighbours will see it
+                time.sleep(self.dog.limits.stall_seconds)  # the lost rank is on another host; its neighbours find it
             else:
                 self._end(lost)
 
     def _next(self, there: Container[int]) -> list[int]:
-        """The one that this rank looks after: the next that is there; some may have had no work, or be gone."""
+        """Return the next present rank, which this rank watches; ranks may have had no work or have exited."""
         own, n = self.member.local_rank, len(self.ranks)
         return [i for i in ((own + k) % n for k in range(1, n)) if i in there][:1]
 
@@ -132,5 +134,5 @@ class PeerWatch:
         print(f"rank {lost.rank} {lost.how}{lost.where}\n{lost.report}", file=sys.stderr, flush=True)
         ended_path(self.folder, lost.rank).touch()
         write_event(self.run_folder, "failure", **lost.event())
-        assert lost.record is not None  # it gave none, and was found by it
+        assert lost.record is not None  # it was found by its record
         os.kill(lost.record.pid, signal.SIGKILL)

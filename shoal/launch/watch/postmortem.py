@@ -1,8 +1,8 @@
-"""Find what ended the previous attempt under torch elastic and SLURM, where no process of ours outlives the ranks.
+"""Find what ended the previous attempt under torch elastic and SLURM, where no process of shoal outlives the ranks.
 
-Each rank leaves its last sign of life in the folder of its host (`shoal.launch.watch.peer_watch`), and beside it the
-exception that ended it. The ranks of the next attempt gather what their hosts have, and name the one that was the
-cause.
+Each rank leaves its last heartbeat in the shared folder of its host (`shoal.launch.watch.peer_watch`), with the
+exception that ended it. The ranks of the next attempt gather the records of their hosts and name the rank that caused
+the failure.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from shoal.training.resilience.heartbeat import Phase, read
 
 @dataclass(frozen=True)
 class Last:
-    """The last that is known of one rank of an attempt."""
+    """Last known state of one rank of an attempt."""
 
-    attempt: str  # where and among how many its ranks met: the same on all hosts
+    attempt: str  # port and size of the rendezvous, equal on all hosts
     world_size: int
     rank: int
     host: str
-    ended: float  # when it recorded what ended it, or gave its last sign of life [s since the epoch]
+    ended: float  # time of the recorded end or the last heartbeat [s since the epoch]
     where: str
     step: int | None
     done: bool
-    report: str  # the exception that it raised; "" if it ended without a traceback
-    usage: bool  # whether that was bad input
-    told: bool  # whether another rank ended it, and has recorded that
+    report: str  # exception that it raised; "" if it ended without a traceback
+    usage: bool  # whether the exception was bad input
+    told: bool  # whether another rank killed it and recorded that
 
 
 def read_previous_attempt(member: RankEnv) -> list[Last]:
-    """What the ranks of this host left behind in the attempt before; to be asked before this attempt has a folder."""
-    made = {}  # of each folder but that of this round, which a faster rank may have made already
+    """Read the records of this host's ranks from the previous attempt. Call before this attempt creates its folder."""
+    made = {}  # creation time by folder, without this round's, which a faster rank may have created
     for folder in job_folders():
-        with contextlib.suppress(FileNotFoundError):  # another rank of this round removes it
+        with contextlib.suppress(FileNotFoundError):  # another rank of this round is removing it
             if folder != round_folder(member):
                 made[folder] = folder.stat().st_mtime
-    if member.how == "torchrun":  # its number may have been another process's, long ago
+    if member.how == "torchrun":  # the folder's process id may be a reused one
         begun = psutil.Process(os.getppid()).create_time()
         made = {folder: when for folder, when in made.items() if when >= begun}
     newest = max(made, key=made.__getitem__, default=None)
@@ -55,7 +55,7 @@ def read_previous_attempt(member: RankEnv) -> list[Last]:
 
 
 def read_records(folder: Path) -> list[Last]:
-    """The ranks that kept their records in a folder."""
+    """Read the records of all ranks in a folder."""
     port, _, world_size = folder.name.split("-")[-3:]
     host, since_epoch = socket.gethostname(), time.time() - time.monotonic()
     every = []
@@ -76,11 +76,13 @@ def read_records(folder: Path) -> list[Last]:
 
 
 def find_cause(every: list[Last]) -> dict[str, Any] | None:
-    """Of what all hosts know, the rank that ended the newest attempt, as values of its event; None where none did, or
-    where that has been told.
+    """Find the rank that ended the newest attempt; None if no rank did or it was already reported.
 
-    A rank that raised may only have lost a peer. So one that went without a word is surer, and so is one of which no
-    host knows anything; among equals it is the first.
+    A rank that raised may only have lost a peer. More likely causes are a rank that ended without an exception and one
+    without any record; among several, the first is taken.
+
+    Returns:
+        Values of the failure event.
     """
     if not every:
         return None

@@ -1,4 +1,4 @@
-"""How the ranks of an attempt ended, and which of them was the cause."""
+"""Records of how the ranks of an attempt ended, and which of them caused the failure."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from shoal.training.resilience.heartbeat import HeartbeatRecord
 
 @dataclass(frozen=True)
 class Failure:
-    """How one rank ended: the cause of all, or what followed from it."""
+    """End of one rank: the cause of the failure, or its consequence."""
 
     rank: int
-    code: int  # as subprocess gives it: negative for a signal
-    when: float = float("inf")  # monotonic clock of the machine, where the rank recorded it
-    report: str = ""  # the traceback that the rank recorded, or the stack that was got from it
-    trouble: str = ""  # why it was ended, where it did not end by itself
-    since: float = float("inf")  # when it was last well, by the same clock, where it was ended
-    record: HeartbeatRecord | None = None  # its last sign of life
+    code: int  # as in subprocess: negative for a signal
+    when: float = float("inf")  # time recorded by the rank, on the machine's monotonic clock
+    report: str = ""  # traceback recorded by the rank, or stack collected from it
+    trouble: str = ""  # why it was killed, if it did not end by itself
+    since: float = float("inf")  # when it was last well, on the same clock, if it was killed
+    record: HeartbeatRecord | None = None  # its last heartbeat
 
     @property
     def order(self) -> tuple[bool, float]:
-        """Smallest for the first cause.
+        """Sort key, smallest for the root cause.
 
-        A rank that only lost a peer fails by an exception, which it records, or by the abort of a communication
-        library. Any other end is a cause, even if a peer was faster to record what followed from it.
+        A rank that only lost a peer fails with an exception, which it records, or with an abort of a communication
+        library. Any other end is a root cause, even if a peer recorded its consequence earlier.
         """
         return (not self.sure, self.when)
 
     @property
     def sure(self) -> bool:
-        """Whether it cannot be what followed from another's end."""
+        """Whether it cannot be the consequence of another rank's end."""
         return bool(self.trouble) or not (self.report or self.code == -signal.SIGABRT)
 
     @property
     def how(self) -> str:
-        """``was killed by SIGKILL``, ``exited with code 1``, or why it was ended."""
+        """Description of the end: ``was killed by SIGKILL``, ``exited with code 1``, or why it was killed."""
         if self.trouble:
             return self.trouble
         if self.code < 0:
@@ -46,21 +46,21 @@ class Failure:
         return f"exited with code {self.code}" + (", though it was not done" if self.code == 0 else "")
 
     def describe(self) -> str:
-        """The traceback that it recorded, or else how it ended, with its stack if there is one."""
+        """Return the recorded traceback, or else how the rank ended, with its stack if available."""
         return self.report if self.report and not self.trouble else f"{self.how}\n{self.report}"
 
     @property
     def where(self) -> str:
-        """What it was at, as far as it is known."""
+        """Last known position of the rank in the run; "" if unknown."""
         return "" if self.record is None else f" {self.record.where} (on {socket.gethostname()})"
 
     @property
     def step(self) -> int | None:
-        """Steps that were done; None where none had begun."""
+        """Steps done; None if the rank had not started any."""
         return None if self.record is None or self.record.begun < 0 else self.record.steps
 
     def event(self) -> dict[str, Any]:
-        """The values of the run's event of it."""
+        """Return the values of the failure event."""
         return {
             "rank": self.rank, "host": socket.gethostname(), "how": self.how, "step": self.step,
             "where": self.record and self.record.where, "report": self.report or None,
@@ -69,12 +69,12 @@ class Failure:
 
 @dataclass(frozen=True)
 class Ending:
-    """How an attempt ended.
+    """End of an attempt.
 
     Attributes:
-        code: an exit code of this process.
-        cause: the rank that failed first; None where none failed.
-        furthest: steps that some rank had done; -1 where none had begun.
+        code: exit code for this process.
+        cause: rank that failed first; None if none failed.
+        furthest: largest number of steps done by a rank; -1 if none had started.
     """
 
     code: int
@@ -83,5 +83,5 @@ class Ending:
 
     @property
     def usage(self) -> bool:
-        """Whether what was asked for cannot be."""
+        """Whether the attempt ended because of bad input."""
         return self.cause is not None and self.cause.code == 2 and bool(self.cause.report)

@@ -1,7 +1,7 @@
-"""Which rank is lost though its process is there: stopped, silent, or stuck while the others wait for it.
+"""Detect lost ranks whose processes still exist: stopped, silent, or stuck while the others wait.
 
-The judge sees records (`shoal.training.resilience.heartbeat`) and what the kernel says of the processes. It counts the
-time that it watched itself: a supervisor that was suspended, or a whole machine, finds nobody silent when it wakes.
+The watchdog uses heartbeat records (`shoal.training.resilience.heartbeat`) and the kernel's process states. It counts
+only the time in which it was watching: after a suspension of the supervisor or the machine, no rank counts as silent.
 """
 
 from __future__ import annotations
@@ -25,58 +25,58 @@ from shoal.launch.watch.rank_failure import Failure
 from shoal.spec.config import FailoverConfig
 from shoal.training.resilience.heartbeat import HeartbeatRecord, Phase
 
-STACK_SIGNAL = signal.SIGUSR2  # at which a rank writes its stack (`faulthandler`)
-STACK_SECONDS = 3.0  # for which the stack is waited for: a rank on a busy machine may have to wait for a core
+STACK_SIGNAL = signal.SIGUSR2  # makes a rank write its stack (`faulthandler`)
+STACK_SECONDS = 3.0  # timeout of the stack: a rank on a busy machine may have to wait for a core
 STOPPED_SECONDS = 2.0
-BUSY = 0.2  # of a core: less is used by threads that wait for the interpreter's lock and look for it now and then
-LONGEST_GAP = 1.0  # between two looks; of a longer one, so much is counted
-SLOW_SECONDS = 0.9 * COLLECTIVE_SECONDS  # before a collective gives up: who waits in it is not the cause
+BUSY = 0.2  # of a core; threads that wait for the interpreter's lock use less
+LONGEST_GAP = 1.0  # maximum time between two checks that counts
+SLOW_SECONDS = 0.9 * COLLECTIVE_SECONDS  # before the collective's timeout, as the ranks waiting in it are not the cause
 STEPS_ALLOWED = 3.0
-WAITING = re.compile(r"shoal/engine/collectives/|torch/distributed/")  # files in the stack of a rank that waits
+WAITING = re.compile(r"shoal/engine/collectives/|torch/distributed/")  # files in the stack of a waiting rank
 
 
 class Sign(NamedTuple):
-    """What is known of one rank at one moment."""
+    """Observation of one rank at one moment."""
 
     record: HeartbeatRecord | None
     state: str
-    """The kernel's letter of the process's state, ``T`` where it was stopped; "" where unknown."""
+    """Process state letter of the kernel, ``T`` if stopped; "" if unknown."""
 
     processor: float
-    """Seconds of a processor that it used."""
+    """CPU time used [s]."""
 
 
 @dataclass(frozen=True)
 class Trouble:
-    """A rank that must be ended."""
+    """A rank that must be killed."""
 
     rank: int
     what: str
-    """Of the rank: ``is stopped``, ``is silent``, ``is stuck``."""
+    """Description of the problem: ``is stopped``, ``is silent``, ``is stuck``."""
 
     since: float
-    """When it was last well, by `time.monotonic` [s]."""
+    """When the rank was last well, on `time.monotonic` [s]."""
 
 
 @dataclass
 class _Watched:
-    """One rank's last news, and the seconds watched since."""
+    """Last observation of one rank, and the watched time since."""
 
     alive: float = -1.0
     processor: float = -1.0
     quiet: float = 0.0
-    """Since its last sign of life."""
+    """Time since the last heartbeat [s]."""
 
     idle: float = 0.0
-    """Since then or since it last worked."""
+    """Time since the last heartbeat or CPU use [s]."""
 
 
 class Watchdog:
-    """The judge of one attempt.
+    """Watchdog of one attempt.
 
     Args:
-        limits: how long is too long.
-        ranks: how many there are.
+        limits: timeouts.
+        ranks: number of ranks.
     """
 
     def __init__(self, limits: FailoverConfig, ranks: int):
@@ -88,10 +88,10 @@ class Watchdog:
         self._stalled = self._step = self.slowest = 0.0
 
     def look(self, signs: list[Sign], now: float, silent: Container[int] | None = None) -> Trouble | None:
-        """Judge, at a moment of `time.monotonic`. A stuck rank's number is -1: only the stacks tell who it is.
+        """Check all ranks at time ``now`` (`time.monotonic`). A stuck rank has number -1: only the stacks identify it.
 
         Args:
-            silent: of which ranks silence is a trouble; None for all.
+            silent: ranks to check for silence; None checks all.
         """
         gap = 0.0 if self._looked is None else min(now - self._looked, LONGEST_GAP)
         self._looked = now
@@ -109,7 +109,7 @@ class Watchdog:
         watched.quiet += gap
         watched.idle += gap
         used, watched.processor = sign.processor - watched.processor, sign.processor
-        if sign.state == "R" or used > BUSY * gap:  # it works, in code that lets no other thread of it run
+        if sign.state == "R" or used > BUSY * gap:  # it works in code that blocks its other threads
             watched.idle = 0.0
         if sign.state in ("T", "t") and watched.quiet >= STOPPED_SECONDS:
             return "is stopped (SIGSTOP)"
@@ -132,7 +132,7 @@ class Watchdog:
         return Trouble(-1, "is stuck", max(record.marked for record in records))
 
     def limit(self, records: list[HeartbeatRecord]) -> float:
-        """Seconds for which nobody needs to get on: little while all are in steps of which they have done one."""
+        """Return the allowed seconds without progress: short once all ranks are in steps and have completed one."""
         if all(record.phase is Phase.STEP and record.steps > record.begun >= 0 for record in records):
             return self.limits.stall_seconds + STEPS_ALLOWED * self.slowest
         return SLOW_SECONDS
@@ -142,7 +142,7 @@ class Watchdog:
 
 
 def process_state(pid: int) -> tuple[str, float]:
-    """The kernel's letter of a process's state, and the seconds of a processor it used; ("", 0) without /proc."""
+    """Return the kernel's state letter of a process and its CPU time [s]; ("", 0) without /proc."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -151,17 +151,17 @@ def process_state(pid: int) -> tuple[str, float]:
 
 
 def write_stack_when_asked(path: Path) -> None:
-    """Have this process add the stacks of its threads to a file whenever it gets `STACK_SIGNAL`."""
+    """Make this process append the stacks of its threads to a file whenever it receives `STACK_SIGNAL`."""
     faulthandler.register(STACK_SIGNAL, open(path, "a"), all_threads=True)  # noqa: SIM115 -- for good
 
 
 def collect_stacks(pids: dict[int, int], files: dict[int, Path], wake: bool = False) -> dict[int, str]:
-    """Ask ranks for their stacks; "" of one that gives none in time.
+    """Request stacks from ranks; "" for a rank that gives none in time.
 
     Args:
-        pids: the process of each rank that is asked.
-        files: where each writes.
-        wake: let stopped processes run, so that they can answer: for those that are ended next.
+        pids: process id of each rank.
+        files: stack file of each rank.
+        wake: continue stopped processes so that they can answer; for ranks that are killed next.
     """
     before = {rank: _content(files[rank]) for rank in pids}
     for pid in pids.values():
@@ -183,12 +183,12 @@ def _content(path: Path) -> str:
 def locate_lost_rank(
     trouble: Trouble, records: dict[int, HeartbeatRecord], folder: Path, *, alone: bool = True
 ) -> Failure | None:
-    """The rank that is in trouble, with its stack.
+    """Identify the lost rank and collect its stack; None if it is on another host.
 
     Args:
-        records: of all ranks here that still run.
-        folder: where they write their stacks.
-        alone: there are none on other hosts; else, where all here wait for others, it is none of these.
+        records: heartbeat records of all ranks here that still run.
+        folder: folder of their stack files.
+        alone: whether all ranks are on this host. If not, and all ranks here wait, the lost rank is on another host.
     """
     asked = records if trouble.rank < 0 else {trouble.rank: records[trouble.rank]}
     pids = {rank: record.pid for rank, record in asked.items()}
@@ -201,14 +201,16 @@ def locate_lost_rank(
 
 
 def find_stuck_rank(found: dict[int, str], records: dict[int, HeartbeatRecord]) -> int:
-    """Of ranks of which none gets on, the one that the others wait for: it is not itself in a collective; where all
-    are, the one that has come least far."""
+    """Return the stuck rank that the others wait for.
+
+    It is not in a collective; if all ranks are, the rank with the least progress is taken.
+    """
     busy = [rank for rank, stack in found.items() if stack and not is_waiting(stack)]
     return min(busy or found, key=lambda rank: (records[rank].steps, records[rank].count, rank))
 
 
 def is_waiting(stack: str) -> bool:
-    """Whether a rank's main thread, which took the signal, waits for others, by what `faulthandler` wrote."""
+    """Return whether a rank's main thread waits for other ranks, according to its `faulthandler` stack."""
     frames = stack.partition("Current thread")[2].splitlines()[1:7]
     return any(WAITING.search(line) for line in itertools.takewhile(lambda line: line.startswith("  "), frames))
 

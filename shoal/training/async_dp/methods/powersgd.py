@@ -27,7 +27,7 @@ from shoal.training.async_dp.methods.method import States
 
 
 class PowerSGD(Compressed):
-    """Args: see `Compressed`; rank r and seed of the first Q."""
+    """PowerSGD compression with r = ``rank``; ``seed`` determines the first Q. See `Compressed`."""
 
     def __init__(self, flat: Flat, group: Group | None, rank: int, seed: int):
         super().__init__(flat, group)

@@ -162,7 +162,7 @@ class CodedSum:
 
 
 class Quantised(Compressed):
-    """Args: see `Compressed`; code of the blocks."""
+    """Compression that encodes blocks by ``code``, summed by `CodedSum`. See `Compressed`."""
 
     def __init__(self, flat: Flat, group: Group | None, code: Int8 | OneBit):
         super().__init__(flat, group)

@@ -18,7 +18,7 @@ from shoal.training.async_dp.methods.flat import Flat
 
 
 class TopK(Compressed):
-    """Args: see `Compressed`; fraction of the elements that is sent (1 sends all)."""
+    """Top-k compression that sends the fraction ``density`` of the elements (1 sends all). See `Compressed`."""
 
     def __init__(self, flat: Flat, group: Group | None, density: float):
         super().__init__(flat, group)
