@@ -24,6 +24,9 @@ COLOURS = (
     "#2563eb", "#e07b1a", "#0f9d76", "#c026a8", "#7c5cd6", "#b3261e", "#0891b2", "#8a6d1a", "#4b5563", "#5b3f8c",
     "#7fae3c", "#1f4e79", "#a0522d", "#33a1c9", "#d4a5a5", "#3c6e47",
 )  # fmt: skip
+PAGE_WIDTH = 860
+"""Width of a chart on a page, in CSS pixels."""
+
 STYLE: Any = {
     "svg.fonttype": "none", "svg.hashsalt": "shoal", "font.family": "sans-serif", "font.size": 9,
     "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": FAINT, "xtick.color": INK, "ytick.color": INK,
@@ -184,6 +187,15 @@ def draw_bars(
     axes.margins(x=0.12)
     if len(names) > 1:
         axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=4)
+
+
+def stacked_bars(
+    names: Sequence[str], bars: Sequence[tuple[str, Sequence[float], str]], limit: tuple[float, str] | None = None
+) -> str:
+    """Return the SVG of the bars of `draw_bars`, for a page."""
+    figure, (axes,) = new_figure(PAGE_WIDTH, 90 + 30 * len(bars))
+    draw_bars(axes, names, bars, limit)
+    return to_svg(figure, inline=True)
 
 
 @styled

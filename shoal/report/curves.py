@@ -8,11 +8,10 @@ from html import escape
 from matplotlib.ticker import MaxNLocator
 
 from shoal.report.charts import COLOURS, Points, new_figure, to_svg
-from shoal.report.page import Fragment
 from shoal.training.records.metrics import StepMetrics
 
 
-def draw_curves(metrics: Sequence[StepMetrics]) -> Fragment:
+def draw_curves(metrics: Sequence[StepMetrics]) -> str:
     """Draw loss (with validation as dots), throughput, gradient norm and memory of a run, as far as they are known."""
 
     def points(read: Callable[[StepMetrics], float | None]) -> Points:
@@ -29,7 +28,7 @@ def draw_curves(metrics: Sequence[StepMetrics]) -> Fragment:
         _draw("tokens per second", points(lambda m: m.tokens_per_second), from_zero=True),
         *(_draw(title, line, from_zero=True) for title, line in charts.items() if line),
     ]
-    return Fragment(f'<div class="charts">{"".join(drawn)}</div>')
+    return f'<div class="charts">{"".join(drawn)}</div>'
 
 
 def _draw(title: str, line: Points, dots: Points = (), *, from_zero: bool = False) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from html import escape
 
 from shoal.engine.precision.histogram import BINS, PER_OCTAVE, bin_of, limits, octave_of, shares
-from shoal.report.page import Fragment
 from shoal.spec.number_formats import BF16, E4M3, E5M2, FP16, Format
 from shoal.training.records.histograms import KINDS, Histogram
 
@@ -28,7 +27,7 @@ NOTE = (
 PART = " Of experts and routers, which are no linear layers, weights and gradients alone are counted."
 
 
-def histograms(step: int, tensors: Sequence[Histogram]) -> Fragment:
+def histograms(step: int, tensors: Sequence[Histogram]) -> str:
     """A picture for each kind of tensor."""
     note = NOTE + PART * any(".experts." in tensor.name or ".router" in tensor.name for tensor in tensors)
     parts = [f"<h2>What the tensors hold, step {step}</h2><p class=note>{escape(note)}</p>"]
@@ -36,7 +35,7 @@ def histograms(step: int, tensors: Sequence[Histogram]) -> Fragment:
         rows = [tensor for tensor in tensors if tensor.kind == kind]
         if rows:
             parts.append(f"<h3>{escape(kind)}</h3><div class=scroll>{picture(rows)}</div>")
-    return Fragment("".join(parts))
+    return "".join(parts)
 
 
 def picture(rows: Sequence[Histogram]) -> str:

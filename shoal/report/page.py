@@ -16,6 +16,7 @@ from importlib.resources import files
 import numpy as np
 
 from shoal.pipeline.simulator.columns import OPS
+from shoal.report.tables import html_table
 from shoal.report.timeline.chart import Chart, legend, table
 from shoal.report.timeline.palette import NAMES, Paint, colour, ink
 
@@ -30,11 +31,11 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 
 @dataclass(frozen=True)
 class Fragment:
-    """A part of a page.
+    """A part of a page that needs files of ``assets/``.
 
     Attributes:
         html: the markup.
-        style: names of the style sheets in ``assets/`` that it needs.
+        style: names of the style sheets.
         script: names of the scripts.
     """
 
@@ -43,17 +44,17 @@ class Fragment:
     script: tuple[str, ...] = ()
 
 
-def page(title: str, lead: str, parts: Sequence[Fragment], *, foot: str = "Made by shoal.") -> str:
-    """A whole page.
+def page(title: str, lead: str, parts: Sequence[Fragment | str]) -> str:
+    """Return a page as one HTML file.
 
     Args:
         title: its name, plain text.
         lead: what it shows, in a sentence or two of plain text.
-        parts: what follows.
-        foot: last words, plain text.
+        parts: what follows: markup, or fragments that need a style or a script.
     """
-    styles = dict.fromkeys(["style.css", *(name for part in parts for name in part.style)])
-    scripts = dict.fromkeys(name for part in parts for name in part.script)
+    fragments = [part for part in parts if isinstance(part, Fragment)]
+    styles = dict.fromkeys(["style.css", *(name for part in fragments for name in part.style)])
+    scripts = dict.fromkeys(name for part in fragments for name in part.script)
     return "\n".join([
         "<!doctype html>",
         '<html lang="en">',
@@ -69,9 +70,9 @@ def page(title: str, lead: str, parts: Sequence[Fragment], *, foot: str = "Made 
         f"<header><h1>{escape(title)}</h1>",
         f'<p class="lead">{escape(lead)}</p></header>',
         "<main>",
-        *(part.html for part in parts),
+        *(part.html if isinstance(part, Fragment) else part for part in parts),
         "</main>",
-        f"<footer>{escape(foot)}</footer>",
+        "<footer>Made by shoal.</footer>",
         *(f"<script>\n{asset(name)}</script>" for name in scripts),
         "</body>",
         "</html>",
@@ -80,27 +81,19 @@ def page(title: str, lead: str, parts: Sequence[Fragment], *, foot: str = "Made 
 
 
 def asset(name: str) -> str:
-    """The text of a file in ``assets/``."""
+    """Read a file in ``assets/``."""
     return (files("shoal.report") / "assets" / name).read_text(encoding="utf-8")
 
 
-def comparison(charts: Sequence[Chart], *, mark: bool = True) -> Fragment:
-    """A table with a row for each timeline; of several the shortest step is marked, if asked for."""
+def comparison(charts: Sequence[Chart], *, mark: bool = True) -> str:
+    """Return the markup of a table with a row for each timeline; ``mark`` emphasises the shortest of several steps."""
     headings, rows = table(charts)
-    fastest = min(charts, key=lambda chart: chart.timeline.step_time) if mark and len(charts) > 1 else None
-    head = "".join(f'<th scope="col">{escape(heading)}</th>' for heading in headings)
-    body = []
-    for chart, row in zip(charts, rows, strict=True):
-        best = headings.index("step") if chart is fastest else None
-        cells = (f'<td{" class=best" if i == best else ""}>{escape(cell)}</td>' for i, cell in enumerate(row))
-        body.append(f"<tr>{''.join(cells)}</tr>")
-    return Fragment(
-        f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
-    )
+    fastest = min(range(len(charts)), key=lambda i: charts[i].timeline.step_time)
+    return html_table(rows, headings, best=(fastest, headings.index("step")) if mark and len(charts) > 1 else None)
 
 
 def timelines(charts: Sequence[Chart]) -> Fragment:
-    """Timelines above each other on one time axis, to zoom into and point at.
+    """Return timelines above each other on one time axis, to zoom into and point at.
 
     Args:
         charts: whose times are all in the same unit.
@@ -150,7 +143,7 @@ def _tools(charts: Sequence[Chart]) -> str:
     )
 
 
-HELP = Fragment(
+HELP = (
     '<p class="note">Wheel over the time axis, or <kbd>Ctrl</kbd> + wheel anywhere: zoom. Drag: move; along the axis: '
     "zoom into that part. Double click: closer; on the axis: all. Point at an action to see it and the way of its "
     "micro-batch. Keys on a timeline: arrows go from action to action, <kbd>+</kbd> <kbd>-</kbd> <kbd>0</kbd> zoom, "
@@ -190,7 +183,7 @@ def _timeline(chart: Chart, paints: list[Paint]) -> dict:
 
 
 def _packed(column: np.ndarray, kind: str = "") -> dict[str, str]:
-    """A column for the page's script, little-endian; of whole numbers, in as few bytes as hold them."""
+    """Encode a column for the page's script, little-endian; whole numbers take the fewest bytes that hold them."""
     low, high = column.min(initial=0), column.max(initial=0)
     kind = kind or next(k for k in ("i1", "i2", "i4") if np.iinfo(k).min <= low and high <= np.iinfo(k).max)
     return {"type": kind, "bytes": base64.b64encode(np.ascontiguousarray(column, f"<{kind}").tobytes()).decode()}

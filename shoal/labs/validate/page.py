@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-from html import escape
 from pathlib import Path
 
 import numpy as np
 
 from shoal.labs.validate.score import Scored, by, totals
 from shoal.report.charts import draw_scatter, new_figure, to_svg
-from shoal.report.planning.page_parts import html_table, write
+from shoal.report.page import page
+from shoal.report.tables import html_table, html_tiles
 
 
 def write_page(path: Path, scored: Scored, left: int) -> None:
     """Write it as one file."""
-    tiles = "".join(
-        f"<div><b>{100 * errors.median:.1f} %</b><span>{escape(what)}: median error of {errors.rows:,} {kind}; "
-        f"90 % within {100 * errors.ninetieth:.0f} %</span></div>"
+    facts = [
+        (
+            f"{what}: median error of {errors.rows:,} {kind}; 90 % within {100 * errors.ninetieth:.0f} %",
+            f"{100 * errors.median:.1f} %",
+        )
         for what, part in totals(scored).items()
         for kind, errors in (("times", part.time), ("memory figures", part.memory))
         if errors.rows
-    )
+    ]
     graded = scored.where(lambda p: p.quality in "AM")
     parts = [
-        f'<div class="answer">{tiles}</div>',
+        html_tiles(facts),
         "<h2>Step time, quality A</h2>",
         scatter(graded, graded.seconds, graded.measured_seconds, "s", "step time"),
         "<h2>Memory, quality A and M</h2>",
@@ -32,7 +34,7 @@ def write_page(path: Path, scored: Scored, left: int) -> None:
         _sources(scored),
     ]
     lead = f"{len(scored.points):,} published points, estimated; {left:,} could not be."
-    write(path, "Validation", lead, parts)
+    path.write_text(page("Validation", lead, parts), encoding="utf-8")
 
 
 def scatter(scored: Scored, estimate: np.ndarray, measured: np.ndarray, unit: str, what: str) -> str:

@@ -12,9 +12,10 @@ from shoal.planning.cost.experts import routed_rows
 from shoal.planning.cost.roofline import OperationCost, matrix_product, ridge
 from shoal.planning.estimate import Estimate
 from shoal.planning.run import KINDS
-from shoal.report.charts import draw_lines, new_figure, to_svg
+from shoal.report.charts import PAGE_WIDTH, draw_lines, new_figure, stacked_bars, to_svg
+from shoal.report.page import page
 from shoal.report.planning.estimate_lines import bound
-from shoal.report.planning.page_parts import WIDTH, html_table, stacked_bars, write
+from shoal.report.tables import html_table, html_tiles
 
 
 def write_page(
@@ -27,20 +28,20 @@ def write_page(
         changes: of the layout, and what each would do.
     """
     run, memory = estimate.run, estimate.memory
-    tiles = "".join(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for name, value in facts)
     held = [(f"pp {rank}", list(vars(each).values()), "") for rank, each in enumerate(memory)]
     limit = estimate.capacity, f"{show_bytes(estimate.capacity)} of a device"
     spent = [f"{name} {show_seconds(seconds)}" for name, seconds in estimate.breakdown.items()]
     lead = f"{run.cluster.describe()}; {run.layout.describe()}; {run.global_batch:,} x {run.sequence_length:,} tokens."
-    write(path, "Estimate", lead, [
-        f'<div class="answer">{tiles}</div>',
+    parts = [
+        html_tiles(facts),
         "<h2>Memory of each pipeline rank</h2>",
         stacked_bars(list(vars(memory[0])), held, limit),
         "<h2>One step of the busiest</h2>",
         stacked_bars(spent, [("", list(estimate.breakdown.values()), "")]),
         "<h2>Roofline</h2>", roofline(estimate),
         "<h2>What bounds it, and what to change</h2>", f"<p>{escape(bound(estimate))}</p>", html_table(changes),
-    ])  # fmt: skip
+    ]  # fmt: skip
+    path.write_text(page("Estimate", lead, parts), encoding="utf-8")
 
 
 def operations(estimate: Estimate) -> dict[str, OperationCost]:
@@ -76,7 +77,7 @@ def roofline(estimate: Estimate) -> str:
     for name, work in operations(estimate).items():
         rate = min(wide if name == "head" else peak, work.intensity * bandwidth)
         series[f"{name} {work.intensity:,.{0 if work.intensity >= 100 else 1}f}"] = [(work.intensity, rate)]
-    figure, (axes,) = new_figure(WIDTH, 330)
+    figure, (axes,) = new_figure(PAGE_WIDTH, 330)
     draw_lines(
         axes, "Roofline of one layer's operations", series, dots=True,
         x=("FLOPs per byte of memory", lambda x: f"{x:g}"), y=("FLOP/s, by the data sheet", lambda y: f"{y:.0e}"),

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from shoal.base.units import show_bytes
 from shoal.planning.estimate import Estimate
 from shoal.report.charts import new_figure, styled, to_svg
-from shoal.report.planning.page_parts import html_table, write
+from shoal.report.page import page
 from shoal.report.svg import FAINT
+from shoal.report.tables import html_table
 
 if TYPE_CHECKING:
     from shoal.training.dry_run.dry_run import Counted
@@ -23,8 +24,11 @@ def write_memory_page(path: Path, estimate: Estimate, counted: Counted, measured
     rows = [(name, show_bytes(size)) for name, size in counted.held.items() if size]
     layout = estimate.run.layout
     lead = f"{counted.where} of {layout.world_size:,}; {layout.describe()}; {len(counted.steps)} steps."
-    parts = ["<h2>Memory, action by action</h2>", memory_profile(counted, measured)]
-    write(path, "Dry run", lead, [*parts, "<h2>Between steps</h2>", html_table(rows)])
+    parts = [
+        "<h2>Memory, action by action</h2>", memory_profile(counted, measured),
+        "<h2>Between steps</h2>", html_table(rows),
+    ]  # fmt: skip
+    path.write_text(page("Dry run", lead, parts), encoding="utf-8")
 
 
 @styled

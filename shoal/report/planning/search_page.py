@@ -9,10 +9,11 @@ from shoal.base.units import show_bytes, show_seconds
 from shoal.planning.estimate import NAMES, Estimate
 from shoal.planning.search.planner import LayoutPlanner
 from shoal.planning.search.search import Plan
-from shoal.report.charts import COLOURS
-from shoal.report.planning.page_parts import html_table, stacked_bars, write
+from shoal.report.charts import COLOURS, stacked_bars
+from shoal.report.page import page
 from shoal.report.planning.tables import mfu_of
 from shoal.report.svg import FAINT, INK, Canvas, mix
+from shoal.report.tables import html_table
 from shoal.spec.layout import Layout
 
 CELL, NAME = (118, 62), 120
@@ -30,7 +31,7 @@ def write_page(path: Path, plan: Plan, estimates: Sequence[Estimate], reasons: S
         for name, step, estimate, size, reason in zip(names, steps, estimates, sizes, reasons, strict=True)
     ]
     lead = f"{run.cluster.describe()}; {run.global_batch:,} x {run.sequence_length:,} tokens a step."
-    write(path, "Plan", lead, [
+    parts = [
         "<h2>Time of a step, on the busiest pipeline rank</h2>",
         stacked_bars(NAMES, list(zip(names, times, steps, strict=True))),
         "<h2>Memory of the fullest rank</h2>",
@@ -38,7 +39,8 @@ def write_page(path: Path, plan: Plan, estimates: Sequence[Estimate], reasons: S
                      (estimates[0].capacity, "of a device")),
         "<h2>Why the best is the best</h2>",
         html_table(rows, ("layout", "step", "MFU", "memory", "against the best")),
-    ])  # fmt: skip
+    ]  # fmt: skip
+    path.write_text(page("Plan", lead, parts), encoding="utf-8")
 
 
 def _degrees(layout: Layout) -> str:

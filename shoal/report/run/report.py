@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -17,6 +16,7 @@ from shoal.report.events import effective_facts, event_table
 from shoal.report.histograms import histograms
 from shoal.report.page import HELP, Fragment, comparison, page, timelines
 from shoal.report.run.comparison import Comparison, op_table, rank_table
+from shoal.report.tables import html_table, html_tiles
 from shoal.report.timeline.measured import MeasuredStep
 from shoal.report.timeline.write import KINDS, write
 from shoal.spec.config import RUN_FILE, RunConfig, load_config
@@ -109,26 +109,26 @@ def write_report(run_folder: str | Path, out: str | Path | None = None) -> RunRe
 def _html(report: RunReport) -> str:
     config, compared = report.config, report.comparison
     lead = f"{config.model.name}, {config.parallel.describe()}, {config.train.precision}."
-    parts = [_tiles(report.facts()), draw_curves(report.metrics)]
+    parts: list[Fragment | str] = [html_tiles(report.facts()), draw_curves(report.metrics)]
     if len(happened := event_table(report.events)) > 1:
-        parts += [Fragment("<h2>What happened</h2>"), _table(happened)]
+        parts += ["<h2>What happened</h2>", _table(happened)]
     if recorded := read_histograms(report.folder):
         parts.append(histograms(*recorded))
     if compared:
         parts += [
-            Fragment("<h2>One step: measured under simulated</h2>"),
-            _tiles(compared.facts()),
-            Fragment(f"<p class=note>{escape(HOW)}</p>"),
+            "<h2>One step: measured under simulated</h2>",
+            html_tiles(compared.facts()),
+            f"<p class=note>{escape(HOW)}</p>",
             comparison(compared.charts, mark=False),
             timelines(compared.charts),
             HELP,
-            Fragment("<h2>Times of the actions</h2>"),
+            "<h2>Times of the actions</h2>",
             _table(op_table(compared.measured)),
-            Fragment("<h2>The ranks</h2>"),
+            "<h2>The ranks</h2>",
             _table(rank_table(compared.measured)),
         ]
     else:
-        parts.append(Fragment(f"<h2>One step</h2><p>{escape(NO_PROFILE)}</p>"))
+        parts.append(f"<h2>One step</h2><p>{escape(NO_PROFILE)}</p>")
     return page(report.folder.name, lead, parts)
 
 
@@ -139,12 +139,6 @@ HOW = (
 )
 
 
-def _tiles(facts: Sequence[tuple[str, str]]) -> Fragment:
-    tiles = "".join(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for name, value in facts)
-    return Fragment(f'<div class="answer">{tiles}</div>')
-
-
-def _table(rows: list[list[str]]) -> Fragment:
-    head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in rows[0])
-    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows[1:])
-    return Fragment(f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>')
+def _table(table: list[list[str]]) -> str:
+    headings, *rows = table
+    return html_table(rows, headings)

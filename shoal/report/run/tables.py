@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rich.markup import escape
 from rich.table import Table
+
+from shoal.report.tables import text_table
 
 if TYPE_CHECKING:
     from shoal.engine.checkpoint.whole import CheckpointContents
@@ -37,12 +38,8 @@ def _corpus_lines(corpus: CorpusContents, tokenizer: str) -> list[str]:
 
 def checkpoint_table(found: CheckpointContents) -> Table:
     """A row for each tensor: name, dtype, whole shape, bytes, and the boxes and files that hold it."""
-    table = Table("tensor", "dtype")
-    for column in ("shape", "bytes", "boxes", "files"):
-        table.add_column(column, justify="right")
-    for tensor in found.tensors:
-        shape = " x ".join(map(str, tensor.shape)) or "scalar"
-        table.add_row(
-            escape(tensor.name), tensor.dtype, shape, f"{tensor.bytes:,}", str(tensor.boxes), str(tensor.files)
-        )
-    return table
+    rows = [
+        (t.name, t.dtype, " x ".join(map(str, t.shape)) or "scalar", f"{t.bytes:,}", str(t.boxes), str(t.files))
+        for t in found.tensors
+    ]
+    return text_table(("tensor", "dtype", "shape", "bytes", "boxes", "files"), rows, words=(0, 1), lines=True)

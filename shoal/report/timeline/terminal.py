@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.report.svg import mix
+from shoal.report.tables import text_table
 from shoal.report.timeline.chart import Chart, axis, has_shades, legend, table
 from shoal.report.timeline.palette import BLACK, Paint, colour, ink
 
@@ -165,12 +166,7 @@ def comparison(charts: Sequence[Chart], width: int) -> Table:
     wide = sum(3 + max(len(cell) for cell in column) for column in zip(headings, *rows, strict=True))
     if wide > width:
         headings, *rows = [list(column) for column in zip(headings, *rows, strict=True)]
-    view = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for i, heading in enumerate(headings):
-        view.add_column(Text(heading), justify="right" if i else "left", overflow="fold")
-    for row in rows:
-        view.add_row(*map(Text, row))
-    return view
+    return text_table(headings, rows)
 
 
 def _coloured(console: Console) -> bool:

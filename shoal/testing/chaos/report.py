@@ -8,7 +8,8 @@ from statistics import mean
 
 from rich.table import Table
 
-from shoal.report.planning.page_parts import html_table, write
+from shoal.report.page import page
+from shoal.report.tables import html_table, text_table
 from shoal.spec.config import RunConfig
 from shoal.testing.chaos.chaos import Trial
 from shoal.testing.chaos.fault_types import KINDS
@@ -42,12 +43,7 @@ def line(number: int, trial: Trial) -> str:
 
 def table(trials: Sequence[Trial]) -> Table:
     """The rows, for the terminal."""
-    shown = Table(COLUMNS[0])
-    for name in COLUMNS[1:]:
-        shown.add_column(name, justify="right")
-    for row in rows(trials):
-        shown.add_row(*row)
-    return shown
+    return text_table(COLUMNS, rows(trials), lines=True)
 
 
 def write_page(path: Path, config: RunConfig, trials: Sequence[Trial]) -> None:
@@ -58,4 +54,5 @@ def write_page(path: Path, config: RunConfig, trials: Sequence[Trial]) -> None:
         "ended with the state of the undisturbed one, and left nothing behind."
     )
     each = [(trial.fault, trial.moment, "; ".join(trial.problems) or "passed") for trial in trials]
-    write(path, "Faults", lead, [html_table(rows(trials), COLUMNS), "<h2>Every trial</h2>", html_table(each)])
+    parts = [html_table(rows(trials), COLUMNS), "<h2>Every trial</h2>", html_table(each)]
+    path.write_text(page("Faults", lead, parts), encoding="utf-8")

@@ -1,0 +1,60 @@
+"""Tables without lines for the terminal, and tables and tiles for pages."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from html import escape
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+
+def text_table(
+    headings: Sequence[str], rows: Iterable[Sequence[str | Text]], *, title: str = "", words: Collection[int] = (0,),
+    lines: bool = False,
+) -> Table:  # fmt: skip
+    """Return a table for the terminal.
+
+    Args:
+        rows: plain text, or text with a style; an empty row is a gap (with ``lines`` a line) between two groups.
+        words: columns to align to the left; all others are numbers, aligned to the right.
+        lines: draw lines between columns.
+    """
+    table = Table(
+        title=title and Text(title), title_justify="left", title_style="bold", header_style="bold",
+        box=box.HEAVY_HEAD if lines else None, pad_edge=lines, padding=(0, 1) if lines else (0, 2, 0, 0),
+        show_header=any(headings),
+    )  # fmt: skip
+    for i, heading in enumerate(headings):
+        table.add_column(Text(heading), justify="left" if i in words else "right", overflow="fold")
+    for row in rows:
+        if row:
+            table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+        else:
+            table.add_section()
+    return table
+
+
+def html_table(
+    rows: Iterable[Sequence[str]], headings: Sequence[str] = (), *, best: tuple[int, int] | None = None
+) -> str:
+    """Return the markup of a table of plain text.
+
+    Args:
+        best: row and column of a cell to emphasise.
+    """
+    parts = ['<div class="scroll"><table>']
+    if headings:
+        parts += ["<thead><tr>", *(f'<th scope="col">{escape(cell)}</th>' for cell in headings), "</tr></thead>"]
+    parts.append("<tbody>")
+    for i, row in enumerate(rows):
+        cells = (f"<td{' class=best' if (i, j) == best else ''}>{escape(cell)}</td>" for j, cell in enumerate(row))
+        parts += ["<tr>", *cells, "</tr>"]
+    return "".join([*parts, "</tbody></table></div>"])
+
+
+def html_tiles(facts: Iterable[tuple[str, str]]) -> str:
+    """Return the markup of facts, each a (name, value), as large values over their names."""
+    tiles = "".join(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for name, value in facts)
+    return f'<div class="answer">{tiles}</div>'
