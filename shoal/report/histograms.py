@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from shoal.engine.precision.histogram import BINS, PER_OCTAVE, bin_of, limits, octave_of, shares
+from shoal.report.svg import Canvas
 from shoal.spec.number_formats import BF16, E4M3, E5M2, FP16, Format
 from shoal.training.records.histograms import KINDS, Histogram
 
@@ -19,6 +20,8 @@ BARS = ("fp16", "e5m2", "e4m3")  # whose ranges end inside the picture
 LOWEST, HIGHEST = -60, 20  # octaves that are drawn; what lies below is in the first, what lies above in the last
 LEFT, CELL, ROW, TOP = 190, 7.0, 13, 62
 COLUMN = 84  # of a format's share
+SIZE = 10.5  # of letters
+CELLS, RANGES = "#2f6fb5", "#b5562f"
 NOTE = (
     "Each row is a tensor, each cell an octave, darker for more of its numbers. Bars show what a format can hold, from "
     "half of its smallest number on. On the right: the part of the numbers (0 left out) that would become 0 and, after "
@@ -39,22 +42,23 @@ def histograms(step: int, tensors: Sequence[Histogram]) -> str:
 
 
 def picture(rows: Sequence[Histogram]) -> str:
-    """The rows of one kind as SVG, in the page's own ink."""
-    right = LEFT + CELL * (HIGHEST - LOWEST + 1)
-    width, height = right + COLUMN * len(FORMATS) + 8, TOP + ROW * len(rows) + 22
-    marks = [*_bars(height), *_axis(height - 8)]
-    for i, name in enumerate(FORMATS):
-        marks.append(_text(right + COLUMN * (i + 1), TOP - 8, name, "end"))
+    """Draw the rows of one kind."""
+    canvas = Canvas()
+    right, bottom = LEFT + CELL * (HIGHEST - LOWEST + 1), TOP + ROW * len(rows)
+    _draw_ranges(canvas, bottom)
+    for octave in range(LOWEST, HIGHEST + 1, 10):
+        canvas.text(_x(bin_of(2.0**octave)), bottom + 14, f"2^{octave}", size=SIZE)
+    for column, name in enumerate(FORMATS, 1):
+        canvas.text(right + COLUMN * column, TOP - 8, name, size=SIZE, anchor="end")
     for i, row in enumerate(rows):
         y = TOP + ROW * i
-        marks.append(_text(LEFT - 6, y + ROW - 3, row.name.removesuffix(".weight"), "end"))
-        marks += _cells(row, y)
+        canvas.text(LEFT - 6, y + ROW - 3, row.name.removesuffix(".weight"), size=SIZE, anchor="end")
+        _draw_cells(canvas, row, y)
         for column, (kind, scaled) in enumerate(FORMATS.values(), 1):
-            marks.append(_text(right + COLUMN * column, y + ROW - 3, share(row, kind, scaled=scaled), "end"))
-    return (
-        f'<svg viewBox="0 0 {width:g} {height}" width="{width:g}" height="{height}" role="img" font-size="10.5" '
-        f'aria-label="Histograms by octave of {len(rows)} tensors">{"".join(marks)}</svg>'
-    )
+            words = share(row, kind, scaled=scaled)
+            canvas.text(right + COLUMN * column, y + ROW - 3, words, size=SIZE, anchor="end")
+    title = f"Histograms by octave of {len(rows)} tensors"
+    return canvas.document(right + COLUMN * len(FORMATS) + 8, bottom + 22, title, inline=True)
 
 
 def share(row: Histogram, kind: Format, *, scaled: bool) -> str:
@@ -79,42 +83,25 @@ def octaves(row: Histogram) -> dict[int, int]:
     return found
 
 
-def _cells(row: Histogram, y: float) -> list[str]:
+def _draw_cells(canvas: Canvas, row: Histogram, y: float) -> None:
     found = octaves(row)
     total, most = sum(found.values()), max(found.values(), default=1)
-    cells = []
     for octave, n in sorted(found.items()):
-        told = f"{row.name}: {100 * n / total:.2g} % between 2^{octave} and 2^{octave + 1}"
-        cells.append(
-            f'<rect x="{_x(bin_of(2.0**octave)):g}" y="{y}" width="{CELL - 0.5:g}" height="{ROW - 1}" fill="#2f6fb5" '
-            f'opacity="{0.08 + 0.92 * n / most:.2f}"><title>{escape(told)}</title></rect>'
-        )
-    return cells
+        words = f"{row.name}: {100 * n / total:.2g} % between 2^{octave} and 2^{octave + 1}"
+        canvas.rect(_x(bin_of(2.0**octave)), y, CELL - 0.5, ROW - 1, CELLS, opacity=0.08 + 0.92 * n / most,
+                    content=f"<title>{escape(words)}</title>")
 
 
-def _bars(height: float) -> list[str]:
-    marks = []
+def _draw_ranges(canvas: Canvas, bottom: float) -> None:
     for i, name in enumerate(BARS):
         low, high = limits(FORMATS[name][0])
-        start, stop = _x(low), _x(high + 1)
-        y = 8 + 14 * i
-        marks.append(f'<path d="M{start:g} {y} H{stop:g}" stroke="#b5562f" stroke-width="3"/>')
-        marks.append(_text(start - 5, y + 4, name, "end"))
-        marks += [
-            f'<path d="M{x:g} {y} V{height - 22}" stroke="#b5562f" stroke-width="0.7" stroke-dasharray="2 3"/>'
-            for x in (start, stop)
-        ]
-    return marks
-
-
-def _axis(y: float) -> list[str]:
-    return [_text(_x(bin_of(2.0**octave)), y, f"2^{octave}", "start") for octave in range(LOWEST, HIGHEST + 1, 10)]
+        start, stop, y = _x(low), _x(high + 1), 8 + 14 * i
+        canvas.rect(start, y - 1.5, stop - start, 3, RANGES)
+        canvas.text(start - 5, y + 4, name, size=SIZE, anchor="end")
+        for x in (start, stop):
+            canvas.add("path", d=f"M{x:g} {y} V{bottom}", stroke=RANGES, stroke_width=0.7, stroke_dasharray="2 3")
 
 
 def _x(bin: int) -> float:
-    """Where a bin begins."""
+    """Return where a bin begins."""
     return LEFT + CELL / PER_OCTAVE * (bin - bin_of(2.0**LOWEST))
-
-
-def _text(x: float, y: float, text: str, anchor: str) -> str:
-    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" fill="currentColor">{escape(text)}</text>'

@@ -12,18 +12,19 @@ from rich.text import Text
 
 def text_table(
     headings: Sequence[str], rows: Iterable[Sequence[str | Text]], *, title: str = "", words: Collection[int] = (0,),
-    lines: bool = False,
+    gap: int = 2, lines: bool = False,
 ) -> Table:  # fmt: skip
     """Return a table for the terminal.
 
     Args:
         rows: plain text, or text with a style; an empty row is a gap (with ``lines`` a line) between two groups.
         words: columns to align to the left; all others are numbers, aligned to the right.
+        gap: spaces between columns.
         lines: draw lines between columns.
     """
     table = Table(
         title=title and Text(title), title_justify="left", title_style="bold", header_style="bold",
-        box=box.HEAVY_HEAD if lines else None, pad_edge=lines, padding=(0, 1) if lines else (0, 2, 0, 0),
+        box=box.HEAVY_HEAD if lines else None, pad_edge=lines, padding=(0, 1) if lines else (0, gap, 0, 0),
         show_header=any(headings),
     )  # fmt: skip
     for i, heading in enumerate(headings):

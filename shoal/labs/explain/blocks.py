@@ -12,14 +12,14 @@ from rich.text import Text
 
 from shoal.base.units import show_bytes
 from shoal.labs.autoshard.notation.notation import Array, NamedMesh, Sharding, Sizes, blocks
+from shoal.report.tables import text_table
 from shoal.report.timeline.palette import ink
 
 MOST_BLOCKS = 8  # along each side; of more, the first ones and how many there are
-MOST_HOLDERS = 8  # that are listed one by one
 
 
 def pictures(arrays: Sequence[Array], mesh: NamedMesh) -> Columns:
-    """The arrays side by side, as far as there is room."""
+    """Return the arrays side by side, as far as there is room."""
     return Columns([picture(array, mesh) for array in arrays], padding=(0, 3))
 
 
@@ -30,23 +30,23 @@ def picture(array: Array, mesh: NamedMesh) -> Table:
     its sum.
     """
     grid = block_grid(array.sharding, mesh)
-    shown = [row[:MOST_BLOCKS] for row in grid[:MOST_BLOCKS]]
     title = str(array)
     table = Table(
-        title=title.replace("[", r"\["), title_justify="left", show_header=False, box=box.SQUARE, show_lines=True,
+        title=Text(title), title_justify="left", show_header=False, box=box.SQUARE, show_lines=True,
         min_width=len(title),
     )  # fmt: skip
-    total = sum(len(row) for row in grid)
-    for row in shown:
-        cells = []
-        for number, terms in row:
-            ground = hue(number / total)
-            cells.append(Text(holders(terms), style=f"{ink(ground)} on {ground}"))
-        table.add_row(*cells)
+    total = sum(map(len, grid))
+    for row in grid[:MOST_BLOCKS]:
+        table.add_row(*(label(holders(terms), hue(number / total)) for number, terms in row[:MOST_BLOCKS]))
     down, right = len(grid), len(grid[0])
     if down > MOST_BLOCKS or right > MOST_BLOCKS:
         table.caption = f"of {down} x {right} blocks"
     return table
+
+
+def label(words: str, ground: str) -> Text:
+    """Return words on a colour, in ink that can be read there."""
+    return Text(words, style=f"{ink(ground)} on {ground}")
 
 
 def block_grid(sharding: Sharding, mesh: NamedMesh) -> list[list[tuple[int, list[list[int]]]]]:
@@ -57,20 +57,34 @@ def block_grid(sharding: Sharding, mesh: NamedMesh) -> list[list[tuple[int, list
 
 
 def holders(terms: list[list[int]]) -> str:
-    """The devices of one block.
+    """List the devices of one block.
 
     >>> holders([[0, 1], [4, 5]]), holders([list(range(0, 32, 2))])
     ('0 1 + 4 5', '0 2 4 .. 30')
     """
     if len(terms) > 4:
-        return f"{holders(terms[:2])} + .. + {_ranks(terms[-1])}"
-    return " + ".join(_ranks(ranks) for ranks in terms)
+        return f"{holders(terms[:2])} + .. + {show_numbers(terms[-1])}"
+    return " + ".join(map(show_numbers, terms))
 
 
-def _ranks(ranks: list[int]) -> str:
-    if len(ranks) <= MOST_HOLDERS:
-        return " ".join(map(str, ranks))
-    return " ".join([*map(str, ranks[:3]), "..", str(ranks[-1])])
+def show_numbers(numbers: Sequence[int], most: int = 8) -> str:
+    """List numbers, such as ranks or experts; of more than ``most``, the first ones and the last.
+
+    >>> show_numbers(range(4)), show_numbers(range(16)), show_numbers(range(16), 4)
+    ('0 1 2 3', '0 1 2 .. 15', '0 .. 15')
+    """
+    if len(numbers) <= most:
+        return " ".join(map(str, numbers))
+    return " ".join([*map(str, numbers[: most // 2 - 1]), "..", str(numbers[-1])])
+
+
+def show_shape(shape: Sequence[int]) -> str:
+    """Write a shape.
+
+    >>> show_shape((4096, 1024))
+    '4096 x 1024'
+    """
+    return " x ".join(map(str, shape))
 
 
 def hue(part: float) -> str:
@@ -80,19 +94,12 @@ def hue(part: float) -> str:
 
 def memory(arrays: Sequence[Array], mesh: NamedMesh, sizes: Sizes, itemsize: int) -> Table:
     """Bytes of each array, of one device and of all of them."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("array")
-    for column in ("shape", "of one device", "bytes", "copies", "all devices"):
-        table.add_column(column, justify="right")
+    rows = []
     for array in arrays:
         sharding = array.sharding
         local = sharding.local_numel(sizes, mesh) * itemsize
-        table.add_row(
-            str(array), _shape(sharding.shape(sizes)), _shape(sharding.local_shape(sizes, mesh)), show_bytes(local),
-            str(sharding.copies(mesh)), show_bytes(local * mesh.ranks),
-        )
-    return table
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape))
+        rows.append((
+            str(array), show_shape(sharding.shape(sizes)), show_shape(sharding.local_shape(sizes, mesh)),
+            show_bytes(local), str(sharding.copies(mesh)), show_bytes(local * mesh.ranks),
+        ))  # fmt: skip
+    return text_table(("array", "shape", "of one device", "bytes", "copies", "all devices"), rows)

@@ -19,7 +19,7 @@ class CompatibilityOptions(Section):
     """Show this technique alone, with the reason and the remedy of each refusal."""
 
 
-def explain(options: CompatibilityOptions, console: Console) -> int:
+def explain(options: CompatibilityOptions, console: Console) -> None:
     """Print the matrix, or one technique's part of it.
 
     Raises:
@@ -32,7 +32,7 @@ def explain(options: CompatibilityOptions, console: Console) -> int:
     cells = build_matrix()
     if options.technique:
         _print_one(options.technique, cells, console)
-        return 0
+        return
     names = list(TECHNIQUES)
     width = max(map(len, names))
     for digit in (10, 1):
@@ -48,11 +48,10 @@ def explain(options: CompatibilityOptions, console: Console) -> int:
     for reason, pairs in _by_reason(cells).items():
         firsts, seconds = (", ".join(dict.fromkeys(side)) for side in zip(*pairs, strict=True))
         console.print(Text.assemble((f"{firsts} x {seconds}", "bold"), f": {reason}."))
-    return 0
 
 
 def _by_reason(cells: dict[tuple[str, str], Cell]) -> dict[str, list[tuple[str, str]]]:
-    """The refused pairs of each reason."""
+    """Group the refused pairs by reason."""
     found: dict[str, list[tuple[str, str]]] = {}
     for pair, cell in cells.items():
         if cell.conflict:

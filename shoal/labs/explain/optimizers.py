@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -13,7 +14,6 @@ from rich.console import Console
 from rich.table import Table
 
 from shoal.base.errors import UsageError, did_you_mean
-from shoal.base.files import check_writable
 from shoal.base.section import Section
 from shoal.engine.optim.build import RULES
 from shoal.labs.explain.surfaces import SURFACES, Surface, Way, best_rate, walk
@@ -22,6 +22,7 @@ from shoal.planning.cost.memory.state import state_bytes
 from shoal.planning.cost.parameters import StagePart
 from shoal.report.charts import COLOURS, draw_bars, new_figure, styled, to_svg
 from shoal.report.svg import FAINT, INK
+from shoal.report.tables import text_table
 from shoal.spec.catalog import model_shape
 from shoal.spec.config import OptimizerConfig, build_config
 from shoal.spec.config.optimizer import OptimizerName
@@ -41,23 +42,23 @@ class OptimizersOptions(Section):
     """Update rules: their ways over a valley and a saddle, with and without momentum, and their bytes per parameter."""
 
     steps: PositiveInt = 60
-    """Of each way."""
+    """Number of steps."""
 
     momentum: float = 0.9
-    """Of momentum, nesterov and muon, from 0 to below 1."""
+    """Momentum of momentum, nesterov and muon, from 0 to below 1."""
 
     model: str = "llama-3-8b"
     """A model of the catalog, whose states are counted."""
 
     precision: str = "fp32"
-    """Of the run: fp32, bf16 (whose states are float32 too), fp64, ...; what is not trained with it is left out."""
+    """Precision of the run: fp32, bf16 (whose states are float32 too), fp64, ...; others are left out."""
 
     out: Path | None = None
     """Also draw it all to this file, .svg."""
 
 
-def explain(options: OptimizersOptions, console: Console) -> int:
-    """Print the tables and draw the pictures.
+def explain(options: OptimizersOptions, console: Console) -> Callable[[], str]:
+    """Print the tables. Returns what draws the pictures.
 
     Raises:
         UsageError: bad options.
@@ -65,12 +66,13 @@ def explain(options: OptimizersOptions, console: Console) -> int:
     _check(options)
     memory = bytes_per_parameter(options.model, options.precision)
     ways = {surface.name: ways_over(surface, options.steps, options.momentum) for surface in SURFACES}
-    console.print(_ways_table(ways, options.steps))
-    console.print(_memory_table(memory, options))
-    if options.out:
-        options.out.write_text(draw(ways, memory, options), encoding="utf-8")
-        console.print(f"drawn: {options.out}")
-    return 0
+    console.print(_ways_table(ways, options.steps), "")
+    rows = [(name, f"{size:.3f}") for name, size in memory.items()]
+    title = f"states of {options.model}, {options.precision}"
+    console.print(text_table(("rule", "bytes / parameter"), rows, title=title))
+    if left_out := [name for name in RULES if name not in memory]:
+        console.print(f"not trained so: {', '.join(left_out)}")
+    return partial(draw, ways, memory, options)
 
 
 def _check(options: OptimizersOptions) -> None:
@@ -78,12 +80,13 @@ def _check(options: OptimizersOptions) -> None:
         raise UsageError(f"--momentum {options.momentum}: a decay rate, from 0 to below 1.")
     if options.precision not in FORMATS:
         raise UsageError(f"--precision {options.precision}: {did_you_mean(options.precision, FORMATS)}")
-    check_writable(options.out, "--out", ".svg")
 
 
 def bytes_per_parameter(model: str, precision: str) -> dict[str, float]:
-    """By rule, bytes of its states for a parameter of a model on one device, as the cost model counts them; of those
-    rules that `shoal train` takes.
+    """Count the bytes of each rule's states for a parameter of a model on one device, as the cost model does.
+
+    Returns:
+        By rule, the smallest first; rules that `shoal train` refuses are left out.
 
     Raises:
         UsageError: there is no such model in the catalog, or it is trained with none.
@@ -100,7 +103,7 @@ def bytes_per_parameter(model: str, precision: str) -> dict[str, float]:
         counted[name] = state.optimizer / state.elements
     if not counted:
         raise refused[0]
-    return counted
+    return dict(sorted(counted.items(), key=lambda item: (item[1], item[0])))
 
 
 def ways_over(surface: Surface, steps: int, momentum: float) -> list[list[Way]]:
@@ -124,28 +127,16 @@ def ways_over(surface: Surface, steps: int, momentum: float) -> list[list[Way]]:
 
 def _ways_table(ways: Mapping[str, list[list[Way]]], steps: int) -> Table:
     names = list(ways)
-    table = Table(title=f"loss after {steps} steps, with the rate that is best in the valley", title_justify="left")
-    for heading in ("rule", "learning rate", *names, *(f"steps to a tenth in {name}" for name in names[:1])):
-        table.add_column(heading, justify="left" if heading == "rule" else "right")
-    for group in range(len(GROUPS)):
-        for i, first in enumerate(ways[names[0]][group]):
-            ends = [f"{ways[name][group][i].losses[-1]:.2g}" for name in names]
+    rows = []
+    for groups in zip(*ways.values(), strict=True):
+        for same in zip(*groups, strict=True):  # the ways of one rule, over each surface
+            first = same[0]
             there = next((str(n) for n, loss in enumerate(first.losses) if loss <= first.losses[0] / 10), "–")
-            table.add_row(first.label, f"{first.rate:g}", *ends, there)
-        table.add_section()
-    return table
-
-
-def _memory_table(memory: Mapping[str, float], options: OptimizersOptions) -> Table:
-    title = f"states of {options.model}, {options.precision}"
-    table = Table(title=title, title_justify="left")
-    table.add_column("rule")
-    table.add_column("bytes / parameter", justify="right")
-    for name, size in sorted(memory.items(), key=lambda item: (item[1], item[0])):
-        table.add_row(name, f"{size:.3f}")
-    if left_out := [name for name in RULES if name not in memory]:
-        table.caption, table.caption_justify = f"not trained so: {', '.join(left_out)}", "left"
-    return table
+            rows.append([first.label, f"{first.rate:g}", *(f"{way.losses[-1]:.2g}" for way in same), there])
+        rows.append([])
+    headings = ("rule", "learning rate", *names, f"steps to a tenth in {names[0]}")
+    title = f"loss after {steps} steps, with the rate that is best in the valley"
+    return text_table(headings, rows[:-1], title=title, lines=True)
 
 
 # ---- pictures -------------------------------------------------------------------------------------------------------
@@ -164,8 +155,7 @@ def draw(ways: Mapping[str, list[list[Way]]], memory: Mapping[str, float], optio
     bars, *others = charts
     for axes in others:
         axes.set_visible(False)
-    sizes = sorted(memory.items(), key=lambda item: (item[1], item[0]))
-    draw_bars(bars, [""], [(name, [size], f"{size:.3g}") for name, size in sizes])
+    draw_bars(bars, [""], [(name, [size], f"{size:.3g}") for name, size in memory.items()])
     bars.set_title(f"Bytes of optimizer state per parameter:\n{options.model}, {options.precision}")
     return to_svg(figure)
 

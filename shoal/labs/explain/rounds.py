@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from shoal.base.units import show_bytes, show_seconds
@@ -11,6 +10,7 @@ from shoal.labs.collectives.checker import State, play
 from shoal.labs.collectives.description import REDUCING, Collective, Description, Round
 from shoal.labs.collectives.price import price_round
 from shoal.labs.collectives.topology import Topology
+from shoal.report.tables import text_table
 
 SHADES = "·░▒▓█"
 MOST_ROUNDS = 32  # that are shown; of more, the first and the last
@@ -62,27 +62,22 @@ def picture(description: Description, topology: Topology, size: float) -> Render
     n = description.ranks
     wide = n * (len(cells(description, next(play(description)), 0)) + 1) <= MOST_WIDTH
     drawn = n * 2 <= MOST_WIDTH
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
-    table.add_column("", no_wrap=True)
-    for rank in range(n if drawn else 0):
-        table.add_column(f"{'rank ' if rank == 0 and wide else ''}{rank}", no_wrap=True)
-    table.add_column("time", justify="right", no_wrap=True)
-    table.add_column("messages")
     rounds = len(description.rounds)
     states = play(description)
     first = next(states)
-    table.add_row("start", *_held(description, first, wide, drawn), "", "")
+    rows: list[tuple[str | Text, ...]] = [("start", *_held(description, first, wide, drawn), "", "")]
     for number, (messages, held) in enumerate(zip(description.rounds, states, strict=True)):
         if rounds > MOST_ROUNDS and MOST_ROUNDS // 2 <= number < rounds - MOST_ROUNDS // 2:
             if number == MOST_ROUNDS // 2:
-                table.add_row("…", *[""] * (n if drawn else 0), "", f"{rounds - MOST_ROUNDS} rounds more")
+                rows.append(("…", *[""] * (n if drawn else 0), "", f"{rounds - MOST_ROUNDS} rounds more"))
             continue
-        seconds = price_round(messages, description.share, topology).seconds(size)
+        seconds = show_seconds(price_round(messages, description.share, topology).seconds(size))
         words = phrase(description, messages)
-        table.add_row(
-            f"{number + 1}", *_held(description, held, wide, drawn), show_seconds(seconds),
-            Text(words if len(words) < 120 else f"{words[:110]} …"),
-        )
+        words = words if len(words) < 120 else f"{words[:110]} …"
+        rows.append((f"{number + 1}", *_held(description, held, wide, drawn), seconds, words))
+    ranks = [f"{'rank ' if rank == 0 and wide else ''}{rank}" for rank in range(n if drawn else 0)]
+    headings = ("", *ranks, "time", "messages")
+    table = text_table(headings, rows, words={*range(len(headings))} - {len(headings) - 2}, gap=1)
     legend = Text("a rank's blocks: · none  ░▒▓ sums of some ranks  █ complete", style="dim")
     if not drawn:
         legend = Text(f"(what each of {n} ranks holds is drawn up to {MOST_WIDTH // 2} ranks)", style="dim")

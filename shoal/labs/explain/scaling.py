@@ -9,6 +9,7 @@ from rich.table import Table
 from shoal.base.section import Section
 from shoal.planning.cost.flops import YEAR, dollars, petaflop_days, six_n_t, training_seconds
 from shoal.planning.cost.scaling import CHINCHILLA, REFITTED, Allocation, kaplan_optimum, twenty_tokens
+from shoal.report.tables import text_table
 from shoal.spec.catalog import accelerators
 
 LAWS = {
@@ -32,38 +33,38 @@ class ScalingOptions(Section):
     """Part of the peak that a training reaches (MFU)."""
 
 
-def explain(options: ScalingOptions, console: Console) -> int:
+def explain(options: ScalingOptions, console: Console) -> None:
     """Print the tables."""
     console.print(_budgets(options), "")
     console.print("Losses are of each law's own data and tokenizer, and cannot be compared between laws. Kaplan's "
                   "parameters are without embeddings.\n")  # fmt: skip
     console.print(_devices(options))
-    return 0
 
 
 def _budgets(options: ScalingOptions) -> Table:
-    table = _table("the best model for a budget", "budget", "petaFLOP/s-days", "law", "parameters", "tokens",
-                   "tokens each", "loss")  # fmt: skip
+    rows = []
     for flops in options.flops:
         shown = (f"{flops:.3g}", f"{petaflop_days(flops):,.3g}")
         for name, law in LAWS.items():
             best: Allocation = law(flops)
-            table.add_row(*shown, name, f"{best.parameters:.3g}", f"{best.tokens:.3g}",
-                          f"{best.tokens / best.parameters:.3g}", f"{best.loss:.3f}")  # fmt: skip
+            each = best.tokens / best.parameters
+            numbers = (f"{best.parameters:.3g}", f"{best.tokens:.3g}", f"{each:.3g}", f"{best.loss:.3f}")
+            rows.append((*shown, name, *numbers))
             shown = ("", "")
-    return table
+    headings = ("budget", "petaFLOP/s-days", "law", "parameters", "tokens", "tokens each", "loss")
+    return text_table(headings, rows, title="the best model for a budget")
 
 
 def _devices(options: ScalingOptions) -> Table:
-    columns = [text for name in TRAININGS for text in (f"{name}, years", "M$")]
-    title = f"a training on one device at {100 * options.utilisation:g} % of its dense peak"
-    table = _table(title, "", "TFLOP/s", *columns)
+    rows = []
     for name, machine in accelerators().items():
         dense, (of, rate) = machine.dense_flops(machine.half), machine.printed
-        table.add_row(f"{name}, {machine.half}", *_row(dense, options.utilisation, machine.dollars_per_hour))
+        rows.append([f"{name}, {machine.half}", *_row(dense, options.utilisation, machine.dollars_per_hour)])
         if rate != dense:
-            table.add_row(f"  as printed, {of}", *_row(rate, options.utilisation))
-    return table
+            rows.append([f"  as printed, {of}", *_row(rate, options.utilisation)])
+    columns = [text for name in TRAININGS for text in (f"{name}, years", "M$")]
+    title = f"a training on one device at {100 * options.utilisation:g} % of its dense peak"
+    return text_table(["", "TFLOP/s", *columns], rows, title=title)
 
 
 def _row(rate: float, utilisation: float, price: float | None = None) -> list[str]:
@@ -78,10 +79,3 @@ def _show(number: float) -> str:
     """Three digits of small numbers, all before the point of large ones."""
     return f"{number:.3g}" if number < 100 else f"{number:,.0f}"
 
-
-def _table(title: str, *columns: str) -> Table:
-    """Plain lines."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="right" if i else "left", no_wrap=True)
-    return table

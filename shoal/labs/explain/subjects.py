@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from shoal.base.errors import UsageError, did_you_mean
+from shoal.base.files import check_writable
 from shoal.base.section import Section, validate
 from shoal.labs.collectives.description import Collective
 from shoal.labs.explain import collective, compatibility, context, experts, optimizers, precision, scaling, sharding
@@ -21,7 +24,10 @@ from shoal.labs.explain.precision import PrecisionOptions
 from shoal.labs.explain.scaling import ScalingOptions
 from shoal.labs.explain.sharding import ShardingOptions
 
-SUBJECTS: dict[str, tuple[type[Section], Callable[[Any, Console], int]]] = {
+Show = Callable[[Any, Console], Callable[[], str] | None]
+"""Prints an explanation for some options. Returns what draws it, as SVG, where --out is an option."""
+
+SUBJECTS: dict[str, tuple[type[Section], Show]] = {
     **{each.value: (CollectiveOptions, partial(collective.explain, each)) for each in Collective},
     "compatibility": (CompatibilityOptions, compatibility.explain),
     "context": (ContextOptions, context.explain),
@@ -30,14 +36,14 @@ SUBJECTS: dict[str, tuple[type[Section], Callable[[Any, Console], int]]] = {
     "precision": (PrecisionOptions, precision.explain),
     "scaling": (ScalingOptions, scaling.explain),
 }
-"""By name: the options, and what explains them on a console."""
+"""By name: the options, and what prints."""
 
 PRODUCT = '"A[Ix, J] * B[J, Ky] -> C[Ix, Ky]"'
 """What else is explained: whatever has a bracket in it is an expression of sharded arrays."""
 
 
 def options_of(subject: str) -> type[Section]:
-    """The options that a subject takes.
+    """Return the options that a subject takes.
 
     Raises:
         UsageError: there is no such subject.
@@ -54,7 +60,7 @@ def explain(subject: str, console: Console | None = None, **options: Any) -> Non
         **options: fields of the subject's options class (`options_of`).
 
     Raises:
-        UsageError: there is no such subject, or bad options.
+        UsageError: there is no such subject, bad options, or the file of the option ``out`` cannot be written.
 
     >>> import shoal
     >>> shoal.explain("precision", billions=[7])  # doctest: +ELLIPSIS, +NORMALIZE_WHITESPACE
@@ -65,10 +71,16 @@ def explain(subject: str, console: Console | None = None, **options: Any) -> Non
     >>> shoal.explain("A[Ix, J] * B[J, K] -> C[Ix, K]", mesh="x=4")  # doctest: +SKIP
     """
     kind, show = _find(subject)
-    show(validate(kind, options, source=f"explain {subject}"), console or Console())
+    settings, console = validate(kind, options, source=f"explain {subject}"), console or Console()
+    out: Path | None = getattr(settings, "out", None)
+    check_writable(out, "--out", ".svg")
+    draw = show(settings, console)
+    if out and draw:
+        out.write_text(draw(), encoding="utf-8")
+        console.print(Text(f"drawn: {out}"), soft_wrap=True)
 
 
-def _find(subject: str) -> tuple[type[Section], Callable[[Any, Console], int]]:
+def _find(subject: str) -> tuple[type[Section], Show]:
     if "[" in subject:
         return ShardingOptions, partial(sharding.explain, subject)
     if subject not in SUBJECTS:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from rich.console import Console
 from rich.text import Text
 
@@ -18,7 +16,7 @@ def print_report(console: Console, report: RunReport) -> None:
     """Print facts, events, the timelines with their tables, and the name of the file."""
     config, compared = report.config, report.comparison
     console.print(Text(f"{report.folder.name}: {config.model.name}, {config.parallel.describe()}", style="bold"))
-    _print_facts(console, report.facts())
+    console.print(text_table(("", ""), report.facts(), words=(0, 1)))
     if len(happened := event_table(report.events)) > 1:
         console.print()
         console.print(text_table(happened[0], happened[1:], words=(0, 1, 4)))
@@ -30,11 +28,7 @@ def print_report(console: Console, report: RunReport) -> None:
         console.print()
         for headings, *rows in (op_table(compared.measured), rank_table(compared.measured, 16)):
             console.print(text_table(headings, rows), "")
-        _print_facts(console, compared.facts())
+        console.print(text_table(("", ""), compared.facts(), words=(0, 1)))
     console.print(Text(f"written: {report.file}"), soft_wrap=True)
 
 
-def _print_facts(console: Console, facts: Sequence[tuple[str, str]]) -> None:
-    width = max(len(name) for name, _ in facts)
-    for name, value in facts:
-        console.print(Text(f"  {name:<{width}}  {value}"), soft_wrap=True)

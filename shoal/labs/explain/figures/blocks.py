@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from shoal.base.units import show_bytes
 from shoal.labs.autoshard.notation.notation import Array, NamedMesh, Sharding, Sizes
-from shoal.labs.explain.blocks import hue
-from shoal.report.svg import FAINT, GRID, INK, Canvas
+from shoal.labs.explain.blocks import hue, show_shape
+from shoal.report.svg import FAINT, GRID, INK, MARGIN, Canvas
 
 State = tuple[Array, str]
 """An array and the words for how it came to lie so, nothing for what is given."""
@@ -21,7 +21,6 @@ TILE, GAP = 34.0, 6.0  # a device, and what is between two
 PANEL = 44.0  # between panels, for an arrow
 NUMBER = 13.0  # for the number over a device
 HEAD = 54.0  # of a panel: how it came, what it is, its bytes
-MARGIN = 30.0
 
 
 def figure(stages: Sequence[Stage], title: str, mesh: NamedMesh, sizes: Sizes, itemsize: int) -> str:
@@ -29,32 +28,30 @@ def figure(stages: Sequence[Stage], title: str, mesh: NamedMesh, sizes: Sizes, i
     wide, high = _extent(mesh)
     wide = max(wide, 250.0)
     canvas = Canvas()
-    canvas.text(MARGIN, 40, title, size=19, font_weight=650)
     rightward, downward, planes = directions(mesh)
     ways = ((rightward, "to the right"), (downward, "down"), (planes, "by the plane"))
     axes = ", ".join(f"{axis} {way}" for axis, way in ways if axis)
     words = f"Devices: {axes}. In each the whole array, and coloured the block that it holds; hatched: a term of a sum"
-    canvas.text(MARGIN, 60, words, size=12, fill=FAINT)
+    canvas.heading(title, words)
     y, columns = 84.0, max(1, *(sum(bool(states) for states in stage[:3]) for stage in stages))
+    across, down = wide + PANEL, high + HEAD + 14
     for left, right, out, name in stages:
         if name:
             canvas.text(MARGIN, y + 12, name, size=15, font_weight=600)
             y += 26
         factors = [states for states in (left, right) if states]
-        rows = max(len(states) for states in factors)
-        for column, states in enumerate(factors):
-            for row, (array, how) in enumerate(states, rows - len(states)):
-                at = (MARGIN + column * (wide + PANEL), y + row * (high + HEAD + 14))
-                canvas.place(*at, panel(array, how, mesh, sizes, itemsize))
-        for row, (array, how) in enumerate(out, rows - 1):
-            at = (MARGIN + 2 * (wide + PANEL), y + row * (high + HEAD + 14))
-            canvas.place(*at, panel(array, how, mesh, sizes, itemsize))
+        rows = max(map(len, factors))
+        # The factors end in the row in which the result begins.
+        for column, states in enumerate([*factors, out]):
+            first = rows - 1 if states is out else rows - len(states)
+            for row, (array, how) in enumerate(states, first):
+                canvas.place(MARGIN + column * across, y + row * down, panel(array, how, mesh, sizes, itemsize))
         if out:
-            middle = y + (rows - 1) * (high + HEAD + 14) + HEAD + high / 2 + 12
             for column, sign in ((1, "×"), (2, "=")):
-                x = MARGIN + column * (wide + PANEL) - PANEL / 2 - 4
+                x = MARGIN + column * across - PANEL / 2 - 4
+                middle = y + (rows - 1) * down + HEAD + high / 2 + 12
                 canvas.text(x, middle, sign, size=24, fill=FAINT, anchor="middle")
-        y += (rows + max(0, len(out) - 1)) * (high + HEAD + 14) + 12
+        y += (rows + max(0, len(out) - 1)) * down + 12
     return canvas.document(2 * MARGIN + columns * wide + (columns - 1) * PANEL, y + 10, title)
 
 
@@ -63,7 +60,7 @@ def panel(array: Array, how: str, mesh: NamedMesh, sizes: Sizes, itemsize: int) 
     canvas = Canvas()
     canvas.text(0, 12, f"→ {how}" if how else "given", size=11, fill=FAINT)
     canvas.text(0, 29, str(array), size=14, font_weight=600)
-    shape = " × ".join(map(str, array.sharding.local_shape(sizes, mesh)))
+    shape = show_shape(array.sharding.local_shape(sizes, mesh))
     local = array.sharding.local_numel(sizes, mesh) * itemsize
     words = f"{shape} each: {show_bytes(local)}, {show_bytes(local * mesh.ranks)} in all"
     canvas.text(0, 45, words, size=11, fill=FAINT)
@@ -109,16 +106,16 @@ def _device(rank: int, sharding: Sharding, mesh: NamedMesh) -> Canvas:
             rows, row = rows * parts, row * parts + place
     across, down = TILE / columns, TILE / rows
     canvas.text(TILE / 2, 10, f"{rank}", size=9.5, fill=FAINT, anchor="middle")
-    canvas.add("rect", x=0, y=NUMBER, width=TILE, height=TILE, fill=EMPTY)
+    canvas.rect(0, NUMBER, TILE, TILE, EMPTY)
     x, y = column * across, NUMBER + row * down
-    canvas.add("rect", x=x, y=y, width=across, height=down, fill=hue(number / total))
+    canvas.rect(x, y, across, down, hue(number / total))
     if sharding.unreduced:
         canvas.add("path", d=_hatching(x, y, across, down), stroke="#ffffff", stroke_width=1.4, fill="none")
     inner = [f"M{i * across:.2f} {NUMBER} v{TILE}" for i in range(1, columns)]
     inner += [f"M0 {NUMBER + i * down:.2f} h{TILE}" for i in range(1, rows)]
     if inner:
         canvas.add("path", d=" ".join(inner), stroke=GRID, stroke_width=0.7, fill="none")
-    canvas.add("rect", x=0, y=NUMBER, width=TILE, height=TILE, fill="none", stroke=INK, stroke_width=0.9)
+    canvas.rect(0, NUMBER, TILE, TILE, "none", stroke=INK, stroke_width=0.9)
     return canvas
 
 

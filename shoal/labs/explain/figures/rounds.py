@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.ticker import MaxNLocator
+
 from shoal.base.units import show_bytes, show_seconds
 from shoal.labs.collectives.checker import play
 from shoal.labs.collectives.description import Description
 from shoal.labs.collectives.price import price_round
 from shoal.labs.collectives.topology import Topology
 from shoal.labs.explain.rounds import cells
+from shoal.report.charts import styled
 from shoal.report.svg import FAINT, GRID, INK, Canvas, mix
+from shoal.report.timeline.palette import WHITE
 
 STORED, ADDED = "#2563eb", "#e07b1a"
 EMPTY = "#eef0f3"
@@ -20,6 +27,7 @@ LEFT, RIGHT = 74, 64  # for the round's number, and for its time
 NARROWEST = 2  # strip that is drawn; of narrower ones only the mean
 HEAD = 30  # for the ranks' numbers
 LEGEND = 34
+MOST_CELLS = 9  # ranks in a matrix of traffic with numbers
 
 
 def height(description: Description) -> float:
@@ -72,19 +80,19 @@ def _done(description: Description, rank: int, parts: Sequence[float]) -> bool:
 def _box(canvas: Canvas, x: float, y: float, width: float, parts: Sequence[float], *, done: bool) -> None:
     """What one rank holds: a strip for each block, the darker the more contributions are in it."""
     each = width / len(parts)
-    canvas.add("rect", x=x, y=y, width=width, height=BOX, fill=EMPTY, rx=2)
+    canvas.rect(x, y, width, BOX, EMPTY, rx=2)
     start = 0
     for part, alike in groupby(parts):
         count = len(list(alike))
         if part > 0:
             colour = STORED if part >= 1 else mix("#fbe3c6", ADDED, part)
-            canvas.add("rect", x=x + start * each, y=y, width=count * each, height=BOX, fill=colour)
+            canvas.rect(x + start * each, y, count * each, BOX, colour)
         start += count
     if each > 3 and len(parts) > 1:
         between = " ".join(f"M{x + i * each:.1f} {y} v{BOX}" for i in range(1, len(parts)))
         canvas.add("path", d=between, stroke="#ffffff", stroke_width=1)
-    canvas.add("rect", x=x, y=y, width=width, height=BOX, fill="none", rx=2, stroke=INK if done else "#c3c8d0",
-               stroke_width=1.8 if done else 1)
+    edge = {"stroke": INK, "stroke_width": 1.8} if done else {"stroke": "#c3c8d0"}
+    canvas.rect(x, y, width, BOX, "none", rx=2, **edge)
 
 
 def _arrow(canvas: Canvas, x0: float, y0: float, x1: float, y1: float, added: bool) -> None:
@@ -97,53 +105,42 @@ def _arrow(canvas: Canvas, x0: float, y0: float, x1: float, y1: float, added: bo
 
 
 def _legend(canvas: Canvas, y: float, description: Description, size: float) -> None:
-    block = show_bytes(size * float(description.share))
+    """Boxes and arrows with their meaning, in one line."""
+    sums = {message.reduce for message in description.messages}
+    boxes = [(mix("#fbe3c6", ADDED, 0.5), GRID, "sum of some ranks")] if True in sums else []
+    boxes += [(STORED, GRID, "complete"), (EMPTY, GRID, "nothing"), ("none", INK, "rank done")]
     x = float(LEFT)
-    items = [(STORED, "complete"), (EMPTY, "nothing")]
-    if any(message.reduce for message in description.messages):
-        items.insert(0, (mix("#fbe3c6", ADDED, 0.5), "sum of some ranks"))
-    for colour, words in items:
-        canvas.add("rect", x=x, y=y - 10, width=12, height=12, fill=colour, stroke=GRID)
-        canvas.text(x + 17, y, words, size=11.5, fill=FAINT)
-        x += 30 + 6.4 * len(words)
-    canvas.add("rect", x=x, y=y - 10, width=12, height=12, fill="none", rx=2, stroke=INK, stroke_width=1.8)
-    canvas.text(x + 17, y, "rank done", size=11.5, fill=FAINT)
-    x += 30 + 6.4 * 9
-    arrows = {message.reduce for message in description.messages}
+    for fill, stroke, words in boxes:
+        canvas.rect(x, y - 10, 12, 12, fill, stroke=stroke)
+        x = _legend_text(canvas, x + 17, y, words)
     for added, words in ((True, "sent and added"), (False, "sent and stored")):
-        if added in arrows:
+        if added in sums:
             canvas.add("path", d=f"M{x} {y - 4} h16", stroke=ADDED if added else STORED, stroke_width=2)
-            canvas.text(x + 21, y, words, size=11.5, fill=FAINT)
-            x += 34 + 6.4 * len(words)
-    canvas.text(x, y, f"strip: a block, {description.share} S = {block}", size=11.5, fill=FAINT)
+            x = _legend_text(canvas, x + 21, y, words)
+    _legend_text(canvas, x, y, f"strip: a block, {description.share} S = {show_bytes(size * float(description.share))}")
 
 
-def matrix(description: Description, size: float, *, side: float) -> Canvas:
-    """Who sends how much to whom over all rounds: the darker, the more."""
-    canvas = Canvas()
-    n = description.ranks
-    sent: dict[tuple[int, int], int] = {}
+def _legend_text(canvas: Canvas, x: float, y: float, words: str) -> float:
+    """Write an entry of a legend. Returns where the next one begins."""
+    canvas.text(x, y, words, size=11.5, fill=FAINT)
+    return x + 13 + 6.4 * len(words)
+
+
+@styled
+def draw_traffic(axes: Axes, description: Description, size: float) -> None:
+    """Draw who sends how much to whom over all rounds: the darker, the more."""
+    sent = np.zeros((description.ranks, description.ranks))
     for message in description.messages:
-        sent[message.source, message.target] = sent.get((message.source, message.target), 0) + len(message.blocks)
-    most = max(sent.values(), default=1)
-    left, top = 24.0, 44.0
-    each = (side - left) / n
-    canvas.text(0, 16, "Sent over all rounds: from row to column", size=14, font_weight=600)
-    every = max(1, -(-n // 16))
-    for i in range(n):
-        if i % every == 0:
-            canvas.text(left + (i + 0.5) * each, top - 5, f"{i}", size=10.5, fill=FAINT, anchor="middle")
-            canvas.text(left - 6, top + (i + 0.5) * each + 4, f"{i}", size=10.5, fill=FAINT, anchor="end")
-        for j in range(n):
-            part = sent.get((i, j), 0) / most
-            canvas.add(
-                "rect", x=left + j * each + 0.5, y=top + i * each + 0.5, width=each - 1, height=each - 1,
-                fill=mix("#dbe7fd", "#1d3f9c", part) if part else "#f6f7f9",
-            )
-            if part and each >= 34:
-                words = show_bytes(sent[i, j] * float(description.share) * size)
-                canvas.text(
-                    left + (j + 0.5) * each, top + (i + 0.5) * each + 3.5, words.replace(" ", "\u202f"),
-                    size=9, anchor="middle", fill="#ffffff" if part > 0.45 else INK,
-                )
-    return canvas
+        sent[message.source, message.target] += len(message.blocks)
+    axes.imshow(np.ma.masked_equal(sent, 0), cmap=LinearSegmentedColormap.from_list("traffic", ("#dbe7fd", "#1d3f9c")))
+    axes.set_title("Sent over all rounds: from row to column")
+    axes.xaxis.tick_top()
+    axes.grid(False)
+    axes.xaxis.set_major_locator(MaxNLocator(16, integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(16, integer=True))
+    axes.tick_params(length=0)
+    if description.ranks <= MOST_CELLS:
+        for (source, target), blocks in np.ndenumerate(sent):
+            words = show_bytes(blocks * float(description.share) * size)
+            axes.text(target, source, words if blocks else "", ha="center", va="center", size=6,
+                      color=WHITE if blocks > 0.45 * sent.max() else INK)

@@ -1,0 +1,113 @@
+"""The network of an explanation: its options, and the topology that they name."""
+
+from __future__ import annotations
+
+from pydantic import PositiveFloat, PositiveInt
+
+from shoal.base.errors import UsageError, did_you_mean
+from shoal.base.options import reject_unused
+from shoal.base.section import Section
+from shoal.base.units import BANDWIDTH, TIME, parse, show_bytes, show_seconds
+from shoal.labs.collectives import topology as networks
+from shoal.labs.collectives.topology import Topology, Wire
+from shoal.spec.catalog.accelerators import accelerator
+from shoal.spec.catalog.links import link
+
+READ_BY = {"oversubscription": ("fat-tree",), "nics": ("islands",), "inside": ("islands",)}
+"""Options, with the topologies that read them."""
+
+
+class NetworkOptions(Section):
+    """What connects the ranks."""
+
+    topology: str = "full"
+    """Shape of the network."""
+
+    link: str = "nvlink-4"
+    """Link between ranks, or of a NIC: a name of the catalog, such as ici-v5p."""
+
+    alpha: str = ""
+    """Latency of that link instead of the catalog's: 5us."""
+
+    bandwidth: str = ""
+    """Its bandwidth in one direction instead of the catalog's: 45GB/s."""
+
+    inside: str = "nvlink-4"
+    """Link inside an island: a name of the catalog."""
+
+    per_node: PositiveInt | None = None
+    """Ranks of a node or of a leaf switch (default: the largest divisor of their number up to 8)."""
+
+    nics: PositiveInt | None = None
+    """NICs of an island's node (default: one for each rank)."""
+
+    oversubscription: PositiveFloat = 1.0
+    """Oversubscription of a fat tree: what a leaf's ranks can send over what its trunk carries."""
+
+    accelerator: str = "h100-sxm"
+    """Device whose memory adds the numbers of a reduction: a name of the catalog."""
+
+    @property
+    def wire(self) -> Wire:
+        """The link.
+
+        Raises:
+            UsageError: it is not in the catalog, or its bandwidth is 0.
+        """
+        known = link(self.link)
+        alpha = parse(self.alpha, TIME, where="--alpha") if self.alpha else known.latency
+        bandwidth = parse(self.bandwidth, BANDWIDTH, where="--bandwidth") if self.bandwidth else known.bandwidth
+        if bandwidth == 0:
+            raise UsageError(f"--bandwidth {self.bandwidth}: give more than nothing")
+        return Wire(alpha, bandwidth, "link" if self.alpha or self.bandwidth else known.name)
+
+    def describe_wire(self) -> str:
+        """The link in words."""
+        wire = self.wire
+        return f"{wire.kind} with α = {show_seconds(wire.latency)}, 1/β = {show_bytes(wire.bandwidth)}/s"
+
+    def ranks_per_node(self, ranks: int) -> int:
+        """``per_node``, or its default."""
+        return self.per_node or max((d for d in range(1, min(8, ranks - 1) + 1) if ranks % d == 0), default=1)
+
+
+def check_network(options: NetworkOptions, topologies: tuple[str, ...], more: dict[str, tuple[str, ...]]) -> None:
+    """Reject a topology that is none of these, and options that it does not read.
+
+    Args:
+        more: added to `READ_BY`.
+
+    Raises:
+        UsageError: naming the first such option.
+    """
+    if options.topology not in topologies:
+        raise UsageError(f"--topology {options.topology}: {did_you_mean(options.topology, topologies)}")
+    for name, readers in {**READ_BY, **more}.items():
+        if options.topology not in readers:
+            reject_unused(options, [name], f"of --topology {' or '.join(readers)}, not of {options.topology}")
+
+
+def build_network(options: NetworkOptions, ranks: int, shape: tuple[int, ...]) -> Topology:
+    """Return the topology that the options name.
+
+    Args:
+        shape: ranks along each dimension of a torus.
+
+    Raises:
+        UsageError: the ranks do not divide into nodes.
+    """
+    wire, per_node = options.wire, options.ranks_per_node(ranks)
+    gamma = 3 / accelerator(options.accelerator).memory_bandwidth  # reads two numbers and writes one
+    match options.topology:
+        case "full":
+            return networks.fully_connected(ranks, wire, gamma)
+        case "ring":
+            return networks.ring(ranks, wire, gamma)
+        case "fat-tree":
+            return networks.fat_tree(ranks, per_node, wire, options.oversubscription, gamma)
+        case "islands":
+            known = link(options.inside)
+            inside = Wire(known.latency, known.bandwidth, known.name)
+            return networks.islands(ranks, per_node, inside, wire, options.nics, gamma)
+        case _:
+            return networks.torus(shape, wire, gamma)
