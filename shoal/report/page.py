@@ -187,8 +187,3 @@ def _packed(column: np.ndarray, kind: str = "") -> dict[str, str]:
     low, high = column.min(initial=0), column.max(initial=0)
     kind = kind or next(k for k in ("i1", "i2", "i4") if np.iinfo(k).min <= low and high <= np.iinfo(k).max)
     return {"type": kind, "bytes": base64.b64encode(np.ascontiguousarray(column, f"<{kind}").tobytes()).decode()}
-
-
-def unpacked(column: dict[str, str]) -> np.ndarray:
-    """What `timelines` wrote, back."""
-    return np.frombuffer(base64.b64decode(column["bytes"]), f"<{column['type']}")

@@ -1,5 +1,6 @@
 """The page: one file that asks for nothing, and whose numbers are the timeline's."""
 
+import base64
 import json
 import re
 from html.parser import HTMLParser
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from shoal.pipeline.program import Op
-from shoal.report.page import comparison, page, timelines, unpacked
+from shoal.report.page import comparison, page, timelines
 from shoal.report.timeline.chart import Chart
 from shoal.report.timeline.palette import HUES, SHADES, Paint, colour, ink, luminance
 from shoal.report.timeline.write import write
@@ -18,6 +19,11 @@ from tests.report.charts import SHOWN, chart, charts, played
 
 def data(html: str) -> dict:
     return json.loads(re.search(r'<script type="application/json" id="timelines">(.*?)</script>', html, re.S)[1])
+
+
+def unpacked(column: dict[str, str]) -> np.ndarray:
+    """What `timelines` wrote, back."""
+    return np.frombuffer(base64.b64decode(column["bytes"]), f"<{column['type']}")
 
 
 class Tags(HTMLParser):

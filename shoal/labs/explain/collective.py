@@ -68,11 +68,7 @@ class CollectiveOptions(NetworkOptions):
 
 
 def explain(collective: Collective, options: CollectiveOptions, console: Console) -> Callable[[], str]:
-    """Print the explanation. Returns what draws it.
-
-    Raises:
-        UsageError: bad options.
-    """
+    """Print the explanation. Returns what draws it."""
     size = parse(options.size, BYTES, where="--size")
     _check(collective, options)
     ranks, per_node = options.ranks, options.ranks_per_node(options.ranks)

@@ -45,18 +45,13 @@ def explain(options: CompatibilityOptions, console: Console) -> None:
             line.append(mark, style={REFUSED: "red", WORKS: "green"}.get(mark, "dim"))
         console.print(line, no_wrap=True)
     console.print(f"\n{WORKS} works   {REFUSED} refused   {ONE_OF} two values of one setting\n")
-    for reason, pairs in _by_reason(cells).items():
-        firsts, seconds = (", ".join(dict.fromkeys(side)) for side in zip(*pairs, strict=True))
-        console.print(Text.assemble((f"{firsts} x {seconds}", "bold"), f": {reason}."))
-
-
-def _by_reason(cells: dict[tuple[str, str], Cell]) -> dict[str, list[tuple[str, str]]]:
-    """Group the refused pairs by reason."""
-    found: dict[str, list[tuple[str, str]]] = {}
+    reasons: dict[str, list[tuple[str, str]]] = {}
     for pair, cell in cells.items():
         if cell.conflict:
-            found.setdefault(cell.conflict.reason, []).append(pair)
-    return found
+            reasons.setdefault(cell.conflict.reason, []).append(pair)
+    for reason, pairs in reasons.items():
+        firsts, seconds = (", ".join(dict.fromkeys(side)) for side in zip(*pairs, strict=True))
+        console.print(Text.assemble((f"{firsts} x {seconds}", "bold"), f": {reason}."))
 
 
 def _mark(cell: Cell) -> str:

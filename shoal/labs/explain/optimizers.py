@@ -58,12 +58,11 @@ class OptimizersOptions(Section):
 
 
 def explain(options: OptimizersOptions, console: Console) -> Callable[[], str]:
-    """Print the tables. Returns what draws the pictures.
-
-    Raises:
-        UsageError: bad options.
-    """
-    _check(options)
+    """Print the tables. Returns what draws the pictures."""
+    if not 0 <= options.momentum < 1:
+        raise UsageError(f"--momentum {options.momentum}: a decay rate, from 0 to below 1.")
+    if options.precision not in FORMATS:
+        raise UsageError(f"--precision {options.precision}: {did_you_mean(options.precision, FORMATS)}")
     memory = bytes_per_parameter(options.model, options.precision)
     ways = {surface.name: ways_over(surface, options.steps, options.momentum) for surface in SURFACES}
     console.print(_ways_table(ways, options.steps), "")
@@ -73,13 +72,6 @@ def explain(options: OptimizersOptions, console: Console) -> Callable[[], str]:
     if left_out := [name for name in RULES if name not in memory]:
         console.print(f"not trained so: {', '.join(left_out)}")
     return partial(draw, ways, memory, options)
-
-
-def _check(options: OptimizersOptions) -> None:
-    if not 0 <= options.momentum < 1:
-        raise UsageError(f"--momentum {options.momentum}: a decay rate, from 0 to below 1.")
-    if options.precision not in FORMATS:
-        raise UsageError(f"--precision {options.precision}: {did_you_mean(options.precision, FORMATS)}")
 
 
 def bytes_per_parameter(model: str, precision: str) -> dict[str, float]:

@@ -81,7 +81,7 @@ def explain(text: str, options: ShardingOptions, console: Console) -> Callable[[
     check_network(options, TOPOLOGIES, {"per_node": ("fat-tree", "islands")})
     itemsize = ITEMSIZE[options.dtype]
     plan = Planner(mesh, sizes, itemsize, _network(options, mesh), _peak(options))
-    shown = _arrays(expression)
+    shown = [*expression.arrays, *([expression.result] if expression.result else [])]
     dims = ", ".join(f"{letter} = {size}" for letter, size in sizes.items())
     console.print(f"[bold]{_plain(text)}[/] on {mesh.ranks} devices, {mesh}; {dims}; {options.dtype}", highlight=False)
     console.print(memory(shown, mesh, sizes, itemsize))
@@ -122,10 +122,6 @@ def _peak(options: ShardingOptions) -> float:
         known = ", ".join(device.peak_flops)
         raise UsageError(f"--dtype {options.dtype}: the catalog has no speed of {device.name} for it; it has {known}")
     return device.peak_flops[options.dtype]
-
-
-def _arrays(expression: Expression) -> list[Array]:
-    return [*expression.arrays, *([expression.result] if expression.result else [])]
 
 
 def _plain(text: str) -> str:

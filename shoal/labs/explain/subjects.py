@@ -15,26 +15,18 @@ from shoal.base.files import check_writable
 from shoal.base.section import Section, validate
 from shoal.labs.collectives.description import Collective
 from shoal.labs.explain import collective, compatibility, context, experts, optimizers, precision, scaling, sharding
-from shoal.labs.explain.collective import CollectiveOptions
-from shoal.labs.explain.compatibility import CompatibilityOptions
-from shoal.labs.explain.context import ContextOptions
-from shoal.labs.explain.experts import PlacementOptions
-from shoal.labs.explain.optimizers import OptimizersOptions
-from shoal.labs.explain.precision import PrecisionOptions
-from shoal.labs.explain.scaling import ScalingOptions
-from shoal.labs.explain.sharding import ShardingOptions
 
 Show = Callable[[Any, Console], Callable[[], str] | None]
 """Prints an explanation for some options. Returns what draws it, as SVG, where --out is an option."""
 
 SUBJECTS: dict[str, tuple[type[Section], Show]] = {
-    **{each.value: (CollectiveOptions, partial(collective.explain, each)) for each in Collective},
-    "compatibility": (CompatibilityOptions, compatibility.explain),
-    "context": (ContextOptions, context.explain),
-    "experts": (PlacementOptions, experts.explain),
-    "optimizers": (OptimizersOptions, optimizers.explain),
-    "precision": (PrecisionOptions, precision.explain),
-    "scaling": (ScalingOptions, scaling.explain),
+    **{each.value: (collective.CollectiveOptions, partial(collective.explain, each)) for each in Collective},
+    "compatibility": (compatibility.CompatibilityOptions, compatibility.explain),
+    "context": (context.ContextOptions, context.explain),
+    "experts": (experts.PlacementOptions, experts.explain),
+    "optimizers": (optimizers.OptimizersOptions, optimizers.explain),
+    "precision": (precision.PrecisionOptions, precision.explain),
+    "scaling": (scaling.ScalingOptions, scaling.explain),
 }
 """By name: the options, and what prints."""
 
@@ -82,7 +74,7 @@ def explain(subject: str, console: Console | None = None, **options: Any) -> Non
 
 def _find(subject: str) -> tuple[type[Section], Show]:
     if "[" in subject:
-        return ShardingOptions, partial(sharding.explain, subject)
+        return sharding.ShardingOptions, partial(sharding.explain, subject)
     if subject not in SUBJECTS:
         raise UsageError(f"explain: there is no '{subject}'; {did_you_mean(subject, [*SUBJECTS, PRODUCT])}")
     return SUBJECTS[subject]

@@ -7,9 +7,8 @@ from statistics import mean
 import pytest
 
 from shoal.cli.main import main
-from shoal.report.page import unpacked
 from shoal.training.records.metrics import read_metrics
-from tests.report.test_page import Tags, data
+from tests.report.test_page import Tags, data, unpacked
 from tests.trainings.runs import small_config, train_in
 
 
