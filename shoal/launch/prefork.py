@@ -55,7 +55,6 @@ class Child:
         return self.returncode
 
     def wait(self) -> int:
-        """Wait for the process to end; return its exit code."""
         while self.returncode is None:
             self._server.listen(None)
         return self.returncode

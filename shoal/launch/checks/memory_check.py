@@ -50,7 +50,6 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """Total bytes."""
         return sum(vars(self).values())
 
     def __str__(self) -> str:

@@ -76,13 +76,10 @@ def read_records(folder: Path) -> list[Last]:
 
 
 def find_cause(every: list[Last]) -> dict[str, Any] | None:
-    """Find the rank that ended the newest attempt; None if no rank did or it was already reported.
+    """Find the rank that ended the newest attempt, as event values; None if none did or it was already reported.
 
     A rank that raised may only have lost a peer. More likely causes are a rank that ended without an exception and one
     without any record; among several, the first is taken.
-
-    Returns:
-        Values of the failure event.
     """
     if not every:
         return None

@@ -201,10 +201,7 @@ def locate_lost_rank(
 
 
 def find_stuck_rank(found: dict[int, str], records: dict[int, HeartbeatRecord]) -> int:
-    """Return the stuck rank that the others wait for.
-
-    It is not in a collective; if all ranks are, the rank with the least progress is taken.
-    """
+    """Return the stuck rank that the others wait for: one outside collectives, else the one with least progress."""
     busy = [rank for rank, stack in found.items() if stack and not is_waiting(stack)]
     return min(busy or found, key=lambda rank: (records[rank].steps, records[rank].count, rank))
 

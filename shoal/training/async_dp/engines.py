@@ -179,6 +179,5 @@ class LocalEngine(ReplicaEngine):
         return self.optimizer.states() | super().own_states()
 
     def restored(self, updates: int) -> None:
-        """Apply a loaded state. See `Engine.restored`."""
         super().restored(updates)
         self.method.restored()

@@ -39,7 +39,6 @@ class FreeTrainer(Trainer):
     engine: FreeEngine
 
     def run(self) -> None:
-        """Train to the last step or until a stop request. See `Trainer.run`."""
         self.stop.listen()
         self._show_banner()
         self.peak = self._peak_flops()

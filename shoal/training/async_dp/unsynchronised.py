@@ -116,6 +116,5 @@ class FreeEngine(ReplicaEngine):
         return self.model_state() | flat_names("optimizer", self.method.served_states())
 
     def restored(self, updates: int) -> None:
-        """Apply a loaded state. See `Engine.restored`."""
         self.method.restored()
         self.parameters.gather()

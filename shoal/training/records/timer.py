@@ -24,7 +24,6 @@ class StepTimer:
         self.steps, self.seconds, self.all, self.last, self.begin = 0, 0.0, 0.0, 0.0, 0.0
 
     def start(self) -> None:
-        """Start a step."""
         self.begin = time.perf_counter()
 
     def stop(self) -> None:
@@ -55,7 +54,6 @@ class ComputeTimer:
         self._marks: list[Any] = []
 
     def start(self) -> None:
-        """Start measuring."""
         self.clock.start()
         self.on, self._marks = True, []
 

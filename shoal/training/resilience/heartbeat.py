@@ -133,18 +133,15 @@ class Heartbeat:
         self._mark()
 
     def begin(self, action: Action) -> None:
-        """Record the start of an action."""
         record = self._record
         record.op = OPS.index(action[0])
         record.stage, record.microbatch, record.part, record.version = action[1:]
         self._mark()
 
     def arrived(self, action: Action) -> None:
-        """Record that the message of an action arrived."""
         self._mark()
 
     def end(self, action: Action) -> None:
-        """Record the end of an action."""
         self._record.op = -1
         self._mark()
 

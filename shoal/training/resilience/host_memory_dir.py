@@ -89,10 +89,7 @@ def _unusable(path: Path, error: OSError) -> UsageError:
 
 
 def is_private(path: Path) -> bool:
-    """Return whether the path is a directory (not a link) of this user that no other user can access.
-
-    Other users can write to /dev/shm too.
-    """
+    """Return whether the path is a directory (not a link) that only this user can access; /dev/shm is open to all."""
     try:
         found = path.lstat()
     except OSError:

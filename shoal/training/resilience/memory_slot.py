@@ -125,10 +125,7 @@ def list_slots(home: Path) -> list[Path]:
 
 
 def read_all(folders: list[Path]) -> tuple[list[tuple[SlotRecord, Path]], list[CheckpointError]]:
-    """Read slots and verify every byte; return the undamaged ones and the errors of the others.
-
-    A slot that disappears meanwhile is in neither list.
-    """
+    """Read slots and verify every byte; return undamaged ones and errors. A slot that disappears is in neither."""
     whole, damaged = [], []
     for folder in folders:
         with contextlib.suppress(FileNotFoundError):

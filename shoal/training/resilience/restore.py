@@ -109,10 +109,7 @@ def restore(
 
 
 def _saves_in_memory(home: Path, places: RankTopology, group: Group) -> tuple[dict[tuple[int, str], _Save], list[str]]:
-    """Return saves by (step, attempt), on rank 0 only, and notes on damaged slots.
-
-    The ranks of a host share the reading.
-    """
+    """Return saves by (step, attempt), on rank 0 only, and notes on damaged slots. Ranks of a host share the work."""
     rank = rank_of(group)
     here = [r for r, host in enumerate(places.hosts) if host == places.hosts[rank]]
     listed = broadcast(gather([str(f) for f in memory_slot.list_slots(home)] if rank == here[0] else [], group), group)

@@ -37,9 +37,8 @@ SHIFT = 1e-3
 
 
 def estimate(engine: EngineState, step: int, batches: Sequence[Batch], tokens: int) -> list[Tensor]:
-    """Estimate the Hessian diagonal, as one tensor per optimizer shard.
+    """Estimate the Hessian diagonal: one tensor per optimizer shard, which may share memory with its gradient.
 
-    The tensors may share memory with the shards' gradients.
 
     Args:
         batches: micro-batches of this replica in the step, on the device.

@@ -15,7 +15,7 @@ from shoal.training.step.engine_state import EngineState
 
 
 class NonFinite(RuntimeError):
-    """Error for a NaN or infinite loss or gradient norm.
+    """Error for a loss or gradient norm that is NaN or infinite.
 
     Attributes:
         untouched: whether the weights are unchanged by the step.

@@ -57,7 +57,6 @@ class ExpertRouting(LayerCounts):
         ]
 
     def begin(self) -> None:
-        """Reset the counts."""
         for router, _ in self.routers:
             balance.begin(router)
 
@@ -131,7 +130,6 @@ class DepthsRouting(LayerCounts):
         self.here = [depth for stage in stages for depth in mixture_of_depths.depths_of(stage.module)]
 
     def begin(self) -> None:
-        """Reset the counts."""
         for depth in self.here:
             mixture_of_depths.begin(depth)
 

@@ -23,7 +23,6 @@ class FlatPart(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name of the parameter."""
         return self.split.name
 
     @property

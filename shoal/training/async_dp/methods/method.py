@@ -49,7 +49,6 @@ class Staleness:
     most: int = 0
 
     def add(self, mean: float, most: int) -> None:
-        """Add one update."""
         self.updates += 1
         self.total += mean
         self.most = max(self.most, most)

@@ -48,7 +48,6 @@ class Int8:
         return (blocks / divisor[:, None]).round_().to(torch.int8), scale
 
     def decode(self, integers: Tensor, scale: Tensor) -> Tensor:
-        """Decode a message into blocks."""
         return integers.to(scale.dtype) * scale[:, None]
 
 
@@ -69,7 +68,6 @@ class OneBit:
         return bits, torch.stack(means, 1)
 
     def decode(self, bits: Tensor, means: Tensor) -> Tensor:
-        """Decode a message into blocks."""
         flat = (bits[:, None] & _weights(bits.device)).ne(0).flatten()
         positive = flat[: len(means) * self.block].view(-1, self.block)
         return torch.where(positive, means[:, :1], means[:, 1:])
