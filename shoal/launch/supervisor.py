@@ -38,7 +38,7 @@ PROCESSES_FILE = "processes.json"
 
 
 class Supervisor:
-    """Supervise one run on this machine.
+    """Supervisor of one run on this machine.
 
     Args:
         config: config of the run as requested.

@@ -101,7 +101,7 @@ class RankTimes:
 
 
 class TimedSteps(ComputeTimer):
-    """Wrap ``engine.step``: apply the knobs to this rank and measure its times.
+    """Wrapper of ``engine.step`` that applies the knobs to this rank and measures its times.
 
     A step never waits for the device, except that a straggler waits for its preceding computations before it sleeps.
     """

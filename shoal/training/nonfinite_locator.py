@@ -98,7 +98,7 @@ class ValueWatch(ABC):
 
 
 class _Watch(ValueWatch):
-    """Keep the first non-finite value of this rank."""
+    """Watch that keeps the first non-finite value of this rank."""
 
     def __init__(self, engine: Engine):
         super().__init__(engine)

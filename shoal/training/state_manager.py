@@ -22,7 +22,7 @@ from shoal.training.step.engine import Engine
 
 
 class StateManager:
-    """Manage this rank's part of the saved run states. All ranks call the same methods in the same order.
+    """Manager of this rank's part of the saved run states. All ranks call the same methods in the same order.
 
     Args:
         data: fingerprint of the training data.

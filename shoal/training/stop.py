@@ -10,7 +10,7 @@ PREEMPTED = 75
 
 
 class StopRequests:
-    """Count the signals that ask this process to stop. As a context manager: restore the previous handlers on exit."""
+    """Counter of signals that request a stop. As a context manager, it restores the previous handlers on exit."""
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 

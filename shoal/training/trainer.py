@@ -47,7 +47,7 @@ SAMPLED_PARAMETERS = 1_000_000_000  # a larger model is not sampled unless the u
 
 
 class Trainer:
-    """Train a model on this rank.
+    """Training loop of this rank.
 
     Args:
         samples: "train" and "validation" data.

@@ -84,7 +84,7 @@ def _is_left(folder: Path) -> bool:
 
 
 class PeerWatch:
-    """Watch the other ranks of this host from a thread, until the process ends.
+    """Watcher of the other ranks of this host, in a thread that runs until the process ends.
 
     Args:
         folder: see `make_shared_folder`.

@@ -87,7 +87,7 @@ class ReplicaEngine(Engine):
 
 
 class CompressedEngine(ReplicaEngine):
-    """Sum the gradients of the replicas in compressed form; the replicas stay bitwise equal."""
+    """Engine that sums the gradients of the replicas in compressed form; the replicas stay bitwise equal."""
 
     method: Compressed
 
@@ -130,7 +130,7 @@ class CompressedEngine(ReplicaEngine):
 
 
 class LocalEngine(ReplicaEngine):
-    """Train independently, and average the weights with the other replicas every few steps."""
+    """Engine that trains independently and averages the weights with the other replicas every few steps."""
 
     method: LocalSteps
 

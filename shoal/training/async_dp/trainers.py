@@ -29,7 +29,7 @@ def trainer_class(config: RunConfig) -> type[Trainer]:
 
 
 class FreeTrainer(Trainer):
-    """Run queued steps until the queue is empty, then synchronise with the other replicas to validate, save or end.
+    """Training loop that runs queued steps until the queue is empty, then meets the other replicas to validate or save.
 
     Between these meetings the first rank reads and logs the other replicas' reports without waiting. After the death of
     a rank, the living ranks form a new group at the next meeting and continue; they cannot continue without the first

@@ -90,7 +90,7 @@ class Counted:
 
 
 class MemoryRecorder:
-    """Record the memory of each action, and the peak between actions (a `Recorder`)."""
+    """`Recorder` of the memory of each action, and of the peak between actions."""
 
     def __init__(self, tracker: Tracker):
         self.tracker, self.between = tracker, 0
@@ -211,7 +211,7 @@ def _step(engine: Engine, step: int, tracker: Tracker) -> CountedStep:
 
 
 class _Numberless(TorchDispatchMode):
-    """Compute with small real tensors (token ids, ranks); the value of a fake number is 1."""
+    """Dispatch mode that computes with small real tensors (token ids, ranks); the value of a fake number is 1."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
         kwargs = kwargs or {}

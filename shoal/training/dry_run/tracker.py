@@ -34,7 +34,7 @@ COUNTS: dict[Any, Callable[..., int]] = {
 
 
 class Tracker(TorchDispatchMode):
-    """Count the operations in a context, and the storages that they read or create.
+    """Counter of the operations in a context, and of the storages that they read or create.
 
     A storage is live until nothing refers to it; views share theirs. Memory inside a kernel is not counted.
 

@@ -28,7 +28,7 @@ LABEL = 8  # width of the banner's labels
 
 
 class Display:
-    """Print the progress of one run on rank 0. As a context manager, remove the progress bar on exit.
+    """Terminal output of one run, on rank 0. As a context manager, it removes the progress bar on exit.
 
     Args:
         console: output console (default: standard output). ``Console(quiet=True)`` prints nothing.

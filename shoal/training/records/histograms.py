@@ -72,7 +72,7 @@ class _Layer:
 
 
 class Histograms:
-    """Record histograms of some steps of an engine.
+    """Recorder of histograms in some steps of an engine.
 
     Args:
         every: period in steps, starting at the first step.

@@ -90,7 +90,7 @@ class StepMetrics:
 
 
 class MetricsWriter:
-    """Write `StepMetrics` to JSONL in the run folder and to trackers, on rank 0.
+    """Writer of `StepMetrics` to JSONL in the run folder and to trackers, on rank 0.
 
     Args:
         folder: run folder; TensorBoard files go to its ``tensorboard/``.

@@ -32,7 +32,7 @@ ROUNDS = 8  # round trips for measuring a clock offset
 
 
 class Profiler:
-    """Record the actions of some steps of one rank (a `Recorder`).
+    """`Recorder` of the actions in some steps of one rank.
 
     Args:
         runtime: runtime whose actions are recorded.

@@ -12,7 +12,7 @@ from shoal.pipeline.program import COMPUTE, Action
 
 
 class StepTimer:
-    """Measure the time spent in training steps, without validation and checkpoints [s].
+    """Timer of training steps, without validation and checkpoints [s].
 
     Attributes:
         all: total since construction.
@@ -42,7 +42,7 @@ class StepTimer:
 
 
 class ComputeTimer:
-    """Measure the time of forwards and backwards on this rank's device from `start` on (a `Recorder`).
+    """`Recorder` of the time of forwards and backwards on this rank's device, from `start` on.
 
     Waiting for a pipeline neighbour does not count as computing. Waiting inside a forward or backward for the other
     ranks of a tensor- or context-parallel group does: such a group is slow together.

@@ -13,7 +13,7 @@ POINTS = 10_000
 
 
 class EffectiveTime:
-    """Track the effective time [s] by step of a run."""
+    """Tracker of the effective time [s] of a run by step."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()

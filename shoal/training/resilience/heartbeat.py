@@ -89,7 +89,7 @@ class HeartbeatRecord:
 
 
 class Heartbeat:
-    """Write a rank's heartbeat record; also a `Recorder` of its runtime's actions.
+    """Writer of a rank's heartbeat record; also a `Recorder` of its runtime's actions.
 
     Args:
         path: file of the record; None keeps it in memory (a rank without supervisor).

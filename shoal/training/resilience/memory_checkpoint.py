@@ -70,7 +70,7 @@ class RankTopology:
 
 
 class InMemoryCheckpointer:
-    """Keep the newest states of a run in host memory. All ranks must call the same methods in the same order.
+    """Checkpointer to host memory. All ranks must call the same methods in the same order.
 
     Args:
         home: the run's directory in this host's memory (`shoal.training.resilience.host_memory_dir.run_dir`).

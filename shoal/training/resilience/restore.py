@@ -69,7 +69,7 @@ def restore(
     model: dict[str, Any] | None,
     before: int | None = None,
 ) -> tuple[Restored | None, list[str]]:
-    """Fill the tensors of ``state`` from the newest complete state, preferring memory to disk. Collective.
+    """Fill the tensors of ``state`` from the newest complete state; of equal steps, memory is preferred. Collective.
 
     Args:
         checkpoints: the run's checkpoint folder on disk.

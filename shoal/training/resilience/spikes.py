@@ -32,7 +32,7 @@ class Spike:
 
 
 class SpikeDetector:
-    """Detect spikes in the losses and gradient norms of a run.
+    """Detector of spikes in the losses and gradient norms of a run.
 
     The median and the median absolute deviation (Hampel 1974) are robust to a few spikes in the window, unlike mean and
     standard deviation.
@@ -78,7 +78,7 @@ class SpikeDetector:
 
 
 class Skips:
-    """Map steps to batches of the data, where some batches are skipped.
+    """Mapping from steps to batches of the data, some of which are skipped.
 
     >>> skips = Skips([(2, 4)])
     >>> [skips.batch(step) for step in range(4)]

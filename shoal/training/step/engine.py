@@ -33,7 +33,7 @@ from shoal.training.step.optimizer_step import (
 
 
 class Engine(EngineState):
-    """Run training steps, measure the validation loss and list the state for checkpoints."""
+    """Training engine of one rank: steps, validation loss, and the state for checkpoints."""
 
     def step(self, step: int, *, stop: bool = False, dry: bool = False) -> StepResult:
         """Run one step.

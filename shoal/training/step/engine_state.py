@@ -33,7 +33,7 @@ from shoal.training.step.routing import DepthsRouting, ExpertRouting
 
 
 class EngineState:
-    """Hold this rank's model stages, their optimizer and the program that they run.
+    """Model stages of this rank, their optimizer and the program that they run.
 
     Args:
         config: config of the run.

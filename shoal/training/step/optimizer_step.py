@@ -70,7 +70,7 @@ def clip_factor(engine: EngineState, norm: float) -> float:
 
 
 class StageUpdates:
-    """Apply the updates of this rank's stage in one step of an asynchronous pipeline.
+    """Updates of this rank's stage in one step of an asynchronous pipeline.
 
     A stage does not wait for the other stages' finiteness checks. After a non-finite gradient it makes no further
     update; all ranks learn of it at the end of the step.

@@ -24,7 +24,7 @@ from shoal.training.async_dp.methods.quantised import CodedSum, Int8
 
 
 class LocalSteps(ReplicaMethod):
-    """Average the weights every ``every`` steps.
+    """Averaging of the weights every ``every`` steps.
 
     Args:
         flat: this replica's parameters.

@@ -21,7 +21,7 @@ from shoal.training.async_dp.methods.method import ReplicaMethod, States
 
 
 class Compressed(ReplicaMethod, ABC):
-    """Sum the gradients of the replicas in compressed form.
+    """Base class of methods that sum the gradients of the replicas in compressed form.
 
     Args:
         flat: this replica's parameters.

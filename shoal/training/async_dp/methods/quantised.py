@@ -37,7 +37,7 @@ from shoal.training.async_dp.methods.method import States
 
 @dataclass(frozen=True)
 class Int8:
-    """Round blocks [n, block] to 8-bit integers."""
+    """Code that rounds blocks [n, block] to 8-bit integers."""
 
     block: int
 
@@ -53,7 +53,7 @@ class Int8:
 
 @dataclass(frozen=True)
 class OneBit:
-    """Encode blocks [n, block] as signs and the mean of the elements of each sign."""
+    """Code of blocks [n, block] as signs and the mean of the elements of each sign."""
 
     block: int
 
@@ -79,7 +79,7 @@ def _weights(device: torch.device) -> Tensor:
 
 
 class CodedSum:
-    """Sum tensors in the layout of a replica's parameters in coded form.
+    """Coded sum over the ranks, of tensors in the layout of a replica's parameters.
 
     Args:
         flat: this replica's parameters.

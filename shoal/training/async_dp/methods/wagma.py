@@ -1,5 +1,7 @@
-"""Wait-avoiding group averaging: in each step a replica averages with a different small group
-(Li et al. 2020, "Breaking (Global) Barriers in Parallel Stochastic Optimization with Wait-Avoiding Group Averaging").
+"""Wait-avoiding group averaging: in each step a replica averages with a different small group.
+
+Source: Li et al. 2020, "Breaking (Global) Barriers in Parallel Stochastic Optimization with Wait-Avoiding Group
+Averaging".
 
 After its own update a replica publishes its weights, and takes the mean of its own and those published by its group; a
 late member contributes the weights of an earlier step, up to ``staleness`` steps old. No replica waits for a straggler,
