@@ -70,7 +70,10 @@ def write_whole(path: Path, text: str, *, new: bool = False) -> None:
     path = Path(os.path.realpath(path))
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())  # before it takes the place of what is there
         if new:
             os.link(partial, path)
             partial.unlink()

@@ -44,12 +44,13 @@ def parse_counts(text: str, *, where: str) -> list[int]:
     Raises:
         UsageError: a part is not a number, or below 1.
 
-    >>> parse_counts("1,8,64", where="--nodes")
+    >>> parse_counts("1, 8,64", where="--nodes")
     [1, 8, 64]
     """
-    if not re.fullmatch("[1-9][0-9]{0,15}(,[1-9][0-9]{0,15})*", text):
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch("[1-9][0-9]{0,15}", part) for part in parts):
         raise UsageError(f"{where} {text}: give numbers of at least 1, with commas, as 1,8,64")
-    return [int(number) for number in text.split(",")]
+    return [int(part) for part in parts]
 
 
 def show_bytes(size: float) -> str:

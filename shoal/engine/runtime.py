@@ -189,6 +189,7 @@ class Runtime:
                 recorder.end(action)
         for work, _ in self._sending:
             work.wait()
+        self._sending.clear()  # which kept the tensors alive
         return self._loss, updated
 
     @torch.no_grad()

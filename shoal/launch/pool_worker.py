@@ -20,7 +20,8 @@ from shoal.launch.watch.watchdog import write_stack_when_asked
 
 def serve(pipe: Connection) -> None:
     """Execute calls until the parent closes the pipe or this process becomes unusable."""
-    sys.path[:], stack, setup = pickle.loads(pipe.recv_bytes())
+    folder, sys.path[:], stack, setup = pickle.loads(pipe.recv_bytes())
+    os.chdir(folder)  # the server that forked this process may have been started elsewhere
     write_stack_when_asked(stack)
     torch.set_num_threads(1)
     if (prepare := pickle.loads(setup)) is not None:

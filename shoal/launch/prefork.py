@@ -142,14 +142,13 @@ class PreforkServer:
                 self._orders.send((module, dict(environment), log and str(log), heard, pipe is not None))
                 if pipe is not None:
                     send_handle(self._orders, pipe, self.pid)
-            except OSError:
-                raise self._is_gone() from None
-            try:
                 while not self._answers:
                     if not self.listen(None):
                         raise self._is_gone()
-            except KeyboardInterrupt:
-                self._process.kill()  # otherwise its answer would be taken for the next request's
+            except OSError:
+                raise self._is_gone() from None
+            except (KeyboardInterrupt, SystemExit):
+                self._process.kill()  # it may wait for the rest of the order, or answer it late
                 raise
             answer = self._answers.pop(0)
         if isinstance(answer, OSError):

@@ -161,7 +161,7 @@ class Pool:
 
     def map(
         self, fn: Callable[[Any], Any], items: Sequence[Any], *, timeout: float = 60.0,
-        done: Callable[[int, Any], None] = lambda number, value: None,
+        done: Callable[[int, Any], None] = lambda number, value: None, stop_early: bool = False,
     ) -> list[Any]:
         """Call ``fn`` on each item, without a process group, on as many workers in parallel as the pool has.
 
@@ -169,18 +169,19 @@ class Pool:
             fn, items: must pickle, see `run`.
             timeout: seconds for all items.
             done: callback that receives each item's index and value on completion.
+            stop_early: end the other calls soon after the first failure.
 
         Raises:
             RankError: see `run`; its "ranks" are the indices of the items.
         """
-        return self._do(fn, [(_pickled(fn, (item,)), None) for item in items], timeout, done)
+        return self._do(fn, [(_pickled(fn, (item,)), None) for item in items], timeout, done, stop_early)
 
     def _do(
         self, fn: Callable[..., Any], calls: Sequence[tuple[bytes, tuple | None]], timeout: float,
-        done: Callable[[int, Any], None] = lambda number, value: None,
+        done: Callable[[int, Any], None] = lambda number, value: None, stop_early: bool = True,
     ) -> list[Any]:
         workers = self._ready(min(self.size, len(calls)))
-        call = _Call(calls, timeout, done)
+        call = _Call(calls, timeout, done, stop_early)
         try:
             return call.results(workers, getattr(fn, "__qualname__", repr(fn)))
         finally:
@@ -197,12 +198,15 @@ class Pool:
                 server = self._server or shared_server()
                 process = server.start("shoal.launch.pool_worker", environment, pipe=there.fileno())
             worker = _Worker(process, here, Path(self._folder.name, f"stack-{next(self._serial)}"))
-            worker.send((sys.path, worker.stack, pickle.dumps(self._setup)))
+            worker.send((os.getcwd(), sys.path, worker.stack, pickle.dumps(self._setup)))
             self._workers.append(worker)
         deadline = time.monotonic() + START_SECONDS
         for worker in self._workers[:number]:
             if not worker.ready:
                 if not worker.pipe.poll(deadline - time.monotonic()) or not worker.receive():
+                    ends = time.monotonic() + GRACE_SECONDS
+                    while worker.process.poll() is None and time.monotonic() < ends:
+                        time.sleep(0.01)  # an interpreter that has closed its pipe is about to exit with its own code
                     raise RuntimeError(f"a worker process did not start: it {Failure(0, worker.end()).how}")
                 worker.ready = True
         return self._workers[:number]
@@ -213,15 +217,17 @@ class _Call:
 
     Args:
         calls: by index (of a rank or an item), the pickled function with its arguments, and the process group.
+        stop_early: give the others only `GRACE_SECONDS` after a failure.
 
     Attributes:
         busy: unfinished workers by index.
     """
 
     def __init__(
-        self, calls: Sequence[tuple[bytes, tuple | None]], timeout: float, done: Callable[[int, Any], None]
+        self, calls: Sequence[tuple[bytes, tuple | None]], timeout: float, done: Callable[[int, Any], None],
+        stop_early: bool,
     ):
-        self.calls, self.done = calls, done
+        self.calls, self.done, self.stop_early = calls, done, stop_early
         self.deadline = time.monotonic() + timeout
         self.busy: dict[int, _Worker] = {}
         self.values: dict[int, Any] = {}
@@ -246,13 +252,15 @@ class _Call:
             for pipe in wait([worker.pipe for worker in self.busy.values()], min(left, LONGEST_WAIT)):
                 self._take(next(number for number, worker in self.busy.items() if worker.pipe is pipe))
         hung = {number: worker for number, worker in self.busy.items() if number not in self.failures}
-        if hung:
+        stopped = self.failures and all(group is None for _, group in self.calls)  # they did not hang, nor wait
+        if hung and not stopped:
             pids, files = {n: w.process.pid for n, w in hung.items()}, {n: w.stack for n, w in hung.items()}
             trouble = "hung and was killed; its stack then, last call first:"
             for number, stack in collect_stacks(pids, files).items():
                 self.failures[number] = Failure(number, 0, report=stack, trouble=trouble)
         if self.failures:
-            ordered = sorted(self.failures.values(), key=lambda failure: failure.order)
+            # A worker that ended without a report is a cause, also one that aborted: only what raised may be a peer's.
+            ordered = sorted(self.failures.values(), key=lambda failure: (bool(failure.report), *failure.order))
             raise RankError(name, len(self.calls), [(failure.rank, failure.describe()) for failure in ordered])
         return [self.values[number] for number in range(len(self.calls))]
 
@@ -273,7 +281,8 @@ class _Call:
 
     def _fail(self, failure: Failure) -> None:
         self.failures.setdefault(failure.rank, failure)
-        if self.calls[failure.rank][1] is not None:  # its peers wait for it
+        if self.stop_early:
+            self._todo = iter(())
             self.deadline = min(self.deadline, time.monotonic() + GRACE_SECONDS)
 
 

@@ -6,6 +6,7 @@ import io
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from html import escape
 from itertools import cycle
 from typing import Any
 
@@ -55,15 +56,17 @@ def new_figure(
 
 
 @styled
-def to_svg(figure: Figure, *, inline: bool = False) -> str:
+def to_svg(figure: Figure, *, inline: bool = False, title: str = "") -> str:
     """Return the figure as an SVG element.
 
     Args:
         inline: for use in a page: without a background, and in the page's own text colour.
+        title: its accessible name.
     """
     file = io.StringIO()
     figure.savefig(file, format="svg", transparent=inline, metadata={"Date": None})
-    text = file.getvalue()
+    named = f'<svg role="img" aria-label="{escape(title)}" ' if title else "<svg "
+    text = file.getvalue().replace("<svg ", named, 1)
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     return text.replace(INK, "currentColor").replace(FAINT, "currentColor") if inline else text
 
@@ -186,7 +189,7 @@ def draw_bars(
     axes.spines[:].set_visible(False)
     axes.margins(x=0.12)
     if len(names) > 1:
-        axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=4)
+        axes.figure.legend(loc="outside upper left", ncols=3)
 
 
 def stacked_bars(

@@ -7,7 +7,7 @@ from html import escape
 
 from matplotlib.ticker import MaxNLocator
 
-from shoal.report.charts import COLOURS, Points, new_figure, to_svg
+from shoal.report.charts import COLOURS, Points, new_figure, styled, to_svg
 from shoal.training.records.metrics import StepMetrics
 
 
@@ -31,6 +31,7 @@ def draw_curves(metrics: Sequence[StepMetrics]) -> str:
     return f'<div class="charts">{"".join(drawn)}</div>'
 
 
+@styled
 def _draw(title: str, line: Points, dots: Points = (), *, from_zero: bool = False) -> str:
     figure, (axes,) = new_figure(420, 200)
     axes.plot(*zip(*line, strict=True), color=COLOURS[0], marker="o" if len(line) == 1 else "")
@@ -39,4 +40,5 @@ def _draw(title: str, line: Points, dots: Points = (), *, from_zero: bool = Fals
     if from_zero:
         axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    return f"<figure><figcaption>{escape(title)}</figcaption>{to_svg(figure, inline=True)}</figure>"
+    drawn = to_svg(figure, inline=True, title=f"{title} by step")
+    return f"<figure><figcaption>{escape(title)}</figcaption>{drawn}</figure>"

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.engine.device import init_world
+from shoal.launch import worker_pool
 from shoal.launch.worker_pool import Pool, RankError
 
 ROOT = Path(__file__).parents[2]
@@ -55,6 +56,22 @@ def killed_on(bad: int) -> None:
     if dist.get_rank() == bad:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
+
+
+def aborts_on(bad: int) -> None:
+    if dist.get_rank() == bad:
+        os.abort()
+    dist.barrier()
+
+
+def folder_of_worker(_: int) -> str:
+    return os.getcwd()
+
+
+def fails_at_once_or_sleeps(seconds: float) -> None:
+    if not seconds:
+        raise ArithmeticError("the real cause")
+    time.sleep(seconds)
 
 
 def sleeps_for_ever_on(bad: int) -> None:
@@ -103,7 +120,9 @@ def test_the_rank_that_raised_is_named_first_with_its_traceback(pool, bad):
     assert pool.run(sum_of_ranks, 3, 1.0)[2] == (2, 3, 3.0)
 
 
-@pytest.mark.parametrize("fn, said", [(exits_on, "exited with code 7"), (killed_on, "killed by SIGKILL")])
+@pytest.mark.parametrize("fn, said", [
+    (exits_on, "exited with code 7"), (killed_on, "killed by SIGKILL"), (aborts_on, "killed by SIGABRT"),
+])
 def test_a_worker_that_dies_is_named_and_replaced(pool, fn, said):
     with pytest.raises(RankError) as caught:
         pool.run(fn, 2, 1)
@@ -200,6 +219,22 @@ def test_what_a_call_imports_is_looked_through_once_and_not_after_each_later_cal
     monkeypatch.syspath_prepend(tmp_path)
     pool.run(imports, 2, "of_many_objects")
     assert max(pool.run(looked_through, 2)) < 50_000
+
+
+def test_workers_start_in_the_callers_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the server of all pools was started elsewhere
+    with Pool(1) as pool:
+        assert pool.map(folder_of_worker, [0]) == [str(tmp_path)]
+
+
+def test_a_failing_item_can_end_the_others(monkeypatch):
+    monkeypatch.setattr(worker_pool, "GRACE_SECONDS", 0.2)
+    with Pool(2) as pool:
+        pool.map(folder_of_worker, [0, 1])
+        start = time.monotonic()
+        with pytest.raises(RankError) as found:
+            pool.map(fails_at_once_or_sleeps, [30.0, 0.0, 30.0], stop_early=True)
+        assert time.monotonic() - start < 15 and [number for number, _ in found.value.failures] == [1]
 
 
 def test_closing_ends_the_workers():

@@ -69,8 +69,13 @@ def names(folder: Place) -> list[str]:
     """The entries of a folder, sorted; none where there is no such folder."""
     if isinstance(folder, Path):
         return sorted(os.listdir(folder)) if folder.is_dir() else []
+    folder.fs.invalidate_cache()
+    try:
+        paths = [path.strip("/") for path in folder.fs.ls(folder.path, detail=False)]
+    except FileNotFoundError:
+        return []
     # An object store may list an empty object for the folder itself.
-    return sorted(entry.name for entry in folder.iterdir() if entry != folder) if exists(folder) else []
+    return sorted(path.rpartition("/")[2] for path in paths if path != folder.path.strip("/"))
 
 
 def exists(path: Place) -> bool:
@@ -155,10 +160,10 @@ def rename(old: Place, new: Place) -> None:
     Raises:
         OSError: ``new`` exists and is not an empty folder.
     """
-    if isinstance(old, UPath):
+    if isinstance(old, UPath) and isinstance(new, UPath):
         make_folder(new)
         for name in sorted(names(old), key=lambda name: name == COMMITS):
-            (old / name).copy(new / name)
+            old.fs.copy((old / name).path, (new / name).path)  # inside the store, where it can
         remove(old)
         return
     os.rename(old, str(new))

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from shoal.base.errors import UsageError
-from shoal.launch.prefork import PreforkServer
+from shoal.launch.prefork import PreforkServer, PreforkServerEnded
 from shoal.launch.worker_pool import Pool, RankError
 
 LOST_FILE = "lost-devices"
@@ -64,6 +64,10 @@ def find_failing_devices(server: PreforkServer, devices: list[str]) -> set[int]:
             for number, cause in error.failures:
                 print(f"{devices[number]} does not compute:\n{cause}", file=sys.stderr)
             return {number for number, _ in error.failures}
+        except PreforkServerEnded:
+            raise
+        except RuntimeError as error:  # a worker did not start: no device has answered
+            print(f"devices were not checked: {error}", file=sys.stderr)
     return set()
 
 

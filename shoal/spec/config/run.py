@@ -76,10 +76,10 @@ def _move_keys(values: dict[str, Any]) -> dict[str, Any]:
     """Return the values with the keys of `MOVED` in their new sections."""
     for old, new in MOVED.items():
         (section, key), (target, name) = old.split("."), new.split(".")
-        there = values.get(section)
-        if isinstance(there, dict) and key in there:
+        there, others = values.get(section), values.get(target, {})
+        if isinstance(there, dict) and key in there and isinstance(others, dict):
             values = values | {section: {k: v for k, v in there.items() if k != key}}
-            values[target] = {name: there[key]} | values.get(target, {})
+            values[target] = {name: there[key]} | others
             if there[key]:  # run folders have every key, most with the default value
                 note_moved(old)
     return values

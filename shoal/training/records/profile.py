@@ -185,6 +185,10 @@ class Profile:
     ranks: tuple[RankProfile, ...]
 
 
+RENAMED = {"copies": "model_copies", "parts": "sequence_slices"}
+"""Fields of a program under the names that older profiles have."""
+
+
 def read_profile(folder: Path) -> Profile | None:
     """Read the profile of a run; None if it has none.
 
@@ -218,7 +222,9 @@ def _profile(paths: Sequence[Path]) -> Profile:
         ranks.append(RankProfile(number, pp, dp, tp, actions, recorded, begin, arrived, end))
         headers.append(header)
     by_stage = {rank.pp: rank.actions for rank in ranks}
-    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in headers[0]["program"].items()}
+    values: dict[str, Any] = {
+        RENAMED.get(name, name): tuple(v) if isinstance(v, list) else v for name, v in headers[0]["program"].items()
+    }
     world = {(rank.pp, rank.dp, rank.tp) for rank in ranks}
     pp, dp, tp = (1 + max(place) for place in zip(*world, strict=True))
     stages = 1 + max(values["stage_rank"])

@@ -135,6 +135,17 @@ def test_steps_that_are_not_to_be_gone_on_from_are_kept_under_another_name(folde
     assert loaded(folder / aside) == 2
 
 
+def test_a_checkpoint_is_renamed_inside_the_store(tmp_path, monkeypatch):
+    folder = place(address(tmp_path / "run"))
+    saves = checkpointer(folder, report=lambda note: None)
+    for step in (1, 2):
+        saves.save(step, weights(step), {}, block=True)
+    monkeypatch.setattr(Bucket, "writes_left", 0)  # what would be downloaded could not be written back
+    saves.set_aside(after=1)
+    (aside,) = [name for name in names(folder) if name.startswith("set-aside-")]
+    assert newest(folder).step == 1 and loaded(folder / aside) == 2
+
+
 @pytest.mark.parametrize("how", ["flipped", "cut", "missing"])
 @pytest.mark.parametrize("name", ["rank-00000.safetensors", "manifest.json", "manifest.sha256"])
 def test_damage_is_named_and_the_one_before_taken(name, how, tmp_path):

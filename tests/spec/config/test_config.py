@@ -203,5 +203,7 @@ def test_keys_that_have_moved_are_read_where_they_were(capfd):
         config = build_config(old)
         assert (config.train.steps, config.testing.straggler, config.testing.pace) == (3, "1=2", 0.5)
     assert capfd.readouterr().err == "note: train.straggler is now testing.straggler\n"
+    with pytest.raises(UsageError, match="testing"):
+        build_config({"testing": 3, "train": {"dead": "1@2"}})
     assert parse_run("train", TrainOptions, ["--train.link_gbs", "0.5", "--train.pace=0"])[1].testing.link_gbs == 0.5
     assert "train.link_gbs is now testing.link_gbs" in capfd.readouterr().err

@@ -120,6 +120,15 @@ def test_a_damaged_profile_is_one_clear_error(profiled, tmp_path, capsys, damage
     assert "Traceback" not in said
 
 
+def test_a_profile_with_the_former_names_of_a_programs_fields_is_read(profiled, tmp_path):
+    shutil.copytree(profiled / "profile", tmp_path / "profile")
+    for path in (tmp_path / "profile").iterdir():
+        text = path.read_text()
+        assert '"model_copies"' in text and '"sequence_slices"' in text
+        path.write_text(text.replace('"model_copies"', '"copies"').replace('"sequence_slices"', '"parts"'))
+    assert read_profile(tmp_path) == read_profile(profiled)
+
+
 def test_a_profile_without_steps_is_refused_before_any_work(capsys):
     assert main(["train", "--profile", "--train.steps", "3"]) == 2
     assert "metrics.profile_after = 3 leaves nothing" in capsys.readouterr().err

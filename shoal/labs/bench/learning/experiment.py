@@ -174,7 +174,8 @@ def train_all(
 
     with Pool(min(usable_cores(), len(jobs))) as pool:
         configs = [plain(config) for config in jobs.values()]
-        trained = pool.map(partial(train, validations=validations), configs, timeout=math.inf, done=tell)
+        one = partial(train, validations=validations)
+        trained = pool.map(one, configs, timeout=math.inf, done=tell, stop_early=True)
     return [TrainedRun(name, seed, *run) for (name, seed), run in zip(jobs, trained, strict=True)]
 
 
