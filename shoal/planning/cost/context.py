@@ -7,10 +7,10 @@ With T tokens at each of R places of the ring, U ranks per place, k key/value he
     exchange   forward     (U - 1)/U of queries, keys, values and output       b T/U d (2 a + 2 max(k, U))
                backward    the same
 
-(Liu et al. 2023, section 3.2; Jacobs et al. 2023, section 3.2.) For a fixed T, the bytes of the ring do not depend on
-the sequence length, and the bytes of the exchange decrease with more ranks. Grouped key/value heads make both cheaper,
-the ring more so. The formulas are exact if every rank has equally many tokens; otherwise they give an upper bound, from
-the largest share.
+(Liu et al. 2023, section 3.2; Jacobs et al. 2023, section 3.2.) For a fixed sequence length, a rank's ring bytes are
+nearly independent of the number of ranks, and its exchange bytes decrease with it. Grouped key/value heads make both
+cheaper, the ring more so. The formulas are exact if every rank has equally many tokens; otherwise they give an upper
+bound, from the largest share.
 """
 
 from __future__ import annotations

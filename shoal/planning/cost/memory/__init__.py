@@ -1,1 +1,1 @@
-"""Bytes that a rank holds, tensor by tensor."""
+"""Memory of a rank in bytes, tensor by tensor."""

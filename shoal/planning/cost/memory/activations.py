@@ -1,11 +1,11 @@
-"""Bytes that a forward pass leaves for its backward, tensor by tensor.
+"""Bytes that a forward pass saves for its backward, tensor by tensor.
 
 Shapes: b sequences, s tokens, h hidden, a heads of width d, k key/value heads, f inside the feed-forward block, v
-vocabulary, t tensor-parallel ranks (a grid of x y; in one dimension x is 1 and y is t); with context parallelism s is
-what the fullest rank has of a sequence. Every entry of a list here is one tensor that autograd keeps on one rank;
-tensors that several operations share are there once, weights (which are held anyway) not at all.
+vocabulary, t tensor-parallel ranks (a grid of x y; in one dimension x is 1 and y is t). With context parallelism s is
+the fullest rank's part of a sequence. Each list entry is one tensor that autograd keeps on one rank. Tensors shared by
+several operations are counted once; weights, which are resident anyway, are not counted.
 
-The papers' closed forms, for the layers of GPT with 16-bit activations and dropout, are in `korthikanti`.
+The papers' closed forms, for GPT layers with 16-bit activations and dropout, are in `korthikanti`.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from shoal.planning.cost.micro_batch import MicroBatch, once
 from shoal.planning.cost.optional_parts import depths_of, experts_of
 from shoal.spec.layout import Recompute
 
-_MAX_BLOCKS, _MIN_ROWS = 4, 256  # of attention written out (`shoal.engine.models.attention`)
+_MAX_BLOCKS, _MIN_ROWS = 4, 256  # of unfused attention (`shoal.engine.models.attention`)
 
 
 class Saved(NamedTuple):
-    """One tensor.
+    """One saved tensor.
 
     Attributes:
-        what: its name.
-        shape: in letters.
-        bytes: of all of it, on one rank.
+        what: name.
+        shape: shape in letters.
+        bytes: total bytes on one rank.
     """
 
     what: str
@@ -39,7 +39,7 @@ class Saved(NamedTuple):
 
 
 def total(saved: Iterable[Saved]) -> int:
-    """Bytes of all of them."""
+    """Return the total bytes of all tensors."""
     return sum([tensor.bytes for tensor in saved])
 
 
@@ -47,13 +47,13 @@ def total(saved: Iterable[Saved]) -> int:
 def layer(
     run: MicroBatch, recompute: Recompute | None = None, *, sparse: bool = False, skips: bool = False, number: int = 0
 ) -> list[Saved]:
-    """One layer.
+    """Return the saved tensors of one layer.
 
     Args:
-        recompute: instead of the layout's.
-        sparse: whether it has experts.
-        skips: whether only some tokens pass through it.
-        number: its own, where patterns say which layers' products are in 8 bits.
+        recompute: overrides the layout's value.
+        sparse: the layer has experts.
+        skips: only some tokens pass through the layer.
+        number: layer number, needed if patterns select which layers' products are in 8 bits.
     """
     mode = recompute or run.layout.recompute
     if mode == "full":
@@ -66,15 +66,15 @@ def layer(
 
 
 def behind_attention(run: MicroBatch, sparse: bool, number: int = 0) -> list[Saved]:
-    """Of a layer, the second norm and the feed-forward block."""
+    """Return the saved tensors of a layer's second norm and feed-forward block."""
     return [*_norm(run), *(experts(run) if sparse else _mlp(run, number=number))]
 
 
 def _router(run: MicroBatch, taken: MicroBatch) -> list[Saved]:
-    """What decides which tokens pass through a layer, and what puts them back; k tokens of a sequence do.
+    """Return the saved tensors of a mixture-of-depths router and its scatter; k tokens of a sequence are chosen.
 
     Args:
-        taken: of these, as many here as anywhere.
+        taken: the chosen tokens, evenly spread over ranks.
     """
     shape, e, x = run.shape, run.itemsize, run.exact
     n, m, h, width = run.tokens_here, taken.tokens_here, shape.hidden, depths_of(shape).predictor
@@ -101,7 +101,7 @@ def _router(run: MicroBatch, taken: MicroBatch) -> list[Saved]:
 
 def _norm(run: MicroBatch) -> list[Saved]:
     n, h, e = run.tokens_here, run.hidden_here, run.itemsize
-    if run.layout.tp_x > 1:  # in parts, with sums over ranks between
+    if run.layout.tp_x > 1:  # in parts, with sums over ranks in between
         same = run.shape.family == "llama" and e >= 4
         return [
             Saved("norm input" if same else "centred, fp32", "[b, s, h/x]", run.exact * n * h),
@@ -128,7 +128,7 @@ def _attention(run: MicroBatch, mode: Recompute, number: int) -> list[Saved]:
         return _ring(run, q)
     s = run.s_here
     parts = blocks(s) if mode == "none" and run.kernel == "explicit" else [(s, s)]
-    keys = run.layout.micro_batch * sum(seen for _, seen in parts)  # each block has its own copy of the keys it sees
+    keys = run.layout.micro_batch * sum(seen for _, seen in parts)  # each block copies the keys it attends to
     projections = [f"layers.{number}.attention.{name}" for name in "qkv"]
     saved = [
         *multiplied(run, "attention input", "[b, s, h/x]", run.hidden_here, projections),
@@ -151,12 +151,12 @@ def _attention(run: MicroBatch, mode: Recompute, number: int) -> list[Saved]:
 def multiplied(
     run: MicroBatch, what: str, letters: str, width: int, products: Sequence[str], *, needed: bool = False
 ) -> list[Saved]:
-    """What products of one input with several matrices keep of it: itself, or where they are in 8 bits their codes.
+    """Return the saved input of products with several matrices: itself, or its codes if they are in 8 bits.
 
     Args:
-        width: numbers of a token.
+        width: elements per token.
         products: the linear layers.
-        needed: by something else as well.
+        needed: another operation also saves the input.
     """
     n, eight, saved = run.tokens, run.eight, []
     coded = [eight is not None and eight.takes(name) for name in products]
@@ -169,13 +169,13 @@ def multiplied(
 
 
 def _gathered(run: MicroBatch, what: str, letters: str, width: int) -> list[Saved]:
-    """On a grid, what a block's last product is of: the parts, each of ``width`` numbers a token, along x."""
+    """Return the saved inputs of a block's last product on a grid: parts of ``width`` elements per token along x."""
     x = run.layout.tp_x
     return [Saved(f"{what}, gathered", f"[b, s, {letters}/y]", run.itemsize * run.tokens * width * x)] if x > 1 else []
 
 
 def _ring(run: MicroBatch, q: int) -> list[Saved]:
-    """Attention round a ring, of q numbers a token in its queries: no scores, whatever the kernel."""
+    """Return the saved tensors of ring attention with q elements per token in the queries; no kernel saves scores."""
     e, n, d = run.itemsize, run.tokens, run.shape.head_dim
     saved = [
         Saved("attention input", "[b, s, h/x]", e * n * run.hidden_here),
@@ -186,12 +186,12 @@ def _ring(run: MicroBatch, q: int) -> list[Saved]:
     ]
     if run.layout.tp_x > 1:
         return saved + _gathered(run, "attention output", "a d", q)
-    # The other order of heads and tokens is another tensor.
+    # The other order of heads and tokens is a separate tensor.
     return [*saved, Saved("exchanged output", "[b, s, a d/t]", e * n * q)] if run.layout.ulysses > 1 else saved
 
 
 def scores(s: int) -> int:
-    """Scores of one head that attention written out computes: s s, less the blocks that only later tokens see.
+    """Return the scores per head that unfused attention computes: s s, except fully masked blocks.
 
     >>> scores(256), scores(1024) / 1024**2
     (65536, 0.625)
@@ -200,7 +200,7 @@ def scores(s: int) -> int:
 
 
 def blocks(s: int) -> list[tuple[int, int]]:
-    """Of attention written out: the queries of each block, and the keys that these see."""
+    """Return (queries of a block, keys that they attend to) of each block of unfused attention."""
     rows = max(_MIN_ROWS, -(-s // _MAX_BLOCKS))
     return [(min(rows, s - start), min(start + rows, s)) for start in range(0, s, rows)]
 
@@ -216,26 +216,30 @@ def _mlp(run: MicroBatch, width: int | None = None, number: int = 0) -> list[Sav
 
 
 def shared(run: MicroBatch) -> list[Saved]:
-    """What the experts that all tokens pass keep; their input may be the router's."""
+    """Return the saved tensors of shared experts; their input may be the router's."""
     of = experts_of(run.shape)
     saved = _mlp(run, of.shared * of.ffn) if of.shared else []
     return saved[1:] if _router_keeps_all(run) else saved
 
 
 def _router_keeps_all(run: MicroBatch) -> bool:
-    """Whether a router's input, if it is no copy in fp32, is memory of all tokens of the rank: of one sequence, a part
-    is a view of the whole, where of several it is a copy."""
+    """Return whether a router's input, unless copied to fp32, keeps the memory of all tokens of the rank.
+
+    A part of one sequence is a view of the full tensor; a part of several is a copy.
+    """
     layout = run.layout
     return run.exact == run.itemsize and (layout.tp == 1 or (not layout.sequence_parallel and layout.micro_batch == 1))
 
 
 @once
 def experts(run: MicroBatch) -> list[Saved]:
-    """A block with experts, with even routing and nothing dropped. Of the scores those of the gate top-k with softmax,
-    the others keep a few numbers of [b, s, E] more or less."""
+    """Return the saved tensors of an expert block, with even routing and no dropped tokens.
+
+    Scores are counted for the top-k gate with softmax; other gates differ by a few [b, s, E] tensors.
+    """
     of, layout, e, x = experts_of(run.shape), run.layout, run.itemsize, run.exact
     rows = routed_rows(run.shape, layout, run.s)
-    scores = layout.micro_batch * run.s * of.count  # of whole sequences, on every rank
+    scores = layout.micro_batch * run.s * of.count  # full sequences, on every rank
     h, f = run.shape.hidden, of.ffn // layout.expert_tensor
     inside = ("up", "gelu(up)") if run.shape.family == "gpt" else ("gate", "up", "silu(gate)", "silu(gate) up")
     own = run.tokens_here if _router_keeps_all(run) else rows.own
@@ -261,7 +265,7 @@ def experts(run: MicroBatch) -> list[Saved]:
 
 @once
 def context(run: MicroBatch) -> list[Saved]:
-    """What all layers of a stage share: rotary tables, and the mask where each core is computed again from it."""
+    """Return the saved tensors shared by all layers of a stage: rotary tables, and the mask if cores are recomputed."""
     shape, saved = run.shape, []
     if shape.family == "llama":
         saved.append(Saved("cos, sin", "[s, d/2]", 2 * run.itemsize * run.s_here * (shape.head_dim // 2)))
@@ -272,7 +276,7 @@ def context(run: MicroBatch) -> list[Saved]:
 
 @once
 def embedding(run: MicroBatch) -> list[Saved]:
-    """The look-up."""
+    """Return the saved tensors of the embedding look-up."""
     saved = [Saved("ids", "[b, s]", 8 * run.tokens)]
     if run.layout.tp > 1:
         saved.append(Saved("ids of other ranks", "[b, s]", run.tokens))
@@ -283,7 +287,7 @@ def embedding(run: MicroBatch) -> list[Saved]:
 
 @once
 def head(run: MicroBatch) -> list[Saved]:
-    """The final norm, the output matrix and the loss."""
+    """Return the saved tensors of the final norm, the output matrix and the loss."""
     n, rows = run.tokens, -(-run.shape.vocab // run.layout.tp)
     return [
         *_norm(run),
@@ -295,12 +299,12 @@ def head(run: MicroBatch) -> list[Saved]:
 
 
 def stage(run: MicroBatch, layers: Sequence[int], *, first: bool, last: bool) -> list[Saved]:
-    """All that one micro-batch keeps alive on a stage between its forward and its backward.
+    """Return all tensors that one micro-batch keeps alive on a stage between its forward and its backward.
 
-    Besides what autograd keeps these are the stage's input and output, where they are other tensors.
+    In addition to autograd's tensors, this includes the stage's input and output, if they are separate tensors.
 
     Args:
-        layers: their numbers.
+        layers: layer numbers.
     """
     saved = context(run) + (embedding(run) if first else []) + several(run, layers) + (head(run) if last else [])
     hidden = run.itemsize * run.tokens_here * run.hidden_here
@@ -312,7 +316,7 @@ def stage(run: MicroBatch, layers: Sequence[int], *, first: bool, last: bool) ->
 
 
 def of_layers(run: MicroBatch, layers: Sequence[int]) -> int:
-    """Bytes of `several`."""
+    """Return the bytes of `several`."""
     return sum([
         count * total(layer(run, sparse=sparse, skips=skips, number=number))
         for (sparse, skips, number), count in kinds(run, layers).items()
@@ -320,10 +324,10 @@ def of_layers(run: MicroBatch, layers: Sequence[int]) -> int:
 
 
 def several(run: MicroBatch, layers: Sequence[int]) -> list[Saved]:
-    """Some layers, without what all of a stage share: tensors of layers that are alike are one entry.
+    """Return the saved tensors of some layers, without those shared by a stage; equal layers share an entry.
 
     Args:
-        layers: their numbers.
+        layers: layer numbers.
     """
     return [
         Saved(what, shape, count * size)
@@ -334,7 +338,7 @@ def several(run: MicroBatch, layers: Sequence[int]) -> list[Saved]:
 
 @once
 def recomputed(run: MicroBatch, sparse: bool = False) -> int:
-    """Bytes that come back for one layer, the largest with experts or without, while its backward runs."""
+    """Return the recomputed bytes of one layer during its backward: the largest such layer, expert or dense."""
     if run.layout.recompute == "none":
         return 0
     alike = run.shape.experts is None and run.shape.depths is None and not run.told_apart
@@ -347,8 +351,7 @@ def recomputed(run: MicroBatch, sparse: bool = False) -> int:
 
 
 def kinds(run: MicroBatch, layers: Sequence[int]) -> Counter[tuple[bool, bool, int]]:
-    """How many of some layers there are of each kind: whether it has experts, whether only some tokens pass through it,
-    and which it is, where that matters."""
+    """Count layers by kind: (has experts, only some tokens pass through, layer number if relevant)."""
     shape = run.shape
     if shape.experts is None and shape.depths is None and not run.told_apart:
         return Counter({(False, False, 0): len(layers)} if layers else ())
@@ -358,11 +361,11 @@ def kinds(run: MicroBatch, layers: Sequence[int]) -> Counter[tuple[bool, bool, i
 def korthikanti(
     s: int, b: int, h: int, a: int, t: int = 1, *, sequence_parallel: bool = False, recompute: Recompute = "none"
 ) -> float:
-    """Bytes of one GPT layer's activations, 16-bit, with dropout (Korthikanti et al. 2022).
+    """Return the bytes of one GPT layer's activations, 16-bit, with dropout (Korthikanti et al. 2022).
 
-    Equation 1: s b h (34 + 5 a s/h). Equation 2, tensor parallel: s b h (10 + 24/t + 5 a s/(h t)). Equation 4, sequence
-    parallel too: the first over t. Selective recomputation leaves out the second term (section 5; equation 6, with
-    t: 34 s b h/t), full recomputation keeps the input alone: 2 s b h (table 2).
+    Equation 1: s b h (34 + 5 a s/h). Equation 2, tensor parallel: s b h (10 + 24/t + 5 a s/(h t)). Equation 4, with
+    sequence parallelism: the first over t. Selective recomputation removes the second term (section 5; equation 6, with
+    t: 34 s b h/t), full recomputation keeps only the input: 2 s b h (table 2).
 
     >>> korthikanti(2048, 1, 12288, 96) / (2048 * 12288)  # GPT-3: 34 + 80
     114.0

@@ -1,9 +1,8 @@
-"""Bytes that are alive between the two halves of a backward, where a schedule splits it
-(`shoal.engine.parallel.weight_grad`).
+"""Bytes alive between the two halves of a split backward (`shoal.engine.parallel.weight_grad`).
 
-The first half makes the gradients of activations and lets go of what the forward kept, but for both factors of each
-weight's gradient: the input of every product, and the gradient of its result. With these the second half does without
-what came between them, and with recomputation they are more than the forward had kept.
+The first half computes activation gradients and frees the saved tensors, except both factors of each weight gradient:
+the input of every product, and the gradient of its output. The second half needs nothing else. With recomputation,
+these factors exceed what the forward had saved.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from shoal.planning.cost.parameters import StagePart
 
 
 def between(run: MicroBatch, part: StagePart) -> int:
-    """Of one micro-batch on a stage."""
+    """Return the bytes of one micro-batch on a stage."""
     shape, total = run.shape, 0
     for (sparse, skips, number), count in activations.kinds(run, part.layers).items():
         through = replace(run, s=depths_of(shape).taken(run.s)) if skips else run
@@ -33,19 +32,19 @@ def _layer(run: MicroBatch, sparse: bool, number: int) -> list[Saved]:
     width = shape.heads * shape.head_dim // y
     keys = shape.kv_heads * shape.head_dim // min(y, shape.kv_heads)
     projections = [f"attention.{name}" for name in "qkv"]
-    alone = y > shape.kv_heads  # keys and values, whose weights then lie elsewhere than the queries'
+    alone = y > shape.kv_heads  # key/value weights are then distributed differently from the queries'
     found = _product(run, "attention", number, projections, h, width + 2 * keys, joined=not alone and x == 1)
     found += _product(run, "attention output", number, ["attention.out"], width, h)
     return found + _behind(run, sparse, number)
 
 
 def layer(run: MicroBatch, sparse: bool) -> int:
-    """Of one layer."""
+    """Return the bytes of one layer."""
     return activations.total(_layer(run, sparse, 0))
 
 
 def behind_attention(run: MicroBatch, sparse: bool) -> int:
-    """Of one layer's norm and feed-forward block."""
+    """Return the bytes of one layer's second norm and feed-forward block."""
     return activations.total(_behind(run, sparse, 0))
 
 
@@ -54,7 +53,7 @@ def _behind(run: MicroBatch, sparse: bool, number: int) -> list[Saved]:
 
 
 def block(run: MicroBatch, width: int, number: int = 0) -> list[Saved]:
-    """Of a feed-forward block, and its width."""
+    """Return the tensors of a feed-forward block of this width."""
     f, h, gpt = width // run.layout.tp_y, run.hidden_here, run.shape.family == "gpt"
     into = ["mlp.up"] if gpt else ["mlp.gate", "mlp.up"]
     found = _product(run, "mlp", number, into, h, f * len(into), joined=not gpt)
@@ -64,11 +63,11 @@ def block(run: MicroBatch, width: int, number: int = 0) -> list[Saved]:
 def _product(
     run: MicroBatch, what: str, number: int, names: list[str], into: int, out: int, *, joined: bool = False
 ) -> list[Saved]:
-    """Of products of one input.
+    """Return the tensors of products with one input.
 
     Args:
-        into, out: numbers of a token, in the input and in all results.
-        joined: the results' gradients are put together for one product, while biases still need each of them.
+        into, out: elements per token, in the input and in all outputs.
+        joined: output gradients are concatenated for one product, while biases still need each of them.
     """
     e, n = run.itemsize, run.tokens
     names = [f"layers.{number}.{name}" for name in names]
@@ -100,6 +99,6 @@ def _embedding(run: MicroBatch) -> int:
 
 @once
 def head(run: MicroBatch) -> int:
-    """The input of the output matrix, and the gradient of the logits."""
+    """Return the bytes of the output matrix's input and of the logits' gradient."""
     rows = -(-run.shape.vocab // run.layout.tp)
     return run.itemsize * run.tokens * (run.shape.hidden + rows)

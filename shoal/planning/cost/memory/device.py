@@ -1,4 +1,4 @@
-"""What a process has of an accelerator's memory besides what torch's allocator keeps."""
+"""Device memory of a process outside torch's allocator."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from shoal.spec.catalog.calibration import Calibration
 
 V = TypeVar("V", float, np.ndarray)
 GB = 1e9
-SEEN = 80e9  # bytes of the accelerators whose failed runs `context` was fitted to
+SEEN = 80e9  # memory in bytes of the accelerators whose failed runs `context` was fitted to
 
 
 def outside(memory: V, calibration: Calibration) -> V:
-    """Bytes that a process needs beside what torch's allocator reserves, on accelerators of so many bytes.
+    """Return the bytes that a process needs outside torch's allocator, for accelerators with this memory.
 
-    On smaller ones than those that it was fitted to no larger a part of them: most of it is what estimates miss of a
-    peak, which is the smaller the less there is to fill (docs/validate.md).
+    On accelerators smaller than the fitted ones, the fraction of memory stays constant: most of it is the estimates'
+    error of a peak, which shrinks with the memory to fill (docs/validate.md).
     """
     return calibration.numbers["context"] * GB * np.minimum(1.0, memory / SEEN)

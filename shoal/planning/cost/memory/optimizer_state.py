@@ -1,4 +1,4 @@
-"""The optimizer's states of a rank's shards, to the byte: each rule keeps what `shoal.engine.optim` has it keep."""
+"""Exact bytes of optimizer states of a rank's shards, for each optimizer of `shoal.engine.optim`."""
 
 from __future__ import annotations
 
@@ -13,49 +13,51 @@ from shoal.engine.optim.orthogonal import APART, AT_ONCE, orthogonal_flops
 from shoal.planning.cost.buckets import Bucket, Filled, Size
 from shoal.planning.cost.parameters import LocalParameter
 
-STATES = {  # per element
+STATES = {  # bytes per element
     "sgd": 0, "momentum": 1, "adagrad": 1, "adam": 2, "adamw": 2, "radam": 2, "sage": 3, "sophia-g": 2, "sophia-h": 2,
 }  # fmt: skip
-BLOCK, SMALLEST = 256, 4096  # adam8bit: elements of one scale, and of the smallest parameter that is quantised
+BLOCK, SMALLEST = 256, 4096  # adam8bit: elements per scale, and of the smallest quantised parameter
 
 
 class Orthogonal(NamedTuple):
-    """What muon makes orthogonal in an update, of all ranks that hold parts of the same parameters.
+    """Matrices that Muon orthogonalises in an update, over all ranks that hold parts of the same parameters.
 
     Attributes:
-        elements: of all matrices.
-        matrices: how many there are of each shape.
+        elements: total elements.
+        matrices: number of matrices of each shape.
     """
 
     elements: int
     matrices: tuple[tuple[tuple[int, int], int], ...]
 
     def busiest(self, ranks: int, *, wide: bool) -> float:
-        """FLOPs of the rank that has most to do, of so many: its share, or a matrix that is more. No less than this,
-        and hardly more where there are many matrices, as the largest are given away first (Graham 1969)."""
+        """Return a tight lower bound of the FLOPs of the busiest rank: its share, or the largest matrix.
+
+        With many matrices the true value is hardly larger, as the largest are assigned first (Graham 1969).
+        """
         each = [(orthogonal_flops(shape, wide=wide), count) for shape, count in self.matrices]
         return max(sum(flops * count for flops, count in each) / ranks, max(each, default=(0,))[0])
 
 
 class Moments:
-    """Counts the bytes of the states, stage by stage.
+    """Counts the bytes of optimizer states, stage by stage.
 
     Args:
-        optimizer: its name in the config.
-        itemsize: of a number of its states.
+        optimizer: name in the config.
+        itemsize: bytes per element of its states.
     """
 
     def __init__(self, optimizer: str, itemsize: int):
         self.optimizer, self.itemsize, self.bytes = optimizer, itemsize, 0
-        self.factored: set[str] = set()  # counted of those that two stages of a rank may both have
-        self._matrices: list[tuple[int, ...]] = []  # muon: whole shapes of what it makes orthogonal
+        self.factored: set[str] = set()  # parameters already counted, which two stages of a rank may share
+        self._matrices: list[tuple[int, ...]] = []  # Muon: global shapes of orthogonalised matrices
 
     def add(self, stage: Filled, chunks: Sequence[int], index: Mapping[bool, int]) -> None:
-        """Those of one rank's shard of each bucket of a stage.
+        """Add the states of one rank's shard of each bucket of a stage.
 
         Args:
             chunks: elements of a shard of each kind of bucket.
-            index: which shard it is, of experts' buckets (True) and of the others.
+            index: shard index, for expert buckets (True) and others (False).
         """
         each = [self._share(size, chunk, index[size.expert]) for size, chunk in zip(stage.sizes, chunks, strict=True)]
         self.bytes += sum(count * share for count, share in zip(stage.counts, each, strict=True) if share is not None)
@@ -66,9 +68,11 @@ class Moments:
 
     @property
     def passing(self) -> int:
-        """Bytes that an update has besides while it goes on, at most. muon: the buffer between the ranks, the matrices
-        of a turn (`shoal.engine.optim.muon_distribution`), and two copies of the largest and three as large as its
-        product with itself."""
+        """Maximum extra bytes during an update.
+
+        For Muon: the communication buffer, the matrices of a round (`shoal.engine.optim.muon_distribution`), two copies
+        of the largest matrix, and three of the size of its product with itself.
+        """
         sides = [(n * m, min(n, m)) for *_, n, m in self._matrices]
         largest, side = max(sides, default=(0, 0))
         product = side * (side + APART)
@@ -78,7 +82,7 @@ class Moments:
 
     @property
     def orthogonal(self) -> Orthogonal:
-        """muon: the matrices of the stages."""
+        """Matrices of the stages that Muon orthogonalises."""
         found: Counter[tuple[int, int]] = Counter()
         for *stack, n, m in self._matrices:
             found[n, m] += math.prod(stack)
@@ -86,13 +90,15 @@ class Moments:
 
     @property
     def estimating(self) -> int:
-        """Bytes that an estimate of the curvature has besides while its backward goes on. sophia-h: the weights and the
-        gradients of the pass before (`shoal.training.step.curvature`), two numbers for each element as its states
-        are."""
+        """Extra bytes during the backward of a curvature estimate.
+
+        For sophia-h: the weights and the gradients of the previous pass (`shoal.training.step.curvature`), two values
+        per element like its states.
+        """
         return self.bytes if self.optimizer == "sophia-h" else 0
 
     def _share(self, size: Size, chunk: int, index: int) -> int | None:
-        """Bytes of a shard where every element has as many; None where that is not so."""
+        """Return the bytes of a shard if every element has equally many; otherwise None."""
         if self.optimizer not in STATES or size.elements != size.allocated:
             return None
         here = min(size.elements, (index + 1) * chunk) - min(size.elements, index * chunk)
@@ -119,29 +125,29 @@ class Moments:
         return STATES.get(self.optimizer, 2)
 
     def _factored(self, held: LocalParameter, elements: int) -> int:
-        """Adafactor: row and column sums of matrices, whole on every holder; else a number for each element."""
+        """Return Adafactor's bytes: full row and column sums of matrices; otherwise one value per element."""
         if len(held.whole) < 2:
             return elements
-        known = held.alone and held.name in self.factored  # layers that are alike have one name here
+        known = held.alone and held.name in self.factored  # equal layers have the same name here
         self.factored.add(held.name)
         *experts, n, m = held.whole
         return 0 if known else math.prod(experts) * (n + m)
 
 
 def least(optimizer: str, itemsize: int) -> int:
-    """Bytes of the states of any element at least, wherever its bucket is cut."""
+    """Return the minimum bytes of states per element, for any bucket boundaries."""
     if optimizer == "adam8bit":
-        return 2  # its codes
+        return 2  # 8-bit codes
     return itemsize * {**STATES, "muon": 1, "adafactor": 0}[optimizer]
 
 
 def _hidden(held: LocalParameter) -> bool:
-    """muon: whether it makes a parameter orthogonal, as it has it (`shoal.engine.optim.muon.is_hidden_matrix`)."""
+    """Return whether Muon orthogonalises a parameter (`shoal.engine.optim.muon.is_hidden_matrix`)."""
     return len(held.whole) > 1 and held.name.startswith("layers.")
 
 
 def _scales(held: LocalParameter, first: int, stop: int) -> int:
-    """adam8bit: blocks, whole or cut, in some elements of a parameter."""
+    """Return the number of adam8bit blocks, full or partial, in some elements of a parameter."""
     count = 0
     for _, local in flat_range(held.box.shape, first, stop):
         box = local.within(held.box)
@@ -153,6 +159,6 @@ def _scales(held: LocalParameter, first: int, stop: int) -> int:
 
 
 def in_order(bucket: Bucket) -> list[LocalParameter]:
-    """As `shoal.engine.parallel.zero.bucket` does."""
+    """Return the parameters in the order of `shoal.engine.parallel.zero.bucket`."""
     held = [held for members in bucket for held in members.held]
     return sorted(held, key=lambda held: (held.partial, held.copies, len(held.whole) > 1))

@@ -1,8 +1,8 @@
-"""The memory of many runs at once, in closed form, as training software of some kind keeps it.
+"""Memory of many runs at once, in closed form, for published training software.
 
-Of shoal's own engine `shoal.planning.cost.memory.state` and `shoal.planning.cost.memory.activations` say it to the
-byte; this is for what others publish, and for searches: states by ZeRO's accounting, activations by Korthikanti et al.
-2022 with the terms of the software.
+`shoal.planning.cost.memory.state` and `shoal.planning.cost.memory.activations` have the exact bytes of shoal's own
+engine. This module covers published results of other software, and searches: states by ZeRO's accounting, activations
+by Korthikanti et al. 2022 with software-specific terms.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from shoal.planning.cost.time.kernels import E, Kernels
 from shoal.planning.cost.time.step import share_of, stages_of, weights_on_rank
 from shoal.spec.catalog.calibration import Calibration
 
-OPTIMIZER = 12.0  # bytes of each parameter: weights in fp32 and Adam's two moments
+OPTIMIZER = 12.0  # bytes per parameter: weights in fp32 and Adam's two moments
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes on a rank at the worst time of a step; arrays with one entry for each run.
+    """Peak bytes on a rank during a step; arrays with one entry per run.
 
     Attributes:
-        allocated: by tensors, on the fullest pipeline rank.
-        reserved: by torch's allocator, with what it leaves unused, on the one that has most.
-        first_reserved: the same of the first pipeline rank.
-        process: reserved, with the context and libraries: what `nvidia-smi` shows.
-        needed: of these, without what the allocator takes back before it says that there is no memory.
-        capacity: of the accelerator, as far as a process can have it.
+        allocated: allocated by tensors, on the fullest pipeline rank.
+        reserved: reserved by torch's allocator, including unused blocks, on the fullest pipeline rank.
+        first_reserved: reserved on the first pipeline rank.
+        process: reserved plus context and libraries: the value in `nvidia-smi`.
+        needed: like ``process``, without what the allocator reclaims before it reports out of memory.
+        capacity: accelerator memory available to a process.
     """
 
     allocated: np.ndarray
@@ -42,12 +42,12 @@ class Footprint:
 
     @property
     def fits(self) -> np.ndarray:
-        """Whether it runs."""
+        """True if the run fits in memory."""
         return self.needed <= self.capacity
 
 
 def footprint(runs: Runs, constants: Calibration) -> Footprint:
-    """The memory of every run."""
+    """Return the memory of every run."""
     r, c = runs, constants.numbers
     k, stages, alone = Kernels(r, constants), stages_of(r), r.pp == 1
     kept, again = _layer(k)
@@ -66,19 +66,19 @@ def footprint(runs: Runs, constants: Calibration) -> Footprint:
 
 
 def _gathered(k: Kernels) -> np.ndarray:
-    """Bytes of one whole tensor of [b, s, h] where sequence parallelism splits those between its collectives."""
+    """Return the bytes of one full [b, s, h] tensor, if sequence parallelism splits it between collectives."""
     r = k.runs
     return np.where((r.tp > 1) & (r.sequence_parallel > 0), E * r.tokens * r.hidden, 0.0)
 
 
 def _unread(k: Kernels, layers: np.ndarray, alive: np.ndarray) -> np.ndarray:
-    """Bytes of freed tensors in the layers of a stage that collectives are still to read.
+    """Return the bytes of freed tensors in a stage's layers that pending collectives still read.
 
-    Tensors that go to another stream can be used again only when the device has come to them
-    (`torch.Tensor.record_stream`), and the host goes on allocating meanwhile. It is ahead of the device by all that a
-    stage launches before it first waits for another, which is all but two of the micro-batches in flight, and by what
-    the device takes longer for than the host: after one whole micro-batch by four times as much as after a forward.
-    Launches wait in a queue, which is full at some point.
+    Tensors used by another stream can be reused only when the device has finished with them
+    (`torch.Tensor.record_stream`), while the host keeps allocating. The host is ahead of the device by everything that
+    a stage launches before its first wait for another stage, which is all but two of the micro-batches in flight, and
+    by the excess of device time over host time: after a full micro-batch, four times that of a forward. The launch
+    queue limits the lead.
     """
     r = k.runs
     lead = np.maximum(1 - k.launches / k.forward, 0.0) * np.where(r.microbatches > r.pp, 4.0, 1.0)
@@ -87,7 +87,7 @@ def _unread(k: Kernels, layers: np.ndarray, alive: np.ndarray) -> np.ndarray:
 
 
 def _layer(k: Kernels) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes that one micro-batch keeps of a layer, and those that come back while its backward computes them again."""
+    """Return the bytes that one micro-batch saves per layer, and the bytes recomputed during its backward."""
     r, (q, kv) = k.runs, k.widths
     between, inputs = k.tokens_between, np.where(r.gathers_kept > 0, r.tokens, k.tokens_between)
     norms = k.of("kept_hidden", "software") + k.constants["kept_norm"] * (1 - r.fused_norm)
@@ -100,7 +100,7 @@ def _layer(k: Kernels) -> tuple[np.ndarray, np.ndarray]:
     whole = hidden + heads + softmax + E * inside * r.tokens * r.ffn * r.active / r.tp
     mode = r.code("recompute")
     start = E * between * r.hidden
-    # Of queries, keys, values, output, gate, up, down every second one from the first; and what attention's core made.
+    # Every second product of (q, k, v, output, gate, up, down), starting with q; and the attention core's output.
     products = E * (r.tokens * (2 * q + kv + r.ffn * r.active / r.tp) + r.gated * between * r.hidden)
     kept = np.choose(mode, [whole, whole - softmax, start, start + products + 4 * r.tokens * r.heads / r.tp])
     return kept, np.where(mode >= 2, whole, 0.0)
@@ -110,16 +110,16 @@ def _rank(
     k: Kernels, layers: np.ndarray, ends: np.ndarray | int, alive: np.ndarray, kept: np.ndarray,
     beside: np.ndarray,
 ) -> np.ndarray:
-    """[3, runs] bytes allocated and reserved on a rank of a stage, and needed (`Footprint`).
+    """Return the bytes allocated, reserved and needed (`Footprint`) on a rank of a stage. [3, runs]
 
-    Holes between blocks come about where forwards follow backwards: until then all is freed in the order in which it
-    was made. Where memory ends, the allocator waits for all that is unread (pytorch/pytorch#19222).
+    Fragmentation occurs if forwards follow backwards; before that, memory is freed in allocation order. When memory
+    runs out, the allocator waits for all pending reads (pytorch/pytorch#19222).
 
     Args:
-        ends: of the model's, on the rank.
+        ends: model ends on the rank.
         alive: micro-batches.
-        kept: of each, bytes of a layer.
-        beside: bytes that come and go.
+        kept: bytes saved per layer and micro-batch.
+        beside: transient bytes.
     """
     r, c = k.runs, k.constants
     layer, end = weights_on_rank(r)

@@ -1,4 +1,4 @@
-"""What pipeline stages of a run hold: between steps, of each micro-batch, and at the worst time of a backward."""
+"""Memory of a run's pipeline stages: between steps, per micro-batch, and at the peak of a backward."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ T = TypeVar("T")
 
 
 class When(NamedTuple):
-    """A pass of a stage, and what came before it on its rank, which decides what is whole meanwhile.
+    """A pass of a stage and its history on the rank, which determine the unsharded tensors at that time.
 
     Attributes:
-        kind: what it is.
-        nth: micro-batches for which the stage has made the gradients of its weights: none, one, or more.
-        others: for which the rank's other stages have.
-        after: whether the stage's pass before was a forward; second halves of backwards do not count.
-        gathered: of how many of the other stages it was one: of none, of some, or of every one.
+        kind: kind of the pass.
+        nth: micro-batches with finished weight gradients on the stage: none, one, or more.
+        others: the same for the rank's other stages.
+        after: the stage's previous pass was a forward; second halves of backwards do not count.
+        gathered: how many of the other stages last ran a forward: none, some, or all.
     """
 
     kind: Half
@@ -47,20 +47,20 @@ class When(NamedTuple):
 
 
 TIMES = [When(*of) for of in product(PASSES, range(NTH), range(NTH), (False, True), (NONE, SOME, EVERY))]
-"""All that there are, in the order of `shoal.pipeline.simulator.columns.before_backwards`."""
+"""All possible times, in the order of `shoal.pipeline.simulator.columns.before_backwards`."""
 PASSING = ("micro_batch", "tp", "tp_x", "sequence_parallel", "cp", "ulysses", "ep", "etp", "recompute")
-"""All of a layout that changes what a micro-batch keeps on a stage, and what its backward needs besides."""
+"""Layout fields that affect a micro-batch's activations on a stage and the working memory of its backward."""
 
 Alive = Mapping[When, float]
-"""Bytes of activations, at most, when a pass of a stage begins, or a forward ends: at those times that there are."""
+"""Maximum bytes of activations at the start of a pass or the end of a forward, for the times that occur."""
 
 Kinds = tuple[tuple[tuple[bool, bool], int], ...]
-"""How many layers are of each kind: (with experts, through which only some tokens pass)."""
+"""Number of layers of each kind: (has experts, only some tokens pass through)."""
 
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """Bytes on a rank at the worst time of a step, by what holds them."""
+    """Peak bytes on a rank during a step, by use."""
 
     parameters: float
     gradients: float
@@ -73,26 +73,26 @@ class PeakMemory:
 
     @property
     def allocated(self) -> float:
-        """By tensors: `torch.cuda.max_memory_allocated`."""
+        """Bytes allocated by tensors: `torch.cuda.max_memory_allocated`."""
         return self.reserved - self.reserve
 
     @property
     def reserved(self) -> float:
-        """From the device, with what the allocator and libraries keep."""
+        """Bytes taken from the device, including the allocator's cache and libraries."""
         return sum(vars(self).values())
 
 
 def alive_at(most: Sequence[float], times: Sequence[When] = TIMES) -> Alive:
-    """One stage's, of a number for each of some times, -inf where there is no such."""
+    """Build one stage's map from an array of bytes by time; -inf marks times that do not occur."""
     return {when: there for when, there in zip(times, most, strict=True) if there >= 0}
 
 
 class StageMemory:
-    """The bytes of single stages of a run, whatever the order is in which micro-batches go through them.
+    """Memory of the single stages of a run, for any order of micro-batches.
 
     Args:
-        run: whose layout and schedule have been checked, and fill the cluster.
-        known: what was counted of stages, by all that decides it; those of other layouts of the same run may share it.
+        run: a run with a checked layout and schedule that fills the cluster.
+        known: cache of stage counts; runs that differ only in layout may share it.
     """
 
     def __init__(self, run: EstimatedRun, known: dict | None = None):
@@ -106,28 +106,28 @@ class StageMemory:
         ))  # fmt: skip
 
     def once(self, key: Hashable, count: Callable[[], T]) -> T:
-        """What is counted, once for all runs that share `known` and have this key."""
+        """Return a cached count; all runs that share `known` share it by key."""
         if key not in self.known:
             self.known[key] = count()
         return self.known[key]
 
     def sparse(self, part: StagePart) -> int:
-        """Layers of a stage that have experts."""
+        """Return the number of expert layers of a stage."""
         return 0 if self.run.shape.experts is None else sum(self.run.shape.sparse(layer) for layer in part.layers)
 
     def kinds(self, part: StagePart) -> Kinds:
-        """How many layers of a stage there are with experts or without, through which all tokens pass or some."""
+        """Return the number of a stage's layers by kind: expert or dense, for all tokens or some."""
         shape = self.run.shape
         if shape.experts is None and shape.depths is None:
             return (((False, False), len(part.layers)),)
         return tuple(sorted(Counter((shape.sparse(i), shape.skips(i)) for i in part.layers).items()))
 
     def _layers(self, part: StagePart) -> tuple[Kinds, int] | Sequence[int]:
-        """All of a stage's layers that changes what passes through it."""
+        """Return the properties of a stage's layers that affect its passes, as a cache key."""
         return part.layers if self.forward.told_apart else (self.kinds(part), self._begins(part))
 
     def _begins(self, part: StagePart) -> int:
-        """Where among those with experts and those without a stage's layers begin, which says their order."""
+        """Return the position of a stage's first layer in the order of kinds of layers."""
         experts = self.run.shape.experts
         return part.layers[0] % experts.every if experts and part.layers else 0
 
@@ -135,7 +135,7 @@ class StageMemory:
 
     @cached_property
     def holding(self) -> tuple:
-        """All of a layout that changes what a stage holds between steps."""
+        """Layout fields that affect a stage's memory between steps."""
         layout = self.run.layout
         experts = layout.expert_shape[2] if self.run.shape.experts else 1
         return (
@@ -144,7 +144,7 @@ class StageMemory:
         )  # fmt: skip
 
     def state_of(self, parts: Sequence[StagePart]) -> StateBytes:
-        """Of some stages together, counted once for those that are alike."""
+        """Return the state bytes of some stages together, cached for equal stages."""
         key = (
             self.holding,
             *((self.kinds(part), self._begins(part), part.first, part.last, part.shared) for part in parts),
@@ -153,19 +153,21 @@ class StageMemory:
         return self.once(key, lambda: state_bytes(run.shape, run.layout, run.policy, run.optimizer, parts))
 
     def elements_of(self, part: StagePart) -> tuple[int, int]:
-        """Parameters of a stage, padding and experts left out; and those of experts. Counted once for those alike."""
+        """Return a stage's parameters without padding: non-expert and expert parameters. Cached for equal stages."""
         split = tuple(getattr(self.run.layout, name) for name in SPLITTING)
         key = ("elements", split, self.kinds(part), part.first, part.last, part.shared)
         return self.once(key, lambda: elements_of(self.run.shape, self.run.layout, part, 0, 0, 0))
 
     def passing_of(self, part: StagePart) -> Passing:
-        """Of one stage, what is whole for a while in a backward, counted once for those that are alike."""
+        """Return the unsharded tensors of one stage's backward, cached for equal stages."""
         key = ("passing", self.holding, self.kinds(part), self._begins(part), part.first, part.last, part.shared)
         return self.once(key, lambda: passing_bytes(self.run.shape, self.run.layout, self.run.policy, part))
 
     def messages_of(self, part: StagePart, zero: int) -> tuple[int, int]:
-        """In how many messages a stage's parameters are gathered, or their gradients reduced, under a stage of ZeRO:
-        experts have their own, which come second.
+        """Return the number of messages that gather a stage's parameters or reduce their gradients.
+
+        Returns:
+            The messages of non-expert and of expert parameters, for this ZeRO stage.
         """
         layout = self.run.layout
         split = (layout.bucket_bytes, *(getattr(layout, name) for name in SPLITTING))
@@ -183,11 +185,11 @@ class StageMemory:
 
     @cached_property
     def passing(self) -> tuple:
-        """The values of `PASSING`."""
+        """Values of the fields `PASSING`."""
         return tuple(getattr(self.run.layout, name) for name in PASSING)
 
     def kept_of(self, part: StagePart) -> int:
-        """Bytes that one micro-batch keeps alive on a stage, counted once for those that are alike."""
+        """Return the bytes that one micro-batch keeps alive on a stage, cached for equal stages."""
         key = ("kept", self.passing, self._layers(part), part.first, part.last)
         return self.once(key, lambda: activations.total(
             activations.stage(self.forward, part.layers, first=part.first, last=part.last)
@@ -195,22 +197,22 @@ class StageMemory:
 
     @property
     def message(self) -> int:
-        """Bytes that one micro-batch has between two stages."""
+        """Bytes of one micro-batch between two stages."""
         return self.forward.itemsize * self.forward.tokens_here * self.forward.hidden_here
 
     def between_of(self, part: StagePart) -> int:
-        """Bytes of one micro-batch that are alive on a stage between the halves of its backward."""
+        """Return the bytes of one micro-batch between the halves of its backward on a stage."""
         key = ("between", self.passing, self._layers(part), part.first, part.last)
         return self.once(key, lambda: between(self.forward, part))
 
     def memory_of(
         self, parts: Sequence[StagePart], alive: Sequence[Alive], versions: int = 1
     ) -> PeakMemory:
-        """Of a rank that holds some stages, at its worst time.
+        """Return the peak memory of a rank that holds some stages.
 
         Args:
-            alive: of each stage.
-            versions: of the weights.
+            alive: activations alive on each stage.
+            versions: weight versions.
         """
         run, state, found = self.run, self.state_of(parts), []
         each = [self.passing_of(part) for part in parts]
@@ -226,7 +228,7 @@ class StageMemory:
                 holes = self.fragmentation * (most + self.most(part, when.kind))
                 found.append((most, gathered + kept[when.gathered], passing + going[when.others], holes))
         most, gathered, passing, holes = max(found, key=sum)
-        buffers = max(passing + state.estimating, state.updating - most - gathered)  # which an update comes after
+        buffers = max(passing + state.estimating, state.updating - most - gathered)  # the update comes after them
         held = (
             state.parameters, state.gradients, state.optimizer, most, gathered, buffers,
             (versions - 1) * state.elements * run.policy.compute.itemsize,
@@ -234,7 +236,7 @@ class StageMemory:
         return PeakMemory(*held, float(self.unused + holes))
 
     def _told_apart(self, alive: Alive, stays: int, going: Sequence[int], kept: Sequence[int]) -> Alive:
-        """The most that is alive at those of its times at which gradients or gathered parameters differ."""
+        """Merge times with equal gradients and gathered parameters, keeping the maximum alive."""
         of_stage, of_others, others_kept = self.run.layout.zero >= 2, any(going), any(kept)
         found: dict[When, float] = {}
         for (kind, nth, others, after, gathered), most in alive.items():
@@ -243,23 +245,27 @@ class StageMemory:
         return found
 
     def working(self, parts: Sequence[StagePart]) -> int:
-        """The most bytes that come and go while a backward runs on a rank, less what it has freed by then; or if that
-        is less, the first half of one; on the stage that needs least. Not less than 0, which is where it begins."""
+        """Return a lower bound (at least 0) of the net transient bytes of a backward on a rank.
+
+        The bound is the minimum over its stages, and over a full backward and the first half of one.
+        """
         return max(0, min([self.most(part, kind) for part in parts for kind in PASSES[:2]]))
 
     def most(self, part: StagePart, kind: Half) -> int:
-        """The most bytes that come and go in a pass of one stage, found once for those that are alike."""
+        """Return the maximum transient bytes in a pass of one stage, cached for equal stages."""
         key = ("most", kind, self.passing, self._layers(part), part.first, part.last)
         return self.once(key, lambda: max(moment.bytes for moment in self._moments(part, kind)))
 
     def _times(
         self, part: StagePart, there: Passing, kind: Half, stays: int
     ) -> list[tuple[Sequence[int], int, Sequence[int]]]:
-        """At each moment of a pass, also where it comes again in a layer below: bytes of gathered parameters of the
-        stage, as `Time` has them; those that come and go; and those of whole gradients, by micro-batch.
+        """Return the bytes at each moment of a pass, also if the moment recurs in a lower layer.
+
+        Each entry has the gathered parameters of the stage (see `Time`), the transient bytes, and the unsharded
+        gradients by micro-batch.
 
         Args:
-            stays: of its parameters from a forward until its backward.
+            stays: bytes of its parameters that stay gathered from a forward until its backward.
         """
         found: list[tuple[Sequence[int], int, Sequence[int]]] = []
         for moment in self._moments(part, kind):
@@ -271,15 +277,15 @@ class StageMemory:
                           for turn in there.layers if turn.sparse == moment.sparse]  # fmt: skip
             for gone, time in places:
                 gathered = (0, stays) if kind == "weight" or moment.where == "loss" else time.parameters
-                if kind == "forward":  # in a layer, or as it ends
+                if kind == "forward":  # in a layer, or at its end
                     gathered = (time.parameters if moment.where == "layer" else there.stays)[1:] * 2
-                # Weights' gradients are made in a whole backward, or in its second half.
+                # A full backward or its second half creates weight gradients.
                 made = there.carried if kind in ("input", "forward") else time.gradients
                 found.append((gathered, moment.bytes - gone, made))
         return found
 
     def _above(self, part: StagePart, done: int, kind: Half) -> int:
-        """Of a micro-batch, bytes that so many layers have let go of."""
+        """Return the bytes freed after the backward of the last ``done`` layers of one micro-batch."""
         if not done:
             return 0
         key = ("above", kind, self.passing, self._layers(part), done)
@@ -287,55 +293,59 @@ class StageMemory:
 
     @staticmethod
     def _stays(there: Passing, alive: Alive) -> int:
-        """Bytes of a stage's parameters that are gathered from a forward until its backward."""
+        """Return the bytes of a stage's parameters that stay gathered from a forward until its backward."""
         backward_follows = all(when.after for when in alive if when.kind in ("whole", "input"))
         return there.stays[backward_follows]
 
     @staticmethod
     def _of_others(passing: Sequence[Passing], stays: Sequence[int], i: int) -> tuple[list[int], list[int]]:
-        """Bytes that a rank's other stages have meanwhile: of gradients whose reduction is on its way, by micro-batch;
-        and of gathered parameters, where none of them waits for its backward, where some do, and where each does."""
+        """Return the bytes of a rank's other stages at this time.
+
+        Returns:
+            Gradients being reduced, by micro-batch; and gathered parameters if none of these stages waits for its
+            backward, if some do, and if all do.
+        """
         going = [sum(at.carried[nth] for j, at in enumerate(passing) if j != i) for nth in range(NTH)]
         each = [kept for j, kept in enumerate(stays) if j != i]
         return going, [0, sum(each) - min(each, default=0), sum(each)]
 
     def _moments(self, part: StagePart, kind: Half) -> list[Moment]:
-        """Of a backward or of a half of one, found once for stages that are alike."""
+        """Return the moments of a backward or of a half of one, cached for equal stages."""
         key = ("moments", kind, self.passing, self._layers(part), part.first, part.last)
         return self.once(key, lambda: moments(self.forward, part, kind))
 
     @cached_property
     def unused(self) -> float:
-        """Bytes that libraries and the process keep of a device."""
+        """Bytes of a device used by libraries and the process."""
         return unused_of(self.run.cluster, self.calibration)
 
     @cached_property
     def capacity(self) -> float:
-        """Bytes of a device that a process can have: what is sold as 80 GB has 80 GiB."""
+        """Bytes of a device available to a process; a device sold as 80 GB has 80 GiB."""
         return capacity_of(self.run.cluster, self.calibration)
 
     def with_holes(self, alive: float) -> float:
-        """Bytes that the allocator reserves for so many in activations."""
+        """Return the bytes that the allocator reserves for this many bytes of activations."""
         return (1 + self.fragmentation) * alive
 
     @cached_property
     def fragmentation(self) -> float:
-        """Of the bytes that come and go, how many the allocator has besides."""
+        """Bytes that the allocator reserves in excess, relative to the transient bytes."""
         return fragmentation_of(self.calibration)
 
 
 def capacity_of(cluster: Cluster, calibration: Calibration) -> float:
-    """Bytes of a cluster's device that a process can have."""
+    """Return the bytes of a cluster's device available to a process."""
     return cluster.memory_bytes * (calibration.numbers["usable"] if cluster.accelerator.devices else 1.0)
 
 
 def unused_of(cluster: Cluster, calibration: Calibration) -> float:
-    """Bytes that libraries and the process keep of a cluster's device."""
+    """Return the bytes of a cluster's device used by libraries and the process."""
     if not cluster.accelerator.devices:
         return 0.0
     return calibration.numbers["base"] * GB + outside(cluster.memory_bytes, calibration)
 
 
 def fragmentation_of(calibration: Calibration) -> float:
-    """Of the bytes that come and go, how many the allocator has besides."""
+    """Return the allocator's excess bytes relative to the transient bytes."""
     return calibration.tables["fragmentation"][list(software_table()).index("shoal")]

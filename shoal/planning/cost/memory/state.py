@@ -1,13 +1,13 @@
-"""Bytes that stay on a rank from step to step: parameters, gradients and optimizer states, to the byte.
+"""Exact bytes that persist between steps on a rank: parameters, gradients and optimizer states.
 
-What `shoal.engine.parallel` builds on a rank is counted here without building it: which parameters its stages hold,
-how tensor parallelism splits them, how they fill buckets, and where the equal cuts of ZeRO fall in these. With P
-parameters on N ranks, in bf16 with fp32 Adam, that is (Rajbhandari et al. 2020, figure 1; see `zero_bytes`)
+Counts what `shoal.engine.parallel` builds on a rank, without building it: the parameters of its stages, their
+tensor-parallel split, their buckets, and the boundaries of ZeRO's equal shards. With P parameters on N ranks, in bf16
+with fp32 Adam, that is (Rajbhandari et al. 2020, figure 1; see `zero_bytes`)
 
     stage 0: 16 P    stage 1: 4 P + 12 P/N    stage 2: 2 P + 14 P/N    stage 3: 16 P/N
 
-in the paper's accounting. Shoal keeps gradients in fp32, 18 P for stage 0; and with stage 3 no shard in bf16 beside the
-one in fp32, 16 P/N again.
+in the paper's accounting. Shoal keeps gradients in fp32, which gives 18 P for stage 0. With stage 3 it keeps no bf16
+shard besides the fp32 one, which gives 16 P/N again.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from shoal.spec.number_formats import Formats
 
 
 class StateBytes(NamedTuple):
-    """Bytes on one rank.
+    """State bytes on one rank.
 
     Attributes:
-        parameters: whole and master, between steps (`RankParameters.bytes`).
-        gradients: likewise.
-        optimizer: of its states (`Rule.bytes`).
-        elements: parameters that are here, padding left out.
-        experts: of these, those of experts.
-        updating: bytes besides, of an update while it goes on (`Moments.passing`).
-        estimating: bytes besides, of an estimate of the curvature in its backward (`Moments.estimating`).
-        orthogonal: what an update of muon multiplies and moves.
+        parameters: unsharded and master parameters between steps (`RankParameters.bytes`).
+        gradients: gradients between steps.
+        optimizer: optimizer states (`Rule.bytes`).
+        elements: number of local parameters, without padding.
+        experts: number of local expert parameters among them.
+        updating: extra bytes during an update (`Moments.passing`).
+        estimating: extra bytes during the backward of a curvature estimate (`Moments.estimating`).
+        orthogonal: matrices that a Muon update multiplies and communicates.
     """
 
     parameters: int
@@ -52,14 +52,14 @@ def state_bytes(
     shape: ModelShape, layout: Layout, policy: Formats, optimizer: str, parts: Sequence[StagePart],
     *, tp_index: int = 0, shard_index: int = 0, expert_index: tuple[int, int, int] = (0, 0, 0),
 ) -> StateBytes:
-    """What one rank holds.
+    """Return the state bytes of one rank.
 
     Args:
-        optimizer: its name in the config.
+        optimizer: name in the config.
         parts: the stages of the rank.
-        tp_index: its place along tp; the last has the least of a vocabulary that does not divide.
-        shard_index: which shard of the state it has, of `Layout.shards`.
-        expert_index: its places along edp_shard, ep and etp.
+        tp_index: index along tp; the last rank has the least of a vocabulary that tp does not divide.
+        shard_index: index of its state shard, among `Layout.shards`.
+        expert_index: indices along edp_shard, ep and etp.
     """
     index = shard_index if layout.sync == "all-reduce" else 0
     layout = _kept_together(layout)
@@ -85,8 +85,7 @@ def state_bytes(
 
 
 def passing_bytes(shape: ModelShape, layout: Layout, policy: Formats, part: StagePart) -> Passing:
-    """Of whole parameters (ZeRO-3) and whole gradients (ZeRO-2 and 3) that are there for a while in a backward of one
-    stage."""
+    """Return the transient unsharded parameters (ZeRO-3) and gradients (ZeRO-2 and 3) of one stage's backward."""
     layout = _kept_together(layout)
     stage = buckets_of(shape, layout, part, policy.reduce.itemsize, 0, 0, 0)
     chunks, wholes = ([sizes[kind] for kind in stage.kind] for sizes in _cut(layout, stage))
@@ -94,12 +93,12 @@ def passing_bytes(shape: ModelShape, layout: Layout, policy: Formats, part: Stag
 
 
 def _kept_together(layout: Layout) -> Layout:
-    """As its state is held: relaxed, every replica is for itself, and whole."""
+    """Return the layout by which state is sharded; with relaxed synchronisation, each replica is unsharded."""
     return layout if layout.sync == "all-reduce" else layout.model_copy(update={"zero": 0})
 
 
 def _cut(layout: Layout, stage: Filled) -> tuple[list[int], list[int]]:
-    """Elements of a rank's shard of each kind of bucket, and of all of them, padding included."""
+    """Return the elements of a rank's shard of each kind of bucket, and of each full bucket, padding included."""
     shards = [layout.expert_shape[2] if size.expert else layout.shards for size in stage.sizes]
     chunks = [size.chunk(count) for size, count in zip(stage.sizes, shards, strict=True)]
     return chunks, [count * chunk for count, chunk in zip(shards, chunks, strict=True)]
@@ -108,7 +107,7 @@ def _cut(layout: Layout, stage: Filled) -> tuple[list[int], list[int]]:
 def zero_bytes(
     parameters: float, ranks: int, stage: int, *, weights: int = 2, gradients: int = 2, rest: int = 12
 ) -> float:
-    """Bytes per rank of ZeRO, in the paper's accounting (Rajbhandari et al. 2020, section 5; K = ``rest`` = 12).
+    """Return ZeRO's bytes per rank in the paper's accounting (Rajbhandari et al. 2020, section 5; K = ``rest`` = 12).
 
     >>> [zero_bytes(7.5e9, 64, stage) / 1e9 for stage in (0, 1, 2, 3)]
     [120.0, 31.40625, 16.640625, 1.875]

@@ -1,9 +1,9 @@
-"""Bytes of whole parameters and whole gradients that a backward has for a while, unit by unit (ZeRO-2 and 3).
+"""Transient bytes of unsharded parameters and gradients in a backward, unit by unit (ZeRO-2 and 3).
 
-A bucket has memory from the first gradient that is added to it until its sum over the ranks that shard it is there.
-From the second micro-batch on that sum has memory of its own, as it is yet to be added to what was there. Where
-reductions overlap, one is on its way while the next bucket is filled. Experts have buckets of their own, which a layer
-completes before it comes to its other matrices, but for those of shared experts.
+A bucket has memory from the first gradient that is added to it until its sum over the sharding ranks is available. From
+the second micro-batch on, that sum has its own memory, because it is then added to the previous sum. With overlapped
+reductions, one bucket is being reduced while the next is filled. Experts have their own buckets, which a layer
+completes before it reaches its other matrices, except those of shared experts.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from shoal.spec.catalog import ModelShape
 from shoal.spec.layout import Layout
 
 WAITING, MAKING, COMPLETE, REST, ALL, SHARED = range(6)
-"""Times of a unit's backward: before any of its gradients has memory, as the first ones are made, and as the buckets
-that end with them are complete. In a layer with experts those are theirs, and there are three more: as the gradients of
-its other matrices are made, and complete; and as those of shared experts are made, which come first of all."""
+"""Times of a unit's backward: before any of its gradients has memory, when the first gradients are computed, and when
+the buckets that end with them are complete. In an expert layer these refer to the experts' gradients, with three more
+times: when the gradients of its other matrices are computed, when they are complete, and when the gradients of shared
+experts are computed, which comes first."""
 
 
 class Time(NamedTuple):
     """Bytes at one of these times.
 
     Attributes:
-        parameters: gathered (ZeRO-3): of this unit and those ahead, where the pass before it on the stage was none or a
-            backward; and where it was a forward, whose parameters may stay.
+        parameters: gathered parameters (ZeRO-3) of this unit and the prefetched ones, if the stage's previous pass was
+            none or a backward; and if it was a forward, whose parameters may stay.
         gradients: in the first micro-batch of a step, in the second, and in a later one.
     """
 
@@ -39,12 +40,12 @@ NOTHING = (Time((0, 0), (0, 0, 0)),) * (SHARED + 1)
 
 
 class LayerBackward(NamedTuple):
-    """A layer's backward.
+    """Unsharded bytes during a layer's backward.
 
     Attributes:
-        done: layers above it on the stage, whose backward is over.
-        sparse: whether it has experts.
-        times: see above.
+        done: number of layers above it on the stage, whose backward is finished.
+        sparse: True if it has experts.
+        times: bytes at each of the times above.
     """
 
     done: int
@@ -53,16 +54,16 @@ class LayerBackward(NamedTuple):
 
 
 class Passing(NamedTuple):
-    """Of one stage.
+    """Unsharded bytes during the backward of one stage.
 
     Attributes:
         head: its last unit.
-        layers: of those with experts and of the others the last one, the first, and any in which more is whole than in
-            those above.
+        layers: for expert and for dense layers: the last one, the first, and any with more unsharded bytes than the
+            layers above.
         end: its first unit.
-        carried: gradients of the backward before that are on their way when one begins, by micro-batch as in `Time`.
-        stays: parameters that are gathered from a forward to the next backward of the stage: where forwards may follow
-            each other, and where a backward always does.
+        carried: gradients of the previous backward still being reduced when one begins, by micro-batch as in `Time`.
+        stays: parameters that stay gathered from a forward to the next backward of the stage: if forwards may follow
+            each other, and if a backward always follows.
     """
 
     head: Sequence[Time]
@@ -76,12 +77,12 @@ def passing(
     shape: ModelShape, layout: Layout, part: StagePart, stage: Filled, wholes: Sequence[int], chunks: Sequence[int],
     compute: int, reduce: int,
 ) -> Passing:
-    """What is whole at each time of a backward.
+    """Return the unsharded bytes at each time of a backward.
 
     Args:
-        wholes: elements of each bucket, padding included.
-        chunks: of this rank's shard of each.
-        compute, reduce: bytes of a number of a parameter, and of a gradient.
+        wholes: elements of each full bucket, padding included.
+        chunks: elements of this rank's shard of each bucket.
+        compute, reduce: bytes per element of a parameter, and of a gradient.
     """
     units, carried, stays = len(stage.used), (0, 0, 0), (0, 0)
     times: Sequence[Sequence[Time]] = [NOTHING] * units
@@ -111,7 +112,7 @@ def passing(
 
 
 def _that_count(turns: Sequence[LayerBackward]) -> Iterable[LayerBackward]:
-    """The first, the last, and any with more than those before."""
+    """Yield the first and the last entry, and any with more bytes than the previous ones."""
     most = -1
     for turn in turns:
         here = max(sum(time.gradients) for time in turn.times)
@@ -121,13 +122,13 @@ def _that_count(turns: Sequence[LayerBackward]) -> Iterable[LayerBackward]:
 
 
 class Alive(NamedTuple):
-    """Buckets, by number.
+    """Buckets in memory, by number.
 
     Attributes:
-        parameters: elements of those that are gathered, as `Time` has them.
-        whole: whose whole gradients have memory.
-        sums: whose sums have memory of their own, from the second micro-batch on.
-        first: none is complete in this backward yet, so that one of the backward before may be on its way.
+        parameters: elements of the gathered parameters, see `Time`.
+        whole: buckets with memory for unsharded gradients.
+        sums: buckets whose sums have their own memory, from the second micro-batch on.
+        first: no bucket is complete in this backward yet, so one of the previous backward may still be reduced.
     """
 
     parameters: tuple[int, int]
@@ -137,10 +138,10 @@ class Alive(NamedTuple):
 
 
 class _Backward:
-    """Goes through a stage's units, the last one first.
+    """Visits a stage's units in backward order and tracks its buckets.
 
     Attributes:
-        on_its_way: a bucket that is complete, and not reduced yet.
+        on_its_way: a complete bucket whose reduction has not finished.
     """
 
     def __init__(
@@ -148,19 +149,19 @@ class _Backward:
     ):
         self.layout, self.used, self.wholes, self.chunks = layout, stage.used, wholes, chunks
         self.shared = shape.experts is not None and shape.experts.shared > 0
-        # A bias that is added behind a sum over tp has its gradient first of all.
+        # The gradient of a bias added after a sum over tp is the first of all.
         self.bias = self.shared and shape.family == "gpt" and layout.tp > 1
         self.experts = {b for b, kind in enumerate(stage.kind) if stage.sizes[kind].expert}
         self.tied = set(stage.used[-1]) - set(stage.of_unit[-1])  # the embedding, which is used from head to end
         self.ends = {b: unit for unit in reversed(range(len(stage.used))) for b in stage.used[unit]}
-        before = min(set(stage.used[0]) - self.experts, default=0)  # what a backward completes last
+        before = min(set(stage.used[0]) - self.experts, default=0)  # completed last in a backward
         self.before = (wholes[before] + chunks[before]) * layout.overlap
         self.filling: set[int] = set()
         self.on_its_way: int | None = None
         self.first = True
 
     def through(self, unit: int) -> list[Alive]:
-        """What is alive at the times of one."""
+        """Return the buckets in memory at the times of one unit."""
         used = sorted(self.used[unit])
         routed = self.experts.intersection(used)
         needed = self._gathered(unit, set())
@@ -173,13 +174,13 @@ class _Backward:
             found = [shared if self.bias else waiting, *self._step(needed, sorted(routed), unit)]
             return [*found, *self._step(self._gathered(unit, routed), others, unit), shared]
         found = [self._now(needed)]
-        # The output matrix before the norm; the embedding after positions.
+        # The output matrix comes before the norm; the embedding comes after positions.
         steps = [self._step(needed, [b], unit) for b in (used if unit else used[::-1])]
         making = steps[0 if unit else -1][0]
         return [*found, making, max((time for step in steps for time in step), key=self._elements)]
 
     def _gathered(self, unit: int, gone: set[int]) -> tuple[int, int]:
-        """Elements of a unit's parameters but for some, and of those ahead, or of all that are below it."""
+        """Return the elements of a unit's parameters except ``gone``, with those prefetched, and with all below it."""
         if self.layout.zero < 3:
             return 0, 0
         ahead = max(0, unit - self.layout.prefetch)
@@ -188,12 +189,12 @@ class _Backward:
         return sum([self.wholes[b] for b in near]), sum([self.wholes[b] for b in below])
 
     def _elements(self, there: Alive) -> int:
-        """Of all gradients, with those of the backward before."""
+        """Return the elements of all gradients, including the previous backward's."""
         whole, sums = sum([self.wholes[b] for b in there.whole]), sum([self.chunks[b] for b in there.sums])
         return whole + sums + self.before * there.first
 
     def _step(self, needed: tuple[int, int], buckets: Sequence[int], unit: int) -> list[Alive]:
-        """Gradients of some buckets are made; then those that end here are reduced, one after the other."""
+        """Compute gradients of some buckets, then reduce the ones that end here one after the other."""
         self.filling.update(buckets)
         complete = [b for b in reversed(buckets) if self.ends[b] == unit]
         found = [self._now(needed), self._now(needed, *complete[:1])]

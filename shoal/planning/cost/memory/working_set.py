@@ -1,12 +1,12 @@
-"""Bytes that come and go while a pass runs: what is alive at its worst time besides what forwards have kept.
+"""Transient bytes during a pass: the peak beyond the activations saved by forwards.
 
-Autograd frees what a forward kept as soon as its gradient is made, so a backward needs most at one of a few moments:
-in the loss; in the feed-forward block of the last layer, whose gradients are the widest, while all below it is still
-kept; or at the very end, in the embedding. Each is written down here as the engine makes it: the gradients that are
-alive, less what was kept and is gone. Experts are wide, too, and their rows travel: a layer with some may need most in
-its forward, in the experts, or behind them, where the gradients of its other matrices are made. In 16 bits a weight's
-gradient has memory of its own before it is added (`shoal.engine.parallel.weight_grad`); over tp it waits until the sum
-of its input's gradient is on its way (`GradSink.flush`).
+Autograd frees a saved tensor when its gradient is computed, so the peak of a backward is at one of a few moments: in
+the loss; in the feed-forward block of the last layer, whose gradients are the widest while everything below is still
+saved; or at the very end, in the embedding. Each moment follows the engine: the gradients that are alive, less the
+saved tensors already freed. Experts are wide as well, and their rows are communicated: an expert layer may peak in its
+forward, in the experts, or after them, when the gradients of its other matrices are computed. In 16 bits a weight
+gradient has its own memory before it is added (`shoal.engine.parallel.weight_grad`). Over tp it waits until the sum of
+the input gradient has started (`GradSink.flush`).
 """
 
 from __future__ import annotations
@@ -25,19 +25,18 @@ from shoal.spec.layout import Layout
 Where = Literal["loss", "head", "layer", "end"]
 Half = Literal["whole", "input", "weight", "forward"]
 PASSES: tuple[Half, ...] = ("whole", "input", "weight", "forward")
-"""A backward, the halves of one that a schedule splits, and a forward, as it ends."""
+"""Kinds of passes: a full backward, both halves of a split one, and a forward at its end."""
 
 
 class Moment(NamedTuple):
-    """A time of a pass on a stage.
+    """A time of a pass on a stage at which memory may peak.
 
     Attributes:
-        where: in the loss, whose unit is gathered behind it if it is not there; in the output matrix, in a layer, or in
-            the first unit.
-        bytes: alive besides what was kept of the micro-batch when the pass began; negative where much of that is gone.
-        time: of this unit (`shoal.planning.cost.memory.transient`), which says what is whole.
-        sparse: of a layer: it has experts.
-        done: of a layer: how many above it on the stage are over.
+        where: the loss (after which its unit is gathered if necessary), the output matrix, a layer, or the first unit.
+        bytes: bytes alive beyond the activations saved when the pass began; negative if many of those are freed.
+        time: time of this unit (`shoal.planning.cost.memory.transient`), which determines the unsharded tensors.
+        sparse: for a layer: it has experts.
+        done: for a layer: number of finished layers above it on the stage.
     """
 
     where: Where
@@ -48,22 +47,22 @@ class Moment(NamedTuple):
 
 
 def moments(run: MicroBatch, part: StagePart, kind: Half = "whole") -> list[Moment]:
-    """The times at which a pass of one micro-batch may need most, other messages of its rank left out."""
+    """Return the possible peaks of a pass of one micro-batch, without other messages of its rank."""
     passing = run.itemsize * run.tokens_here * run.hidden_here
     rows, h, whole = -(-run.shape.vocab // run.layout.tp), run.shape.hidden, kind == "whole"
-    come = 0 if part.last else passing  # a gradient, which the first half uses up
-    table = run.itemsize * rows * h if run.itemsize < 4 else 0  # a gradient before it is added
+    come = 0 if part.last else passing  # a gradient, consumed by the first half
+    table = run.itemsize * rows * h if run.itemsize < 4 else 0  # a gradient, before it is added
     places = [run.shape.sparse(layer) for layer in reversed(part.layers)]
-    # The layer of each kind that most is below of; a half may leave more than was kept, so that the first counts, too.
+    # Per kind, the layer with the most layers below; a half may leave more than was saved, so the first counts too.
     ends = {sparse: (places.index(sparse), len(places) - 1 - places[::-1].index(sparse)) for sparse in set(places)}
     layers = {(sparse, done) for sparse, of_kind in ends.items() for done in of_kind[: 2 - whole]}
-    if kind == "weight":  # all that is needed is there, and stays until the end
+    if kind == "weight":  # all inputs exist, and stay until the end
         found = [Moment("layer", more, time, sparse, done) for sparse, done in layers
                  for more, time in in_block(run, sparse, kind, part.last)]  # fmt: skip
         head, end = _both("head", table, 0), _both("end", table, 0)
         return found + head * part.last + end * part.first
     kept = activations.total(activations.head(run)) if part.last else 0
-    if kind == "forward":  # as it ends, and before, less what it makes behind a layer
+    if kind == "forward":  # at its end; and before it, minus the layer's output
         inside = {sparse: _forward(run, sparse) - (kept if part.last else passing) for sparse in ends}
         return [Moment("head", 0)] + [
             Moment("layer", inside[sparse] - above(run, part, done), WAITING, sparse, done)
@@ -73,7 +72,7 @@ def moments(run: MicroBatch, part: StagePart, kind: Half = "whole") -> list[Mome
     if part.last:
         gone = kept - (0 if whole else between_backward_halves.head(run))
         making = come + _output(run, rows)
-        # A matrix that another stage has as well is reduced by itself, as soon as its gradient is made.
+        # A matrix shared with another stage is reduced separately, as soon as its gradient is computed.
         complete = making if run.shape.tied and not part.first else come + 2 * passing - gone
         found.append(Moment("loss", come + _loss(run, rows)))
         found += _both("head", making + table, complete) if whole else [Moment("head", making)]
@@ -95,8 +94,10 @@ def _both(where: Where, making: int, complete: int) -> list[Moment]:
 
 
 def above(run: MicroBatch, part: StagePart, done: int, kind: Half = "whole") -> int:
-    """Bytes that the last so many layers of a stage had kept and have let go of; less what they leave to the second
-    half of a backward, after the first."""
+    """Return the bytes freed by the last ``done`` layers of a stage.
+
+    For the first half of a backward, bytes left for the second half are subtracted.
+    """
     if not done or kind == "weight":
         return 0
     layers = part.layers[len(part.layers) - done :]
@@ -105,12 +106,12 @@ def above(run: MicroBatch, part: StagePart, done: int, kind: Half = "whole") -> 
 
 
 def _loss(run: MicroBatch, rows: int) -> int:
-    """The loss works in place, but for a cast of its gradient."""
+    """Return the bytes of the loss, which works in place except for a cast of its gradient."""
     return (run.itemsize if run.itemsize < run.exact else 0) * run.tokens * rows
 
 
 def _output(run: MicroBatch, rows: int) -> int:
-    """The output matrix's gradient of its input; the probabilities are gone."""
+    """Return the bytes at the output matrix's input gradient, when the probabilities are freed."""
     e, n, h = run.itemsize, run.tokens, run.shape.hidden
     return (e - run.exact) * n * rows + e * n * h + _copied(run)
 
@@ -121,10 +122,10 @@ Block = list[tuple[int, int]]
 
 @once
 def in_block(run: MicroBatch, sparse: bool, kind: Half = "whole", last: bool = False) -> Block:
-    """Bytes in a layer, at its times, with what is computed again: in its feed-forward block but for the last ones.
+    """Return the bytes in a layer at its times, including recomputation; mostly in its feed-forward block.
 
     Args:
-        last: the gradient that enters it is autograd's alone, and so is gone with the block.
+        last: autograd alone holds the incoming gradient, and frees it with the block.
     """
     if not sparse:
         waiting, making = _in_dense(run, kind, run.shape.ffn)
@@ -140,40 +141,40 @@ def in_block(run: MicroBatch, sparse: bool, kind: Half = "whole", last: bool = F
 
 
 def _here(run: MicroBatch) -> int:
-    """One tensor between layers."""
+    """Return the bytes of one tensor between layers."""
     return run.itemsize * run.tokens_here * run.hidden_here
 
 
 def _copied(run: MicroBatch) -> int:
-    """Of a tensor of whole sequences that ranks of tp gather, or sum and cut: several are put in the order of ranks."""
+    """Return the bytes of reordering several full sequences by tp rank, for a gather or a reduce-scatter."""
     several = run.layout.sequence_parallel and run.layout.micro_batch > 1
     return run.itemsize * run.tokens * run.shape.hidden if several else 0
 
 
 def _over(run: MicroBatch, sparse: bool) -> int:
-    """At the end of a layer's backward."""
+    """Return the bytes at the end of a layer's backward."""
     return _here(run) - activations.total(activations.layer(run, sparse=sparse))
 
 
 def _entry(run: MicroBatch, sparse: bool) -> int:
-    """In the first half of a layer's backward, as it comes to attention's input: all that it leaves is there."""
+    """Return the bytes at attention's input in the first half of a layer's backward, with all that it leaves."""
     shape, layout, e, n = run.shape, run.layout, run.itemsize, run.tokens
     here, hidden = _here(run), e * n * shape.hidden
-    # The gradients of queries, keys and values were put together for one product; for biases (gpt) they stay, too.
+    # Gradients of q, k and v were concatenated for one product; with biases (gpt) the parts stay, too.
     joined = shape.family == "llama" and layout.tp_y <= shape.kv_heads and layout.tp_x == 1
     apart = e * n * shape.head_dim * (shape.heads + 2 * shape.kv_heads) // layout.tp * joined
     summed = _copied(run) + here * layout.sequence_parallel  # over tp
-    # The norm's input; and the residual stream's gradient, where that of attention's output is another one.
+    # The norm's input; and the residual gradient, if separate from the gradient of attention's output.
     beside = here + here * layout.sequence_parallel
     left = between_backward_halves.layer(run, sparse) + beside + hidden + max(apart, summed)
     return left - activations.total(activations.layer(run, sparse=sparse))
 
 
 def _in_dense(run: MicroBatch, kind: Half, ffn: int) -> tuple[int, int]:
-    """In a dense block, before any gradient of a weight is made, and from then on.
+    """Return the bytes in a dense block before its first weight gradient is computed, and from then on.
 
     Args:
-        ffn: its width.
+        ffn: width of the block.
     """
     shape, t, e, n = run.shape, run.layout.tp, run.itemsize, run.tokens
     wide, hidden = e * n * (ffn // t), e * n * shape.hidden
@@ -186,11 +187,11 @@ def _in_dense(run: MicroBatch, kind: Half, ffn: int) -> tuple[int, int]:
         matrix = into = 0
     here = e * run.tokens_here * shape.hidden
     stays = wide * (kind == "input")
-    if t == 1:  # into the last matrix; through what is between; into the first ones, side by side
+    if t == 1:  # into the last matrix; through the activation; into the first ones
         first = hidden + into if gated else hidden + into - wide
         times = [wide + matrix, (2 * wide if gated else wide) + stays, first + stays]
         return 0, max(times)
-    whole = hidden if run.layout.sequence_parallel else 0  # the gradient of the output, gathered
+    whole = hidden if run.layout.sequence_parallel else 0  # the gathered gradient of the output
     scattered = _copied(run) + here if whole else 0
     waiting = [
         whole + _copied(run), whole + wide, whole + (3 if gated else 2) * wide, whole + hidden + wide * gated,
@@ -199,42 +200,42 @@ def _in_dense(run: MicroBatch, kind: Half, ffn: int) -> tuple[int, int]:
     making = whole + hidden - wide * gated + max(matrix, into) + min(scattered, here)
     if kind == "input":
         return max(waiting), max(waiting)
-    # A bias that is added behind the sum has its gradient first of all.
+    # The gradient of a bias added after the sum is the first of all.
     return max(waiting), making if gated else max(*waiting, making)
 
 
 def _round_ring(run: MicroBatch, sparse: bool, kind: Half) -> int:
-    """In attention's backward round a ring, where all behind it in the layer is gone.
+    """Return the bytes in the backward of ring attention, when the later parts of the layer are freed.
 
-    The gradients of the output and of the queries are there, and those of blocks: of this place's, of the block whose
-    keys are here, and of those before it, on their way to the next place and from the one before
+    Counts the gradients of the output and of the queries, and block gradients: for this place's block, for the block
+    whose keys are present, and for previous blocks, being sent to the next place and received from the previous one
     (`shoal.engine.parallel.context.ring`).
     """
     layout, shape, e, n = run.layout, run.shape, run.itemsize, run.tokens
     q, kv = n * shape.head_dim * shape.heads // layout.tp, n * shape.head_dim * kv_heads(shape, layout)
-    copies = 0 if q == kv else 2 * e * (q + kv)  # of keys and values for each query head; their gradients' sums
-    seen = q // 2 if layout.cp_order == "zig-zag" else q  # queries of the first place, behind the others' keys
-    steps = [2 * e * kv * (layout.ring > 1) + 3 * e * q]  # with its own block, while the next one comes
+    copies = 0 if q == kv else 2 * e * (q + kv)  # keys and values per query head; sums of their gradients
+    seen = q // 2 if layout.cp_order == "zig-zag" else q  # queries of the first place that see the others' keys
+    steps = [2 * e * kv * (layout.ring > 1) + 3 * e * q]  # with its own block, while the next one arrives
     for step in range(1, min(layout.ring, 3)):
         blocks, gradients = 1 + (step < layout.ring - 1), 1 if step == 1 else 3
         steps.append(2 * kv * (e * blocks + run.exact * gradients) + e * (seen + 2 * q))
-    # As it came, and with heads before tokens; over several ranks as these exchanged it, and what went is gone.
+    # As received, and with heads before tokens; with several ranks as exchanged, after the original is freed.
     output = 2 * e * q if layout.ulysses == 1 else e * q * (kind == "input")
     found = _here(run) + output + run.exact * (q + 2 * kv) + max(steps) + copies
-    if layout.recompute == "selective":  # what was kept of the core is beside what it makes again
+    if layout.recompute == "selective":  # the saved core tensors coexist with the recomputed ones
         found += e * (q + n * shape.head_dim * shape.kv_heads // min(layout.tp_y, shape.kv_heads) * 2)
     left = between_backward_halves.behind_attention(run, sparse) if kind == "input" else 0
     return found + left - activations.total(activations.behind_attention(run, sparse))
 
 
 class _Rows(NamedTuple):
-    """Bytes of one tensor each, in a layer with experts.
+    """Bytes of one tensor each, in an expert layer.
 
     Attributes:
-        own: [n, h] of the tokens that the rank routes.
-        sent, here: [m, h] of the rows that it has for experts, and of those that its experts compute.
-        wide: [m, f] inside these.
-        come, gathered: of the rows, those that come from other ranks of ep and of etp.
+        own: [n, h] tokens that the rank routes.
+        sent, here: [m, h] rows that it sends to experts, and rows that its experts compute.
+        wide: [m, f] intermediate activations of these.
+        come, gathered: rows that come from other ranks of ep and of etp.
     """
 
     own: int
@@ -246,7 +247,7 @@ class _Rows(NamedTuple):
 
     @staticmethod
     def of(run: MicroBatch) -> _Rows:
-        """Of a pass."""
+        """Build from a micro-batch."""
         shape, layout, rows = run.shape, run.layout, routed_rows(run.shape, run.layout, run.s)
         row, wide = run.itemsize * shape.hidden, run.itemsize * (experts_of(shape).ffn // layout.expert_tensor)
         return _Rows(
@@ -255,20 +256,22 @@ class _Rows(NamedTuple):
         )  # fmt: skip
 
     def exchanged(self, layout: Layout) -> int:
-        """Most that is there as rows go one way, over ep and then over etp: in pieces, and put together; the rows that
-        went are there, too."""
+        """Return the maximum bytes while rows travel one way, over ep and then over etp.
+
+        Counts received pieces, their concatenation, and the sent rows, which are still alive.
+        """
         to_rank = self.sent + self.come + self.sent if layout.ep > 1 else 0
         to_expert = self.sent + self.gathered + self.here if layout.expert_tensor > 1 else 0
-        return max(to_rank, to_expert, 2 * self.here if to_rank or to_expert else 0)  # and in another order
+        return max(to_rank, to_expert, 2 * self.here if to_rank or to_expert else 0)  # and reordered
 
 
 def _forward(run: MicroBatch, sparse: bool) -> int:
-    """In the forward of a layer, besides what it keeps; where that is its input alone, names hold the rest."""
+    """Return the transient bytes in the forward of a layer; with full recomputation, including unsaved tensors."""
     here = _here(run)
     if run.layout.recompute != "full":
-        return _routed(run) - _of_shared(run) if sparse else here + max(here, _summed(run))  # what it adds, and the sum
+        return _routed(run) - _of_shared(run) if sparse else here + max(here, _summed(run))  # the output, and the sum
     if not sparse:
-        return 2 * here + _through(run, run.shape.ffn)  # behind attention, and its norm
+        return 2 * here + _through(run, run.shape.ffn)  # after attention, with its norm
     rows, gated = _Rows.of(run), run.shape.family == "llama"
     inside = 2 * rows.here + (2 if gated else 1) * rows.wide
     routed = max(_routed(run), rows.sent + max(rows.exchanged(run.layout), inside))
@@ -277,10 +280,10 @@ def _forward(run: MicroBatch, sparse: bool) -> int:
 
 
 def _through(run: MicroBatch, ffn: int) -> int:
-    """Bytes in the forward of a feed-forward block of which nothing is kept.
+    """Return the bytes in the forward of a feed-forward block that saves nothing.
 
     Args:
-        ffn: its width.
+        ffn: width of the block.
     """
     hidden, wide = (run.itemsize * run.tokens * width for width in (run.shape.hidden, ffn // run.layout.tp))
     gated, gathered = run.shape.family == "llama", run.layout.sequence_parallel
@@ -292,13 +295,16 @@ def _through(run: MicroBatch, ffn: int) -> int:
 
 
 def _summed(run: MicroBatch) -> int:
-    """Where tp has parts of the sequence, a block's output before it is summed and cut."""
+    """Return the bytes of a block's output before it is summed and split, if tp splits the sequence."""
     return run.itemsize * run.tokens * run.shape.hidden + _copied(run) if run.layout.sequence_parallel else 0
 
 
 def _routed(run: MicroBatch) -> int:
-    """In the forward of a layer with experts, besides all that autograd keeps: as results come back from the experts,
-    where the rows that went are still there, and as the ranks of tp put their tokens together."""
+    """Return the transient bytes in the forward of an expert layer, beyond all that autograd saves.
+
+    The peak is when results return from the experts while the sent rows are still alive, or when the tp ranks
+    concatenate their tokens.
+    """
     rows, layout = _Rows.of(run), run.layout
     weighted = rows.sent + rows.own
     back = 2 * rows.sent + rows.come if layout.ep > 1 else 0
@@ -309,7 +315,7 @@ def _routed(run: MicroBatch) -> int:
 
 
 def _in_parts(run: MicroBatch) -> bool:
-    """Whether the ranks of tp have the same tokens and route a part each."""
+    """Return whether the tp ranks have the same tokens and route a part each."""
     return run.layout.tp > 1 and not run.layout.sequence_parallel
 
 
@@ -318,7 +324,7 @@ def _of_shared(run: MicroBatch) -> int:
 
 
 def _in_experts(run: MicroBatch, kind: Half, last: bool) -> Block:
-    """With experts, which are gone through one after the other; shared ones come before in backward."""
+    """Return the bytes in an expert block, whose experts run sequentially; in backward, shared experts come first."""
     shape, layout, e, experts = run.shape, run.layout, run.itemsize, experts_of(run.shape)
     own, sent, here, wide, *_ = rows = _Rows.of(run)
     gated, shared = shape.family == "llama", experts.shared * experts.ffn
@@ -331,7 +337,7 @@ def _in_experts(run: MicroBatch, kind: Half, last: bool) -> Block:
         return [(most, MAKING), (0, COMPLETE), (joined, REST), (0, ALL)]
     again, halved = activations.recomputed(run, True), kind == "input"
     full = again if layout.recompute == "full" else 0
-    # A shared block's backward comes first, and over tp has gathered the gradient of what comes out of it.
+    # A shared block's backward comes first, and over tp has gathered its output gradient.
     summed = e * run.tokens * shape.hidden if shared and layout.sequence_parallel else 0
     found: Block = [(full + summed + _routed(run) - _of_shared(run), WAITING)] if full else []
     before = 0
@@ -341,12 +347,12 @@ def _in_experts(run: MicroBatch, kind: Half, last: bool) -> Block:
         left = activations.total(between_backward_halves.block(run, shared)) if halved else 0
         before = e * run.tokens_here * shape.hidden + left - _of_shared(run)
     arriving = rows.exchanged(layout)
-    back = max(arriving, 2 * here + rows.gathered if layout.expert_tensor > 1 else 0)  # their gradients' way back
+    back = max(arriving, 2 * here + rows.gathered if layout.expert_tensor > 1 else 0)  # return of their gradients
     waiting = [2 * sent + own * _in_parts(run), arriving - sent]
-    if halved:  # both factors of each weight's gradient stay
+    if halved:  # both factors of each weight gradient stay
         inside = [here + wide, here + (3 if gated else 2) * wide, (3 * here - wide) if gated else 2 * here]
         waiting += [time - sent for time in inside]
-        leaving = here - wide * gated + back - sent  # when the experts' parameters are needed no more
+        leaving = here - wide * gated + back - sent  # when the experts' parameters are no longer needed
         rest = max(again + before + leaving, _entry(run, True) - _here(run) * last)
         return [*found, (again + before + max(waiting), WAITING), (rest, REST)]
     making = [here + wide + matrix, 2 * wide if gated else wide, 2 * here - 3 * wide + matrix if gated
