@@ -66,7 +66,7 @@ def describe_run(
     sequence_length: int | None = None, global_batch: int | None = None, precision: str | None = None,
     optimizer: str | None = None, fill: bool | None = None,
 ) -> EstimatedRun:  # fmt: skip
-    """Build a trainable run from names; the arguments and errors are those of `estimate`."""
+    """Build a trainable run from names; see `estimate` for arguments and errors."""
     shape = _shape(model, config)
     s = sequence_length or (config.data.sequence_length if config else shape.max_sequence)
     shape = with_positions(shape, s)

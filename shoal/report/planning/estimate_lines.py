@@ -1,4 +1,4 @@
-"""An estimate in words: the run in numbers, what bounds it, and what to change."""
+"""Text report of an estimate: the run in numbers, its bottleneck, and useful changes."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from shoal.planning.changes import find_changes
 from shoal.planning.cost.flops import DAY, PUE, dollars, kilowatt_hours, model_flops, petaflop_days
 from shoal.planning.estimate import Estimate
 
-ROUNDING = 1e-9  # of a step: a part that takes less is left out
+ROUNDING = 1e-9  # relative to a step; omit smaller parts
 
 
 def estimate_lines(
     estimate: Estimate, facts: list[tuple[str, str]], changes: list[tuple[str, str]], model: str = "model"
 ) -> Iterator[str]:
-    """Return all that `shoal estimate` prints.
+    """Yield the lines that `shoal estimate` prints.
 
     Args:
         facts: from `estimate_facts`.
         changes: from `change_rows`.
-        model: its name.
+        model: name of the model.
     """
     run, step = estimate.run, estimate.step_seconds
     yield f"{model}: {run.shape.parameters():,} parameters, {run.precision}, {run.optimizer}"
@@ -53,8 +53,8 @@ def estimate_facts(
     """Return the run in numbers, as (name, value).
 
     Args:
-        tokens: of the whole training (default: 20 for each parameter).
-        price: dollars for a device and hour (default: the catalog's list price).
+        tokens: tokens of the full training (default: 20 per parameter).
+        price: dollars per device and hour (default: the catalog's list price).
     """
     run, step = estimate.run, estimate.step_seconds
     machine = run.cluster.accelerator
@@ -88,7 +88,7 @@ def estimate_facts(
 
 
 def bound(estimate: Estimate) -> str:
-    """Return what holds the run back, in a sentence."""
+    """Return the run's bottleneck in a sentence."""
     if not estimate.fits:
         what = max(vars(estimate.fullest).items(), key=lambda held: held[1])[0]
         return f"It does not fit; the largest part is '{what}'. What would change that:"
@@ -98,7 +98,7 @@ def bound(estimate: Estimate) -> str:
 
 
 def change_rows(estimate: Estimate) -> list[tuple[str, str]]:
-    """Return the changes of the layout that help most, as (change, effect)."""
+    """Return the most useful layout changes, as (change, effect)."""
     found = [
         (name, f"{show_seconds(other.step_seconds)} a step "
          f"({100 * (other.step_seconds / estimate.step_seconds - 1):+.0f} %), {show_bytes(other.fullest.reserved)}")

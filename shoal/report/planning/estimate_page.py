@@ -1,4 +1,4 @@
-"""The page of an estimate: memory of every pipeline rank, where the time goes, a roofline, and what to change."""
+"""HTML page of an estimate: memory of every pipeline rank, time breakdown, roofline and useful changes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def write_page(
 
     Args:
         facts: the run in numbers, as (name, value).
-        changes: of the layout, and what each would do.
+        changes: layout changes with their effects.
     """
     run, memory = estimate.run, estimate.memory
     held = [(f"pp {rank}", list(vars(each).values()), "") for rank, each in enumerate(memory)]
@@ -45,7 +45,7 @@ def write_page(
 
 
 def operations(estimate: Estimate) -> dict[str, OperationCost]:
-    """Return the products of one layer on one rank, by name; of experts, those of each."""
+    """Return the products of one layer on one rank, by name; expert products are per expert."""
     run = estimate.run
     shape, layout, e = run.shape, run.layout, run.policy.compute.itemsize
     factor = 1 if run.eight_bits else e
@@ -68,10 +68,10 @@ def operations(estimate: Estimate) -> dict[str, OperationCost]:
 
 
 def roofline(estimate: Estimate) -> str:
-    """Draw the rates that the data sheet's peak and bandwidth allow a layer's operations, by arithmetic intensity."""
+    """Draw the roofline of a layer's operations from the data sheet's peak and bandwidth."""
     machine = estimate.run.cluster.accelerator
     peak, bandwidth = estimate.peak, machine.memory_bandwidth
-    wide = machine.dense_flops(KINDS[estimate.run.policy.compute.name])  # of the head, where layers are in 8 bits
+    wide = machine.dense_flops(KINDS[estimate.run.policy.compute.name])  # of the head, if layers are in 8 bits
     corner = ridge(peak, bandwidth)
     series = {f"ridge {corner:.0f} FLOPs/byte": [(0.1, 0.1 * bandwidth), (corner, peak), (1e5, peak)]}
     for name, work in operations(estimate).items():

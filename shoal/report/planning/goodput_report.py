@@ -1,4 +1,4 @@
-"""Goodput on the screen and as a figure."""
+"""Text report and figure of goodput forecasts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TITLES = ("devices", "fails every", "save every", "Young", "Daly", "effective", 
 
 
 def goodput_lines(forecasts: Sequence[GoodputForecast]) -> list[str]:
-    """What `shoal goodput` prints: a row for each number of devices."""
+    """Return the lines that `shoal goodput` prints: one row per number of devices."""
     rows = []
     for found in forecasts:
         job = found.job
@@ -38,7 +38,7 @@ def goodput_lines(forecasts: Sequence[GoodputForecast]) -> list[str]:
 
 
 def show_time(seconds: float) -> str:
-    """Seconds in the unit that people would take.
+    """Format seconds in a common unit.
 
     >>> show_time(90), show_time(5400), show_time(200000)
     ('90 s', '90 min', '2.31 d')
@@ -50,7 +50,7 @@ def show_time(seconds: float) -> str:
 
 
 def goodput_figure(jobs: Sequence[TrainingJob], seed: int = 0) -> str:
-    """Draw the time that counts: over the interval, with the simulation's points and the best, and over the devices."""
+    """Draw the goodput over the interval, with simulated points and the optimum, and over the devices."""
     span = [float(t) for t in np.geomspace(30, 6 * HOUR, 60)]
     curves = {f"{job.devices:,} devices": [(t, 100 * effective(job, t)) for t in span] for job in jobs}
     simulated = {

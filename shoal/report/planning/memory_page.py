@@ -1,4 +1,4 @@
-"""The page of a dry run: memory of a rank over its first steps, action by action, predicted over measured."""
+"""HTML page of a dry run: memory of a rank over its first steps, per action, predicted and measured."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def write_memory_page(path: Path, estimate: Estimate, counted: Counted, measured
 
 @styled
 def memory_profile(counted: Counted, measured: Counted | None = None) -> str:
-    """Draw the bytes alive after each action (filled) and the most in it (pale); the most measured as a line."""
+    """Draw the bytes alive after each action (filled), the peak within it (pale) and the measured peak (line)."""
     moments = [moment for step in counted.steps for moment in step.moments]
     figure, (axes,) = new_figure(760, 330)
     edges = [*range(len(moments) + 1)]

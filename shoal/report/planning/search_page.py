@@ -1,4 +1,4 @@
-"""The page of a plan: the best layouts side by side, in time and in memory; and the map by model and nodes."""
+"""HTML page of a plan: time and memory of the best layouts; and the map by model and number of nodes."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def _label(layout: Layout) -> str:
 def write_map(
     path: Path, planners: Sequence[LayoutPlanner], nodes: Sequence[int], found: Sequence[Sequence[Plan | None]]
 ) -> None:
-    """Write a figure with a cell for each model and number of nodes: the best mesh and its MFU, the darker the more.
+    """Write a figure with a cell for each model and number of nodes: the best mesh and its MFU; darker is higher.
 
     Args:
-        found: for each planner, for each number of nodes.
+        found: plans for each planner and each number of nodes.
     """
     canvas = Canvas()
     width, height = CELL

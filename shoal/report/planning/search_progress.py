@@ -1,4 +1,4 @@
-"""A progress bar on stderr while a search goes on."""
+"""Progress bar of a search on stderr."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shoal.planning.search.search import Plan, Progressing
 
 @contextmanager
 def search_progress(what: str) -> Iterator[Progressing]:
-    """Yield what a search calls as it goes on."""
+    """Yield the progress callback of a search."""
     with progress_bar(what) as show:
 
         def progress(done: int, total: int, plan: Plan) -> None:

@@ -1,4 +1,4 @@
-"""What `shoal plan` prints: layouts that were found, why each is not the first, a run to be trained, other answers."""
+"""Text report of `shoal plan`: the layouts found, why each is slower than the first, the config, and other answers."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from shoal.planning.search.search import Plan, PricedLayout
 from shoal.planning.search.space import LEVELS
 from shoal.spec.layout import Layout
 
-NARROWEST = 12  # letters of a column that is made narrower
+NARROWEST = 12  # minimum letters of a narrowed column
 
 
 def lines(model: str, plan: Plan, estimates: Sequence[Estimate]) -> list[str]:
-    """All that is printed of a search for a model, with the estimates of what it found."""
+    """Return the report of a search for a model, given the estimates of its results."""
     run = plan.run
     head = [
         f"{model}: {run.shape.parameters():,} parameters, {run.precision}, {run.optimizer}",
@@ -56,7 +56,7 @@ def lines(model: str, plan: Plan, estimates: Sequence[Estimate]) -> list[str]:
 
 
 def _for_train(model: str, run: EstimatedRun, layout: Layout) -> list[str]:
-    """A run's TOML under its title, or why there is none."""
+    """Return a run's TOML under its title, or why none exists."""
     try:
         return ["The best, for `shoal train`:", "", *run_toml(model, run, layout).splitlines()]
     except UsageError as error:
@@ -64,7 +64,7 @@ def _for_train(model: str, run: EstimatedRun, layout: Layout) -> list[str]:
 
 
 def words(layout: Layout) -> str:
-    """A layout in a table: what the search chose."""
+    """Return a layout as text for a table: the searched fields."""
     more = [f"micro-batch {layout.micro_batch}"]
     if layout.recompute != "none":
         more.append(f"recompute {layout.recompute}")
@@ -78,7 +78,7 @@ def words(layout: Layout) -> str:
 
 
 def estimate_of(plan: Plan, found: PricedLayout) -> Estimate:
-    """The whole estimate of a layout that a search found, by the program as it was played."""
+    """Build the full estimate of a layout found by a search, from its simulated program."""
     layout = found.layout
     run = replace(plan.run, layout=layout)
     columns = plan.players[layout.pp, run.microbatches, layout.schedule, layout.virtual_stages].columns
@@ -87,7 +87,7 @@ def estimate_of(plan: Plan, found: PricedLayout) -> Estimate:
 
 
 def reasons(plan: Plan, estimates: Sequence[Estimate]) -> list[str]:
-    """Why each of the list is not the first: what takes longer, and what less."""
+    """Return, for each layout of the list, what takes longer and what less than in the first."""
     best = estimates[0].breakdown
     found = [f"tokens per second {plan.run.tokens / plan.best[0].seconds:,.0f}"]
     for rival, estimate in zip(plan.best[1:], estimates[1:], strict=True):
@@ -103,10 +103,10 @@ def reasons(plan: Plan, estimates: Sequence[Estimate]) -> list[str]:
 
 
 def run_toml(model: str, run: EstimatedRun, layout: Layout) -> str:
-    """A run's TOML: all that the plan decided, and the model's own vocabulary.
+    """Return a run's TOML with the planned layout and the model's own vocabulary.
 
     Raises:
-        UsageError: the model is a user's own, and no config makes it.
+        UsageError: the model is user-defined, and no config produces it.
     """
     defaults = Layout()
     chosen = {name: getattr(layout, name) for name in LEVELS}
@@ -132,7 +132,7 @@ def mfu_of(plan: Plan) -> float:
 
 
 def fewest_line(planner: LayoutPlanner, plan: Plan | None) -> str:
-    """The fewest devices that hold the model."""
+    """Return the line with the fewest devices that hold the model."""
     name = planner.run.cluster.accelerator.name
     if plan is None:
         return f"{planner.model} does not fit on any number of {name} that was tried."
@@ -144,7 +144,7 @@ def fewest_line(planner: LayoutPlanner, plan: Plan | None) -> str:
 
 
 def what_if_lines(plans: Mapping[str, Plan | None]) -> list[str]:
-    """The best layout on each kind of hardware, beside the first."""
+    """Return a table of the best layout on each kind of hardware, compared with the first."""
     rows, first = [], None
     for what, plan in plans.items():
         if plan is None:
@@ -160,7 +160,7 @@ def what_if_lines(plans: Mapping[str, Plan | None]) -> list[str]:
 
 
 def budget_lines(planner: LayoutPlanner, paid: BudgetAnswer) -> Iterator[str]:
-    """What a training takes and costs on each number of devices, and what the budget pays for."""
+    """Yield the time and cost of a training on each number of devices, and what the budget affords."""
     rows = []
     for plan in paid.plans:
         cost = paid.dollars(plan)
@@ -182,10 +182,10 @@ def budget_lines(planner: LayoutPlanner, paid: BudgetAnswer) -> Iterator[str]:
 def map_lines(
     planners: Sequence[LayoutPlanner], nodes: Sequence[int], found: Sequence[Sequence[Plan | None]]
 ) -> list[str]:
-    """The best layout of every model on every number of nodes.
+    """Return a table of the best layout of every model on every number of nodes.
 
     Args:
-        found: for each planner, for each number of nodes.
+        found: plans for each planner and each number of nodes.
     """
     rows = [
         [planner.model, f"{count * planner.run.cluster.per_node:,}",
@@ -197,10 +197,10 @@ def map_lines(
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, right: int | None = None) -> list[str]:
-    """Lines of columns that are as wide as they need; in a narrower terminal the widest are wrapped.
+    """Format a table with columns of minimal width; in a narrow terminal the widest columns wrap.
 
     Args:
-        right: the columns from this one on are aligned to the right.
+        right: index of the first right-aligned column.
     """
     every = [head, *rows]
     widths = [max(len(row[i]) for row in every) for i in range(len(head))]

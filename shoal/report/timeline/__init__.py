@@ -1,1 +1,1 @@
-"""Timelines of steps, simulated or measured: in a terminal, as a figure, as a trace."""
+"""Timelines of simulated or measured steps: in a terminal, as a figure, or as a trace."""

@@ -1,6 +1,6 @@
-"""A timeline ready to be drawn: what colour each action has, what is alive when, what is said beside it.
+"""Charts: timelines with the colours, memory curves and table entries needed to draw them.
 
-Simulated and measured steps are both a `Timeline`, so every drawing takes either.
+Simulated and measured steps are both a `Timeline`, so every drawing accepts either.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from shoal.report.timeline.palette import NAMES, SHADES, Paint
 
 @dataclass(frozen=True)
 class Chart:
-    """One timeline and its name.
+    """A named timeline with display data.
 
     Attributes:
-        name: its title.
-        timeline: what happened when.
-        kind: of the replicas that it shows.
-        seconds: whether its times are seconds; else they are in units of the forward's.
-        activation: bytes that a micro-batch's forward leaves on a stage, a number or [stages]; None counts activations.
-        kept_for_weight: of them, what stays between the two halves of its backward; None for all.
-        message_bytes: of one message between two stages; None where not known.
-        facts: more columns of the table beside it, by their title.
+        name: title.
+        timeline: the timeline.
+        kind: kind of replicas to show.
+        seconds: True if times are in seconds; otherwise they are in units of the forward's time.
+        activation: bytes that a micro-batch's forward saves on a stage, a number or [stages]; None counts activations.
+        kept_for_weight: bytes of these that remain between the two halves of its backward; None for all.
+        message_bytes: bytes of one message between two stages; None if unknown.
+        facts: extra columns of the table, by title.
     """
 
     name: str
@@ -44,28 +44,28 @@ class Chart:
 
     @property
     def start(self) -> np.ndarray:
-        """[rows] when each action begins."""
+        """[rows] Start time of each action."""
         return self.timeline.start[self.kind]
 
     @property
     def end(self) -> np.ndarray:
-        """[rows] when it ends."""
+        """[rows] End time of each action."""
         return self.timeline.end[self.kind]
 
     @cached_property
     def paints(self) -> list[Paint]:
-        """The paints in use, in the order of a legend."""
+        """Paints in use, in the order of a legend."""
         return self._painted[0]
 
     @cached_property
     def paint(self) -> np.ndarray:
-        """[rows] which of them each action has."""
+        """[rows] Index of each action's paint."""
         return self._painted[1]
 
     @cached_property
     def _painted(self) -> tuple[list[Paint], np.ndarray]:
         columns, program = self.timeline.columns, self.timeline.columns.program
-        copy, shade = np.zeros(program.stages + 1, int), np.zeros(program.stages + 1, int)  # the last: of no stage
+        copy, shade = np.zeros(program.stages + 1, int), np.zeros(program.stages + 1, int)  # last: no stage
         for rank in range(columns.ranks):
             held = program.stages_of(rank)
             for stage in held:
@@ -79,43 +79,44 @@ class Chart:
 
     @cached_property
     def half(self) -> np.ndarray:
-        """[rows] 1 and 2 for the upper and the lower of two actions that are computed at once, else 0."""
+        """[rows] 1 and 2 for the upper and the lower of two actions that run together, else 0."""
         half = np.zeros(self.timeline.columns.rows, int)
         half[self.timeline.pairs], half[self.timeline.pairs + 1] = 1, 2
         return half
 
     @cached_property
     def live(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """For each pipeline rank, times in order and what is alive from each on: bytes, or activations.
+        """For each pipeline rank, sorted times and the bytes (or activations) alive from each time on.
 
-        As `Timeline.peak_bytes` counts it: from the begin of a forward to the end of what frees it.
+        Counts like `Timeline.peak_bytes`: from the start of a forward to the end of the action that frees its
+        activation.
         """
         columns = self.timeline.columns
         change = columns.activation_changes(*self._bytes)
         at = np.where(columns.op == FORWARD, self.start, self.end)
         series = []
         for begin, end in pairwise(columns.offset):
-            rows = begin + np.flatnonzero(change[begin:end])  # in the rank's order, which is that of time
+            rows = begin + np.flatnonzero(change[begin:end])  # in the rank's order, which is sorted by time
             series.append((at[rows], np.cumsum(change[rows])))
         return series
 
     @cached_property
     def peak(self) -> np.ndarray:
-        """[ranks] the most that is alive at once."""
+        """[ranks] Maximum bytes (or activations) alive at once."""
         return self.timeline.peak_bytes(*self._bytes)
 
     @property
     def _bytes(self) -> tuple[float | np.ndarray, float | np.ndarray | None]:
-        """What a micro-batch keeps after its forward, and between the halves of its backward."""
+        """Return what a micro-batch keeps after its forward, and between the halves of its backward."""
         return 1.0 if self.activation is None else self.activation, self.kept_for_weight
 
     def caption(self) -> str:
-        """Return its step time, bubble and peak of live activations in a line."""
+        """Return the step time, bubble and peak of live activations in a line."""
         row = self.summary()
         return f"{row['step']}, bubble {row['bubble']}, at most {row['peak live activations']} alive"
 
     def summary(self) -> dict[str, str]:
-        """The table's row: step time, bubble, memory, communication, weight versions, then `facts`."""
+        """Return the table's row: step time, bubble, memory, communication, weight versions, then `facts`."""
         timeline = self.timeline
         sent = np.bincount(timeline.messages.source, minlength=timeline.ranks)
         time = timeline.step_time
@@ -134,7 +135,7 @@ class Chart:
 
 
 def table(charts: Sequence[Chart]) -> tuple[list[str], list[list[str]]]:
-    """A heading for each column and a row for each chart; what a chart does not know is a dash."""
+    """Return a heading for each column and a row for each chart; unknown values are a dash."""
     rows = [{"": chart.name, **chart.summary()} for chart in charts]
     headings = list(dict.fromkeys(heading for row in rows for heading in row))
     if all(row.get("weight versions") == "1" for row in rows):
@@ -143,7 +144,7 @@ def table(charts: Sequence[Chart]) -> tuple[list[str], list[list[str]]]:
 
 
 def legend(charts: Sequence[Chart]) -> list[tuple[Paint, str]]:
-    """The paints that can be seen in several charts, each with what it means: of all shades the first."""
+    """Return the paints visible in several charts, each with its meaning; for shades, only the first."""
     order = list(NAMES)
     seen = {chart.paints[i] for chart in charts for i in np.unique(chart.paint[chart.end > chart.start])}
     first: dict[str, Paint] = {}
@@ -153,7 +154,7 @@ def legend(charts: Sequence[Chart]) -> list[tuple[Paint, str]]:
 
 
 def has_shades(charts: Sequence[Chart]) -> bool:
-    """Whether some rank has several stages of one copy of the model."""
+    """Return whether some rank has several stages of one copy of the model."""
     return any(paint.shade for chart in charts for paint in chart.paints)
 
 
@@ -161,14 +162,14 @@ def has_shades(charts: Sequence[Chart]) -> bool:
 
 
 def axis(end: float, most: int, *, seconds: bool) -> tuple[str, list[tuple[float, str]]]:
-    """A time axis from 0: its unit, and at most so many round numbers on it, each with its place as a share of it."""
+    """Return a time axis from 0: its unit, and at most ``most`` round numbers with their relative positions."""
     factor, unit = scale(end) if seconds else (1.0, "T")
     marks = ticks(0.0, end * factor, max(2, most))
     return unit, [(mark / (end * factor) if end else 0.0, f"{mark:.6g}") for mark in marks]
 
 
 def scale(time: float) -> tuple[float, str]:
-    """The unit in which a time [s] is best written, and how many of it are a second."""
+    """Return the best unit for a time [s], and how many of it are a second."""
     for factor, unit in ((1.0, "s"), (1e3, "ms")):
         if time * factor >= 1:
             return factor, unit
@@ -176,7 +177,7 @@ def scale(time: float) -> tuple[float, str]:
 
 
 def ticks(begin: float, end: float, most: int) -> list[float]:
-    """At most so many round times (1, 2 or 5 times a power of ten apart) within a span."""
+    """Return at most ``most`` round times within a span, spaced by 1, 2 or 5 times a power of ten."""
     if end <= begin or most < 1:
         return [begin]
     step = 10.0 ** np.floor(np.log10((end - begin) / most))

@@ -1,6 +1,6 @@
 """Timelines as a figure for a paper: one geometry, written as SVG or as PNG.
 
-Lengths are in points (1/72 inch): 504 is the width of a page of two columns, 240 that of one.
+Lengths are in points (1/72 inch): a two-column page is 504 wide, one column 240.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from shoal.report.timeline.palette import WHITE, colour, ink
 
 PAGE = 504.0  # the text width of a US letter page with one-inch margins is 468; two-column styles have 504
 MARGIN = 3.0
-FONT = 7.0  # the least that journals take
+FONT = 7.0  # minimum font size accepted by journals
 DIGIT = 0.56  # width of a digit, in font sizes (Helvetica)
 GROUND, RULE, SOFT = "#f1f3f5", "#c4cad1", "#4c5560"
 DPI = 300
-HALVES = ((0.0, 1.0), (0.0, 0.5), (0.5, 0.5))  # begin and height of an action in its lane, by `Chart.half`
+HALVES = ((0.0, 1.0), (0.0, 0.5), (0.5, 0.5))  # offset and height of an action in its lane, by `Chart.half`
 
 
 @dataclass(frozen=True)
 class Rectangle:
-    """A filled rectangle; `title` is what it stands for, "" for decoration."""
+    """A filled rectangle; `title` is its meaning, "" for decoration."""
 
     x: float
     y: float
@@ -39,7 +39,7 @@ class Rectangle:
 
 @dataclass(frozen=True)
 class Label:
-    """A line of text whose baseline begins, is centred or ends at (x, y)."""
+    """A line of text whose baseline starts, is centred or ends at (x, y)."""
 
     x: float
     y: float
@@ -52,7 +52,7 @@ class Label:
 
 @dataclass(frozen=True)
 class Figure:
-    """What is drawn, in this order."""
+    """Shapes to draw, in order."""
 
     width: float
     height: float
@@ -60,11 +60,11 @@ class Figure:
 
 
 def figure(charts: Sequence[Chart], *, width: float = PAGE) -> Figure:
-    """Timelines above each other on one time axis, with a legend.
+    """Lay out timelines above each other on one time axis, with a legend.
 
     Args:
-        charts: whose times are all in the same unit.
-        width: of the figure [pt].
+        charts: charts whose times are all in the same unit.
+        width: width of the figure [pt].
     """
     end = max(chart.timeline.step_time for chart in charts) or 1.0
     most = max(chart.timeline.ranks for chart in charts)
@@ -126,7 +126,7 @@ def _axis(left: float, y: float, plot: float, end: float, *, seconds: bool) -> l
 
 
 def _legend(charts: Sequence[Chart], y: float, width: float) -> tuple[list[Rectangle | Label], float]:
-    """The marks, and where they end."""
+    """Return the legend's shapes, and the y coordinate of its end."""
     entries = [(colour(paint), name) for paint, name in legend(charts)]
     if has_shades(charts):
         entries.append(("", "lighter: a later stage of the rank"))
@@ -144,7 +144,7 @@ def _legend(charts: Sequence[Chart], y: float, width: float) -> tuple[list[Recta
 
 
 def write_figure(path: Path, charts: Sequence[Chart]) -> None:
-    """Write a figure as its file's name says, .svg or .png."""
+    """Write a figure as SVG or PNG, by the file name's suffix."""
     drawn = figure(charts)
     if path.suffix == ".svg":
         path.write_text(svg(drawn), encoding="utf-8")
@@ -153,7 +153,7 @@ def write_figure(path: Path, charts: Sequence[Chart]) -> None:
 
 
 def svg(drawn: Figure) -> str:
-    """A figure as SVG of its true size; the title of each action is shown where it is pointed at."""
+    """Render a figure as SVG of its true size, with a tooltip for each action."""
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{drawn.width:g}pt" height="{drawn.height:g}pt" '
         f'viewBox="0 0 {drawn.width:g} {drawn.height:g}" font-family="Helvetica, Arial, sans-serif">',
@@ -175,7 +175,7 @@ def svg(drawn: Figure) -> str:
 
 
 def png(drawn: Figure) -> Image.Image:
-    """A figure as a picture of 300 dots an inch."""
+    """Render a figure as an image at 300 dots per inch."""
     dots = DPI / 72
     image = Image.new("RGB", (round(drawn.width * dots), round(drawn.height * dots)), WHITE)
     pen = ImageDraw.Draw(image)

@@ -16,21 +16,22 @@ from shoal.pipeline.simulator.timeline import Messages, Timeline
 from shoal.pipeline.simulator.times import MessageTimes
 from shoal.training.records.profile import Profile, RankProfile
 
-WAITED = 20e-6  # s; a shorter wait says nothing about the message
+WAITED = 20e-6  # s; a shorter wait does not bound the message's time
 
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """A profile on the simulator's columns.
+    """A profile arranged by the simulator's rows.
 
-    An action lasts from the moment at which what it waits for is there to the begin of what its rank does next: posting
-    its messages is a part of it. What follows the last backward may hold waiting for other ranks.
+    An action lasts from when its inputs are ready to the start of its rank's next action, which includes posting its
+    messages. Actions after the last backward may include waiting for other ranks.
 
     Attributes:
-        profile: what was recorded.
-        columns: of its program.
-        asked: [steps, replicas, tp, rows] when each action was ready but for its message, from the step's begin [s].
-        start, end: [steps, replicas, tp, rows] when it began and ended.
+        profile: the recorded profile.
+        columns: columns of its program.
+        asked: [steps, replicas, tp, rows] time at which each action was ready except for its message, from the step's
+            start [s].
+        start, end: [steps, replicas, tp, rows] start and end times.
     """
 
     profile: Profile
@@ -41,7 +42,7 @@ class MeasuredStep:
 
     @staticmethod
     def of(profile: Profile) -> MeasuredStep:
-        """Arrange a profile; each step begins at 0, with its first computation."""
+        """Arrange a profile; each step starts at 0, with its first computation."""
         columns = of_program(profile.program)
         steps = len(profile.ranks[0].steps)
         dp, tp = (1 + max(getattr(rank, axis) for rank in profile.ranks) for axis in ("dp", "tp"))
@@ -56,12 +57,12 @@ class MeasuredStep:
 
     @cached_property
     def step_times(self) -> np.ndarray:
-        """[steps] from the begin of the first action anywhere to the end of the last [s]."""
+        """[steps] Time from the start of the first action on any rank to the end of the last [s]."""
         return self.end.max(axis=(1, 2, 3))
 
     @property
     def step_time(self) -> float:
-        """Their mean [s]."""
+        """Mean step time [s]."""
         return float(self.step_times.mean())
 
     @property
@@ -72,21 +73,21 @@ class MeasuredStep:
     # ---- as timelines ------------------------------------------------------------------------------------------
 
     def timeline(self, step: int) -> Timeline:
-        """One recorded step; each replica is a kind of its own, shown by its first tensor-parallel rank."""
+        """Return one recorded step; each replica is its own kind, shown by its first tensor-parallel rank."""
         start, end, sent = self.start[step, :, 0], self.end[step, :, 0], self._messages
         messages = replace(sent, start=end[:, sent.producer], end=start[:, sent.consumer])
         kinds = np.ones(len(start), int)
         return Timeline(self.columns, kinds, start, end, pairs=np.empty(0, int), messages=messages)
 
     def simulated(self) -> Timeline:
-        """The same program, played with the mean times."""
+        """Simulate the same program with the mean times."""
         return self._played(self.times())
 
     @cached_property
     def replayed(self) -> float:
-        """How far a step played with its own times ends from where it did: the median over the steps, as a part.
+        """Return the median relative error of the step time when each step is simulated with its own times.
 
-        What is left is what the simulation itself leaves out; with mean times, how they vary comes on top.
+        This is the simulation's own error; with mean times, the variation between steps adds to it.
         """
         own = [self._played(lengths).step_time for lengths in self._lengths]
         return float(np.median(np.array(own) / self.step_times - 1))
@@ -95,11 +96,11 @@ class MeasuredStep:
         return simulate(self.columns, lengths, self.links(), dp=self.start.shape[1], tp=self.start.shape[2])
 
     def times(self) -> np.ndarray:
-        """[rows] for each op and stage, the mean over steps, micro-batches and ranks.
+        """[rows] Mean time of each op and stage over steps, micro-batches and ranks.
 
-        Where ranks meet, the last to come waits for none: of a reduction and a gather the shortest over the replicas
-        counts, and the optimizer (which sums the gradient's norm over all ranks) lasts from the last begin to the last
-        end.
+        When ranks synchronise, only the last to arrive does not wait. So a reduction or gather has the shortest time
+        over the replicas, and the optimizer (which sums the gradient norm over all ranks) lasts from the last start to
+        the last end.
         """
         length = self._lengths.mean(axis=0)
         for _, _, rows in self._groups():
@@ -108,7 +109,7 @@ class MeasuredStep:
 
     @cached_property
     def _lengths(self) -> np.ndarray:
-        """[steps, rows] of each action, over the ranks that do it [s]."""
+        """[steps, rows] Duration of each action over the ranks that do it [s]."""
         length, op = self.end - self.start, self.columns.op
         found = np.where(op <= COMPUTING, length.mean(axis=(1, 2)), length.min(axis=(1, 2)))
         rows = (op == STEP) & (self.columns.stage < 0)
@@ -119,9 +120,9 @@ class MeasuredStep:
         return found
 
     def links(self) -> MessageTimes:
-        """For each pair of pipeline ranks, the median time of those messages that were waited for.
+        """For each pair of pipeline ranks, the median time of messages that a rank waited for.
 
-        A message that was there before it was needed could have come at any time; where all were, none counts.
+        A message that arrived before it was needed has an unknown arrival time. If all of a pair did, the time is 0.
         """
         messages = self._messages
         ranks = self.columns.ranks
@@ -129,7 +130,7 @@ class MeasuredStep:
         gone = self.end[..., self.columns.sent_after[messages.producer]]
         flight = self.start[..., messages.consumer] - gone
         waited = self.start[..., messages.consumer] - self.asked[..., messages.consumer] > WAITED
-        # The receiver must have been ready before the message left: else its lateness is what is measured.
+        # The receiver must be ready before the message leaves; otherwise its own delay would be measured.
         seen = waited & (self.asked[..., messages.consumer] <= gone)
         for source, target in set(zip(messages.source.tolist(), messages.target.tolist(), strict=True)):
             own = (messages.source == source) & (messages.target == target)
@@ -144,21 +145,21 @@ class MeasuredStep:
     # ---- tables ------------------------------------------------------------------------------------------------
 
     def by_op(self) -> Iterator[tuple[Op, int, int, float, float, float]]:
-        """For each op and stage: how many were recorded, their median length, mean and longest [s]."""
+        """Yield, for each op and stage, the count and the median, mean and maximum duration [s]."""
         length = self.end - self.start
         for op, stage, rows in self._groups():
             found = length[..., rows]
             yield op, stage, found.size, float(np.median(found)), float(found.mean()), float(found.max())
 
     def _groups(self) -> Iterator[tuple[Op, int, np.ndarray]]:
-        """Each op and stage (-1 for the whole rank), with their rows."""
+        """Yield each op and stage (-1 for all stages of the rank), with their rows."""
         for op, stage in product(OPS, range(-1, self.columns.program.stages)):
             rows = np.flatnonzero((self.columns.op == CODE[op]) & (self.columns.stage == stage))
             if len(rows):
                 yield op, stage, rows
 
     def by_rank(self) -> Iterator[tuple[RankProfile, float, float]]:
-        """For each rank: the mean time of a step in computations, and waiting for their messages [s]."""
+        """Yield, for each rank, the mean time per step in computations and waiting for their messages [s]."""
         for rank in self.profile.ranks:
             rows = np.arange(self.columns.offset[rank.pp], self.columns.offset[rank.pp + 1])
             rows = rows[self.columns.op[rows] < REDUCE]
@@ -169,9 +170,9 @@ class MeasuredStep:
 
 
 def _rank(rank: RankProfile, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of one rank and step: when each row was asked for, began, and ended.
+    """Return when each row of one rank and step was ready, started, and ended.
 
-    What lies between two rows, sends of the first and receives for later ones, belongs to the first.
+    Time between two rows (sends of the first and receives for later ones) counts for the first.
     """
     begin, arrived, end = (np.array(times[step]) for times in (rank.begin, rank.arrived, rank.end))
     rows = np.array([i for i, action in enumerate(rank.actions) if action.op in CODE])

@@ -1,7 +1,7 @@
-"""Colours of the actions: told apart by hue, by lightness (in print, by the colour-blind), and by letter (by pipes).
+"""Colours of actions, distinguishable by hue, by lightness (print, colour-blind readers) and by letter (text).
 
-Forward is blue; backward is warm, its two halves darker (input) and lighter (weights) than the whole. A second copy of
-the model (DualPipe) has hues of its own, teal and plum. Further stages of a rank are shades of the first.
+Forward is blue; backward is warm, with its two halves darker (input) and lighter (weights) than the full one. A second
+copy of the model (DualPipe) has its own hues, teal and plum. Further stages of a rank are shades of the first.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ HUES = {
     Op.STEP: ("#7d8590", "#7d8590"),
     Op.GATHER: ("#a99fcb", "#a99fcb"),
 }
-"""The colour on light ground of each op's first stage, for the first copy of the model and the second."""
+"""Colour on a light background of each op's first stage, for the first and the second copy of the model."""
 
 WHITE, BLACK = "#ffffff", "#000000"
 SHADES = 4
-FADE = 0.42  # how far the last shade goes towards white
+FADE = 0.42  # how much the last shade is mixed with white
 
 
 class Paint(NamedTuple):
-    """What decides a colour.
+    """Properties that determine a colour.
 
     Attributes:
-        op: of the action.
-        copy: of the model, 0 or 1 (further ones take turns).
-        shade: of the stage among those of its rank, 0 to `SHADES` - 1.
+        op: op of the action.
+        copy: model copy, 0 or 1 (further ones alternate).
+        shade: index of the stage among its rank's stages, 0 to `SHADES` - 1.
     """
 
     op: Op
@@ -51,25 +51,25 @@ class Paint(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What it means, in a legend."""
+        """Meaning of the paint in a legend."""
         return NAMES[self.op] + (", second copy" if self.copy else "")
 
 
 def colour(paint: Paint, *, dark: bool = False) -> str:
-    """The colour of a paint as ``#rrggbb``, for light ground or dark."""
+    """Return the colour of a paint as ``#rrggbb``, for a light or a dark background."""
     hue = HUES[paint.op][paint.copy % 2]
     fade = FADE * paint.shade / (SHADES - 1)
     return mix(mix(hue, BLACK, 0.12), BLACK, fade) if dark else mix(hue, WHITE, fade)
 
 
 def ink(ground: str) -> str:
-    """Black or white, whichever is read more easily on a colour (WCAG 2.2, relative luminance)."""
+    """Return black or white, whichever has more contrast with a colour (WCAG 2.2, relative luminance)."""
     light = luminance(ground)
     return INK if (light + 0.05) / (luminance(INK) + 0.05) > 1.05 / (light + 0.05) else WHITE
 
 
 def luminance(colour: str) -> float:
-    """Relative luminance, 0 to 1 (WCAG 2.2)."""
+    """Return the relative luminance, 0 to 1 (WCAG 2.2)."""
     channels = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

@@ -1,4 +1,4 @@
-"""Schedules that were played: their charts, and what closed forms say of them."""
+"""Charts of simulated schedules, and their comparison with closed forms."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from shoal.report.timeline.chart import Chart
 
 
 def schedule_chart(played: PlayedSchedule, *, seconds: bool) -> Chart:
-    """A chart of the replica that takes longest.
+    """Return a chart of the slowest replica.
 
     Args:
-        seconds: whether its times are seconds.
+        seconds: times are in seconds.
     """
     timeline, columns = played.timeline, played.timeline.columns
     share = columns.ranks / columns.program.depth
@@ -31,7 +31,7 @@ def schedule_chart(played: PlayedSchedule, *, seconds: bool) -> Chart:
 
 
 def schedule_lines(every: Sequence[PlayedSchedule]) -> Iterator[str]:
-    """What closed forms say of each schedule, beside what was found; and what an estimate says."""
+    """Yield the closed forms of each schedule beside the simulated values, and the estimate's values."""
     for played in every:
         if played.step and played.name in THEORY:
             yield _theory(played)

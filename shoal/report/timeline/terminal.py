@@ -1,4 +1,4 @@
-"""Timelines in a terminal: a row for each rank, a cell for each moment; in colour, or in letters without."""
+"""Timelines in a terminal: one row per rank, one cell per time interval; in colour, or as letters."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from shoal.report.timeline.chart import Chart, axis, has_shades, legend, table
 from shoal.report.timeline.palette import BLACK, Paint, colour, ink
 
 IDLE = -1
-MOST_ROWS = 32  # ranks shown at once; of more, the first and the last
+MOST_ROWS = 32  # maximum ranks shown; of more, the first and the last
 
 
 def show(console: Console, charts: Sequence[Chart], *, rows: int = MOST_ROWS) -> None:
     """Print timelines above each other on one time axis, and a table that compares them.
 
     Args:
-        console: whose width they fit. Without colour (a pipe, ``NO_COLOR``) actions are letters: those of the program's
-            actions, small for every second stage of a rank.
-        charts: whose times are all in the same unit.
-        rows: most ranks shown of each.
+        console: console whose width they fit. Without colour (a pipe, ``NO_COLOR``) actions are shown by their program
+            letters, in lower case for every second stage of a rank.
+        charts: charts whose times are all in the same unit.
+        rows: maximum number of ranks shown per timeline.
     """
     width = console.width
     end = max(chart.timeline.step_time for chart in charts)
@@ -44,13 +44,13 @@ def show(console: Console, charts: Sequence[Chart], *, rows: int = MOST_ROWS) ->
 
 
 def timeline(chart: Chart, width: int, end: float, *, rows: int = MOST_ROWS, coloured: bool = True) -> list[Text]:
-    """The rows of one timeline, and its time axis below them.
+    """Return the rows of one timeline, with its time axis below them.
 
     Args:
-        width: columns that no line is longer than.
-        end: of the axis; it begins at 0.
-        rows: most ranks shown.
-        coloured: actions are colours and not letters.
+        width: maximum columns of a line.
+        end: end of the axis, which starts at 0.
+        rows: maximum number of ranks shown.
+        coloured: use colours instead of letters.
     """
     label = len(f"rank {chart.timeline.ranks - 1}") + 1
     idle = 1 - chart.timeline.busy[chart.kind] / chart.timeline.compute_span if chart.timeline.compute_span else None
@@ -72,7 +72,7 @@ def timeline(chart: Chart, width: int, end: float, *, rows: int = MOST_ROWS, col
 
 
 def _shown(ranks: int, rows: int) -> list[int | None]:
-    """The ranks that are drawn, None for those between that are not."""
+    """Return the ranks to draw, with None for omitted ranks in between."""
     if ranks <= rows:
         return list(range(ranks))
     first = rows // 2
@@ -105,9 +105,9 @@ def _cells(chart: Chart, rank: int, cells: int, end: float, *, coloured: bool) -
 
 
 def fill(chart: Chart, rank: int, cells: int, end: float) -> np.ndarray:
-    """The row of the timeline's columns that fills most of each cell, or `IDLE`. [cells]
+    """Return the row of the timeline's columns that fills most of each cell, or `IDLE`. [cells]
 
-    A cell is 1/cells of the time to ``end``.
+    Each cell is 1/cells of the time to ``end``.
     """
     begin, last = chart.timeline.columns.offset[rank], chart.timeline.columns.offset[rank + 1]
     busy = np.zeros(cells)
@@ -124,13 +124,13 @@ def fill(chart: Chart, rank: int, cells: int, end: float) -> np.ndarray:
 
 
 def _letter(paint: Paint) -> str:
-    """An action without colour: small on a later stage of its rank, and in a second copy of the model."""
+    """Return the letter of an action: lower case on a later stage of its rank, and in a second copy of the model."""
     return str(paint.op).lower() if paint.shade or paint.copy else str(paint.op)
 
 
 def _style(paint: Paint, *, other: bool) -> Style:
     ground = colour(paint)
-    if other:  # neighbouring micro-batches differ a little
+    if other:  # distinguish neighbouring micro-batches slightly
         ground = mix(ground, BLACK, 0.07)
     return Style(color=ink(ground), bgcolor=ground)
 
@@ -161,7 +161,7 @@ def _print_legend(console: Console, charts: Sequence[Chart]) -> None:
 
 
 def comparison(charts: Sequence[Chart], width: int) -> Table:
-    """A table with a row for each timeline, or a column where the rows would be wider than the terminal."""
+    """Return a table with a row for each timeline, transposed if the rows would be wider than the terminal."""
     headings, rows = table(charts)
     wide = sum(3 + max(len(cell) for cell in column) for column in zip(headings, *rows, strict=True))
     if wide > width:

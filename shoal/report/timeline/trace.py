@@ -1,7 +1,7 @@
-"""Timelines as a trace that Perfetto opens, and every other viewer of Chrome's trace format.
+"""Timelines as a trace for Perfetto and other viewers of Chrome's trace format.
 
-The format is JSON ("Trace Event Format", Google 2016). Each rank is a process, with a track of computations, one for
-each direction in which it sends, and a counter of what is alive. A message is a slice on its sender's track and an
+The format is JSON ("Trace Event Format", Google 2016). Each rank is a process with a track of computations, one track
+for each direction in which it sends, and a counter of live memory. A message is a slice on its sender's track and an
 arrow to the computation that needs it.
 """
 
@@ -20,14 +20,14 @@ COMPUTE, TO_NEXT, TO_PREVIOUS = 1, 2, 3
 TRACKS = {COMPUTE: "compute", TO_NEXT: "send activations", TO_PREVIOUS: "send gradients"}
 
 def write_trace(path: Path, charts: Sequence[Chart]) -> None:
-    """Write a trace; gzipped where the name ends in .gz, as Perfetto also takes it."""
+    """Write a trace; gzipped if the name ends in .gz, which Perfetto also reads."""
     text = json.dumps({"traceEvents": list(events(charts)), "displayTimeUnit": "ms"}, separators=(",", ":"))
     data = text.encode()
     path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
 
 
 def events(charts: Sequence[Chart]) -> Iterator[dict[str, Any]]:
-    """The events of a trace. Times are in microseconds; a unit of time that is no second counts as a millisecond."""
+    """Yield the events of a trace. Times are in microseconds; a unit other than the second counts as a millisecond."""
     first, arrow = 0, 0
     for chart in charts:
         for rank in range(chart.timeline.ranks):
@@ -74,7 +74,7 @@ def _alive(chart: Chart, first: int) -> Iterator[dict[str, Any]]:
 
 
 def _messages(chart: Chart, first: int, arrow: int) -> Iterator[dict[str, Any]]:
-    """Each message as a slice of its sender, from which an arrow goes to the begin of what needs it."""
+    """Yield each message as a slice of its sender, with an arrow to the start of its consumer."""
     messages, columns = chart.timeline.messages, chart.timeline.columns
     starts, ends = messages.start[chart.kind], messages.end[chart.kind]
     for i, (source, target, consumer) in enumerate(

@@ -1,4 +1,4 @@
-"""A file of timelines, of the kind that its name ends in."""
+"""Write timelines to a file in the format of its suffix."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from shoal.report.timeline.figure import write_figure
 from shoal.report.timeline.trace import write_trace
 
 KINDS = (".html", ".svg", ".png", ".json", ".json.gz")
-"""What a file's name may end in: a page, a figure or a trace."""
+"""Supported file suffixes: a page, a figure or a trace."""
 
 
 def write(path: Path, charts: Sequence[Chart], *, title: str, lead: str) -> None:
     """Write timelines as a page (.html), a figure for a paper (.svg, .png) or a trace (.json, .json.gz).
 
     Args:
-        charts: whose times are all in the same unit.
-        title: of a page, plain text.
-        lead: what the page shows, in a sentence or two of plain text.
+        charts: charts whose times are all in the same unit.
+        title: title of a page, plain text.
+        lead: description of the page, in a sentence or two of plain text.
 
     Raises:
-        UsageError: the name ends in nothing of these, or the folder is not there.
+        UsageError: the suffix is not supported, or the folder does not exist.
     """
     check_writable(path, "--out", *KINDS)
     if path.suffix == ".html":
