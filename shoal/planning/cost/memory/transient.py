@@ -3,7 +3,7 @@
 A bucket has memory from the first gradient that is added to it until its sum over the sharding ranks is available. From
 the second micro-batch on, that sum has its own memory, because it is then added to the previous sum. With overlapped
 reductions, one bucket is being reduced while the next is filled. Experts have their own buckets, which a layer
-completes before it reaches its other matrices, except those of shared experts.
+completes before it reaches its other matrices, except the buckets of shared experts.
 """
 
 from __future__ import annotations
