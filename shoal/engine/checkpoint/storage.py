@@ -160,14 +160,15 @@ def rename(old: Place, new: Place) -> None:
     Raises:
         OSError: ``new`` exists and is not an empty folder.
     """
-    if isinstance(old, UPath) and isinstance(new, UPath):
-        make_folder(new)
-        for name in sorted(names(old), key=lambda name: name == COMMITS):
-            old.fs.copy((old / name).path, (new / name).path)  # inside the store, where it can
-        remove(old)
+    if isinstance(old, Path):
+        os.rename(old, str(new))
+        sync_folder(old.parent)
         return
-    os.rename(old, str(new))
-    sync_folder(old.parent)
+    assert isinstance(new, UPath)  # in the same store
+    make_folder(new)
+    for name in sorted(names(old), key=lambda name: name == COMMITS):
+        old.fs.copy((old / name).path, (new / name).path)  # inside the store, where it can
+    remove(old)
 
 
 def remove(path: Place) -> None:
