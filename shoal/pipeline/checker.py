@@ -123,7 +123,6 @@ def _named(fact: Action, program: Program, rank: int) -> Action:
 
 
 def _wanted(program: Program, rank: int) -> Iterable[Action]:
-    """Yield all actions that a rank must do."""
     passes = (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
     for stage in program.stages_of(rank):
         for m, part, op in product(program.microbatches_of(stage), _parts(program), passes):

@@ -115,7 +115,6 @@ class Program:
 
     @property
     def ranks(self) -> int:
-        """Number of pipeline ranks."""
         return len(self.actions)
 
     def stages_of(self, rank: int) -> list[int]:
@@ -283,7 +282,6 @@ def receive_of(action: Action, program: Program) -> Action | None:
 
 
 def sender_of(receive: Action) -> Action:
-    """Return the send that matches a receive."""
     forward = receive.op is Op.RECV_FORWARD
     op, other = (Op.SEND_FORWARD, -1) if forward else (Op.SEND_BACKWARD, 1)
     return receive._replace(op=op, stage=receive.stage + other)

@@ -41,7 +41,6 @@ class Estimate(StagePrices):
 
     @cached_property
     def stages(self) -> list[StageTimes]:
-        """Times of every stage."""
         return [self.stage_of(part) for part in self.parts]
 
     @cached_property
@@ -101,7 +100,6 @@ class Estimate(StagePrices):
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The simulated program."""
         return simulate(self.columns, self.durations, self.link)
 
     # ---- breakdown -----------------------------------------------------------------------------------------------

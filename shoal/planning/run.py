@@ -40,7 +40,6 @@ class EstimatedRun:
 
     @property
     def policy(self) -> Formats:
-        """Number formats."""
         return FORMATS[self.precision]
 
     @property
@@ -60,10 +59,8 @@ class EstimatedRun:
 
     @property
     def tokens(self) -> int:
-        """Tokens per step."""
         return self.global_batch * self.sequence_length
 
     @property
     def microbatches(self) -> int:
-        """Micro-batches of each replica."""
         return self.layout.microbatches(self.global_batch)

@@ -152,7 +152,6 @@ def _check_numbers(what: str, given: set[int], name: str) -> None:
 
 
 def _actions(cell: str, place: str) -> list[Action]:
-    """Parse the computations of a cell."""
     if pair := PAIR.fullmatch(cell):
         return [action for part in pair[1].split(";") for action in _actions(part.strip(), place)]
     if computation := COMPUTATION.fullmatch(cell):
@@ -167,7 +166,6 @@ def _actions(cell: str, place: str) -> list[Action]:
 
 
 def _placement(orders: list[list[Action]], name: str) -> tuple[int, ...]:
-    """Return the rank of each stage."""
     holder: dict[int, int] = {}
     for rank, order in enumerate(orders):
         for action in order:

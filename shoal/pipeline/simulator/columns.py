@@ -53,12 +53,10 @@ class Columns:
 
     @property
     def ranks(self) -> int:
-        """Number of pipeline ranks."""
         return len(self.offset) - 1
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
         return len(self.op)
 
     @property
@@ -127,7 +125,6 @@ class Columns:
         return np.array([np.cumsum(rank).max(initial=0.0) for rank in np.split(change, self.offset[1:-1])])
 
     def action(self, row: int) -> Action:
-        """Return one row as an `Action`."""
         numbers = (self.stage, self.microbatch, self.part, self.version)
         return Action(OPS[self.op[row]], *(int(column[row]) for column in numbers))
 
@@ -156,7 +153,6 @@ def _rank(order: Sequence[Action], base: int) -> tuple[Integers, ...]:
 
 
 def _move_sends(order: Sequence[Action], sent_after: Integers, base: int) -> None:
-    """Set `sent_after` from the sends of an order."""
     made: dict[tuple[bool, int, int, int], int] = {}
     passed = -1
     for action in order:

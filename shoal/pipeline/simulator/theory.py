@@ -31,7 +31,6 @@ class EqualStages:
 
     @property
     def work(self) -> float:
-        """Computing time of each rank."""
         return self.m * self.v * (self.f + self.whole)
 
 

@@ -64,11 +64,9 @@ class Timeline:
 
     @property
     def ranks(self) -> int:
-        """Number of pipeline ranks of one replica."""
         return self.columns.ranks
 
     def of_rank(self, rank: int, kind: int = 0) -> Iterator[Interval]:
-        """Yield the actions of one pipeline rank in order."""
         for row in range(self.columns.offset[rank], self.columns.offset[rank + 1]):
             yield Interval(self.columns.action(row), float(self.start[kind, row]), float(self.end[kind, row]))
 

@@ -130,7 +130,6 @@ class Runs:
 
     @property
     def size(self) -> int:
-        """Number of runs."""
         return len(self.layers)
 
     @property
@@ -140,7 +139,6 @@ class Runs:
 
     @property
     def ranks(self) -> np.ndarray:
-        """World sizes."""
         return self.dp * self.tp * self.pp * self.cp
 
     @property
@@ -149,7 +147,6 @@ class Runs:
         return self.b * self.s / self.cp
 
     def take(self, chosen: np.ndarray) -> Runs:
-        """Select runs by index or mask."""
         return Runs(*(getattr(self, name)[chosen] for name in FIELDS))
 
     def code(self, name: str) -> np.ndarray:

@@ -35,7 +35,6 @@ class Members(NamedTuple):
 
     @staticmethod
     def of(held: Iterable[LocalParameter]) -> Members:
-        """Build with the totals."""
         held = tuple(held)
         return Members(held, sum(h.allocated for h in held), sum(h.box.numel for h in held), held[0].expert)
 
@@ -58,13 +57,11 @@ class Size(NamedTuple):
 
     @staticmethod
     def of(bucket: Bucket) -> Size:
-        """Sum over the members of a bucket."""
         return Size(
             sum(members.allocated for members in bucket), sum(members.elements for members in bucket), bucket[0].expert
         )
 
     def chunk(self, shards: int) -> int:
-        """Return the elements per shard."""
         return -(-self.allocated // (shards * ALIGN)) * ALIGN
 
 

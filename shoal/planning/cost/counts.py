@@ -200,7 +200,6 @@ class RankCounts:
         return sent
 
     def _chunks(self, filled: Filled) -> list[int]:
-        """Return the elements of this rank's shard of each bucket of a stage."""
         shards = {False: self.mesh.size("shard"), True: self.mesh.size("edp_shard")}
         return [filled.sizes[kind].chunk(shards[filled.sizes[kind].expert]) for kind in filled.kind]
 

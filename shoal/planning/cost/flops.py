@@ -34,7 +34,6 @@ class LayerFlops(NamedTuple):
 
     @property
     def forward(self) -> int:
-        """Total FLOPs of the forward."""
         return self.projections + self.core + self.mlp
 
 

@@ -49,7 +49,6 @@ class MicroBatch:
 
     @cached_property
     def tokens(self) -> int:
-        """b s."""
         return self.layout.micro_batch * self.s_here
 
     @cached_property

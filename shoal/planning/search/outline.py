@@ -40,7 +40,6 @@ class Order(NamedTuple):
 
     @staticmethod
     def of(schedule: str) -> Order:
-        """Return the properties of the named schedule."""
         return Order(schedule in WHOLE, schedule == "1f1b")
 
 
@@ -111,7 +110,6 @@ class Outline:
 
     @property
     def first(self) -> list[StagePart]:
-        """Stages of the first rank."""
         return self.alike[0][1]
 
     @property

@@ -45,7 +45,6 @@ class BudgetAnswer(NamedTuple):
     plans: list[Plan]
 
     def seconds(self, plan: Plan) -> float:
-        """Return the seconds of the full training."""
         return plan.found.seconds * self.steps
 
     def dollars(self, plan: Plan) -> float:
@@ -274,7 +273,6 @@ def plan(
 
 
 def _sequences(given: int | str, sequence_length: int) -> int:
-    """Return the sequences per step, from a number of sequences or tokens."""
     text = str(given)
     unit = {"K": 2**10, "M": 2**20}.get(text[-1:].upper(), 0)
     number = text[:-1] if unit else text

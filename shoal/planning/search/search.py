@@ -81,7 +81,6 @@ class Plan:
 
     @property
     def found(self) -> PricedLayout:
-        """The best layout, if any fits."""
         return self.best[0]
 
 
@@ -341,7 +340,6 @@ class Search:
         return Estimate(run, known=self.known).step_seconds
 
     def _candidates(self, bounded: BoundedBranch, columns: Columns) -> Iterator[Candidate]:
-        """Yield the layouts of a branch that no bound excludes."""
         (_, branch, of_way, placed), (degrees, way, microbatches, plain) = bounded, bounded.branch.work
         ways = np.flatnonzero(of_way <= self.limit).tolist()
         if not ways:

@@ -258,7 +258,6 @@ def check_fixed(fields: str | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parse(text: str) -> dict[str, Any]:
-    """Parse names and values from text."""
     pairs = [pair.partition("=") for pair in text.split(",") if pair]
     if bad := [name for name, equals, value in pairs if not equals or not value]:
         raise UsageError(f"--fix {text}: write fields and values, as tp=8; {bad[0]} has none")

@@ -12,7 +12,6 @@ from shoal.planning.search.search import Plan, Progressing
 
 @contextmanager
 def search_progress(what: str) -> Iterator[Progressing]:
-    """Yield the progress callback of a search."""
     with progress_bar(what) as show:
 
         def progress(done: int, total: int, plan: Plan) -> None:

@@ -44,12 +44,10 @@ class Chart:
 
     @property
     def start(self) -> np.ndarray:
-        """[rows] Start time of each action."""
         return self.timeline.start[self.kind]
 
     @property
     def end(self) -> np.ndarray:
-        """[rows] End time of each action."""
         return self.timeline.end[self.kind]
 
     @cached_property

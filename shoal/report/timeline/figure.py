@@ -175,7 +175,6 @@ def svg(drawn: Figure) -> str:
 
 
 def png(drawn: Figure) -> Image.Image:
-    """Render a figure as an image at 300 dots per inch."""
     dots = DPI / 72
     image = Image.new("RGB", (round(drawn.width * dots), round(drawn.height * dots)), WHITE)
     pen = ImageDraw.Draw(image)

@@ -62,7 +62,6 @@ class MeasuredStep:
 
     @property
     def step_time(self) -> float:
-        """Mean step time [s]."""
         return float(self.step_times.mean())
 
     @property

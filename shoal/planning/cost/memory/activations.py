@@ -39,7 +39,6 @@ class Saved(NamedTuple):
 
 
 def total(saved: Iterable[Saved]) -> int:
-    """Return the total bytes of all tensors."""
     return sum([tensor.bytes for tensor in saved])
 
 
@@ -276,7 +275,6 @@ def context(run: MicroBatch) -> list[Saved]:
 
 @once
 def embedding(run: MicroBatch) -> list[Saved]:
-    """Return the saved tensors of the embedding look-up."""
     saved = [Saved("ids", "[b, s]", 8 * run.tokens)]
     if run.layout.tp > 1:
         saved.append(Saved("ids of other ranks", "[b, s]", run.tokens))
@@ -316,7 +314,6 @@ def stage(run: MicroBatch, layers: Sequence[int], *, first: bool, last: bool) ->
 
 
 def of_layers(run: MicroBatch, layers: Sequence[int]) -> int:
-    """Return the bytes of `several`."""
     return sum([
         count * total(layer(run, sparse=sparse, skips=skips, number=number))
         for (sparse, skips, number), count in kinds(run, layers).items()

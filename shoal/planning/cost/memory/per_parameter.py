@@ -30,7 +30,6 @@ class PerParameter:
 
     @property
     def total(self) -> int:
-        """Total bytes."""
         return self.weights + self.gradients + self.accumulated + self.master + self.moments
 
 

@@ -42,7 +42,6 @@ class Footprint:
 
     @property
     def fits(self) -> np.ndarray:
-        """True if the run fits in memory."""
         return self.needed <= self.capacity
 
 

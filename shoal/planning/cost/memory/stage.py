@@ -185,7 +185,6 @@ class StageMemory:
 
     @cached_property
     def passing(self) -> tuple:
-        """Values of the fields `PASSING`."""
         return tuple(getattr(self.run.layout, name) for name in PASSING)
 
     def kept_of(self, part: StagePart) -> int:

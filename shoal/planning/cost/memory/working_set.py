@@ -247,7 +247,6 @@ class _Rows(NamedTuple):
 
     @staticmethod
     def of(run: MicroBatch) -> _Rows:
-        """Build from a micro-batch."""
         shape, layout, rows = run.shape, run.layout, routed_rows(run.shape, run.layout, run.s)
         row, wide = run.itemsize * shape.hidden, run.itemsize * (experts_of(shape).ffn // layout.expert_tensor)
         return _Rows(

@@ -52,7 +52,6 @@ class CommunicationGroup(Generic[V]):
 
     @staticmethod
     def of_many(groups: Sequence[CommunicationGroup[float]]) -> CommunicationGroup[np.ndarray]:
-        """Stack groups into arrays of [groups, 1]."""
         names = [field.name for field in fields(CommunicationGroup)]
         return CommunicationGroup(*(np.array([[getattr(group, name)] for group in groups]) for name in names))
 

@@ -77,7 +77,6 @@ class StageTimes(NamedTuple):
 
     @property
     def forward(self) -> float:
-        """Seconds of a forward."""
         computing = self.matrices + self.attention + self.elements + self.launches
         return computing + self.tensor + self.context + self.experts + self.gather_forward
 
@@ -88,7 +87,6 @@ class StageTimes(NamedTuple):
 
     @property
     def backward_input(self) -> float:
-        """Seconds of the input-gradient half."""
         computing = self.matrices + ATTENTION_BACKWARD * self.attention + 2 * self.elements + self.launches_backward
         waiting = self.tensor_backward + self.context_backward + self.experts + self.gather_backward
         return computing + self.recompute + waiting

@@ -101,7 +101,6 @@ class StepTimes:
 
     @property
     def seconds(self) -> np.ndarray:
-        """Total seconds."""
         return sum(vars(self).values())
 
 
@@ -145,7 +144,6 @@ def step(runs: Runs, constants: Calibration) -> StepTimes:
 
 
 def _hop(k: Kernels) -> np.ndarray:
-    """Return the seconds of a message from one stage to the next."""
     r = k.runs
     far = r.ranks > r.per_node
     bandwidth = np.where(far, r.nic * k.of("outside", "network"), r.inside * k.of("inside", "generation"))

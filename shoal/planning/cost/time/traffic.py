@@ -26,7 +26,6 @@ class Sent(dict[tuple[str, str], float]):
         return 0
 
     def add(self, more: Mapping[tuple[str, str], float]) -> None:
-        """Add these bytes."""
         for key, size in more.items():
             self[key] += size
 
