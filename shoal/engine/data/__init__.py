@@ -1,2 +1,1 @@
-"""From text to batches: corpus -> tokenizer -> shards -> order -> batches. Only `shoal.engine.data.batches` imports
-torch."""
+"""Data pipeline: corpus -> tokenizer -> shards -> order -> batches. Only `shoal.engine.data.batches` imports torch."""

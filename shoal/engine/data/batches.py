@@ -1,4 +1,4 @@
-"""Batches by global sample index: what the trainer reads, the same on every layout and after every resume."""
+"""Batches by global sample index, the same on every layout and after every resume."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Batch:
     """n sequences of s tokens.
 
     Attributes:
-        tokens: what the model reads, ``[n, s]`` int64.
-        targets: what it should say, the next token or `IGNORE`, ``[n, s]`` int64.
-        documents: which document of the sequence each token belongs to, from 0, ``[n, s]`` int32; only where attention
-            and loss stay inside documents.
-        samples: global sample index of each sequence, ``[n]`` int64; None where nothing is drawn by it.
-        sequences, labels: as of `Transformer.forward`.
+        tokens: input of the model, ``[n, s]`` int64.
+        targets: next tokens, or `IGNORE`, ``[n, s]`` int64.
+        documents: index in the sequence of each token's document, from 0, ``[n, s]`` int32; only if attention and loss
+            stay inside documents.
+        samples: global sample index of each sequence, ``[n]`` int64; None if nothing is drawn by it.
+        sequences, labels: see `Transformer.forward`.
     """
 
     tokens: torch.Tensor
@@ -42,7 +42,7 @@ class Batch:
         return int((self.targets != IGNORE).sum())
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same batch on a device."""
+        """Return the batch on a device."""
         documents = None if self.documents is None else self.documents.to(device)
         samples = None if self.samples is None else self.samples.to(device)
         return replace(
@@ -51,19 +51,19 @@ class Batch:
 
 
 class Dataset(Protocol):
-    """One split, read by global sample index."""
+    """Interface of one split, read by global sample index."""
 
     vocab_size: int
-    """Every token is below this."""
+    """Upper bound (exclusive) of all tokens."""
 
     samples: int
     """Sequences in one epoch."""
 
     fingerprint: str
-    """Equal fingerprints hold the same text, tokenised alike."""
+    """Key of the content; equal fingerprints hold the same text with the same tokenisation."""
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """The sequences at these indexes, which start at 0 and run on over epochs without end."""
+        """Return the sequences at these indices, which start at 0 and continue across epochs without end."""
         ...
 
 
@@ -77,19 +77,19 @@ class PackedDataset:
     def __init__(
         self, stream: TokenStream, order_seed: int, *, sequence_length: int, end_of_document: int | None
     ) -> None:
-        """``end_of_document`` is given where attention and loss stay inside documents."""
+        """Set up the order. ``end_of_document`` is given if attention and loss stay inside documents."""
         self.vocab_size = stream.manifest.vocab_size
         self.fingerprint = stream.folder.name  # the cache is keyed by content
-        self.samples = (len(stream) - 1) // sequence_length  # the last sequence needs one target more
+        self.samples = (len(stream) - 1) // sequence_length  # the last sequence needs one more target
         if self.samples < 1:
             raise UsageError(_too_short(stream, sequence_length))
-        if stream.info.tokens == stream.info.documents:  # each is an end
+        if stream.info.tokens == stream.info.documents:  # each token is an end of document
             raise UsageError(_all_masked(stream))
         self._stream, self._length, self._end = stream, sequence_length, end_of_document
         self._order = SampleOrder(self.samples, order_seed)
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """The sequences at these global sample indexes: a pure function of (corpus, seed, index)."""
+        """Return the sequences at these global sample indices: a pure function of (corpus, seed, index)."""
         starts = self._order(indices) * self._length
         windows = np.empty((len(starts), self._length + 1), dtype=np.int64)
         for row, start in enumerate(starts.tolist()):
@@ -98,19 +98,20 @@ class PackedDataset:
 
 
 class SyntheticDataset:
-    """Random tokens in which a strongly varying share of each sequence is masked, for comparing layouts.
+    """Random tokens with a strongly varying masked fraction of each sequence, for comparing layouts.
 
-    The share of a sample is drawn from a U-shaped beta distribution, so that ranks differ in their counts of unmasked
-    tokens as much as they can; at least one target of each sample counts.
+    The fraction is drawn per sample from a U-shaped beta distribution, so that the counts of unmasked tokens differ
+    strongly between ranks; at least one target of each sample counts.
     """
 
     samples = 1 << 20
-    """No sample ever repeats; this is only where an epoch is said to end."""
+    """Nominal length of an epoch; samples never repeat."""
 
     def __init__(
         self, vocab_size: int, sequence_length: int, seed: int, masked: float = 0.3, *, documents: bool = False
     ) -> None:
-        """``masked`` is the mean share of masked targets, 0 for none; ``documents`` also packs random documents."""
+        """Set up the generator. ``masked`` is the mean fraction of masked targets, 0 for none; ``documents`` also
+        packs random documents."""
         if not 0 <= masked < 1:
             raise UsageError(f"masked = {masked}: a share from 0 (no target is masked) to below 1.")
         if vocab_size < 2:
@@ -121,13 +122,13 @@ class SyntheticDataset:
         self._end = vocab_size - 1 if documents else None
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """The sequences at these indexes: a pure function of (seed, index)."""
+        """Return the sequences at these indices: a pure function of (seed, index)."""
         windows = np.empty((len(indices), self._length + 1), dtype=np.int64)
         masks = np.zeros((len(indices), self._length), dtype=bool)
         for row, index in enumerate(indices):
             random = np.random.default_rng((self._seed, index))
             windows[row] = random.integers(0, self.vocab_size, self._length + 1)
-            kept = int(random.integers(self._length))  # the one target that counts in any case
+            kept = int(random.integers(self._length))  # this target always counts
             if self._end is not None:
                 windows[row, random.random(self._length + 1) < 4 / self._length] = self._end
                 windows[row, kept] = random.integers(0, self._end)
@@ -140,9 +141,9 @@ class SyntheticDataset:
 
 
 def _next_token(windows: np.ndarray, end_of_document: int | None, indices: Sequence[int]) -> Batch:
-    """Windows ``[n, s + 1]`` to tokens and next tokens; with an end id, documents are told apart.
+    """Split windows ``[n, s + 1]`` into tokens and next tokens; with an end id, also number the documents.
 
-    The end belongs to its document. What follows it is the next document's first token, which nothing predicts.
+    The end token belongs to its document. The first token of the next document is never a target.
     """
     tokens, targets = windows[:, :-1].copy(), windows[:, 1:].copy()
     samples = torch.tensor(indices, dtype=torch.int64)
@@ -157,18 +158,18 @@ def _next_token(windows: np.ndarray, end_of_document: int | None, indices: Seque
 def open_dataset(
     config: DataConfig, *, seed: int, split: Split, progress: bool = False, vocab_size: int | None = None
 ) -> Dataset:
-    """One split of the corpus that ``config`` describes, tokenised first where that has not been done.
+    """Open one split of the corpus of ``config``; tokenise it first if it is not in the cache.
 
     Args:
         config: source, tokenizer, sequence length and cache.
-        seed: of the order of the samples. Validation has one fixed order, so that runs with different seeds are
+        seed: random seed of the sample order. Validation has one fixed order, so that runs with different seeds are
             scored on the same sequences.
         split: ``train`` or ``validation``.
-        progress: show the tokenising.
-        vocab_size: ids of the synthetic source (default: the tokenizer's); of no other.
+        progress: show the progress of tokenising.
+        vocab_size: vocabulary size of the synthetic source only (default: the tokenizer's).
 
     Raises:
-        UsageError: whatever is wrong with the input, by name.
+        UsageError: naming the invalid input.
     """
     tokenizer = load_tokenizer(config.tokenizer)
     if config.source == "synthetic":

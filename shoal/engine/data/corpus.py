@@ -1,4 +1,4 @@
-"""Where documents come from: the standard library, text files, JSONL, parquet, or a Hugging Face dataset."""
+"""Sources of documents: the standard library, text files, JSONL, parquet, or a Hugging Face dataset."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from shoal.spec.config import DataConfig
 if TYPE_CHECKING:
     import datasets
 
-# A longer text file is cut at line ends into documents of about this many characters, so that memory stays small.
+# A longer text file is cut at line ends into documents of about this many characters, to bound memory.
 LONGEST_TEXT = 1 << 20
 
-# Left out of the stdlib corpus: what others installed, and tests, which some systems package separately (without
-# them the corpus is nearly the same 13 MB everywhere).
+# Excluded from the stdlib corpus: installed packages, and tests, which some systems package separately (without
+# them the corpus is nearly the same 13 MB on every system).
 _NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 
@@ -41,16 +41,16 @@ class Corpus(Protocol):
 
     @property
     def name(self) -> str:
-        """For people: what was asked for."""
+        """Name for messages: the requested source."""
         ...
 
     @property
     def size(self) -> int | None:
-        """UTF-8 bytes of all documents, where that is known beforehand."""
+        """UTF-8 bytes of all documents, if known in advance."""
         ...
 
     def documents(self) -> Iterator[str]:
-        """All documents, in the same order each time.
+        """Yield all documents, in the same order each time.
 
         Raises:
             UsageError: a document cannot be read, naming the file and where possible the line.
@@ -58,7 +58,7 @@ class Corpus(Protocol):
         ...
 
     def fingerprint(self, memo: Path) -> str:
-        """Equal fingerprints mean equal documents. ``memo`` is a folder in which to remember costly hashes."""
+        """Return a hash; equal fingerprints mean equal documents. ``memo`` is a folder that caches expensive hashes."""
         ...
 
 
@@ -67,11 +67,11 @@ class FileCorpus:
     """Documents from files, in order.
 
     Attributes:
-        name: what was asked for.
+        name: the requested source.
         files: the files, in the order they are read.
-        read: gives one file's documents.
+        read: reads the documents of one file.
         reader: the reader and its options, as part of the fingerprint.
-        plain: each file's bytes are its documents' bytes.
+        plain: whether each file is plain text.
     """
 
     name: str
@@ -82,11 +82,11 @@ class FileCorpus:
 
     @property
     def size(self) -> int | None:
-        """Bytes of all files, where they are all text."""
+        """Bytes of all files, if all are plain text."""
         return sum(path.stat().st_size for path in self.files) if self.plain else None
 
     def documents(self) -> Iterator[str]:
-        """All documents of all files; raises `UsageError` for what cannot be read."""
+        """Yield all documents of all files; raises `UsageError` if one cannot be read."""
         for path in self.files:
             try:
                 yield from self.read(path)
@@ -94,9 +94,10 @@ class FileCorpus:
                 raise UsageError(f"cannot read {path}: {error.strerror or error}.") from None
 
     def fingerprint(self, memo: Path) -> str:
-        """A hash of the files' contents, whatever their names.
+        """Return a hash of the files' contents, independent of their names.
 
-        Reading it all is needed once: the result is remembered under a hash of the paths, sizes and modification times.
+        Reading all files is necessary once; the result is cached under a hash of the paths, sizes and modification
+        times.
         """
         reader = self.reader.encode()
         listing = xxhash.xxh3_128(reader)
@@ -118,7 +119,7 @@ class FileCorpus:
 
 
 def _remembered(path: Path) -> str | None:
-    """A hash that was noted down; None where there is none, or something else stands there."""
+    """Return a cached hash, or None if it is missing or invalid."""
     try:
         content = path.read_bytes() if path.is_file() else b""
     except OSError:
@@ -160,20 +161,21 @@ class HubCorpus:
         return rows
 
     def documents(self) -> Iterator[str]:
-        """The field of every row; raises `UsageError` for a row without text."""
+        """Yield the field of every row; raises `UsageError` for a row without text."""
         for number, row in enumerate(self._rows.select_columns(self.field)):
             yield _text(row[self.field], self.field, f"dataset {self.name}, row {number}")
 
     def fingerprint(self, memo: Path) -> str:
-        """The fingerprint that ``datasets`` computes from the files and every transformation."""
+        """Return the fingerprint that ``datasets`` computes from the files and all transformations."""
         return xxhash.xxh3_128_hexdigest(f"hub {self._rows._fingerprint} {self.field}".encode())
 
 
 def check_read(config: DataConfig) -> None:
-    """Refuse settings that the source does not read, of what begins: a run that began with some goes on with them.
+    """Reject settings that the source does not read, when a run starts; a run that started with them resumes with
+    them.
 
     Raises:
-        UsageError: naming one, and the sources that do.
+        UsageError: naming one, and the sources that read it.
     """
     for name, readers in _READERS.items():
         value = getattr(config, name)
@@ -185,7 +187,7 @@ def check_read(config: DataConfig) -> None:
 
 
 def open_corpus(config: DataConfig) -> Corpus:
-    """The documents that ``config.source`` names. Files are found now, and read by `Corpus.documents`.
+    """Open the corpus of ``config.source``. Files are listed now, and read by `Corpus.documents`.
 
     Raises:
         UsageError: no path or dataset was given, or no file matches one.
@@ -207,9 +209,9 @@ def open_corpus(config: DataConfig) -> Corpus:
 
 
 def find_files(paths: tuple[str, ...], suffix: str, source: str) -> tuple[Path, ...]:
-    """The files that ``paths`` name: each a file, a folder (its files with this suffix, at any depth) or a glob.
+    """Return the files for ``paths``: each a file, a folder (its files with this suffix, at any depth) or a glob.
 
-    In the order given, sorted inside a folder or glob; hidden files are skipped; a file named twice is read once.
+    The order is as given, and sorted inside a folder or glob. Hidden files are skipped; a repeated file is read once.
 
     Raises:
         UsageError: no paths, or one that matches no file.
@@ -250,7 +252,7 @@ def _read_source(path: Path) -> Iterator[str]:
     try:
         yield path.read_bytes().decode()
     except UnicodeDecodeError:
-        return  # a few sources declare another encoding, on purpose
+        return  # a few sources intentionally declare another encoding
 
 
 def _read_text(path: Path) -> Iterator[str]:
@@ -311,7 +313,7 @@ def _require_field(field: str, present: list[str] | dict, where: str) -> None:
 def _text(value: object, field: str, where: str) -> str:
     if not isinstance(value, str):
         raise UsageError(f"{where}: the field '{field}' holds {type(value).__name__}, not text.")
-    if not value.isascii():  # JSON can escape halves of characters, which no encoding of text can hold
+    if not value.isascii():  # JSON can escape lone surrogates, which no encoding can represent
         try:
             value.encode()
         except UnicodeEncodeError as error:

@@ -1,9 +1,9 @@
-"""The order of samples: a pure function of (seed, global sample index), in constant memory.
+"""Shuffled sample order: a pure function of (seed, global sample index), in constant memory.
 
-Epoch ``e`` visits sample ``P_e(i)`` at its position ``i``, where ``P_e`` is a permutation of the samples chosen by
-(seed, e). No list of samples is ever held: ``P_e`` is a Feistel network, which is a bijection whatever its round
-function (Luby & Rackoff 1988), on the smallest square domain that holds all samples; positions that leave the samples
-are sent through again until they come back (cycle-walking: Black & Rogaway 2002).
+Epoch ``e`` visits sample ``P_e(i)`` at position ``i``, where ``P_e`` is a permutation of the samples chosen by (seed,
+e). No list of samples is stored: ``P_e`` is a Feistel network, a bijection for any round function (Luby & Rackoff
+1988), on the smallest square domain that holds all samples. Values outside of the samples are permuted again until
+they fall inside (cycle-walking: Black & Rogaway 2002).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ROUNDS = 8
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """Which sample each global index reads.
+    """Map from global indices to samples.
 
     Attributes:
         samples: number of samples in one epoch, at least 1.
@@ -29,9 +29,9 @@ class SampleOrder:
     seed: int
 
     def __call__(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Samples, each in ``0 .. samples - 1``, for global indexes ``[n]``: int64 ``[n]``.
+        """Return the samples, each in ``0 .. samples - 1``, at global indices ``[n]``: int64 ``[n]``.
 
-        Any ``samples`` consecutive indexes that start at a multiple of ``samples`` give each sample once.
+        Any ``samples`` consecutive indices from a multiple of ``samples`` give each sample once.
 
         Raises:
             ValueError: an index is negative.
@@ -49,7 +49,7 @@ class SampleOrder:
 
 
 def _feistel(value: np.ndarray, key: np.ndarray, half: np.uint64) -> np.ndarray:
-    """A keyed bijection of ``0 .. 4**half - 1``: each round mixes one half of the bits into the other."""
+    """Apply a keyed bijection of ``0 .. 4**half - 1``: each round mixes one half of the bits into the other."""
     mask = (np.uint64(1) << half) - np.uint64(1)
     left, right = value >> half, value & mask
     for number in range(_ROUNDS):
@@ -58,8 +58,9 @@ def _feistel(value: np.ndarray, key: np.ndarray, half: np.uint64) -> np.ndarray:
 
 
 def _mix(value: np.ndarray | np.uint64) -> np.ndarray:
-    """splitmix64 (Steele et al. 2014): a bijection of 64 bits in which every input bit moves every output bit."""
-    mixed: np.ndarray = np.atleast_1d(value) + np.uint64(0x9E3779B97F4A7C15)  # arrays wrap, as is meant; scalars warn
+    """Apply splitmix64 (Steele et al. 2014), a bijection of 64 bits in which every input bit affects every output bit.
+    """
+    mixed: np.ndarray = np.atleast_1d(value) + np.uint64(0x9E3779B97F4A7C15)  # arrays wrap, as intended; scalars warn
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return mixed ^ (mixed >> np.uint64(31))
@@ -67,14 +68,14 @@ def _mix(value: np.ndarray | np.uint64) -> np.ndarray:
 
 @dataclass(frozen=True)
 class OverlappingShards:
-    """The samples of one replica that reads a part of each epoch, which reaches into the next replica's part.
+    """Samples of one replica that reads its own part of each epoch, which extends into the next replica's part.
 
-    Shared samples keep replicas closer to each other that seldom exchange weights.
+    Shared samples keep replicas that seldom exchange weights closer to each other.
 
     Attributes:
-        replicas, index: how many, and which of them this is.
-        samples: in one epoch.
-        overlap: how far a part reaches into the next, as a share of its length.
+        replicas, index: number of replicas, and index of this one.
+        samples: samples in one epoch.
+        overlap: how far a part extends into the next, as a fraction of its length.
     """
 
     replicas: int

@@ -1,4 +1,4 @@
-"""What the next step needs, made in a background thread while this one computes."""
+"""Prefetch data for the next step in a background thread."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Ahead(Generic[T]):
-    """Items by number, each a pure function of its number, so that it does not matter when they are made.
+    """Items by number, prefetched one ahead. Each must be a pure function of its number.
 
     The thread ends with this object, or with the program.
 
@@ -29,7 +29,7 @@ class Ahead(Generic[T]):
         self._made: dict[int, Future[T]] = {}
 
     def __call__(self, number: int) -> T:
-        """Item ``number``; that after it is begun. What its making raised is raised here."""
+        """Return item ``number`` and start to compute the next one. Errors from computing the item are raised here."""
         item = self._made.pop(number, None) or self._thread.submit(self._make, number)
         following = number + 1
         kept = self._made.pop(following, None)

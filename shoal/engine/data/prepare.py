@@ -1,4 +1,4 @@
-"""Prepare data: tokenise a corpus, train a tokenizer, and describe the text as training will see it."""
+"""Prepare data: tokenise a corpus, train a tokenizer, and describe the data of a run."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from shoal.spec.config import DataConfig
 
 
 def prepare(config: DataConfig, *, progress: bool = True) -> None:
-    """Tokenise the corpus of ``config`` if that has not been done, and check every shard.
+    """Tokenise the corpus of ``config`` if it is not in the cache, and check every shard.
 
-    For the process that starts the ranks: it shows the progress once, and finds bad input before any rank exists.
+    Called by the process that starts the ranks: it shows the progress once, and finds bad input before any rank
+    exists.
 
     Raises:
-        UsageError: whatever is wrong with the input, by name.
+        UsageError: naming the invalid input.
     """
-    from shoal.engine.data.batches import open_dataset  # which needs torch
+    from shoal.engine.data.batches import open_dataset  # imports torch
 
     for split in SPLITS:
         open_dataset(config, seed=0, split=split, progress=progress)
@@ -28,11 +29,11 @@ def prepare(config: DataConfig, *, progress: bool = True) -> None:
 
 @dataclass(frozen=True)
 class TrainedTokenizer:
-    """A tokenizer that was trained and saved.
+    """Description of a tokenizer that was trained and saved.
 
     Attributes:
-        file: where it is.
-        vocab_size: its token ids, those of bytes and special tokens included.
+        file: its path.
+        vocab_size: number of token ids, including bytes and special tokens.
     """
 
     file: Path
@@ -45,9 +46,9 @@ def train_tokenizer(
     """Train a byte-level BPE tokenizer on the training documents of a corpus, and save it.
 
     Args:
-        data: names the corpus, as in `RunConfig.data`.
-        vocab_size: token ids, the 256 bytes and the special tokens included.
-        out: the file to write, which must not exist; name it in ``data.tokenizer`` of a run.
+        data: selects the corpus, as in `RunConfig.data`.
+        vocab_size: vocabulary size, including the 256 bytes and the special tokens.
+        out: the file to write, which must not exist; set ``data.tokenizer`` of a run to its path.
 
     Raises:
         UsageError: the corpus cannot be read, ``out`` exists, or ``vocab_size`` is too small.
@@ -72,13 +73,13 @@ def train_tokenizer(
 
 @dataclass(frozen=True)
 class CorpusContents:
-    """What a tokenised corpus holds.
+    """Summary of a tokenised corpus.
 
     Attributes:
-        name: of the corpus.
-        vocab_size: token ids of the tokenizer.
-        folder: of the cache that holds the token ids.
-        splits: by name ("train", "validation").
+        name: name of the corpus.
+        vocab_size: vocabulary size of the tokenizer.
+        folder: cache folder of the token ids.
+        splits: summary by split ("train", "validation").
         samples: sequences in each split.
     """
 
@@ -91,14 +92,14 @@ class CorpusContents:
 
 @dataclass(frozen=True)
 class DataContents:
-    """What a run trains on.
+    """Summary of the data of a run.
 
     Attributes:
-        tokenizer: as the config names it.
-        corpus: None for synthetic data, which is drawn while it is used.
+        tokenizer: name in the config.
+        corpus: None for synthetic data, which is drawn on use.
         sample_tokens: tokens of the first training sample of seed 0.
-        sample_targets: how many of them count in the loss.
-        sample: its text.
+        sample_targets: number of these tokens that count in the loss.
+        sample: text of this sample.
     """
 
     tokenizer: str
@@ -109,13 +110,13 @@ class DataContents:
 
 
 def describe_data(data: DataConfig) -> DataContents:
-    """Say what a corpus holds and show its first training sample, after tokenising it if that has not been done.
+    """Describe a corpus and its first training sample; tokenise it first if it is not in the cache.
 
     Args:
-        data: names the corpus and the tokenizer, as in `RunConfig.data`.
+        data: selects the corpus and the tokenizer, as in `RunConfig.data`.
 
     Raises:
-        UsageError: something is wrong with the input, which is named.
+        UsageError: naming the invalid input.
 
     >>> import shoal
     >>> config = shoal.RunConfig.model_validate({"data": {"source": "synthetic", "sequence_length": 16}})

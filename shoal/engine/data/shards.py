@@ -1,8 +1,8 @@
-"""Tokenise once: a corpus becomes checksummed, memory-mapped shards in a cache folder keyed by content.
+"""Cache of tokenised corpora: checksummed, memory-mapped shards in a folder keyed by content.
 
 A split is one stream of ids, ``document, end, document, end, ...``, cut into raw little-endian files of 16 M ids. The
-ids are uint16 where the vocabulary fits, else uint32. ``manifest.json`` beside them names every file with its length
-and checksum. A folder appears in the cache by one rename, so it is whole or absent.
+ids are uint16 if the vocabulary fits, else uint32. ``manifest.json`` beside them lists every file with its length and
+checksum. A folder appears in the cache by one rename, so it is either complete or absent.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from shoal.spec.config import DataConfig
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, Split] = ("train", "validation")
-IdType = Literal["<u2", "<u4"]  # numpy's names of the types that ids are stored as
+IdType = Literal["<u2", "<u4"]  # numpy's names of the types of stored ids
 SHARD_TOKENS = 1 << 24
 
-_FORMAT = 1  # part of the key: raise it when the same corpus would give other files
-_BATCH_BYTES = 1 << 22  # text handed to the tokenizer at once: enough for every core, little enough for memory
+_FORMAT = 1  # part of the key: increment it when the same corpus would give other files
+_BATCH_BYTES = 1 << 22  # text per call of the tokenizer: enough for every core, small in memory
 
 
 class _Plain(BaseModel):
-    """Of exactly these keys and types: whoever can write into a cache folder says nothing else."""
+    """Base class with exactly these keys and types, since other programs may write to a cache folder."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -75,7 +75,7 @@ class SplitInfo(_Plain):
 
 
 class CacheManifest(_Plain):
-    """What a cache folder holds."""
+    """Content of a cache folder."""
 
     corpus: str
     tokenizer: str
@@ -85,7 +85,7 @@ class CacheManifest(_Plain):
 
     @staticmethod
     def read(folder: Path) -> CacheManifest:
-        """Parse ``manifest.json``; raises `UsageError` where it is damaged."""
+        """Parse ``manifest.json``; raises `UsageError` if it is damaged."""
         path = folder / "manifest.json"
         try:
             manifest = CacheManifest.model_validate_json(read_bytes(path))
@@ -99,19 +99,19 @@ class CacheManifest(_Plain):
 
 
 class TokenStream:
-    """One split as a single memory-mapped stream of ids, over its shards.
+    """One split as a single memory-mapped stream of ids over its shards.
 
-    Every shard is read once here, to check its length, checksum and ids.
+    The constructor reads every shard once to check its length, checksum and ids.
 
     Raises:
-        UsageError: a shard is missing, damaged or holds an id outside the vocabulary, by name.
+        UsageError: naming a shard that is missing, damaged or holds an id outside the vocabulary.
     """
 
     def __init__(self, folder: Path, split: Split) -> None:
         self.folder = folder
         self.manifest = CacheManifest.read(folder)
         self.info = self.manifest.splits[split]
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing releases the interpreter lock
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing releases the GIL
             self._shards = list(pool.map(self._open, self.info.shards))
         self._starts = np.cumsum([0] + [shard.tokens for shard in self.info.shards])
 
@@ -119,7 +119,7 @@ class TokenStream:
         return self.info.tokens
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Ids ``start:stop`` of the stream: int64 ``[stop - start]``."""
+        """Return ids ``start:stop`` of the stream: int64 ``[stop - start]``."""
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"ids {start}:{stop} of a stream of {len(self)}")
         out = np.empty(stop - start, dtype=np.int64)
@@ -151,10 +151,10 @@ class TokenStream:
 
 
 def open_shards(config: DataConfig, tokenizer: Tokenizer, *, progress: bool = False) -> Path:
-    """The cache folder of this corpus and tokenizer, built first where it is not there yet.
+    """Return the cache folder of this corpus and tokenizer; build it first if it does not exist.
 
-    Safe for any number of ranks and runs at once: one builds while the others wait for it, and where a file system
-    has no locks, all build and the first rename wins.
+    Safe for any number of concurrent ranks and runs: one builds while the others wait. Where a file system has no
+    locks, all build and the first rename wins.
 
     Raises:
         UsageError: the corpus cannot be read, or the cache folder cannot be written.
@@ -170,7 +170,7 @@ def open_shards(config: DataConfig, tokenizer: Tokenizer, *, progress: bool = Fa
             return folder
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _locked(folder.with_suffix(".lock")) as alone:
-            if alone:  # then any staging folder of this key was left by a build that was killed
+            if alone:  # any staging folder of this key is from a build that was killed
                 for left in folder.parent.glob(f"{key}.*.staging"):
                     shutil.rmtree(left, ignore_errors=True)
             if not folder.is_dir():
@@ -183,7 +183,8 @@ def open_shards(config: DataConfig, tokenizer: Tokenizer, *, progress: bool = Fa
 
 
 def split_of(content: bytes, validation_fraction: float) -> Split:
-    """The split of a document, by a hash of its own UTF-8 bytes: other documents, order and seed do not matter."""
+    """Return the split of a document, from a hash of its UTF-8 bytes, independent of other documents, order and seed.
+    """
     return SPLITS[xxhash.xxh3_64_intdigest(content) < validation_fraction * 2.0**64]
 
 
@@ -219,7 +220,7 @@ def _build(folder: Path, corpus: Corpus, tokenizer: Tokenizer, validation_fracti
 
 
 class _Writer:
-    """Writes one split's stream, and starts a new shard whenever one is full."""
+    """Writer of one split's stream, which starts a new shard when one is full."""
 
     def __init__(self, folder: Path, split: Split, dtype: IdType) -> None:
         self._folder, self._split, self._dtype = folder, split, dtype
@@ -242,7 +243,7 @@ class _Writer:
             self._pending, self._pending_tokens = [stream[whole:]], len(stream) - whole
 
     def close(self) -> SplitInfo:
-        """Write the rest and sum up."""
+        """Write the remaining ids and return a summary."""
         if self._pending_tokens:
             self._write(np.concatenate(self._pending))
         tokens = sum(shard.tokens for shard in self._shards)
@@ -255,7 +256,7 @@ class _Writer:
 
 
 def _batches(documents: Iterator[str]) -> Iterator[list[tuple[str, bytes]]]:
-    """Group documents, each with its UTF-8 bytes; empty ones are left out."""
+    """Group documents, each with its UTF-8 bytes; empty ones are skipped."""
     batch, size = [], 0
     for text in documents:
         if not text:
@@ -294,7 +295,8 @@ def _damaged(path: Path, why: str) -> UsageError:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[bool]:
-    """Hold a file lock, which the system frees when its process dies; False where the file system has none."""
+    """Hold a file lock, which the system releases when the process dies; yields False if the file system has no locks.
+    """
     with open(path, "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -306,7 +308,8 @@ def _locked(path: Path) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def _progress(title: str, total: int | None, *, shown: bool) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, one plain line elsewhere, nothing where it is not wanted; gives a function to advance it."""
+    """Show a progress bar on a terminal, one plain line elsewhere, or nothing if not ``shown``; yields a function to
+    advance it."""
     if not shown:
         yield lambda size: None
     elif not sys.stderr.isatty():

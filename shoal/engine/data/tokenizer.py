@@ -1,4 +1,5 @@
-"""Text to token ids and back: bytes, or any Hugging Face ``tokenizer.json``, behind one small protocol."""
+"""Tokenizers: text to token ids and back, with bytes or any Hugging Face ``tokenizer.json``, through one small
+protocol."""
 
 from __future__ import annotations
 
@@ -17,60 +18,62 @@ from shoal.base.files import expanded, read_bytes, try_to_write, write_whole
 
 END_OF_DOCUMENT = "<|endoftext|>"
 
-# How published tokenizers name the token that ends a document, the likeliest first.
+# Names of the end-of-document token in published tokenizers, the most common first.
 _END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>")
 
 
 class Tokenizer(Protocol):
-    """What the rest of shoal knows of a tokenizer."""
+    """Interface of a tokenizer."""
 
     vocab_size: int
-    """Every id is below this."""
+    """Upper bound (exclusive) of all ids."""
 
     end_of_document: int
-    """The id that closes a document. No text should encode to it: shards are not made of one that does."""
+    """The id that ends a document. No text should encode to it; a corpus that contains one is rejected."""
 
     fingerprint: str
-    """Equal fingerprints encode equally; it is part of the key of cached shards."""
+    """Key of the encoding, part of the key of cached shards; equal fingerprints encode equally."""
 
     def encode(self, text: str) -> np.ndarray:
-        """The ids of one text, without special tokens: ``[tokens]``, an unsigned integer array."""
+        """Encode one text without special tokens: ``[tokens]``, an unsigned integer array."""
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """`encode` of each text, on as many cores as the tokenizer can use."""
+        """Encode several texts, on as many cores as the tokenizer can use."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ``ids``. Ends of documents, and ids of no token (a padded vocabulary's), give nothing."""
+        """Decode ``ids`` to text. Ends of documents, and ids without a token (from a padded vocabulary), are skipped.
+        """
         ...
 
 
 class BytesTokenizer:
-    """The 256 bytes of UTF-8 and one end-of-document id: no training, no file, no unknown text."""
+    """Tokenizer of the 256 bytes of UTF-8 and one end-of-document id; needs no training or file, and encodes any text.
+    """
 
     vocab_size = 257
     end_of_document = 256
     fingerprint = "bytes"
 
     def encode(self, text: str) -> np.ndarray:
-        """The UTF-8 bytes of ``text``: ``[bytes]``, uint8."""
+        """Return the UTF-8 bytes of ``text``: ``[bytes]``, uint8."""
         return np.frombuffer(text.encode(), dtype=np.uint8)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """`encode` of each text: a copy of memory each, for which other cores are no help."""
+        """Encode several texts, on one core: each is only a copy of memory."""
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ``ids``; bytes that are not UTF-8 (a sample may stop inside a letter) become U+FFFD."""
+        """Decode ``ids``; bytes that are not UTF-8 (a sample may end inside a character) become U+FFFD."""
         return bytes(i for i in ids if 0 <= i < 256).decode(errors="replace")
 
 
 class FileTokenizer:
-    """A ``tokenizer.json`` run by Hugging Face ``tokenizers``.
+    """Tokenizer from a ``tokenizer.json``, run by Hugging Face ``tokenizers``.
 
     Raises:
-        UsageError: the file is missing or not a tokenizer, or has no token that ends a document.
+        UsageError: the file is missing, is not a tokenizer, or has no token that ends a document.
     """
 
     def __init__(self, path: Path) -> None:
@@ -96,9 +99,9 @@ class FileTokenizer:
 
     @contextmanager
     def _sound(self) -> Iterator[None]:
-        """Refuse a file of which the library finds, sooner or later, that it makes no sense.
+        """Reject a file with an error that the library may only find on use.
 
-        Its Rust side raises nothing narrower than Exception, and panics as a BaseException of its own.
+        Its Rust code raises nothing more specific than Exception, and panics as a BaseException of its own.
         """
         try:
             yield
@@ -118,24 +121,24 @@ class FileTokenizer:
         )
 
     def encode(self, text: str) -> np.ndarray:
-        """The ids of ``text``: ``[tokens]``, uint32."""
+        """Encode ``text``: ``[tokens]``, uint32."""
         with self._sound():
             return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """`encode` of each text, on all cores: the library's own threads, so nothing is forked or pickled."""
+        """Encode several texts on all cores, with the library's own threads, so that nothing is forked or pickled."""
         with self._sound():
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ``ids``, without special tokens."""
+        """Decode ``ids``, without special tokens."""
         with self._sound():
             return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer that ``data.tokenizer`` names: ``bytes``, or the path of a ``tokenizer.json``.
+    """Return the tokenizer for ``data.tokenizer``: ``bytes``, or the path of a ``tokenizer.json``.
 
     Raises:
         UsageError: see `FileTokenizer`.
@@ -147,13 +150,14 @@ def train_bpe(documents: Iterable[str], vocab_size: int, out: Path) -> Tokenizer
     """Train a byte-level BPE tokenizer (Sennrich et al. 2016; over bytes: Radford et al. 2019) and save it.
 
     Args:
-        documents: the text to learn from.
-        vocab_size: the 256 bytes, the end-of-document token and the merges, together; little text may give fewer.
-        out: where the ``tokenizer.json`` goes; nothing is ever overwritten.
+        documents: the training text.
+        vocab_size: number of bytes (256), the end-of-document token and merges together; a small corpus may give
+            fewer.
+        out: path of the ``tokenizer.json``; an existing file is never overwritten.
 
     Raises:
-        UsageError: ``out`` exists or cannot be written, ``vocab_size`` has no room for bytes and end token, or there is
-            no text.
+        UsageError: ``out`` exists or cannot be written, ``vocab_size`` is too small for the bytes and the end token,
+            or there is no text.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -161,7 +165,7 @@ def train_bpe(documents: Iterable[str], vocab_size: int, out: Path) -> Tokenizer
     if vocab_size < smallest:
         raise UsageError(f"vocabulary of {vocab_size}: byte-level BPE needs at least {smallest}, bytes and end token.")
     try:
-        try_to_write(out.parent)  # before all is read
+        try_to_write(out.parent)  # before reading all text
     except OSError as error:
         raise UsageError(f"cannot write {out}: {error.strerror}.") from None
     if os.path.lexists(out):
@@ -181,7 +185,7 @@ def train_bpe(documents: Iterable[str], vocab_size: int, out: Path) -> Tokenizer
     tokenizer.train_from_iterator(chain((first,), documents), trainer)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(out, tokenizer.to_str(pretty=True), new=True)  # somebody may have made it meanwhile
+        write_whole(out, tokenizer.to_str(pretty=True), new=True)  # another process may have created it meanwhile
     except OSError as error:
         raise UsageError(f"cannot write {out}: {error.strerror}.") from None
     return FileTokenizer(out)
