@@ -1,4 +1,4 @@
-"""The dtypes that a checkpoint can hold, by their names in the safetensors format."""
+"""Dtypes of checkpoints, by their names in the safetensors format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loading into any layout, and proving that what is on the disk is what was saved."""
+"""Load checkpoints into any layout, and verify the data on disk."""
 
 from __future__ import annotations
 
@@ -42,22 +42,23 @@ def load(
     unwanted: tuple[str, ...] = (),
     optional: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """Fill the tensors of ``state`` in place from a checkpoint of any layout; returns its ``extra``.
+    """Fill the tensors of ``state`` in place from a checkpoint of any layout; return its ``extra``.
 
-    Each rank reads only the stored boxes that its own pieces touch, and verifies the checksum of each. All ranks
-    return, or all raise; after an error found while reading, the tensors hold no meaningful values.
+    Each rank reads only the stored boxes that overlap its own pieces, and verifies the checksum of each. All ranks
+    return, or all raise; after an error during reading, the contents of the tensors are undefined.
 
     Args:
-        path: the folder of one checkpoint.
+        path: folder of one checkpoint.
         state: this rank's pieces, primary or not.
-        group: the ranks that load together; None where this process loads everything that is wanted.
+        group: the ranks that load together; None if this process loads alone.
         model: JSON values, compared with ``extra["model"]`` before anything is read.
-        convert: let floating-point dtypes differ from those saved.
+        convert: allow floating-point dtypes that differ from the saved ones.
         unwanted: prefixes of tensors that may be in the checkpoint and not in ``state``, such as ``"optimizer."``.
-        optional: likewise, and which may be in ``state`` alone, or have another shape there: they stay as they are.
+        optional: prefixes of tensors that may also be missing in the checkpoint, or have another shape there; these
+            stay unchanged.
 
     Raises:
-        CheckpointError: naming the file or tensor: not the same model, set of tensors, shape or dtype; or damage.
+        CheckpointError: naming the file or tensor: another model, set of tensors, shape or dtype; or damage.
     """
     every = set(broadcast(sorted(set().union(*gather(sorted(state), group))), group))
     problem, extra = "", {}
@@ -78,7 +79,7 @@ def load(
 
 
 def verify(path: Place, *, group: Group = None) -> None:
-    """Read a whole checkpoint and compare every byte with the manifest's checksums; ranks share the files.
+    """Read a complete checkpoint and compare every byte with the manifest's checksums; ranks share the files.
 
     Raises:
         CheckpointError: listing every damaged or missing file and tensor.
@@ -92,17 +93,17 @@ def verify(path: Place, *, group: Group = None) -> None:
 
 
 def check_part(folder: Place, part: RankPart) -> None:
-    """Compare every byte of what one rank wrote with its checksums.
+    """Compare every byte of one rank's file with its checksums.
 
     Raises:
-        CheckpointError: listing all that is damaged or missing.
+        CheckpointError: listing everything damaged or missing.
     """
     if problems := _problems(folder, part, sorted(part.files)):
         raise CheckpointError("\n".join(problems))
 
 
 def newest_good(folder: Place, *, group: Group = None) -> tuple[Committed | None, list[CheckpointError]]:
-    """The newest checkpoint that verifies, and why each newer one was refused (to be told to the user, loudly)."""
+    """Return the newest checkpoint that verifies, and the errors of each newer one, which the user should see."""
     listed = broadcast([(step, path.name) for step, path in list_checkpoints(folder)], group)
     refused: list[CheckpointError] = []
     for step, name in reversed(listed):
@@ -120,7 +121,7 @@ def newest_good(folder: Place, *, group: Group = None) -> tuple[Committed | None
 
 
 def check_model(path: Place, saved: Any, wanted: dict[str, Any] | None) -> None:
-    """Require that a checkpoint holds the wanted model (None: any), both as JSON values.
+    """Check that a checkpoint holds the wanted model (None: any), both as JSON values.
 
     Raises:
         CheckpointError: naming every field that differs.
@@ -134,7 +135,7 @@ def check_model(path: Place, saved: Any, wanted: dict[str, Any] | None) -> None:
         for field in sorted(saved.keys() | wanted.keys())
         if saved.get(field) != wanted.get(field)
     ]
-    if differ:  # not where one of them does not say what the other leaves out
+    if differ:  # a field omitted on both sides does not differ
         raise CheckpointError(f"{path} holds another model than this run's:\n  " + "\n  ".join(differ))
 
 
@@ -177,7 +178,7 @@ def _check_tensors(path: Place, manifest: Manifest, state: State, convert: bool)
 
 
 def touched(manifest: Manifest, state: State) -> dict[str, list[tuple[str, StoredBox, list[Piece]]]]:
-    """By file, the stored boxes that some local piece needs, with the tensor's name and those pieces."""
+    """Return the stored boxes that local pieces need, by file, with the tensor's name and those pieces."""
     wanted: dict[str, list[tuple[str, StoredBox, list[Piece]]]] = defaultdict(list)
     for name in state.keys() & manifest.tensors.keys():
         for box in manifest.tensors[name].boxes:
@@ -188,7 +189,7 @@ def touched(manifest: Manifest, state: State) -> dict[str, list[tuple[str, Store
 
 @torch.no_grad()
 def _fill(path: Place, manifest: Manifest, state: State) -> None:
-    """Copy the common part of every stored box and local piece, file after file."""
+    """Copy the intersections of stored boxes and local pieces, one file at a time."""
     wanted = touched(manifest, state)
     filled = dict.fromkeys(state, 0)
     for file, boxes in sorted(wanted.items()):
@@ -197,7 +198,7 @@ def _fill(path: Place, manifest: Manifest, state: State) -> None:
                 values = _read(path, tensors, name, stored, DTYPES[manifest.tensors[name].dtype])
                 for piece in pieces:
                     common = piece.box.intersect(stored.box)
-                    assert common is not None  # `touched` has named them
+                    assert common is not None  # `touched` only returns overlapping pieces
                     piece.tensor[common.inside(piece.box).slices].copy_(values[common.inside(stored.box).slices])
                     filled[name] += common.numel
     for name, pieces in state.items():
@@ -207,7 +208,7 @@ def _fill(path: Place, manifest: Manifest, state: State) -> None:
 
 @contextmanager
 def _opened(path: Place, expected: StoredFile) -> Iterator[storage.Tensors]:
-    """One file of a checkpoint, its size and header proved before it is parsed."""
+    """Open one file of a checkpoint, after checking its size and header."""
     try:
         if not storage.is_own(path):
             raise CheckpointError(f"{path} is a link out of the checkpoint's folder, or no file.\n{MEND}")
@@ -236,7 +237,7 @@ def _read(path: Place, tensors: storage.Tensors, name: str, stored: StoredBox, d
 
 
 def _problems(path: Place, manifest: Manifest | RankPart, files: list[str]) -> list[str]:
-    """All that is wrong with some files."""
+    """Return all errors in some files."""
     boxes: dict[str, list[tuple[str, StoredBox]]] = defaultdict(list)
     for name, tensor in manifest.tensors.items():
         for box in tensor.boxes:
@@ -245,7 +246,7 @@ def _problems(path: Place, manifest: Manifest | RankPart, files: list[str]) -> l
 
 
 def _damage(path: Place, manifest: Manifest | RankPart, file: str, boxes: list[tuple[str, StoredBox]]) -> list[str]:
-    """All that is wrong with one file."""
+    """Return all errors in one file."""
     problems = []
     try:
         with _opened(path / file, manifest.files[file]) as tensors:
@@ -260,7 +261,7 @@ def _damage(path: Place, manifest: Manifest | RankPart, file: str, boxes: list[t
 
 
 def _raise_together(problems: list[str], group: Group) -> None:
-    """Every rank learns what any rank found. Equal messages are told once."""
+    """Raise the errors of all ranks on every rank, without duplicates."""
     found = [problem for rank in gather(problems, group) for problem in rank]
     if found := broadcast(list(dict.fromkeys(found)), group):
         raise CheckpointError("\n".join(found))

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as plain data: the manifest, its rules, and which folders are checkpoints."""
+"""Manifest of a checkpoint: its content as plain data, its validity rules, and the list of checkpoints in a folder."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ from shoal.engine.checkpoint.dtypes import DTYPES
 from shoal.engine.checkpoint.storage import Place
 
 MANIFEST, MANIFEST_SUM = storage.COMMITS, "manifest.sha256"
-MOST_BYTES = 256 << 20  # of a manifest: a million boxes
+MOST_BYTES = 256 << 20  # of a manifest: about a million boxes
 COMMITTED = re.compile(r"step-(\d{8,})")
 
 
 class CheckpointError(UsageError):
-    """A checkpoint that cannot be saved or loaded: which file or tensor, why, and what to do. Exits with code 2."""
+    """A checkpoint that cannot be saved or loaded; names the file or tensor, the reason and a remedy. Exits with code
+    2."""
 
 
 class Committed(NamedTuple):
-    """A checkpoint that appeared whole."""
+    """A complete checkpoint."""
 
     step: int
     path: Place
@@ -54,7 +55,7 @@ class _Plain(BaseModel):
 
 
 FileName = Annotated[str, StringConstraints(pattern=r"^rank-[0-9]+\.safetensors$")]
-"""Only such a file, in the checkpoint's own folder: a path that somebody wrote into a manifest leads nowhere else."""
+"""Name of a file in the checkpoint's own folder; rejects a manipulated manifest with paths to elsewhere."""
 
 Sizes = Annotated[tuple[NonNegativeInt, ...], Field(max_length=8)]
 
@@ -63,41 +64,41 @@ class StoredBox(_Plain):
     """One box of a tensor, stored under `key` in one file."""
 
     file: FileName
-    """Its file, in the checkpoint's own folder."""
+    """Name of its file, in the checkpoint's own folder."""
 
     offset: Sizes
-    """Where it begins in the whole tensor."""
+    """Offset in the unsharded tensor."""
 
     shape: Sizes
-    """Its size."""
+    """Shape of the box."""
 
     checksum: str
     """`checksum` of its bytes."""
 
     @property
     def box(self) -> Box:
-        """The same as a `Box`."""
+        """The offset and shape as a `Box`."""
         return Box(self.offset, self.shape)
 
 
 class StoredTensor(_Plain):
-    """One named tensor: what it is as a whole, and the boxes that make it up."""
+    """One named tensor: its global shape, dtype and stored boxes."""
 
     shape: Sizes
-    """Of the whole tensor."""
+    """Global shape."""
 
     dtype: Annotated[str, AfterValidator(_known)]
     """A key of `DTYPES`."""
 
     boxes: list[StoredBox]
-    """They cover the tensor exactly once."""
+    """Boxes that cover the tensor exactly once."""
 
 
 class StoredFile(_Plain):
-    """What a file must look like before its tensors are trusted."""
+    """Properties of a file that are checked before its tensors are used."""
 
     bytes: NonNegativeInt
-    """Its size."""
+    """Size of the file."""
 
     header_bytes: NonNegativeInt
     """Size of the safetensors header with its 8-byte length."""
@@ -107,28 +108,28 @@ class StoredFile(_Plain):
 
 
 class RankPart(_Plain):
-    """What one rank wrote."""
+    """Content written by one rank."""
 
     files: dict[FileName, StoredFile]
-    """At most one: a rank that is primary for nothing writes no file."""
+    """At most one file; a rank without primary pieces writes none."""
 
     tensors: dict[str, StoredTensor]
-    """Only the boxes in this rank's file."""
+    """Only boxes in this rank's file."""
 
     names: list[str]
-    """All names in this rank's state, also those of which it holds no piece."""
+    """All names in this rank's state, including tensors of which it holds no piece."""
 
 
 class Manifest(_Plain):
-    """The whole content of one checkpoint."""
+    """Complete content of one checkpoint."""
 
     format: Literal["shoal-checkpoint"] = "shoal-checkpoint"
     version: Literal[1] = 1
     step: NonNegativeInt
-    """Optimizer steps done."""
+    """Number of completed optimizer steps."""
 
     extra: dict[str, Any]
-    """Everything that is not a tensor: the model's shape, the run's config, counters."""
+    """All values besides tensors: the model's shape, the run's config, counters."""
 
     files: dict[FileName, StoredFile]
     tensors: dict[str, StoredTensor]
@@ -145,7 +146,7 @@ class Manifest(_Plain):
 
 
 def key(name: str, box: Box) -> str:
-    """The name of a box in its safetensors file.
+    """Return the name of a box in its safetensors file.
 
     >>> key("model.head.weight", Box((0, 8), (4, 8)))
     'model.head.weight[0:4,8:16]'
@@ -154,7 +155,7 @@ def key(name: str, box: Box) -> str:
 
 
 def checksum(data: bytes | memoryview | torch.Tensor) -> str:
-    """XXH3 of the bytes, 128 bits: it finds damage, at the speed of memory, and does not guard against forgery."""
+    """Return the 128-bit XXH3 hash of the bytes, at memory speed. It detects damage, but not deliberate forgery."""
     if isinstance(data, torch.Tensor):
         data = data.contiguous().reshape(-1).view(torch.uint8).numpy().data
     return xxhash.xxh3_128_hexdigest(data)
@@ -164,10 +165,10 @@ def checksum(data: bytes | memoryview | torch.Tensor) -> str:
 
 
 def merge(step: int, extra: dict[str, Any], parts: Iterable[RankPart]) -> Manifest:
-    """One manifest of all ranks' parts.
+    """Merge all ranks' parts into one manifest.
 
     Raises:
-        CheckpointError: ranks disagree about a tensor, or the boxes of one do not cover it exactly once.
+        CheckpointError: ranks disagree about a tensor, or its boxes do not cover it exactly once.
     """
     files: dict[str, StoredFile] = {}
     tensors: dict[str, StoredTensor] = {}
@@ -191,9 +192,9 @@ def merge(step: int, extra: dict[str, Any], parts: Iterable[RankPart]) -> Manife
 
 
 def check_cover(name: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
-    """Require that the boxes cover a tensor of this shape exactly once.
+    """Check that the boxes cover a tensor of this shape exactly once.
 
-    Sweeps along dim 0, so that a box is compared only with those that share rows with it.
+    Sweeps along dim 0, so that a box is compared only with boxes that share rows with it.
 
     Raises:
         CheckpointError: elements outside, covered twice, or missing.
@@ -221,14 +222,14 @@ def check_cover(name: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
 
 
 def write_manifest(folder: Place, manifest: Manifest) -> None:
-    """Write the manifest and its SHA-256 (``sha256sum --check manifest.sha256`` proves it by hand)."""
+    """Write the manifest and its SHA-256 (``sha256sum --check manifest.sha256`` checks it by hand)."""
     data = manifest.model_dump_json(indent=1).encode()
     storage.write(folder / MANIFEST_SUM, [f"{hashlib.sha256(data).hexdigest()}  {MANIFEST}\n".encode()])
     storage.write(folder / MANIFEST, [data])
 
 
 def read_manifest(path: Place) -> Manifest:
-    """The manifest of a checkpoint, proved undamaged.
+    """Read the manifest of a checkpoint and check that it is undamaged.
 
     Raises:
         CheckpointError: not a checkpoint, damaged, or of another version of the format.
@@ -256,7 +257,8 @@ MEND = "  Resume from an older checkpoint, or restore this one from a copy."
 
 
 def list_checkpoints(folder: Place) -> list[Committed]:
-    """The committed checkpoints in a folder, oldest first: complete when saved (`verify` says if they still are)."""
+    """Return the committed checkpoints in a folder, oldest first: complete when saved (`verify` checks that they still
+    are)."""
     found = ((COMMITTED.fullmatch(name), folder / name) for name in storage.names(folder))
     return sorted(
         Committed(int(match[1]), path) for match, path in found if match and storage.exists(path / MANIFEST)
@@ -264,5 +266,5 @@ def list_checkpoints(folder: Place) -> list[Committed]:
 
 
 def newest(folder: Place) -> Committed | None:
-    """The committed checkpoint of the highest step, if there is any."""
+    """Return the committed checkpoint with the highest step, or None."""
     return next(reversed(list_checkpoints(folder)), None)

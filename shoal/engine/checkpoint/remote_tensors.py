@@ -1,4 +1,4 @@
-"""Tensors of a safetensors object in an object store, of which only the requested bytes are read."""
+"""Partial reads of safetensors objects in an object store."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ MOST_HEADER = 100 << 20  # bytes: the limit of the safetensors format
 
 
 class RemoteTensors:
-    """A safetensors object of which only those bytes are read that are asked for; a context manager, like `safe_open`.
+    """A safetensors object of which only the requested bytes are read; a context manager, like `safe_open`.
 
     Raises:
-        SafetensorError: it is not one.
+        SafetensorError: the object is not in the safetensors format.
     """
 
     def __init__(self, path: UPath):
@@ -35,16 +35,16 @@ class RemoteTensors:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing is held open."""
+        """Do nothing; no resource is held."""
 
     def _read(self, start: int, count: int) -> bytes:
         return self._path.fs.cat_file(self._path.path, start=start, end=start + count)
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        """One tensor, in memory of its own.
+        """Read one tensor into new memory.
 
         Raises:
-            SafetensorError: there is none of this name, or it is not of the shape and dtype that the header says.
+            SafetensorError: no such tensor, or its size does not match the shape and dtype in the header.
         """
         try:
             entry = self._entries[name]

@@ -1,4 +1,4 @@
-"""Saving while training goes on: stage in memory, write in the background, commit by rename, keep the newest."""
+"""Save checkpoints during training: copy to memory, write in the background, commit by rename, keep the newest."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ from shoal.engine.checkpoint.write import Staged, Staging, State, write_part
 from shoal.engine.collectives.json_collectives import Group, broadcast, gather, rank_of
 
 LOCK = ".lock"
-SEEN_SECONDS = 10.0  # within which a shared folder shows rank 0 what another host has written
+SEEN_SECONDS = 10.0  # delay until rank 0 sees another host's files in a shared folder
 UNCOMMITTED = re.compile(r"\.staging-(removed-)?step-\d{8,}-[0-9a-f]{8}")
 
 
 class Checkpointer:
-    """Saves the checkpoints of one run into one folder, which all ranks must see (a shared file system, or one host).
+    """Saver of one run's checkpoints in one folder, which all ranks must see (a shared file system, or one host).
 
-    At most one save is in flight: the next one, `wait` and `close` first wait for it. What went wrong in the
-    background is raised there, on every rank, with the step's name. All methods must be called on all ranks alike.
+    At most one save is in flight: the next one, `wait` and `close` first wait for it. They also raise background
+    errors, on every rank, with the step. All methods must be called on all ranks.
 
     Args:
-        folder: holds ``step-00000100`` and so on; created if need be.
-        group: a gloo process group of all ranks, used for nothing else (a collective of the training on the same
-            group would meet one of the background's); None in a single process.
-        keep: newest checkpoints kept.
+        folder: parent of ``step-00000100`` and so on; created if needed.
+        group: a gloo process group of all ranks with no other use (its collectives in the background must not mix with
+            others); None in a single process.
+        keep: number of newest checkpoints to keep.
         asynchronous: return from `save` as soon as the state is copied to memory.
-        fresh: the run begins anew, so a folder that holds checkpoints is another run's, and refused.
-        report: told, on rank 0, of what deserves a line: a step saved twice, an older folder set aside.
+        fresh: the run starts from the beginning; a folder with checkpoints belongs to another run and is rejected.
+        report: called on rank 0 with messages for the user: a step saved twice, an older folder set aside.
 
     Raises:
         CheckpointError: another process saves into the folder, or it holds another run's checkpoints.
@@ -77,17 +77,17 @@ class Checkpointer:
         self._pending: Future[tuple[Place, str]] | None = None
 
     def save(self, step: int, state: State, extra: dict[str, Any], *, block: bool = False) -> float:
-        """Save a state; returns the seconds for which the caller was held up.
+        """Save a state; return the seconds for which the caller was blocked.
 
         Args:
-            step: optimizer steps done.
-            state: this rank's pieces; tensors may change as soon as this returns.
-            extra: what else is needed to resume, as JSON values (rank 0's is stored); ``extra["model"]`` is what
-                `load` compares with the model of the run that resumes.
+            step: number of completed optimizer steps.
+            state: this rank's pieces; tensors may change after this returns.
+            extra: other values needed to resume, as JSON (rank 0's are stored); `load` compares ``extra["model"]``
+                with the model of the resuming run.
             block: return only when the checkpoint is committed.
 
         Raises:
-            CheckpointError: the previous save failed; or this one, where it is waited for.
+            CheckpointError: the previous save failed; or this one, if it is waited for.
         """
         begin = time.perf_counter()
         self.wait()
@@ -98,7 +98,7 @@ class Checkpointer:
         return time.perf_counter() - begin
 
     def set_aside(self, after: int) -> None:
-        """Rename the checkpoints of later steps, so that no run goes on from them; they are kept."""
+        """Rename the checkpoints of later steps, so that no run resumes from them; they are kept."""
         self.wait()
         if self._rank == 0:
             for step, path in list_checkpoints(self._folder):
@@ -107,16 +107,17 @@ class Checkpointer:
         gather(None, self._group)
 
     def regroup(self, group: Group) -> None:
-        """Save with the ranks of this group from now on: others have died. No save may be in flight."""
+        """Save with the ranks of this group from now on, after the other ranks have exited. No save may be in flight.
+        """
         self._group = group
 
     @property
     def in_flight(self) -> bool:
-        """Whether this rank still works on a save in the background."""
+        """Whether this rank is still saving in the background."""
         return self._pending is not None and not self._pending.done()
 
     def wait(self) -> Place | None:
-        """Wait for the save in flight; returns its committed folder (None if there was none).
+        """Wait for the save in flight; return its committed folder (None if no save was in flight).
 
         Raises:
             CheckpointError: it failed.
@@ -130,7 +131,7 @@ class Checkpointer:
         return path
 
     def close(self) -> None:
-        """Wait for the save in flight, then let another run use the folder.
+        """Wait for the save in flight, then release the folder for another run.
 
         Raises:
             CheckpointError: the save failed.
@@ -145,10 +146,11 @@ class Checkpointer:
     # ---- in the background -------------------------------------------------------------------------------------------
 
     def _write(self, step: int, staged: dict[str, Any]) -> tuple[Place, str]:
-        """Runs in the background thread of every rank. A rank that fails still answers, so that none waits for it."""
+        """Write this rank's part in the background thread. A rank that fails still answers, so that the others do not
+        hang."""
         folder = self._folder / (f".staging-{_name(step)}-{self._nonce}" if self._renames else _name(step))
         cleared = ""
-        if not self._renames:  # the files are written where they stay
+        if not self._renames:  # files are written at their final place
             outcome = self._attempt(lambda: self._clear(folder)) if self._rank == 0 else None
             outcome = broadcast(outcome, self._group)
             cleared = self._raised(step, outcome)
@@ -169,9 +171,9 @@ class Checkpointer:
         return outcome["result"]
 
     def _clear(self, folder: Place) -> str:
-        """Make a place in an object store free for a checkpoint; returns a note for the user."""
+        """Clear the folder of a new checkpoint in an object store; return a note for the user."""
         if not storage.exists(folder / MANIFEST):
-            storage.remove(folder)  # left by a run that died
+            storage.remove(folder)  # left by a run that was killed
             return ""
         return f"{folder} was there already; it is kept as {self._put_aside(folder).name}."
 
@@ -180,7 +182,7 @@ class Checkpointer:
         return write_part(folder, self._rank, staged).model_dump(mode="json")
 
     def _commit(self, folder: Place, step: int, answers: list[dict[str, Any]]) -> str:
-        """On rank 0, when all files are on the disk: prove that nothing is missing, then make the checkpoint appear."""
+        """Check on rank 0 that all files are complete, then commit the checkpoint."""
         note, committed = "", False
         try:
             if failed := [f"rank {rank}: {a['error']}" for rank, a in enumerate(answers) if a["error"]]:
@@ -196,14 +198,14 @@ class Checkpointer:
             committed = True
         finally:
             if self._renames or not committed:
-                storage.remove(folder)  # of what was renamed, nothing is left there
+                storage.remove(folder)  # remove the remains of the renamed folder
         self._remove_old(step)
         return note
 
     def _make_room(self, folder: Place, step: int) -> tuple[str, bool]:
-        """What becomes of a checkpoint of the same step: never written over, never deleted.
+        """Move an existing checkpoint of the same step aside; it is never overwritten or deleted.
 
-        Returns a note for the user, and whether the new one is to be dropped.
+        Returns a note for the user, and whether the new checkpoint should be discarded instead.
         """
         old = self._folder / _name(step)
         if not storage.exists(old):
@@ -224,9 +226,9 @@ class Checkpointer:
         return aside
 
     def _remove_old(self, step: int) -> None:
-        """Delete all but the newest. Those of later steps are another course of the run, which this one left."""
+        """Delete all but the newest checkpoints. Later steps belong to an abandoned course of the run and are kept."""
         for _, path in [c for c in list_checkpoints(self._folder) if c.step <= step][: -self._keep]:
-            # Renamed first: a checkpoint that is half deleted must not look like one.
+            # Rename first: a partially deleted checkpoint must not look complete.
             going = self._folder / f".staging-removed-{path.name}-{self._nonce}" if self._renames else path
             if self._renames:
                 storage.rename(path, going)
@@ -243,13 +245,13 @@ class Checkpointer:
             raise _unwritable(self._folder, error) from None
         if self._lock is None:
             raise _in_use(self._folder)
-        for name in filter(UNCOMMITTED.fullmatch, storage.names(self._folder)):  # left by a run that died
+        for name in filter(UNCOMMITTED.fullmatch, storage.names(self._folder)):  # left by a run that was killed
             storage.remove(self._folder / name)
         return secrets.token_hex(4)
 
     @staticmethod
     def _attempt(action: Callable[[], Any]) -> dict[str, Any]:
-        """The result of an action or its error, as a value that can be told to other ranks."""
+        """Return the result of an action or its error, in a form that other ranks can receive."""
         try:
             return {"result": action(), "error": ""}
         except CheckpointError as error:
@@ -259,10 +261,10 @@ class Checkpointer:
 
 
 def check_folder(folder: Place, *, fresh: bool) -> None:
-    """Refuse a folder that this process could not save checkpoints into; nothing is made in it.
+    """Reject a folder that this process cannot save checkpoints into; nothing is created in it.
 
     Args:
-        fresh: as of `Checkpointer`.
+        fresh: see `Checkpointer`.
 
     Raises:
         CheckpointError: it cannot be written, another process saves into it, or it holds another run's checkpoints.
@@ -309,10 +311,10 @@ def _name(step: int) -> str:
 
 
 def _check_there(folder: Place, parts: Iterable[RankPart]) -> None:
-    """Look for what every rank says that it wrote: ranks may have folders of this name on disks of their own.
+    """Check that the files of every rank exist: ranks may have separate local folders of this name.
 
     Raises:
-        CheckpointError: a file is not there, or has another size.
+        CheckpointError: a file is missing, or has another size.
     """
     deadline = time.monotonic() + SEEN_SECONDS
     for name, told in chain.from_iterable(part.files.items() for part in parts):

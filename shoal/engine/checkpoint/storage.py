@@ -1,8 +1,8 @@
-"""Access to the files of checkpoints, on a disk or in an object store (``s3://``, ``gs://``, ``hf://``, ...).
+"""Access to checkpoint files, on a disk or in an object store (``s3://``, ``gs://``, ``hf://``, ...).
 
-On a disk, written data is durable when the function returns (fsync), and a folder appears under its name in one step
-(rename within one file system is atomic). An object appears complete or not at all, but an object store has neither
-folders nor renames: there, a checkpoint exists once its manifest does, which is written last and deleted first.
+On a disk, written data is durable when the function returns (fsync), and a folder appears under its name atomically
+(rename within one file system). An object appears completely or not at all, but an object store has neither folders
+nor renames. There, a checkpoint exists if its manifest does, which is written last and deleted first.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from upath import UPath
 from shoal.base.errors import UsageError
 from shoal.engine.checkpoint.remote_tensors import RemoteTensors
 
-WRITE_BYTES = 16 << 20  # per system call: other threads run meanwhile, and Linux takes at most 2 GiB
+WRITE_BYTES = 16 << 20  # bytes per system call: other threads can run in between, and Linux accepts at most 2 GiB
 
 
 Place = Path | UPath
-"""Where a checkpoint is, or a file of one."""
+"""Path or URL of a checkpoint, or of one of its files."""
 
 Tensors = safe_open | RemoteTensors
 
 COMMITS = "manifest.json"
-"""The file by which a folder in an object store is a checkpoint."""
+"""Name of the file that marks a folder in an object store as a complete checkpoint."""
 
 
 def place(address: str | Path) -> Place:
-    """Return the path, or the address if it has a protocol, as in ``s3://bucket/run``.
+    """Return the path, or a `UPath` for an address with a protocol, such as ``s3://bucket/run``.
 
     Raises:
         UsageError: the protocol is unknown, or its package is missing.
@@ -56,17 +56,17 @@ def place(address: str | Path) -> Place:
 
 
 def renames(folder: Place) -> TypeGuard[Path]:
-    """Whether a folder there gets another name in one step."""
+    """Return whether folders there are renamed atomically."""
     return isinstance(folder, Path)
 
 
 def make_folder(path: Place) -> None:
-    """Create a folder and its parents; one that exists is left as it is."""
+    """Create a folder and its parents; an existing folder is unchanged."""
     path.mkdir(parents=True, exist_ok=True)
 
 
 def names(folder: Place) -> list[str]:
-    """The entries of a folder, sorted; none where there is no such folder."""
+    """Return the sorted entries of a folder; empty if the folder does not exist."""
     if isinstance(folder, Path):
         return sorted(os.listdir(folder)) if folder.is_dir() else []
     folder.fs.invalidate_cache()
@@ -79,7 +79,7 @@ def names(folder: Place) -> list[str]:
 
 
 def exists(path: Place) -> bool:
-    """Whether there is anything of this name."""
+    """Return whether a file or folder exists."""
     if isinstance(path, UPath):
         path.fs.invalidate_cache()
         return path.exists()
@@ -87,10 +87,10 @@ def exists(path: Place) -> bool:
 
 
 def is_own(path: Place) -> bool:
-    """Whether a file, if it is there, lies in its folder: not a link to elsewhere, a pipe or a device.
+    """Return whether a file lies in its folder: not a link to elsewhere, a pipe or a device.
 
     Raises:
-        OSError: it is not there, or is a link to itself.
+        OSError: it does not exist, or is a link to itself.
     """
     if isinstance(path, UPath):
         return size(path) >= 0
@@ -99,7 +99,7 @@ def is_own(path: Place) -> bool:
 
 
 def size(path: Place) -> int:
-    """Bytes in a file."""
+    """Return the size of a file in bytes."""
     try:
         return path.stat().st_size
     except FileNotFoundError:
@@ -107,7 +107,7 @@ def size(path: Place) -> int:
 
 
 def read(path: Place, count: int = -1) -> bytes:
-    """The first ``count`` bytes of a file, or all."""
+    """Read the first ``count`` bytes of a file, or all."""
     try:
         with path.open("rb") as file:
             return file.read(count)
@@ -116,20 +116,20 @@ def read(path: Place, count: int = -1) -> bytes:
 
 
 def _missing(path: Place) -> FileNotFoundError:
-    """Return the error that a disk raises, which object stores word in their own ways."""
+    """Return the error of a missing file on a disk; object stores raise errors with other messages."""
     return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 
 def open_tensors(path: Place) -> Tensors:
-    """A safetensors file, of which only the pages or bytes that are used are read."""
+    """Open a safetensors file, of which only the used pages or bytes are read."""
     return RemoteTensors(path) if isinstance(path, UPath) else safe_open(path, framework="pt", device="cpu")
 
 
 def write(path: Place, parts: Iterable[bytes | memoryview]) -> None:
-    """Write a new file, part after part, to the disk.
+    """Write a new file from parts, in order, and make it durable.
 
     Raises:
-        FileExistsError: on a disk, nothing is ever written over.
+        FileExistsError: the file exists (on a disk).
     """
     if isinstance(path, UPath):
         with path.open("wb") as remote:
@@ -145,7 +145,7 @@ def write(path: Place, parts: Iterable[bytes | memoryview]) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in a folder of a disk durable."""
+    """Make the entries of a folder on a disk durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -154,8 +154,8 @@ def sync_folder(path: Path) -> None:
 
 
 def rename(old: Place, new: Place) -> None:
-    """Give a folder its new name; both names have the same parent. On a disk in one step; in an object store one of
-    both has its manifest at any moment, or both.
+    """Rename a folder within its parent: atomically on a disk; in an object store, at least one of the two has its
+    manifest at any time.
 
     Raises:
         OSError: ``new`` exists and is not an empty folder.
@@ -172,7 +172,7 @@ def rename(old: Place, new: Place) -> None:
 
 
 def remove(path: Place) -> None:
-    """Delete a folder and all in it, if it is there."""
+    """Delete a folder and its content, if it exists."""
     if isinstance(path, Path):
         shutil.rmtree(path, ignore_errors=True)
         return
@@ -183,10 +183,10 @@ def remove(path: Place) -> None:
 
 
 def lock(path: Place) -> IO[str] | None:
-    """Hold a lock file until the result is closed or the process dies; None where another process holds it.
+    """Hold a lock file until the result is closed or the process ends; None if another process holds it.
 
-    A POSIX record lock: it is not inherited by child processes, so an orphan cannot keep it. An object store has no
-    locks.
+    Uses a POSIX record lock, which child processes do not inherit, so that an orphan cannot keep it. An object store
+    has no locks.
     """
     if isinstance(path, UPath):
         return io.StringIO()

@@ -1,4 +1,4 @@
-"""A whole checkpoint in one process, whatever layout saved it: load it, verify it, or say what it holds."""
+"""Load, verify or describe a complete checkpoint in one process, regardless of the layout that saved it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from shoal.engine.checkpoint.storage import place
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """One tensor of a checkpoint.
+    """Description of one tensor of a checkpoint.
 
     Attributes:
         name: such as ``"model.layers.0.attention.q.weight"``.
-        dtype: as safetensors names it, such as ``"F32"``.
-        shape: of the whole tensor.
-        boxes: the number of pieces that it is stored in.
-        files: the number of files that hold them.
+        dtype: the name in safetensors, such as ``"F32"``.
+        shape: global shape.
+        boxes: number of stored pieces.
+        files: number of files that hold them.
     """
 
     name: str
@@ -36,18 +36,18 @@ class SavedTensor:
 
     @property
     def bytes(self) -> int:
-        """Its size."""
+        """Size in bytes."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True)
 class CheckpointContents:
-    """What a checkpoint holds.
+    """Summary of a checkpoint.
 
     Attributes:
-        step: training steps that were done.
+        step: number of completed training steps.
         tensors: sorted by name.
-        files: the number of files.
+        files: number of files.
     """
 
     step: int
@@ -56,25 +56,25 @@ class CheckpointContents:
 
     @property
     def bytes(self) -> int:
-        """The size of all tensors."""
+        """Size of all tensors in bytes."""
         return sum(tensor.bytes for tensor in self.tensors)
 
 
 def load_checkpoint(
     path: str | Path, *, prefix: str = "", device: torch.device | str = "cpu"
 ) -> dict[str, Tensor]:
-    """Load the whole tensors of a checkpoint onto one device, whatever layout saved them.
+    """Load the unsharded tensors of a checkpoint onto one device, regardless of the layout that saved them.
 
     Args:
-        path: the folder of one checkpoint, or its address, as in ``"s3://bucket/run/step-00000100"``.
-        prefix: load only the tensors whose names start with it: ``"model."`` leaves out the optimizer's state.
-        device: where the tensors are put.
+        path: folder of one checkpoint, or its URL, such as ``"s3://bucket/run/step-00000100"``.
+        prefix: load only tensors whose names start with it: ``"model."`` skips the optimizer states.
+        device: device of the tensors.
 
     Returns:
-        Each tensor by its name, in the dtype that it was saved in.
+        Tensors by name, in the dtypes that they were saved in.
 
     Raises:
-        UsageError: it is not a checkpoint, or is damaged, or the device has no room for it.
+        UsageError: it is not a checkpoint, or is damaged, or does not fit in the device's memory.
 
     >>> import shoal
     >>> weights = shoal.load_checkpoint("runs/example/checkpoints/step-00000002", prefix="model.")
@@ -87,7 +87,7 @@ def load_checkpoint(
         tensors = {
             name: torch.empty(each.shape, dtype=DTYPES[each.dtype], device=device) for name, each in saved.items()
         }
-    except (RuntimeError, OverflowError, TypeError) as error:  # too large for the device, or for any
+    except (RuntimeError, OverflowError, TypeError) as error:  # too large for the device, or for any device
         raise CheckpointError(f"{path}: there is no room for its tensors on {device}: {error}.") from None
     state = {
         name: [Piece(tuple(tensor.shape), Box.whole(tuple(tensor.shape)), tensor)] for name, tensor in tensors.items()
@@ -97,13 +97,13 @@ def load_checkpoint(
 
 
 def verify_checkpoint(path: str | Path) -> None:
-    """Read a whole checkpoint and compare every byte with its checksums.
+    """Read a complete checkpoint and compare every byte with its checksums.
 
     Args:
-        path: the folder of one checkpoint, or its address.
+        path: folder of one checkpoint, or its URL.
 
     Raises:
-        UsageError: it is not a checkpoint, or is damaged; every damaged or missing file and tensor is named.
+        UsageError: it is not a checkpoint, or is damaged; lists every damaged or missing file and tensor.
 
     >>> import shoal
     >>> shoal.verify_checkpoint("runs/example/checkpoints/step-00000002")
@@ -115,10 +115,10 @@ def verify_checkpoint(path: str | Path) -> None:
 
 
 def describe_checkpoint(path: str | Path) -> CheckpointContents:
-    """Say what a checkpoint holds, from its manifest alone: no tensor is read.
+    """Describe a checkpoint from its manifest, without reading tensors.
 
     Args:
-        path: the folder of one checkpoint, or its address.
+        path: folder of one checkpoint, or its URL.
 
     Raises:
         UsageError: it is not a checkpoint, or its manifest is damaged.

@@ -1,4 +1,4 @@
-"""One rank's part of a checkpoint: its primary pieces, copied to CPU memory, then written as a safetensors file."""
+"""Write one rank's part of a checkpoint: copy its primary pieces to CPU memory, then write a safetensors file."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from shoal.engine.checkpoint.manifest import (
 from shoal.engine.checkpoint.storage import Place
 
 State = dict[str, list[Piece]]
-"""Global tensor name -> the pieces of it that this rank holds; the names are the same on every layout."""
+"""Pieces that this rank holds, by global tensor name; the names are the same on every layout."""
 
 BOX_BYTES = 64 << 20
-"""Larger boxes are cut: a checksum covers a whole box, so this bounds what is read to load a small part of it."""
+"""Maximum bytes of a stored box. A checksum covers a complete box, so this bounds the data to read for a small part."""
 
 
 @dataclass(frozen=True)
 class FileSlot:
-    """Where one box lies in the data section of the file, in bytes."""
+    """Range of one box in the data section of the file, in bytes."""
 
     name: str
     box: Box
@@ -46,10 +46,10 @@ class Staged:
     """One rank's part of a state at one moment, independent of the tensors that it was copied from.
 
     Attributes:
-        data: the data section of the file to come, ``uint8``.
-        slots: what lies where in ``data``, without gaps.
-        tensors: whole shape and dtype of every tensor of which the rank holds a piece, primary or not.
-        names: all names of the state.
+        data: data section of the file, ``uint8``.
+        slots: ranges of the boxes in ``data``, without gaps.
+        tensors: global shape and dtype of every tensor of which the rank holds a piece, primary or not.
+        names: all names in the state.
     """
 
     data: torch.Tensor
@@ -60,7 +60,7 @@ class Staged:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """What of a state this rank saves, and where each box will lie.
+    """The boxes of a state that this rank saves, and their ranges in the file.
 
     Attributes:
         primary: the tensors to copy from, each with its box, in the order of ``slots``.
@@ -74,22 +74,22 @@ class SavePlan:
 
     @property
     def slots(self) -> list[FileSlot]:
-        """What lies where."""
+        """Ranges of the boxes in the data section."""
         return [slot for slot, _ in self.primary]
 
     @torch.no_grad()
     def copy(self, data: torch.Tensor) -> Staged:
-        """Copy all into ``data``, uint8 [size]. The result is valid until that memory is written again."""
+        """Copy all boxes into ``data``, uint8 [size]. The result is valid until that memory is overwritten."""
         for slot, values in self.primary:
             data[slot.start : slot.stop].view(slot.dtype).view(slot.box.shape).copy_(values)
         return Staged(data, self.slots, self.tensors, self.names)
 
 
 def lay_out(state: State, box_bytes: int = BOX_BYTES) -> SavePlan:
-    """Decide where in a file each primary box lies; nothing is copied yet.
+    """Assign a range of the file to each primary box; nothing is copied yet.
 
     Raises:
-        CheckpointError: a piece whose tensor is not of its box's shape, or of a dtype that the format lacks.
+        CheckpointError: a piece whose tensor does not have its box's shape, or has a dtype that the format lacks.
     """
     pieces: list[tuple[str, Piece]] = []
     tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
@@ -99,7 +99,7 @@ def lay_out(state: State, box_bytes: int = BOX_BYTES) -> SavePlan:
             tensors[name] = (tuple(piece.whole), piece.tensor.dtype)
             if piece.primary and piece.box.numel:
                 pieces.append((name, piece))
-    pieces.sort(key=lambda item: -item[1].tensor.element_size())  # widest first, so that all lie aligned
+    pieces.sort(key=lambda item: -item[1].tensor.element_size())  # widest first, so that all are aligned
     primary, start = [], 0
     for name, piece in pieces:
         width = piece.tensor.element_size()
@@ -112,17 +112,17 @@ def lay_out(state: State, box_bytes: int = BOX_BYTES) -> SavePlan:
 
 
 class Staging:
-    """CPU memory of one rank's primary pieces, kept from one save to the next."""
+    """Reusable CPU memory for one rank's primary pieces."""
 
     def __init__(self, box_bytes: int = BOX_BYTES) -> None:
         self._box_bytes = box_bytes
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def copy(self, state: State) -> Staged:
-        """Copy what this rank must save. The result is valid until the next copy.
+        """Copy the pieces that this rank must save. The result is valid until the next copy.
 
         Raises:
-            CheckpointError: as `lay_out`.
+            CheckpointError: see `lay_out`.
         """
         plan = lay_out(state, self._box_bytes)
         if self._memory.numel() < plan.size:
@@ -131,7 +131,7 @@ class Staging:
 
 
 def cut(box: Box, most: int) -> Iterator[Box]:
-    """Cut a box into boxes of at most ``most`` elements, by whole rows where a row fits."""
+    """Cut a box into boxes of at most ``most`` elements, at row boundaries where a row fits."""
     row = math.prod(box.shape[1:])
     step = max(1, most // row * row or most)
     for start in range(0, box.numel, step):
@@ -140,10 +140,10 @@ def cut(box: Box, most: int) -> Iterator[Box]:
 
 
 def write_part(folder: Place, rank: int, staged: Staged) -> RankPart:
-    """Write one rank's file into a staging folder, and say what it holds. Uses only what was staged.
+    """Write one rank's file into a staging folder, and return its description. Only staged data is used.
 
-    The safetensors format is a length (8 bytes, little endian), a JSON header and the data; as the staged memory is
-    the data already, it goes to the disk without another copy, and other threads run meanwhile.
+    The safetensors format is a length (8 bytes, little endian), a JSON header and the data. The staged memory already
+    has the format of the data, so it is written without another copy, while other threads run.
     """
     header = header_of(staged.slots)
     if staged.slots:
@@ -152,12 +152,12 @@ def write_part(folder: Place, rank: int, staged: Staged) -> RankPart:
 
 
 def file_name(rank: int) -> str:
-    """Of one rank's file."""
+    """Return the name of a rank's file."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def part_of(rank: int, header: bytes, staged: Staged) -> RankPart:
-    """What one rank's file holds: every box with its checksum. A rank that is primary for nothing has no file."""
+    """Describe one rank's file: every box with its checksum. A rank without primary pieces has no file."""
     tensors = {
         name: StoredTensor(shape=shape, dtype=DTYPE_NAMES[dtype], boxes=[])
         for name, (shape, dtype) in staged.tensors.items()
@@ -179,7 +179,7 @@ def part_of(rank: int, header: bytes, staged: Staged) -> RankPart:
 
 
 def header_of(slots: list[FileSlot]) -> bytes:
-    """The length and the JSON header that a safetensors file of these slots begins with."""
+    """Build the start of a safetensors file with these slots: the length and the JSON header."""
     entries = {
         key(slot.name, slot.box): {
             "dtype": DTYPE_NAMES[slot.dtype],
@@ -189,7 +189,7 @@ def header_of(slots: list[FileSlot]) -> bytes:
         for slot in slots
     }
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the data begins aligned
+    text += b" " * (-len(text) % 8)  # aligns the data
     return len(text).to_bytes(8, "little") + text
 
 
