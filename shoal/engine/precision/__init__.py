@@ -1,1 +1,1 @@
-"""Which number format holds what: `formats` the facts, `policy` torch's dtypes, `memory` bytes per parameter."""
+"""Precisions: torch dtypes, 8-bit codes, loss scaling, stochastic rounding and histograms."""

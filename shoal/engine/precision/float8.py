@@ -1,15 +1,15 @@
-"""Numbers in 8 bits: matrices as codes in e4m3 or e5m2 and scales for parts of them.
+"""8-bit quantisation of matrices: codes in e4m3 or e5m2, and scales for blocks of them.
 
-A code has 3 or 2 digits after the leading one and a range of a few powers of ten, so what a matrix holds is first
-multiplied by a scale that takes its largest number near the format's largest. What part of the matrix shares a scale:
+A code has 2 or 3 bits after the leading one and a range of a few decades, so a matrix is first multiplied by a scale
+that brings its largest element close to the format's maximum. Elements that share a scale:
 
-    tensor   all of it                           Micikevicius et al. 2022, "FP8 Formats for Deep Learning", section 3
-    row      a row along the contraction         as `torch._scaled_mm` takes it
+    tensor   all                                 Micikevicius et al. 2022, "FP8 Formats for Deep Learning", section 3
+    row      a row along the contraction         as in `torch._scaled_mm`
     block    128 of a row; of weights 128 x 128  DeepSeek-AI 2024, "DeepSeek-V3", section 3.3; scales are powers of two
     mx       32 of a row                         Open Compute Project 2023, "Microscaling Formats", version 1.0
 
-Matrices are [m, k] here, with k the dimension that a product sums over. On float64 the same rules hold: rounding to
-8 bits is then all that a product loses.
+Matrices are [m, k], where k is the dimension that a product sums over. In float64 the same rules apply, so that 8-bit
+rounding is the only loss of a product.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from torch import Tensor
 
 from shoal.spec.number_formats import E4M3, E5M2, Format
 
-_MX_EXPONENTS = (-127, 127)  # of E8M0, the format of a scale (OCP MX, section 5.4.1)
+_MX_EXPONENTS = (-127, 127)  # E8M0, the format of a scale (OCP MX, section 5.4.1)
 
 
 class Grain(NamedTuple):
-    """What shares a scale.
+    """Block of elements that share a scale.
 
     Attributes:
-        rows, columns: of a block; 0 is all of them.
-        scale: "exact" takes the largest number to the format's largest; "power" rounds that down to a power of two;
-            "mx" takes the exponents alone, so that what is above the largest number of its octave saturates (OCP MX,
+        rows, columns: size of a block; 0 is the full dimension.
+        scale: "exact" maps the largest element to the format's maximum; "power" rounds this down to a power of two;
+            "mx" only uses exponents, so that elements above the format's maximum in the same octave saturate (OCP MX,
             section 6.3).
     """
 
@@ -48,8 +48,8 @@ class Codes(NamedTuple):
 
     Attributes:
         codes: [m, k], float8.
-        scale: [m / rows, k / columns]: what was multiplied by.
-        grain: of the scales.
+        scale: [m / rows, k / columns], the factors that the matrix was multiplied by.
+        grain: blocks of the scales.
     """
 
     codes: Tensor
@@ -57,16 +57,16 @@ class Codes(NamedTuple):
     grain: Grain
 
     def t(self) -> Codes:
-        """The transpose, of a matrix whose blocks are square (or all of it)."""
+        """Return the transpose, for square blocks (or a single scale)."""
         return Codes(self.codes.t(), self.scale.t(), self.grain)
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """What the codes stand for, [m, k]."""
+        """Return the values of the codes, [m, k]."""
         return (self.codes.to(self.scale.dtype) / _spread(self.scale, self.codes.shape, self.grain)).to(dtype)
 
 
 def largest(x: Tensor, grain: Grain) -> Tensor:
-    """The largest absolute value of each block of x [m, k]: [m / rows, k / columns], float32 at least."""
+    """Return the largest absolute value of each block of x [m, k]: [m / rows, k / columns], at least float32."""
     m, k = x.shape
     rows, columns = grain.rows or m, grain.columns or k
     x = x.detach().abs()
@@ -77,13 +77,13 @@ def largest(x: Tensor, grain: Grain) -> Tensor:
 
 
 def scale_of(most: Tensor, kind: Format, grain: Grain) -> Tensor:
-    """What to multiply by, from the largest absolute values; 1 where these are 0.
+    """Return the scales for the largest absolute values of blocks; 1 for 0.
 
-    Both a scale and its inverse are normal numbers: the largest of a tensor that is smaller than that allows for are
-    further from the format's end.
+    A scale and its inverse are both normal numbers, so blocks with very small values do not reach the format's
+    maximum.
     """
     if grain.scale == "mx":
-        # frexp gives [1/2, 1): the exponent of the octave is one less
+        # frexp returns fractions in [1/2, 1): the exponent of the octave is one less
         octave = torch.frexp(most).exponent - 1 - _octave(kind)
         exponent = octave.clamp(*_MX_EXPONENTS)
         scale = torch.ldexp(torch.ones_like(most), -exponent)
@@ -91,29 +91,29 @@ def scale_of(most: Tensor, kind: Format, grain: Grain) -> Tensor:
         scale = (kind.largest / most).clamp(max=1 / torch.finfo(most.dtype).tiny)  # infinity x 0 would be NaN
         if grain.scale == "power":
             scale = torch.ldexp(torch.ones_like(most), torch.frexp(scale).exponent - 1)
-    # What is not finite stays so: a step with it must be noticed.
+    # Keep non-finite values, so that the step is detected.
     return torch.where(most == 0, torch.ones_like(most), torch.where(most.isfinite(), scale, torch.nan))
 
 
 def encode(x: Tensor, scale: Tensor, kind: Format, grain: Grain) -> Codes:
-    """Round x [m, k] to codes; what is beyond the format's largest number saturates."""
+    """Round x [m, k] to codes; values beyond the format's maximum saturate."""
     scaled = x.detach().to(scale.dtype) * _spread(scale, x.shape, grain)
     codes = scaled.clamp_(-kind.largest, kind.largest).to(getattr(torch, kind.name))
     return Codes(codes, scale, grain)
 
 
 def quantise(x: Tensor, kind: Format, grain: Grain) -> Codes:
-    """With the scales that x itself asks for."""
+    """Quantise x with scales from its own values."""
     return encode(x, scale_of(largest(x, grain), kind, grain), kind, grain)
 
 
 def _octave(kind: Format) -> int:
-    """Exponent of 2 of the format's largest number."""
+    """Return the exponent of 2 of the format's maximum."""
     return {E4M3: 8, E5M2: 15}[kind]
 
 
 def _spread(scale: Tensor, shape: torch.Size, grain: Grain) -> Tensor:
-    """A scale for each element, or what broadcasts to that."""
+    """Expand the scales to one per element, or to a shape that broadcasts."""
     m, k = shape
     if scale.shape[0] > 1 and grain.rows > 1:
         scale = scale.repeat_interleave(grain.rows, 0)[:m]

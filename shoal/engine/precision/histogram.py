@@ -1,7 +1,7 @@
-"""How often numbers of which size occur, and what part of them a number format has no place for.
+"""Histograms of magnitudes, and the fraction of values outside a number format's range.
 
-Bins are quarters of an octave, from the upper bits of a float32: 8 of the exponent, 2 of the fraction. Bin 0 is 0 (and
-what float32 can hardly tell from it); the last four are infinities and NaN.
+A bin is a quarter of an octave, from the upper bits of a float32: 8 of the exponent, 2 of the fraction. Bin 0 is 0
+(and the smallest subnormals); the last four bins are infinities and NaN.
 """
 
 from __future__ import annotations
@@ -16,45 +16,45 @@ from shoal.spec.number_formats import Format
 
 BINS = 1024
 PER_OCTAVE = 4
-_FRACTION_BITS = 21  # of a float32, below the two that count
+_FRACTION_BITS = 21  # fraction bits of a float32 below the two that select the bin
 _BIAS = 127
 
 
 def count(x: Tensor) -> Tensor:
-    """[BINS] int64: how many elements are in each bin."""
+    """Count the elements in each bin: [BINS] int64."""
     bits = x.detach().float().abs().contiguous().view(torch.int32) >> _FRACTION_BITS
     return torch.bincount(bits.flatten(), minlength=BINS)
 
 
 def bin_of(x: float) -> int:
-    """The bin of a number from 2^-126 on."""
+    """Return the bin of a number of at least 2^-126."""
     fraction, exponent = math.frexp(x)  # fraction in [1/2, 1)
     return (exponent - 1 + _BIAS) * PER_OCTAVE + int((2 * fraction - 1) * PER_OCTAVE)
 
 
 def octave_of(bin: int) -> int:
-    """The exponent of 2 of a bin's numbers."""
+    """Return the exponent of 2 of a bin's values."""
     return bin // PER_OCTAVE - _BIAS
 
 
 def limits(kind: Format) -> tuple[int, int]:
-    """(first, last) bins of what a format does not round to 0 or to more than its largest number.
+    """Return the (first, last) bins that a format does not round to 0 or clip at its maximum.
 
-    Half of the smallest number is rounded to 0, so the bins from there on are in.
+    Half of the smallest number rounds to 0, so the bins from there on are included.
     """
     low = bin_of(2.0 ** max(kind.tiniest - 1, -126))
     fraction, _ = math.frexp(kind.largest)
-    # 448 = 1.75 x 2^8 is where a bin begins that the format has no more of; 65504 is in one that it has
+    # 448 = 1.75 x 2^8 starts a bin, which is above the format's range; 65504 lies inside a bin in its range
     begins = (2 * fraction) * PER_OCTAVE % 1 == 0
     return low, min(bin_of(min(kind.largest, 2.0**127 * 1.75)) - begins, BINS - PER_OCTAVE - 1)
 
 
 def shares(counts: Sequence[int], kind: Format, *, scaled: bool = False) -> tuple[float, float]:
-    """The parts of the numbers other than 0 that are lost below, and that are beyond the largest.
+    """Return the fractions of non-zero values that underflow, and that exceed the maximum.
 
     Args:
         counts: [BINS].
-        scaled: after multiplication by the power of two that takes the largest of them into the format's last octave.
+        scaled: first multiply by the power of two that moves the largest value into the format's last octave.
     """
     seen = [i for i in range(1, BINS) if counts[i]]
     if not seen:

@@ -1,7 +1,8 @@
-"""A loss scale that finds itself: as large as lets no gradient overflow (Micikevicius et al. 2018, section 3.2).
+"""Dynamic loss scale: as large as possible without overflow of gradients (Micikevicius et al. 2018, section 3.2).
 
-float16 has no number between 0 and 6e-8, and gradients are that small. Multiplied by the scale before backward they are
-not; after it, in float32, the scale is taken out again. Where a gradient overflows nevertheless, the step is skipped.
+float16 has no number between 0 and 6e-8, and some gradients are that small. Multiplying the loss by a scale before
+backward moves them into range; afterwards the gradients are divided by it in float32. If a gradient overflows anyway,
+the step is skipped.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from shoal.spec.config.precision import LARGEST_SCALE
 
 
 class LossScale:
-    """The scale, and what decides it.
+    """The loss scale and the counters that control it.
 
     Attributes:
-        value: what the loss is multiplied by now.
-        good: steps made since it last changed.
-        skipped: steps of the run that were not made.
+        value: current factor on the loss.
+        good: steps since the last change.
+        skipped: steps of the run that were skipped.
     """
 
     def __init__(self, config: LossScaleConfig):
@@ -29,29 +30,29 @@ class LossScale:
 
     @property
     def exhausted(self) -> bool:
-        """Whether it can go no lower."""
+        """Whether the scale is at its minimum."""
         return self.value <= self.config.smallest
 
     def made(self) -> None:
-        """The gradients of a step were finite: grow after so many in a row."""
+        """Count a step with finite gradients; grow after `interval` of them in a row."""
         self.good += 1
         if self.good == self.config.interval:
             self.value, self.good = min(self.value * self.config.growth, LARGEST_SCALE), 0
 
     def overflowed(self) -> None:
-        """They were not: back off, and count the step as skipped."""
+        """Back off after gradients that were not finite, and count the step as skipped."""
         self.value, self.good = max(self.value * self.config.backoff, self.config.smallest), 0
         self.skipped += 1
 
     def state(self) -> dict[str, float | int]:
-        """What a checkpoint keeps."""
+        """Return the values for a checkpoint."""
         return {"value": self.value, "good": self.good, "skipped": self.skipped}
 
     def restore(self, saved: Any) -> None:
-        """Go on from a checkpoint's; from None, of a run that had no scale, with the first value.
+        """Restore the values from a checkpoint; from None, of a run without a scale, start with the initial value.
 
         Raises:
-            UsageError: not what `state` gives.
+            UsageError: not the format of `state`.
         """
         if saved is None:
             return

@@ -1,4 +1,4 @@
-"""The number formats of each precision as torch's dtypes: of weights kept and computed with, gradients and states."""
+"""Torch dtypes of each precision: of master weights, computation, gradients and optimizer states."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Policy:
     """The dtypes of one precision.
 
     Attributes:
-        formats: all that is said of it.
-        storage: the weights that the optimizer updates.
+        formats: number formats that the dtypes correspond to.
+        storage: weights that the optimizer updates.
         compute: weights and activations in forward and backward.
         reduce: gradients, summed over micro-batches and ranks.
         state: the optimizer's moments.
@@ -29,7 +29,7 @@ class Policy:
 
     @staticmethod
     def of(formats: Formats) -> Policy:
-        """With torch's dtypes."""
+        """Build the policy of some formats."""
         held = (formats.storage, formats.compute, formats.reduce, formats.state)
         return Policy(formats, *(getattr(torch, each.name) for each in held))
 

@@ -1,4 +1,4 @@
-"""Which tensors of a product are rounded to which 8 bits, with scales of which parts, taken from what."""
+"""Recipes of 8-bit products: the format and scales of each tensor of a linear layer, and delayed scaling."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from shoal.spec.config import Float8Config
 from shoal.spec.number_formats import E4M3, E5M2, MX_BLOCK, Format, Products
 
 INPUT, WEIGHT, GRADIENT = range(3)
-"""The tensors of a linear layer: x, W, and the gradient of its output."""
+"""Tensors of a linear layer: x, W, and the gradient of its output."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the products of a linear layer are made in 8 bits.
+    """Formats and scales of the 8-bit products of a linear layer.
 
     Attributes:
-        kinds: the format of each tensor.
-        grains: what shares a scale in each, where it is [rows, what a product sums over].
-        history: steps whose largest numbers decide the scales; 0 takes those of the tensor itself.
-        margin: octaves left free above them.
+        kinds: format of each tensor.
+        grains: blocks that share a scale in each tensor, as [rows, contraction dim].
+        history: number of steps whose maxima determine the scales; 0 uses the tensor's current values.
+        margin: octaves of headroom above the maxima.
         keep: patterns of the layers that are not in 8 bits.
     """
 
@@ -36,7 +36,7 @@ class Recipe:
 
     @staticmethod
     def of(products: Products, config: Float8Config) -> Recipe:
-        """Of a precision that has one."""
+        """Build the recipe of a precision with 8-bit products."""
         kinds = (E4M3, E4M3, {"e4m3": E4M3, "e5m2": E5M2}[config.gradient])
         if products == "mxfp8":
             return Recipe(kinds, (Grain(1, MX_BLOCK, "mx"),) * 3, keep=config.keep)
@@ -48,59 +48,60 @@ class Recipe:
         return Recipe(kinds, (grain,) * 3, history, config.margin, config.keep)
 
     def turns(self, what: int) -> bool:
-        """Whether the codes of a tensor are also those of its transpose."""
+        """Return whether the codes of a tensor are also valid for its transpose."""
         return self.grains[what].rows == self.grains[what].columns
 
 
 class AmaxHistory:
-    """The largest numbers of the last steps, for every linear layer of the whole model (Micikevicius et al. 2022,
-    section 3; NVIDIA's Transformer Engine calls it delayed scaling).
+    """Maxima of the last steps for every linear layer of the model (Micikevicius et al. 2022, section 3; called
+    delayed scaling in NVIDIA's Transformer Engine).
 
-    Scales change between steps alone and come from the maximum over all ranks, so no layout changes them. The first
-    step has nothing to go by: there scales come from the tensor itself.
+    Scales only change between steps and come from the maximum over all ranks, so they do not depend on the layout. The
+    first step has no history and takes scales from the tensor itself.
 
     Args:
-        layers: names.
-        dtype, device: of the numbers.
+        layers: names of the layers.
+        dtype, device: of the maxima.
 
     Attributes:
-        known: for each layer, whether there are any yet.
+        known: whether each layer has a history yet.
     """
 
     def __init__(self, recipe: Recipe, layers: list[str], dtype: torch.dtype, device: torch.device):
         self.recipe, self.index = recipe, {name: i for i, name in enumerate(layers)}
         wide = torch.promote_types(dtype, torch.float32)
-        self.steps = torch.zeros(len(layers), recipe.history, 3, dtype=wide, device=device)  # the newest first
+        self.steps = torch.zeros(len(layers), recipe.history, 3, dtype=wide, device=device)  # newest first
         self.now = torch.zeros(len(layers), 3, dtype=wide, device=device)
         self._scales = torch.zeros_like(self.now)
         self.known = [False] * len(layers)
 
     def note(self, layer: str, what: int, most: Tensor) -> None:
-        """What one tensor of this step has at most."""
+        """Record the maximum of one tensor in this step."""
         place = self.now[self.index[layer], what]
         torch.maximum(place, most.max(), out=place)
 
     def scale(self, layer: str, what: int) -> Tensor | None:
-        """[1, 1]; None in the first step."""
+        """Return the scale, [1, 1]; None in the first step."""
         i = self.index[layer]
         return self._scales[i, what].view(1, 1) if self.known[i] else None
 
     def end_step(self) -> None:
-        """A step is over, and `now` has the maximum over all ranks; what is not finite was skipped with its step."""
+        """Add the maxima of a step, which `now` holds over all ranks. Non-finite ones are ignored, as their step was
+        skipped."""
         newest = self.now.where(self.now.isfinite(), self.steps[:, 0])
         self.steps.copy_(torch.cat((newest.unsqueeze(1), self.steps[:, :-1]), dim=1))
         self.now.zero_()
         self.restored()
 
     def restored(self) -> None:
-        """The history was overwritten, or begins: make scales of it."""
+        """Compute the scales from a history that was loaded or is empty."""
         self.known = (self.steps[:, 0] > 0).any(1).tolist()
         most = self.steps.amax(1)
         for what, (kind, grain) in enumerate(zip(self.recipe.kinds, self.recipe.grains, strict=True)):
             self._scales[:, what] = scale_of(most[:, what], kind, grain) * 2.0**-self.recipe.margin
 
     def state(self, *, primary: bool) -> dict[str, list[Piece]]:
-        """For a checkpoint: the same on every rank, of which one saves it."""
+        """Return the state for a checkpoint: equal on every rank; one rank saves it."""
         shape = tuple(self.steps.shape[1:])
         return {
             f"precision.amax.{layer}": [Piece(shape, Box.whole(shape), self.steps[i], primary)]

@@ -1,11 +1,11 @@
-"""Stochastic rounding: up or down by chance, so that what is too small to be seen in one update counts in the mean.
+"""Stochastic rounding: round up or down at random, so that updates below the resolution count on average.
 
-A weight in bfloat16 has 8 digits. An update of less than half of the last one is lost when it is rounded to the
-nearest, in every step alike; rounded up with the probability of what it is of the last digit, it is there on average
+A weight in bfloat16 has 8 bits of precision. Rounding to nearest loses an update of less than half a unit in the last
+place, in every step. Rounded up with a probability equal to its fraction of the last place, it is correct on average
 (Gupta et al. 2015, "Deep Learning with Limited Numerical Precision", section 2.1).
 
-The draws are a function of (seed, name, number of the update, index) alone, as initial values are: any layout rounds
-alike, and a resumed run goes on with the same.
+The random bits depend on (seed, name, number of the update, index) only, like initial weights: every layout rounds
+equally, and a resumed run continues with the same bits.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ import hashlib
 import torch
 from torch import Tensor
 
-_LOW = (1 << 16) - 1  # the bits of a float32 that a bfloat16 lacks
+_LOW = (1 << 16) - 1  # the bits of a float32 beyond bfloat16
 
 
 def key_of(seed: int, name: str, kind: str, update: int) -> int:
-    """A signed 32-bit number for all draws of one tensor in one update."""
+    """Return a signed 32-bit key for all random bits of one tensor in one update."""
     digest = hashlib.sha256(f"{seed}:{name}:{kind}:{update}".encode()).digest()
     return int.from_bytes(digest[:4], "little", signed=True)
 
 
 def draws(key: int, positions: Tensor) -> Tensor:
-    """32 random bits for each int64 position, int32: Wellons 2018, "Prospecting for Hash Functions" (lowbias32)."""
+    """Return 32 random bits for each int64 position, as int32: Wellons 2018, "Prospecting for Hash Functions"
+    (lowbias32)."""
     x = positions.to(torch.int32) ^ key
     x = (x ^ _shift(x, 16)) * 0x7FEB352D
     x = (x ^ _shift(x, 15)) * (0x846CA68B - (1 << 32))
@@ -33,18 +34,19 @@ def draws(key: int, positions: Tensor) -> Tensor:
 
 
 def round_stochastically(out: Tensor, x: Tensor, bits: Tensor) -> None:
-    """Round float32 ``x`` to bfloat16 ``out``: away from 0 with the probability that is the rest's part of a digit.
+    """Round float32 ``x`` to bfloat16 ``out``: away from 0 with a probability equal to the fraction of a unit in the
+    last place.
 
-    What is not finite stays so.
+    Non-finite values are preserved.
 
     Args:
-        bits: int32 draws, one for each element.
+        bits: random int32, one per element.
     """
-    x = x.nan_to_num(torch.nan, torch.inf, -torch.inf)  # NaN with one bit set, to which something can be added
+    x = x.nan_to_num(torch.nan, torch.inf, -torch.inf)  # canonical NaN: adding bits keeps it NaN
     whole = (x.view(torch.int32) + (bits & _LOW)) & ~_LOW
     out.copy_(whole.view(torch.float32))
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift: int32's own keeps the sign."""
+    """Shift right logically: int32's own shift keeps the sign."""
     return (x >> bits) & ((1 << (32 - bits)) - 1)
