@@ -2,7 +2,6 @@
 
 import gc
 import threading
-import time
 
 import pytest
 from hypothesis import given
@@ -53,14 +52,16 @@ def test_an_error_is_raised_where_its_item_is_needed_and_nowhere_else() -> None:
     assert ahead(2) == 2
 
 
+def threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("shoal-ahead")}
+
+
 def test_the_thread_ends_with_its_owner() -> None:
-    before = threading.active_count()
+    before = threads()
     ahead = Ahead(lambda number: number, stop=9)
     ahead(0)
-    assert threading.active_count() == before + 1
+    (own,) = threads() - before
     del ahead
     gc.collect()
-    deadline = time.monotonic() + 30
-    while threading.active_count() > before:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    own.join(30)
+    assert not own.is_alive()

@@ -74,7 +74,7 @@ def versions_in_bytes(values) -> tuple[float, float]:
     for step in range(2):
         engine.step(step)
     (kept,) = engine.runtime.versions.values()
-    one = sum(bucket.held.untyped_storage().nbytes() for bucket in engine.parameters.buckets)
+    one = sum(bucket.resident.untyped_storage().nbytes() for bucket in engine.parameters.buckets)
     return 1 + kept.bytes() / one, len(kept.copies)
 
 

@@ -64,15 +64,15 @@ def order(config: RunConfig, collective: str) -> list[str]:
     """When a rank waits for its buckets, and when it takes their norms."""
     engine, events = engine_of(config), []
     engine.step(0)
-    start, arrived = getattr(zero_engine, collective), Gradients.arrived
+    start, on_reduced = getattr(zero_engine, collective), Gradients.on_reduced
 
     def noting(gradients: Gradients) -> None:
-        arrived(gradients)
+        on_reduced(gradients)
         events.append("norm")
 
     with (
         mock.patch.object(zero_engine, collective, lambda *arguments: Noting(start(*arguments), events)),
-        mock.patch.object(Gradients, "arrived", noting),
+        mock.patch.object(Gradients, "on_reduced", noting),
     ):
         engine.step(1)
     return events
