@@ -73,7 +73,7 @@ def write_whole(path: Path, text: str, *, new: bool = False) -> None:
         with partial.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
-            os.fsync(file.fileno())  # before it takes the place of what is there
+            os.fsync(file.fileno())  # before it replaces the existing file
         if new:
             os.link(partial, path)
             partial.unlink()

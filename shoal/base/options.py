@@ -75,8 +75,7 @@ def read(
 
 
 def _unchecked(section: type[BaseModel]) -> Any:
-    """Convert a section to a TypedDict with the same fields and help; tyro would report a model's errors in pydantic's
-    words."""
+    """Convert a section to a TypedDict with the same fields and help, since tyro would report pydantic's own errors."""
     fields, documented, kinds = {}, docstrings(section), get_type_hints(section)
     for name, field in section.model_fields.items():
         kind = kinds[name]

@@ -120,8 +120,7 @@ def plain(config: BaseModel) -> dict[str, Any]:
 
 
 def docstrings(section: type[BaseModel]) -> dict[str, str]:
-    """Return the docstring below each field. pydantic can collect them too, but would do so for all classes at import.
-    """
+    """Return the docstring below each field. pydantic can collect them too, but for all classes at import."""
     found: dict[str, str] = {}
     for kind in reversed(section.__mro__[: section.__mro__.index(BaseModel)]):
         (tree,) = ast.parse(dedent(inspect.getsource(kind))).body

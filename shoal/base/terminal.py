@@ -19,8 +19,7 @@ DELAY = 1.0  # seconds before a progress bar appears
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[Callable[[float, str], None]]:
-    """Show a progress bar on stderr if it is a terminal. Yields a function of the completed fraction and the next
-    label."""
+    """Show a progress bar on stderr, if a terminal; yields a function of the completed fraction and the next label."""
     from rich.console import Console  # slow import; commands without a bar skip it
     from rich.progress import BarColumn, Progress, TextColumn
 

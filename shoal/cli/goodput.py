@@ -27,8 +27,7 @@ class GoodputOptions(Section):
     """Time for which training stops during a save: 30s, 2min."""
 
     flush: str = "0s"
-    """Time to write the save in the background afterwards; a failure during this time also loses the interval before
-    it."""
+    """Time to write the save in the background afterwards; a failure meanwhile also loses the interval before it."""
 
     restart: str = "5min"
     """Time from a failure until training continues, without the repeated work."""

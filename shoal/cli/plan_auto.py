@@ -36,8 +36,7 @@ class AutoOptions(Section):
     """Tokens per sequence."""
 
     stages: PositiveInt = 1
-    """Maximum number of pipeline stages, each with some layers on a part of the cluster; 1 computes all layers on all
-    devices."""
+    """Maximum pipeline stages, each with some layers on a part of the cluster; 1 computes all layers on all devices."""
 
     microbatches: PositiveInt = 1
     """Micro-batches per step: gradients are reduced and weights updated once for all of them."""
@@ -50,8 +49,7 @@ class AutoOptions(Section):
     memory without the part that libraries and the process use)."""
 
     check: bool = False
-    """Run the plan in float64 on real ranks on this machine, one per device, and compare with the module on one
-    device."""
+    """Run the plan in float64 on real ranks here, one per device, and compare with the module on one device."""
 
     catalog: Path | None = None
     """A TOML file with accelerators, links, nodes and models of your own."""

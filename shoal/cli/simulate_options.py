@@ -33,8 +33,7 @@ class SimulateOptions(Section):
     """Tensor-parallel ranks of each pipeline rank; they run in lockstep."""
 
     forward: NonNegativeFloat = 1.0
-    """Time of one micro-batch's forward pass through all layers of a rank for one copy of the model (T_F), in any
-    unit."""
+    """Time of one micro-batch's forward pass through a rank's layers of one model copy (T_F), in any unit."""
 
     backward_input: NonNegativeFloat = 1.0
     """Time of the first half of its backward, the gradients of activations (T_B)."""
@@ -70,8 +69,7 @@ class SimulateOptions(Section):
     """Cluster of pp x dp x tp accelerators to estimate times for: 8xH100; 4xhere with --catalog."""
 
     catalog: Path | None = None
-    """With --cluster: a TOML file of accelerators, links and nodes, such as `shoal calibrate` writes for this machine.
-    """
+    """With --cluster: a TOML file of accelerators, links and nodes, such as `shoal calibrate` writes."""
 
     micro_batch: PositiveInt = 1
     """With --cluster: sequences per micro-batch."""

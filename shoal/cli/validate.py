@@ -21,8 +21,8 @@ class ValidateOptions(Section):
     """Estimate with the constants of this TOML file instead of shoal's own."""
 
     fit: Path | None = None
-    """Fit the constants to these measurements, score models that the fit has not seen, and write the constants to this
-    TOML file."""
+    """Fit the constants to these measurements, score models that the fit has not seen, and write them to this TOML
+    file."""
 
     out: Path | None = None
     """Write a page with estimates plotted against measurements (.html)."""

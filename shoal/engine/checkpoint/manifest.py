@@ -33,8 +33,7 @@ COMMITTED = re.compile(r"step-(\d{8,})")
 
 
 class CheckpointError(UsageError):
-    """A checkpoint that cannot be saved or loaded; names the file or tensor, the reason and a remedy. Exits with code
-    2."""
+    """Error in saving or loading a checkpoint; names the file or tensor, the reason and a remedy. Exits with code 2."""
 
 
 class Committed(NamedTuple):
@@ -257,8 +256,7 @@ MEND = "  Resume from an older checkpoint, or restore this one from a copy."
 
 
 def list_checkpoints(folder: Place) -> list[Committed]:
-    """Return the committed checkpoints in a folder, oldest first: complete when saved (`verify` checks that they still
-    are)."""
+    """Return the committed checkpoints in a folder, oldest first; `verify` checks that they are still intact."""
     found = ((COMMITTED.fullmatch(name), folder / name) for name in storage.names(folder))
     return sorted(
         Committed(int(match[1]), path) for match, path in found if match and storage.exists(path / MANIFEST)

@@ -107,8 +107,7 @@ class Checkpointer:
         gather(None, self._group)
 
     def regroup(self, group: Group) -> None:
-        """Save with the ranks of this group from now on, after the other ranks have exited. No save may be in flight.
-        """
+        """Save with the ranks of this group from now on; the others have exited. No save may be in flight."""
         self._group = group
 
     @property
@@ -146,8 +145,8 @@ class Checkpointer:
     # ---- in the background -------------------------------------------------------------------------------------------
 
     def _write(self, step: int, staged: dict[str, Any]) -> tuple[Place, str]:
-        """Write this rank's part in the background thread. A rank that fails still answers, so that the others do not
-        hang."""
+        """Write this rank's part in the background thread; a rank that fails still answers, so that no other rank
+        hangs."""
         folder = self._folder / (f".staging-{_name(step)}-{self._nonce}" if self._renames else _name(step))
         cleared = ""
         if not self._renames:  # files are written at their final place

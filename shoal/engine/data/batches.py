@@ -38,7 +38,7 @@ class Batch:
     labels: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 
     def unmasked(self) -> int:
-        """Number of targets that count in the loss."""
+        """Return the number of targets that count in the loss."""
         return int((self.targets != IGNORE).sum())
 
     def to(self, device: torch.device | str) -> Batch:

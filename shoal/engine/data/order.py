@@ -58,8 +58,7 @@ def _feistel(value: np.ndarray, key: np.ndarray, half: np.uint64) -> np.ndarray:
 
 
 def _mix(value: np.ndarray | np.uint64) -> np.ndarray:
-    """Apply splitmix64 (Steele et al. 2014), a bijection of 64 bits in which every input bit affects every output bit.
-    """
+    """Apply splitmix64 (Steele et al. 2014), a bijection of 64 bits; every input bit affects every output bit."""
     mixed: np.ndarray = np.atleast_1d(value) + np.uint64(0x9E3779B97F4A7C15)  # arrays wrap, as intended; scalars warn
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -183,8 +183,7 @@ def open_shards(config: DataConfig, tokenizer: Tokenizer, *, progress: bool = Fa
 
 
 def split_of(content: bytes, validation_fraction: float) -> Split:
-    """Return the split of a document, from a hash of its UTF-8 bytes, independent of other documents, order and seed.
-    """
+    """Return the split of a document by a hash of its UTF-8 bytes, independent of other documents, order and seed."""
     return SPLITS[xxhash.xxh3_64_intdigest(content) < validation_fraction * 2.0**64]
 
 
@@ -295,8 +294,7 @@ def _damaged(path: Path, why: str) -> UsageError:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[bool]:
-    """Hold a file lock, which the system releases when the process dies; yields False if the file system has no locks.
-    """
+    """Hold a file lock, which the system releases when the process dies; yields False if locks are unsupported."""
     with open(path, "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -308,8 +306,7 @@ def _locked(path: Path) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def _progress(title: str, total: int | None, *, shown: bool) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on a terminal, one plain line elsewhere, or nothing if not ``shown``; yields a function to
-    advance it."""
+    """Show a progress bar on a terminal, or one plain line elsewhere, if ``shown``; yields a function to advance it."""
     if not shown:
         yield lambda size: None
     elif not sys.stderr.isatty():

@@ -1,5 +1,4 @@
-"""Tokenizers: text to token ids and back, with bytes or any Hugging Face ``tokenizer.json``, through one small
-protocol."""
+"""Tokenizers: text to token ids and back, with bytes or any Hugging Face ``tokenizer.json``."""
 
 from __future__ import annotations
 
@@ -43,14 +42,12 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Decode ``ids`` to text. Ends of documents, and ids without a token (from a padded vocabulary), are skipped.
-        """
+        """Decode ``ids`` to text. Ends of documents, and ids without a token (of a padded vocabulary), are skipped."""
         ...
 
 
 class BytesTokenizer:
-    """Tokenizer of the 256 bytes of UTF-8 and one end-of-document id; needs no training or file, and encodes any text.
-    """
+    """Tokenizer of the 256 bytes of UTF-8 and an end-of-document id; encodes any text without training or a file."""
 
     vocab_size = 257
     end_of_document = 256

@@ -124,11 +124,11 @@ class Adafactor(Rule, Compilable):
         return (row[rows, None] / row.sum()).rsqrt_(), column[columns].rsqrt()
 
     def _rows(self, flat: Tensor, part: ShardPart) -> tuple[Tensor, ...]:
-        """Yield cache-sized blocks of rows of a part of a flat tensor, as matrices."""
+        """Split a part of a flat tensor into cache-sized blocks of rows, as matrices."""
         return self._split_rows(flat[part.slice].view(part.box.shape[0] if _matrix(part) else 1, -1), part)
 
     def _gradients(self, shard: Shard, part: ShardPart) -> Iterator[Tensor]:
-        """Yield the same blocks of a part's gradient, converted to the weights' format, which may be wider."""
+        """Return the same blocks of a part's gradient, converted to the weights' format, which may be wider."""
         return (rows.to(shard.weights.dtype) for rows in self._rows(shard.gradient, part))
 
     def _split_rows(self, matrix: Tensor, part: ShardPart) -> tuple[Tensor, ...]:

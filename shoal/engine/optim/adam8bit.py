@@ -53,7 +53,7 @@ class _Tile:
     shared: Tensor | None = None
 
     def rows(self) -> Iterator[slice]:
-        """Yield slices of rows that fit in the caches; all rows on a GPU."""
+        """Return slices of rows that fit in the caches; all rows on a GPU."""
         rows, columns = self.weights.shape
         many = max(1, BLOCK // columns) if self.weights.device.type == "cpu" else rows
         return (slice(start, start + many) for start in range(0, rows, many))

@@ -72,6 +72,5 @@ def weight_decay(config: OptimizerConfig, whole: tuple[int, ...]) -> float:
 
 
 def rate_factor(config: OptimizerConfig, name: str) -> float:
-    """Return the factor on a parameter's learning rate, from the first pattern of ``config.rates`` that matches its
-    name."""
+    """Return the factor on a parameter's learning rate: the first match of its name in ``config.rates``."""
     return next((factor for pattern, factor in config.rates.items() if fnmatchcase(name, pattern)), 1.0)

@@ -94,8 +94,7 @@ def turns(shards: Shards) -> Iterator[MatrixRound]:
 
 
 def products(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the dtype in which matrices are multiplied: bfloat16 for float32 on CUDA, which suffices (Jordan et al.
-    2024)."""
+    """Return the dtype of products: bfloat16 for float32 matrices on CUDA, which suffices (Jordan et al. 2024)."""
     return torch.bfloat16 if dtype == torch.float32 and device.type == "cuda" else dtype
 
 

@@ -44,7 +44,7 @@ def orthogonal_flops(shape: tuple[int, int], *, wide: bool) -> int:
 
 
 def _multiplied(n: int) -> int:
-    """Return the elements of a symmetric [n, n] product that are computed: blocks of `ROWS`, up to the diagonal. The
-    others are copied."""
+    """Return the elements of a symmetric [n, n] product that are computed, not copied: `ROWS` at a time, up to the
+    diagonal."""
     ends = [min(start + ROWS, n) for start in range(0, n, ROWS)]
     return sum((end - start) * end for start, end in zip(range(0, n, ROWS), ends, strict=True))

@@ -46,7 +46,7 @@ class Rule(ABC):
         self.count = count
 
     def bytes(self) -> int:
-        """Size of the states in bytes."""
+        """Return the size of the states in bytes."""
         tensors = [piece.tensor for kind in self.states().values() for pieces in kind.values() for piece in pieces]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -89,8 +89,7 @@ class Elementwise(Rule, Compilable):
 
     @abstractmethod
     def numbers(self, rate: float, decay: float) -> tuple[float, ...]:
-        """Return the scalar arguments of `block`: everything that depends on the learning rate or the number of the
-        update."""
+        """Return the scalar arguments of `block`, which depend on the learning rate or the number of the update."""
 
     @abstractmethod
     def block(

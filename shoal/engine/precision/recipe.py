@@ -86,8 +86,7 @@ class AmaxHistory:
         return self._scales[i, what].view(1, 1) if self.known[i] else None
 
     def end_step(self) -> None:
-        """Add the maxima of a step, which `now` holds over all ranks. Non-finite ones are ignored, as their step was
-        skipped."""
+        """Add a step's maxima over all ranks, from `now`; non-finite ones (of a skipped step) repeat the previous ones."""
         newest = self.now.where(self.now.isfinite(), self.steps[:, 0])
         self.steps.copy_(torch.cat((newest.unsqueeze(1), self.steps[:, :-1]), dim=1))
         self.now.zero_()

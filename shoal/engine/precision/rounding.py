@@ -25,8 +25,8 @@ def key_of(seed: int, name: str, kind: str, update: int) -> int:
 
 
 def draws(key: int, positions: Tensor) -> Tensor:
-    """Return 32 random bits for each int64 position, as int32: Wellons 2018, "Prospecting for Hash Functions"
-    (lowbias32)."""
+    """Return 32 random bits per int64 position, as int32: Wellons 2018, "Prospecting for Hash Functions" (lowbias32).
+    """
     x = positions.to(torch.int32) ^ key
     x = (x ^ _shift(x, 16)) * 0x7FEB352D
     x = (x ^ _shift(x, 15)) * (0x846CA68B - (1 << 32))

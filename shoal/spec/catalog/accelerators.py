@@ -21,8 +21,7 @@ class Accelerator(Section):
     """Name in the catalog."""
 
     peak_flops: dict[str, PositiveFloat]
-    """Dense matrix-product peak in FLOP/s by number format: bf16, fp16, tf32, fp32, fp64, fp8, int8. Unsupported
-    formats are absent."""
+    """Dense peak in FLOP/s of the supported number formats: bf16, fp16, tf32, fp32, fp64, fp8, int8."""
 
     sparse_flops: dict[str, PositiveFloat] = Field(default={})
     """Peaks with 2:4 sparsity (half of one matrix is zero), from data sheets. shoal computes nothing with them."""

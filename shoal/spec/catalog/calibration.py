@@ -42,8 +42,8 @@ class Constant(Section):
     """Key of a table of values, empty for a single number. Keys without a value use `expected`."""
 
     expected: NonNegativeFloat | dict[str, NonNegativeFloat]
-    """Expected value without any measurement: the prior mean of the fit. A table has values for some keys, and `rest`
-    for the others."""
+    """Value without any measurement: the prior of the fit. A table has values for some keys, and `rest` for the
+    others."""
 
     source: str = ""
     """Publication of the expected value."""

@@ -64,8 +64,7 @@ class Node(Section):
     others wait. They also share the accelerator's memory."""
 
     watts: PositiveFloat | None = None
-    """Maximum power of a complete node in W, with its host, switches and fans; None if the manufacturer does not
-    publish it."""
+    """Maximum power of a complete node in W, with its host, switches and fans; None if not published."""
 
     constants: dict[str, NonNegativeFloat] = Field(default={})
     """Constants of the calibrated cost model (`calibration.toml`) measured on this node."""
@@ -207,10 +206,10 @@ def _known(name: str) -> str | None:
 
 
 def _network(name: str) -> bool:
-    """Return whether the name of a network follows the name of a node type.
+    """Return whether a node type's name is followed by a network's.
 
     Raises:
-        UsageError: neither follows.
+        UsageError: an unknown network follows.
     """
     if _known(name) or "-" not in name or not _known(name.rpartition("-")[0]):
         return False

@@ -18,8 +18,7 @@ class Depths(LayerPattern):
     """Fraction of each sequence's tokens that such a layer processes, rounded up."""
 
     every: PositiveInt = 2
-    """After the first `first` layers, every `every`-th layer processes only some tokens; 2 selects every other layer.
-    """
+    """After the first `first` layers, every `every`-th layer processes only some tokens; 2 selects every other one."""
 
     weight: Literal["score", "sigmoid"] = "score"
     """Factor on the output that the layer adds to a token: the router's score, as in the paper, or its sigmoid."""

@@ -126,12 +126,12 @@ class ModelShape(Section):
         return depths.taken(sequence_length) if depths else sequence_length
 
     def router(self, layer: int) -> int:
-        """Return the parameters of a layer's depth router and of its predictor."""
+        """Return the number of parameters of a layer's depth router and its predictor."""
         depths = self._depths_of(layer)
         return self.hidden + depths.predictor * (self.hidden + 1) if depths else 0
 
     def layer_matrices(self, layer: int) -> int:
-        """Return a layer's matrix parameters that take part in the computation of one token."""
+        """Return the number of a layer's matrix parameters that take part in the computation of one token."""
         h, experts = self.hidden, self._experts_of(layer)
         if experts is None:
             return self._attention_matrices() + h * self.ffn * self._matrices_of_block()

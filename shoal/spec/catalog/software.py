@@ -44,8 +44,7 @@ class Software(Section):
     """Whether messages between stages are overlapped."""
 
     ahead: bool = False
-    """Whether the host continues to launch kernels after it requests a message between stages, without waiting for the
-    device."""
+    """Whether the host launches further kernels after it requests a message between stages, without waiting."""
 
     balanced: bool = False
     """Whether stages are balanced by cost, including the head."""

@@ -19,12 +19,11 @@ class FailoverConfig(Section):
     """Consecutive restarts without progress after which a run ends; 0 never restarts it."""
 
     silence_seconds: PositiveFloat = 10.0
-    """Seconds without heartbeat or CPU use after which a rank is declared dead. A stopped rank (SIGSTOP) is declared
-    dead after 2 seconds."""
+    """Seconds without heartbeat or CPU use after which a rank is declared dead (2 seconds if stopped by SIGSTOP)."""
 
     stall_seconds: PositiveFloat = 20.0
-    """Seconds without progress on any rank after which a run is declared stuck; at least three times its slowest step.
-    Before the first step, during validation and while saving the limit is nine minutes."""
+    """Seconds without progress on any rank, and at least three times the slowest step, after which a run is declared
+    stuck. Before the first step, during validation and while saving the limit is nine minutes."""
 
     replan: bool = True
     """Restart on fewer devices after a loss, and on all of them when they return, with the layout nearest to parallel.
@@ -40,14 +39,12 @@ class FailoverConfig(Section):
     """Folder on each host in an in-memory file system (tmpfs)."""
 
     node_ranks: NonNegativeInt = 0
-    """Ranks per node; another node keeps a copy of a node's state. Ranks are assigned to nodes in order. 0 groups the
-    ranks of each host."""
+    """Ranks per node, numbered in order; another node keeps a copy of a node's state. 0 takes each host's ranks."""
 
     # ---- silent failures ----
 
     check_replicas_every: NonNegativeInt = 0
-    """Steps between comparisons of the replicas' states, which are also compared at the start; 0 never compares them.
-    """
+    """Steps between comparisons of the replicas' states, also compared at the start; 0 never compares them."""
 
     spike_factor: NonNegativeFloat = 0.0
     """Report a spike when the loss or gradient norm exceeds its running median by this many robust standard
@@ -70,5 +67,4 @@ class FailoverConfig(Section):
     """Steps between steps that are computed twice to detect devices that compute wrong results; 0 repeats none."""
 
     reexecute_on: Literal["same", "replica"] = "same"
-    """Rank of the second computation: the same rank, or the next replica, which also detects a rank that is always
-    wrong."""
+    """Rank of the second computation: the same, or the next replica, which also detects a rank that is always wrong."""

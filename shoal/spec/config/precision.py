@@ -56,8 +56,7 @@ class Float8Config(Section):
     """delayed: octaves of headroom above the largest value, for values that grow."""
 
     gradient: Literal["e5m2", "e4m3"] = "e5m2"
-    """The format of output gradients; inputs and weights use e4m3. Apart from keep, this is the only setting that
-    mxfp8 reads."""
+    """The format of output gradients; inputs and weights use e4m3. mxfp8 only reads this setting and keep."""
 
     keep: tuple[str, ...] = ()
     """Patterns of linear layers that stay in the compute format, such as ["layers.0.*", "*.mlp.down"]."""

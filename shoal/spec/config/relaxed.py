@@ -12,8 +12,7 @@ class RelaxedConfig(Section):
     """Relaxed data parallelism: methods of parallel.sync that do not sum every gradient exactly in every step."""
 
     staleness: NonNegativeInt = 3
-    """ps-ssp, sgp, wagma: maximum number of steps that a replica may be ahead of the replicas it waits for; 0 waits in
-    every step."""
+    """ps-ssp, sgp, wagma: maximum steps that a replica may be ahead of the ones it waits for; 0 waits in every step."""
 
     staleness_aware: bool = True
     """ps-ssp, ps-async: divide the learning rate of an update by its staleness (Zhang et al. 2016)."""

@@ -19,8 +19,7 @@ class TestingConfig(Section):
     each had its own machine."""
 
     dead: str = ""
-    """Ranks that kill themselves (SIGKILL), as comma-separated RANK@STEP: shows which methods of parallel.sync
-    continue."""
+    """Ranks that kill themselves (SIGKILL), as comma-separated RANK@STEP: shows which parallel.sync continues."""
 
     link_gbs: NonNegativeFloat = 0.0
     """Simulated network: maximum rate in GB/s at which a rank's data leaves it in a collective, by waiting (not for

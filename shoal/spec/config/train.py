@@ -29,8 +29,7 @@ class TrainConfig(Section):
     """The attention kernel; auto chooses the one measured fastest for the device and dtype."""
 
     compile: bool = False
-    """Use torch.compile for each layer, for the loss where it is not split over ranks, and for update rules that gain
-    from it."""
+    """Use torch.compile for each layer, the loss (unless split over ranks), and update rules that gain from it."""
 
     validate_every: NonNegativeInt = 100
     """Steps between validations; 0 validates only at the end."""

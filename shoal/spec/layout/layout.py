@@ -61,7 +61,7 @@ class Layout(Section):
     compute something else in less time. Their settings are in the section relaxed."""
 
     zero: ZeroStage = 0
-    """What is sharded over the data-parallel ranks (Rajbhandari et al. 2020): 0 nothing (DDP), 1 optimizer states,
+    """State sharded over the data-parallel ranks (Rajbhandari et al. 2020): 0 nothing (DDP), 1 optimizer states,
     2 also gradients, 3 also parameters (FSDP)."""
 
     zero_shard: Degree | None = None
@@ -101,7 +101,7 @@ class Layout(Section):
     are taken from the dp x cp x tp ranks of a pipeline stage, adjacent ranks first."""
 
     etp: Degree | None = None
-    """Ranks that split each expert's matrices, as tp does for other layers; ep x etp divides dp x cp x tp. Default:
+    """Ranks that split each expert's matrices, as tp does for other layers (default: tp); ep x etp divides dp x cp x
     tp."""
 
     pp: Degree = 1

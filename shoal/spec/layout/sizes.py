@@ -211,8 +211,7 @@ def _check_depths(layout: Layout, shape: ModelShape, sequence_length: int) -> No
 
 
 def _fitting(layout: Layout, ranks: int, shape: ModelShape, **sizes: int) -> list[str]:
-    """Return degrees that give this number of ranks and break no rule, nearest first: changes of one degree, else of
-    two."""
+    """Return valid degrees for this number of ranks, nearest first: changes of one degree, else of two."""
     found = []
     contexts = divisors(ranks) if layout.cp > 1 else (1,)
     for pp, tp, cp in itertools.product(divisors(ranks), divisors(ranks), contexts):
