@@ -30,7 +30,7 @@ from shoal.engine.checkpoint.write import Staged, Staging, State, write_part
 from shoal.engine.collectives.json_collectives import Group, broadcast, gather, rank_of
 
 LOCK = ".lock"
-SEEN_SECONDS = 10.0  # delay until rank 0 sees another host's files in a shared folder
+SEEN_SECONDS = 10.0  # maximum delay until rank 0 sees another host's files in a shared folder
 UNCOMMITTED = re.compile(r"\.staging-(removed-)?step-\d{8,}-[0-9a-f]{8}")
 
 

@@ -86,7 +86,7 @@ class AmaxHistory:
         return self._scales[i, what].view(1, 1) if self.known[i] else None
 
     def end_step(self) -> None:
-        """Add a step's maxima over all ranks, from `now`; non-finite ones (of a skipped step) repeat the previous ones."""
+        """Add a step's maxima over all ranks, from `now`; non-finite ones (skipped step) repeat the previous ones."""
         newest = self.now.where(self.now.isfinite(), self.steps[:, 0])
         self.steps.copy_(torch.cat((newest.unsqueeze(1), self.steps[:, :-1]), dim=1))
         self.now.zero_()
