@@ -19,7 +19,7 @@ def test_an_error_has_no_frame_and_no_colours_even_on_a_terminal(monkeypatch: py
         parse("shoal estimate", EstimateOptions, ["--sequence-lenght", "2048"])
     first, nearest, help_ = str(refused.value).splitlines()
     assert first == "shoal estimate: Unrecognized options: --sequence-lenght, 2048"
-    assert nearest.startswith("  Perhaps you meant: --sequence-length ") and "Tokens of a sequence" in nearest
+    assert nearest.startswith("  Perhaps you meant: --sequence-length ") and "Tokens per sequence" in nearest
     assert help_ == "  For full helptext, run shoal estimate --help"
 
 

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -85,7 +84,7 @@ def test_no_room_for_its_owner_is_told(tmp_path, monkeypatch):
     def full(*args, **_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(UsageError, match=r"failover.memory_folder = .* cannot be written: No space left on device"):
         InMemoryCheckpointer(tmp_path / "home", tmp_path, group=None)
 
