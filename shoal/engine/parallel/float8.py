@@ -5,8 +5,8 @@
     dW = dY^T X    dY^T and X^T along the tokens
 
 Accumulation and all other operations use the compute dtype. Where a scaling block spans features split by tensor
-parallelism, its absolute maximum is reduced over the axis, so scales equal those of one device. Blocks inside a rank's
-part need no communication.
+parallelism, its absolute maximum is reduced over the axis, so scales equal the single-device ones. Blocks inside a
+rank's part need no communication.
 """
 
 from __future__ import annotations

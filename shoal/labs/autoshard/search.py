@@ -237,7 +237,7 @@ class StageSearch:
         return self.target.best(self.layers.graph(first, last), grids(*part), self._kept(left))
 
     def _kept(self, left: int) -> int:
-        """Micro-batches that 1F1B keeps at once on a stage, with so many stages from this one on."""
+        """Return how many micro-batches 1F1B keeps at once on a stage, given the stages left, this one included."""
         return min(left, self.target.microbatches)
 
 

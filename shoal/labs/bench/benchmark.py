@@ -8,6 +8,7 @@ import json
 import math
 import os
 import platform
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
@@ -33,6 +34,7 @@ Say = Callable[[str], None]
 class Benchmark(Section):
     """One measurement of `shoal bench`: the fields of a subclass are its options, and its docstring is the help."""
 
+    @abstractmethod
     def run(self, console: Console, say: Say) -> bool:
         """Measure, and print the results on the console.
 
@@ -45,7 +47,6 @@ class Benchmark(Section):
         Raises:
             UsageError: the options do not go together.
         """
-        raise NotImplementedError
 
 
 @contextmanager

@@ -141,7 +141,7 @@ class CheckpointBenchmark(Benchmark):
         ]
 
     def seconds_to_restore(self) -> list[float]:
-        """How long all ranks of this host take to go on from the memory of the next node, their own being lost."""
+        """Return the seconds in which all ranks of this host resume from the next node's memory, their own lost."""
         limit = TIMEOUT * (1 + RESTORES)  # to build, and to restore each time, takes no longer than a first step
         workload = Workload(self.model, sequences=self.sequences)
         with tempfile.TemporaryDirectory(dir=self.memory) as folder, Pool(self.ranks, tune_process) as pool:

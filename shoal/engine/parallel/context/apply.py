@@ -61,7 +61,7 @@ class ContextParallel:
 
         Args:
             q: [b, a, s, d], the tokens of this forward pass.
-            k, v: [b, k, t, d], these tokens and those of earlier slices.
+            k, v: [b, k, t, d], of these tokens and of earlier slices.
         """
         s, t = q.shape[2], k.shape[2]
         slices = self.slices(t - s, s)

@@ -7,7 +7,7 @@
                sum_v s_v . m_v <= memory
 
 Choices of a decision that lie alike, or need the same states, share one row or one column of e. A state that several
-decisions read is paid once; with a single reader the seconds are those of e, and z is left out.
+decisions read is paid once; with a single reader, e already has these seconds and z is left out.
 """
 
 from __future__ import annotations
