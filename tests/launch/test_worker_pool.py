@@ -222,7 +222,9 @@ def test_what_a_call_imports_is_looked_through_once_and_not_after_each_later_cal
 
 
 def test_workers_start_in_the_callers_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # the server of all pools was started elsewhere
+    with Pool(1) as pool:  # starts the server of all pools, if it has not been started
+        assert pool.map(folder_of_worker, [0]) == [os.getcwd()]
+    monkeypatch.chdir(tmp_path)
     with Pool(1) as pool:
         assert pool.map(folder_of_worker, [0]) == [str(tmp_path)]
 
