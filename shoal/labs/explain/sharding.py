@@ -135,7 +135,7 @@ def _reshard(expression: Expression, options: ShardingOptions, plan: Planner, co
     assert expression.result is not None
     before, after = expression.arrays[0], expression.result
     if sorted(before.sharding.letters) != sorted(after.sharding.letters):
-        letter = next(iter({*after.sharding.letters} ^ {*before.sharding.letters}))
+        letter = min({*after.sharding.letters} ^ {*before.sharding.letters})
         at = 1 if letter in after.sharding.letters else 0
         raise expression.refuse(at, letter, f"dim {letter} is in one of the two alone; a product is needed for that")
     if before.sharding.letters != after.sharding.letters:

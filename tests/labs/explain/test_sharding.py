@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from shoal.cli.main import main
-from shoal.labs.autoshard.notation.notation import NamedMesh
+from shoal.labs.autoshard.notation.notation import NamedMesh, Sharding
 from shoal.labs.explain.figures.blocks import directions
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -35,6 +35,14 @@ def test_a_product(capsys):
     assert "and 15 more (--routes 21)" in out
     assert re.search(r"reduce-scatter x into K +C\[I, Ky\]\{Ux\} +C\[I, Kyx\] +recursive-halving +12.6 MB +46 µs", out)
     assert "communication-bound" in out
+
+
+def test_ties_between_routes_do_not_depend_on_hashes(capsys, monkeypatch):
+    printed = set()
+    for salt in range(4):
+        monkeypatch.setattr(Sharding, "__hash__", lambda self, salt=salt: hash((salt, self.dims, self.unreduced)))
+        printed.add(explained(capsys, "A[Ixy, J] * B[J, Kx] -> C[I, K]", "--mesh", "x=2,y=2", "--routes", "99"))
+    assert len(printed) == 1
 
 
 def test_a_large_mesh_is_one_of_rings(capsys):

@@ -98,7 +98,7 @@ class Planner:
             UsageError: there is none.
         """
         takes = [(x, y, out) for x in a for y in b if (out := product.local(x, y)) is not None]
-        onward = self._to(wanted, {out for *_, out in takes})
+        onward = self._to(wanted, dict.fromkeys(out for *_, out in takes))  # not a set: its order decides ties
         found = []
         for x, y, out in takes:
             if out not in onward:
