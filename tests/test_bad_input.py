@@ -100,7 +100,7 @@ CASES = {
         "--train.global_batch", "1000000", says="1,000,000 micro-batches, but a step can have at most 65,536"),
     "CUDA where there is none": option("--train.device", "cuda", says="torch sees no CUDA device here"),
     "more threads than there can be": option("--train.threads", "20000", says="train.threads = 20000: input should be"),
-    "a pace of ages": option("--testing.pace", "1e30", says="testing.pace = 1e+30: input should be less than or equal"),
+    "a pace of ages": option("--testing.min_step_seconds", "1e30", says="1e+30: input should be less than or equal"),
     "a straggler of ages": option("--testing.straggler", "0=1e9", says="write it as in testing.straggler = '1=4'"),
     "a straggler that is too slow": option("--testing.straggler", "0=1001", says="a factor of 1 to 1000"),
     # ---- the model

@@ -13,7 +13,8 @@ from io import StringIO
 from itertools import groupby
 from shutil import get_terminal_size
 from textwrap import fill
-from typing import Annotated, Any, TypedDict, TypeVar, get_type_hints
+from types import NoneType
+from typing import Annotated, Any, Literal, TypedDict, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 from pydantic import BaseModel
@@ -82,13 +83,44 @@ def _unchecked(section: type[BaseModel]) -> Any:
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             kind = _unchecked(kind)
         about = re.sub(r"(?<!\n)\n(?!\n)", " ", documented.get(name, ""))  # the terminal wraps lines
-        if POSITIONAL in field.metadata:
-            fields[name] = Annotated[kind, POSITIONAL, tyro.conf.arg(help=about, metavar=name.upper())]
-        else:
-            fields[name] = Annotated[kind, tyro.conf.arg(help=about)]
+        positional = POSITIONAL in field.metadata
+        hint = None if field.is_required() else _show_default
+        shown = tyro.conf.arg(
+            help=about, help_behavior_hint=hint, metavar=name.upper() if positional else _metavar(kind)
+        )
+        fields[name] = Annotated[kind, POSITIONAL, shown] if positional else Annotated[kind, shown]
     values: Any = TypedDict(section.__name__, fields)  # type: ignore[misc]  # the name is only known at run time
-    values.__doc__ = section.__doc__
+    values.__doc__ = (section.__doc__ or "").partition(">>>")[0]
     return values
+
+
+def _show_default(value: str) -> str:
+    """Show a default, unless it only means "not set": the description says what is used then."""
+    return "" if value in ("None", "", "''") else f"(default: {value})"
+
+
+def _metavar(kind: Any) -> str | None:
+    """Return how to show the values of an optional field without "None"; None keeps tyro's own text."""
+    if NoneType not in get_args(kind):
+        return None
+    values = [_bare(each) for each in get_args(kind) if each is not NoneType]
+    if len(values) > 1 or (isinstance(values[0], type) and issubclass(values[0], BaseModel)):
+        return None
+    if values[0] is bool:
+        return "{True,False}"
+    if get_origin(values[0]) is Literal:
+        return f"{{{','.join(get_args(values[0]))}}}"
+    if get_origin(values[0]) is tuple:
+        each = _bare(get_args(values[0])[0]).__name__.upper()
+        return f"{each} [{each} ...]"
+    return str(values[0].__name__).upper()
+
+
+def _bare(kind: Any) -> Any:
+    """Return a type without its annotations."""
+    while get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
+    return kind
 
 
 def _defaults(section: type[BaseModel]) -> dict[str, Any]:

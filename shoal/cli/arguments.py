@@ -6,17 +6,18 @@ defaults. Both are validated by the same rules.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, NoReturn, TypeVar
 
-from shoal.base.errors import UsageError
+from shoal.base.errors import UsageError, did_you_mean
 from shoal.base.files import read_toml
-from shoal.base.options import read
+from shoal.base.options import listed, read
 from shoal.base.section import Section, validate
 from shoal.cli.commands import COMMANDS
 from shoal.spec.config import RUN_FILE, RUNS, RunConfig, load_config
-from shoal.spec.config.run import MOVED, note_moved
 
 T = TypeVar("T", bound=Section)
 
@@ -35,28 +36,52 @@ def parse_run(command: str, options: type[T], args: list[str], sections: Sequenc
     Raises:
         UsageError: the file is missing or wrong, an option is unknown (the nearest is suggested), or a value cannot be
             parsed or is out of range.
-        SystemExit: 0, after ``--help``.
+        SystemExit: 0, after ``--help``, which shows the command's own options and the names of the config's sections;
+            ``--help SECTION`` shows one section.
     """
-    args = [_rename_moved(word) for word in args]
-    if "resume" in options.model_fields:
+    wants_help = [word for word in args if word in ("-h", "--help")]
+    if wants_help:
+        section, args = _split_section(args, wants_help[0], sections or list(RunConfig.model_fields))
+    elif "resume" in options.model_fields:
         args = _complete_resume(args)
     file, args = split_run_file(args)
     base = (load_config(file) if file else RunConfig()).model_dump()
-    fields = RunConfig.model_fields
-    types = {"": options} | {name: type(fields[name].default) for name in sections or fields}
+    types = {"": options} | {name: _section_type(name) for name in sections or RunConfig.model_fields}
+    if wants_help:
+        _show_help(command, types, section, base)
     given = read(f"shoal {command}", COMMANDS[command].help, types, base, args)
     own = validate(options, given.pop(""), source="command line")
     return own, validate(RunConfig, base | given, source="command line")
 
 
-def _rename_moved(word: str) -> str:
-    """Return the new name of an option whose key has moved to another section."""
-    option, equals, value = word.partition("=")
-    key = option.removeprefix("--").replace("-", "_")
-    if key == option or key not in MOVED:
-        return word
-    note_moved(key)
-    return f"--{MOVED[key]}{equals}{value}"
+def _section_type(name: str) -> type[Section]:
+    return type(RunConfig.model_fields[name].default)
+
+
+def _split_section(args: list[str], option: str, sections: Sequence[str]) -> tuple[str, list[str]]:
+    """Split the section named after ``--help`` from the arguments ("" for none).
+
+    Raises:
+        UsageError: no such section.
+    """
+    i = args.index(option)
+    after = args[i + 1] if i + 1 < len(args) else ""
+    if not after or after.startswith("-") or after.endswith(".toml"):
+        return "", args[:i] + args[i + 1 :]
+    if after not in sections:
+        raise UsageError(f"--help {after}: no such section of the config; {did_you_mean(after, sections)}")
+    return after, args[:i] + args[i + 2 :]
+
+
+def _show_help(command: str, types: Mapping[str, type[Section]], section: str, values: dict[str, Any]) -> NoReturn:
+    """Print the help of a command ("") or of one section of the config, and exit."""
+    with suppress(SystemExit):
+        read(f"shoal {command}", COMMANDS[command].help, {section: types[section]}, values, ["--help"])
+    if not section:
+        print("\nSections of the run's config, set in a TOML file or as --SECTION.FIELD VALUE:")
+        print("\n".join(listed({name: inspect.getdoc(types[name]) or "" for name in types if name}, 12)))
+        print(f"\nshoal {command} --help SECTION lists its fields, such as shoal {command} --help {list(types)[1]}.")
+    raise SystemExit(0)
 
 
 def split_run_file(args: list[str]) -> tuple[Path | None, list[str]]:

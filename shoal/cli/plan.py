@@ -27,7 +27,7 @@ class PlanOptions(Section):
     global_batch: str = "4M"
     """Global batch per step: sequences (1024), or tokens with K or M (4M is 4 x 1024 x 1024)."""
 
-    seq: PositiveInt = 4096
+    sequence_length: PositiveInt = 4096
     """Tokens per sequence."""
 
     precision: str = "bf16"
@@ -86,7 +86,7 @@ def run(options: PlanOptions) -> int:
         shoal.add_catalog(options.catalog)
     planners = [
         shoal.LayoutPlanner(
-            model, options.cluster, global_batch=options.global_batch, sequence_length=options.seq,
+            model, options.cluster, global_batch=options.global_batch, sequence_length=options.sequence_length,
             precision=options.precision, optimizer=options.optimizer, fixed=options.fix,
         )
         for model in (options.model.split(",") if options.map else [options.model])

@@ -32,7 +32,7 @@ class AutoOptions(Section):
     micro_batch: PositiveInt = 8
     """Sequences per micro-batch over all devices, for a model in the catalog."""
 
-    seq: PositiveInt = 512
+    sequence_length: PositiveInt = 512
     """Tokens per sequence."""
 
     stages: PositiveInt = 1
@@ -70,14 +70,15 @@ def run(options: AutoOptions) -> int:
     machine = shoal.cluster(options.cluster)
     shape = None
     if options.module:
-        reject_unused(options, ("model", "layers", "micro_batch", "seq"), "--module makes its own module and inputs")
+        unused = ("model", "layers", "micro_batch", "sequence_length")
+        reject_unused(options, unused, "--module makes its own module and inputs")
     if options.check:
         execute.check_ranks(machine)
     if options.module:
         module, inputs = subject.own_module(options.module, check=options.check)
     else:
-        shape = subject.catalog_shape(options.model, options.layers, options.seq)
-        module, inputs = subject.catalog_model(shape, options.micro_batch, options.seq, check=options.check)
+        shape = subject.catalog_shape(options.model, options.layers, options.sequence_length)
+        module, inputs = subject.catalog_model(shape, options.micro_batch, options.sequence_length, check=options.check)
     try:
         found = shoal.plan_operators(
             module, inputs, cluster_name=options.cluster, mesh=options.mesh, stages=options.stages,
@@ -98,7 +99,7 @@ def run(options: AutoOptions) -> int:
         if shape is not None and machine.size > 1:
             batch = options.micro_batch * options.microbatches
             said += ["", *listing.for_train(
-                options.model, shape, options.seq, batch, options.precision, found, options.micro_batch,
+                options.model, shape, options.sequence_length, batch, options.precision, found, options.micro_batch,
             )]  # fmt: skip
     print("\n".join(said))
     if not options.check:

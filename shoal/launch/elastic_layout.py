@@ -17,7 +17,7 @@ from shoal.spec.config import RunConfig
 from shoal.spec.layout import Layout
 
 DEGREES = ("dp", "tp", "cp", "pp")
-NO_KNOBS = {"straggler": "", "dead": ""}  # disables fault knobs of ranks that may no longer exist
+NO_KNOBS = {"straggler": "", "kill": ""}  # disables fault knobs of ranks that may no longer exist
 
 
 def replan(

@@ -69,17 +69,17 @@ def refuse_again(member: RankEnv, environment: Mapping[str, str] = os.environ) -
                 raise UsageError(last.report)
 
 
-def will_be_restarted(keep_going: bool, environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether this process's launcher restarts it, or has done so; ``keep_going`` asserts it."""
-    return keep_going or restarts(environment) or int(environment.get("SLURM_RESTART_COUNT", "0")) > 0
+def will_be_restarted(auto_resume: bool, environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether this process's launcher restarts it, or has done so; ``auto_resume`` asserts it."""
+    return auto_resume or restarts(environment) or int(environment.get("SLURM_RESTART_COUNT", "0")) > 0
 
 
-def should_resume(run_folder: Path | None, keep_going: bool, environment: Mapping[str, str] = os.environ) -> bool:
+def should_resume(run_folder: Path | None, auto_resume: bool, environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether to resume the run in ``run_folder`` although the command does not request it."""
-    return will_be_restarted(keep_going, environment) and run_folder is not None and (run_folder / RUN_FILE).is_file()
+    return will_be_restarted(auto_resume, environment) and run_folder is not None and (run_folder / RUN_FILE).is_file()
 
 
-def adapt_to_ranks(config: RunConfig, shape: ModelShape, member: RankEnv, keep_going: bool = False) -> RunConfig:
+def adapt_to_ranks(config: RunConfig, shape: ModelShape, member: RankEnv, auto_resume: bool = False) -> RunConfig:
     """Fit the run to the ranks that torch elastic or SLURM has started: with fewer ranks, on the nearest layout.
 
     Ranks without a place in that layout must call `idle`. If the run is not restarted automatically, its layout must
@@ -90,7 +90,7 @@ def adapt_to_ranks(config: RunConfig, shape: ModelShape, member: RankEnv, keep_g
         UsageError: no layout fits.
     """
     fewer = member.world_size < config.parallel.world_size
-    if not (fewer and will_be_restarted(keep_going) and config.failover.replan):
+    if not (fewer and will_be_restarted(auto_resume) and config.failover.replan):
         return config
 
     def fits(changed: RunConfig) -> None:

@@ -34,7 +34,7 @@ def train(
     ranks: int | None = None,
     run_folder: str | Path | None = None,
     resume: str | Path | None = None,
-    keep_going: bool = False,
+    auto_resume: bool = False,
 ) -> int:
     """Train a model, on local processes started here or as a rank of torchrun or SLURM.
 
@@ -46,7 +46,7 @@ def train(
         ranks: expected number of processes (default: the layout's).
         run_folder: folder of a new run, which must not exist (default: a new one under ``runs/``).
         resume: folder of a run to continue from its newest good checkpoint, on any layout.
-        keep_going: start the run of ``run_folder``, or resume it if it already exists.
+        auto_resume: start the run of ``run_folder``, or resume it if it already exists.
 
     Returns:
         The exit code: 0 after the last step or a requested stop, 75 if the run was preempted and should be restarted, 1
@@ -69,13 +69,13 @@ def train(
     outlive_readers()
     try:
         named, resumed = (None if folder is None else Path(folder) for folder in (run_folder, resume))
-        return _train(config, ranks, named, resumed, keep_going)
+        return _train(config, ranks, named, resumed, auto_resume)
     finally:
         os.umask(mask)
 
 
 def _train(
-    config: RunConfig, ranks: int | None, run_folder: Path | None, resume: Path | None, keep_going: bool
+    config: RunConfig, ranks: int | None, run_folder: Path | None, resume: Path | None, auto_resume: bool
 ) -> int:
     member, stop = detect_rank_env(), StopRequests()
     if member is not None:
@@ -84,16 +84,16 @@ def _train(
         raise UsageError(
             f"--run-folder {run_folder} and --resume {resume} name two folders: a resumed run stays in its own."
         )
-    if keep_going and run_folder is None:
-        raise UsageError("--keep-going needs --run-folder, by which the run is found when the job is started again.")
+    if auto_resume and run_folder is None:
+        raise UsageError("--auto-resume needs --run-folder, by which the run is found when the job is started again.")
     if member is not None:
         check_elastic(resume or run_folder)
         refuse_again(member)
-        config = adapt_to_ranks(config, check(config), member, keep_going)
+        config = adapt_to_ranks(config, check(config), member, auto_resume)
         if member.rank >= config.parallel.world_size:
             return idle(member)
         member = member.among(config.parallel.world_size)
-    folder, restarted = resume or run_folder, resume is None and should_resume(run_folder, keep_going)
+    folder, restarted = resume or run_folder, resume is None and should_resume(run_folder, auto_resume)
     resumed = folder if resume or restarted else None
     device = _check_run(config, member, ranks, run_folder, resumed, restarted)
     payload = {

@@ -12,7 +12,7 @@ READ_BY = {
     "sensitivity_beta": ("sage",), "hessian_every": _CURVATURE, "hessian_scale": _CURVATURE,
 }  # fmt: skip
 """For each optimizer setting that some rules ignore, the rules that read it."""
-SCHEDULED_BY = {"decay_fraction": ("wsd",), "minimum": ("cosine", "linear", "wsd", "inverse-sqrt")}
+SCHEDULED_BY = {"decay_fraction": ("wsd",), "min_lr_fraction": ("cosine", "linear", "wsd", "inverse-sqrt")}
 """For each optimizer setting that some learning-rate schedules ignore, the schedules that read it."""
 
 SOPHIA_PRECISIONS = {"sophia-g": ("fp32", "bf16", "bf16-sums", "fp64"), "sophia-h": ("fp32", "fp64")}

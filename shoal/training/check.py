@@ -66,16 +66,16 @@ def check_rates(config: RunConfig, shape: ModelShape) -> None:
     Raises:
         UsageError: the message names the pattern and lists parameter names.
     """
-    if not config.optimizer.rates:
+    if not config.optimizer.lr_factors:
         return
     with torch.device("meta"):
         names = [name for name, _ in Transformer(shape).named_parameters()]
-    for pattern in config.optimizer.rates:
+    for pattern in config.optimizer.lr_factors:
         if not any(fnmatchcase(name, pattern) for name in names):
             some = dict.fromkeys(name for name in names if not name.startswith("layers.") or ".0." in name)
             raise UsageError(
-                f"optimizer.rates: '{pattern}' fits no parameter of the model.\n  These are called {', '.join(some)}; "
-                "* stands for anything."
+                f"optimizer.lr_factors: '{pattern}' matches no parameter of the model.\n"
+                f"  Its parameters are {', '.join(some)}; * matches anything."
             )
 
 

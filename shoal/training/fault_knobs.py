@@ -48,12 +48,12 @@ class FaultKnobs:
             UsageError: a setting is malformed or names a rank that does not exist.
         """
         factors = _by_rank("testing.straggler", config.straggler, "=", r"\d+(\.\d+)?", "1=4", ranks)
-        deaths = _by_rank("testing.dead", config.dead, "@", r"\d+", "1@20", ranks)
+        deaths = _by_rank("testing.kill", config.kill, "@", r"\d+", "1@20", ranks)
         for rank, factor in factors.items():
             if not 1 <= factor <= LARGEST_FACTOR:
                 raise UsageError(f"testing.straggler = '{rank}={factor:g}': a factor of 1 to {LARGEST_FACTOR}.")
         dying = {rank: int(step) for rank, step in deaths.items() if step >= begin and not restarted}
-        return FaultKnobs(factors, dying, config.pace)
+        return FaultKnobs(factors, dying, config.min_step_seconds)
 
     @property
     def any(self) -> bool:
@@ -63,7 +63,7 @@ class FaultKnobs:
     def survivors(self, living: Iterable[int]) -> list[str]:
         """Return a line for each living rank that should have died."""
         return [
-            f"testing.dead: rank {rank} did not die, since it was given no step from {self.deaths[rank]} on"
+            f"testing.kill: rank {rank} did not die, since it was given no step from {self.deaths[rank]} on"
             for rank in living if rank in self.deaths
         ]
 

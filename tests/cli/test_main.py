@@ -41,10 +41,10 @@ TYPED = {
     "parallel.tp_overlap": (True, ["True"]),
     "optimizer.name": ("sgd", ["sgd"]),
     "optimizer.betas": ((0.5, 0.75), ["0.5", "0.75"]),
-    "optimizer.rates": ({"embed.*": 0.5, "head.*": 2.0}, ["embed.*", "0.5", "head.*", "2"]),
+    "optimizer.lr_factors": ({"embed.*": 0.5, "head.*": 2.0}, ["embed.*", "0.5", "head.*", "2"]),
     "optimizer.schedule": ("wsd", ["wsd"]),
     "optimizer.decay_fraction": (0.5, ["0.5"]),
-    "optimizer.minimum": (0.5, ["0.5"]),
+    "optimizer.min_lr_fraction": (0.5, ["0.5"]),
     "loss_scale.growth": (4.0, ["4"]),
     "float8.scales": ("row", ["row"]),
     "float8.amax": ("delayed", ["delayed"]),
@@ -160,7 +160,7 @@ def test_train(called):
     assert main(["train", "--parallel.tp", "2", "--ranks", "2", "--run-folder", "x"]) == 1
     ((config,), options) = calls[0]
     assert config.parallel.tp == 2
-    assert options == {"ranks": 2, "run_folder": Path("x"), "resume": None, "keep_going": False}
+    assert options == {"ranks": 2, "run_folder": Path("x"), "resume": None, "auto_resume": False}
 
 
 def test_verify(called):
@@ -171,7 +171,7 @@ def test_verify(called):
     ((config,), options) = calls[0]
     assert config.model.layers == 3
     assert options == {
-        "random": 200, "rule": None, "steps": 3, "own_precision": True, "plant": None, "show": True,
+        "random": 200, "rule": None, "steps": 3, "own_precision": True, "inject": None, "show": True,
     }
 
 
@@ -322,7 +322,7 @@ def test_bad_input_is_one_line_and_code_2(words, message, capsys):
         ("train --optimizer.betas 0.9", "Missing value for argument '--optimizer.betas'. Expected 2 values."),
         ("train --optimizer.betas 0.9 x", "Error parsing --optimizer.betas: Could not parse arguments ['0.9', 'x']"),
         ("train --parallel.stage_layers 3 x", "Error parsing --parallel.stage-layers: no type matching {None}|"),
-        ("train --optimizer.rates a b", "Error parsing --optimizer.rates: Failed to parse key-value pairs!"),
+        ("train --optimizer.lr-factors a b", "Error parsing --optimizer.lr-factors: Failed to parse key-value pairs!"),
         ("train --train.steps --train.seed 1", "Missing value for argument '--train.steps'. Expected 1 value"),
         ("train --train.steps 3 4", "Unrecognized options: 4"),
         ("train --train.compile yes", "Unrecognized options: yes"),
@@ -335,7 +335,7 @@ def test_bad_input_is_one_line_and_code_2(words, message, capsys):
 def test_what_cannot_be_read_is_explained_with_code_2(words, message, capsys):
     """One error without tyro's frame, what is right before it (None, True, tuples) passed over."""
     good = ["--parallel.zero-shard", "None", "--model.tied", "True", "--optimizer.betas", "0.5", "0.75",
-            "--train.no-compile", "--data.paths", "a", "b", "--optimizer.rates", "embed.*", "0.5"]
+            "--train.no-compile", "--data.paths", "a", "b", "--optimizer.lr-factors", "embed.*", "0.5"]
     command, *rest = words.split()
     assert main([command, *(good if command == "train" else []), *rest]) == 2
     printed = capsys.readouterr()
@@ -372,18 +372,32 @@ def test_help_fits_one_screen_and_names_every_command(words, capsys):
     assert all(any(line.startswith(f"  {name}") for line in lines) for name in COMMANDS)
 
 
-def test_a_commands_help_shows_every_field_with_the_files_value(tmp_path, capsys):
+def test_a_commands_help_shows_its_options_and_names_the_sections(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["train", "--help"])
+    assert stop.value.code == 0
+    shown = capsys.readouterr().out
+    assert "--run-folder PATH" in shown and "--parallel.tp" not in shown and "None" not in shown
+    assert all(f"\n  {name} " in shown for name in RunConfig.model_fields)
+
+
+@pytest.mark.parametrize("name", RunConfig.model_fields)
+def test_help_of_a_section_shows_every_field_with_the_files_value(name, tmp_path, capsys):
     file = tmp_path / "run.toml"
     file.write_text("[train]\nsteps = 4321")
     with pytest.raises(SystemExit) as stop:
-        main(["train", str(file), "--help"])
+        main(["train", str(file), "--help", name])
     assert stop.value.code == 0
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "(default: 4321)" in shown
-    for name, section in RunConfig.model_fields.items():
-        for key, about in docstrings(section.annotation).items():
-            assert f"--{name}.{key}".replace("_", "-") in shown
-            assert " ".join(about.split()) in shown
+    assert ("(default: 4321)" in shown) == (name == "train")
+    for key, about in docstrings(RunConfig.model_fields[name].annotation).items():
+        assert f"--{name}.{key}".replace("_", "-") in shown
+        assert " ".join(about.split()) in shown
+
+
+def test_help_of_an_unknown_section_suggests_the_nearest(capsys):
+    assert main(["verify", "--help", "paralel"]) == 2
+    assert "--help paralel: no such section of the config; did you mean 'parallel'?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name != "bench"])

@@ -48,8 +48,8 @@ def test_the_toml_trains_as_it_is(
 ) -> None:
     """Nothing is given besides but when to stop."""
     monkeypatch.chdir(tmp_path)
-    words = "plan --model tiny --cluster 2xH100 --seq 64 --global-batch 8 --fix pp=2,stage_layers=1/3 --toml plan.toml"
-    assert main(words.split()) == 0
+    words = "plan --model tiny --cluster 2xH100 --sequence-length 64 --global-batch 8"
+    assert main([*words.split(), "--fix", "pp=2,stage_layers=1/3", "--toml", "plan.toml"]) == 0
     printed = capfd.readouterr().out
     assert "stages of 1 + 3 layers" in printed and Path("plan.toml").read_text() in printed
     assert main(["train", "plan.toml", "--train.steps", "1"]) == 0, capfd.readouterr()
@@ -87,7 +87,7 @@ def test_more_of_anything_never_makes_it_slower() -> None:
     [
         ("--model lama-3-70b", "did you mean 'llama-3-70b'"),
         ("--global-batch 4X", "give sequences, as 1024, or tokens, as 4M"),
-        ("--global-batch 4K --seq 3000", "is no multiple of --seq 3000"),
+        ("--global-batch 4K --sequence-length 3000", "is no multiple of --sequence-length 3000"),
         ("--fix tp", "tp has none"),
         ("--fix teepee=3", "there is no key 'teepee'"),
         ("--fix bucket-mb=3", "it is not searched"),

@@ -123,7 +123,7 @@ def test_stages_and_their_shardings_are_found_together_and_run(tmp_path, capsys,
     (["--cluster", "2x8xA100", "--check"], "at most 8 are started"),
     (["--model", "mixtral-8x7b"], "plan dense models"),
     (["--stages", "2", "--mesh", "x=8"], "Leave one of them out"),
-    (["--module", "{mine}:make", "--seq", "128"], "--seq 128: --module makes its own"),
+    (["--module", "{mine}:make", "--sequence-length", "128"], "--sequence-length 128: --module makes its own"),
 ])  # fmt: skip
 def test_bad_input_is_refused(mine, capsys, args, words):
     assert main(["plan", "auto", *(arg.format(mine=mine) for arg in args)]) == 2

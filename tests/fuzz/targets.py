@@ -84,7 +84,7 @@ source = "synthetic"
 sequence_length = 64
 [optimizer]
 betas = [0.9, 0.95]
-rates = { "embed.*" = 0.5 }
+lr_factors = { "embed.*" = 0.5 }
 '''
 
 

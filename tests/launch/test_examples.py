@@ -39,7 +39,7 @@ def run(folder: Path, codes: list[int]) -> tuple[int, list[str]]:
     return done.returncode, (folder / "said").read_text().splitlines()
 
 
-STEP = "--kill-on-bad-exit=1 shoal train run.toml --run-folder runs/one --keep-going"
+STEP = "--kill-on-bad-exit=1 shoal train run.toml --run-folder runs/one --auto-resume"
 
 
 @pytest.mark.parametrize(("codes", "code", "called"), [

@@ -37,10 +37,10 @@ def listens(pid: int) -> bool:
 def test_a_warning_at_the_start_is_heard_and_fewer_tasks_go_on(step, tmp_path, undisturbed):
     """Four ranks are wanted: of three one has no work; the job is requeued, and gets two."""
     folder: Path = tmp_path / "run"
-    first = step(0, 3, "--keep-going", STEP_ID=0)
+    first = step(0, 3, "--auto-resume", STEP_ID=0)
     wait_for(lambda: first.poll() is not None or listens(first.pid))
     first.send_signal(signal.SIGUSR1)  # while it waits for the others
-    tasks = [first, *(step(rank, 3, "--keep-going", STEP_ID=0) for rank in (1, 2))]
+    tasks = [first, *(step(rank, 3, "--auto-resume", STEP_ID=0) for rank in (1, 2))]
     said = [task.communicate(timeout=60)[0] for task in tasks]
     assert [task.returncode for task in tasks] == [PREEMPTED, 0, 0], said
     assert "3 of 4 ranks are there: now on dp 2" in said[0]

@@ -129,7 +129,7 @@ def test_a_stop_is_saved_and_has_its_code(signum, code, supervised, corpus, tmp_
 def test_a_dead_server_is_replaced(corpus, tmp_path, undisturbed):
     """Killing it kills all ranks at once."""
     file, folder = tmp_path / "run.toml", tmp_path / "run"
-    save_config(config_of(corpus, testing={"pace": 0.2}), file)
+    save_config(config_of(corpus, testing={"min_step_seconds": 0.2}), file)
     process = start("train", file, "--run-folder", folder)
     wait_for(lambda: process.poll() is not None or logged(folder) >= 5)
     who = json.loads((folder / PROCESSES_FILE).read_text())
@@ -142,7 +142,7 @@ def test_a_dead_server_is_replaced(corpus, tmp_path, undisturbed):
 
 def test_a_killed_supervisor_leaves_nobody_and_loses_nothing(corpus, tmp_path, undisturbed):
     file, folder = tmp_path / "run.toml", tmp_path / "run"
-    save_config(config_of(corpus, testing={"pace": 0.2}), file)
+    save_config(config_of(corpus, testing={"min_step_seconds": 0.2}), file)
     process = start("train", file, "--run-folder", folder)
     wait_for(lambda: process.poll() is not None or logged(folder) >= 6)
     who = json.loads((folder / PROCESSES_FILE).read_text())

@@ -112,7 +112,7 @@ def test_a_lost_node_leaves_a_run_on_the_others(file, tmp_path, undisturbed):
     """Its agent is killed, and its worker dies with it."""
     folder = tmp_path / "run"
     with Nodes(file, folder, fewest=1) as nodes:
-        agents = nodes.start("--testing.pace", "0.3")
+        agents = nodes.start("--testing.min_step_seconds", "0.3")
         wait_for(lambda: any(agent.poll() is not None for agent in agents) or logged(folder) >= 5)
         assert all(psutil.Process(agent.pid).children() for agent in agents)
         left, going = sorted(agents, key=nodes.has_store, reverse=True)
@@ -131,7 +131,7 @@ def test_a_lost_node_leaves_a_run_on_the_others(file, tmp_path, undisturbed):
 def test_the_node_with_the_store_is_lost_and_the_same_command_goes_on(file, tmp_path, undisturbed):
     folder = tmp_path / "run"
     with Nodes(file, folder, fewest=2) as nodes:
-        agents = nodes.start("--testing.pace", "0.3")
+        agents = nodes.start("--testing.min_step_seconds", "0.3")
         wait_for(lambda: any(agent.poll() is not None for agent in agents) or logged(folder) >= 6)
         left, going = sorted(agents, key=nodes.has_store)
         going.kill()
@@ -148,13 +148,13 @@ def test_an_agent_that_is_asked_to_stop_leaves_a_saved_run(file, tmp_path, undis
     """torchrun ends with 1 whatever its workers say, and passes SIGUSR1 on only if it is told to."""
     folder = tmp_path / "run"
     words = (*AGENT, "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1")
-    agent = start("train", file, "--run-folder", folder, "--testing.pace", "0.3", agent=words)
+    agent = start("train", file, "--run-folder", folder, "--testing.min_step_seconds", "0.3", agent=words)
     wait_for(lambda: agent.poll() is not None or logged(folder) >= 5)
     agent.send_signal(signal.SIGUSR1)
     said = agent.communicate(timeout=60)[0]
     assert agent.returncode == 1 and f"stopped after step {logged(folder)}, which is saved" in said
     assert max(checkpoints(folder)) == logged(folder) < STEPS
-    code, said = shoal("train", file, "--run-folder", folder, "--keep-going")  # as any start of it does
+    code, said = shoal("train", file, "--run-folder", folder, "--auto-resume")  # as any start of it does
     assert code == 0, said
     assert curve(folder) == curve(undisturbed)
 
@@ -162,16 +162,16 @@ def test_an_agent_that_is_asked_to_stop_leaves_a_saved_run(file, tmp_path, undis
 # ---- without processes -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("keep_going", "environment", "expected"), [
+@pytest.mark.parametrize(("auto_resume", "environment", "expected"), [
     (True, {}, True), (False, {}, False), (False, {"SLURM_RESTART_COUNT": "1"}, True),
     (False, {"SLURM_RESTART_COUNT": "0"}, False), (False, {"TORCHELASTIC_MAX_RESTARTS": "3"}, True),
     (False, {"TORCHELASTIC_MAX_RESTARTS": "0"}, False),
 ])
-def test_who_starts_again_goes_on(keep_going, environment, expected, tmp_path):
-    assert not should_resume(tmp_path, keep_going, environment)  # there is no run yet
+def test_who_starts_again_goes_on(auto_resume, environment, expected, tmp_path):
+    assert not should_resume(tmp_path, auto_resume, environment)  # there is no run yet
     (tmp_path / "run.toml").touch()
-    assert should_resume(tmp_path, keep_going, environment) is expected
-    assert not should_resume(None, keep_going, environment)
+    assert should_resume(tmp_path, auto_resume, environment) is expected
+    assert not should_resume(None, auto_resume, environment)
 
 
 def test_fewer_ranks_take_the_nearest_layout_only_where_somebody_starts_them_again(monkeypatch):
@@ -179,7 +179,7 @@ def test_fewer_ranks_take_the_nearest_layout_only_where_somebody_starts_them_aga
     shape, member = check(config), RankEnv(2, 3, 2, 3, "torchrun", ("localhost", 1))
     monkeypatch.delenv("TORCHELASTIC_MAX_RESTARTS", raising=False)
     assert adapt_to_ranks(config, shape, member) is config
-    assert adapt_to_ranks(config, shape, member, keep_going=True).parallel.dp == 2
+    assert adapt_to_ranks(config, shape, member, auto_resume=True).parallel.dp == 2
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
     assert adapt_to_ranks(config, shape, member).parallel.dp == 2  # the third rank has nothing to do
     fixed = build_config({"parallel": {"dp": 4}, "train": {"global_batch": 8}, "failover": {"replan": False}})
@@ -189,11 +189,11 @@ def test_fewer_ranks_take_the_nearest_layout_only_where_somebody_starts_them_aga
 def test_fewer_ranks_take_a_layout_that_memory_holds(monkeypatch):
     config = build_config({"parallel": {"dp": 4}, "train": {"global_batch": 8}})
     shape, member = check(config), RankEnv(1, 2, 1, 2, "slurm", ("localhost", 1))
-    nearest = adapt_to_ranks(config, shape, member, keep_going=True)
+    nearest = adapt_to_ranks(config, shape, member, auto_resume=True)
     assert nearest.parallel.dp == 2
     needed = 2 * count_rank_memory(nearest, shape, torch.device("cpu"))[0].total
     monkeypatch.setattr(memory_check, "host_memory", lambda: needed - 1)
-    assert adapt_to_ranks(config, shape, member, keep_going=True).parallel.dp == 1
+    assert adapt_to_ranks(config, shape, member, auto_resume=True).parallel.dp == 1
 
 
 def test_fewer_ranks_take_a_layout_that_can_be_trained(monkeypatch):
@@ -206,15 +206,15 @@ def test_fewer_ranks_take_a_layout_that_can_be_trained(monkeypatch):
         return check(changed)
 
     monkeypatch.setattr(torch_elastic, "check", no_two)
-    assert adapt_to_ranks(config, shape, member, keep_going=True).parallel.dp == 1
+    assert adapt_to_ranks(config, shape, member, auto_resume=True).parallel.dp == 1
 
 
 def test_a_job_that_is_started_again_begins_or_goes_on(file, tmp_path, undisturbed):
     """As Kubernetes does with a pod: SIGTERM, and later the same command."""
-    words = ("train", file, "--run-folder", tmp_path / "run", "--keep-going")
-    dying = ("--failover.restarts", "0", "--testing.dead", "0@1")
+    words = ("train", file, "--run-folder", tmp_path / "run", "--auto-resume")
+    dying = ("--failover.restarts", "0", "--testing.kill", "0@1")
     assert shoal(*words, *dying)[0] == 128 + signal.SIGKILL  # and nothing is saved yet
-    process = start(*words, "--testing.pace", "0.3")
+    process = start(*words, "--testing.min_step_seconds", "0.3")
     wait_for(lambda: process.poll() is not None or logged(tmp_path / "run") >= 3)
     process.send_signal(signal.SIGTERM)
     said = process.communicate(timeout=60)[0]
@@ -223,7 +223,7 @@ def test_a_job_that_is_started_again_begins_or_goes_on(file, tmp_path, undisturb
     assert same_bits(checkpoints(tmp_path / "run")[STEPS], checkpoints(undisturbed)[STEPS])
     code, said = shoal(*words)  # a run that is done stays done
     assert code == 0 and f"resumed after step {STEPS}" in said
-    assert shoal("train", file, "--keep-going")[0] == 2
+    assert shoal("train", file, "--auto-resume")[0] == 2
 
 
 def test_a_rank_without_work_waits_for_the_others():

@@ -80,7 +80,7 @@ def test_every_mesh_that_is_searched_is_one_that_train_takes(precision: str, opt
 def test_a_model_of_ones_own_is_written_out(tmp_path: Path) -> None:
     own, out = tmp_path / "own.toml", tmp_path / "run.toml"
     own.write_text(OWN)
-    words = "--model mine --cluster 2xH100 --seq 128 --global-batch 8 --fix recompute=none,micro-batch=1"
+    words = "--model mine --cluster 2xH100 --sequence-length 128 --global-batch 8 --fix recompute=none,micro-batch=1"
     try:
         assert main(["plan", *words.split(), "--catalog", str(own), "--toml", str(out)]) == 0
         shape = model_shape("mine")

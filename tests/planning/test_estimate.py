@@ -356,7 +356,7 @@ def test_what_would_be_ignored_is_refused(words: str, says: str, capsys: pytest.
 @pytest.mark.parametrize("words", [
     "estimate --model llama-3-8b --cluster 8xH100 --parallel.tp 8",
     "estimate --cluster=v5p-16 --sequence_length=1024 --optimizer sgd --tokens 1e12",
-    "plan --model llama-3.2-1b --cluster 2xH100 --global-batch 8 --seq 1024 --fix tp=2",
+    "plan --model llama-3.2-1b --cluster 2xH100 --global-batch 8 --sequence-length 1024 --fix tp=2",
 ])
 def test_an_answer_does_not_wait_for_what_it_does_not_need(words: str) -> None:
     """torch takes longer to import than everything else together."""

@@ -84,7 +84,7 @@ def test_the_time_of_an_action_is_that_of_the_device(device, factor, pace, slept
 def test_who_takes_only_some_steps_dies_before_the_first_from_there_on(device, monkeypatch):
     killed = []
     monkeypatch.setattr(fault_knobs.os, "kill", lambda process, signal: killed.append(signal))
-    testing = build_config({"testing": {"dead": "0@4,1@9"}}).testing
+    testing = build_config({"testing": {"kill": "0@4,1@9"}}).testing
     first = FaultKnobs.read(testing, 2)
     engine = engine_on(device)
     TimedSteps(engine, first)
@@ -92,6 +92,6 @@ def test_who_takes_only_some_steps_dies_before_the_first_from_there_on(device, m
         assert not killed
         engine.step(number)
     assert len(killed) == 1
-    assert first.survivors([1]) == ["testing.dead: rank 1 did not die, since it was given no step from 9 on"]
+    assert first.survivors([1]) == ["testing.kill: rank 1 did not die, since it was given no step from 9 on"]
     assert FaultKnobs.read(testing, 2, begin=6).deaths == {1: 9}  # the other is over
     assert FaultKnobs.read(testing, 2, restarted=True).deaths == {}

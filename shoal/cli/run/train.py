@@ -22,7 +22,7 @@ class TrainOptions(Section):
     """Resume from the newest checkpoint of this run folder, on any layout. Without a value: --run-folder, or the
     newest run under runs/. The run's own config is the default for every option."""
 
-    keep_going: bool = False
+    auto_resume: bool = False
     """Start the run of --run-folder, or resume it if it already exists: for jobs that are restarted (Kubernetes). Jobs
     restarted by torchrun --max-restarts or SLURM's requeue do this automatically."""
 
@@ -36,5 +36,5 @@ def run(options: TrainOptions, config: RunConfig) -> int:
         config = config.model_copy(update={"metrics": config.metrics.model_copy(update={"profile": True})})
     return shoal.train(
         config, ranks=options.ranks, run_folder=options.run_folder, resume=options.resume,
-        keep_going=options.keep_going,
+        auto_resume=options.auto_resume,
     )

@@ -72,5 +72,5 @@ def weight_decay(config: OptimizerConfig, whole: tuple[int, ...]) -> float:
 
 
 def rate_factor(config: OptimizerConfig, name: str) -> float:
-    """Return the factor on a parameter's learning rate: the first match of its name in ``config.rates``."""
-    return next((factor for pattern, factor in config.rates.items() if fnmatchcase(name, pattern)), 1.0)
+    """Return the factor on a parameter's learning rate: the first match of its name in ``config.lr_factors``."""
+    return next((factor for pattern, factor in config.lr_factors.items() if fnmatchcase(name, pattern)), 1.0)

@@ -27,11 +27,11 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
         part = 1.0
     elif config.schedule == "inverse-sqrt":
         warm = max(1, config.warmup_steps)
-        return config.learning_rate * max(config.minimum, math.sqrt(warm / (warm + step - config.warmup_steps)))
+        return config.learning_rate * max(config.min_lr_fraction, math.sqrt(warm / (warm + step - config.warmup_steps)))
     elif config.schedule == "linear":
         part = 1 - done
     elif config.schedule == "cosine":
         part = (1 + math.cos(math.pi * done)) / 2
     else:
         part = min(1.0, (1 - done) / config.decay_fraction) if config.decay_fraction else 1.0
-    return config.learning_rate * (config.minimum + (1 - config.minimum) * part)
+    return config.learning_rate * (config.min_lr_fraction + (1 - config.min_lr_fraction) * part)

@@ -30,7 +30,7 @@ def catalog_shape(model: str, layers: int | None, sequence_length: int) -> Model
             raise UsageError(f"--layers {layers}: {model} has {shape.layers}")
         shape = shape.model_copy(update={"layers": layers})
     if shape.family == "gpt" and sequence_length > shape.max_sequence:
-        raise UsageError(f"--seq {sequence_length}: {model} has positions for {shape.max_sequence}")
+        raise UsageError(f"--sequence-length {sequence_length}: {model} has positions for {shape.max_sequence}")
     return shape
 
 

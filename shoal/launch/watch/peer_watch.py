@@ -121,7 +121,8 @@ class PeerWatch:
             living = {first + i: record for i, record in there.items()}
             lost = watchdog.locate_lost_rank(trouble, living, self.folder, alone=False)
             if lost is None:
-                time.sleep(self.dog.limits.stall_seconds)  # the lost rank is on another host; its neighbours find it
+                # The lost rank is on another host, whose ranks find it.
+                time.sleep(self.dog.limits.progress_timeout_seconds)
             else:
                 self._end(lost)
 

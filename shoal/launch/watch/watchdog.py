@@ -113,7 +113,7 @@ class Watchdog:
             watched.idle = 0.0
         if sign.state in ("T", "t") and watched.quiet >= STOPPED_SECONDS:
             return "is stopped (SIGSTOP)"
-        return "is silent" if watched.idle >= self.limits.silence_seconds else ""
+        return "is silent" if watched.idle >= self.limits.heartbeat_timeout_seconds else ""
 
     def _stall(self, records: list[HeartbeatRecord], gap: float) -> Trouble | None:
         counts = [record.count for record in records]
@@ -134,7 +134,7 @@ class Watchdog:
     def limit(self, records: list[HeartbeatRecord]) -> float:
         """Return the allowed seconds without progress: short once all ranks are in steps and have completed one."""
         if all(record.phase is Phase.STEP and record.steps > record.begun >= 0 for record in records):
-            return self.limits.stall_seconds + STEPS_ALLOWED * self.slowest
+            return self.limits.progress_timeout_seconds + STEPS_ALLOWED * self.slowest
         return SLOW_SECONDS
 
 

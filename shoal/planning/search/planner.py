@@ -111,7 +111,7 @@ class LayoutPlanner:
             raise UsageError(
                 f"no layout of {run.cluster.size:,} devices{given} can split {self.model} and "
                 f"{run.global_batch:,} sequences of {run.sequence_length:,} tokens, whatever the memory."
-                "\n  Fix fewer fields, or change --cluster, --global-batch or --seq."
+                "\n  Fix fewer fields, or change --cluster, --global-batch or --sequence-length."
             )
         return search(run, self.space, count=count, progress=progress)
 
@@ -283,7 +283,7 @@ def _sequences(given: int | str, sequence_length: int) -> int:
     tokens = int(number) * unit
     if tokens % sequence_length:
         raise UsageError(
-            f"--global-batch {text} = {tokens:,} tokens is no multiple of --seq {sequence_length}."
+            f"--global-batch {text} = {tokens:,} tokens is no multiple of --sequence-length {sequence_length}."
             f"\n  Give sequences, as {max(1, tokens // sequence_length)}."
         )
     return tokens // sequence_length

@@ -181,7 +181,7 @@ REEXECUTION_ON_REPLICA = Feature(
 )  # fmt: skip
 HISTOGRAMS = _set("metrics.histograms")
 PROFILE = _is("metrics.profile", True)
-STRAGGLER_KNOB, PACE_KNOB, DEATH_KNOB = (_set(f"testing.{name}") for name in ("straggler", "pace", "dead"))
+STRAGGLER_KNOB, PACE_KNOB, DEATH_KNOB = (_set(f"testing.{name}") for name in ("straggler", "min_step_seconds", "kill"))
 SLOW_LINK = _set("testing.link_gbs")
 BACKEND_TRANSPORT = _is("train.transport", "backend")
 CUDA = _is("train.device", "cuda")

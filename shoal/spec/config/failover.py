@@ -18,10 +18,10 @@ class FailoverConfig(Section):
     restarts: NonNegativeInt = 3
     """Consecutive restarts without progress after which a run ends; 0 never restarts it."""
 
-    silence_seconds: PositiveFloat = 10.0
+    heartbeat_timeout_seconds: PositiveFloat = 10.0
     """Seconds without heartbeat or CPU use after which a rank is declared dead (2 seconds if stopped by SIGSTOP)."""
 
-    stall_seconds: PositiveFloat = 20.0
+    progress_timeout_seconds: PositiveFloat = 20.0
     """Seconds without progress on any rank, and at least three times the slowest step, after which a run is declared
     stuck. Before the first step, during validation and while saving the limit is nine minutes."""
 

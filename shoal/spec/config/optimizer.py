@@ -48,7 +48,7 @@ class OptimizerConfig(Section):
     """sophia: factor on the Hessian diagonal (gamma; the authors use 0.05 for sophia-g and 0.01 for sophia-h). The
     smaller it is, the more elements take a step of the full learning rate."""
 
-    rates: dict[str, PositiveFloat] = Field(default={})
+    lr_factors: dict[str, PositiveFloat] = Field(default={})
     """Factors on the learning rate by parameter-name pattern, such as {"embed.*" = 0.5}; the first match applies."""
 
     weight_decay: NonNegativeFloat = 0.1
@@ -68,5 +68,5 @@ class OptimizerConfig(Section):
     decay_fraction: float = Field(default=0.2, ge=0, le=1)
     """wsd: fraction of the steps after the warm-up in which the rate decays, at the end."""
 
-    minimum: float = Field(default=0.1, ge=0, le=1)
+    min_lr_fraction: float = Field(default=0.1, ge=0, le=1)
     """Final learning rate as a fraction of the peak."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from shoal.spec.config.model import ModelConfig
 from shoal.spec.config.optimizer import OptimizerConfig
 from shoal.spec.config.precision import Float8Config, LossScaleConfig
 from shoal.spec.config.relaxed import RelaxedConfig
+from shoal.spec.config.renamed import rename_keys
 from shoal.spec.config.testing import TestingConfig
 from shoal.spec.config.train import CheckpointConfig, MetricsConfig, TrainConfig
 from shoal.spec.layout import Layout
@@ -50,10 +49,6 @@ class RunConfig(Section):
     testing: TestingConfig = TestingConfig()
 
 
-MOVED = {f"train.{name}": f"testing.{name}" for name in ("straggler", "pace", "dead", "link_gbs")}
-"""Keys that moved to another section. Files and command lines may still use the old keys."""
-
-
 def load_config(path: str | Path) -> RunConfig:
     """Read a run's TOML file.
 
@@ -69,26 +64,7 @@ def load_config(path: str | Path) -> RunConfig:
 
 def build_config(values: dict[str, Any], *, source: str = "config") -> RunConfig:
     """Build a `RunConfig` from nested plain values; errors name the keys of the file."""
-    return validate(RunConfig, _move_keys(values), source=source)
-
-
-def _move_keys(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values with the keys of `MOVED` in their new sections."""
-    for old, new in MOVED.items():
-        (section, key), (target, name) = old.split("."), new.split(".")
-        there, others = values.get(section), values.get(target, {})
-        if isinstance(there, dict) and key in there and isinstance(others, dict):
-            values = values | {section: {k: v for k, v in there.items() if k != key}}
-            values[target] = {name: there[key]} | others
-            if there[key]:  # run folders have every key, most with the default value
-                note_moved(old)
-    return values
-
-
-@cache
-def note_moved(old: str) -> None:
-    """Print a note on stderr, once per key, that a key has moved."""
-    print(f"note: {old} is now {MOVED[old]}", file=sys.stderr)
+    return validate(RunConfig, rename_keys(values, RunConfig().model_dump()), source=source)
 
 
 def save_config(config: RunConfig, path: Path, *, new: bool = False) -> None:

@@ -14,11 +14,11 @@ class TestingConfig(Section):
     """Slow ranks, as comma-separated RANK=FACTOR: with 1=4, the forward and backward passes of rank 1 take 4 times as
     long (it sleeps). Each rank's computing and waiting time is shown at the end."""
 
-    pace: float = Field(default=0.0, ge=0, le=3600)
+    min_step_seconds: float = Field(default=0.0, ge=0, le=3600)
     """Minimum compute time per step in seconds (sleeps if faster). With more ranks than cores, ranks then behave as if
     each had its own machine."""
 
-    dead: str = ""
+    kill: str = ""
     """Ranks that kill themselves (SIGKILL), as comma-separated RANK@STEP: shows which parallel.sync continues."""
 
     link_gbs: NonNegativeFloat = 0.0

@@ -129,7 +129,7 @@ def draw_run_of(optimizer: str, choose: Choose, max_ranks: int = 8) -> RunConfig
     model = run.model.model_copy(update={"hidden": wide, "ffn": run.parallel.tp * choose((40, 131))})
     settings["schedule"] = choose(("cosine", "linear", "wsd", "inverse-sqrt", "constant"))
     settings["warmup_steps"] = choose((0, 1, 2))  # of 3 steps, in which all schedules differ
-    settings["rates"] = choose(({}, {"embed.*": 0.5, "*norm*": 2.0, "layers.1.*": 0.25}))
+    settings["lr_factors"] = choose(({}, {"embed.*": 0.5, "*norm*": 2.0, "layers.1.*": 0.25}))
     run = run.model_copy(update={"train": run.train.model_copy(update={"steps": 3})})
     return run.model_copy(update={"optimizer": run.optimizer.model_copy(update=settings), "model": model})
 

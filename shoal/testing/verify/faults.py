@@ -1,7 +1,7 @@
 """Faults that parallel training is known for, to be planted in a working run and found again.
 
 Each replaces one function of shoal in the rank's process by a wrong one, to show that the verifier finds it and says
-where: `shoal verify run.toml --plant NAME`. Most are faults that published codebases have had.
+where: `shoal verify run.toml --inject NAME`. Most are faults that published codebases have had.
 """
 
 from __future__ import annotations

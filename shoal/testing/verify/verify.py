@@ -71,7 +71,7 @@ def verify(
     rule: str | None = None,
     steps: int = 3,
     own_precision: bool = False,
-    plant: str | None = None,
+    inject: str | None = None,
     show: bool = False,
 ) -> Verification:
     """Train a few steps on the ranks of a layout and on one device, on the CPU, and compare all that they compute.
@@ -84,7 +84,7 @@ def verify(
             (default: the draw chooses).
         steps: training steps to compare.
         own_precision: compare in the run's precision, to its rounding, instead of float64 to 1e-9.
-        plant: the name of a fault to plant on the ranks, which should be found.
+        inject: name of a fault to inject on the ranks, which should be found.
         show: print what is compared, progress and verdicts.
 
     Raises:
@@ -102,9 +102,9 @@ def verify(
     """
     console = Console(highlight=False, soft_wrap=True) if show else Console(quiet=True, force_terminal=False)
     if random is None:
-        return _verify_run(console, config, rule, steps, own_precision, plant)
-    if plant or own_precision:
-        raise UsageError("--random draws its own runs in fp64: leave --plant and --precision own out.")
+        return _verify_run(console, config, rule, steps, own_precision, inject)
+    if inject or own_precision:
+        raise UsageError("--random draws its own runs in fp64: leave --inject and --precision own out.")
     rules = _rules(rule)
     with Pool(_DRAWN_RANKS) as pool:
         found = [_verify_drawn(console, pool, random, steps, config.train.seed, name) for name in rules]
@@ -166,14 +166,14 @@ def _check_size(case: Case) -> None:
 def _check_fault(name: str, case: Case) -> None:
     if name not in FAULTS:
         table = "\n".join(f"  {fault:<20}{FAULTS[fault].what}" for fault in FAULTS)
-        raise UsageError(f"--plant {name}: there is no such fault; {did_you_mean(name, FAULTS)}\n{table}")
+        raise UsageError(f"--inject {name}: there is no such fault; {did_you_mean(name, FAULTS)}\n{table}")
     layout = case.config.parallel
     if (needed := FAULTS[name].model) and getattr(case.shape, needed) is None:
-        raise UsageError(f"--plant {name} does nothing in a model without {needed}.\n  {_needs(FAULTS[name])}")
+        raise UsageError(f"--inject {name} does nothing in a model without {needed}.\n  {_needs(FAULTS[name])}")
     for key, value in FAULTS[name].needs.items():
         given = getattr(layout, key)
         if given != value if key in ("zero", "sequence_parallel", "tp_overlap", "schedule") else given < value:
-            raise UsageError(f"--plant {name} does nothing with parallel.{key} = {given}.\n  {_needs(FAULTS[name])}")
+            raise UsageError(f"--inject {name} does nothing with parallel.{key} = {given}.\n  {_needs(FAULTS[name])}")
 
 
 _MODELS = {

@@ -20,7 +20,7 @@ def test_a_right_layout_and_a_planted_fault(run_file: Path, capsys: pytest.Captu
     assert main(["verify", str(run_file), "--steps", "1"]) == 0
     out = capsys.readouterr().out
     assert "tp 2" in out and "the same" in out and "attention out" in out and "weight, adamw" in out
-    assert main(["verify", str(run_file), "--steps", "1", "--plant", "row-sum"]) == 1
+    assert main(["verify", str(run_file), "--steps", "1", "--inject", "row-sum"]) == 1
     out = capsys.readouterr().out
     assert "output of layers.0.attention" in out and "rank 1 (tp 1)" in out
 
@@ -46,9 +46,9 @@ def test_drawn_layouts_of_two_rules(capsys: pytest.CaptureFixture) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--plant", "row-sun"], "did you mean 'row-sum'?"),
-        (["--plant", "zero2-forgets"], "It shows on a layout with --parallel.dp 2 --parallel.zero 2."),
-        (["--plant", "row-sum", "--random", "2"], "leave --plant"),
+        (["--inject", "row-sun"], "did you mean 'row-sum'?"),
+        (["--inject", "zero2-forgets"], "It shows on a layout with --parallel.dp 2 --parallel.zero 2."),
+        (["--inject", "row-sum", "--random", "2"], "leave --inject"),
         (["--random", "2", "--rule", "adamw,sag"], "did you mean 'sage'?"),
         (["--rule", "sage"], "Give --random N too"),
         (["--parallel.dp", "64", "--train.global-batch", "256"], "at most 64"),

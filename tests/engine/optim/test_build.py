@@ -188,7 +188,7 @@ def test_sophia_refuses_to_go_on_without_an_estimate():
 
 
 def test_rates_multiply_the_learning_rate_of_the_parameters_that_match_first():
-    config = OptimizerConfig(name="sgd", weight_decay=0.0, rates={"norm*": 0.5, "n*": 7.0})
+    config = OptimizerConfig(name="sgd", weight_decay=0.0, lr_factors={"norm*": 0.5, "n*": 7.0})
     weights = [torch.zeros(shape) for shape in SHAPES.values()]
     gradients = [torch.ones_like(w) for w in weights]
     build(config, cut_shards(weights, gradients, [2], config)).step(1.0)

@@ -14,7 +14,7 @@ settings = st.fixed_dictionaries({
     "learning_rate": st.floats(1e-6, 1.0),
     "warmup_steps": st.integers(0, 50),
     "decay_fraction": st.floats(0, 1),
-    "minimum": st.floats(0, 1),
+    "min_lr_fraction": st.floats(0, 1),
 })
 
 
@@ -31,7 +31,7 @@ def test_any_schedule_rises_to_the_peak_then_never_rises_nor_falls_below_the_min
         assert rate == pytest.approx(peak * (step + 1) / warmup)
     after = found[warmup:]
     assert all(later <= earlier * (1 + 1e-12) for earlier, later in pairwise(after))
-    assert all(peak * fields["minimum"] * (1 - 1e-12) <= rate <= peak * (1 + 1e-12) for rate in after)
+    assert all(peak * fields["min_lr_fraction"] * (1 - 1e-12) <= rate <= peak * (1 + 1e-12) for rate in after)
     if after:
         assert after[0] == pytest.approx(peak)
 
@@ -44,7 +44,7 @@ def test_constant_stays_at_the_peak(steps, fields):
 
 @given(st.integers(2, 200), settings)
 def test_cosine_is_half_a_turn_of_it(steps, fields):
-    peak, floor, warmup = fields["learning_rate"], fields["minimum"], fields["warmup_steps"]
+    peak, floor, warmup = fields["learning_rate"], fields["min_lr_fraction"], fields["warmup_steps"]
     length = max(1, steps - warmup)
     for done, rate in enumerate(rates(steps, schedule="cosine", **fields)[warmup:]):
         turn = math.cos(math.pi * done / length)
@@ -53,7 +53,7 @@ def test_cosine_is_half_a_turn_of_it(steps, fields):
 
 @given(st.integers(1, 200), settings)
 def test_wsd_is_flat_and_then_a_straight_line(steps, fields):
-    peak, floor, part, warmup = (fields[k] for k in ("learning_rate", "minimum", "decay_fraction", "warmup_steps"))
+    peak, floor, part, warmup = (fields[k] for k in ("learning_rate", "min_lr_fraction", "decay_fraction", "warmup_steps"))
     length = max(1, steps - warmup)
     for done, rate in enumerate(rates(steps, schedule="wsd", **fields)[warmup:]):
         left = (length - done) / length
@@ -63,7 +63,7 @@ def test_wsd_is_flat_and_then_a_straight_line(steps, fields):
 
 @given(st.integers(2, 200), settings)
 def test_linear_is_a_straight_line(steps, fields):
-    peak, floor, warmup = fields["learning_rate"], fields["minimum"], fields["warmup_steps"]
+    peak, floor, warmup = fields["learning_rate"], fields["min_lr_fraction"], fields["warmup_steps"]
     length = max(1, steps - warmup)
     for done, rate in enumerate(rates(steps, schedule="linear", **fields)[warmup:]):
         assert rate == pytest.approx(peak * (1 - (1 - floor) * done / length))
@@ -71,13 +71,13 @@ def test_linear_is_a_straight_line(steps, fields):
 
 @given(st.integers(2, 200), settings)
 def test_inverse_sqrt_goes_on_from_the_warm_up_whatever_the_length_of_the_run(steps, fields):
-    peak, floor, warmup = fields["learning_rate"], fields["minimum"], max(1, fields["warmup_steps"])
+    peak, floor, warmup = fields["learning_rate"], fields["min_lr_fraction"], max(1, fields["warmup_steps"])
     for done, rate in enumerate(rates(steps, schedule="inverse-sqrt", **fields)[fields["warmup_steps"]:]):
         assert rate == pytest.approx(peak * max(floor, (warmup / (warmup + done)) ** 0.5))
 
 
 def test_where_the_runs_end():
-    fields = {"learning_rate": 1.0, "warmup_steps": 10, "decay_fraction": 0.2, "minimum": 0.1}
+    fields = {"learning_rate": 1.0, "warmup_steps": 10, "decay_fraction": 0.2, "min_lr_fraction": 0.1}
     assert rates(1010, schedule="constant", **fields)[-1] == 1.0
     assert rates(1010, schedule="cosine", **fields)[-1] == pytest.approx(0.1, abs=1e-4)
     wsd = rates(1010, schedule="wsd", **fields)

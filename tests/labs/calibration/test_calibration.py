@@ -175,7 +175,7 @@ def test_a_search_prices_turns_as_an_estimate_does(here: Path) -> None:
 @pytest.mark.parametrize("words", [
     "estimate --global-batch 12 --catalog FILE",
     "estimate --global-batch 12 --out page.html --catalog=FILE",
-    "plan --global-batch 12 --seq 128 --fix schedule=1f1b,recompute=none --catalog FILE",
+    "plan --global-batch 12 --sequence-length 128 --fix schedule=1f1b,recompute=none --catalog FILE",
 ])  # fmt: skip
 def test_a_profile_is_a_catalog(here: Path, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -15,7 +15,8 @@ from shoal.spec.compatibility.matrix import TECHNIQUES, build_matrix, example_ru
 from shoal.spec.compatibility.table import CONFLICTS
 
 NO_TECHNIQUES = {
-    "train.device", "train.transport", "testing.straggler", "testing.pace", "testing.dead", "testing.link_gbs"
+    "train.device", "train.transport", "testing.straggler", "testing.min_step_seconds", "testing.kill",
+    "testing.link_gbs",
 }  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from shoal.spec.config import FailoverConfig
 from shoal.training.resilience.heartbeat import HeartbeatRecord, Phase
 
 SHOAL = Path(shoal.__file__).parent
-LIMITS = FailoverConfig(silence_seconds=10, stall_seconds=20)
+LIMITS = FailoverConfig(heartbeat_timeout_seconds=10, progress_timeout_seconds=20)
 
 
 def record(

@@ -11,7 +11,7 @@ from shoal.planning.search.planner import LayoutPlanner
 from shoal.planning.search.space import LayoutSpace
 
 FEW = LayoutSpace(("1f1b", "zb-h1"), most_virtual=2, uneven=False)
-SMALL = "--global-batch 30 --seq 512 --fix recompute=none,micro-batch=1"
+SMALL = "--global-batch 30 --sequence-length 512 --fix recompute=none,micro-batch=1"
 
 
 def planner(*names: str, global_batch: int, space: LayoutSpace = FEW) -> LayoutPlanner:
@@ -58,8 +58,8 @@ def test_a_budget_is_met(capsys: pytest.CaptureFixture) -> None:
 
 
 def test_the_fewest_are_said(capsys: pytest.CaptureFixture) -> None:
-    words = "plan --model gpt2-124m --cluster 2x2xH100 --global-batch 4 --seq 512 --fix schedule=1f1b --fewest"
-    assert main(words.split()) == 0
+    words = "plan --model gpt2-124m --cluster 2x2xH100 --global-batch 4 --sequence-length 512"
+    assert main([*words.split(), "--fix", "schedule=1f1b", "--fewest"]) == 0
     assert "1 x h100-sxm are the fewest that hold gpt2-124m" in capsys.readouterr().out
     assert main([*["plan", "--model", "llama-3-405b", "--cluster", "8xH100", "--global-batch", "8", "--fewest"]]) == 1
     assert "does not fit on any number of h100-sxm" in capsys.readouterr().out

@@ -17,7 +17,7 @@ from shoal.spec.config import build_config
     ({"hessian_every": 5}, "optimizer.hessian_every = 5"),
     ({"decay_fraction": 0.5}, "optimizer.schedule = 'cosine', which does not read it.\n  Leave it out, or use "
                               "optimizer.schedule wsd."),
-    ({"schedule": "constant", "minimum": 0.0}, "optimizer.minimum = 0.0"),
+    ({"schedule": "constant", "min_lr_fraction": 0.0}, "optimizer.min_lr_fraction = 0.0"),
 ])  # fmt: skip
 def test_settings_that_nothing_reads_are_refused(settings: dict, said: str) -> None:
     with pytest.raises(UsageError) as refused:

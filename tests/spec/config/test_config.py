@@ -12,11 +12,10 @@ from pydantic import BaseModel
 
 from shoal.base.errors import UsageError
 from shoal.base.section import docstrings, plain
-from shoal.cli.arguments import parse_run
-from shoal.cli.run.train import TrainOptions
+from shoal.cli.main import main
 from shoal.spec.catalog import model_shape
 from shoal.spec.config import DataConfig, ModelConfig, RunConfig, build_config, load_config, save_config
-from shoal.spec.config.run import note_moved
+from shoal.spec.config.renamed import RENAMED_KEYS, print_rename, rename_option
 from shoal.spec.layout import ScheduleName
 
 WORDS = st.text("abcxyz ./~*-_'\"\\\n0é", max_size=8)
@@ -196,14 +195,31 @@ def test_paths_are_a_tuple():
     assert DataConfig(paths=["a", "b"]).paths == ("a", "b")
 
 
-def test_keys_that_have_moved_are_read_where_they_were(capfd):
-    note_moved.cache_clear()
+def test_old_keys_are_still_read(capfd):
+    print_rename.cache_clear()
     old = {"train": {"steps": 3, "straggler": "1=2", "pace": 0.0}, "testing": {"pace": 0.5}}
     for _ in range(2):
         config = build_config(old)
-        assert (config.train.steps, config.testing.straggler, config.testing.pace) == (3, "1=2", 0.5)
-    assert capfd.readouterr().err == "note: train.straggler is now testing.straggler\n"
+        assert (config.train.steps, config.testing.straggler, config.testing.min_step_seconds) == (3, "1=2", 0.5)
+    notes = "note: testing.pace is now testing.min_step_seconds\nnote: train.straggler is now testing.straggler\n"
+    assert capfd.readouterr().err == notes
     with pytest.raises(UsageError, match="testing"):
         build_config({"testing": 3, "train": {"dead": "1@2"}})
-    assert parse_run("train", TrainOptions, ["--train.link_gbs", "0.5", "--train.pace=0"])[1].testing.link_gbs == 0.5
-    assert "train.link_gbs is now testing.link_gbs" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("old", RENAMED_KEYS)
+def test_an_old_key_sets_the_new_one(old):
+    section, key = old.split(".")
+    target, name = RENAMED_KEYS[old].split(".")
+    value = {"straggler": "1=2", "dead": "1@2", "rates": {"embed.*": 0.5}}.get(key, 0.25)
+    assert getattr(getattr(build_config({section: {key: value}}), target), name) == value
+    assert rename_option(f"--{old.replace('_', '-')}=1") == f"--{target}.{name.replace('_', '-')}=1"
+
+
+def test_old_options_are_still_read(capfd):
+    assert main(["plan", "--seq", "0"]) == 2
+    note, error = capfd.readouterr().err.splitlines()
+    assert note == "note: --seq is now --sequence-length" and "sequence_length = 0" in error
+    assert [rename_option(word) for word in ("--keep-going", "keep_going", "--plant=x")] == [
+        "--auto-resume", "keep_going", "--inject=x"
+    ]

@@ -35,7 +35,7 @@ from tests.trainings.runs import checkpoints, copy_until, records, same_bits, sh
 STEPS = 12
 
 
-UNEVEN = {"data": {"sampler": "pool"}, "testing": {"straggler": "1=4", "pace": 0.02}}
+UNEVEN = {"data": {"sampler": "pool"}, "testing": {"straggler": "1=4", "min_step_seconds": 0.02}}
 """Two replicas that do different numbers of steps."""
 
 
@@ -178,7 +178,7 @@ def test_it_goes_on_without_a_rank_that_dies(sync, more, corpus, tmp_path):
     file, folder = tmp_path / "run.toml", tmp_path / "run"
     save_config(config_of(corpus, sync, parallel={"dp": 3}, data=more, train={"global_batch": 3}), file)
     # A replica that takes from a pool, and starts late, may be left with no step at which to die: each takes a while.
-    words = ("--testing.dead", "1@1", "--testing.straggler", "2=2", "--testing.pace", "0.1")
+    words = ("--testing.kill", "1@1", "--testing.straggler", "2=2", "--testing.min_step_seconds", "0.1")
     code, said = shoal("train", file, *words, "--run-folder", folder)
     assert code == 0, said
     assert "rank 1 was killed by SIGKILL; the others went on without it" in said
@@ -187,7 +187,7 @@ def test_it_goes_on_without_a_rank_that_dies(sync, more, corpus, tmp_path):
     assert records(folder)[-1].step == STEPS and STEPS in checkpoints(folder)
     assert "a sample of what it writes" in said
     if sync in ("sgp", "wagma", "hogwild"):  # whose replicas have states of their own, the dead one too
-        code, said = shoal("train", "--resume", folder, "--train.steps", "18", "--testing.pace", "0")
+        code, said = shoal("train", "--resume", folder, "--train.steps", "18", "--testing.min_step_seconds", "0")
         assert code == 0 and "resumed after step 12" in said, said
         assert records(folder)[-1].step == 18
 
@@ -201,7 +201,7 @@ def dies_among_others(values: dict[str, Any], folder: Path) -> None:
 
 
 def test_one_may_die_while_the_others_make_groups_without_another(corpus, pool, tmp_path):
-    config, folder = config_of(corpus, "sgp", parallel={"dp": 4}, testing={"dead": "1@1"}), tmp_path / "run"
+    config, folder = config_of(corpus, "sgp", parallel={"dp": 4}, testing={"kill": "1@1"}), tmp_path / "run"
     new_run(config, folder)
     with pytest.raises(RankError) as error:
         pool.run(dies_among_others, 4, plain(config), folder)
@@ -218,7 +218,7 @@ def test_a_server_that_waits_for_all_does_not_go_on_without_one(corpus):
 def test_what_waits_for_all_ends_when_one_dies_and_says_which(corpus, tmp_path, sync):
     file = tmp_path / "run.toml"
     save_config(config_of(corpus, sync), file)
-    code, said = shoal("train", file, "--testing.dead", "1@4", "--run-folder", tmp_path / "run")
+    code, said = shoal("train", file, "--testing.kill", "1@4", "--run-folder", tmp_path / "run")
     assert code == 128 + signal.SIGKILL
     assert re.search("rank 1 was killed by SIGKILL in step 5.*; the other ranks were stopped", said)
     assert "Traceback" not in said
@@ -237,7 +237,7 @@ REFUSED = {
         ["--parallel.sync", "ps-ssp", "--optimizer.name", "muon"], "optimizer.name = 'muon'"),
     "a straggler that is no number": (["--testing.straggler", "1:4"], "testing.straggler = '1=4'"),
     "a straggler that is faster": (["--testing.straggler", "1=0.5"], "a factor of 1 to 1000"),
-    "a rank that is not there": (["--testing.dead", "7@1"], "there is no rank 7"),
+    "a rank that is not there": (["--testing.kill", "7@1"], "there is no rank 7"),
     "too many to count": (
         ["--parallel.sync", "sgp", "--parallel.dp", "65", "--train.global_batch", "65"], "Use parallel.dp <= 64"),
     "what nothing reads": (["--relaxed.rank", "2"], "relaxed.rank = 2 with parallel.sync = 'local-sgd': it is read by"),

@@ -278,5 +278,5 @@ def uneven_losses(values, steps: int) -> list[float]:
 
 def test_a_rate_of_no_parameter_is_refused():
     check(build_config({"optimizer": {"rates": {"embed.*": 0.5, "layers.*.mlp.*": 2.0}}}))
-    with pytest.raises(UsageError, match=r"'embedd\.\*' fits no parameter of the model.\n  These are called"):
+    with pytest.raises(UsageError, match=r"'embedd\.\*' matches no parameter of the model.\n  Its parameters are"):
         check(build_config({"optimizer": {"rates": {"norm*": 0.5, "embedd.*": 0.5}}}))

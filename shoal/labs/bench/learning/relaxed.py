@@ -1,8 +1,8 @@
 """Every method of the relaxed family on the same data, under one straggler: loss against time, over several seeds.
 
 The ranks share this machine's cores, so each step's computing is stretched to a minimum by sleeping
-(``testing.pace``), and the straggler's to a multiple of it: the comparison is of how long the others wait. With a
-simulated network (``testing.link_gbs``) it is of how long the exchange takes, for the methods that send something.
+(``testing.min_step_seconds``), and the straggler's to a multiple of it: this compares how long the others wait. With
+a simulated network (``testing.link_gbs``) it compares how long the exchange takes, for the methods that send something.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def config_of(
             "steps": steps, "global_batch": 2 * ranks, "seed": seed, "validate_every": 0, "validation_sequences": 128,
             "threads": 1, "device": "cpu",
         },
-        "testing": {"pace": pace, "straggler": straggler, "link_gbs": link_gbs},
+        "testing": {"min_step_seconds": pace, "straggler": straggler, "link_gbs": link_gbs},
         "optimizer": {"learning_rate": 5e-3, "warmup_steps": 20},
         "checkpoint": {"every": 0},
         "metrics": {"log_every": 10, "tensorboard": False},
@@ -170,7 +170,7 @@ def seconds_at_most(config: RunConfig, parameters: int) -> float:
     testing = config.testing
     slowest = max([1.0, *FaultKnobs.read(testing, config.parallel.dp).factors.values()])
     exchange = 2 * 4 * parameters / (1e9 * testing.link_gbs) if testing.link_gbs else 0.0  # fp32 gradients, all-reduced
-    return 600.0 + 10 * config.train.steps * (max(testing.pace, 0.1) * slowest + exchange)
+    return 600.0 + 10 * config.train.steps * (max(testing.min_step_seconds, 0.1) * slowest + exchange)
 
 
 def _train(values: dict[str, Any], folder: Path) -> None:
