@@ -53,7 +53,8 @@ def test_cosine_is_half_a_turn_of_it(steps, fields):
 
 @given(st.integers(1, 200), settings)
 def test_wsd_is_flat_and_then_a_straight_line(steps, fields):
-    peak, floor, part, warmup = (fields[k] for k in ("learning_rate", "min_lr_fraction", "decay_fraction", "warmup_steps"))
+    peak, floor = fields["learning_rate"], fields["min_lr_fraction"]
+    part, warmup = fields["decay_fraction"], fields["warmup_steps"]
     length = max(1, steps - warmup)
     for done, rate in enumerate(rates(steps, schedule="wsd", **fields)[warmup:]):
         left = (length - done) / length
