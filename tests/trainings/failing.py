@@ -79,7 +79,7 @@ class Spikes(Tells):
             result = step(number, **options)
             if engine.skips.batch(number) != BAD:
                 return result
-            for _, weights, _ in engine.parameters.runs():
+            for _, weights, _ in engine.parameters.shards():
                 weights.mul_(3)
             engine.parameters.gather()
             return replace(result, loss=BAD_LOSS)

@@ -114,12 +114,11 @@ def _build_stage(
     if float8:
         apply_float8(model, float8, splits, mesh, sink)
     # Last, therefore outermost: parameters are gathered before a layer is entered, recomputed or not.
-    members = _materialise(model, splits, policy.compute, mesh.device)
+    unclaimed = _materialise(model, splits, policy.compute, mesh.device)
     units = _units(model)
     owned = [list(dict.fromkeys(p for module in modules for p in module.parameters())) for modules in units]
-    unclaimed = dict(members)  # a tied head belongs to the first unit
-    parameters = ShardedParameters(
-        [[unclaimed.pop(p) for p in unit if p in unclaimed] for unit in owned], mesh, policy
+    parameters = ShardedParameters(  # a tied head belongs to the first unit
+        [[(p, unclaimed.pop(p)) for p in unit if p in unclaimed] for unit in owned], mesh, policy
     )
     if not compile:  # the compiler has to see the full backward
         sink.connect(parameters, model)
@@ -175,20 +174,16 @@ def _units(model: Transformer) -> list[list[nn.Module]]:
 
 def _materialise(
     model: Transformer, splits: dict[str, ParamPlacement], dtype: torch.dtype, device: torch.device
-) -> dict[nn.Parameter, tuple[nn.Parameter, ParamPlacement, bool]]:
+) -> dict[nn.Parameter, ParamPlacement]:
     """Replace meta parameters by real ones whose data the engine sets; meta parameters cannot take real data.
 
     Returns:
-        By new parameter: (parameter, placement, whether weight decay applies). Decay applies to matrices, not to norms
-        and biases.
+        The placement of each new parameter.
     """
-    real: dict[nn.Parameter, nn.Parameter] = {}
-    members = {}
-    for name, parameter in list(model.named_parameters()):
-        real[parameter] = nn.Parameter(torch.empty(0, dtype=dtype, device=device))
-        members[real[parameter]] = (real[parameter], splits[name], parameter.dim() > 1)
+    named = dict(model.named_parameters())
+    real = {old: nn.Parameter(torch.empty(0, dtype=dtype, device=device)) for old in named.values()}
     for module in model.modules():
         for name, own in list(module._parameters.items()):
             if own is not None:
                 module._parameters[name] = real[own]
-    return members
+    return {real[old]: splits[name] for name, old in named.items()}

@@ -13,13 +13,11 @@ sequence, so the ranks of a replica first gather the scores.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from shoal.base.boxes import Box
-from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import all_gather, to_host
 from shoal.engine.collectives.uneven import (
@@ -36,30 +34,11 @@ from shoal.engine.models.experts.layer import MoE
 from shoal.engine.models.experts.router import TokenPlaces
 from shoal.engine.parallel.context.causal_blocks import places_of
 from shoal.engine.parallel.context.token_order import TokenAssignment, count
-from shoal.engine.parallel.placement import ParamPlacement
+from shoal.engine.parallel.placement import ParamPlacement, keep_box, replicate
 from shoal.engine.parallel.weight_grad import GradSink, GroupedLinearFunction
 from shoal.spec.catalog import ModelShape
 
 SEQUENCE = 1  # dim of [b, s, ..] that tp splits
-
-
-@dataclass(frozen=True)
-class ExpertParallel:
-    """This rank's position in the expert mesh of its pipeline stage.
-
-    Attributes:
-        group: ranks with different experts (ep).
-        tensor: ranks with other parts of the same experts (etp).
-        sink: receives the experts' gradients.
-    """
-
-    group: Group | None
-    index: int
-    size: int
-    tensor: Group | None
-    tensor_index: int
-    tensor_size: int
-    sink: GradSink
 
 
 def apply_expert_parallel(
@@ -77,27 +56,18 @@ def apply_expert_parallel(
     """
     if shape.experts is None:
         return {}
-    at = ExpertParallel(
-        mesh.group("ep"), mesh.index("ep"), mesh.size("ep"), mesh.group("etp"), mesh.index("etp"), mesh.size("etp"),
-        sink,
-    )
     tp, cp = mesh.group("tp"), mesh.group("cp")
-    for axis in ("edp_shard", "edp_replicate", "stage"):
+    for axis in ("ep", "etp", "edp_shard", "edp_replicate", "stage"):
         mesh.group(axis)  # on every stage, even without experts: group names count a process's groups
     splits: dict[str, ParamPlacement] = {}
     for name, module in model.named_modules():
         if not isinstance(module, MoE):
             continue
-        module.experts = experts = DistributedExperts(module.experts, f"{name}.experts", at)
+        module.experts = experts = DistributedExperts(module.experts, f"{name}.experts", mesh, sink)
         splits |= {placement.name: placement for placement in experts.placements}
         for part, parameter in module.router.named_parameters(recurse=False):
-            # Each tp rank scores its own part of the sequences.
-            whole = tuple(parameter.shape)
             full = f"{name}.router.{part}"
-            splits[full] = ParamPlacement(
-                full, whole, Box.whole(whole), whole, sum_over=("tp",) if tp else (), copies=mesh.size("tp"),
-                primary=mesh.index("tp") == 0,
-            )
+            splits[full] = replicate(full, parameter, mesh, partial=tp is not None)
         if module.router.bias is not None:
             module.router.bias = torch.zeros(shape.experts.count, dtype=torch.float64, device=mesh.device)
         if tp is not None or cp is not None:
@@ -150,27 +120,30 @@ class DistributedExperts(GroupedExperts):
     """This rank's part of the experts, which exchanges tokens with the ranks of other experts.
 
     Args:
-        whole: all experts, unsharded.
+        unsplit: all experts.
         name: module name in the model.
+        sink: receives the gradients.
     """
 
-    def __init__(self, whole: GroupedExperts, name: str, at: ExpertParallel):
+    def __init__(self, unsplit: GroupedExperts, name: str, mesh: Mesh, sink: GradSink):
         super(GroupedExperts, self).__init__()
-        self.at, self.sink, self.gate = at, at.sink, None
+        self.sink, self.gate = sink, None
+        self.ep, self.index, self.ep_size = mesh.group("ep"), mesh.index("ep"), mesh.size("ep")
+        self.etp, self.etp_size = mesh.group("etp"), mesh.size("etp")
         self.placements: list[ParamPlacement] = []
-        for part, parameter in whole.named_parameters():
+        for part, parameter in list(unsplit.named_parameters()):
             n, *dims = parameter.shape
-            inner = 1 if part == "down" else 0  # the matrix dim of the inner width
-            start, local = [at.index * n // at.size, 0, 0], [n // at.size, *dims]
-            local[1 + inner] //= at.tensor_size
-            start[1 + inner] = at.tensor_index * local[1 + inner]
+            inner = 2 if part == "down" else 1  # the dim of the inner width
+            start, local = [self.index * n // self.ep_size, 0, 0], [n // self.ep_size, *dims]
+            local[inner] //= self.etp_size
+            start[inner] = mesh.index("etp") * local[inner]
+            setattr(self, part, parameter)
             box = Box(tuple(start), tuple(local))
-            setattr(self, part, nn.Parameter(parameter.new_empty(box.shape)))
-            self.placements.append(ParamPlacement(f"{name}.{part}", (n, *dims), box, box.shape, replicas="edp"))
+            self.placements.append(keep_box(self, name, part, box, replicas="edp"))
 
     def extra_repr(self) -> str:
         """Return ``ep=4, etp=2``."""
-        return f"ep={self.at.size}, etp={self.at.tensor_size}"
+        return f"ep={self.ep_size}, etp={self.etp_size}"
 
     def product(self, x: Tensor, weight: nn.Parameter, counts: Sequence[int]) -> Tensor:
         """Compute `GroupedExperts.product`, with the weight gradient sent to the sink."""
@@ -184,24 +157,24 @@ class DistributedExperts(GroupedExperts):
         Args:
             counts: [E] rows for each expert of the model.
         """
-        at = self.at
-        if at.group is None and at.tensor is None:
+        if self.ep is None and self.etp is None:
             return super().forward(rows, counts)
-        per_rank = all_gather(counts.view(1, -1), at.group).view(at.size, at.size, -1)  # [from, to, local expert]
-        coming = per_rank[:, at.index].contiguous()  # [from, local expert]
-        everywhere = all_gather(coming.unsqueeze(0), at.tensor)  # [etp, from, local expert]
-        send = counts.view(at.size, -1).sum(1).tolist()
+        n = self.ep_size
+        per_rank = all_gather(counts.view(1, -1), self.ep).view(n, n, -1)  # [from, to, local expert]
+        coming = per_rank[:, self.index].contiguous()  # [from, local expert]
+        everywhere = all_gather(coming.unsqueeze(0), self.etp)  # [etp, from, local expert]
+        send = counts.view(n, -1).sum(1).tolist()
         receive = to_host(coming.sum(1))
         gathered = to_host(everywhere.sum((1, 2)))
         order = _by_expert(everywhere.flatten(0, 1))
         # Reusing one name frees each tensor that backward does not need at the next step.
-        rows = exchange_rows(rows, send, receive, at.group)
-        rows = gather_rows(rows, gathered, at.tensor)
+        rows = exchange_rows(rows, send, receive, self.ep)
+        rows = gather_rows(rows, gathered, self.etp)
         rows = permute_rows(rows, *order)
         rows = self.blocks(rows, everywhere.sum((0, 1)).tolist())
         rows = permute_rows(rows, *order[::-1])
-        rows = scatter_rows(rows, gathered, at.tensor)
-        return exchange_rows(rows, receive, send, at.group)
+        rows = scatter_rows(rows, gathered, self.etp)
+        return exchange_rows(rows, receive, send, self.ep)
 
 
 def _by_expert(counts: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,9 +12,9 @@ rank's part need no communication.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from shoal.engine.device import has_float8_products
 from shoal.engine.models.transformer import Transformer
 from shoal.engine.parallel.linear import Linear
 from shoal.engine.parallel.placement import ParamPlacement
-from shoal.engine.parallel.weight_grad import GradSink, add_gradient, add_rows
+from shoal.engine.parallel.weight_grad import GradSink, add_gradient
 from shoal.engine.precision.float8 import ROW, TENSOR, Codes, Grain, encode, largest, scale_of
 from shoal.engine.precision.policy import Policy
 from shoal.engine.precision.recipe import GRADIENT, INPUT, WEIGHT, AmaxHistory, Recipe
@@ -86,31 +86,23 @@ def apply_float8(
         splits: tensor-parallel placements of their weights, by name.
         sink: receives their gradients.
     """
-    last = _Last()
+    cache = _InputCache()
     for name, module in model.named_modules():
         if name in float8.layers:
             assert isinstance(module, Linear)
             split = splits[f"{name}.weight"]
-            along = next((dim for i, dim in enumerate((OUT, IN)) if split.box.shape[i] != split.whole[i]), "")
+            along = next((dim for i, dim in enumerate((OUT, IN)) if split.box.shape[i] != split.global_shape[i]), "")
             module.product = Float8Product(
-                name, float8.recipe, float8.history, last, along, mesh.group("tp"), sink,
+                name, float8.recipe, float8.history, cache, along, mesh.group("tp"), sink,
                 native=has_float8_products(mesh.device),
             )
 
 
-class _Encoded(NamedTuple):
-    """An encoded matrix: its codes, the codes of its transpose, and the absolute maxima of its blocks."""
+class _InputCache:
+    """The last input of a model's layers and its encoding: q, k and v have the same input, as have gate and up."""
 
-    of: weakref.ref[Tensor]
-    codes: tuple[Codes, Codes]
-    most: Tensor
-
-
-@dataclass
-class _Last:
-    """Cache of the last encoded input, shared by q, k and v, and by gate and up."""
-
-    input: _Encoded | None = None
+    tensor: Callable[[], Tensor | None] = staticmethod(lambda: None)  # weak reference to the input
+    encoding: tuple[tuple[Codes, Codes], Tensor]
 
 
 class Float8Product:
@@ -123,10 +115,10 @@ class Float8Product:
     """
 
     def __init__(
-        self, name: str, recipe: Recipe, history: AmaxHistory | None, last: _Last, split: str, group: Group | None,
-        sink: GradSink, *, native: bool,
+        self, name: str, recipe: Recipe, history: AmaxHistory | None, cache: _InputCache, split: str,
+        group: Group | None, sink: GradSink, *, native: bool,
     ):
-        self.name, self.recipe, self.history, self.last = name, recipe, history, last
+        self.name, self.recipe, self.history, self.cache = name, recipe, history, cache
         self.split, self.group = split, group
         self.sink, self.native = sink, native
 
@@ -134,59 +126,49 @@ class Float8Product:
         """Compute x W^T + bias: [.., in] -> [.., out]."""
         along, turned = self._encode_input(x)
         y = _Float8Linear.apply(self, x, weight, along.codes, along.scale, turned.codes, turned.scale)
-        return y if bias is None else _AddBias.apply(self.sink, y, bias)
+        return y if bias is None else y + bias
 
     def _encode_input(self, x: Tensor) -> tuple[Codes, Codes]:
-        last = self.last.input
-        if last is None or last.of() is not x:
+        if self.cache.tensor() is not x:
             # Detached: encoding needs no autograd, because the product computes the gradient of x.
-            both, most = self.encode(x.detach().flatten(0, -2), INPUT)
-            self.last.input = last = _Encoded(weakref.ref(x), both, most)
-        self._note(INPUT, last.most)
-        return last.codes
+            self.cache.encoding = self.encode(x.detach().flatten(0, -2), INPUT)
+            self.cache.tensor = weakref.ref(x)
+        codes, amax = self.cache.encoding
+        if torch.is_grad_enabled():
+            self.note(INPUT, amax)
+        return codes
 
     def encode(self, x: Tensor, what: int) -> tuple[tuple[Codes, Codes], Tensor]:
         """Return the codes of a matrix and of its transpose, and the absolute maxima of its blocks."""
-        codes, most = self._encode(x, what, DIMS[what])
+        codes, amax = self._encode(x, what, DIMS[what])
         turned = codes.t() if self.recipe.turns(what) else self._encode(x.t(), what, DIMS[what][::-1])[0]
-        return (codes, turned), most
+        return (codes, turned), amax
 
     def _encode(self, x: Tensor, what: int, dims: tuple[str, str]) -> tuple[Codes, Tensor]:
         kind, grain = self.recipe.kinds[what], self.recipe.grains[what]
-        found = most = largest(x, grain)
+        own = amax = largest(x, grain)
         scale = self.history.scale(self.name, what) if self.history else None
         if scale is None:
             spanned = [dim for dim, size in zip(dims, (grain.rows, grain.columns), strict=True) if size == 0]
             if self.split in spanned:
-                most = all_reduce(most.clone(), self.group, dist.ReduceOp.MAX)
-            scale = scale_of(most, kind, grain)
+                amax = all_reduce(amax.clone(), self.group, dist.ReduceOp.MAX)
+            scale = scale_of(amax, kind, grain)
         else:  # codes are finite for any x, but non-finite values must stay detectable
-            scale = torch.where(found.isfinite().all(), scale, torch.nan)
-        return encode(x, scale, kind, grain), found
+            scale = torch.where(own.isfinite().all(), scale, torch.nan)
+        return encode(x, scale, kind, grain), own
 
-    def _note(self, what: int, most: Tensor) -> None:
-        if self.history and torch.is_grad_enabled():
-            self.history.note(self.name, what, most)
+    def note(self, what: int, amax: Tensor) -> None:
+        """Record absolute maxima in the history, if the recipe has one."""
+        if self.history:
+            self.history.note(self.name, what, amax)
 
     def encode_weight(self, weight: Tensor, *, turned: bool) -> Codes:
         """Encode W along the input features, or W^T along the output features."""
         across = turned and not self.recipe.turns(WEIGHT)
         dims = DIMS[WEIGHT]
-        codes, most = self._encode(weight.t() if across else weight, WEIGHT, dims[::-1] if across else dims)
-        if self.history:
-            self.history.note(self.name, WEIGHT, most)
+        codes, amax = self._encode(weight.t() if across else weight, WEIGHT, dims[::-1] if across else dims)
+        self.note(WEIGHT, amax)
         return codes.t() if turned and not across else codes
-
-    def encode_gradient(self, gradient: Tensor) -> tuple[Codes, Codes]:
-        """Encode dY along the output features and dY^T along the tokens."""
-        both, most = self.encode(gradient, GRADIENT)
-        if self.history:
-            self.history.note(self.name, GRADIENT, most)
-        return both
-
-    def multiply(self, a: Codes, b: Codes, dtype: torch.dtype) -> Tensor:
-        """Compute a b^T: [m, k], [n, k] -> [m, n]."""
-        return multiply(a, b, dtype, native=self.native)
 
 
 def multiply(a: Codes, b: Codes, dtype: torch.dtype, *, native: bool) -> Tensor:
@@ -223,16 +205,19 @@ class _Float8Linear(torch.autograd.Function):
         ctx.layer, ctx.weight, ctx.shape, ctx.dtype = layer, weight, x.shape, x.dtype
         ctx.save_for_backward(weight, turned, turned_scale)
         grain = layer.recipe.grains[INPUT]
-        y = layer.multiply(Codes(codes, scale, grain), layer.encode_weight(weight, turned=False), x.dtype)
+        x_codes, w_codes = Codes(codes, scale, grain), layer.encode_weight(weight, turned=False)
+        y = multiply(x_codes, w_codes, x.dtype, native=layer.native)
         return y.resize_(*x.shape[:-1], y.shape[-1])  # not a view: tensor-parallel ranks sum it in place
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
         layer, (weight, turned, turned_scale) = ctx.layer, ctx.saved_tensors
-        along, across = layer.encode_gradient(gradient.flatten(0, -2))
+        (along, across), amax = layer.encode(gradient.flatten(0, -2), GRADIENT)  # dY by output feature, dY^T by token
+        layer.note(GRADIENT, amax)
         d_x = None
         if ctx.needs_input_grad[1]:
-            d_x = layer.multiply(along, layer.encode_weight(weight, turned=True), ctx.dtype).view(ctx.shape)
+            w_codes = layer.encode_weight(weight, turned=True)
+            d_x = multiply(along, w_codes, ctx.dtype, native=layer.native).view(ctx.shape)
         if ctx.needs_input_grad[2]:  # else frozen
             x = Codes(turned, turned_scale, layer.recipe.grains[INPUT])
             term = partial(_add_multiplied, layer, across, x, ctx.dtype)
@@ -240,21 +225,7 @@ class _Float8Linear(torch.autograd.Function):
         return None, d_x, None, None, None, None, None
 
 
-class _AddBias(torch.autograd.Function):
-    """Bias addition in the compute dtype; its gradient goes to the sink."""
-
-    @staticmethod
-    def forward(ctx, sink: GradSink, y: Tensor, bias: nn.Parameter) -> Tensor:
-        ctx.sink, ctx.bias = sink, bias
-        return y + bias
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        ctx.sink.add([ctx.bias], partial(add_rows, gradient))
-        return None, gradient, None
-
-
 def _add_multiplied(
     layer: Float8Product, a: Codes, b: Codes, dtype: torch.dtype, total: Tensor, fresh: bool
 ) -> None:
-    add_gradient(layer.multiply(a, b, dtype), total, fresh)
+    add_gradient(multiply(a, b, dtype, native=layer.native), total, fresh)

@@ -1,12 +1,12 @@
 """Replacements of torch's linear layers and embeddings, unsplit or split over tensor-parallel ranks.
 
     `Linear`, `EmbeddingTable`  unsplit; gradients go directly to their buffers (`GradSink`)
-    `ColumnLinear`              rank r holds the r-th part of the outputs; gathers its input
+    `ColumnLinear`              rank r holds the r-th part of the outputs (for the head, of the vocabulary); gathers its
+                                input
     `KVColumnLinear`            the same for keys and values, which may have fewer heads than ranks
     `RowLinear`                 rank r holds the r-th part of the inputs; sums its output over the ranks
     `VocabularyEmbedding`       rank r holds the r-th part of the token ids
-    `VocabularyHead`            the same for the output matrix; its logits stay split
-    `VocabularyLoss`            cross-entropy of split logits
+    `VocabularyLoss`            cross-entropy of logits, which stay split
     `SequenceEmbedding`         unsplit; looks up this rank's part of the positions
 
 Column then row (Shoeybi et al. 2019, "Megatron-LM", section 3): the first matrices of a block are split by output, so
@@ -31,7 +31,7 @@ from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.ops import all_gather, copy_to, gather_from, reduce_from, scatter_to
 from shoal.engine.models.loss import IGNORE, SummedCrossEntropy
 from shoal.engine.parallel.overlap import SEQUENCE, ChunkedEntry, ChunkedExit, RingEntry, RingExit
-from shoal.engine.parallel.placement import ParamPlacement
+from shoal.engine.parallel.placement import ParamPlacement, keep_box
 from shoal.engine.parallel.weight_grad import NO_COMM, EmbeddingFunction, GradSink, LinearFunction, NoComm
 from shoal.spec.catalog import ModelShape
 
@@ -63,19 +63,14 @@ class TensorParallel:
         """Leave a block by summing the partial outputs: [b, s, h] -> [b, s, h] or [b, s/tp, h]."""
         return scatter_to(x, self.group, SEQUENCE) if self.sequence_parallel else reduce_from(x, self.group)
 
-    def gather_hidden(self, x: Tensor) -> Tensor:
-        """Gather the full h for a product: this rank's part of the hidden state -> [b, s, h]."""
-        return self.gather_input(x)
+    gather_hidden = gather_input  # this rank's part of the hidden state -> [b, s, h]; on a grid, h is split too
+    reduce_hidden = reduce_output  # and back
 
-    def reduce_hidden(self, x: Tensor) -> Tensor:
-        """Sum over all ranks: [b, s, h] -> this rank's part of the hidden state."""
-        return self.reduce_output(x)
-
-    def entry(self, tokenwise: bool = False) -> NoComm:
+    def entry(self, tokenwise: bool) -> NoComm:
         """Return `gather_input` fused with the products after it; ``tokenwise`` if token order does not matter."""
         return RingEntry(self.group, tokenwise) if self.sequence_parallel else ChunkedEntry(self.group)
 
-    def exit(self, tokenwise: bool = False) -> NoComm:
+    def exit(self, tokenwise: bool) -> NoComm:
         """Return `reduce_output` fused with the product before it."""
         return RingExit(self.group, tokenwise) if self.sequence_parallel else ChunkedExit(self.group)
 
@@ -91,7 +86,7 @@ class Linear(nn.Linear):
     """Linear layer: x W^T + b.
 
     Args:
-        whole: the layer to replace, whose parameters it takes.
+        unsplit: the layer to replace, whose parameters it takes.
 
     Attributes:
         product: alternative computation of x W^T + b from (x, W, b or None), such as one in 8 bits.
@@ -101,11 +96,11 @@ class Linear(nn.Linear):
     at: TensorParallel | None = None
     product: Callable[[Tensor, nn.Parameter, nn.Parameter | None], Tensor] | None = None
 
-    def __init__(self, whole: nn.Linear, sink: GradSink):
+    def __init__(self, unsplit: nn.Linear, sink: GradSink):
         super(nn.Linear, self).__init__()
-        self.in_features, self.out_features, self.sink = whole.in_features, whole.out_features, sink
-        self.weight = whole.weight  # type: ignore[assignment]  # declared as any tensor
-        self.register_parameter("bias", whole.bias)
+        self.in_features, self.out_features, self.sink = unsplit.in_features, unsplit.out_features, sink
+        self.weight = unsplit.weight  # type: ignore[assignment]  # declared as any tensor
+        self.register_parameter("bias", unsplit.bias)
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
         """Apply the layer: [.., in] -> [.., out]; ``y`` is the result if `together` computed it already."""
@@ -151,33 +146,32 @@ class ColumnLinear(Linear):
     """Linear layer split by output: rank r holds the r-th part of the rows of weight and bias.
 
     Args:
-        whole: the unsplit layer.
+        unsplit: the layer to replace.
         name: module name in the full model.
     """
 
     at: TensorParallel
 
-    def __init__(self, whole: nn.Linear, name: str, at: TensorParallel):
-        super().__init__(whole, at.sink)
-        self.at, self.tokenwise = at, tokenwise(name)
-        self.placements = [keep_rows(self, name, part, at, self.parts()) for part, _ in whole.named_parameters()]
+    def __init__(self, unsplit: nn.Linear, name: str, at: TensorParallel):
+        super().__init__(unsplit, at.sink)
+        self.at, self.tokenwise = at, is_tokenwise(name)
+        self.placements = [keep_rows(self, name, part, at, self.parts()) for part, _ in unsplit.named_parameters()]
 
     def parts(self) -> int:
         """Return the number of parts of the output."""
         return self.at.size
 
     def results(self, x: Tensor, layers: Sequence[Linear]) -> Sequence[Tensor]:
-        """Compute the outputs after one collective that gathers the shared input."""
+        """Compute outputs [b, s, out/tp] after one collective that gathers the shared input."""
         if self.at.overlap:
             return multiply(x, layers, self.at.entry(self.tokenwise))
-        return multiply(self.at.gather_input(x), layers)
+        return multiply(self.at.gather_hidden(x), layers)
 
 
 class KVColumnLinear(ColumnLinear):
     """`ColumnLinear` for keys and values; if tp exceeds their heads, neighbouring ranks hold the same head."""
 
     def parts(self) -> int:
-        """Return the number of parts, at most one per head."""
         return min(self.at.size, self.at.shape.kv_heads)
 
 
@@ -189,13 +183,12 @@ class RowLinear(Linear):
 
     at: TensorParallel
 
-    def __init__(self, whole: nn.Linear, name: str, at: TensorParallel):
-        super().__init__(whole, at.sink)
-        self.at, self.tokenwise = at, tokenwise(name)
+    def __init__(self, unsplit: nn.Linear, name: str, at: TensorParallel):
+        super().__init__(unsplit, at.sink)
+        self.at, self.tokenwise = at, is_tokenwise(name)
         part = self.in_features // at.size
         box = Box((0, at.rank * part), (self.out_features, part))
-        self.weight = empty_like(whole.weight, box.shape)
-        self.placements = [ParamPlacement(f"{name}.weight", tuple(whole.weight.shape), box, box.shape)]
+        self.placements = [keep_box(self, name, "weight", box)]
 
     def results(self, x: Tensor, layers: Sequence[Linear]) -> Sequence[Tensor]:
         """Compute the output: [b, s, in/tp] -> [b, s, out] or [b, s/tp, out]."""
@@ -207,16 +200,6 @@ class RowLinear(Linear):
         return (y if self.bias is None else y + self.bias,)
 
 
-class VocabularyHead(ColumnLinear):
-    """Output matrix split by token id: each rank computes the logits of its own ids."""
-
-    def results(self, x: Tensor, layers: Sequence[Linear]) -> Sequence[Tensor]:
-        """Compute logits: this rank's part of the hidden state -> [b, s, v/tp]."""
-        if self.at.overlap:
-            return multiply(x, layers, self.at.entry())
-        return multiply(self.at.gather_hidden(x), layers)
-
-
 # ---- embeddings and the loss -----------------------------------------------------------------------------------
 
 
@@ -224,15 +207,15 @@ class EmbeddingTable(nn.Embedding):
     """Embedding table.
 
     Args:
-        whole: the module to replace, whose table it takes.
+        unsplit: the module to replace, whose table it takes.
     """
 
     at: TensorParallel | None = None
 
-    def __init__(self, whole: nn.Embedding, sink: GradSink):
+    def __init__(self, unsplit: nn.Embedding, sink: GradSink):
         super(nn.Embedding, self).__init__()
-        self.num_embeddings, self.embedding_dim, self.sink = whole.num_embeddings, whole.embedding_dim, sink
-        self.weight = whole.weight
+        self.num_embeddings, self.embedding_dim, self.sink = unsplit.num_embeddings, unsplit.embedding_dim, sink
+        self.weight = unsplit.weight
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look up ids: [..] -> [.., h]."""
@@ -251,8 +234,8 @@ class VocabularyEmbedding(EmbeddingTable):
 
     at: TensorParallel
 
-    def __init__(self, whole: nn.Embedding, name: str, at: TensorParallel):
-        super().__init__(whole, at.sink)
+    def __init__(self, unsplit: nn.Embedding, name: str, at: TensorParallel):
+        super().__init__(unsplit, at.sink)
         self.at = at
         self.placements = [keep_rows(self, name, "weight", at, at.size)]
 
@@ -270,8 +253,8 @@ class SequenceEmbedding(EmbeddingTable):
 
     at: TensorParallel
 
-    def __init__(self, whole: nn.Embedding, name: str, at: TensorParallel):
-        super().__init__(whole, at.sink)
+    def __init__(self, unsplit: nn.Embedding, name: str, at: TensorParallel):
+        super().__init__(unsplit, at.sink)
         self.at, self.placements = at, list[ParamPlacement]()
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -282,7 +265,7 @@ class SequenceEmbedding(EmbeddingTable):
 class VocabularyLoss(nn.Module):
     """Cross-entropy of logits split by token id."""
 
-    def __init__(self, whole: nn.Module, name: str, at: TensorParallel):
+    def __init__(self, unsplit: nn.Module, name: str, at: TensorParallel):
         super().__init__()
         self.at, self.placements = at, list[ParamPlacement]()
         rows = -(-at.shape.vocab // at.size)
@@ -300,27 +283,19 @@ class VocabularyLoss(nn.Module):
 # ---- parameters ------------------------------------------------------------------------------------------------
 
 
-def tokenwise(name: str) -> bool:
+def is_tokenwise(name: str) -> bool:
     """Return whether a layer belongs to a feed-forward block, which processes each token independently."""
     return ".mlp." in name
 
 
 def keep_rows(module: nn.Module, name: str, part: str, at: TensorParallel, parts: int) -> ParamPlacement:
     """Keep one of ``parts`` equal row ranges of a parameter; the last ranges may be short and are padded."""
-    parameter = getattr(module, part)
-    whole = tuple(parameter.shape)
+    total, *rest = getattr(module, part).shape
     copies = at.size // parts
-    rows = -(-whole[0] // parts)
-    start = min(at.rank // copies * rows, whole[0])
-    box = Box((start, *(0 for _ in whole[1:])), (min(rows, whole[0] - start), *whole[1:]))
-    local = (rows, *whole[1:])
-    setattr(module, part, empty_like(parameter, local))
-    return ParamPlacement(
-        f"{name}.{part}", whole, box, local,
+    rows = -(-total // parts)
+    start = min(at.rank // copies * rows, total)
+    box = Box((start, *(0 for _ in rest)), (min(rows, total - start), *rest))
+    return keep_box(
+        module, name, part, box, (rows, *rest),
         sum_over=(f"tp/{copies}",) if copies > 1 else (), copies=copies, primary=at.rank % copies == 0,
     )
-
-
-def empty_like(parameter: Tensor, shape: tuple[int, ...]) -> nn.Parameter:
-    """Return an uninitialised parameter of this shape."""
-    return nn.Parameter(parameter.new_empty(shape))

@@ -5,12 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from torch import nn
-
-from shoal.base.boxes import Box
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.models.transformer import Transformer
 from shoal.engine.parallel.linear import (
@@ -20,10 +17,9 @@ from shoal.engine.parallel.linear import (
     SequenceEmbedding,
     TensorParallel,
     VocabularyEmbedding,
-    VocabularyHead,
     VocabularyLoss,
 )
-from shoal.engine.parallel.placement import ParamPlacement
+from shoal.engine.parallel.placement import ParamPlacement, replicate
 from shoal.engine.parallel.tensor_2d import (
     ColumnLinear2D,
     Grid,
@@ -35,18 +31,9 @@ from shoal.engine.parallel.tensor_2d import (
 from shoal.engine.parallel.weight_grad import GradSink
 from shoal.spec.catalog import ModelShape
 
-
-class SplitModule(Protocol):
-    """A module that replaces an unsplit one, with the placements of its parameters."""
-
-    placements: list[ParamPlacement]
-
-
-class ParallelStyle(Protocol):
-    """Constructor of a split module from the unsplit one and its name in the full model."""
-
-    def __call__(self, whole: Any, name: str, at: Any) -> SplitModule: ...
-
+ParallelStyle = Callable[[Any, str, Any], Any]
+"""Constructor of a split module from the unsplit one, its name in the full model and this rank's `TensorParallel`. The
+result has the placements of its parameters as ``placements``."""
 
 TENSOR_PARALLEL: dict[str, ParallelStyle] = {
     "embed.token": VocabularyEmbedding,
@@ -58,7 +45,7 @@ TENSOR_PARALLEL: dict[str, ParallelStyle] = {
     "layers.*.mlp.down": RowLinear,
     "layers.*.mlp.shared.{gate,up}": ColumnLinear,
     "layers.*.mlp.shared.down": RowLinear,
-    "head": VocabularyHead,
+    "head": ColumnLinear,
     "loss": VocabularyLoss,
 }
 
@@ -72,7 +59,7 @@ TENSOR_PARALLEL_2D: dict[str, ParallelStyle] = {
     "layers.*.mlp.{gate,up}": ColumnLinear2D,
     "layers.*.mlp.down": RowLinear2D,
     "norm": Norm2D,
-    "head": VocabularyHead,
+    "head": ColumnLinear,
     "loss": VocabularyLoss,
 }
 
@@ -99,16 +86,11 @@ def apply_tensor_parallel(
             x, y = mesh.group_of_several("tp_x"), mesh.group_of_several("tp_y")
             splits = _replace(model, TENSOR_PARALLEL_2D, Grid(group, rank, size, in_parts, shape, sink, x=x, y=y))
         else:
-            splits = _replace(
-                model, TENSOR_PARALLEL, TensorParallel(group, rank, size, in_parts, shape, sink, overlap)
-            )
+            at = TensorParallel(group, rank, size, in_parts, shape, sink, overlap)
+            splits = _replace(model, TENSOR_PARALLEL, at)
     for name, parameter in model.named_parameters():
         if name not in splits:
-            whole = tuple(parameter.shape)
-            splits[name] = ParamPlacement(
-                name, whole, Box.whole(whole), whole,
-                sum_over=("tp",) if in_parts else (), copies=size, primary=rank == 0,
-            )
+            splits[name] = replicate(name, parameter, mesh, partial=in_parts)
     return {name: splits[name] for name, _ in model.named_parameters()}
 
 
@@ -121,7 +103,6 @@ def _replace(
         for pattern, style in table.items():
             if matches(pattern, name):
                 split = style(module, name, at)
-                assert isinstance(split, nn.Module)
                 model.set_submodule(name, split)
                 splits |= {placement.name: placement for placement in split.placements}
     if at.shape.tied and model.embed is not None and model.head is not None:

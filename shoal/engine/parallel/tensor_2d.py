@@ -31,12 +31,11 @@ from shoal.engine.parallel.linear import (
     Linear,
     SequenceEmbedding,
     TensorParallel,
-    empty_like,
     keep_rows,
     multiply,
 )
 from shoal.engine.parallel.overlap import SEQUENCE
-from shoal.engine.parallel.placement import ParamPlacement
+from shoal.engine.parallel.placement import ParamPlacement, keep_box
 
 HIDDEN = 2  # dim of [b, s, h] that the grid splits
 
@@ -103,15 +102,14 @@ class ColumnLinear2D(Linear):
 
     at: Grid
 
-    def __init__(self, whole: nn.Linear, name: str, at: Grid):
-        super().__init__(whole, at.sink)
+    def __init__(self, unsplit: nn.Linear, name: str, at: Grid):
+        super().__init__(unsplit, at.sink)
         self.at = at
         parts, y = min(at.y.size(), self.heads()), at.y.size()
         copies, rows, columns = y // parts, self.out_features // parts, self.in_features // at.x.size()
         box = Box((at.y.rank() // copies * rows, at.x.rank() * columns), (rows, columns))
-        self.weight = empty_like(whole.weight, box.shape)
-        self.placements = [ParamPlacement(
-            f"{name}.weight", tuple(whole.weight.shape), box, box.shape,
+        self.placements = [keep_box(
+            self, name, "weight", box,
             sum_over=(f"tp_y/{copies}",) if copies > 1 else (), copies=copies, primary=at.y.rank() % copies == 0,
         )]
         if self.bias is not None:
@@ -129,16 +127,13 @@ class ColumnLinear2D(Linear):
             min(at.x.size(), max(1, at.size // layer.heads())) for layer in layers if isinstance(layer, ColumnLinear2D)
         ]
         results = at.own_units(multiply(at.gather_input(x), layers, biased=False), users)
-        return [
-            y if layer.bias is None else y + layer.bias for y, layer in zip(results, layers, strict=True)
-        ]
+        return [y if layer.bias is None else y + layer.bias for y, layer in zip(results, layers, strict=True)]
 
 
 class KVColumnLinear2D(ColumnLinear2D):
     """`ColumnLinear2D` for keys and values; with fewer heads than ranks, neighbours hold the same head."""
 
     def heads(self) -> int:
-        """Return the model's number of key/value heads."""
         return self.at.shape.kv_heads
 
 
@@ -147,13 +142,12 @@ class RowLinear2D(Linear):
 
     at: Grid
 
-    def __init__(self, whole: nn.Linear, name: str, at: Grid):
-        super().__init__(whole, at.sink)
+    def __init__(self, unsplit: nn.Linear, name: str, at: Grid):
+        super().__init__(unsplit, at.sink)
         self.at = at
         rows, columns = self.out_features // at.x.size(), self.in_features // at.y.size()
         box = Box((at.x.rank() * rows, at.y.rank() * columns), (rows, columns))
-        self.weight = empty_like(whole.weight, box.shape)
-        self.placements = [ParamPlacement(f"{name}.weight", tuple(whole.weight.shape), box, box.shape)]
+        self.placements = [keep_box(self, name, "weight", box)]
         if self.bias is not None:
             self.placements.append(_keep_hidden(self, name, "bias", at))
 
@@ -170,11 +164,11 @@ class Norm2D(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
-    def __init__(self, whole: nn.RMSNorm | nn.LayerNorm, name: str, at: Grid):
+    def __init__(self, unsplit: nn.RMSNorm | nn.LayerNorm, name: str, at: Grid):
         super().__init__()
-        self.at, self.centred, self.weight = at, isinstance(whole, nn.LayerNorm), whole.weight
-        self.register_parameter("bias", getattr(whole, "bias", None))
-        self.placements = [_keep_hidden(self, name, part, at) for part, _ in whole.named_parameters()]
+        self.at, self.centred, self.weight = at, isinstance(unsplit, nn.LayerNorm), unsplit.weight
+        self.register_parameter("bias", getattr(unsplit, "bias", None))
+        self.placements = [_keep_hidden(self, name, part, at) for part, _ in unsplit.named_parameters()]
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x: [b, s, h/x] or [b, s/y, h/x]."""
@@ -190,19 +184,17 @@ class Norm2D(nn.Module):
 class PositionEmbedding2D(SequenceEmbedding):
     """Position embedding with this rank's columns of the hidden state."""
 
-    def __init__(self, whole: nn.Embedding, name: str, at: Grid):
-        super().__init__(whole, name, at)
+    def __init__(self, unsplit: nn.Embedding, name: str, at: Grid):
+        super().__init__(unsplit, name, at)
         self.placements = [_keep_hidden(self, name, "weight", at)]
 
 
 def _keep_hidden(module: nn.Module, name: str, part: str, at: Grid) -> ParamPlacement:
     """Keep this rank's part of h, the last dim of a parameter; ranks along y hold the same part."""
-    parameter = getattr(module, part)
-    *rows, hidden = whole = tuple(parameter.shape)
+    *rows, hidden = getattr(module, part).shape
     own = hidden // at.x.size()
     box = Box((*(0 for _ in rows), at.x.rank() * own), (*rows, own))
-    setattr(module, part, empty_like(parameter, box.shape))
-    return ParamPlacement(
-        f"{name}.{part}", whole, box, box.shape,
+    return keep_box(
+        module, name, part, box,
         sum_over=("tp_y",) if at.sequence_parallel else (), copies=at.y.size(), primary=at.y.rank() == 0,
     )

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.engine.models.experts.grouped import rows_product, weight_product
-from shoal.engine.parallel.zero.bucket import end_to_end
+from shoal.engine.parallel.zero.bucket import join_adjacent
 from shoal.engine.parallel.zero.gradients import Term
 from shoal.engine.parallel.zero.zero_engine import ShardedParameters
 
@@ -76,7 +76,7 @@ class GradSink:
     def runs(self, weights: Sequence[nn.Parameter]) -> list[slice]:
         """Group weights into runs that are adjacent in memory and form one matrix each."""
         alike = len({w.requires_grad for w in weights}) == 1
-        if self.parameters is not None and alike and self.parameters.lie_end_to_end(weights):
+        if self.parameters is not None and alike and self.parameters.are_adjacent(weights):
             return [slice(0, len(weights))]
         return [slice(i, i + 1) for i in range(len(weights))]
 
@@ -160,7 +160,7 @@ class LinearFunction(torch.autograd.Function):
             else:
                 sink.add([bias], partial(add_rows, gradient))
         joined = [torch.cat(gradients[run], -1) if run.stop - run.start > 1 else gradients[run][0] for run in ctx.runs]
-        d_x = ctx.comm.backward(joined, [end_to_end(weights[run]) for run in ctx.runs], make, x_wanted)
+        d_x = ctx.comm.backward(joined, [join_adjacent(weights[run]) for run in ctx.runs], make, x_wanted)
         return None, None, None, d_x, *direct
 
 

@@ -20,7 +20,9 @@ from shoal.engine.parallel.context.ring import RingPosition
 from shoal.engine.parallel.context.token_order import count
 from shoal.engine.parallel.tensor_2d import Grid
 from shoal.engine.parallel.weight_grad import sum_of_products
-from shoal.engine.parallel.zero.zero_engine import DataParallelGroups, ShardedParameters
+from shoal.engine.parallel.zero.bucket import DataParallelGroups
+from shoal.engine.parallel.zero.rank_parameters import RankParameters
+from shoal.engine.parallel.zero.zero_engine import ShardedParameters
 from shoal.pipeline.program import Op, Program
 
 
@@ -61,17 +63,18 @@ def forget_sum(forgotten: Callable[[str], bool]) -> Callable[..., dict]:
 
 def mean_over_replicas(right: Callable, parameters: ShardedParameters) -> None:
     right(parameters)
-    parameters.scale(1 / parameters.mesh.size("dp"))
+    for gradients in parameters.gradients:
+        gradients.update.div_(parameters.mesh.size("dp"))
 
 
-def clip_per_rank(right: Callable, parameters: ShardedParameters, factor: float) -> None:
+def clip_per_rank(right: Callable, parameters: RankParameters, factor: float) -> None:
     own = parameters.square_norm()
-    clip = factor * math.sqrt(all_reduce(own.clone(), parameters.mesh.group("world")))
+    clip = factor * math.sqrt(all_reduce(own.clone(), parameters.stages[0].mesh.group("world")))
     right(parameters, min(1.0, clip / math.sqrt(own)))
 
 
-def count_copies(right: Callable, parameters: ShardedParameters) -> Tensor:
-    gradients = [gradient for _, _, gradient in parameters.runs()]
+def count_copies(right: Callable, parameters: RankParameters) -> Tensor:
+    gradients = [gradient for _, _, gradient in parameters.shards()]
     return torch.stack([gradient.double().square().sum() for gradient in gradients]).sum()
 
 
@@ -126,13 +129,16 @@ def alone(right: Callable, axis: str, mesh: Mesh) -> DataParallelGroups:
     return replace(found, replicate_group=None) if axis == "edp" else found
 
 
-def dense_copies(right: Callable, parameters: ShardedParameters) -> Tensor:
-    own = parameters.replicas
-    parameters.replicas = {axis: replace(here, copies=own["replicas"].copies) for axis, here in own.items()}
+def dense_copies(right: Callable, parameters: RankParameters) -> Tensor:
+    own = [bucket.groups for bucket in parameters.buckets]
+    dense = DataParallelGroups.along("replicas", parameters.stages[0].mesh).copies
     try:
+        for bucket in parameters.buckets:
+            bucket.groups = replace(bucket.groups, copies=dense)
         return right(parameters)
     finally:
-        parameters.replicas = own
+        for bucket, groups in zip(parameters.buckets, own, strict=True):
+            bucket.groups = groups
 
 
 def of_the_token_before(right: Callable, router, logits: Tensor, context) -> tuple:

@@ -24,7 +24,9 @@ from shoal.engine.parallel.context import causal_blocks
 from shoal.engine.parallel.context.apply import ContextParallel
 from shoal.engine.parallel.context.ring import RingPosition
 from shoal.engine.parallel.tensor_2d import Grid
-from shoal.engine.parallel.zero.zero_engine import DataParallelGroups, ShardedParameters
+from shoal.engine.parallel.zero.bucket import DataParallelGroups
+from shoal.engine.parallel.zero.rank_parameters import RankParameters
+from shoal.engine.parallel.zero.zero_engine import ShardedParameters
 from shoal.engine.weight_versions import WeightVersions
 from shoal.pipeline import partition
 from shoal.testing.verify import fault_patches
@@ -177,7 +179,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "norm-counts-copies": Fault(
         "the gradient norm counts what several ranks hold several times",
-        ShardedParameters, "square_norm", fault_patches.count_copies, {"tp": 2},
+        RankParameters, "square_norm", fault_patches.count_copies, {"tp": 2},
     ),
     "expert-gradients": Fault(
         "gradients of experts that several ranks hold are not summed",
@@ -185,7 +187,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "expert-norm": Fault(
         "the gradient norm takes experts to be held as often as the rest",
-        ShardedParameters, "square_norm", fault_patches.dense_copies, {"dp": 2, "ep": 2}, model="experts",
+        RankParameters, "square_norm", fault_patches.dense_copies, {"dp": 2, "ep": 2}, model="experts",
     ),
     "capacity-per-rank": Fault(
         "each rank of a split sequence decides who finds room by its own part",
@@ -212,6 +214,6 @@ FAULTS: dict[str, Fault] = {
     ),
     "clip-per-rank": Fault(
         "each rank clips by the norm of its own shard",
-        ShardedParameters, "scale", fault_patches.clip_per_rank, {"dp": 2, "zero": 1},
+        RankParameters, "scale", fault_patches.clip_per_rank, {"dp": 2, "zero": 1},
     ),
 }

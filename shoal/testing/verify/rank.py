@@ -133,9 +133,9 @@ def _in_use(engine: Engine) -> dict[str, list[Piece]]:
     for bucket in engine.parameters.buckets:
         if bucket.keep_full:
             for slot in bucket.slots:
-                box = slot.split.box
+                box = slot.placement.box
                 here = slot.parameter.detach()[tuple(slice(n) for n in box.shape)]  # without padding
-                found.setdefault(slot.split.name, []).append(Piece(slot.split.whole, box, here))
+                found.setdefault(slot.placement.name, []).append(Piece(slot.placement.global_shape, box, here))
     return found
 
 

@@ -191,7 +191,7 @@ def samples_of(config: RunConfig, shape: ModelShape) -> Dataset:
 def count(engine: Engine, tracker: Tracker, steps: int) -> Counted:
     """Count the first steps of an engine that was constructed with the tracker active."""
     counted = [_step(engine, step, tracker) for step in range(steps)]
-    elements = sum(slot.split.numel for bucket in engine.parameters.buckets for slot in bucket.slots)
+    elements = sum(slot.placement.numel for bucket in engine.parameters.buckets for slot in bucket.slots)
     held = engine.parameters.bytes() | {"optimizer": engine.optimizer.bytes()}
     return Counted(engine.mesh.rank, engine.mesh.describe(), elements, held, counted)
 

@@ -89,8 +89,8 @@ class Histograms:
                 *((kind, name) for kind in KINDS[2:] for name in linear)]
         self.place = {row: i for i, row in enumerate(rows)}
         self.vocabulary = next(
-            (slot.split.box.shape[0] for bucket in engine.parameters.buckets for slot in bucket.slots
-             if slot.split.name == self._weight("head")), 0,
+            (slot.placement.box.shape[0] for bucket in engine.parameters.buckets for slot in bucket.slots
+             if slot.placement.name == self._weight("head")), 0,
         )
         # If there are more tensor-parallel ranks than key/value heads, several ranks compute the same head.
         self.shared = f"tp/{max(1, engine.mesh.size('tp') // engine.shape.kv_heads)}"

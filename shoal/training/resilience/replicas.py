@@ -61,7 +61,8 @@ def held(engine: Engine) -> Iterator[tuple[str, Box, str, Tensor]]:
         for bucket in stage.parameters.buckets:
             if bucket.keep_full:
                 for slot in bucket.slots:
-                    yield slot.split.name, slot.split.box, "", slot.parameter.data.reshape(-1)[: slot.split.box.numel]
+                    box = slot.placement.box
+                    yield slot.placement.name, box, "", slot.parameter.data.reshape(-1)[: box.numel]
     for name, pieces in engine.parameters.weights().items():
         for piece in pieces:
             yield name, piece.box, " (what the optimizer updates)", piece.tensor

@@ -26,7 +26,7 @@ def has(config: RunConfig) -> tuple[float, RankMemory]:
     """Bytes of this rank's tensors, with its equal part of those that all share; and what was foretold of them."""
     engine = engine_of(config, 0.0)
     parameters, optimizer = engine.parameters, engine.optimizer
-    owners = [*parameters.buckets, *(gradients for stage in parameters.stages for gradients in stage.gradients)]
+    owners = [*parameters.buckets, *parameters.gradients]
     rules, common = [optimizer], 0.0
     if isinstance(engine, FreeEngine):
         owners.append(engine.method)

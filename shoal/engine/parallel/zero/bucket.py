@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
 
 from shoal.base.boxes import Box, Piece
 from shoal.engine.collectives.group import Group, allocate
+from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import Pending, all_gather_flat
 from shoal.engine.device import host_zeros
 from shoal.engine.parallel.placement import ENDS, ParamPlacement
@@ -22,19 +24,52 @@ from shoal.engine.precision.policy import Policy
 
 _ALIGN = 64  # elements: aligns shards to vector registers and cache lines
 
+Member = tuple[nn.Parameter, ParamPlacement]
+
+
+@dataclass(frozen=True)
+class DataParallelGroups:
+    """Ranks along one mesh axis, "replicas" or "edp", that hold the same parameters.
+
+    Attributes:
+        shard_group: the ranks over which the parameters are sharded.
+        replicate_group: the ranks that hold the same shard.
+        shards, index: size of ``shard_group``, and this rank's index in it.
+        copies, copy: size of ``replicate_group``, and this rank's index in it.
+    """
+
+    shard_group: Group | None
+    replicate_group: Group | None
+    shards: int
+    index: int
+    copies: int
+    copy: int
+
+    @staticmethod
+    def along(axis: str, mesh: Mesh) -> DataParallelGroups:
+        """Return the groups along an axis of a mesh."""
+        shard, replicate = ("edp_shard", "edp_replicate") if axis == "edp" else ("shard", "replicate")
+        return DataParallelGroups(
+            mesh.group(shard), mesh.group(replicate),
+            mesh.size(shard), mesh.index(shard), mesh.size(replicate), mesh.index(replicate),
+        )
+
 
 @dataclass(frozen=True)
 class BucketSlot:
     """Location of one parameter in a bucket."""
 
     parameter: nn.Parameter
-    split: ParamPlacement
-    decay: bool
+    placement: ParamPlacement
     start: int
 
     @property
     def stop(self) -> int:
-        return self.start + self.split.numel
+        return self.start + self.placement.numel
+
+    def view(self, flat: Tensor) -> Tensor:
+        """Return this parameter's part of a tensor with the bucket's layout."""
+        return flat[self.start : self.stop].view(self.placement.local)
 
 
 @dataclass(frozen=True)
@@ -45,14 +80,12 @@ class ShardSegment:
         start, stop: range inside the shard.
         sum_over: mesh axes over which the gradients are partial sums.
         copies: number of ranks along tp and pp that hold the same elements.
-        decay: whether weight decay applies.
     """
 
     start: int
     stop: int
     sum_over: tuple[str, ...]
     copies: int
-    decay: bool
 
     @property
     def slice(self) -> slice:
@@ -62,44 +95,37 @@ class ShardSegment:
 class Bucket:
     """Flat storage of some parameters: all of them in `full`, this rank's shard in `master`.
 
-    The replicas of all members lie along one mesh axis, `replicas`.
-
     Args:
-        members: (parameter on any device, placement, whether it decays), in any order. They are sorted so that elements
-            with equal treatment are contiguous, and their data is replaced by views of the buffer.
-        shards: number of equal parts.
-        index: this rank's shard.
+        members: parameters on any device, in any order. They are sorted so that elements with equal treatment are
+            contiguous, and their data is replaced by views of the buffer.
+        groups: the ranks that hold the same parameters; their number of shards is the number of equal parts.
         keep_full: whether full parameters persist between uses (not in ZeRO-3).
         offload: whether `master` is in host memory. "optimizer" keeps the compute weights on the device, full or
             sharded (`shard`); "parameters" keeps only gathered parameters on the device.
-        group: the ranks that hold the shards.
     """
 
     def __init__(
         self,
-        members: list[tuple[nn.Parameter, ParamPlacement, bool]],
-        *,
-        shards: int,
-        index: int,
+        members: list[Member],
+        groups: DataParallelGroups,
         policy: Policy,
         device: torch.device,
+        *,
         keep_full: bool,
         offload: str = "none",
-        group: Group | None = None,
     ):
-        members = sorted(members, key=lambda m: (m[1].sum_over, m[1].copies, m[2]))
         self.slots: list[BucketSlot] = []
-        self.replicas = members[0][1].replicas
         self.numel = 0
-        for parameter, split, decay in members:
-            self.slots.append(BucketSlot(parameter, split, decay, self.numel))
-            self.numel += split.numel
-        self.shards, self.index, self.policy = shards, index, policy
-        self.chunk = -(-self.numel // (shards * _ALIGN)) * _ALIGN
+        for parameter, placement in sorted(members, key=lambda m: m[1].treatment):
+            self.slots.append(BucketSlot(parameter, placement, self.numel))
+            self.numel += placement.numel
+        self.groups, self.index, self.policy = groups, groups.index, policy
+        self.chunk = -(-self.numel // (groups.shards * _ALIGN)) * _ALIGN
         # Shared by all ranks of a host: each updates its part in place, and all wait for each other after the step.
-        self.full = allocate(shards * self.chunk, policy.compute, device, group if keep_full else None, one=True)
+        shared = groups.shard_group if keep_full else None
+        self.full = allocate(groups.shards * self.chunk, policy.compute, device, shared, one=True)
         for slot in self.slots:
-            slot.parameter.data = self.full[slot.start : slot.stop].view(slot.split.local)
+            slot.parameter.data = slot.view(self.full)
         self.keep_full = keep_full
         self.offloaded = offload != "none"
         if self.offloaded:
@@ -110,8 +136,8 @@ class Bucket:
             self.master = torch.zeros(self.chunk, dtype=policy.storage, device=device)
         in_part = offload == "optimizer" and not keep_full
         self.shard = torch.zeros(self.chunk, dtype=policy.compute, device=device) if in_part else None
-        self.runs = list(self._runs())
-        self._used: Tensor | None = None
+        self.segments = list(self._segments())
+        self._version: Tensor | None = None  # the weights in use, if not the newest
         self._gathering: Pending | None = None
         self.gathered = True
         if not keep_full:
@@ -121,22 +147,13 @@ class Bucket:
         """Return this rank's shard of a full flat buffer, as a view."""
         return flat[self.index * self.chunk : (self.index + 1) * self.chunk]
 
-    def _runs(self) -> Iterator[ShardSegment]:
+    def _segments(self) -> Iterator[ShardSegment]:
         begin = self.index * self.chunk
-        run: ShardSegment | None = None
-        for slot in self.slots:
-            start, stop = max(slot.start - begin, 0), min(slot.stop - begin, self.chunk)
-            if start >= stop:
-                continue
-            alike = (slot.split.sum_over, slot.split.copies, slot.decay)
-            if run and (run.sum_over, run.copies, run.decay) == alike:
-                run = ShardSegment(run.start, stop, *alike)
-                continue
-            if run:
-                yield run
-            run = ShardSegment(start, stop, *alike)
-        if run:
-            yield run
+        for (sum_over, copies), group in groupby(self.slots, lambda slot: slot.placement.treatment[:2]):
+            slots = list(group)
+            start, stop = max(slots[0].start - begin, 0), min(slots[-1].stop - begin, self.chunk)
+            if start < stop:
+                yield ShardSegment(start, stop, sum_over, copies)
 
     def pieces(self, flat: Tensor, start: int = 0) -> Iterator[tuple[str, Piece]]:
         """Yield the named parts of ``flat``.
@@ -149,19 +166,20 @@ class Bucket:
         """
         for slot, at, box in self.boxes(start, start + flat.numel()):
             values = flat[at : at + box.numel].view(box.shape)
-            yield slot.split.name, Piece(slot.split.whole, box, values, slot.split.primary)
+            placement = slot.placement
+            yield placement.name, Piece(placement.global_shape, box, values, placement.primary)
 
     def boxes(self, start: int, stop: int) -> Iterator[tuple[BucketSlot, int, Box]]:
         """Yield (slot, offset from ``start``, box of the parameter) for elements ``start:stop`` of the local shard."""
         begin, end = self.index * self.chunk + start, self.index * self.chunk + stop
         for slot in self.slots:
             first, last = max(slot.start, begin), min(slot.stop, end)
-            for offset, box in slot.split.boxes(first - slot.start, last - slot.start):
+            for offset, box in slot.placement.boxes(first - slot.start, last - slot.start):
                 yield slot, first - begin + offset, box
 
     # ---- full parameters from shards ---------------------------------------------------------------------------
 
-    def gather(self, group: Group | None) -> None:
+    def gather(self) -> None:
         """Start gathering `full` from every rank's `master`; call `wait` before using it."""
         if self.gathered or self._gathering is not None:
             return
@@ -169,16 +187,13 @@ class Bucket:
         if storage.size() == 0:
             storage.resize_(self.full.numel() * self.full.element_size())
         mine = self.mine(self.full)
-        if self._used is not None and not self.keep_full:
-            source = self._used
-        else:
-            source = self.master if self.shard is None else self.shard
+        source = self._stored if self.keep_full or self._version is None else self._version
         if not same_memory(mine, source):
             mine.copy_(source, non_blocking=True)
-        if group is None:
+        if self.groups.shard_group is None:
             self.gathered = True
         else:
-            self._gathering = all_gather_flat(self.full, mine, group)
+            self._gathering = all_gather_flat(self.full, mine, self.groups.shard_group)
 
     def wait(self) -> None:
         """Wait until the parameters are gathered."""
@@ -204,39 +219,40 @@ class Bucket:
     @property
     def resident(self) -> Tensor:
         """Return the tensor that stores the weights between uses: `full`, or in ZeRO-3 `shard` or `master`."""
-        if self.keep_full:
-            return self.full
+        return self.full if self.keep_full else self._stored
+
+    @property
+    def _stored(self) -> Tensor:
         return self.master if self.shard is None else self.shard
 
     def swap_weights(self, version: Tensor | None) -> None:
         """Use a copy of `resident` as the parameters; None restores the weights that the optimizer updates."""
-        if version is self._used:
+        if version is self._version:
             return
-        self._used = version
+        self._version = version
         if not self.keep_full:
             self.free()  # forces a new gather at the next use
             return
         flat = self.full if version is None else version
         for slot in self.slots:
-            slot.parameter.data = flat[slot.start : slot.stop].view(slot.split.local)
+            slot.parameter.data = slot.view(flat)
 
 
-def grouped(
-    units: list[list[tuple[nn.Parameter, ParamPlacement, bool]]], limit: float, itemsize: int
-) -> Iterator[list[tuple[nn.Parameter, ParamPlacement, bool]]]:
+def group_into_buckets(units: list[list[Member]], limit: float, itemsize: int) -> Iterator[list[Member]]:
     """Yield the members of each bucket: complete units, up to ``limit`` bytes at ``itemsize`` bytes per element.
 
     A parameter that two stages share gets its own bucket, so both stages shard it identically. Parameters with
     different replica axes go to different buckets.
     """
-    filling: dict[str, list[tuple[nn.Parameter, ParamPlacement, bool]]] = {}
+    filling: dict[str, list[Member]] = {}
     for unit in units:
-        yield from ([member] for member in unit if ENDS in member[1].sum_over)
-        for member in unit:
-            if ENDS not in member[1].sum_over:
-                filling.setdefault(member[1].replicas, []).append(member)
+        for parameter, placement in unit:
+            if ENDS in placement.sum_over:
+                yield [(parameter, placement)]
+            else:
+                filling.setdefault(placement.replicas, []).append((parameter, placement))
         for axis, members in list(filling.items()):
-            if sum(split.numel for _, split, _ in members) * itemsize >= limit:
+            if sum(placement.numel for _, placement in members) * itemsize >= limit:
                 yield filling.pop(axis)
     yield from filling.values()
 
@@ -246,7 +262,7 @@ def same_memory(a: Tensor, b: Tensor) -> bool:
     return a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset()
 
 
-def end_to_end(matrices: Sequence[Tensor]) -> Tensor:
+def join_adjacent(matrices: Sequence[Tensor]) -> Tensor:
     """Return adjacent matrices of equal width as one matrix [all rows, columns], without a copy."""
     first, *others = matrices
     if not others:

@@ -32,25 +32,20 @@ class ShardGroup:
         return self.mesh.group_of_several(self.axis)
 
     def sum(self, x: Tensor) -> None:
-        """See `Holders`."""
         all_reduce(x, self.group)
 
     def maximum(self, x: Tensor) -> None:
-        """See `Holders`."""
         all_reduce(x, self.group, dist.ReduceOp.MAX)
 
     def collect(self, x: Any) -> list[Any]:
-        """See `Holders`."""
         if self.group.is_dry_run:
             return [x if i == self.index else type(x)() for i in range(self.ranks)]
         return all_gather(x, self.group.backend)
 
     def reduce_scatter(self, part: Tensor, whole: Tensor) -> None:
-        """See `Holders`."""
         reduce_scatter_flat(part, whole, self.group).wait()
 
     def all_gather(self, whole: Tensor, part: Tensor) -> None:
-        """See `Holders`."""
         all_gather_flat(whole, part, self.group).wait()
 
 
@@ -67,33 +62,29 @@ def build_optimizer_shards(
     axis = "stage" if mixed else "holders"
     holders: Holders = ShardGroup(mesh, axis) if mesh.size(axis) > 1 else Alone()
     replica = mesh.index("replicate") == 0
-    slots = [slot for bucket in parameters.buckets for slot in bucket.slots]
-    here = Counter(slot.split.name for slot in slots)  # 2 if the first and the last stage share an embedding
+    placements = [slot.placement for bucket in parameters.buckets for slot in bucket.slots]
+    here = Counter(placement.name for placement in placements)  # 2 if the first and last stages share an embedding
     first = replica and holders.index == 0
-    saves = {slot.split.name for slot in slots if first and (slot.split.primary or slot.split.replicas == "edp")}
+    saves = {each.name for each in placements if first and (each.primary or each.replicas == "edp")}
     shards = []
-    for stage in parameters.stages:
-        runs = stage.runs()
-        for bucket in stage.buckets:
-            among = stage.replicas[bucket.replicas]
-            copies = among.copies if mixed else 1
-            for run in bucket.runs:
-                _, weights, gradient = next(runs)
-                parts = tuple(
-                    ShardPart(
-                        slot.split.name, slot.split.whole, box, start,
-                        copies * slot.split.copies // slot.split.stages * here[slot.split.name],
-                        slot.split.primary and among.copy == 0,
-                    )
-                    for slot, start, box in bucket.boxes(run.start, run.stop)
+    for bucket, gradients in zip(parameters.buckets, parameters.gradients, strict=True):
+        replicas = bucket.groups
+        for segment in bucket.segments:
+            parts = tuple(
+                ShardPart(
+                    placement.name, placement.global_shape, box, start,
+                    (replicas.copies if mixed else 1) * placement.copies // placement.stages * here[placement.name],
+                    placement.primary and replicas.copy == 0,
                 )
-                whole = Shard(weights, gradient, parts)
-                shards += [
-                    replace(shard, rate=rate, decay=decay)
-                    for (rate, decay), shard in whole.cut(
-                        lambda part: (rate_factor(config, part.name), weight_decay(config, part.whole))
-                    )
-                ]
-    shapes = {slot.split.name: slot.split.whole for slot in slots}
+                for slot, start, box in bucket.boxes(segment.start, segment.stop) for placement in [slot.placement]
+            )
+            shard = Shard(bucket.master[segment.slice], gradients.update[segment.slice], parts)
+            shards += [
+                replace(cut, rate=rate, decay=decay)
+                for (rate, decay), cut in shard.cut(
+                    lambda part: (rate_factor(config, part.name), weight_decay(config, part.whole))
+                )
+            ]
+    shapes = {placement.name: placement.global_shape for placement in placements}
     device = torch.device("cpu") if mesh.layout.offload != "none" else mesh.device
     return Shards(shapes, shards, dtype, device, holders, frozenset(saves))

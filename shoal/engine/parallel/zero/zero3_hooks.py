@@ -42,14 +42,14 @@ class PrefetchHooks:
             used.update(buckets)
         self.kept = range(len(units) - keep, len(units))
         for i, (modules, _) in enumerate(units):
-            modules[0].register_forward_pre_hook(lambda _, args, i=i: self._before_forward(i))
+            modules[0].register_forward_pre_hook(lambda _, args, i=i: self._gather(self._from(i)))
             modules[-1].register_forward_hook(lambda _, args, output, i=i: self._after_forward(i, output))
 
-    def _use(self, units: range) -> None:
+    def _gather(self, units: range) -> None:
         """Wait for the first unit's parameters, and start gathering the units after it."""
         for unit in units:
             for bucket in self.buckets[unit]:
-                bucket.gather(self.parameters.shard_group(bucket))
+                bucket.gather()
         for bucket in self.buckets[units[0]]:
             bucket.wait()
 
@@ -57,15 +57,12 @@ class PrefetchHooks:
         """Return a unit and the units to prefetch with it in forward."""
         return range(unit, min(unit + self.ahead + 1, len(self.buckets)))
 
-    def _before_forward(self, unit: int) -> None:
-        self._use(self._from(unit))
-
     def _before_backward(self, unit: int) -> None:
         # Backward has finished the next unit. Start its reductions before the next gather on every rank, even if they
         # are incomplete, because all ranks must start the group's collectives in the same order.
         if unit + 1 < len(self.buckets):
-            self.parameters.passed(self.owned_buckets[unit + 1])
-        self._use(range(unit, max(-1, unit - self.ahead - 1), -1))
+            self.parameters.complete(self.owned_buckets[unit + 1])
+        self._gather(range(unit, max(-1, unit - self.ahead - 1), -1))
 
     def _after_forward(self, unit: int, output: torch.Tensor) -> None:
         needs_backward = output.requires_grad

@@ -31,61 +31,30 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from shoal.base.boxes import Piece
-from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import Pending, all_reduce, broadcast_ints, reduce_scatter_flat, start_all_reduce
-from shoal.engine.parallel.placement import ENDS, ParamPlacement
-from shoal.engine.parallel.zero.bucket import Bucket, ShardSegment, grouped, same_memory
+from shoal.engine.parallel.placement import ENDS
+from shoal.engine.parallel.zero.bucket import Bucket, DataParallelGroups, Member, group_into_buckets, same_memory
 from shoal.engine.parallel.zero.gradients import Gradients, Term
 from shoal.engine.precision.policy import Policy
 
 
 @dataclass
 class _Reduction:
-    """Reduce-scatter in flight; keeps ``whole`` alive until it completes."""
+    """Reduce-scatter in flight; keeps ``full`` alive until it completes."""
 
     gradients: Gradients
     shard: Tensor
-    whole: Tensor
+    full: Tensor
     work: Pending | None
     last: bool
-
-
-@dataclass(frozen=True)
-class DataParallelGroups:
-    """Ranks along one mesh axis, "replicas" or "edp", that hold the same parameters.
-
-    Attributes:
-        shard_group: the ranks over which the parameters are sharded.
-        replicate_group: the ranks that hold the same shard.
-        shards, index: size of ``shard_group``, and this rank's index in it.
-        copies, copy: size of ``replicate_group``, and this rank's index in it.
-    """
-
-    shard_group: Group | None
-    replicate_group: Group | None
-    shards: int
-    index: int
-    copies: int
-    copy: int
-
-    @staticmethod
-    def along(axis: str, mesh: Mesh) -> DataParallelGroups:
-        """Return the groups along an axis of a mesh."""
-        shard, replicate = ("edp_shard", "edp_replicate") if axis == "edp" else ("shard", "replicate")
-        return DataParallelGroups(
-            mesh.group(shard), mesh.group(replicate),
-            mesh.size(shard), mesh.index(shard), mesh.size(replicate), mesh.index(replicate),
-        )
 
 
 class ShardedParameters:
     """Parameters of one pipeline stage, their gradients, and the collectives that keep replicas equal.
 
     Args:
-        units: groups of parameters in forward order, each (parameter, placement, whether it decays); the parameters may
-            be on the meta device. A bucket holds complete units.
+        units: groups of parameters in forward order, which may be on the meta device. A bucket holds complete units.
         mesh: its "shard" ranks shard, its "replicate" ranks replicate; for experts "edp_shard" and "edp_replicate".
         policy: the number formats.
 
@@ -94,45 +63,31 @@ class ShardedParameters:
         watch: called with each parameter and its accumulated gradient after every addition.
     """
 
-    def __init__(
-        self,
-        units: list[list[tuple[nn.Parameter, ParamPlacement, bool]]],
-        mesh: Mesh,
-        policy: Policy,
-    ):
-        self.mesh, self.policy = mesh, policy
+    def __init__(self, units: list[list[Member]], mesh: Mesh, policy: Policy):
+        self.mesh = mesh
         self.zero = mesh.layout.zero
-        axes = {"replicas"} | {split.replicas for unit in units for _, split, _ in unit}
-        self.replicas = {axis: DataParallelGroups.along(axis, mesh) for axis in sorted(axes)}
+        axes = {"replicas"} | {placement.replicas for unit in units for _, placement in unit}
+        groups = {axis: DataParallelGroups.along(axis, mesh) for axis in sorted(axes)}
         limit = 0 if self.zero == 3 else mesh.layout.bucket_bytes
-        self.buckets = []
-        for members in grouped(units, limit, policy.reduce.itemsize):
-            here = self.replicas[members[0][1].replicas]
-            bucket = Bucket(
-                members,
-                shards=here.shards,
-                index=here.index,
-                policy=policy,
-                device=mesh.device,
-                keep_full=self.zero < 3,
-                offload=mesh.layout.offload,
-                group=here.shard_group,
+        self.buckets = [
+            Bucket(
+                members, groups[members[0][1].replicas], policy, mesh.device,
+                keep_full=self.zero < 3, offload=mesh.layout.offload,
             )
-            self.buckets.append(bucket)
-        self.gradients = [
-            Gradients(bucket, keep_whole=self.zero < 2, group=here.shard_group or here.replicate_group)
-            for bucket in self.buckets for here in [self.replicas[bucket.replicas]]
+            for members in group_into_buckets(units, limit, policy.reduce.itemsize)
         ]
+        self.gradients = [Gradients(bucket, keep_full=self.zero < 2) for bucket in self.buckets]
         self.places = {
             slot.parameter: (b, i) for b, bucket in enumerate(self.buckets) for i, slot in enumerate(bucket.slots)
         }
         self.overlap = mesh.layout.overlap
-        place = {parameter: i for i, (parameter, *_) in enumerate(chain.from_iterable(units))}
+        place = {parameter: i for i, (parameter, _) in enumerate(chain.from_iterable(units))}
         first = [min(place[slot.parameter] for slot in bucket.slots) for bucket in self.buckets]
         # Order of the reductions: reverse forward order until a backward has shown the actual one.
         self.order = sorted(range(len(self.buckets)), key=lambda b: -first[b])
-        self._shown: list[int] | None = None
+        self._first_order: list[int] | None = None  # of this rank's first backward
         self._learned = len(self.buckets) == 1
+        self._order_axis = "stage" if "edp" in axes else "replicas"
         self._completed: list[int] = []  # buckets completed by the current backward
         self._started = 0  # number of reductions started in it
         self.last_microbatch = True
@@ -145,17 +100,13 @@ class ShardedParameters:
         # must not own the engine.
         alive = weakref.ref(self)
 
-        def made(parameter: nn.Parameter) -> None:
+        def on_gradient(parameter: nn.Parameter) -> None:
             engine = alive()
             assert engine is not None
-            engine._made(parameter)
+            engine._take_gradient(parameter)
 
         for parameter in self.places:
-            parameter.register_post_accumulate_grad_hook(made)
-
-    def shard_group(self, bucket: Bucket) -> Group | None:
-        """Return the ranks that hold the shards of a bucket."""
-        return self.replicas[bucket.replicas].shard_group
+            parameter.register_post_accumulate_grad_hook(on_gradient)
 
     def expect(self, given: Mapping[Tensor, int]) -> None:
         """Set how many gradient terms each backward passes to `add` for these parameters; autograd gives others one."""
@@ -171,8 +122,8 @@ class ShardedParameters:
 
     def backward_done(self) -> None:
         """Finish a backward. Call it after each one, but inside or after `deferred`."""
-        self._end_making()
-        self._end_adding()
+        self._end_backward()
+        self._end_accumulation()
 
     @contextmanager
     def deferred(self, key: Hashable) -> Iterator[None]:
@@ -182,44 +133,43 @@ class ShardedParameters:
             yield
         finally:
             self._later = None
-        self._end_making()
+        self._end_backward()
 
     def add_deferred(self, key: Hashable) -> None:
         """Accumulate the terms deferred under this key, and start the reductions of complete buckets."""
         for parameters, term in self._deferred.pop(key):
             self._add(parameters, term)
-        self._end_adding()
+        self._end_accumulation()
 
-    def lie_end_to_end(self, parameters: Sequence[nn.Parameter]) -> bool:
+    def are_adjacent(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Return whether the parameters are adjacent in one bucket."""
         b, i = self.places[parameters[0]]
         return [self.places[p] for p in parameters] == [(b, i + k) for k in range(len(parameters))]
 
-    def add(self, parameters: nn.Parameter | Sequence[nn.Parameter], term: Term) -> None:
+    def add(self, parameters: Sequence[nn.Parameter], term: Term) -> None:
         """Accumulate a gradient term of a parameter, or of several adjacent matrices."""
-        together = [parameters] if isinstance(parameters, nn.Parameter) else parameters
         if self._later is None:
-            self._add(together, term)
+            self._add(parameters, term)
         else:
-            self._later.append((together, term))
-        b, _ = self.places[together[0]]
+            self._later.append((parameters, term))
+        b, _ = self.places[parameters[0]]
         gradients = self.gradients[b]
-        gradients.pending_backward -= len(together)
+        gradients.pending_backward -= len(parameters)
         if gradients.pending_backward == 0 and self.zero == 3:
             self.buckets[b].free()
 
-    def _made(self, parameter: nn.Parameter) -> None:
-        """Handle the gradient that autograd computed for a parameter, possibly None."""
+    def _take_gradient(self, parameter: nn.Parameter) -> None:
+        """Accumulate the gradient that autograd computed for a parameter, possibly None."""
         gradient = parameter.grad
         if gradient is None:
             return
         b, i = self.places[parameter]
         views = self.gradients[b].views
         if views and same_memory(gradient, views[i]):
-            self.add(parameter, lambda total, fresh: None)  # already added in place
+            self.add([parameter], lambda total, fresh: None)  # already added in place
         else:
             parameter.grad = None
-            self.add(parameter, partial(self._copy, parameter, gradient))
+            self.add([parameter], partial(self._copy, parameter, gradient))
 
     def _copy(self, parameter: nn.Parameter, gradient: Tensor, total: Tensor, fresh: bool) -> None:
         (total.copy_ if fresh else total.add_)(gradient)
@@ -238,22 +188,22 @@ class ShardedParameters:
             if self.zero >= 2 or self.overlap:
                 self._reduce_complete()
 
-    def _end_making(self) -> None:
+    def _end_backward(self) -> None:
         for bucket, gradients in zip(self.buckets, self.gradients, strict=True):
             if gradients.pending_backward and self.zero == 3:
                 bucket.free()
             gradients.pending_backward = gradients.terms
 
-    def _end_adding(self) -> None:
+    def _end_accumulation(self) -> None:
         for gradients in self.gradients:
             gradients.pending_accumulation = gradients.terms
         self._complete(self.order)
-        if self._shown is None:
-            self._shown = self._completed
+        if self._first_order is None:
+            self._first_order = self._completed
         self._completed, self._started = [], 0
 
-    def passed(self, buckets: Iterable[Bucket]) -> None:
-        """Mark buckets whose remaining parameters get no gradient in this backward."""
+    def complete(self, buckets: Iterable[Bucket]) -> None:
+        """Mark buckets complete: their remaining parameters get no gradient in this backward."""
         if self._later is None:
             self._complete([self.buckets.index(bucket) for bucket in buckets])
 
@@ -263,9 +213,9 @@ class ShardedParameters:
 
     def _learn_order(self) -> None:
         """Broadcast the bucket order of the first backward from the first rank of the replicas or of the stage."""
-        axis = "stage" if "edp" in self.replicas else "replicas"
-        assert self._shown is not None  # set by a previous backward
-        self.order, self._learned = broadcast_ints(self._shown, self.mesh.group(axis), self.mesh.device), True
+        assert self._first_order is not None  # set by a previous backward
+        group = self.mesh.group(self._order_axis)
+        self.order, self._learned = broadcast_ints(self._first_order, group, self.mesh.device), True
 
     def _reduce_complete(self) -> None:
         """Start the next reductions in order, up to the first incomplete bucket."""
@@ -277,18 +227,18 @@ class ShardedParameters:
 
     def _reduce(self, gradients: Gradients) -> None:
         """Start reducing a bucket's gradients over its shard group."""
-        whole, shard = gradients.take()
-        work, group = None, self.replicas[gradients.bucket.replicas].shard_group
+        full, shard = gradients.take()
+        work, group = None, gradients.bucket.groups.shard_group
         if group is not None:
-            work = reduce_scatter_flat(shard, whole, group)
-        elif not same_memory(shard, whole):
-            shard.copy_(whole)
-        self._scattering.append(_Reduction(gradients, shard, whole, work, self.last_microbatch))
+            work = reduce_scatter_flat(shard, full, group)
+        elif not same_memory(shard, full):
+            shard.copy_(full)
+        self._scattering.append(_Reduction(gradients, shard, full, work, self.last_microbatch))
         # If full gradients are freed, only one bucket may be in flight, so at most two are alive.
         ahead = 1 if self.zero >= 2 else len(self.buckets)
-        self._settle(keep=ahead if work is not None and self.overlap else 0)
+        self._wait_reductions(keep=ahead if work is not None and self.overlap else 0)
 
-    def _settle(self, keep: int = 0) -> None:
+    def _wait_reductions(self, keep: int = 0) -> None:
         """Wait for the oldest reductions until only ``keep`` are in flight."""
         while len(self._scattering) > keep:
             reduction = self._scattering.pop(0)
@@ -297,7 +247,7 @@ class ShardedParameters:
             shard = reduction.gradients.shard
             if reduction.shard is not shard:
                 shard += reduction.shard
-            group = self.replicas[reduction.gradients.bucket.replicas].replicate_group
+            group = reduction.gradients.bucket.groups.replicate_group
             if reduction.last and group is not None:
                 self._replicating.append((reduction.gradients, start_all_reduce(shard, group)))
             elif reduction.last:
@@ -308,7 +258,7 @@ class ShardedParameters:
 
         `shoal.engine.parallel.zero.rank_parameters` sums parameters shared by the model's first and last stages.
         """
-        self._settle()
+        self._wait_reductions()
         if not self._learned:
             self._learn_order()
         for gradients, work in self._replicating:
@@ -317,10 +267,10 @@ class ShardedParameters:
         self._replicating.clear()
         partial: dict[str, list[Tensor]] = defaultdict(list)
         for bucket, gradients in zip(self.buckets, self.gradients, strict=True):
-            for run in bucket.runs:
-                for axis in run.sum_over:
+            for segment in bucket.segments:
+                for axis in segment.sum_over:
                     if axis != ENDS:
-                        partial[axis].append(gradients.shard[run.slice])
+                        partial[axis].append(gradients.shard[segment.slice])
         for axis, parts in sorted(partial.items()):
             if len(parts) == 1:
                 all_reduce(parts[0], self.mesh.group(axis))
@@ -332,76 +282,11 @@ class ShardedParameters:
         for gradients in self.gradients:
             gradients.finalise()
 
-    def square_norm(self) -> Tensor:
-        """Return this rank's share of the squared gradient norm, float64; the sum over all ranks is the global value.
-
-        Elements held by several ranks are divided by their number, so each counts once.
-        """
-        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        for bucket, gradients in zip(self.buckets, self.gradients, strict=True):
-            copies = self.replicas[bucket.replicas].copies
-            for run in bucket.runs:
-                total += gradients.square(run).to(total.device) / (run.copies * copies)
-        return total
-
-    def scale(self, factor: float) -> None:
-        """Multiply every gradient by a factor."""
-        for gradients in self.gradients:
-            gradients.update.mul_(factor)
-
     def gather(self) -> None:
         """Gather updated parameters after the step, if full parameters persist."""
         for bucket in self.buckets:
             bucket.mark_dirty()
             if bucket.keep_full:
-                bucket.gather(self.shard_group(bucket))
+                bucket.gather()
         for bucket in self.buckets:
             bucket.wait()
-
-    # ---- contents ----------------------------------------------------------------------------------------------
-
-    def runs(self) -> Iterator[tuple[ShardSegment, Tensor, Tensor]]:
-        """Yield (segment, flat weights, flat gradients) of this rank's shards, as views for the optimizer."""
-        for bucket, gradients in zip(self.buckets, self.gradients, strict=True):
-            for run in bucket.runs:
-                yield run, bucket.master[run.slice], gradients.update[run.slice]
-
-    def pieces(self, tensors: Iterable[Tensor]) -> dict[str, list[Piece]]:
-        """Return, by parameter name, the pieces of tensors laid out like the shards (weights, gradients, moments).
-
-        Args:
-            tensors: a flat tensor for each item of `runs`, in order.
-        """
-        named: dict[str, list[Piece]] = {}
-        tensors = iter(tensors)
-        for bucket in self.buckets:
-            primary = self.replicas[bucket.replicas].copy == 0
-            for run in bucket.runs:
-                for name, piece in bucket.pieces(next(tensors), run.start):
-                    piece.primary &= primary
-                    named.setdefault(name, []).append(piece)
-        return named
-
-    def weights(self) -> dict[str, list[Piece]]:
-        """Return the weights that this rank updates, as pieces by name."""
-        return self.pieces(weight for _, weight, _ in self.runs())
-
-    def reduced_gradients(self) -> dict[str, list[Piece]]:
-        """Return the gradients of these weights, complete after `finish`, as pieces by name."""
-        return self.pieces(gradient for _, _, gradient in self.runs())
-
-    def bytes(self) -> dict[str, int]:
-        """Return the bytes allocated between steps: parameters (full, shards, master) and gradients on the device, and
-        offloaded tensors on the host.
-        """
-        storages: dict[str, dict[int, int]] = {"parameters": {}, "gradients": {}, "host": {}}
-        for bucket, gradients in zip(self.buckets, self.gradients, strict=True):
-            held: dict[str, list[Tensor]] = {"parameters": [bucket.full], "gradients": [gradients.shard], "host": []}
-            held["parameters"] += [] if bucket.shard is None else [bucket.shard]
-            held["host" if bucket.offloaded else "parameters"].append(bucket.master)
-            held["host" if bucket.offloaded else "gradients"].append(gradients.update)
-            for kind, tensors in held.items():
-                for tensor in tensors:
-                    storage = tensor.untyped_storage()
-                    storages[kind][storage._cdata] = storage.nbytes()
-        return {kind: sum(sizes.values()) for kind, sizes in storages.items()}

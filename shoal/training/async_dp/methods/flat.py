@@ -47,9 +47,9 @@ class Flat:
     def __init__(self, parameters: RankParameters):
         self.parameters = parameters
         self.weights = [bucket.master for bucket in parameters.buckets]
-        self.gradients = [gradients.shard for stage in parameters.stages for gradients in stage.gradients]
+        self.gradients = [gradients.shard for gradients in parameters.gradients]
         self.parts = [
-            FlatPart(slot.split, b, slot.start, slot.stop)
+            FlatPart(slot.placement, b, slot.start, slot.stop)
             for b, bucket in enumerate(parameters.buckets)
             for slot in bucket.slots
         ]
@@ -70,4 +70,4 @@ class Flat:
     def pieces(self, flats: Sequence[Tensor]) -> dict[str, list[Piece]]:
         """Return checkpoint pieces of flat tensors by parameter name."""
         buckets = zip(self.parameters.buckets, flats, strict=True)
-        return self.parameters.pieces(flat[run.slice] for bucket, flat in buckets for run in bucket.runs)
+        return self.parameters.pieces(flat[segment.slice] for bucket, flat in buckets for segment in bucket.segments)

@@ -36,7 +36,7 @@ class Hogwild(Method):
             if bucket.master.data_ptr() == bucket.full.data_ptr():  # the parameters are views of it
                 bucket.full = memory
                 for slot in bucket.slots:
-                    slot.parameter.data = memory[slot.start : slot.stop].view(slot.split.local)
+                    slot.parameter.data = slot.view(memory)
             bucket.master = memory
         flat.weights = shared
         self.optimizer = build(shards)

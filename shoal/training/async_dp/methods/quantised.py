@@ -154,7 +154,7 @@ class CodedSum:
             for offset, box in part.split.boxes(start, stop):
                 at = first * block + offset
                 values = flat[at : at + box.numel].view(box.shape)
-                found[part.name].append(Piece(part.split.whole, box, values, part.split.primary))
+                found[part.name].append(Piece(part.split.global_shape, box, values, part.split.primary))
             row += rows
         return dict(found)
 

@@ -9,12 +9,12 @@ from torch import nn
 
 from shoal.base.boxes import Box
 from shoal.engine.parallel.placement import ParamPlacement
-from shoal.engine.parallel.zero.bucket import Bucket
+from shoal.engine.parallel.zero.bucket import Bucket, DataParallelGroups, Member
 from shoal.engine.precision.policy import POLICIES
 
 
 @st.composite
-def members(draw: st.DrawFn) -> list[tuple[nn.Parameter, ParamPlacement, bool]]:
+def members(draw: st.DrawFn) -> list[Member]:
     """Parameters of awkward sizes, some a box of a larger whole, some padded along dim 0."""
     made = []
     for i in range(draw(st.integers(1, 5))):
@@ -24,7 +24,7 @@ def members(draw: st.DrawFn) -> list[tuple[nn.Parameter, ParamPlacement, bool]]:
         local = (box[0] + draw(st.integers(0, 3)), *box[1:])
         sum_over = draw(st.sampled_from([(), ("tp",)]))
         split = ParamPlacement(f"p{i}", whole, Box(before, box), local, sum_over=sum_over, copies=1 + len(sum_over))
-        made.append((nn.Parameter(torch.empty(0, dtype=torch.float64)), split, draw(st.booleans())))
+        made.append((nn.Parameter(torch.empty(0, dtype=torch.float64)), split))
     return made
 
 
@@ -32,7 +32,7 @@ def buckets(members: list, shards: int, *, keep_full: bool = True) -> list[Bucke
     """The bucket as each of the ranks that shard it has it."""
     return [
         Bucket(
-            list(members), shards=shards, index=i, policy=POLICIES["fp64"], device=torch.device("cpu"),
+            list(members), DataParallelGroups(None, None, shards, i, 1, 0), POLICIES["fp64"], torch.device("cpu"),
             keep_full=keep_full,
         )
         for i in range(shards)
@@ -42,31 +42,30 @@ def buckets(members: list, shards: int, *, keep_full: bool = True) -> list[Bucke
 @settings(max_examples=100, deadline=None)
 @given(members(), st.integers(1, 6))
 def test_every_element_is_in_exactly_one_piece(made: list, shards: int) -> None:
-    owners = {split.name: torch.zeros(split.whole, dtype=torch.int64) for _, split, _ in made}
+    owners = {split.name: torch.zeros(split.global_shape, dtype=torch.int64) for _, split in made}
     for bucket in buckets(made, shards):
         for name, piece in bucket.pieces(bucket.master):
             assert tuple(piece.tensor.shape) == piece.box.shape
             owners[name][piece.box.slices] += 1
-    for _, split, _ in made:
-        inside = torch.zeros(split.whole, dtype=torch.int64)
+    for _, split in made:
+        inside = torch.zeros(split.global_shape, dtype=torch.int64)
         inside[split.box.slices] = 1
         assert torch.equal(owners[split.name], inside)
 
 
 @settings(max_examples=100, deadline=None)
 @given(members(), st.integers(1, 6))
-def test_runs_cover_a_shard_once_and_treat_each_parameter_as_its_split_says(made: list, shards: int) -> None:
-    splits = {split.name: (split, decay) for _, split, decay in made}
+def test_segments_cover_a_shard_once_and_treat_each_parameter_as_its_split_says(made: list, shards: int) -> None:
+    splits = {split.name: split for _, split in made}
     for bucket in buckets(made, shards):
         end = 0
-        for run in bucket.runs:
+        for run in bucket.segments:
             assert end <= run.start < run.stop <= bucket.chunk
             end = run.stop
             for name, _ in bucket.pieces(bucket.master[run.slice], run.start):
-                split, decay = splits[name]
-                assert (run.sum_over, run.copies, run.decay) == (split.sum_over, split.copies, decay)
+                assert (run.sum_over, run.copies) == (splits[name].sum_over, splits[name].copies)
         inside = min(bucket.chunk, max(0, bucket.numel - bucket.index * bucket.chunk))
-        assert sum(run.stop - run.start for run in bucket.runs) == inside
+        assert sum(run.stop - run.start for run in bucket.segments) == inside
 
 
 @settings(max_examples=60, deadline=None)
@@ -74,7 +73,8 @@ def test_runs_cover_a_shard_once_and_treat_each_parameter_as_its_split_says(made
 def test_what_is_written_into_pieces_is_what_the_parameters_are(made: list, shards: int) -> None:
     """Each rank writes its pieces; the shards end to end (what an all-gather makes) are the parameters."""
     wholes = {
-        split.name: torch.arange(math.prod(split.whole), dtype=torch.float64).view(split.whole) for _, split, _ in made
+        split.name: torch.arange(math.prod(split.global_shape), dtype=torch.float64).view(split.global_shape)
+        for _, split in made
     }
     ranks = buckets(made, shards)
     for bucket in ranks:
@@ -83,17 +83,17 @@ def test_what_is_written_into_pieces_is_what_the_parameters_are(made: list, shar
     last = ranks[-1]  # the parameters' data is that of the bucket which was built last
     last.full.copy_(torch.cat([bucket.master for bucket in ranks]))
     for slot in last.slots:
-        box = slot.split.box
+        box = slot.placement.box
         here = slot.parameter.data[tuple(slice(n) for n in box.shape)]
-        assert torch.equal(here, wholes[slot.split.name][box.slices])
+        assert torch.equal(here, wholes[slot.placement.name][box.slices])
 
 
 def test_a_freed_bucket_has_no_memory_and_gathers_again() -> None:
-    made = [(nn.Parameter(torch.empty(0)), ParamPlacement("w", (5, 3), Box.whole((5, 3)), (5, 3)), True)]
+    made = [(nn.Parameter(torch.empty(0)), ParamPlacement("w", (5, 3), Box.whole((5, 3)), (5, 3)))]
     (bucket,) = buckets(made, 1, keep_full=False)
     assert bucket.full.untyped_storage().size() == 0
     bucket.master.fill_(2.0)
-    bucket.gather(None)
+    bucket.gather()
     assert made[0][0].data.eq(2.0).all()
     bucket.free()
     assert bucket.full.untyped_storage().size() == 0

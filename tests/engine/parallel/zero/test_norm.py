@@ -31,7 +31,7 @@ def squares(config: RunConfig) -> tuple[float, float, float, float]:
     parameters = engine.parameters
     engine.step(0, dry=True)
     arrived, anew = float(parameters.square_norm()), float(parameters.square_norm())
-    for _, _, gradient in parameters.runs():
+    for _, _, gradient in parameters.shards():
         gradient.mul_(2)
     doubled = float(parameters.square_norm())
     engine.step(0, dry=True)

@@ -56,8 +56,8 @@ def storages(config: RunConfig) -> tuple[set[int], set[int]]:
     engine = engine_of(config)
     engine.step(0)
     device = [t for b in engine.parameters.buckets for t in (b.full, b.shard) if t is not None]
-    device += [gradients.shard for stage in engine.parameters.stages for gradients in stage.gradients]
-    updated = [t for _, weights, gradient in engine.parameters.runs() for t in (weights, gradient)]
+    device += [gradients.shard for gradients in engine.parameters.gradients]
+    updated = [t for _, weights, gradient in engine.parameters.shards() for t in (weights, gradient)]
     states = engine.optimizer.states().values()
     updated += [piece.tensor for kind in states for pieces in kind.values() for piece in pieces]
     return tuple({t.untyped_storage()._cdata for t in tensors} for tensors in (device, updated))
@@ -88,8 +88,8 @@ def gathered_units(config: RunConfig) -> tuple[int, list[int], int]:
     seen = [0]
     gather = Bucket.gather
 
-    def watching(bucket: Bucket, group) -> None:
-        gather(bucket, group)
+    def watching(bucket: Bucket) -> None:
+        gather(bucket)
         seen.append(sum(b.full.untyped_storage().size() for b in buckets))
 
     Bucket.gather = watching
@@ -123,14 +123,14 @@ def whole_gradients(config: RunConfig) -> int:
     engine = engine_of(config)
     parameters = engine.stages[0].parameters
     most = 0
-    settle = parameters._settle
+    wait = parameters._wait_reductions
 
     def watching(keep: int = 0) -> None:
         nonlocal most
-        settle(keep)
-        most = max(most, sum(g.whole is not None for g in parameters.gradients) + len(parameters._scattering))
+        wait(keep)
+        most = max(most, sum(g.full is not None for g in parameters.gradients) + len(parameters._scattering))
 
-    parameters._settle = watching
+    parameters._wait_reductions = watching
     engine.step(0)
     return most
 
