@@ -242,7 +242,7 @@ def test_a_message_shows_no_secret(place, capfd, monkeypatch):
     assert main(["train", str(place.toml), "--data.paths", f"/data?token={SECRETS['HF_TOKEN']}"]) == 2
     said = capfd.readouterr().err
     assert "[HF_TOKEN]" in said and SECRETS["HF_TOKEN"] not in said
-    assert "data.paths" in said and "is a secret by its name" in said
+    assert "data.paths" in said and "whose name marks it as secret" in said
 
 
 def test_a_secret_in_a_config_is_refused(monkeypatch):

@@ -20,7 +20,7 @@ from shoal.launch.supervisor import Supervisor
 from shoal.launch.torch_elastic import adapt_to_ranks, check_elastic, idle, refuse_again, should_resume
 from shoal.launch.watch.peer_watch import make_shared_folder
 from shoal.spec.config import RunConfig
-from shoal.training.async_dp.choose import goes_on_without
+from shoal.training.async_dp.engines import survives_rank_loss
 from shoal.training.check import check
 from shoal.training.records.metrics import check_trackers
 from shoal.training.resilience.host_memory_dir import release, run_dir
@@ -108,7 +108,7 @@ def _train(
         release(run_dir(folder, config.failover))  # states that a deleted run of the same name left in memory
     assert folder is not None
     payload |= {"folder": str(folder), "made": True}
-    return Supervisor(config, payload, folder, device, survivable=goes_on_without(config)).run()
+    return Supervisor(config, payload, folder, device, survivable=survives_rank_loss(config)).run()
 
 
 def _check_run(

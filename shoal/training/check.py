@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import platform
 from fnmatch import fnmatchcase
 
 import torch
 
 from shoal.base.errors import UsageError, redact
 from shoal.engine.checkpoint.storage import place
+from shoal.engine.collectives.shm.region import host_identity
 from shoal.engine.data.tokenizer import load_tokenizer
+from shoal.engine.device import pick_device
 from shoal.engine.models.transformer import Transformer
 from shoal.pipeline.check_run import check_run
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RunConfig
-from shoal.training.async_dp.choose import check_relaxed
+from shoal.spec.sync_methods import UNSYNCHRONISED
+from shoal.training.fault_knobs import FaultKnobs
 
 
 def check(config: RunConfig, ranks: int | None = None) -> ModelShape:
@@ -30,7 +34,8 @@ def check(config: RunConfig, ranks: int | None = None) -> ModelShape:
     shape = config.model.shape(vocab=vocab, sequence_length=config.data.sequence_length)
     check_run(config, shape, ranks=ranks)
     check_profile(config)
-    check_relaxed(config)
+    FaultKnobs.read(config.testing, config.parallel.world_size)
+    check_shared_memory(config)
     check_rates(config, shape)
     place(config.checkpoint.folder)
     return shape
@@ -54,9 +59,9 @@ def check_secrets(config: RunConfig) -> None:
     for name, value in values.items():
         if (without := redact(value)) != value:
             raise UsageError(
-                f"{name} = {without!r} holds the value of an environment variable that is a secret by "
-                "its name, or the password of an address, and a config is written down."
-                "\n  Leave it out: libraries find such variables, and fsspec its own files, themselves."
+                f"{name} = {without!r} contains the value of an environment variable whose name marks it as secret, "
+                "or the password of an address; the config is saved in the run folder."
+                "\n  Leave it out: libraries read such variables, and fsspec its own files, themselves."
             )
 
 
@@ -90,4 +95,26 @@ def check_profile(config: RunConfig) -> None:
         raise UsageError(
             f"metrics.profile_after = {after} leaves nothing to record of train.steps = {steps}."
             f"\n  Use metrics.profile_after <= {steps - 1}, or more steps."
+        )
+
+
+def check_shared_memory(config: RunConfig) -> None:
+    """Reject unsynchronised methods on a machine whose ranks cannot share memory.
+
+    Raises:
+        UsageError: the message names the field, the reason and an alternative.
+    """
+    sync, device = config.parallel.sync, config.train.device
+    if sync not in UNSYNCHRONISED:
+        return
+    if pick_device(device).type != "cpu":
+        raise UsageError(
+            f"parallel.sync = '{sync}' with train.device = '{device}': its ranks share the memory of one host and "
+            "compute there.\n  Use train.device cpu."
+        )
+    if host_identity() is None:
+        raise UsageError(
+            f"parallel.sync = '{sync}' on {platform.system()} {platform.machine()}: its ranks depend on the order of "
+            "stores in memory, which must be that of Linux on x86-64."
+            "\n  Use local-sgd, diloco or a compressed all-reduce."
         )

@@ -6,9 +6,10 @@ spread NaNs to nearly all ranks; the message names the rank and module where one
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from dataclasses import astuple, dataclass
+from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,39 +23,21 @@ from shoal.training.step.optimizer_step import NonFinite
 WEIGHTS, FORWARD, BACKWARD = range(3)  # in the order in which NaNs spread
 NAMED = 2  # maximum number of ranks named in a message
 
+When = tuple[int, int, int]
+"""Sort key of a value, smaller for values made earlier: the kind; the number of pipeline stages that the value may have
+passed through; the number of values seen on this rank (equal order on ranks with the same stage)."""
 
-@dataclass(frozen=True)
-class _Finding:
-    """First non-finite value on one rank.
 
-    Attributes:
-        when: sort key, smallest where the value occurred first (see `ValueWatch.see`).
-        where: description of the rank.
-        what: module or parameter.
+class ValueWatch:
+    """Pass each value of a step on this rank, forward and backward, to a function.
+
+    Args:
+        see: function of the sort key, the module or parameter, and the value.
     """
 
-    when: tuple[int, int, int]
-    where: str
-    what: str
-
-
-class ValueWatch(ABC):
-    """Base class that passes each value of a step on this rank, forward and backward, to `see`."""
-
-    def __init__(self, engine: Engine):
-        self.mesh, self.depth = engine.mesh, engine.program.depth
+    def __init__(self, engine: Engine, see: Callable[[When, str, Tensor], object]):
+        self.depth, self.see = engine.program.depth, see
         self.position = 0
-
-    @abstractmethod
-    def see(self, when: tuple[int, int, int], what: str, value: Tensor) -> None:
-        """Process one value.
-
-        Args:
-            when: sort key, smaller for values made earlier: the kind; the number of pipeline stages that the value
-                may have passed through; the number of values seen on this rank (equal order on ranks with the same
-                stage).
-            what: module or parameter.
-        """
 
     def look(self, kind: int, part: int, what: str, value: Tensor) -> None:
         self.position += 1
@@ -97,39 +80,29 @@ class ValueWatch(ABC):
                 stage.parameters.watch = None
 
 
-class _Watch(ValueWatch):
-    """Watch that keeps the first non-finite value of this rank."""
-
-    def __init__(self, engine: Engine):
-        super().__init__(engine)
-        self.found: _Finding | None = None
-
-    def see(self, when: tuple[int, int, int], what: str, value: Tensor) -> None:
-        if self.found is None and not _finite(value):
-            self.found = _Finding(when, self.mesh.describe(), what)
-
-
 def locate_nonfinite(engine: Engine, step: int, error: NonFinite) -> str:
     """Return a message that names the first rank and module with a non-finite value in ``step``. Collective."""
-    watch = _Watch(engine)
+    first: list[Any] = []  # of this rank: sort key, description of the rank, module or parameter
+
+    def see(when: When, what: str, value: Tensor) -> None:
+        # Detached: otherwise autograd would save more, and recomputation would find a different number of tensors.
+        if not first and not torch.isfinite(value.detach()).all():
+            first.extend((when, engine.mesh.describe(), what))
+
+    watch = ValueWatch(engine, see)
     for name, pieces in engine.parameters.weights().items():
         for piece in pieces:
             watch.look(WEIGHTS, 0, f"the weights of {name}", piece.tensor)
     watch.run(engine, step)
-    every = all_gather(watch.found and astuple(watch.found), world() if engine.mesh.layout.world_size > 1 else None)
-    found = [_Finding(*finding) for finding in every if finding is not None]
+    every = all_gather(first, world() if engine.mesh.layout.world_size > 1 else None)
+    found = [finding for finding in every if finding]
     if not found and not error.untouched:
-        return f"{error}. Run again with the weights as they are now, the step is finite everywhere."
+        return f"{error}. A rerun with the current weights is finite on every rank."
     if not found:
-        return f"{error}. Run again, the step is finite everywhere: the fault was not in weights, data or code."
-    first = min(found, key=lambda finding: finding.when)
-    where = [finding.where for finding in found if finding.when == first.when]
-    at_once = " and ".join(where[:NAMED]) + (f" and {len(where) - NAMED} more at once" if len(where) > NAMED else "")
-    weights = "The weights are unchanged and saved" if error.untouched else "The last checkpoint stands"
-    spread = f"; it spread to {len(found) - len(where)} other ranks" if len(found) > len(where) else ""
-    return f"{error}. First on {at_once}, {first.what}{spread}. {weights}."
-
-
-def _finite(value: Tensor) -> bool:
-    # Detached: otherwise autograd would save more, and recomputation would find a different number of tensors.
-    return bool(torch.isfinite(value.detach()).all())
+        return f"{error}. A rerun is finite on every rank: the fault was not in weights, data or code."
+    earliest, _, what = min(found, key=itemgetter(0))
+    ranks = [rank for when, rank, _ in found if when == earliest]
+    named = " and ".join(ranks[:NAMED]) + (f" and {len(ranks) - NAMED} more" if len(ranks) > NAMED else "")
+    weights = "The weights are unchanged and saved" if error.untouched else "The last checkpoint is unaffected"
+    spread = f"; it spread to {len(found) - len(ranks)} other ranks" if len(found) > len(ranks) else ""
+    return f"{error}. First on {named}, {what}{spread}. {weights}."

@@ -23,7 +23,7 @@ from shoal.engine.device import peak_memory
 from shoal.engine.peak_flops import peak_flops
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RunConfig
-from shoal.training.async_dp.choose import engine_class
+from shoal.training.async_dp.engines import engine_class
 from shoal.training.bucket_size import settle_bucket_size
 from shoal.training.fault_knobs import FaultKnobs, RankTimes, TimedSteps, times_table
 from shoal.training.nonfinite_locator import locate_nonfinite
@@ -34,8 +34,7 @@ from shoal.training.records.profile import Profiler, profiled_steps
 from shoal.training.records.timer import StepTimer
 from shoal.training.resilience.events import write_event
 from shoal.training.resilience.heartbeat import Heartbeat, Phase
-from shoal.training.resilience.reexecute import SilentCorruption
-from shoal.training.resilience.replicas import ReplicasDiffer
+from shoal.training.resilience.replicas import SilentFailure
 from shoal.training.resilience.silent_failure_checks import SilentFailureChecks
 from shoal.training.sample import sample
 from shoal.training.state_manager import StateManager
@@ -144,16 +143,16 @@ class Trainer:
 
     @contextmanager
     def _failures_explained(self) -> Iterator[None]:
-        """Save the last good state and locate the cause if the enclosed step fails."""
+        """If the enclosed code fails, save the last good state and locate the cause, or invalidate unproven states."""
         try:
             yield
         except NonFinite as error:
             if error.untouched:  # the step did not change the weights
                 self.states.save(self.step, block=True)
             raise NonFinite(locate_nonfinite(self.engine, self.step, error)) from None
-        except SilentCorruption as error:
+        except SilentFailure as error:
             self.states.invalidate(self.guard.proven)
-            self._record_event("silent corruption", ranks=error.ranks)
+            self._record_event(error.event, ranks=error.ranks)
             raise
 
     def _after_step(self, result: StepResult, *, last: bool) -> None:
@@ -242,17 +241,9 @@ class Trainer:
         return None if unknown else rate
 
     def _check_and_maybe_rollback(self, result: StepResult) -> bool:
-        """Check for silent failures after a step; return whether the run was rolled back.
-
-        Raises:
-            ReplicasDiffer: replicas have different weights; states saved since they were last equal are invalidated.
-        """
-        try:
+        """Check for silent failures after a step; return whether the run was rolled back."""
+        with self._failures_explained():
             slow = self.guard.after_step(self.step, self.timer.last)
-        except ReplicasDiffer as error:
-            self.states.invalidate(self.guard.proven)
-            self._record_event("replicas differ", ranks=error.ranks)
-            raise
         if slow:
             self.display.note(str(slow))
             self._record_event("slowest", **asdict(slow))

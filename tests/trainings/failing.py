@@ -10,7 +10,7 @@ import torch.distributed as dist
 from shoal.base.section import plain
 from shoal.spec.config import RunConfig, save_config
 from shoal.training.resilience import silent_failure_checks
-from shoal.training.resilience.reexecute import SilentCorruption
+from shoal.training.resilience.replicas import SilentFailure
 from shoal.training.resilience.spikes import Skips
 from shoal.training.trainer import Trainer
 from tests.trainings.runs import train_here
@@ -62,7 +62,7 @@ class ComputesOtherwise(Tells):
         def otherwise(engine: Any, step: int, *arguments: Any) -> None:
             twice(engine, step, *arguments)
             if step == 8:
-                raise SilentCorruption(f"step {step}: another result on rank 1", [1])
+                raise SilentFailure(f"step {step}: another result on rank 1", "silent corruption", [1])
 
         with mock.patch.object(silent_failure_checks, "reexecute", otherwise):
             super().run()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,19 +13,33 @@ from torch import Tensor
 from shoal.base.boxes import Piece
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import all_reduce, to_host
+from shoal.engine.collectives.shm.window import Window
 from shoal.engine.data.batches import Dataset
+from shoal.engine.optim.build import build as build_optimizer
+from shoal.pipeline.from_layout import build_forwards
 from shoal.pipeline.program import Action
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RunConfig
+from shoal.spec.sync_methods import LOCAL, UNSYNCHRONISED
 from shoal.training.async_dp.methods.average import LocalSteps
 from shoal.training.async_dp.methods.compress import Compressed
 from shoal.training.async_dp.methods.flat import Flat
-from shoal.training.async_dp.methods.method import ReplicaMethod, States
+from shoal.training.async_dp.methods.gossip import Push
+from shoal.training.async_dp.methods.hogwild import Hogwild
+from shoal.training.async_dp.methods.method import Method, MethodStates, ReplicaMethod
 from shoal.training.async_dp.methods.powersgd import PowerSGD
 from shoal.training.async_dp.methods.quantised import Int8, OneBit, Quantised
+from shoal.training.async_dp.methods.queue import Queue
+from shoal.training.async_dp.methods.server import Server, staleness_bound
 from shoal.training.async_dp.methods.topk import TopK
+from shoal.training.async_dp.methods.wagma import GroupAverage
 from shoal.training.step.engine import Engine, flat_names
 from shoal.training.step.optimizer_step import NonFinite, StepResult, clip_factor, sum_totals
+
+COLUMNS = ("steps", "loss", "tokens", "norm", "computing", "total", "updates", "stale", "stalest")
+"""Columns of the board: each replica's sums since the process started (stalest: the maximum)."""
+
+COPIES = 24  # space of the window in copies of the weights per replica; an upper bound over the methods
 
 
 class Diverged(RuntimeError):
@@ -35,7 +51,7 @@ class ReplicaEngine(Engine):
 
     Attributes:
         replica, replicas: index of this replica, and number of replicas.
-        stands_for: dead replicas whose states in a checkpoint are copies of this one's.
+        represented: dead replicas whose states in a checkpoint are copies of this one's.
         flat: weights and gradients as flat tensors.
         method: method that synchronises the replicas.
     """
@@ -45,7 +61,7 @@ class ReplicaEngine(Engine):
     def __init__(self, config: RunConfig, shape: ModelShape, mesh: Mesh, samples: Dataset):
         super().__init__(config, shape, mesh, samples)
         self.replica, self.replicas = mesh.index("dp"), mesh.size("dp")
-        self.stands_for: list[int] = []
+        self.represented: list[int] = []
         self.flat = Flat(self.parameters)
 
     @abstractmethod
@@ -58,13 +74,13 @@ class ReplicaEngine(Engine):
             self.parameters.scale(factor)
         self.optimizer.step(rate)
 
-    @abstractmethod
     def common_state(self) -> dict[str, list[Piece]]:
-        """Return states that are equal on all replicas, except the method's."""
+        """Return the weights, by their names in a checkpoint; valid only when the replicas have synchronised."""
+        return {f"model.{name}": pieces for name, pieces in self.parameters.weights().items()}
 
-    def own_states(self) -> States:
-        """Return states that each replica keeps separately."""
-        return self.method.own_states()
+    def method_states(self) -> MethodStates:
+        """Return everything that the replicas keep besides the common state."""
+        return self.method.states()
 
     def state(self) -> dict[str, list[Piece]]:
         """Return all tensors that a checkpoint stores.
@@ -72,18 +88,15 @@ class ReplicaEngine(Engine):
         These are states equal on all replicas (saved by the first), states spread over the replicas, and states of each
         replica, named by its index.
         """
-        common = self.common_state() | flat_names("relaxed", self.method.common_states())
-        for pieces in common.values():
+        states = self.method_states()
+        state = self.common_state() | flat_names("optimizer", states.served) | flat_names("relaxed", states.common)
+        for pieces in state.values():
             for piece in pieces:
                 piece.primary &= self.replica == 0
-        own = self.own_states()
-        replicas = (self.replica, *self.stands_for)
-        state = common | flat_names("relaxed", self.method.spread_states())
-        return state | {k: v for r in replicas for k, v in flat_names(f"replica.{r}", own).items()}
-
-    def model_state(self) -> dict[str, list[Piece]]:
-        """Return the weights by their names in a checkpoint."""
-        return {f"model.{name}": pieces for name, pieces in self.parameters.weights().items()}
+        state |= flat_names("relaxed", states.spread)
+        for replica in (self.replica, *self.represented):
+            state |= flat_names(f"replica.{replica}", states.own)
+        return state
 
 
 class CompressedEngine(ReplicaEngine):
@@ -157,7 +170,7 @@ class LocalEngine(ReplicaEngine):
         mine = torch.stack((loss * (self.mesh.index("tp") == 0), self.parameters.square_norm()))
         total, square = to_host(all_reduce(mine, self.sync_mesh.group("world")))
         if not (math.isfinite(total) and math.isfinite(square)):
-            raise Diverged(f"step {step}: replica {self.replica} has loss {total / tokens:g}, the others go on")
+            raise Diverged(f"step {step}: replica {self.replica} has loss {total / tokens:g}; the others continue")
         norm = math.sqrt(square)
         self.clip_and_step(norm, rate)
         self._since += torch.tensor((total, tokens, norm, 1, stop), dtype=torch.float64, device=loss.device)
@@ -170,14 +183,107 @@ class LocalEngine(ReplicaEngine):
         self.refresh_parameters()
         return result
 
-    def common_state(self) -> dict[str, list[Piece]]:
-        """Return the averaged weights; valid only after the replicas have met."""
-        return self.model_state()
-
-    def own_states(self) -> States:
-        """Return the states of the optimizer and of the method."""
-        return self.optimizer.states() | super().own_states()
+    def method_states(self) -> MethodStates:
+        """Return the method's states, with the optimizer's among each replica's own."""
+        states = super().method_states()
+        return replace(states, own=self.optimizer.states() | states.own)
 
     def restored(self, updates: int) -> None:
         super().restored(updates)
         self.method.restored()
+
+
+class AsyncEngine(ReplicaEngine):
+    """Engine of one replica that shares a memory window with the others.
+
+    Attributes:
+        window: shared memory of all replicas.
+        queue: tickets of steps.
+        board: reports of the replicas, [replicas, `COLUMNS`], float64.
+        arrived: index of the first meeting counter; one counter per replica, followed by two for the first rank's
+            decisions.
+        living: group of the living replicas; None for a single one.
+    """
+
+    method: Method
+
+    def __init__(self, config: RunConfig, shape: ModelShape, mesh: Mesh, samples: Dataset):
+        super().__init__(config, shape, mesh, samples)
+        n, self.living = self.replicas, mesh.group("dp")
+        size = n * COPIES * self.flat.numel * self.flat.weights[0].element_size()
+        self.window = Window(self.living, 64 + 64 * n, size + 2**20)
+        self.queue = Queue(self.window, common=config.data.sampler == "pool")
+        self.arrived = self.window.counters(n + 2)
+        self.board = self.window.tensor(n * len(COLUMNS), torch.float64).view(n, len(COLUMNS))
+        self.method = self._build_method()
+        self.optimizer = self.method.optimizer
+
+    def _build_method(self) -> Method:
+        config, relaxed = self.config, self.config.relaxed
+        here = (self.window, self.flat, self.optimizer)
+        build = partial(build_optimizer, config.optimizer, compile=config.train.compile)
+        match config.parallel.sync:
+            case "hogwild":
+                return Hogwild(*here, build)
+            case "sgp":
+                return Push(*here, staleness=relaxed.staleness)
+            case "wagma":
+                return GroupAverage(
+                    *here, size=relaxed.group, staleness=relaxed.staleness, global_every=relaxed.global_every
+                )
+            case _:
+                aware, clip = relaxed.staleness_aware, config.optimizer.clip_norm
+                return Server(*here, build, bound=staleness_bound(config), aware=aware, clip=clip)
+
+    def step(self, step: int, *, stop: bool = False, dry: bool = False) -> StepResult:
+        """Run one step of this replica, after waiting as the method requires. See `Engine.step`."""
+        if self.method.before(step):
+            self.parameters.gather()
+        return super().step(step, stop=stop, dry=dry)
+
+    def update(self, step: int, tokens: int, rate: float, stop: bool, action: Action, loss: Tensor) -> StepResult:
+        """Clip the gradients and pass them to the method.
+
+        Raises:
+            Diverged: before any weight changes.
+        """
+        self.complete_gradients()
+        mean, norm = float(loss) / max(1, tokens), math.sqrt(float(self.parameters.square_norm()))
+        if not (math.isfinite(mean) and math.isfinite(norm)):
+            raise Diverged(f"step {step}: replica {self.replica} has loss {mean:g}, gradient norm {norm:g}")
+        if self.method.clips and (factor := clip_factor(self, norm)) != 1:
+            self.parameters.scale(factor)
+        self.method.update(step, rate, tokens)
+        self.refresh_parameters()
+        return StepResult(mean, norm, rate, tokens, stop, met=False)
+
+    def evaluate(self, samples: Dataset) -> float:
+        """Return the validation loss, computed by the living replicas. See `Engine.evaluate`."""
+        index, size = (0, 1) if self.living is None else (self.living.rank(), self.living.size())
+        n = self.config.parallel.micro_batch
+        passes = range(index, -(-self.config.train.validation_sequences // n), size)
+        batches = [samples.batch(range(m * n, (m + 1) * n)).to(self.mesh.device) for m in passes]
+        sums = torch.zeros(2, dtype=torch.float64)
+        if batches:
+            sums[0] = self.runtime_of(build_forwards(self.program, len(batches))).evaluate(batches)
+            sums[1] = sum(batch.unmasked() for batch in batches)
+        loss, tokens = to_host(all_reduce(sums, self.living))
+        return loss / max(1.0, tokens)
+
+    def restored(self, updates: int) -> None:
+        self.method.restored()
+        self.parameters.gather()
+
+
+def engine_class(sync: str) -> type[Engine]:
+    """Return the engine class for a value of ``parallel.sync``."""
+    if sync == "all-reduce":
+        return Engine
+    if sync in UNSYNCHRONISED:
+        return AsyncEngine
+    return LocalEngine if sync in LOCAL else CompressedEngine
+
+
+def survives_rank_loss(config: RunConfig) -> bool:
+    """Return whether a run continues after the death of a rank other than rank 0, which keeps the log."""
+    return config.parallel.sync in UNSYNCHRONISED and staleness_bound(config) != 0

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from shoal.planning.cost.memory.state import StateBytes
 from shoal.spec.config import RunConfig
 from shoal.spec.number_formats import Formats
-from shoal.training.async_dp.methods.groups import hops
+from shoal.training.async_dp.methods.gossip import hops
 from shoal.training.async_dp.methods.server import staleness_bound
 
 

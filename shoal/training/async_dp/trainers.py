@@ -1,4 +1,4 @@
-"""Training loop of unsynchronised replicas (`FreeEngine`)."""
+"""Training loop of unsynchronised replicas (`AsyncEngine`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shoal.engine.collectives.group import Group
 from shoal.engine.device import peak_memory
 from shoal.spec.config import RunConfig
 from shoal.spec.sync_methods import UNSYNCHRONISED
-from shoal.training.async_dp.unsynchronised import COLUMNS, FreeEngine
+from shoal.training.async_dp.engines import COLUMNS, AsyncEngine
 from shoal.training.fault_knobs import RankTimes
 from shoal.training.resilience.heartbeat import Phase
 from shoal.training.step.optimizer_step import StepResult
@@ -25,10 +25,10 @@ JOIN_SECONDS = 0.5  # joining groups after a rank's death: grace period for the 
 
 def trainer_class(config: RunConfig) -> type[Trainer]:
     """Return the trainer class of a run."""
-    return FreeTrainer if config.parallel.sync in UNSYNCHRONISED else Trainer
+    return AsyncTrainer if config.parallel.sync in UNSYNCHRONISED else Trainer
 
 
-class FreeTrainer(Trainer):
+class AsyncTrainer(Trainer):
     """Training loop that runs queued steps until the queue is empty, then meets the other replicas to validate or save.
 
     Between these meetings the first rank reads and logs the other replicas' reports without waiting. After the death of
@@ -36,7 +36,7 @@ class FreeTrainer(Trainer):
     rank, which decides which ranks live.
     """
 
-    engine: FreeEngine
+    engine: AsyncEngine
 
     def run(self) -> None:
         self.stop.listen()
@@ -148,7 +148,7 @@ class FreeTrainer(Trainer):
             window.set(who, sum(1 << o for o in living))
             window.set(decided, self.meetings)
         else:
-            what = f"parallel.sync = '{self.config.parallel.sync}' does not go on without rank 0"
+            what = f"parallel.sync = '{self.config.parallel.sync}' does not continue without rank 0"
             window.until(lambda: window.get(decided) >= self.meetings, [0], what)
         return [o for o in range(n) if window.get(who) >> o & 1]
 
@@ -181,8 +181,8 @@ class FreeTrainer(Trainer):
                 for group in groups:
                     dist.destroy_process_group(group)
                 continue
-            self.display.note(f"{size - len(living)} of {size} replicas died; the others go on")
-            engine.stands_for = stands_for(engine.replica, living, engine.replicas)
+            self.display.note(f"{size - len(living)} of {size} replicas died; the others continue")
+            engine.represented = find_represented(engine.replica, living, engine.replicas)
             engine.living = Group(groups[0])
             self.states.regroup(groups[1])
             return
@@ -225,12 +225,12 @@ class FreeTrainer(Trainer):
             self.display.note(f"staleness: {stale / updates:.2f} updates on average, {most} at most")
 
 
-def stands_for(replica: int, living: Sequence[int], replicas: int) -> list[int]:
+def find_represented(replica: int, living: Sequence[int], replicas: int) -> list[int]:
     """Return the dead replicas that this living one represents in a checkpoint: those up to the next living replica.
 
     A checkpoint thus has the states of all replicas, and a resumed run starts with all of them.
 
-    >>> [stands_for(replica, [0, 2, 3], 6) for replica in (0, 2, 3)]
+    >>> [find_represented(replica, [0, 2, 3], 6) for replica in (0, 2, 3)]
     [[1], [], [4, 5]]
     """
     return [dead for dead in range(replicas) if dead not in living and max(o for o in living if o < dead) == replica]

@@ -15,40 +15,13 @@ from torch import Tensor
 
 from shoal.engine.collectives.json_collectives import Group, broadcast, gather
 from shoal.engine.device import reproducible
-from shoal.training.nonfinite_locator import ValueWatch
-from shoal.training.resilience.replicas import hash_of
+from shoal.training.nonfinite_locator import ValueWatch, When
+from shoal.training.resilience.replicas import SilentFailure, hash_bits
 from shoal.training.step.engine import Engine
 
 Where = Literal["same", "replica"]
-Trace = list[tuple[tuple[int, int, int], str, int]]
+Trace = list[tuple[When, str, int]]
 """Sort key, description and hash of each value of a step."""
-
-
-class SilentCorruption(RuntimeError):
-    """Error for a step whose two executions gave different results.
-
-    Attributes:
-        ranks: ranks of which one computed wrong.
-    """
-
-    def __init__(self, message: str, ranks: list[int]):
-        super().__init__(message)
-        self.ranks = ranks
-
-
-class _Hashes(ValueWatch):
-    def __init__(self, engine: Engine):
-        super().__init__(engine)
-        self._seen: list[tuple[tuple[int, int, int], str]] = []
-        self._hashes: list[Tensor] = []
-
-    def see(self, when: tuple[int, int, int], what: str, value: Tensor) -> None:
-        self._seen.append((when, what))
-        self._hashes.append(hash_of(value))
-
-    def trace(self) -> Trace:
-        values = torch.stack(self._hashes).tolist() if self._hashes else []
-        return [(when, what, value) for (when, what), value in zip(self._seen, values, strict=True)]
 
 
 def reexecute(engine: Engine, step: int, group: Group, where: Where = "same") -> None:
@@ -60,17 +33,18 @@ def reexecute(engine: Engine, step: int, group: Group, where: Where = "same") ->
         where: "same" repeats on the same rank, "replica" on the next data-parallel replica.
 
     Raises:
-        SilentCorruption: on every rank, with the first differing value and the faulty rank, or two ranks if either may
+        SilentFailure: on every rank, with the first differing value and the faulty rank, or two ranks if either may
             be wrong.
     """
     mesh = engine.mesh
     replicas = mesh.ranks("dp")
     shift = 1 if where == "replica" else 0
     partner = replicas[(mesh.index("dp") + shift) % len(replicas)]
-    told = gather([trace(engine, step), trace(engine, step, shift), partner, mesh.describe()], group)
-    verdict = broadcast(judge(told) if told else None, group)
+    results = gather([trace(engine, step), trace(engine, step, shift), partner, mesh.describe()], group)
+    verdict = broadcast(find_faulty_ranks(results) if results else None, group)
     if verdict is not None:
-        raise SilentCorruption(f"step {step}, computed twice, gave two results: {verdict['said']}.", verdict["ranks"])
+        message = f"step {step}, computed twice, gave two results: {verdict['where']}."
+        raise SilentFailure(message, "silent corruption", verdict["ranks"])
 
 
 def trace(engine: Engine, step: int, shift: int = 0) -> Trace:
@@ -79,28 +53,35 @@ def trace(engine: Engine, step: int, shift: int = 0) -> Trace:
     Args:
         shift: offset of the replica whose samples are used.
     """
-    watch, made_ahead = _Hashes(engine), engine.batches_of
+    seen: list[tuple[When, str]] = []
+    hashes: list[Tensor] = []
+
+    def see(when: When, what: str, value: Tensor) -> None:
+        seen.append((when, what))
+        hashes.append(hash_bits(value))
+
+    watch, prefetched = ValueWatch(engine, see), engine.batches_of
     engine.replica_offset, engine.batches_of = shift, engine.make_batches
     try:
         with reproducible(engine.mesh.device):
             watch.run(engine, step)
     finally:
-        engine.replica_offset, engine.batches_of = 0, made_ahead
-    return watch.trace()
+        engine.replica_offset, engine.batches_of = 0, prefetched
+    values = torch.stack(hashes).tolist() if hashes else []
+    return [(when, what, value) for (when, what), value in zip(seen, values, strict=True)]
 
 
-def judge(told: list[list[Any]]) -> dict[str, Any] | None:
+def find_faulty_ranks(results: list[list[Any]]) -> dict[str, Any] | None:
     """Determine the ranks with a wrong result; None if all results agree.
 
     Args:
-        told: for each rank: first trace, second trace, rank of the second trace's samples, description.
+        results: for each rank: first trace, second trace, rank of the second trace's samples, description.
     """
     differ = []
-    for rank, (_, second, partner, _) in enumerate(told):
-        first = told[partner][0]
-        for a, b in zip(first, second, strict=True):
-            if a[2] != b[2]:
-                differ.append((tuple(a[0]), a[1], sorted({rank, partner})))
+    for rank, (_, second, partner, _) in enumerate(results):
+        for (when, what, first_hash), (_, _, second_hash) in zip(results[partner][0], second, strict=True):
+            if first_hash != second_hash:
+                differ.append((tuple(when), what, sorted({rank, partner})))
                 break
     if not differ:
         return None
@@ -110,5 +91,5 @@ def judge(told: list[list[Any]]) -> dict[str, Any] | None:
     most = max((counted[rank] for rank in suspects), default=0)
     if most > 1:
         suspects = [rank for rank in suspects if counted[rank] == most]
-    names = " or ".join(told[rank][3] for rank in suspects)
-    return {"said": f"{names}, {what}", "ranks": suspects}
+    names = " or ".join(results[rank][3] for rank in suspects)
+    return {"where": f"{names}, {what}", "ranks": suspects}

@@ -1,6 +1,6 @@
 """Check that replicas hold equal parameters: compare hashes and name the ranks that differ from the majority.
 
-A flipped bit in one replica's memory does not show in the loss at once, and data parallelism never removes it: each
+A flipped bit in one replica's memory does not show in the loss immediately, and data parallelism never removes it: each
 replica adds the same update to different weights.
 """
 
@@ -22,16 +22,17 @@ CHUNK = 1 << 20  # elements hashed at once, which bounds the temporary memory
 NAMED = 4  # maximum number of ranks and parameters named in a message
 
 
-class ReplicasDiffer(RuntimeError):
-    """Error for ranks whose parameters should be equal but have different bits.
+class SilentFailure(RuntimeError):
+    """Error for values that should be equal but have different bits.
 
     Attributes:
-        ranks: ranks that differ from the majority; all ranks concerned if no majority exists.
+        event: name of the event: "replicas differ" or "silent corruption".
+        ranks: faulty ranks; all ranks concerned if the values do not show which.
     """
 
-    def __init__(self, message: str, ranks: list[int]):
+    def __init__(self, message: str, event: str, ranks: list[int]):
         super().__init__(message)
-        self.ranks = ranks
+        self.event, self.ranks = event, ranks
 
 
 @lru_cache(maxsize=2)
@@ -41,7 +42,7 @@ def _factors(device: torch.device) -> Tensor:
     return (torch.randint(-(2**62), 2**62, (CHUNK,), generator=numbers) * 2 + 1).to(device)
 
 
-def hash_of(x: Tensor) -> Tensor:
+def hash_bits(x: Tensor) -> Tensor:
     """Hash the bits and positions of a tensor's elements on its device: int64 [].
 
     The sum, modulo 2^64, of each element's bits times an odd factor of its position. It does not depend on the order of
@@ -55,7 +56,7 @@ def hash_of(x: Tensor) -> Tensor:
     return total
 
 
-def held(engine: Engine) -> Iterator[tuple[str, Box, str, Tensor]]:
+def _parameters(engine: Engine) -> Iterator[tuple[str, Box, str, Tensor]]:
     """Yield every parameter on this rank as (name, box, kind, values): computing copies and optimizer masters."""
     for stage in engine.stages:
         for bucket in stage.parameters.buckets:
@@ -65,10 +66,10 @@ def held(engine: Engine) -> Iterator[tuple[str, Box, str, Tensor]]:
                     yield slot.placement.name, box, "", slot.parameter.data.reshape(-1)[: box.numel]
     for name, pieces in engine.parameters.weights().items():
         for piece in pieces:
-            yield name, piece.box, " (what the optimizer updates)", piece.tensor
+            yield name, piece.box, " (optimizer copy)", piece.tensor
 
 
-def compare(engine: Engine, step: int, group: Group) -> None:
+def compare_replicas(engine: Engine, step: int, group: Group) -> None:
     """Compare the parameters of replicas. Collective.
 
     Args:
@@ -76,19 +77,19 @@ def compare(engine: Engine, step: int, group: Group) -> None:
         group: group of all ranks, without pending operations.
 
     Raises:
-        ReplicasDiffer: on every rank, naming the ranks that differ and the first parameter.
+        SilentFailure: on every rank, naming the ranks that differ and the first parameter.
     """
-    named = {f"{key(name, box)}{kind}": hash_of(values) for name, box, kind, values in held(engine)}
+    named = {f"{key(name, box)}{kind}": hash_bits(values) for name, box, kind, values in _parameters(engine)}
     hashes = torch.stack(list(named.values())).tolist() if named else []
     every = gather([list(zip(named, hashes, strict=True)), engine.mesh.describe()], group)
-    verdict = broadcast(judge([told for told, _ in every]) if every else None, group)
+    verdict = broadcast(find_differences([hashes for hashes, _ in every]) if every else None, group)
     if verdict is None:
         return
-    places = broadcast([place for _, place in every], group)
-    raise ReplicasDiffer(f"after step {step}: {_describe(verdict, places)}", verdict["ranks"])
+    names = broadcast([name for _, name in every], group)
+    raise SilentFailure(f"after step {step}: {_describe(verdict, names)}", "replicas differ", verdict["ranks"])
 
 
-def judge(every: list[list[tuple[str, int]]]) -> dict | None:
+def find_differences(every: list[list[tuple[str, int]]]) -> dict | None:
     """Find differences; None if all ranks agree.
 
     Args:
@@ -98,12 +99,12 @@ def judge(every: list[list[tuple[str, int]]]) -> dict | None:
         JSON values: "ranks" outside the majority, "names" of the differing parameters, "agreed", the number of ranks in
         the majority for the first of these.
 
-    >>> judge([[("w", 1), ("v", 5)], [("w", 1), ("v", 5)], [("w", 2), ("v", 5)]])
+    >>> find_differences([[("w", 1), ("v", 5)], [("w", 1), ("v", 5)], [("w", 2), ("v", 5)]])
     {'ranks': [2], 'names': ['w'], 'agreed': 2}
     """
     holders: dict[str, dict[int, int]] = {}
-    for rank, told in enumerate(every):
-        for name, value in told:
+    for rank, hashes in enumerate(every):
+        for name, value in hashes:
             holders.setdefault(name, {})[rank] = value
     ranks: set[int] = set()
     majorities: dict[str, int] = {}  # by parameter that differs; 0 without a majority
@@ -117,13 +118,13 @@ def judge(every: list[list[tuple[str, int]]]) -> dict | None:
     return {"ranks": sorted(ranks), "names": list(majorities), "agreed": next(iter(majorities.values()))}
 
 
-def _describe(verdict: dict, places: list[str]) -> str:
+def _describe(verdict: dict, descriptions: list[str]) -> str:
     ranks, names = verdict["ranks"], verdict["names"]
-    who = " and ".join(places[rank] for rank in ranks[:NAMED])
+    who = " and ".join(descriptions[rank] for rank in ranks[:NAMED])
     who += f" and {len(ranks) - NAMED} more" if len(ranks) > NAMED else ""
     what = names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
     if verdict["agreed"]:
         return (
             f"{who} {'differs' if len(ranks) == 1 else 'differ'} from the {verdict['agreed']} other replicas in {what}."
         )
-    return f"{who} hold different values of {what}, and no majority tells which are right."
+    return f"{who} hold different values of {what}, and no majority shows which are right."

@@ -12,9 +12,9 @@ from shoal.engine.collectives.json_collectives import Group, gather
 from shoal.spec.config import FailoverConfig
 from shoal.training.records.timer import ComputeTimer
 from shoal.training.resilience.reexecute import reexecute
-from shoal.training.resilience.replicas import compare
+from shoal.training.resilience.replicas import compare_replicas
 from shoal.training.resilience.spikes import Spike, SpikeDetector
-from shoal.training.resilience.stragglers import MEASURED, Slowest, slowest
+from shoal.training.resilience.stragglers import MEASURED, Slowest, find_slowest
 
 if TYPE_CHECKING:
     from shoal.training.step.engine import Engine, StepResult
@@ -29,7 +29,7 @@ class SilentFailureChecks:
         extra: values saved with the state that the run resumes from.
 
     Raises:
-        ReplicasDiffer: replicas differ at the start.
+        SilentFailure: replicas differ at the start.
 
     Attributes:
         proven: last step after which replicas were equal or, if they are not compared, last step whose two executions
@@ -49,7 +49,7 @@ class SilentFailureChecks:
         self._seconds: list[float] = []  # of each step measured by the timer
         self.restore(step, extra)
         if config.check_replicas_every:
-            compare(engine, step, self.group)
+            compare_replicas(engine, step, self.group)
 
     def state(self) -> dict[str, Any]:
         """Return the values that a checkpoint stores in its ``extra``."""
@@ -69,7 +69,7 @@ class SilentFailureChecks:
             step: optimizer steps done.
 
         Raises:
-            SilentCorruption: the two executions differ.
+            SilentFailure: the two executions differ.
         """
         every = self.config.reexecute_every
         if every and step % every == 0:
@@ -92,18 +92,18 @@ class SilentFailureChecks:
             The slowest rank, on rank 0 when a report is due.
 
         Raises:
-            ReplicasDiffer: replicas differ; the message names the ranks.
+            SilentFailure: replicas differ; the message names the ranks.
         """
         if (every := self.config.check_replicas_every) and step % every == 0:
-            compare(self.engine, step, self.group)
+            compare_replicas(self.engine, step, self.group)
             self.proven = step
         if self.timer and self.timer.on:
             self._seconds.append(seconds)
             if step % self.config.stragglers_every == 0:
                 self.timer.on = False
                 computing = self.timer.seconds() / len(self._seconds)
-                told = gather([computing, socket.gethostname()], self.group)
-                return slowest([s for s, _ in told], [h for _, h in told], mean(self._seconds)) if told else None
+                ranks = gather([computing, socket.gethostname()], self.group)
+                return find_slowest(ranks, mean(self._seconds)) if ranks else None
         return None
 
     def spike(self, result: StepResult) -> Spike | None:

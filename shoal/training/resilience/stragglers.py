@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 MEASURED = 10
@@ -33,14 +34,13 @@ class Slowest:
         )
 
 
-def slowest(computing: list[float], hosts: list[str], total: float) -> Slowest:
+def find_slowest(ranks: Sequence[tuple[float, str]], total: float) -> Slowest:
     """Find the slowest rank from each rank's compute seconds in a step and its host.
 
-    >>> slowest([1.0, 1.0, 3.0, 1.0], ["a", "a", "b", "b"], total=4.0).times
+    >>> find_slowest([(1.0, "a"), (1.0, "a"), (3.0, "b"), (1.0, "b")], total=4.0).times
     3.0
     """
-    worst = max(range(len(computing)), key=computing.__getitem__)
-    waiting = tuple(max(0.0, total - one) for one in computing)
-    return Slowest(
-        worst, hosts[worst], computing[worst], statistics.median_low(computing), total, tuple(computing), waiting
-    )
+    computing = tuple(seconds for seconds, _ in ranks)
+    worst = computing.index(max(computing))
+    waiting = tuple(max(0.0, total - seconds) for seconds in computing)
+    return Slowest(worst, ranks[worst][1], max(computing), statistics.median_low(computing), total, computing, waiting)

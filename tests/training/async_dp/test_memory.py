@@ -9,9 +9,8 @@ import torch
 from shoal.launch.checks.memory_check import RankMemory, count_rank_memory
 from shoal.spec.config import RunConfig
 from shoal.spec.sync_methods import COMPRESSED, LOCAL, UNSYNCHRONISED
-from shoal.training.async_dp.engines import CompressedEngine, LocalEngine
+from shoal.training.async_dp.engines import AsyncEngine, CompressedEngine, LocalEngine
 from shoal.training.async_dp.methods.quantised import Quantised
-from shoal.training.async_dp.unsynchronised import FreeEngine
 from tests.training.async_dp.test_methods import ADAM, config_of, engine_of
 
 
@@ -28,7 +27,7 @@ def has(config: RunConfig) -> tuple[float, RankMemory]:
     parameters, optimizer = engine.parameters, engine.optimizer
     owners = [*parameters.buckets, *parameters.gradients]
     rules, common = [optimizer], 0.0
-    if isinstance(engine, FreeEngine):
+    if isinstance(engine, AsyncEngine):
         owners.append(engine.method)
         rules = list(getattr(engine.method, "rules", {0: optimizer}).values())
         common = engine.window._used - engine.board.nbytes
@@ -40,7 +39,7 @@ def has(config: RunConfig) -> tuple[float, RankMemory]:
         common = sum(bucket.full.nbytes for bucket in parameters.buckets)
     states = [p.tensor for rule in rules for kind in rule.states().values() for ps in kind.values() for p in ps]
     own = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*tensors_of(*owners), *states)}
-    shared = [engine.window._data] if isinstance(engine, FreeEngine) else []
+    shared = [engine.window._data] if isinstance(engine, AsyncEngine) else []
     if config.parallel.zero:
         shared = [bucket.full for bucket in parameters.buckets]
     for tensor in shared:

@@ -20,10 +20,9 @@ from shoal.engine.models.loss import IGNORE
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RunConfig, build_config
 from shoal.spec.sync_methods import COMPRESSED, LOCAL, UNSYNCHRONISED
-from shoal.training.async_dp.engines import CompressedEngine, LocalEngine
+from shoal.training.async_dp.engines import AsyncEngine, CompressedEngine, LocalEngine
 from shoal.training.async_dp.methods.compress import Compressed
 from shoal.training.async_dp.methods.quantised import Quantised
-from shoal.training.async_dp.unsynchronised import FreeEngine
 from shoal.training.step.engine import Engine
 from shoal.training.step.optimizer_step import NonFinite
 
@@ -53,7 +52,7 @@ def config_of(
 def engine_of(config: RunConfig, masked: float, kind_of_data: type[SyntheticDataset] = SyntheticDataset) -> Engine:
     shape: ModelShape = config.model.shape(vocab=64, sequence_length=16)
     mesh = Mesh(config.parallel, dist.get_rank())
-    kind = ENGINES.get(config.parallel.sync, FreeEngine)
+    kind = ENGINES.get(config.parallel.sync, AsyncEngine)
     return kind(config, shape, mesh, kind_of_data(64, 16, 0, masked))
 
 
@@ -62,12 +61,12 @@ def train(
 ) -> list[torch.Tensor]:
     """This rank's weights after `STEPS` steps."""
     engine = engine_of(config, masked, kind_of_data)
-    if isinstance(engine, FreeEngine):
+    if isinstance(engine, AsyncEngine):
         engine.method.start(0)
         dist.barrier()
     for step in range(STEPS):
         engine.step(step)
-    if isinstance(engine, FreeEngine):
+    if isinstance(engine, AsyncEngine):
         dist.barrier()
         engine.method.settle(engine.mesh.group("dp"))
     return [bucket.master.clone() for bucket in engine.parameters.buckets]
@@ -175,7 +174,7 @@ class FewSamples(SyntheticDataset):
 def in_bf16(config: RunConfig) -> tuple[list[float], bool]:
     """The losses of a run, and whether in the end it computes with the weights that its optimizer has."""
     engine = engine_of(config, 0.0, FewSamples)
-    if isinstance(engine, FreeEngine):
+    if isinstance(engine, AsyncEngine):
         engine.method.start(0)
         dist.barrier()
     losses = [engine.step(step).loss for step in range(config.train.steps)]

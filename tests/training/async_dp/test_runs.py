@@ -25,9 +25,9 @@ from shoal.engine.device import destroy_world
 from shoal.launch.worker_pool import RankError
 from shoal.spec.config import RunConfig, build_config, save_config
 from shoal.spec.sync_methods import COMPRESSED, LOCAL, READ_BY, SERVED, UNSYNCHRONISED
-from shoal.training.async_dp.choose import goes_on_without
+from shoal.training.async_dp.engines import survives_rank_loss
 from shoal.training.async_dp.methods.server import Server
-from shoal.training.async_dp.trainers import FreeTrainer, trainer_class
+from shoal.training.async_dp.trainers import AsyncTrainer, trainer_class
 from shoal.training.check import check
 from shoal.training.run_folder import new_run
 from tests.trainings.runs import checkpoints, copy_until, records, same_bits, shoal, small_config
@@ -182,7 +182,7 @@ def test_it_goes_on_without_a_rank_that_dies(sync, more, corpus, tmp_path):
     code, said = shoal("train", file, *words, "--run-folder", folder)
     assert code == 0, said
     assert "rank 1 was killed by SIGKILL; the others went on without it" in said
-    assert "1 of 3 replicas died; the others go on" in said
+    assert "1 of 3 replicas died; the others continue" in said
     assert "died" in said.partition("who waits")[2]
     assert records(folder)[-1].step == STEPS and STEPS in checkpoints(folder)
     assert "a sample of what it writes" in said
@@ -195,7 +195,7 @@ def test_it_goes_on_without_a_rank_that_dies(sync, more, corpus, tmp_path):
 def dies_among_others(values: dict[str, Any], folder: Path) -> None:
     """Rank 1 has died, and rank 2 dies when the others begin to make groups without it."""
     if dist.get_rank() == 2:
-        FreeTrainer._regroup = lambda trainer, living: os.kill(os.getpid(), signal.SIGKILL)
+        AsyncTrainer._regroup = lambda trainer, living: os.kill(os.getpid(), signal.SIGKILL)
     train_here(values, folder, resume=False)
     destroy_world()  # in which two are missing
 
@@ -211,7 +211,7 @@ def test_one_may_die_while_the_others_make_groups_without_another(corpus, pool, 
 
 def test_a_server_that_waits_for_all_does_not_go_on_without_one(corpus):
     for staleness, goes_on in ((0, False), (1, True)):
-        assert goes_on_without(config_of(corpus, "ps-ssp", relaxed={"staleness": staleness})) == goes_on
+        assert survives_rank_loss(config_of(corpus, "ps-ssp", relaxed={"staleness": staleness})) == goes_on
 
 
 @pytest.mark.parametrize("sync", ["ps-bsp", "topk"])
@@ -266,5 +266,5 @@ def test_what_shares_memory_is_refused_where_it_would_compute_on_gpus_or_stores_
         with pytest.raises(UsageError, match=r"train.device = 'auto': its ranks share the memory of one host"):
             check(config)
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    with pytest.raises(UsageError, match="on Linux aarch64: its ranks tell each other by the order of stores"):
+    with pytest.raises(UsageError, match="on Linux aarch64: its ranks depend on the order of stores"):
         check(config)

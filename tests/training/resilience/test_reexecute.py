@@ -10,7 +10,9 @@ from shoal.base.section import plain
 from shoal.engine.collectives.mesh import Mesh
 from shoal.spec.config import build_config
 from shoal.training.check import check
-from shoal.training.resilience.reexecute import SilentCorruption, _Hashes, judge, reexecute, trace
+from shoal.training.nonfinite_locator import ValueWatch
+from shoal.training.resilience.reexecute import find_faulty_ranks, reexecute, trace
+from shoal.training.resilience.replicas import SilentFailure
 from shoal.training.step.engine import Engine
 from tests.training.step.test_engine import Uneven, numbers_config
 
@@ -28,7 +30,7 @@ def test_what_is_computed_twice_is_computed_reproducibly(monkeypatch, device, st
     """On CUDA attention's backward adds in any order, unless it is told not to: that would look like corruption."""
     seen = []
     monkeypatch.setattr(
-        _Hashes, "run", lambda self, engine, step: seen.append(torch.are_deterministic_algorithms_enabled())
+        ValueWatch, "run", lambda self, engine, step: seen.append(torch.are_deterministic_algorithms_enabled())
     )
     mesh = SimpleNamespace(device=torch.device(device))
     trace(SimpleNamespace(mesh=mesh, program=SimpleNamespace(depth=1), batches_of=None, make_batches=None), 1)
@@ -74,7 +76,7 @@ def wrong(values, rank: int, how: str, calls: tuple[int, ...] | None, where: str
         )
     try:
         reexecute(engine, 1, group, where)
-    except SilentCorruption as error:
+    except SilentFailure as error:
         return f"{error.ranks}: {error}"
     return None
 
@@ -109,6 +111,6 @@ def test_of_two_replicas_either_may_be_wrong(pool):
 def test_the_earliest_difference_counts():
     good, late, early = [[(1, 0, 1), "a", 1], [(1, 0, 2), "b", 2]], [[(1, 0, 1), "a", 1], [(1, 0, 2), "b", 9]], None
     early = [[(1, 0, 1), "a", 8], [(1, 0, 2), "b", 9]]
-    assert judge([[good, good, 0, "rank 0"], [good, good, 1, "rank 1"]]) is None
-    verdict = judge([[good, late, 0, "rank 0"], [good, early, 1, "rank 1"]])
-    assert verdict == {"said": "rank 1, a", "ranks": [1]}
+    assert find_faulty_ranks([[good, good, 0, "rank 0"], [good, good, 1, "rank 1"]]) is None
+    verdict = find_faulty_ranks([[good, late, 0, "rank 0"], [good, early, 1, "rank 1"]])
+    assert verdict == {"where": "rank 1, a", "ranks": [1]}

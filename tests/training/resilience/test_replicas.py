@@ -10,7 +10,7 @@ from shoal.base.section import plain
 from shoal.engine.collectives.mesh import Mesh
 from shoal.spec.config import build_config
 from shoal.training.check import check
-from shoal.training.resilience.replicas import CHUNK, ReplicasDiffer, compare, hash_of, judge
+from shoal.training.resilience.replicas import CHUNK, SilentFailure, compare_replicas, find_differences, hash_bits
 from shoal.training.step.engine import Engine
 from tests.training.step.test_engine import Uneven, numbers_config
 
@@ -27,11 +27,11 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 @given(st.sampled_from(DTYPES), st.integers(1, 200), st.data())
 def test_any_flipped_bit_changes_the_hash(dtype, numel, data):
     x = torch.randint(0, 256, (numel * dtype.itemsize,), dtype=torch.uint8).view(dtype)
-    before = hash_of(x).item()
-    assert hash_of(x.clone()).item() == before
+    before = hash_bits(x).item()
+    assert hash_bits(x.clone()).item() == before
     at = data.draw(st.integers(0, numel * dtype.itemsize - 1))
     bits(x)[at] ^= 1 << data.draw(st.integers(0, 7))
-    assert hash_of(x).item() != before
+    assert hash_bits(x).item() != before
 
 
 def test_places_count_and_so_does_what_is_far_behind():
@@ -39,9 +39,9 @@ def test_places_count_and_so_does_what_is_far_behind():
     for a, b in ((3, 4), (3, CHUNK + 3), (CHUNK + 3, 2 * CHUNK + 3)):
         y = x.clone()
         y[a], y[b] = x[b].item(), x[a].item()
-        assert hash_of(y).item() != hash_of(x).item()
-    assert hash_of(torch.tensor(0.0)).item() != hash_of(torch.tensor(-0.0)).item()
-    assert hash_of(torch.zeros(0)).item() == hash_of(torch.zeros(0)).item()
+        assert hash_bits(y).item() != hash_bits(x).item()
+    assert hash_bits(torch.tensor(0.0)).item() != hash_bits(torch.tensor(-0.0)).item()
+    assert hash_bits(torch.zeros(0)).item() == hash_bits(torch.zeros(0)).item()
 
 
 # ---- the verdict -----------------------------------------------------------------------------------------------------
@@ -51,12 +51,13 @@ def test_places_count_and_so_does_what_is_far_behind():
 def test_the_minority_is_named_whoever_it_is(ranks, data):
     odd = data.draw(st.sets(st.integers(0, ranks - 1), min_size=1, max_size=(ranks - 1) // 2))
     every = [[("a", 1), ("b", 10 + rank if rank in odd else 2), ("c", 3)] for rank in range(ranks)]
-    assert judge(every) == {"ranks": sorted(odd), "names": ["b"], "agreed": ranks - len(odd)}
+    assert find_differences(every) == {"ranks": sorted(odd), "names": ["b"], "agreed": ranks - len(odd)}
 
 
 def test_two_that_differ_are_both_named_and_what_each_has_alone_is_no_matter():
-    assert judge([[("a", 1), ("b", 1)], [("a", 2)], [("c", 5)]]) == {"ranks": [0, 1], "names": ["a"], "agreed": 0}
-    assert judge([[("a", 1)], [("b", 2)], []]) is None
+    every = [[("a", 1), ("b", 1)], [("a", 2)], [("c", 5)]]
+    assert find_differences(every) == {"ranks": [0, 1], "names": ["a"], "agreed": 0}
+    assert find_differences([[("a", 1)], [("b", 2)], []]) is None
 
 
 # ---- real ranks ------------------------------------------------------------------------------------------------------
@@ -74,9 +75,9 @@ def drift(values, rank: int, part: str) -> tuple[str, str] | None:
     config = build_config(values)
     engine = Engine(config, check(config), Mesh(config.parallel, dist.get_rank(), transport="backend"), Uneven(config))
     group = dist.group.WORLD
-    compare(engine, 0, group)
+    compare_replicas(engine, 0, group)
     engine.step(0)
-    compare(engine, 1, group)
+    compare_replicas(engine, 1, group)
     if part == "computed with":
         name, stage = "layers.0.mlp.down.weight", engine.stages[0].module
         victim = stage.layers["0"].mlp.down.weight.data
@@ -86,8 +87,8 @@ def drift(values, rank: int, part: str) -> tuple[str, str] | None:
     if dist.get_rank() == rank:
         bits(victim)[victim.element_size()] ^= 1
     try:
-        compare(engine, 1, group)
-    except ReplicasDiffer as error:
+        compare_replicas(engine, 1, group)
+    except SilentFailure as error:
         return f"{error.ranks}: {error}", name
     return None
 

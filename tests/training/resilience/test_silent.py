@@ -9,7 +9,7 @@ from shoal.launch.worker_pool import RankError
 from shoal.spec.config import RunConfig
 from shoal.training.check import check
 from shoal.training.resilience.events import read_events
-from shoal.training.resilience.stragglers import slowest
+from shoal.training.resilience.stragglers import find_slowest
 from tests.trainings.failing import (
     BAD_LOSS,
     FAR,
@@ -132,7 +132,7 @@ def test_a_healthy_run_with_every_check_is_the_same_run(config, pool, tmp_path):
 
 
 def test_the_slowest_rank_is_named():
-    found = slowest([0.2, 0.2, 0.5, 0.1], ["a", "a", "b", "b"], total=0.6)
+    found = find_slowest([(0.2, "a"), (0.2, "a"), (0.5, "b"), (0.1, "b")], total=0.6)
     assert str(found) == "slowest: rank 2 on b computes 0.5 s of each step, 2.50 times the median; the step takes 0.6 s"
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.ops import all_reduce
 from shoal.training.async_dp.methods.flat import Flat
-from shoal.training.async_dp.methods.method import ReplicaMethod, States
+from shoal.training.async_dp.methods.method import MethodStates, ReplicaMethod
 from shoal.training.async_dp.methods.quantised import CodedSum, Int8
 
 
@@ -71,17 +71,12 @@ class LocalSteps(ReplicaMethod):
 
     def restored(self) -> None:
         """Continue from an average that was loaded into the weights."""
-        for weights, old in zip(self.flat.weights, self.old, strict=True):
-            old.copy_(weights)
+        torch._foreach_copy_(self.old, self.flat.weights)
 
-    def common_states(self) -> States:
-        """Return the outer momentum."""
-        return {"momentum": self.flat.pieces(self.velocity)} if self.velocity else {}
-
-    def own_states(self) -> States:
-        """Return the rounding errors of the changes sent."""
-        return {"error": self.flat.pieces(self.errors)} if self.errors else {}
-
-    def spread_states(self) -> States:
-        """Return the rounding errors of the sums served."""
-        return {} if self.coded is None else {"server_error": self.coded.pieces()}
+    def states(self) -> MethodStates:
+        """Return the outer momentum, and the rounding errors of the changes sent and of the sums served."""
+        return MethodStates(
+            common={"momentum": self.flat.pieces(self.velocity)} if self.velocity else {},
+            spread={"server_error": self.coded.pieces()} if self.coded else {},
+            own={"error": self.flat.pieces(self.errors)} if self.errors else {},
+        )

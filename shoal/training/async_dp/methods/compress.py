@@ -11,16 +11,16 @@ Each tensor is compressed separately, so tensors that several tensor-parallel ra
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 
 import torch
 
 from shoal.engine.collectives.group import Group
 from shoal.training.async_dp.methods.flat import Flat
-from shoal.training.async_dp.methods.method import ReplicaMethod, States
+from shoal.training.async_dp.methods.method import MethodStates, ReplicaMethod
 
 
-class Compressed(ReplicaMethod, ABC):
+class Compressed(ReplicaMethod):
     """Base class of methods that sum the gradients of the replicas in compressed form.
 
     Args:
@@ -41,14 +41,12 @@ class Compressed(ReplicaMethod, ABC):
     @torch.no_grad()
     def sum(self) -> None:
         """Replace the gradients by the sums of the values that the replicas sent."""
-        for gradients, errors in zip(self.flat.gradients, self.errors, strict=True):
-            gradients.add_(errors)
+        torch._foreach_add_(self.flat.gradients, self.errors)
         self.exchange()
 
     @abstractmethod
     def exchange(self) -> None:
         """Replace each of `tensors` by its compressed sum, and its `error_of` by the residual."""
 
-    def own_states(self) -> States:
-        """Return the errors."""
-        return {"error": self.flat.pieces(self.errors)}
+    def states(self) -> MethodStates:
+        return MethodStates(own={"error": self.flat.pieces(self.errors)})

@@ -13,7 +13,7 @@ inbox: each reads what has arrived.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -22,7 +22,6 @@ from shoal.engine.collectives.ops import all_reduce
 from shoal.engine.collectives.shm.window import Window
 from shoal.engine.optim.rule import Rule
 from shoal.training.async_dp.methods.flat import Flat
-from shoal.training.async_dp.methods.groups import exponential, hops
 from shoal.training.async_dp.methods.method import Method
 
 
@@ -112,6 +111,24 @@ class Push(Method):
 
     def start(self, step: int) -> None:
         self._first, self.w = step, 1.0
-        for x, z in zip(self.x, self.flat.weights, strict=True):
-            x.copy_(z)
+        torch._foreach_copy_(self.x, self.flat.weights)
         self.window.set(self._posted + self.replica, step)
+
+
+def exponential(step: int, here: int, ranks: Sequence[int]) -> tuple[int, int]:
+    """Return the rank that ``here`` sends to in a step, and the one that it receives from.
+
+    The directed exponential graph with one peer per step (Assran et al. 2019, section 3 and appendix A): hops of 1, 2,
+    4, ... in cyclic order, so that after ceil(log2 n) steps every rank has received information from every other.
+
+    >>> [exponential(step, 0, range(8)) for step in range(4)]
+    [(1, 7), (2, 6), (4, 4), (1, 7)]
+    """
+    n, place = len(ranks), ranks.index(here)
+    hop = 1 << (step % hops(n))
+    return ranks[(place + hop) % n], ranks[(place - hop) % n]
+
+
+def hops(ranks: int) -> int:
+    """Return the number of different hops of the exponential graph, at least 1."""
+    return max(1, (ranks - 1).bit_length())

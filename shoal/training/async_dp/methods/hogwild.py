@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from shoal.engine.collectives.shm.window import Window
 from shoal.engine.optim.rule import Rule
 from shoal.engine.optim.shards import Shards
@@ -29,8 +31,7 @@ class Hogwild(Method):
         self._clocks = window.counters(self.replicas)
         shared = self.shared()
         if self.replica == 0:
-            for weights, memory in zip(flat.weights, shared, strict=True):
-                memory.copy_(weights)
+            torch._foreach_copy_(shared, flat.weights)
         shards = move_weights(optimizer.shards, flat.weights, shared)
         for bucket, memory in zip(flat.parameters.buckets, shared, strict=True):
             if bucket.master.data_ptr() == bucket.full.data_ptr():  # the parameters are views of it

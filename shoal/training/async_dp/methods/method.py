@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -19,20 +19,29 @@ States = dict[str, dict[str, list[Piece]]]
 """Checkpoint pieces by kind of state and parameter name."""
 
 
-class ReplicaMethod:
-    """Base class of methods that synchronise replicas. Its states are everything that it keeps besides the weights."""
+@dataclass
+class MethodStates:
+    """Everything that a method keeps besides the weights.
 
-    def common_states(self) -> States:
-        """Return states that are equal on all replicas."""
-        return {}
+    Attributes:
+        common: states that are equal on all replicas.
+        spread: this replica's part of states that are spread over the replicas.
+        own: states of this replica only.
+        served: optimizer states that all replicas share.
+    """
 
-    def spread_states(self) -> States:
-        """Return this replica's part of states that are spread over the replicas."""
-        return {}
+    common: States = field(default_factory=dict)
+    spread: States = field(default_factory=dict)
+    own: States = field(default_factory=dict)
+    served: States = field(default_factory=dict)
 
-    def own_states(self) -> States:
-        """Return states of this replica only."""
-        return {}
+
+class ReplicaMethod(ABC):
+    """Base class of methods that synchronise replicas."""
+
+    @abstractmethod
+    def states(self) -> MethodStates:
+        """Return the states that a checkpoint stores."""
 
 
 @dataclass
@@ -54,7 +63,7 @@ class Staleness:
         self.most = max(self.most, most)
 
 
-class Method(ReplicaMethod, ABC):
+class Method(ReplicaMethod):
     """Base class of methods in which a replica does not wait for all others.
 
     Args:
@@ -92,14 +101,15 @@ class Method(ReplicaMethod, ABC):
         """Start after ``step`` steps. Called when all replicas have loaded weights and states, before any continues."""
         return
 
-    def served_states(self) -> States:
-        """Return the optimizer states that all replicas share."""
-        return {}
-
-    def own_states(self) -> States:
-        """Return the optimizer's states and its number of updates."""
+    def states(self) -> MethodStates:
+        """Return the optimizer's states and its number of updates, which each replica keeps separately."""
         self.made.fill_(self.optimizer.count)
-        return self.optimizer.states() | {"updates": {"made": [whole(self.made)]}}
+        return MethodStates(own=self.optimizer.states() | self.updates())
+
+    def updates(self) -> States:
+        """Return the number of updates as a state."""
+        shape = tuple(self.made.shape)
+        return {"updates": {"made": [Piece(shape, Box.whole(shape), self.made)]}}
 
     def restored(self) -> None:
         """Continue from loaded states."""
@@ -118,12 +128,6 @@ class Method(ReplicaMethod, ABC):
         return self.flat.slices(self.window.tensor(self.flat.numel, (like or self.flat.weights)[0].dtype))
 
 
-def whole(tensor: Tensor) -> Piece:
-    """Return a piece that covers an unsharded tensor."""
-    shape = tuple(tensor.shape)
-    return Piece(shape, Box.whole(shape), tensor)
-
-
 def move_weights(shards: Shards, old: list[Tensor], new: list[Tensor]) -> Shards:
     """Return the shards with their weights moved to other memory.
 
@@ -131,11 +135,11 @@ def move_weights(shards: Shards, old: list[Tensor], new: list[Tensor]) -> Shards
         old: flat tensors that the weights are views of.
         new: replacements of these tensors.
     """
-    def place(weights: Tensor) -> Tensor:
+    def move(weights: Tensor) -> Tensor:
         for source, target in zip(old, new, strict=True):
             start = (weights.data_ptr() - source.data_ptr()) // source.element_size()
             if 0 <= start < source.numel() or (start == source.numel() == 0):
                 return target[start : start + weights.numel()]
-        raise ValueError("the shard lies in none of the old tensors")
+        raise ValueError("the shard is in none of the old tensors")
 
-    return replace(shards, shards=[replace(shard, weights=place(shard.weights)) for shard in shards.shards])
+    return replace(shards, shards=[replace(shard, weights=move(shard.weights)) for shard in shards.shards])

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from shoal.engine.collectives.ops import all_reduce
 from shoal.engine.models.initial import Initial, fill
 from shoal.training.async_dp.methods.compress import Compressed
 from shoal.training.async_dp.methods.flat import Flat
-from shoal.training.async_dp.methods.method import States
+from shoal.training.async_dp.methods.method import MethodStates
 
 
 class PowerSGD(Compressed):
@@ -66,8 +67,8 @@ class PowerSGD(Compressed):
         for tensor, summed in zip(tensors, total.split([t.numel() for t in tensors]), strict=True):
             tensor.copy_(summed.view(tensor.shape))
 
-    def common_states(self) -> States:
-        """Return Q, the start of the next step, for each box into which a parameter is split.
+    def states(self) -> MethodStates:
+        """Return the errors, and the Q of each box into which a parameter is split, the start of the next step.
 
         If several ranks or stages hold the same box, its Q is equal on them and is saved once.
         """
@@ -77,4 +78,4 @@ class PowerSGD(Compressed):
             if split.box.numel:  # else it is only padding
                 name = f"{'-'.join(map(str, split.box.offset))}.{split.name}"
                 found[name].append(Piece(shape, Box.whole(shape), q, split.primary))
-        return {"q": dict(found)}
+        return replace(super().states(), common={"q": dict(found)})

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +32,7 @@ from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.ops import all_gather, all_to_all
 from shoal.training.async_dp.methods.compress import Compressed
 from shoal.training.async_dp.methods.flat import Flat
-from shoal.training.async_dp.methods.method import States
+from shoal.training.async_dp.methods.method import MethodStates
 
 
 @dataclass(frozen=True)
@@ -169,6 +169,5 @@ class Quantised(Compressed):
     def exchange(self) -> None:
         self.coded.sum(self.tensors, self.error_of)
 
-    def spread_states(self) -> States:
-        """Return the server errors."""
-        return {"server_error": self.coded.pieces()}
+    def states(self) -> MethodStates:
+        return replace(super().states(), spread={"server_error": self.coded.pieces()})

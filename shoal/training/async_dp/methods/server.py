@@ -25,7 +25,7 @@ from shoal.engine.optim.rule import Rule
 from shoal.engine.optim.shards import Shards
 from shoal.spec.config import RunConfig
 from shoal.training.async_dp.methods.flat import Flat
-from shoal.training.async_dp.methods.method import Method, States, move_weights, whole
+from shoal.training.async_dp.methods.method import Method, MethodStates, States, move_weights
 
 
 class Server(Method):
@@ -115,8 +115,7 @@ class Server(Method):
     def _add(self, rate: float, tokens: int) -> None:
         """Add to the sum of the step; the last worker updates all shards."""
         with self.window.lock(self._locks):
-            for total, gradients in zip(self.sums, self.flat.gradients, strict=True):
-                total.add_(gradients, alpha=tokens)
+            torch._foreach_add_(self.sums, self.flat.gradients, alpha=tokens)
             self.tokens += tokens
             pushed = self.window.get(self._pushed) + 1
             self.window.set(self._pushed, pushed % self.replicas)
@@ -128,8 +127,7 @@ class Server(Method):
             self.tokens.zero_()
             norm = sum(float(torch.linalg.vector_norm(g).double().square()) for g in self.flat.gradients) ** 0.5
             if self.clip and norm > self.clip:
-                for gradients in self.flat.gradients:
-                    gradients.mul_(self.clip / norm)
+                torch._foreach_mul_(self.flat.gradients, self.clip / norm)
             version = self._version(0)
             for k, rule in self.rules.items():
                 rule.resume_at(version)
@@ -141,31 +139,25 @@ class Server(Method):
 
     def settle(self, group: object) -> None:
         """Set the weights to the server's."""
-        for weights, served in zip(self.flat.weights, self.weights, strict=True):
-            weights.copy_(served)
+        torch._foreach_copy_(self.flat.weights, self.weights)
 
     def start(self, step: int) -> None:
         """Start after ``step`` steps; the first worker writes the server's weights. States were loaded in place."""
         self.window.set(self._clocks + self.replica, step)
         if self.replica:
             return
-        for weights, served in zip(self.flat.weights, self.weights, strict=True):
-            served.copy_(weights)
+        torch._foreach_copy_(self.weights, self.flat.weights)
         for k, made in enumerate(self.made.tolist()):
             self.window.set(self._versions + k, made)
 
-    def own_states(self) -> States:
-        """Return no states: the server has the moments."""
-        return {}
-
-    def served_states(self) -> States:
-        """Return the server's moments and the number of updates of each shard."""
+    def states(self) -> MethodStates:
+        """Return the server's moments and the number of updates of each shard; a worker keeps none."""
         self.made.copy_(torch.tensor([self._version(k) for k in range(self.replicas)]))
-        states: States = {"updates": {"made": [whole(self.made)]}}
+        states: States = self.updates()
         for rule in self.rules.values():
             for kind, parameters in rule.states().items():
                 states.setdefault(kind, {}).update(parameters)
-        return states
+        return MethodStates(served=states)
 
     def restored(self) -> None:
         """Do nothing: `start` writes the window, and each update sets its rule."""

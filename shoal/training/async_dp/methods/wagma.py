@@ -8,12 +8,14 @@ late member contributes the weights of an earlier step, up to ``staleness`` step
 yet its weights still count. Every ``global_every`` steps all replicas average and wait for all; weights published for
 such a step stay until all have read them, so that all have the same weights after it.
 
-The groups form a tournament among the living replicas (`shoal.training.async_dp.methods.groups`). In the paper one
+The groups form a tournament among the living replicas (`tournament`). In the paper one
 collective gives all members the same sum, and a late member adds itself afterwards; here each member reads separately,
 which gives the same mean if all are in time.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -23,7 +25,6 @@ from shoal.engine.collectives.ops import all_reduce
 from shoal.engine.collectives.shm.window import Window
 from shoal.engine.optim.rule import Rule
 from shoal.training.async_dp.methods.flat import Flat
-from shoal.training.async_dp.methods.groups import tournament
 from shoal.training.async_dp.methods.method import Method
 
 
@@ -48,7 +49,7 @@ class GroupAverage(Method):
         self._done, self._read_all = window.counters(self.replicas), window.counters(self.replicas)
         self._locks = window.locks(2 * self.replicas)
 
-    def group_of(self, step: int) -> tuple[list[int], int]:
+    def _choose_group(self, step: int) -> tuple[list[int], int]:
         """Return the replicas that average in a step, and the maximum age of their weights in steps."""
         living = self.window.living()
         if self._is_global(step + 1):
@@ -66,16 +67,12 @@ class GroupAverage(Method):
             for other in range(self.replicas):
                 self.wait_for(other, self._read_all + other, step - 1)
         self._publish(step + 1)
-        group, late = self.group_of(step)
-        members = [self.replica]
-        ages = []
+        group, late = self._choose_group(step)
         for member in group:
-            if member == self.replica:
-                continue
             self.wait_for(member, self._done + member, step + 1 - late)
-            if self.window.alive(member):
-                members.append(member)
+        members = [member for member in group if self.window.alive(member)]
         total: list[Tensor] = []
+        ages = []
         for member in sorted(members):  # fixed order, so that members who read the same weights get the same bits
             version, weights = self._read(member, step + 1)
             ages.append(max(0, step + 1 - version))
@@ -88,11 +85,10 @@ class GroupAverage(Method):
 
     def _publish(self, version: int) -> None:
         with self.window.lock(self._locks + 2 * self.replica + version % 2):
-            for memory, weights in zip(self.published[self.replica][version % 2], self.flat.weights, strict=True):
-                memory.copy_(weights)
+            torch._foreach_copy_(self.published[self.replica][version % 2], self.flat.weights)
             self.window.set(self._done + self.replica, version)
 
-    def _read(self, member: int, wanted: int) -> tuple[int, list[torch.Tensor]]:
+    def _read(self, member: int, wanted: int) -> tuple[int, list[Tensor]]:
         """Copy a member's weights after ``wanted`` steps, or after the nearest available number of steps."""
         while True:
             newest = self.window.get(self._done + member)
@@ -110,3 +106,25 @@ class GroupAverage(Method):
     def start(self, step: int) -> None:
         self._publish(step)
         self.window.set(self._read_all + self.replica, step)
+
+
+def tournament(step: int, ranks: Sequence[int], size: int) -> list[list[int]]:
+    """Return the groups of one step, each of ``size`` ranks; the remaining ranks form a smaller group.
+
+    The circle method of round-robin tournaments: ranks sit around a table, all but the first move one seat per step,
+    and opposite ranks meet. In n - 1 steps (n if odd) every pair meets once in groups of 2, and at least once in groups
+    of a larger even size, which join neighbouring pairs.
+
+    >>> [tournament(step, range(4), 2) for step in range(3)]
+    [[[0, 3], [1, 2]], [[0, 2], [3, 1]], [[0, 1], [2, 3]]]
+    """
+    if size >= len(ranks):
+        return [list(ranks)]
+    seats: list[int | None] = [*ranks, *([None] if len(ranks) % 2 else [])]
+    first, *others = seats
+    turn = step % len(others)
+    table = [first, *others[len(others) - turn :], *others[: len(others) - turn]]
+    half = len(table) // 2
+    order = [rank for pair in zip(table[:half], reversed(table[half:]), strict=True) for rank in pair]
+    groups = [order[i : i + size] for i in range(0, len(order), size)]
+    return [[rank for rank in group if rank is not None] for group in groups]

@@ -5,7 +5,8 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.training.async_dp.methods.groups import exponential, hops, tournament
+from shoal.training.async_dp.methods.gossip import exponential, hops
+from shoal.training.async_dp.methods.wagma import tournament
 
 living = st.sets(st.integers(0, 40), min_size=1, max_size=13).map(sorted)
 
