@@ -15,7 +15,7 @@ from rich.table import Table
 from shoal.base.errors import UsageError
 from shoal.pipeline.program import COMPUTE, Action
 from shoal.spec.config import TestingConfig
-from shoal.training.records.timer import ComputeTimer
+from shoal.training.records.timer import ActionTimer
 from shoal.training.step.engine import Engine
 from shoal.training.step.optimizer_step import StepResult
 
@@ -100,7 +100,7 @@ class RankTimes:
         return self.total - self.computing
 
 
-class TimedSteps(ComputeTimer):
+class TimedSteps(ActionTimer):
     """Wrapper of ``engine.step`` that applies the knobs to this rank and measures its times.
 
     A step never waits for the device, except that a straggler waits for its preceding computations before it sleeps.
@@ -124,7 +124,7 @@ class TimedSteps(ComputeTimer):
         begin = self.clock.mark()
         result = run(step, stop=stop, dry=dry)
         begin, end = self.clock.seconds([begin, self.clock.mark()])
-        self.times.computing += self.seconds() + self._slept
+        self.times.computing += self.compute_seconds() + self._slept
         self.times.total += end - begin
         self.times.steps += 1
         return result
@@ -136,7 +136,7 @@ class TimedSteps(ComputeTimer):
             return
         self._left -= 1
         if self._left == 0 and (self.factor > 1 or self.pace):
-            computed = self.seconds()
+            computed = self.compute_seconds()
             self._slept = max(computed, self.pace) * self.factor - computed
             time.sleep(self._slept)
 

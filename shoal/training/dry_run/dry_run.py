@@ -8,7 +8,7 @@ live bytes at every moment.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from math import gcd
@@ -247,19 +247,17 @@ def _fused_norm(
 
 
 @contextmanager
-def _fused_norms() -> Iterator[None]:
-    """Replace RMSNorm by one operation, as on CUDA; torch uses several on the CPU."""
-    parts = F.rms_norm
-    F.rms_norm = _fused_norm
-    try:
-        yield
-    finally:
-        F.rms_norm = parts
-
-
-@contextmanager
 def _faked(*, fused_norms: bool) -> Iterator[None]:
-    """Create tensors without values in the enclosed code."""
-    norms = _fused_norms() if fused_norms else nullcontext()
-    with FakeTensorMode(allow_non_fake_inputs=True), _Numberless(), norms:
-        yield
+    """Create tensors without values in the enclosed code.
+
+    Args:
+        fused_norms: whether RMSNorm is one operation, as on CUDA; torch uses several on the CPU.
+    """
+    norm = F.rms_norm
+    if fused_norms:
+        F.rms_norm = _fused_norm
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), _Numberless():
+            yield
+    finally:
+        F.rms_norm = norm

@@ -112,7 +112,7 @@ class MetricsWriter:
         config = config or MetricsConfig()
         check_trackers(config)
         folder.mkdir(parents=True, exist_ok=True)
-        self._trackers: list[_Tracker] = []
+        self._trackers: list[_TrackerSession] = []
         if config.tensorboard:
             self._trackers.append(_tensorboard(folder, resume_step))
         if config.wandb:
@@ -168,12 +168,12 @@ def read_metrics(folder: Path, last_step: int | None = None) -> list[StepMetrics
 
 
 @dataclass(frozen=True)
-class _Tracker:
+class _TrackerSession:
     write: Callable[[int, dict[str, float]], None]
     close: Callable[[], None]
 
 
-def _tensorboard(folder: Path, resume_step: int) -> _Tracker:
+def _tensorboard(folder: Path, resume_step: int) -> _TrackerSession:
     from torch.utils.tensorboard import SummaryWriter
 
     # TensorBoard then hides records that an earlier process wrote from this step on.
@@ -183,21 +183,21 @@ def _tensorboard(folder: Path, resume_step: int) -> _Tracker:
         for name, value in values.items():
             writer.add_scalar(name, value, step)
 
-    return _Tracker(write, writer.close)
+    return _TrackerSession(write, writer.close)
 
 
-def _wandb(project: str, folder: Path, run: dict[str, Any]) -> _Tracker:
+def _wandb(project: str, folder: Path, run: dict[str, Any]) -> _TrackerSession:
     import wandb
 
     session = wandb.init(project=project, name=folder.name, dir=folder, config=run, id=folder.name, resume="allow")
-    return _Tracker(lambda step, values: session.log(values, step=step), session.finish)
+    return _TrackerSession(lambda step, values: session.log(values, step=step), session.finish)
 
 
-def _mlflow(experiment: str, folder: Path, run: dict[str, Any]) -> _Tracker:
+def _mlflow(experiment: str, folder: Path, run: dict[str, Any]) -> _TrackerSession:
     import mlflow
 
     mlflow.set_experiment(experiment)
     mlflow.start_run(run_name=folder.name)
     for section, values in run.items():
         mlflow.log_params({f"{section}.{key}": value for key, value in values.items()})
-    return _Tracker(lambda step, values: mlflow.log_metrics(values, step=step), mlflow.end_run)
+    return _TrackerSession(lambda step, values: mlflow.log_metrics(values, step=step), mlflow.end_run)

@@ -22,17 +22,17 @@ from shoal.base.files import json_lines, write_whole
 from shoal.engine.collectives.group import host_identity
 from shoal.engine.collectives.json_collectives import all_gather, broadcast
 from shoal.engine.collectives.mesh import Mesh
-from shoal.engine.device import Stopwatch
 from shoal.engine.runtime import Runtime
 from shoal.pipeline.program import Action, Op, Program
 from shoal.spec.config import MetricsConfig
+from shoal.training.records.timer import ActionTimer
 
 FOLDER = "profile"
 ROUNDS = 8  # round trips for measuring a clock offset
 
 
 class Profiler:
-    """`Recorder` of the actions in some steps of one rank.
+    """Profiler of some steps of one rank.
 
     Args:
         runtime: runtime whose actions are recorded.
@@ -47,40 +47,26 @@ class Profiler:
         if mesh.rank == 0:
             for path in (folder / FOLDER).glob("rank-*"):  # never mix ranks and steps of two starts of a run
                 path.unlink()
-        self._watch = Stopwatch(mesh.device)
+        self._timer = ActionTimer(mesh.device)
         self._offset = clock_offset(group) if group else 0.0
         self._offset -= broadcast(time.perf_counter(), group)  # start time
         self._lines: list[dict[str, Any]] = []
-        self._begins: list[Any] = []
-        self._arrivals: list[Any] = []
-        self._ends: list[Any] = []
-
-    def begin(self, action: Action) -> None:
-        self._begins.append(self._watch.mark())
-        self._arrivals.append(self._begins[-1])
-
-    def arrived(self, action: Action) -> None:
-        self._arrivals[-1] = self._watch.mark()
-
-    def end(self, action: Action) -> None:
-        self._ends.append(self._watch.mark())
 
     def before_step(self, step: int) -> None:
         """Start recording if this step (from 0) is to be recorded."""
         if step in self.steps:
-            self._begins, self._arrivals, self._ends = [], [], []
-            self._watch.start()
-            self.runtime.recorders.append(self)
+            self._timer.start()
+            self.runtime.recorders.append(self._timer)
 
     def after_step(self, step: int) -> None:
         """Keep the recorded times; write them after the last step."""
         if step not in self.steps:
             return
-        self.runtime.recorders.remove(self)
-        marks = {"begin": self._begins, "arrived": self._arrivals, "end": self._ends}
+        self.runtime.recorders.remove(self._timer)
+        moments = zip(*(marks for _, marks in self._timer.marks), strict=True)
         seconds = {
-            name: [round(time + self._offset, 7) for time in self._watch.seconds(moments)]
-            for name, moments in marks.items()
+            name: [round(time + self._offset, 7) for time in self._timer.clock.seconds(marks)]
+            for name, marks in zip(("begin", "arrived", "end"), moments, strict=True)
         }
         self._lines.append({"step": step, **seconds})
         if step == self.steps[-1]:
@@ -203,7 +189,7 @@ def read_profile(folder: Path) -> Profile | None:
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, OSError) as error:
         raise UsageError(
             f"{folder / FOLDER} cannot be read as a profile: {type(error).__name__}: {error}"
-            "\n  Take it again (shoal train --profile), or move the folder away: the report needs none."
+            "\n  Record it again (shoal train --profile), or remove the folder: the report does not need it."
         ) from None
 
 

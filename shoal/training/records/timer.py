@@ -41,34 +41,36 @@ class StepTimer:
         return lap
 
 
-class ComputeTimer:
-    """`Recorder` of the time of forwards and backwards on this rank's device, from `start` on.
-
-    Waiting for a pipeline neighbour does not count as computing. Waiting inside a forward or backward for the other
-    ranks of a tensor- or context-parallel group does: such a group is slow together.
-    """
+class ActionTimer:
+    """`Recorder` of when each action of this rank begins, has its message and ends on the device, from `start` on."""
 
     def __init__(self, device: torch.device):
         self.clock = Stopwatch(device)
         self.on = False
-        self._marks: list[Any] = []
+        self.marks: list[tuple[Action, list[Any]]] = []
 
     def start(self) -> None:
         self.clock.start()
-        self.on, self._marks = True, []
+        self.on, self.marks = True, []
 
     def begin(self, action: Action) -> None:
         if self.on:
-            self._begin = self.clock.mark()
+            self.marks.append((action, [self.clock.mark()] * 3))
 
     def arrived(self, action: Action) -> None:
-        self.begin(action)
+        if self.on:
+            self.marks[-1][1][1] = self.clock.mark()
 
     def end(self, action: Action) -> None:
-        if self.on and action.op in COMPUTE:
-            self._marks += [self._begin, self.clock.mark()]
+        if self.on:
+            self.marks[-1][1][2] = self.clock.mark()
 
-    def seconds(self) -> float:
-        """Return the compute seconds since `start`."""
-        moments = self.clock.seconds(self._marks)
+    def compute_seconds(self) -> float:
+        """Return the seconds in forwards and backwards.
+
+        Waiting for a pipeline neighbour does not count. Waiting inside a forward or backward for the other ranks of a
+        tensor- or context-parallel group does: such a group is slow together.
+        """
+        spans = [marks[1:] for action, marks in self.marks if action.op in COMPUTE]
+        moments = self.clock.seconds([mark for span in spans for mark in span])
         return sum(moments[1::2]) - sum(moments[::2])

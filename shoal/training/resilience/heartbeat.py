@@ -12,7 +12,7 @@ import mmap
 import os
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 from pathlib import Path
 
@@ -20,23 +20,13 @@ from shoal.pipeline.program import Action, Op
 
 PERIOD = 0.2  # seconds between heartbeats
 OPS = list(Op)
-WORDS = {
+DESCRIPTIONS = {
     Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.BACKWARD_INPUT: "backward to the input",
     Op.BACKWARD_WEIGHT: "backward to the weights", Op.SEND_FORWARD: "sending activations",
     Op.RECV_FORWARD: "receiving activations", Op.SEND_BACKWARD: "sending gradients",
     Op.RECV_BACKWARD: "receiving gradients", Op.REDUCE: "reducing gradients", Op.STEP: "the optimizer's step",
     Op.GATHER: "gathering parameters",
 }
-
-
-class _MappedRecord(ctypes.Structure):
-    """File format: fields of 8 bytes, each read and written atomically; ``op`` is an index into `OPS`, or -1."""
-
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in ("pid", "count", "phase", "begun", "steps")),
-        *((name, ctypes.c_int64) for name in ("op", "stage", "microbatch", "part", "version")),
-        *((name, ctypes.c_double) for name in ("alive", "marked", "seconds")),
-    ]
 
 
 class Phase(IntEnum):
@@ -55,37 +45,52 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True)
 class HeartbeatRecord:
-    """Last record of a rank. Times are from `time.monotonic`, which all processes of a machine share."""
+    """Last record of a rank. Times are from `time.monotonic`, which all processes of a machine share.
+
+    Attributes:
+        pid: process id.
+        alive: time of the last heartbeat [s].
+        marked: time of the last progress [s].
+        count: progress counter.
+        begun: steps done when the process started or resumed; -1 until known.
+        steps: steps done.
+        seconds: time spent in this process's steps [s].
+        op: index in `OPS` of the current action in a step, whose numbers follow; -1 between actions.
+    """
 
     pid: int
     alive: float
-    """Time of the last heartbeat [s]."""
-
     marked: float
-    """Time of the last progress [s]."""
-
     count: int
-    """Progress counter."""
-
     phase: Phase
     begun: int
-    """Steps done when the process started or resumed; -1 until known."""
-
     steps: int
-    """Steps done."""
-
     seconds: float
-    """Time spent in this process's steps [s]."""
+    op: int = -1
+    stage: int = -1
+    microbatch: int = -1
+    part: int = -1
+    version: int = -1
 
-    action: Action | None
-    """Current action in a step; None between actions."""
+    @property
+    def action(self) -> Action | None:
+        """Current action in a step; None between actions."""
+        if not 0 <= self.op < len(OPS):
+            return None
+        return Action(OPS[self.op], self.stage, self.microbatch, self.part, self.version)
 
     @property
     def where(self) -> str:
         """Position for messages: ``in step 17, forward of micro-batch 3 on stage 1`` (the first step is 1)."""
         if self.phase is not Phase.STEP:
             return f"{self.phase} after step {self.steps}" if self.begun >= 0 else str(self.phase)
-        return f"in step {self.steps + 1}" + (f", {in_words(self.action)}" if self.action else "")
+        return f"in step {self.steps + 1}" + (f", {describe_action(self.action)}" if self.action else "")
+
+
+class _MappedRecord(ctypes.Structure):
+    """File format: fields of 8 bytes, each read and written atomically."""
+
+    _fields_ = [(f.name, ctypes.c_double if f.type == "float" else ctypes.c_int64) for f in fields(HeartbeatRecord)]
 
 
 class Heartbeat:
@@ -111,8 +116,6 @@ class Heartbeat:
         self._record.pid = os.getpid()  # last: readers ignore a record without pid
         if path is not None:
             threading.Thread(target=self._beat, name="beat", daemon=True).start()
-
-    # ---- what the rank does --------------------------------------------------------------------------------------
 
     def phase(self, phase: Phase) -> None:
         """Record the start of a phase."""
@@ -155,16 +158,16 @@ class Heartbeat:
             self._record.alive = time.monotonic()
 
 
-def in_words(action: Action) -> str:
+def describe_action(action: Action) -> str:
     """Describe an action.
 
-    >>> in_words(Action(Op.FORWARD, 1, 3))
+    >>> describe_action(Action(Op.FORWARD, 1, 3))
     'forward of micro-batch 3 on stage 1'
     """
     of = f" of micro-batch {action.microbatch}" if action.microbatch >= 0 else ""
     part = f", slice {action.part}," if action.part >= 0 else ""
     on = f" on stage {action.stage}" if action.stage >= 0 else ""
-    return f"{WORDS[action.op]}{of}{part}{on}"
+    return f"{DESCRIPTIONS[action.op]}{of}{part}{on}"
 
 
 def record_path(scratch: Path, rank: int) -> Path:
@@ -183,8 +186,5 @@ def read(path: Path) -> HeartbeatRecord | None:
     raw = _MappedRecord.from_buffer_copy(data)
     if not raw.pid:
         return None
-    doing = 0 <= raw.op < len(OPS)
-    action = Action(OPS[raw.op], raw.stage, raw.microbatch, raw.part, raw.version) if doing else None
-    return HeartbeatRecord(
-        raw.pid, raw.alive, raw.marked, raw.count, Phase(raw.phase), raw.begun, raw.steps, raw.seconds, action
-    )
+    record = HeartbeatRecord(*(getattr(raw, field.name) for field in fields(HeartbeatRecord)))
+    return replace(record, phase=Phase(record.phase))

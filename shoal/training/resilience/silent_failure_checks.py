@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from shoal.engine.collectives.json_collectives import Group, gather
 from shoal.spec.config import FailoverConfig
-from shoal.training.records.timer import ComputeTimer
+from shoal.training.records.timer import ActionTimer
 from shoal.training.resilience.reexecute import reexecute
 from shoal.training.resilience.replicas import compare_replicas
 from shoal.training.resilience.spikes import Spike, SpikeDetector
@@ -42,9 +42,9 @@ class SilentFailureChecks:
         self.group: Group = dist.group.WORLD if engine.mesh.layout.world_size > 1 else None
         self.spikes = SpikeDetector(config.spike_factor, config.spike_window) if config.spike_factor else None
         self.rollbacks = 0
-        self.timer: ComputeTimer | None = None
+        self.timer: ActionTimer | None = None
         if config.stragglers_every:
-            self.timer = ComputeTimer(engine.mesh.device)
+            self.timer = ActionTimer(engine.mesh.device)
             engine.runtime.recorders.append(self.timer)
         self._seconds: list[float] = []  # of each step measured by the timer
         self.restore(step, extra)
@@ -101,7 +101,7 @@ class SilentFailureChecks:
             self._seconds.append(seconds)
             if step % self.config.stragglers_every == 0:
                 self.timer.on = False
-                computing = self.timer.seconds() / len(self._seconds)
+                computing = self.timer.compute_seconds() / len(self._seconds)
                 ranks = gather([computing, socket.gethostname()], self.group)
                 return find_slowest(ranks, mean(self._seconds)) if ranks else None
         return None

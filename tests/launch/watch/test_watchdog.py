@@ -30,7 +30,7 @@ LIMITS = FailoverConfig(heartbeat_timeout_seconds=10, progress_timeout_seconds=2
 def record(
     now: float = 0.0, count: int = 1, phase: Phase = Phase.STEP, steps: int = 5, begun: int = 0
 ) -> HeartbeatRecord:
-    return HeartbeatRecord(1, now, now, count, phase, begun, steps, 1.0, None)
+    return HeartbeatRecord(1, now, now, count, phase, begun, steps, 1.0)
 
 
 def watch(dog: Watchdog, seconds: float, sign, start: float = 0.0, gap: float = 0.25):
@@ -59,7 +59,7 @@ def test_a_healthy_run_is_left_alone_however_irregular(beats, steps, gap):
                 t, n = t + times[n], n + 1
             return n, t
         (_, alive), (n, marked) = done(beats), done(steps)
-        return [Sign(HeartbeatRecord(1, alive, marked, n, Phase.STEP, 0, n, 0.0, None), "S", 0.0)]
+        return [Sign(HeartbeatRecord(1, alive, marked, n, Phase.STEP, 0, n, 0.0), "S", 0.0)]
 
     assert watch(Watchdog(LIMITS, 1), total, sign, gap=gap)[0] is None
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shoal.pipeline.program import Action, Op
-from shoal.training.resilience.heartbeat import PERIOD, Heartbeat, Phase, in_words, read, record_path
+from shoal.training.resilience.heartbeat import PERIOD, Heartbeat, Phase, describe_action, read, record_path
 from tests.trainings.runs import ROOT, wait_for
 
 
@@ -38,7 +38,7 @@ def test_what_is_written_is_read(tmp_path):
 def test_every_action_has_words_and_comes_back(op, tmp_path):
     beat = Heartbeat(tmp_path / "record")
     beat.begin(Action(op, 0, 1))
-    assert read(tmp_path / "record").action == Action(op, 0, 1) and len(in_words(Action(op))) > 3
+    assert read(tmp_path / "record").action == Action(op, 0, 1) and len(describe_action(Action(op))) > 3
 
 
 def test_it_beats_while_the_main_thread_does_nothing(tmp_path):
