@@ -249,7 +249,7 @@ def test_a_secret_in_a_config_is_refused(monkeypatch):
     config = build_config({"data": {"source": "hub", "dataset": "owner/name?planted-secret-9"}})
     check(config)
     monkeypatch.setenv("MY_SECRET", "planted-secret-9")
-    with pytest.raises(UsageError, match=r"data.dataset = 'owner/name\?\[MY_SECRET\]' holds the value"):
+    with pytest.raises(UsageError, match=r"data.dataset = 'owner/name\?\[MY_SECRET\]' contains the value"):
         check(config)
 
 
