@@ -11,21 +11,18 @@ from rich.console import Console
 
 from shoal.base.errors import UsageError, did_you_mean
 from shoal.base.options import listed, parse
-from shoal.labs.bench.attention import AttentionBenchmark
-from shoal.labs.bench.benchmark import Benchmark, describe_machine, progress
+from shoal.labs.bench.benchmark import Benchmark, describe_machine, show_progress
 from shoal.labs.bench.checkpoint import CheckpointBenchmark
-from shoal.labs.bench.collectives import CollectivesBenchmark
-from shoal.labs.bench.context import ContextBenchmark
+from shoal.labs.bench.collectives import CollectivesBenchmark, TransportBenchmark
+from shoal.labs.bench.context import ContextBenchmark, LongContextBenchmark
 from shoal.labs.bench.experts import ExpertsBenchmark
+from shoal.labs.bench.kernels import AttentionBenchmark, PeakBenchmark
 from shoal.labs.bench.learning.mixture_of_depths import DepthsBenchmark
 from shoal.labs.bench.learning.numerics import NumericsBenchmark
 from shoal.labs.bench.learning.relaxed import RelaxedBenchmark
-from shoal.labs.bench.long_context import LongContextBenchmark
 from shoal.labs.bench.optimizers import OptimizersBenchmark
-from shoal.labs.bench.peak import PeakBenchmark
 from shoal.labs.bench.slices import SlicesBenchmark
 from shoal.labs.bench.step.benchmark import StepBenchmark
-from shoal.labs.bench.transport import TransportBenchmark
 
 WIDTH = 140  # width of tables if the output is not a terminal
 
@@ -60,13 +57,13 @@ def main(args: list[str]) -> int:
         return 0
     name, *rest = args
     if name not in BENCHMARKS:
-        raise UsageError(f"bench: there is no '{name}'; {did_you_mean(name, BENCHMARKS)}")
+        raise UsageError(f"bench: '{name}' is unknown; {did_you_mean(name, BENCHMARKS)}")
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     benchmark = parse(f"shoal bench {name}", BENCHMARKS[name], rest)
     former = signal.signal(signal.SIGTERM, _exit)
     try:
-        with progress(console) as say:
-            met = benchmark.run(console, say)
+        with show_progress(console) as notify:
+            met = benchmark.run(console, notify)
     finally:
         signal.signal(signal.SIGTERM, former)
     console.print(describe_machine(), highlight=False)

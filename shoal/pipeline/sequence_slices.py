@@ -87,7 +87,7 @@ def flops(shape: ModelShape, ridge: int = RIDGE) -> Times:
     return lambda length, before: max(length, ridge) * matrices + attention * length * (before + length / 2)
 
 
-def fitted(measured: Sequence[tuple[int, int, float]]) -> Times:
+def fit_times(measured: Sequence[tuple[int, int, float]]) -> Times:
     """Fit times to measurements by least squares on relative errors, in the paper's form (Li et al. 2021, 3.3).
 
     A first slice has a constant and a linear part. Preceding tokens add a part that is linear in both lengths: t(l, c)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.launch.worker_pool import Pool
-from shoal.pipeline.sequence_slices import best_slices, even_slices, fitted, flops, pipeline_time, places
+from shoal.pipeline.sequence_slices import best_slices, even_slices, fit_times, flops, pipeline_time, places
 from shoal.spec.catalog import model_shape
 from shoal.spec.config import RunConfig
 from tests.engine.parallel.counting import engine_of
@@ -94,7 +94,7 @@ def test_measured_times_are_fitted(a: float, b: float, e: float, f: float, h: fl
         return a + b * length + (before > 0) * (e + f * length + h * length * before)
 
     sizes = (1, 4, 16, 64, 128)
-    found = fitted([(length, before, time(length, before)) for length in sizes for before in (0, *sizes)])
+    found = fit_times([(length, before, time(length, before)) for length in sizes for before in (0, *sizes)])
     for length, before in ((8, 0), (32, 100), (100, 32)):
         assert found(length, before) == pytest.approx(time(length, before), rel=1e-6)
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: options that can run, progress, the choice of names, tables and their files."""
+"""Base class of the benchmarks, and their options, progress, tables and files."""
 
 from __future__ import annotations
 
@@ -16,33 +16,32 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from shoal.base.errors import UsageError, did_you_mean
 from shoal.base.files import write_whole
 from shoal.base.section import Section
 from shoal.engine.device import usable_cores
+from shoal.report.tables import text_table
+
+TIME_LIMIT = 24 * 3600.0
+"""Seconds after which a measurement on worker processes counts as hung. No formula predicts how long it takes, because
+all ranks may share a core."""
 
 Row = Mapping[str, Any]
 """One line of a table: a value for each column."""
-Say = Callable[[str], None]
-"""Called with what is measured next."""
+Notify = Callable[[str], None]
+"""Function that shows what is measured next."""
 
 
 class Benchmark(Section):
     """One measurement of `shoal bench`: the fields of a subclass are its options, and its docstring is the help."""
 
     @abstractmethod
-    def run(self, console: Console, say: Say) -> bool:
-        """Measure, and print the results on the console.
-
-        Args:
-            say: shows what is measured next.
-
-        Returns:
-            False if a target is missed.
+    def run(self, console: Console, notify: Notify) -> bool:
+        """Measure, and print the results on the console; return False if a target is missed.
 
         Raises:
             UsageError: the options do not go together.
@@ -50,9 +49,9 @@ class Benchmark(Section):
 
 
 @contextmanager
-def progress(console: Console) -> Iterator[Say]:
-    """Yield a function that shows what is measured next: on a terminal in a line that changes, else as lines on the
-    standard error, so that a file of the results has the results alone.
+def show_progress(console: Console) -> Iterator[Notify]:
+    """Yield a function that shows what is measured next: on a terminal in a line that changes, otherwise as lines on
+    stderr, so that a file of the results contains nothing else.
 
     Args:
         console: where results are printed.
@@ -65,10 +64,10 @@ def progress(console: Console) -> Iterator[Say]:
 
 
 def choose_names(given: str, known: Iterable[str], option: str, separator: str = ",") -> list[str]:
-    """Split the value of an option into names; an empty one and "all" mean all known names.
+    """Split the value of an option into names. An empty value and "all" select all known names.
 
     Raises:
-        UsageError: a name is not known.
+        UsageError: a name is unknown.
     """
     known = list(known)
     names = [name.strip() for name in given.split(separator) if name.strip()]
@@ -76,7 +75,7 @@ def choose_names(given: str, known: Iterable[str], option: str, separator: str =
         return known
     for name in names:
         if name not in known:
-            raise UsageError(f"{option} {given}: there is no '{name}'; {did_you_mean(name, known)}")
+            raise UsageError(f"{option} {given}: '{name}' is unknown; {did_you_mean(name, known)}")
     return names
 
 
@@ -87,45 +86,43 @@ def check_folder(path: Path | None, option: str) -> None:
         UsageError: naming the option.
     """
     if path is not None and not path.is_dir():
-        raise UsageError(f"{option} {path}: there is no such folder.")
+        raise UsageError(f"{option} {path}: no such folder. Create it, or name another.")
 
 
 def make_table(title: str, rows: Sequence[Row], above: str = "") -> Table:
-    """A table for the terminal: a column for each key of the rows.
+    """Return a table for the terminal, with a column for each key of the rows.
 
     Args:
-        above: the key whose value stands above the consecutive rows that have the same one.
+        above: key whose value is printed as a heading above consecutive rows that share it.
     """
-    view = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     columns = [name for name in rows[0] if name != above]
-    for number, name in enumerate(columns):
-        view.add_column(name, justify="right" if number else "left", overflow="fold", no_wrap=number > 0)
+    lines: list[list[str | Text]] = []
     for heading, group in groupby(rows, lambda row: row.get(above)):
         if heading:
-            view.add_section()
-            view.add_row(f"[bold]{heading}")
-        for row in group:
-            view.add_row(*(_cell(row[name]) for name in columns))
-    return view
+            lines += [[], [Text(heading, "bold")]]
+        lines += [[_format_cell(row[name]) for name in columns] for row in group]
+    return text_table(columns, lines, title=title)
 
 
-def _cell(value: object) -> str:
-    """A value for people: four digits of a number, and a verdict in colour."""
+def _format_cell(value: object) -> str | Text:
+    """Format numbers with four digits, and verdicts in colour."""
     if isinstance(value, float) and math.isfinite(value) and value:
         digits = 3 - math.floor(math.log10(abs(value)))
         return f"{value:,.{max(0, digits)}f}" if digits < 7 else f"{value:.0e}"
-    if value is None or isinstance(value, bool):
-        return {None: "", True: "[green]yes", False: "[red]no"}[value]
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    if isinstance(value, bool):
+        return Text("yes", "green") if value else Text("no", "red")
+    if isinstance(value, int):
+        return f"{value:,}"
+    return value if isinstance(value, Text) else "" if value is None else str(value)
 
 
 def all_met(rows: Sequence[Row]) -> bool:
-    """Whether no row misses its target: under "met" is None where there is no target."""
+    """Return whether no row misses its target; "met" is None in rows without a target."""
     return all(row["met"] is not False for row in rows)
 
 
 def write_records(records: Sequence[Row], out: Path) -> None:
-    """Write records as CSV, or as JSON with the machine that they were measured on, by the file's ending."""
+    """Write records as CSV, or as JSON together with the machine they were measured on, by the file's extension."""
     if out.suffix == ".json":
         write_whole(out, json.dumps({"machine": describe_machine(), "rows": records}, indent=1) + "\n")
         return
@@ -137,6 +134,8 @@ def write_records(records: Sequence[Row], out: Path) -> None:
 
 
 def describe_machine() -> str:
-    """Torch's version, the architecture, the cores and the load of this machine, in one line."""
-    load = f", load average {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
-    return f"torch {torch.__version__}, {platform.machine()}, {usable_cores()} cores{load}"
+    """Return torch's version, and this machine's architecture, cores and load, in one line."""
+    return (
+        f"torch {torch.__version__}, {platform.machine()}, {usable_cores()} cores, "
+        f"load average {os.getloadavg()[0]:.1f}"
+    )

@@ -1,16 +1,16 @@
-"""What saving costs a training: the same steps without it, onto the disk, into memory, and into another node's memory.
+"""The cost of saving: the same training steps without saves, and with saves to disk, to memory and to another node.
 
-The contenders take turns of as many steps as there are between two saves, so that each turn has one save. What a save
-holds up is what `Checkpointer.save` and `InMemoryCheckpointer.save` say; what it costs besides, in cores and memory
-that its background work takes from the steps, is in the time of the whole turn.
+The variants take turns, each with one save. The time that a save stalls training is what `Checkpointer.save` and
+`InMemoryCheckpointer.save` return; the cores and memory that its background work takes from the steps show in the
+time of the turn.
 """
 
 from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -22,11 +22,11 @@ from rich.console import Console
 from shoal.base.errors import UsageError
 from shoal.engine.checkpoint import Checkpointer
 from shoal.engine.cpu_tuning import tune_process
-from shoal.labs.bench.benchmark import Benchmark, Row, Say, all_met, check_folder, make_table
-from shoal.labs.bench.contender import TIMEOUT, Contender
+from shoal.labs.bench.benchmark import TIME_LIMIT, Benchmark, Notify, Row, all_met, check_folder, make_table
 from shoal.labs.bench.race import check_agreement, quartiles, slowest_rank, take_turns, time_in_turns
-from shoal.labs.bench.step.shoal_engine import build
+from shoal.labs.bench.step.shoal_engine import build_engine
 from shoal.labs.bench.step.workload import Workload
+from shoal.labs.bench.variant import Variant
 from shoal.launch.worker_pool import Pool
 from shoal.spec.catalog import model_shape
 from shoal.spec.config import FailoverConfig
@@ -40,42 +40,42 @@ KINDS = {
     "in memory": "memory",
     "in memory, and on the next node": "nodes",
 }
-RESTORES = 5  # measurements of how long it takes to go on from memory
+RESTORES = 5  # measurements of a restore
 TARGET = 0.05
-"""The most that a save may hold up training, as part of a step."""
+"""Maximum stall of a save, as a fraction of a step."""
 
 
 def describe_cost(
     name: str, times: Sequence[float], plain: Sequence[float], stalls: Sequence[float], every: int
 ) -> Row:
-    """What one way of saving costs.
+    """Describe the cost of one way of saving.
 
     Args:
-        times, plain: seconds of its turns, and of the turns without saves beside them.
-        stalls: seconds that each save holds up the slowest rank; the first one also allocates its memory, and does not
-            count.
+        times, plain: seconds of its turns, and of the turns without saves.
+        stalls: seconds for which each save stalls the slowest rank. The first one, which also allocates memory, is
+            shown apart.
         every: steps in a turn.
     """
     ratios = [a / b for a, b in zip(times, plain, strict=True)]
     stall = median(stalls[1:]) if len(stalls) > 1 else None
-    share = None if stall is None else stall / (median(plain) / every)
+    fraction = None if stall is None else stall / (median(plain) / every)
     return {
         "saved": name, "ms / step": 1e3 * median(times) / every, "time": f"x {median(ratios):.3f}",
         "quartiles": "{:.3f} to {:.3f}".format(*quartiles(ratios)),
-        "a save holds up ms": None if stall is None else 1e3 * stall,
-        "the first": 1e3 * stalls[0] if stalls else None,
-        "of a step": None if share is None else f"{share:.1%}",
-        "target": None if share is None else f"{TARGET:.0%}",
-        "met": None if share is None else share <= TARGET,
+        "stall ms": None if stall is None else 1e3 * stall,
+        "first stall ms": 1e3 * stalls[0] if stalls else None,
+        "of a step": None if fraction is None else f"{fraction:.1%}",
+        "target": None if fraction is None else f"{TARGET:.0%}",
+        "met": None if fraction is None else fraction <= TARGET,
     }
 
 
 class CheckpointBenchmark(Benchmark):
-    """Training steps that save nothing, on disk, in memory, and in another node's memory, in turn; exit code 1 if a
-    save holds up more than 5 % of a step."""
+    """Training steps with no saves, and with saves on disk, in memory and in another node's memory, in turns; exit code
+    1 if a save stalls training for more than 5 % of a step."""
 
     turns: PositiveInt = 8
-    """Turns of each; what is compared are medians over all."""
+    """Turns of each; medians over all turns are compared."""
 
     every: int = Field(10, ge=2)
     """Steps between two saves, and in a turn."""
@@ -84,120 +84,125 @@ class CheckpointBenchmark(Benchmark):
     """Sequences of 256 tokens in a step, over all ranks: a multiple of the ranks."""
 
     ranks: PositiveInt = 2
-    """Ranks of one thread, each of which is a node where states go to another."""
+    """Ranks of one thread, each of them a node when states are sent to another node."""
 
     model: str = "bench-10m"
-    """A model of the catalog."""
+    """Model of the catalog."""
 
     disk: Path = Path(tempfile.gettempdir())
-    """A folder on the disk to save on."""
+    """Folder on the disk to save on."""
 
     memory: Path = FailoverConfig().memory_folder
-    """A folder in memory (tmpfs)."""
+    """Folder in memory (tmpfs)."""
 
-    def run(self, console: Console, say: Say) -> bool:
-        """Measure what saving and restoring costs."""
+    def run(self, console: Console, notify: Notify) -> bool:
+        """Measure the cost of saving and restoring."""
         if self.sequences % self.ranks:
             raise UsageError(
-                f"bench checkpoint --sequences {self.sequences}: give a multiple of --ranks {self.ranks}."
+                f"bench checkpoint --sequences {self.sequences}: use a multiple of --ranks {self.ranks}."
             )
         check_folder(self.disk, "bench checkpoint --disk")
         check_folder(self.memory, "bench checkpoint --memory")
-        model_shape(self.model)  # refuses a model that does not exist
-        costs = self.measure(say)
-        restoring = self.seconds_to_restore()
-        console.print(make_table(f"a training that saves every {self.every} steps", costs))
+        model_shape(self.model)  # rejects an unknown model
+        costs = self.measure(notify)
+        restored = {place: median(seconds) for place, seconds in self.time_restores().items()}
+        console.print(make_table(f"training with a save every {self.every} steps", costs))
         console.print(
-            f"restored on {self.ranks} ranks in {median(restoring):.3f} s (median of {len(restoring)}), "
-            "from the next node's memory where there is one", highlight=False,
+            f"restored on {self.ranks} ranks in {restored['memory']:.3f} s from memory (the next node's if there is "
+            f"one), in {restored['disk']:.3f} s from disk (medians of {RESTORES})", highlight=False, soft_wrap=True,
         )
         return all_met(costs)
 
-    def measure(self, say: Say) -> list[Row]:
-        """Let the ways of saving take turns; in a turn of each there is one save.
+    def measure(self, notify: Notify) -> list[Row]:
+        """Time all ways of saving in turns, with one save in each turn.
 
         Raises:
             Disagreement: they computed different losses.
         """
         with ExitStack() as stack:
-            folders = {
-                kind: Path(stack.enter_context(
-                    tempfile.TemporaryDirectory(dir=self.disk if kind == "disk" else self.memory)
-                )) for kind in KINDS.values()
-            }
-            contenders = [
-                Contender(
-                    name, partial(saving, kind=kind, folder=folders[kind], every=self.every),
+            folders = {kind: stack.enter_context(self._scratch(on_disk=kind == "disk")) for kind in KINDS.values()}
+            variants = [
+                Variant(
+                    name, partial(step_with_saves, kind=kind, folder=folders[kind], every=self.every),
                     Workload(self.model, sequences=self.sequences), self.ranks,
                 ) for name, kind in KINDS.items()
             ]  # fmt: skip
-            laps = take_turns(contenders, self.turns, self.every, self.every, say)
-            stalls = [_stalls(folder, self.ranks) for folder in folders.values()]
-        check_agreement(laps, tolerance=0.0)
-        plain, *_ = turns = [[sum(turn.seconds) for turn in lap.turns] for lap in laps]
+            results = take_turns(variants, self.turns, self.every, self.every, notify)
+            stalls = [_read_stalls(folder, self.ranks) for folder in folders.values()]
+        check_agreement(results, tolerance=0.0)
+        plain, *_ = turns = [[sum(turn.seconds) for turn in result.turns] for result in results]
         return [
-            describe_cost(name, times, plain, held_up, self.every)
-            for name, times, held_up in zip(KINDS, turns, stalls, strict=True)
+            describe_cost(name, times, plain, stalled, self.every)
+            for name, times, stalled in zip(KINDS, turns, stalls, strict=True)
         ]
 
-    def seconds_to_restore(self) -> list[float]:
-        """Return the seconds in which all ranks of this host resume from the next node's memory, their own lost."""
-        limit = TIMEOUT * (1 + RESTORES)  # to build, and to restore each time, takes no longer than a first step
+    def time_restores(self) -> dict[str, list[float]]:
+        """Return the seconds of restoring all ranks from disk, and from memory (if there are several ranks, after the
+        first node has lost its own)."""
         workload = Workload(self.model, sequences=self.sequences)
-        with tempfile.TemporaryDirectory(dir=self.memory) as folder, Pool(self.ranks, tune_process) as pool:
-            every = pool.run(_restored, self.ranks, workload, Path(folder), timeout=limit)
-        return slowest_rank(every)["restore"]
+        with self._scratch(on_disk=True) as disk, self._scratch() as memory, Pool(self.ranks, tune_process) as pool:
+            return slowest_rank(pool.run(_time_restores, self.ranks, workload, disk, memory, timeout=TIME_LIMIT))
+
+    @contextmanager
+    def _scratch(self, *, on_disk: bool = False) -> Iterator[Path]:
+        with tempfile.TemporaryDirectory(dir=self.disk if on_disk else self.memory) as folder:
+            yield Path(folder)
 
 
-def _stalls(folder: Path, ranks: int) -> list[float]:
-    """Of each save, on the rank that was held up longest."""
+def _read_stalls(folder: Path, ranks: int) -> list[float]:
+    """Return the seconds of each save on the rank that it stalled longest."""
     files = [folder / f"stalls-{rank}" for rank in range(ranks)]
     seconds = [[float(word) for word in file.read_text().split()] for file in files if file.exists()]
     return [max(save) for save in zip(*seconds, strict=True)]
 
 
-def saving(workload: Workload, rank: int, ranks: int, *, kind: str, folder: Path, every: int) -> Callable[[int], float]:
-    """A training step on dp with ZeRO-1, with a save after each ``every``-th."""
-    engine = build(workload, rank, ranks, dp=ranks, zero=1, bucket_mb=8)
-    save = _saver(engine, kind, folder, ranks)
+def step_with_saves(
+    workload: Workload, rank: int, ranks: int, *, kind: str, folder: Path, every: int
+) -> Callable[[int], float]:
+    """Build a training step on dp with ZeRO-1 that saves once in every ``every`` steps."""
+    engine, group = _build(workload)
+    saver: Checkpointer | InMemoryCheckpointer | None = None
+    if kind == "disk":
+        saver = Checkpointer(folder / "checkpoints", group=group, keep=1, asynchronous=True)
+    elif kind != "none":
+        saver = InMemoryCheckpointer(folder / "home", folder, group=group, node_ranks=1 if kind == "nodes" else ranks)
+        saver.prepare(engine.state())
 
     def step(number: int) -> float:
         loss = engine.step(number).loss
-        if save and (number + 1) % every == every // 2:  # in the middle, so that the turn has what follows a save
+        if saver and (number + 1) % every == every // 2:  # in the middle, so that its background work is in the turn
             with open(folder / f"stalls-{rank}", "a") as file:
-                file.write(f"{save(number)}\n")
+                file.write(f"{saver.save(number, engine.state(), {})}\n")
         return loss if rank == 0 else 0.0
 
     return step
 
 
-def _saver(engine: Engine, kind: str, folder: Path, ranks: int) -> Callable[[int], float] | None:
-    group = dist.new_group(backend="gloo") if ranks > 1 else None
-    if kind == "none":
-        return None
-    if kind == "disk":
-        checkpoints = Checkpointer(folder / "checkpoints", group=group, keep=1, asynchronous=True)
-        return lambda number: checkpoints.save(number, engine.state(), {})
-    kept = InMemoryCheckpointer(folder / "home", folder, group=group, node_ranks=1 if kind == "nodes" else ranks)
-    kept.prepare(engine.state())
-    return lambda number: kept.save(number, engine.state(), {})
+def _build(workload: Workload) -> tuple[Engine, dist.ProcessGroup | None]:
+    ranks = dist.get_world_size()
+    engine = build_engine(workload, dist.get_rank(), ranks, dp=ranks, zero=1, bucket_mb=8)
+    return engine, dist.new_group(backend="gloo") if ranks > 1 else None
 
 
-def _restored(workload: Workload, folder: Path) -> dict[str, list[float]]:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    engine = build(workload, rank, ranks, dp=ranks, zero=1, bucket_mb=8)
-    group = dist.new_group(backend="gloo") if ranks > 1 else None
-    kept = InMemoryCheckpointer(folder / "home", folder, group=group, node_ranks=1)
+def _time_restores(workload: Workload, disk: Path, memory: Path) -> dict[str, list[float]]:
+    engine, group = _build(workload)
+    checkpoints = Checkpointer(disk / "checkpoints", group=group, keep=1, asynchronous=False)
+    checkpoints.save(1, engine.state(), {})
+    checkpoints.close()
+    kept = InMemoryCheckpointer(memory / "home", memory, group=group, node_ranks=1)
     kept.save(1, engine.state(), {})
     kept.wait()
-    if ranks > 1 and rank == 0:
-        shutil.rmtree(folder / "home" / "node-00000")
+    if dist.get_world_size() > 1 and dist.get_rank() == 0:
+        shutil.rmtree(memory / "home" / "node-00000")
 
-    def go_on() -> None:
-        found, _ = restore(folder / "checkpoints", folder / "home", engine.state(), group=group, model=None)
+    def restore_from(disk: Path, home: Path) -> None:
+        found, _ = restore(disk, home, engine.state(), group=group, model=None)
         engine.restored(1)
         assert found is not None and found.step == 1
 
-    seconds = time_in_turns({"restore": go_on}, RESTORES, warmup=0, prepare=lambda name: dist.barrier())
+    nowhere = memory / "empty"
+    places = {"memory": (nowhere, memory / "home"), "disk": (disk / "checkpoints", nowhere)}
+    calls = {place: partial(restore_from, *folders) for place, folders in places.items()}
+    seconds = time_in_turns(calls, RESTORES, warmup=0, prepare=lambda place: dist.barrier())
     kept.close()
     return seconds

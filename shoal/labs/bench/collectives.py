@@ -1,8 +1,9 @@
-"""Collectives by every algorithm over point-to-point transfers, beside the backend's own, in turn on the same ranks."""
+"""Collectives: algorithms over point-to-point transfers beside the backend's, and shared memory beside gloo."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import product
 from math import ceil
 from pathlib import Path
@@ -12,27 +13,31 @@ import torch
 import torch.distributed as dist
 from pydantic import PositiveInt
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 
 from shoal.base.errors import UsageError
 from shoal.base.files import check_writable, write_whole
 from shoal.base.section import NonEmpty
 from shoal.base.units import BYTES, parse, show_bytes, show_seconds
+from shoal.engine.collectives.group import Group, allocate
+from shoal.engine.collectives.mesh import Mesh
+from shoal.engine.collectives.ops import all_reduce
 from shoal.engine.cpu_tuning import tune_process
-from shoal.labs.bench.benchmark import Benchmark, Row, Say, choose_names, make_table, write_records
-from shoal.labs.bench.race import slowest_rank, time_in_turns
+from shoal.labs.bench.benchmark import TIME_LIMIT, Benchmark, Notify, Row, choose_names, make_table, write_records
+from shoal.labs.bench.race import CPU, slowest_rank, time_in_turns
 from shoal.labs.collectives.description import VECTORS, Collective, Description
 from shoal.labs.collectives.price import bus_bandwidth
 from shoal.labs.collectives.run import run_blocks, run_vector
 from shoal.labs.collectives.textbook import TEXTBOOK, describe
 from shoal.launch.worker_pool import Pool
 from shoal.report.charts import draw_lines, new_figure, to_svg
+from shoal.spec.layout import Layout
 
 BACKEND = "backend"
 MOST_RANKS = 32
 
-# torch 2.13 renamed these two; both names exist in one release or the other.
+# torch 2.13 renamed these two.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -41,16 +46,16 @@ class CollectivesBenchmark(Benchmark):
     """Collectives of the backend beside every algorithm over point-to-point transfers, by size and ranks."""
 
     only: str = "all-reduce"
-    """Some of the collectives, with commas, or all."""
+    """Comma-separated list of collectives, or all."""
 
     ranks: NonEmpty[PositiveInt] = (2, 4)
     """Numbers of ranks."""
 
     sizes: NonEmpty[str] = ("4kB", "64kB", "1MB", "16MB")
-    """Bytes of the largest input or output of one rank."""
+    """Bytes of the largest input or output of a rank."""
 
     turns: PositiveInt = 9
-    """Measurements of each; the median counts."""
+    """Measurements of each, in turns; the median counts."""
 
     out: Path | None = None
     """Also write the table to this file, .csv."""
@@ -58,104 +63,96 @@ class CollectivesBenchmark(Benchmark):
     plot: Path | None = None
     """Also draw the bus bandwidth over the size to this file, .svg."""
 
-    def run(self, console: Console, say: Say) -> bool:
+    def run(self, console: Console, notify: Notify) -> bool:
         """Measure, print, write and draw."""
         wanted = [Collective(name) for name in choose_names(self.only, list(Collective), "bench collectives --only")]
         sizes = sorted({parse(size, BYTES, where="--sizes") for size in self.sizes})
         if sizes[0] == 0:
-            raise UsageError("--sizes: give sizes above 0, such as --sizes 64kB 16MB")
+            raise UsageError("--sizes: use sizes above 0, such as --sizes 64kB 16MB")
         if not all(2 <= n <= MOST_RANKS for n in self.ranks):
-            raise UsageError(f"--ranks {' '.join(map(str, self.ranks))}: 2 to {MOST_RANKS} processes each")
+            raise UsageError(f"--ranks {' '.join(map(str, self.ranks))}: use 2 to {MOST_RANKS} processes each")
         check_writable(self.out, "--out", ".csv", new=True)
         check_writable(self.plot, "--plot", ".svg", new=True)
         rows: list[Row] = []
         try:
-            for row in measure(wanted, sorted(set(self.ranks)), sizes, self.turns, say):
+            for row in measure(wanted, sorted(set(self.ranks)), sizes, self.turns, notify):
                 rows.append(row)
-        finally:  # also of those that are measured where another fails, or Ctrl-C ends it
+        finally:  # the finished ones also after an error or Ctrl-C
             if rows:
-                console.print(table(rows))
+                _print_table(rows, console)
                 if self.out:
                     write_records(rows, self.out)
                 if self.plot:
-                    write_whole(self.plot, plot(rows))
+                    write_whole(self.plot, draw(rows))
         return True
 
 
 def measure(
-    collectives: Sequence[Collective], ranks: Sequence[int], sizes: Sequence[float], turns: int, say: Say
+    collectives: Sequence[Collective], ranks: Sequence[int], sizes: Sequence[float], turns: int, notify: Notify
 ) -> Iterator[Row]:
     """Measure every algorithm of some collectives, in float32.
 
     Args:
-        sizes: S in bytes; rounded up so that all blocks are equal, and measured once where several then coincide.
-        turns: of each contender, A B C A B C, after one that is not counted.
+        sizes: S in bytes, rounded up so that all blocks are equal; sizes that then coincide are measured once.
+        turns: timed turns of each algorithm, A B C A B C.
 
     Yields:
-        Of each algorithm the size S, bytes of the largest input or output of one rank; the median over the turns of the
-        slowest rank's seconds; the bus bandwidth as nccl-tests defines it, bytes/s; and seconds over the backend's.
+        For each algorithm the size S, bytes of the largest input or output of one rank; the median over the turns of
+        the slowest rank's seconds; the bus bandwidth as in nccl-tests, bytes/s; and the ratio of seconds to the
+        backend's.
 
     Raises:
-        RankError: an algorithm's result is not the backend's.
+        RankError: an algorithm's result differs from the backend's.
     """
     with Pool(max(ranks), tune_process) as pool:
-        for collective in collectives:
-            for n in ranks:
-                for each in sorted({max(1, ceil(wanted / 4 / n)) for wanted in sizes}):
-                    size = 4 * n * each
-                    say(f"{collective} of {size:,} bytes on {n} ranks")
-                    limit = seconds_at_most(n, collective, size, turns)
-                    times = pool.run(_race, n, collective, each, turns, timeout=limit)
-                    seconds = {name: median(took) for name, took in slowest_rank(times).items()}
-                    for name, took in seconds.items():
-                        bus = bus_bandwidth(collective, n, size, took)
-                        yield {
-                            "collective": collective.value, "ranks": n, "size": size, "algorithm": name,
-                            "seconds": took, "bus": bus, "ratio": took / seconds[BACKEND],
-                        }
+        for collective, n in product(collectives, ranks):
+            for each in sorted({max(1, ceil(wanted / 4 / n)) for wanted in sizes}):
+                size = 4 * n * each
+                notify(f"{collective} of {size:,} bytes on {n} ranks")
+                times = pool.run(_time, n, collective, each, turns, timeout=TIME_LIMIT)
+                seconds = {name: median(taken) for name, taken in slowest_rank(times).items()}
+                for name, taken in seconds.items():
+                    yield {
+                        "collective": collective.value, "ranks": n, "size": size, "algorithm": name, "seconds": taken,
+                        "bus": bus_bandwidth(collective, n, size, taken), "ratio": taken / seconds[BACKEND],
+                    }
 
 
-def seconds_at_most(n: int, collective: Collective, size: int, turns: int) -> float:
-    """What a race takes if nothing hangs: of each run ten milliseconds and 10 ns a byte for each rank, since all may
-    share a core."""
-    return 170.0 + (turns + 1) * (1 + len(TEXTBOOK[collective])) * n * (1e-2 + 1e-8 * size)
-
-
-def _race(collective: Collective, each: int, turns: int) -> dict[str, list[float]]:
-    """On one rank: the seconds of every turn of every contender."""
+def _time(collective: Collective, each: int, turns: int) -> dict[str, list[float]]:
+    """Check every algorithm and return its seconds in every turn, on one rank."""
     n = dist.get_world_size()
     per_node = max(d for d in range(1, n) if n % d == 0)
-    runs = {BACKEND: _backend(collective, each)}
+    runs = {BACKEND: _prepare_backend(collective, each)}
     for name in TEXTBOOK[collective]:
-        runs[name] = _ours(describe(collective, name, n, per_node=per_node), each)
+        runs[name] = _prepare(describe(collective, name, n, per_node=per_node), each)
 
     def begin_together(name: str) -> None:
         fill, _ = runs[name]
         fill()
         dist.barrier()
 
-    wanted: Tensor | None = None
-    for name, (_, call) in runs.items():  # the backend is the first
+    expected: Tensor | None = None
+    for name, (_, call) in runs.items():  # the backend first
         begin_together(name)
         result = call()
-        if wanted is None:
-            wanted = result.clone()
-        elif not torch.equal(result, wanted) and not (collective is Collective.REDUCE and dist.get_rank()):
-            raise RuntimeError(f"{collective} by {name}: another result than the backend's")
+        if expected is None:
+            expected = result.clone()
+        elif not torch.equal(result, expected) and not (collective is Collective.REDUCE and dist.get_rank()):
+            raise RuntimeError(f"{collective} by {name}: the result differs from the backend's")
     calls = {name: call for name, (_, call) in runs.items()}
     return time_in_turns(calls, turns, warmup=0, prepare=begin_together)
 
 
 def _input(numel: int) -> Tensor:
-    """Small whole numbers, so that sums are exact in any order."""
+    """Return small integers, whose sums are exact in any order."""
     return torch.arange(numel).add_(dist.get_rank()).remainder_(7).float()
 
 
-Contender = tuple[Callable[[], object], Callable[[], Tensor]]
-"""What is done before the clock starts, and what is timed."""
+Prepared = tuple[Callable[[], object], Callable[[], Tensor]]
+"""A function that fills the buffers, and the function to time."""
 
 
-def _ours(description: Description, each: int) -> Contender:
+def _prepare(description: Description, each: int) -> Prepared:
     group = dist.group.WORLD
     assert group is not None, "this process is one of a pool"
     if description.collective in VECTORS:
@@ -167,8 +164,8 @@ def _ours(description: Description, each: int) -> Contender:
     return lambda: None, lambda: run_blocks(description, x, sizes, group)
 
 
-def _backend(collective: Collective, each: int) -> Contender:
-    """The same by torch.distributed itself; rank 0 is the root."""
+def _prepare_backend(collective: Collective, each: int) -> Prepared:
+    """Prepare the collective of torch.distributed, with rank 0 as the root."""
     n = dist.get_world_size()
     root = dist.get_rank() == 0
     own = _input(each * (1 if collective in (Collective.GATHER, Collective.ALL_GATHER) else n))
@@ -194,28 +191,25 @@ def _backend(collective: Collective, each: int) -> Contender:
     return lambda: x.copy_(own), calls[collective]
 
 
-# ---- what is shown -------------------------------------------------------------------------------------------------
+def _print_table(rows: Sequence[Row], console: Console) -> None:
+    """Print times and bus bandwidths, the fastest algorithm in bold."""
 
-
-def table(rows: Sequence[Row]) -> Table:
-    """Times and bus bandwidths, the fastest of ours in bold."""
-
-    def contest(row: Row) -> str:
+    def heading(row: Row) -> str:
         return f"{row['collective']} of {show_bytes(row['size'])} on {row['ranks']} ranks"
 
     ours = sorted((row for row in rows if row["algorithm"] != BACKEND), key=lambda row: -row["seconds"])
-    fastest = {contest(row): row for row in ours}
-    return make_table("collectives: the backend's own beside algorithms over point-to-point transfers", [
+    fastest = {heading(row): row for row in ours}
+    console.print(make_table("collectives: the backend's own beside algorithms over point-to-point transfers", [
         {
-            "contest": contest(row), "algorithm": "[bold]" * (row == fastest.get(contest(row))) + row["algorithm"],
+            "heading": heading(row), "algorithm": Text(row["algorithm"], "bold" * (row == fastest.get(heading(row)))),
             "time": show_seconds(row["seconds"]), "bus": f"{show_bytes(row['bus'])}/s",
             "x backend's time": row["ratio"],
         } for row in rows
-    ], above="contest")  # fmt: skip
+    ], above="heading"))  # fmt: skip
 
 
-def plot(rows: Sequence[Row]) -> str:
-    """Bus bandwidth over size, a chart for each collective and number of ranks, as an SVG file."""
+def draw(rows: Sequence[Row]) -> str:
+    """Draw bus bandwidth over size as an SVG, a chart for each collective and number of ranks."""
     ranks = sorted({row["ranks"] for row in rows})
     names = list(dict.fromkeys(row["collective"] for row in rows))
     figure, charts = new_figure(
@@ -227,10 +221,82 @@ def plot(rows: Sequence[Row]) -> str:
         for row in rows:
             if (row["collective"], row["ranks"]) == (name, n):
                 series.setdefault(row["algorithm"], []).append((row["size"], row["bus"]))
-        axes.set_visible(bool(series))  # some pairs are not measured
+        axes.set_visible(bool(series))  # pairs without measurements
         if series:
             draw_lines(
                 axes, f"{name} on {n} ranks", series, dots=True, dashed=frozenset({BACKEND}), x=("S", show_bytes),
                 y=("", lambda bus: f"{show_bytes(bus)}/s"),
             )
     return to_svg(figure)
+
+
+# ---- shared memory beside gloo ---------------------------------------------------------------------------------------
+
+IN_A_ROW = 5  # all-reduces in one measurement
+WAYS = ("shared memory", "common memory", "gloo")
+"""Through rings in shared memory (for activations), on tensors in shared memory (for gradients), and by gloo."""
+
+
+class TransportBenchmark(Benchmark):
+    """All-reduce between CPU ranks of this host: through and in shared memory against gloo, in turns."""
+
+    ranks: NonEmpty[PositiveInt] = (2, 4)
+    """Numbers of ranks, each 2 or more, of one thread."""
+
+    sizes: NonEmpty[PositiveInt] = (4, 32, 128, 512, 1024, 2048, 4096, 8192, 16384)
+    """Sizes in KiB, of float32."""
+
+    repeats: PositiveInt = 15
+    """Measurements of each, of 5 consecutive all-reduces; the median counts."""
+
+    def run(self, console: Console, notify: Notify) -> bool:
+        """Time all-reduces for each number of ranks and size."""
+        if min(self.ranks) < 2:
+            raise UsageError("bench transport --ranks 1: one rank exchanges nothing; use 2 or more.")
+        sizes = [size * 1024 for size in self.sizes]
+        timings = [timing for ranks in self.ranks for timing in time_transports(ranks, sizes, self.repeats)]
+        console.print(make_table("all-reduce between CPU ranks of one host", timings))
+        return True
+
+
+def time_transports(ranks: int, sizes: Sequence[int], repeats: int) -> list[Row]:
+    """Time all `WAYS` in turns, on processes of one thread each."""
+    with Pool(ranks, setup=tune_process) as pool:
+        found = pool.run(time_all_reduces, ranks, sizes, repeats, timeout=TIME_LIMIT)[0]
+    rows: list[Row] = []
+    for size, seconds in found.items():
+        us = {way: 1e6 * median(times) for way, times in seconds.items()}
+        gains = {f"gloo / {way}": us["gloo"] / us[way] for way in WAYS[:2]}
+        rows.append({"ranks": ranks, "KiB": size // 1024, **{f"{way} us": us[way] for way in WAYS}, **gains})
+    return rows
+
+
+def time_all_reduces(
+    sizes: Sequence[int], repeats: int, ways: Sequence[str] = WAYS
+) -> dict[int, dict[str, list[float]]]:
+    """Time all-reduces on one rank of the default process group.
+
+    Args:
+        sizes: bytes.
+
+    Returns:
+        The seconds of an all-reduce in every turn, by size and way.
+    """
+    group = Mesh(Layout(tp=dist.get_world_size()), dist.get_rank()).group("tp")
+    assert group is not None, "a group of several ranks"
+    if group.shared is None and "gloo" in ways:
+        raise RuntimeError("these processes share no memory, so shoal uses gloo here too")
+    return {size: _time_size(group, size, repeats, ways) for size in sizes}
+
+
+def _time_size(group: Group, size: int, repeats: int, ways: Sequence[str]) -> dict[str, list[float]]:
+    numel = max(1, size // 4)
+    tensors = {way: torch.zeros(numel) for way in ways} | {"common memory": allocate(numel, torch.float32, CPU, group)}
+    reduce = {way: dist.all_reduce if way == "gloo" else partial(all_reduce, group=group) for way in ways}
+
+    def begin_together(way: str) -> None:
+        dist.barrier()
+        reduce[way](tensors[way])
+
+    calls = {way: partial(reduce[way], tensors[way]) for way in ways}
+    return time_in_turns(calls, repeats, prepare=begin_together, in_a_row=IN_A_ROW)

@@ -1,12 +1,13 @@
-"""The experts of one layer, forward and backward, as one grouped computation against a plain loop over them."""
+"""Experts as one grouped computation against a loop; and Switch against dense models with equal FLOPs per token."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,47 +22,55 @@ from shoal.engine.cpu_tuning import tune_process
 from shoal.engine.device import pick_device
 from shoal.engine.models.experts.layer import MoE
 from shoal.engine.models.experts.router import RoutingContext
-from shoal.labs.bench.benchmark import Benchmark, Row, Say, all_met, make_table
-from shoal.labs.bench.learning import switch
+from shoal.labs.bench.benchmark import Benchmark, Notify, Row, all_met, check_folder, make_table
+from shoal.labs.bench.learning.experiment import (
+    TrainedRun,
+    build_run,
+    compare,
+    draw_validations,
+    list_losses,
+    train_all,
+    write_files,
+)
 from shoal.labs.bench.race import quartiles, time_in_turns
 from shoal.labs.bench.step.workload import DTYPES
+from shoal.report.charts import Points
 from shoal.spec.catalog import Experts, model_shape
-
-KINDS = ("grouped", "loop")
+from shoal.spec.config import RunConfig
 
 TARGETS = {8: 1.0, 64: 1.5}
-"""How many times as fast as the loop the grouped experts are at least, on CPU, by experts of a layer."""
+"""Speed of the grouped experts that is required on the CPU, as a multiple of the loop's, by number of experts."""
 
 
 class ExpertsBenchmark(Benchmark):
     """Experts as one grouped computation against a loop; --learning: Switch against dense, loss against steps."""
 
     experts: NonEmpty[PositiveInt] = (8, 64)
-    """Experts of the layer (with --learning the first counts)."""
+    """Experts of the layer (with --learning the first value is used)."""
 
     per_token: PositiveInt = 2
     """Experts of a token."""
 
     tokens: PositiveInt = 1024
-    """Tokens."""
+    """Number of tokens."""
 
     hidden: PositiveInt = 256
     """Width of the residual stream."""
 
     width: PositiveInt = 4096
-    """Width of all experts of a layer together: more of them are finer ones (Dai et al. 2024, "DeepSeekMoE")."""
+    """Total width of a layer's experts: more experts are narrower ones (Dai et al. 2024, "DeepSeekMoE")."""
 
     precision: Literal["fp32", "bf16"] = "fp32"
     """fp32 or bf16."""
 
     repeats: PositiveInt = 15
-    """Measurements of each, in turn; medians count."""
+    """Measurements of each, in turns; medians count."""
 
     device: str = "auto"
     """auto, cpu or cuda."""
 
     learning: bool = False
-    """Train a dense model and a Switch model with the same FLOPs per token instead; exit code 1 if Switch does not
+    """Instead train a dense model and a Switch model with the same FLOPs per token; exit code 1 if Switch does not
     reach the dense model's loss in fewer steps."""
 
     seeds: PositiveInt = 3
@@ -70,42 +79,41 @@ class ExpertsBenchmark(Benchmark):
     steps: PositiveInt = 1200
     """learning: steps of each run."""
 
-    shape: tuple[PositiveInt, PositiveInt, PositiveInt] = switch.SHAPE
-    """learning: layers, width, and width of the dense block and of an expert."""
+    shape: tuple[PositiveInt, PositiveInt, PositiveInt] = (2, 32, 32)
+    """learning: layers, width, and width of the dense block and of an expert. The default is small for the number of
+    steps, because experts pay off in a model with few weights that has seen enough tokens."""
 
     out: Path | None = None
-    """learning: a folder for switch.csv and switch.svg."""
+    """learning: folder for switch.csv and switch.svg."""
 
-    def run(self, console: Console, say: Say) -> bool:
-        """Time layers of each number of experts, or train the models of `switch`."""
+    def run(self, console: Console, notify: Notify) -> bool:
+        """Time layers of each number of experts, or train both models."""
         if self.learning:
             reject_unused(self, ("per_token", "tokens", "hidden", "width", "precision", "repeats", "device"),
-                          "of the measurement, in whose place --learning trains")
-            return switch.run(
-                console, say, experts=self.experts[0], seeds=self.seeds, steps=self.steps, shape=self.shape,
-                out=self.out,
-            )
-        reject_unused(self, ("seeds", "steps", "shape", "out"), "of --learning, which is not given")
+                          "it configures the measurement that --learning replaces")
+            return self.compare_learning(console, notify)
+        reject_unused(self, ("seeds", "steps", "shape", "out"), "it needs --learning")
         device = pick_device(self.device)
         if self.per_token > min(self.experts):
             raise UsageError(f"bench experts --per-token {self.per_token}: more than --experts {min(self.experts)}.")
         if uneven := [count for count in self.experts if self.width % count]:
             raise UsageError(f"bench experts --width {self.width} is not a multiple of --experts {uneven[0]}.")
-        tune_process()  # as training does, for both
+        tune_process()  # for both, as in training
         timings = [self.measure(count, device) for count in self.experts]
         title = f"{self.tokens} tokens, k {self.per_token}, h {self.hidden}, {self.precision} on {device.type}"
         console.print(make_table(title, timings))
         return all_met(timings)
 
     def measure(self, count: int, device: torch.device) -> Row:
-        """Time both in turn on the same weights and tokens.
+        """Time both in turns on the same weights and tokens.
 
         Returns:
             Median times of a forward and backward, router included; the median of the turns' ratios; and the largest
             difference of outputs and gradients, relative to the largest of each.
         """
-        experts = Experts(count=count, per_token=self.per_token, ffn=self.width // count)
-        shape = model_shape("tiny").model_copy(update={"hidden": self.hidden, "experts": experts})
+        shape = model_shape("tiny").model_copy(update={
+            "hidden": self.hidden, "experts": Experts(count=count, per_token=self.per_token, ffn=self.width // count),
+        })
         generator = torch.Generator().manual_seed(0)
         layer = MoE(shape, 0)
         for parameter in layer.parameters():
@@ -114,13 +122,13 @@ class ExpertsBenchmark(Benchmark):
         x, gradient = (torch.randn(1, self.tokens, self.hidden, generator=generator).to(device, DTYPES[self.precision])
                        for _ in range(2))  # [1, s, h]
         x.requires_grad_()
-        held = layer.experts
-        assert held.gate is not None, "the experts of the llama family are gated"
+        experts = layer.experts
+        assert experts.gate is not None, "the experts of the llama family are gated"
         loop = [[w.detach().clone().requires_grad_() for w in matrices]
-                for matrices in zip(held.gate, held.up, held.down, strict=True)]
-        weights = {"grouped": [held.gate, held.up, held.down], "loop": [w for matrices in loop for w in matrices]}
+                for matrices in zip(experts.gate, experts.up, experts.down, strict=True)]
+        weights = {"grouped": [experts.gate, experts.up, experts.down], "loop": [w for each in loop for w in each]}
         forward: dict[str, Callable[[], Tensor]] = {
-            "grouped": lambda: layer(x, RoutingContext()), "loop": lambda: looped(layer, x, loop),
+            "grouped": lambda: layer(x, RoutingContext()), "loop": lambda: loop_over_experts(layer, x, loop),
         }
         results: dict[str, tuple[Tensor, ...]] = {}
 
@@ -129,7 +137,7 @@ class ExpertsBenchmark(Benchmark):
             results[kind] = (y.detach(), *torch.autograd.grad(y, [x, layer.router.weight, *weights[kind]], gradient))
 
         seconds = time_in_turns(
-            {kind: partial(step, kind) for kind in KINDS}, self.repeats, warmup=2, device=device
+            {kind: partial(step, kind) for kind in forward}, self.repeats, warmup=2, device=device
         )
         stacked = [*results["loop"][:3], *(torch.stack(results["loop"][3 + part :: 3]) for part in range(3))]
         difference = max(float((a - b).abs().max() / b.abs().max())
@@ -143,15 +151,75 @@ class ExpertsBenchmark(Benchmark):
             "met": None if target is None else median(ratios) >= target,
         }
 
+    def compare_learning(self, console: Console, notify: Notify) -> bool:
+        """Train both models with each seed, and print the steps that Switch takes to the dense model's final loss.
 
-def looped(layer: MoE, x: Tensor, matrices: Sequence[Sequence[Tensor]]) -> Tensor:
-    """What is written first: for each expert, pick its tokens, compute them, add them to the result."""
+        Returns:
+            Whether it takes fewer steps with every seed.
+        """
+        check_folder(self.out, "bench experts --out")
+        layers, hidden, _ = self.shape
+        if layers < 2 or hidden % 8:
+            raise UsageError(
+                f"bench experts --shape {layers} {hidden} ..: every other layer has experts, and there are 4 heads of "
+                "an even width.\n  Use 2 layers or more, and a width that is a multiple of 8."
+            )
+        runs = train_all(("dense", "switch"), self.seeds, self.configure, notify, validations=20)
+        for kind in compare(runs, "dense"):
+            parameters, flops = kind.mean("parameters"), kind.mean("flops_per_token")
+            console.print(
+                f"{kind.name:<7} {parameters:,.0f} parameters, {flops:,.0f} FLOPs per token, validation loss after "
+                f"{self.steps} steps {kind.loss:.3f}, dropped {kind.mean('dropped'):.1%}"
+            )
+        rows = steps_to_dense(runs)
+        console.print(make_table("steps of Switch to the dense model's final loss", [
+            {"seed": seed, "dense model's loss": end, f"steps, of {self.steps}": needed, "speedup": self.steps / needed}
+            for seed, end, needed in rows
+        ]))  # fmt: skip
+        title = f"Switch ({self.experts[0]} experts) against dense, {self.seeds} seeds"
+        write_files(self.out, "switch", list_losses(runs, "model"), draw_kinds(runs, title))
+        return all(needed < self.steps for _, _, needed in rows)
+
+    def configure(self, kind: str, seed: int) -> RunConfig:
+        """Build the config of one run. An expert is as wide as the dense block, so that a token uses equally many
+        weights."""
+        layers, hidden, ffn = self.shape
+        model: dict[str, Any] = {"layers": layers, "hidden": hidden, "heads": 4, "ffn": ffn}
+        if kind == "switch":
+            model["experts"] = {"count": self.experts[0], "every": 2, "gate": "switch", "balance_loss": 0.01}
+        return build_run(model, seed=seed, steps=self.steps, micro_batch=16, learning_rate=4e-3)
+
+
+def loop_over_experts(layer: MoE, x: Tensor, matrices: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Compute the layer by a plain loop: for each expert, select its tokens, compute them, add them to the result."""
     weights, chosen = layer.router(x, RoutingContext())
     flat, rows = weights[0], x[0]
     out = torch.zeros_like(rows)
     for e, (gate, up, down) in enumerate(matrices):
         token = chosen[0, :, e].nonzero().squeeze(1)
-        mine = rows[token]
-        y = F.linear(F.silu(F.linear(mine, gate)) * F.linear(mine, up), down)
+        selected = rows[token]
+        y = F.linear(F.silu(F.linear(selected, gate)) * F.linear(selected, up), down)
         out.index_add_(0, token, y * flat[token, e].to(y.dtype).unsqueeze(-1))
     return out.unsqueeze(0)
+
+
+def steps_to_dense(runs: Sequence[TrainedRun]) -> list[tuple[int, float, float]]:
+    """Return for each seed (seed, the dense model's final loss, Switch's steps to that loss)."""
+    losses = {run.seed: run.final_loss for run in runs if run.name == "dense"}
+    return [
+        (run.seed, losses[run.seed], _interpolate(losses[run.seed], run.validations))
+        for run in runs if run.name == "switch"
+    ]  # fmt: skip
+
+
+def _interpolate(loss: float, points: Points) -> float:
+    """Return the x at which a curve first reaches a loss, linear between points; infinite if it never does."""
+    for (before, high), (after, low) in pairwise(points):
+        if low <= loss:
+            return before + (after - before) * max(0.0, (high - loss) / (high - low))
+    return float("inf")
+
+
+def draw_kinds(runs: Sequence[TrainedRun], title: str) -> str:
+    """Draw validation loss against steps as an SVG."""
+    return draw_validations(title, runs, "equal FLOPs per token", ("dense",), lambda run: run.validations, x="steps")

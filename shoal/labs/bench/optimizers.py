@@ -1,7 +1,8 @@
-"""Update rules on a flat shard beside torch's own, or a plain loop over the same tensors; all in turn."""
+"""Update rules on a flat shard beside torch's own, or a plain loop over the same tensors, in turns."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +23,7 @@ from shoal.engine.optim.adam8bit import WIDTH, dynamic_map
 from shoal.engine.optim.build import RULES, build, compilable, weight_decay
 from shoal.engine.optim.shards import Shard, ShardPart, Shards
 from shoal.engine.optim.sophia import Sophia
-from shoal.labs.bench.benchmark import Benchmark, Row, Say, choose_names, make_table
+from shoal.labs.bench.benchmark import Benchmark, Notify, Row, choose_names, make_table
 from shoal.labs.bench.race import quartiles, time_in_turns
 from shoal.planning.cost.parameters import StagePart, units_of
 from shoal.spec.catalog import ModelShape, model_shape
@@ -30,79 +31,80 @@ from shoal.spec.config import OptimizerConfig
 from shoal.spec.layout import Layout
 
 FUSED = ("sgd", "momentum", "adagrad", "adam", "adamw")
-"""Those that torch has fused and foreach kernels for; of the others the plain loop is what there is."""
+"""Rules with fused and foreach kernels in torch; the baseline of other rules is a plain loop."""
 
 RATE = 1e-3
 WARM_UP = 7
-"""Steps before those that are timed: the first allocates, and RAdam's first few are momentum alone."""
+"""Untimed steps: the first allocates, and RAdam's first few use momentum only."""
 
-Step = Callable[[], object]
+Update = Callable[[], object]
+"""Function that makes one update, and returns the weights."""
 
 
-def compare(rule: str, count: int, name: str, ours: list[float], rivals: dict[str, list[float]]) -> Row:
-    """One of shoal's contenders beside the fastest rival.
+def compare(rule: str, count: int, name: str, ours: list[float], baselines: dict[str, list[float]]) -> Row:
+    """Compare one of shoal's variants with the fastest baseline.
 
     Args:
         count: parameters.
-        ours, rivals: seconds of a step in every turn.
+        ours, baselines: seconds of an update in every turn.
     """
-    rival, theirs = min(rivals.items(), key=lambda each: median(each[1]))
+    baseline, theirs = min(baselines.items(), key=lambda each: median(each[1]))
     ratio, target = median(theirs) / median(ours), 1.0 if rule in FUSED else 2.0
     low, high = quartiles([b / a for a, b in zip(ours, theirs, strict=True)])
     return {
-        "rule": rule, "parameters": f"{count / 1e6:.1f} M", "shoal": name, "ms": 1e3 * median(ours), "rival": rival,
-        "rival ms": 1e3 * median(theirs), "ratio": ratio, "quartiles": f"{low:.2f} to {high:.2f}", "target": target,
-        "met": ratio >= target,
+        "rule": rule, "parameters": f"{count / 1e6:.1f} M", "shoal": name, "ms": 1e3 * median(ours),
+        "baseline": baseline, "baseline ms": 1e3 * median(theirs), "ratio": ratio,
+        "quartiles": f"{low:.2f} to {high:.2f}", "target": target, "met": ratio >= target,
     }
 
 
 class OptimizersBenchmark(Benchmark):
-    """A step of the update rules on a flat CPU shard, beside torch's fused and foreach kernels or a plain loop; exit
-    code 1 where neither way of ours reaches the target."""
+    """Updates on a flat CPU shard, beside torch's fused and foreach kernels or a plain loop; exit code 1 if no variant
+    of shoal reaches a rule's target."""
 
     rules: str = "all"
-    """Some of the rules, with commas, or all."""
+    """Comma-separated list of rules, or all."""
 
     parameters: NonEmpty[PositiveInt] = (10_000_000,)
     """Numbers of parameters."""
 
     model: str | None = None
-    """A model without experts, of whose layers as many are taken; default: layers of llama's form, 512 wide, or 1024
-    from 50 million parameters on."""
+    """Model without experts, of which enough layers are taken; default: llama layers, 512 wide, or 1024 from 50 million
+    parameters."""
 
     turns: PositiveInt = 9
-    """Steps of each contender, in turn; medians count."""
+    """Updates of each variant, in turns; medians count."""
 
     threads: PositiveInt = 1
     """CPU threads."""
 
     products: Literal["equal", "torch"] = "equal"
-    """Who multiplies for the others: the library that shoal chooses, or the one that torch has by itself."""
+    """Library of matrix products of the baselines: shoal's choice, or torch's default."""
 
-    def run(self, console: Console, say: Say) -> bool:
+    def run(self, console: Console, notify: Notify) -> bool:
         """Time each rule on each number of parameters."""
         rules = choose_names(self.rules, sorted(RULES), "bench optimizers --rules")
         shape = None if self.model is None else model_shape(self.model)
         if shape is not None and shape.experts:
-            raise UsageError(f"bench optimizers --model {self.model}: it has experts; take a model without.")
+            raise UsageError(f"bench optimizers --model {self.model}: it has experts; choose a model without.")
         tune_process()
         torch.set_num_threads(self.threads)
         timings = []
         for count in self.parameters:
             for rule in rules:
-                say(f"{rule}, {count:,} parameters")
-                shapes = shapes_of(count, shape)
+                notify(f"{rule}, {count:,} parameters")
+                shapes = choose_shapes(count, shape)
                 timings.append(measure(rule, shapes, self.turns, products=self.products == "equal"))
         title = f"one update on {self.threads} threads: shoal's on the flat shard, torch's by tensor"
         console.print(make_table(title, [row for rows in timings for row in rows]))
         if self.products == "torch":
-            console.print("The rivals multiply by the library that torch has by itself.")
+            console.print("The baselines use torch's default library of matrix products.")
         return all(any(row["met"] for row in rows) for rows in timings)
 
 
-def shapes_of(parameters: int, model: ModelShape | None = None) -> dict[str, tuple[int, ...]]:
-    """Choose as many layers of a model, or of a narrow llama, as have at least so many parameters; returns the shapes
-    of their matrices and norms by name."""
+def choose_shapes(parameters: int, model: ModelShape | None = None) -> dict[str, tuple[int, ...]]:
+    """Return the shapes, by name, of enough layers of a model (default: of a narrow llama) for a number of
+    parameters."""
     if model is None:
         hidden = 1024 if parameters >= 50_000_000 else 512
         sizes = {"hidden": hidden, "ffn": 11 * hidden // 4, "heads": 8, "kv_heads": 8, "head_dim": hidden // 8}
@@ -114,94 +116,94 @@ def shapes_of(parameters: int, model: ModelShape | None = None) -> dict[str, tup
 
 
 def measure(rule: str, shapes: dict[str, tuple[int, ...]], turns: int, *, products: bool = True) -> list[Row]:
-    """Time one step of each contender in each turn, on parameters of these shapes; returns a row for each of ours.
+    """Time one update of each variant in each turn; return a row for each variant of shoal.
 
     Args:
-        products: whether the rivals' are made as ours, or by the library that torch has by itself.
+        shapes: shapes of the parameters.
+        products: whether the baselines use shoal's library of matrix products, or torch's default.
     """
     config = OptimizerConfig.model_validate({"name": rule, "hessian_every": 10**9})
-    ours = {"as it is": partial(flat, config, shapes)}
+    ours = {"eager": partial(build_flat, config, shapes)}
     if compilable(rule):
-        ours["compiled"] = partial(flat, config, shapes, compile=True)
-    others = rivals(config, shapes)
-    if not products:
-        others = {name: partial(_multiplying_by_mkl, make) for name, make in others.items()}
-    makers = ours | others
-    seconds: dict[str, list[float]] = {name: [] for name in makers}
-    # Whose memory was allocated first was up to a tenth slower, so each side is first for half of the turns.
-    for names, number in ((list(makers), turns - turns // 2), (list(makers)[::-1], turns // 2)):
-        steps = {name: makers[name]() for name in names} if number else {}
-        for name, times in time_in_turns(steps, number, warmup=WARM_UP).items():
+        ours["compiled"] = partial(build_flat, config, shapes, compile=True)
+    baselines = {
+        way: partial(build_baseline, config, shapes, way, products=products) for way in baseline_names(rule)
+    }
+    builders = ours | baselines
+    seconds: dict[str, list[float]] = {name: [] for name in builders}
+    # The variant that allocates first was up to a tenth slower, so each side comes first in half of the turns.
+    for names, number in ((list(builders), turns - turns // 2), (list(builders)[::-1], turns // 2)):
+        updates = {name: builders[name]() for name in names} if number else {}
+        for name, times in time_in_turns(updates, number, warmup=WARM_UP).items():
             seconds[name] += times
     count = sum(torch.Size(shape).numel() for shape in shapes.values())
-    theirs = {name: seconds[name] for name in others}
+    theirs = {name: seconds[name] for name in baselines}
     return [compare(rule, count, name, seconds[name], theirs) for name in ours]
 
 
-def drawn(shapes: dict[str, tuple[int, ...]]) -> tuple[Tensor, Tensor]:
-    """Weights and gradients of all of them, flat, always the same."""
+def _draw(shapes: dict[str, tuple[int, ...]]) -> tuple[Tensor, Tensor]:
+    """Return the same random flat weights and gradients in every call."""
     generator = torch.Generator().manual_seed(0)
     n = sum(torch.Size(shape).numel() for shape in shapes.values())
     return torch.randn(n, generator=generator), torch.randn(n, generator=generator)
 
 
-def flat(config: OptimizerConfig, shapes: dict[str, tuple[int, ...]], *, compile: bool = False) -> Step:
-    """A step of shoal's rule on one flat shard, as one rank has it, cut where the decay changes."""
-    weights, gradient = drawn(shapes)
+def build_flat(config: OptimizerConfig, shapes: dict[str, tuple[int, ...]], *, compile: bool = False) -> Update:
+    """Build an update of shoal's rule on the flat shard of one rank, cut where the weight decay changes."""
+    weights, gradient = _draw(shapes)
     parts, start = [], 0
     for name, shape in shapes.items():
         parts.append(ShardPart(name, shape, Box.whole(shape), start))
         start += parts[-1].box.numel
-    whole = Shard(weights, gradient, tuple(parts))
+    shard = Shard(weights, gradient, tuple(parts))
     cut = [
-        Shard(shard.weights, shard.gradient, shard.parts, decay)
-        for decay, shard in whole.cut(lambda part: weight_decay(config, part.whole))
+        Shard(each.weights, each.gradient, each.parts, decay)
+        for decay, each in shard.cut(lambda part: weight_decay(config, part.whole))
     ]
     rule = build(config, Shards(shapes, cut, saves=frozenset(shapes)), compile=compile)
     if isinstance(rule, Sophia):
-        rule.learn([shard.gradient.abs() for shard in cut])
+        rule.learn([each.gradient.abs() for each in cut])
 
-    def step() -> Tensor:
+    def update() -> Tensor:
         rule.step(RATE)
         return weights
 
-    return step
+    return update
 
 
-def rivals(config: OptimizerConfig, shapes: dict[str, tuple[int, ...]]) -> dict[str, Callable[[], Step]]:
-    """Makers of steps of the others, each on its own copy of the parameters as tensors."""
-    ways = ("fused", "foreach") if config.name in FUSED else ("plain loop",)
-    return {way: partial(_rival, config, shapes, way) for way in ways}
+def baseline_names(rule: str) -> tuple[str, ...]:
+    """Return the implementations of a rule that shoal is compared with."""
+    return ("fused", "foreach") if rule in FUSED else ("plain loop",)
 
 
-def _multiplying_by_mkl(make: Callable[[], Step]) -> Step:
-    return by_mkl()(make())
-
-
-def _rival(config: OptimizerConfig, shapes: dict[str, tuple[int, ...]], way: str) -> Step:
+def build_baseline(
+    config: OptimizerConfig, shapes: dict[str, tuple[int, ...]], way: str, *, products: bool = True
+) -> Update:
+    """Build an update of a baseline on its own copy of the parameters, as tensors."""
     sizes = [torch.Size(shape).numel() for shape in shapes.values()]
     weights, gradients = (
-        [x.clone().view(shape) for x, shape in zip(whole.split(sizes), shapes.values(), strict=True)]
-        for whole in drawn(shapes)
+        [x.clone().view(shape) for x, shape in zip(flat.split(sizes), shapes.values(), strict=True)]
+        for flat in _draw(shapes)
     )
     if config.name in FUSED or config.name in ("radam", "adafactor"):
-        optimizer = _torch(config, weights, gradients, way)
+        optimizer = _build_torch(config, weights, gradients, way)
         return lambda: (optimizer.step(), weights)[1]
     loop = {"sage": _sage, "sophia-g": _sophia, "sophia-h": _sophia, "muon": _muon, "adam8bit": _adam8bit}[config.name]
     states: list[dict[str, Tensor]] = [{} for _ in sizes]
-    count = 0
+    steps = itertools.count(1)
 
-    def step() -> list[Tensor]:
-        nonlocal count
-        count += 1
+    def update() -> list[Tensor]:
+        step = next(steps)
         for w, g, state in zip(weights, gradients, states, strict=True):
-            loop(w, g, state, count, weight_decay(config, tuple(w.shape)), config)
+            loop(w, g, state, step, weight_decay(config, tuple(w.shape)), config)
         return weights
 
-    return step
+    return update if products else by_mkl()(update)
 
 
-def _torch(config: OptimizerConfig, weights: list[Tensor], gradients: list[Tensor], way: str) -> torch.optim.Optimizer:
+def _build_torch(
+    config: OptimizerConfig, weights: list[Tensor], gradients: list[Tensor], way: str
+) -> torch.optim.Optimizer:
     groups: dict[float, list[nn.Parameter]] = {}
     for weight, gradient in zip(weights, gradients, strict=True):
         parameter = nn.Parameter(weight)
@@ -224,7 +226,7 @@ def _torch(config: OptimizerConfig, weights: list[Tensor], gradients: list[Tenso
     return kind(params, betas=betas, eps=eps, fused=fused, **common)
 
 
-# ---- plain loops: what one would write for one tensor, in the way of torch's own -----------------------------------
+# ---- plain loops: straightforward updates of one tensor, in the style of torch.optim ---------------------------------
 
 
 def _moments(g: Tensor, state: dict[str, Tensor], config: OptimizerConfig) -> tuple[Tensor, Tensor]:
@@ -266,7 +268,7 @@ def _muon(w: Tensor, g: Tensor, state: dict, t: int, decay: float, config: Optim
     m = state.setdefault("m", torch.zeros_like(w)).mul_(config.momentum).add_(g)
     x = g + config.momentum * m
     x = (x if w.size(0) <= w.size(1) else x.T) / (x.norm() + 1e-7)
-    for _ in range(5):  # Newton-Schulz, as Jordan et al. 2024 write it
+    for _ in range(5):  # Newton-Schulz (Jordan et al. 2024)
         a = x @ x.T
         x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
     x = x if w.size(0) <= w.size(1) else x.T

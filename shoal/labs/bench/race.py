@@ -1,7 +1,7 @@
-"""Races: time contenders that do the same work in turn on the same cores, and compare them.
+"""Races: time variants of the same work on the same cores, and compare them.
 
-Times on a shared machine drift by more than the differences of interest. So contenders take turns, A B A B, and medians
-over many turns are compared. `time_in_turns` times functions of one process, `run` trainings in processes of their own.
+Times on a shared machine drift by more than the differences of interest. So variants take turns, A B A B, and medians
+over many turns are compared. `time_in_turns` times functions of one process, `run_race` trainings in worker processes.
 """
 
 from __future__ import annotations
@@ -17,51 +17,55 @@ from typing import TypeVar
 import torch
 
 from shoal.engine.device import synchronize
-from shoal.labs.bench.benchmark import Row, Say
-from shoal.labs.bench.contender import Contender, ContenderProcesses, ContenderTurn
+from shoal.labs.bench.benchmark import Notify, Row
+from shoal.labs.bench.variant import Variant, VariantProcesses, VariantTurn
 
 K = TypeVar("K")
 CPU = torch.device("cpu")
 
 COMPARED = 16
-"""Steps: what differs between contenders is rounding, and training makes more of it with every step."""
+"""Number of steps whose losses are compared; training amplifies differences in rounding with every step."""
 
 
 class Disagreement(RuntimeError):
-    """Two contenders computed different losses, so they did not do the same work."""
+    """Two variants computed different losses, so they did not do the same work."""
 
 
 @dataclass(frozen=True)
 class Race:
-    """Who runs against whom.
+    """Variants to compare.
 
     Attributes:
-        name: as in ``--only``.
-        ours: shoal's contenders.
-        references: torch's; the fastest of them counts.
-        target: ours must reach this many times the speed of the reference (or this share of a peak).
-        fastest: whether the fastest of ours has to reach it, and not each.
-        also: contenders that are shown, and are no reference.
-        bounds: contenders that leave a part of the work out, and so compute other losses: what ours can come close to.
-        tolerance: relative difference of losses that rounding may cause; None where nothing is comparable.
+        name: name in ``--only``.
+        ours: shoal's variants.
+        references: torch's variants; the fastest of them counts.
+        target: speed that ours must reach, as a multiple of the reference's (or as a share of a peak).
+        also: variants that are shown only.
+        bounds: variants that omit part of the work, and so compute other losses: limits of what ours can reach.
+        tolerance: allowed relative difference of losses by rounding; None if losses are not comparable.
+        fastest: only the fastest of ours has to reach the target, instead of each.
     """
 
     name: str
-    ours: tuple[Contender, ...]
-    references: tuple[Contender, ...]
+    ours: tuple[Variant, ...]
+    references: tuple[Variant, ...]
     target: float
-    also: tuple[Contender, ...] = ()
-    bounds: tuple[Contender, ...] = ()
+    also: tuple[Variant, ...] = ()
+    bounds: tuple[Variant, ...] = ()
     tolerance: float | None = 1e-3
     fastest: bool = False
 
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        return (*self.ours, *self.references, *self.also, *self.bounds)
+
 
 @dataclass
-class Lap:
-    """All turns of one contender."""
+class VariantResult:
+    """All turns of one variant."""
 
-    contender: Contender
-    turns: list[ContenderTurn] = field(default_factory=list)
+    variant: Variant
+    turns: list[VariantTurn] = field(default_factory=list)
 
     @property
     def median(self) -> float:
@@ -73,26 +77,26 @@ class Lap:
         return [loss for turn in self.turns for loss in turn.losses]
 
     def rate(self, turn: int | None = None) -> float:
-        """FLOP/s, in one turn or overall."""
+        """Return FLOP/s, in one turn or overall."""
         seconds = self.median if turn is None else median(self.turns[turn].seconds)
-        return self.contender.workload.flops / seconds
+        return self.variant.workload.flops / seconds
 
 
 def time_in_turns(
-    contenders: Mapping[K, Callable[[], object]], turns: int, *, warmup: int = 1,
+    variants: Mapping[K, Callable[[], object]], turns: int, *, warmup: int = 1,
     prepare: Callable[[K], object] = lambda name: None, in_a_row: int = 1, device: torch.device = CPU,
 ) -> dict[K, list[float]]:
-    """Time functions of this process, A B C A B C; returns the seconds of a call of each in every turn.
+    """Time functions of this process in the order A B C A B C; return the seconds of one call in every turn.
 
     Args:
-        warmup: turns before, which are not timed.
-        prepare: called with the name of a contender before its clock starts, as a barrier or to fill its buffers.
+        warmup: untimed turns before.
+        prepare: called with a function's name before its time starts, for example a barrier.
         in_a_row: calls in a turn.
-        device: the work that is queued on it counts.
+        device: wait for the work queued on it.
     """
-    seconds: dict[K, list[float]] = {name: [] for name in contenders}
+    seconds: dict[K, list[float]] = {name: [] for name in variants}
     for turn in range(warmup + turns):
-        for name, call in contenders.items():
+        for name, call in variants.items():
             prepare(name)
             synchronize(device)
             start = time.perf_counter()
@@ -105,96 +109,97 @@ def time_in_turns(
 
 
 def slowest_rank(ranks: Sequence[Mapping[K, Sequence[float]]]) -> dict[K, list[float]]:
-    """The seconds of every turn on the rank that took longest in it, from those of each rank."""
+    """Return the seconds of every turn on the rank that took longest in it."""
     return {name: [max(turn) for turn in zip(*(rank[name] for rank in ranks), strict=True)] for name in ranks[0]}
 
 
-def run(race: Race, turns: int, steps: int, warmup: int, say: Say) -> list[Row]:
-    """Let the contenders of a race take turns, and compare them.
-
-    Args:
-        turns, steps, warmup: as of `take_turns`.
+def run_race(race: Race, turns: int, steps: int, warmup: int, notify: Notify) -> list[Row]:
+    """Run a race with the arguments of `take_turns`, and return its `summarise`.
 
     Raises:
-        Failed: a contender broke.
-        Disagreement: their losses differ.
+        Failed: a variant failed.
+        Disagreement: the losses differ.
     """
-    contenders = (*race.ours, *race.references, *race.also, *race.bounds)
-    laps = take_turns(contenders, turns, steps, warmup, lambda what: say(f"{race.name}: {what}"))
+    results = take_turns(race.variants, turns, steps, warmup, lambda what: notify(f"{race.name}: {what}"))
     if race.tolerance is not None:
-        check_agreement([lap for lap in laps if lap.contender not in race.bounds], race.tolerance)
-    return rows(race, laps)
+        check_agreement([result for result in results if result.variant not in race.bounds], race.tolerance)
+    return summarise(race, results)
 
 
-def take_turns(contenders: Sequence[Contender], turns: int, steps: int, warmup: int, say: Say) -> list[Lap]:
-    """Let contenders train in turn, each in processes of its own.
+def take_turns(
+    variants: Sequence[Variant], turns: int, steps: int, warmup: int, notify: Notify
+) -> list[VariantResult]:
+    """Train variants in turns, each in its own processes.
 
     Args:
-        turns: of each contender.
-        steps: in a turn.
-        warmup: steps of each contender before, which are not timed.
+        turns: turns of each variant.
+        steps: steps in a turn.
+        warmup: untimed steps of each variant before its first turn, at least 1.
 
     Raises:
-        Failed: a contender broke.
+        Failed: a variant failed.
     """
-    laps = [Lap(contender) for contender in contenders]
+    results = [VariantResult(variant) for variant in variants]
     with ExitStack() as stack:
-        say(f"starting {len(laps)} contenders")
-        processes = [stack.enter_context(ContenderProcesses(contender)) for contender in contenders]
+        notify(f"starting {len(results)} variants")
+        processes = [VariantProcesses(variant) for variant in variants]
         for process in processes:
-            process.run(warmup)
+            stack.enter_context(process)
+            process.step(1)  # shows how long further steps may take
+            if warmup > 1:
+                process.step(warmup - 1)
         for turn in range(turns):
-            say(f"turn {turn + 1} of {turns}")
-            for process, lap in zip(processes, laps, strict=True):
-                lap.turns.append(process.run(steps))
-    return laps
+            notify(f"turn {turn + 1} of {turns}")
+            for process, result in zip(processes, results, strict=True):
+                result.turns.append(process.step(steps))
+    return results
 
 
-def check_agreement(laps: list[Lap], tolerance: float) -> None:
-    """Refuse contenders whose losses differ in one of their first `COMPARED` timed steps.
+def check_agreement(results: Sequence[VariantResult], tolerance: float) -> None:
+    """Reject variants whose losses differ in one of their first `COMPARED` timed steps.
 
     Raises:
         Disagreement: naming the step and both losses.
     """
-    first, *others = laps
+    first, *others = results
     for other in others:
         for step, (ours, theirs) in enumerate(zip(first.losses[:COMPARED], other.losses[:COMPARED], strict=True)):
             if not math.isclose(ours, theirs, rel_tol=tolerance):
                 raise Disagreement(
-                    f"timed step {step}: {first.contender.name} has the loss {ours:.6f}, "
-                    f"{other.contender.name} {theirs:.6f}: they do not do the same work"
+                    f"timed step {step}: {first.variant.name} has the loss {ours:.6f}, "
+                    f"{other.variant.name} {theirs:.6f}: they do not do the same work"
                 )
 
 
-def rows(race: Race, laps: list[Lap]) -> list[Row]:
-    """Compare everyone with the fastest reference.
+def summarise(race: Race, results: Sequence[VariantResult]) -> list[Row]:
+    """Compare every variant with the fastest reference.
 
     Returns:
-        For each contender the median seconds of a step, on the clock and over all threads and ranks; the ratio of its
-        speed to the best reference's (for the share of a peak, FLOP/s over the peak's), with the first and third
-        quartile over the turns ("spread_low", "spread_high"); what the ratio must reach, None for a contender that must
-        reach nothing; and the peak bytes of its largest process.
+        For each variant the median seconds of a step, as wall time and as CPU time of all threads and ranks; the ratio
+        of its speed to the best reference's (for a share of the peak, of FLOP/s), with the quartiles over the turns
+        ("spread_low", "spread_high"); the target of the ratio, None for a variant without one; and the peak bytes of
+        its largest process.
     """
-    best = min((lap for lap in laps if lap.contender in race.references), key=lambda lap: lap.median)
-    judged = [lap for lap in laps if lap.contender in race.ours]
+    best = min((result for result in results if result.variant in race.references), key=lambda result: result.median)
+    judged = [result for result in results if result.variant in race.ours]
     if race.fastest:
-        judged = [min(judged, key=lambda lap: lap.median)]
-    found: list[Row] = []
-    for lap in laps:
-        ratio, target = lap.rate() / best.rate(), race.target if lap in judged else None
-        low, high = quartiles([lap.rate(turn) / best.rate(turn) for turn in range(len(lap.turns))])
-        found.append({
-            "race": race.name, "contender": lap.contender.name, "seconds": lap.median,
-            "cpu_seconds": median(second for turn in lap.turns for second in turn.cpu_seconds),
-            "tokens_per_second": lap.contender.workload.tokens / lap.median, "ratio": ratio, "spread_low": low,
-            "spread_high": high, "target": target, "memory": max(turn.memory for turn in lap.turns),
+        judged = [min(judged, key=lambda result: result.median)]
+    rows: list[Row] = []
+    for result in results:
+        ratio, target = result.rate() / best.rate(), race.target if result in judged else None
+        low, high = quartiles([result.rate(turn) / best.rate(turn) for turn in range(len(result.turns))])
+        rows.append({
+            "race": race.name, "variant": result.variant.name, "seconds": result.median,
+            "cpu_seconds": median(second for turn in result.turns for second in turn.cpu_seconds),
+            "tokens_per_second": result.variant.workload.tokens / result.median, "ratio": ratio, "spread_low": low,
+            "spread_high": high, "target": target, "memory": max(turn.memory for turn in result.turns),
             "met": None if target is None else ratio >= target,
         })
-    return found
+    return rows
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float]:
-    """The first and the third quartile."""
+    """Return the first and the third quartile."""
     if len(values) < 2:
         return values[0], values[0]
     low, _, high = quantiles(values, n=4, method="inclusive")

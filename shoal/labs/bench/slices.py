@@ -1,5 +1,4 @@
-"""How long slices of a sequence take here, and into which TeraPipe had best cut it: measured times for the dynamic
-program of `shoal.pipeline.sequence_slices`."""
+"""Times of sequence slices on this machine, and TeraPipe's best slices by them (`shoal.pipeline.sequence_slices`)."""
 
 from __future__ import annotations
 
@@ -16,18 +15,18 @@ from shoal.engine.cpu_tuning import tune_process
 from shoal.engine.device import pick_device
 from shoal.engine.models.cache import Slice
 from shoal.engine.models.transformer import Transformer, initialise
-from shoal.labs.bench.benchmark import Benchmark, Say, make_table
+from shoal.labs.bench.benchmark import Benchmark, Notify, make_table
 from shoal.labs.bench.race import time_in_turns
 from shoal.labs.bench.step.workload import DTYPES
-from shoal.pipeline.sequence_slices import best_slices, fitted, pipeline_time
+from shoal.pipeline.sequence_slices import best_slices, fit_times, pipeline_time
 from shoal.spec.catalog import model_shape
 
 
 class SlicesBenchmark(Benchmark):
-    """Slices of a sequence, forward and backward through one layer, and the slices that TeraPipe had best take."""
+    """Slices of a sequence, forward and backward through one layer, and the best slices for TeraPipe."""
 
     model: str = "tiny"
-    """A model of the catalog, whose layer is timed."""
+    """Model of the catalog whose layer is timed."""
 
     length: PositiveInt = 1024
     """Tokens of a sequence."""
@@ -50,8 +49,8 @@ class SlicesBenchmark(Benchmark):
     device: str = "auto"
     """auto, cpu or cuda."""
 
-    def run(self, console: Console, say: Say) -> bool:
-        """Time slices, and print the best for each number of stages, with their time over that of whole sequences."""
+    def run(self, console: Console, notify: Notify) -> bool:
+        """Time slices; print the best for each number of stages, and their time relative to unsliced sequences."""
         device = pick_device(self.device)
         if device.type == "cpu":
             tune_process()
@@ -61,21 +60,21 @@ class SlicesBenchmark(Benchmark):
             {"tokens": tokens, "tokens before": before, "ms": 1e3 * seconds, "us / token": 1e6 * seconds / tokens}
             for tokens, before, seconds in measured
         ]))  # fmt: skip
-        times, shortest = fitted(measured), min(tokens for tokens, _, _ in measured)
-        cuts = [*range(0, self.length - shortest + 1, shortest), self.length]  # none shorter than what was measured
+        times, shortest = fit_times(measured), min(tokens for tokens, _, _ in measured)
+        cuts = [*range(0, self.length - shortest + 1, shortest), self.length]  # as short as measured
         for stages in self.stages:
             best = best_slices(cuts, times, stages, self.microbatches)
-            whole, cut = (
+            unsliced, sliced = (
                 pipeline_time(slices, times, stages, self.microbatches) for slices in ((self.length,), best)
             )
             console.print(
                 f"pp {stages}, {self.microbatches} micro-batches: sequence_slices = {list(best)}, "
-                f"{cut / whole:.2f} of the time of whole sequences by this model", highlight=False,
+                f"predicted at {sliced / unsliced:.2f} of the time without slices", highlight=False,
             )
         return True
 
     def measure(self, device: torch.device) -> list[tuple[int, int, float]]:
-        """Time slices of a sequence from a sixteenth to all of it, at its beginning, its end and between.
+        """Time slices of a sixteenth up to the full sequence, at several positions.
 
         Returns:
             For each (tokens of the slice, tokens before it, median seconds of forward and backward).

@@ -14,7 +14,7 @@ from scipy.stats import spearmanr
 from shoal.base.files import write_whole
 from shoal.base.units import show_seconds
 from shoal.labs.bench.race import time_in_turns
-from shoal.labs.bench.step.shoal_engine import engine
+from shoal.labs.bench.step.shoal_engine import shoal_step
 from shoal.labs.bench.step.workload import Workload
 from shoal.labs.calibration.measure import Say, reference
 from shoal.launch.worker_pool import Pool
@@ -128,7 +128,7 @@ def _speed(pool: Pool, layout: Layout, name: str) -> float:
 def _steps(layout: Layout, steps: int) -> list[float]:
     """Seconds of some steps on one rank, after one that does not count."""
     fields = {name: getattr(layout, name) for name in Layout.model_fields if getattr(layout, name) is not None}
-    step, numbers = engine(WORK, dist.get_rank(), dist.get_world_size(), **fields), count()
+    step, numbers = shoal_step(WORK, dist.get_rank(), dist.get_world_size(), **fields), count()
     return time_in_turns({layout: lambda: step(next(numbers))}, steps, prepare=lambda key: dist.barrier())[layout]
 
 

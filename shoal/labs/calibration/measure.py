@@ -24,8 +24,8 @@ from shoal.engine.models.transformer import Transformer
 from shoal.engine.parallel.apply import LocalStage, build_stages, initialise
 from shoal.engine.parallel.context.token_order import spread
 from shoal.engine.precision.policy import POLICIES
+from shoal.labs.bench.collectives import IN_A_ROW, WAYS, time_all_reduces
 from shoal.labs.bench.race import time_in_turns
-from shoal.labs.bench.transport import IN_A_ROW, WAYS, time_all_reduces
 from shoal.launch.worker_pool import Pool
 from shoal.pipeline.from_layout import build_layout_program
 from shoal.spec.catalog import ModelShape

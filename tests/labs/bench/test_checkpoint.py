@@ -19,7 +19,7 @@ def test_every_way_of_saving_is_measured_and_nothing_is_left(tmp_path, capsys, m
     shares = [float(s) for s in re.findall(r"([\d.]+)% +5% ", said)]
     assert len(shares) == len(KINDS) - 1 and code == any(part > 100 * TARGET for part in shares)
     assert all(re.search(rf"{name} +[\d.,]+ +x [\d.]+", said) for name in KINDS)
-    assert float(re.search(r"restored on 1 ranks in ([\d.]+) s", said)[1]) > 0
+    assert float(re.search(r"restored on 1 ranks in ([\d.]+) s from memory", said)[1]) > 0
     assert not list(disk.iterdir()) and not list(memory.iterdir())
 
 

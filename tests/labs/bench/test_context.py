@@ -1,4 +1,4 @@
-"""The benchmarks of context parallelism measure what they say, at a small scale."""
+"""The benchmarks of context parallelism at a small scale."""
 
 import io
 import re
@@ -7,8 +7,7 @@ import pytest
 from rich.console import Console
 
 from shoal.cli.main import main
-from shoal.labs.bench.context import ContextBenchmark
-from shoal.labs.bench.long_context import makes_room
+from shoal.labs.bench.context import ContextBenchmark, needs_ranks
 
 
 def test_a_ring_beside_its_bound() -> None:
@@ -28,7 +27,7 @@ def test_the_median_of_the_turns_ratios_is_compared_with_the_target(
     assert "0.625 of the bound" in out.getvalue()
 
 
-def test_long_sequences_train_where_one_device_has_no_room(capsys: pytest.CaptureFixture) -> None:
+def test_long_sequences_train_that_do_not_fit_on_one_device(capsys: pytest.CaptureFixture) -> None:
     words = ["--ranks", "4", "--tokens", "1024", "--layers", "1", "--steps", "2", "--budget-mib", "8"]
     assert main(["bench", "long-context", *words]) == 0
     out = capsys.readouterr().out
@@ -42,18 +41,18 @@ def test_long_sequences_train_where_one_device_has_no_room(capsys: pytest.Captur
 
 def test_an_only_step_is_timed(capsys: pytest.CaptureFixture) -> None:
     main(["bench", "long-context", "--ranks", "2", "--tokens", "256", "--layers", "1", "--steps", "1"])
-    seconds, unit = re.search(r"([\d.]+) (\w+) a step", capsys.readouterr().out).groups()
+    seconds, unit = re.search(r"([\d.]+) (\w+) per step", capsys.readouterr().out).groups()
     assert float(seconds) > 0 and unit in ("ms", "s"), "of forward and backward, not of nothing"
 
 
 @pytest.mark.parametrize(("budget", "made"), [(1.0, False), (8.0, True), (20.0, True), (1000.0, False)])
 def test_a_budget_that_shows_nothing_fails(budget: float, made: bool) -> None:
     """Too small for a rank, or enough for one device."""
-    assert makes_room(alone=32, most=8, budget=budget) is made
+    assert needs_ranks(alone=32, most=8, budget=budget) is made
 
 
 def test_what_cannot_be_is_refused(capsys: pytest.CaptureFixture) -> None:
     assert main(["bench", "context", "--ranks", "1"]) == 2
-    assert "give 2 ranks or more" in capsys.readouterr().err
+    assert "use 2 ranks or more" in capsys.readouterr().err
     assert main(["bench", "long-context", "--tokens", "7"]) == 2
     assert "too short for cp 4" in capsys.readouterr().err

@@ -1,19 +1,18 @@
-"""The experiment compares what it says, and its numbers are what its runs say."""
+"""The mixture-of-depths experiment: its configs, its sampled loss, its plot and its file."""
 
 import pytest
 import torch
 
 from shoal.engine.data.batches import SyntheticDataset
 from shoal.engine.models.transformer import Transformer, initialise
-from shoal.labs.bench.learning.experiment import TrainedRun, one_by_one, records
+from shoal.labs.bench.learning.experiment import LENGTH, TrainedRun, list_losses, sampled_loss
 from shoal.labs.bench.learning.mixture_of_depths import (
     DENSE,
     EQUAL,
     KINDS,
-    LENGTH,
     LESS,
     SHORTER,
-    config_of,
+    DepthsBenchmark,
     draw_kinds,
     training_flops,
 )
@@ -21,32 +20,32 @@ from shoal.labs.bench.learning.mixture_of_depths import (
 
 @pytest.mark.parametrize("capacity", [0.125, 0.25])
 def test_equal_flops_are_as_many_layers_as_they_pay_for(capacity: float) -> None:
+    benchmark = DepthsBenchmark(steps=10, capacity=capacity)
     shapes = {
-        kind: config_of(kind, 0, steps=10, capacity=capacity).model.shape(vocab=257, sequence_length=LENGTH)
-        for kind in KINDS
+        kind: benchmark.configure(kind, 0).model.shape(vocab=257, sequence_length=LENGTH) for kind in KINDS
     }
     flops = {kind: shape.flops_per_token(LENGTH) for kind, shape in shapes.items()}
     assert shapes[LESS].layers == shapes[DENSE].layers < shapes[EQUAL].layers
     assert flops[LESS] < flops[EQUAL] <= flops[DENSE]
-    steps = config_of(SHORTER, 0, steps=1000, capacity=capacity).train.steps
+    steps = DepthsBenchmark(steps=1000, capacity=capacity).configure(SHORTER, 0).train.steps
     assert steps * flops[SHORTER] == pytest.approx(1000 * flops[LESS], rel=1e-3)
     deeper = shapes[EQUAL].model_copy(update={"layers": shapes[EQUAL].layers + 1})
     assert deeper.flops_per_token(LENGTH) > flops[DENSE]
 
 
 def test_a_dense_model_loses_nothing_token_by_token() -> None:
-    """And one whose layers take some tokens has another loss by what is foreseen."""
+    """And one whose layers take some tokens has another loss by predicted routes."""
     samples = SyntheticDataset(257, LENGTH, 0)
     batch = samples.batch([0, 1])
     losses = {}
     for kind in (DENSE, LESS):
-        model = Transformer(config_of(kind, 0, steps=1, capacity=0.25).model.shape(vocab=257, sequence_length=LENGTH))
+        model = Transformer(DepthsBenchmark(steps=1).configure(kind, 0).model.shape(vocab=257, sequence_length=LENGTH))
         initialise(model, 0)
         for layer in model.layers.values():
             if layer.depth is not None:
                 layer.depth.router.data.normal_(0, 50, generator=torch.Generator().manual_seed(0))
         together = float(model(batch.tokens, batch.targets).detach()) / batch.unmasked()
-        losses[kind] = (one_by_one(model, samples, 2), together)
+        losses[kind] = (sampled_loss(model, samples, 2), together)
     assert losses[DENSE][0] == pytest.approx(losses[DENSE][1], rel=1e-5)
     assert losses[LESS][0] != pytest.approx(losses[LESS][1], rel=1e-5)
 
@@ -59,7 +58,7 @@ def test_the_plot_is_over_flops_and_the_table_has_every_validation() -> None:
     assert training_flops(runs[0])[-1] == (20 * 16 * 64 * 10**6 / 1e12, 2.0)
     picture = draw_kinds(runs, "Depths")
     assert all(f">{kind}, 4 layers<" in picture for kind in KINDS)
-    first, *others = records(runs, "model", ("layers", "flops_per_token"))
+    first, *others = list_losses(runs, "model", ("layers", "flops_per_token"))
     assert first == {
         "model": "dense", "layers": 4, "flops_per_token": 10**6, "seed": 0, "step": "10", "training_loss": "",
         "validation_loss": 3.0,

@@ -1,4 +1,4 @@
-"""The race computes the same in both lanes; the experiment's numbers are what its runs say."""
+"""Grouped experts against a loop; and Switch against dense models."""
 
 from collections.abc import Callable
 
@@ -8,10 +8,8 @@ from rich.console import Console
 
 from shoal.base.errors import UsageError
 from shoal.labs.bench import experts
-from shoal.labs.bench.experts import ExpertsBenchmark
-from shoal.labs.bench.learning import switch
-from shoal.labs.bench.learning.experiment import TrainedRun, records
-from shoal.labs.bench.learning.switch import config_of, draw_kinds, steps_to_dense
+from shoal.labs.bench.experts import ExpertsBenchmark, draw_kinds, steps_to_dense
+from shoal.labs.bench.learning.experiment import TrainedRun, list_losses
 
 
 @pytest.mark.parametrize("count", [2, 5])
@@ -38,7 +36,8 @@ def test_the_median_of_the_turns_ratios_meets_the_target(
 
 def test_both_models_have_the_same_flops_but_for_the_router() -> None:
     dense, sparse = (
-        config_of(kind, 0, steps=10, experts=8).model.shape(vocab=257, sequence_length=64) for kind in switch.KINDS
+        ExpertsBenchmark(steps=10, experts=(8,)).configure(kind, 0).model.shape(vocab=257, sequence_length=64)
+        for kind in ("dense", "switch")
     )
     layers = len(sparse.experts.layers(sparse.layers))
     assert sparse.flops_per_token(64) - dense.flops_per_token(64) == 6 * layers * 8 * sparse.hidden
@@ -72,6 +71,6 @@ def test_the_plot_has_both_models_and_the_table_every_validation() -> None:
     assert picture.count("<polyline") + picture.count("<path") >= 6
     assert ">dense<" in picture
     assert ">switch<" in picture
-    first, *others = records(RUNS, "model")
+    first, *others = list_losses(RUNS, "model")
     assert first == {"model": "dense", "seed": 0, "step": "10", "training_loss": "", "validation_loss": 4.0}
     assert len(others) == 11

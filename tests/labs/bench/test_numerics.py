@@ -14,18 +14,18 @@ import pytest
 
 from shoal.base.section import plain
 from shoal.engine.data.prepare import prepare
-from shoal.labs.bench.learning.experiment import TrainedRun, compare, records, train
+from shoal.labs.bench.learning.experiment import TrainedRun, compare, list_losses, train
 from shoal.labs.bench.learning.numerics import (
     FAILS,
     FAMILIES,
     LOST,
     REFERENCE,
     RUNS,
-    config_of,
-    distances,
+    configure,
     draw_formats,
-    within,
-    wrong,
+    find_unexpected,
+    is_within,
+    max_distances,
 )
 from shoal.spec.config import Precision
 from shoal.training.check import check
@@ -47,34 +47,34 @@ CURVES = [
 
 
 def test_the_same_seeds_are_compared():
-    found, apart = compare(CURVES, REFERENCE), distances(CURVES)
-    difference = {each.name: each.difference for each in found}
-    assert difference[REFERENCE] == apart[REFERENCE] == 0
-    assert difference["bf16"] == pytest.approx(0.02) and apart["bf16"] == pytest.approx(0.02)
+    summaries, distances = compare(CURVES, REFERENCE), max_distances(CURVES)
+    difference = {each.name: each.difference for each in summaries}
+    assert difference[REFERENCE] == distances[REFERENCE] == 0
+    assert difference["bf16"] == pytest.approx(0.02) and distances["bf16"] == pytest.approx(0.02)
     assert difference[LOST] == pytest.approx(0.99)
-    assert apart[LOST] == pytest.approx(5.0 - (sum(BASE[-10:]) / 10))
-    assert wrong(found, apart, 0.1) == []
-    assert wrong(found, apart, 0.01) == ["bf16"]
-    assert wrong(found, apart, 1.0) == [LOST], "what should fail is inside the band"
+    assert distances[LOST] == pytest.approx(5.0 - (sum(BASE[-10:]) / 10))
+    assert find_unexpected(summaries, distances, 0.1) == []
+    assert find_unexpected(summaries, distances, 0.01) == ["bf16"]
+    assert find_unexpected(summaries, distances, 1.0) == [LOST], "what should fail is inside the band"
 
 
 def test_a_run_that_ended_is_beyond_any_band():
     runs = [*CURVES, *(curve("fp8", seed, [x + seed for x in BASE[:7]]) for seed in range(2))]
-    ended, apart = compare(runs, REFERENCE)[-1], distances(runs)
-    assert apart["fp8"] == math.inf and math.isnan(ended.loss) and not within(ended, apart, 1e9)
+    ended, distances = compare(runs, REFERENCE)[-1], max_distances(runs)
+    assert distances["fp8"] == math.inf and math.isnan(ended.loss) and not is_within(ended, distances, 1e9)
 
 
 def test_every_run_is_drawn_and_can_be_made():
     assert {name for names in FAMILIES.values() for name in names} == set(RUNS) - {REFERENCE}
     for name in RUNS:
-        check(config_of(name, 0, 10))
-    used = {config_of(name, 0, 10).train.precision for name in RUNS}
+        check(configure(name, 0, 10))
+    used = {configure(name, 0, 10).train.precision for name in RUNS}
     assert {"bf16", "fp16", "fp8", "mxfp8", "bf16-weights", "bf16-all"} <= used <= set(get_args(Precision))
     assert set(FAILS) <= set(RUNS)
     svg = ET.fromstring(draw_formats(CURVES, "title"))
     text = [element.text for element in svg.iter() if element.text]
     assert "16 bits" in text and "float16 without a loss scale" in text and "bf16" in text
-    lines = records(CURVES, "format")
+    lines = list_losses(CURVES, "format")
     assert len(lines) == 6 * 100 and [bool(line["validation_loss"]) for line in lines[98:101]] == [False, True, False]
 
 
@@ -102,7 +102,7 @@ def workers_of(pid: int) -> list[psutil.Process]:
 
 def test_a_short_run():
     """All of a run, in this process."""
-    values = config_of(LOST, 0, 8)
+    values = configure(LOST, 0, 8)
     small = values.model_copy(update={"train": values.train.model_copy(update={"validation_sequences": 8})})
     prepare(small.data)
     losses, validations, facts = train(plain(small), 2)

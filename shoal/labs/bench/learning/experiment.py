@@ -1,7 +1,4 @@
-"""Experiments: train a small model in several ways with several seeds, and compare the losses.
-
-Each way of training has a name. `train_all` trains models of one rank, as many at a time as there are cores.
-"""
+"""Train a small model in several named ways, each with several seeds, and compare the losses."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,7 +22,7 @@ from shoal.engine.data.prepare import prepare
 from shoal.engine.device import usable_cores
 from shoal.engine.models.cache import Slice
 from shoal.engine.models.transformer import Transformer
-from shoal.labs.bench.benchmark import Row, Say, write_records
+from shoal.labs.bench.benchmark import Notify, Row, write_records
 from shoal.launch.worker_pool import Pool
 from shoal.report.charts import Points, draw_means, new_figure, to_svg
 from shoal.spec.config import RunConfig, build_config
@@ -32,16 +30,22 @@ from shoal.training.check import check
 from shoal.training.step.engine import Engine
 from shoal.training.step.optimizer_step import NonFinite
 
+LENGTH = 64
+"""Tokens of a sequence in every experiment."""
+
+Changes = Mapping[str, Mapping[str, Any]]
+"""Config values by section and key."""
+
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """One training.
+    """One training run.
 
     Attributes:
-        name, seed: the way of training, and its seed.
-        losses: (x, training loss [nats per token]); x is the step, or seconds where time is compared.
+        name: the way of training.
+        losses: (x, training loss [nats per token]); x is the step, or seconds if time is compared.
         validations: (x, validation loss [nats per token]).
-        facts: what else is compared, by name.
+        facts: other compared values by name.
     """
 
     name: str
@@ -51,8 +55,8 @@ class TrainedRun:
     facts: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def end(self) -> float:
-        """The last validation loss; NaN where the training ended before."""
+    def final_loss(self) -> float:
+        """The last validation loss; NaN if the run ended before it."""
         return self.validations[-1][1] if self.validations else math.nan
 
 
@@ -61,8 +65,8 @@ class LossSummary:
     """One way of training over all seeds.
 
     Attributes:
-        loss, spread: mean and standard deviation of the loss at the end.
-        difference: of the mean from that of the reference over the same seeds.
+        loss, spread: mean and standard deviation of the final loss.
+        difference: mean minus the reference's mean over the same seeds.
     """
 
     name: str
@@ -72,35 +76,59 @@ class LossSummary:
     difference: float
 
     def mean(self, fact: str) -> float:
-        """The mean of one of the facts."""
+        """Return the mean of one of the facts."""
         return mean(run.facts[fact] for run in self.runs)
 
 
+def build_run(
+    model: Mapping[str, Any], *, seed: int, steps: int, micro_batch: int, learning_rate: float,
+    validation_sequences: int = 64, changes: Changes = MappingProxyType({}),
+) -> RunConfig:
+    """Build the config of one run: a small model on the default corpus, on the CPU.
+
+    Args:
+        model: changes to the model "tiny".
+        changes: other values, which take precedence.
+    """
+    values: dict[str, dict[str, Any]] = {
+        "model": {"name": "tiny", **model},
+        "parallel": {"micro_batch": micro_batch},
+        "data": {"sequence_length": LENGTH},
+        "train": {
+            "steps": steps, "global_batch": micro_batch, "seed": seed, "validation_sequences": validation_sequences,
+            "device": "cpu",
+        },
+        "optimizer": {"learning_rate": learning_rate, "warmup_steps": 20},
+    }
+    for section, keys in changes.items():
+        values[section] = {**values.get(section, {}), **keys}
+    return build_config(values)
+
+
 def compare(runs: Sequence[TrainedRun], reference: str) -> list[LossSummary]:
-    """Compare the losses at the end, in the order of the runs."""
-    base = mean(run.end for run in runs if run.name == reference)
-    found = []
+    """Summarise the final losses of each way of training, in the order of the runs."""
+    base = mean(run.final_loss for run in runs if run.name == reference)
+    summaries = []
     for name in dict.fromkeys(run.name for run in runs):
-        mine = [run for run in runs if run.name == name]
-        ends = [run.end for run in mine]
-        finite = all(map(math.isfinite, ends))
-        spread = 0.0 if len(ends) < 2 else stdev(ends) if finite else math.nan
-        found.append(LossSummary(name, mine, mean(ends), spread, mean(ends) - base))
-    return found
+        same = [run for run in runs if run.name == name]
+        losses = [run.final_loss for run in same]
+        spread = 0.0 if len(losses) < 2 else stdev(losses) if all(map(math.isfinite, losses)) else math.nan
+        summaries.append(LossSummary(name, same, mean(losses), spread, mean(losses) - base))
+    return summaries
 
 
 def draw(
     title: str, runs: Sequence[TrainedRun], families: Mapping[str, Sequence[str]], reference: Sequence[str],
     points: Callable[[TrainedRun], Points], *, x: str, y: str, highest: float | None = None,
 ) -> str:
-    """Draw a panel for each family that has runs, as an SVG: the mean over the seeds, and each seed thin.
+    """Draw a panel for each family with runs, as an SVG: each seed as a thin line, and the mean.
 
     Args:
-        families: names of runs, by the title of the panel.
-        reference: those drawn grey in every panel.
-        points: the curve of a run.
-        x, y: titles of the axes.
-        highest: where y is cut off.
+        families: names of runs by panel title.
+        reference: names drawn in grey in every panel.
+        points: curve of a run.
+        x, y: axis titles.
+        highest: upper limit of y.
     """
     curves: dict[str, list[Points]] = {}
     for run in runs:
@@ -124,23 +152,23 @@ def draw_validations(
     points: Callable[[TrainedRun], Points], *, x: str,
 ) -> str:
     """Draw the validation losses of all runs in one panel, with the arguments of `draw`."""
-    highest = max(run.validations[len(run.validations) // 8][1] for run in runs)  # below the steepest part
-    names = dict.fromkeys(run.name for run in runs if run.name not in reference)
-    return draw(title, runs, {panel: tuple(names)}, tuple(dict.fromkeys(reference)), points, x=x,
+    highest = max(run.validations[len(run.validations) // 8][1] for run in runs)  # omits the steepest part
+    names = tuple(dict.fromkeys(run.name for run in runs if run.name not in reference))
+    return draw(title, runs, {panel: names}, tuple(dict.fromkeys(reference)), points, x=x,
                 y="validation loss, nats per token", highest=highest)
 
 
-def records(runs: Sequence[TrainedRun], who: str, facts: Sequence[str] = (), *, x: str = "step") -> list[Row]:
-    """Every loss of every run, for a file.
+def list_losses(runs: Sequence[TrainedRun], label: str, facts: Sequence[str] = (), *, x: str = "step") -> list[Row]:
+    """Return every loss of every run, for a file.
 
     Args:
-        who, x: what the columns of the names and of x are called.
-        facts: of the run, in columns of their own.
+        label, x: headings of the columns of names and of x.
+        facts: facts to add as columns.
     """
     lines: list[Row] = []
     for run in runs:
         trained, validated = dict(run.losses), dict(run.validations)
-        about = {who: run.name, **{fact: run.facts[fact] for fact in facts}, "seed": run.seed}
+        about = {label: run.name, **{fact: run.facts[fact] for fact in facts}, "seed": run.seed}
         for place in sorted(trained | validated):
             lines.append({**about, x: f"{place:.10g}", "training_loss": trained.get(place, ""),
                           "validation_loss": validated.get(place, "")})
@@ -148,44 +176,46 @@ def records(runs: Sequence[TrainedRun], who: str, facts: Sequence[str] = (), *, 
 
 
 def write_files(out: Path | None, name: str, lines: Sequence[Row], picture: str) -> None:
-    """Write the losses as CSV and SVG to a folder, if there is one."""
+    """Write the losses as CSV and SVG to a folder, if one is given."""
     if out is not None:
         write_records(lines, out / f"{name}.csv")
         write_whole(out / f"{name}.svg", picture)
 
 
 def train_all(
-    names: Sequence[str], seeds: int, config_of: Callable[[str, int], RunConfig], say: Say, *, validations: int = 1
+    names: Sequence[str], seeds: int, configure: Callable[[str, int], RunConfig], notify: Notify, *,
+    validations: int = 1,
 ) -> list[TrainedRun]:
-    """Train with each name and each seed from 0, on one thread each.
+    """Train each name with each seed from 0, on one thread each and on all cores.
 
     Args:
-        config_of: the config of a name and a seed.
-        validations: how often, at equal distances, the last at the end.
+        configure: function from a name and a seed to a config.
+        validations: number of evenly spaced validations, the last one after the last step.
     """
-    jobs = {(name, seed): config_of(name, seed) for seed in range(seeds) for name in names}
+    jobs = {(name, seed): configure(name, seed) for seed in range(seeds) for name in names}
     for data in dict.fromkeys(config.data for config in jobs.values()):
         prepare(data)
-    names_of, finished = list(jobs), itertools.count(1)
+    keys, finished = list(jobs), itertools.count(1)
 
-    def tell(number: int, value: object) -> None:
-        name, seed = names_of[number]
-        say(f"{next(finished)} of {len(jobs)}: {name}, seed {seed}")
+    def show(number: int, value: object) -> None:
+        name, seed = keys[number]
+        notify(f"{next(finished)} of {len(jobs)}: {name}, seed {seed}")
 
     with Pool(min(usable_cores(), len(jobs))) as pool:
         configs = [plain(config) for config in jobs.values()]
         one = partial(train, validations=validations)
-        trained = pool.map(one, configs, timeout=math.inf, done=tell, stop_early=True)
+        trained = pool.map(one, configs, timeout=math.inf, done=show, stop_early=True)
     return [TrainedRun(name, seed, *run) for (name, seed), run in zip(jobs, trained, strict=True)]
 
 
 def train(values: dict[str, Any], validations: int) -> tuple[Points, Points, dict[str, float]]:
-    """Train one model; returns the losses, validations and facts of `TrainedRun`, up to where a number is not finite.
+    """Train one model until the end or the first non-finite number.
 
-    The facts: "layers", "parameters" and "flops_per_token" of the model; "skipped", the steps without an update since
-    a gradient overflowed; "dropped", the mean part of the tokens that experts had no room for since the validation
-    before the last; of mixture of depths "one by one", the loss at the end with each token decided by itself, as in
-    sampling, and how well that was predicted in the last step: "accuracy" and "recall".
+    Returns:
+        Losses, validations and facts of a `TrainedRun`. The facts: "layers", "parameters" and "flops_per_token" of the
+        model; "skipped", the steps without an update because a gradient overflowed; "dropped", the mean fraction of
+        tokens over the experts' capacity since the last validation but one. With mixture of depths also "sampled", the
+        final loss with each token's route predicted as in sampling, and the predictor's "accuracy" and "recall".
     """
     config = build_config(values)
     samples, held_out = (open_dataset(config.data, seed=config.train.seed, split=s) for s in ("train", "validation"))
@@ -210,13 +240,13 @@ def train(values: dict[str, Any], validations: int) -> tuple[Points, Points, dic
     if engine.depths:
         predicted = engine.routing_metrics()
         facts |= {"accuracy": predicted["depth_accuracy"], "recall": predicted["depth_recall"]}
-        facts["one by one"] = one_by_one(engine.stages[0].module, held_out, config.train.validation_sequences)
+        facts["sampled"] = sampled_loss(engine.stages[0].module, held_out, config.train.validation_sequences)
     return losses, validated, facts
 
 
 @torch.no_grad()
-def one_by_one(model: Transformer, samples: Dataset, sequences: int) -> float:
-    """The mean loss [nats per token] of the first samples, with each token decided by what is predicted of it."""
+def sampled_loss(model: Transformer, samples: Dataset, sequences: int) -> float:
+    """Return the mean loss [nats per token] of the first samples, with each token's route predicted."""
     total = tokens = 0.0
     for i in range(sequences):
         batch = samples.batch([i])

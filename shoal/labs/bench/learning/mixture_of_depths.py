@@ -1,112 +1,101 @@
-"""Mixture of depths against dense: what the layers that only some tokens pass through cost in loss, and what the FLOPs
-that they save are worth in further layers."""
+"""Mixture of depths against dense models: the loss of layers that only some tokens pass through, and of more layers for
+the FLOPs they save."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, PositiveInt
 from rich.console import Console
 
 from shoal.engine.data.tokenizer import load_tokenizer
-from shoal.labs.bench.benchmark import Benchmark, Say, check_folder, make_table
+from shoal.labs.bench.benchmark import Benchmark, Notify, check_folder, make_table
 from shoal.labs.bench.learning.experiment import (
+    LENGTH,
     LossSummary,
     TrainedRun,
+    build_run,
     compare,
     draw_validations,
-    records,
+    list_losses,
     train_all,
     write_files,
 )
 from shoal.report.charts import Points
-from shoal.spec.config import RunConfig, build_config
+from shoal.spec.config import RunConfig
 
 DENSE, SHORTER, LESS, EQUAL = "dense", "dense, shorter", "as deep", "equal FLOPs"
 KINDS = (DENSE, SHORTER, LESS, EQUAL)
 LAYERS = 4
-LENGTH, BATCH = 64, 16
+BATCH = 16
 
 
 class DepthsBenchmark(Benchmark):
-    """Layers that only some tokens pass through: their loss as deep as a dense model, and with as many FLOPs."""
+    """Layers that only some tokens pass through: their loss with a dense model's depth, and with its FLOPs."""
 
     capacity: float = Field(0.25, gt=0, le=1)
-    """The part of the tokens that pass through every other layer."""
+    """Fraction of the tokens that pass through every other layer."""
 
     weight: Literal["score", "sigmoid"] = "score"
-    """What multiplies that which such a layer adds, as of model.depths."""
+    """Factor of such a layer's output, as in model.depths."""
 
     seeds: PositiveInt = 3
-    """Runs of each, with seeds from 0."""
+    """Runs of each model, with seeds from 0."""
 
     steps: PositiveInt = 800
-    """Steps of each run; those of the shorter one are as many as cost what the layers that take some tokens do."""
+    """Steps of each run; the shorter dense run takes as many as cost the FLOPs of the layers that take some tokens."""
 
     out: Path | None = None
-    """A folder for depths.csv and depths.svg."""
+    """Folder for depths.csv and depths.svg."""
 
-    def run(self, console: Console, say: Say) -> bool:
+    def run(self, console: Console, notify: Notify) -> bool:
         """Train each kind, and compare."""
         check_folder(self.out, "bench depths --out")
-
-        def config(kind: str, seed: int) -> RunConfig:
-            return config_of(kind, seed, steps=self.steps, capacity=self.capacity, weight=self.weight)
-
-        runs = train_all(KINDS, self.seeds, config, say, validations=20)
+        runs = train_all(KINDS, self.seeds, self.configure, notify, validations=20)
         title = f"capacity {self.capacity:g} in every other layer, {self.steps} steps, mean of {self.seeds} seeds"
         console.print(make_table(title, [
             {
                 "model": kind.name, "layers": round(kind.mean("layers")), "parameters": round(kind.mean("parameters")),
-                "FLOPs a token": round(kind.mean("flops_per_token")), "steps": kind.runs[0].validations[-1][0],
-                "loss": f"{kind.loss:.3f}", "predicted": predicted(kind, "one by one", ".3f"),
-                "right": predicted(kind, "accuracy", ".1%"), "recall": predicted(kind, "recall", ".1%"),
+                "FLOPs/token": round(kind.mean("flops_per_token")), "steps": kind.runs[0].validations[-1][0],
+                "loss": f"{kind.loss:.3f}", "sampled": _format_fact(kind, "sampled", ".3f"),
+                "accuracy": _format_fact(kind, "accuracy", ".1%"), "recall": _format_fact(kind, "recall", ".1%"),
             } for kind in compare(runs, DENSE)
         ]))  # fmt: skip
-        console.print("predicted: the loss with each token decided by itself, as in sampling; right: part of the "
-                      "tokens of which that was predicted, recall: of the chosen ones")
+        console.print("sampled: the loss with each token's route predicted, as in sampling; accuracy, recall: of these "
+                      "predictions")
         title = f"Every other layer takes {self.capacity:g} of the tokens, {self.seeds} seeds"
-        lines = records(runs, "model", ("layers", "flops_per_token"))
+        lines = list_losses(runs, "model", ("layers", "flops_per_token"))
         write_files(self.out, "depths", lines, draw_kinds(runs, title))
         return True
 
+    def configure(self, kind: str, seed: int) -> RunConfig:
+        """Build the config of one run.
 
-def predicted(kind: LossSummary, fact: str, style: str) -> str:
-    """The cell of what the predictors of layers did; empty for dense models."""
+        "equal FLOPs" has the most layers that cost no more FLOPs per token than the dense model; "dense, shorter" takes
+        the total FLOPs of "as deep", with its own learning-rate schedule.
+        """
+
+        def build(layers: int, steps: int, depths: dict[str, float | str]) -> RunConfig:
+            model = {"layers": layers, "hidden": 48, "heads": 4, "ffn": 128, "depths": depths}
+            return build_run(model, seed=seed, steps=steps, micro_batch=BATCH, learning_rate=4e-3)
+
+        depths: dict[str, float | str] = {"capacity": self.capacity, "weight": self.weight}
+        dense, layers = build(LAYERS, self.steps, {}), LAYERS
+        if kind == DENSE:
+            return dense
+        if kind == SHORTER:
+            fraction = _flops(build(LAYERS, self.steps, depths)) / _flops(dense)
+            return build(LAYERS, round(fraction * self.steps), {})
+        while kind == EQUAL and _flops(build(layers + 1, self.steps, depths)) <= _flops(dense):
+            layers += 1
+        return build(layers, self.steps, depths)
+
+
+def _format_fact(kind: LossSummary, fact: str, style: str) -> str:
     return format(kind.mean(fact), style) if fact in kind.runs[0].facts else ""
-
-
-def config_of(kind: str, seed: int, *, steps: int, capacity: float, weight: str = "score") -> RunConfig:
-    """A run of the experiment.
-
-    "equal FLOPs" has as many layers as cost no more per token than the dense ones; "dense, shorter" does as many FLOPs
-    in all as the model that is "as deep", on a schedule of its own.
-    """
-    depths = {"capacity": capacity, "weight": weight}
-    dense, layers = _config(LAYERS, seed, steps, {}), LAYERS
-    if kind == DENSE:
-        return dense
-    if kind == SHORTER:
-        part = _flops(_config(LAYERS, seed, steps, depths)) / _flops(dense)
-        return _config(LAYERS, seed, round(part * steps), {})
-    while kind == EQUAL and _flops(_config(layers + 1, seed, steps, depths)) <= _flops(dense):
-        layers += 1
-    return _config(layers, seed, steps, depths)
-
-
-def _config(layers: int, seed: int, steps: int, depths: dict[str, Any]) -> RunConfig:
-    return build_config({
-        "model": {"name": "tiny", "layers": layers, "hidden": 48, "heads": 4, "ffn": 128, "depths": depths},
-        "parallel": {"micro_batch": BATCH},
-        "data": {"sequence_length": LENGTH},
-        "train": {
-            "steps": steps, "global_batch": BATCH, "seed": seed, "validation_sequences": 64, "device": "cpu",
-        },
-        "optimizer": {"learning_rate": 4e-3, "warmup_steps": 20},
-    })
 
 
 def _flops(config: RunConfig) -> int:
@@ -115,12 +104,12 @@ def _flops(config: RunConfig) -> int:
 
 
 def training_flops(run: TrainedRun) -> Points:
-    """Training FLOPs [TFLOP] and validation loss."""
+    """Return (training FLOPs [TFLOP], validation loss)."""
     return [(step * BATCH * LENGTH * run.facts["flops_per_token"] / 1e12, loss) for step, loss in run.validations]
 
 
 def draw_kinds(runs: Sequence[TrainedRun], title: str) -> str:
-    """Validation loss against training FLOPs as an SVG."""
+    """Draw validation loss against training FLOPs as an SVG."""
     named = [replace(run, name=f"{run.name}, {run.facts['layers']:.0f} layers") for run in runs]
     dense = [run.name for run in named if run.name.startswith(DENSE)]
     return draw_validations(title, named, "mixture of depths", dense, training_flops, x="training, TFLOP")

@@ -1,4 +1,4 @@
-"""shoal's engine as a contender."""
+"""shoal's engine as a variant."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.throttle import ThrottledLink
-from shoal.labs.bench.contender import Contender, Step
 from shoal.labs.bench.step.workload import OPTIMIZER, SEED, Workload, emulate_device
+from shoal.labs.bench.variant import Step, Variant
 from shoal.spec.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from shoal.spec.layout import Layout
 from shoal.spec.layout.sizes import check_layout
@@ -17,40 +17,33 @@ from shoal.training.async_dp.engines import CompressedEngine
 from shoal.training.step.engine import Engine
 
 
-def engine(workload: Workload, rank: int, ranks: int, **how: Any) -> Step:
-    """A training step of shoal on any layout.
-
-    Args:
-        how: as of `build`.
-
-    Returns:
-        From the number of a step to this rank's share of its mean loss [nats]; the ranks' shares add up.
-    """
-    built = build(workload, rank, ranks, **how)
+def shoal_step(workload: Workload, rank: int, ranks: int, **options: Any) -> Step:
+    """Build a training step of shoal on any layout, with the options of `build_engine`."""
+    engine = build_engine(workload, rank, ranks, **options)
 
     def step(number: int) -> float:
-        loss = built.step(number).loss
+        loss = engine.step(number).loss
         return loss if rank == 0 else 0.0
 
     return step
 
 
-def build(
-    workload: Workload, rank: int, ranks: int, *,
-    compile: bool = False, transport: str = "auto", device_seconds: float = 0.0,
-    link_gbs: float = 0.0, **layout: Any,
+def build_engine(
+    workload: Workload, rank: int, ranks: int, *, compile: bool = False, transport: str = "auto",
+    device_seconds: float = 0.0, link_gbs: float = 0.0, **layout: Any,
 ) -> Engine:
-    """The engine of a workload.
+    """Build the engine of a workload.
 
     Args:
-        compile, transport: as in ``train``; link_gbs: as in ``testing``.
-        device_seconds: of each layer's forward, on an emulated device (`emulate_device`).
-        layout: fields of `Layout`, with any exact or compressed ``sync``; without ``micro_batch``, a replica takes its
-            sequences in one forward.
+        compile: as in ``train``.
+        transport: see `Mesh`.
+        device_seconds: forward time of each layer on an emulated device (`emulate_device`).
+        link_gbs: GB/s of a simulated network, 0 for none.
+        layout: fields of `Layout`, with any exact or compressed ``sync``.
     """
     config = RunConfig(
         model=ModelConfig(name=workload.model),
-        parallel=layout_of(workload, ranks, **layout),
+        parallel=make_layout(workload, ranks, **layout),
         train=TrainConfig(
             global_batch=workload.sequences, precision=workload.precision, seed=SEED, compile=compile, device="cpu"
         ),
@@ -59,17 +52,17 @@ def build(
     )
     mesh = Mesh(config.parallel, rank, transport=transport, link=ThrottledLink.of(link_gbs))
     kind = CompressedEngine if config.parallel.sync in COMPRESSED else Engine
-    built = kind(config, workload.shape, mesh, workload.samples)
+    engine = kind(config, workload.shape, mesh, workload.samples)
     if device_seconds:
-        emulate_device((layer for stage in built.stages for layer in stage.module.layers.values()), device_seconds)
-    return built
+        emulate_device((layer for stage in engine.stages for layer in stage.module.layers.values()), device_seconds)
+    return engine
 
 
-def layout_of(workload: Workload, ranks: int, **layout: Any) -> Layout:
-    """The layout of a workload on so many ranks.
+def make_layout(workload: Workload, ranks: int, **layout: Any) -> Layout:
+    """Return the layout of a workload. Without ``micro_batch``, a replica runs its sequences in one forward.
 
     Raises:
-        UsageError: it has none of these fields.
+        UsageError: the layout cannot run this workload on these ranks.
     """
     layout.setdefault("micro_batch", max(1, workload.sequences // layout.get("dp", 1)))
     made = Layout(**layout)
@@ -79,12 +72,13 @@ def layout_of(workload: Workload, ranks: int, **layout: Any) -> Layout:
     return made
 
 
-def check(contender: Contender) -> None:
-    """Refuse what no engine could be built of, before any process is started.
+def check_variant(variant: Variant) -> None:
+    """Reject a layout of shoal that cannot run the workload, before any process starts.
 
     Raises:
-        UsageError: the layout and the work do not go together.
+        UsageError: see `make_layout`.
     """
-    if isinstance(contender.build, partial) and contender.build.func is engine:
-        fields = {name: value for name, value in contender.build.keywords.items() if name in Layout.model_fields}
-        layout_of(contender.workload, contender.ranks, **fields)
+    if isinstance(variant.build, partial) and variant.build.func is shoal_step:
+        assert isinstance(variant.workload, Workload)
+        fields = {name: value for name, value in variant.build.keywords.items() if name in Layout.model_fields}
+        make_layout(variant.workload, variant.ranks, **fields)

@@ -1,7 +1,6 @@
-"""torch's own way of each parallelism, tuned as its documents advise, on the same plain model.
+"""torch's own implementation of each parallelism, tuned as its documentation advises, on the same plain model.
 
-Each function builds one rank of a contender and returns its step: from the step's number to this rank's share of the
-mean loss [nats]; the ranks' shares add up to it.
+Each function builds one rank of a variant and returns its step.
 """
 
 from __future__ import annotations
@@ -31,25 +30,28 @@ from shoal.engine.data.batches import Batch
 from shoal.engine.models.attention import Kernel
 from shoal.engine.models.loss import IGNORE, CrossEntropy
 from shoal.engine.models.transformer import Transformer, initialise
-from shoal.labs.bench.contender import Step
 from shoal.labs.bench.step.workload import OPTIMIZER, SEED, Workload, emulate_device
+from shoal.labs.bench.variant import Step
 from shoal.training.step.engine_state import attention_kernel
 
 
-def model(workload: Workload, kernel: Kernel) -> Transformer:
-    """The whole plain model with the initial values that every contender starts from."""
-    built = Transformer(workload.shape, kernel=kernel)
-    initialise(built, SEED)
-    return built
+def build_model(workload: Workload, kernel: Kernel | None = None, device_seconds: float = 0.0) -> Transformer:
+    """Build the full plain model with the initial values of every variant.
+
+    Args:
+        kernel: attention kernel (default: shoal's choice, so that only the parallelism differs).
+        device_seconds: forward time of each layer on an emulated device (`emulate_device`).
+    """
+    kernel = kernel or attention_kernel("auto", torch.device("cpu"), torch.float32)
+    model = Transformer(workload.shape, kernel=kernel)
+    initialise(model, SEED)
+    if device_seconds:
+        emulate_device(model.layers.values(), device_seconds)
+    return model
 
 
-def best_kernel() -> Kernel:
-    """The attention kernel that shoal takes, for the references too: what is compared is the parallelism."""
-    return attention_kernel("auto", torch.device("cpu"), torch.float32)
-
-
-def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
-    """Fused AdamW with weight decay on matrices only, as shoal has it."""
+def build_adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
+    """Build fused AdamW with weight decay on matrices only, like shoal's."""
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for parameter in parameters:
         groups[parameter.dim() > 1].append(parameter)
@@ -63,20 +65,26 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
     )
 
 
-def _loop(
-    module: nn.Module, optimizer: torch.optim.Optimizer, workload: Workload, part: int, parts: int, *,
-    tokens: int, share: float, around: Callable[[], AbstractContextManager] = nullcontext,
+def _build_loop(
+    module: nn.Module, workload: Workload, rank: int, ranks: int, *, sharded_batch: bool = True,
+    context: Callable[[], AbstractContextManager] = nullcontext,
 ) -> Step:
-    """The usual loop: the loss is divided by ``tokens`` before backward, and ``share`` of it is reported."""
+    """Build the usual training step.
+
+    Args:
+        sharded_batch: each rank takes its part of the batch; otherwise every rank takes the full batch.
+        context: context of forward and backward.
+    """
+    optimizer = build_adamw(module.parameters())
 
     def step(number: int) -> float:
-        batch = workload.batch(number, part, parts)
+        batch = workload.batch(number, rank, ranks) if sharded_batch else workload.batch(number)
         optimizer.zero_grad(set_to_none=True)
-        with around():
-            loss = module(batch.tokens, batch.targets) / tokens
+        with context():
+            loss = module(batch.tokens, batch.targets) / batch.targets.numel()
             loss.backward()
         optimizer.step()
-        return loss.item() * share
+        return loss.item() / ranks
 
     return step
 
@@ -85,59 +93,45 @@ _ARGUMENTS = inspect.signature(DistributedDataParallel.__init__).parameters
 _SYNC_BUFFERS = next(name for name in ("forward_sync_buffers", "broadcast_buffers") if name in _ARGUMENTS)  # renamed
 
 
-def plain(workload: Workload, rank: int, ranks: int, *, kernel: Kernel = "sdpa") -> Step:
-    """One process, no wrapper."""
-    module = model(workload, kernel)
-    return _loop(module, adamw(module.parameters()), workload, 0, 1, tokens=workload.tokens, share=1.0)
+def plain(
+    workload: Workload, rank: int, ranks: int, *, kernel: Kernel | None = None, device_seconds: float = 0.0
+) -> Step:
+    """No wrapper: several ranks train independent models, each on its part of the samples."""
+    return _build_loop(build_model(workload, kernel, device_seconds), workload, rank, ranks)
 
 
 def ddp(workload: Workload, rank: int, ranks: int, *, bucket_mb: float, device_seconds: float = 0.0) -> Step:
     """DistributedDataParallel, which averages gradients over the ranks."""
-    whole = model(workload, best_kernel())
-    if device_seconds:
-        emulate_device(whole.layers.values(), device_seconds)
     module = DistributedDataParallel(
-        whole,
+        build_model(workload, device_seconds=device_seconds),
         bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True, static_graph=True,
-        **{_SYNC_BUFFERS: False},  # type: ignore[arg-type]  # which argument it is depends on torch's version
+        **{_SYNC_BUFFERS: False},  # type: ignore[arg-type]  # the argument's name depends on torch's version
     )
-    tokens = workload.tokens // ranks
-    return _loop(module, adamw(module.parameters()), workload, rank, ranks, tokens=tokens, share=1 / ranks)
-
-
-def independent(workload: Workload, rank: int, ranks: int, *, device_seconds: float = 0.0) -> Step:
-    """Processes that exchange nothing: each trains a model of its own on its part of the samples. No data parallelism
-    that updates whole weights on every rank is faster."""
-    module = model(workload, best_kernel())
-    if device_seconds:
-        emulate_device(module.layers.values(), device_seconds)
-    tokens = workload.tokens // ranks
-    return _loop(module, adamw(module.parameters()), workload, rank, ranks, tokens=tokens, share=1 / ranks)
+    return _build_loop(module, workload, rank, ranks)
 
 
 def fsdp(workload: Workload, rank: int, ranks: int, *, reshard: bool = True) -> Step:
-    """FSDP2: `fully_shard` on each block, on the embedding, and on the final norm and head, as torchtitan has it.
+    """FSDP2: `fully_shard` on each block, on the embedding, and on the final norm and head, like torchtitan.
 
     Args:
-        reshard: free parameters between forward and backward; without, it communicates as ZeRO-2 does.
+        reshard: free parameters between forward and backward; if False, it communicates like ZeRO-2.
     """
-    module = model(workload, best_kernel())
+    module = build_model(workload)
     mesh = init_device_mesh("cpu", (ranks,))
-    assert module.embed and module.norm and module.head, "a whole model has all of them"
+    assert module.embed and module.norm and module.head, "a full model has all of them"
     fully_shard(module.embed, mesh=mesh, reshard_after_forward=reshard)
     for layer in module.layers.values():
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
     fully_shard([module.norm, module.head], mesh=mesh, reshard_after_forward=False)
     fully_shard(module, mesh=mesh)
-    tokens = workload.tokens // ranks
-    return _loop(module, adamw(module.parameters()), workload, rank, ranks, tokens=tokens, share=1 / ranks)
+    return _build_loop(module, workload, rank, ranks)
 
 
 class TorchCrossEntropy(CrossEntropy):
-    """torch's own, which is the one that `loss_parallel` knows."""
+    """torch's cross entropy, the only one that `loss_parallel` supports."""
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """As of `CrossEntropy`."""
+        """See `CrossEntropy`."""
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
@@ -146,9 +140,9 @@ def dtensor(workload: Workload, rank: int, ranks: int, *, prepared: bool) -> Ste
 
     Args:
         prepared: make each block's input a DTensor once, so that the gradients of the projections that share it are
-            summed before they are reduced; else each of them is reduced by itself.
+            summed before one all-reduce; otherwise each has its own.
     """
-    module = model(workload, best_kernel())
+    module = build_model(workload)
     column = ColwiseParallel(input_layouts=Replicate())
     blocks = {"attention": ("q", "k", "v", "out"), "mlp": ("gate", "up", "down")}
     plan: dict[str, ParallelStyle] = {"embed.token": RowwiseParallel(input_layouts=Replicate())}
@@ -161,23 +155,19 @@ def dtensor(workload: Workload, rank: int, ranks: int, *, prepared: bool) -> Ste
     plan["head"] = ColwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-1), use_local_output=False)
     parallelize_module(module, init_device_mesh("cpu", (ranks,)), plan)
     module.loss = TorchCrossEntropy()
-    share = 1.0 if rank == 0 else 0.0
-    optimizer = adamw(module.parameters())
-    return _loop(
-        module, optimizer, workload, 0, 1, tokens=workload.tokens, share=share, around=loss_parallel
-    )
+    return _build_loop(module, workload, rank, ranks, sharded_batch=False, context=loss_parallel)
 
 
 def threaded(workload: Workload, rank: int, ranks: int, *, replicas: int) -> Step:
-    """Data parallelism in one process with a thread for each replica, as torch.nn.DataParallel does it.
+    """Data parallelism in one process with a thread for each replica, like torch.nn.DataParallel.
 
-    The root scatters the batch, replicates its parameters, has a thread run each replica, gathers the gradients, adds
-    them up, and updates alone. The replicas share one interpreter, whose lock only one thread holds at a time.
+    Each step copies the first replica's weights to the others, runs every replica on its part of the batch in a thread,
+    adds up the gradients, and updates the first replica. The threads share the interpreter's lock.
     """
-    modules = [model(workload, best_kernel()) for _ in range(replicas)]
+    modules = [build_model(workload) for _ in range(replicas)]
     weights: list[list[Tensor]] = [[*module.parameters()] for module in modules]
     root, *others = weights
-    optimizer = adamw(modules[0].parameters())
+    optimizer = build_adamw(modules[0].parameters())
     threads = ThreadPoolExecutor(replicas, initializer=torch.set_num_threads, initargs=(1,))
 
     def run(replica: int, batch: Batch) -> float:

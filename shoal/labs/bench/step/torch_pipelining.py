@@ -1,4 +1,4 @@
-"""The schedules of torch.distributed.pipelining as contenders."""
+"""The schedules of torch.distributed.pipelining as variants."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch.distributed.pipelining import schedules
 from shoal.engine.models.loss import CrossEntropy
 from shoal.engine.models.transformer import Transformer
 from shoal.engine.parallel.pipeline_stage import keep_stage
-from shoal.labs.bench.contender import Step
-from shoal.labs.bench.step.torch_baselines import adamw, best_kernel, model
+from shoal.labs.bench.step.torch_baselines import build_adamw, build_model
 from shoal.labs.bench.step.workload import Workload
+from shoal.labs.bench.variant import Step
 from shoal.pipeline.partition import even_layers
 
 MICROBATCHES = 8
@@ -26,11 +26,11 @@ SCHEDULES = {
     "zb-v": "ZBVZeroBubble",
     "dualpipev": "DualPipeV",
 }
-"""What both have: shoal's name of a schedule, and torch's."""
+"""Schedules that both have: torch's name by shoal's name."""
 
 
 class StageModule(nn.Module):
-    """A pipeline stage as torch's runtime calls it: one tensor in, one out."""
+    """A pipeline stage with the interface of torch's runtime: one tensor in, one out."""
 
     def __init__(self, part: Transformer):
         super().__init__()
@@ -42,11 +42,11 @@ class StageModule(nn.Module):
 
 
 def pipeline(workload: Workload, rank: int, ranks: int, *, schedule: str) -> Step:
-    """A pipeline whose stages are cut as shoal cuts them.
+    """A pipeline with the same stages as shoal's.
 
     Args:
-        schedule: a class of ``torch.distributed.pipelining.schedules``, without its prefix ``Schedule``. The looped and
-            V-shaped ones have two stages on each rank.
+        schedule: a class of ``torch.distributed.pipelining.schedules``, without its prefix ``Schedule``. Looped and
+            V-shaped schedules have two stages on each rank.
     """
     kind = getattr(schedules, f"Schedule{schedule}")
     several = schedule not in ("GPipe", "1F1B")
@@ -56,7 +56,7 @@ def pipeline(workload: Workload, rank: int, ranks: int, *, schedule: str) -> Ste
     count = ranks * len(places)
     stages = []
     for place in places:
-        part = model(workload, best_kernel())
+        part = build_model(workload)
         keep_stage(part, place, even_layers(part.shape, count))
         stages.append(pipelining.PipelineStage(StageModule(part), place, count, torch.device("cpu")))
     cross_entropy = CrossEntropy()
@@ -65,7 +65,7 @@ def pipeline(workload: Workload, rank: int, ranks: int, *, schedule: str) -> Ste
         return cross_entropy(logits, targets) / workload.tokens
 
     runner = kind(stages if several else stages[0], MICROBATCHES, loss_fn=loss, scale_grads=False)
-    optimizer = adamw(parameter for stage in stages for parameter in stage.submod.parameters())
+    optimizer = build_adamw(parameter for stage in stages for parameter in stage.submod.parameters())
     first, last = 0 in places, count - 1 in places
 
     def step(number: int) -> float:

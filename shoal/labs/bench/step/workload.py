@@ -1,4 +1,4 @@
-"""The work that all contenders do: one model, one stream of samples, one optimizer."""
+"""The work of all variants: one model, one stream of samples, one optimizer."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from shoal.spec.config import OptimizerConfig
 
 BenchPrecision = Literal["fp32", "bf16"]
 DTYPES: dict[BenchPrecision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
-SEED = 0  # of the initial weights and of the samples
+SEED = 0  # seed of initial weights and samples
 
 OPTIMIZER = OptimizerConfig(clip_norm=0.0, schedule="constant", warmup_steps=0)
-"""AdamW at a constant rate, on both sides. Nobody clips; shoal computes the gradient norm all the same."""
+"""AdamW at a constant rate, without clipping; shoal still computes the gradient norm."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class Workload:
     """What one training step processes.
 
     Attributes:
-        model: a name in the catalog.
+        model: name in the catalog.
         sequence_length: s, tokens in a sequence.
-        sequences: in one optimizer step, over all ranks.
-        precision: the references run fp32 only.
+        sequences: sequences in one optimizer step, over all ranks.
+        precision: number format; the references only have fp32.
     """
 
     model: str = "bench-10m"
@@ -44,12 +44,12 @@ class Workload:
         return model_shape(self.model)
 
     @cached_property
-    def samples(self) -> Cycle:
-        return Cycle(self)
+    def samples(self) -> RepeatedSamples:
+        return RepeatedSamples(self)
 
     @property
     def tokens(self) -> int:
-        """Tokens in one step."""
+        """Tokens of one step."""
         return self.sequences * self.sequence_length
 
     @property
@@ -58,14 +58,35 @@ class Workload:
         return self.tokens * self.shape.flops_per_token(self.sequence_length)
 
     def batch(self, step: int, part: int = 0, parts: int = 1) -> Batch:
-        """One replica's part of a step's samples: the same that `Engine` gives to it when it accumulates nothing."""
+        """Return one replica's part of a step's samples: those that `Engine` gives it without accumulation."""
         n = self.sequences // parts
         start = step * self.sequences + part * n
         return self.samples.batch(range(start, start + n))
 
 
-class Cycle:
-    """Random tokens: four steps' worth of sequences, over and over, so that the loss falls as they are learnt."""
+@dataclass(frozen=True)
+class MatmulWorkload:
+    """One product of square matrices, as a workload.
+
+    Attributes:
+        side: rows and columns.
+    """
+
+    side: int = 2048
+    precision: BenchPrecision = "fp32"
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.side**3
+
+    @property
+    def tokens(self) -> int:
+        """Rows."""
+        return self.side
+
+
+class RepeatedSamples:
+    """Random tokens: the sequences of four steps, repeated, so that the loss falls as they are learnt."""
 
     def __init__(self, workload: Workload):
         generator = torch.Generator().manual_seed(SEED)
@@ -80,9 +101,9 @@ class Cycle:
 
 
 def emulate_device(layers: Iterable[nn.Module], seconds: float) -> None:
-    """Have each layer sleep in forward, and twice as long in backward, as a host waits for its accelerator.
+    """Make each layer sleep in forward, and twice as long in backward, like a host that waits for its accelerator.
 
-    On CPU ranks the cores that compute also move the messages, so there is hardly a wait to hide communication behind.
+    On CPU ranks the cores that compute also move the messages, so hardly any wait exists that could hide communication.
     """
     for layer in layers:
         layer.register_forward_pre_hook(lambda *_: time.sleep(seconds))
