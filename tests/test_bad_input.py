@@ -184,7 +184,7 @@ CASES = {
         lambda p: ["train", "--resume", p.run()], ("step 2 is done, and train.steps = 2", "Raise train.steps")),
     "a checkpoint of another model": Bad(
         lambda p: ["sample", other_model(p), "def"],
-        ("holds another model than this run's", "layers: 2 saved, 1 here", "ffn: 64 saved, 32 here")),
+        ("holds another model than this run's", "layers: 2 saved, 1 in this run", "ffn: 64 saved, 32 in this run")),
     "a run whose config is damaged": Bad(
         lambda p: ["train", "--resume", damaged(p, "run.toml", b"[train\n"), "--train.steps", "9"], ("is not TOML",)),
     # ---- other commands
@@ -197,7 +197,7 @@ CASES = {
         lambda p: ["data", "train-tokenizer", p.toml, "--out", f"{p.toml}/x.json"], ("cannot write",)),
     "a vocabulary beyond all memory": Bad(
         lambda p: ["data", "train-tokenizer", p.toml, "--vocab-size", "1000000000000000"], ("less than or equal",)),
-    "a checkpoint that is none": Bad(lambda p: ["checkpoint", "verify", p.corpus], ("is not a whole checkpoint",)),
+    "a checkpoint that is none": Bad(lambda p: ["checkpoint", "verify", p.corpus], ("is not a complete checkpoint",)),
     "a damaged checkpoint": Bad(
         lambda p: ["checkpoint", "verify", damaged(p, NEWEST, b"\0" * 200) / NEWEST.parent], ("is damaged",)),
     "a damaged manifest": Bad(

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 import torch
 
 from shoal.base.errors import UsageError, redact
-from shoal.engine.checkpoint.storage import place
+from shoal.engine.checkpoint.storage import to_path
 from shoal.engine.collectives.shm.region import host_identity
 from shoal.engine.data.tokenizer import load_tokenizer
 from shoal.engine.device import pick_device
@@ -37,7 +37,7 @@ def check(config: RunConfig, ranks: int | None = None) -> ModelShape:
     FaultKnobs.read(config.testing, config.parallel.world_size)
     check_shared_memory(config)
     check_rates(config, shape)
-    place(config.checkpoint.folder)
+    to_path(config.checkpoint.folder)
     return shape
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from shoal.base.errors import UsageError
 from shoal.engine.checkpoint import CheckpointError, newest, verify
 from shoal.engine.checkpoint.manifest import read_manifest
-from shoal.engine.checkpoint.storage import Place, place
+from shoal.engine.checkpoint.storage import AnyPath, to_path
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RUN_FILE, RUNS, RunConfig, load_config, save_config
 from shoal.training.resilience.host_memory_dir import run_dir
@@ -132,13 +132,13 @@ def _differences(first: RunConfig, config: RunConfig) -> Iterator[Difference]:
                 yield f"parallel.{name}", now, was, "its replicas keep states of their own"
 
 
-def checkpoints_of(config: RunConfig, folder: Path) -> Place:
+def checkpoints_of(config: RunConfig, folder: Path) -> AnyPath:
     """Return the folder of a run's checkpoints.
 
     Raises:
         UsageError: the address has an unknown scheme.
     """
-    return place(config.checkpoint.folder) if config.checkpoint.folder else folder / "checkpoints"
+    return to_path(config.checkpoint.folder) if config.checkpoint.folder else folder / "checkpoints"
 
 
 def _model_differences(config: RunConfig, folder: Path, shape: ModelShape) -> Iterator[Difference]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from shoal.base.boxes import Box, Piece
 from shoal.base.errors import UsageError
 from shoal.engine.checkpoint import CheckpointError, load, newest_good
-from shoal.engine.checkpoint.storage import Place
+from shoal.engine.checkpoint.storage import AnyPath
 from shoal.engine.data.tokenizer import load_tokenizer
 from shoal.engine.models.cache import Slice
 from shoal.engine.models.experts.balance import drop_nothing
@@ -71,7 +71,7 @@ def sample(
     return tokenizer.decode(ids.tolist())
 
 
-def load_model(path: Place, shape: ModelShape) -> Transformer:
+def load_model(path: AnyPath, shape: ModelShape) -> Transformer:
     """Load the full model on the CPU, in float32, from a checkpoint of any layout."""
     with torch.device("meta"):
         model = Transformer(shape)
@@ -84,7 +84,7 @@ def load_model(path: Place, shape: ModelShape) -> Transformer:
         for name, p in chain(model.named_parameters(), model.named_buffers())
     }
     unwanted = ("optimizer.", "precision.", "relaxed.", "replica.")
-    load(path, state, model=shape.model_dump(mode="json"), convert=True, unwanted=unwanted)
+    load(path, state, model=shape.model_dump(mode="json"), convert=True, ignore_prefixes=unwanted)
     return model.eval()
 
 

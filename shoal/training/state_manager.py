@@ -160,7 +160,7 @@ class StateManager:
 
     def invalidate(self, after: int) -> None:
         """Invalidate states newer than step ``after``: no restart uses them."""
-        self.disk.set_aside(after)
+        self.disk.quarantine(after)
         if self.memory:
             self.memory.forget(after)
 

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 from shoal.base.boxes import Piece
 from shoal.base.errors import did_you_mean
 from shoal.engine.checkpoint import storage
-from shoal.engine.checkpoint.dtypes import DTYPE_NAMES, DTYPES
 from shoal.engine.checkpoint.manifest import (
-    MEND,
+    DTYPE_NAMES,
+    DTYPES,
     CheckpointError,
     Committed,
     Manifest,
@@ -26,21 +25,24 @@ from shoal.engine.checkpoint.manifest import (
     key,
     list_checkpoints,
     read_manifest,
+    unusable,
 )
-from shoal.engine.checkpoint.storage import Place
+from shoal.engine.checkpoint.storage import AnyPath
 from shoal.engine.checkpoint.write import State
 from shoal.engine.collectives.json_collectives import Group, broadcast, gather, rank_of, size_of
 
+ReadBox = Callable[[str], bytearray | memoryview]
+
 
 def load(
-    path: Place,
+    path: AnyPath,
     state: State,
     *,
     group: Group = None,
     model: dict[str, Any] | None = None,
     convert: bool = False,
-    unwanted: tuple[str, ...] = (),
-    optional: tuple[str, ...] = (),
+    ignore_prefixes: tuple[str, ...] = (),
+    optional_prefixes: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """Fill the tensors of ``state`` in place from a checkpoint of any layout; return its ``extra``.
 
@@ -53,9 +55,10 @@ def load(
         group: the ranks that load together; None if this process loads alone.
         model: JSON values, compared with ``extra["model"]`` before anything is read.
         convert: allow floating-point dtypes that differ from the saved ones.
-        unwanted: prefixes of tensors that may be in the checkpoint and not in ``state``, such as ``"optimizer."``.
-        optional: prefixes of tensors that may also be missing in the checkpoint, or have another shape there; these
-            stay unchanged.
+        ignore_prefixes: prefixes of tensors that may be in the checkpoint and not in ``state``, such as
+            ``"optimizer."``.
+        optional_prefixes: prefixes of tensors that may also be missing in the checkpoint, or have another shape there;
+            these stay unchanged.
 
     Raises:
         CheckpointError: naming the file or tensor: another model, set of tensors, shape or dtype; or damage.
@@ -67,9 +70,9 @@ def load(
         extra = manifest.extra
         check_model(path, extra.get("model"), model)
         state = {name: pieces for name, pieces in state.items()
-                 if not name.startswith(optional) or _fits(manifest, name, pieces)}
-        every = {name for name in every if not name.startswith(optional)}
-        _check_names(path, set(manifest.tensors), every, (*unwanted, *optional))
+                 if not name.startswith(optional_prefixes) or _fits(manifest, name, pieces)}
+        every = {name for name in every if not name.startswith(optional_prefixes)}
+        _check_names(path, set(manifest.tensors), every, (*ignore_prefixes, *optional_prefixes))
         _check_tensors(path, manifest, state, convert)
         _fill(path, manifest, state)
     except CheckpointError as error:
@@ -78,7 +81,7 @@ def load(
     return extra
 
 
-def verify(path: Place, *, group: Group = None) -> None:
+def verify(path: AnyPath, *, group: Group = None) -> None:
     """Read a complete checkpoint and compare every byte with the manifest's checksums; ranks share the files.
 
     Raises:
@@ -92,7 +95,7 @@ def verify(path: Place, *, group: Group = None) -> None:
     _raise_together(problems, group)
 
 
-def check_part(folder: Place, part: RankPart) -> None:
+def check_part(folder: AnyPath, part: RankPart) -> None:
     """Compare every byte of one rank's file with its checksums.
 
     Raises:
@@ -102,7 +105,7 @@ def check_part(folder: Place, part: RankPart) -> None:
         raise CheckpointError("\n".join(problems))
 
 
-def newest_good(folder: Place, *, group: Group = None) -> tuple[Committed | None, list[CheckpointError]]:
+def newest_good(folder: AnyPath, *, group: Group = None) -> tuple[Committed | None, list[CheckpointError]]:
     """Return the newest checkpoint that verifies, and the errors of each newer one, which the user should see."""
     listed = broadcast([(step, path.name) for step, path in list_checkpoints(folder)], group)
     refused: list[CheckpointError] = []
@@ -120,7 +123,7 @@ def newest_good(folder: Place, *, group: Group = None) -> tuple[Committed | None
 # ---- what must agree before anything is read -------------------------------------------------------------------------
 
 
-def check_model(path: Place, saved: Any, wanted: dict[str, Any] | None) -> None:
+def check_model(path: AnyPath, saved: Any, wanted: dict[str, Any] | None) -> None:
     """Check that a checkpoint holds the wanted model (None: any), both as JSON values.
 
     Raises:
@@ -129,9 +132,9 @@ def check_model(path: Place, saved: Any, wanted: dict[str, Any] | None) -> None:
     if wanted is None or saved == wanted:
         return
     if not isinstance(saved, dict):
-        raise CheckpointError(f"{path} does not say which model it holds (no 'model' in its extra values).")
+        raise CheckpointError(f"{path} does not state which model it holds (no 'model' in its extra values).")
     differ = [
-        f"{field}: {saved.get(field)!r} saved, {wanted.get(field)!r} here"
+        f"{field}: {saved.get(field)!r} saved, {wanted.get(field)!r} in this run"
         for field in sorted(saved.keys() | wanted.keys())
         if saved.get(field) != wanted.get(field)
     ]
@@ -139,15 +142,15 @@ def check_model(path: Place, saved: Any, wanted: dict[str, Any] | None) -> None:
         raise CheckpointError(f"{path} holds another model than this run's:\n  " + "\n  ".join(differ))
 
 
-def _check_names(path: Place, saved: set[str], wanted: set[str], unwanted: tuple[str, ...]) -> None:
+def _check_names(path: AnyPath, saved: set[str], wanted: set[str], ignore_prefixes: tuple[str, ...]) -> None:
     if missing := sorted(wanted - saved):
         raise CheckpointError(
             f"{path} has no tensor '{missing[0]}' ({len(missing)} missing in all); {did_you_mean(missing[0], saved)}"
         )
-    if left := sorted(name for name in saved - wanted if not name.startswith(unwanted)):
+    if left := sorted(name for name in saved - wanted if not name.startswith(ignore_prefixes)):
         raise CheckpointError(
-            f"{path} holds tensor '{left[0]}', which no rank wants ({len(left)} such): the state that resumes is not "
-            "the one that was saved.\n  To leave some out on purpose, name their prefix in `unwanted`."
+            f"{path} holds tensor '{left[0]}', which no rank loads ({len(left)} such): the state that resumes is not "
+            "the one that was saved.\n  To skip tensors intentionally, name their prefix in `ignore_prefixes`."
         )
 
 
@@ -156,20 +159,20 @@ def _fits(manifest: Manifest, name: str, pieces: list[Piece]) -> bool:
     return stored is not None and all(tuple(piece.whole) == stored.shape for piece in pieces)
 
 
-def _check_tensors(path: Place, manifest: Manifest, state: State, convert: bool) -> None:
+def _check_tensors(path: AnyPath, manifest: Manifest, state: State, convert: bool) -> None:
     for name, pieces in state.items():
         stored = manifest.tensors[name]
         for piece in pieces:
             if tuple(piece.whole) != stored.shape:
                 raise CheckpointError(
-                    f"{path}: tensor '{name}' was saved with shape {stored.shape}, and here it is {tuple(piece.whole)}."
+                    f"{path}: tensor '{name}' was saved with shape {stored.shape}; this run has {tuple(piece.whole)}."
                 )
             here, there = piece.tensor.dtype, DTYPES[stored.dtype]
             floating = here.is_floating_point and there.is_floating_point
             if here != there and not (convert and floating):
                 mend = "Allow it with convert." if floating else "Only floating-point dtypes can be converted."
                 raise CheckpointError(
-                    f"{path}: tensor '{name}' was saved as {stored.dtype}, and here it is "
+                    f"{path}: tensor '{name}' was saved as {stored.dtype}, but this run has "
                     f"{DTYPE_NAMES.get(here, here)}.\n  {mend}"
                 )
 
@@ -188,75 +191,77 @@ def touched(manifest: Manifest, state: State) -> dict[str, list[tuple[str, Store
 
 
 @torch.no_grad()
-def _fill(path: Place, manifest: Manifest, state: State) -> None:
+def _fill(path: AnyPath, manifest: Manifest, state: State) -> None:
     """Copy the intersections of stored boxes and local pieces, one file at a time."""
     wanted = touched(manifest, state)
     filled = dict.fromkeys(state, 0)
     for file, boxes in sorted(wanted.items()):
-        with _opened(path / file, manifest.files[file]) as tensors:
-            for name, stored, pieces in boxes:
-                values = _read(path, tensors, name, stored, DTYPES[manifest.tensors[name].dtype])
-                for piece in pieces:
-                    common = piece.box.intersect(stored.box)
-                    assert common is not None  # `touched` only returns overlapping pieces
-                    piece.tensor[common.inside(piece.box).slices].copy_(values[common.inside(stored.box).slices])
-                    filled[name] += common.numel
+        read_box = _open(path / file, manifest.files[file])
+        for name, stored, pieces in boxes:
+            values = _read(path / file, read_box, name, stored, DTYPES[manifest.tensors[name].dtype])
+            for piece in pieces:
+                common = piece.box.intersect(stored.box)
+                assert common is not None  # `touched` only returns overlapping pieces
+                piece.tensor[common.inside(piece.box).slices].copy_(values[common.inside(stored.box).slices])
+                filled[name] += common.numel
     for name, pieces in state.items():
         if filled[name] != (needed := sum(piece.box.numel for piece in pieces)):
-            raise CheckpointError(f"{path}: tensor '{name}': {filled[name]} of {needed} elements are stored.\n{MEND}")
+            raise unusable(path, f"stores {filled[name]} of the {needed} elements of tensor '{name}'")
 
 
-@contextmanager
-def _opened(path: Place, expected: StoredFile) -> Iterator[storage.Tensors]:
-    """Open one file of a checkpoint, after checking its size and header."""
+def _open(path: AnyPath, expected: StoredFile) -> ReadBox:
+    """Check the size and header of a file, and return a function that reads the bytes of a box."""
     try:
-        if not storage.is_own(path):
-            raise CheckpointError(f"{path} is a link out of the checkpoint's folder, or no file.\n{MEND}")
+        if not storage.is_inside_folder(path):
+            raise unusable(path, "is a link out of the checkpoint's folder, or no file")
         size, header = storage.size(path), storage.read(path, expected.header_bytes)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}.\n{MEND}") from None
+        raise unusable(path, f"cannot be read: {error.strerror}") from None
     if size != expected.bytes:
-        raise CheckpointError(f"{path} is damaged: {size} bytes, but {expected.bytes} were written.\n{MEND}")
+        raise unusable(path, f"is damaged: {size} bytes, but {expected.bytes} were written")
     if checksum(header) != expected.header:
-        raise CheckpointError(f"{path} is damaged: its header is not the one that was written.\n{MEND}")
+        raise unusable(path, "is damaged: its header is not the one that was written")
     try:
-        with storage.open_tensors(path) as tensors:
-            yield tensors
-    except SafetensorError as error:
-        raise CheckpointError(f"{path} is not a file of this checkpoint: {error}.\n{MEND}") from None
+        entries = json.loads(header[8:])
+    except (RecursionError, ValueError) as error:
+        raise unusable(path, f"is not a file of this checkpoint: its header is no JSON: {error}") from None
+    read = storage.open_ranges(path)
+
+    def read_box(name: str) -> bytearray | memoryview:
+        start, stop = entries[name]["data_offsets"]
+        return read(len(header) + start, len(header) + stop)
+
+    return read_box
 
 
-def _read(path: Place, tensors: storage.Tensors, name: str, stored: StoredBox, dtype: torch.dtype) -> torch.Tensor:
-    values = tensors.get_tensor(key(name, stored.box))
-    if tuple(values.shape) != stored.shape or values.dtype != dtype or checksum(values) != stored.checksum:
-        raise CheckpointError(
-            f"{path / stored.file} is damaged: tensor '{name}' at {key('', stored.box)} is not what was written."
-            f"\n{MEND}"
-        )
-    return values
+def _read(file: AnyPath, read_box: ReadBox, name: str, stored: StoredBox, dtype: torch.dtype) -> torch.Tensor:
+    try:
+        data = read_box(key(name, stored.box))
+        if checksum(data) == stored.checksum and len(data) == stored.box.numel * dtype.itemsize:
+            return torch.frombuffer(data, dtype=dtype).view(stored.shape)
+    except (LookupError, TypeError, ValueError):  # a header without this box
+        pass
+    raise unusable(file, f"is damaged: tensor '{name}' at {key('', stored.box)} is not what was written")
 
 
-def _problems(path: Place, manifest: Manifest | RankPart, files: list[str]) -> list[str]:
+def _problems(path: AnyPath, manifest: Manifest | RankPart, files: list[str]) -> list[str]:
     """Return all errors in some files."""
     boxes: dict[str, list[tuple[str, StoredBox]]] = defaultdict(list)
     for name, tensor in manifest.tensors.items():
         for box in tensor.boxes:
             boxes[box.file].append((name, box))
-    return [problem for file in files for problem in _damage(path, manifest, file, boxes[file])]
-
-
-def _damage(path: Place, manifest: Manifest | RankPart, file: str, boxes: list[tuple[str, StoredBox]]) -> list[str]:
-    """Return all errors in one file."""
     problems = []
-    try:
-        with _opened(path / file, manifest.files[file]) as tensors:
-            for name, box in boxes:
-                try:
-                    _read(path, tensors, name, box, DTYPES[manifest.tensors[name].dtype])
-                except CheckpointError as error:
-                    problems.append(str(error))
-    except CheckpointError as error:
-        problems.append(str(error))
+    for file in files:
+        try:
+            read_box = _open(path / file, manifest.files[file])
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        for name, box in boxes[file]:
+            try:
+                _read(path / file, read_box, name, box, DTYPES[manifest.tensors[name].dtype])
+            except CheckpointError as error:
+                problems.append(str(error))
     return problems
 
 

@@ -24,10 +24,17 @@ from pydantic import (
 from shoal.base.boxes import Box
 from shoal.base.errors import UsageError, did_you_mean
 from shoal.engine.checkpoint import storage
-from shoal.engine.checkpoint.dtypes import DTYPES
-from shoal.engine.checkpoint.storage import Place
+from shoal.engine.checkpoint.storage import AnyPath
 
 MANIFEST, MANIFEST_SUM = storage.COMMITS, "manifest.sha256"
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+"""Dtypes of checkpoints, by their names in the safetensors format."""
+
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MOST_BYTES = 256 << 20  # of a manifest: about a million boxes
 COMMITTED = re.compile(r"step-(\d{8,})")
 
@@ -40,7 +47,7 @@ class Committed(NamedTuple):
     """A complete checkpoint."""
 
     step: int
-    path: Place
+    path: AnyPath
 
 
 def _known(dtype: str) -> str:
@@ -49,7 +56,7 @@ def _known(dtype: str) -> str:
     return dtype
 
 
-class _Plain(BaseModel):
+class _ManifestModel(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, ser_json_inf_nan="constants")
 
 
@@ -59,7 +66,7 @@ FileName = Annotated[str, StringConstraints(pattern=r"^rank-[0-9]+\.safetensors$
 Sizes = Annotated[tuple[NonNegativeInt, ...], Field(max_length=8)]
 
 
-class StoredBox(_Plain):
+class StoredBox(_ManifestModel):
     """One box of a tensor, stored under `key` in one file."""
 
     file: FileName
@@ -80,7 +87,7 @@ class StoredBox(_Plain):
         return Box(self.offset, self.shape)
 
 
-class StoredTensor(_Plain):
+class StoredTensor(_ManifestModel):
     """One named tensor: its global shape, dtype and stored boxes."""
 
     shape: Sizes
@@ -93,7 +100,7 @@ class StoredTensor(_Plain):
     """Boxes that cover the tensor exactly once."""
 
 
-class StoredFile(_Plain):
+class StoredFile(_ManifestModel):
     """Properties of a file that are checked before its tensors are used."""
 
     bytes: NonNegativeInt
@@ -106,7 +113,7 @@ class StoredFile(_Plain):
     """`checksum` of the header."""
 
 
-class RankPart(_Plain):
+class RankPart(_ManifestModel):
     """Content written by one rank."""
 
     files: dict[FileName, StoredFile]
@@ -119,7 +126,7 @@ class RankPart(_Plain):
     """All names in this rank's state, including tensors of which it holds no piece."""
 
 
-class Manifest(_Plain):
+class Manifest(_ManifestModel):
     """Complete content of one checkpoint."""
 
     format: Literal["shoal-checkpoint"] = "shoal-checkpoint"
@@ -153,7 +160,7 @@ def key(name: str, box: Box) -> str:
     return f"{name}[{','.join(f'{s.start}:{s.stop}' for s in box.slices)}]"
 
 
-def checksum(data: bytes | memoryview | torch.Tensor) -> str:
+def checksum(data: bytes | bytearray | memoryview | torch.Tensor) -> str:
     """Return the 128-bit XXH3 hash of the bytes, at memory speed. It detects damage, but not deliberate forgery."""
     if isinstance(data, torch.Tensor):
         data = data.contiguous().reshape(-1).view(torch.uint8).numpy().data
@@ -220,14 +227,14 @@ def check_cover(name: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
 # ---- on disk ---------------------------------------------------------------------------------------------------------
 
 
-def write_manifest(folder: Place, manifest: Manifest) -> None:
+def write_manifest(folder: AnyPath, manifest: Manifest) -> None:
     """Write the manifest and its SHA-256 (``sha256sum --check manifest.sha256`` checks it by hand)."""
     data = manifest.model_dump_json(indent=1).encode()
     storage.write(folder / MANIFEST_SUM, [f"{hashlib.sha256(data).hexdigest()}  {MANIFEST}\n".encode()])
     storage.write(folder / MANIFEST, [data])
 
 
-def read_manifest(path: Place) -> Manifest:
+def read_manifest(path: AnyPath) -> Manifest:
     """Read the manifest of a checkpoint and check that it is undamaged.
 
     Raises:
@@ -237,13 +244,13 @@ def read_manifest(path: Place) -> Manifest:
         data, sum_line = storage.read(path / MANIFEST, MOST_BYTES + 1), storage.read(path / MANIFEST_SUM, 1024)
     except OSError as error:
         raise CheckpointError(
-            f"{path} is not a whole checkpoint: {error.strerror}: {error.filename}.\n"
+            f"{path} is not a complete checkpoint: {error.strerror}: {error.filename}.\n"
             "  Give the folder of one step, such as checkpoints/step-00000100."
         ) from None
     if len(data) > MOST_BYTES:
-        raise CheckpointError(f"{path / MANIFEST} is damaged: no manifest has {MOST_BYTES >> 20} MiB.\n{MEND}")
+        raise unusable(path / MANIFEST, f"is damaged: it has more than {MOST_BYTES >> 20} MiB")
     if sum_line.split()[:1] != [hashlib.sha256(data).hexdigest().encode()]:
-        raise CheckpointError(f"{path / MANIFEST} is damaged: its SHA-256 is not the one in {MANIFEST_SUM}.\n{MEND}")
+        raise unusable(path / MANIFEST, f"is damaged: its SHA-256 is not the one in {MANIFEST_SUM}")
     try:
         return Manifest.model_validate_json(data)
     except ValidationError as error:
@@ -252,17 +259,19 @@ def read_manifest(path: Place) -> Manifest:
         raise CheckpointError(f"{path / MANIFEST} is not of this format: {where}: {first['msg']}.") from None
 
 
-MEND = "  Resume from an older checkpoint, or restore this one from a copy."
+def unusable(path: AnyPath, why: str) -> CheckpointError:
+    """Return the error for a file that is not as it was written."""
+    return CheckpointError(f"{path} {why}.\n  Resume from an older checkpoint, or restore this one from a copy.")
 
 
-def list_checkpoints(folder: Place) -> list[Committed]:
+def list_checkpoints(folder: AnyPath) -> list[Committed]:
     """Return the committed checkpoints in a folder, oldest first; `verify` checks that they are still intact."""
-    found = ((COMMITTED.fullmatch(name), folder / name) for name in storage.names(folder))
+    found = ((COMMITTED.fullmatch(name), folder / name) for name in storage.list_names(folder))
     return sorted(
         Committed(int(match[1]), path) for match, path in found if match and storage.exists(path / MANIFEST)
     )
 
 
-def newest(folder: Place) -> Committed | None:
+def newest(folder: AnyPath) -> Committed | None:
     """Return the committed checkpoint with the highest step, or None."""
     return next(reversed(list_checkpoints(folder)), None)

@@ -10,7 +10,10 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
+from pathlib import Path
 from typing import IO, Any
+
+import torch
 
 from shoal.base.files import try_to_write
 from shoal.engine.checkpoint import storage
@@ -25,8 +28,8 @@ from shoal.engine.checkpoint.manifest import (
     newest,
     write_manifest,
 )
-from shoal.engine.checkpoint.storage import Place
-from shoal.engine.checkpoint.write import Staged, Staging, State, write_part
+from shoal.engine.checkpoint.storage import AnyPath
+from shoal.engine.checkpoint.write import SavePlan, State, plan_save, write_part
 from shoal.engine.collectives.json_collectives import Group, broadcast, gather, rank_of
 
 LOCK = ".lock"
@@ -55,7 +58,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        folder: Place,
+        folder: AnyPath,
         *,
         group: Group,
         keep: int,
@@ -66,15 +69,15 @@ class Checkpointer:
         if keep < 1:
             raise CheckpointError(f"checkpoint.keep = {keep}: at least 1 must be kept.")
         self._folder, self._group, self._keep, self._asynchronous = folder, group, keep, asynchronous
-        self._renames = storage.renames(folder)
+        self._renames = isinstance(folder, Path)
         self._report = report
         self._rank = rank_of(group)
         self._lock: IO[str] | None = None
         opened = self._attempt(lambda: self._open(fresh)) if self._rank == 0 else None
         self._nonce = _result(broadcast(opened, group))
-        self._staging = Staging()
+        self._memory = torch.empty(0, dtype=torch.uint8)  # reused copies of the pieces that this rank saves
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._pending: Future[tuple[Place, str]] | None = None
+        self._pending: Future[tuple[AnyPath, str]] | None = None
 
     def save(self, step: int, state: State, extra: dict[str, Any], *, block: bool = False) -> float:
         """Save a state; return the seconds for which the caller was blocked.
@@ -91,19 +94,26 @@ class Checkpointer:
         """
         begin = time.perf_counter()
         self.wait()
-        staged = self._attempt(lambda: (self._staging.copy(state), json.dumps(extra)))
+        staged = self._attempt(lambda: (*self._copy(state), json.dumps(extra)))
         self._pending = self._executor.submit(self._write, step, staged)
         if block or not self._asynchronous:
             self.wait()
         return time.perf_counter() - begin
 
-    def set_aside(self, after: int) -> None:
+    def _copy(self, state: State) -> tuple[SavePlan, torch.Tensor]:
+        plan = plan_save(state)
+        if self._memory.numel() < plan.size:
+            self._memory = torch.empty(plan.size, dtype=torch.uint8)
+        return plan, plan.copy(self._memory[: plan.size])
+
+    def quarantine(self, after: int) -> None:
         """Rename the checkpoints of later steps, so that no run resumes from them; they are kept."""
         self.wait()
         if self._rank == 0:
             for step, path in list_checkpoints(self._folder):
                 if step > after:
-                    self._report(f"{path.name} is not to be gone on from: it is kept as {self._put_aside(path).name}")
+                    aside = self._set_aside(path)
+                    self._report(f"quarantined {path.name} as {aside.name}; it will not be used to resume")
         gather(None, self._group)
 
     def regroup(self, group: Group) -> None:
@@ -115,7 +125,7 @@ class Checkpointer:
         """Whether this rank is still saving in the background."""
         return self._pending is not None and not self._pending.done()
 
-    def wait(self) -> Place | None:
+    def wait(self) -> AnyPath | None:
         """Wait for the save in flight; return its committed folder (None if no save was in flight).
 
         Raises:
@@ -144,7 +154,7 @@ class Checkpointer:
 
     # ---- in the background -------------------------------------------------------------------------------------------
 
-    def _write(self, step: int, staged: dict[str, Any]) -> tuple[Place, str]:
+    def _write(self, step: int, staged: dict[str, Any]) -> tuple[AnyPath, str]:
         """Write this rank's part in the background thread; a rank that fails still answers, so that no other rank
         hangs."""
         folder = self._folder / (f".staging-{_name(step)}-{self._nonce}" if self._renames else _name(step))
@@ -152,46 +162,43 @@ class Checkpointer:
         if not self._renames:  # files are written at their final place
             outcome = self._attempt(lambda: self._clear(folder)) if self._rank == 0 else None
             outcome = broadcast(outcome, self._group)
-            cleared = self._raised(step, outcome)
+            cleared = self._raise_failure(step, outcome)
 
         def write() -> tuple[dict, str]:
-            data, extra = _result(staged)
-            return self._write_part(folder, data), extra
+            plan, data, extra = _result(staged)
+            folder.mkdir(parents=True, exist_ok=True)
+            return write_part(folder, self._rank, plan, data).model_dump(mode="json"), extra
 
         answers = gather(self._attempt(write), self._group)
         outcome = self._attempt(lambda: self._commit(folder, step, answers)) if self._rank == 0 else None
         outcome = broadcast(outcome, self._group)
-        return self._folder / _name(step), self._raised(step, outcome) or cleared
+        return self._folder / _name(step), self._raise_failure(step, outcome) or cleared
 
-    def _raised(self, step: int, outcome: dict[str, Any]) -> Any:
+    def _raise_failure(self, step: int, outcome: dict[str, Any]) -> Any:
         if outcome["error"]:
             last = "" if (found := newest(self._folder)) is None else f"\n  The newest checkpoint is {found.path}."
             raise CheckpointError(f"saving step {step} failed: {outcome['error']}{last}")
         return outcome["result"]
 
-    def _clear(self, folder: Place) -> str:
+    def _clear(self, folder: AnyPath) -> str:
         """Clear the folder of a new checkpoint in an object store; return a note for the user."""
         if not storage.exists(folder / MANIFEST):
             storage.remove(folder)  # left by a run that was killed
             return ""
-        return f"{folder} was there already; it is kept as {self._put_aside(folder).name}."
+        return f"{folder} existed already; it is kept as {self._set_aside(folder).name}."
 
-    def _write_part(self, folder: Place, staged: Staged) -> dict:
-        storage.make_folder(folder)
-        return write_part(folder, self._rank, staged).model_dump(mode="json")
-
-    def _commit(self, folder: Place, step: int, answers: list[dict[str, Any]]) -> str:
+    def _commit(self, folder: AnyPath, step: int, answers: list[dict[str, Any]]) -> str:
         """Check on rank 0 that all files are complete, then commit the checkpoint."""
         note, committed = "", False
         try:
             if failed := [f"rank {rank}: {a['error']}" for rank, a in enumerate(answers) if a["error"]]:
                 raise CheckpointError("; ".join(failed))
             parts = [RankPart.model_validate(answer["result"][0]) for answer in answers]
-            _check_there(folder, parts)
+            _check_files(folder, parts)
             write_manifest(folder, merge(step, json.loads(answers[0]["result"][1]), parts))
-            if storage.renames(folder):
+            if isinstance(folder, Path):
                 storage.sync_folder(folder)
-                note, dropped = self._make_room(folder, step)
+                note, dropped = self._set_old_aside(folder, step)
                 if not dropped:
                     storage.rename(folder, self._folder / _name(step))
             committed = True
@@ -201,7 +208,7 @@ class Checkpointer:
         self._remove_old(step)
         return note
 
-    def _make_room(self, folder: Place, step: int) -> tuple[str, bool]:
+    def _set_old_aside(self, folder: AnyPath, step: int) -> tuple[str, bool]:
         """Move an existing checkpoint of the same step aside; it is never overwritten or deleted.
 
         Returns a note for the user, and whether the new checkpoint should be discarded instead.
@@ -211,15 +218,15 @@ class Checkpointer:
             return "", False
         try:
             verify(old)
-            same = storage.read(old / MANIFEST_SUM) == storage.read(folder / MANIFEST_SUM)
+            same = len({storage.read(each / MANIFEST_SUM, 1024) for each in (old, folder)}) == 1
         except CheckpointError:
             same = False
         if same:
-            return f"{old} was there already, intact and equal bit for bit; it stays.", True
-        aside = self._put_aside(old)
-        return f"{old} was there already, with other content or damaged; it is kept as {aside.name}.", False
+            return f"{old} existed already, intact and bit-identical; it stays.", True
+        aside = self._set_aside(old)
+        return f"{old} existed already, damaged or with other content; it is kept as {aside.name}.", False
 
-    def _put_aside(self, path: Place) -> Place:
+    def _set_aside(self, path: AnyPath) -> AnyPath:
         aside = path.with_name(f"set-aside-{path.name}-{secrets.token_hex(4)}")
         storage.rename(path, aside)
         return aside
@@ -238,13 +245,13 @@ class Checkpointer:
     def _open(self, fresh: bool) -> str:
         check_folder(self._folder, fresh=fresh)
         try:
-            storage.make_folder(self._folder)
+            self._folder.mkdir(parents=True, exist_ok=True)
             self._lock = storage.lock(self._folder / LOCK)
         except OSError as error:
             raise _unwritable(self._folder, error) from None
         if self._lock is None:
             raise _in_use(self._folder)
-        for name in filter(UNCOMMITTED.fullmatch, storage.names(self._folder)):  # left by a run that was killed
+        for name in filter(UNCOMMITTED.fullmatch, storage.list_names(self._folder)):  # left by a run that was killed
             storage.remove(self._folder / name)
         return secrets.token_hex(4)
 
@@ -259,7 +266,7 @@ class Checkpointer:
             return {"result": None, "error": f"{type(error).__name__}: {error}"}
 
 
-def check_folder(folder: Place, *, fresh: bool) -> None:
+def check_folder(folder: AnyPath, *, fresh: bool) -> None:
     """Reject a folder that this process cannot save checkpoints into; nothing is created in it.
 
     Args:
@@ -274,7 +281,7 @@ def check_folder(folder: Place, *, fresh: bool) -> None:
                 f"a new run would save into {folder}, which already holds {found.path.name} of another run."
                 "\n  Resume from it, or give the new run a folder of its own."
             )
-        if storage.renames(folder):
+        if isinstance(folder, Path):
             try_to_write(folder)
             if storage.exists(folder / LOCK):
                 lock = storage.lock(folder / LOCK)
@@ -285,14 +292,14 @@ def check_folder(folder: Place, *, fresh: bool) -> None:
         raise _unwritable(folder, error) from None
 
 
-def _unwritable(folder: Place, error: OSError) -> CheckpointError:
+def _unwritable(folder: AnyPath, error: OSError) -> CheckpointError:
     return CheckpointError(
         f"checkpoints cannot be written into {folder}: {error.strerror or error}."
         "\n  Name another folder by checkpoint.folder, or make this one writable."
     )
 
 
-def _in_use(folder: Place) -> CheckpointError:
+def _in_use(folder: AnyPath) -> CheckpointError:
     return CheckpointError(
         f"another process saves checkpoints into {folder} (on {socket.gethostname()} or elsewhere)."
         "\n  Stop it, or give this run a folder of its own."
@@ -309,24 +316,24 @@ def _name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def _check_there(folder: Place, parts: Iterable[RankPart]) -> None:
+def _check_files(folder: AnyPath, parts: Iterable[RankPart]) -> None:
     """Check that the files of every rank exist: ranks may have separate local folders of this name.
 
     Raises:
         CheckpointError: a file is missing, or has another size.
     """
     deadline = time.monotonic() + SEEN_SECONDS
-    for name, told in chain.from_iterable(part.files.items() for part in parts):
-        while _size(folder / name) != told.bytes:
+    for name, written in chain.from_iterable(part.files.items() for part in parts):
+        while _size(folder / name) != written.bytes:
             if time.monotonic() > deadline:
                 raise CheckpointError(
-                    f"{folder / name} is not there as its rank wrote it, so that this is no checkpoint: all ranks must "
-                    "see one folder.\n  Give one that they share: --run-folder, or checkpoint.folder."
+                    f"rank 0 does not see {folder / name} as its rank wrote it: all ranks must save into one folder."
+                    "\n  Give one that they share: --run-folder, or checkpoint.folder."
                 )
             time.sleep(0.1)
 
 
-def _size(path: Place) -> int:
+def _size(path: AnyPath) -> int:
     try:
         return storage.size(path)
     except OSError:

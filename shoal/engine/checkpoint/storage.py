@@ -10,33 +10,30 @@ from __future__ import annotations
 import errno
 import fcntl
 import io
+import mmap
 import os
 import shutil
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import IO, TypeGuard
+from typing import IO
 
 from fsspec import available_protocols
-from safetensors import safe_open
 from upath import UPath
 
 from shoal.base.errors import UsageError
-from shoal.engine.checkpoint.remote_tensors import RemoteTensors
 
 WRITE_BYTES = 16 << 20  # bytes per system call: other threads can run in between, and Linux accepts at most 2 GiB
 
 
-Place = Path | UPath
+AnyPath = Path | UPath
 """Path or URL of a checkpoint, or of one of its files."""
-
-Tensors = safe_open | RemoteTensors
 
 COMMITS = "manifest.json"
 """Name of the file that marks a folder in an object store as a complete checkpoint."""
 
 
-def place(address: str | Path) -> Place:
+def to_path(address: str | Path) -> AnyPath:
     """Return the path, or a `UPath` for an address with a protocol, such as ``s3://bucket/run``.
 
     Raises:
@@ -55,17 +52,7 @@ def place(address: str | Path) -> Place:
     return folder
 
 
-def renames(folder: Place) -> TypeGuard[Path]:
-    """Return whether folders there are renamed atomically."""
-    return isinstance(folder, Path)
-
-
-def make_folder(path: Place) -> None:
-    """Create a folder and its parents; an existing folder is unchanged."""
-    path.mkdir(parents=True, exist_ok=True)
-
-
-def names(folder: Place) -> list[str]:
+def list_names(folder: AnyPath) -> list[str]:
     """Return the sorted entries of a folder; empty if the folder does not exist."""
     if isinstance(folder, Path):
         return sorted(os.listdir(folder)) if folder.is_dir() else []
@@ -78,7 +65,7 @@ def names(folder: Place) -> list[str]:
     return sorted(path.rpartition("/")[2] for path in paths if path != folder.path.strip("/"))
 
 
-def exists(path: Place) -> bool:
+def exists(path: AnyPath) -> bool:
     """Return whether a file or folder exists."""
     if isinstance(path, UPath):
         path.fs.invalidate_cache()
@@ -86,7 +73,7 @@ def exists(path: Place) -> bool:
     return os.path.lexists(path)
 
 
-def is_own(path: Place) -> bool:
+def is_inside_folder(path: AnyPath) -> bool:
     """Return whether a file lies in its folder: not a link to elsewhere, a pipe or a device.
 
     Raises:
@@ -98,7 +85,7 @@ def is_own(path: Place) -> bool:
     return regular and os.path.dirname(os.path.realpath(path)) == os.path.realpath(path.parent)
 
 
-def size(path: Place) -> int:
+def size(path: AnyPath) -> int:
     """Return the size of a file in bytes."""
     try:
         return path.stat().st_size
@@ -106,8 +93,8 @@ def size(path: Place) -> int:
         raise _missing(path) from None
 
 
-def read(path: Place, count: int = -1) -> bytes:
-    """Read the first ``count`` bytes of a file, or all."""
+def read(path: AnyPath, count: int) -> bytes:
+    """Read the first ``count`` bytes of a file, or all if it is shorter."""
     try:
         with path.open("rb") as file:
             return file.read(count)
@@ -115,17 +102,21 @@ def read(path: Place, count: int = -1) -> bytes:
         raise _missing(path) from None
 
 
-def _missing(path: Place) -> FileNotFoundError:
+def open_ranges(path: AnyPath) -> Callable[[int, int], bytearray | memoryview]:
+    """Return a function that reads bytes ``start:stop`` of a file; on a disk, the file is mapped, not copied."""
+    if isinstance(path, UPath):
+        return lambda start, stop: bytearray(path.fs.cat_file(path.path, start=start, end=stop))
+    with path.open("rb") as file:
+        mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+    return lambda start, stop: mapped[start:stop]
+
+
+def _missing(path: AnyPath) -> FileNotFoundError:
     """Return the error of a missing file on a disk; object stores raise errors with other messages."""
     return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 
-def open_tensors(path: Place) -> Tensors:
-    """Open a safetensors file, of which only the used pages or bytes are read."""
-    return RemoteTensors(path) if isinstance(path, UPath) else safe_open(path, framework="pt", device="cpu")
-
-
-def write(path: Place, parts: Iterable[bytes | memoryview]) -> None:
+def write(path: AnyPath, parts: Iterable[bytes | memoryview]) -> None:
     """Write a new file from parts, in order, and make it durable.
 
     Raises:
@@ -153,7 +144,7 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def rename(old: Place, new: Place) -> None:
+def rename(old: AnyPath, new: AnyPath) -> None:
     """Rename a folder within its parent: atomically on a disk; in an object store, at least one of the two has its
     manifest at any time.
 
@@ -165,13 +156,13 @@ def rename(old: Place, new: Place) -> None:
         sync_folder(old.parent)
         return
     assert isinstance(new, UPath)  # in the same store
-    make_folder(new)
-    for name in sorted(names(old), key=lambda name: name == COMMITS):
+    new.mkdir(parents=True, exist_ok=True)
+    for name in sorted(list_names(old), key=lambda name: name == COMMITS):
         old.fs.copy((old / name).path, (new / name).path)  # inside the store, where it can
     remove(old)
 
 
-def remove(path: Place) -> None:
+def remove(path: AnyPath) -> None:
     """Delete a folder and its content, if it exists."""
     if isinstance(path, Path):
         shutil.rmtree(path, ignore_errors=True)
@@ -182,7 +173,7 @@ def remove(path: Place) -> None:
         path.fs.rm(path.path, recursive=True)
 
 
-def lock(path: Place) -> IO[str] | None:
+def lock(path: AnyPath) -> IO[str] | None:
     """Hold a lock file until the result is closed or the process ends; None if another process holds it.
 
     Uses a POSIX record lock, which child processes do not inherit, so that an orphan cannot keep it. An object store

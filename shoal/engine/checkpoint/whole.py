@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from shoal.base.boxes import Box, Piece
-from shoal.engine.checkpoint.dtypes import DTYPES
 from shoal.engine.checkpoint.load import load, verify
-from shoal.engine.checkpoint.manifest import CheckpointError, read_manifest
-from shoal.engine.checkpoint.storage import place
+from shoal.engine.checkpoint.manifest import DTYPES, CheckpointError, read_manifest
+from shoal.engine.checkpoint.storage import to_path
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ def load_checkpoint(
     >>> weights["model.layers.0.attention.q.weight"].shape
     torch.Size([32, 32])
     """
-    folder = place(path)
+    folder = to_path(path)
     saved = {name: each for name, each in read_manifest(folder).tensors.items() if name.startswith(prefix)}
     try:
         tensors = {
@@ -92,7 +91,7 @@ def load_checkpoint(
     state = {
         name: [Piece(tuple(tensor.shape), Box.whole(tuple(tensor.shape)), tensor)] for name, tensor in tensors.items()
     }
-    load(folder, state, unwanted=("",) if prefix else ())
+    load(folder, state, ignore_prefixes=("",) if prefix else ())
     return tensors
 
 
@@ -109,9 +108,9 @@ def verify_checkpoint(path: str | Path) -> None:
     >>> shoal.verify_checkpoint("runs/example/checkpoints/step-00000002")
     >>> shoal.verify_checkpoint("runs/example")
     Traceback (most recent call last):
-    shoal.engine.checkpoint.manifest.CheckpointError: runs/example is not a whole checkpoint: ...
+    shoal.engine.checkpoint.manifest.CheckpointError: runs/example is not a complete checkpoint: ...
     """
-    verify(place(path))
+    verify(to_path(path))
 
 
 def describe_checkpoint(path: str | Path) -> CheckpointContents:
@@ -128,7 +127,7 @@ def describe_checkpoint(path: str | Path) -> CheckpointContents:
     >>> found.step, found.files, found.tensors[0].name, found.tensors[0].shape
     (2, 1, 'model.embed.token.weight', (257, 32))
     """
-    manifest = read_manifest(place(path))
+    manifest = read_manifest(to_path(path))
     tensors = tuple(
         SavedTensor(name, saved.dtype, saved.shape, len(saved.boxes), len({box.file for box in saved.boxes}))
         for name, saved in manifest.tensors.items()

@@ -11,8 +11,8 @@ import torch
 
 from shoal.base.boxes import Box, Piece, flat_range
 from shoal.engine.checkpoint import storage
-from shoal.engine.checkpoint.dtypes import DTYPE_NAMES
 from shoal.engine.checkpoint.manifest import (
+    DTYPE_NAMES,
     CheckpointError,
     RankPart,
     StoredBox,
@@ -21,7 +21,7 @@ from shoal.engine.checkpoint.manifest import (
     checksum,
     key,
 )
-from shoal.engine.checkpoint.storage import Place
+from shoal.engine.checkpoint.storage import AnyPath
 
 State = dict[str, list[Piece]]
 """Pieces that this rank holds, by global tensor name; the names are the same on every layout."""
@@ -42,50 +42,35 @@ class FileSlot:
 
 
 @dataclass(frozen=True)
-class Staged:
-    """One rank's part of a state at one moment, independent of the tensors that it was copied from.
-
-    Attributes:
-        data: data section of the file, ``uint8``.
-        slots: ranges of the boxes in ``data``, without gaps.
-        tensors: global shape and dtype of every tensor of which the rank holds a piece, primary or not.
-        names: all names in the state.
-    """
-
-    data: torch.Tensor
-    slots: list[FileSlot]
-    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
-    names: list[str]
-
-
-@dataclass(frozen=True)
 class SavePlan:
     """The boxes of a state that this rank saves, and their ranges in the file.
 
     Attributes:
-        primary: the tensors to copy from, each with its box, in the order of ``slots``.
-        size: bytes of the data section.
+        slots: ranges of the boxes in the data section, without gaps.
+        sources: the tensor of each slot, a view of the state.
+        tensors: global shape and dtype of every tensor of which the rank holds a piece, primary or not.
+        names: all names in the state.
     """
 
-    primary: list[tuple[FileSlot, torch.Tensor]]
-    size: int
+    slots: list[FileSlot]
+    sources: list[torch.Tensor]
     tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
     names: list[str]
 
     @property
-    def slots(self) -> list[FileSlot]:
-        """Ranges of the boxes in the data section."""
-        return [slot for slot, _ in self.primary]
+    def size(self) -> int:
+        """Size of the data section in bytes."""
+        return self.slots[-1].stop if self.slots else 0
 
     @torch.no_grad()
-    def copy(self, data: torch.Tensor) -> Staged:
-        """Copy all boxes into ``data``, uint8 [size]. The result is valid until that memory is overwritten."""
-        for slot, values in self.primary:
+    def copy(self, data: torch.Tensor) -> torch.Tensor:
+        """Copy all boxes into ``data``, uint8 [size], and return it."""
+        for slot, values in zip(self.slots, self.sources, strict=True):
             data[slot.start : slot.stop].view(slot.dtype).view(slot.box.shape).copy_(values)
-        return Staged(data, self.slots, self.tensors, self.names)
+        return data
 
 
-def lay_out(state: State, box_bytes: int = BOX_BYTES) -> SavePlan:
+def plan_save(state: State, box_bytes: int = BOX_BYTES) -> SavePlan:
     """Assign a range of the file to each primary box; nothing is copied yet.
 
     Raises:
@@ -100,34 +85,15 @@ def lay_out(state: State, box_bytes: int = BOX_BYTES) -> SavePlan:
             if piece.primary and piece.box.numel:
                 pieces.append((name, piece))
     pieces.sort(key=lambda item: -item[1].tensor.element_size())  # widest first, so that all are aligned
-    primary, start = [], 0
+    plan, start = SavePlan([], [], tensors, list(state)), 0
     for name, piece in pieces:
         width = piece.tensor.element_size()
         for box in cut(piece.box, box_bytes // width):
             stop = start + box.numel * width
-            slot = FileSlot(name, box, piece.tensor.dtype, start, stop)
-            primary.append((slot, piece.tensor.detach()[box.inside(piece.box).slices]))
+            plan.slots.append(FileSlot(name, box, piece.tensor.dtype, start, stop))
+            plan.sources.append(piece.tensor.detach()[box.inside(piece.box).slices])
             start = stop
-    return SavePlan(primary, start, tensors, list(state))
-
-
-class Staging:
-    """Reusable CPU memory for one rank's primary pieces."""
-
-    def __init__(self, box_bytes: int = BOX_BYTES) -> None:
-        self._box_bytes = box_bytes
-        self._memory = torch.empty(0, dtype=torch.uint8)
-
-    def copy(self, state: State) -> Staged:
-        """Copy the pieces that this rank must save. The result is valid until the next copy.
-
-        Raises:
-            CheckpointError: see `lay_out`.
-        """
-        plan = lay_out(state, self._box_bytes)
-        if self._memory.numel() < plan.size:
-            self._memory = torch.empty(plan.size, dtype=torch.uint8)
-        return plan.copy(self._memory[: plan.size])
+    return plan
 
 
 def cut(box: Box, most: int) -> Iterator[Box]:
@@ -139,16 +105,16 @@ def cut(box: Box, most: int) -> Iterator[Box]:
             yield part.within(box)
 
 
-def write_part(folder: Place, rank: int, staged: Staged) -> RankPart:
-    """Write one rank's file into a staging folder, and return its description. Only staged data is used.
+def write_part(folder: AnyPath, rank: int, plan: SavePlan, data: torch.Tensor) -> RankPart:
+    """Write one rank's file into a staging folder, and return its description. Only copied data is used.
 
-    The safetensors format is a length (8 bytes, little endian), a JSON header and the data. The staged memory already
-    has the format of the data, so it is written without another copy, while other threads run.
+    The safetensors format is a length (8 bytes, little endian), a JSON header and the data. The copy already has the
+    format of the data, so it is written without another copy, while other threads run.
     """
-    header = header_of(staged.slots)
-    if staged.slots:
-        storage.write(folder / file_name(rank), [header, staged.data.numpy().data])
-    return part_of(rank, header, staged)
+    header = build_header(plan.slots)
+    if plan.slots:
+        storage.write(folder / file_name(rank), [header, data.numpy().data])
+    return describe_part(rank, header, plan, data)
 
 
 def file_name(rank: int) -> str:
@@ -156,30 +122,36 @@ def file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def part_of(rank: int, header: bytes, staged: Staged) -> RankPart:
-    """Describe one rank's file: every box with its checksum. A rank without primary pieces has no file."""
+def describe_part(rank: int, header: bytes, plan: SavePlan, data: torch.Tensor) -> RankPart:
+    """Describe one rank's file: every box with its checksum. A rank without primary pieces has no file.
+
+    Args:
+        data: the copy that `SavePlan.copy` made.
+    """
     tensors = {
         name: StoredTensor(shape=shape, dtype=DTYPE_NAMES[dtype], boxes=[])
-        for name, (shape, dtype) in staged.tensors.items()
+        for name, (shape, dtype) in plan.tensors.items()
     }
-    if not staged.slots:
-        return RankPart(files={}, tensors=tensors, names=staged.names)
-    name, data = file_name(rank), staged.data.numpy().data
-    for slot in staged.slots:
+    if not plan.slots:
+        return RankPart(files={}, tensors=tensors, names=plan.names)
+    name, content = file_name(rank), data.numpy().data
+    for slot in plan.slots:
         tensors[slot.name].boxes.append(
             StoredBox(
                 file=name,
                 offset=slot.box.offset,
                 shape=slot.box.shape,
-                checksum=checksum(data[slot.start : slot.stop]),
+                checksum=checksum(content[slot.start : slot.stop]),
             )
         )
-    file = StoredFile(bytes=len(header) + len(data), header_bytes=len(header), header=checksum(header))
-    return RankPart(files={name: file}, tensors=tensors, names=staged.names)
+    file = StoredFile(bytes=len(header) + len(content), header_bytes=len(header), header=checksum(header))
+    return RankPart(files={name: file}, tensors=tensors, names=plan.names)
 
 
-def header_of(slots: list[FileSlot]) -> bytes:
-    """Build the start of a safetensors file with these slots: the length and the JSON header."""
+def build_header(slots: list[FileSlot]) -> bytes:
+    """Build the start of a safetensors file, the length and the JSON header; empty without slots."""
+    if not slots:
+        return b""
     entries = {
         key(slot.name, slot.box): {
             "dtype": DTYPE_NAMES[slot.dtype],

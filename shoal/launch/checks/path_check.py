@@ -13,7 +13,7 @@ from shoal.base.errors import UsageError
 from shoal.base.files import try_to_write
 from shoal.engine.checkpoint import CheckpointError, list_checkpoints
 from shoal.engine.checkpoint.save import check_folder
-from shoal.engine.checkpoint.storage import Place
+from shoal.engine.checkpoint.storage import AnyPath
 from shoal.launch.checks.memory_check import check_disk, checkpoint_bytes
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RUNS, RunConfig
@@ -56,7 +56,7 @@ def _check_run_folder(folder: Path | None, *, fresh: bool) -> None:
         ) from None
 
 
-def _check_checkpoints(config: RunConfig, shape: ModelShape, kept: Place, *, fresh: bool) -> None:
+def _check_checkpoints(config: RunConfig, shape: ModelShape, kept: AnyPath, *, fresh: bool) -> None:
     try:
         check_folder(kept, fresh=fresh)
     except CheckpointError:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shoal.engine.checkpoint.write import SavePlan, Staged, State, header_of, lay_out, part_of
+from shoal.engine.checkpoint.write import SavePlan, State, build_header, describe_part, plan_save
 from shoal.engine.collectives.json_collectives import Group, broadcast, gather, rank_of, size_of
 from shoal.training.resilience import memory_slot
 from shoal.training.resilience.host_memory_dir import check_room, claim, make_run_dir, release, remove_orphans
@@ -118,11 +118,11 @@ class InMemoryCheckpointer:
         Raises:
             UsageError: the host has too little memory (on its ranks only).
         """
-        plan = lay_out(state)
+        plan = plan_save(state)
         sizes = broadcast(gather(plan.size, self._group), self._group)
         here = [r for r in range(self._world) if self.places.hosts[r] == self.places.hosts[self._rank]]
         check_room(self._home, 2 * sum(sizes[r] for rank in here for r in (rank, *self.places.senders(rank))))
-        self._reserve(0, len(_header(plan)) + plan.size)
+        self._reserve(0, len(build_header(plan.slots)) + plan.size)
 
     def _reserve(self, turn: int, size: int) -> None:
         with contextlib.suppress(OSError):  # the save reports it
@@ -137,16 +137,16 @@ class InMemoryCheckpointer:
         """
         begin = time.perf_counter()
         self.wait()
-        plan, slot = lay_out(state), self._slots[self._turn][self._rank]
-        header = _header(plan)
-        staged, problem = None, ""
+        plan, slot = plan_save(state), self._slots[self._turn][self._rank]
+        header = build_header(plan.slots)
+        data, problem = None, ""
         try:
             memory = slot.room(len(header) + plan.size)
             memory[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8) if header else 0
-            staged = plan.copy(memory[len(header) :])
+            data = plan.copy(memory[len(header) :])
         except OSError as error:
             problem = f"rank {self._rank}: {error.strerror}"
-        self._pending = self._executor.submit(self._keep, step, header, staged, json.dumps(extra), problem)
+        self._pending = self._executor.submit(self._keep, step, header, plan, data, json.dumps(extra), problem)
         return time.perf_counter() - begin
 
     def wait(self) -> None:
@@ -177,18 +177,20 @@ class InMemoryCheckpointer:
 
     # ---- in the background -------------------------------------------------------------------------------------------
 
-    def _keep(self, step: int, header: bytes, staged: Staged | None, extra: str, problem: str) -> tuple[bool, str]:
+    def _keep(
+        self, step: int, header: bytes, plan: SavePlan, copied: torch.Tensor | None, extra: str, problem: str
+    ) -> tuple[bool, str]:
         """Describe this rank's slot and exchange copies. A rank that failed still participates."""
         mine = self._slots[self._turn]
         described = b""
-        if staged is not None:
+        if copied is not None:
             record = SlotRecord(
                 attempt=self.attempt, step=step, rank=self._rank, world_size=self._world, extra=json.loads(extra),
-                part=part_of(self._rank, header, staged),
+                part=describe_part(self._rank, header, plan, copied),
             )
             described = memory_slot.encode(record)
             mine[self._rank].commit(described)
-        size = len(header) + (staged.data.numel() if staged else 0)
+        size = len(header) + (0 if copied is None else plan.size)
         told = broadcast(gather([size, len(described), problem], self._group), self._group)
         problems = [p for _, _, p in told if p]
         if not problems and self.places.receiver(0) is not None:
@@ -225,10 +227,6 @@ class InMemoryCheckpointer:
             mine[rank].commit(text.numpy().tobytes())
         gather(None, self._group)
         return []
-
-
-def _header(plan: SavePlan) -> bytes:
-    return header_of(plan.slots) if plan.slots else b""
 
 
 def in_messages(*tensors: torch.Tensor) -> list[torch.Tensor]:

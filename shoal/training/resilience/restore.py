@@ -20,7 +20,7 @@ import torch.distributed as dist
 from shoal.engine.checkpoint import CheckpointError, list_checkpoints, load, storage, verify
 from shoal.engine.checkpoint.load import touched
 from shoal.engine.checkpoint.manifest import merge, read_manifest, write_manifest
-from shoal.engine.checkpoint.storage import Place
+from shoal.engine.checkpoint.storage import AnyPath
 from shoal.engine.checkpoint.write import State, file_name
 from shoal.engine.collectives.json_collectives import Group, broadcast, gather, rank_of
 from shoal.training.resilience import memory_slot
@@ -29,7 +29,7 @@ from shoal.training.resilience.memory_checkpoint import RankTopology, in_message
 from shoal.training.resilience.memory_slot import SlotRecord
 
 # A resumed run may use other number formats; state that only one format has ("precision.") is then reset.
-_load = partial(load, convert=True, optional=("precision.",))
+_load = partial(load, convert=True, optional_prefixes=("precision.",))
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class _Save:
 
 
 def restore(
-    checkpoints: Place,
+    checkpoints: AnyPath,
     home: Path,
     state: State,
     *,

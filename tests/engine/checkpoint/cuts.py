@@ -7,9 +7,8 @@ from random import Random
 import torch
 
 from shoal.base.boxes import Box, Piece, flat_range
-from shoal.engine.checkpoint import storage
 from shoal.engine.checkpoint.manifest import merge, write_manifest
-from shoal.engine.checkpoint.write import Staging, State, write_part
+from shoal.engine.checkpoint.write import State, plan_save, write_part
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool)
 
@@ -78,8 +77,11 @@ def blank(states: list[State]) -> list[State]:
 
 def write_checkpoint(path: Path, states: list[State], *, extra: dict | None = None, box_bytes: int = 64) -> Path:
     """What a `Checkpointer` does on all ranks, in one process."""
-    storage.make_folder(path)
-    parts = [write_part(path, rank, Staging(box_bytes).copy(state)) for rank, state in enumerate(states)]
+    path.mkdir(parents=True, exist_ok=True)
+    parts = []
+    for rank, state in enumerate(states):
+        plan = plan_save(state, box_bytes)
+        parts.append(write_part(path, rank, plan, plan.copy(torch.empty(plan.size, dtype=torch.uint8))))
     write_manifest(path, merge(1, extra or {}, parts))
     return path
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shoal.base.errors import UsageError
 from shoal.cli.main import main
 from shoal.engine.checkpoint import Checkpointer, CheckpointError, list_checkpoints, load, newest, newest_good, verify
-from shoal.engine.checkpoint.storage import names, place
+from shoal.engine.checkpoint.storage import list_names, to_path
 from tests.engine.checkpoint.bucket import Bucket, address
 from tests.engine.checkpoint.cuts import blank, cut, random_values, same, whole, write_checkpoint
 
@@ -21,8 +21,8 @@ from tests.engine.checkpoint.cuts import blank, cut, random_values, same, whole,
 @pytest.fixture(params=["bucket", "memory", "file"])
 def folder(request, tmp_path):
     if request.param == "memory":
-        return place(f"memory://{uuid.uuid4()}/run")
-    return place(address(tmp_path / "run") if request.param == "bucket" else f"file://{tmp_path}/run")
+        return to_path(f"memory://{uuid.uuid4()}/run")
+    return to_path(address(tmp_path / "run") if request.param == "bucket" else f"file://{tmp_path}/run")
 
 
 def weights(value: float):
@@ -60,7 +60,7 @@ def test_what_is_saved_is_loaded_and_the_newest_are_kept(folder):
 def test_any_cut_loads_into_any_other(seed, ranks, later):
     rng = Random(seed)
     values = random_values(rng, {"a": (5, 3), "b": (4,), "c": ()})
-    path = write_checkpoint(place(f"memory://{uuid.uuid4()}/step-00000001"), cut(rng, values, ranks))
+    path = write_checkpoint(to_path(f"memory://{uuid.uuid4()}/step-00000001"), cut(rng, values, ranks))
     for state in blank(cut(rng, values, later)):
         load(path, state)
         for name, pieces in state.items():
@@ -72,14 +72,14 @@ def save_on_ranks(folder: str, step: int) -> None:
 
     address(folder)
     values = random_values(Random(step), {"a": (6, 4), "b": (5,)})
-    saves = Checkpointer(place(f"bucket://{folder}"), group=dist.new_group(backend="gloo"), keep=2, asynchronous=True)
+    saves = Checkpointer(to_path(f"bucket://{folder}"), group=dist.new_group(backend="gloo"), keep=2, asynchronous=True)
     saves.save(step, cut(Random(7), values, dist.get_world_size())[dist.get_rank()], {})
     saves.close()
 
 
 def test_several_ranks_save_one(pool, tmp_path):
     pool.run(save_on_ranks, 3, tmp_path / "run", 5)
-    found = newest(place(address(tmp_path / "run")))
+    found = newest(to_path(address(tmp_path / "run")))
     values = random_values(Random(5), {"a": (6, 4), "b": (5,)})
     state = blank([whole({name: values[name].clone() for name in values})])[0]
     load(found.path, state)
@@ -89,20 +89,20 @@ def test_several_ranks_save_one(pool, tmp_path):
 @pytest.mark.parametrize("writes", range(3))
 def test_a_save_that_does_not_get_to_its_end_is_no_checkpoint(writes, tmp_path, monkeypatch):
     """Of a file, a checksum and a manifest, so many are written; the next save of the same step does."""
-    folder = place(address(tmp_path / "run"))
+    folder = to_path(address(tmp_path / "run"))
     saves = checkpointer(folder)
     saves.save(1, weights(1), {}, block=True)
     monkeypatch.setattr(Bucket, "writes_left", writes)
     with pytest.raises(CheckpointError, match=r"saving step 2 failed: .*the store is gone"):
         saves.save(2, weights(2), {}, block=True)
     monkeypatch.undo()
-    assert newest(folder).step == 1 and names(folder) == ["step-00000001"]
+    assert newest(folder).step == 1 and list_names(folder) == ["step-00000001"]
     saves.save(2, weights(2), {}, block=True)
     assert loaded(newest(folder).path) == 2
 
 
 def test_what_a_dead_run_left_is_no_checkpoint_and_is_written_over(tmp_path):
-    folder = place(address(tmp_path / "run"))
+    folder = to_path(address(tmp_path / "run"))
     saves = checkpointer(folder)
     saves.save(1, weights(1), {}, block=True)
     (tmp_path / "run" / "step-00000002").mkdir()
@@ -111,7 +111,7 @@ def test_what_a_dead_run_left_is_no_checkpoint_and_is_written_over(tmp_path):
     assert newest(folder).step == 1
     saves.save(2, weights(2), {}, block=True)
     assert loaded(newest(folder).path) == 2
-    assert names(folder / "step-00000002") == ["manifest.json", "manifest.sha256", "rank-00000.safetensors"]
+    assert list_names(folder / "step-00000002") == ["manifest.json", "manifest.sha256", "rank-00000.safetensors"]
 
 
 def test_the_same_step_again_keeps_the_old_one_beside_it(folder):
@@ -120,36 +120,36 @@ def test_the_same_step_again_keeps_the_old_one_beside_it(folder):
     saves.save(1, weights(1), {}, block=True)
     saves.save(1, weights(2), {}, block=True)
     assert loaded(newest(folder).path) == 2
-    (aside,) = [name for name in names(folder) if name.startswith("set-aside-step-00000001-")]
+    (aside,) = [name for name in list_names(folder) if name.startswith("set-aside-step-00000001-")]
     assert loaded(folder / aside) == 1 and aside in notes[0]
 
 
-def test_steps_that_are_not_to_be_gone_on_from_are_kept_under_another_name(folder):
+def test_quarantined_steps_are_kept_under_another_name(folder):
     notes = []
     saves = checkpointer(folder, report=notes.append)
     for step in (1, 2):
         saves.save(step, weights(step), {})
-    saves.set_aside(after=1)
-    assert newest(folder).step == 1 and "step-00000002 is not to be gone on from" in notes[0]
-    (aside,) = [name for name in names(folder) if name.startswith("set-aside-")]
+    saves.quarantine(after=1)
+    assert newest(folder).step == 1 and notes[0].startswith("quarantined step-00000002 as set-aside-step-00000002-")
+    (aside,) = [name for name in list_names(folder) if name.startswith("set-aside-")]
     assert loaded(folder / aside) == 2
 
 
 def test_a_checkpoint_is_renamed_inside_the_store(tmp_path, monkeypatch):
-    folder = place(address(tmp_path / "run"))
+    folder = to_path(address(tmp_path / "run"))
     saves = checkpointer(folder, report=lambda note: None)
     for step in (1, 2):
         saves.save(step, weights(step), {}, block=True)
     monkeypatch.setattr(Bucket, "writes_left", 0)  # what would be downloaded could not be written back
-    saves.set_aside(after=1)
-    (aside,) = [name for name in names(folder) if name.startswith("set-aside-")]
+    saves.quarantine(after=1)
+    (aside,) = [name for name in list_names(folder) if name.startswith("set-aside-")]
     assert newest(folder).step == 1 and loaded(folder / aside) == 2
 
 
 @pytest.mark.parametrize("how", ["flipped", "cut", "missing"])
 @pytest.mark.parametrize("name", ["rank-00000.safetensors", "manifest.json", "manifest.sha256"])
 def test_damage_is_named_and_the_one_before_taken(name, how, tmp_path):
-    folder = place(address(tmp_path / "run"))
+    folder = to_path(address(tmp_path / "run"))
     saves = checkpointer(folder)
     for step in (1, 2):
         saves.save(step, weights(step), {}, block=True)
@@ -173,6 +173,6 @@ def test_damage_is_named_and_the_one_before_taken(name, how, tmp_path):
 
 def test_an_unknown_protocol_is_refused(capsys):
     with pytest.raises(UsageError, match=r"(?s)checkpoint.folder = 'nowhere://a'.*Install the fsspec package"):
-        place("nowhere://a")
+        to_path("nowhere://a")
     with pytest.raises(CheckpointError, match="No such file or directory"):
-        verify(place("memory://nothing/step-00000001"))
+        verify(to_path("memory://nothing/step-00000001"))

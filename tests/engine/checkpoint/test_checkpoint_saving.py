@@ -98,7 +98,7 @@ def test_what_a_rank_wrote_elsewhere_is_no_checkpoint_and_costs_none(make, tmp_p
 
     monkeypatch.setattr(save, "SEEN_SECONDS", 0.2)
     monkeypatch.setattr(Checkpointer, "_commit", without)
-    with pytest.raises(CheckpointError, match="all ranks must see one folder"):
+    with pytest.raises(CheckpointError, match="all ranks must save into one folder"):
         checkpointer.save(2, weights(2), {}, block=True)
     assert steps(tmp_path) == [1] and loaded(tmp_path / "step-00000001") == 1
 
@@ -117,7 +117,7 @@ def test_the_same_step_again_stays_if_equal(make, tmp_path):
     before = (path / "manifest.json").stat().st_ino
     checkpointer.save(1, weights(math.nan), {"loss": math.nan}, block=True)
     assert (path / "manifest.json").stat().st_ino == before
-    assert "intact and equal bit for bit" in make.notes[0]
+    assert "intact and bit-identical" in make.notes[0]
     assert list(tmp_path.glob("*-step-*")) == []
 
 

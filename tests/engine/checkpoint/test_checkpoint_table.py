@@ -28,4 +28,4 @@ def test_what_is_no_checkpoint_is_refused(tmp_path, capsys, damaged):
         write_checkpoint(path, [{"w": [Piece((2,), Box((0,), (2,)), torch.ones(2))]}])
         (path / "manifest.json").write_text("{}")
     assert main(["checkpoint", "inspect", str(path)]) == 2
-    assert ("is damaged" if damaged else "is not a whole checkpoint") in capsys.readouterr().err
+    assert ("is damaged" if damaged else "is not a complete checkpoint") in capsys.readouterr().err

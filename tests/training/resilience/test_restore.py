@@ -63,10 +63,10 @@ TROUBLE = {
     ),
     "a missing file": (lambda f: (f / "rank-00000.safetensors").unlink(), "rank-00000.safetensors cannot be read"),
     "a damaged manifest": (lambda f: flip(f / "manifest.json"), "manifest.json is damaged"),
-    "no checksum": (lambda f: (f / "manifest.sha256").unlink(), "step-00000003 is not a whole checkpoint"),
+    "no checksum": (lambda f: (f / "manifest.sha256").unlink(), "step-00000003 is not a complete checkpoint"),
     "another model": (
         lambda f: rewrite_manifest(f, lambda m: m["extra"].update(model=MODEL | {"layers": 3})),
-        "holds another model than this run's:\n  layers: 3 saved, 2 here",
+        "holds another model than this run's:\n  layers: 3 saved, 2 in this run",
     ),
     "a tensor less": (
         lambda f: rewrite_manifest(f, lambda m: m["tensors"].pop("optimizer.m")), "has no tensor 'optimizer.m'",
@@ -103,6 +103,6 @@ def test_what_memory_holds_of_something_else_is_refused_and_the_disk_taken(what,
         flip(next(memory_slot.list_slots(tmp_path / "home")[0].glob("*.safetensors")))
     found, notes = go_on(disk, tmp_path / "home")
     assert found.step == 3 and len(notes) == 1 and notes[0].startswith("in memory refused: ")
-    named = {"another model": "layers: 3 saved, 2 here", "a tensor less": "has no tensor 'optimizer.m'",
+    named = {"another model": "layers: 3 saved, 2 in this run", "a tensor less": "has no tensor 'optimizer.m'",
              "another shape": "tensor 'model.w' was saved with shape (3, 5)", "a flipped bit": "tensor"}[what]
     assert named in notes[0]
