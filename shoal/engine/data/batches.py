@@ -51,16 +51,17 @@ class Batch:
 
 
 class Dataset(Protocol):
-    """Interface of one split, read by global sample index."""
+    """One split, read by global sample index.
+
+    Attributes:
+        vocab_size: upper bound (exclusive) of all tokens.
+        samples: sequences in one epoch.
+        fingerprint: key of the content; equal fingerprints hold the same text with the same tokenisation.
+    """
 
     vocab_size: int
-    """Upper bound (exclusive) of all tokens."""
-
     samples: int
-    """Sequences in one epoch."""
-
     fingerprint: str
-    """Key of the content; equal fingerprints hold the same text with the same tokenisation."""
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Return the sequences at these indices, which start at 0 and continue across epochs without end."""
@@ -82,14 +83,24 @@ class PackedDataset:
         self.fingerprint = stream.folder.name  # the cache is keyed by content
         self.samples = (len(stream) - 1) // sequence_length  # the last sequence needs one more target
         if self.samples < 1:
-            raise UsageError(_too_short(stream, sequence_length))
+            others = sum(info.documents for info in stream.manifest.splits.values()) - stream.info.documents
+            raise UsageError(
+                f"data: the {stream.split} split of {stream.manifest.corpus} has {len(stream)} tokens in "
+                f"{stream.info.documents} documents (the other split has {others}); one sequence needs "
+                f"data.sequence_length + 1 = {sequence_length + 1}.\n  Give more text or more documents (a document is "
+                "never split), a shorter data.sequence_length, or another data.validation_fraction."
+            )
         if stream.info.tokens == stream.info.documents:  # each token is an end of document
-            raise UsageError(_all_masked(stream))
+            raise UsageError(
+                f"data: every label of {stream.manifest.corpus} is masked: its {stream.info.documents} documents have "
+                f"{stream.info.bytes} bytes of text, but no token in this tokenizer.\n  Use another data.tokenizer; "
+                "'bytes' encodes every text."
+            )
         self._stream, self._length, self._end = stream, sequence_length, end_of_document
         self._order = SampleOrder(self.samples, order_seed)
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """Return the sequences at these global sample indices: a pure function of (corpus, seed, index)."""
+        """Return the sequences at these indices: a pure function of (corpus, seed, index)."""
         starts = self._order(indices) * self._length
         windows = np.empty((len(starts), self._length + 1), dtype=np.int64)
         for row, start in enumerate(starts.tolist()):
@@ -113,9 +124,9 @@ class SyntheticDataset:
         """Set up the generator. ``masked`` is the mean fraction of masked targets, 0 for none; ``documents`` also
         packs random documents."""
         if not 0 <= masked < 1:
-            raise UsageError(f"masked = {masked}: a share from 0 (no target is masked) to below 1.")
+            raise UsageError(f"masked = {masked}: give a fraction of at least 0 and below 1.")
         if vocab_size < 2:
-            raise UsageError(f"vocab_size = {vocab_size}: at least 2, so that there is something to predict.")
+            raise UsageError(f"vocab_size = {vocab_size}: at least 2 are needed to predict anything.")
         self.vocab_size = vocab_size
         self.fingerprint = f"synthetic, {masked:g} masked{', documents' if documents else ''}"
         self._length, self._seed, self._masked = sequence_length, seed, masked
@@ -182,23 +193,4 @@ def open_dataset(
         seed if split == "train" else 0,
         sequence_length=config.sequence_length,
         end_of_document=tokenizer.end_of_document if config.document_mask else None,
-    )
-
-
-def _too_short(stream: TokenStream, sequence_length: int) -> str:
-    split = next(name for name, info in stream.manifest.splits.items() if info is stream.info)
-    other = sum(info.documents for info in stream.manifest.splits.values()) - stream.info.documents
-    return (
-        f"data: the {split} split of {stream.manifest.corpus} has {len(stream)} tokens in {stream.info.documents} "
-        f"documents (the other split has {other}); one sequence needs data.sequence_length + 1 = {sequence_length + 1}."
-        "\n  Give more text or more documents (documents are whole in one split), a shorter data.sequence_length, or "
-        "another data.validation_fraction."
-    )
-
-
-def _all_masked(stream: TokenStream) -> str:
-    return (
-        f"data: every label of {stream.manifest.corpus} is masked: its {stream.info.documents} documents have "
-        f"{stream.info.bytes} bytes of text, but no token in this tokenizer.\n  Use another data.tokenizer; "
-        "'bytes' knows every text."
     )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import xxhash
 
@@ -36,35 +36,9 @@ _READERS = {
 }
 
 
-class Corpus(Protocol):
-    """A fixed sequence of documents."""
-
-    @property
-    def name(self) -> str:
-        """Name for messages: the requested source."""
-        ...
-
-    @property
-    def size(self) -> int | None:
-        """UTF-8 bytes of all documents, if known in advance."""
-        ...
-
-    def documents(self) -> Iterator[str]:
-        """Yield all documents, in the same order each time.
-
-        Raises:
-            UsageError: a document cannot be read, naming the file and where possible the line.
-        """
-        ...
-
-    def fingerprint(self, memo: Path) -> str:
-        """Return a hash; equal fingerprints mean equal documents. ``memo`` is a folder that caches expensive hashes."""
-        ...
-
-
 @dataclass(frozen=True)
 class FileCorpus:
-    """Documents from files, in order.
+    """A fixed sequence of documents, from files in order.
 
     Attributes:
         name: the requested source.
@@ -82,11 +56,15 @@ class FileCorpus:
 
     @property
     def size(self) -> int | None:
-        """Bytes of all files, if all are plain text."""
+        """UTF-8 bytes of all documents; None if unknown before reading."""
         return sum(path.stat().st_size for path in self.files) if self.plain else None
 
     def documents(self) -> Iterator[str]:
-        """Yield all documents of all files; raises `UsageError` if one cannot be read."""
+        """Yield all documents, in the same order each time.
+
+        Raises:
+            UsageError: a document cannot be read, naming the file and where possible the line.
+        """
         for path in self.files:
             try:
                 yield from self.read(path)
@@ -94,10 +72,10 @@ class FileCorpus:
                 raise UsageError(f"cannot read {path}: {error.strerror or error}.") from None
 
     def fingerprint(self, memo: Path) -> str:
-        """Return a hash of the files' contents, independent of their names.
+        """Return a hash of the files' contents, independent of their names; equal hashes mean equal documents.
 
-        Reading all files is necessary once; the result is cached under a hash of the paths, sizes and modification
-        times.
+        Args:
+            memo: folder that caches the hash by paths, sizes and modification times, so that files are read once.
         """
         reader = self.reader.encode()
         listing = xxhash.xxh3_128(reader)
@@ -168,6 +146,9 @@ class HubCorpus:
     def fingerprint(self, memo: Path) -> str:
         """Return the fingerprint that ``datasets`` computes from the files and all transformations."""
         return xxhash.xxh3_128_hexdigest(f"hub {self._rows._fingerprint} {self.field}".encode())
+
+
+Corpus = FileCorpus | HubCorpus
 
 
 def check_read(config: DataConfig) -> None:

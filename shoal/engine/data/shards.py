@@ -45,13 +45,13 @@ _FORMAT = 1  # part of the key: increment it when the same corpus would give oth
 _BATCH_BYTES = 1 << 22  # text per call of the tokenizer: enough for every core, small in memory
 
 
-class _Plain(BaseModel):
+class _CacheModel(BaseModel):
     """Base class with exactly these keys and types, since other programs may write to a cache folder."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-class ShardInfo(_Plain):
+class ShardInfo(_CacheModel):
     """One file of a split: its name, length in ids, and xxh3-64 checksum of its bytes."""
 
     name: Annotated[str, StringConstraints(pattern=r"^(train|validation)-\d{5,}\.bin$")]
@@ -59,7 +59,7 @@ class ShardInfo(_Plain):
     checksum: str
 
 
-class SplitInfo(_Plain):
+class SplitInfo(_CacheModel):
     """One split: its documents, their UTF-8 bytes, ids (with end-of-document ids), and files."""
 
     documents: NonNegativeInt
@@ -74,7 +74,7 @@ class SplitInfo(_Plain):
         return self
 
 
-class CacheManifest(_Plain):
+class CacheManifest(_CacheModel):
     """Content of a cache folder."""
 
     corpus: str
@@ -108,7 +108,7 @@ class TokenStream:
     """
 
     def __init__(self, folder: Path, split: Split) -> None:
-        self.folder = folder
+        self.folder, self.split = folder, split
         self.manifest = CacheManifest.read(folder)
         self.info = self.manifest.splits[split]
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing releases the GIL

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import xxhash
@@ -21,40 +20,21 @@ END_OF_DOCUMENT = "<|endoftext|>"
 _END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>")
 
 
-class Tokenizer(Protocol):
-    """Interface of a tokenizer."""
-
-    vocab_size: int
-    """Upper bound (exclusive) of all ids."""
-
-    end_of_document: int
-    """The id that ends a document. No text should encode to it; a corpus that contains one is rejected."""
-
-    fingerprint: str
-    """Key of the encoding, part of the key of cached shards; equal fingerprints encode equally."""
-
-    def encode(self, text: str) -> np.ndarray:
-        """Encode one text without special tokens: ``[tokens]``, an unsigned integer array."""
-        ...
-
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Encode several texts, on as many cores as the tokenizer can use."""
-        ...
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Decode ``ids`` to text. Ends of documents, and ids without a token (of a padded vocabulary), are skipped."""
-        ...
-
-
 class BytesTokenizer:
-    """Tokenizer of the 256 bytes of UTF-8 and an end-of-document id; encodes any text without training or a file."""
+    """Tokenizer of the 256 bytes of UTF-8 and an end-of-document id; encodes any text without training or a file.
+
+    Attributes:
+        vocab_size: upper bound (exclusive) of all ids.
+        end_of_document: the id that ends a document; a corpus with text that encodes to it is rejected.
+        fingerprint: part of the key of cached shards; tokenizers with equal fingerprints encode equally.
+    """
 
     vocab_size = 257
     end_of_document = 256
     fingerprint = "bytes"
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the UTF-8 bytes of ``text``: ``[bytes]``, uint8."""
+        """Encode one text without special tokens: ``[bytes]``, uint8."""
         return np.frombuffer(text.encode(), dtype=np.uint8)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -62,12 +42,13 @@ class BytesTokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Decode ``ids``; bytes that are not UTF-8 (a sample may end inside a character) become U+FFFD."""
+        """Decode ``ids`` except document ends; bytes that are not UTF-8 (a text may end inside a character) become
+        U+FFFD."""
         return bytes(i for i in ids if 0 <= i < 256).decode(errors="replace")
 
 
 class FileTokenizer:
-    """Tokenizer from a ``tokenizer.json``, run by Hugging Face ``tokenizers``.
+    """Tokenizer from a ``tokenizer.json``, run by Hugging Face ``tokenizers``. Attributes as in `BytesTokenizer`.
 
     Raises:
         UsageError: the file is missing, is not a tokenizer, or has no token that ends a document.
@@ -84,7 +65,7 @@ class FileTokenizer:
                 f"\n  Use 'bytes', or make the file with: shoal data train-tokenizer"
             ) from None
         self._path = path
-        with self._sound():
+        with self._reject_errors():
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         # The characters "<|endoftext|>" inside a document are text, and must not end it.
         self._tokenizer.encode_special_tokens = True
@@ -95,7 +76,7 @@ class FileTokenizer:
         self.fingerprint = xxhash.xxh3_128_hexdigest(content)
 
     @contextmanager
-    def _sound(self) -> Iterator[None]:
+    def _reject_errors(self) -> Iterator[None]:
         """Reject a file with an error that the library may only find on use.
 
         Its Rust code raises nothing more specific than Exception, and panics as a BaseException of its own.
@@ -119,19 +100,22 @@ class FileTokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """Encode ``text``: ``[tokens]``, uint32."""
-        with self._sound():
+        with self._reject_errors():
             return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Encode several texts on all cores, with the library's own threads, so that nothing is forked or pickled."""
-        with self._sound():
+        with self._reject_errors():
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Decode ``ids``, without special tokens."""
-        with self._sound():
+        """Decode ``ids``; special tokens, and ids without a token (of a padded vocabulary), are skipped."""
+        with self._reject_errors():
             return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+
+
+Tokenizer = BytesTokenizer | FileTokenizer
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -156,7 +140,8 @@ def train_bpe(documents: Iterable[str], vocab_size: int, out: Path) -> Tokenizer
         UsageError: ``out`` exists or cannot be written, ``vocab_size`` is too small for the bytes and the end token,
             or there is no text.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
 
     smallest = BytesTokenizer.vocab_size
     if vocab_size < smallest:
@@ -167,7 +152,7 @@ def train_bpe(documents: Iterable[str], vocab_size: int, out: Path) -> Tokenizer
         raise UsageError(f"cannot write {out}: {error.strerror}.") from None
     if os.path.lexists(out):
         raise UsageError(f"{out} exists, and runs may depend on it.\n  Choose another name, or remove it first.")
-    tokenizer = Tokenizer(models.BPE())
+    tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -178,7 +163,7 @@ def train_bpe(documents: Iterable[str], vocab_size: int, out: Path) -> Tokenizer
     )
     documents = iter(documents)
     if (first := next(documents, None)) is None:
-        raise UsageError("there is no text to learn a vocabulary from: no document at all.\n  Give more text.")
+        raise UsageError("cannot train a tokenizer: the corpus has no documents.\n  Give more text.")
     tokenizer.train_from_iterator(chain((first,), documents), trainer)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -93,7 +93,7 @@ def test_a_vocabulary_that_cannot_be_written_is_noticed_first_and_is_written_who
 
 
 def test_no_text_makes_no_vocabulary(tmp_path):
-    with pytest.raises(UsageError, match="no document at all"):
+    with pytest.raises(UsageError, match="has no documents"):
         train_bpe([], 300, tmp_path / "tokenizer.json")
     assert not list(tmp_path.iterdir())
 
