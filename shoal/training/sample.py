@@ -15,7 +15,7 @@ from shoal.engine.checkpoint import CheckpointError, load, newest_good
 from shoal.engine.checkpoint.storage import AnyPath
 from shoal.engine.data.tokenizer import load_tokenizer
 from shoal.engine.models.cache import Slice
-from shoal.engine.models.experts.balance import drop_nothing
+from shoal.engine.models.experts.router import Router, find_modules
 from shoal.engine.models.transformer import Transformer
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RUN_FILE, load_config
@@ -62,7 +62,8 @@ def sample(
         raise UsageError(f"{run_folder}: its experts choose their tokens among all of a sequence, later ones too, so "
                          "that it cannot write one token after the other.")
     model = load_model(found.path, shape)
-    drop_nothing(model)
+    for router in find_modules(model, Router):  # capacity is a fraction of a full sequence, which this is not yet
+        router.experts = router.experts.model_copy(update={"capacity_factor": 0.0})
     generator = torch.Generator().manual_seed(seed)
     ids = generate(
         model, torch.tensor(start), tokens, temperature=temperature, window=config.data.sequence_length,

@@ -1,12 +1,20 @@
-"""Dense feed-forward blocks of both model families."""
+"""Dense feed-forward blocks of both model families, and several linear layers of one input."""
 
 from __future__ import annotations
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.engine.models.projections import project
 from shoal.spec.catalog import ModelShape
+
+
+def project(x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
+    """Apply several linear layers to one input: [.., in] -> [.., out] of each.
+
+    Replacements of torch's layers may combine the products (`shoal.engine.parallel.linear`).
+    """
+    together = getattr(linears[0], "together", None)
+    return tuple(linear(x) for linear in linears) if together is None else together(x, linears)
 
 
 class SwiGLU(nn.Module):

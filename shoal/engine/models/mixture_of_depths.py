@@ -14,7 +14,7 @@ Shapes: b sequences, s tokens, k of them chosen, h hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -25,7 +25,7 @@ from shoal.engine.models.attention import Mask, causal_mask, rotary_table
 from shoal.engine.models.cache import Slice
 from shoal.engine.models.context import Context
 from shoal.engine.models.experts.gates import ALIKE
-from shoal.engine.models.experts.router import TokenPlaces, WithLoss
+from shoal.engine.models.experts.router import Tallied, TokenPlaces, WithLoss
 from shoal.spec.catalog import ModelShape
 
 COUNTS = 3
@@ -88,7 +88,7 @@ class ChosenPlaces(TokenPlaces):
         return TokenRoute(chosen, lambda rows: rows.view(b, k, -1), lambda rows: rows.flatten(0, 1))
 
 
-class MixtureOfDepths(nn.Module):
+class MixtureOfDepths(Tallied):
     """Choose the tokens that pass through a layer, and add the layer's update to the residual stream.
 
     Attributes:
@@ -111,7 +111,6 @@ class MixtureOfDepths(nn.Module):
         self.predictor_down = nn.Parameter(torch.empty(shape.depths.predictor))
         self.mask, self.places = Mask(), ChosenPlaces()
         self.highest = highest
-        self.tally: Tensor | None = None
         self.counts = True
 
     def forward(self, x: Tensor, context: Context, block: ResidualLayer) -> Tensor:
@@ -182,18 +181,11 @@ class MixtureOfDepths(nn.Module):
         cos, sin = rotary_table(positions.flatten(), *self.rotary, dtype)
         return cos.view(*positions.shape, -1).unsqueeze(1), sin.view(*positions.shape, -1).unsqueeze(1)
 
+    def _zeros(self) -> Tensor:
+        return torch.zeros(COUNTS + 1, dtype=torch.float64, device=self.router.device)
+
 
 def _added(x: Tensor, y: Tensor, weights: Tensor, index: Tensor) -> Tensor:
     """Add weight x row to the tokens ``index`` [m] of x: [b, s, h] and rows [m, h]."""
     weight = weights.flatten().index_select(0, index).to(y.dtype).unsqueeze(-1)
     return x.flatten(0, 1).index_add(0, index, weight * y).view_as(x)
-
-
-def depths_of(model: nn.Module) -> Iterator[MixtureOfDepths]:
-    """Yield the Mixture-of-Depths modules of a model or of a part of it, in layer order."""
-    return (module for module in model.modules() if isinstance(module, MixtureOfDepths))
-
-
-def begin(depths: MixtureOfDepths) -> None:
-    """Reset the counts to 0."""
-    depths.tally = torch.zeros(COUNTS + 1, dtype=torch.float64, device=depths.router.device)

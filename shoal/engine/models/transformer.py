@@ -26,12 +26,11 @@ from shoal.engine.models.cache import Slice
 from shoal.engine.models.context import Context
 from shoal.engine.models.experts.layer import MoE
 from shoal.engine.models.experts.router import RoutingContext
-from shoal.engine.models.feedforward import MLP, SwiGLU
+from shoal.engine.models.feedforward import MLP, SwiGLU, project
 from shoal.engine.models.initial import Initial, fill
 from shoal.engine.models.loss import CrossEntropy
 from shoal.engine.models.mixture_of_depths import MixtureOfDepths
 from shoal.engine.models.norm import RMSNorm
-from shoal.engine.models.projections import project
 from shoal.spec.catalog import ModelShape
 from shoal.spec.layout import Recompute
 

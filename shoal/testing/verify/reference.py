@@ -16,10 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from shoal.engine.data.batches import Batch, Dataset, SyntheticDataset
-from shoal.engine.models.experts.balance import begin, rebalance, routers_of
-from shoal.engine.models.experts.router import SUMS, Router
-from shoal.engine.models.mixture_of_depths import COUNTS, MixtureOfDepths, depths_of
-from shoal.engine.models.mixture_of_depths import begin as begin_depths
+from shoal.engine.models.experts.router import SUMS, Router, find_modules
+from shoal.engine.models.mixture_of_depths import COUNTS, MixtureOfDepths
 from shoal.engine.models.transformer import Transformer, initialise
 from shoal.engine.optim.build import build, rate_factor, weight_decay
 from shoal.engine.optim.rule import Rule
@@ -214,12 +212,9 @@ def _step(
     batches = [samples.batch(range(step * n + i, step * n + i + some)) for i in range(0, n, some)]
     parameters = dict(model.named_parameters())
     rate = learning_rate(step, config.train.steps, config.optimizer)
-    routers = list(routers_of(model))
-    for router in routers:
-        begin(router)
-    depths = list(depths_of(model))
-    for depth in depths:
-        begin_depths(depth)
+    routers, depths = find_modules(model, Router), find_modules(model, MixtureOfDepths)
+    for counter in (*routers, *depths):
+        counter.reset_tally()
     choices = Choices([model], model.shape, config.data.sequence_length)
     program = build_layout_program(config.parallel, config.parallel.microbatches(n))
     if program.updates > 1:
@@ -237,7 +232,7 @@ def _step(
         total, norm, gradients = _one_update(model, batches, max(1, sum(counts)), config)
         update(rate)
     for router in routers:
-        rebalance(router, _tally(router)[SUMS:])
+        router.rebalance(_tally(router)[SUMS:])
     routing = torch.stack([_tally(router) for router in routers]) if routers else torch.zeros(0, SUMS)
     chosen = torch.stack([_tally(depth) for depth in depths]) if depths else torch.zeros(0, COUNTS + 1)
     weights = {name: p.detach() for name, p in parameters.items()} | dict(model.named_buffers())

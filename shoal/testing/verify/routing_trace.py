@@ -8,8 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from shoal.engine.models.experts.balance import routers_of
-from shoal.engine.models.experts.router import Router, RoutingContext
+from shoal.engine.models.experts.router import Router, RoutingContext, find_modules
 from shoal.engine.models.initial import uniform
 from shoal.spec.catalog import ModelShape
 
@@ -31,7 +30,7 @@ class Choices:
         self._shape, self._length = shape, sequence_length
         self._sums: dict[tuple[int, tuple[int, ...]], int] = {}  # by layer and samples: recomputation comes once more
         self._hooks = [
-            router.register_forward_hook(self._watch) for module in modules for router in routers_of(module)
+            router.register_forward_hook(self._watch) for module in modules for router in find_modules(module, Router)
         ]
 
     def _watch(self, router: Router, args: tuple[Tensor, RoutingContext], output: tuple[Tensor, Tensor]) -> None:

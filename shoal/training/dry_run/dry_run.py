@@ -28,10 +28,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shoal.base.errors import UsageError
 from shoal.engine.collectives.dry_groups import DryMesh
 from shoal.engine.data.batches import Dataset, SyntheticDataset
-from shoal.engine.models.experts.balance import routers_of
 from shoal.engine.models.experts.gates import Choice
-from shoal.engine.models.experts.router import Router, RoutingContext
-from shoal.engine.models.mixture_of_depths import depths_of
+from shoal.engine.models.experts.router import Router, RoutingContext, find_modules
+from shoal.engine.models.mixture_of_depths import MixtureOfDepths
 from shoal.engine.parallel.context.causal_blocks import places_of
 from shoal.engine.parallel.context.token_order import TokenAssignment, spread
 from shoal.engine.parallel.mixture_of_depths import chosen_spread
@@ -113,11 +112,11 @@ class DryEngine(Engine):
     def _initialise(self) -> None:
         self.parameters.gather()
         for stage in self.stages:
-            for router in routers_of(stage.module):
+            for router in find_modules(stage.module, Router):
                 spread = chosen_spread(self.shape, self.mesh, self.spread) if self.shape.skips(router.layer) else None
                 evenly = partial(_evenly, router, router._choose, spread or self.spread)
                 router._choose = evenly  # type: ignore[method-assign]  # scores without values choose nothing
-            for depth in depths_of(stage.module):
+            for depth in find_modules(stage.module, MixtureOfDepths):
                 depth.highest = _taken
 
 

@@ -11,9 +11,8 @@ from torch import Tensor
 from shoal.base.boxes import Box, Piece
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import all_reduce, in_host_memory
-from shoal.engine.models import mixture_of_depths
-from shoal.engine.models.experts import balance
-from shoal.engine.models.experts.router import SUMS, Router
+from shoal.engine.models.experts.router import SUMS, Router, find_modules
+from shoal.engine.models.mixture_of_depths import COUNTS, MixtureOfDepths
 from shoal.engine.parallel.apply import LocalStage
 from shoal.pipeline.program import Program
 from shoal.planning.cost import optional_parts
@@ -53,12 +52,12 @@ class ExpertRouting(LayerCounts):
         super().__init__(mesh, experts.layers(shape.layers), SUMS + experts.count)
         self.shape = shape
         self.routers: list[tuple[Router, bool]] = [
-            (router, stage.index < program.depth) for stage in stages for router in balance.routers_of(stage.module)
+            (router, stage.index < program.depth) for stage in stages for router in find_modules(stage.module, Router)
         ]
 
     def begin(self) -> None:
         for router, _ in self.routers:
-            balance.begin(router)
+            router.reset_tally()
 
     def count(self) -> None:
         """Sum the counts of the step after all backwards; also needed for a step that will be skipped."""
@@ -67,12 +66,12 @@ class ExpertRouting(LayerCounts):
     def rebalance(self) -> None:
         """Update the biases from the counts of a step whose update was made."""
         for router, _ in self.routers:
-            balance.rebalance(router, self.totals[self.layers.index(router.layer), SUMS:])
+            router.rebalance(self.totals[self.layers.index(router.layer), SUMS:])
 
     def begin_validation(self) -> None:
         """Start counting forward passes without backward."""
         for router, _ in self.routers:
-            balance.begin_validation(router)
+            router.begin_validation()
 
     def end_validation(self, sequences: int, length: int) -> dict[str, Any]:
         """Return the metrics of the validation passes. See `expert_metrics`."""
@@ -126,12 +125,12 @@ class DepthsRouting(LayerCounts):
 
     def __init__(self, stages: Sequence[LocalStage], mesh: Mesh, shape: ModelShape):
         self.depths = optional_parts.depths_of(shape)
-        super().__init__(mesh, self.depths.layers(shape.layers), mixture_of_depths.COUNTS + 1)
-        self.here = [depth for stage in stages for depth in mixture_of_depths.depths_of(stage.module)]
+        super().__init__(mesh, self.depths.layers(shape.layers), COUNTS + 1)
+        self.here = [depth for stage in stages for depth in find_modules(stage.module, MixtureOfDepths)]
 
     def begin(self) -> None:
         for depth in self.here:
-            mixture_of_depths.begin(depth)
+            depth.reset_tally()
 
     def count(self) -> None:
         """Sum the counts of the step after all backwards."""

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from shoal.base.errors import UsageError
 from shoal.engine.models.cache import Slice
 from shoal.engine.models.context import Context
+from shoal.engine.models.experts.router import find_modules
 from shoal.engine.models.loss import IGNORE
-from shoal.engine.models.mixture_of_depths import begin, depths_of, highest
+from shoal.engine.models.mixture_of_depths import MixtureOfDepths, highest
 from shoal.engine.models.transformer import Block, Transformer
 from shoal.planning.cost.flops import layer_flops
 from shoal.spec.catalog import Depths, ModelShape
@@ -94,8 +95,8 @@ def test_what_is_foreseen_is_counted_once_and_learned(recompute: str) -> None:
     shape = shape_of(every=1)
     model, tokens = model_of(shape, recompute=recompute), tokens_of()
     entered = []
-    for depth in depths_of(model):
-        begin(depth)
+    for depth in find_modules(model, MixtureOfDepths):
+        depth.reset_tally()
         depth.register_forward_pre_hook(lambda module, args: entered.append((module, args[0].detach().clone())))
     # No token's loss: all gradients are the predictors'.
     model(tokens, torch.full_like(tokens, IGNORE), sequences=5).backward()
@@ -147,7 +148,7 @@ def test_several_sequences_in_slices_are_refused() -> None:
 
 def test_nothing_foreseen_leaves_the_layer_out() -> None:
     model, tokens = model_of(shape_of()), tokens_of(1)
-    for depth in depths_of(model):
+    for depth in find_modules(model, MixtureOfDepths):
         depth.predictor_down.data.zero_()
     before = Slice()
     model(tokens, part=before)

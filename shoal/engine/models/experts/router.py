@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -32,10 +32,29 @@ class RoutingContext(NamedTuple):
     samples: Tensor | None = None
 
 
-class Tallied(Protocol):
-    """A module with a tally of its routing decisions."""
+class Tallied(nn.Module):
+    """A module that counts its routing decisions.
 
-    tally: Tensor | None
+    Attributes:
+        tally: float64 counts made in backward; None if not recorded.
+    """
+
+    tally: Tensor | None = None
+
+    def reset_tally(self) -> None:
+        """Set the counts to 0."""
+        self.tally = self._zeros()
+
+    def _zeros(self) -> Tensor:
+        raise NotImplementedError
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def find_modules(model: nn.Module, kind: type[M]) -> list[M]:
+    """Return the modules of a class in a model or in a part of it, in layer order."""
+    return [module for module in model.modules() if isinstance(module, kind)]
 
 
 class TokenPlaces:
@@ -66,7 +85,7 @@ class TokenPlaces:
         return made
 
 
-class Router(nn.Module):
+class Router(Tallied):
     """Router that scores every token against every expert and applies the gate.
 
     The auxiliary losses are not part of the output: backward adds their gradients to the gradient of the scores, as if
@@ -74,8 +93,7 @@ class Router(nn.Module):
     pass them on, and the reported loss is the token loss.
 
     Attributes:
-        bias: [E] added to the scores for the selection only; updated by `shoal.engine.models.experts.balance`, not by
-            gradients.
+        bias: [E] added to the scores for the selection only; updated by `rebalance`, not by gradients.
         tally: [`SUMS` + E] float64 counts made in backward: dropped choices, the two losses, tokens per expert; None if
             not recorded.
         validated: the same for forward passes without gradients; None except in validation, because recomputation
@@ -94,7 +112,6 @@ class Router(nn.Module):
         noisy = shape.experts.gate == "noisy-top-k"
         self.noise = nn.Parameter(torch.empty(count, shape.hidden)) if noisy else None
         self.register_buffer("bias", torch.zeros(count) if shape.experts.bias_update else None)
-        self.tally: Tensor | None = None
         self.validated: Tensor | None = None
         self.places = TokenPlaces()
 
@@ -121,6 +138,23 @@ class Router(nn.Module):
         elif self.validated is not None:
             self.validated += self._counted(chosen, dropped, balance, z)
         return self.places.own(WithLoss.apply(choice.weights, loss, counted, self)), chosen
+
+    def begin_validation(self) -> None:
+        """Start to count forward passes without a backward."""
+        self.validated = self._zeros()
+
+    @torch.no_grad()
+    def rebalance(self, loads: Tensor) -> None:
+        """Raise the bias of experts with fewer tokens than the mean (Wang et al. 2024, algorithm 1); call once a step.
+
+        Args:
+            loads: [E] tokens per expert in the global batch.
+        """
+        if self.bias is not None:
+            self.bias += self.experts.bias_update * torch.sign(loads.mean() - loads).to(self.bias)
+
+    def _zeros(self) -> Tensor:
+        return torch.zeros(SUMS + self.experts.count, dtype=torch.float64, device=self.weight.device)
 
     def _choose(self, logits: Tensor, context: RoutingContext) -> tuple[Choice, Tensor]:
         experts, kind = self.experts, self.experts.gate

@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shoal.engine.models.experts.balance import begin, begin_validation, rebalance
 from shoal.engine.models.experts.grouped import GroupedFunction
 from shoal.engine.models.experts.layer import MoE, _Rows, _sums, _Weighted
 from shoal.engine.models.experts.router import SUMS, RoutingContext
@@ -98,11 +97,11 @@ def test_scores_are_made_in_float32_at_least(dtype: torch.dtype) -> None:
 def test_dropped_tokens_are_counted_once_by_backward_or_by_validation() -> None:
     layer = layer_of(shape_of(gate="switch", per_token=1, capacity_factor=0.5))
     x = torch.randn(3, 8, 6, dtype=torch.float64, requires_grad=True)
-    begin(layer.router)
+    layer.router.reset_tally()
     with torch.no_grad():
         layer(x, RoutingContext())
     assert not layer.router.tally.any()
-    begin_validation(layer.router)
+    layer.router.begin_validation()
     with torch.no_grad():
         layer(x, RoutingContext())
     assert not layer.router.tally.any()
@@ -116,7 +115,7 @@ def test_dropped_tokens_are_counted_once_by_backward_or_by_validation() -> None:
 
 def test_the_bias_moves_towards_the_mean() -> None:
     layer = layer_of(shape_of(bias_update=0.25))
-    rebalance(layer.router, torch.tensor([5.0, 1.0, 2.0, 0.0]))
+    layer.router.rebalance(torch.tensor([5.0, 1.0, 2.0, 0.0]))
     assert layer.router.bias.tolist() == [-0.25, 0.25, 0.0, 0.25]
 
 
