@@ -249,8 +249,8 @@ class Runtime:
         self.stages[stage].parameters.last_microbatch = action in self.last_weights
         outputs, gradients = [flight.output], [self._gradient.pop(place, None)]
         if flight.part is not None:
-            outputs += flight.part.left()
-            gradients += flight.part.gradients()
+            outputs += flight.part.roots()
+            gradients += flight.part.root_gradients()
         torch.autograd.backward(outputs, gradients)
         if number == 0:  # the last slice in backward order: the cached keys and values are no longer needed
             self._caches.pop((stage, microbatch), None)

@@ -16,28 +16,28 @@ class Slice:
     Keys and values from earlier slices are autograd leaves, so the backward of a slice ends there. Run backward from
     the last slice to the first, each from its own output and from the keys and values it passed on::
 
-        torch.autograd.backward([loss, *last.left()], [None, *last.gradients()])
-        torch.autograd.backward([loss, *first.left()], [None, *first.gradients()])
+        torch.autograd.backward([loss, *last.roots()], [None, *last.root_gradients()])
+        torch.autograd.backward([loss, *first.roots()], [None, *first.root_gradients()])
 
     Args:
         before: the previous slice, computed by the same modules; None for the first.
 
     Attributes:
         start, stop: token range in the full sequence (``stop`` is set by the model's forward).
-        found: keys and values of earlier tokens by attention module, [b, k, start, d] each; fewer tokens in layers
+        past: keys and values of earlier tokens by attention module, [b, k, start, d] each; fewer tokens in layers
             that some tokens skip.
     """
 
     def __init__(self, before: Slice | None = None):
         self.start: int = before.stop if before else 0
         self.stop: int = self.start
-        self.found: dict[nn.Module, tuple[Tensor, Tensor]] = {}
-        self._left: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        self.past: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        self._present: dict[nn.Module, tuple[Tensor, Tensor]] = {}
         self._next: Slice | None = None
         if before:
             before._next = self
-            for attention, (k, v) in (before.found | before._left).items():  # a layer may compute nothing
-                self.found[attention] = _leaf(k), _leaf(v)
+            for attention, (k, v) in (before.past | before._present).items():  # a layer may compute nothing
+                self.past[attention] = _leaf(k), _leaf(v)
 
     def extend(self, attention: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append the slice's keys and values to the cached ones and return both, [b, k, start + s, d] each.
@@ -46,24 +46,24 @@ class Slice:
             attention: the attention module, which is the cache key.
             k, v: keys and values of the slice's own tokens, [b, k, s, d] each.
         """
-        if attention in self.found:
-            past_k, past_v = self.found[attention]
+        if attention in self.past:
+            past_k, past_v = self.past[attention]
             k, v = torch.cat((past_k, k), dim=2), torch.cat((past_v, v), dim=2)
         # Recomputation in backward must not replace the stored tensors.
-        self._left.setdefault(attention, (k, v))
+        self._present.setdefault(attention, (k, v))
         return k, v
 
-    def kept(self, attention: nn.Module) -> int:
+    def past_length(self, attention: nn.Module) -> int:
         """Return the number of earlier tokens whose keys and values are cached."""
-        return self.found[attention][0].shape[2] if attention in self.found else 0
+        return self.past[attention][0].shape[2] if attention in self.past else 0
 
-    def left(self) -> list[Tensor]:
+    def roots(self) -> list[Tensor]:
         """Return the tensors passed to the next slice, which are extra roots of backward; empty for the last slice."""
-        return [x for pair in self._left.values() for x in pair] if self._next else []
+        return [x for pair in self._present.values() for x in pair] if self._next else []
 
-    def gradients(self) -> list[Tensor | None]:
-        """Return the gradients of `left` after the next slice's backward; None where a tensor has none."""
-        return [x.grad for pair in self._next.found.values() for x in pair] if self._next else []
+    def root_gradients(self) -> list[Tensor | None]:
+        """Return the gradients of `roots` after the next slice's backward; None where a tensor has none."""
+        return [x.grad for pair in self._next.past.values() for x in pair] if self._next else []
 
 
 def _leaf(x: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ def fill(out: Tensor, *, name: str, whole: tuple[int, ...], box: Box, initial: I
     if initial.std == 0:
         out.fill_(initial.mean)
         return
-    key = key_of(seed, name)
+    key = stream_key(seed, name)
     rows_at_once = max(1, _BLOCK // max(1, math.prod(box.shape[1:])))
     for row in range(0, box.shape[0], rows_at_once):
         rows = min(rows_at_once, box.shape[0] - row)
@@ -46,7 +46,7 @@ def fill(out: Tensor, *, name: str, whole: tuple[int, ...], box: Box, initial: I
         out[row : row + rows].copy_(values.mul_(initial.std).add_(initial.mean))
 
 
-def key_of(seed: int, name: str) -> int:
+def stream_key(seed: int, name: str) -> int:
     """Return the key of a random stream, a signed 64-bit integer."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little", signed=True)
 
@@ -63,10 +63,10 @@ def uniform(key: int, index: Tensor) -> Tensor:
     ``key + index * golden``.
     """
     z = index * _signed(0x9E3779B97F4A7C15) + key
-    z = (z ^ _shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
-    z = (z ^ _shift(z, 27)) * _signed(0x94D049BB133111EB)
-    z = z ^ _shift(z, 31)
-    return (_shift(z, 11).double() + 0.5) * 2.0**-53
+    z = (z ^ shift_right(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ shift_right(z, 27)) * _signed(0x94D049BB133111EB)
+    z = z ^ shift_right(z, 31)
+    return (shift_right(z, 11).double() + 0.5) * 2.0**-53
 
 
 def positions(box: Box, whole: tuple[int, ...], device: torch.device) -> Tensor:
@@ -78,9 +78,9 @@ def positions(box: Box, whole: tuple[int, ...], device: torch.device) -> Tensor:
     return index
 
 
-def _shift(z: Tensor, bits: int) -> Tensor:
-    """Shift right logically; int64's own shift keeps the sign."""
-    return (z >> bits) & ((1 << (64 - bits)) - 1)
+def shift_right(z: Tensor, bits: int) -> Tensor:
+    """Shift right logically; the shift of signed integers keeps the sign."""
+    return (z >> bits) & ((1 << (8 * z.element_size() - bits)) - 1)
 
 
 def _signed(word: int) -> int:

@@ -7,18 +7,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from shoal.engine.models.initial import key_of, uniform
+from shoal.engine.models.initial import stream_key, uniform
 
-NOBODYS = -1
+ELSEWHERE = -1
 """Label that belongs to another rank's ids; it counts in the loss."""
 
 
-def key_of_step(seed: int, step: int) -> int:
+def label_key(seed: int, step: int) -> int:
     """Return the random key of one training step."""
-    return key_of(seed, f"labels.{step}")
+    return stream_key(seed, f"labels.{step}")
 
 
-def draw(
+def draw_labels(
     logits: Tensor, key: int, index: Tensor, *,
     start: int = 0, part: int = 0, gather: Callable[[Tensor], Tensor] = lambda x: x.unsqueeze(0),
 ) -> Tensor:
@@ -32,7 +32,7 @@ def draw(
         gather: stacks a tensor of all parts, in order: [b, s] -> [parts, b, s].
 
     Returns:
-        [b, s] ids, or `NOBODYS` where the label is in another part.
+        [b, s] ids, or `ELSEWHERE` where the label is in another part.
     """
     logits = logits.detach()
     logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
@@ -43,9 +43,9 @@ def draw(
     number = uniform(key, index)
     mine = (begin <= number) & (number < ends[part])
     if not logits.shape[-1]:
-        return torch.full_like(index, NOBODYS)
+        return torch.full_like(index, ELSEWHERE)
     cumulative = logits.softmax(-1).cumsum(-1)  # [b, s, n]
     inside = ((number - begin) / (ends[part] - begin).clamp(min=torch.finfo(torch.float64).tiny)).clamp(0, 1)
-    wanted = inside.to(cumulative.dtype).unsqueeze(-1) * cumulative[..., -1:]
-    ids = torch.searchsorted(cumulative, wanted).squeeze(-1).clamp(max=logits.shape[-1] - 1)
-    return torch.where(mine, start + ids, NOBODYS)
+    target = inside.to(cumulative.dtype).unsqueeze(-1) * cumulative[..., -1:]
+    ids = torch.searchsorted(cumulative, target).squeeze(-1).clamp(max=logits.shape[-1] - 1)
+    return torch.where(mine, start + ids, ELSEWHERE)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from shoal.engine.models.attention import Mask, causal_mask, rotary_table
 from shoal.engine.models.cache import Slice
 from shoal.engine.models.context import Context
-from shoal.engine.models.experts.gates import ALIKE
+from shoal.engine.models.experts.gates import sort_tokens
 from shoal.engine.models.experts.router import Tallied, TokenPlaces, WithLoss
 from shoal.spec.catalog import ModelShape
 
@@ -45,14 +45,9 @@ class ResidualLayer(Protocol):
         """Return the update of the residual stream: [b, s, h] -> [b, s, h]."""
 
 
-def highest(scores: Tensor, k: int) -> Tensor:
-    """Return the positions of each sequence's k highest scores, in ascending order: [b, s] -> [b, k] int64.
-
-    Scores that agree to `ALIKE` count as ties, and ties go to the earlier token: tokens with identical prefixes differ
-    only by rounding, which depends on the layout.
-    """
-    order = (scores / ALIKE).round().argsort(dim=1, descending=True, stable=True)
-    return order[:, :k].sort(dim=1).values
+def choose_highest(scores: Tensor, k: int) -> Tensor:
+    """Return the positions of each sequence's k highest scores, in ascending order: [b, s] -> [b, k] int64."""
+    return sort_tokens(scores)[:, :k].sort(dim=1).values
 
 
 class TokenRoute(NamedTuple):
@@ -96,9 +91,9 @@ class MixtureOfDepths(Tallied):
         predictor_up, predictor_down: [p, h] and [p] weights of the network that predicts whether a token is chosen.
         mask: attention mask of the chosen tokens, as a shorter sequence.
         places: the chosen tokens of this process.
-        highest: the function `highest`, replaceable where scores have no values.
+        choose: `choose_highest`, replaceable where scores have no values.
         tally: [`COUNTS` + 1] float64 counts made in backward, and the predictor's loss; None if not recorded.
-        counts: whether to record the tally; of several ranks with the same tokens only one does.
+        counts: whether to record the tally; only one of several ranks with the same tokens does.
     """
 
     def __init__(self, shape: ModelShape, layer: int):
@@ -110,7 +105,7 @@ class MixtureOfDepths(Tallied):
         self.predictor_up = nn.Parameter(torch.empty(shape.depths.predictor, shape.hidden))
         self.predictor_down = nn.Parameter(torch.empty(shape.depths.predictor))
         self.mask, self.places = Mask(), ChosenPlaces()
-        self.highest = highest
+        self.choose = choose_highest
         self.counts = True
 
     def forward(self, x: Tensor, context: Context, block: ResidualLayer) -> Tensor:
@@ -122,52 +117,54 @@ class MixtureOfDepths(Tallied):
         """
         rows = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
         scores = rows @ self.router.to(rows)  # [b, s]
-        foreseen = F.gelu(F.linear(rows.detach(), self.predictor_up.to(rows))) @ self.predictor_down.to(rows)
+        predicted = F.gelu(F.linear(rows.detach(), self.predictor_up.to(rows))) @ self.predictor_down.to(rows)
         if context.part is not None:
-            return self._foreseen(x, scores, foreseen, context, context.part, block)
-        whole = self.places.gather(scores.detach())
-        taken = self.highest(whole, self.depths.taken(whole.shape[1]))  # [b, k]
-        weights = self._learning(self._weights(scores), foreseen, taken, whole, context)
+            return self._forward_slice(x, scores, predicted, context, context.part, block)
+        full = self.places.gather(scores.detach())
+        taken = self.choose(full, self.depths.taken(full.shape[1]))  # [b, k]
+        weights = self._train_predictor(self._weights(scores), predicted, taken, full, context)
         route = self.places.route(taken, x.shape[1])
         y = block.residual_update(
-            route.there(x.flatten(0, 1).index_select(0, route.chosen)), self._among(taken, x, context)
+            route.there(x.flatten(0, 1).index_select(0, route.chosen)), self._restrict_context(taken, x, context)
         )
-        return _added(x, route.back(y), weights, route.chosen)
+        return _add_weighted(x, route.back(y), weights, route.chosen)
 
-    def _foreseen(
-        self, x: Tensor, scores: Tensor, foreseen: Tensor, context: Context, part: Slice, block: ResidualLayer
+    def _forward_slice(
+        self, x: Tensor, scores: Tensor, predicted: Tensor, context: Context, part: Slice, block: ResidualLayer
     ) -> Tensor:
         """Process a slice of one sequence, with the predictor's decision for each token."""
         if len(x) != 1 or context.documents is not None:
-            raise ValueError("in slices not as many tokens of each sequence pass: one sequence and document only")
-        index = (foreseen[0] > 0).nonzero().squeeze(1)  # [n]
+            raise ValueError("slices need one sequence of one document: others would choose other numbers of tokens")
+        index = (predicted[0] > 0).nonzero().squeeze(1)  # [n]
         if not len(index):
             return x
-        n, before = len(index), part.kept(block.attention)
+        n, before = len(index), part.past_length(block.attention)
         mask = causal_mask(n, before + n, x.device)[None, None] if before else None
         rotary = self._rotary((part.start + index).unsqueeze(0), x.dtype)
         y = block.residual_update(x[:, index], context._replace(rotary=rotary, mask=mask))
-        return _added(x, y.flatten(0, 1), self._weights(scores), index)
+        return _add_weighted(x, y.flatten(0, 1), self._weights(scores), index)
 
     def _weights(self, scores: Tensor) -> Tensor:
         return scores.sigmoid() if self.depths.weight == "sigmoid" else scores
 
-    def _learning(self, weights: Tensor, foreseen: Tensor, taken: Tensor, whole: Tensor, context: Context) -> Tensor:
+    def _train_predictor(
+        self, weights: Tensor, predicted: Tensor, taken: Tensor, full: Tensor, context: Context
+    ) -> Tensor:
         """Return the weights, with a backward that also starts the predictor's loss and counts its correct predictions.
 
         The loss is binary cross-entropy, averaged over the tokens of all sequences.
         """
-        chosen = torch.zeros_like(whole, dtype=torch.bool).scatter_(1, taken, True)
+        chosen = torch.zeros_like(full, dtype=torch.bool).scatter_(1, taken, True)
         chosen = self.places.own(chosen)  # [b, s]
-        losses = F.binary_cross_entropy_with_logits(foreseen, chosen.to(foreseen), reduction="sum") / whole.shape[1]
+        losses = F.binary_cross_entropy_with_logits(predicted, chosen.to(predicted), reduction="sum") / full.shape[1]
         counted = None
         if torch.is_grad_enabled():
-            expected = foreseen.detach() > 0
+            expected = predicted.detach() > 0
             counts = [(expected == chosen).sum(), (expected & chosen).sum(), expected.sum(), losses.detach()]
             counted = torch.stack([count.double() for count in counts]) * self.counts
         return WithLoss.apply(weights, losses / context.routing.sequences, counted, self)
 
-    def _among(self, taken: Tensor, x: Tensor, context: Context) -> Context:
+    def _restrict_context(self, taken: Tensor, x: Tensor, context: Context) -> Context:
         """Return the context of the chosen tokens: their original positions, and attention among each other only."""
         here = self.places.attending(taken)
         documents = None if context.documents is None else context.documents.gather(1, taken)
@@ -185,7 +182,7 @@ class MixtureOfDepths(Tallied):
         return torch.zeros(COUNTS + 1, dtype=torch.float64, device=self.router.device)
 
 
-def _added(x: Tensor, y: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+def _add_weighted(x: Tensor, y: Tensor, weights: Tensor, index: Tensor) -> Tensor:
     """Add weight x row to the tokens ``index`` [m] of x: [b, s, h] and rows [m, h]."""
     weight = weights.flatten().index_select(0, index).to(y.dtype).unsqueeze(-1)
     return x.flatten(0, 1).index_add(0, index, weight * y).view_as(x)

@@ -20,10 +20,10 @@ class RMSNorm(nn.RMSNorm):
         plain = x.dtype in (torch.float32, torch.float64) and self.weight is not None
         if torch.compiler.is_compiling() or not plain or x.device.type != "cpu":
             return super().forward(x)
-        return _RMSNorm.apply(x, self.weight, torch.finfo(x.dtype).eps if self.eps is None else self.eps)
+        return RMSNormFunction.apply(x, self.weight, torch.finfo(x.dtype).eps if self.eps is None else self.eps)
 
 
-class _RMSNorm(torch.autograd.Function):
+class RMSNormFunction(torch.autograd.Function):
     """RMSNorm by row: y = w r x with r = (x.x / h + eps)^(-1/2)."""
 
     @staticmethod

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from shoal.base.boxes import Box, Piece
-from shoal.engine.models.initial import positions
+from shoal.engine.models.initial import positions, stream_key
 from shoal.engine.optim.low_precision_state import adamw_beside
 from shoal.engine.optim.rule import BLOCK, Rule, named
 from shoal.engine.optim.shards import Shard, ShardPart, Shards
-from shoal.engine.precision.rounding import draws, key_of, round_stochastically
+from shoal.engine.precision.rounding import draw_bits, round_stochastically
 from shoal.spec.config import OptimizerConfig
 
 WIDTH = 256  # consecutive elements in a row of the unsharded parameter
@@ -144,8 +144,8 @@ class Adam8bit(Rule):
         root = (square / (1 - beta2**self.count)).sqrt_().add_(self.config.eps)
         weights.mul_(1 - rate * shard.decay).addcdiv_(mean, root, value=-rate / (1 - beta1**self.count))
         if tile.weights.dtype != self.exact:
-            key = key_of(self.seed, tile.part.name, "weights", self.count)
-            round_stochastically(tile.weights[rows], weights, draws(key, tile.places(rows)))
+            key = stream_key(self.seed, f"{tile.part.name}:weights:{self.count}")
+            round_stochastically(tile.weights[rows], weights, draw_bits(key, tile.places(rows)))
         return [mean, square]
 
     def states(self) -> dict[str, dict[str, list[Piece]]]:

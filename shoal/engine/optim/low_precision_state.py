@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from shoal.base.boxes import Box, Piece, flat_range
-from shoal.engine.models.initial import positions
+from shoal.engine.models.initial import positions, stream_key
 from shoal.engine.optim.from_torch import FromTorch
 from shoal.engine.optim.rule import Rule, named
 from shoal.engine.optim.shards import Shard, ShardPart, Shards
-from shoal.engine.precision.rounding import draws, key_of, round_stochastically
+from shoal.engine.precision.rounding import draw_bits, round_stochastically
 from shoal.spec.config import OptimizerConfig
 
 _BLOCK = {"cpu": 1 << 16, "cuda": 1 << 22}  # elements converted to float32 at a time
@@ -96,11 +96,11 @@ class Widened(Rule):
         bits = torch.zeros(some.stop - some.start, dtype=torch.int32, device=shard.weights.device)
         for part in shard.parts:
             first, last = max(some.start, part.start), min(some.stop, part.start + part.box.numel)
-            key = key_of(self.seed, part.name, kind, self.count) if first < last else 0
+            key = stream_key(self.seed, f"{part.name}:{kind}:{self.count}") if first < last else 0
             for offset, box in flat_range(part.box.shape, first - part.start, last - part.start):
                 at = first - some.start + offset
                 where = positions(box.within(part.box), part.whole, bits.device)
-                bits[at : at + box.numel] = draws(key, where.flatten())
+                bits[at : at + box.numel] = draw_bits(key, where.flatten())
         return bits
 
     def states(self) -> dict[str, dict[str, list[Piece]]]:

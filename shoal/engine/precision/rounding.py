@@ -10,27 +10,24 @@ equally, and a resumed run continues with the same bits.
 
 from __future__ import annotations
 
-import hashlib
-
 import torch
 from torch import Tensor
+
+from shoal.engine.models.initial import shift_right
 
 _LOW = (1 << 16) - 1  # the bits of a float32 beyond bfloat16
 
 
-def key_of(seed: int, name: str, kind: str, update: int) -> int:
-    """Return a signed 32-bit key for all random bits of one tensor in one update."""
-    digest = hashlib.sha256(f"{seed}:{name}:{kind}:{update}".encode()).digest()
-    return int.from_bytes(digest[:4], "little", signed=True)
-
-
-def draws(key: int, positions: Tensor) -> Tensor:
+def draw_bits(key: int, positions: Tensor) -> Tensor:
     """Return 32 random bits per int64 position, as int32: Wellons 2018, "Prospecting for Hash Functions" (lowbias32).
+
+    Args:
+        key: a `stream_key` of the tensor and the update; its low 32 bits are used.
     """
-    x = positions.to(torch.int32) ^ key
-    x = (x ^ _shift(x, 16)) * 0x7FEB352D
-    x = (x ^ _shift(x, 15)) * (0x846CA68B - (1 << 32))
-    return x ^ _shift(x, 16)
+    x = (positions ^ key).to(torch.int32)
+    x = (x ^ shift_right(x, 16)) * 0x7FEB352D
+    x = (x ^ shift_right(x, 15)) * (0x846CA68B - (1 << 32))
+    return x ^ shift_right(x, 16)
 
 
 def round_stochastically(out: Tensor, x: Tensor, bits: Tensor) -> None:
@@ -43,10 +40,5 @@ def round_stochastically(out: Tensor, x: Tensor, bits: Tensor) -> None:
         bits: random int32, one per element.
     """
     x = x.nan_to_num(torch.nan, torch.inf, -torch.inf)  # canonical NaN: adding bits keeps it NaN
-    whole = (x.view(torch.int32) + (bits & _LOW)) & ~_LOW
-    out.copy_(whole.view(torch.float32))
-
-
-def _shift(x: Tensor, bits: int) -> Tensor:
-    """Shift right logically: int32's own shift keeps the sign."""
-    return (x >> bits) & ((1 << (32 - bits)) - 1)
+    rounded = (x.view(torch.int32) + (bits & _LOW)) & ~_LOW
+    out.copy_(rounded.view(torch.float32))

@@ -11,7 +11,7 @@ from torch import Tensor
 from shoal.base.boxes import Box
 from shoal.engine.data.batches import Batch
 from shoal.engine.models.initial import Initial, fill
-from shoal.engine.models.labels import draw, key_of_step
+from shoal.engine.models.labels import draw_labels, label_key
 from shoal.engine.models.loss import IGNORE
 from shoal.engine.models.transformer import Transformer
 from shoal.engine.optim.sophia import Sophia
@@ -34,11 +34,11 @@ def learn_curvature(
 
 def _drawn_labels(model: Transformer, config: RunConfig, batches: Sequence[Batch], step: int) -> list[Tensor]:
     tokens, length = _count(batches), config.data.sequence_length
-    key, first = key_of_step(config.train.seed, step), step * config.train.global_batch
+    key, first = label_key(config.train.seed, step), step * config.train.global_batch
 
     def loss(i: int, batch: Batch) -> Tensor:
         logits = model(batch.tokens, None, batch.documents)
-        labels = draw(logits, key, (first + i) * length + torch.arange(length)[None])
+        labels = draw_labels(logits, key, (first + i) * length + torch.arange(length)[None])
         labels[batch.targets == IGNORE] = IGNORE
         return F.cross_entropy(logits[0], labels[0], ignore_index=IGNORE, reduction="sum")
 

@@ -117,7 +117,7 @@ class DryEngine(Engine):
                 evenly = partial(_evenly, router, router._choose, spread or self.spread)
                 router._choose = evenly  # type: ignore[method-assign]  # scores without values choose nothing
             for depth in find_modules(stage.module, MixtureOfDepths):
-                depth.highest = _taken
+                depth.choose = _taken
 
 
 def _evenly(
@@ -136,7 +136,7 @@ def _evenly(
 
 
 def _taken(scores: Tensor, k: int) -> Tensor:
-    """Replace `highest`, as fake scores have no values: take k equally spaced tokens."""
+    """Replace `choose_highest`, as fake scores have no values: take k equally spaced tokens."""
     with unset_fake_temporarily():
         return torch.tensor(evenly_taken(k, scores.shape[1])).repeat(len(scores), 1)
 

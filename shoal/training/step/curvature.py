@@ -26,7 +26,7 @@ from torch import Tensor
 from shoal.engine.collectives.ops import all_gather, all_reduce, to_host
 from shoal.engine.data.batches import Batch
 from shoal.engine.models.initial import Initial, fill
-from shoal.engine.models.labels import draw, key_of_step
+from shoal.engine.models.labels import draw_labels, label_key
 from shoal.engine.models.loss import IGNORE
 from shoal.engine.optim.shards import Shard
 from shoal.training.step.engine_state import EngineState
@@ -61,7 +61,7 @@ def estimate(engine: EngineState, step: int, batches: Sequence[Batch], tokens: i
 def gauss_newton_bartlett(engine: EngineState, step: int, batches: Sequence[Batch], tokens: int) -> list[Tensor]:
     """Compute the Gauss-Newton-Bartlett estimate (algorithm 2) over the unmasked tokens of the step."""
     length, numbered = engine.config.data.sequence_length, []
-    labels = _labels(engine, key_of_step(engine.config.train.seed, step))
+    labels = _labels(engine, label_key(engine.config.train.seed, step))
     for microbatch, batch in enumerate(batches):
         sample = torch.tensor(engine.sample_indices(step, microbatch))
         index = (sample[:, None] * length + torch.arange(length)).to(batch.targets.device)
@@ -78,7 +78,7 @@ def _labels(engine: EngineState, key: int) -> Callable[[Tensor, Tensor], Tensor]
     gather = partial(_stack, engine.mesh.group("tp"))
 
     def labels(logits: Tensor, index: Tensor) -> Tensor:
-        drawn = draw(logits[..., :here], key, index, start=rank * rows, part=rank, gather=gather)
+        drawn = draw_labels(logits[..., :here], key, index, start=rank * rows, part=rank, gather=gather)
         return drawn.where(index != IGNORE, IGNORE)
 
     return labels

@@ -25,7 +25,7 @@ def in_slices(model: Transformer, lengths: list[int], tokens: Tensor, targets: T
         flights.append((loss, part))
         total, start = total + loss.item(), stop
     for loss, part in reversed(flights):
-        torch.autograd.backward([loss, *part.left()], [None, *part.gradients()])
+        torch.autograd.backward([loss, *part.roots()], [None, *part.root_gradients()])
     return total
 
 
@@ -58,7 +58,7 @@ def test_a_slice_keeps_the_keys_and_values_of_all_before_it() -> None:
     model(torch.randint(0, 11, (2, 3)), part=second)
     assert (first.start, first.stop, second.start, second.stop) == (0, 4, 4, 7)
     for layer in model.layers.values():
-        assert first.found == {}
-        assert [x.shape for x in second.found[layer.attention]] == [(2, 2, 4, 6)] * 2
-    assert [x.shape for x in first.left()] == [(2, 2, 4, 6)] * 4
-    assert second.left() == second.gradients() == []
+        assert first.past == {}
+        assert [x.shape for x in second.past[layer.attention]] == [(2, 2, 4, 6)] * 2
+    assert [x.shape for x in first.roots()] == [(2, 2, 4, 6)] * 4
+    assert second.roots() == second.root_gradients() == []

@@ -10,7 +10,7 @@ from shoal.engine.models.cache import Slice
 from shoal.engine.models.context import Context
 from shoal.engine.models.experts.router import find_modules
 from shoal.engine.models.loss import IGNORE
-from shoal.engine.models.mixture_of_depths import MixtureOfDepths, highest
+from shoal.engine.models.mixture_of_depths import MixtureOfDepths, choose_highest
 from shoal.engine.models.transformer import Block, Transformer
 from shoal.planning.cost.flops import layer_flops
 from shoal.spec.catalog import Depths, ModelShape
@@ -44,7 +44,7 @@ def masked(block: Block, x: torch.Tensor, context: Context) -> torch.Tensor:
     """The rule, without any token moved: all pass, but see chosen ones alone; then only chosen ones count."""
     depth = block.depth
     scores = x @ depth.router
-    taken = highest(scores, depth.depths.taken(x.shape[1]))
+    taken = choose_highest(scores, depth.depths.taken(x.shape[1]))
     chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, taken, True)
     causal = torch.ones(S, S, dtype=torch.bool).tril() if context.mask is None else context.mask
     seen = causal & chosen[:, None, None, :] | torch.eye(S, dtype=torch.bool)  # others see themselves: no row is empty
@@ -79,7 +79,7 @@ def test_chosen_tokens_pass_as_the_paper_says(name: str, weight: str, documents:
 def test_the_highest_are_taken_and_of_equal_ones_the_earlier(scores: list[int], data: st.DataObject) -> None:
     k = data.draw(st.integers(1, len(scores)))
     noise = torch.tensor(data.draw(st.lists(st.sampled_from([0.0, 4e-16, -4e-16]), min_size=12, max_size=12)))
-    taken = highest(torch.tensor([scores]).double() + noise[: len(scores)], k)
+    taken = choose_highest(torch.tensor([scores]).double() + noise[: len(scores)], k)
     assert taken[0].tolist() == sorted(sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:k])
 
 
@@ -91,7 +91,7 @@ def test_no_other_sequence_changes_what_a_sequence_computes() -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_what_is_foreseen_is_counted_once_and_learned(recompute: str) -> None:
+def test_predictions_are_counted_once_and_learned(recompute: str) -> None:
     shape = shape_of(every=1)
     model, tokens = model_of(shape, recompute=recompute), tokens_of()
     entered = []
@@ -102,7 +102,7 @@ def test_what_is_foreseen_is_counted_once_and_learned(recompute: str) -> None:
     model(tokens, torch.full_like(tokens, IGNORE), sequences=5).backward()
     for depth, x in entered[: shape.layers]:
         logits = torch.nn.functional.gelu(x @ depth.predictor_up.t()) @ depth.predictor_down
-        chosen = torch.zeros(2, S, dtype=torch.bool).scatter_(1, highest(x @ depth.router, 4), True)
+        chosen = torch.zeros(2, S, dtype=torch.bool).scatter_(1, choose_highest(x @ depth.router, 4), True)
         losses = -torch.where(chosen, logits.sigmoid(), 1 - logits.sigmoid()).log()
         right, expected = (logits > 0) == chosen, logits > 0
         assert depth.tally[:3].tolist() == [right.sum(), (right & chosen).sum(), expected.sum()]
@@ -115,7 +115,7 @@ def test_what_is_foreseen_is_counted_once_and_learned(recompute: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-gpt"])
-def test_slices_decide_by_what_is_foreseen_token_by_token(name: str) -> None:
+def test_slices_decide_by_the_predictor_token_by_token(name: str) -> None:
     """One token at a time is what all at once is, and what the masked rule makes of the tokens that are foreseen."""
     model, tokens = model_of(shape_of(name=name, every=1), seed=1), tokens_of(1)
     with torch.no_grad():
@@ -125,7 +125,7 @@ def test_slices_decide_by_what_is_foreseen_token_by_token(name: str) -> None:
             one_by_one.append(model(tokens[:, i : i + 1], part=seen))
         assert seen.stop == S
         torch.testing.assert_close(torch.cat(one_by_one, 1), at_once, rtol=1e-9, atol=1e-12)
-        passed = [seen.kept(layer.attention) for layer in model.layers.values()]  # of all tokens but the last
+        passed = [seen.past_length(layer.attention) for layer in model.layers.values()]  # of all tokens but the last
         assert any(0 < n < S - 1 for n in passed), passed
         for layer in model.layers.values():
             depth = layer.depth
@@ -142,11 +142,11 @@ def test_slices_decide_by_what_is_foreseen_token_by_token(name: str) -> None:
 
 
 def test_several_sequences_in_slices_are_refused() -> None:
-    with pytest.raises(ValueError, match="one sequence and document"):
+    with pytest.raises(ValueError, match="one sequence of one document"):
         model_of(shape_of())(tokens_of(), part=Slice())
 
 
-def test_nothing_foreseen_leaves_the_layer_out() -> None:
+def test_no_predicted_token_skips_the_layer() -> None:
     model, tokens = model_of(shape_of()), tokens_of(1)
     for depth in find_modules(model, MixtureOfDepths):
         depth.predictor_down.data.zero_()
@@ -154,8 +154,8 @@ def test_nothing_foreseen_leaves_the_layer_out() -> None:
     model(tokens, part=before)
     after = Slice(before)
     model(tokens, part=after)
-    assert after.start == S and after.kept(model.layers["0"].attention) == S
-    assert after.kept(model.layers["1"].attention) == 0
+    assert after.start == S and after.past_length(model.layers["0"].attention) == S
+    assert after.past_length(model.layers["1"].attention) == 0
 
 
 @given(st.floats(0.01, 1.0), st.integers(0, 2), st.integers(1, 3), st.sampled_from(["tiny", "tiny-gpt"]))

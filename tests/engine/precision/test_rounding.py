@@ -6,14 +6,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.engine.precision.rounding import draws, key_of, round_stochastically
+from shoal.engine.models.initial import stream_key
+from shoal.engine.precision.rounding import draw_bits, round_stochastically
 
 MANY = torch.arange(1 << 16)
 
 
 def rounded(x, key):
     out = torch.empty(x.shape, dtype=torch.bfloat16)
-    round_stochastically(out, x, draws(key, torch.arange(x.numel()).view(x.shape)))
+    round_stochastically(out, x, draw_bits(key, torch.arange(x.numel()).view(x.shape)))
     return out
 
 
@@ -44,9 +45,9 @@ def test_what_is_not_finite_stays_so():
 
 
 def test_draws_are_even_and_differ_by_name_kind_update_and_seed():
-    keys = [key_of(*what) for what in ((0, "a", "w", 1), (0, "a", "w", 2), (0, "a", "m", 1), (0, "b", "w", 1),
-                                       (1, "a", "w", 1))]  # fmt: skip
-    taken = torch.stack([draws(key, MANY) & 0xFFFF for key in keys])
+    keys = [stream_key(seed, name) for seed, name in ((0, "a:w:1"), (0, "a:w:2"), (0, "a:m:1"), (0, "b:w:1"),
+                                                      (1, "a:w:1"))]  # fmt: skip
+    taken = torch.stack([draw_bits(key, MANY) & 0xFFFF for key in keys])
     assert len(set(keys)) == 5
     for bit in range(16):
         ones = (taken >> bit & 1).float()

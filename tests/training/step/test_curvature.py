@@ -1,4 +1,4 @@
-"""Sophia's estimates: labels as the model would draw them, products with the Hessian as autograd has them."""
+"""Sophia's estimates: labels as the model would draw_labels them, products with the Hessian as autograd has them."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from shoal.base.errors import UsageError
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.data.batches import SyntheticDataset
 from shoal.engine.models.initial import Initial, fill
-from shoal.engine.models.labels import NOBODYS, draw, key_of_step
+from shoal.engine.models.labels import ELSEWHERE, draw_labels, label_key
 from shoal.engine.models.loss import IGNORE
 from shoal.engine.models.transformer import Transformer, initialise
 from shoal.planning.cost.memory.state import state_bytes
@@ -32,21 +32,21 @@ from shoal.training.step.optimizer_step import NonFinite
 def test_any_split_of_the_ids_draws_the_same_labels(vocab, parts, seed):
     logits = 3 * torch.randn(2, 5, vocab, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     index = torch.arange(10).view(2, 5) + 7 * seed
-    whole = draw(logits, seed, index)
+    whole = draw_labels(logits, seed, index)
     assert ((whole >= 0) & (whole < vocab)).all()
     rows = -(-vocab // parts)
     pieces = [logits[..., rows * p : rows * (p + 1)] for p in range(parts)]
     sums = torch.stack([torch.logsumexp(piece, -1) for piece in pieces])
     drawn = [
-        draw(piece, seed, index, start=rows * p, part=p, gather=lambda x: sums) for p, piece in enumerate(pieces)
+        draw_labels(piece, seed, index, start=rows * p, part=p, gather=lambda x: sums) for p, piece in enumerate(pieces)
     ]
-    assert (sum((labels != NOBODYS).int() for labels in drawn) == 1).all()
+    assert (sum((labels != ELSEWHERE).int() for labels in drawn) == 1).all()
     assert torch.equal(torch.stack(drawn).amax(0), whole)
 
 
 def test_labels_come_as_often_as_the_model_says():
     logits = torch.tensor([0.5, -1.0, 2.0, 0.0, -30.0])
-    labels = draw(logits.expand(1, 200_000, 5), key_of_step(3, 4), torch.arange(200_000)[None])
+    labels = draw_labels(logits.expand(1, 200_000, 5), label_key(3, 4), torch.arange(200_000)[None])
     found = torch.bincount(labels.flatten(), minlength=5) / 200_000
     torch.testing.assert_close(found, logits.softmax(0), rtol=0, atol=4e-3)  # 4 standard deviations at most
 
@@ -102,7 +102,7 @@ def test_gauss_newton_bartlett_is_the_squared_gradient_for_drawn_labels():
     found = by_name(engine, estimate(engine, 2, batches, tokens))
     for m, batch in enumerate(batches):
         index = (2 * 8 + m * 2 + torch.arange(2))[:, None] * 8 + torch.arange(8)
-        labels = draw(model(batch.tokens), key_of_step(0, 2), index)
+        labels = draw_labels(model(batch.tokens), label_key(0, 2), index)
         labels[batch.targets == IGNORE] = IGNORE
         (model(batch.tokens, labels) / tokens).backward()
     for name, parameter in model.named_parameters():

@@ -33,7 +33,7 @@ class Choice(NamedTuple):
     balance: Tensor
 
 
-ALIKE = 2.0**-20  # relative to a share; fp32 has 24 bits
+_TIE = 2.0**-20  # relative to a share; fp32 has 24 bits
 
 
 def capacity(experts: Experts, s: int) -> int | None:
@@ -46,10 +46,10 @@ def capacity(experts: Experts, s: int) -> int | None:
     """
     if not experts.capacity_factor:
         return None
-    return min(s, _rounded_up(experts.capacity_factor * experts.per_token * s / experts.count))
+    return min(s, _round_up(experts.capacity_factor * experts.per_token * s / experts.count))
 
 
-def _rounded_up(tokens: float) -> int:
+def _round_up(tokens: float) -> int:
     """Round up, tolerating float error: 1.05 x 6 x 1280 / 8 is 1008, but evaluates to slightly more."""
     return math.ceil(round(tokens, 6))
 
@@ -63,7 +63,7 @@ def top_k(logits: Tensor, experts: Experts, bias: Tensor | None = None) -> Choic
     scores = logits.softmax(-1) if experts.score == "softmax" else logits.sigmoid()
     ranks = _highest(scores if bias is None else scores + bias.to(scores.dtype), experts.per_token)
     wanted = torch.stack(ranks).any(0)
-    chosen = _within(ranks, capacity(experts, logits.shape[1]))
+    chosen = _apply_capacity(ranks, capacity(experts, logits.shape[1]))
     weights = scores * wanted
     if experts.normalise:
         weights = weights / weights.sum(-1, keepdim=True)
@@ -75,7 +75,7 @@ def switch(logits: Tensor, experts: Experts) -> Choice:
     """Choose the expert with the highest score, up to its capacity (Fedus et al. 2022, sections 2.1 and 2.2)."""
     shares = logits.softmax(-1)
     ranks = _highest(shares, 1)
-    chosen = _within(ranks, capacity(experts, logits.shape[1]))
+    chosen = _apply_capacity(ranks, capacity(experts, logits.shape[1]))
     return Choice(shares * chosen, chosen, (ranks[0] & ~chosen).sum(-1), _balance(shares, ranks[0]))
 
 
@@ -93,9 +93,8 @@ def gshard(logits: Tensor, experts: Experts, draws: Tensor | None) -> Choice:
     both = shares * (first | second)
     weights = both / both.sum(-1, keepdim=True)
     if draws is not None:
-        lucky = 2 * (weights * second).sum(-1) > draws
-        second = second & lucky.unsqueeze(-1)
-    chosen = _within([first, second], capacity(experts, logits.shape[1]))
+        second = second & (2 * (weights * second).sum(-1) > draws).unsqueeze(-1)
+    chosen = _apply_capacity([first, second], capacity(experts, logits.shape[1]))
     return Choice(weights * chosen, chosen, ((first | second) & ~chosen).sum(-1), _balance(shares, first))
 
 
@@ -111,7 +110,7 @@ def noisy_top_k(clean: Tensor, spread: Tensor, experts: Experts, draws: Tensor |
     noisy = clean if draws is None else clean + draws.to(clean.dtype) * spread
     ranks = _highest(noisy, min(k + 1, experts.count))
     wanted = torch.stack(ranks[:k]).any(0)
-    chosen = _within(ranks[:k], capacity(experts, clean.shape[1]))
+    chosen = _apply_capacity(ranks[:k], capacity(experts, clean.shape[1]))
     weights = noisy.masked_fill(~wanted, -math.inf).softmax(-1)
     balance = _variation(weights.sum(1))
     if len(ranks) > k and draws is not None:
@@ -126,17 +125,23 @@ def noisy_top_k(clean: Tensor, spread: Tensor, experts: Experts, draws: Tensor |
 def expert_choice(logits: Tensor, experts: Experts) -> Choice:
     """Let each expert take the highest-scoring tokens of a sequence (Zhou et al. 2022, section 3.2).
 
-    A token's experts depend on later tokens, so such a model cannot generate token by token. Scores that agree to
-    `ALIKE` count as ties, and ties go to the earlier token: tokens with identical prefixes (such as the first of two
-    documents) differ only by rounding, which depends on the layout.
+    A token's experts depend on later tokens, so such a model cannot generate token by token.
     """
     shares = logits.softmax(-1)
     s = logits.shape[1]
-    take = min(s, _rounded_up((experts.capacity_factor or 1.0) * experts.per_token * s / experts.count))
-    order = (shares.detach() / ALIKE).round().argsort(dim=1, descending=True, stable=True)[:, :take]
-    chosen = torch.zeros_like(shares, dtype=torch.bool).scatter_(1, order, True)
+    take = min(s, _round_up((experts.capacity_factor or 1.0) * experts.per_token * s / experts.count))
+    chosen = torch.zeros_like(shares, dtype=torch.bool).scatter_(1, sort_tokens(shares)[:, :take], True)
     unchosen = (~chosen.any(-1)).long()
     return Choice(shares * chosen, chosen, unchosen, shares.new_zeros(len(shares)))
+
+
+def sort_tokens(scores: Tensor) -> Tensor:
+    """Return the positions of tokens by descending score: [b, s, ..] -> [b, s, ..] int64.
+
+    Scores that differ only by rounding count as ties, and ties go to the earlier token: tokens with identical prefixes
+    (such as the first of two documents) have equal scores up to rounding, which depends on the layout.
+    """
+    return (scores.detach() / _TIE).round().argsort(dim=1, descending=True, stable=True)
 
 
 def _highest(scores: Tensor, k: int) -> list[Tensor]:
@@ -149,15 +154,15 @@ def _highest(scores: Tensor, k: int) -> list[Tensor]:
     return ranks
 
 
-def _within(ranks: list[Tensor], room: int | None) -> Tensor:
+def _apply_capacity(ranks: list[Tensor], capacity: int | None) -> Tensor:
     """Apply a capacity: first choices before second ones, earlier tokens before later ones."""
-    if room is None:
+    if capacity is None:
         return torch.stack(ranks).any(0)
     taken = torch.zeros_like(ranks[0][:, :1], dtype=torch.int64)
     kept = []
     for wanted in ranks:
         place = wanted.cumsum(1) + taken  # counts from 1
-        kept.append(wanted & (place <= room))
+        kept.append(wanted & (place <= capacity))
         taken = place[:, -1:]
     return torch.stack(kept).any(0)
 

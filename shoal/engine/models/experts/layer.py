@@ -40,12 +40,12 @@ class MoE(nn.Module):
         weights, chosen = self.router(x, context)  # [b, s, E]
         rows = x.flatten(0, 1)  # [n, h]
         expert, token = chosen.flatten(0, 1).t().nonzero(as_tuple=True)  # [m], sorted by expert, then by token
-        y = self.experts(_Rows.apply(rows, token), chosen.sum((0, 1)))  # [m, h]
+        y = self.experts(_CopyTokens.apply(rows, token), chosen.sum((0, 1)))  # [m, h]
         weight = weights.flatten().index_select(0, token * weights.shape[-1] + expert).to(y.dtype)
-        return _Weighted.apply(y, weight, token, len(rows)).view_as(x)
+        return _WeightedSum.apply(y, weight, token, len(rows)).view_as(x)
 
 
-def _sums(rows: Tensor, token: Tensor, n: int) -> Tensor:
+def _sum_by_token(rows: Tensor, token: Tensor, n: int) -> Tensor:
     """Sum the rows of each of n tokens in a fixed order: [m, h] and the token of each row -> [n, h]."""
     if rows.device.type == "cpu":
         return rows.new_zeros(n, rows.shape[1]).index_add_(0, token, rows)
@@ -53,7 +53,7 @@ def _sums(rows: Tensor, token: Tensor, n: int) -> Tensor:
     return torch.ops.aten.embedding_dense_backward(rows, token, n, -1, False)
 
 
-class _Rows(torch.autograd.Function):
+class _CopyTokens(torch.autograd.Function):
     """Copy each token's row once per expert: [n, h] -> [m, h]."""
 
     @staticmethod
@@ -65,16 +65,16 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: Tensor):
         (token,) = ctx.saved_tensors
-        return _sums(gradient, token, ctx.n), None
+        return _sum_by_token(gradient, token, ctx.n), None
 
 
-class _Weighted(torch.autograd.Function):
+class _WeightedSum(torch.autograd.Function):
     """Weighted sum of each token's rows, [n, h]; saves the rows for backward, not the products."""
 
     @staticmethod
     def forward(ctx, y: Tensor, weight: Tensor, token: Tensor, n: int) -> Tensor:
         ctx.save_for_backward(y, weight, token)
-        return _sums(y * weight.unsqueeze(-1), token, n)
+        return _sum_by_token(y * weight.unsqueeze(-1), token, n)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):

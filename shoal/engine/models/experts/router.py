@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shoal.engine.models.experts import gates
 from shoal.engine.models.experts.gates import Choice
-from shoal.engine.models.initial import key_of, normal, uniform
+from shoal.engine.models.initial import normal, stream_key, uniform
 from shoal.spec.catalog import ModelShape
 
 SUMS = 3
@@ -176,7 +176,7 @@ class Router(Tallied):
         each = like[0].numel()
         inside = torch.arange(each, device=like.device).view(like.shape[1:])
         index = context.samples.view(-1, *(1 for _ in like.shape[1:])) * each + inside
-        return kind(key_of(context.seed, f"layers.{self.layer}.gate"), index)
+        return kind(stream_key(context.seed, f"layers.{self.layer}.gate"), index)
 
     def _counted(self, chosen: Tensor, dropped: Tensor, balance: Tensor, z: Tensor) -> Tensor:
         sums = torch.stack((dropped.sum().double(), balance.detach().double() * self.places.share,

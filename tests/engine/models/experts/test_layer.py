@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.engine.models.experts.grouped import GroupedFunction
-from shoal.engine.models.experts.layer import MoE, _Rows, _sums, _Weighted
+from shoal.engine.models.experts.layer import MoE, _CopyTokens, _sum_by_token, _WeightedSum
 from shoal.engine.models.experts.router import SUMS, RoutingContext
 from shoal.spec.catalog import Experts, ModelShape, model_shape
 
@@ -124,14 +124,14 @@ def test_rows_are_summed_in_one_order_on_every_device() -> None:
     token = torch.randint(5, (40,), generator=torch.Generator().manual_seed(0))
     rows = torch.randint(-9, 9, (40, 3)).double()
     expected = torch.stack([rows[token == t].sum(0) for t in range(5)])
-    assert torch.equal(_sums(rows, token, 5), expected)
+    assert torch.equal(_sum_by_token(rows, token, 5), expected)
     assert torch.equal(torch.ops.aten.embedding_dense_backward(rows, token, 5, -1, False), expected)
     with Seen() as seen:
         y, gradient = torch.randn(2, 40, 3, device="meta", requires_grad=True)
         weight = torch.randn(40, device="meta", requires_grad=True)
         x, token = torch.randn(5, 3, device="meta", requires_grad=True), token.to("meta")
-        _Weighted.apply(y, weight, token, 5).sum().backward()
-        _Rows.apply(x, token).backward(gradient)
+        _WeightedSum.apply(y, weight, token, 5).sum().backward()
+        _CopyTokens.apply(x, token).backward(gradient)
     assert x.grad.shape == (5, 3)
     assert not any("index_add" in name or "index_put" in name for name in seen.names), seen.names
 
