@@ -62,7 +62,7 @@ class Piece:
     """One box of a named tensor and the local memory that holds it.
 
     Attributes:
-        whole: global shape of the tensor, unsharded and unpadded.
+        whole: global shape of the tensor, without padding.
         box: the part of the tensor.
         tensor: local values of shape ``box.shape`` (a view where possible, so that loading writes into it).
         primary: whether this rank saves the box; other ranks may hold equal copies.

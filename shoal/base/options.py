@@ -95,7 +95,7 @@ def _unchecked(section: type[BaseModel]) -> Any:
 
 
 def _show_default(value: str) -> str:
-    """Show a default, unless it only means "not set": the description says what is used then."""
+    """Show a default, unless it means "not set"; the description names the value used then."""
     return "" if value in ("None", "", "''") else f"(default: {value})"
 
 

@@ -58,7 +58,7 @@ def run(options: CalibrateOptions) -> int:
     for unread, names, why in (
         (options.check, ("out", "ranks"), "of a measurement, which --check does not make"),
         (not options.check, ("scatter", "pick", "layouts"), "of --check, which is not given"),
-        (options.pick, ("layouts",), "--pick takes all layouts of so many ranks"),
+        (options.pick, ("layouts",), "--pick uses all layouts of its number of ranks"),
     ):
         if unread:
             reject_unused(options, names, why)

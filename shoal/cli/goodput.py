@@ -65,7 +65,7 @@ def run(options: GoodputOptions) -> int:
     """
     check_writable(options.out, "--out", ".svg")
     if options.spares is not None:
-        reject_unused(options, ("availability",), "--spares says how many there are")
+        reject_unused(options, ("availability",), "--spares gives their number")
     forecasts = [
         shoal.goodput(
             devices, mtbf=options.mtbf * HOUR if options.mtbf else None, checkpoint=options.checkpoint,

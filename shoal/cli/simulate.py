@@ -100,12 +100,12 @@ def _factors(option: str, given: Sequence[str], form: str) -> list[tuple[tuple[i
 def _reject_unread(options: SimulateOptions) -> None:
     """Reject options without effect."""
     if options.cluster:
-        reject_unused(options, ESTIMATED, "with --cluster, times are those of the estimate")
+        reject_unused(options, ESTIMATED, "with --cluster, the times come from the estimate")
     else:
-        reject_unused(options, FOR_ESTIMATES, "only with --cluster, whose times are those of the estimate")
+        reject_unused(options, FOR_ESTIMATES, "only with --cluster, whose times come from the estimate")
     if not (options.comm + options.latency or options.cluster):
         reject_unused(options, ("blocking",), "messages take no time; give --comm or --latency too")
     if not options.jitter:
         reject_unused(options, ("seed",), "only of --jitter")
     if options.csv:
-        reject_unused(options, ("pp", "microbatches"), "--csv says how many there are")
+        reject_unused(options, ("pp", "microbatches"), "--csv determines their number")

@@ -38,7 +38,7 @@ class Check:
     """Memory and idle time of a checked program with given times, taken from its `Timeline`.
 
     Attributes:
-        peak_live: for each pipeline rank, the most activations alive at once, in activations of one stage for one
+        peak_live: for each pipeline rank, the most activations alive together, in activations of one stage for one
             micro-batch. An activation is alive from its forward until its weight gradients are done. Memory that the
             first half of a split backward could free (Qi et al. 2024, table 1: M_B - M_W) is not subtracted.
         bubble: idle share of a rank's time from its first to its last computation, for the rank with the longest such
@@ -46,7 +46,7 @@ class Check:
             equals `flushed_bubble` for schedules without a split backward.
         flushed_bubble: idle share of the step over all ranks, from the first to the last computation on any rank. It is
             the cost of a step if all ranks synchronise at its end, as for a global gradient norm.
-        peak_versions: for each pipeline rank, the most versions of its weights kept at once.
+        peak_versions: for each pipeline rank, the most versions of its weights kept together.
     """
 
     peak_live: tuple[float, ...]
@@ -100,7 +100,7 @@ def _check_rank(program: Program, rank: int) -> None:
     if done.total() > len(wanted):
         for fact, times in done.items():
             if times > 1:
-                raise ProgramError(f"pipeline rank {rank}: {_named(fact, program, rank)} is there {times} times")
+                raise ProgramError(f"pipeline rank {rank}: {_named(fact, program, rank)} occurs {times} times")
     seen: set[Action] = set()
     for action in program.actions[rank]:
         for needed in _needs(action, program, rank):

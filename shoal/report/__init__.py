@@ -1,5 +1,5 @@
-"""Pictures and tables of what happened or would happen: timelines, figures, pages, traces, tables of plans.
+"""Reports of runs, estimates and plans: timelines, figures, pages, traces and tables.
 
-Everything is drawn from plain data, so it needs no torch. It uses the wings up to `shoal.training`, of which it reads
-records alone. Pages are one file each and open offline.
+Everything is drawn from plain data, without torch. It uses the wings above it; of `shoal.training` it only reads
+records. Each page is one file and opens offline.
 """

@@ -1,4 +1,4 @@
-"""Still charts by matplotlib, written as SVG."""
+"""Charts drawn with matplotlib, as SVG."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shoal.report.svg import FAINT, INK
 
 Points = Sequence[tuple[float, float]]
 Axis = tuple[str, Callable[[float], str]]
-"""The title of an axis, and how to write a number on it."""
+"""Title of an axis, and the formatter of its numbers."""
 
 COLOURS = (
     "#2563eb", "#e07b1a", "#0f9d76", "#c026a8", "#7c5cd6", "#b3261e", "#0891b2", "#8a6d1a", "#4b5563", "#5b3f8c",
@@ -36,7 +36,7 @@ STYLE: Any = {
     "lines.linewidth": 1.8, "lines.markersize": 4, "legend.fontsize": 8.5,
 }  # fmt: skip
 styled = matplotlib.rc_context(STYLE)
-"""Decorator of functions that draw. It applies `STYLE` in them alone, so that the user's own settings stay."""
+"""Decorator of functions that draw: applies `STYLE` only inside them, so that the user's settings are unchanged."""
 
 
 @styled
@@ -61,7 +61,7 @@ def to_svg(figure: Figure, *, inline: bool = False, title: str = "") -> str:
 
     Args:
         inline: for use in a page: without a background, and in the page's own text colour.
-        title: its accessible name.
+        title: accessible name.
     """
     file = io.StringIO()
     figure.savefig(file, format="svg", transparent=inline, metadata={"Date": None})
@@ -88,7 +88,7 @@ def draw_lines(
     """Draw lines over a logarithmic x axis, with a legend.
 
     Args:
-        series: by name, points in rising x; all positive.
+        series: points by name, in rising x; all positive.
         dashed: names of the lines to draw dashed and grey.
         marks: points (x, y) to emphasise, each with a label.
         dots: draw the points, too.
@@ -129,8 +129,8 @@ def draw_means(
     """Draw curves on linear axes: the mean of each name's lines thick, the lines themselves thin.
 
     Args:
-        series: by name, the lines of one thing, one for each repetition.
-        grey: names to draw in grey, to compare with.
+        series: lines by name, one for each repetition.
+        grey: names to draw in grey, as references.
     """
     axes.set_title(title)
     axes.set_xlabel(x)
@@ -146,7 +146,7 @@ def draw_means(
 
 
 def mean_line(lines: Sequence[Points]) -> list[tuple[float, float]]:
-    """Return the mean of some lines, as far as all of them go.
+    """Return the mean of several lines, up to the end of the shortest.
 
     >>> mean_line([[(1, 4.0), (2, 2.0)], [(1, 2.0), (2, 0.0)]])
     [(1.0, 3.0), (2.0, 1.0)]
@@ -163,8 +163,8 @@ def draw_bars(
     """Draw horizontal bars made of named parts; parts that no bar has are left out.
 
     Args:
-        bars: of each, from the top, its label, the sizes of its parts, and the text after its end.
-        limit: a size to mark, and what it is.
+        bars: label, sizes of the parts, and text after the end of each bar, from the top.
+        limit: a size to mark, and its label.
     """
     labels, sizes, ends = zip(*bars, strict=True)
     rows = range(len(bars))
@@ -195,7 +195,7 @@ def draw_bars(
 def stacked_bars(
     names: Sequence[str], bars: Sequence[tuple[str, Sequence[float], str]], limit: tuple[float, str] | None = None
 ) -> str:
-    """Return the SVG of the bars of `draw_bars`, for a page."""
+    """Draw bars with `draw_bars` as SVG for a page."""
     figure, (axes,) = new_figure(PAGE_WIDTH, 90 + 30 * len(bars))
     draw_bars(axes, names, bars, limit)
     return to_svg(figure, inline=True)

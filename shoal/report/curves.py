@@ -12,7 +12,7 @@ from shoal.training.records.metrics import StepMetrics
 
 
 def draw_curves(metrics: Sequence[StepMetrics]) -> str:
-    """Draw loss (with validation as dots), throughput, gradient norm and memory of a run, as far as they are known."""
+    """Draw loss (with validation as dots), throughput, gradient norm and memory of a run, as far as recorded."""
 
     def points(read: Callable[[StepMetrics], float | None]) -> Points:
         return [(m.step, value) for m in metrics if (value := read(m)) is not None]

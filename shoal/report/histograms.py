@@ -1,4 +1,4 @@
-"""What a run's tensors hold, octave by octave, under the ranges of the number formats: a row for each tensor."""
+"""Histograms of a run's tensors by octave, with the ranges of the number formats: a row for each tensor."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ FORMATS: dict[str, tuple[Format, bool]] = {
     "fp16": (FP16, False), "bf16": (BF16, False), "e5m2": (E5M2, False), "e4m3": (E4M3, False),
     "e5m2, scaled": (E5M2, True), "e4m3, scaled": (E4M3, True),
 }  # fmt: skip
-"""Those that the shares are told for; scaled is by a power of two for each tensor."""
+"""Formats whose losses are shown, and whether each tensor is first scaled by a power of two."""
 
-BARS = ("fp16", "e5m2", "e4m3")  # whose ranges end inside the picture
-LOWEST, HIGHEST = -60, 20  # octaves that are drawn; what lies below is in the first, what lies above in the last
+BARS = ("fp16", "e5m2", "e4m3")  # formats whose ranges end inside the picture
+LOWEST, HIGHEST = -60, 20  # octaves drawn; the first and last include everything below and above
 LEFT, CELL, ROW, TOP = 190, 7.0, 13, 62
-COLUMN = 84  # of a format's share
-SIZE = 10.5  # of letters
+COLUMN = 84  # width of a format's column
+SIZE = 10.5  # font size
 CELLS, RANGES = "#2f6fb5", "#b5562f"
 NOTE = (
-    "Each row is a tensor, each cell an octave, darker for more of its numbers. Bars show what a format can hold, from "
-    "half of its smallest number on. On the right: the part of the numbers (0 left out) that would become 0 and, after "
-    "a plus, that would be too large."
+    "Each row is a tensor, each cell an octave, darker for more of its numbers. Bars show the range of a format, from "
+    "half of its smallest number on. On the right: the fraction of the nonzero numbers that would underflow to 0 and, "
+    "after a plus, that would overflow."
 )
-PART = " Of experts and routers, which are no linear layers, weights and gradients alone are counted."
+PART = " Experts and routers are not linear layers: only their weights and gradients are counted."
 
 
 def histograms(step: int, tensors: Sequence[Histogram]) -> str:
-    """A picture for each kind of tensor."""
+    """Return the markup of one picture for each kind of tensor."""
     note = NOTE + PART * any(".experts." in tensor.name or ".router" in tensor.name for tensor in tensors)
-    parts = [f"<h2>What the tensors hold, step {step}</h2><p class=note>{escape(note)}</p>"]
+    parts = [f"<h2>Values of the tensors, step {step}</h2><p class=note>{escape(note)}</p>"]
     for kind in KINDS:
         rows = [tensor for tensor in tensors if tensor.kind == kind]
         if rows:
@@ -62,7 +62,7 @@ def picture(rows: Sequence[Histogram]) -> str:
 
 
 def share(row: Histogram, kind: Format, *, scaled: bool) -> str:
-    """What a format loses of a tensor: the part that becomes 0, and that which is too large."""
+    """Return the fractions of a tensor that underflow to 0 and that overflow in a format."""
     below, above = shares(row.counts, kind, scaled=scaled)
     return _percent(below) + (f" + {_percent(above)}" if above else "")
 
@@ -74,7 +74,7 @@ def _percent(part: float) -> str:
 
 
 def octaves(row: Histogram) -> dict[int, int]:
-    """How many numbers are in each octave that is drawn; 0 is left out."""
+    """Count the nonzero numbers in each drawn octave."""
     found: dict[int, int] = {}
     for i in range(1, BINS):
         if row.counts[i]:
@@ -103,5 +103,5 @@ def _draw_ranges(canvas: Canvas, bottom: float) -> None:
 
 
 def _x(bin: int) -> float:
-    """Return where a bin begins."""
+    """Return the x coordinate of a bin's start."""
     return LEFT + CELL / PER_OCTAVE * (bin - bin_of(2.0**LOWEST))

@@ -1,7 +1,7 @@
-"""HTML pages that are one file each: no network, no other file, readable for as long as there are browsers.
+"""HTML pages that are one file each: no network, no other file, readable in any browser.
 
 `page` is the frame that every page of shoal has; `timelines` is the interactive part, whose script and style lie in
-``assets/``. Its numbers travel as columns of raw bytes, so that 100,000 actions are a few megabytes and open at once.
+``assets/``. Its numbers are embedded as columns of raw bytes, so that 100,000 actions are a few megabytes and open quickly.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def _timeline(chart: Chart, paints: list[Paint]) -> dict:
 
 
 def _packed(column: np.ndarray, kind: str = "") -> dict[str, str]:
-    """Encode a column for the page's script, little-endian; whole numbers take the fewest bytes that hold them."""
+    """Encode a column for the page's script, little-endian; integers take the smallest sufficient type."""
     low, high = column.min(initial=0), column.max(initial=0)
     kind = kind or next(k for k in ("i1", "i2", "i4") if np.iinfo(k).min <= low and high <= np.iinfo(k).max)
     return {"type": kind, "bytes": base64.b64encode(np.ascontiguousarray(column, f"<{kind}").tobytes()).decode()}

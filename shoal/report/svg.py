@@ -1,4 +1,4 @@
-"""Drawings as SVG: elements as text, in one list."""
+"""SVG drawings, built as a list of elements."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from html import escape
 from typing import Any
 
 INK, FAINT, GRID = "#1f2328", "#6b7280", "#e5e7eb"
-MARGIN = 30.0  # of a heading
+MARGIN = 30.0  # left margin of a heading
 FONT = "ui-sans-serif, system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
 
 
 class Canvas:
-    """What is drawn, in order: later elements lie over earlier ones. Lengths are pixels from the upper left corner."""
+    """A drawing; later elements cover earlier ones. Lengths are pixels from the upper left corner."""
 
     def __init__(self) -> None:
         self.elements: list[str] = []
@@ -25,11 +25,11 @@ class Canvas:
     def text(
         self, x: float, y: float, words: str, *, size: float = 12, fill: str = INK, anchor: str = "start", **more: Any
     ) -> None:
-        """Add words whose base line is at y; ``anchor`` is start, middle or end."""
+        """Add text with its baseline at y; ``anchor`` is start, middle or end."""
         self.add("text", escape(words), x=x, y=y, font_size=size, fill=fill, text_anchor=anchor, **more)
 
     def heading(self, title: str, words: str) -> None:
-        """Add the title of the drawing at its top, and below it what it shows."""
+        """Add a title at the top of the drawing, and a line of text below it."""
         self.text(MARGIN, 40, title, size=19, font_weight=650)
         self.text(MARGIN, 62, words, fill=FAINT)
 
@@ -38,7 +38,7 @@ class Canvas:
         self.add("rect", x=x, y=y, width=width, height=height, fill=fill, **more)
 
     def place(self, x: float, y: float, other: Canvas) -> None:
-        """Add another drawing, moved."""
+        """Add another drawing with its upper left corner at (x, y)."""
         self.elements.append(f'<g transform="translate({_number(x)} {_number(y)})">')
         self.elements += other.elements
         self.elements.append("</g>")

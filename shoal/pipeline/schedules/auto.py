@@ -39,7 +39,7 @@ def zb_auto(
     """
     times, memory = times or StageDurations(), ranks if memory is None else memory
     if memory < 1:
-        raise UsageError(f"zb-auto: memory for {memory} activations, but each pipeline rank needs room for one")
+        raise UsageError(f"zb-auto: memory for {memory} activations, but each pipeline rank needs memory for one")
     return min(_candidates(ranks, microbatches, times, memory, kept), key=lambda orders: _cost(orders, times))
 
 

@@ -56,7 +56,7 @@ def _both_ways(near: MicroBatchCursor, far: MicroBatchCursor, place: int, half: 
         order += near("F") + far("F")
     for _ in range(half - place - 1):
         order += split(far) + weight() + far("F")
-    for _ in range(full - 2 * half + place + 1):  # the steady state; DualPipe computes each pair at once
+    for _ in range(full - 2 * half + place + 1):  # the steady state; DualPipe overlaps the two passes of each pair
         order += near("F") + far("B") + far("F") + near("B")
     for _ in range(half - place - 1):
         order += far("B") + far("F") + near("B")

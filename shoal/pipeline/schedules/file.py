@@ -131,7 +131,7 @@ def _orders(text: str, name: str) -> list[list[Action]]:
             place = f"row {rank + 1}, cell {column + 1}"
             for action in _actions(cell.strip(), f"schedule file {name}, {place}"):
                 if action in seen:
-                    raise UsageError(f"schedule file {name}, {place}: {action} is there already, in {seen[action]}")
+                    raise UsageError(f"schedule file {name}, {place}: {action} is already in {seen[action]}")
                 seen[action] = place
                 order.append(action)
         if not order:

@@ -20,7 +20,7 @@ DOWN, UP = 0, 1
 
 
 def zb_v(rank: int, ranks: int, microbatches: int, virtual: int) -> list[Action]:
-    """ZB-V: no bubble with 1F1B's memory. The last stage is on the first rank, so its backward can start at once."""
+    """ZB-V: no bubble with 1F1B's memory. The last stage is on the first rank, so its backward can start immediately."""
     down, up = MicroBatchCursor(rank, microbatches), MicroBatchCursor(2 * ranks - 1 - rank, microbatches)
     full = max(microbatches, 2 * ranks - 1)  # micro-batches needed to fill the pipeline
     order = []
@@ -85,7 +85,7 @@ def _block(ranks: int, paces: tuple[int, int, int, int]) -> list[dict[tuple[Op, 
         block = [_begins(rank, ranks, paces, waits) for rank in range(ranks)]
         if all(len({begin % INTERVAL for begin in begins.values()}) == len(begins) for begins in block):
             return [_with_weights(begins) for begins in block]
-    raise AssertionError(f"no block of {ranks} ranks has room for paces {paces}")
+    raise AssertionError(f"no block of {ranks} ranks fits the paces {paces}")
 
 
 def _begins(rank: int, ranks: int, paces: tuple[int, ...], waits: tuple[int, ...]) -> dict[tuple[Op, int], int]:

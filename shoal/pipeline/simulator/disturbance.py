@@ -70,7 +70,7 @@ def different_replicas(disturbance: Disturbance, pp: int, dp: int = 1, tp: int =
         if x != y or i == j:
             raise UsageError(
                 f"slow link {a}-{b}: activations only pass between pipeline ranks of one replica; "
-                f"rank {a} meets {', '.join(str(k * dp * tp + x) for k in range(pp) if k != i) or 'nobody'}"
+                f"rank {a} meets {', '.join(str(k * dp * tp + x) for k in range(pp) if k != i) or 'none'}"
             )
         note(x // tp, i, j, factor)
         note(x // tp, j, i, factor)

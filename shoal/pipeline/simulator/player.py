@@ -1,4 +1,4 @@
-"""Event simulation of programs: start and end of each action and message, for many sets of durations at once.
+"""Event simulation of programs: start and end of each action and message, for many sets of durations together.
 
 Events lie on lanes. A rank is a lane of actions; a link (from one rank to another) is a lane of messages. An event
 starts when the previous one on its lane has ended and the one that it waits for has arrived. The order of events

@@ -84,7 +84,7 @@ def _both_ways(source: str, half: Callable[[EqualStages], float]) -> Theory:
         source,
         idle=lambda s: (half(s) - 1) * ((s.pair or 0.0) + s.whole - 3 * s.w),
         alive=lambda s: int(2 * half(s)) + 1,
-        needs="pairs computed at once, F&B >= B, T_W <= T_F <= T_B, m even and >= 4p",
+        needs="pairs computed together, F&B >= B, T_W <= T_F <= T_B, m even and >= 4p",
         holds=lambda s: (s.pair or 0) >= s.whole and s.w <= s.f <= s.b and s.m % 2 == 0 and s.m >= 4 * s.p,
     )
 

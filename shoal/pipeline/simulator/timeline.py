@@ -149,7 +149,7 @@ class Timeline:
 
     @cached_property
     def peak_live(self) -> np.ndarray:
-        """[ranks] Maximum number of activations alive at once: micro-batches on one stage, from F to B (to W if split).
+        """[ranks] Maximum number of activations alive together: micro-batches on one stage, from F to B (to W if split).
 
         A slice of the sequence counts as its share.
         """
@@ -163,7 +163,7 @@ class Timeline:
 
     @cached_property
     def weight_versions(self) -> np.ndarray:
-        """[ranks] Maximum number of versions of one stage's weights kept at once; 1 for synchronous programs.
+        """[ranks] Maximum number of versions of one stage's weights kept together; 1 for synchronous programs.
 
         A STEP of the stage creates a version. It is kept until the next is created and the last action that uses it is
         done.

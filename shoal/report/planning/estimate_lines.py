@@ -64,12 +64,12 @@ def estimate_facts(
     low, high = map(show_seconds, estimate.interval)
     least, most = map(show_bytes, estimate.memory_interval)
     found = [
-        ("step", f"{show_seconds(step)}; in four of five cases between {low} and {high}"),
+        ("step", f"{show_seconds(step)}; 80 % interval {low} to {high}"),
         ("tokens per second", f"{run.tokens / step:,.0f} ({run.tokens / step / run.cluster.size:,.0f} a device)"),
         ("MFU, of the dense peak", f"{100 * estimate.mfu:.1f} % ({100 * estimate.hfu:.1f} % with what is recomputed)"),
         ("memory of the fullest rank", f"{show_bytes(estimate.fullest.allocated)} allocated, "
-         f"{show_bytes(estimate.fullest.reserved)} reserved, of {show_bytes(estimate.capacity)}; in four of five cases "
-         f"between {least} and {most}"),
+         f"{show_bytes(estimate.fullest.reserved)} reserved, of {show_bytes(estimate.capacity)}; 80 % interval "
+         f"{least} to {most}"),
         (f"training on {tokens:.3g} tokens",
          f"{f'{seconds / DAY:,.1f} days' if seconds > DAY else show_seconds(seconds)}, {flops:.3g} FLOPs, "
          f"{petaflop_days(flops):{',.0f' if flops > 1e21 else '.3g'}} petaFLOP/s-days"),

@@ -23,7 +23,7 @@ from shoal.planning.search.search import Plan, PricedLayout
 from shoal.planning.search.space import LEVELS
 from shoal.spec.layout import Layout
 
-NARROWEST = 12  # minimum letters of a narrowed column
+NARROWEST = 12  # minimum width of a narrowed column, in characters
 
 
 def lines(model: str, plan: Plan, estimates: Sequence[Estimate]) -> list[str]:
@@ -35,9 +35,9 @@ def lines(model: str, plan: Plan, estimates: Sequence[Estimate]) -> list[str]:
         "",
     ]
     if not plan.best:
-        room = show_bytes(StageMemory(run).capacity)
-        return [*head, f"No layout that was searched fits in {room}.",
-                "  Ask `shoal plan --fewest` how many devices it takes."]  # fmt: skip
+        limit = show_bytes(StageMemory(run).capacity)
+        return [*head, f"No searched layout fits in {limit}.",
+                "  `shoal plan --fewest` finds the number of devices that it needs."]  # fmt: skip
     every = zip(plan.best, estimates, reasons(plan, estimates), strict=True)
     rows = [
         [str(number), show_seconds(found.seconds), f"{100 * estimate.mfu:.1f} %", show_bytes(found.memory.reserved),
@@ -48,9 +48,9 @@ def lines(model: str, plan: Plan, estimates: Sequence[Estimate]) -> list[str]:
     least, most = map(show_bytes, estimates[0].memory_interval)
     return [
         *head, *table(["", "step", "MFU", "memory", "layout", "against the best"], rows), "",
-        f"The first takes between {low} and {high} in four of five cases, and between {least} and {most}.", "",
-        f"{plan.branches - plan.pruned:,} of {plan.branches:,} meshes, micro-batches and pipelines looked at, "
-        f"{len(plan.players)} programs, {plan.played:,} layouts played: {plan.seconds:.1f} s",
+        f"80 % intervals of the first: step {low} to {high}, memory {least} to {most}.", "",
+        f"{plan.branches - plan.pruned:,} of {plan.branches:,} combinations of mesh, micro-batch and pipeline bounded, "
+        f"{len(plan.players)} programs, {plan.played:,} layouts simulated: {plan.seconds:.1f} s",
         "", *_for_train(model, run, plan.best[0].layout),
     ]
 
@@ -69,7 +69,7 @@ def words(layout: Layout) -> str:
     if layout.recompute != "none":
         more.append(f"recompute {layout.recompute}")
     if layout.stage_layers:
-        runs = [(len(list(alike)), layers) for layers, alike in groupby(layout.stage_layers)]
+        runs = [(len(list(equal)), layers) for layers, equal in groupby(layout.stage_layers)]
         each = (f"{count} x {layers}" if count > 1 else f"{layers}" for count, layers in runs)
         more.append(f"stages of {' + '.join(each)} layers")
     if layout.zero == 3 and not layout.reshard_after_forward:
@@ -135,10 +135,10 @@ def fewest_line(planner: LayoutPlanner, plan: Plan | None) -> str:
     """Return the line with the fewest devices that hold the model."""
     name = planner.run.cluster.accelerator.name
     if plan is None:
-        return f"{planner.model} does not fit on any number of {name} that was tried."
+        return f"{planner.model} does not fit on any tried number of {name}."
     return (
-        f"{plan.run.cluster.size} x {name} are the fewest that hold {planner.model}: "
-        f"{show_seconds(plan.found.seconds)} a step, {show_bytes(plan.found.memory.reserved)} on the fullest, "
+        f"{plan.run.cluster.size} x {name} is the smallest number that holds {planner.model}: "
+        f"{show_seconds(plan.found.seconds)} a step, {show_bytes(plan.found.memory.reserved)} on the fullest rank, "
         f"{words(plan.found.layout)}"
     )
 
@@ -172,7 +172,7 @@ def budget_lines(planner: LayoutPlanner, paid: BudgetAnswer) -> Iterator[str]:
     yield ""
     if not paid.found:
         nodes = planner.run.cluster.nodes
-        yield f"${paid.budget:,.0f} do not pay for {paid.tokens:.3g} tokens on 1 to {nodes:,} nodes."
+        yield f"${paid.budget:,.0f} does not pay for {paid.tokens:.3g} tokens on 1 to {nodes:,} nodes."
         return
     days = paid.seconds(paid.found) / DAY
     size = paid.found.run.cluster.size
@@ -205,8 +205,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, right: int | No
     every = [head, *rows]
     widths = [max(len(row[i]) for row in every) for i in range(len(head))]
     if sys.stdout.isatty():
-        room = get_terminal_size().columns - 2 * len(widths) + 1
-        while sum(widths) > room and max(widths) > NARROWEST:
+        available = get_terminal_size().columns - 2 * len(widths) + 1
+        while sum(widths) > available and max(widths) > NARROWEST:
             widths[widths.index(max(widths))] -= 1
     lines = []
     for row in every:

@@ -1,4 +1,4 @@
-"""How a run went: its curves, what happened to it, and its recorded step beside the simulated one."""
+"""Report of a run: curves, events, and its recorded step beside the simulated one."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from shoal.training.records.profile import read_profile
 from shoal.training.resilience.events import read_events
 
 PAGE = "report.html"
-NO_PROFILE = "No step was recorded action by action: start or resume the run with --profile to see its timeline."
+NO_PROFILE = "No step was profiled: start or resume the run with --profile to see its timeline."
 
 
 @dataclass(frozen=True)
 class RunReport:
-    """What is known of a run.
+    """Data of a run's report.
 
     Attributes:
-        folder: of the run.
-        file: that the report was written to.
-        config: of the run.
-        metrics: of each logged step.
-        events: failures, restarts and recoveries, as they were recorded.
-        comparison: of the recorded step with the simulated one; None where no step was recorded.
+        folder: run folder.
+        file: file that the report was written to.
+        config: config of the run.
+        metrics: one record per logged step.
+        events: recorded failures, restarts and recoveries.
+        comparison: the recorded step beside the simulated one; None if no step was recorded.
     """
 
     folder: Path
@@ -50,7 +50,7 @@ class RunReport:
     comparison: Comparison | None
 
     def facts(self) -> list[tuple[str, str]]:
-        """The run in numbers, as (name, value)."""
+        """Return the run in numbers, as (name, value)."""
         last = self.metrics[-1]
         validation = next((m.validation_loss for m in reversed(self.metrics) if m.validation_loss is not None), None)
         facts = [("steps done", f"{last.step} of {last.steps}"), ("loss", f"{last.loss:.4f}")]
@@ -65,19 +65,19 @@ class RunReport:
 
 
 def write_report(run_folder: str | Path, out: str | Path | None = None) -> RunReport:
-    """Write what is known of a run as a page, or its recorded step as a figure or a trace.
+    """Write the report of a run as a page, or its recorded step as a figure or a trace.
 
     Args:
-        run_folder: of the run, which may still go on.
-        out: the file: a page (.html), a figure (.svg, .png) or a trace (.json, .json.gz); the last two show the
-            timelines alone. None for ``report.html`` in the run folder.
+        run_folder: folder of the run, which may still be active.
+        out: a page (.html), a figure (.svg, .png) or a trace (.json, .json.gz); figures and traces only show the
+            timelines. None for ``report.html`` in the run folder.
 
     Returns:
-        What was written, as data.
+        The data of the report.
 
     Raises:
-        UsageError: there is no run, nothing has been logged yet, the file cannot be written, or timelines are asked
-            for that were not recorded.
+        UsageError: no such run, nothing has been logged yet, the file cannot be written, or a figure or trace is
+            requested and no step was recorded.
 
     >>> import shoal
     >>> report = shoal.write_report("runs/example")
@@ -86,7 +86,7 @@ def write_report(run_folder: str | Path, out: str | Path | None = None) -> RunRe
     """
     folder = Path(run_folder)
     if not (folder / RUN_FILE).is_file():
-        raise UsageError(f"{folder} is no run folder: it has no {RUN_FILE}.")
+        raise UsageError(f"{folder} is not a run folder: it has no {RUN_FILE}.")
     file = Path(out) if out else folder / PAGE
     check_writable(file, "--out", *KINDS)
     config, metrics, profile = load_config(folder / RUN_FILE), read_metrics(folder), read_profile(folder)
@@ -111,7 +111,7 @@ def _html(report: RunReport) -> str:
     lead = f"{config.model.name}, {config.parallel.describe()}, {config.train.precision}."
     parts: list[Fragment | str] = [html_tiles(report.facts()), draw_curves(report.metrics)]
     if len(happened := event_table(report.events)) > 1:
-        parts += ["<h2>What happened</h2>", _table(happened)]
+        parts += ["<h2>Events</h2>", _table(happened)]
     if recorded := read_histograms(report.folder):
         parts.append(histograms(*recorded))
     if compared:
@@ -133,9 +133,9 @@ def _html(report: RunReport) -> str:
 
 
 HOW = (
-    "The simulation plays the same program with the mean of the recorded times of each op and stage, and with the "
-    "median time of the messages that were waited for. What it does not know is how times vary: played with each "
-    "step's own times, only what the simulation itself leaves out remains."
+    "The simulation plays the same program with the mean recorded time of each op and stage, and with the median time "
+    "of the messages that a rank waited for. It therefore does not include the variation of these times. Played with "
+    "the times of each step, the remaining difference is the error of the simulation itself."
 )
 
 

@@ -1,4 +1,4 @@
-"""What a corpus and a checkpoint hold, for the terminal."""
+"""Contents of a corpus and of a checkpoint, for the terminal."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def data_lines(found: DataContents) -> list[str]:
-    """The corpus as a table with a row for each split, then the sample; letters that cannot be shown are replaced."""
+    """Return the corpus as a table with a row for each split, then the sample; unprintable characters are replaced."""
     lines = _corpus_lines(found.corpus, found.tokenizer) if found.corpus else []
-    text = "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in found.sample)
+    text = "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in found.sample)
     heading = f"sample 0 of seed 0: {found.sample_tokens} tokens, {found.sample_targets} in the loss"
     return [*lines, "", heading, "", text]
 
@@ -37,7 +37,7 @@ def _corpus_lines(corpus: CorpusContents, tokenizer: str) -> list[str]:
 
 
 def checkpoint_table(found: CheckpointContents) -> Table:
-    """A row for each tensor: name, dtype, whole shape, bytes, and the boxes and files that hold it."""
+    """Return a table with a row for each tensor: name, dtype, global shape, bytes, and the boxes and files that hold it."""
     rows = [
         (t.name, t.dtype, " x ".join(map(str, t.shape)) or "scalar", f"{t.bytes:,}", str(t.boxes), str(t.files))
         for t in found.tensors

@@ -1,4 +1,4 @@
-"""The report of a run on the terminal."""
+"""Report of a run in the terminal."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class Chart:
 
     @cached_property
     def peak(self) -> np.ndarray:
-        """[ranks] Maximum bytes (or activations) alive at once."""
+        """[ranks] Maximum bytes (or activations) alive together."""
         return self.timeline.peak_bytes(*self._bytes)
 
     @property

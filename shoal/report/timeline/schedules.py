@@ -37,7 +37,7 @@ def schedule_lines(every: Sequence[PlayedSchedule]) -> Iterator[str]:
             yield _theory(played)
     for played in every:
         if played.estimated_seconds is not None:
-            yield f"{played.name}: shoal estimate says {show_seconds(played.estimated_seconds)} a step"
+            yield f"{played.name}: shoal estimate predicts {show_seconds(played.estimated_seconds)} a step"
 
 
 def _theory(played: PlayedSchedule) -> str:

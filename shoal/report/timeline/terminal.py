@@ -1,4 +1,4 @@
-"""Timelines in a terminal: one row per rank, one cell per time interval; in colour, or as letters."""
+"""Timelines in a terminal: one row per rank, one cell per time interval; in colour, or as characters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def show(console: Console, charts: Sequence[Chart], *, rows: int = MOST_ROWS) ->
 
     Args:
         console: console whose width they fit. Without colour (a pipe, ``NO_COLOR``) actions are shown by their program
-            letters, in lower case for every second stage of a rank.
+            characters, in lower case for every second stage of a rank.
         charts: charts whose times are all in the same unit.
         rows: maximum number of ranks shown per timeline.
     """
@@ -50,7 +50,7 @@ def timeline(chart: Chart, width: int, end: float, *, rows: int = MOST_ROWS, col
         width: maximum columns of a line.
         end: end of the axis, which starts at 0.
         rows: maximum number of ranks shown.
-        coloured: use colours instead of letters.
+        coloured: use colours instead of characters.
     """
     label = len(f"rank {chart.timeline.ranks - 1}") + 1
     idle = 1 - chart.timeline.busy[chart.kind] / chart.timeline.compute_span if chart.timeline.compute_span else None
@@ -157,7 +157,7 @@ def _print_legend(console: Console, charts: Sequence[Chart]) -> None:
     entries.append(Text.assemble(("  ", Style(bgcolor="grey15")), " idle") if coloured else Text(". idle"))
     console.print(Columns(entries, padding=(0, 3)))
     if has_shades(charts):
-        _print(console, f"{'lighter' if coloured else 'small letters'}: a later stage of the rank")
+        _print(console, f"{'lighter' if coloured else 'lower case'}: a later stage of the rank")
 
 
 def comparison(charts: Sequence[Chart], width: int) -> Table:

@@ -165,7 +165,7 @@ def read_calibration(path: Path | None = None) -> Calibration:
         return Calibration(own)
     given = _constants(read_toml(path), str(path))
     if wrong := sorted(given.keys() ^ own.keys()):
-        raise UsageError(f"{path}: constants must be those of shoal's own calibration.toml; these differ: {wrong}")
+        raise UsageError(f"{path}: constants must have the names in shoal's calibration.toml; these differ: {wrong}")
     for name, constant in given.items():
         if constant.by != own[name].by:
             raise UsageError(f"{path}: [{name}] by = '{constant.by}', but in shoal's own it is '{own[name].by}'")

@@ -52,8 +52,8 @@ def check_float8_sizes(config: RunConfig, shape: ModelShape) -> None:
     for pattern in float8.keep:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise UsageError(
-                f"float8.keep: '{pattern}': it fits no linear layer of the model's blocks.\n  These are called "
-                f"{', '.join(name for name in names if '.0.' in name)}, ..; * stands for anything."
+                f"float8.keep: '{pattern}': it matches no linear layer of the model's blocks.\n  These are "
+                f"{', '.join(name for name in names if '.0.' in name)}, ..; * matches anything."
             )
     if layout.tp == 1 or (products != "mxfp8" and float8.scales != "block"):
         return

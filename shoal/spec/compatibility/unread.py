@@ -26,7 +26,7 @@ def check_unread(config: RunConfig) -> None:
     overlap, sampler = config.data.overlap, config.data.sampler
     if overlap != _default(DataConfig, "overlap") and sampler != "overlap":
         raise UsageError(
-            f"data.overlap = {overlap:g} with data.sampler = '{sampler}': it is read by the sampler 'overlap' alone."
+            f"data.overlap = {overlap:g} with data.sampler = '{sampler}': only the sampler 'overlap' reads it."
             "\n  Leave data.overlap out."
         )
 
@@ -63,8 +63,8 @@ def _check_precision(config: RunConfig) -> None:
     float8 = config.float8
     if formats.products == "mxfp8" and float8 != Float8Config(gradient=float8.gradient, keep=float8.keep):
         raise UsageError(
-            f"section float8 with train.precision = '{precision}': blocks of 32 and their scales are the format's own."
-            "\n  Set float8.gradient and float8.keep alone, or use fp8."
+            f"section float8 with train.precision = '{precision}': the format fixes blocks of 32 and their scales."
+            "\n  Set only float8.gradient and float8.keep, or use fp8."
         )
 
 
@@ -75,12 +75,12 @@ def _check_float8(float8: Float8Config) -> None:
         given = getattr(float8, name)
         if given != _default(Float8Config, name) and getattr(float8, needs) != value:
             raise UsageError(
-                f"float8.{name} = {given} with float8.{needs} = '{getattr(float8, needs)}': it is not read there."
+                f"float8.{name} = {given} with float8.{needs} = '{getattr(float8, needs)}', which does not read it."
                 f"\n  Leave it out, or set float8.{needs} = '{value}'."
             )
     if float8.amax != "current" and float8.scales != "tensor":
         raise UsageError(
-            f"float8.amax = 'delayed' with float8.scales = '{float8.scales}': a history is kept of whole tensors."
+            f"float8.amax = 'delayed' with float8.scales = '{float8.scales}': the history has one value per tensor."
             "\n  Use float8.scales 'tensor', or float8.amax 'current'."
         )
 
@@ -93,6 +93,6 @@ def _check_relaxed(config: RunConfig) -> None:
             readers = tuple(reader for reader in readers if reader not in sync_methods.LOCAL)
         if value != field.default and sync not in readers:
             raise UsageError(
-                f"relaxed.{name} = {written(value)} with parallel.sync = '{sync}': it is read by {', '.join(readers)} "
-                f"alone.\n  Leave relaxed.{name} out."
+                f"relaxed.{name} = {written(value)} with parallel.sync = '{sync}': only {', '.join(readers)} "
+                f"read it.\n  Leave relaxed.{name} out."
             )
