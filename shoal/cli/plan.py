@@ -78,7 +78,7 @@ def run(options: PlanOptions) -> int:
     if len(asked) > 1:
         raise UsageError("--fewest, --budget, --what-if and --map are questions of their own.\n  Ask one at a time.")
     if not options.budget:
-        reject_unused(options, ("tokens", "price"), "only with --budget, which counts the dollars of a complete training")
+        reject_unused(options, ("tokens", "price"), "only with --budget, the price of a complete training")
     if asked:
         unread = ("top", "toml") if options.map else ("top", "toml", "out")
         reject_unused(options, unread, f"--{asked[0].replace('_', '-')} lists no layouts of one search")

@@ -1,7 +1,7 @@
-"""HTML pages that are one file each: no network, no other file, readable in any browser.
+"""HTML pages of one file each: no network, no other file, readable in any browser.
 
 `page` is the frame that every page of shoal has; `timelines` is the interactive part, whose script and style lie in
-``assets/``. Its numbers are embedded as columns of raw bytes, so that 100,000 actions are a few megabytes and open quickly.
+``assets/``. Its numbers are embedded as columns of raw bytes: 100,000 actions are a few megabytes and open quickly.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def timelines(charts: Sequence[Chart]) -> Fragment:
     """Return timelines above each other on one time axis, to zoom into and point at.
 
     Args:
-        charts: whose times are all in the same unit.
+        charts: charts whose times are all in the same unit.
     """
     paints = sorted({paint for chart in charts for paint in chart.paints}, key=str)
     body = [_tools(charts)]
@@ -106,7 +106,7 @@ def timelines(charts: Sequence[Chart]) -> Fragment:
         body.append(
             f'<section class="timeline"><h2>{escape(chart.name)} <small>{escape(small)}</small></h2>'
             f'<canvas class="canvas" id="timeline-{i}" tabindex="0" role="img" aria-label="Timeline of '
-            f'{escape(chart.name)}: {escape(small)}. Arrow keys go from action to action."></canvas></section>'
+            f'{escape(chart.name)}: {escape(small)}. Arrow keys move between actions."></canvas></section>'
         )
     numbers = json.dumps(
         {
@@ -137,7 +137,7 @@ def _tools(charts: Sequence[Chart]) -> str:
         '<button id="in" title="Zoom in (+)" aria-label="Zoom in">+</button>'
         '<button id="all" title="Show all (0)">All</button>'
         '<button id="numbers" aria-pressed="true" title="Micro-batch numbers">Numbers</button>'
-        '<button id="strips" aria-pressed="true" title="What is alive on each rank">Memory</button>'
+        '<button id="strips" aria-pressed="true" title="Live activations on each rank">Memory</button>'
         "</div></div>"
         '<canvas class="axis" id="axis" role="img" aria-label="Time axis: drag to zoom into a part"></canvas></div>'
     )
@@ -145,8 +145,8 @@ def _tools(charts: Sequence[Chart]) -> str:
 
 HELP = (
     '<p class="note">Wheel over the time axis, or <kbd>Ctrl</kbd> + wheel anywhere: zoom. Drag: move; along the axis: '
-    "zoom into that part. Double click: closer; on the axis: all. Point at an action to see it and the way of its "
-    "micro-batch. Keys on a timeline: arrows go from action to action, <kbd>+</kbd> <kbd>-</kbd> <kbd>0</kbd> zoom, "
+    "zoom into that part. Double click: closer; on the axis: all. Point at an action to see it and the path of its "
+    "micro-batch. Keys on a timeline: arrows move between actions, <kbd>+</kbd> <kbd>-</kbd> <kbd>0</kbd> zoom, "
     "<kbd>a</kbd> <kbd>d</kbd> move.</p>"
 )
 

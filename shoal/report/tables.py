@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterable, Sequence
 from html import escape
+from io import StringIO
+from shutil import get_terminal_size
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+UNLIMITED = 10_000  # width of a table that is not printed on a terminal
 
 
 def text_table(
@@ -35,6 +41,19 @@ def text_table(
         else:
             table.add_section()
     return table
+
+
+def table_lines(headings: Sequence[str], rows: Iterable[Sequence[str]], *, right: int | None = None) -> list[str]:
+    """Format a table as lines of text. On a terminal, wide columns wrap to its width.
+
+    Args:
+        right: index of the first column to align to the right; None for none.
+    """
+    words = range(len(headings) if right is None else right)
+    width = get_terminal_size().columns - 1 if sys.stdout.isatty() else UNLIMITED
+    output = StringIO()
+    Console(file=output, width=width, color_system=None).print(text_table(headings, rows, words=words))
+    return [line.rstrip() for line in output.getvalue().splitlines()]
 
 
 def html_table(

@@ -76,7 +76,7 @@ def test_times_of_a_machine_that_was_calibrated(tmp_path: Path, capsys: pytest.C
         words = f"--cluster 4x{name} --catalog {file} --model tiny --precision fp32 --compare zb-h1 --microbatches 6"
         assert main(["simulate", *words.split(), "--sequence-length", "128"]) == 0
         said = capsys.readouterr().out
-        found = re.findall(r"(\S+): shoal estimate says (\S+) ms a step", said)
+        found = re.findall(r"(\S+): shoal estimate predicts (\S+) ms a step", said)
         assert [schedule for schedule, _ in found] == ["1f1b", "zb-h1"]
         assert f"{found[0][1]} ms" in said.split("1f1b: shoal")[0], "and as it was played"
         steps.append([float(step) for _, step in found])
@@ -102,7 +102,7 @@ def test_times_of_a_machine_that_was_calibrated(tmp_path: Path, capsys: pytest.C
         ("--forward 0 --backward-input 0 --backward-weight 0", "there is nothing to play"),
         ("--out step.pdf", "--out step.pdf: give a file ending in .html or .svg"),
         ("--out nowhere/step.svg", "nowhere/step.svg: there is no folder nowhere"),
-        ("--cluster 4xH100 --model tiny --comm 1", "--comm 1.0: with --cluster, times are those of the estimate"),
+        ("--cluster 4xH100 --model tiny --comm 1", "--comm 1.0: with --cluster, the times come from the estimate"),
         ("--cluster 2xH100 --model tiny", "but 2 were given"),
         ("--cluster 4xH100 --model tiny --schedule zb-2p", "there is no such schedule"),
         ("--model tiny", "--model tiny: only with --cluster"),

@@ -11,7 +11,8 @@ from shoal.labs.autoshard.plan import ShardingPlan
 from shoal.labs.autoshard.search import OperatorPlan, StagedPlan
 from shoal.planning.run import EstimatedRun
 from shoal.planning.search.space import fits
-from shoal.report.planning.tables import run_toml, table
+from shoal.report.planning.tables import run_toml
+from shoal.report.tables import table_lines
 from shoal.spec.catalog import ModelShape
 from shoal.spec.layout import Layout
 
@@ -30,15 +31,15 @@ def lines(name: str, precision: str, microbatches: int, found: OperatorPlan) -> 
            f"{show_bytes(plan.memory)} of weights and states, {show_bytes(plan.saved)} of activations"
            + ("" if plan.proven else "; the best that was found in time"))  # fmt: skip
     yield ""
-    yield from table(LYING, list(weights(plan)))
+    yield from table_lines(LYING, list(weights(plan)))
     yield ""
     rows = list(_moves(plan))
     if rows:
-        yield from table(["", "tensor", "collective", "from", "to", "sent by a device", "time"], rows)
+        yield from table_lines(["", "tensor", "collective", "from", "to", "sent by a device", "time"], rows)
     else:
         yield "Nothing is communicated."
     yield ""
-    yield from table(["split", "micro-batch", "communication", "weights and states", ""], list(_rivals(found)))
+    yield from table_lines(["split", "micro-batch", "communication", "weights and states", ""], list(_rivals(found)))
 
 
 def _pattern(name: str) -> str:
@@ -127,7 +128,7 @@ def stage_lines(name: str, precision: str, microbatches: int, found: StagedPlan)
         said += ["", f"stage {number}: layers {stage.first} to {stage.last - 1} on {devices}, mesh {mesh or '1'}: "
                   f"{show_seconds(stage.seconds)} a micro-batch, "
                   f"{show_bytes(stage.plan.memory)} of weights and states"]  # fmt: skip
-        said += table(LYING, list(weights(stage.plan)))
+        said += table_lines(LYING, list(weights(stage.plan)))
     return said
 
 

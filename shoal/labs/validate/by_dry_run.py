@@ -20,7 +20,7 @@ from shoal.planning.cost.counts import RankCounts
 from shoal.planning.cost.time.traffic import Sent
 from shoal.planning.describe import describe_run
 from shoal.planning.estimate import Estimate
-from shoal.report.planning.tables import table
+from shoal.report.tables import table_lines
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RunConfig, build_config
 from shoal.spec.layout import Layout
@@ -76,7 +76,7 @@ class DryRun:
             formula = f"  ({show_bytes(self.sent.get((axis, kind), 0))})" if self.sent else ""
             rows.append((axis, kind, f"{sum(sizes.values()):,}", each, show_bytes(sent) + formula))
         head = ("axis", "kind", "calls", "bytes of each", "sent  (by formula)" if self.sent else "sent")
-        yield from (f"  {line}" for line in table(head, rows, right=2))
+        yield from (f"  {line}" for line in table_lines(head, rows, right=2))
 
 
 def dry_run(

@@ -21,7 +21,7 @@ from shoal.pipeline.schedules.placement import looped
 from shoal.pipeline.simulator.engine import simulate
 from shoal.pipeline.simulator.timeline import Timeline
 from shoal.pipeline.simulator.times import ActionTimes, MessageTimes
-from shoal.report.planning.tables import table
+from shoal.report.tables import table_lines
 
 FILE = "zero_bubble.csv"
 NAMES = {"1F1B": "1f1b", "1F1B-I": "interleaved-1f1b", "ZB-H1": "zb-h1", "ZB-H2": "zb-h2"}
@@ -115,4 +115,4 @@ def compare(printed: Iterable[Printed]) -> tuple[list[str], float]:
         rates = f"{100 * row.bubble:.2f} %", f"{100 * bubble:.2f} %", f"{errors[-1]:+.2f}"
         rows.append((row.row, row.method, *sizes, *rates))
     head = ("row", "method", "p", "m", "v", "printed", "simulated", "error")
-    return table(head, rows, right=2), sum(map(abs, errors)) / len(errors)
+    return table_lines(head, rows, right=2), sum(map(abs, errors)) / len(errors)

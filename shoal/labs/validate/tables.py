@@ -12,7 +12,7 @@ from shoal.labs.validate.fit import at_bounds
 from shoal.labs.validate.rows import Left
 from shoal.labs.validate.score import Errors, Scored, by, totals
 from shoal.labs.validate.validation import Validation
-from shoal.report.planning.tables import table
+from shoal.report.tables import table_lines
 
 HEADS = (
     "times", "median", "90 %", "bias", "in 80 %", "memory", "median", "90 %", "bias", "in 80 %", "did not fit",
@@ -101,4 +101,4 @@ def _rows(scores: Mapping[str, Scored]) -> list[str]:
         count, precision, recall = scored.out_of_memory
         oom = [f"{count:,}", f"{precision:.3f}", f"{recall:.3f}"] if count else [""] * 3
         rows.append([name, *scored.time.cells(), *scored.memory.cells(), *oom])
-    return table(["", *HEADS], rows, right=1)
+    return table_lines(["", *HEADS], rows, right=1)

@@ -20,7 +20,7 @@ DOWN, UP = 0, 1
 
 
 def zb_v(rank: int, ranks: int, microbatches: int, virtual: int) -> list[Action]:
-    """ZB-V: no bubble with 1F1B's memory. The last stage is on the first rank, so its backward can start immediately."""
+    """ZB-V: no bubble with 1F1B's memory. The first rank has the last stage, so its backward can start immediately."""
     down, up = MicroBatchCursor(rank, microbatches), MicroBatchCursor(2 * ranks - 1 - rank, microbatches)
     full = max(microbatches, 2 * ranks - 1)  # micro-batches needed to fill the pipeline
     order = []

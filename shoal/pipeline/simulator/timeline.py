@@ -149,7 +149,7 @@ class Timeline:
 
     @cached_property
     def peak_live(self) -> np.ndarray:
-        """[ranks] Maximum number of activations alive together: micro-batches on one stage, from F to B (to W if split).
+        """[ranks] Maximum activations alive together: micro-batches on one stage, from F to B (to W if split).
 
         A slice of the sequence counts as its share.
         """

@@ -10,7 +10,7 @@ import numpy as np
 from shoal.planning.goodput.forecast import GoodputForecast
 from shoal.planning.goodput.model import DAY, HOUR, TrainingJob, best_interval, effective, goodput, play
 from shoal.report.charts import draw_lines, new_figure, to_svg
-from shoal.report.planning.tables import table
+from shoal.report.tables import table_lines
 
 TITLES = ("devices", "fails every", "save every", "Young", "Daly", "effective", "simulated", "spares", "nodes there",
           "goodput")  # fmt: skip
@@ -33,7 +33,7 @@ def goodput_lines(forecasts: Sequence[GoodputForecast]) -> list[str]:
         f"{show_time(first.checkpoint)}"
         + (f" and is written {show_time(first.flush)} later" if first.flush else "")
         + f", a restart takes {show_time(first.restart)}, a repair {show_time(first.repair)}",
-        "", *table(TITLES, rows, right=0),
+        "", *table_lines(TITLES, rows, right=0),
     ]
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby, zip_longest
-from shutil import get_terminal_size
-from textwrap import wrap
+from itertools import groupby
 
 import tomli_w
 
@@ -21,9 +18,8 @@ from shoal.planning.run import EstimatedRun
 from shoal.planning.search.planner import BudgetAnswer, LayoutPlanner
 from shoal.planning.search.search import Plan, PricedLayout
 from shoal.planning.search.space import LEVELS
+from shoal.report.tables import table_lines
 from shoal.spec.layout import Layout
-
-NARROWEST = 12  # minimum width of a narrowed column, in characters
 
 
 def lines(model: str, plan: Plan, estimates: Sequence[Estimate]) -> list[str]:
@@ -47,7 +43,7 @@ def lines(model: str, plan: Plan, estimates: Sequence[Estimate]) -> list[str]:
     low, high = map(show_seconds, estimates[0].interval)
     least, most = map(show_bytes, estimates[0].memory_interval)
     return [
-        *head, *table(["", "step", "MFU", "memory", "layout", "against the best"], rows), "",
+        *head, *table_lines(["", "step", "MFU", "memory", "layout", "against the best"], rows), "",
         f"80 % intervals of the first: step {low} to {high}, memory {least} to {most}.", "",
         f"{plan.branches - plan.pruned:,} of {plan.branches:,} combinations of mesh, micro-batch and pipeline bounded, "
         f"{len(plan.players)} programs, {plan.played:,} layouts simulated: {plan.seconds:.1f} s",
@@ -156,7 +152,7 @@ def what_if_lines(plans: Mapping[str, Plan | None]) -> list[str]:
             what, show_seconds(found.seconds), f"{100 * (found.seconds / first - 1):+.1f} %",
             f"{100 * mfu_of(plan):.1f} %", show_bytes(found.memory.reserved), words(found.layout),
         ])  # fmt: skip
-    return table(["hardware", "step", "", "MFU", "memory", "best layout"], rows)
+    return table_lines(["hardware", "step", "", "MFU", "memory", "best layout"], rows)
 
 
 def budget_lines(planner: LayoutPlanner, paid: BudgetAnswer) -> Iterator[str]:
@@ -168,7 +164,7 @@ def budget_lines(planner: LayoutPlanner, paid: BudgetAnswer) -> Iterator[str]:
             f"{plan.run.cluster.size:,}", f"{paid.seconds(plan) / DAY:,.1f}", f"${cost:,.0f}",
             "" if cost <= paid.budget else "over budget", words(plan.found.layout),
         ])  # fmt: skip
-    yield from table(["devices", "days", "dollars", "", "best layout"], rows)
+    yield from table_lines(["devices", "days", "dollars", "", "best layout"], rows)
     yield ""
     if not paid.found:
         nodes = planner.run.cluster.nodes
@@ -193,26 +189,4 @@ def map_lines(
         for planner, plans in zip(planners, found, strict=True)
         for count, plan in zip(nodes, plans, strict=True)
     ]  # fmt: skip
-    return table(["model", "devices", "MFU", "best layout"], rows)
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, right: int | None = None) -> list[str]:
-    """Format a table with columns of minimal width; in a narrow terminal the widest columns wrap.
-
-    Args:
-        right: index of the first right-aligned column.
-    """
-    every = [head, *rows]
-    widths = [max(len(row[i]) for row in every) for i in range(len(head))]
-    if sys.stdout.isatty():
-        available = get_terminal_size().columns - 2 * len(widths) + 1
-        while sum(widths) > available and max(widths) > NARROWEST:
-            widths[widths.index(max(widths))] -= 1
-    lines = []
-    for row in every:
-        cells = [[c] if len(c) <= width else wrap(c, width) for c, width in zip(row, widths, strict=True)]
-        for parts in zip_longest(*cells, fillvalue=""):
-            padded = [c.ljust(w) if right is None or i < right else c.rjust(w)
-                      for i, (c, w) in enumerate(zip(parts, widths, strict=True))]  # fmt: skip
-            lines.append("  ".join(padded).rstrip())
-    return lines
+    return table_lines(["model", "devices", "MFU", "best layout"], rows)

@@ -15,7 +15,7 @@ class Comparison:
     """A measured step and the simulated one.
 
     Attributes:
-        measured: all that was recorded.
+        measured: the recorded steps.
         charts: the simulated step, then the typical measured one.
     """
 
@@ -23,7 +23,7 @@ class Comparison:
     charts: tuple[Chart, Chart]
 
     @staticmethod
-    def of(measured: MeasuredStep) -> Comparison:
+    def simulate(measured: MeasuredStep) -> Comparison:
         """Simulate the program with the measured times."""
         step = measured.profile.ranks[0].steps[measured.typical] + 1
         charts = (
@@ -39,18 +39,18 @@ class Comparison:
 
     @property
     def difference(self) -> float:
-        """Of the predicted step time from the mean of the measured ones, as a part of the latter."""
+        """Relative difference of the predicted step time from the mean measured one."""
         return self.predicted / self.measured.step_time - 1
 
     def facts(self) -> list[tuple[str, str]]:
-        """The comparison in numbers, as (name, value)."""
+        """Return the comparison in numbers, as (name, value)."""
         simulated, measured = (chart.timeline for chart in self.charts)
         slowest, busy, _ = max(self.measured.by_rank(), key=lambda entry: entry[1])
         steps = len(self.measured.step_times)
         return [
             (f"measured step (mean of {steps})", show_seconds(self.measured.step_time)),
             ("simulated step", show_seconds(self.predicted)),
-            ("difference of the simulated", f"{100 * self.difference:+.1f} %"),
+            ("difference", f"{100 * self.difference:+.1f} %"),
             ("with each step's own times", f"{100 * self.measured.replayed:+.1f} %"),
             ("bubble, measured / simulated", f"{100 * measured.bubble:.1f} / {100 * simulated.bubble:.1f} %"),
             (f"a step's computations, busiest rank ({slowest.rank})", show_seconds(busy)),
@@ -58,7 +58,7 @@ class Comparison:
 
 
 def op_table(measured: MeasuredStep) -> list[list[str]]:
-    """Headings, then a row for each op and stage."""
+    """Return the headings, then a row for each op and stage."""
     rows = [["action", "stage", "recorded", "median", "mean", "longest"]]
     for op, stage, count, *times in measured.by_op():
         lengths = (show_seconds(time) for time in times)
@@ -67,7 +67,7 @@ def op_table(measured: MeasuredStep) -> list[list[str]]:
 
 
 def rank_table(measured: MeasuredStep, most: int = 64) -> list[list[str]]:
-    """Headings, then a row for each rank; of more than ``most``, those that compute longest."""
+    """Return the headings, then a row for each rank; at most the ``most`` ranks that compute longest."""
     found = sorted(measured.by_rank(), key=lambda entry: -entry[1])
     shown = sorted(found[:most], key=lambda entry: entry[0].rank)
     rows = [["rank", "pp", "dp", "tp", "computing a step", "waiting for messages", "idle share of the step"]]

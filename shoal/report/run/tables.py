@@ -37,7 +37,7 @@ def _corpus_lines(corpus: CorpusContents, tokenizer: str) -> list[str]:
 
 
 def checkpoint_table(found: CheckpointContents) -> Table:
-    """Return a table with a row for each tensor: name, dtype, global shape, bytes, and the boxes and files that hold it."""
+    """Return a table of the tensors: name, dtype, global shape, bytes, and the numbers of boxes and files."""
     rows = [
         (t.name, t.dtype, " x ".join(map(str, t.shape)) or "scalar", f"{t.bytes:,}", str(t.boxes), str(t.files))
         for t in found.tensors

@@ -91,9 +91,10 @@ CONFLICTS = (
     Conflict(f.COMPILE, f.SPLIT, "it computes the gradients of weights and of activations separately, and a compiled "
              "layer computes both together",
              "Leave train.compile out, or use a schedule with unsplit backwards, such as 1f1b or interleaved-1f1b"),
-    Conflict(f.COMPILE, f.EXPERTS, "the number of rows of each expert varies, and each new number would be compiled "
-             "again", "Leave compile out"),
-    Conflict(f.COMPILE, f.DEPTHS, "the tokens of a layer are chosen at run time, and its router adds to backward", "Leave compile out"),
+    Conflict(f.COMPILE, f.EXPERTS, "the number of rows of each expert varies, and each new number would be "
+             "compiled again", "Leave compile out"),
+    Conflict(f.COMPILE, f.DEPTHS, "the tokens of a layer are chosen at run time, and its router adds to backward",
+             "Leave compile out"),
 
     # ---- number formats ----------------------------------------------------------------------------------------------
     Conflict(f.FLOAT8, f.COMPILE, "the compiler does not see products whose scales are computed at run time",
@@ -144,8 +145,8 @@ CONFLICTS = (
              f"Use one of {', '.join(ELEMENTWISE)}"),
     Conflict(f.UNEVEN_SAMPLER, f.EXACT, "the result of all-reduce must not depend on the number of replicas",
              "Leave it out, or choose another parallel.sync"),
-    Conflict(f.POOLED_SAMPLER, f.NOT_POOLED, "its replicas run equally many steps, and a common queue serves the fastest "
-             "replica most", f"Use the pool with {' or '.join(POOLED)}"),
+    Conflict(f.POOLED_SAMPLER, f.NOT_POOLED, "its replicas run equally many steps, and a common queue serves the "
+             "fastest replica most", f"Use the pool with {' or '.join(POOLED)}"),
 
     # ---- around the step ---------------------------------------------------------------------------------------------
     Conflict(f.ROLLBACKS, f.NO_SPIKES, "spike detection is off", "Set the factor, for example to 10"),

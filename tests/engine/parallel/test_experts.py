@@ -211,8 +211,8 @@ def test_a_checkpoint_goes_on_with_any_other_ep(pool: Pool, tmp_path: Path) -> N
         ({"ep": 2}, {}, "parallel: ep 2 x etp 1 = 2 does not divide dp 1 x cp 1 x tp 1 = 1"),
         ({"dp": 3, "ep": 3}, {}, "parallel.ep = 3 does not divide model.experts.count = 4"),
         ({"tp": 2, "etp": 2}, {"ffn": 5}, "parallel.etp = 2 does not divide model.experts.ffn = 5"),
-        ({"schedule": "terapipe"}, {}, "gates decide for whole sequences"),
-        ({"pp": 2, "schedule": "pipedream"}, {}, "losses and loads of experts are of whole steps"),
+        ({"schedule": "terapipe"}, {}, "gates need complete sequences"),
+        ({"pp": 2, "schedule": "pipedream"}, {}, "losses and loads of experts are per step"),
         ({"dp": 2, "sync": "local-sgd"}, {}, "its replicas differ"),
     ],
 )

@@ -167,16 +167,16 @@ def test_only_products_that_are_made_in_8_bits_count_as_such(precision, settings
 @pytest.mark.parametrize(("precision", "sections", "said"), [
     ("bf16", {"float8": {"scales": "row"}}, "this precision ignores the section"),
     ("bf16", {"loss_scale": {"initial": 2.0}}, "this precision ignores the section"),
-    ("mxfp8", {"float8": {"scales": "row"}}, "blocks of 32 and their scales are the format's own"),
-    ("fp8", {"float8": {"block": 64}}, "it is not read there"),
-    ("fp8", {"float8": {"scales": "row", "amax": "delayed"}}, "a history is kept of whole tensors"),
+    ("mxfp8", {"float8": {"scales": "row"}}, "the format fixes blocks of 32 and their scales"),
+    ("fp8", {"float8": {"block": 64}}, "which does not read it"),
+    ("fp8", {"float8": {"scales": "row", "amax": "delayed"}}, "the history has one value per tensor"),
     ("fp8", {"train": {"compile": True}}, "the compiler does not see"),
     ("fp8", {"parallel": {"pp": 2, "schedule": "terapipe", "sequence_slices": 2}}, "each slice of a sequence"),
     ("fp8", {"parallel": {"tp": 4}, "model": {"name": "tiny", "heads": 4, "kv_heads": 2}}, "share a key/value head"),
     ("mxfp8", {"parallel": {"tp": 2}, "model": {"name": "tiny", "ffn": 96}}, "a rank's 48 cut a block of 32"),
     ("fp8", {"parallel": {"cp": 2}}, "the parts of a sequence"),
-    ("fp8", {"float8": {"keep": ["*.mlp.down", "layers.0.*", "*.mlp.dwn"]}}, "'[*].mlp.dwn': it fits no linear layer"),
-    ("mxfp8", {"float8": {"keep": ["head"]}}, "These are called layers.0.attention.q, "),
+    ("fp8", {"float8": {"keep": ["*.mlp.down", "layers.0.*", "*.mlp.dwn"]}}, "'[*].mlp.dwn': it matches no linear layer"),
+    ("mxfp8", {"float8": {"keep": ["head"]}}, "These are layers.0.attention.q, "),
 ])
 def test_what_does_not_go_together_is_refused(precision, sections, said):
     values = {"train": {"precision": precision}, **{k: v for k, v in sections.items() if k != "train"}}

@@ -60,5 +60,5 @@ def test_halves_that_are_free_to_move_fill_the_gaps_of_slow_messages() -> None:
 
 
 def test_memory_that_holds_not_one_micro_batch_is_refused() -> None:
-    with pytest.raises(UsageError, match="each pipeline rank needs room for one"):
+    with pytest.raises(UsageError, match="each pipeline rank needs memory for one"):
         zb_auto(3, 4, memory=0)

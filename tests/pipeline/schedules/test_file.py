@@ -84,7 +84,7 @@ def test_a_damaged_file_is_refused_with_the_place(name: str, data: st.DataObject
             words = "is missing|no row has|comes before|deadlock|does not belong"
         case "double":
             rows[row].insert(place, rows[row][place])
-            words = f"row {row + 1}, cell {place + 2}: .* is there already, in row {row + 1}, cell {place + 1}"
+            words = f"row {row + 1}, cell {place + 2}: .* is already in row {row + 1}, cell {place + 1}"
         case "garble":
             nonsense = ["F", "0X1", "0F", "-1F0", "0F0F", "(0F0;)OVERLAP_F_B", "٣F0"]
             rows[row][place] = data.draw(st.sampled_from(nonsense))

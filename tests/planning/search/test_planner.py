@@ -54,15 +54,15 @@ def test_a_budget_is_met(capsys: pytest.CaptureFixture) -> None:
         assert dollars == pytest.approx(days * 24 * size * 2, rel=0.02)
     assert "$1,000,000,000: 10 devices" in said
     assert main([*words.split(), "--budget", "1"]) == 1
-    assert "do not pay for 1e+12 tokens on 1 to 5 nodes" in capsys.readouterr().out
+    assert "does not pay for 1e+12 tokens on 1 to 5 nodes" in capsys.readouterr().out
 
 
 def test_the_fewest_are_said(capsys: pytest.CaptureFixture) -> None:
     words = "plan --model gpt2-124m --cluster 2x2xH100 --global-batch 4 --sequence-length 512"
     assert main([*words.split(), "--fix", "schedule=1f1b", "--fewest"]) == 0
-    assert "1 x h100-sxm are the fewest that hold gpt2-124m" in capsys.readouterr().out
+    assert "1 x h100-sxm is the smallest number that holds gpt2-124m" in capsys.readouterr().out
     assert main([*["plan", "--model", "llama-3-405b", "--cluster", "8xH100", "--global-batch", "8", "--fewest"]]) == 1
-    assert "does not fit on any number of h100-sxm" in capsys.readouterr().out
+    assert "does not fit on any tried number of h100-sxm" in capsys.readouterr().out
 
 
 def test_a_map_has_a_cell_for_each_model_and_number_of_nodes(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_a_recorded_simulation_predicts_itself(name, zero, steps, dp, seed, late
     random = np.random.default_rng(seed)
     by_stage = {FIELDS[op]: random.uniform(0.5, 2.0, plan.stages) for op in OPS if op is not Op.STEP}
     profile = recorded(plan, ActionTimes(**by_stage, step=0.3), MessageTimes(latency=latency), steps, dp)
-    compared = Comparison.of(MeasuredStep.of(profile))
+    compared = Comparison.simulate(MeasuredStep.of(profile))
     measured, predicted = compared.measured, compared.charts[0].timeline
     for op, stage, count, median, mean, longest in measured.by_op():
         wanted = by_stage[FIELDS[op]][stage] if op is not Op.STEP else 0.3
@@ -65,7 +65,7 @@ def test_a_recorded_simulation_predicts_itself(name, zero, steps, dp, seed, late
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
 def test_a_slow_message_is_seen(name):
-    compared = Comparison.of(MeasuredStep.of(recorded(program(name), ActionTimes(), MessageTimes(latency=0.25))))
+    compared = Comparison.simulate(MeasuredStep.of(recorded(program(name), ActionTimes(), MessageTimes(latency=0.25))))
     latency = compared.measured.links().latency
     assert latency[0, 1] == pytest.approx(0.25) and latency[1, 0] == pytest.approx(0.25)
     assert compared.difference == pytest.approx(0.0, abs=1e-9)
@@ -89,7 +89,7 @@ def test_the_mean_of_the_steps_is_what_is_predicted():
         ))
         for q, s in zip(quick.ranks, slow.ranks, strict=True)
     )
-    compared = Comparison.of(MeasuredStep.of(Profile(plan, "", ranks)))
+    compared = Comparison.simulate(MeasuredStep.of(Profile(plan, "", ranks)))
     wanted = simulate(plan, ActionTimes(backward=4.0)).step_time
     assert compared.predicted == pytest.approx(wanted) and compared.measured.step_time == pytest.approx(wanted)
 

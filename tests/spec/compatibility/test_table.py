@@ -56,7 +56,7 @@ def test_both_settings_the_reason_and_the_remedy_are_named() -> None:
     with pytest.raises(UsageError) as refused:
         check_compatibility(Run(config, TINY))
     assert str(refused.value) == (
-        "parallel.sync = 'diloco' with parallel.cp = 2: what it exchanges and saves belongs to ranks that have whole "
+        "parallel.sync = 'diloco' with parallel.cp = 2: its exchanges and checkpoints need ranks with full "
         "sequences.\n  Use parallel.cp 1."
     )
 

@@ -225,7 +225,7 @@ def test_what_waits_for_all_ends_when_one_dies_and_says_which(corpus, tmp_path, 
 
 
 REFUSED = {
-    "cp": (["--parallel.cp", "2"], "parallel.cp = 2: what it exchanges and saves belongs to ranks that have whole"),
+    "cp": (["--parallel.cp", "2"], "parallel.cp = 2: its exchanges and checkpoints need ranks with full"),
     "zero": (["--parallel.zero", "1"], "parallel.zero = 1: each replica keeps all of its own weights"),
     "whole replicas": (["--parallel.sync", "sgp", "--parallel.tp", "2"], "with parallel.tp = 2"),
     "a pool for those in step": (["--data.sampler", "pool"], "Use the pool with ps-async or hogwild"),
@@ -240,7 +240,7 @@ REFUSED = {
     "a rank that is not there": (["--testing.kill", "7@1"], "there is no rank 7"),
     "too many to count": (
         ["--parallel.sync", "sgp", "--parallel.dp", "65", "--train.global_batch", "65"], "Use parallel.dp <= 64"),
-    "what nothing reads": (["--relaxed.rank", "2"], "relaxed.rank = 2 with parallel.sync = 'local-sgd': it is read by"),
+    "what nothing reads": (["--relaxed.rank", "2"], "relaxed.rank = 2 with parallel.sync = 'local-sgd': only"),
     "what all-reduce does not read": (["--parallel.sync", "all-reduce"], "relaxed.local_steps = 3 with"),
     "blocks of what is whole": (["--relaxed.block", "64"], "relaxed.block = 64"),
     "an overlap of nothing": (["--data.overlap", "0.5"], "data.overlap = 0.5 with data.sampler = 'even'"),

@@ -112,7 +112,7 @@ def test_a_run_records_and_the_page_shows_them(pool, corpus, tmp_path, capsys):
     assert step == 4 and all(len(h.counts) == BINS and sum(h.counts) for h in found)
     assert main(["report", str(folder)]) == 0
     page = (folder / "report.html").read_text()
-    assert "What the tensors hold, step 4" in page
+    assert "Values of the tensors, step 4" in page
     assert all(f"<h3>{kind}</h3>" in page for kind in KINDS) and "layers.1.attention.q" in page
     for damage in ("{", "[]", '{"step": 4}', '{"step": 4, "tensors": [{"first": 0}]}'):
         (folder / "histograms" / "step-00000004.json").write_text(damage)

@@ -139,7 +139,7 @@ def test_the_slowest_rank_is_named():
 @pytest.mark.parametrize(
     "parallel, failover, message",
     [
-        ({}, {"spike_rollbacks": 1}, "failover.spike_factor = 0: no spikes are looked for"),
+        ({}, {"spike_rollbacks": 1}, "failover.spike_factor = 0: spike detection is off"),
         ({"micro_batch": 2}, {"reexecute_every": 1, "reexecute_on": "replica"}, "parallel.dp = 1"),
         ({"dp": 2, "sync": "local-sgd"}, {"check_replicas_every": 1}, "with failover.check_replicas_every = 1"),
         ({"dp": 2, "sync": "sgp"}, {"reexecute_every": 5}, "with failover.reexecute_every = 5"),

@@ -137,7 +137,7 @@ def test_what_is_alive_besides_when_a_backward_of_an_estimate_begins(rule, numbe
     [
         ({"parallel": {"dp": 2, "sync": "topk"}}, "parallel.sync = 'topk'"),
         ({"parallel": {"pp": 2, "schedule": "pipedream"}, "optimizer": {"clip_norm": 0}}, "one version of all weights"),
-        ({"train": {"precision": "bf16"}}, "differences of gradients would be their rounding"),
+        ({"train": {"precision": "bf16"}}, "rounding would dominate its differences of gradients"),
     ],
 )
 def test_what_no_estimate_can_be_made_of_is_refused(changes, message):
