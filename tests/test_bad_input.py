@@ -249,7 +249,7 @@ CASES = {
         lambda p: ["report", damaged(p, "metrics.jsonl", b'{"step": 1}\n')], ("it is no record of a step",)),
     "records in no text": Bad(
         lambda p: ["report", damaged(p, "metrics.jsonl", b'"\xff"\n{}\n')], ("it is no record of a step",)),
-    "a report of no run": Bad(lambda p: ["report", p.corpus], ("is no run folder",)),
+    "a report of no run": Bad(lambda p: ["report", p.corpus], ("is not a run folder",)),
 }  # fmt: skip
 NEWEST = Path("checkpoints/step-00000002/rank-00000.safetensors")
 

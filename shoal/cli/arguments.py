@@ -112,7 +112,7 @@ def _complete_resume(args: list[str]) -> list[str]:
     if split_run_file(args)[0] is None:
         run_file = Path(args[i]) / RUN_FILE
         if not run_file.is_file():
-            raise UsageError(f"--resume {args[i]}: this is no run folder, it has no {RUN_FILE}.")
+            raise UsageError(f"--resume {args[i]}: not a run folder: it has no {RUN_FILE}.")
         args.insert(0, str(run_file))
     return args
 

@@ -271,7 +271,7 @@ def test_resume_of_nothing_is_refused(tmp_path, monkeypatch, capsys):
     assert main(["train", "--resume"]) == 2
     assert f"there is no run under {tmp_path / 'runs'}" in capsys.readouterr().err
     assert main(["train", "--resume", "x"]) == 2
-    assert "--resume x: this is no run folder, it has no run.toml" in capsys.readouterr().err
+    assert "--resume x: not a run folder: it has no run.toml" in capsys.readouterr().err
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------

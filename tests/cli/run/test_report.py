@@ -90,7 +90,7 @@ def test_a_run_without_a_profile_says_how_to_get_one(corpus, pool, tmp_path, cap
 
 def test_what_cannot_be_is_refused(run, tmp_path, capsys):
     for words, why in (
-        ([tmp_path], "no run folder"),
+        ([tmp_path], "is not a run folder"),
         ([run, "--out", tmp_path / "x.gif"], "give a file ending in .html or"),
         ([run, "--out", tmp_path / "no" / "x.html"], "there is no folder"),
     ):

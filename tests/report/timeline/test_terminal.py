@@ -68,7 +68,7 @@ def test_a_pipe_gets_no_colour_and_a_terminal_does():
 def test_later_stages_of_a_rank_are_small_letters():
     text = printed(160, chart("interleaved-1f1b"))
     assert re.search(r"^rank 0 .*F.*f.*b.*B", text, re.M)
-    assert "small letters: a later stage" in text and "small letters" not in printed(160, chart("1f1b"))
+    assert "lower case: a later stage" in text and "lower case" not in printed(160, chart("1f1b"))
 
 
 def test_what_colour_says_is_said_without_it():

@@ -122,7 +122,7 @@ def test_a_run_records_and_the_page_shows_them(pool, corpus, tmp_path, capsys):
 
 @pytest.mark.parametrize(("sections", "said"), [
     ({"train": {"compile": True}}, "train.compile = true"),
-    ({"parallel": {"dp": 2, "sync": "diloco"}}, "gradients of its own"),
+    ({"parallel": {"dp": 2, "sync": "diloco"}}, "its own gradients"),
     ({"parallel": {"pp": 2, "schedule": "pipedream"}, "optimizer": {"clip_norm": 0}}, "several gradients"),
 ])
 def test_what_cannot_be_seen_is_refused(sections, said):
