@@ -184,7 +184,7 @@ def test_two_folders_are_refused(half, tmp_path, capfd):
 
 def test_a_folder_without_a_run_is_refused(tmp_path, capfd):
     assert main(["train", "--resume", str(tmp_path)]) == 2
-    assert "this is no run folder" in capfd.readouterr().err
+    assert "not a run folder" in capfd.readouterr().err
 
 
 ONE_RANK = ("--parallel.dp", "1", "--parallel.tp", "1", "--parallel.zero", "0")
