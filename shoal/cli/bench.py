@@ -14,14 +14,13 @@ from shoal.base.options import listed, parse
 from shoal.labs.bench.benchmark import Benchmark, describe_machine, show_progress
 from shoal.labs.bench.checkpoint import CheckpointBenchmark
 from shoal.labs.bench.collectives import CollectivesBenchmark, TransportBenchmark
-from shoal.labs.bench.context import ContextBenchmark, LongContextBenchmark
 from shoal.labs.bench.experts import ExpertsBenchmark
 from shoal.labs.bench.kernels import AttentionBenchmark, PeakBenchmark
 from shoal.labs.bench.learning.mixture_of_depths import DepthsBenchmark
 from shoal.labs.bench.learning.numerics import NumericsBenchmark
 from shoal.labs.bench.learning.relaxed import RelaxedBenchmark
 from shoal.labs.bench.optimizers import OptimizersBenchmark
-from shoal.labs.bench.slices import SlicesBenchmark
+from shoal.labs.bench.sequences import ContextBenchmark, LongContextBenchmark, SlicesBenchmark
 from shoal.labs.bench.step.benchmark import StepBenchmark
 
 WIDTH = 140  # width of tables if the output is not a terminal

@@ -23,10 +23,8 @@ from shoal.base.errors import UsageError
 from shoal.engine.checkpoint import Checkpointer
 from shoal.engine.cpu_tuning import tune_process
 from shoal.labs.bench.benchmark import TIME_LIMIT, Benchmark, Notify, Row, all_met, check_folder, make_table
-from shoal.labs.bench.race import check_agreement, quartiles, slowest_rank, take_turns, time_in_turns
-from shoal.labs.bench.step.shoal_engine import build_engine
-from shoal.labs.bench.step.workload import Workload
-from shoal.labs.bench.variant import Variant
+from shoal.labs.bench.race import Variant, check_agreement, quartiles, slowest_rank, take_turns, time_in_turns
+from shoal.labs.bench.step.workload import Workload, build_engine
 from shoal.launch.worker_pool import Pool
 from shoal.spec.catalog import model_shape
 from shoal.spec.config import FailoverConfig
@@ -117,7 +115,7 @@ class CheckpointBenchmark(Benchmark):
         """Time all ways of saving in turns, with one save in each turn.
 
         Raises:
-            Disagreement: they computed different losses.
+            RaceError: they computed different losses.
         """
         with ExitStack() as stack:
             folders = {kind: stack.enter_context(self._scratch(on_disk=kind == "disk")) for kind in KINDS.values()}

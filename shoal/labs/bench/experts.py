@@ -24,10 +24,11 @@ from shoal.engine.models.experts.layer import MoE
 from shoal.engine.models.experts.router import RoutingContext
 from shoal.labs.bench.benchmark import Benchmark, Notify, Row, all_met, check_folder, make_table
 from shoal.labs.bench.learning.experiment import (
+    VALIDATION,
     TrainedRun,
     build_run,
     compare,
-    draw_validations,
+    draw,
     list_losses,
     train_all,
     write_files,
@@ -177,7 +178,9 @@ class ExpertsBenchmark(Benchmark):
             for seed, end, needed in rows
         ]))  # fmt: skip
         title = f"Switch ({self.experts[0]} experts) against dense, {self.seeds} seeds"
-        write_files(self.out, "switch", list_losses(runs, "model"), draw_kinds(runs, title))
+        picture = draw(title, runs, {"equal FLOPs per token": ("switch",)}, "dense", lambda run: run.validations,
+                       x="steps", y=VALIDATION)
+        write_files(self.out, "switch", list_losses(runs), picture)
         return all(needed < self.steps for _, _, needed in rows)
 
     def configure(self, kind: str, seed: int) -> RunConfig:
@@ -218,8 +221,3 @@ def _interpolate(loss: float, points: Points) -> float:
         if low <= loss:
             return before + (after - before) * max(0.0, (high - loss) / (high - low))
     return float("inf")
-
-
-def draw_kinds(runs: Sequence[TrainedRun], title: str) -> str:
-    """Draw validation loss against steps as an SVG."""
-    return draw_validations(title, runs, "equal FLOPs per token", ("dense",), lambda run: run.validations, x="steps")

@@ -19,9 +19,8 @@ from shoal.engine.device import host_memory, pick_device
 from shoal.engine.models.attention import AttentionCore, Kernel
 from shoal.engine.models.products import by_mkl, tune_products
 from shoal.labs.bench.benchmark import Benchmark, Notify, Row, make_table
-from shoal.labs.bench.race import time_in_turns
+from shoal.labs.bench.race import Step, time_in_turns
 from shoal.labs.bench.step.workload import DTYPES, BenchPrecision, MatmulWorkload
-from shoal.labs.bench.variant import Step
 
 KERNELS: tuple[Kernel, ...] = ("sdpa", "explicit")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any, Literal
@@ -136,7 +137,7 @@ def measure(rule: str, shapes: dict[str, tuple[int, ...]], turns: int, *, produc
         updates = {name: builders[name]() for name in names} if number else {}
         for name, times in time_in_turns(updates, number, warmup=WARM_UP).items():
             seconds[name] += times
-    count = sum(torch.Size(shape).numel() for shape in shapes.values())
+    count = sum(map(math.prod, shapes.values()))
     theirs = {name: seconds[name] for name in baselines}
     return [compare(rule, count, name, seconds[name], theirs) for name in ours]
 
@@ -144,7 +145,7 @@ def measure(rule: str, shapes: dict[str, tuple[int, ...]], turns: int, *, produc
 def _draw(shapes: dict[str, tuple[int, ...]]) -> tuple[Tensor, Tensor]:
     """Return the same random flat weights and gradients in every call."""
     generator = torch.Generator().manual_seed(0)
-    n = sum(torch.Size(shape).numel() for shape in shapes.values())
+    n = sum(map(math.prod, shapes.values()))
     return torch.randn(n, generator=generator), torch.randn(n, generator=generator)
 
 
@@ -156,10 +157,7 @@ def build_flat(config: OptimizerConfig, shapes: dict[str, tuple[int, ...]], *, c
         parts.append(ShardPart(name, shape, Box.whole(shape), start))
         start += parts[-1].box.numel
     shard = Shard(weights, gradient, tuple(parts))
-    cut = [
-        Shard(each.weights, each.gradient, each.parts, decay)
-        for decay, each in shard.cut(lambda part: weight_decay(config, part.whole))
-    ]
+    cut = [replace(each, decay=decay) for decay, each in shard.cut(lambda part: weight_decay(config, part.whole))]
     rule = build(config, Shards(shapes, cut, saves=frozenset(shapes)), compile=compile)
     if isinstance(rule, Sophia):
         rule.learn([each.gradient.abs() for each in cut])
@@ -180,7 +178,7 @@ def build_baseline(
     config: OptimizerConfig, shapes: dict[str, tuple[int, ...]], way: str, *, products: bool = True
 ) -> Update:
     """Build an update of a baseline on its own copy of the parameters, as tensors."""
-    sizes = [torch.Size(shape).numel() for shape in shapes.values()]
+    sizes = [math.prod(shape) for shape in shapes.values()]
     weights, gradients = (
         [x.clone().view(shape) for x, shape in zip(flat.split(sizes), shapes.values(), strict=True)]
         for flat in _draw(shapes)
@@ -195,7 +193,8 @@ def build_baseline(
     def update() -> list[Tensor]:
         step = next(steps)
         for w, g, state in zip(weights, gradients, states, strict=True):
-            loop(w, g, state, step, weight_decay(config, tuple(w.shape)), config)
+            one = _adam if w.dim() != 2 and config.name in ("muon", "adam8bit") else loop
+            one(w, g, state, step, weight_decay(config, tuple(w.shape)), config)
         return weights
 
     return update if products else by_mkl()(update)
@@ -237,8 +236,9 @@ def _moments(g: Tensor, state: dict[str, Tensor], config: OptimizerConfig) -> tu
     return state["m"], state["v"]
 
 
-def _adam(w: Tensor, m: Tensor, v: Tensor, t: int, decay: float, config: OptimizerConfig) -> None:
+def _adam(w: Tensor, g: Tensor, state: dict, t: int, decay: float, config: OptimizerConfig) -> None:
     beta1, beta2 = config.betas
+    m, v = _moments(g, state, config)
     w.mul_(1 - RATE * decay)
     w.addcdiv_(m, (v / (1 - beta2**t)).sqrt_().add_(config.eps), value=-RATE / (1 - beta1**t))
 
@@ -262,9 +262,6 @@ def _sophia(w: Tensor, g: Tensor, state: dict, t: int, decay: float, config: Opt
 
 
 def _muon(w: Tensor, g: Tensor, state: dict, t: int, decay: float, config: OptimizerConfig) -> None:
-    if w.dim() != 2:
-        _adam(w, *_moments(g, state, config), t, decay, config)
-        return
     m = state.setdefault("m", torch.zeros_like(w)).mul_(config.momentum).add_(g)
     x = g + config.momentum * m
     x = (x if w.size(0) <= w.size(1) else x.T) / (x.norm() + 1e-7)
@@ -276,15 +273,12 @@ def _muon(w: Tensor, g: Tensor, state: dict, t: int, decay: float, config: Optim
 
 
 def _adam8bit(w: Tensor, g: Tensor, state: dict, t: int, decay: float, config: OptimizerConfig) -> None:
-    if w.dim() != 2:
-        _adam(w, *_moments(g, state, config), t, decay, config)
-        return
     tables = {"m": dynamic_map(True).float(), "v": dynamic_map(False).float()}
     moments = {
         kind: (table[state[kind].int()] * state[f"{kind} scale"]).view_as(w) if state else torch.zeros_like(w)
         for kind, table in tables.items()
     }
-    _adam(w, *_moments(g, moments, config), t, decay, config)
+    _adam(w, g, moments, t, decay, config)
     for kind, table in tables.items():
         blocks = moments[kind].view(-1, WIDTH)
         scale = blocks.abs().amax(1, keepdim=True)

@@ -2,23 +2,30 @@
 
 Times on a shared machine drift by more than the differences of interest. So variants take turns, A B A B, and medians
 over many turns are compared. `time_in_turns` times functions of one process, `run_race` trainings in worker processes.
+A variant keeps its processes during a race, with their compiled code, heap and optimizer state.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from statistics import median, quantiles
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 
-from shoal.engine.device import synchronize
+from shoal.engine.cpu_tuning import tune_process
+from shoal.engine.device import peak_memory, synchronize
 from shoal.labs.bench.benchmark import Notify, Row
-from shoal.labs.bench.variant import Variant, VariantProcesses, VariantTurn
+from shoal.labs.bench.step.workload import MatmulWorkload, Step, Workload
+from shoal.launch.worker_pool import Pool, RankError
 
 K = TypeVar("K")
 CPU = torch.device("cpu")
@@ -26,9 +33,90 @@ CPU = torch.device("cpu")
 COMPARED = 16
 """Number of steps whose losses are compared; training amplifies differences in rounding with every step."""
 
+TIMEOUT = 300.0  # seconds for the first step, which may compile; collectives time out a little earlier
+PATIENCE = 10.0  # maximum time of each further step, as a multiple of the longest step so far
 
-class Disagreement(RuntimeError):
-    """Two variants computed different losses, so they did not do the same work."""
+
+class RaceError(RuntimeError):
+    """A variant could not be built, failed or hung, or two variants computed different losses.
+
+    A note has the traceback or stack of the process that failed.
+    """
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to do the work.
+
+    Attributes:
+        name: name in the table.
+        build: function from (workload, rank, ranks) to a step; a top-level function or a `functools.partial` of one.
+        workload: what it processes.
+        ranks: processes.
+        threads: torch threads in each process.
+        tuned: configure its processes like shoal's ranks (`shoal.engine.cpu_tuning`).
+        products: if tuned, also set the library of matrix products, not only the allocator.
+    """
+
+    name: str
+    build: Callable[..., Step]
+    workload: Workload | MatmulWorkload
+    ranks: int = 1
+    threads: int = 1
+    tuned: bool = True
+    products: bool = True
+
+
+@dataclass(frozen=True)
+class VariantTurn:
+    """Some consecutive steps of one variant.
+
+    Attributes:
+        seconds: time of each step on the slowest rank.
+        cpu_seconds: CPU time of each step over all threads and ranks, which other load hardly changes.
+        losses: mean loss of each step [nats].
+        memory: peak bytes of the largest process since it started; memory that n ranks share counts 1/n.
+    """
+
+    seconds: list[float]
+    cpu_seconds: list[float]
+    losses: list[float]
+    memory: int = 0
+
+
+class VariantProcesses(Pool):
+    """The worker processes of one variant."""
+
+    def __init__(self, variant: Variant):
+        super().__init__(variant.ranks, partial(_set_up, variant), keep_group=True)
+        self.variant = variant
+        self._done = 0
+        self._longest = 0.0  # seconds of a step so far
+
+    def step(self, steps: int) -> VariantTurn:
+        """Run the next ``steps`` steps.
+
+        Raises:
+            RaceError: a rank failed, or the steps took so much longer than earlier ones that it must hang.
+        """
+        timeout = TIMEOUT + PATIENCE * steps * self._longest
+        numbers = range(self._done, self._done + steps)
+        try:
+            turns = self.run(_run_turn, self.variant.ranks, self.variant, numbers, timeout=timeout)
+        except RankError as error:
+            rank, details = error.failures[0]
+            failure = RaceError(f"{self.variant.name}, rank {rank}: {error.reason}")
+            failure.add_note(details)
+            raise failure from None
+        self._done += steps
+        seconds = [max(ranks) for ranks in zip(*(turn.seconds for turn in turns), strict=True)]
+        self._longest = max(self._longest, *seconds)
+        return VariantTurn(
+            seconds,
+            [sum(ranks) for ranks in zip(*(turn.cpu_seconds for turn in turns), strict=True)],
+            [sum(ranks) for ranks in zip(*(turn.losses for turn in turns), strict=True)],
+            max(turn.memory for turn in turns),
+        )
 
 
 @dataclass(frozen=True)
@@ -117,8 +205,7 @@ def run_race(race: Race, turns: int, steps: int, warmup: int, notify: Notify) ->
     """Run a race with the arguments of `take_turns`, and return its `summarise`.
 
     Raises:
-        Failed: a variant failed.
-        Disagreement: the losses differ.
+        RaceError: a variant failed, or the losses differ.
     """
     results = take_turns(race.variants, turns, steps, warmup, lambda what: notify(f"{race.name}: {what}"))
     if race.tolerance is not None:
@@ -137,7 +224,7 @@ def take_turns(
         warmup: untimed steps of each variant before its first turn, at least 1.
 
     Raises:
-        Failed: a variant failed.
+        RaceError: a variant failed.
     """
     results = [VariantResult(variant) for variant in variants]
     with ExitStack() as stack:
@@ -159,13 +246,13 @@ def check_agreement(results: Sequence[VariantResult], tolerance: float) -> None:
     """Reject variants whose losses differ in one of their first `COMPARED` timed steps.
 
     Raises:
-        Disagreement: naming the step and both losses.
+        RaceError: naming the step and both losses.
     """
     first, *others = results
     for other in others:
         for step, (ours, theirs) in enumerate(zip(first.losses[:COMPARED], other.losses[:COMPARED], strict=True)):
             if not math.isclose(ours, theirs, rel_tol=tolerance):
-                raise Disagreement(
+                raise RaceError(
                     f"timed step {step}: {first.variant.name} has the loss {ours:.6f}, "
                     f"{other.variant.name} {theirs:.6f}: they do not do the same work"
                 )
@@ -204,3 +291,38 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
         return values[0], values[0]
     low, _, high = quantiles(values, n=4, method="inclusive")
     return low, high
+
+
+# ---- in a process of a variant ---------------------------------------------------------------------------------------
+
+
+def _set_up(variant: Variant) -> None:
+    torch.set_num_threads(variant.threads)
+    if variant.tuned:
+        tune_process(products=variant.products)
+
+
+_built: list[Step] = []  # step of this process's variant, after its first turn
+
+
+def _run_turn(variant: Variant, numbers: range) -> VariantTurn:
+    if not _built:
+        _built.append(variant.build(variant.workload, dist.get_rank(), variant.ranks))
+    (step,) = _built
+    seconds, cpu_seconds, losses = [], [], []
+    for number in numbers:
+        start, cpu = time.perf_counter(), time.process_time()
+        losses.append(step(number))
+        seconds.append(time.perf_counter() - start)
+        cpu_seconds.append(time.process_time() - cpu)
+    return VariantTurn(seconds, cpu_seconds, losses, peak_memory(torch.device("cpu")) - _memory_of_peers())
+
+
+def _memory_of_peers() -> int:
+    """Return the bytes of shared memory in this process that count for other processes. Each one counts its part,
+    which Linux reports as the proportional set size."""
+    rollup, status = Path("/proc/self/smaps_rollup"), Path("/proc/self/status")
+    if not rollup.exists():
+        return 0
+    kilobytes = dict(re.findall(r"^(\w+):\s+(\d+) kB", rollup.read_text() + status.read_text(), re.MULTILINE))
+    return 1024 * (int(kilobytes["RssShmem"]) - int(kilobytes["Pss_Shmem"]))

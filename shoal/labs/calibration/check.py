@@ -14,8 +14,7 @@ from scipy.stats import spearmanr
 from shoal.base.files import write_whole
 from shoal.base.units import show_seconds
 from shoal.labs.bench.race import time_in_turns
-from shoal.labs.bench.step.shoal_engine import shoal_step
-from shoal.labs.bench.step.workload import Workload
+from shoal.labs.bench.step.workload import Workload, shoal_step
 from shoal.labs.calibration.measure import Say, reference
 from shoal.launch.worker_pool import Pool
 from shoal.planning.estimate import Estimate

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from shoal.cli.main import main
-from shoal.labs.bench.context import ContextBenchmark, needs_ranks
+from shoal.labs.bench.sequences import ContextBenchmark, needs_ranks
 
 
 def test_a_ring_beside_its_bound() -> None:

@@ -1,11 +1,17 @@
 """The mixture-of-depths experiment: its configs, its sampled loss, its plot and its file."""
 
+import csv
+import io
+from pathlib import Path
+
 import pytest
 import torch
+from rich.console import Console
 
 from shoal.engine.data.batches import SyntheticDataset
 from shoal.engine.models.transformer import Transformer, initialise
-from shoal.labs.bench.learning.experiment import LENGTH, TrainedRun, list_losses, sampled_loss
+from shoal.labs.bench.learning import mixture_of_depths
+from shoal.labs.bench.learning.experiment import LENGTH, TrainedRun, sampled_loss
 from shoal.labs.bench.learning.mixture_of_depths import (
     DENSE,
     EQUAL,
@@ -13,7 +19,6 @@ from shoal.labs.bench.learning.mixture_of_depths import (
     LESS,
     SHORTER,
     DepthsBenchmark,
-    draw_kinds,
     training_flops,
 )
 
@@ -50,17 +55,24 @@ def test_a_dense_model_loses_nothing_token_by_token() -> None:
     assert losses[LESS][0] != pytest.approx(losses[LESS][1], rel=1e-5)
 
 
-def test_the_plot_is_over_flops_and_the_table_has_every_validation() -> None:
+def test_the_plot_is_over_flops_and_the_table_has_every_validation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = {"layers": 4, "parameters": 10**4, "flops_per_token": 10**6}
     runs = [
-        TrainedRun(kind, seed, [], [(10, 3.0), (20, 2.0 + seed / 10)], {"layers": 4, "flops_per_token": 10**6})
-        for seed in range(2) for kind in KINDS
+        TrainedRun(kind, seed, [], [(10, 3.0), (20, 2.0 + seed / 10)], facts) for seed in range(2) for kind in KINDS
     ]
     assert training_flops(runs[0])[-1] == (20 * 16 * 64 * 10**6 / 1e12, 2.0)
-    picture = draw_kinds(runs, "Depths")
+    monkeypatch.setattr(mixture_of_depths, "train_all", lambda *_, **__: runs)
+    out = io.StringIO()
+    assert DepthsBenchmark(out=tmp_path, seeds=2).run(Console(file=out, width=140), str)
+    assert all(kind in out.getvalue() for kind in KINDS) and "2.050" in out.getvalue()
+    picture = (tmp_path / "depths.svg").read_text()
     assert all(f">{kind}, 4 layers<" in picture for kind in KINDS)
-    first, *others = list_losses(runs, "model", ("layers", "flops_per_token"))
+    with (tmp_path / "depths.csv").open() as file:
+        first, *others = csv.DictReader(file)
     assert first == {
-        "model": "dense", "layers": 4, "flops_per_token": 10**6, "seed": 0, "step": "10", "training_loss": "",
-        "validation_loss": 3.0,
+        "name": "dense", "layers": "4", "flops_per_token": "1000000", "seed": "0", "step": "10", "training_loss": "",
+        "validation_loss": "3.0",
     }
     assert len(others) == 15

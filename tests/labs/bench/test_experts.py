@@ -1,6 +1,8 @@
 """Grouped experts against a loop; and Switch against dense models."""
 
+import csv
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,8 +10,8 @@ from rich.console import Console
 
 from shoal.base.errors import UsageError
 from shoal.labs.bench import experts
-from shoal.labs.bench.experts import ExpertsBenchmark, draw_kinds, steps_to_dense
-from shoal.labs.bench.learning.experiment import TrainedRun, list_losses
+from shoal.labs.bench.experts import ExpertsBenchmark, steps_to_dense
+from shoal.labs.bench.learning.experiment import TrainedRun
 
 
 @pytest.mark.parametrize("count", [2, 5])
@@ -51,7 +53,8 @@ def test_a_shape_without_layers_for_experts_is_refused(shape: tuple[int, int, in
 
 
 def trained(name: str, seed: int, *losses: float) -> TrainedRun:
-    return TrainedRun(name, seed, [], list(zip((10, 20, 30), losses, strict=True)))
+    facts = {"parameters": 1000, "flops_per_token": 6000, "dropped": 0.0}
+    return TrainedRun(name, seed, [], list(zip((10, 20, 30), losses, strict=True)), facts)
 
 
 RUNS = [
@@ -66,11 +69,17 @@ def test_steps_are_read_between_two_validations() -> None:
     assert steps_to_dense(RUNS) == [(0, 2.0, 15.0), (1, 2.0, float("inf"))]
 
 
-def test_the_plot_has_both_models_and_the_table_every_validation() -> None:
-    picture = draw_kinds(RUNS, "Switch against dense")
+def test_the_plot_has_both_models_and_the_table_every_validation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(experts, "train_all", lambda *_, **__: RUNS)
+    benchmark = ExpertsBenchmark(learning=True, out=tmp_path, steps=30)
+    assert not benchmark.run(Console(quiet=True), str), "slower with seed 1"
+    picture = (tmp_path / "switch.svg").read_text()
     assert picture.count("<polyline") + picture.count("<path") >= 6
     assert ">dense<" in picture
     assert ">switch<" in picture
-    first, *others = list_losses(RUNS, "model")
-    assert first == {"model": "dense", "seed": 0, "step": "10", "training_loss": "", "validation_loss": 4.0}
+    with (tmp_path / "switch.csv").open() as file:
+        first, *others = csv.DictReader(file)
+    assert first == {"name": "dense", "seed": "0", "step": "10", "training_loss": "", "validation_loss": "4.0"}
     assert len(others) == 11

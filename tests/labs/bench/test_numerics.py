@@ -14,7 +14,7 @@ import pytest
 
 from shoal.base.section import plain
 from shoal.engine.data.prepare import prepare
-from shoal.labs.bench.learning.experiment import TrainedRun, compare, list_losses, train
+from shoal.labs.bench.learning.experiment import TrainedRun, compare, draw, list_losses, train
 from shoal.labs.bench.learning.numerics import (
     FAILS,
     FAMILIES,
@@ -22,10 +22,10 @@ from shoal.labs.bench.learning.numerics import (
     REFERENCE,
     RUNS,
     configure,
-    draw_formats,
     find_unexpected,
     is_within,
     max_distances,
+    smooth,
 )
 from shoal.spec.config import Precision
 from shoal.training.check import check
@@ -71,10 +71,10 @@ def test_every_run_is_drawn_and_can_be_made():
     used = {configure(name, 0, 10).train.precision for name in RUNS}
     assert {"bf16", "fp16", "fp8", "mxfp8", "bf16-weights", "bf16-all"} <= used <= set(get_args(Precision))
     assert set(FAILS) <= set(RUNS)
-    svg = ET.fromstring(draw_formats(CURVES, "title"))
+    svg = ET.fromstring(draw("title", CURVES, FAMILIES, REFERENCE, smooth, x="steps", y="loss"))
     text = [element.text for element in svg.iter() if element.text]
     assert "16 bits" in text and "float16 without a loss scale" in text and "bf16" in text
-    lines = list_losses(CURVES, "format")
+    lines = list_losses(CURVES)
     assert len(lines) == 6 * 100 and [bool(line["validation_loss"]) for line in lines[98:101]] == [False, True, False]
 
 

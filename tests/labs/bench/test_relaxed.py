@@ -9,13 +9,13 @@ import pytest
 from rich.console import Console
 
 from shoal.base.errors import UsageError
-from shoal.labs.bench.learning.experiment import TrainedRun, compare, list_losses
+from shoal.labs.bench.learning.experiment import TrainedRun, compare, draw, list_losses
 from shoal.labs.bench.learning.relaxed import (
+    FAMILIES,
     METHODS,
     OVER_LINKS,
     REFERENCE,
     RelaxedBenchmark,
-    draw_methods,
 )
 from shoal.training.check import check
 
@@ -32,6 +32,10 @@ RUNS = [
 ]
 
 
+def draw_losses(title: str, runs: list[TrainedRun]) -> str:
+    return draw(title, runs, FAMILIES, REFERENCE, lambda run: run.losses, x="seconds in steps", y="loss")
+
+
 def test_a_method_is_compared_with_the_synchronous_run_over_the_same_seeds():
     base, hogwild = compare(RUNS, REFERENCE)
     assert (base.name, base.difference) == (REFERENCE, 0.0)
@@ -41,21 +45,21 @@ def test_a_method_is_compared_with_the_synchronous_run_over_the_same_seeds():
 
 
 def test_the_plot_and_the_records_hold_every_run():
-    root = ET.fromstring(draw_methods(RUNS, "a < b"))
+    root = ET.fromstring(draw_losses("a < b", RUNS))
     words = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
     assert {"a < b", REFERENCE, "hogwild", "seconds in steps"} <= set(words) and "diloco" not in words
     styles = [path.get("style", "") for path in root.iter("{http://www.w3.org/2000/svg}path")]
     widths = [width for width in ("0.7", "1.8") for style in styles if f"stroke-width: {width}" in style]
     assert widths == ["0.7"] * 4 + ["1.8"] * 4  # two seeds of each method; the mean, here and in the legend
-    rows = list_losses(RUNS, "method", x="seconds")
+    rows = list_losses(RUNS, x="seconds")
     assert len(rows) == 12 and rows[-1] == {
-        "method": "hogwild", "seed": 1, "seconds": "2", "training_loss": 3.2, "validation_loss": 3.5}
+        "name": "hogwild", "seed": 1, "seconds": "2", "training_loss": 3.2, "validation_loss": 3.5}
 
 
 @pytest.mark.parametrize("losses", [(5.0,), (5.0, 5.0), (5.0, nan), (nan, nan), (4.0, inf)])
 def test_runs_of_few_or_endless_losses_are_drawn(losses):
     times = tuple(map(float, range(1, len(losses) + 1)))
-    text = draw_methods([trained(method, 0, times, losses, 3.0) for method in (REFERENCE, "hogwild")], "few")
+    text = draw_losses("few", [trained(method, 0, times, losses, 3.0) for method in (REFERENCE, "hogwild")])
     ET.fromstring(text)
     assert "nan" not in text and "inf" not in text
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shoal.cli.main import main
-from shoal.labs.bench.slices import SlicesBenchmark
+from shoal.labs.bench.sequences import SlicesBenchmark
 
 
 @pytest.mark.parametrize("family", ["tiny", "tiny-gpt"])

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from pydantic import PositiveInt
 
 from shoal.base.files import write_whole
 from shoal.base.section import plain
@@ -22,7 +23,7 @@ from shoal.engine.data.prepare import prepare
 from shoal.engine.device import usable_cores
 from shoal.engine.models.cache import Slice
 from shoal.engine.models.transformer import Transformer
-from shoal.labs.bench.benchmark import Notify, Row, write_records
+from shoal.labs.bench.benchmark import Benchmark, Notify, Row, write_records
 from shoal.launch.worker_pool import Pool
 from shoal.report.charts import Points, draw_means, new_figure, to_svg
 from shoal.spec.config import RunConfig, build_config
@@ -32,6 +33,8 @@ from shoal.training.step.optimizer_step import NonFinite
 
 LENGTH = 64
 """Tokens of a sequence in every experiment."""
+
+VALIDATION = "validation loss, nats per token"
 
 Changes = Mapping[str, Mapping[str, Any]]
 """Config values by section and key."""
@@ -80,6 +83,16 @@ class LossSummary:
         return mean(run.facts[fact] for run in self.runs)
 
 
+class Experiment(Benchmark):
+    """A benchmark that trains in several ways, each with several seeds."""
+
+    seeds: PositiveInt = 3
+    """Runs of each way of training, with seeds from 0."""
+
+    out: Path | None = None
+    """Folder for the losses, as .csv and .svg."""
+
+
 def build_run(
     model: Mapping[str, Any], *, seed: int, steps: int, micro_batch: int, learning_rate: float,
     validation_sequences: int = 64, changes: Changes = MappingProxyType({}),
@@ -118,17 +131,16 @@ def compare(runs: Sequence[TrainedRun], reference: str) -> list[LossSummary]:
 
 
 def draw(
-    title: str, runs: Sequence[TrainedRun], families: Mapping[str, Sequence[str]], reference: Sequence[str],
-    points: Callable[[TrainedRun], Points], *, x: str, y: str, highest: float | None = None,
+    title: str, runs: Sequence[TrainedRun], families: Mapping[str, Sequence[str]], reference: str,
+    points: Callable[[TrainedRun], Points], *, x: str, y: str,
 ) -> str:
     """Draw a panel for each family with runs, as an SVG: each seed as a thin line, and the mean.
 
     Args:
         families: names of runs by panel title.
-        reference: names drawn in grey in every panel.
-        points: curve of a run.
+        reference: name drawn in grey in every panel.
+        points: curve of a run; y is cut off at the largest value after its first eighth, which is the steepest part.
         x, y: axis titles.
-        highest: upper limit of y.
     """
     curves: dict[str, list[Points]] = {}
     for run in runs:
@@ -138,37 +150,27 @@ def draw(
     rows = -(-len(drawn) // columns)
     figure, charts = new_figure(430 * columns, 40 + 290 * rows, rows=rows, columns=columns, title=title, shared=True)
     for axes, (family, names) in zip(charts, drawn.items(), strict=False):
-        shown = {name: curves[name] for name in (*reference, *names) if name in curves}
-        draw_means(axes, family, shown, grey=reference, x=x, y=f"{y} (thin: each seed)")
-    if highest is not None and math.isfinite(highest):
+        shown = {name: curves[name] for name in (reference, *names) if name in curves}
+        draw_means(axes, family, shown, grey=(reference,), x=x, y=f"{y} (thin: each seed)")
+    highest = max(curve[len(curve) // 8][1] for seeds in curves.values() for curve in seeds if curve)
+    if math.isfinite(highest):
         charts[0].set_ylim(top=highest)
     for axes in charts[len(drawn) :]:
         axes.set_visible(False)
     return to_svg(figure)
 
 
-def draw_validations(
-    title: str, runs: Sequence[TrainedRun], panel: str, reference: Sequence[str],
-    points: Callable[[TrainedRun], Points], *, x: str,
-) -> str:
-    """Draw the validation losses of all runs in one panel, with the arguments of `draw`."""
-    highest = max(run.validations[len(run.validations) // 8][1] for run in runs)  # omits the steepest part
-    names = tuple(dict.fromkeys(run.name for run in runs if run.name not in reference))
-    return draw(title, runs, {panel: names}, tuple(dict.fromkeys(reference)), points, x=x,
-                y="validation loss, nats per token", highest=highest)
-
-
-def list_losses(runs: Sequence[TrainedRun], label: str, facts: Sequence[str] = (), *, x: str = "step") -> list[Row]:
+def list_losses(runs: Sequence[TrainedRun], facts: Sequence[str] = (), *, x: str = "step") -> list[Row]:
     """Return every loss of every run, for a file.
 
     Args:
-        label, x: headings of the columns of names and of x.
         facts: facts to add as columns.
+        x: heading of the column of x.
     """
     lines: list[Row] = []
     for run in runs:
         trained, validated = dict(run.losses), dict(run.validations)
-        about = {label: run.name, **{fact: run.facts[fact] for fact in facts}, "seed": run.seed}
+        about = {"name": run.name, **{fact: run.facts[fact] for fact in facts}, "seed": run.seed}
         for place in sorted(trained | validated):
             lines.append({**about, x: f"{place:.10g}", "training_loss": trained.get(place, ""),
                           "validation_loss": validated.get(place, "")})

@@ -3,23 +3,23 @@ the FLOPs they save."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, PositiveInt
 from rich.console import Console
 
 from shoal.engine.data.tokenizer import load_tokenizer
-from shoal.labs.bench.benchmark import Benchmark, Notify, check_folder, make_table
+from shoal.labs.bench.benchmark import Notify, check_folder, make_table
 from shoal.labs.bench.learning.experiment import (
     LENGTH,
+    VALIDATION,
+    Experiment,
     LossSummary,
     TrainedRun,
     build_run,
     compare,
-    draw_validations,
+    draw,
     list_losses,
     train_all,
     write_files,
@@ -33,7 +33,7 @@ LAYERS = 4
 BATCH = 16
 
 
-class DepthsBenchmark(Benchmark):
+class DepthsBenchmark(Experiment):
     """Layers that only some tokens pass through: their loss with a dense model's depth, and with its FLOPs."""
 
     capacity: float = Field(0.25, gt=0, le=1)
@@ -42,14 +42,8 @@ class DepthsBenchmark(Benchmark):
     weight: Literal["score", "sigmoid"] = "score"
     """Factor of such a layer's output, as in model.depths."""
 
-    seeds: PositiveInt = 3
-    """Runs of each model, with seeds from 0."""
-
     steps: PositiveInt = 800
     """Steps of each run; the shorter dense run takes as many as cost the FLOPs of the layers that take some tokens."""
-
-    out: Path | None = None
-    """Folder for depths.csv and depths.svg."""
 
     def run(self, console: Console, notify: Notify) -> bool:
         """Train each kind, and compare."""
@@ -67,8 +61,10 @@ class DepthsBenchmark(Benchmark):
         console.print("sampled: the loss with each token's route predicted, as in sampling; accuracy, recall: of these "
                       "predictions")
         title = f"Every other layer takes {self.capacity:g} of the tokens, {self.seeds} seeds"
-        lines = list_losses(runs, "model", ("layers", "flops_per_token"))
-        write_files(self.out, "depths", lines, draw_kinds(runs, title))
+        named = [replace(run, name=f"{run.name}, {run.facts['layers']:.0f} layers") for run in runs]
+        families = {"mixture of depths": [run.name for run in named]}
+        picture = draw(title, named, families, named[0].name, training_flops, x="training, TFLOP", y=VALIDATION)
+        write_files(self.out, "depths", list_losses(runs, ("layers", "flops_per_token")), picture)
         return True
 
     def configure(self, kind: str, seed: int) -> RunConfig:
@@ -106,10 +102,3 @@ def _flops(config: RunConfig) -> int:
 def training_flops(run: TrainedRun) -> Points:
     """Return (training FLOPs [TFLOP], validation loss)."""
     return [(step * BATCH * LENGTH * run.facts["flops_per_token"] / 1e12, loss) for step, loss in run.validations]
-
-
-def draw_kinds(runs: Sequence[TrainedRun], title: str) -> str:
-    """Draw validation loss against training FLOPs as an SVG."""
-    named = [replace(run, name=f"{run.name}, {run.facts['layers']:.0f} layers") for run in runs]
-    dense = [run.name for run in named if run.name.startswith(DENSE)]
-    return draw_validations(title, named, "mixture of depths", dense, training_flops, x="training, TFLOP")

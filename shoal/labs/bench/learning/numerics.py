@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import mean
 
 from pydantic import PositiveFloat, PositiveInt
 from rich.console import Console
 
-from shoal.labs.bench.benchmark import Benchmark, Notify, check_folder, choose_names, make_table
+from shoal.labs.bench.benchmark import Notify, check_folder, choose_names, make_table
 from shoal.labs.bench.learning.experiment import (
     Changes,
+    Experiment,
     LossSummary,
     TrainedRun,
     build_run,
@@ -62,15 +62,12 @@ SHOWN = ("fp16-unscaled",)
 """Runs that are shown and not judged: whether they fail depends on the size of a model's gradients."""
 
 
-class NumericsBenchmark(Benchmark):
+class NumericsBenchmark(Experiment):
     """Loss curves of every precision against float32's; exit code 1 if one is outside the band, or a run that should
     fail is inside."""
 
     only: str = ""
     """Semicolon-separated list of runs, such as "fp8; mxfp8"; fp32 is always included."""
-
-    seeds: PositiveInt = 3
-    """Runs of each precision, with seeds from 0."""
 
     steps: PositiveInt = 150
     """Steps of each run, of 512 tokens."""
@@ -78,9 +75,6 @@ class NumericsBenchmark(Benchmark):
     band: PositiveFloat = 0.1
     """Largest distance from float32, in nats per token, of the mean validation loss and of any seed's smoothed training
     loss in the second half."""
-
-    out: Path | None = None
-    """Folder for numerics.csv and numerics.svg."""
 
     def run(self, console: Console, notify: Notify) -> bool:
         """Train with every format, and compare."""
@@ -100,7 +94,9 @@ class NumericsBenchmark(Benchmark):
             } for each in summaries
         ]))  # fmt: skip
         title = f"Number formats: {self.steps} steps of 512 tokens, {self.seeds} seeds"
-        write_files(self.out, "numerics", list_losses(runs, "format"), draw_formats(runs, title))
+        y = "training loss, nats per token, mean of 10 steps"
+        picture = draw(title, runs, FAMILIES, REFERENCE, smooth, x="steps", y=y)
+        write_files(self.out, "numerics", list_losses(runs), picture)
         console.print(f"unexpected: {'; '.join(unexpected)}" if unexpected else "all as expected")
         return not unexpected
 
@@ -141,9 +137,3 @@ def find_unexpected(summaries: Sequence[LossSummary], distances: Mapping[str, fl
     """Return the judged runs that are outside the band, or inside it although they should fail."""
     return [each.name for each in summaries
             if each.name not in SHOWN and is_within(each, distances, band) == (each.name in FAILS)]
-
-
-def draw_formats(runs: Sequence[TrainedRun], title: str) -> str:
-    """Draw loss against steps as an SVG, a panel for each family, with float32 in each."""
-    return draw(title, runs, FAMILIES, (REFERENCE,), smooth, x="steps",
-                y="training loss, nats per token, mean of 10 steps")

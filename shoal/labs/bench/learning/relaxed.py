@@ -22,8 +22,16 @@ from shoal.engine.collectives.throttle import ThrottledLink
 from shoal.engine.cpu_tuning import tune_process
 from shoal.engine.data.batches import open_dataset
 from shoal.engine.data.prepare import prepare
-from shoal.labs.bench.benchmark import TIME_LIMIT, Benchmark, Notify, check_folder, choose_names, make_table
-from shoal.labs.bench.learning.experiment import TrainedRun, build_run, compare, draw, list_losses, write_files
+from shoal.labs.bench.benchmark import TIME_LIMIT, Notify, check_folder, choose_names, make_table
+from shoal.labs.bench.learning.experiment import (
+    Experiment,
+    TrainedRun,
+    build_run,
+    compare,
+    draw,
+    list_losses,
+    write_files,
+)
 from shoal.launch.worker_pool import Pool
 from shoal.spec.config import RunConfig, build_config
 from shoal.spec.sync_methods import POOLED, UNSYNCHRONISED
@@ -52,14 +60,11 @@ MARGINS = {
 if it was positive, plus two standard deviations over the seeds (docs/relaxed.md)."""
 
 
-class RelaxedBenchmark(Benchmark):
+class RelaxedBenchmark(Experiment):
     """Relaxed data parallelism under one straggler: loss against time; exit code 1 if a loss exceeds its margin."""
 
     only: str = ""
     """Comma-separated list of methods; all-reduce is always included."""
-
-    seeds: PositiveInt = 3
-    """Runs of each method, with seeds from 0."""
 
     steps: PositiveInt = 120
     """Steps of each run."""
@@ -80,9 +85,6 @@ class RelaxedBenchmark(Benchmark):
     margin: NonNegativeFloat = 0.0
     """Nats per token by which any mean validation loss may exceed that of all-reduce; 0 for each method's own margin,
     which is valid for the default steps, ranks and straggler."""
-
-    out: Path | None = None
-    """Folder for relaxed.csv and relaxed.svg; with a network, relaxed-link.csv and relaxed-link.svg."""
 
     def run(self, console: Console, notify: Notify) -> bool:
         """Train with every method, and compare."""
@@ -113,8 +115,11 @@ class RelaxedBenchmark(Benchmark):
             } for each in summaries
         ]))  # fmt: skip
         name = "relaxed-link" if self.link_gbs else "relaxed"
-        lines = list_losses(runs, "method", x="seconds")
-        write_files(self.out, name, lines, draw_methods(runs, f"Loss against time: {setting}"))
+        picture = draw(
+            f"Loss against time: {setting}", runs, FAMILIES, REFERENCE, lambda run: run.losses, x="seconds in steps",
+            y="training loss, nats per token",
+        )
+        write_files(self.out, name, list_losses(runs, x="seconds"), picture)
         worse = [each.name for each in summaries if not each.difference <= margins[each.name]]  # NaN too
         console.print(f"beyond their margin: {', '.join(worse)}" if worse else "all within their margins")
         return not worse
@@ -176,10 +181,3 @@ def _read(folder: Path, method: str, seed: int, config: RunConfig) -> TrainedRun
     validation = records[-1].validation_loss
     assert validation is not None, "a run ends with a validation"
     return TrainedRun(method, seed, losses, [(seconds, validation)], {"seconds": seconds})
-
-
-def draw_methods(runs: Sequence[TrainedRun], title: str) -> str:
-    """Draw loss against time as an SVG, a panel for each family, with the synchronous run in each."""
-    highest = max((run.losses[1][1] for run in runs if len(run.losses) > 1), default=None)
-    return draw(title, runs, FAMILIES, (REFERENCE,), lambda run: run.losses, x="seconds in steps",
-                y="training loss, nats per token", highest=highest)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -17,12 +18,11 @@ from shoal.base.files import check_writable
 from shoal.base.options import reject_unused
 from shoal.engine.cpu_tuning import allocator_environment
 from shoal.labs.bench.benchmark import Benchmark, Notify, Row, all_met, choose_names, make_table, write_records
-from shoal.labs.bench.race import Disagreement, Race, run_race
+from shoal.labs.bench.race import Race, RaceError, run_race
 from shoal.labs.bench.step.comparisons import build_races
-from shoal.labs.bench.step.shoal_engine import check_variant
-from shoal.labs.bench.step.torch_pipelining import MICROBATCHES
-from shoal.labs.bench.step.workload import Workload
-from shoal.labs.bench.variant import Failed
+from shoal.labs.bench.step.torch_baselines import MICROBATCHES
+from shoal.labs.bench.step.workload import Workload, make_layout, shoal_step
+from shoal.spec.layout import Layout
 
 SHARED = ("dp", "zero", "fsdp", "threads", "overlap-network", "compression-network", "pp")
 """Races whose ranks or micro-batches share the sequences of a step evenly."""
@@ -72,9 +72,10 @@ class StepBenchmark(Benchmark):
             for race in races:
                 try:
                     found = run_race(race, turns, steps, warmup=2, notify=notify)
-                except (Failed, Disagreement) as error:
+                except RaceError as error:
                     failed = True
-                    _print_failure(race.name, error, console)
+                    console.print(Text(f"{race.name} failed: {error}"))
+                    print(*getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
                     continue
                 rows += found
                 for row in found:
@@ -117,10 +118,13 @@ class StepBenchmark(Benchmark):
                 f"\n  Use {-(-self.sequences // parts) * parts}, or choose other races with --only."
             )
         for variant in race.variants:
-            try:
-                check_variant(variant)
-            except UsageError as error:
-                raise UsageError(f"bench step, {race.name}: {error}") from None
+            build, work = variant.build, variant.workload
+            if isinstance(build, partial) and build.func is shoal_step and isinstance(work, Workload):
+                fields = build.keywords.keys() & Layout.model_fields
+                try:
+                    make_layout(work, variant.ranks, **{field: build.keywords[field] for field in fields})
+                except UsageError as error:
+                    raise UsageError(f"bench step, {race.name}: {error}") from None
 
 
 def _check_allocator() -> None:
@@ -128,13 +132,6 @@ def _check_allocator() -> None:
     present = [name for name in (*allocator_environment(), "GLIBC_TUNABLES", "LD_PRELOAD") if os.environ.get(name)]
     if present:
         raise UsageError(f"the environment configures the allocator of every variant: unset {', '.join(present)}.")
-
-
-def _print_failure(race: str, error: Failed | Disagreement, console: Console) -> None:
-    reason = error.reason if isinstance(error, Failed) else str(error)
-    console.print(Text(f"{race} failed: {reason}"))
-    if str(error) != reason:
-        print(error, file=sys.stderr)  # with its traceback
 
 
 def _print_table(rows: Sequence[Row], console: Console) -> None:

@@ -13,12 +13,9 @@ from functools import partial
 from typing import Any
 
 from shoal.labs.bench.kernels import multiply
-from shoal.labs.bench.race import Race
-from shoal.labs.bench.step.shoal_engine import shoal_step
-from shoal.labs.bench.step.torch_baselines import ddp, dtensor, fsdp, plain, threaded
-from shoal.labs.bench.step.torch_pipelining import MICROBATCHES, SCHEDULES, pipeline
-from shoal.labs.bench.step.workload import BenchPrecision, MatmulWorkload, Workload
-from shoal.labs.bench.variant import Variant
+from shoal.labs.bench.race import Race, Variant
+from shoal.labs.bench.step.torch_baselines import MICROBATCHES, SCHEDULES, ddp, dtensor, fsdp, pipeline, plain, threaded
+from shoal.labs.bench.step.workload import BenchPrecision, MatmulWorkload, Workload, shoal_step
 from shoal.spec.sync_methods import COMPRESSED
 
 LINK_GBS = 0.1  # network on which the gradients of the default workload take more than a quarter of its step

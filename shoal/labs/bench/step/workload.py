@@ -1,19 +1,29 @@
-"""The work of all variants: one model, one stream of samples, one optimizer."""
+"""The work of all variants: one model, one stream of samples, one optimizer; and shoal's engine for it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from shoal.engine.collectives.mesh import Mesh
+from shoal.engine.collectives.throttle import ThrottledLink
 from shoal.engine.data.batches import Batch
 from shoal.spec.catalog import ModelShape, model_shape
-from shoal.spec.config import OptimizerConfig
+from shoal.spec.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
+from shoal.spec.layout import Layout
+from shoal.spec.layout.sizes import check_layout
+from shoal.spec.sync_methods import COMPRESSED
+from shoal.training.async_dp.engines import CompressedEngine
+from shoal.training.step.engine import Engine
+
+Step = Callable[[int], float]
+"""Function of the step's number that returns this rank's share of its mean loss [nats]; the ranks' shares add up."""
 
 BenchPrecision = Literal["fp32", "bf16"]
 DTYPES: dict[BenchPrecision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -106,5 +116,60 @@ def emulate_device(layers: Iterable[nn.Module], seconds: float) -> None:
     On CPU ranks the cores that compute also move the messages, so hardly any wait exists that could hide communication.
     """
     for layer in layers:
-        layer.register_forward_pre_hook(lambda *_: time.sleep(seconds))
-        layer.register_full_backward_pre_hook(lambda *_: time.sleep(2 * seconds))
+        if seconds:
+            layer.register_forward_pre_hook(lambda *_: time.sleep(seconds))
+            layer.register_full_backward_pre_hook(lambda *_: time.sleep(2 * seconds))
+
+
+def shoal_step(workload: Workload, rank: int, ranks: int, **options: Any) -> Step:
+    """Build a training step of shoal on any layout, with the options of `build_engine`."""
+    engine = build_engine(workload, rank, ranks, **options)
+
+    def step(number: int) -> float:
+        loss = engine.step(number).loss
+        return loss if rank == 0 else 0.0
+
+    return step
+
+
+def build_engine(
+    workload: Workload, rank: int, ranks: int, *, compile: bool = False, transport: str = "auto",
+    device_seconds: float = 0.0, link_gbs: float = 0.0, **layout: Any,
+) -> Engine:
+    """Build the engine of a workload.
+
+    Args:
+        compile: as in ``train``.
+        transport: see `Mesh`.
+        device_seconds: forward time of each layer on an emulated device (`emulate_device`).
+        link_gbs: GB/s of a simulated network, 0 for none.
+        layout: fields of `Layout`, with any exact or compressed ``sync``.
+    """
+    config = RunConfig(
+        model=ModelConfig(name=workload.model),
+        parallel=make_layout(workload, ranks, **layout),
+        train=TrainConfig(
+            global_batch=workload.sequences, precision=workload.precision, seed=SEED, compile=compile, device="cpu"
+        ),
+        data=DataConfig(sequence_length=workload.sequence_length),
+        optimizer=OPTIMIZER,
+    )
+    mesh = Mesh(config.parallel, rank, transport=transport, link=ThrottledLink.of(link_gbs))
+    kind = CompressedEngine if config.parallel.sync in COMPRESSED else Engine
+    engine = kind(config, workload.shape, mesh, workload.samples)
+    emulate_device((layer for stage in engine.stages for layer in stage.module.layers.values()), device_seconds)
+    return engine
+
+
+def make_layout(workload: Workload, ranks: int, **layout: Any) -> Layout:
+    """Return the layout of a workload. Without ``micro_batch``, a replica runs its sequences in one forward.
+
+    Raises:
+        UsageError: the layout cannot run this workload on these ranks.
+    """
+    layout.setdefault("micro_batch", max(1, workload.sequences // layout.get("dp", 1)))
+    made = Layout(**layout)
+    check_layout(
+        made, workload.shape, global_batch=workload.sequences, sequence_length=workload.sequence_length, ranks=ranks
+    )
+    return made

@@ -1,4 +1,4 @@
-"""Context parallelism: the ring against its blocks without transfers; and sequences that do not fit on one device."""
+"""Splitting sequences: ring attention, sequences that do not fit on one device, and TeraPipe's slices."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -16,22 +17,27 @@ from rich.console import Console
 from torch import Tensor
 
 from shoal.base.errors import UsageError
+from shoal.base.section import NonEmpty
 from shoal.base.units import show_bytes, show_seconds
 from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import Pending
 from shoal.engine.cpu_tuning import tune_process
 from shoal.engine.data.batches import SyntheticDataset
-from shoal.engine.device import peak_memory
+from shoal.engine.device import peak_memory, pick_device
+from shoal.engine.models.cache import Slice
+from shoal.engine.models.transformer import Transformer, initialise
 from shoal.engine.parallel.context.causal_blocks import CausalBlocks
 from shoal.engine.parallel.context.ring import RingAttention, RingPosition
 from shoal.engine.parallel.context.token_order import spread
 from shoal.labs.bench.benchmark import TIME_LIMIT, Benchmark, Notify, make_table
 from shoal.labs.bench.race import quartiles, slowest_rank, time_in_turns
+from shoal.labs.bench.step.workload import DTYPES
 from shoal.launch.worker_pool import Pool
+from shoal.pipeline.sequence_slices import best_slices, fit_times, pipeline_time
 from shoal.planning.cost.memory import activations
 from shoal.planning.cost.micro_batch import MicroBatch
-from shoal.spec.catalog import ModelShape
+from shoal.spec.catalog import ModelShape, model_shape
 from shoal.spec.config import RunConfig, build_config
 from shoal.spec.layout import ContextOrder, Layout
 from shoal.spec.layout.sizes import check_layout
@@ -147,26 +153,6 @@ def _time(case: ContextBenchmark) -> dict[str, list[float]]:
     return time_in_turns(calls, case.repeats, prepare=lambda way: dist.barrier())
 
 
-MIB = 2**20
-
-
-@dataclass(frozen=True)
-class RankTraining:
-    """One rank's training on long sequences.
-
-    Attributes:
-        losses: loss of every step.
-        activation_bytes: bytes that one forward keeps for its backward; each tensor counts once, weights not at all.
-        seconds: time of the last step.
-        peak: peak bytes of the process.
-    """
-
-    losses: list[float]
-    activation_bytes: int
-    seconds: float
-    peak: int
-
-
 class LongContextBenchmark(Benchmark):
     """Train on sequences whose activations do not fit on one device; exit code 1 if they do not fit on the ranks
     either, or would fit on one device."""
@@ -203,17 +189,18 @@ class LongContextBenchmark(Benchmark):
         alone = activations.total(activations.stage(one, range(self.layers), first=True, last=True))
         with Pool(self.ranks, setup=tune_process) as pool:
             ranks = pool.run(_train, self.ranks, config, shape, self.steps, timeout=TIME_LIMIT)
-        budget, most = self.budget_mib * MIB, max(rank.activation_bytes for rank in ranks)
+        (losses, *_), kept, seconds, peaks = zip(*ranks, strict=True)
+        budget, most = self.budget_mib * 2**20, max(kept)
         console.print(
             f"{self.tokens:,} tokens, {shape.layers} layers, {shape.parameters():,} parameters, "
-            f"{config.parallel.describe()}: losses {', '.join(f'{loss:.4f}' for loss in ranks[0].losses)}; "
-            f"{show_seconds(max(rank.seconds for rank in ranks))} per step", highlight=False, soft_wrap=True,
+            f"{config.parallel.describe()}: losses {', '.join(f'{loss:.4f}' for loss in losses)}; "
+            f"{show_seconds(max(seconds))} per step", highlight=False, soft_wrap=True,
         )
         console.print(make_table(f"activations kept for backward; budget {show_bytes(budget)}", [
             {"": where, "bytes": show_bytes(size), "fraction of the budget": size / budget}
             for where, size in (("one device, by formula", alone), ("fullest rank, counted", most))
         ]))  # fmt: skip
-        console.print(f"largest process: {show_bytes(max(rank.peak for rank in ranks))} in total", highlight=False)
+        console.print(f"largest process: {show_bytes(max(peaks))} in total", highlight=False)
         return needs_ranks(alone, most, budget)
 
 
@@ -222,7 +209,13 @@ def needs_ranks(alone: float, most: float, budget: float) -> bool:
     return most <= budget < alone
 
 
-def _train(config: RunConfig, shape: ModelShape, steps: int) -> RankTraining:
+def _train(config: RunConfig, shape: ModelShape, steps: int) -> tuple[list[float], int, float, int]:
+    """Train on one rank.
+
+    Returns:
+        Losses of all steps; bytes that one forward keeps for its backward, without weights; seconds of the last step;
+        peak bytes of the process.
+    """
     mesh = Mesh(config.parallel, dist.get_rank())
     samples = SyntheticDataset(shape.vocab, config.data.sequence_length, config.train.seed)
     engine = Engine(config, shape, mesh, samples)
@@ -233,7 +226,7 @@ def _train(config: RunConfig, shape: ModelShape, steps: int) -> RankTraining:
     for step in range(1, steps):
         begin = time.perf_counter()
         losses.append(engine.step(step).loss)
-    return RankTraining(losses, sum(kept.values()), time.perf_counter() - begin, peak_memory(mesh.device))
+    return (losses, sum(kept.values()), time.perf_counter() - begin, peak_memory(mesh.device))
 
 
 @contextmanager
@@ -250,3 +243,93 @@ def count_saved_bytes(engine: Engine) -> Iterator[dict[int, int]]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         yield found
+
+
+class SlicesBenchmark(Benchmark):
+    """Slices of a sequence, forward and backward through one layer, and the best slices for TeraPipe."""
+
+    model: str = "tiny"
+    """Model of the catalog whose layer is timed."""
+
+    length: PositiveInt = 1024
+    """Tokens of a sequence."""
+
+    stages: NonEmpty[PositiveInt] = (2, 4, 8)
+    """Pipeline stages to choose for."""
+
+    micro_batch: PositiveInt = 1
+    """Sequences in one forward pass."""
+
+    microbatches: PositiveInt = 1
+    """Micro-batches in a step."""
+
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """fp32 or bf16."""
+
+    repeats: PositiveInt = 5
+    """Measurements of each; the median counts."""
+
+    device: str = "auto"
+    """auto, cpu or cuda."""
+
+    def run(self, console: Console, notify: Notify) -> bool:
+        """Time slices; print the best for each number of stages, and their time relative to unsliced sequences."""
+        device = pick_device(self.device)
+        if device.type == "cpu":
+            tune_process()
+        measured = self.measure(device)
+        title = f"a slice through one layer of {self.model}, forward and backward, on {device}"
+        console.print(make_table(title, [
+            {"tokens": tokens, "tokens before": before, "ms": 1e3 * seconds, "us / token": 1e6 * seconds / tokens}
+            for tokens, before, seconds in measured
+        ]))  # fmt: skip
+        times, shortest = fit_times(measured), min(tokens for tokens, _, _ in measured)
+        cuts = [*range(0, self.length - shortest + 1, shortest), self.length]  # as short as measured
+        for stages in self.stages:
+            best = best_slices(cuts, times, stages, self.microbatches)
+            unsliced, sliced = (
+                pipeline_time(slices, times, stages, self.microbatches) for slices in ((self.length,), best)
+            )
+            console.print(
+                f"pp {stages}, {self.microbatches} micro-batches: sequence_slices = {list(best)}, "
+                f"predicted at {sliced / unsliced:.2f} of the time without slices", highlight=False,
+            )
+        return True
+
+    def measure(self, device: torch.device) -> list[tuple[int, int, float]]:
+        """Time slices of a sixteenth up to the full sequence, at several positions.
+
+        Returns:
+            For each (tokens of the slice, tokens before it, median seconds of forward and backward).
+        """
+        dtype, shape = DTYPES[self.precision], model_shape(self.model)
+        shape = shape.model_copy(update={"max_sequence": max(shape.max_sequence, self.length), "layers": 1, "vocab": 1})
+        model = Transformer(shape)
+        initialise(model, seed=0)
+        model.embed = model.norm = model.head = None
+        model.to(device, dtype)
+        before: Slice | None = None
+
+        def forward(length: int, part: Slice) -> torch.Tensor:
+            hidden = torch.randn(self.micro_batch, length, shape.hidden, dtype=dtype, device=device)  # [b, s, h]
+            tokens = torch.zeros(self.micro_batch, length, dtype=torch.int64, device=device)
+            return model(tokens, hidden=hidden.requires_grad_(), part=part)
+
+        def prepare(place: tuple[int, int]) -> None:
+            nonlocal before
+            before = Slice() if place[1] else None
+            if before:
+                forward(place[1], before)
+
+        def step(size: int) -> None:
+            forward(size, Slice(before)).sum().backward()
+
+        sizes = sorted({max(1, self.length // part) for part in (16, 8, 4, 2, 1)})
+        places = [
+            (size, start) for size in sizes
+            for start in sorted({0, self.length // 4, self.length // 2, self.length - size})
+            if size + start <= self.length
+        ]  # fmt: skip
+        steps = {place: partial(step, place[0]) for place in places}
+        seconds = time_in_turns(steps, self.repeats, prepare=prepare, device=device)
+        return [(*place, median(times)) for place, times in seconds.items()]
