@@ -16,7 +16,7 @@ from shoal.engine.parallel.context.token_order import TokenAssignment
 from shoal.engine.parallel.expert import apply_expert_parallel
 from shoal.engine.parallel.float8 import Float8, apply_float8
 from shoal.engine.parallel.linear import EmbeddingTable, Linear
-from shoal.engine.parallel.mixture_of_depths import apply_mixture_of_depths, chosen_spread
+from shoal.engine.parallel.mixture_of_depths import apply_mixture_of_depths, assign_chosen
 from shoal.engine.parallel.pipeline_stage import keep_stage, share_copies, share_tied
 from shoal.engine.parallel.placement import ParamPlacement
 from shoal.engine.parallel.tensor import apply_tensor_parallel
@@ -46,14 +46,14 @@ class LocalStage:
 
 
 def build_stages(
-    shape: ModelShape, program: Program, mesh: Mesh, policy: Policy, spread: TokenAssignment,
+    shape: ModelShape, program: Program, mesh: Mesh, policy: Policy, assignment: TokenAssignment,
     *, kernel: Kernel = "sdpa", seed: int = 0, compile: bool = False, float8: Float8 | None = None,
 ) -> tuple[list[LocalStage], RankParameters]:
     """Build the stages that a program places on this rank; `initialise` or a checkpoint fills them.
 
     Args:
         shape: the full model.
-        spread: assignment of the tokens of a sequence to the context-parallel ranks.
+        assignment: assignment of the tokens of a sequence to the context-parallel ranks.
         kernel, seed: see `Transformer`.
         compile: compile each layer, and the loss if it is not split.
         float8: the layers that multiply in 8 bits, or None.
@@ -75,7 +75,7 @@ def build_stages(
         mesh.group(copies)
     stages = [
         _build_stage(
-            shape, stage, program, mesh, policy, spread,
+            shape, stage, program, mesh, policy, assignment,
             copies=copies, kernel=kernel, seed=seed, compile=compile, float8=float8,
         )
         for stage in program.stages_of(here)
@@ -84,7 +84,7 @@ def build_stages(
 
 
 def _build_stage(
-    shape: ModelShape, stage: int, program: Program, mesh: Mesh, policy: Policy, spread: TokenAssignment, *,
+    shape: ModelShape, stage: int, program: Program, mesh: Mesh, policy: Policy, assignment: TokenAssignment, *,
     copies: str, kernel: Kernel, seed: int, compile: bool, float8: Float8 | None,
 ) -> LocalStage:
     """Build one stage and allocate this rank's shard of it."""
@@ -96,13 +96,13 @@ def _build_stage(
     keep_stage(model, part, layers_of(shape, program))  # first: parts of other stages need not be split
     sink = GradSink(defer=mesh.size("tp") > 1 and not overlap)
     splits = apply_tensor_parallel(model, shape, mesh, sink, overlap=overlap)
-    chosen = chosen_spread(shape, mesh, spread)
-    splits |= apply_expert_parallel(model, shape, mesh, sink, spread, chosen)
+    chosen = assign_chosen(shape, mesh, assignment)
+    splits |= apply_expert_parallel(model, shape, mesh, sink, assignment, chosen)
     splits = share_tied(splits, shape, part, depth)
     if copies:
         splits = share_copies(splits, copies, stage // depth)
-    apply_context_parallel(model, mesh, spread, chosen)
-    apply_mixture_of_depths(model, shape, mesh, spread, chosen)
+    apply_context_parallel(model, mesh, assignment, chosen)
+    apply_mixture_of_depths(model, shape, mesh, assignment, chosen)
     if compile:
         fused: list[nn.Module] = list(model.layers.values())
         if mesh.size("tp") == 1:  # a split loss contains a collective, which cannot be compiled

@@ -32,8 +32,8 @@ from shoal.engine.collectives.uneven import (
 from shoal.engine.models.experts.grouped import GroupedExperts
 from shoal.engine.models.experts.layer import MoE
 from shoal.engine.models.experts.router import TokenPlaces
-from shoal.engine.parallel.context.causal_blocks import places_of
-from shoal.engine.parallel.context.token_order import TokenAssignment, count
+from shoal.engine.parallel.context.causal_blocks import token_positions
+from shoal.engine.parallel.context.token_order import TokenAssignment, count_tokens
 from shoal.engine.parallel.placement import ParamPlacement, keep_box, replicate
 from shoal.engine.parallel.weight_grad import GradSink, GroupedLinearFunction
 from shoal.spec.catalog import ModelShape
@@ -42,13 +42,13 @@ SEQUENCE = 1  # dim of [b, s, ..] that tp splits
 
 
 def apply_expert_parallel(
-    model: nn.Module, shape: ModelShape, mesh: Mesh, sink: GradSink, spread: TokenAssignment,
+    model: nn.Module, shape: ModelShape, mesh: Mesh, sink: GradSink, assignment: TokenAssignment,
     chosen: TokenAssignment | None = None,
 ) -> dict[str, ParamPlacement]:
     """Split the experts of a model on the meta device in place, and route tokens to them.
 
     Args:
-        spread: assignment of the tokens of a sequence to the context-parallel ranks.
+        assignment: assignment of the tokens of a sequence to the context-parallel ranks.
         chosen: the same for the tokens chosen in Mixture-of-Depths layers.
 
     Returns:
@@ -72,7 +72,7 @@ def apply_expert_parallel(
             module.router.bias = torch.zeros(shape.experts.count, dtype=torch.float64, device=mesh.device)
         if tp is not None or cp is not None:
             skips = chosen is not None and shape.skips(module.router.layer)
-            module.router.places = TokenShares(mesh, chosen if chosen is not None and skips else spread)
+            module.router.places = TokenShares(mesh, chosen if chosen is not None and skips else assignment)
     return splits
 
 
@@ -80,23 +80,23 @@ class TokenShares(TokenPlaces):
     """Token shares of ranks that split sequences (tp and cp): each routes its own tokens, given all scores.
 
     Args:
-        spread: assignment of tokens to the cp ranks; the tp ranks split each rank's tokens evenly.
+        assignment: assignment of tokens to the cp ranks; the tp ranks split each rank's tokens evenly.
     """
 
-    def __init__(self, mesh: Mesh, spread: TokenAssignment):
+    def __init__(self, mesh: Mesh, assignment: TokenAssignment):
         self.tp, self.cp = mesh.group("tp"), mesh.group("cp")
         self.split_already = mesh.layout.sequence_parallel
         parts, rank = mesh.size("tp"), mesh.index("tp")
         ranks = range(mesh.size("cp"))
         self.share = 1 / (parts * len(ranks))
-        self.sizes = [count(spread.chunks(other)) for other in ranks]  # tokens of each cp rank
+        self.sizes = [count_tokens(assignment.chunks(other)) for other in ranks]  # tokens of each cp rank
         self.lengths = part_lengths(self.sizes[mesh.index("cp")], parts)  # tokens of each tp rank, within this cp rank
         start = sum(self.lengths[:rank])
         self.here = slice(start, start + self.lengths[rank])
         self.order: Tensor | None = None
         if self.cp is not None:
             with mesh.real_index_tensors():
-                places = [places_of(spread.chunks(other), mesh.device) for other in ranks]
+                places = [token_positions(assignment.chunks(other), mesh.device) for other in ranks]
                 self.order = torch.cat(places).argsort()  # from rank order to sequence order
                 self.mine = places[mesh.index("cp")][self.here]  # positions of the local tokens
 

@@ -24,8 +24,8 @@ from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.uneven import all_gather_uneven, exchange_rows, permute_rows
 from shoal.engine.models.mixture_of_depths import ChosenPlaces, TokenRoute
 from shoal.engine.models.transformer import Transformer
-from shoal.engine.parallel.context.causal_blocks import places_of
-from shoal.engine.parallel.context.token_order import TokenAssignment, spread
+from shoal.engine.parallel.context.causal_blocks import token_positions
+from shoal.engine.parallel.context.token_order import TokenAssignment, assign_tokens
 from shoal.spec.catalog import ModelShape
 
 SEQUENCE = 1  # dim of [b, s]
@@ -92,13 +92,13 @@ class SharedPlaces(ChosenPlaces):
         return empty.index_copy(0, everywhere, ranks), empty.index_copy(0, everywhere, numbers)
 
 
-def chosen_spread(shape: ModelShape, mesh: Mesh, whole: TokenAssignment) -> TokenAssignment | None:
+def assign_chosen(shape: ModelShape, mesh: Mesh, whole: TokenAssignment) -> TokenAssignment | None:
     """Return the assignment of the chosen tokens to the context-parallel ranks; None without Mixture-of-Depths.
 
     Args:
         whole: assignment of all tokens.
     """
-    return None if shape.depths is None else spread(mesh.layout, shape.depths.taken(whole.tokens))
+    return None if shape.depths is None else assign_tokens(mesh.layout, shape.depths.taken(whole.tokens))
 
 
 def apply_mixture_of_depths(
@@ -123,12 +123,12 @@ def apply_mixture_of_depths(
         if group is None:
             continue
         with mesh.real_index_tensors():
-            tokens, of_chosen = (by_rank(each, parts, mesh.device) for each in (whole, chosen))
-            context = places_of(chosen.chunks(mesh.index("cp")), mesh.device)
+            tokens, of_chosen = (positions_by_rank(each, parts, mesh.device) for each in (whole, chosen))
+            context = token_positions(chosen.chunks(mesh.index("cp")), mesh.device)
         depth.places = SharedPlaces(group, mesh.index(axis), tokens, of_chosen, context)
 
 
-def by_rank(each: TokenAssignment, parts: int, device: torch.device) -> list[Tensor]:
+def positions_by_rank(each: TokenAssignment, parts: int, device: torch.device) -> list[Tensor]:
     """Return the token positions of each rank; tensor-parallel ranks evenly split a context-parallel rank's tokens."""
     ranks = range(each.ring * each.ulysses)
-    return [part for rank in ranks for part in places_of(each.chunks(rank), device).chunk(parts)]
+    return [part for rank in ranks for part in token_positions(each.chunks(rank), device).chunk(parts)]

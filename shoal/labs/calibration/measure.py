@@ -22,7 +22,7 @@ from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import all_reduce
 from shoal.engine.models.transformer import Transformer
 from shoal.engine.parallel.apply import LocalStage, build_stages, initialise
-from shoal.engine.parallel.context.token_order import spread
+from shoal.engine.parallel.context.token_order import assign_tokens
 from shoal.engine.precision.policy import POLICIES
 from shoal.labs.bench.collectives import IN_A_ROW, WAYS, time_all_reduces
 from shoal.labs.bench.race import time_in_turns
@@ -199,7 +199,7 @@ def _stage(shape: ModelShape, layout: Layout, rank: int) -> LocalStage:
     """One that is all of a model, as a step of the engine has it."""
     (stage,), parameters = build_stages(
         shape, build_layout_program(layout, microbatches=1), Mesh(layout, rank), POLICIES["fp32"],
-        spread(layout, shape.max_sequence), kernel=attention_kernel("auto", torch.device("cpu"), torch.float32),
+        assign_tokens(layout, shape.max_sequence), kernel=attention_kernel("auto", torch.device("cpu"), torch.float32),
     )  # fmt: skip
     initialise(parameters, shape, 0)
     stage.parameters.begin()

@@ -13,8 +13,8 @@ from rich.text import Text
 
 from shoal.base.section import Section
 from shoal.base.units import show_bytes
-from shoal.engine.parallel.context.causal_blocks import pieces
-from shoal.engine.parallel.context.token_order import ORDERS, TokenAssignment, count, spread
+from shoal.engine.parallel.context.causal_blocks import split_scores
+from shoal.engine.parallel.context.token_order import ORDERS, TokenAssignment, assign_tokens, count_tokens
 from shoal.labs.explain.blocks import hue, label
 from shoal.labs.explain.figures.context import Walk, figure
 from shoal.planning.cost.context import layer_bytes
@@ -60,10 +60,10 @@ def explain(options: ContextOptions, console: Console) -> Callable[[], str]:
     shape, s = model_shape(options.model), options.sequence_length
     layout = Layout(cp=options.ranks, ulysses=options.ulysses, cp_order=options.order)
     check_layout(layout, shape, global_batch=1, sequence_length=s)
-    orders = {name: spread(layout.model_copy(update={"cp_order": name}), s) for name in ORDERS}
+    orders = {name: assign_tokens(layout.model_copy(update={"cp_order": name}), s) for name in ORDERS}
     works = {name: work_of(held) for name, held in orders.items()}
     console.print(Text(f"{s:,} tokens on {layout.describe()}", style="bold"))
-    console.print(_bar(spread(layout, min(s, max(CELLS, 2 * layout.cp)))))
+    console.print(_bar(assign_tokens(layout, min(s, max(CELLS, 2 * layout.cp)))))
     work = works[options.order]
     many = sum(work[0]) > MILLION
     console.print(Text(f"\nScores that a head computes in each step of the ring{', in millions' if many else ''}:"))
@@ -82,10 +82,10 @@ def explain(options: ContextOptions, console: Console) -> Callable[[], str]:
 def work_of(held: TokenAssignment) -> list[list[int]]:
     """Count the scores of a head that each place computes in each step of the ring: [step][place]."""
     places = range(held.ring)
-    slices = range(len(held.held))
-    chunks = [held.place_chunks(place, slices) for place in places]
+    slices = range(len(held.by_slice))
+    chunks = [held.ring_chunks(place, slices) for place in places]
     return [
-        [sum(piece.scores for piece in pieces(chunks[place], chunks[(place - step) % held.ring])) for place in places]
+        [sum(block.scores for block in split_scores(chunks[i], chunks[(i - step) % held.ring])) for i in places]
         for step in places
     ]
 
@@ -110,7 +110,7 @@ def _table(held: TokenAssignment, work: list[list[int]], unit: int) -> Table:
     for place in range(held.ring):
         ranks = held.ranks(place)
         who = [f"{ranks[0]} to {ranks[-1]}"] if ulysses else []
-        chunks = held.place_chunks(place, range(len(held.held)))
+        chunks = held.ring_chunks(place, range(len(held.by_slice)))
         mine = [step[place] for step in work]
         shown = [f"{scores:,}" if unit == 1 else f"{scores / unit:,.1f}" for scores in (*mine, sum(mine))]
         rows.append([str(place), *who, _words(chunks), *shown])
@@ -122,7 +122,7 @@ def _table(held: TokenAssignment, work: list[list[int]], unit: int) -> Table:
 def _words(chunks: tuple[range, ...]) -> str:
     """Write chunks as people do: 0-4095, 28672-32767; every fourth from 0."""
     runs = [f"{c[0]}-{c[-1]}" if c.step == 1 else f"{c[0]}, {c[0] + c.step}, ... {c[-1]}" for c in chunks[:4]]
-    return "; ".join(runs) + (f"; and more, {count(chunks)} in all" if len(chunks) > 4 else "")
+    return "; ".join(runs) + (f"; and more, {count_tokens(chunks)} in all" if len(chunks) > 4 else "")
 
 
 def _bytes(shape: ModelShape, layout: Layout, s: int) -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shoal.engine.parallel.context.token_order import TokenAssignment, spread
+from shoal.engine.parallel.context.token_order import TokenAssignment, assign_tokens
 from shoal.pipeline.program import BACKWARDS, FORWARDS, SENDS, WEIGHTS, Action, Op, Program
 from shoal.planning.cost.buckets import Bucket, Filled, buckets_of
 from shoal.planning.cost.memory.optimizer_state import in_order
@@ -56,9 +56,9 @@ class RankCounts:
     ):
         self.run, self.program, self.mesh, self.policy, self.by_parts = run, program, mesh, policy, by_parts
         self.slices = slices
-        self.spread = spread(run.layout, run.s, slices)
+        self.spread = assign_tokens(run.layout, run.s, slices)
         some = run.shape.depths  # only these tokens pass through some layers
-        self.chosen = None if some is None else spread(run.layout, some.taken(run.s))
+        self.chosen = None if some is None else assign_tokens(run.layout, some.taken(run.s))
         self.parts = stage_parts(run.shape, program)
         self.held = program.stages_of(mesh.index("pp"))
         self.actions = program.actions[mesh.index("pp")]
@@ -78,15 +78,15 @@ class RankCounts:
         """
         if self.run.layout.cp == 1:
             return seen_alone(self.run, self.slices)
-        from shoal.engine.parallel.context.causal_blocks import pieces  # imports torch
+        from shoal.engine.parallel.context.causal_blocks import split_scores  # imports torch
 
         place, ring, u = self.mesh.index("ring"), spread.ring, self.run.layout.ulysses
         scores = []
-        for number in range(len(spread.held)):
-            queries = spread.place_chunks(place, range(number, number + 1))
+        for number in range(len(spread.by_slice)):
+            queries = spread.ring_chunks(place, range(number, number + 1))
             found = [
                 piece for other in range(ring)
-                for piece in pieces(queries, spread.place_chunks(other, range(number + 1)))
+                for piece in split_scores(queries, spread.ring_chunks(other, range(number + 1)))
             ]
             sides = [(piece.rows, piece.columns) for piece in found]
             scores.append(tuple((rows.stop - rows.start, keys.stop - keys.start) for rows, keys in sides))
@@ -125,14 +125,14 @@ class RankCounts:
     def _share(self, spread: TokenAssignment, number: int) -> Share:
         """Return the tokens of a slice (-1: the full sequence) for this token assignment."""
         cp, place = self.mesh.index("cp"), self.mesh.index("ring")
-        slices = range(len(spread.held)) if number < 0 else range(number, number + 1)
+        slices = range(len(spread.by_slice)) if number < 0 else range(number, number + 1)
         until = range(slices.stop)
         lengths = spread.lengths(cp)
         by = [(place - step) % spread.ring for step in range(spread.ring)]
-        blocks = tuple(sum(spread.place_lengths(other, until)) for other in by)
+        blocks = tuple(sum(spread.ring_lengths(other, until)) for other in by)
         return Share(
             sum(lengths[i] for i in slices), sum(lengths[i] for i in until),
-            sum(spread.place_lengths(place, slices)), blocks, blocks[0],
+            sum(spread.ring_lengths(place, slices)), blocks, blocks[0],
         )
 
     def _pass(self, action: Action) -> Sent:

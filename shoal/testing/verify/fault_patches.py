@@ -15,9 +15,9 @@ from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import all_reduce
 from shoal.engine.parallel import overlap
 from shoal.engine.parallel.context import causal_blocks
-from shoal.engine.parallel.context.apply import ContextParallel
+from shoal.engine.parallel.context.apply import ContextPositions
 from shoal.engine.parallel.context.ring import RingPosition
-from shoal.engine.parallel.context.token_order import count
+from shoal.engine.parallel.context.token_order import count_tokens
 from shoal.engine.parallel.tensor_2d import Grid
 from shoal.engine.parallel.weight_grad import sum_of_products
 from shoal.engine.parallel.zero.bucket import DataParallelGroups
@@ -105,14 +105,15 @@ def without_gather(right: Callable, run: runtime.Runtime, program: Program, *arg
     right(run, replace(program, actions=left), *args, **options)
 
 
-def one_run(right: Callable, at: ContextParallel, start: int, s: int, device) -> Tensor:
-    return torch.arange(start, start + s, device=device) + at.rank * sum(at.spread.lengths(at.rank))
+def one_run(right: Callable, module: ContextPositions, start: int, s: int, device) -> Tensor:
+    at = module.at
+    return torch.arange(start, start + s, device=device) + at.rank * sum(at.tokens.lengths(at.rank))
 
 
 def by_place(right: Callable, queries, keys) -> list[causal_blocks.ScoreBlock]:
     if queries == keys:
         return right(queries, keys)
-    everything = causal_blocks.ScoreBlock(slice(0, count(queries)), slice(0, count(keys)))
+    everything = causal_blocks.ScoreBlock(slice(0, count_tokens(queries)), slice(0, count_tokens(keys)))
     return [everything] if keys[0][0] < queries[0][0] else []
 
 

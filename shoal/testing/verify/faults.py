@@ -21,7 +21,7 @@ from shoal.engine.models.experts.router import Router
 from shoal.engine.models.loss import SummedCrossEntropy
 from shoal.engine.parallel import apply, expert, linear, mixture_of_depths, overlap
 from shoal.engine.parallel.context import causal_blocks
-from shoal.engine.parallel.context.apply import ContextParallel
+from shoal.engine.parallel.context.apply import ContextPositions
 from shoal.engine.parallel.context.ring import RingPosition
 from shoal.engine.parallel.tensor_2d import Grid
 from shoal.engine.parallel.zero.bucket import DataParallelGroups
@@ -144,11 +144,11 @@ FAULTS: dict[str, Fault] = {
     ),
     "chunk-positions": Fault(
         "a context-parallel rank takes its chunks' tokens for one run of the sequence",
-        ContextParallel, "positions", fault_patches.one_run, {"cp": 2},
+        ContextPositions, "forward", fault_patches.one_run, {"cp": 2},
     ),
     "chunk-order": Fault(
         "ring attention goes by the place of a block in the ring, not by its tokens' places in the sequence",
-        causal_blocks, "pieces", fault_patches.by_place, {"cp": 2},
+        causal_blocks, "split_scores", fault_patches.by_place, {"cp": 2},
     ),
     "key-gradients-stay": Fault(
         "the gradients of keys and values that other ranks made do not come home round the ring",

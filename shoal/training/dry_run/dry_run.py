@@ -31,9 +31,9 @@ from shoal.engine.data.batches import Dataset, SyntheticDataset
 from shoal.engine.models.experts.gates import Choice
 from shoal.engine.models.experts.router import Router, RoutingContext, find_modules
 from shoal.engine.models.mixture_of_depths import MixtureOfDepths
-from shoal.engine.parallel.context.causal_blocks import places_of
-from shoal.engine.parallel.context.token_order import TokenAssignment, spread
-from shoal.engine.parallel.mixture_of_depths import chosen_spread
+from shoal.engine.parallel.context.causal_blocks import token_positions
+from shoal.engine.parallel.context.token_order import TokenAssignment, assign_tokens
+from shoal.engine.parallel.mixture_of_depths import assign_chosen
 from shoal.pipeline.program import Action
 from shoal.planning.cost.optional_parts import experts_of
 from shoal.planning.cost.time.traffic import evenly_taken
@@ -113,7 +113,7 @@ class DryEngine(Engine):
         self.parameters.gather()
         for stage in self.stages:
             for router in find_modules(stage.module, Router):
-                spread = chosen_spread(self.shape, self.mesh, self.spread) if self.shape.skips(router.layer) else None
+                spread = assign_chosen(self.shape, self.mesh, self.spread) if self.shape.skips(router.layer) else None
                 evenly = partial(_evenly, router, router._choose, spread or self.spread)
                 router._choose = evenly  # type: ignore[method-assign]  # scores without values choose nothing
             for depth in find_modules(stage.module, MixtureOfDepths):
@@ -128,7 +128,7 @@ def _evenly(
     experts, (b, s, _) = router.experts, logits.shape
     with unset_fake_temporarily():
         ranks = range(spread.ring * spread.ulysses)
-        token = torch.cat([places_of(spread.chunks(rank), logits.device) for rank in ranks])
+        token = torch.cat([token_positions(spread.chunks(rank), logits.device) for rank in ranks])
         number = torch.arange(s).unsqueeze(1) * experts.per_token + torch.arange(experts.per_token)
         chosen = torch.zeros(b, s, experts.count, dtype=torch.bool)
         chosen[:, token.unsqueeze(1), number % experts.count] = True
@@ -171,7 +171,7 @@ def _check_even(config: RunConfig, shape: ModelShape) -> None:
     """
     layout, experts, s = config.parallel, experts_of(shape), config.data.sequence_length
     for tokens in sorted({shape.taken(layer, s) for layer in experts.layers(shape.layers)}):
-        each = spread(layout, tokens)
+        each = assign_tokens(layout, tokens)
         lengths = sorted({sum(each.lengths(rank)) for rank in range(layout.cp)})
         if len(lengths) > 1 or lengths[0] % layout.tp or lengths[0] // layout.tp * experts.per_token % experts.count:
             several = layout.cp * layout.tp * experts.count // gcd(experts.count, experts.per_token)

@@ -15,8 +15,8 @@ from shoal.engine.data.order import OverlappingShards
 from shoal.engine.data.prefetch import Ahead
 from shoal.engine.optim.build import build_for
 from shoal.engine.parallel.apply import build_stages, initialise
-from shoal.engine.parallel.context.causal_blocks import places_of
-from shoal.engine.parallel.context.token_order import spread
+from shoal.engine.parallel.context.causal_blocks import token_positions
+from shoal.engine.parallel.context.token_order import assign_tokens
 from shoal.engine.parallel.float8 import Float8
 from shoal.engine.parallel.zero.optimizer_shards import build_optimizer_shards
 from shoal.engine.precision.loss_scale import LossScale
@@ -61,7 +61,7 @@ class EngineState:
         )
         self.program = build_layout_program(layout, self.microbatches, len(self.slices))
         check_program(self.program, tied=shape.tied)
-        self.spread = spread(layout, config.data.sequence_length, self.slices)
+        self.spread = assign_tokens(layout, config.data.sequence_length, self.slices)
         self.float8 = Float8.of(self.policy, config.float8, shape, mesh.device)
         exact = layout.sync == "all-reduce"
         self.sync_mesh = mesh if exact else mesh.replica()
@@ -102,7 +102,7 @@ class EngineState:
             program, self.stages, self.sync_mesh,
             hidden_shape=(layout.micro_batch, sum(lengths) // layout.token_multiple, self.shape.hidden // layout.tp_x),
             dtype=self.policy.compute, slices=lengths,
-            tokens=places_of(self.spread.chunks(rank), self.mesh.device) if layout.cp > 1 else None,
+            tokens=token_positions(self.spread.chunks(rank), self.mesh.device) if layout.cp > 1 else None,
         )
 
     def complete_gradients(self, *_: object) -> None:

@@ -11,9 +11,9 @@ from shoal.base.errors import UsageError
 from shoal.base.section import plain
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.models.mixture_of_depths import ChosenPlaces
-from shoal.engine.parallel.context.causal_blocks import places_of
-from shoal.engine.parallel.context.token_order import spread
-from shoal.engine.parallel.mixture_of_depths import SharedPlaces, by_rank
+from shoal.engine.parallel.context.causal_blocks import token_positions
+from shoal.engine.parallel.context.token_order import assign_tokens
+from shoal.engine.parallel.mixture_of_depths import SharedPlaces, positions_by_rank
 from shoal.launch.worker_pool import Pool
 from shoal.planning.estimate import Estimate, EstimatedRun
 from shoal.planning.search.search import search
@@ -62,11 +62,12 @@ def test_a_layout_computes_what_one_device_does(pool: Pool, name: str) -> None:
 def rows_there_and_back(layout: Layout, taken: torch.Tensor, s: int, k: int) -> tuple[list[float], int, float]:
     """Differences from what one process has, rows that this rank computes and does not hold, and bytes that it sent."""
     mesh = Mesh(layout, dist.get_rank())
-    parts, cpu, whole, chosen = layout.token_multiple, torch.device("cpu"), spread(layout, s), spread(layout, k)
-    context = places_of(chosen.chunks(mesh.index("cp")), cpu)
+    parts, cpu = layout.token_multiple, torch.device("cpu")
+    whole, chosen = assign_tokens(layout, s), assign_tokens(layout, k)
+    context = token_positions(chosen.chunks(mesh.index("cp")), cpu)
     group = mesh.group("sequence")
     places = SharedPlaces(
-        group, group.rank(), by_rank(whole, parts, cpu), by_rank(chosen, parts, cpu), context
+        group, group.rank(), positions_by_rank(whole, parts, cpu), positions_by_rank(chosen, parts, cpu), context
     )
     x = torch.arange(taken.shape[0] * s * 3, dtype=torch.float64).view(-1, s, 3)
     tokens, slots = places.tokens[group.rank()], places.chosen[group.rank()]

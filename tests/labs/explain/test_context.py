@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shoal.cli.main import main
-from shoal.engine.parallel.context.token_order import spread
+from shoal.engine.parallel.context.token_order import assign_tokens
 from shoal.labs.explain.context import slowness, work_of
 from shoal.spec.layout import Layout
 
@@ -37,7 +37,8 @@ def test_ranks_at_one_place_share_its_tokens(capsys: pytest.CaptureFixture) -> N
 
 def test_zig_zag_waits_for_nobody() -> None:
     for places in (2, 4, 8):
-        held = {order: spread(Layout(cp=places, cp_order=order), 64 * places) for order in ("zig-zag", "contiguous")}
+        layouts = {order: Layout(cp=places, cp_order=order) for order in ("zig-zag", "contiguous")}
+        held = {order: assign_tokens(layout, 64 * places) for order, layout in layouts.items()}
         assert slowness(work_of(held["zig-zag"])) == 1
         assert slowness(work_of(held["contiguous"])) == pytest.approx(2 - 1 / places, rel=0.01)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.engine.parallel.context.token_order import count, spread
+from shoal.engine.parallel.context.token_order import assign_tokens, count_tokens
 from shoal.launch.worker_pool import Pool
 from shoal.planning.cost.context import layer_bytes, tokens_here
 from shoal.spec.catalog import model_shape
@@ -52,9 +52,9 @@ def test_a_layer_sends_what_the_formulas_say(pool: Pool, parallel: dict, recompu
 def test_the_fullest_rank(cp: int, ulysses: int, tp: int, order: str) -> None:
     layout = Layout(cp=cp, ulysses=ulysses, cp_order=order, tp=tp, sequence_parallel=tp > 1)
     for units in range(2 * cp, 5 * cp):
-        held = spread(layout, units * tp)
+        held = assign_tokens(layout, units * tp)
         assert tokens_here(layout, units * tp) == held.fullest
-        assert held.fullest == max(count(held.chunks(rank)) for rank in range(cp))
+        assert held.fullest == max(count_tokens(held.chunks(rank)) for rank in range(cp))
 
 
 def test_what_a_ring_sends_does_not_fall_with_its_places_and_what_an_exchange_sends_does() -> None:

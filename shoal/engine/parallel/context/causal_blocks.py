@@ -9,18 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from shoal.engine.parallel.context.token_order import Chunks, count
+from shoal.engine.parallel.context.token_order import Chunks, count_tokens
 
 ROWS = 512  # queries per block at document boundaries: fewer skip more keys, but small products are slow
-
-Side = Literal["rows", "columns"]
 
 
 @dataclass(frozen=True)
@@ -46,38 +43,39 @@ class ScoreBlock:
         return n * (n + 1) // 2 if self.causal else n * t
 
 
-def pieces(queries: Chunks, keys: Chunks) -> list[ScoreBlock]:
+def split_scores(queries: Chunks, keys: Chunks) -> list[ScoreBlock]:
     """Return blocks that cover every visible score once.
 
-    >>> early, late = range(0, 4), range(12, 16)  # the first of two places; the second has what is between
-    >>> pieces((early, late), (early, late))
+    >>> early, late = range(0, 4), range(12, 16)  # the first of two positions; the second has the tokens in between
+    >>> split_scores((early, late), (early, late))
     [ScoreBlock(rows=slice(0, 8, None), columns=slice(0, 8, None), causal=True, masked=False)]
-    >>> pieces((early, late), (range(4, 12),))
+    >>> split_scores((early, late), (range(4, 12),))
     [ScoreBlock(rows=slice(4, 8, None), columns=slice(0, 8, None), causal=False, masked=False)]
-    >>> pieces((range(4, 12),), (early, late))
+    >>> split_scores((range(4, 12),), (early, late))
     [ScoreBlock(rows=slice(0, 8, None), columns=slice(0, 4, None), causal=False, masked=False)]
     """
     if queries == keys and all(a[-1] < b[0] for a, b in pairwise(queries)):
-        return [ScoreBlock(slice(0, count(queries)), slice(0, count(keys)), causal=True)]
-    found = []
+        return [ScoreBlock(slice(0, count_tokens(queries)), slice(0, count_tokens(keys)), causal=True)]
+    found: list[ScoreBlock] = []
     for row, some in zip(_starts(queries), queries, strict=True):
-        mine: list[ScoreBlock] = []
-        for column, others in zip(_starts(keys), keys, strict=True):
-            for piece in _of_chunks(some, others):
-                mine.append(replace(piece, rows=_moved(piece.rows, row), columns=_moved(piece.columns, column)))
-        found += _merged(mine, "rows", "columns")
-    return _merged(found, "columns", "rows")
+        mine = [
+            replace(block, rows=_shift(block.rows, row), columns=_shift(block.columns, column))
+            for column, others in zip(_starts(keys), keys, strict=True)
+            for block in _split_chunk_pair(some, others)
+        ]
+        found += _merge(mine, along="columns")
+    return _merge(found, along="rows")
 
 
 def _starts(chunks: Chunks) -> tuple[int, ...]:
     return (0, *accumulate(map(len, chunks[:-1])))
 
 
-def _moved(some: slice, by: int) -> slice:
+def _shift(some: slice, by: int) -> slice:
     return slice(some.start + by, some.stop + by)
 
 
-def _of_chunks(queries: range, keys: range) -> Iterator[ScoreBlock]:
+def _split_chunk_pair(queries: range, keys: range) -> Iterator[ScoreBlock]:
     """Yield the blocks of two chunks: query i sees key j where keys[j] <= queries[i]."""
     n, t = len(queries), len(keys)
     if keys[-1] <= queries[0]:
@@ -100,19 +98,18 @@ def _of_chunks(queries: range, keys: range) -> Iterator[ScoreBlock]:
             yield ScoreBlock(slice(first + side, n), slice(before, before + side))
 
 
-def _merged(found: Sequence[ScoreBlock], same: Side, along: Side) -> list[ScoreBlock]:
+def _merge(blocks: Sequence[ScoreBlock], along: Literal["rows", "columns"]) -> list[ScoreBlock]:
     """Join rectangles that are adjacent along one side and equal on the other."""
+    across = "rows" if along == "columns" else "columns"
     merged: list[ScoreBlock] = []
-    for piece in found:
-        last = merged[-1] if merged else None
-        if (
-            last and not (piece.causal or last.causal)
-            and getattr(last, same) == getattr(piece, same) and getattr(last, along).stop == getattr(piece, along).start
-        ):
-            joined = slice(getattr(last, along).start, getattr(piece, along).stop)
+    for block in blocks:
+        last, side = merged[-1] if merged else block, getattr(block, along)
+        adjacent = getattr(last, along).stop == side.start and getattr(last, across) == getattr(block, across)
+        if adjacent and not (block.causal or last.causal):
+            joined = slice(getattr(last, along).start, side.stop)
             merged[-1] = replace(last, rows=joined) if along == "rows" else replace(last, columns=joined)
         else:
-            merged.append(piece)
+            merged.append(block)
     return merged
 
 
@@ -127,74 +124,69 @@ class CausalBlocks:
 
     def __init__(self, queries: Chunks, keys: Sequence[Chunks], documents: Tensor | None):
         self.queries, self.keys, self.documents = queries, tuple(keys), documents
-        self._pieces: dict[int, list[ScoreBlock]] = {}
-        self._of_keys: dict[int, Tensor] = {}
+        self._blocks: dict[int, list[ScoreBlock]] = {}
+        self._documents: dict[int, Tensor] = {}  # of the keys of each position, and of the queries at -1
 
-    def pieces(self, place: int) -> list[ScoreBlock]:
+    def blocks(self, position: int) -> list[ScoreBlock]:
         """Return the blocks to compute with the keys of a position, without blocks whose documents differ."""
-        if place not in self._pieces:
-            found = pieces(self.queries, self.keys[place])
+        if position not in self._blocks:
+            found = split_scores(self.queries, self.keys[position])
             if self.documents is not None:
-                found = [seen for piece in found for seen in self._inside(piece, place)]
-            self._pieces[place] = found
-        return self._pieces[place]
+                found = [seen for block in found for seen in self._split_documents(block, position)]
+            self._blocks[position] = found
+        return self._blocks[position]
 
-    def mask(self, piece: ScoreBlock, place: int) -> Tensor | None:
+    def mask(self, block: ScoreBlock, position: int) -> Tensor | None:
         """Return the mask [b, 1, n, t] bool of a masked block, True where allowed; None for other blocks."""
-        if not piece.masked:
+        if not block.masked:
             return None
-        of_queries, of_keys = self._documents_of(piece, place)
-        same = of_queries.unsqueeze(2) == of_keys.unsqueeze(1)
-        return (same.tril() if piece.causal else same).unsqueeze(1)
+        queries, keys = self._documents_in(block, position)
+        same = queries.unsqueeze(2) == keys.unsqueeze(1)
+        return (same.tril() if block.causal else same).unsqueeze(1)
 
-    def _inside(self, piece: ScoreBlock, place: int) -> Iterator[ScoreBlock]:
+    def _split_documents(self, block: ScoreBlock, position: int) -> Iterator[ScoreBlock]:
         """Yield the parts of a block that contain pairs from the same document."""
-        if self._in_one(piece, place):
-            yield piece
+        if self._is_one_document(block, position):
+            yield block
             return
-        for part in _rows_of(piece):
-            of_queries, of_keys = self._documents_of(part, place)  # [b, n], [b, t]
-            first, last = of_queries.amin(1, keepdim=True), of_queries.amax(1, keepdim=True)
-            columns = ((of_keys >= first) & (of_keys <= last)).any(0).nonzero().view(-1).tolist()
+        for part in _split_rows(block):
+            queries, keys = self._documents_in(part, position)  # [b, n], [b, t]
+            first, last = queries.amin(1, keepdim=True), queries.amax(1, keepdim=True)
+            columns = ((keys >= first) & (keys <= last)).any(0).nonzero().view(-1).tolist()
             if columns and not part.causal:  # a causal square stays square
                 start = part.columns.start
                 part = replace(part, columns=slice(start + columns[0], start + columns[-1] + 1))
             if columns:
-                yield replace(part, masked=not self._in_one(part, place))
+                yield replace(part, masked=not self._is_one_document(part, position))
 
-    def _in_one(self, piece: ScoreBlock, place: int) -> bool:
+    def _is_one_document(self, block: ScoreBlock, position: int) -> bool:
         """Return whether all queries and keys of a block are in one document, in every sequence."""
-        of_queries, of_keys = self._documents_of(piece, place)
-        one = of_queries[:, :1]
-        return bool((of_queries == one).all() and (of_keys == one).all())
+        queries, keys = self._documents_in(block, position)
+        one = queries[:, :1]
+        return bool((queries == one).all() and (keys == one).all())
 
-    def _documents_of(self, piece: ScoreBlock, place: int) -> tuple[Tensor, Tensor]:
-        if place not in self._of_keys:
-            self._of_keys[place] = self._at(self.keys[place])
-        return self._of_queries[:, piece.rows], self._of_keys[place][:, piece.columns]
-
-    @cached_property
-    def _of_queries(self) -> Tensor:
-        return self._at(self.queries)
-
-    def _at(self, chunks: Chunks) -> Tensor:
+    def _documents_in(self, block: ScoreBlock, position: int) -> tuple[Tensor, Tensor]:
+        """Return the documents of a block's queries and keys."""
         assert self.documents is not None
-        return self.documents[:, places_of(chunks, self.documents.device)]
+        for at, chunks in ((-1, self.queries), (position, self.keys[position])):
+            if at not in self._documents:
+                self._documents[at] = self.documents[:, token_positions(chunks, self.documents.device)]
+        return self._documents[-1][:, block.rows], self._documents[position][:, block.columns]
 
 
-def places_of(chunks: Chunks, device: torch.device) -> Tensor:
+def token_positions(chunks: Chunks, device: torch.device) -> Tensor:
     """Return the positions of the tokens in their sequence: [tokens] int64."""
     return torch.cat([torch.arange(c.start, c.stop, c.step, device=device) for c in chunks])
 
 
-def _rows_of(piece: ScoreBlock) -> Iterator[ScoreBlock]:
+def _split_rows(block: ScoreBlock) -> Iterator[ScoreBlock]:
     """Split a block into blocks of at most `ROWS` queries."""
-    for start in range(piece.rows.start, piece.rows.stop, ROWS):
-        rows = slice(start, min(start + ROWS, piece.rows.stop))
-        if not piece.causal:
-            yield replace(piece, rows=rows)
+    for start in range(block.rows.start, block.rows.stop, ROWS):
+        rows = slice(start, min(start + ROWS, block.rows.stop))
+        if not block.causal:
+            yield replace(block, rows=rows)
             continue
-        first = piece.columns.start + start - piece.rows.start
-        if first > piece.columns.start:
-            yield ScoreBlock(rows, slice(piece.columns.start, first))
+        first = block.columns.start + start - block.rows.start
+        if first > block.columns.start:
+            yield ScoreBlock(rows, slice(block.columns.start, first))
         yield ScoreBlock(rows, slice(first, first + rows.stop - rows.start), causal=True)

@@ -23,7 +23,7 @@ from shoal.engine.collectives.ops import Pending, start_shift
 from shoal.engine.models.attention import Kernel
 from shoal.engine.parallel.context.causal_blocks import CausalBlocks
 from shoal.engine.parallel.context.kernels import attend, attend_backward
-from shoal.engine.parallel.context.token_order import count
+from shoal.engine.parallel.context.token_order import count_tokens
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class RingPosition:
     """This rank's position in the ring.
 
     Attributes:
-        place, places: index and number of positions.
+        index, size: index of this position and number of positions.
         ranks: global ranks of all positions, in order.
         blocks: group for keys and values; None with one position.
         gradients: group for their gradients, separate so that they do not wait for the blocks.
     """
 
-    place: int
-    places: int
+    index: int
+    size: int
     ranks: Sequence[int]
     blocks: Group | None
     gradients: Group | None
@@ -54,9 +54,9 @@ class RingPosition:
     def shift(self, x: Tensor, out: Tensor, group: Group | None) -> Pending:
         """Start sending to the next position and receiving from the previous one."""
         assert group is not None
-        return start_shift(x, self.ranks[(self.place + 1) % self.places], out, self.ranks[self.place - 1], group)
+        return start_shift(x, self.ranks[(self.index + 1) % self.size], out, self.ranks[self.index - 1], group)
 
-    def blocks_of(self, held: Tensor, lengths: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+    def circulate(self, held: Tensor, lengths: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
         """Yield the block of every position, this one's first; the next is in transit while one is used.
 
         Args:
@@ -66,9 +66,9 @@ class RingPosition:
         Yields:
             (position, block).
         """
-        for step in range(self.places):
-            source, coming = (self.place - step) % self.places, None
-            if step + 1 < self.places:
+        for step in range(self.size):
+            source, coming = (self.index - step) % self.size, None
+            if step + 1 < self.size:
                 following = _resized(held, lengths[source - 1])
                 coming = self.shift(held, following, self.blocks)
             yield source, held
@@ -82,13 +82,13 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, q: Tensor, k: Tensor, v: Tensor, ring: RingPosition, sight: CausalBlocks, kernel: Kernel
+        ctx, q: Tensor, k: Tensor, v: Tensor, ring: RingPosition, scores: CausalBlocks, kernel: Kernel
     ) -> Tensor:
         """Compute softmax(q k^T / sqrt(d)) v.
 
         Args:
-            q: [b, a, n, d], this position's queries, in the order of ``sight.queries``.
-            k, v: [b, k, t, d], its keys and values, in the order of its ``sight.keys``.
+            q: [b, a, n, d], this position's queries, in the order of ``scores.queries``.
+            k, v: [b, k, t, d], its keys and values, in the order of its ``scores.keys``.
 
         Returns:
             [b, a, n, d].
@@ -99,45 +99,46 @@ class RingAttention(torch.autograd.Function):
         # Heads inside tokens, as the next layer reads it, which saves a copy.
         out = torch.zeros(b, n, a, d, dtype=exact, device=q.device).transpose(1, 2)
         total = torch.full(q.shape[:-1], -torch.inf, dtype=exact, device=q.device)
-        for place, (keys, values) in ring.blocks_of(held, _lengths(sight)):
-            for piece in sight.pieces(place):
+        for position, (keys, values) in ring.circulate(held, _lengths(scores)):
+            for block in scores.blocks(position):
                 merge(
-                    out[:, :, piece.rows], total[:, :, piece.rows],
+                    out[:, :, block.rows], total[:, :, block.rows],
                     *attend(
-                        q[:, :, piece.rows], keys[:, :, piece.columns], values[:, :, piece.columns],
-                        sight.mask(piece, place), causal=piece.causal, kernel=kernel,
+                        q[:, :, block.rows], keys[:, :, block.columns], values[:, :, block.columns],
+                        scores.mask(block, position), causal=block.causal, kernel=kernel,
                     ),
                 )
         out = out.to(q.dtype)
         ctx.save_for_backward(q, held, out, total)
-        ctx.ring, ctx.sight, ctx.kernel = ring, sight, kernel
+        ctx.ring, ctx.scores, ctx.kernel = ring, scores, kernel
         return out
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
         q, held, out, total = ctx.saved_tensors
-        ring, sight, kernel = ctx.ring, ctx.sight, ctx.kernel
+        ring, scores, kernel = ctx.ring, ctx.scores, ctx.kernel
         gradient = gradient.contiguous()
         d_q, home = torch.zeros_like(q, dtype=total.dtype), torch.zeros_like(held, dtype=total.dtype)
-        lengths, coming, before = _lengths(sight), None, None
-        for place, block in ring.blocks_of(held, lengths):
-            d_block = home if place == ring.place else torch.zeros_like(block, dtype=total.dtype)
-            for piece in sight.pieces(place):
-                rows, columns = piece.rows, piece.columns
+        lengths, coming, before = _lengths(scores), None, None
+        for position, (keys, values) in ring.circulate(held, lengths):
+            d_held = home if position == ring.index else home.new_zeros(2, *keys.shape)
+            for block in scores.blocks(position):
+                rows, columns = block.rows, block.columns
                 found = attend_backward(
-                    gradient[:, :, rows], q[:, :, rows], block[0, :, :, columns], block[1, :, :, columns],
-                    out[:, :, rows], total[:, :, rows], sight.mask(piece, place), causal=piece.causal, kernel=kernel,
+                    gradient[:, :, rows], q[:, :, rows], keys[:, :, columns], values[:, :, columns],
+                    out[:, :, rows], total[:, :, rows],
+                    scores.mask(block, position), causal=block.causal, kernel=kernel,
                 )
-                for whole, part in zip((d_q[:, :, rows], *d_block[:, :, :, columns].unbind(0)), found, strict=True):
-                    whole += part
+                for sums, part in zip((d_q[:, :, rows], *d_held[:, :, :, columns].unbind(0)), found, strict=True):
+                    sums += part
                 del found, part  # frees them before the next block
-            if place == ring.place:
+            if position == ring.index:
                 continue
             if coming is not None and before is not None:  # received together
                 coming.wait()
-                d_block += before
-            before = _resized(d_block, lengths[place - 1])
-            coming = ring.shift(d_block, before, ring.gradients)
+                d_held += before
+            before = _resized(d_held, lengths[position - 1])
+            coming = ring.shift(d_held, before, ring.gradients)
         if coming is not None and before is not None:
             coming.wait()
             home += before
@@ -145,21 +146,21 @@ class RingAttention(torch.autograd.Function):
         return d_q.to(q.dtype), d_k, d_v, None, None, None
 
 
-def merge(out: Tensor, total: Tensor, piece_out: Tensor, piece_total: Tensor) -> None:
+def merge(out: Tensor, total: Tensor, block_out: Tensor, block_total: Tensor) -> None:
     """Merge the softmax over additional keys into an accumulated one, in place.
 
     Args:
         out: [b, a, n, d].
         total: [b, a, n] accumulated log-sum-exp of the scores; -inf where nothing was seen.
     """
-    share = torch.sigmoid(piece_total - total)  # the new keys' share of the weights
-    share = share.masked_fill(piece_total.isneginf(), 0.0).unsqueeze(-1)  # also if nothing was seen before
-    out.lerp_(piece_out.to(out.dtype), share.to(out.dtype))
-    torch.logaddexp(total, piece_total.to(total.dtype), out=total)
+    share = torch.sigmoid(block_total - total)  # the new keys' share of the weights
+    share = share.masked_fill(block_total.isneginf(), 0.0).unsqueeze(-1)  # also if nothing was seen before
+    out.lerp_(block_out.to(out.dtype), share.to(out.dtype))
+    torch.logaddexp(total, block_total.to(total.dtype), out=total)
 
 
-def _lengths(sight: CausalBlocks) -> list[int]:
-    return [count(chunks) for chunks in sight.keys]
+def _lengths(scores: CausalBlocks) -> list[int]:
+    return [count_tokens(chunks) for chunks in scores.keys]
 
 
 def _resized(block: Tensor, length: int) -> Tensor:

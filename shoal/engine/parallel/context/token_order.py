@@ -23,19 +23,19 @@ Chunks = tuple[range, ...]
 """Tokens of a rank in order: contiguous or strided ranges, none of them empty."""
 
 
-def zig_zag(tokens: int, places: int, multiple: int = 1) -> list[Chunks]:
-    """Assign chunks i and 2 places - 1 - i, of 2 places equal chunks, to position i.
+def zig_zag(tokens: int, positions: int, multiple: int = 1) -> list[Chunks]:
+    """Assign chunks i and 2 positions - 1 - i, of 2 positions equal chunks, to position i.
 
     >>> zig_zag(16, 2)
     [(range(0, 4), range(12, 16)), (range(4, 12),)]
     """
-    starts = (0, *accumulate(even_slices(tokens, 2 * places, multiple)))
+    starts = (0, *accumulate(even_slices(tokens, 2 * positions, multiple)))
     chunks = [range(start, stop) for start, stop in pairwise(starts)]
-    return [joined((chunks[place], chunks[-1 - place])) for place in range(places)]
+    return [join_ranges((chunks[position], chunks[-1 - position])) for position in range(positions)]
 
 
-def striped(tokens: int, places: int, multiple: int = 1) -> list[Chunks]:
-    """Assign tokens i, i + places, ... to position i, so each position sees keys of every other.
+def striped(tokens: int, positions: int, multiple: int = 1) -> list[Chunks]:
+    """Assign tokens i, i + positions, ... to position i, so each position sees keys of every other.
 
     If the tokens of a rank must be a multiple of a number, the remaining tokens form a contiguous range for the first
     positions.
@@ -43,20 +43,20 @@ def striped(tokens: int, places: int, multiple: int = 1) -> list[Chunks]:
     >>> striped(8, 2)
     [(range(0, 8, 2),), (range(1, 8, 2),)]
     """
-    even = tokens // (places * multiple) * places * multiple
+    even = tokens // (positions * multiple) * positions * multiple
     rest = range(even, tokens)
-    more = [rest[i * multiple : (i + 1) * multiple] for i in range(places)]
-    return [joined((range(place, even, places), more[place])) for place in range(places)]
+    more = [rest[i * multiple : (i + 1) * multiple] for i in range(positions)]
+    return [join_ranges((range(position, even, positions), more[position])) for position in range(positions)]
 
 
-def contiguous(tokens: int, places: int, multiple: int = 1) -> list[Chunks]:
+def contiguous(tokens: int, positions: int, multiple: int = 1) -> list[Chunks]:
     """Assign the i-th contiguous part to position i; the last position has nearly twice the mean work.
 
     >>> contiguous(8, 2)
     [(range(0, 4),), (range(4, 8),)]
     """
-    starts = (0, *accumulate(even_slices(tokens, places, multiple)))
-    return [joined((range(start, stop),)) for start, stop in pairwise(starts)]
+    starts = (0, *accumulate(even_slices(tokens, positions, multiple)))
+    return [join_ranges((range(start, stop),)) for start, stop in pairwise(starts)]
 
 
 ORDERS: dict[ContextOrder, Callable[[int, int, int], list[Chunks]]] = {
@@ -64,10 +64,10 @@ ORDERS: dict[ContextOrder, Callable[[int, int, int], list[Chunks]]] = {
 }  # fmt: skip
 
 
-def joined(chunks: Sequence[range]) -> Chunks:
+def join_ranges(chunks: Sequence[range]) -> Chunks:
     """Merge adjacent ranges, keeping tokens and order.
 
-    >>> joined((range(0, 4), range(4, 6), range(6, 6), range(9, 10)))
+    >>> join_ranges((range(0, 4), range(4, 6), range(6, 6), range(9, 10)))
     (range(0, 6), range(9, 10))
     """
     found: list[range] = []
@@ -79,10 +79,10 @@ def joined(chunks: Sequence[range]) -> Chunks:
     return tuple(found)
 
 
-def cut(chunks: Chunks, lengths: Sequence[int]) -> list[Chunks]:
+def split_chunks(chunks: Chunks, lengths: Sequence[int]) -> list[Chunks]:
     """Split the tokens into consecutive parts of the given lengths.
 
-    >>> cut((range(0, 4), range(12, 16)), (3, 5))
+    >>> split_chunks((range(0, 4), range(12, 16)), (3, 5))
     [(range(0, 3),), (range(3, 4), range(12, 16))]
     """
     parts, rest = [], list(chunks)
@@ -94,7 +94,7 @@ def cut(chunks: Chunks, lengths: Sequence[int]) -> list[Chunks]:
             if len(chunk) > length:
                 rest.insert(0, chunk[length:])
             length -= len(part[-1])
-        parts.append(joined(part))
+        parts.append(join_ranges(part))
     return parts
 
 
@@ -105,38 +105,38 @@ class TokenAssignment:
     Attributes:
         ring: number of ring positions.
         ulysses: ranks per position.
-        held: for each slice and rank (ulysses varies fastest), its tokens as positions in the full sequence.
+        by_slice: for each slice and rank (ulysses varies fastest), its tokens as positions in the full sequence.
     """
 
     ring: int
     ulysses: int
-    held: tuple[tuple[Chunks, ...], ...]
+    by_slice: tuple[tuple[Chunks, ...], ...]
 
     def chunks(self, rank: int, slices: range | None = None) -> Chunks:
         """Return the tokens of a rank in some slices (default: all), in its order."""
-        chosen = self.held if slices is None else [self.held[i] for i in slices]
-        return joined([chunk for ranks in chosen for chunk in ranks[rank]])
+        chosen = self.by_slice if slices is None else [self.by_slice[i] for i in slices]
+        return join_ranges([chunk for ranks in chosen for chunk in ranks[rank]])
 
-    def place_chunks(self, place: int, slices: range) -> Chunks:
+    def ring_chunks(self, position: int, slices: range) -> Chunks:
         """Return the tokens of all ranks at a ring position, rank by rank."""
-        return joined([chunk for rank in self.ranks(place) for chunk in self.chunks(rank, slices)])
+        return join_ranges([chunk for rank in self.ranks(position) for chunk in self.chunks(rank, slices)])
 
-    def place_lengths(self, place: int, slices: range) -> list[int]:
+    def ring_lengths(self, position: int, slices: range) -> list[int]:
         """Return the number of tokens of each rank at a ring position."""
-        return [count(self.chunks(rank, slices)) for rank in self.ranks(place)]
+        return [count_tokens(self.chunks(rank, slices)) for rank in self.ranks(position)]
 
-    def ranks(self, place: int) -> range:
+    def ranks(self, position: int) -> range:
         """Return the ranks at a ring position."""
-        return range(place * self.ulysses, (place + 1) * self.ulysses)
+        return range(position * self.ulysses, (position + 1) * self.ulysses)
 
     def lengths(self, rank: int) -> list[int]:
         """Return the number of tokens of a rank in each slice."""
-        return [count(ranks[rank]) for ranks in self.held]
+        return [count_tokens(ranks[rank]) for ranks in self.by_slice]
 
     @property
     def tokens(self) -> int:
         """Number of tokens in a full sequence."""
-        return sum(count(chunks) for ranks in self.held for chunks in ranks)
+        return sum(count_tokens(chunks) for ranks in self.by_slice for chunks in ranks)
 
     @cached_property
     def fullest(self) -> int:
@@ -144,12 +144,12 @@ class TokenAssignment:
         return max(sum(self.lengths(rank)) for rank in range(self.ring * self.ulysses))
 
 
-def count(chunks: Chunks) -> int:
+def count_tokens(chunks: Chunks) -> int:
     """Return the number of tokens in chunks."""
     return sum(map(len, chunks))
 
 
-def spread(layout: Layout, sequence_length: int, slices: Sequence[int] = ()) -> TokenAssignment:
+def assign_tokens(layout: Layout, sequence_length: int, slices: Sequence[int] = ()) -> TokenAssignment:
     """Return the token assignment of a layout for sequences of a length.
 
     Args:
@@ -158,11 +158,11 @@ def spread(layout: Layout, sequence_length: int, slices: Sequence[int] = ()) -> 
     held, start = [], 0
     for length in slices or (sequence_length,):
         ranks: list[Chunks] = []
-        for place in ORDERS[layout.cp_order](length, layout.ring, layout.token_multiple):
-            shares = even_slices(count(place), layout.ulysses, layout.token_multiple)
+        for position in ORDERS[layout.cp_order](length, layout.ring, layout.token_multiple):
+            shares = even_slices(count_tokens(position), layout.ulysses, layout.token_multiple)
             ranks += [
                 tuple(range(chunk.start + start, chunk.stop + start, chunk.step) for chunk in share)
-                for share in cut(place, shares)
+                for share in split_chunks(position, shares)
             ]
         held.append(tuple(ranks))
         start += length

@@ -8,65 +8,44 @@ number of ranks is limited by the number of heads; beyond the key/value heads, e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from shoal.engine.collectives.group import Group
-from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import all_to_all_dims
 
 HEADS, TOKENS = 1, 2  # dims of [b, a, s, d]
 
 
-@dataclass(frozen=True)
-class Ulysses:
-    """The ranks at one ring position; a single rank exchanges nothing.
+def heads_for_tokens(
+    q: Tensor, k: Tensor, v: Tensor, queries: Sequence[int], keys: Sequence[int], group: Group | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Exchange tokens for heads before attention, over the n ranks of a group.
 
-    Attributes:
-        ranks: number of ranks.
-        group: their group, None for one rank.
+    q changes from [b, a, s, d] to [b, a/n, sum of queries, d], k and v from [b, k, t, d] to
+    [b, max(k/n, 1), sum of keys, d].
+
+    Args:
+        queries, keys: number of tokens of each rank.
     """
-
-    ranks: int
-    group: Group | None
-
-    @classmethod
-    def of(cls, mesh: Mesh) -> Ulysses:
-        """Return the Ulysses group of a mesh. Collective: all ranks must call it at the same point."""
-        return cls(mesh.size("ulysses"), mesh.group("ulysses"))
-
-    def heads_for_tokens(
-        self, q: Tensor, k: Tensor, v: Tensor, queries: Sequence[int], keys: Sequence[int]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Exchange tokens for heads before attention.
-
-        q changes from [b, a, s, d] to [b, a/n, sum of queries, d], k and v from [b, k, t, d] to
-        [b, max(k/n, 1), sum of keys, d].
-
-        Args:
-            queries, keys: number of tokens of each rank.
-        """
-        if self.group is None:
-            return q, k, v
-        if k.shape[HEADS] < self.ranks:
-            k, v = (x.repeat_interleave(self.ranks // x.shape[HEADS], dim=HEADS) for x in (k, v))
-        # The key and value heads of each rank are adjacent, so one exchange moves both.
-        both = torch.cat([x.unflatten(HEADS, (self.ranks, -1)) for x in (k, v)], dim=2).flatten(1, 2)
-        q, both = (
-            all_to_all_dims(x, self.group, HEADS, TOKENS, self._heads(x.shape[HEADS]), lengths)
-            for x, lengths in ((q, queries), (both, keys))
-        )
-        k, v = both.chunk(2, dim=HEADS)
+    if group is None:
         return q, k, v
+    n = group.size()
+    if k.shape[HEADS] < n:
+        k, v = (x.repeat_interleave(n // x.shape[HEADS], dim=HEADS) for x in (k, v))
+    # The key and value heads of each rank are adjacent, so one exchange moves both.
+    both = torch.cat([x.unflatten(HEADS, (n, -1)) for x in (k, v)], dim=2).flatten(1, 2)
+    q, both = (
+        all_to_all_dims(x, group, HEADS, TOKENS, [x.shape[HEADS] // n] * n, lengths)
+        for x, lengths in ((q, queries), (both, keys))
+    )
+    k, v = both.chunk(2, dim=HEADS)
+    return q, k, v
 
-    def tokens_for_heads(self, out: Tensor, queries: Sequence[int]) -> Tensor:
-        """Exchange [b, a/n, sum of queries, d] back for [b, a, s, d]."""
-        if self.group is None:
-            return out
-        return all_to_all_dims(out, self.group, TOKENS, HEADS, queries, self._heads(self.ranks * out.shape[HEADS]))
 
-    def _heads(self, heads: int) -> list[int]:
-        """Return the number of heads of each rank."""
-        return [heads // self.ranks] * self.ranks
+def tokens_for_heads(out: Tensor, queries: Sequence[int], group: Group | None) -> Tensor:
+    """Exchange [b, a/n, sum of queries, d] back for [b, a, s, d]."""
+    if group is None:
+        return out
+    return all_to_all_dims(out, group, TOKENS, HEADS, queries, [out.shape[HEADS]] * group.size())

@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.models.attention import AttentionCore, document_mask
-from shoal.engine.parallel.context.apply import ContextParallel
-from shoal.engine.parallel.context.causal_blocks import places_of
+from shoal.engine.parallel.context.apply import ContextAttention, ContextMask, ContextParallel
+from shoal.engine.parallel.context.causal_blocks import token_positions
 from shoal.engine.parallel.context.ring import RingPosition
-from shoal.engine.parallel.context.token_order import spread
-from shoal.engine.parallel.context.ulysses import Ulysses
+from shoal.engine.parallel.context.token_order import assign_tokens
 from shoal.launch.worker_pool import Pool
 from shoal.spec.layout import Layout
 
@@ -48,8 +47,8 @@ def inputs(case: Case) -> tuple[list[torch.Tensor], torch.Tensor | None]:
 
 def here(case: Case) -> ContextParallel:
     mesh = Mesh(case.layout, dist.get_rank())
-    held = spread(case.layout, case.s, case.slices)
-    return ContextParallel(mesh.index("cp"), held, RingPosition.of(mesh), Ulysses.of(mesh))
+    held = assign_tokens(case.layout, case.s, case.slices)
+    return ContextParallel(mesh.index("cp"), held, RingPosition.of(mesh), mesh.group("ulysses"))
 
 
 def errors(case: Case) -> list[float]:
@@ -60,13 +59,14 @@ def errors(case: Case) -> list[float]:
     expected = AttentionCore()(*leaves, mask)
     expected.backward(gradient.double())
     at = here(case)
-    mine = places_of(at.spread.chunks(at.rank), q.device)
+    mine = token_positions(at.tokens.chunks(at.rank), q.device)
     own = [x[:, :, mine].detach().requires_grad_() for x in (q, k, v)]
     start, out = 0, []
-    for length in at.spread.lengths(at.rank) if case.slices else [len(mine)]:
+    for length in at.tokens.lengths(at.rank) if case.slices else [len(mine)]:
         stop = start + length
-        sight = at.sight(start, length, documents, q.device)
-        out.append(at.attend(case.kernel, own[0][:, :, start:stop], own[1][:, :, :stop], own[2][:, :, :stop], sight))
+        mask = ContextMask(at)(start, length, documents, q.device)
+        attend = ContextAttention(at, case.kernel)
+        out.append(attend(own[0][:, :, start:stop], own[1][:, :, :stop], own[2][:, :, :stop], mask))
         start = stop
     found = torch.cat(out, 2)
     found.backward(gradient[:, :, mine])
@@ -124,11 +124,11 @@ def kept(case: Case) -> tuple[int, int]:
     """Bytes that attention keeps for backward on this rank, and in plain attention."""
     (q, k, v, _), documents = inputs(case)
     at, core = here(case), AttentionCore()
-    mine = places_of(at.spread.chunks(at.rank), q.device)
+    mine = token_positions(at.tokens.chunks(at.rank), q.device)
     own = [x[:, :, mine].detach().requires_grad_() for x in (q, k, v)]
     sizes = []
     for attend in (
-        lambda: at.attend(case.kernel, *own, at.sight(0, len(mine), documents, q.device)),
+        lambda: ContextAttention(at, case.kernel)(*own, ContextMask(at)(0, len(mine), documents, q.device)),
         lambda: core(*(x.requires_grad_() for x in (q, k, v)), None),
     ):
         found = {}

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shoal.engine.parallel.context.causal_blocks import ROWS, CausalBlocks, places_of
+from shoal.engine.parallel.context.causal_blocks import ROWS, CausalBlocks, token_positions
 from shoal.engine.parallel.context.kernels import attend, attend_backward
 from shoal.engine.parallel.context.ring import merge
-from shoal.engine.parallel.context.token_order import ORDERS, count
+from shoal.engine.parallel.context.token_order import ORDERS, count_tokens
 
 KERNELS = st.sampled_from(["sdpa", "explicit"])
 FEW = st.integers(1, 4)
@@ -80,7 +80,7 @@ def test_pieces_of_all_blocks_merged_are_attention_both_ways(drawn, kernel: str,
     expected, _ = plain(*leaves, seen)
     expected.backward(gradient)
     found = [torch.zeros_like(x) for x in (q, q, k, v)]  # the output, and three gradients
-    where = [places_of(chunks, q.device) for chunks in held]
+    where = [token_positions(chunks, q.device) for chunks in held]
     for place, mine in enumerate(where):
         sight = CausalBlocks(held[place], held, documents)
         order = [place, *(other for other in range(len(held)) if other != place)]
@@ -89,7 +89,7 @@ def test_pieces_of_all_blocks_merged_are_attention_both_ways(drawn, kernel: str,
         blocks = {other: (k[:, :, where[other]], v[:, :, where[other]]) for other in order}
         for backward in (False, True):
             for other in order:
-                for piece in sight.pieces(other):
+                for piece in sight.blocks(other):
                     some = (rows[:, :, piece.rows], *(x[:, :, piece.columns] for x in blocks[other]))
                     how = {"mask": sight.mask(piece, other), "causal": piece.causal, "kernel": kernel}
                     if not backward:
@@ -111,14 +111,14 @@ def test_documents_leave_out_what_no_query_sees() -> None:
     s = 8 * ROWS
     documents = (torch.arange(s) >= s // 2).int()[None]
     whole = (range(s),)
-    computed = sum(piece.scores for piece in CausalBlocks(whole, [whole], documents).pieces(0))
+    computed = sum(piece.scores for piece in CausalBlocks(whole, [whole], documents).blocks(0))
     assert computed == 2 * (s // 2) * (s // 2 + 1) // 2
-    assert not any(piece.masked for piece in CausalBlocks(whole, [whole], documents).pieces(0))
+    assert not any(piece.masked for piece in CausalBlocks(whole, [whole], documents).blocks(0))
     late = CausalBlocks((range(s // 2, s),), [(range(s // 2),)], documents)
-    assert late.pieces(0) == []
+    assert late.blocks(0) == []
     one = CausalBlocks(whole, [whole], torch.zeros(1, s))
-    assert one.pieces(0) == CausalBlocks(whole, [whole], None).pieces(0), "one document is cut nowhere"
-    assert count(whole) == s
+    assert one.blocks(0) == CausalBlocks(whole, [whole], None).blocks(0), "one document is cut nowhere"
+    assert count_tokens(whole) == s
 
 
 class _Seen(TorchDispatchMode):

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.engine.parallel.context.causal_blocks import pieces
-from shoal.engine.parallel.context.token_order import ORDERS, count, cut, joined, spread
+from shoal.engine.parallel.context.causal_blocks import split_scores
+from shoal.engine.parallel.context.token_order import ORDERS, assign_tokens, count_tokens, join_ranges, split_chunks
 from shoal.spec.layout import Layout
 
 ANY_ORDER = st.sampled_from(sorted(ORDERS))
@@ -21,7 +21,7 @@ def spreads(draw: st.DrawFn):
     layout = Layout(cp=ring * ulysses, ulysses=ulysses, cp_order=order, tp=multiple, sequence_parallel=multiple > 1)
     sizes = st.integers(2 * layout.cp, 2 * layout.cp + 9).map(lambda units: units * multiple)
     slices = draw(st.lists(sizes, min_size=1, max_size=3))
-    return spread(layout, sum(slices), slices), sum(slices), slices, multiple
+    return assign_tokens(layout, sum(slices), slices), sum(slices), slices, multiple
 
 
 def tokens(chunks) -> list[int]:
@@ -41,7 +41,7 @@ def test_every_token_is_on_one_rank_of_its_slice(drawn) -> None:
         assert all(m and len(m) % multiple == 0 for m in mine)
         start += size
     for place in range(found.ring):
-        whole = tokens(found.place_chunks(place, range(len(slices))))
+        whole = tokens(found.ring_chunks(place, range(len(slices))))
         assert whole == [t for rank in found.ranks(place) for t in tokens(found.chunks(rank))]
 
 
@@ -52,11 +52,11 @@ def test_pieces_are_the_causal_mask_each_score_once(drawn) -> None:
     for last in range(len(slices)):
         for some in (range(last, last + 1), range(last + 1)):  # one slice, or all at once
             for place in range(found.ring):
-                queries = found.place_chunks(place, some)
+                queries = found.ring_chunks(place, some)
                 for other in range(found.ring):
-                    keys = found.place_chunks(other, range(last + 1))
-                    seen = [[0] * count(keys) for _ in range(count(queries))]
-                    for piece in pieces(queries, keys):
+                    keys = found.ring_chunks(other, range(last + 1))
+                    seen = [[0] * count_tokens(keys) for _ in range(count_tokens(queries))]
+                    for piece in split_scores(queries, keys):
                         for i in range(piece.rows.start, piece.rows.stop):
                             columns = range(piece.columns.start, piece.columns.stop)
                             for j in columns[: i - piece.rows.start + 1] if piece.causal else columns:
@@ -70,7 +70,7 @@ def test_zig_zag_is_equal_work_in_every_step(places: int, chunk: int) -> None:
     held = ORDERS["zig-zag"](2 * places * chunk, places, 1)
     for step in range(places):
         work = {
-            sum(piece.scores for piece in pieces(held[place], held[(place - step) % places])) for place in range(places)
+            sum(block.scores for block in split_scores(held[i], held[(i - step) % places])) for i in range(places)
         }
         assert work == ({2 * chunk * (2 * chunk + 1) // 2} if step == 0 else {2 * chunk**2})
 
@@ -79,7 +79,7 @@ def test_zig_zag_is_equal_work_in_every_step(places: int, chunk: int) -> None:
 def test_what_an_order_costs(order: str, worst: float) -> None:
     """The slowest place's scores over the mean: 2 - 1/R for runs; stripes lose half a diagonal."""
     held = ORDERS[order](4096, 4, 1)
-    work = [sum(p.scores for other in held for p in pieces(mine, other)) for mine in held]
+    work = [sum(p.scores for other in held for p in split_scores(mine, other)) for mine in held]
     assert sum(work) == 4096 * 4097 // 2
     assert max(work) / (sum(work) / 4) == pytest.approx(worst, rel=2e-3)
 
@@ -87,9 +87,9 @@ def test_what_an_order_costs(order: str, worst: float) -> None:
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.data())
 def test_cut_keeps_every_token_in_order(sizes: list[int], data: st.DataObject) -> None:
     starts = [sum(sizes[:i]) * 2 for i in range(len(sizes))]  # with gaps
-    chunks = joined([range(start, start + size) for start, size in zip(starts, sizes, strict=True)])
-    total, lengths = count(chunks), []
+    chunks = join_ranges([range(start, start + size) for start, size in zip(starts, sizes, strict=True)])
+    total, lengths = count_tokens(chunks), []
     while sum(lengths) < total:
         lengths.append(data.draw(st.integers(1, total - sum(lengths))))
-    assert list(chain(*map(tokens, cut(chunks, lengths)))) == tokens(chunks)
-    assert [count(part) for part in cut(chunks, lengths)] == lengths
+    assert list(chain(*map(tokens, split_chunks(chunks, lengths)))) == tokens(chunks)
+    assert [count_tokens(part) for part in split_chunks(chunks, lengths)] == lengths
