@@ -29,7 +29,7 @@ from shoal.engine.checkpoint.manifest import (
 )
 from shoal.engine.checkpoint.storage import AnyPath
 from shoal.engine.checkpoint.write import State
-from shoal.engine.collectives.json_collectives import Group, broadcast, gather, rank_of, size_of
+from shoal.engine.collectives.json_collectives import Group, broadcast, gather, get_rank, get_size
 
 ReadBox = Callable[[str], bytearray | memoryview]
 
@@ -89,7 +89,7 @@ def verify(path: AnyPath, *, group: Group = None) -> None:
     """
     try:
         manifest = read_manifest(path)
-        problems = _problems(path, manifest, sorted(manifest.files)[rank_of(group) :: size_of(group)])
+        problems = _problems(path, manifest, sorted(manifest.files)[get_rank(group) :: get_size(group)])
     except CheckpointError as error:
         problems = [str(error)]
     _raise_together(problems, group)

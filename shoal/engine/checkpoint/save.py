@@ -30,7 +30,7 @@ from shoal.engine.checkpoint.manifest import (
 )
 from shoal.engine.checkpoint.storage import AnyPath
 from shoal.engine.checkpoint.write import SavePlan, State, plan_save, write_part
-from shoal.engine.collectives.json_collectives import Group, broadcast, gather, rank_of
+from shoal.engine.collectives.json_collectives import Group, broadcast, gather, get_rank
 
 LOCK = ".lock"
 SEEN_SECONDS = 10.0  # maximum delay until rank 0 sees another host's files in a shared folder
@@ -71,7 +71,7 @@ class Checkpointer:
         self._folder, self._group, self._keep, self._asynchronous = folder, group, keep, asynchronous
         self._renames = isinstance(folder, Path)
         self._report = report
-        self._rank = rank_of(group)
+        self._rank = get_rank(group)
         self._lock: IO[str] | None = None
         opened = self._attempt(lambda: self._open(fresh)) if self._rank == 0 else None
         self._nonce = _result(broadcast(opened, group))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.engine.collectives.pending import Pending, Transport
+from shoal.engine.collectives.pending import DryTransport, Pending
 from shoal.engine.collectives.shm.progress import Progress
 from shoal.engine.collectives.shm.region import Region, host_identity
 from shoal.engine.collectives.shm.transport import SharedGroup
@@ -28,7 +28,8 @@ class Group:
     """Group of ranks that communicate.
 
     Attributes:
-        backend: torch's process group (gloo or NCCL).
+        ranks: global ranks of the group, in order.
+        backend: torch's process group (gloo or NCCL); a dry run has none.
         shared: shared-memory transport of CPU ranks on one host, or None; its traffic bypasses the backend.
         sent: bytes sent by this rank, by kind of collective (see `count`).
         calls: number of collectives started, by kind and bytes of the input tensor.
@@ -36,18 +37,28 @@ class Group:
         is_dry_run: whether the other ranks do not exist (dry run); their data is then missing.
     """
 
-    is_dry_run = False
     backend: dist.ProcessGroup
 
     def __init__(
-        self, backend: dist.ProcessGroup | None, shared: Transport | None = None, link: ThrottledLink | None = None
+        self,
+        ranks: Sequence[int],
+        rank: int,
+        backend: dist.ProcessGroup | None = None,
+        shared: SharedGroup | DryTransport | None = None,
+        link: ThrottledLink | None = None,
     ):
-        self.shared, self.link = shared, link
+        self.ranks, self._rank, self.shared, self.link = list(ranks), rank, shared, link
+        self.is_dry_run = isinstance(shared, DryTransport)
         self.sent: Counter[str] = Counter()
         self.calls: Counter[tuple[str, int]] = Counter()
-        if backend is not None:  # groups of a dry run have no backend and need no cleanup
+        if backend is not None:
             self.backend = backend
             _groups.add(self)
+
+    @staticmethod
+    def of_backend(backend: dist.ProcessGroup) -> Group:
+        """Return a group that communicates through a process group of torch alone."""
+        return Group(dist.get_process_group_ranks(backend), backend.rank(), backend)
 
     def count(self, kind: str, x: Tensor, times: float) -> None:
         """Record a collective that sends each byte of ``x`` ``times`` times.
@@ -56,7 +67,7 @@ class Group:
         that for an all-reduce (Chan et al. 2007, "Collective communication: theory, practice, and experience").
         """
         size = x.numel() * x.element_size()
-        self.sent[kind] += size * times  # type: ignore[assignment]  # typeshed's Counter has only whole numbers
+        self.sent[kind] += size * times  # type: ignore[assignment]  # typeshed's Counter has only integers
         self.calls[kind, size] += 1
         if self.link is not None:
             self.link.send(size * times)
@@ -67,16 +78,11 @@ class Group:
 
     def size(self) -> int:
         """Return the number of ranks."""
-        return self.backend.size()
+        return len(self.ranks)
 
     def rank(self) -> int:
         """Return this process's index in the group."""
-        return self.backend.rank()
-
-    @property
-    def ranks(self) -> list[int]:
-        """Global ranks of the group, in order."""
-        return dist.get_process_group_ranks(self.backend)
+        return self._rank
 
 
 def leave_groups() -> None:

@@ -17,12 +17,12 @@ def world() -> Group:
     return dist.group.WORLD if dist.is_initialized() else None
 
 
-def rank_of(group: Group) -> int:
+def get_rank(group: Group) -> int:
     """Return this process's rank in the group."""
     return dist.get_rank(group) if group is not None else 0
 
 
-def size_of(group: Group) -> int:
+def get_size(group: Group) -> int:
     """Return the number of ranks in the group."""
     return dist.get_world_size(group) if group is not None else 1
 
@@ -32,7 +32,7 @@ def gather(value: Any, group: Group) -> list[Any]:
     if group is None:
         return [value]
     data, sizes = _packed(value, group)
-    parts = [torch.empty_like(data) for _ in sizes] if rank_of(group) == 0 else None
+    parts = [torch.empty_like(data) for _ in sizes] if get_rank(group) == 0 else None
     dist.gather(data, parts, group=group, group_dst=0)
     return _unpacked(parts or [], sizes)
 
@@ -54,7 +54,7 @@ def broadcast(value: Any, group: Group) -> Any:
     data = _encoded(value)
     size = torch.tensor([data.numel()])
     dist.broadcast(size, group=group, group_src=0)
-    if rank_of(group) != 0:
+    if get_rank(group) != 0:
         data = torch.empty(int(size), dtype=torch.uint8)
     dist.broadcast(data, group=group, group_src=0)
     return json.loads(bytes(data.numpy()))
@@ -67,7 +67,7 @@ def _encoded(value: Any) -> torch.Tensor:
 def _packed(value: Any, group: Group) -> tuple[torch.Tensor, list[int]]:
     """Return the encoded value, padded to the longest of all ranks, and the length of each rank's."""
     data = _encoded(value)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(size_of(group))]
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(get_size(group))]
     dist.all_gather(sizes, torch.tensor([data.numel()]), group=group)
     padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
     padded[: data.numel()] = data

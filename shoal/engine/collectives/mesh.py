@@ -12,9 +12,10 @@ from functools import cached_property
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from shoal.engine.collectives.group import Group, create_shared, local_progress, publish_host, world
-from shoal.engine.collectives.shm.progress import Progress
+from shoal.engine.collectives.pending import DryTransport
 from shoal.engine.collectives.throttle import ThrottledLink
 from shoal.spec.layout import AXES, EXPERT_AXES, Layout, axes_of
 
@@ -120,11 +121,6 @@ class Mesh:
         del mesh.coordinate  # cached for the full grid
         return mesh
 
-    @property
-    def _progress(self) -> Progress | None:
-        """Progress of shared-memory operations; None without shared memory."""
-        return local_progress(self.device) if self.transport == "auto" else None
-
     def group(self, axis: str, purpose: str = "") -> Group | None:
         """Return the group along ``axis``, or None if it has one rank.
 
@@ -144,14 +140,17 @@ class Mesh:
             else:
                 backend = dist.new_group(list(ranks), use_local_synchronization=True)
             shared = None
-            if len(ranks) > 1 and self._progress is not None:
+            if len(ranks) > 1 and self.transport == "auto" and (progress := local_progress(self.device)) is not None:
                 with torch.device("cpu"):  # the caller may use the meta device while building a model
-                    shared = create_shared(backend, self._progress)
-            self._groups[key] = Group(backend, shared)
+                    shared = create_shared(backend, progress)
+            self._groups[key] = Group(ranks, backend.rank(), backend, shared)
         if outside:
             return None
-        group = self._groups[key]
-        return self._named.setdefault((axis, *key), Group(group.backend, group.shared, self.link))
+        name = (axis, *key)
+        if name not in self._named:
+            group = self._groups[key]
+            self._named[name] = Group(ranks, group.rank(), group.backend, group.shared, self.link)
+        return self._named[name]
 
     def group_of_several(self, axis: str, purpose: str = "") -> Group:
         """Return the group along an axis with more than one rank; see `group`."""
@@ -174,7 +173,7 @@ class Mesh:
         return total
 
     def real_index_tensors(self) -> AbstractContextManager[object]:
-        """Return a context whose tensors have values even in a dry run (`shoal.engine.collectives.dry_groups`).
+        """Return a context whose tensors have values even in a dry run (`DryMesh`).
 
         Use it for indices that determine the amount of communication.
         """
@@ -186,3 +185,31 @@ class Mesh:
         return f"rank {self.rank}" + (f" ({where})" if where else "")
 
 
+class DryMesh(Mesh):
+    """Mesh of one rank in a world of any size; counts communication but performs none.
+
+    Args:
+        by_gloo: see `DryTransport`.
+
+    >>> mesh = DryMesh(Layout(dp=12500, tp=8), rank=77)
+    >>> mesh.group("dp").size(), mesh.group("tp").rank()
+    (12500, 5)
+    """
+
+    def __init__(self, layout: Layout, rank: int, *, by_gloo: bool = False):
+        super().__init__(layout, rank, torch.device("cpu"), transport="dry")
+        self.by_gloo = by_gloo
+
+    def group(self, axis: str, purpose: str = "") -> Group | None:
+        """Return the group along ``axis``, or None if it has one rank."""
+        ranks = tuple(self.ranks(axis))
+        if len(ranks) == 1:
+            return None
+        name = (axis, purpose, ranks)
+        if name not in self._named:
+            shared = DryTransport(ranks, by_gloo=self.by_gloo)
+            self._named[name] = Group(ranks, ranks.index(self.rank), shared=shared)
+        return self._named[name]
+
+    def real_index_tensors(self) -> AbstractContextManager[object]:
+        return unset_fake_temporarily()

@@ -1,13 +1,15 @@
-"""Interfaces of asynchronous collectives, messages and transports."""
+"""Asynchronous collectives and messages, and the transport of dry runs, which moves nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 class Pending(Protocol):
@@ -15,6 +17,13 @@ class Pending(Protocol):
 
     def wait(self) -> object:
         """Wait until the result is available."""
+
+
+class Transfer(Pending, Protocol):
+    """A message in flight."""
+
+    def is_completed(self) -> bool:
+        """Return whether the message is known to be complete."""
 
 
 @dataclass
@@ -25,38 +34,52 @@ class Then:
     finish: Callable[[], object]
 
     def wait(self) -> None:
-        """Wait for the collective and run the callback."""
         self.work.wait()
         self.finish()
 
 
-class Transfer(Pending, Protocol):
-    """A message in flight."""
+@dataclass
+class Done:
+    """A completed collective, with the temporary buffer that it would need until then."""
+
+    buffer: Tensor | None = None
+
+    def wait(self) -> None:
+        pass
 
     def is_completed(self) -> bool:
-        """Return whether the message is known to be complete."""
+        return True
 
 
-class Transport(Protocol):
-    """Communication among the ranks of one group that bypasses the backend.
+class DryTransport:
+    """Transport that moves nothing; receive buffers keep their contents.
+
+    Gathered index tensors are assumed equal on all ranks: the number of rows per expert. Methods are those of
+    `shoal.engine.collectives.shm.transport.SharedGroup`.
 
     Attributes:
-        ranks: global ranks of the group, in order.
+        ranks: global ranks of the group.
+        by_gloo: whether sums receive into a separate buffer, as over gloo (`shoal.engine.collectives.ops`); NCCL needs
+            no buffer of the caller.
     """
 
-    ranks: list[int]
+    def __init__(self, ranks: Sequence[int], *, by_gloo: bool = False):
+        self.ranks, self.by_gloo = list(ranks), by_gloo
 
-    def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
-        """Start reducing contiguous ``x`` in place over the group."""
+    def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Done:
+        exchanged = self.by_gloo and len(self.ranks) == 2 and op == dist.ReduceOp.SUM
+        return Done(torch.empty_like(x) if exchanged else None)
 
-    def all_gather(self, out: Tensor, part: Tensor) -> Pending:
-        """Start gathering flat ``part`` from every rank into flat ``out``."""
+    def all_gather(self, out: Tensor, part: Tensor) -> Done:
+        if not isinstance(out, FakeTensor):
+            out.view(len(self.ranks), -1).copy_(part.clone())
+        return Done()
 
-    def reduce_scatter(self, part: Tensor, whole: Tensor) -> Pending:
-        """Start summing flat ``whole`` over the ranks into each rank's flat ``part``."""
+    def reduce_scatter(self, part: Tensor, full: Tensor) -> Done:
+        return Done(torch.empty_like(full) if self.by_gloo else None)
 
-    def send(self, x: Tensor, to: int) -> Transfer:
-        """Start sending contiguous ``x`` to a member, by its index in the group."""
+    def send(self, x: Tensor, to: int) -> Done:
+        return Done()
 
-    def receive(self, x: Tensor, source: int) -> Transfer:
-        """Start receiving contiguous ``x`` from a member, by its index in the group."""
+    def receive(self, x: Tensor, source: int) -> Done:
+        return Done()

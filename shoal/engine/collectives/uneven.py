@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shoal.engine.collectives.group import Group
-from shoal.engine.collectives.ops import all_gather, all_to_all, with_conjugate
+from shoal.engine.collectives.ops import all_gather, all_to_all, all_to_all_dims, with_conjugate
 
 
 def part_lengths(n: int, ranks: int) -> list[int]:
@@ -71,15 +71,7 @@ def all_gather_uneven(x: Tensor, group: Group | None, dim: int, lengths: Sequenc
 
 def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group | None) -> Tensor:
     """Exchange rows all-to-all: the next ``send[i]`` rows go to rank i, and ``receive[i]`` rows come from it."""
-    if group is None:
-        return x
-    return with_conjugate(
-        x, lambda x: _exchange(x, send, receive, group), lambda gradient: _exchange(gradient, receive, send, group)
-    )
-
-
-def _exchange(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
-    return torch.cat(all_to_all(x.split(list(send)), [(n, *x.shape[1:]) for n in receive], group))
+    return all_to_all_dims(x, group, 0, 0, send, receive)
 
 
 def gather_rows(x: Tensor, counts: Sequence[int], group: Group | None) -> Tensor:

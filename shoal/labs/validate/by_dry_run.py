@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from shoal.base.errors import UsageError
 from shoal.base.units import show_bytes
-from shoal.engine.collectives.dry_groups import DryMesh
-from shoal.engine.collectives.mesh import Mesh
+from shoal.engine.collectives.mesh import DryMesh, Mesh
 from shoal.engine.precision.policy import POLICIES
 from shoal.launch.worker_pool import Pool
 from shoal.pipeline.from_layout import build_layout_program, choose_slices

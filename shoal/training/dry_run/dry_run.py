@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.base.errors import UsageError
-from shoal.engine.collectives.dry_groups import DryMesh
+from shoal.engine.collectives.mesh import DryMesh
 from shoal.engine.data.batches import Dataset, SyntheticDataset
 from shoal.engine.models.experts.gates import Choice
 from shoal.engine.models.experts.router import Router, RoutingContext, find_modules

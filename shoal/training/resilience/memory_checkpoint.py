@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.engine.checkpoint.write import SavePlan, State, build_header, describe_part, plan_save
-from shoal.engine.collectives.json_collectives import Group, broadcast, gather, rank_of, size_of
+from shoal.engine.collectives.json_collectives import Group, broadcast, gather, get_rank, get_size
 from shoal.training.resilience import memory_slot
 from shoal.training.resilience.host_memory_dir import check_room, claim, make_run_dir, release, remove_orphans
 from shoal.training.resilience.memory_slot import MemorySlot, SlotRecord
@@ -92,7 +92,7 @@ class InMemoryCheckpointer:
         report: Callable[[str], None] = print,
     ):
         self._home, self._group, self._report = home, group, report
-        self._rank, self._world = rank_of(group), size_of(group)
+        self._rank, self._world = get_rank(group), get_size(group)
         self.places = RankTopology.of(group, node_ranks)
         self.attempt: str = broadcast(secrets.token_hex(4), group)
         self._leads = self.places.first_here(self._rank) == self._rank

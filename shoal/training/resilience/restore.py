@@ -22,7 +22,7 @@ from shoal.engine.checkpoint.load import touched
 from shoal.engine.checkpoint.manifest import merge, read_manifest, write_manifest
 from shoal.engine.checkpoint.storage import AnyPath
 from shoal.engine.checkpoint.write import State, file_name
-from shoal.engine.collectives.json_collectives import Group, broadcast, gather, rank_of
+from shoal.engine.collectives.json_collectives import Group, broadcast, gather, get_rank
 from shoal.training.resilience import memory_slot
 from shoal.training.resilience.host_memory_dir import make_run_dir
 from shoal.training.resilience.memory_checkpoint import RankTopology, in_messages
@@ -110,7 +110,7 @@ def restore(
 
 def _saves_in_memory(home: Path, places: RankTopology, group: Group) -> tuple[dict[tuple[int, str], _Save], list[str]]:
     """Return saves by (step, attempt), on rank 0 only, and notes on damaged slots. Ranks of a host share the work."""
-    rank = rank_of(group)
+    rank = get_rank(group)
     here = [r for r, host in enumerate(places.hosts) if host == places.hosts[rank]]
     listed = broadcast(gather([str(f) for f in memory_slot.list_slots(home)] if rank == here[0] else [], group), group)
     mine = [Path(folder) for folder in listed[here[0]][here.index(rank) :: len(here)]]
@@ -139,7 +139,7 @@ def _load_from_memory(
     Raises:
         CheckpointError: on every rank: a part is missing, or loading failed (see `load`).
     """
-    rank = rank_of(group)
+    rank = get_rank(group)
     told = broadcast(_put_together(save or _Save()) if rank == 0 else None, group)
     if "error" in told:
         raise CheckpointError(told["error"])
@@ -186,7 +186,7 @@ def _bring(
         needed: files that this rank's pieces overlap.
         holders: locations of each file, see `_Save`.
     """
-    rank = rank_of(group)
+    rank = get_rank(group)
     every = broadcast(gather(needed, group), group)
     wanted: dict[int, set[str]] = defaultdict(set)  # files needed on a host, by its first rank
     for asking, files in enumerate(every):

@@ -321,4 +321,4 @@ def polled(capacity: int) -> tuple[bool, str]:
 
 def test_asking_whether_it_is_done_is_enough_and_other_reductions_are_refused(pool: Pool) -> None:
     for arrived, said in pool.run(polled, 2, 4096):
-        assert arrived and "they have sum, max and min" in said
+        assert arrived and "reduce by sum, max or min" in said

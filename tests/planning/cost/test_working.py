@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from shoal.engine.collectives.dry_groups import DryMesh
+from shoal.engine.collectives.mesh import DryMesh
 from shoal.pipeline.schedules import SCHEDULES
 from shoal.planning.estimate import Estimate
 from shoal.planning.run import EstimatedRun

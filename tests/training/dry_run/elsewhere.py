@@ -18,8 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, unset_fake_temporarily
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from shoal.engine.collectives.dry_groups import DryMesh
-from shoal.engine.collectives.mesh import Mesh
+from shoal.engine.collectives.mesh import DryMesh, Mesh
 from shoal.engine.optim import low_precision_state
 from shoal.engine.parallel.zero import zero_engine
 from shoal.spec.layout import Layout

@@ -10,8 +10,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from shoal.cli.main import main
-from shoal.engine.collectives.dry_groups import DryMesh
-from shoal.engine.collectives.mesh import Mesh
+from shoal.engine.collectives.mesh import DryMesh, Mesh
 from shoal.engine.precision.policy import POLICIES
 from shoal.launch.worker_pool import Pool
 from shoal.pipeline.from_layout import build_layout_program, choose_slices

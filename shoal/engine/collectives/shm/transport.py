@@ -62,7 +62,7 @@ class SharedGroup:
         self.ranks, self.index, self.size, self.progress = ranks, index, len(ranks), progress
         self.other = 1 - index  # the peer if the group has two ranks
         self._counters, self._data = region.counters, region.data
-        self._places = [[self._of(rank, counter) for rank in range(self.size)] for counter in range(PER_RANK)]
+        self._places = [[self._counter(rank, counter) for rank in range(self.size)] for counter in range(PER_RANK)]
         self._typed: dict[torch.dtype, Tensor] = {}
         self._takes, self._posts = Lane(self), Lane(self)
         self._pairs: dict[tuple[int, int], Lane] = {}
@@ -70,26 +70,26 @@ class SharedGroup:
         self._common: dict[int, Tensor] = {}
         self._forth = True  # direction of the next sum over common memory, forward or backward
         self._posted = self._taken = 0  # positions in the rings, in bytes since creation
-        self._counters[self._of(index, PROCESS)] = os.getpid()
-        weakref.finalize(self, _leave, self._counters, self._of(index, LEFT))
+        self._counters[self._counter(index, PROCESS)] = os.getpid()
+        weakref.finalize(self, self._counters.__setitem__, self._counter(index, LEFT), 1)
 
     @staticmethod
     def layout(size: int) -> tuple[int, int]:
         """Return the number of counters and the bytes of the region of a group of ``size`` ranks."""
         return PER_RANK * size + PER_PAIR * size**2, CAPACITY * size + PAIR_CAPACITY * size**2
 
-    def _of(self, rank: int, counter: int) -> int:
+    def _counter(self, rank: int, counter: int) -> int:
         return (rank * PER_RANK + counter) * Region.STEP
 
-    def _of_pair(self, source: int, target: int, counter: int) -> int:
+    def _pair_counter(self, source: int, target: int, counter: int) -> int:
         return (PER_RANK * self.size + (source * self.size + target) * PER_PAIR + counter) * Region.STEP
 
     def end_of(self, rank: int) -> str:
         """Return how a member ended, or "" if it is alive."""
-        process = self._counters[self._of(rank, PROCESS)]
+        process = self._counters[self._counter(rank, PROCESS)]
         if not alive(process):
             return f"rank {self.ranks[rank]} (process {process}) has ended"
-        return f"rank {self.ranks[rank]} has left the group" if self._counters[self._of(rank, LEFT)] else ""
+        return f"rank {self.ranks[rank]} has left the group" if self._counters[self._counter(rank, LEFT)] else ""
 
     # ---- common memory -----------------------------------------------------------------------------------------
 
@@ -126,7 +126,7 @@ class SharedGroup:
         """Start reducing contiguous ``x`` in place."""
         flat = x.detach().view(-1)
         if op == dist.ReduceOp.SUM and (rows := self._rows_to_sum(flat)) is not None:
-            return self._start("all-reduce", x, self._come(), self._sum_everywhere(rows))
+            return self._start("all-reduce", x, self._arrive(), self._sum_everywhere(rows))
         pieces = self._pieces(flat.numel(), flat.element_size())
         pair, many = REDUCTIONS[op]
         take = self._take_other(flat, flat, pieces, pair) if self.size == 2 else self._take_all(flat, pieces, many)
@@ -141,31 +141,31 @@ class SharedGroup:
         if (rows := self._rows(out)) is not None:
             rows = rows.unflatten(1, (self.size, -1))
             take = self._copy_common(rows) if len(rows) > 1 else self._meet()
-            return self._start("all-gather", part, self._come(), take)
+            return self._start("all-gather", part, self._arrive(), take)
         return self._start("all-gather", part, self._post(part, pieces), self._take_rows(out, pieces))
 
-    def reduce_scatter(self, part: Tensor, whole: Tensor) -> Operation:
-        """Start summing flat ``whole`` into each rank's flat ``part``, which may be its slice of ``whole``."""
-        part, whole = part.detach(), whole.detach().view(self.size, -1)
-        if (rows := self._rows_to_sum(whole)) is not None:
+    def reduce_scatter(self, part: Tensor, full: Tensor) -> Operation:
+        """Start summing flat ``full`` into each rank's flat ``part``, which may be its slice of ``full``."""
+        part, full = part.detach(), full.detach().view(self.size, -1)
+        if (rows := self._rows_to_sum(full)) is not None:
             column = rows.unflatten(1, (self.size, -1))[:, self.index]
-            return self._start("reduce-scatter", whole, self._come(), self._sum_common(column, part))
+            return self._start("reduce-scatter", full, self._arrive(), self._sum_common(column, part))
         if self.size == 2:  # each needs half of the other's data
             pieces = self._pieces(part.numel(), part.element_size())
-            take = self._take_other(part, whole[self.index], pieces, torch.add)
-            return self._start("reduce-scatter", whole, self._post(whole[self.other], pieces), take)
+            take = self._take_other(part, full[self.index], pieces, torch.add)
+            return self._start("reduce-scatter", full, self._post(full[self.other], pieces), take)
         pieces = self._pieces(part.numel(), part.element_size() * self.size)
         return self._start(
-            "reduce-scatter", whole, self._post(whole, pieces), self._take_column(part, whole, pieces)
+            "reduce-scatter", full, self._post(full, pieces), self._take_column(part, full, pieces)
         )
 
     def send(self, x: Tensor, to: int) -> Operation:
         """Start sending contiguous ``x`` to a member; do not modify it before completion."""
-        return self._transfer("send", x, self.index, to, self._write)
+        return self._transfer("send", x, self.index, to)
 
     def receive(self, x: Tensor, source: int) -> Operation:
         """Start receiving contiguous ``x`` from a member, in the order of its sends."""
-        return self._transfer("receive", x, source, self.index, self._read)
+        return self._transfer("receive", x, source, self.index)
 
     def _start(self, name: str, x: Tensor, post: Steps, take: Steps) -> Operation:
         operation = Operation(f"{name} of {list(x.shape)} over ranks {self.ranks}", self.progress)
@@ -175,11 +175,12 @@ class SharedGroup:
         self.progress.drive(self._posts)
         return operation
 
-    def _transfer(self, name: str, x: Tensor, source: int, target: int, steps: Callable[..., Steps]) -> Operation:
+    def _transfer(self, name: str, x: Tensor, source: int, target: int) -> Operation:
         lane = self._pairs.setdefault((source, target), Lane(self))
         what = f"{name} of {list(x.shape)} from rank {self.ranks[source]} to rank {self.ranks[target]}"
         operation = Operation(what, self.progress)
-        self.progress.add(lane, operation, steps(x.detach().view(-1).view(torch.uint8), source, target))
+        data = x.detach().view(-1).view(torch.uint8)
+        self.progress.add(lane, operation, self._copy(data, source, target, sending=name == "send"))
         self.progress.drive(lane)
         return operation
 
@@ -210,13 +211,13 @@ class SharedGroup:
             self._typed[dtype] = self._data.view(dtype)
         return self._typed[dtype]
 
-    def _mine(self, dtype: torch.dtype, position: int, shape: tuple[int, ...], rank: int) -> Tensor:
+    def _ring_at(self, dtype: torch.dtype, position: int, shape: tuple[int, ...], rank: int) -> Tensor:
         """Return a view of a rank's ring at a position."""
         ring = self._ring(dtype)
         strides = (1,) if len(shape) == 1 else (shape[1], 1)
         return ring.as_strided(shape, strides, (rank * CAPACITY + position % CAPACITY) // ring.element_size())
 
-    def _all(self, dtype: torch.dtype, position: int, numel: int, step: int = 0, offset: int = 0) -> Tensor:
+    def _rings_at(self, dtype: torch.dtype, position: int, numel: int, step: int = 0, offset: int = 0) -> Tensor:
         """View all ranks' rings at a position: [size, numel]; rank r's starts ``offset + r * step`` elements later."""
         ring = self._ring(dtype)
         size = ring.element_size()
@@ -224,30 +225,30 @@ class SharedGroup:
             (self.size, numel), (CAPACITY // size + step, 1), position % CAPACITY // size + offset
         )
 
-    def _until(self, counter: int, value: int) -> Steps:
+    def _wait_counters(self, counter: int, value: int) -> Steps:
         """Wait until every member's counter reaches ``value``, including this rank's, whose steps use two lanes."""
         for rank, at in enumerate(self._places[counter]):
             while self._counters[at] < value:
                 yield rank
 
-    def _room(self, length: int) -> Steps:
+    def _wait_free(self, length: int) -> Steps:
         """Wait until ``length`` bytes at the next ring position are free."""
         self._posted = self._place(self._posted, length)
-        yield from self._until(CONSUMED, self._posted + length - CAPACITY)
+        yield from self._wait_counters(CONSUMED, self._posted + length - CAPACITY)
 
     def _count_written(self, length: int) -> int:
         self._posted += -(-length // LINE) * LINE
-        self._counters[self._of(self.index, WRITTEN)] = self._posted
+        self._counters[self._counter(self.index, WRITTEN)] = self._posted
         return MOVED
 
-    def _arrived(self, length: int) -> Steps:
+    def _wait_written(self, length: int) -> Steps:
         """Wait until all ranks have posted the next piece."""
         self._taken = self._place(self._taken, length)
-        yield from self._until(WRITTEN, self._taken + length)
+        yield from self._wait_counters(WRITTEN, self._taken + length)
 
     def _count_consumed(self, length: int) -> int:
         self._taken += -(-length // LINE) * LINE
-        self._counters[self._of(self.index, CONSUMED)] = self._taken
+        self._counters[self._counter(self.index, CONSUMED)] = self._taken
         return MOVED
 
     # ---- steps -------------------------------------------------------------------------------------------------
@@ -256,16 +257,16 @@ class SharedGroup:
         """Write [n] to the ring, or [size, n] with one row for each rank."""
         for start, count in pieces:
             piece = x.narrow(-1, start, count)
-            yield from self._room(piece.nbytes)
-            self._mine(x.dtype, self._posted, piece.shape, self.index).copy_(piece)
+            yield from self._wait_free(piece.nbytes)
+            self._ring_at(x.dtype, self._posted, piece.shape, self.index).copy_(piece)
             yield self._count_written(piece.nbytes)
 
     def _take_other(self, out: Tensor, own: Tensor, pieces: list[tuple[int, int]], reduce: Callable) -> Steps:
         """Reduce this rank's data with the pieces posted by the other rank."""
         for start, count in pieces:
             length = count * own.element_size()
-            yield from self._arrived(length)
-            theirs = self._mine(own.dtype, self._taken, (count,), self.other)
+            yield from self._wait_written(length)
+            theirs = self._ring_at(own.dtype, self._taken, (count,), self.other)
             reduce(own[start : start + count], theirs, out=out[start : start + count])
             yield self._count_consumed(length)
 
@@ -273,74 +274,74 @@ class SharedGroup:
         """Reduce all ranks' pieces; of a large piece each rank reduces an equal part into its ring, then all copy."""
         for start, count in pieces:
             length = count * x.element_size()
-            yield from self._arrived(length)
+            yield from self._wait_written(length)
             piece, at = x[start : start + count], self._taken
             if length <= SMALL or count % self.size:
-                reduce(self._all(x.dtype, at, count), piece)
+                reduce(self._rings_at(x.dtype, at, count), piece)
             else:
                 part = count // self.size
                 own = piece[self.index * part :][:part]
-                reduce(self._all(x.dtype, at, part, offset=self.index * part), own)
-                self._mine(x.dtype, at + self.index * part * x.element_size(), (part,), self.index).copy_(own)
-                self._counters[self._of(self.index, REDUCED)] = at + length
-                yield from self._until(REDUCED, at + length)
-                piece.view(self.size, part).copy_(self._all(x.dtype, at, part, step=part))
+                reduce(self._rings_at(x.dtype, at, part, offset=self.index * part), own)
+                self._ring_at(x.dtype, at + self.index * part * x.element_size(), (part,), self.index).copy_(own)
+                self._counters[self._counter(self.index, REDUCED)] = at + length
+                yield from self._wait_counters(REDUCED, at + length)
+                piece.view(self.size, part).copy_(self._rings_at(x.dtype, at, part, step=part))
             yield self._count_consumed(length)
 
     def _take_rows(self, out: Tensor, pieces: list[tuple[int, int]]) -> Steps:
         for start, count in pieces:
             length = count * out.element_size()
-            yield from self._arrived(length)
+            yield from self._wait_written(length)
             if self.size == 2:
-                row = self._mine(out.dtype, self._taken, (count,), self.other)
+                row = self._ring_at(out.dtype, self._taken, (count,), self.other)
                 out[self.other, start : start + count].copy_(row)
             else:
-                out[:, start : start + count].copy_(self._all(out.dtype, self._taken, count))
+                out[:, start : start + count].copy_(self._rings_at(out.dtype, self._taken, count))
             yield self._count_consumed(length)
 
-    def _take_column(self, part: Tensor, whole: Tensor, pieces: list[tuple[int, int]]) -> Steps:
+    def _take_column(self, part: Tensor, full: Tensor, pieces: list[tuple[int, int]]) -> Steps:
         for start, count in pieces:
-            length = count * whole.element_size() * self.size
-            yield from self._arrived(length)
-            column = self._all(whole.dtype, self._taken, count, offset=self.index * count)
+            length = count * full.element_size() * self.size
+            yield from self._wait_written(length)
+            column = self._rings_at(full.dtype, self._taken, count, offset=self.index * count)
             torch.sum(column, 0, dtype=part.dtype, out=part[start : start + count])
             yield self._count_consumed(length)
 
-    # Collectives on common memory: all ranks meet (each posts an empty line), read each other's rows, and part. The
+    # Collectives on common memory: all ranks arrive (each posts an empty line), read each other's rows, and leave. The
     # collective completes when no other rank reads this rank's row, so it may be overwritten as after any other.
 
-    def _come(self) -> Steps:
-        yield from self._room(LINE)
+    def _arrive(self) -> Steps:
+        yield from self._wait_free(LINE)
         yield self._count_written(LINE)
 
     def _meet(self) -> Steps:
         """Wait until all ranks have written their parts of the shared row."""
-        yield from self._arrived(LINE)
+        yield from self._wait_written(LINE)
         yield self._count_consumed(LINE)
 
-    def _part(self) -> Steps:
+    def _leave(self) -> Steps:
         yield self._count_consumed(LINE)
-        yield from self._until(CONSUMED, self._taken)
+        yield from self._wait_counters(CONSUMED, self._taken)
 
     def _sum_common(self, rows: Tensor, out: Tensor) -> Steps:
-        yield from self._arrived(LINE)
+        yield from self._wait_written(LINE)
         self._sum(rows, out)
-        yield from self._part()
+        yield from self._leave()
 
     def _copy_common(self, rows: Tensor) -> Steps:
         """Copy rows: [size, size, n], where rank r has filled [r, r]."""
-        yield from self._arrived(LINE)
+        yield from self._wait_written(LINE)
         for rank in range(self.size):
             if rank != self.index:
                 rows[self.index, rank].copy_(rows[rank, rank])
-        yield from self._part()
+        yield from self._leave()
 
     def _sum_everywhere(self, rows: Tensor) -> Steps:
         """Sum an equal part per rank and write it to all rows, which are in the cache after reading.
 
         The direction alternates: for rows as large as the cache, the end of the previous sum is still cached.
         """
-        yield from self._arrived(LINE)
+        yield from self._wait_written(LINE)
         each = -(-rows.shape[1] // self.size // LINE) * LINE
         blocks = rows[:, self.index * each : (self.index + 1) * each].split(BLOCK, 1)
         self._forth = not self._forth
@@ -350,7 +351,7 @@ class SharedGroup:
                 block[1].copy_(block[0])
             else:
                 block.copy_(torch.sum(block, 0, dtype=block.dtype))
-        yield from self._part()
+        yield from self._leave()
 
     def _sum(self, rows: Tensor, out: Tensor) -> None:
         """Sum [size, n] into ``out`` [n], which may be one of the rows."""
@@ -360,33 +361,21 @@ class SharedGroup:
         for block, part in zip(rows.split(BLOCK, 1), out.split(BLOCK), strict=True):
             part.copy_(torch.sum(block, 0, dtype=out.dtype))  # out= would first clear the buffer
 
-    def _write(self, x: Tensor, source: int, target: int) -> Steps:
-        sent, taken = self._of_pair(source, target, SENT), self._of_pair(source, target, TAKEN)
+    def _copy(self, x: Tensor, source: int, target: int, *, sending: bool) -> Steps:
+        """Copy bytes into the ring of an ordered pair, or from it."""
+        sent, taken = (self._pair_counter(source, target, counter) for counter in (SENT, TAKEN))
+        own, peer, most = (sent, target, PIECE) if sending else (taken, source, PAIR_CAPACITY)
         start = 0
         while start < x.numel():
-            position = self._counters[sent]
-            free = PAIR_CAPACITY - (position - self._counters[taken])
-            if not free:
-                yield target
+            position, waiting = self._counters[own], self._counters[sent] - self._counters[taken]
+            available = PAIR_CAPACITY - waiting if sending else waiting
+            if not available:
+                yield peer
                 continue
-            count = min(x.numel() - start, free, PAIR_CAPACITY - position % PAIR_CAPACITY, PIECE)
-            self._pair(source, target, position, count).copy_(x[start : start + count])
-            self._counters[sent] = position + count
-            start += count
-            yield MOVED
-
-    def _read(self, x: Tensor, source: int, target: int) -> Steps:
-        sent, taken = self._of_pair(source, target, SENT), self._of_pair(source, target, TAKEN)
-        start = 0
-        while start < x.numel():
-            position = self._counters[taken]
-            there = self._counters[sent] - position
-            if not there:
-                yield source
-                continue
-            count = min(x.numel() - start, there, PAIR_CAPACITY - position % PAIR_CAPACITY)
-            x[start : start + count].copy_(self._pair(source, target, position, count))
-            self._counters[taken] = position + count
+            count = min(x.numel() - start, available, PAIR_CAPACITY - position % PAIR_CAPACITY, most)
+            part, ring = x[start : start + count], self._pair(source, target, position, count)
+            (ring if sending else part).copy_(part if sending else ring)
+            self._counters[own] = position + count
             start += count
             yield MOVED
 
@@ -394,7 +383,3 @@ class SharedGroup:
         """Return a view of the ring of an ordered pair at a position."""
         begin = CAPACITY * self.size + PAIR_CAPACITY * (source * self.size + target) + position % PAIR_CAPACITY
         return self._data[begin : begin + count]
-
-
-def _leave(counters: memoryview, left: int) -> None:
-    counters[left] = 1

@@ -45,7 +45,7 @@ class Window:
 
     def __init__(self, group: Group | None, counters: int, size: int):
         self.size, self.index = (1, 0) if group is None else (group.size(), group.rank())
-        self.ranks = [0] if group is None else dist.get_process_group_ranks(group.backend)
+        self.ranks = [0] if group is None else group.ranks
         counters += self.size  # process ids
         size = -(-size // LINE) * LINE
         self._file, region = self._open(group, counters, size)
