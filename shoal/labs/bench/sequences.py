@@ -29,7 +29,7 @@ from shoal.engine.models.cache import Slice
 from shoal.engine.models.transformer import Transformer, initialise
 from shoal.engine.parallel.context.causal_blocks import CausalBlocks
 from shoal.engine.parallel.context.ring import RingAttention, RingPosition
-from shoal.engine.parallel.context.token_order import spread
+from shoal.engine.parallel.context.token_order import assign_tokens
 from shoal.labs.bench.benchmark import TIME_LIMIT, Benchmark, Notify, make_table
 from shoal.labs.bench.race import quartiles, slowest_rank, time_in_turns
 from shoal.labs.bench.step.workload import DTYPES
@@ -112,10 +112,10 @@ class IdleRing(RingPosition):
 
     local: Mapping[int, Tensor] = field(default_factory=dict)
 
-    def blocks_of(self, held: Tensor, lengths: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        """Yield the local blocks in the order of `RingPosition.blocks_of`."""
-        for step in range(self.places):
-            source = (self.place - step) % self.places
+    def circulate(self, held: Tensor, lengths: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+        """Yield the local blocks in the order of `RingPosition.circulate`."""
+        for step in range(self.size):
+            source = (self.index - step) % self.size
             yield source, self.local[source]
 
     def shift(self, x: Tensor, out: Tensor, group: Group | None) -> Pending:
@@ -130,25 +130,25 @@ class IdleRing(RingPosition):
 def _time(case: ContextBenchmark) -> dict[str, list[float]]:
     """Return the seconds of every turn on one rank, by way."""
     mesh = Mesh(Layout(cp=case.ranks, cp_order=case.order), dist.get_rank())
-    held, ring = spread(mesh.layout, case.tokens), RingPosition.of(mesh)
-    chunks = [held.place_chunks(place, range(1)) for place in range(case.ranks)]
-    generator = torch.Generator().manual_seed(ring.place)
+    held, ring = assign_tokens(mesh.layout, case.tokens), RingPosition.of(mesh)
+    chunks = [held.ring_chunks(place, range(1)) for place in range(case.ranks)]
+    generator = torch.Generator().manual_seed(ring.index)
     lengths = [sum(map(len, chunk)) for chunk in chunks]
 
     def numbers(heads: int, length: int) -> Tensor:
         return torch.randn(1, heads, length, case.head_dim, generator=generator)
 
-    q, gradient = (numbers(case.heads, lengths[ring.place]) for _ in range(2))
-    k, v = (numbers(case.kv_heads, lengths[ring.place]) for _ in range(2))
+    q, gradient = (numbers(case.heads, lengths[ring.index]) for _ in range(2))
+    k, v = (numbers(case.kv_heads, lengths[ring.index]) for _ in range(2))
     inputs = [x.requires_grad_() for x in (q, k, v)]
     blocks = {place: torch.stack([numbers(case.kv_heads, length)] * 2) for place, length in enumerate(lengths)}
-    causal = CausalBlocks(chunks[ring.place], chunks, None)
+    causal = CausalBlocks(chunks[ring.index], chunks, None)
 
     def attend(ring: RingPosition) -> None:
         out = RingAttention.apply(*inputs, ring, causal, "sdpa")
         torch.autograd.grad(out, inputs, gradient)
 
-    rings = {"ring": ring, "bound": IdleRing(ring.place, ring.places, ring.ranks, None, None, blocks)}
+    rings = {"ring": ring, "bound": IdleRing(ring.index, ring.size, ring.ranks, None, None, blocks)}
     calls = {way: partial(attend, rings[way]) for way in WAYS}
     return time_in_turns(calls, case.repeats, prepare=lambda way: dist.barrier())
 
