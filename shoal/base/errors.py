@@ -33,11 +33,11 @@ def did_you_mean(given: str, allowed: Iterable[str]) -> str:
     return f"did you mean '{near[0]}'?" if near else "allowed: " + ", ".join(allowed)
 
 
-def of_system(error: OSError) -> UsageError:
+def from_os_error(error: OSError) -> UsageError:
     """Convert an error of the operating system to a `UsageError`: a missing file, no permission, a full disk, a used
     port.
 
-    >>> str(of_system(PermissionError(13, "Permission denied", "/root/run")))
+    >>> str(from_os_error(PermissionError(13, "Permission denied", "/root/run")))
     '/root/run: permission denied.'
     """
     what = error.strerror or str(error) or type(error).__name__

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import get_type_hints
 
-from shoal.base.errors import UsageError, did_you_mean, of_system, redact
+from shoal.base.errors import UsageError, did_you_mean, from_os_error, redact
 from shoal.base.terminal import replace_unencodable
 from shoal.cli.commands import COMMANDS
 
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         return _refuse(error)
     except OSError as error:
-        return READER_GONE if isinstance(error, BrokenPipeError) and _unread() else _refuse(of_system(error))
+        return READER_GONE if isinstance(error, BrokenPipeError) and _unread() else _refuse(from_os_error(error))
     except KeyboardInterrupt:
         return 130
 

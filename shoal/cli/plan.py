@@ -101,7 +101,7 @@ def _search(options: PlanOptions, planner: shoal.LayoutPlanner) -> int:
         tables.run_toml(options.model, planner.run, Layout())  # rejects an unsupported model before the search
     with search_progress("searching") as progress:
         plan = planner.plan(options.top, progress)
-    estimates = [tables.estimate_of(plan, found) for found in plan.best]
+    estimates = [tables.build_estimate(plan, found) for found in plan.best]
     print("\n".join(tables.lines(options.model, plan, estimates)))
     if not plan.best:
         return 1

@@ -17,9 +17,9 @@ from shoal.pipeline.program import (
     Program,
     ProgramError,
     StageDurations,
-    receive_of,
-    sender_of,
-    sends_of,
+    find_receive,
+    find_sends,
+    matching_send,
 )
 from shoal.pipeline.simulator.engine import simulate
 from shoal.pipeline.simulator.times import ActionTimes, MessageTimes
@@ -124,13 +124,13 @@ def _named(fact: Action, program: Program, rank: int) -> Action:
 
 def _wanted(program: Program, rank: int) -> Iterable[Action]:
     passes = (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
-    for stage in program.stages_of(rank):
-        for m, part, op in product(program.microbatches_of(stage), _parts(program), passes):
+    for stage in program.rank_stages(rank):
+        for m, part, op in product(program.stage_microbatches(stage), _parts(program), passes):
             action = Action(op, stage, m, part)
             yield action
-            if receive := receive_of(action, program):
+            if receive := find_receive(action, program):
                 yield receive
-            yield from sends_of(action, program)
+            yield from find_sends(action, program)
         yield from _updates(Op.REDUCE, program, stage)
         if program.gathers:
             yield from _updates(Op.GATHER, program, stage)
@@ -155,7 +155,7 @@ def _needs(action: Action, program: Program, rank: int) -> Iterator[Action]:
     elif op is Op.BACKWARD_WEIGHT:
         yield Action(Op.BACKWARD_INPUT, stage, microbatch, part)
     elif op in FORWARDS | BACKWARDS:
-        if receive := receive_of(action, program):
+        if receive := find_receive(action, program):
             yield receive
         if op is Op.FORWARD and part > 0:  # keys and values of the previous slice
             yield Action(op, stage, microbatch, part - 1)
@@ -164,11 +164,11 @@ def _needs(action: Action, program: Program, rank: int) -> Iterator[Action]:
             if 0 <= part < program.sequence_slices - 1:  # gradients of the next slice
                 yield Action(Op.BACKWARD_INPUT, stage, microbatch, part + 1)
     elif op is Op.REDUCE:  # all gradients of the stage, or of its update if the program has several
-        for m, i in product(program.microbatches_of(stage), _parts(program)):
-            if version < 0 or program.update_of[m] == version - 1:
+        for m, i in product(program.stage_microbatches(stage), _parts(program)):
+            if version < 0 or program.update_by_microbatch[m] == version - 1:
                 yield Action(Op.BACKWARD_WEIGHT, stage, m, i)
     elif op is Op.STEP:  # every stage's gradients; for a later update of one stage, its own
-        for held in [stage] if version > 0 else program.stages_of(rank):
+        for held in [stage] if version > 0 else program.rank_stages(rank):
             yield Action(Op.REDUCE, held, version=version)
     elif op is Op.GATHER:
         yield action._replace(op=Op.STEP) if version > 0 else Action(Op.STEP)
@@ -205,7 +205,7 @@ def _check_versions(program: Program, rank: int) -> None:
             came = through[stage, microbatch, part]
             if version != came:
                 raise ProgramError(f"pipeline rank {rank}: {action} goes back through another version than {came}")
-            update = program.update_of[microbatch]
+            update = program.update_by_microbatch[microbatch]
             if update != newest:
                 raise ProgramError(
                     f"pipeline rank {rank}: {action} adds to the gradient of version {newest + 1}, which on the first "
@@ -226,7 +226,7 @@ def _check_messages(program: Program) -> None:
                 target = program.stage_rank[action.stage + (1 if action.op is Op.SEND_FORWARD else -1)]
                 sent[action.op, rank, target].append(action)
             elif action.op in RECEIVES:
-                send = sender_of(action)
+                send = matching_send(action)
                 expected[send.op, program.stage_rank[send.stage], rank].append(send)
     for op, source, target in sent.keys() | expected.keys():
         left, wanted = sent[op, source, target], expected[op, source, target]

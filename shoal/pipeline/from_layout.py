@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from shoal.base.errors import UsageError
-from shoal.pipeline.partition import even_layers
+from shoal.pipeline.partition import balance_layers
 from shoal.pipeline.program import Action, Op, Program, Schedule, add_transfers, build_program
 from shoal.pipeline.schedules import EVERY, SCHEDULES
 from shoal.pipeline.schedules.asynchronous import pipedream_2bw
@@ -80,8 +80,8 @@ def build_forwards(program: Program, microbatches: int) -> Program:
     program = Program((), program.stage_rank, microbatches, model_copies=program.model_copies)
     orders = []
     for rank in range(ranks):
-        forwards = [Action(Op.FORWARD, s, m) for s in program.stages_of(rank) for m in program.microbatches_of(s)]
-        first = {action: program.microbatches_of(action.stage).start for action in forwards}
+        forwards = [Action(Op.FORWARD, s, m) for s in program.rank_stages(rank) for m in program.stage_microbatches(s)]
+        first = {action: program.stage_microbatches(action.stage).start for action in forwards}
         orders.append(sorted(
             forwards, key=lambda a: ((a.microbatch - first[a]) // ranks, a.stage % program.depth, a.microbatch)
         ))
@@ -130,7 +130,7 @@ def check_schedule(
 def _check_stage_layers(layout: Layout, shape: ModelShape, depth: int) -> None:
     sizes = layout.stage_layers
     if sizes is not None and (len(sizes) != depth or sum(sizes) != shape.layers):
-        even = ", ".join(str(len(layers)) for layers in even_layers(shape, depth))
+        even = ", ".join(str(len(layers)) for layers in balance_layers(shape, depth))
         raise UsageError(
             f"parallel.stage_layers = {list(sizes)}: {len(sizes)} stages with {sum(sizes)} layers, but pp {layout.pp} "
             f"with {layout.schedule} has {depth} stages, and the model {shape.layers} layers."

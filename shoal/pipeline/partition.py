@@ -38,14 +38,14 @@ def stage_layers(layers: int, stages: int, head: float = 0.0) -> list[range]:
     return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
 
 
-def layers_of(shape: ModelShape, program: Program) -> list[range]:
+def assign_layers(shape: ModelShape, program: Program) -> list[range]:
     """Return the layers of each part of a model: as set by the layout, or balanced with the head counted."""
     if program.layers:
         ends = list(accumulate(program.layers))
         return [range(end - size, end) for end, size in zip(ends, program.layers, strict=True)]
-    return even_layers(shape, program.depth)
+    return balance_layers(shape, program.depth)
 
 
-def even_layers(shape: ModelShape, stages: int) -> list[range]:
+def balance_layers(shape: ModelShape, stages: int) -> list[range]:
     """Return balanced layers for each part of a model."""
     return stage_layers(shape.layers, stages, shape.vocab * shape.hidden / shape.mean_layer_matrices())

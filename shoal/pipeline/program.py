@@ -90,7 +90,7 @@ class Program:
 
     >>> from shoal.pipeline.schedules import SCHEDULES
     >>> program = build_program(SCHEDULES["interleaved-1f1b"], ranks=2, microbatches=4, virtual_stages=2)
-    >>> program.ranks, program.stages, list(program.stages_of(0))
+    >>> program.ranks, program.stages, list(program.rank_stages(0))
     (2, 4, [0, 2])
     """
 
@@ -117,11 +117,11 @@ class Program:
     def ranks(self) -> int:
         return len(self.actions)
 
-    def stages_of(self, rank: int) -> list[int]:
+    def rank_stages(self, rank: int) -> list[int]:
         """Return the stages of a pipeline rank."""
         return [stage for stage, holder in enumerate(self.stage_rank) if holder == rank]
 
-    def actions_of(self, op: Op) -> list[Action]:
+    def select_actions(self, op: Op) -> list[Action]:
         """Return all actions of one kind."""
         return [action for actions in self.actions for action in actions if action.op is op]
 
@@ -134,7 +134,7 @@ class Program:
         return stage % self.depth == self.depth - 1
 
     @cached_property
-    def update_of(self) -> dict[int, int]:
+    def update_by_microbatch(self) -> dict[int, int]:
         """For each micro-batch, the update (from 0) that its gradient contributes to."""
         update, found = 0, {}
         for action in self.actions[0]:
@@ -144,7 +144,7 @@ class Program:
                 update += 1
         return found
 
-    def microbatches_of(self, stage: int) -> range:
+    def stage_microbatches(self, stage: int) -> range:
         """Return the micro-batches that pass through a stage."""
         copy = stage // self.depth
         return range(copy * self.microbatches // self.model_copies, (copy + 1) * self.microbatches // self.model_copies)
@@ -233,7 +233,7 @@ def _with_updates(order: list[Action], program: Program, rank: int) -> list[Acti
         around = (Op.REDUCE, Op.STEP, Op.GATHER) if program.gathers else (Op.REDUCE, Op.STEP)
         ops = {Op.STEP: around}
         return [action._replace(op=op) for action in order for op in ops.get(action.op, (action.op,))]
-    stages = sorted(program.stages_of(rank), key=lambda stage: stage % program.depth)
+    stages = sorted(program.rank_stages(rank), key=lambda stage: stage % program.depth)
     reduces, gathers = ([Action(op, stage) for stage in stages] for op in (Op.REDUCE, Op.GATHER))
     return [*order, *reduces, Action(Op.STEP), *(gathers if program.gathers else ())]
 
@@ -253,10 +253,10 @@ def add_transfers(program: Program) -> Program:
     posted: set[Action] = set()
 
     def post(action: Action) -> Iterator[Action]:
-        needed = receive_of(action, program)
+        needed = find_receive(action, program)
         if needed is None:
             return
-        source, target = program.stage_rank[sender_of(needed).stage], program.stage_rank[needed.stage]
+        source, target = program.stage_rank[matching_send(needed).stage], program.stage_rank[needed.stage]
         queue = waiting[needed.op, source, target]
         while queue and needed not in posted:
             posted.add(queue[0])
@@ -271,26 +271,26 @@ def add_transfers(program: Program) -> Program:
             if action in following:
                 yield from post(following[action])
             yield action
-            yield from sends_of(action, program)
+            yield from find_sends(action, program)
 
     return replace(program, actions=tuple(tuple(with_transfers(order)) for order in program.actions))
 
 
-def receive_of(action: Action, program: Program) -> Action | None:
+def find_receive(action: Action, program: Program) -> Action | None:
     """Return the receive that a computation needs from another rank, or None."""
     return _message(action, action.stage, program)
 
 
-def sender_of(receive: Action) -> Action:
+def matching_send(receive: Action) -> Action:
     forward = receive.op is Op.RECV_FORWARD
     op, other = (Op.SEND_FORWARD, -1) if forward else (Op.SEND_BACKWARD, 1)
     return receive._replace(op=op, stage=receive.stage + other)
 
 
-def sends_of(action: Action, program: Program) -> list[Action]:
+def find_sends(action: Action, program: Program) -> list[Action]:
     """Return the sends to other ranks that follow a computation."""
     receive = _received_as(action, program)
-    return [sender_of(receive)] if receive else []
+    return [matching_send(receive)] if receive else []
 
 
 def _received_as(action: Action, program: Program) -> Action | None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from shoal.pipeline.from_layout import build_layout_program
 from shoal.pipeline.simulator import ActionTimes, Timeline, simulate
-from shoal.pipeline.simulator.columns import Columns, before_backwards, of_program
+from shoal.pipeline.simulator.columns import Columns, build_columns, live_before_backwards
 from shoal.planning.cost.flops import hardware_flops, model_flops
 from shoal.planning.cost.memory.stage import PeakMemory, alive_at
 from shoal.planning.cost.parameters import stage_parts
@@ -33,7 +33,7 @@ class Estimate(StagePrices):
 
     def __init__(self, run: EstimatedRun, columns: Columns | None = None, known: dict | None = None):
         super().__init__(run, known)
-        self.columns = columns or of_program(build_layout_program(run.layout, run.microbatches, transfers=False))
+        self.columns = columns or build_columns(build_layout_program(run.layout, run.microbatches, transfers=False))
         self.program = self.columns.program
         self.parts = stage_parts(run.shape, self.program)
 
@@ -62,10 +62,10 @@ class Estimate(StagePrices):
     def _launched(self) -> float:
         """Return the minimum seconds in which the slowest host launches a step."""
         each = [
-            len(self.program.microbatches_of(stage)) * times.launched + float(finish.sum())
+            len(self.program.stage_microbatches(stage)) * times.launched + float(finish.sum())
             for stage, (times, finish) in enumerate(zip(self.stages, self.finishing, strict=True))
         ]
-        return max(sum(each[stage] for stage in self.program.stages_of(rank)) for rank in range(self.program.ranks))
+        return max(sum(each[stage] for stage in self.program.rank_stages(rank)) for rank in range(self.program.ranks))
 
     @cached_property
     def _played_seconds(self) -> float:
@@ -94,7 +94,7 @@ class Estimate(StagePrices):
     def durations(self) -> ActionTimes:
         """Seconds of every action except messages (`link`); all ranks have the slowest rank's optimizer time."""
         reduce, update, gather = self.finishing.T
-        step = max(update[self.program.stages_of(rank)].sum() for rank in range(self.program.ranks))
+        step = max(update[self.program.rank_stages(rank)].sum() for rank in range(self.program.ranks))
         forward, inputs, weights = self.times
         return ActionTimes(forward, inputs, weights, reduce=reduce, step=step, gather=gather)
 
@@ -118,10 +118,10 @@ class Estimate(StagePrices):
         Launches are the time that an infinitely fast host would save.
         """
         busiest = int(self.timeline.busy[0].argmax())
-        stages = self.program.stages_of(busiest)
+        stages = self.program.rank_stages(busiest)
         of: dict[str, float] = dict.fromkeys(NAMES, 0.0)
         for stage in stages:
-            times, count = self.stages[stage], len(self.program.microbatches_of(stage))
+            times, count = self.stages[stage], len(self.program.stage_microbatches(stage))
             of["matrix products"] += count * 3 * times.matrices
             of["attention"] += count * (1 + ATTENTION_BACKWARD) * times.attention
             of["element by element"] += count * (3 * times.elements + times.adding)
@@ -161,9 +161,9 @@ class Estimate(StagePrices):
     def memory(self) -> list[PeakMemory]:
         """Peak memory of every pipeline rank, for the first of its tensor-parallel and data-parallel ranks."""
         whole, half = ([float(of(part)) for part in self.parts] for of in (self.kept_of, self.between_of))
-        before = before_backwards(self.columns, whole, half, self.message).T.tolist()
+        before = live_before_backwards(self.columns, whole, half, self.message).T.tolist()
         versions = self.timeline.weight_versions.tolist()
-        held = [self.program.stages_of(rank) for rank in range(self.program.ranks)]
+        held = [self.program.rank_stages(rank) for rank in range(self.program.ranks)]
         return [
             self.memory_of([self.parts[s] for s in stages], [alive_at(before[s]) for s in stages], copies)
             for stages, copies in zip(held, versions, strict=True)

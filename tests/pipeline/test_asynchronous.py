@@ -60,7 +60,7 @@ def test_2bw_is_one_update_behind_on_every_stage_and_keeps_two_versions(p: int, 
         assert program == build_program(SCHEDULES["1f1b"], p, m)
         return
     for (_, microbatch), version in versions(program, Op.FORWARD).items():
-        assert version == max(0, program.update_of[microbatch] - 1)
+        assert version == max(0, program.update_by_microbatch[microbatch] - 1)
     assert set(check_program(program).peak_versions) == {2}
 
 

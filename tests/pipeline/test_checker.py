@@ -19,8 +19,8 @@ from shoal.pipeline.program import (
     Program,
     ProgramError,
     build_program,
-    receive_of,
-    sends_of,
+    find_receive,
+    find_sends,
 )
 from shoal.pipeline.schedules import SCHEDULES
 
@@ -93,7 +93,7 @@ def execute(program: Program) -> dict[int, set[int]]:
             if not all(stage % program.depth + c * program.depth in reduced for c in range(program.model_copies)):
                 return False
         if op is Op.STEP:
-            for held in program.stages_of(rank):
+            for held in program.rank_stages(rank):
                 assert held in reduced
                 stepped[held] = set(gradients[held])
         return True
@@ -116,7 +116,7 @@ def test_every_program_computes_the_step(size: tuple) -> None:
     program = program_of(size)
     check_program(program)
     stepped = execute(program)
-    assert stepped == {stage: set(program.microbatches_of(stage)) for stage in range(program.stages)}
+    assert stepped == {stage: set(program.stage_microbatches(stage)) for stage in range(program.stages)}
 
 
 @settings(deadline=None, max_examples=300)
@@ -137,7 +137,7 @@ def test_an_accepted_program_never_waits_for_ever(size: tuple, data: st.DataObje
         check_program(program)
     except ProgramError:
         return
-    assert execute(program) == {stage: set(program.microbatches_of(stage)) for stage in range(program.stages)}
+    assert execute(program) == {stage: set(program.stage_microbatches(stage)) for stage in range(program.stages)}
 
 
 @settings(deadline=None)
@@ -166,7 +166,7 @@ def is_input(one: Action, other: Action, program: Program) -> bool:
         return one.op in WEIGHTS and one.stage == other.stage
     if other.op in (Op.STEP, Op.GATHER):
         return (one.op, other.op) in ((Op.REDUCE, Op.STEP), (Op.STEP, Op.GATHER))
-    if one == receive_of(other, program) or other in sends_of(one, program):
+    if one == find_receive(other, program) or other in find_sends(one, program):
         return True
     if one.microbatch != other.microbatch or one.stage // program.depth != other.stage // program.depth:
         return False

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from shoal.base.errors import UsageError
 from shoal.pipeline.check_run import check_run
 from shoal.pipeline.from_layout import build_forwards, build_layout_program, check_schedule, virtual_stages
-from shoal.pipeline.program import RECEIVES, SENDS, Action, Op, receive_of, sender_of
+from shoal.pipeline.program import RECEIVES, SENDS, Action, Op, find_receive, matching_send
 from shoal.pipeline.schedules import EVERY, SCHEDULES
 from shoal.spec.catalog import model_shape
 from shoal.spec.config import build_config
@@ -66,9 +66,9 @@ def test_a_validation_goes_forward_through_all_stages_and_never_waits_in_a_circl
             done.add(queue.pop(0))
     forwards = {action for action in done if action.op is Op.FORWARD}
     assert forwards == {
-        Action(Op.FORWARD, stage, m) for stage in range(program.stages) for m in program.microbatches_of(stage)
+        Action(Op.FORWARD, stage, m) for stage in range(program.stages) for m in program.stage_microbatches(stage)
     }
-    through = [len(program.microbatches_of(copy * program.depth)) for copy in range(program.model_copies)]
+    through = [len(program.stage_microbatches(copy * program.depth)) for copy in range(program.model_copies)]
     assert sum(through) == microbatches
 
 
@@ -76,9 +76,9 @@ def _ready(action: Action, program, done: set[Action]) -> bool:
     """Whether a rank can go on with an action: receives are only posted, sends never wait."""
     if action.op in SENDS | RECEIVES:
         return True
-    needed = receive_of(action, program)
+    needed = find_receive(action, program)
     if needed is not None:
-        return needed in done and sender_of(needed) in done
+        return needed in done and matching_send(needed) in done
     return program.is_first(action.stage) or action._replace(stage=action.stage - 1) in done
 
 

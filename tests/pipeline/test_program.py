@@ -18,7 +18,7 @@ from shoal.pipeline.program import (
     ProgramError,
     add_transfers,
     build_program,
-    receive_of,
+    find_receive,
 )
 from shoal.pipeline.schedules import SCHEDULES
 
@@ -42,9 +42,9 @@ def test_every_schedule_is_proved_for_every_size(name: str, p: int, m: int, virt
 def test_the_optimizer_steps_once_and_last(name: str, p: int, m: int, zero: int) -> None:
     program = program_of(name, p, m, zero=zero)
     for rank, actions in enumerate(program.actions):
-        ends = [Op.REDUCE] * len(program.stages_of(rank)) + [Op.STEP]
+        ends = [Op.REDUCE] * len(program.rank_stages(rank)) + [Op.STEP]
         if zero in (1, 2):
-            ends += [Op.GATHER] * len(program.stages_of(rank))
+            ends += [Op.GATHER] * len(program.rank_stages(rank))
         assert [a.op for a in actions[-len(ends) :]] == ends
 
 
@@ -59,7 +59,7 @@ def test_what_is_received_was_asked_for_one_computation_early(name: str, p: int,
             if action.op in RECEIVES:
                 posted[action] = computed
             elif action.op in COMPUTE:
-                receive = receive_of(action, program)
+                receive = find_receive(action, program)
                 assert receive is None or posted[receive] <= max(0, computed - 1)
                 computed += 1
 

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from shoal.engine.collectives.group import Group, create_shared, local_progress, publish_host, world
 from shoal.engine.collectives.pending import DryTransport
 from shoal.engine.collectives.throttle import ThrottledLink
-from shoal.spec.layout import AXES, EXPERT_AXES, Layout, axes_of
+from shoal.spec.layout import AXES, EXPERT_AXES, Layout, mesh_axes
 
 
 class Mesh:
@@ -73,7 +73,7 @@ class Mesh:
     def ranks(self, axis: str) -> list[int]:
         """Return the global ranks that differ from this one only in ``axis``, in order.
 
-        Besides `AXES`, `EXPERT_AXES` and merged axes (`shoal.spec.layout.axes_of`), these parts of axes exist:
+        Besides `AXES`, `EXPERT_AXES` and merged axes (`shoal.spec.layout.mesh_axes`), these parts of axes exist:
 
         "pp:a,b": pipeline positions a and b, such as the holders of a tied embedding; only this rank if at neither.
         "tp_x": the neighbours in tp that split the hidden state. "tp_y": the other axis of their grid.
@@ -92,7 +92,7 @@ class Mesh:
                 return self._neighbours(whole, inner)
             ranks = self.ranks(whole)
             return ranks[ranks.index(self.rank) % inner :: inner]
-        axes = axes_of(self.layout, axis)
+        axes = mesh_axes(self.layout, axis)
         if axes and axes[0] in EXPERT_AXES[1:]:
             grid, place = self._expert_place
             where = tuple(slice(None) if name in axes else i for name, i in zip(EXPERT_AXES, place, strict=True))

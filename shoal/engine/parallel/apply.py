@@ -25,7 +25,7 @@ from shoal.engine.parallel.zero.rank_parameters import RankParameters
 from shoal.engine.parallel.zero.zero3_hooks import PrefetchHooks
 from shoal.engine.parallel.zero.zero_engine import ShardedParameters
 from shoal.engine.precision.policy import Policy
-from shoal.pipeline.partition import layers_of
+from shoal.pipeline.partition import assign_layers
 from shoal.pipeline.program import BACKWARDS, FORWARDS, Program
 from shoal.spec.catalog import ModelShape
 
@@ -70,7 +70,7 @@ def build_stages(
     copies = ""
     if program.model_copies > 1:
         # The stages of a rank have their copies on one other rank.
-        other = {holders[(mine + program.depth) % program.stages] for mine in program.stages_of(here)}
+        other = {holders[(mine + program.depth) % program.stages] for mine in program.rank_stages(here)}
         copies = f"pp:{','.join(map(str, sorted({here} | other)))}"
         mesh.group(copies)
     stages = [
@@ -78,7 +78,7 @@ def build_stages(
             shape, stage, program, mesh, policy, assignment,
             copies=copies, kernel=kernel, seed=seed, compile=compile, float8=float8,
         )
-        for stage in program.stages_of(here)
+        for stage in program.rank_stages(here)
     ]
     return stages, RankParameters([stage.parameters for stage in stages], ends)
 
@@ -93,7 +93,7 @@ def _build_stage(
     # On the meta device, so no rank allocates an unsharded matrix.
     with torch.device("meta"):
         model = Transformer(shape, kernel=kernel, recompute=layout.recompute, seed=seed)
-    keep_stage(model, part, layers_of(shape, program))  # first: parts of other stages need not be split
+    keep_stage(model, part, assign_layers(shape, program))  # first: parts of other stages need not be split
     sink = GradSink(defer=mesh.size("tp") > 1 and not overlap)
     splits = apply_tensor_parallel(model, shape, mesh, sink, overlap=overlap)
     chosen = assign_chosen(shape, mesh, assignment)

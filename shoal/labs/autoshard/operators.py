@@ -15,7 +15,7 @@ from shoal.labs.autoshard.notation.notation import NamedMesh, parse_mesh
 from shoal.labs.autoshard.search import OperatorPlan, StagedPlan, Target, grids, plan_stages, plan_whole
 from shoal.planning.cost.memory.stage import capacity_of, unused_of
 from shoal.planning.run import KINDS
-from shoal.spec.catalog.calibration import calibration_of
+from shoal.spec.catalog.calibration import cluster_calibration
 from shoal.spec.catalog.clusters import Cluster, cluster
 from shoal.spec.number_formats import FORMATS, Formats
 
@@ -69,7 +69,7 @@ def capacity_on(machine: Cluster, memory: str = "") -> float:
     """Bytes of a device for weights, gradients, states and activations."""
     if memory:
         return parse(memory, BYTES, where="--memory")
-    constants = calibration_of(machine)
+    constants = cluster_calibration(machine)
     return capacity_of(machine, constants) - unused_of(machine, constants)
 
 

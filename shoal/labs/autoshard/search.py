@@ -23,7 +23,7 @@ from shoal.planning.cost.memory.stage import fragmentation_of
 from shoal.planning.cost.time.communication import ring_of
 from shoal.planning.cost.time.engine_layer import attained
 from shoal.planning.run import KINDS
-from shoal.spec.catalog.calibration import calibration_of
+from shoal.spec.catalog.calibration import cluster_calibration
 from shoal.spec.catalog.clusters import Cluster
 from shoal.spec.number_formats import Formats
 
@@ -94,7 +94,7 @@ class Target:
         Raises:
             NothingFits: there is none.
         """
-        return solve(problem, self.capacity, kept * (1 + fragmentation_of(calibration_of(self.cluster))))
+        return solve(problem, self.capacity, kept * (1 + fragmentation_of(cluster_calibration(self.cluster))))
 
     def best(
         self, graph: OperatorGraph, meshes: Sequence[NamedMesh], kept: int = 1

@@ -18,7 +18,7 @@ from shoal.labs.validate.rows import Point
 from shoal.planning.cost.batched_runs import Runs
 from shoal.planning.cost.memory.published_software import footprint
 from shoal.planning.cost.time.step import step
-from shoal.spec.catalog.calibration import Calibration, names_of
+from shoal.spec.catalog.calibration import Calibration, constant_names
 
 WEIGHTS = {"A": 1.0, "B": 0.4, "M": 1.0, "C": 0.1}  # by quality
 SCALES = {"time": 0.08, "memory": 0.05}  # of a residual: from where on it counts less
@@ -92,7 +92,7 @@ class FitProblem:
     def prior(self) -> Prior:
         """What is known of the logarithms before."""
         of = [self.constants.constants[p.name] for p in self.parameters]
-        names = [names_of(c.by)[p.index or 0] for c, p in zip(of, self.parameters, strict=True)]
+        names = [constant_names(c.by)[p.index or 0] for c, p in zip(of, self.parameters, strict=True)]
         return Prior(
             np.log([c.prior(name) for c, name in zip(of, names, strict=True)]), np.array([c.sure for c in of]),
             np.array([np.log(c.least) if c.least else -np.inf for c in of]),
@@ -206,7 +206,7 @@ def at_bounds(constants: Calibration, points: Sequence[Point]) -> list[str]:
             if min(abs(at - least), abs(at - most)) < 1e-3:
                 name = parameter.name
                 if parameter.index is not None:
-                    name += f", {names_of(constants.constants[name].by)[parameter.index]}"
+                    name += f", {constant_names(constants.constants[name].by)[parameter.index]}"
                 bound = "the least" if abs(at - least) < 1e-3 else "the most"
                 lines.append(f"{name} is at {np.exp(at):.4g}, {bound} that it can be")
     return lines
@@ -219,7 +219,7 @@ def as_toml(constants: Calibration, points: Sequence[Point]) -> dict:
     for name, of in constants.constants.items():
         table = of.model_dump(exclude_none=True, exclude={"value"})
         if of.by:
-            names = names_of(of.by)
+            names = constant_names(of.by)
             reached = sorted(set(runs.code(of.by))) if of.fitted else range(len(names))
             table["value"] = {names[i]: float(f"{constants[name][i]:.4g}") for i in reached}
         else:

@@ -20,7 +20,7 @@ from shoal.engine.collectives.shm.region import host_identity
 from shoal.engine.device import host_memory
 from shoal.engine.precision.policy import POLICIES
 from shoal.pipeline.from_layout import build_layout_program
-from shoal.pipeline.simulator.columns import of_program
+from shoal.pipeline.simulator.columns import build_columns
 from shoal.planning.cost.memory import activations
 from shoal.planning.cost.memory.float8 import EightBits
 from shoal.planning.cost.memory.state import StateBytes, state_bytes
@@ -75,10 +75,10 @@ def count_rank_memory(
     )
     kept = np.zeros(program.stages)  # bytes kept from a forward until its backward
     for rank in range(layout.pp if layout.schedule != "terapipe" else 0):
-        for stage, part in zip(program.stages_of(rank), parts_of(shape, program, rank), strict=True):
+        for stage, part in zip(program.rank_stages(rank), parts_of(shape, program, rank), strict=True):
             saved = activations.stage(forward, part.layers, first=part.first, last=part.last)
             kept[stage] = activations.total(saved)
-    peaks = of_program(program).peak_bytes(kept, 0.0)
+    peaks = build_columns(program).peak_bytes(kept, 0.0)
     every = []
     for rank in range(layout.pp):
         state = state_bytes(shape, layout, policy, config.optimizer.name, parts_of(shape, program, rank))

@@ -23,7 +23,7 @@ def interleaved(rank: int, ranks: int, microbatches: int, virtual: int) -> list[
     """Interleaved 1F1B: alternate between the rank's stages, each running about as many micro-batches as ranks."""
     if virtual == 1:
         return one_f_one_b(rank, ranks, microbatches, virtual)
-    rounds, stages = rounds_of(ranks, microbatches), range(rank, ranks * virtual, ranks)
+    rounds, stages = split_rounds(ranks, microbatches), range(rank, ranks * virtual, ranks)
     ahead = 2 * (ranks - rank - 1) + (virtual - 1) * len(rounds[0])  # forwards before the first backward
     return interleave(
         (0, [Action(Op.FORWARD, stage, m) for r in rounds for stage in stages for m in r]),
@@ -31,7 +31,7 @@ def interleaved(rank: int, ranks: int, microbatches: int, virtual: int) -> list[
     )
 
 
-def rounds_of(ranks: int, microbatches: int) -> list[range]:
+def split_rounds(ranks: int, microbatches: int) -> list[range]:
     """Return the groups of micro-batches that a rank's stages process alternately: p per group, or slightly more.
 
     If p does not divide the number, the remainder is spread over the groups, with longer groups first. So no rank waits

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shoal.pipeline.program import Action, Op
-from shoal.pipeline.schedules.one_f_one_b import interleave, rounds_of
+from shoal.pipeline.schedules.one_f_one_b import interleave, split_rounds
 
 
 def zb_h1(rank: int, ranks: int, microbatches: int, virtual: int) -> list[Action]:
@@ -31,7 +31,7 @@ def zero_bubble_with_memory(rank: int, ranks: int, microbatches: int, *, memory:
 
 def interleaved(rank: int, ranks: int, microbatches: int, virtual: int) -> list[Action]:
     """Interleaved 1F1B with split backwards: ZB-H1's bubble over ``virtual``, and 1F1B's memory on every rank."""
-    rounds, stages = rounds_of(ranks, microbatches), range(rank, ranks * virtual, ranks)
+    rounds, stages = split_rounds(ranks, microbatches), range(rank, ranks * virtual, ranks)
     return _halves(rounds, stages, ahead=(virtual - 1) * len(rounds[0]) + ranks - rank - 1, behind=rank)
 
 

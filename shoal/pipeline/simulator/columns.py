@@ -20,7 +20,7 @@ ALL = {op: CODE.get(op, len(OPS)) for op in Op}  # including transfers
 FORWARD, BACKWARD, INPUT, WEIGHT, REDUCE, STEP, GATHER = range(len(OPS))
 COMPUTING = WEIGHT  # the codes up to here are computations
 
-NTH = 3  # micro-batches that `before_backwards` distinguishes: the first, the second, and all later ones
+NTH = 3  # micro-batches that `live_before_backwards` distinguishes: the first, the second, and all later ones
 NONE, SOME, EVERY = range(3)  # how many of a rank's other stages last ran a forward
 TOLD_APART = (4, NTH, NTH, 2, 3)  # same shape as `shoal.planning.cost.memory.stage.TIMES`
 
@@ -75,8 +75,8 @@ class Columns:
         return np.flatnonzero(follows)
 
     @cached_property
-    def told_apart(self) -> Integers:
-        """[4, rows] History before each row, by which `before_backwards` groups rows.
+    def history(self) -> Integers:
+        """[4, rows] History before each row, by which `live_before_backwards` groups rows.
 
         The entries are: micro-batches whose weight gradients the row's stage has computed; the same for the rank's
         other stages; whether the stage's previous pass was a forward; for how many of the other stages it was one.
@@ -129,7 +129,7 @@ class Columns:
         return Action(OPS[self.op[row]], *(int(column[row]) for column in numbers))
 
 
-def of_program(program: Program) -> Columns:
+def build_columns(program: Program) -> Columns:
     """Build the columns of a program. Each result is sent where the program sends it."""
     parts, offset = [], [0]
     for order in program.actions:
@@ -167,13 +167,13 @@ def _move_sends(order: Sequence[Action], sent_after: Integers, base: int) -> Non
             sent_after[row] = base + passed
 
 
-def before_backwards(
+def live_before_backwards(
     columns: Columns, whole: Sequence[float] | np.ndarray, half: Sequence[float] | np.ndarray, passing: float
 ) -> np.ndarray:
     """Return the peak activation memory of a stage's rank by kind of pass and history. [216, stages]
 
     Memory is counted at the start of a backward (kind 0), of its first half (1) and of its second (2), and at the end
-    of a forward (3). The history is `Columns.told_apart`: the stage's finished micro-batches (0, 1, more), those
+    of a forward (3). The history is `Columns.history`: the stage's finished micro-batches (0, 1, more), those
     finished by the rank's other stages (0, 1, more), whether the stage's previous pass was a forward, and for how many
     of the other stages it was (none, some, all). The flat first axis has the shape `TOLD_APART`; -inf marks a case that
     does not occur.
@@ -196,7 +196,7 @@ def before_backwards(
     found = np.full((*TOLD_APART, stages), -np.inf)
     for i, code in enumerate((BACKWARD, INPUT, WEIGHT, FORWARD)):
         rows = columns.op == code
-        np.maximum.at(found[i], (*columns.told_apart[:, rows], columns.stage[rows]), before[rows])
+        np.maximum.at(found[i], (*columns.history[:, rows], columns.stage[rows]), before[rows])
     return found.reshape(-1, stages)
 
 

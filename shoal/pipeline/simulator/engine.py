@@ -58,7 +58,7 @@ def simulate(
     computing[:, np.isin(columns.op, (REDUCE, GATHER))] = 1.0  # collectives
     factors = np.concatenate([computing, slower[:, source, target]], axis=1).T  # [events, kinds]
     time, flight = links.between(source, target)
-    duration = np.append(times.of(columns) if isinstance(times, ActionTimes) else times, time)[:, None] * factors
+    duration = np.append(times.per_row(columns) if isinstance(times, ActionTimes) else times, time)[:, None] * factors
     latency = np.append(np.zeros(rows), flight)[:, None] * factors
     start, end, arrival = (when.T for when in player.play(duration, latency, together=kinds > 1))
     begin, ends, pairs = start[:, :rows], end[:, :rows], player.pairs

@@ -26,7 +26,7 @@ from shoal.pipeline.simulator.columns import (
     STEP,
     WEIGHT,
     Columns,
-    of_program,
+    build_columns,
 )
 from shoal.pipeline.simulator.times import MessageTimes
 
@@ -60,7 +60,7 @@ class Player:
     def __init__(
         self, program: Program | Columns, *, blocking: bool = False, paired: bool = False, tied: bool = False
     ):
-        self.columns = program if isinstance(program, Columns) else of_program(program)
+        self.columns = program if isinstance(program, Columns) else build_columns(program)
         self.pairs = self.columns.pairs if paired else np.empty(0, np.int64)
         sent_after = self.columns.sent_after.copy()
         sent_after[self.pairs] = np.maximum(sent_after[self.pairs], self.pairs + 1)

@@ -66,7 +66,7 @@ class Timeline:
     def ranks(self) -> int:
         return self.columns.ranks
 
-    def of_rank(self, rank: int, kind: int = 0) -> Iterator[Interval]:
+    def intervals(self, rank: int, kind: int = 0) -> Iterator[Interval]:
         for row in range(self.columns.offset[rank], self.columns.offset[rank + 1]):
             yield Interval(self.columns.action(row), float(self.start[kind, row]), float(self.end[kind, row]))
 

@@ -58,7 +58,7 @@ class ActionTimes:
             if given is not None and not _are_times(given):
                 raise UsageError(f"times.{field.name}: {given} must be finite and not negative")
 
-    def of(self, columns: Columns) -> np.ndarray:
+    def per_row(self, columns: Columns) -> np.ndarray:
         """Return the duration of each row. [rows], float64
 
         A pair has the duration of its backward.

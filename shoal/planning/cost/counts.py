@@ -60,14 +60,14 @@ class RankCounts:
         some = run.shape.depths  # only these tokens pass through some layers
         self.chosen = None if some is None else assign_tokens(run.layout, some.taken(run.s))
         self.parts = stage_parts(run.shape, program)
-        self.held = program.stages_of(mesh.index("pp"))
+        self.held = program.rank_stages(mesh.index("pp"))
         self.actions = program.actions[mesh.index("pp")]
 
     # ---- FLOPs ---------------------------------------------------------------------------------------------------
 
     def flops(self) -> int:
         """FLOPs of matrix products and attention, with equally many tokens for each expert."""
-        counts = [len(self.program.microbatches_of(stage)) for stage in self.held]
+        counts = [len(self.program.stage_microbatches(stage)) for stage in self.held]
         chosen = self._seen(self.chosen) if self.chosen is not None and self.run.layout.cp > 1 else None
         return step_flops(self.run, [self.parts[stage] for stage in self.held], counts, self._seen(self.spread), chosen)
 

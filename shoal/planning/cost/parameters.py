@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from shoal.base.boxes import Box
-from shoal.pipeline.partition import layers_of
+from shoal.pipeline.partition import assign_layers
 from shoal.pipeline.program import Program
 from shoal.planning.cost.optional_parts import depths_of, experts_of
 from shoal.spec.catalog import ModelShape
@@ -34,7 +34,7 @@ class StagePart(NamedTuple):
 
 def stage_parts(shape: ModelShape, program: Program) -> list[StagePart]:
     """Return the parts of all stages in order."""
-    layers, depth = layers_of(shape, program), program.depth
+    layers, depth = assign_layers(shape, program), program.depth
     shared = shape.tied and depth > 1
     of_copy = [StagePart(layers[i], i == 0, i == depth - 1, shared) for i in range(depth)]
     return of_copy * program.model_copies
@@ -43,7 +43,7 @@ def stage_parts(shape: ModelShape, program: Program) -> list[StagePart]:
 def parts_of(shape: ModelShape, program: Program, pp_index: int) -> list[StagePart]:
     """Return the parts of the stages of one pipeline rank."""
     parts = stage_parts(shape, program)
-    return [parts[stage] for stage in program.stages_of(pp_index)]
+    return [parts[stage] for stage in program.rank_stages(pp_index)]
 
 
 class LocalParameter(NamedTuple):

@@ -22,7 +22,7 @@ import numpy as np
 from shoal.base.errors import UsageError
 from shoal.pipeline.program import build_program
 from shoal.pipeline.schedules import SCHEDULES
-from shoal.pipeline.simulator.columns import Columns, before_backwards
+from shoal.pipeline.simulator.columns import Columns, live_before_backwards
 from shoal.pipeline.simulator.player import Player
 from shoal.planning.cost.memory.activations import of_layers
 from shoal.planning.cost.memory.stage import PeakMemory, StageMemory
@@ -224,13 +224,13 @@ class Search:
         """Visit all branches, in order of their lower bound."""
         self.plan.branches, every = branches(self.run, self.space, self._works())
         waiting: list[tuple[float, int, tuple]] = []
-        of_program: dict[tuple, dict[int, BoundedBranch]] = {}  # waiting branches
+        build_columns: dict[tuple, dict[int, BoundedBranch]] = {}  # waiting branches
 
         def look(until: float) -> None:
             """Simulate the waiting branches whose bound is below ``until``."""
             while waiting and waiting[0][0] < until and waiting[0][0] <= self.limit:
                 _, number, program = heappop(waiting)
-                if number in (same := of_program[program]):
+                if number in (same := build_columns[program]):
                     # Once a limit exists, simulate all other wanted branches of the same program as well.
                     now = [n for n in sorted(same) if n == number or same[n].least <= self.limit < np.inf]
                     self._play([same.pop(n) for n in now])
@@ -245,7 +245,7 @@ class Search:
             looked += 1
             if found := self._bound(branch):
                 heappush(waiting, (found.least, branch.number, branch.program))
-                of_program.setdefault(branch.program, {})[branch.number] = found
+                build_columns.setdefault(branch.program, {})[branch.number] = found
         look(np.inf)
         self.plan.pruned = self.plan.branches - looked
 
@@ -345,7 +345,7 @@ class Search:
         if not ways:
             return
         outline, between = branch.pipe.outline, branch.pipe.outline.each(plain.between_of)
-        alive = outline.alive(before_backwards(columns, placed.kept, between, plain.message))
+        alive = outline.alive(live_before_backwards(columns, placed.kept, between, plain.message))
         fits = np.array([placed.replicas.at_worst(plain, *of) for of in alive]).max(axis=0)
         through = outline.through(microbatches)[0]
         for shards in (placed.replicas.ways[i] for i in ways if fits[i] <= self.room * (1 + SLACK)):

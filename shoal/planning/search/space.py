@@ -17,7 +17,7 @@ from typing import Any
 
 from shoal.base.errors import UsageError, divisors
 from shoal.base.section import validate
-from shoal.pipeline.partition import even_layers
+from shoal.pipeline.partition import balance_layers
 from shoal.pipeline.schedules import SCHEDULES
 from shoal.planning.estimable import check_trained
 from shoal.planning.run import EstimatedRun
@@ -175,7 +175,7 @@ def splits(shape: ModelShape, pp: int, depth: int, space: LayoutSpace) -> tuple[
         return ({"stage_layers": given},) if (len(given), sum(given)) == (depth, shape.layers) else ()
     if "stage_layers" in space.fixed or not space.uneven or depth != pp or pp == 1:
         return ({"stage_layers": None},)
-    even = tuple(len(part) for part in even_layers(shape, depth))
+    even = tuple(len(part) for part in balance_layers(shape, depth))
     return _splits(even, ceil(shape.vocab * shape.hidden / shape.mean_layer_matrices()))
 
 

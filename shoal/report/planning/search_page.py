@@ -11,7 +11,7 @@ from shoal.planning.search.planner import LayoutPlanner
 from shoal.planning.search.search import Plan
 from shoal.report.charts import COLOURS, stacked_bars
 from shoal.report.page import page
-from shoal.report.planning.tables import mfu_of
+from shoal.report.planning.tables import best_mfu
 from shoal.report.svg import FAINT, INK, Canvas, mix
 from shoal.report.tables import html_table
 from shoal.spec.layout import Layout
@@ -79,7 +79,7 @@ def _map_cell(canvas: Canvas, x: float, y: float, plan: Plan | None) -> None:
     width, height = CELL
     fill, ink, words = "#f1f2f4", FAINT, ["", "does not fit", ""]
     if plan:
-        layout, mfu = plan.found.layout, mfu_of(plan)
+        layout, mfu = plan.found.layout, best_mfu(plan)
         fill = mix("#ffffff", COLOURS[0], 0.15 + 0.75 * min(1.0, mfu / 0.8))
         ink = "#ffffff" if mfu > 0.4 else INK
         schedule = layout.schedule if layout.pp > 1 else f"ZeRO-{layout.zero}"

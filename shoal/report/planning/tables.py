@@ -73,7 +73,7 @@ def words(layout: Layout) -> str:
     return ", ".join([layout.describe(), *more])
 
 
-def estimate_of(plan: Plan, found: PricedLayout) -> Estimate:
+def build_estimate(plan: Plan, found: PricedLayout) -> Estimate:
     """Build the full estimate of a layout found by a search, from its simulated program."""
     layout = found.layout
     run = replace(plan.run, layout=layout)
@@ -122,9 +122,9 @@ def run_toml(model: str, run: EstimatedRun, layout: Layout) -> str:
 # ---- other questions -------------------------------------------------------------------------------------------------
 
 
-def mfu_of(plan: Plan) -> float:
+def best_mfu(plan: Plan) -> float:
     """Return the model FLOPs utilisation of the best layout."""
-    return estimate_of(plan, plan.found).mfu
+    return build_estimate(plan, plan.found).mfu
 
 
 def fewest_line(planner: LayoutPlanner, plan: Plan | None) -> str:
@@ -150,7 +150,7 @@ def what_if_lines(plans: Mapping[str, Plan | None]) -> list[str]:
         first = first or found.seconds
         rows.append([
             what, show_seconds(found.seconds), f"{100 * (found.seconds / first - 1):+.1f} %",
-            f"{100 * mfu_of(plan):.1f} %", show_bytes(found.memory.reserved), words(found.layout),
+            f"{100 * best_mfu(plan):.1f} %", show_bytes(found.memory.reserved), words(found.layout),
         ])  # fmt: skip
     return table_lines(["hardware", "step", "", "MFU", "memory", "best layout"], rows)
 
@@ -185,7 +185,7 @@ def map_lines(
     """
     rows = [
         [planner.model, f"{count * planner.run.cluster.per_node:,}",
-         f"{100 * mfu_of(plan):.1f} %" if plan else "", words(plan.found.layout) if plan else "does not fit"]
+         f"{100 * best_mfu(plan):.1f} %" if plan else "", words(plan.found.layout) if plan else "does not fit"]
         for planner, plans in zip(planners, found, strict=True)
         for count, plan in zip(nodes, plans, strict=True)
     ]  # fmt: skip

@@ -94,7 +94,7 @@ def write_report(run_folder: str | Path, out: str | Path | None = None) -> RunRe
         raise UsageError(f"{folder}: nothing has been logged yet.\n  Wait for the first step.")
     if profile is None and file.suffix != ".html":
         raise UsageError(f"{file}: a figure or a trace needs timelines.\n  {NO_PROFILE}")
-    compared = Comparison.simulate(MeasuredStep.of(profile)) if profile else None
+    compared = Comparison.simulate(MeasuredStep.from_profile(profile)) if profile else None
     report = RunReport(folder, file, config, metrics, read_events(folder), compared)
     if file.suffix == ".html":
         file.write_text(_html(report), encoding="utf-8")

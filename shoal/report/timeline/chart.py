@@ -65,7 +65,7 @@ class Chart:
         columns, program = self.timeline.columns, self.timeline.columns.program
         copy, shade = np.zeros(program.stages + 1, int), np.zeros(program.stages + 1, int)  # last: no stage
         for rank in range(columns.ranks):
-            held = program.stages_of(rank)
+            held = program.rank_stages(rank)
             for stage in held:
                 beside = [s for s in held if s // program.depth == stage // program.depth]
                 copy[stage] = stage // program.depth % 2

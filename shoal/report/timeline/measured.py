@@ -10,7 +10,7 @@ from itertools import product
 import numpy as np
 
 from shoal.pipeline.program import Op
-from shoal.pipeline.simulator.columns import CODE, COMPUTING, OPS, REDUCE, STEP, Columns, of_program
+from shoal.pipeline.simulator.columns import CODE, COMPUTING, OPS, REDUCE, STEP, Columns, build_columns
 from shoal.pipeline.simulator.engine import simulate
 from shoal.pipeline.simulator.timeline import Messages, Timeline
 from shoal.pipeline.simulator.times import MessageTimes
@@ -41,9 +41,9 @@ class MeasuredStep:
     end: np.ndarray
 
     @staticmethod
-    def of(profile: Profile) -> MeasuredStep:
+    def from_profile(profile: Profile) -> MeasuredStep:
         """Arrange a profile; each step starts at 0, with its first computation."""
-        columns = of_program(profile.program)
+        columns = build_columns(profile.program)
         steps = len(profile.ranks[0].steps)
         dp, tp = (1 + max(getattr(rank, axis) for rank in profile.ranks) for axis in ("dp", "tp"))
         asked, start, end = (np.empty((steps, dp, tp, columns.rows)) for _ in range(3))

@@ -65,7 +65,7 @@ class Constant(Section):
 
     @model_validator(mode="after")
     def _complete(self) -> Constant:
-        names = names_of(self.by)
+        names = constant_names(self.by)
         if isinstance(self.expected, dict) and not {"rest"} <= self.expected.keys() <= {"rest", *names}:
             raise ValueError(f"expected: a table has `rest` and some of {', '.join(names)}")
         if self.by and not isinstance(self.value, dict):
@@ -80,13 +80,13 @@ class Constant(Section):
         return self.expected.get(name, self.expected["rest"]) if isinstance(self.expected, dict) else self.expected
 
     def values(self) -> Value:
-        """Return the number, or a tuple with one number for each of `names_of` its key."""
+        """Return the number, or a tuple with one number for each of `constant_names` its key."""
         given = self.value if isinstance(self.value, dict) else {"": self.value}
-        values = tuple(float(given.get(name, self.prior(name))) for name in names_of(self.by))
+        values = tuple(float(given.get(name, self.prior(name))) for name in constant_names(self.by))
         return values if self.by else values[0]
 
 
-def names_of(by: str) -> tuple[str, ...]:
+def constant_names(by: str) -> tuple[str, ...]:
     """Return the names of the values of a constant."""
     return {
         "": ("",),
@@ -98,7 +98,7 @@ def names_of(by: str) -> tuple[str, ...]:
 
 
 class Calibration:
-    """The constants as arrays: `calibration["hbm"]` is a number, or one for each of `names_of` its key.
+    """The constants as arrays: `calibration["hbm"]` is a number, or one for each of `constant_names` its key.
 
     Attributes:
         constants: descriptions by name.
@@ -116,7 +116,7 @@ class Calibration:
 
     @cached_property
     def tables(self) -> dict[str, tuple[float, ...]]:
-        """Constants with several values, in the order of `names_of` their key."""
+        """Constants with several values, in the order of `constant_names` their key."""
         return {name: value for name, value in self.values.items() if isinstance(value, tuple)}
 
     @cached_property
@@ -182,6 +182,6 @@ def calibration() -> Calibration:
     return read_calibration()
 
 
-def calibration_of(cluster: Cluster) -> Calibration:
+def cluster_calibration(cluster: Cluster) -> Calibration:
     """Return shoal's own calibration, with the values measured on the nodes of a cluster (`shoal calibrate`)."""
     return calibration().measured(cluster.constants) if cluster.constants else calibration()

@@ -114,25 +114,25 @@ class ModelShape(Section):
 
     def sparse(self, layer: int) -> bool:
         """Return whether a layer has experts."""
-        return self._experts_of(layer) is not None
+        return self._layer_experts(layer) is not None
 
     def skips(self, layer: int) -> bool:
         """Return whether a layer processes only some tokens."""
-        return self._depths_of(layer) is not None
+        return self._layer_depths(layer) is not None
 
     def taken(self, layer: int, sequence_length: int) -> int:
         """Return the number of a sequence's tokens that a layer processes."""
-        depths = self._depths_of(layer)
+        depths = self._layer_depths(layer)
         return depths.taken(sequence_length) if depths else sequence_length
 
     def router(self, layer: int) -> int:
         """Return the number of parameters of a layer's depth router and its predictor."""
-        depths = self._depths_of(layer)
+        depths = self._layer_depths(layer)
         return self.hidden + depths.predictor * (self.hidden + 1) if depths else 0
 
     def layer_matrices(self, layer: int) -> int:
         """Return the number of a layer's matrix parameters that take part in the computation of one token."""
-        h, experts = self.hidden, self._experts_of(layer)
+        h, experts = self.hidden, self._layer_experts(layer)
         if experts is None:
             return self._attention_matrices() + h * self.ffn * self._matrices_of_block()
         routers = 2 if experts.gate == "noisy-top-k" else 1
@@ -143,13 +143,13 @@ class ModelShape(Section):
         """Return the mean of `layer_matrices` over layers, weighted by the fraction of tokens they process."""
         if self.experts is None and self.depths is None:  # all layers are equal
             return float(self.layer_matrices(0))
-        depths = [self._depths_of(i) for i in range(self.layers)]
+        depths = [self._layer_depths(i) for i in range(self.layers)]
         return sum((of.capacity if of else 1) * self.layer_matrices(i) for i, of in enumerate(depths)) / self.layers
 
-    def _experts_of(self, layer: int) -> Experts | None:
+    def _layer_experts(self, layer: int) -> Experts | None:
         return self.experts if self.experts and self.experts.has(layer) else None
 
-    def _depths_of(self, layer: int) -> Depths | None:
+    def _layer_depths(self, layer: int) -> Depths | None:
         return self.depths if self.depths and self.depths.has(layer) else None
 
     def _matrices_of_block(self) -> int:

@@ -10,7 +10,7 @@ from shoal.spec.layout.layout import (
     ScheduleName,
     Sync,
     ZeroStage,
-    axes_of,
+    mesh_axes,
 )
 
 __all__ = [
@@ -23,5 +23,5 @@ __all__ = [
     "ScheduleName",
     "Sync",
     "ZeroStage",
-    "axes_of",
+    "mesh_axes",
 ]

@@ -262,7 +262,7 @@ class Layout(Section):
 
 
 
-def axes_of(layout: Layout, name: str) -> tuple[str, ...]:
+def mesh_axes(layout: Layout, name: str) -> tuple[str, ...]:
     """Return the mesh axes of a named communication group. Each of `AXES` is a group of its own.
 
     - "dp": replicas with different samples.

@@ -16,7 +16,7 @@ from torch.func import functional_call
 
 from shoal.engine.data.batches import Batch
 from shoal.engine.models.transformer import Transformer
-from shoal.pipeline.partition import layers_of
+from shoal.pipeline.partition import assign_layers
 from shoal.pipeline.program import Op, Program
 from shoal.spec.catalog import ModelShape
 
@@ -37,13 +37,13 @@ def emulated_updates(
         For each update, (summed loss [nats], gradient norm).
     """
     whole = dict(model.named_parameters())
-    used = {(a.stage, a.microbatch): a.version for a in program.actions_of(Op.FORWARD)}
+    used = {(a.stage, a.microbatch): a.version for a in program.select_actions(Op.FORWARD)}
     stages = stages_of(model.shape, program)
     for p in whole.values():
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad  # which the update may hold on to
     versions = [{name: p.detach().clone() for name, p in whole.items()}]
     for number in range(program.updates):
-        mine = [m for m in range(program.microbatches) if program.update_of[m] == number]
+        mine = [m for m in range(program.microbatches) if program.update_by_microbatch[m] == number]
         tokens = max(1, sum(batch.unmasked() for m in mine for batch in samples[m]))
         model.zero_grad(set_to_none=False)
         total = 0.0
@@ -73,7 +73,7 @@ def owner(name: str, shape: ModelShape) -> str:
 
 def stages_of(shape: ModelShape, program: Program) -> dict[str, int]:
     """For each parameter that a forward uses, by its place in the model, the stage that it is on."""
-    parts, depth = layers_of(shape, program), program.depth
+    parts, depth = assign_layers(shape, program), program.depth
     layer_stage = {str(layer): stage for stage, layers in enumerate(parts) for layer in layers}
     with torch.device("meta"):
         names = [name for name, _ in Transformer(shape).named_parameters(remove_duplicate=False)]

@@ -47,13 +47,13 @@ class Engine(EngineState):
             NonFinite: on every rank, before any weight is changed (in an asynchronous pipeline, any of that stage).
         """
         batches = self.batches_of(step)
-        update_of = [self.program.update_of[m] for m in range(self.microbatches)]
-        tokens = self.count_tokens(batches, update_of, self.loss_replicas)
+        updates = [self.program.update_by_microbatch[m] for m in range(self.microbatches)]
+        tokens = self.count_tokens(batches, updates, self.loss_replicas)
         rate = learning_rate(step, self.config.train.steps, self.config.optimizer)
         loss_scale = self.loss_scale.value if self.loss_scale else 1.0
         for counts in self.layer_counts:
             counts.begin()
-        scale = np.array([loss_scale / max(1, tokens[update]) for update in update_of])
+        scale = np.array([loss_scale / max(1, tokens[update]) for update in updates])
         # Routers start the backward of their own losses, which are means over sequences.
         sequences = self.config.train.global_batch / loss_scale
         batches = [replace(batch.to(self.mesh.device), sequences=sequences) for batch in batches]

@@ -43,7 +43,7 @@ def test_what_torch_writes_is_read(name: str, transfers: bool, tmp_path: Path) -
 def test_what_is_written_torch_reads(name: str, tmp_path: Path) -> None:
     program = build_program(SCHEDULES[name], 4, 8, virtual_stages=2)
     (tmp_path / "ours.csv").write_text(dump_csv(program))
-    torchs = torch_schedules.empty(4, len(program.stages_of(0)), 8)
+    torchs = torch_schedules.empty(4, len(program.rank_stages(0)), 8)
     torchs._load_csv(tmp_path / "ours.csv")  # adds torch's transfers, and raises where it finds no order for them
     for rank, actions in enumerate(program.actions):
         assert [str(a) for a in torchs.pipeline_order[rank]] == computations(actions)

@@ -11,7 +11,7 @@ from shoal.base.errors import UsageError
 from shoal.pipeline.program import RECEIVES, SENDS, Action, Op, Program, build_program
 from shoal.pipeline.schedules import SCHEDULES
 from shoal.pipeline.simulator import ActionTimes, Disturbance, MessageTimes, Timeline, simulate
-from shoal.pipeline.simulator.columns import of_program
+from shoal.pipeline.simulator.columns import build_columns
 
 NAMES = st.sampled_from(sorted(SCHEDULES))
 
@@ -51,13 +51,13 @@ def plays(draw: st.DrawFn) -> tuple[Program, ActionTimes, MessageTimes]:
 def test_work_is_conserved_and_a_rank_does_one_thing_at_a_time(play: tuple) -> None:
     program, times, links = play
     timeline = simulate(program, times, links)
-    durations = times.of(of_program(program))
+    durations = times.per_row(build_columns(program))
     assert np.allclose(timeline.end - timeline.start, durations)
     computing = np.isin(timeline.columns.op, range(4))
     assert timeline.busy.sum() == pytest.approx(durations[computing].sum())
     assert np.allclose(timeline.busy + timeline.idle, timeline.compute_span)
     for rank in range(program.ranks):
-        spans = [(start, end) for _, start, end in timeline.of_rank(rank)]
+        spans = [(start, end) for _, start, end in timeline.intervals(rank)]
         assert all(before[1] <= after[0] + 1e-9 for before, after in pairwise(spans))
 
 
@@ -71,10 +71,10 @@ def test_nothing_begins_before_what_it_needs_has_arrived(play: tuple) -> None:
     assert np.all(made <= left + 1e-9) and np.all(there <= timeline.start[0, messages.consumer] + 1e-9)
     time, latency = links.between(messages.source, messages.target)
     assert np.allclose(there - left, time + latency)
-    ends = {i.action[:1] + i.action[1:4]: i.end for rank in range(program.ranks) for i in timeline.of_rank(rank)}
+    ends = {i.action[:1] + i.action[1:4]: i.end for rank in range(program.ranks) for i in timeline.intervals(rank)}
     backward = {key[1:]: end for key, end in ends.items() if key[0] in (Op.BACKWARD, Op.BACKWARD_INPUT)}
     for rank in range(program.ranks):
-        for action, start, _ in timeline.of_rank(rank):
+        for action, start, _ in timeline.intervals(rank):
             if action.op is Op.FORWARD and not program.is_first(action.stage):
                 assert ends[Op.FORWARD, action.stage - 1, *action[2:4]] <= start + 1e-9
             if action.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
@@ -104,7 +104,7 @@ def test_the_step_is_as_long_as_its_critical_path_and_no_shorter_than_any_rank_o
     assert path[0].start == 0 and path[-1].end == timeline.step_time
     assert all(before.end <= after.start + 1e-9 for before, after in pairwise(path))
     assert timeline.step_time >= timeline.busy.max() - 1e-9
-    durations = times.of(timeline.columns)
+    durations = times.per_row(timeline.columns)
     for m in range(program.microbatches):
         through = (timeline.columns.microbatch == m) & (timeline.columns.op < 3)
         assert timeline.step_time >= durations[through].sum() - 1e-9
@@ -131,7 +131,7 @@ def test_a_straggler_never_shortens_the_step_nor_costs_more_than_its_own_time(
     rank = data.draw(st.integers(0, program.ranks - 1))
     before = simulate(program, times, links)
     after = simulate(program, times, links, disturbance=Disturbance({rank: factor}))
-    own = (times.of(before.columns) * (before.columns.rank == rank)).sum()
+    own = (times.per_row(before.columns) * (before.columns.rank == rank)).sum()
     assert before.step_time - 1e-9 <= after.step_time <= before.step_time + (factor - 1) * own + 1e-9
 
 
@@ -139,7 +139,7 @@ def test_a_blocking_link_holds_its_sender() -> None:
     program = build_program(SCHEDULES["gpipe"], 2, 3)
     overlapped = simulate(program, ActionTimes(), MessageTimes(time=1.0))
     held = simulate(program, ActionTimes(), MessageTimes(time=1.0, blocking=True))
-    starts = [[i.start for i in timeline.of_rank(0)][:3] for timeline in (overlapped, held)]
+    starts = [[i.start for i in timeline.intervals(0)][:3] for timeline in (overlapped, held)]
     assert starts == [[0, 1, 2], [0, 2, 4]]
 
 
@@ -220,4 +220,4 @@ def test_the_timeline_holds_what_the_program_says() -> None:
     timeline: Timeline = simulate(program)
     for rank, actions in enumerate(program.actions):
         wanted = [action for action in actions if action.op not in SENDS | RECEIVES]
-        assert [interval.action for interval in timeline.of_rank(rank)] == wanted
+        assert [interval.action for interval in timeline.intervals(rank)] == wanted

@@ -5,7 +5,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.pipeline.program import COMPUTE, RECEIVES, SENDS, Action, Op, Program, build_program, receive_of, sender_of
+from shoal.pipeline.program import (
+    COMPUTE,
+    RECEIVES,
+    SENDS,
+    Action,
+    Op,
+    Program,
+    build_program,
+    find_receive,
+    matching_send,
+)
 from shoal.pipeline.schedules import ASYNCHRONOUS, SCHEDULES
 from shoal.pipeline.simulator import ActionTimes, MessageTimes, simulate
 from shoal.pipeline.simulator.player import Player
@@ -29,8 +39,8 @@ def step_time(program: Program, lasting: dict[Op, float], time: float, latency: 
                     free[target] = max(free[target], now) + time
                     found[action] = free[target] + latency
                 elif action.op not in RECEIVES:
-                    receive = receive_of(action, program) if action.op in COMPUTE else None
-                    begin = max(now, found.get(sender_of(receive), 0.0)) if receive else now
+                    receive = find_receive(action, program) if action.op in COMPUTE else None
+                    begin = max(now, found.get(matching_send(receive), 0.0)) if receive else now
                     if action.op is Op.REDUCE and program.model_copies == 2:  # which waits for the copy's
                         other = (action.stage + program.depth) % program.stages
                         begin = max(begin, found.get(Action(Op.RECV_FORWARD, other), 0.0))

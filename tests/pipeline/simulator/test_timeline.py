@@ -47,7 +47,7 @@ def test_a_late_send_is_waited_for() -> None:
     send = actions.index(Action(Op.SEND_FORWARD, 0, 0))
     actions.insert(actions.index(Action(F, 0, 1)), actions.pop(send))  # behind the next forward
     late = Program((tuple(actions), early.actions[1]), early.stage_rank, 2)
-    assert [next(simulate(p).of_rank(1)).start for p in (early, late)] == [1.0, 2.0]
+    assert [next(simulate(p).intervals(1)).start for p in (early, late)] == [1.0, 2.0]
 
 
 # ---- versions of the weights ---------------------------------------------------------------------------------------

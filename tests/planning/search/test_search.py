@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shoal.base.errors import UsageError
 from shoal.pipeline.from_layout import check_schedule
-from shoal.pipeline.partition import even_layers
+from shoal.pipeline.partition import balance_layers
 from shoal.planning.cost.memory.stage import TIMES, StageMemory
 from shoal.planning.cost.parameters import StagePart
 from shoal.planning.cost.time.stage import StagePrices
@@ -31,7 +31,7 @@ from shoal.planning.search.space import (
     splits,
     works,
 )
-from shoal.report.planning.tables import estimate_of
+from shoal.report.planning.tables import build_estimate
 from shoal.spec.catalog import ModelShape, model_shape
 from shoal.spec.catalog.clusters import cluster
 from shoal.spec.catalog.experts import Experts
@@ -228,7 +228,7 @@ def test_meshes_that_have_nothing_to_share_out_are_left_out_where_that_is_asked_
 def test_uneven_stages_hold_all_layers_and_none_is_tried_twice(layers: int, vocab: int, data: st.DataObject) -> None:
     shape, pp = SMALL.model_copy(update={"layers": layers, "vocab": vocab}), data.draw(st.integers(1, layers))
     even, *others = [split["stage_layers"] for split in splits(shape, pp, pp, LayoutSpace())]
-    assert even is None and len({*others, tuple(map(len, even_layers(shape, pp)))}) == len(others) + 1
+    assert even is None and len({*others, tuple(map(len, balance_layers(shape, pp)))}) == len(others) + 1
     for sizes in others:
         assert (len(sizes), sum(sizes)) == (pp, layers) and min(sizes) >= 1
         assert max(sizes[1:-1], default=0) - min(sizes[1:-1], default=0) <= 1
@@ -253,7 +253,7 @@ def test_a_large_cluster_in_seconds() -> None:
     for found in plan.best[:3]:
         estimate = Estimate(EstimatedRun(**{**vars(run), "layout": found.layout}))
         assert estimate.fits and estimate.step_seconds == pytest.approx(found.seconds, rel=1e-9)
-        assert estimate_of(plan, found).breakdown == pytest.approx(estimate.breakdown, rel=1e-9, abs=1e-9)
+        assert build_estimate(plan, found).breakdown == pytest.approx(estimate.breakdown, rel=1e-9, abs=1e-9)
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))

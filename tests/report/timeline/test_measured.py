@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from shoal.pipeline.program import Op, Program
 from shoal.pipeline.schedules import SCHEDULES
 from shoal.pipeline.simulator import ActionTimes, MessageTimes, simulate
-from shoal.pipeline.simulator.columns import CODE, OPS, of_program
+from shoal.pipeline.simulator.columns import CODE, OPS, build_columns
 from shoal.pipeline.simulator.times import FIELDS
 from shoal.report.run.comparison import Comparison, op_table, rank_table
 from shoal.report.timeline.measured import MeasuredStep
@@ -23,7 +23,7 @@ def recorded(
     timeline = simulate(plan, times, links, dp=dp)
     ranks = []
     for rank, actions in enumerate(plan.actions):
-        found = iter(timeline.of_rank(rank))
+        found = iter(timeline.intervals(rank))
         begin, arrived, end, now = [], [], [], 0.0
         for action in actions:
             one = next(found) if action.op in CODE else None
@@ -48,7 +48,7 @@ def test_a_recorded_simulation_predicts_itself(name, zero, steps, dp, seed, late
     random = np.random.default_rng(seed)
     by_stage = {FIELDS[op]: random.uniform(0.5, 2.0, plan.stages) for op in OPS if op is not Op.STEP}
     profile = recorded(plan, ActionTimes(**by_stage, step=0.3), MessageTimes(latency=latency), steps, dp)
-    compared = Comparison.simulate(MeasuredStep.of(profile))
+    compared = Comparison.simulate(MeasuredStep.from_profile(profile))
     measured, predicted = compared.measured, compared.charts[0].timeline
     for op, stage, count, median, mean, longest in measured.by_op():
         wanted = by_stage[FIELDS[op]][stage] if op is not Op.STEP else 0.3
@@ -65,7 +65,8 @@ def test_a_recorded_simulation_predicts_itself(name, zero, steps, dp, seed, late
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
 def test_a_slow_message_is_seen(name):
-    compared = Comparison.simulate(MeasuredStep.of(recorded(program(name), ActionTimes(), MessageTimes(latency=0.25))))
+    profile = recorded(program(name), ActionTimes(), MessageTimes(latency=0.25))
+    compared = Comparison.simulate(MeasuredStep.from_profile(profile))
     latency = compared.measured.links().latency
     assert latency[0, 1] == pytest.approx(0.25) and latency[1, 0] == pytest.approx(0.25)
     assert compared.difference == pytest.approx(0.0, abs=1e-9)
@@ -75,9 +76,9 @@ def test_a_slow_message_is_seen(name):
 @settings(max_examples=40, deadline=None)
 def test_a_step_played_with_its_own_times_ends_where_it_did(name, seed):
     plan = program(name)
-    op = of_program(plan).op
+    op = build_columns(plan).op
     times = np.where(op == CODE[Op.STEP], 0.5, np.random.default_rng(seed).uniform(0.1, 3.0, len(op)))
-    assert MeasuredStep.of(recorded(plan, times, MessageTimes())).replayed == pytest.approx(0.0, abs=1e-9)
+    assert MeasuredStep.from_profile(recorded(plan, times, MessageTimes())).replayed == pytest.approx(0.0, abs=1e-9)
 
 
 def test_the_mean_of_the_steps_is_what_is_predicted():
@@ -89,13 +90,13 @@ def test_the_mean_of_the_steps_is_what_is_predicted():
         ))
         for q, s in zip(quick.ranks, slow.ranks, strict=True)
     )
-    compared = Comparison.simulate(MeasuredStep.of(Profile(plan, "", ranks)))
+    compared = Comparison.simulate(MeasuredStep.from_profile(Profile(plan, "", ranks)))
     wanted = simulate(plan, ActionTimes(backward=4.0)).step_time
     assert compared.predicted == pytest.approx(wanted) and compared.measured.step_time == pytest.approx(wanted)
 
 
 def test_the_tables_have_every_stage_and_every_rank():
-    measured = MeasuredStep.of(recorded(program("zb-v"), ActionTimes(step=1.0), MessageTimes(), dp=2))
+    measured = MeasuredStep.from_profile(recorded(program("zb-v"), ActionTimes(step=1.0), MessageTimes(), dp=2))
     actions = [(row[0], row[1]) for row in op_table(measured)[1:]]
     assert actions.count(("forward", "3")) == 1 and ("optimizer", "–") in actions
     assert len(actions) == len(set(actions)) == 4 * 8 + 1  # F, I, W and R of 8 stages, and the optimizer

@@ -10,7 +10,7 @@ import tomli_w
 
 from shoal.base.errors import UsageError
 from shoal.planning.cost.batched_runs import ATTENTION
-from shoal.spec.catalog.calibration import calibration, names_of, read_calibration
+from shoal.spec.catalog.calibration import calibration, constant_names, read_calibration
 from shoal.spec.catalog.software import software_named, software_table
 from shoal.spec.catalog.tables import FOLDER
 
@@ -21,7 +21,7 @@ def test_every_constant_is_for_what_is_known_and_no_larger_than_it_can_be() -> N
     for name, of in constants.items():
         assert len(of.meaning) > 10
         values = of.value if isinstance(of.value, dict) else {"": of.value}
-        assert set(values) <= set(names_of(of.by)), name
+        assert set(values) <= set(constant_names(of.by)), name
         assert all(0 < value <= (of.most or np.inf) * 1.001 for value in values.values()), name
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from shoal.base.errors import UsageError
 from shoal.cli.main import main
 from shoal.pipeline.from_layout import build_layout_program
-from shoal.pipeline.program import RECEIVES, SENDS, receive_of, sender_of
+from shoal.pipeline.program import RECEIVES, SENDS, find_receive, matching_send
 from shoal.training.records.profile import clock_offset, read_profile
 from tests.trainings.runs import small_config, train_in
 
@@ -57,10 +57,10 @@ def test_every_action_is_recorded_once_in_order_and_on_one_clock(parallel, corpu
     for rank in profile.ranks:
         for step in range(2):
             for i, action in enumerate(rank.actions):
-                needed = receive_of(action, program)
+                needed = find_receive(action, program)
                 if needed is None:
                     continue
-                send = sender_of(needed)
+                send = matching_send(needed)
                 other = by_place[program.stage_rank[send.stage], rank.dp, rank.tp]
                 assert other.begin[step][other.actions.index(send)] <= rank.arrived[step][i]
                 messages += 1

@@ -33,7 +33,7 @@ from shoal.engine.models.loss import IGNORE, CrossEntropy
 from shoal.engine.models.transformer import Transformer, initialise
 from shoal.engine.parallel.pipeline_stage import keep_stage
 from shoal.labs.bench.step.workload import OPTIMIZER, SEED, Step, Workload, emulate_device
-from shoal.pipeline.partition import even_layers
+from shoal.pipeline.partition import balance_layers
 from shoal.training.step.engine_state import attention_kernel
 
 
@@ -241,7 +241,7 @@ def pipeline(workload: Workload, rank: int, ranks: int, *, schedule: str) -> Ste
     stages = []
     for place in places:
         part = build_model(workload)
-        keep_stage(part, place, even_layers(part.shape, count))
+        keep_stage(part, place, balance_layers(part.shape, count))
         stages.append(pipelining.PipelineStage(StageModule(part), place, count, torch.device("cpu")))
     cross_entropy = CrossEntropy()
 

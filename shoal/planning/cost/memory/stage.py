@@ -21,7 +21,7 @@ from shoal.planning.cost.memory.working_set import PASSES, Half, Moment, above, 
 from shoal.planning.cost.micro_batch import MicroBatch
 from shoal.planning.cost.parameters import SPLITTING, StagePart
 from shoal.planning.run import EstimatedRun
-from shoal.spec.catalog.calibration import Calibration, calibration_of
+from shoal.spec.catalog.calibration import Calibration, cluster_calibration
 from shoal.spec.catalog.clusters import Cluster
 from shoal.spec.catalog.software import software_table
 
@@ -47,7 +47,7 @@ class When(NamedTuple):
 
 
 TIMES = [When(*of) for of in product(PASSES, range(NTH), range(NTH), (False, True), (NONE, SOME, EVERY))]
-"""All possible times, in the order of `shoal.pipeline.simulator.columns.before_backwards`."""
+"""All possible times, in the order of `shoal.pipeline.simulator.columns.live_before_backwards`."""
 PASSING = ("micro_batch", "tp", "tp_x", "sequence_parallel", "cp", "ulysses", "ep", "etp", "recompute")
 """Layout fields that affect a micro-batch's activations on a stage and the working memory of its backward."""
 
@@ -98,7 +98,7 @@ class StageMemory:
     def __init__(self, run: EstimatedRun, known: dict | None = None):
         self.run = run
         self.known = {} if known is None else known
-        self.calibration: Calibration = self.once("constants", lambda: calibration_of(run.cluster))
+        self.calibration: Calibration = self.once("constants", lambda: cluster_calibration(run.cluster))
         self.constants = self.calibration.numbers
         self.forward = self.once(("pass", self.passing), lambda: MicroBatch(
             run.shape, run.layout, run.sequence_length, run.policy.compute.itemsize, run.attention,

@@ -23,7 +23,7 @@ import numpy as np
 
 from shoal.spec.catalog.clusters import Cluster
 from shoal.spec.catalog.links import Link
-from shoal.spec.layout import AXES, EXPERT_AXES, Layout, axes_of
+from shoal.spec.layout import AXES, EXPERT_AXES, Layout, mesh_axes
 
 V = TypeVar("V", float, np.ndarray)
 
@@ -93,7 +93,7 @@ def _group(
 
 def extent_of(layout: Layout, axis: str) -> tuple[int, int]:
     """Return the number of ranks along one or several axes, and their distance."""
-    axes = axes_of(layout, axis)
+    axes = mesh_axes(layout, axis)
     experts = bool(axes) and axes[0] in EXPERT_AXES[1:]
     order, sizes = (EXPERT_AXES, layout.expert_shape) if experts else (AXES, layout.shape)
     shape = dict(zip(order, sizes, strict=True))

@@ -11,7 +11,7 @@ import numpy as np
 from shoal.planning.cost.batched_runs import ATTENTION, RECOMPUTE, Runs
 from shoal.planning.cost.time.kernels import E, Kernels
 from shoal.spec.catalog import ModelShape
-from shoal.spec.catalog.calibration import GENERATIONS, NETWORKS, SPREADS, calibration_of
+from shoal.spec.catalog.calibration import GENERATIONS, NETWORKS, SPREADS, cluster_calibration
 from shoal.spec.catalog.clusters import Cluster
 from shoal.spec.catalog.software import software_table
 
@@ -49,7 +49,7 @@ def network_of(cluster: Cluster) -> str:
 
 def attained(cluster: Cluster) -> Cluster:
     """Return the cluster with attained link bandwidths and latencies."""
-    c = calibration_of(cluster).tables
+    c = cluster_calibration(cluster).tables
     generation, network = GENERATIONS.index(cluster.accelerator.generation), NETWORKS.index(network_of(cluster))
     inside, nic = cluster.inside, cluster.nic
     if inside:
@@ -65,7 +65,7 @@ def attained(cluster: Cluster) -> Cluster:
 
 def memory_rate(cluster: Cluster) -> float:
     """Return the attained memory bandwidth of kernels in bytes/s."""
-    attains = calibration_of(cluster).tables["hbm"]
+    attains = cluster_calibration(cluster).tables["hbm"]
     return cluster.accelerator.memory_bandwidth * attains[GENERATIONS.index(cluster.accelerator.generation)]
 
 
@@ -76,7 +76,7 @@ def product_rate(cluster: Cluster, kind: str) -> float:
         kind: format of the products, as named in accelerators' peaks.
     """
     machine = cluster.accelerator
-    part = calibration_of(cluster).tables["product"][GENERATIONS.index(machine.generation)]
+    part = cluster_calibration(cluster).tables["product"][GENERATIONS.index(machine.generation)]
     return machine.dense_flops(kind) * min(part, machine.matmul_efficiency)
 
 
@@ -111,7 +111,7 @@ def layer_of(
         "through_memory": cluster.at_once is not None, "network": NETWORKS.index(network_of(cluster)),
         "software": list(software_table()).index("shoal"),
     }])  # fmt: skip
-    calibration = calibration_of(cluster)
+    calibration = cluster_calibration(cluster)
     c, k = calibration.numbers, Kernels(runs, calibration)
     if masked and not written and cp == 1:  # a kernel that reads a mask does not skip the causal half
         later = 2 * later
@@ -131,7 +131,7 @@ def layer_of(
 
 def spread(cluster: Cluster, kind: str = "time") -> float:
     """Return half of the 80 % interval of an estimate's logarithm."""
-    c = calibration_of(cluster).tables
+    c = cluster_calibration(cluster).tables
     scale = "node" if cluster.nodes == 1 else "small" if cluster.size <= 128 else "large"
     width = c[f"spread_{kind}"][list(software_table()).index("shoal")]
     return width * c["spread_scale"][SPREADS.index(scale)] if kind == "time" else width
