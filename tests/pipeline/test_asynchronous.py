@@ -124,7 +124,7 @@ def test_an_update_that_is_missing_or_there_twice_is_noticed(name: str, p: int, 
     i = data.draw(st.sampled_from([i for i, a in enumerate(actions) if a.op in (Op.REDUCE, Op.STEP, Op.GATHER)]))
     with pytest.raises(ProgramError, match="is missing"):
         check_program(changed(program, rank, actions[:i] + actions[i + 1 :]))
-    with pytest.raises(ProgramError, match=r"is there 2 times|comes before"):
+    with pytest.raises(ProgramError, match=r"occurs 2 times|comes before"):
         check_program(changed(program, rank, actions[: i + 1] + actions[i:]))
 
 
