@@ -61,7 +61,7 @@ DISKS = {
         "true", ("--run-folder", "disk/run"), ("checkpoints: 1 of ", "kB free", "checkpoint.keep")),
     "full for the run": (
         FULL, ("--run-folder", "disk/run", "--checkpoint.folder", "kept"),
-        ("--run-folder {}/disk/run cannot be written: No space left on device", "Make room")),
+        ("--run-folder {}/disk/run cannot be written: No space left on device", "Free space")),
     "full for checkpoints": (
         FULL, ("--run-folder", "run", "--checkpoint.folder", "disk/kept"),
         ("checkpoints cannot be written into {}/disk/kept: No space", "checkpoint.folder")),

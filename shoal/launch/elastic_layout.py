@@ -36,8 +36,8 @@ def replan(
         return config
     if config.parallel.sync != "all-reduce":
         raise UsageError(
-            f"parallel.sync = '{config.parallel.sync}' keeps a state of each of its {config.parallel.dp} replicas, and "
-            f"there are {devices} devices.\n  Bring the others back."
+            f"parallel.sync = '{config.parallel.sync}' keeps a state of each of its {config.parallel.dp} replicas, but "
+            f"only {devices} devices are available.\n  Restore the others."
         )
     why: UsageError | None = None
     for layout in sorted(_candidates(config, devices), key=lambda layout: _distance(config.parallel, layout)):

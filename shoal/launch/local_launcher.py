@@ -36,12 +36,10 @@ TAIL_LINES = 30
 
 
 def start_rank_server(ranks: int, log_folder: Path, device: str) -> PreforkServer:
-    """Start the server process that forks the ranks."""
     return PreforkServer(local_environment(ranks, device), log_folder / "prefork.log", PRELOADED)
 
 
 def rank_environment(rank: int, ranks: int, scratch: Path, device: str) -> dict[str, str]:
-    """Return the environment variables of one local rank."""
     return {
         **local_environment(ranks, device),
         "RANK": str(rank),
@@ -59,7 +57,6 @@ class RankProcesses:
     Args:
         scratch: new folder for rendezvous, heartbeat records and ``payload.json``.
         stop: stop requests, forwarded to the ranks.
-        server: server that forks the ranks.
         limits: timeouts of silent and stuck ranks.
         survivable: whether the ranks continue after a signal killed one other than rank 0.
         notice: callback that regularly receives the heartbeat records of all ranks.
@@ -90,7 +87,7 @@ class RankProcesses:
 
     def run(self, module: str, ranks: int, environment: Mapping[str, str]) -> Ending:
         """Start the ranks and wait for their end."""
-        self.watchdog = watchdog.Watchdog(self.limits, ranks)
+        self.watchdog = watchdog.Watchdog(self.limits)
         try:
             for rank in range(ranks):
                 if self.stop.count:
@@ -124,7 +121,7 @@ class RankProcesses:
         if not self._failed():
             for rank, process in enumerate(self.processes):
                 if process.returncode and process.returncode != PREEMPTED:
-                    print(f"rank {rank} {self._failure(rank).how}; the others went on without it", file=sys.stderr)
+                    print(f"rank {rank} {self._failure(rank).how}; the others continued without it", file=sys.stderr)
             return Ending(self._code(), None, furthest)
         ended |= self._ended()  # again: the cause ended first, but may have been polled just before
         self._send(signal.SIGTERM)
@@ -151,8 +148,6 @@ class RankProcesses:
         if not stopped or (self.stop.count and not self.stop.preempted):
             return 0
         return PREEMPTED
-
-    # ---- how ranks end -----------------------------------------------------------------------------------------
 
     def _bad(self) -> set[int]:
         """Return the ranks that ended abnormally."""
@@ -187,7 +182,7 @@ class RankProcesses:
             return replace(self.lost, code=code)
         path = record_path(self.scratch, rank)
         if not path.exists():
-            return Failure(rank, code, float("inf"), "", record=record)
+            return Failure(rank, code, record=record)
         recorded = json.loads(path.read_text())
         return Failure(rank, code, recorded["when"], recorded["report"], record=record)
 
@@ -201,13 +196,11 @@ class RankProcesses:
             return
         others = "; the other ranks were stopped" if len(self.processes) > 1 else ""
         log = self._log(cause.rank)
-        said = log.read_text(errors="replace").rpartition(self.header)[2]
-        report = cause.report or redact("\n".join(said.splitlines()[-TAIL_LINES:]))
+        written = log.read_text(errors="replace").rpartition(self.header)[2]
+        report = cause.report or redact("\n".join(written.splitlines()[-TAIL_LINES:]))
         print(f"rank {cause.rank} {cause.how}{cause.where}{others}. Its log: {log}", file=sys.stderr)
         if report.strip():
             print(report.rstrip(), file=sys.stderr)
-
-    # ---- signs of life -----------------------------------------------------------------------------------------
 
     def _records(self) -> list[HeartbeatRecord | None]:
         return [heartbeat.read(heartbeat.record_path(self.scratch, rank)) for rank in range(len(self.processes))]
@@ -220,18 +213,16 @@ class RankProcesses:
         self._looked = now
         records = self._records()
         self.notice(records)
-        signs = [
-            watchdog.Sign(record if process.poll() is None else None, *watchdog.process_state(process.pid))
-            for process, record in zip(self.processes, records, strict=True)
-        ]
+        signs = {
+            rank: watchdog.Sign(record if process.poll() is None else None, *watchdog.process_state(process.pid))
+            for rank, (process, record) in enumerate(zip(self.processes, records, strict=True))
+        }
         # A killed rank may not have exited yet; asked again, it would give no stack.
         if not at_once and not self.lost and (trouble := self.watchdog.look(signs, now)):
-            living = {rank: sign.record for rank, sign in enumerate(signs) if sign.record}
+            living = {rank: sign.record for rank, sign in signs.items() if sign.record}
             self.lost = watchdog.locate_lost_rank(trouble, living, self.scratch)
             assert self.lost is not None  # all ranks are on this host
             self.processes[self.lost.rank].send_signal(signal.SIGKILL)
-
-    # ---- signals -----------------------------------------------------------------------------------------------
 
     def _pass_on(self) -> None:
         """Forward stop requests: SIGTERM for the first, SIGKILL for the second."""

@@ -20,6 +20,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
@@ -30,8 +31,7 @@ from shoal.engine.cpu_tuning import allocator_environment
 from shoal.engine.device import die_with_parent, loopback, share_of_cores
 
 LEFT_TO_RANKS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # signals that a job manager may send to all processes
-PIPE = "SHOAL_PIPE"
-"""Environment variable with the file descriptor of a pipe passed to a process."""
+PIPE = "SHOAL_PIPE"  # environment variable with the file descriptor of a pipe passed to a process
 
 
 class PreforkServerEnded(RuntimeError):
@@ -62,10 +62,8 @@ class Child:
     def send_signal(self, signum: int) -> None:
         """Send a signal, unless the process has ended."""
         if self.poll() is None:
-            try:
+            with suppress(ProcessLookupError):  # it just ended
                 os.kill(self.pid, signum)
-            except ProcessLookupError:  # it just ended
-                return
 
 
 Process = Child | Popen
@@ -160,10 +158,7 @@ class PreforkServer:
         return PreforkServerEnded(f"process {self.pid}, which starts the ranks, has ended.{where}")
 
     def listen(self, seconds: float | None) -> bool:
-        """Process messages from the server for at most ``seconds`` (None: wait for one).
-
-        Returns:
-            False once the server and thus all its forks are gone.
+        """Process messages from the server for at most ``seconds`` (None: wait for one); return False once it is gone.
         """
         with self._lock:
             try:
@@ -183,7 +178,7 @@ class PreforkServer:
             child = self._children[value] = Child(self, value)
             self._answers.append(child)
         else:
-            self._answers.append(OSError(f"no process for a rank: {value}"))
+            self._answers.append(OSError(f"cannot create another process: {value}"))
 
 
 def _pipe_variable(pipe: int | None) -> dict[str, str]:
@@ -199,10 +194,7 @@ def end_processes(processes: Sequence[Process]) -> None:
 
 
 def local_environment(ranks: int, device: str = "") -> dict[str, str]:
-    """Return the environment of each local rank: network interface, threads and, on the CPU, the allocator.
-
-    Variables of this process take precedence.
-    """
+    """Return this process's environment with defaults for local ranks: network interface, threads, CPU allocator."""
     return {
         "OMP_NUM_THREADS": str(share_of_cores(ranks)),
         "OMP_WAIT_POLICY": "passive",  # spinning threads would take cores from other processes
@@ -217,11 +209,7 @@ def local_environment(ranks: int, device: str = "") -> dict[str, str]:
 
 
 def serve(orders: Connection) -> tuple[str, dict[str, str], str | None, bool]:
-    """Serve fork requests forever; return, in each fork, the arguments of `become`.
-
-    Raises:
-        EOFError, OSError: the parent is gone.
-    """
+    """Serve fork requests until the parent is gone (EOFError, OSError); return, in each fork, `become`'s arguments."""
     wake, woken = socket.socketpair()
     wake.setblocking(False)
     woken.setblocking(False)
@@ -273,14 +261,9 @@ def become(module: str, environment: dict[str, str], log: str | None, heard: boo
 
 
 def _report_ended(orders: Connection) -> None:
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if pid == 0:
-            return
-        orders.send(("ended", pid, os.waitstatus_to_exitcode(status)))
+    with suppress(ChildProcessError):  # no fork left
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            orders.send(("ended", ended[0], os.waitstatus_to_exitcode(ended[1])))
 
 
 def main() -> None:

@@ -71,17 +71,6 @@ def detect_rank_env() -> RankEnv | None:
     return None
 
 
-def require_rank_env() -> RankEnv:
-    """Return the rank that this process was started as.
-
-    Raises:
-        UsageError: it is not a rank, or see `detect_rank_env`.
-    """
-    if (member := detect_rank_env()) is None:
-        raise UsageError("this process was started neither by shoal nor by torchrun or srun.")
-    return member
-
-
 def _from_torchrun() -> RankEnv:
     local = "SHOAL_SCRATCH" in os.environ
     needed = ["LOCAL_RANK", "LOCAL_WORLD_SIZE"] + ([] if local else ["MASTER_ADDR", "MASTER_PORT"])

@@ -1,24 +1,79 @@
-"""Rendezvous of the ranks: a file, or the store of a SLURM step on one interface; notices about open ports.
+"""Join the ranks of a run: set this process up as one, and let it find the others.
 
-c10d's TCPStore has no authentication and by default listens on all interfaces. Therefore, locally started ranks use a
-file, and the store of a SLURM step is bound to one address. torchrun creates its own store.
+Locally started ranks rendezvous through a file, those of a SLURM step through a store on one interface; torchrun
+creates its own store. (c10d's TCPStore has no authentication and by default listens on all interfaces.)
 """
 
 from __future__ import annotations
 
 import errno
+import faulthandler
 import os
 import socket
+import sys
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from types import TracebackType
 
 import psutil
+import torch
 import torch.distributed as dist
 
 from shoal.base.errors import UsageError
-from shoal.launch.rank_env import RankEnv, scratch_folder
+from shoal.engine.cpu_tuning import tune_process
+from shoal.engine.device import COLLECTIVE_SECONDS, die_with_parent, init_world, share_of_cores
+from shoal.launch.rank_env import RankEnv, record_end, scratch_folder, stack_path
+from shoal.launch.watch.watchdog import write_stack_when_asked
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # the first variable that is set takes effect
+
+
+def become_rank(
+    member: RankEnv, device: str, threads: int = 0, *, timeout: float = COLLECTIVE_SECONDS, records: Path | None = None
+) -> None:
+    """Make this process one rank of the world. Call it first, and only once.
+
+    From then on an uncaught exception is recorded for the parent and ends the process immediately, without waiting for
+    background threads. So leave the process group only on success; peers then fail after the cause.
+
+    Args:
+        device: ``auto``, ``cpu`` or ``cuda``.
+        threads: torch's CPU threads; 0 uses ``OMP_NUM_THREADS`` or divides the cores among the local ranks.
+        timeout: timeout of every collective [s].
+        records: folder in which this rank records an exception and, on request, its stack.
+
+    Raises:
+        UsageError: the device does not exist, or see `create_store`.
+    """
+    sys.excepthook = partial(_record_and_exit, records, member.rank)
+    faulthandler.enable()
+    if records is not None:
+        write_stack_when_asked(stack_path(records, member.rank))
+    if member.how != "slurm":  # SLURM itself ends the other tasks of a step
+        die_with_parent(os.getppid())
+    named = os.environ.get("OMP_NUM_THREADS", "")
+    if threads or not named:
+        torch.set_num_threads(threads or share_of_cores(member.local_world_size))
+    elif member.how == "local" and named.isdigit() and int(named):
+        # A forked process inherits torch's thread count from its server, not from its own variable.
+        torch.set_num_threads(int(named))
+    picked = member.device(device)
+    if picked.type == "cpu":
+        tune_process()
+    init_world(member.rank, member.world_size, create_store(member, timeout), picked, timeout)
+
+
+def _record_and_exit(
+    folder: Path | None, rank: int, kind: type[BaseException], error: BaseException, where: TracebackType | None
+) -> None:
+    """Record the exception for the parent, which shows only the earliest record, and exit (a ``sys.excepthook``)."""
+    usage, report = record_end(folder, rank, error)
+    # init_process_group wraps this hook in one that buffers sys.stderr until it returns, which it never does.
+    print(report, file=sys.__stderr__, flush=True)
+    sys.stdout.flush()
+    os._exit(2 if usage else 1)
 
 
 def listen_address(host: str, alone: bool, environment: Mapping[str, str] = os.environ) -> str:
@@ -36,8 +91,8 @@ def listen_address(host: str, alone: bool, environment: Mapping[str, str] = os.e
         addresses = [a.address for a in found.get(chosen, []) if a.family in (socket.AF_INET, socket.AF_INET6)]
         if not addresses:
             raise UsageError(
-                f"{' or '.join(INTERFACES)} names the interface '{chosen}', which is not there or has no address."
-                f"\n  There are: {', '.join(sorted(found))}."
+                f"{' or '.join(INTERFACES)} names the interface '{chosen}', which does not exist or has no address."
+                f"\n  Existing interfaces: {', '.join(sorted(found))}."
             )
         return addresses[0].partition("%")[0]
     address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
@@ -66,7 +121,7 @@ def create_store(member: RankEnv, timeout: float) -> dist.Store | None:
             if error.errno != errno.EADDRINUSE:
                 raise
             raise UsageError(
-                f"port {port} of {host}, where the ranks are to meet, is in use by another process."
+                f"port {port} of {host}, the rendezvous of the ranks, is in use by another process."
                 "\n  End that process, or start another step."
             ) from None
         listening, host = end.detach(), address or host
@@ -84,4 +139,4 @@ def open_port_notice(member: RankEnv) -> str:
     where = "all interfaces"
     if member.how == "slurm":
         where = listen_address(host, member.world_size == member.local_world_size) or where
-    return f"the ranks meet on port {port} of {host} ({where}), which asks nobody for a secret: see docs/launch.md"
+    return f"the ranks meet on port {port} of {host} ({where}), which has no authentication: see docs/launch.md"

@@ -20,8 +20,8 @@ import torch
 from shoal.base.errors import UsageError
 from shoal.base.files import write_whole
 from shoal.base.section import plain
-from shoal.launch.checks.devices import find_devices, visible_devices_variable
-from shoal.launch.checks.memory_check import check_memory
+from shoal.launch.checks import check_memory
+from shoal.launch.devices import find_devices, visible_devices_variable
 from shoal.launch.elastic_layout import replan
 from shoal.launch.local_launcher import RankProcesses, start_rank_server
 from shoal.launch.prefork import PreforkServer
@@ -41,7 +41,7 @@ class Supervisor:
     """Supervisor of one run on this machine.
 
     Args:
-        config: config of the run as requested.
+        config: as requested.
         payload: data passed to each rank (`shoal.launch.worker.run`).
         folder: existing run folder.
         device: device type of every rank.
@@ -119,23 +119,23 @@ class Supervisor:
             UsageError: the run is impossible on these devices.
         """
         asked = self.config.parallel.world_size
-        there = find_devices(self.folder, self.device, asked, self._server if self.attempt else None)
-        if len(there) < asked and not self.config.failover.replan:
+        available = find_devices(self.folder, self.device, asked, self._server if self.attempt else None)
+        if len(available) < asked and not self.config.failover.replan:
             raise UsageError(
-                f"{len(there)} of the {asked} devices are there, and failover.replan = false."
-                "\n  Bring the others back, or leave failover.replan out."
+                f"{len(available)} of {asked} devices available, and failover.replan = false."
+                "\n  Restore the others, or leave failover.replan out."
             )
         config = self.config
-        if len(there) < asked:
-            config = replan(config, check(config), len(there), fits=self._fits)
+        if len(available) < asked:
+            config = replan(config, check(config), len(available), fits=self._fits)
         if config.parallel != self._layout:
             self._layout = config.parallel
-            self._print(f"{len(there)} of {asked} devices are there: now on {config.parallel.describe()}")
+            self._print(f"{len(available)} of {asked} devices available: now on {config.parallel.describe()}")
             write_event(
-                self.folder, "replanned", attempt=self.attempt, devices=there, layout=config.parallel.describe(),
+                self.folder, "replanned", attempt=self.attempt, devices=available, layout=config.parallel.describe(),
                 ranks=config.parallel.world_size,
             )
-        chosen = there[: config.parallel.world_size]
+        chosen = available[: config.parallel.world_size]
         narrowed = self.device == "cuda" and chosen != list(range(len(chosen)))
         return config, visible_devices_variable(chosen) if narrowed else {}
 
@@ -164,7 +164,7 @@ class Supervisor:
             if limit:
                 self._print(f"not restarting: {limit} restarts made no progress past step {max(0, self.furthest)}")
             return False
-        since = cause.since if cause.trouble else cause.record.alive if cause.record else time.monotonic()
+        since = cause.when if cause.trouble else cause.record.alive if cause.record else time.monotonic()
         self._recovery = since, ending.furthest
         self._print(f"restarting from the newest state (restart {self.fruitless} of at most {limit} without progress)")
         write_event(self.folder, "restart", attempt=self.attempt + 1)
@@ -207,7 +207,7 @@ class Supervisor:
         )
         if self.recoveries:
             self._print(
-                f"failures: {self.failures}; steps made again: {self.lost}; {average:.1f} s to the next step on average"
+                f"failures: {self.failures}; steps repeated: {self.lost}; {average:.1f} s to the next step on average"
                 f"; effective training time {round(counted / seconds, 4):.1%} of {seconds:.0f} s"
             )
 

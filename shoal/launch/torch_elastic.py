@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from shoal.base.errors import UsageError
 from shoal.engine.device import COLLECTIVE_SECONDS
-from shoal.launch.checks.memory_check import check_memory
+from shoal.launch.checks import check_memory
 from shoal.launch.elastic_layout import replan
 from shoal.launch.rank_env import RankEnv
 from shoal.launch.watch.postmortem import read_previous_attempt
@@ -27,7 +27,7 @@ from shoal.training.check import check
 
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 IDLE_TIMEOUT = timedelta(days=365)
-COME_TIMEOUT = timedelta(seconds=COLLECTIVE_SECONDS)  # time for the active ranks to create their store
+STORE_TIMEOUT = timedelta(seconds=COLLECTIVE_SECONDS)  # time for the active ranks to create their store
 
 
 def restarts(environment: Mapping[str, str] = os.environ) -> bool:
@@ -39,20 +39,19 @@ def check_elastic(run_folder: Path | None, environment: Mapping[str, str] = os.e
     """Reject settings with which torch elastic could not restart.
 
     Raises:
-        UsageError: the run has no name by which the next round finds it, or the rounds share a store, in which ranks
-            would find the addresses of dead ranks.
+        UsageError: the run has no folder by which the next round finds it, or the rounds share a store.
     """
     if not restarts(environment):
         return
     if run_folder is None:
         raise UsageError(
             "torchrun --max-restarts needs --run-folder, by which a restarted worker finds its run."
-            "\n  Name a folder, new or of the run that is to go on."
+            "\n  Name a folder, new or of the run to resume."
         )
     if environment.get(OWN_STORE) != "1":
         raise UsageError(
-            f"torchrun --max-restarts needs {OWN_STORE}=1 in its environment: else all rounds meet in one store, and a "
-            "restarted worker tries to connect to those that have died."
+            f"torchrun --max-restarts needs {OWN_STORE}=1 in its environment: else all rounds share one store, and a "
+            "restarted worker tries to connect to dead workers."
             f"\n  Start it as: {OWN_STORE}=1 torchrun ..."
         )
 
@@ -103,20 +102,19 @@ def adapt_to_ranks(config: RunConfig, shape: ModelShape, member: RankEnv, auto_r
     now = replan(config, shape, member.world_size, fits=fits)
     if member.rank == 0:
         asked = config.parallel.world_size
-        print(f"{member.world_size} of {asked} ranks are there: now on {now.parallel.describe()}", file=sys.stderr)
+        print(f"{member.world_size} of {asked} ranks available: now on {now.parallel.describe()}", file=sys.stderr)
     return now
 
 
 def idle(member: RankEnv) -> int:
-    """Wait on a rank without work until the end of this round, so that the agent keeps its worker.
+    """Wait on a rank without work until the active ranks and their store are gone; return the exit code.
 
-    Returns:
-        The exit code, once the active ranks and with them the store are gone.
+    The agent would end the round if this worker exited.
     """
     try:
         host, port = member.meeting_point
-        store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=COME_TIMEOUT)
-        store.wait(["what nobody writes"], IDLE_TIMEOUT)
+        store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=STORE_TIMEOUT)
+        store.wait(["never written"], IDLE_TIMEOUT)
     except RuntimeError:  # the store is gone
-        return 0
+        pass
     return 0

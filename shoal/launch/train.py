@@ -13,8 +13,7 @@ from shoal.base.terminal import outlive_readers
 from shoal.engine.data.corpus import check_read
 from shoal.engine.data.prepare import prepare
 from shoal.engine.device import pick_device
-from shoal.launch.checks.memory_check import check_memory
-from shoal.launch.checks.path_check import check_folders
+from shoal.launch.checks import check_folders, check_memory
 from shoal.launch.rank_env import RankEnv, detect_rank_env, record_end
 from shoal.launch.supervisor import Supervisor
 from shoal.launch.torch_elastic import adapt_to_ranks, check_elastic, idle, refuse_again, should_resume
@@ -93,7 +92,8 @@ def _train(
         if member.rank >= config.parallel.world_size:
             return idle(member)
         member = member.among(config.parallel.world_size)
-    folder, restarted = resume or run_folder, resume is None and should_resume(run_folder, auto_resume)
+    restarted = resume is None and should_resume(run_folder, auto_resume)
+    folder = resume or run_folder
     resumed = folder if resume or restarted else None
     device = _check_run(config, member, ranks, run_folder, resumed, restarted)
     payload = {
@@ -122,12 +122,12 @@ def _check_run(
     check_trackers(config.metrics)
     choice, last = config.train.device, config.parallel.world_size - 1
     device = member.device(choice) if member else pick_device(choice, last)
-    here = member.neighbours() if member else range(config.parallel.world_size)
-    check_memory(config, shape, device, here)
+    local_ranks = member.neighbours() if member else range(config.parallel.world_size)
+    check_memory(config, shape, device, local_ranks)
     if resumed is not None:
         check_resume(config, shape, resumed, again=restarted)
     if member is None or member.local_rank == 0:
-        check_folders(config, shape, resumed or run_folder, resume=resumed is not None, ranks=here)
+        check_folders(config, shape, resumed or run_folder, resume=resumed is not None, ranks=local_ranks)
     return device.type
 
 

@@ -17,11 +17,10 @@ from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.throttle import ThrottledLink
 from shoal.engine.data.batches import Dataset, open_dataset
 from shoal.engine.device import allow_reproducible_products, destroy_world
-from shoal.launch.join import become_rank
-from shoal.launch.rank_env import RankEnv, read_payload, require_rank_env, scratch_folder
-from shoal.launch.rendezvous import open_port_notice
+from shoal.launch.rank_env import RankEnv, detect_rank_env, read_payload, scratch_folder
+from shoal.launch.rendezvous import become_rank, open_port_notice
 from shoal.launch.watch.peer_watch import PeerWatch, make_shared_folder
-from shoal.launch.watch.postmortem import Last, find_cause, read_previous_attempt
+from shoal.launch.watch.postmortem import LastState, find_cause, read_previous_attempt
 from shoal.spec.config import build_config
 from shoal.training.async_dp.trainers import trainer_class
 from shoal.training.check import check
@@ -54,14 +53,15 @@ def run(
     """
     replace_unencodable()
     outlive_readers()
-    member = member or require_rank_env()
+    member = member or detect_rank_env()
+    assert member is not None
     before = read_previous_attempt(member) if member.how != "local" and member.local_rank == 0 else []
     records = scratch_folder() if member.how == "local" else make_shared_folder(member)
     beat = Heartbeat(records and record_path(records, member.rank))
     config = build_config(payload["config"])
     if config.failover.reexecute_every:
         allow_reproducible_products()
-    member = become_rank(config.train.device, config.train.threads, records=records, member=member)
+    become_rank(member, config.train.device, config.train.threads, records=records)
     device, link = member.device(config.train.device), ThrottledLink.of(config.testing.link_gbs)
     mesh = Mesh(config.parallel, member.rank, device, config.train.transport, link)
     folder = payload["folder"]
@@ -88,7 +88,7 @@ def run(
     if payload.get("restarted") and member.how != "local":  # locally, the supervisor reports failures
         every = all_gather([asdict(last) for last in before], world())
         if member.rank == 0:
-            if lost := find_cause([Last(**last) for last in chain.from_iterable(every)]):
+            if lost := find_cause([LastState(**last) for last in chain.from_iterable(every)]):
                 write_event(Path(folder), "failure", **lost)
                 trainer.display.note(f"in the attempt before, rank {lost['rank']} {lost['how']}")
             write_event(Path(folder), "resumed", step=trainer.step, ranks=member.world_size, how=member.how)

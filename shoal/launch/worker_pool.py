@@ -30,9 +30,7 @@ from shoal.launch.prefork import PreforkServer, Process, end_processes, local_en
 from shoal.launch.watch.rank_failure import Failure
 from shoal.launch.watch.watchdog import collect_stacks
 
-PRELOADED = ["shoal.launch.preload"]
-"""Modules that the shared server of all pools imports."""
-
+PRELOADED = ["shoal.launch.preload"]  # imported by the shared server of all pools
 START_SECONDS = 180.0  # time to import torch on a busy machine
 GRACE_SECONDS = 5.0  # time for the peers of a failed rank to fail
 LONGEST_WAIT = 3600.0  # per wait: `multiprocessing.connection.wait` does not accept timeouts of weeks
@@ -58,7 +56,7 @@ class RankError(Exception):
     def __init__(self, name: str, ranks: int, failures: list[tuple[int, str]]):
         self.failures = failures
         first, *others = [f"--- rank {rank}: {cause.rstrip()}" for rank, cause in failures]
-        later = ["", "Then, perhaps only because a peer had left:", *others] if others else []
+        later = ["", "Then, perhaps only because a peer was lost:", *others] if others else []
         super().__init__("\n".join([f"{name} failed on {len(failures)} of {ranks} ranks", first, *later]))
 
     @property
@@ -133,9 +131,7 @@ class Pool:
         """Call ``fn(*args)`` on ranks ``0 .. ranks - 1`` of a new default process group (gloo).
 
         Args:
-            fn: a function that pickles by reference, that is, defined at the top level of a module. It gets its rank
-                from ``torch.distributed``.
-            ranks: number of processes in the group.
+            fn: a function defined at the top level of a module. It gets its rank from ``torch.distributed``.
             args: arguments, equal for every rank; must pickle.
             timeout: seconds for the full call; collectives time out after three quarters of it, which distinguishes a
                 rank that hangs from ranks that wait for it.
@@ -166,7 +162,6 @@ class Pool:
         """Call ``fn`` on each item, without a process group, on as many workers in parallel as the pool has.
 
         Args:
-            fn, items: must pickle, see `run`.
             timeout: seconds for all items.
             done: callback that receives each item's index and value on completion.
             stop_early: end the other calls soon after the first failure.
@@ -255,7 +250,7 @@ class _Call:
         stopped = self.failures and all(group is None for _, group in self.calls)  # they did not hang, nor wait
         if hung and not stopped:
             pids, files = {n: w.process.pid for n, w in hung.items()}, {n: w.stack for n, w in hung.items()}
-            trouble = "hung and was killed; its stack then, last call first:"
+            trouble = "hung and was killed; its stack, last call first:"
             for number, stack in collect_stacks(pids, files).items():
                 self.failures[number] = Failure(number, 0, report=stack, trouble=trouble)
         if self.failures:

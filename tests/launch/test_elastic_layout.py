@@ -5,7 +5,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from shoal.base.errors import UsageError
-from shoal.launch.checks.devices import LOST_FILE, find_failing_devices, read_lost_devices, visible_devices_variable
+from shoal.launch.devices import LOST_FILE, find_failing_devices, read_lost_devices, visible_devices_variable
 from shoal.launch.elastic_layout import replan
 from shoal.spec.catalog import model_shape
 from shoal.spec.config import RunConfig, build_config
@@ -132,7 +132,7 @@ def test_a_list_that_is_none_is_refused(text, tmp_path):
 def test_devices_are_asked_for_a_sum(rank_server, capfd):
     assert find_failing_devices(rank_server, ["cpu", "cpu"]) == set()
     assert find_failing_devices(rank_server, ["cpu", "nonsense:1"]) == {1}
-    assert "nonsense:1 does not compute:\nTraceback" in capfd.readouterr().err
+    assert "nonsense:1 fails:\nTraceback" in capfd.readouterr().err
 
 
 def test_devices_are_chosen_among_those_that_are_visible(monkeypatch):
@@ -162,5 +162,5 @@ def test_fewer_devices_then_all_again_and_the_same_curve(supervised, undisturbed
 def test_without_replanning_the_run_ends(supervised, corpus, monkeypatch):
     monkeypatch.setenv("LOST_DEVICES", "[[1]]")
     config = config_of(corpus, failover={"replan": False, "restarts": 2})
-    with pytest.raises(UsageError, match="1 of the 2 devices are there"):
+    with pytest.raises(UsageError, match="1 of 2 devices available"):
         supervised(config, "kill@6:1:B")

@@ -38,11 +38,12 @@ import torch
 import torch.distributed as dist
 from shoal.engine.device import destroy_world
 from shoal.base.errors import UsageError
-from shoal.launch.join import become_rank
-from shoal.launch.rank_env import read_payload
+from shoal.launch.rank_env import detect_rank_env, read_payload, scratch_folder
+from shoal.launch.rendezvous import become_rank
 
 payload = read_payload() if "SHOAL_SCRATCH" in os.environ else json.loads(os.environ["PAYLOAD"])
-member = become_rank("cpu", timeout=60)
+member = detect_rank_env()
+become_rank(member, "cpu", timeout=60, records=scratch_folder() if member.how == "local" else None)
 folder, act, me = Path(payload["folder"]), payload["act"], member.rank
 if act == "stop":
     signals = []

@@ -38,11 +38,11 @@ def test_which_address(monkeypatch):
     assert listen_address("localhost", alone=False, environment={}) == ""
     assert listen_address("10.1.2.3", alone=False, environment={}) == "10.1.2.3"
     assert listen_address("10.1.2.3", alone=False, environment={"NCCL_SOCKET_IFNAME": "lo"}) == "127.0.0.1"
-    with pytest.raises(UsageError, match=r"the interface 'none0', which is not there.*\n  There are: .*lo"):
+    with pytest.raises(UsageError, match=r"the interface 'none0', which does not exist.*\n  Existing interfaces: .*lo"):
         listen_address("10.1.2.3", alone=False, environment={"GLOO_SOCKET_IFNAME": "none0"})
 
 
 def test_what_is_left_open_is_said_once():
     assert open_port_notice(member(how="local")) == "" == open_port_notice(member(rank=1, ranks=2))
-    assert "port 7 of localhost (127.0.0.1), which asks nobody for a secret" in open_port_notice(member(port=7))
+    assert "port 7 of localhost (127.0.0.1), which has no authentication" in open_port_notice(member(port=7))
     assert "port 7 of localhost (all interfaces)" in open_port_notice(member(port=7, how="torchrun"))

@@ -43,7 +43,7 @@ def test_a_warning_at_the_start_is_heard_and_fewer_tasks_go_on(step, tmp_path, u
     tasks = [first, *(step(rank, 3, "--auto-resume", STEP_ID=0) for rank in (1, 2))]
     said = [task.communicate(timeout=60)[0] for task in tasks]
     assert [task.returncode for task in tasks] == [PREEMPTED, 0, 0], said
-    assert "3 of 4 ranks are there: now on dp 2" in said[0]
+    assert "3 of 4 ranks available: now on dp 2" in said[0]
     assert logged(folder) == 1 and list(checkpoints(folder)) == [1]
     tasks = [step(rank, 2, STEP_ID=1, RESTART_COUNT=1) for rank in (0, 1)]
     said = [task.communicate(timeout=60)[0] for task in tasks]

@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 
 from shoal.base.errors import UsageError
-from shoal.launch import torch_elastic
-from shoal.launch.checks import memory_check
-from shoal.launch.checks.memory_check import count_rank_memory
+from shoal.launch import checks, torch_elastic
+from shoal.launch.checks import count_rank_memory
 from shoal.launch.rank_env import RankEnv
 from shoal.launch.torch_elastic import OWN_STORE, adapt_to_ranks, check_elastic, idle, should_resume
 from shoal.spec.config import build_config, save_config
@@ -47,7 +46,7 @@ def test_lost_workers_are_restarted_and_nothing_is_lost(file, tmp_path, undistur
     assert code == 0, said
     assert [event["step"] for event in read_events(folder) if event["event"] == "resumed"] == [4, 4, 8]
     killed, stopped, stuck = [event for event in read_events(folder) if event["event"] == "failure"]
-    assert (killed["rank"], killed["step"]) == (1, 4) and "ended without a word" in killed["how"]
+    assert (killed["rank"], killed["step"]) == (1, 4) and "exited without a traceback" in killed["how"]
     assert killed["where"].startswith("in step 5, backward")
     assert (stopped["rank"], stopped["step"]) == (1, 6) and "is stopped (SIGSTOP) since" in stopped["how"]
     assert (stuck["rank"], stuck["step"]) == (0, 8) and "is stuck since" in stuck["how"]
@@ -121,9 +120,10 @@ def test_a_lost_node_leaves_a_run_on_the_others(file, tmp_path, undisturbed):
         said = left.communicate(timeout=120)[0]
         assert left.returncode == 0, said
         wait_for(lambda: not any(alive(one) for one in worker), 5)
-    assert "1 of 2 ranks are there: now on one device" in said
+    assert "1 of 2 ranks available: now on one device" in said
     assert [event["ranks"] for event in read_events(folder) if event["event"] == "resumed"][-1] == 1
-    assert any(event["how"].startswith("left no trace") for event in read_events(folder) if event["event"] == "failure")
+    failures = [event["how"] for event in read_events(folder) if event["event"] == "failure"]
+    assert any(how.startswith("left no record") for how in failures)
     for (_, loss, norm), (_, same_loss, same_norm) in zip(curve(folder), curve(undisturbed), strict=True):
         assert loss == pytest.approx(same_loss, rel=2e-5) and norm == pytest.approx(same_norm, rel=4e-4)
 
@@ -192,7 +192,7 @@ def test_fewer_ranks_take_a_layout_that_memory_holds(monkeypatch):
     nearest = adapt_to_ranks(config, shape, member, auto_resume=True)
     assert nearest.parallel.dp == 2
     needed = 2 * count_rank_memory(nearest, shape, torch.device("cpu"))[0].total
-    monkeypatch.setattr(memory_check, "host_memory", lambda: needed - 1)
+    monkeypatch.setattr(checks, "host_memory", lambda: needed - 1)
     assert adapt_to_ranks(config, shape, member, auto_resume=True).parallel.dp == 1
 
 

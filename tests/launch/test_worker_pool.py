@@ -116,7 +116,7 @@ def test_the_rank_that_raised_is_named_first_with_its_traceback(pool, bad):
     assert rank == bad
     assert "in raises_on" in cause and "ArithmeticError: the real cause" in cause
     assert {rank for rank, _ in caught.value.failures} == {0, 1, 2}
-    assert str(caught.value).index(f"rank {bad}") < str(caught.value).index("perhaps only because a peer had left")
+    assert str(caught.value).index(f"rank {bad}") < str(caught.value).index("perhaps only because a peer was lost")
     assert pool.run(sum_of_ranks, 3, 1.0)[2] == (2, 3, 3.0)
 
 

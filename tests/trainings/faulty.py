@@ -15,7 +15,7 @@ import time
 
 from shoal.base.errors import UsageError
 from shoal.cli.main import main
-from shoal.launch.checks.devices import LOST_FILE
+from shoal.launch.devices import LOST_FILE
 from shoal.launch.rank_env import read_payload
 from shoal.launch.worker import run
 from shoal.training.trainer import Trainer

@@ -48,5 +48,5 @@ def run(options: ChaosOptions, config: RunConfig) -> int:
         write_page(options.out, config, result.trials)
         print(f"written: {options.out}")
     if result.failed:
-        print(f"{result.failed} of {len(result.trials)} trials failed; what they left is in {result.folder}")
+        print(f"{result.failed} of {len(result.trials)} trials failed; their files are in {result.folder}")
     return 0 if result.passed else 1

@@ -15,7 +15,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Container, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from shoal.launch.rank_env import RankEnv
@@ -27,9 +26,8 @@ from shoal.training.resilience.heartbeat import Phase, read, record_path
 from shoal.training.resilience.host_memory_dir import is_private
 
 LOOK_SECONDS = 0.5
-EVERYONES = f"shoal-beats-{os.getuid()}-"
-LEFT_SECONDS = 60.0
-"""Minimum age of abandoned records before they are removed [s]."""
+FOLDER_PREFIX = f"shoal-beats-{os.getuid()}-"
+LEFT_SECONDS = 60.0  # minimum age of abandoned records before they are removed
 
 
 def make_shared_folder(member: RankEnv, environment: Mapping[str, str] = os.environ) -> Path | None:
@@ -39,8 +37,8 @@ def make_shared_folder(member: RankEnv, environment: Mapping[str, str] = os.envi
     """
     folder = round_folder(member, environment)
     if member.local_rank == 0:
-        others = Path(tempfile.gettempdir()).glob(f"{EVERYONES}*")
-        for other in [*job_folders(environment), *filter(_is_left, others)]:
+        others = Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*")
+        for other in [*job_folders(environment), *filter(_is_abandoned, others)]:
             if other != folder:
                 shutil.rmtree(other, ignore_errors=True)
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -60,7 +58,7 @@ def job_folders(environment: Mapping[str, str] = os.environ) -> list[Path]:
 
 
 def _prefix(environment: Mapping[str, str]) -> str:
-    return f"{EVERYONES}{environment.get('SLURM_JOB_ID') or os.getppid()}-"
+    return f"{FOLDER_PREFIX}{environment.get('SLURM_JOB_ID') or os.getppid()}-"
 
 
 def ended_path(folder: Path, rank: int) -> Path:
@@ -68,7 +66,7 @@ def ended_path(folder: Path, rank: int) -> Path:
     return folder / f"ended-{rank}"
 
 
-def _is_left(folder: Path) -> bool:
+def _is_abandoned(folder: Path) -> bool:
     """Return whether all processes with records in the folder are gone and have been silent for long.
 
     The clock is shared with containers. (After a reboot, the last heartbeat is in the future.)
@@ -93,8 +91,7 @@ class PeerWatch:
 
     def __init__(self, member: RankEnv, folder: Path, limits: FailoverConfig, run_folder: Path):
         self.member, self.folder, self.run_folder = member, folder, run_folder
-        self.ranks = list(member.neighbours())
-        self.dog = watchdog.Watchdog(limits, len(self.ranks))
+        self.dog = watchdog.Watchdog(limits)
         threading.Thread(target=self._watch, name="neighbours", daemon=True).start()
 
     def leave(self) -> None:
@@ -105,20 +102,11 @@ class PeerWatch:
     def _watch(self) -> None:
         while True:
             time.sleep(LOOK_SECONDS)
-            records = [read(record_path(self.folder, rank)) for rank in self.ranks]
-            signs = [
-                watchdog.Sign(None, "", 0.0) if record is None or record.phase is Phase.DONE
-                else watchdog.Sign(record, *watchdog.process_state(record.pid))
-                for record in records
-            ]
-            there = {i: sign.record for i, sign in enumerate(signs) if sign.record and sign.state not in ("", "Z")}
-            trouble = self.dog.look(signs, time.monotonic(), silent=self._next(there))
+            signs = {rank: self._observe(rank) for rank in self.member.neighbours()}
+            living = {rank: sign.record for rank, sign in signs.items() if sign.record and sign.state not in ("", "Z")}
+            trouble = self.dog.look(signs, time.monotonic(), silent=self._next(living))
             if trouble is None or (trouble.rank < 0 and self.member.local_rank):  # one rank handles stuck ranks
                 continue
-            first = self.ranks[0]
-            if trouble.rank >= 0:
-                trouble = replace(trouble, rank=first + trouble.rank)
-            living = {first + i: record for i, record in there.items()}
             lost = watchdog.locate_lost_rank(trouble, living, self.folder, alone=False)
             if lost is None:
                 # The lost rank is on another host, whose ranks find it.
@@ -126,10 +114,16 @@ class PeerWatch:
             else:
                 self._end(lost)
 
-    def _next(self, there: Container[int]) -> list[int]:
-        """Return the next present rank, which this rank watches; ranks may have had no work or have exited."""
-        own, n = self.member.local_rank, len(self.ranks)
-        return [i for i in ((own + k) % n for k in range(1, n)) if i in there][:1]
+    def _observe(self, rank: int) -> watchdog.Sign:
+        record = read(record_path(self.folder, rank))
+        if record is None or record.phase is Phase.DONE:
+            return watchdog.Sign(None, "", 0.0)
+        return watchdog.Sign(record, *watchdog.process_state(record.pid))
+
+    def _next(self, living: Container[int]) -> list[int]:
+        """Return the next living rank, which this rank watches; ranks may have had no work or have exited."""
+        ranks, own = self.member.neighbours(), self.member.local_rank + 1
+        return [rank for rank in (*ranks[own:], *ranks[: own - 1]) if rank in living][:1]
 
     def _end(self, lost: Failure) -> None:
         print(f"rank {lost.rank} {lost.how}{lost.where}\n{lost.report}", file=sys.stderr, flush=True)

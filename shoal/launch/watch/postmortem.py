@@ -24,7 +24,7 @@ from shoal.training.resilience.heartbeat import Phase, read
 
 
 @dataclass(frozen=True)
-class Last:
+class LastState:
     """Last known state of one rank of an attempt."""
 
     attempt: str  # port and size of the rendezvous, equal on all hosts
@@ -37,10 +37,10 @@ class Last:
     done: bool
     report: str  # exception that it raised; "" if it ended without a traceback
     usage: bool  # whether the exception was bad input
-    told: bool  # whether another rank killed it and recorded that
+    reported: bool  # whether another rank killed it and recorded the failure
 
 
-def read_previous_attempt(member: RankEnv) -> list[Last]:
+def read_previous_attempt(member: RankEnv) -> list[LastState]:
     """Read the records of this host's ranks from the previous attempt. Call before this attempt creates its folder."""
     made = {}  # creation time by folder, without this round's, which a faster rank may have created
     for folder in job_folders():
@@ -54,7 +54,7 @@ def read_previous_attempt(member: RankEnv) -> list[Last]:
     return read_records(newest) if newest else []
 
 
-def read_records(folder: Path) -> list[Last]:
+def read_records(folder: Path) -> list[LastState]:
     """Read the records of all ranks in a folder."""
     port, _, world_size = folder.name.split("-")[-3:]
     host, since_epoch = socket.gethostname(), time.time() - time.monotonic()
@@ -63,19 +63,18 @@ def read_records(folder: Path) -> list[Last]:
         rank, record = int(path.name.rpartition("-")[2]), read(path)
         if record is None:
             continue
-        note = record_path(folder, rank)
-        said: dict[str, Any] = {}
+        recorded: dict[str, Any] = {}
         with contextlib.suppress(FileNotFoundError):
-            said = json.loads(note.read_text())
-        every.append(Last(
-            f"{port} {world_size}", int(world_size), rank, host, since_epoch + said.get("when", record.alive),
+            recorded = json.loads(record_path(folder, rank).read_text())
+        every.append(LastState(
+            f"{port} {world_size}", int(world_size), rank, host, since_epoch + recorded.get("when", record.alive),
             record.where, record.steps if record.begun >= 0 else None, record.phase is Phase.DONE,
-            said.get("report", ""), said.get("usage", False), ended_path(folder, rank).exists(),
+            recorded.get("report", ""), recorded.get("usage", False), ended_path(folder, rank).exists(),
         ))
     return every
 
 
-def find_cause(every: list[Last]) -> dict[str, Any] | None:
+def find_cause(every: list[LastState]) -> dict[str, Any] | None:
     """Find the rank that ended the newest attempt, as event values; None if none did or it was already reported.
 
     A rank that raised may only have lost a peer. More likely causes are a rank that ended without an exception and one
@@ -86,13 +85,13 @@ def find_cause(every: list[Last]) -> dict[str, Any] | None:
     newest = max(every, key=lambda last: last.ended).attempt
     every = [last for last in every if last.attempt == newest]
     failed = [last for last in every if not last.done]
-    if not failed or any(last.told for last in failed):
+    if not failed or any(last.reported for last in failed):
         return None
     absent = sorted(set(range(every[0].world_size)) - {last.rank for last in every})
     silent = [last for last in failed if not last.report]
     if absent and not silent:
-        return {"rank": absent[0], "how": "left no trace: its host is gone, or has no part in the run now"}
+        return {"rank": absent[0], "how": "left no record: its host is gone, or no longer takes part"}
     first = min(silent or failed, key=lambda last: last.ended)
-    how = "raised an exception" if first.report else "ended without a word: it was killed, or left"
+    how = "raised an exception" if first.report else "exited without a traceback (killed or disconnected)"
     return {"rank": first.rank, "host": first.host, "how": how, "where": first.where, "step": first.step,
             "report": first.report or None}

@@ -12,15 +12,22 @@ from shoal.training.resilience.heartbeat import HeartbeatRecord
 
 @dataclass(frozen=True)
 class Failure:
-    """End of one rank: the cause of the failure, or its consequence."""
+    """End of one rank: the cause of the failure, or its consequence.
+
+    Attributes:
+        code: as in subprocess, negative for a signal.
+        when: time recorded by the rank, or when it was last well if it was killed [s, `time.monotonic`].
+        report: traceback recorded by the rank, or stack collected from it.
+        trouble: why it was killed, if it did not end by itself.
+        record: its last heartbeat.
+    """
 
     rank: int
-    code: int  # as in subprocess: negative for a signal
-    when: float = float("inf")  # time recorded by the rank, on the machine's monotonic clock
-    report: str = ""  # traceback recorded by the rank, or stack collected from it
-    trouble: str = ""  # why it was killed, if it did not end by itself
-    since: float = float("inf")  # when it was last well, on the same clock, if it was killed
-    record: HeartbeatRecord | None = None  # its last heartbeat
+    code: int
+    when: float = float("inf")
+    report: str = ""
+    trouble: str = ""
+    record: HeartbeatRecord | None = None
 
     @property
     def order(self) -> tuple[bool, float]:
@@ -54,16 +61,13 @@ class Failure:
         """Last known position of the rank in the run; "" if unknown."""
         return "" if self.record is None else f" {self.record.where} (on {socket.gethostname()})"
 
-    @property
-    def step(self) -> int | None:
-        """Steps done; None if the rank had not started any."""
-        return None if self.record is None or self.record.begun < 0 else self.record.steps
-
     def event(self) -> dict[str, Any]:
-        """Return the values of the failure event."""
+        """Return the values of the failure event; its step is None if the rank had not started any."""
+        record = self.record
         return {
-            "rank": self.rank, "host": socket.gethostname(), "how": self.how, "step": self.step,
-            "where": self.record and self.record.where, "report": self.report or None,
+            "rank": self.rank, "host": socket.gethostname(), "how": self.how,
+            "step": record.steps if record and record.begun >= 0 else None, "where": record and record.where,
+            "report": self.report or None,
         }
 
 

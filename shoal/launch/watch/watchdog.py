@@ -13,8 +13,9 @@ import os
 import re
 import signal
 import time
-from collections.abc import Container
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,23 +40,8 @@ class Sign(NamedTuple):
     """Observation of one rank at one moment."""
 
     record: HeartbeatRecord | None
-    state: str
-    """Process state letter of the kernel, ``T`` if stopped; "" if unknown."""
-
-    processor: float
-    """CPU time used [s]."""
-
-
-@dataclass(frozen=True)
-class Trouble:
-    """A rank that must be killed."""
-
-    rank: int
-    what: str
-    """Description of the problem: ``is stopped``, ``is silent``, ``is stuck``."""
-
-    since: float
-    """When the rank was last well, on `time.monotonic` [s]."""
+    state: str  # the kernel's letter, ``T`` if stopped; "" if unknown
+    processor: float  # CPU time used [s]
 
 
 @dataclass
@@ -64,43 +50,37 @@ class _Watched:
 
     alive: float = -1.0
     processor: float = -1.0
-    quiet: float = 0.0
-    """Time since the last heartbeat [s]."""
-
-    idle: float = 0.0
-    """Time since the last heartbeat or CPU use [s]."""
+    quiet: float = 0.0  # since the last heartbeat [s]
+    idle: float = 0.0  # since the last heartbeat or CPU use [s]
 
 
 class Watchdog:
-    """Watchdog of one attempt.
+    """Watchdog of the ranks of one attempt."""
 
-    Args:
-        limits: timeouts.
-        ranks: number of ranks.
-    """
-
-    def __init__(self, limits: FailoverConfig, ranks: int):
+    def __init__(self, limits: FailoverConfig):
         self.limits = limits
-        self._watched = [_Watched() for _ in range(ranks)]
+        self._watched: defaultdict[int, _Watched] = defaultdict(_Watched)
         self._looked: float | None = None
         self._counts: list[int] | None = None
         self._steps: int | None = None
         self._stalled = self._step = self.slowest = 0.0
 
-    def look(self, signs: list[Sign], now: float, silent: Container[int] | None = None) -> Trouble | None:
-        """Check all ranks at time ``now`` (`time.monotonic`). A stuck rank has number -1: only the stacks identify it.
+    def look(self, signs: Mapping[int, Sign], now: float, silent: Container[int] | None = None) -> Failure | None:
+        """Check all ranks at time ``now`` (`time.monotonic`); return a rank that must be killed.
+
+        A stuck rank has number -1: only the stacks identify it.
 
         Args:
             silent: ranks to check for silence; None checks all.
         """
         gap = 0.0 if self._looked is None else min(now - self._looked, LONGEST_GAP)
         self._looked = now
-        for rank, sign in enumerate(signs):
+        for rank, sign in signs.items():
             if sign.record is None or (silent is not None and rank not in silent):
                 continue
             if what := self._silence(self._watched[rank], sign, sign.record.alive, gap):
-                return Trouble(rank, what, sign.record.alive)
-        return self._stall([sign.record for sign in signs if sign.record is not None], gap)
+                return Failure(rank, -signal.SIGKILL, sign.record.alive, trouble=what)
+        return self._stall([sign.record for sign in signs.values() if sign.record is not None], gap)
 
     def _silence(self, watched: _Watched, sign: Sign, alive: float, gap: float) -> str:
         if alive != watched.alive:
@@ -115,7 +95,7 @@ class Watchdog:
             return "is stopped (SIGSTOP)"
         return "is silent" if watched.idle >= self.limits.heartbeat_timeout_seconds else ""
 
-    def _stall(self, records: list[HeartbeatRecord], gap: float) -> Trouble | None:
+    def _stall(self, records: list[HeartbeatRecord], gap: float) -> Failure | None:
         counts = [record.count for record in records]
         steps = max((record.steps for record in records), default=0)
         self._step += gap
@@ -129,7 +109,7 @@ class Watchdog:
         self._stalled += gap
         if not records or self._stalled < self.limit(records):
             return None
-        return Trouble(-1, "is stuck", max(record.marked for record in records))
+        return Failure(-1, -signal.SIGKILL, max(record.marked for record in records), trouble="is stuck")
 
     def limit(self, records: list[HeartbeatRecord]) -> float:
         """Return the allowed seconds without progress: short once all ranks are in steps and have completed one."""
@@ -156,11 +136,9 @@ def write_stack_when_asked(path: Path) -> None:
 
 
 def collect_stacks(pids: dict[int, int], files: dict[int, Path], wake: bool = False) -> dict[int, str]:
-    """Request stacks from ranks; "" for a rank that gives none in time.
+    """Request the stacks of ranks by process id and stack file; "" for a rank that gives none in time.
 
     Args:
-        pids: process id of each rank.
-        files: stack file of each rank.
         wake: continue stopped processes so that they can answer; for ranks that are killed next.
     """
     before = {rank: _content(files[rank]) for rank in pids}
@@ -181,23 +159,23 @@ def _content(path: Path) -> str:
 
 
 def locate_lost_rank(
-    trouble: Trouble, records: dict[int, HeartbeatRecord], folder: Path, *, alone: bool = True
+    lost: Failure, records: dict[int, HeartbeatRecord], folder: Path, *, alone: bool = True
 ) -> Failure | None:
-    """Identify the lost rank and collect its stack; None if it is on another host.
+    """Add the stack, and the number of a stuck rank, to what `Watchdog.look` found; None if it is on another host.
 
     Args:
         records: heartbeat records of all ranks here that still run.
         folder: folder of their stack files.
         alone: whether all ranks are on this host. If not, and all ranks here wait, the lost rank is on another host.
     """
-    asked = records if trouble.rank < 0 else {trouble.rank: records[trouble.rank]}
-    pids = {rank: record.pid for rank, record in asked.items()}
-    found = collect_stacks(pids, {rank: stack_path(folder, rank) for rank in asked}, wake=trouble.rank >= 0)
-    if trouble.rank < 0 and not alone and all(map(is_waiting, found.values())):
+    stuck = lost.rank < 0
+    pids = {rank: record.pid for rank, record in records.items() if stuck or rank == lost.rank}
+    found = collect_stacks(pids, {rank: stack_path(folder, rank) for rank in pids}, wake=not stuck)
+    if stuck and not alone and all(map(is_waiting, found.values())):
         return None
-    rank = trouble.rank if trouble.rank >= 0 else find_stuck_rank(found, records)
-    how = f"{trouble.what} since {time.monotonic() - trouble.since:.1f} s and was ended,"
-    return Failure(rank, -signal.SIGKILL, trouble.since, redact(found[rank]), how, trouble.since, records[rank])
+    rank = find_stuck_rank(found, records) if stuck else lost.rank
+    how = f"{lost.trouble} since {time.monotonic() - lost.when:.1f} s and was ended,"
+    return replace(lost, rank=rank, report=redact(found[rank]), trouble=how, record=records[rank])
 
 
 def find_stuck_rank(found: dict[int, str], records: dict[int, HeartbeatRecord]) -> int:

@@ -1,8 +1,8 @@
-"""Trials of a run under faults: one fault each, at a random moment, and what must hold afterwards.
+"""Trials of a run under faults: one fault each, at a random moment, and the checks afterwards.
 
-A trial passes if the run ended (after what the message asks for, where it asks for something), its last state is that
-of the undisturbed run (bit for bit on the same layout, else to rounding), no more steps were lost than promised, no
-process and no half-written file is left, and the message names the cause.
+A trial passes if the run ended (after the repair that its message asks for, if any), its last state is that of the
+undisturbed run (bit for bit on the same layout, else to rounding), no more steps were lost than promised, no process
+and no partly written file remains, and the message names the cause.
 """
 
 from __future__ import annotations
@@ -30,54 +30,44 @@ from shoal.launch.prefork import PreforkServer
 from shoal.launch.supervisor import PROCESSES_FILE, Supervisor
 from shoal.pipeline.from_layout import build_layout_program
 from shoal.spec.config import RunConfig, save_config
-from shoal.testing.chaos.comparison import differences, done, last, reached
-from shoal.testing.chaos.fault_injection import COMMITTING, DAMAGES, SAVING, VARIABLE, Planted, disturbed
-from shoal.testing.chaos.fault_types import KINDS, MENDED, NEED_MOUNTS, OPS_OF, FaultType
+from shoal.testing.chaos.fault_injection import COMMITTING, DAMAGES, SAVING, VARIABLE, Planted, disturbed_path
+from shoal.testing.chaos.fault_types import KINDS, MOMENT_OPS, NEED_MOUNTS, REPAIRED, FaultType
 from shoal.testing.chaos.mounts import fill, mount
+from shoal.testing.chaos.run_state import compare_checkpoints, last_checkpoint, step_of_failure, steps_done
 from shoal.training.resilience.events import read_events
 from shoal.training.resilience.host_memory_dir import run_dir
 from shoal.training.run_folder import new_run
 
+# Allowed difference of a parameter after a run on another layout, relative to its tensor's largest element. In 32 bits
+# and fewer, Adam amplifies rounding: an element whose gradients are all rounding is updated as much as any other.
 ROUNDING = {"fp64": 1e-8}
 ROUGH = 2e-3
-"""How far a parameter may be from the undisturbed run's after a run on another layout, by the run's precision,
-relative to the largest of its tensor. In 32 bits and fewer Adam makes much of rounding: where all gradients of an
-element were nothing else, its update is as large as any other's."""
 
-ENDS = 5.0  # seconds in which the processes of a killed supervisor must be gone
-POLL = 0.01
+EXIT_SECONDS = 5.0  # in which the processes of a killed supervisor must exit
+POLL_SECONDS = 0.01
 LEFTOVERS = ("*.partial", ".staging*", PROCESSES_FILE)
 
 
 @dataclass
 class Trial:
-    """One fault, and what came of it.
-
-    Attributes:
-        fault: its name.
-        moment: when it happened, in words.
-        problems: what went wrong; a trial without any passed.
-        lost: steps that were repeated, for each restart.
-        seconds: from the last heartbeat to the end of the next step, for each restart that the run did itself.
-        reached: the step that it reached before it was resumed by hand; None if it was not.
-    """
+    """One fault and its outcome."""
 
     fault: str
-    moment: str
-    problems: list[str] = field(default_factory=list)
-    lost: list[int] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    reached: int | None = None
+    moment: str  # description of when it happened
+    problems: list[str] = field(default_factory=list)  # none if the trial passed
+    lost: list[int] = field(default_factory=list)  # repeated steps of each restart
+    seconds: list[float] = field(default_factory=list)  # from the last heartbeat to the next step, of each own restart
+    reached: int | None = None  # steps done before the run was resumed by hand; None if it was not
 
 
 class Chaos:
-    """Trials of one run, each with another fault.
+    """Trials of one run, each with one fault.
 
     Args:
-        config: of the run; its folders and its cache are moved into ``folder``.
-        folder: receives all files of the trials.
-        server: forks the ranks.
-        log: the file that this process and the server print into.
+        config: config of the run, whose folders and cache are moved into ``folder``.
+        folder: folder of all files of the trials.
+        server: server that forks the ranks.
+        log: file to which this process and the server print.
     """
 
     def __init__(self, config: RunConfig, folder: Path, server: PreforkServer, log: Path):
@@ -91,12 +81,12 @@ class Chaos:
         self.actions = [[action.op.value for action in actions] for actions in program.actions]
         prepare(self.config.data)
         self.reference = folder / "undisturbed"
-        self.began = 0  # the step after which the newest run went on
+        self.began = 0  # steps done at the start of the newest run
         if code := self._supervise(self.reference):
             raise UsageError(f"the undisturbed run ended with code {code}.\n  Its log: {log}")
 
     def can_have(self, name: str) -> bool:
-        """Whether this run can have this kind of fault."""
+        """Return whether this kind of fault is possible in this run."""
         if name == "bit-shard":
             return self.config.data.source != "synthetic"
         if name == "kill-collective":
@@ -106,7 +96,7 @@ class Chaos:
         return True
 
     def trial(self, name: str, rng: random.Random, number: int) -> Trial:
-        """Run once with one fault of this kind at a random moment, and judge what came of it."""
+        """Run once with one fault of this kind at a random moment, and check the outcome."""
         kind, folder = KINDS[name], self.folder / f"{number:04d}-{name}"
         begin = self.log.stat().st_size
         if name == "kill-supervisor":
@@ -121,15 +111,15 @@ class Chaos:
             code = self._supervise(folder, planted)
             self._expect(trial, kind, code)
             if code and not trial.problems:
-                trial.reached = reached(folder)
+                trial.reached = step_of_failure(folder)
                 if kind.effect == "shard":
                     shutil.rmtree(self.config.data.cache / "shards")  # as the message says
                     prepare(self.config.data)
-                self._expect(trial, MENDED, self._supervise(folder, resume=True))
+                self._expect(trial, REPAIRED, self._supervise(folder, resume=True))
         with self.log.open(errors="replace") as file:
             file.seek(begin)
-            said = file.read()
-        self._judge(trial, kind, folder, said, rank)
+            output = file.read()
+        self._judge(trial, kind, folder, output, rank)
         if not trial.problems:
             shutil.rmtree(folder, ignore_errors=True)
         return trial
@@ -143,14 +133,14 @@ class Chaos:
         step = rng.randrange(first, max(first + 1, last))
         if kind.moment in SAVING:
             return [Planted(kind.effect, rank, min(step, max(0, last - 1)), kind.moment, fraction=rng.random())]
-        op, nth = self._action(rank, OPS_OF[kind.moment], rng)
+        op, nth = self._action(rank, MOMENT_OPS[kind.moment], rng)
         fault = Planted(kind.effect, rank, step, op, nth, fraction=rng.random(), seed=rng.randrange(2**31))
         if name == "lost-node":
-            return [replace(fault, then=[rank])]
+            return [replace(fault, lost_devices=[rank])]
         if name == "returned-node":
             step = rng.randrange(max(1, self.steps - 2))
-            back = Planted(kind.effect, 0, rng.randrange(step, self.steps), "F", attempt=1, then=[])
-            return [replace(fault, step=step, then=[rank]), back]
+            back = Planted(kind.effect, 0, rng.randrange(step, self.steps), "F", attempt=1, lost_devices=[])
+            return [replace(fault, step=step, lost_devices=[rank]), back]
         return [fault]
 
     def _action(self, rank: int, ops: str, rng: random.Random) -> tuple[str, int]:
@@ -162,10 +152,10 @@ class Chaos:
     # ---- runs --------------------------------------------------------------------------------------------------------
 
     def _supervise(self, folder: Path, faults: Sequence[Planted] = (), *, resume: bool = False) -> int:
-        """Run to the end, and return the exit code of `shoal train`."""
+        """Run to the end; return the exit code of `shoal train`."""
         os.environ[VARIABLE] = json.dumps([asdict(fault) for fault in faults])
         try:
-            supervisor = supervisor_of(self.config, folder, self.server, resume=resume, faulty=bool(faults))
+            supervisor = create_supervisor(self.config, folder, self.server, resume=resume, faulty=bool(faults))
             code = supervisor.run()
             self.began = supervisor.began
             return code
@@ -176,36 +166,35 @@ class Chaos:
             del os.environ[VARIABLE]
 
     def _kill_supervisor(self, folder: Path, rng: random.Random) -> Trial:
-        """Kill the supervisor (SIGKILL) of a run that was started as a user starts it, then resume the run."""
+        """Kill the supervisor (SIGKILL) of a run that was started by the command, then resume the run."""
         step = rng.randrange(min(self.config.checkpoint.every + 1, self.steps - 2), self.steps - 1)
         trial = Trial("kill-supervisor", f"step {step}")
         toml = self.folder / "run.toml"
         save_config(self.config, toml)
-        words = [sys.executable, "-m", "shoal", "train", str(toml), "--run-folder", str(folder)]
-        parent = subprocess.Popen(words)
+        parent = subprocess.Popen([sys.executable, "-m", "shoal", "train", str(toml), "--run-folder", str(folder)])
         saved = folder / "checkpoints"
-        wait_until(lambda: parent.poll() is not None or (done(folder) >= step and list_checkpoints(saved)))
+        wait_until(lambda: parent.poll() is not None or (steps_done(folder) >= step and list_checkpoints(saved)))
         if parent.poll() is not None:
             trial.problems.append(f"it ended with code {parent.returncode} before it could be killed")
-        else:
-            family = psutil.Process(parent.pid).children(recursive=True)
-            time.sleep(rng.random() * 0.2)
-            trial.reached = done(folder)
-            parent.kill()
-            parent.wait()
-            _, alive = psutil.wait_procs(family, timeout=ENDS)
-            if alive:
-                trial.problems.append(f"{len(alive)} processes outlived their supervisor")
-            for process in alive:
-                process.kill()
-            (folder / PROCESSES_FILE).unlink(missing_ok=True)  # nobody was left who could
-            found, wanted = last(folder), last(self.reference)
-            if found is None or wanted is None or found.name != wanted.name:
-                self._expect(trial, MENDED, self._supervise(folder, resume=True))
+            return trial
+        family = psutil.Process(parent.pid).children(recursive=True)
+        time.sleep(rng.random() * 0.2)
+        trial.reached = steps_done(folder)
+        parent.kill()
+        parent.wait()
+        _, alive = psutil.wait_procs(family, timeout=EXIT_SECONDS)
+        if alive:
+            trial.problems.append(f"{len(alive)} processes outlived their supervisor")
+        for process in alive:
+            process.kill()
+        (folder / PROCESSES_FILE).unlink(missing_ok=True)  # the killed supervisor could not
+        found, wanted = last_checkpoint(folder), last_checkpoint(self.reference)
+        if found is None or wanted is None or found.name != wanted.name:
+            self._expect(trial, REPAIRED, self._supervise(folder, resume=True))
         return trial
 
     def _disturb_disk(self, name: str, folder: Path, rng: random.Random) -> Trial:
-        """Fill a small disk, or make the folder of checkpoints read-only, while the run goes on; then undo it."""
+        """Fill a small disk, or make the checkpoint folder read-only, during the run; then undo it and resume."""
         kind = KINDS[name]
         step = rng.randrange(1, max(2, self.steps - self.config.checkpoint.every))
         trial = Trial(name, f"step {step}")
@@ -215,21 +204,21 @@ class Chaos:
         run, checkpoints = folder / "run", folder / "run" / "checkpoints"
         try:
             def act() -> None:
-                if not wait_until(lambda: done(run) >= step, seconds=120):
-                    trial.problems.append(f"it did not come to step {step}")
+                if not wait_until(lambda: steps_done(run) >= step, seconds=120):
+                    trial.problems.append(f"it did not reach step {step}")
                 elif name == "disk-full":
                     fill(folder / "filler")
                 else:
                     mount(f"mount --bind '{checkpoints}' '{checkpoints}' && mount -o remount,bind,ro '{checkpoints}'")
-                disturbed(run).touch()
+                disturbed_path(run).touch()
 
             thread = threading.Thread(target=act)
             thread.start()
             code = self._supervise(run, [Planted("wait", 0, step, "F")])
             thread.join()
-            disturbed(run).unlink()
+            disturbed_path(run).unlink()
             self._expect(trial, kind, code)
-            trial.reached = reached(run)
+            trial.reached = step_of_failure(run)
             (folder / "filler").unlink(missing_ok=True)
             if name == "read-only":
                 mount(f"umount '{checkpoints}'")
@@ -237,7 +226,7 @@ class Chaos:
             resume = bool(list_checkpoints(checkpoints))
             if not resume:
                 shutil.rmtree(run)
-            self._expect(trial, MENDED, self._supervise(run, resume=resume))
+            self._expect(trial, REPAIRED, self._supervise(run, resume=resume))
             shutil.copytree(run, folder.with_name(f"{folder.name}-kept"))
         finally:
             mount(f"umount -l '{folder}'")
@@ -245,33 +234,33 @@ class Chaos:
         folder.with_name(f"{folder.name}-kept").rename(folder)
         return trial
 
-    # ---- what must hold ----------------------------------------------------------------------------------------------
+    # ---- checks ------------------------------------------------------------------------------------------------------
 
     def _expect(self, trial: Trial, kind: FaultType, code: int) -> None:
         if code not in kind.codes and (kind.codes or not code):
             wanted = " or ".join(map(str, kind.codes)) or "another"
             trial.problems.append(f"ended with code {code}, not {wanted}")
 
-    def _judge(self, trial: Trial, kind: FaultType, folder: Path, said: str, rank: int) -> None:
+    def _judge(self, trial: Trial, kind: FaultType, folder: Path, output: str, rank: int) -> None:
         events = read_events(folder)
         trial.lost = [event["lost"] for event in events if event["event"] == "recovered"]
         trial.seconds = [event["seconds"] for event in events if event["event"] == "recovered"]
         if trial.reached is not None:
             trial.lost.append(max(0, trial.reached - self.began))
-        # A save that is not whole yet is no state, so a failure may cost the steps of two intervals.
+        # An incomplete save cannot be resumed, so a failure may cost the steps of two intervals.
         every = self.config.failover.memory_every or self.config.checkpoint.every
         bound = (2 * every or self.steps) + (self.config.checkpoint.every if kind.effect in DAMAGES else 0)
         if trial.lost and max(trial.lost) > bound:
-            trial.problems.append(f"{max(trial.lost)} steps lost, and at most {bound} are promised")
-        unasked = kind.effect == "slow" and not self.config.failover.stragglers_every
-        if not unasked and not re.search(kind.says.replace("RANK", str(rank)), said):
-            trial.problems.append(f"no message says {kind.says!r}")
+            trial.problems.append(f"{max(trial.lost)} steps lost, but at most {bound} are promised")
+        unchecked = kind.effect == "slow" and not self.config.failover.stragglers_every
+        if not unchecked and not re.search(kind.message.replace("RANK", str(rank)), output):
+            trial.problems.append(f"no message matches {kind.message!r}")
         if self.server.pid and (left := psutil.Process(self.server.pid).children(recursive=True)):
-            trial.problems.append(f"{len(left)} ranks are left")
+            trial.problems.append(f"{len(left)} ranks still run")
         for pattern in LEFTOVERS:
-            trial.problems += [f"left behind: {path.relative_to(folder)}" for path in folder.rglob(pattern)]
+            trial.problems += [f"remains: {path.relative_to(folder)}" for path in folder.rglob(pattern)]
         if (memory := run_dir(folder, self.config.failover)).exists():
-            trial.problems.append(f"left behind: {memory}")
+            trial.problems.append(f"remains: {memory}")
         for _, path in list_checkpoints(folder / "checkpoints"):
             try:
                 verify(path)
@@ -279,16 +268,16 @@ class Chaos:
                 if kind.effect not in DAMAGES:
                     trial.problems.append(str(error))
         rounding = ROUNDING.get(self.config.train.precision, ROUGH) if kind.rounded else None
-        trial.problems += differences(last(self.reference), last(folder), rounding)
+        trial.problems += compare_checkpoints(last_checkpoint(self.reference), last_checkpoint(folder), rounding)
 
 
-def supervisor_of(
+def create_supervisor(
     config: RunConfig, folder: Path, server: PreforkServer, *, resume: bool = False, faulty: bool = False
 ) -> Supervisor:
-    """Supervise a run on this machine's CPU: a new one, unless it is resumed.
+    """Create the supervisor of a run on this machine's CPU, and the run folder unless the run is resumed.
 
     Args:
-        faulty: plant the faults that stand in the environment.
+        faulty: inject the faults listed in the environment.
     """
     if not resume:
         new_run(config, folder)
@@ -298,10 +287,10 @@ def supervisor_of(
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 300.0) -> bool:
-    """Poll a condition; return whether it came true in time."""
+    """Poll a condition; return whether it became true in time."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
             return False
-        time.sleep(POLL)
+        time.sleep(POLL_SECONDS)
     return True

@@ -1,7 +1,6 @@
-"""The worker of a run with planted faults, for `shoal chaos`: ``python -m shoal.testing.chaos.fault_injection``.
+"""Rank of a run with injected faults: ``python -m shoal.testing.chaos.fault_injection``.
 
-The faults of all attempts are one list in the environment (`VARIABLE`), from which every rank takes its own. A run that
-is not under test imports nothing of this.
+The environment variable `VARIABLE` lists the faults of all ranks and attempts; each rank selects its own.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import Any, NoReturn
 import torch
 
 from shoal.engine.checkpoint import list_checkpoints
-from shoal.launch.checks.devices import LOST_FILE
+from shoal.launch.devices import LOST_FILE
 from shoal.launch.rank_env import read_payload
 from shoal.launch.worker import run
 from shoal.pipeline.program import Action
@@ -30,42 +29,30 @@ from shoal.training.trainer import Trainer
 
 VARIABLE = "SHOAL_INJECT"
 RAISED = "planted by shoal chaos"
-SLEEP = 0.02  # seconds by which each action of a slow rank is longer
+SLEEP = 0.02  # delay of each action of a slow rank [s]
 
 
 @dataclass(frozen=True)
 class Planted:
-    """One fault of one rank.
+    """One fault of one rank; steps and attempts count from 0."""
 
-    Attributes:
-        effect: what it does (`InjectedFault.do`).
-        rank: the rank that has it.
-        step: in which step, from 0.
-        op: of the action in which it happens; STAGING or COMMITTING of a checkpoint, the first from that step on.
-        nth: which of the step's actions of this op.
-        fraction: how far into the action, as a part of the time that the last one of its kind took.
-        attempt: of the run, from 0.
-        then: what it writes into the file of lost devices, if anything.
-        seed: of its other random choices.
-    """
-
-    effect: str
+    effect: str  # see `InjectedFault.act`
     rank: int
     step: int
-    op: str
-    nth: int = 0
-    fraction: float = 0.0
+    op: str  # of the action in which it happens; STAGING or COMMITTING: in the first checkpoint from this step on
+    nth: int = 0  # index among the step's actions with this op
+    fraction: float = 0.0  # delay within the action, relative to the duration of the previous one of its kind
     attempt: int = 0
-    then: list[int] | None = None
-    seed: int = 0
+    lost_devices: list[int] | None = None  # written into the file of lost devices, unless None
+    seed: int = 0  # of its other random choices
 
 
 SAVING = STAGING, COMMITTING = "staging", "committing"
 DAMAGES = ("flip", "truncate", "remove")  # of a file; each is also an effect
 
 
-def disturbed(run: Path) -> Path:
-    """The file, outside the run's disk, that tells a waiting rank that its run has been disturbed from outside."""
+def disturbed_path(run: Path) -> Path:
+    """Return the file, outside the run's disk, that exists once the run's disk has been disturbed from outside."""
     return run.parent.with_name(f"{run.parent.name}-disturbed")
 
 
@@ -78,13 +65,13 @@ def plant(trainer: Trainer) -> None:
 
 
 class InjectedFault:
-    """A `Recorder` that makes a fault happen at its moment."""
+    """`Recorder` of a rank's actions that triggers a fault at its moment."""
 
     def __init__(self, trainer: Trainer, planted: Planted):
         self.trainer, self.planted, self.random = trainer, planted, random.Random(planted.seed)
         self.step, self.count = -1, 0
         self.begun, self.lasted = 0.0, 0.0
-        trainer.engine.runtime.recorders.insert(0, self)  # what it adds to an action is in what the others measure
+        trainer.engine.runtime.recorders.insert(0, self)  # first, so that the other recorders measure its delays
         if planted.op == STAGING:
             self._around("_write_part")
         elif planted.op == COMMITTING:
@@ -93,33 +80,31 @@ class InjectedFault:
     # ---- moments -----------------------------------------------------------------------------------------------------
 
     def begin(self, action: Action) -> None:
-        """As `Recorder`."""
         if self.trainer.step != self.step:
             self.step, self.count = self.trainer.step, 0
         self.begun = time.monotonic()
         if action.op.value != self.planted.op:
             return
         if (self.step, self.count) == (self.planted.step, self.planted.nth):
-            self.soon(self.planted.fraction * self.lasted)
+            self._act_in(self.planted.fraction * self.lasted)
         self.count += 1
 
     def arrived(self, action: Action) -> None:
-        """As `Recorder`."""
+        """Do nothing."""
 
     def end(self, action: Action) -> None:
-        """As `Recorder`."""
         if self.planted.effect == "slow" and self.step >= self.planted.step:
             time.sleep(SLEEP)
         if action.op.value == self.planted.op:
             self.lasted = time.monotonic() - self.begun
 
     def _around(self, name: str) -> None:
-        """Make the fault happen while a checkpoint is written in the background."""
+        """Trigger the fault in a method of the background writer of checkpoints."""
         original: Callable[..., Any] = getattr(self.trainer.states.disk, name)
 
         def around(*args: Any) -> Any:
             if self.trainer.step >= self.planted.step:
-                self.soon(self.planted.fraction * max(self.lasted, 1e-3))
+                self._act_in(self.planted.fraction * max(self.lasted, 1e-3))
             begin = time.monotonic()
             result = original(*args)
             self.lasted = time.monotonic() - begin
@@ -127,23 +112,22 @@ class InjectedFault:
 
         setattr(self.trainer.states.disk, name, around)
 
-    def soon(self, seconds: float) -> None:
-        """Do it after some seconds, in the middle of an action, if the effect can; else now."""
+    def _act_in(self, seconds: float) -> None:
+        """Act after some seconds, in the middle of an action, if the effect is a signal; otherwise immediately."""
         if self.planted.effect in ("kill", "stop") and seconds > 0:
-            threading.Timer(seconds, self.do).start()
+            threading.Timer(seconds, self.act).start()
         else:
-            self.do()
+            self.act()
 
     # ---- effects -----------------------------------------------------------------------------------------------------
 
-    def do(self) -> None:
-        """Make the fault happen."""
+    def act(self) -> None:
         folder = self.trainer.folder
-        if self.planted.then is not None:
-            (folder / LOST_FILE).write_text(json.dumps(self.planted.then))
+        if self.planted.lost_devices is not None:
+            (folder / LOST_FILE).write_text(json.dumps(self.planted.lost_devices))
         match self.planted.effect:
             case "kill":
-                end_here()
+                kill_self()
             case "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "exit":
@@ -151,41 +135,41 @@ class InjectedFault:
             case "raise":
                 raise ArithmeticError(RAISED)
             case "nan":
-                self.spoil()
+                self._insert_nan()
             case "wait":
-                while not disturbed(folder).exists():
+                while not disturbed_path(folder).exists():
                     time.sleep(SLEEP)
             case "shard":
                 shards = (self.trainer.config.data.cache / "shards").glob("*/*.bin")  # the next attempt checks them
                 damage(sorted(shards), "flip", self.random)
-                end_here()
+                kill_self()
             case how if how in DAMAGES:
-                self.trainer.states.wait()  # else a better one appears meanwhile
+                self.trainer.states.wait()  # otherwise a newer, intact checkpoint could appear
                 newest = list_checkpoints(folder / "checkpoints")[-1].path
                 damage(sorted(Path(str(newest)).glob("*.safetensors")), how, self.random)
-                end_here()
+                kill_self()
 
-    def spoil(self) -> None:
+    def _insert_nan(self) -> None:
         """Put a NaN into the output of one layer of this rank from now on."""
 
-        def spoiled(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        def with_nan(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
             mask = torch.zeros_like(output)
             mask.view(-1)[0] = float("nan")
             return output + mask
 
         modules = (pair for stage in self.trainer.engine.stages for pair in stage.module.named_modules())
         layers = [module for name, module in modules if re.fullmatch(r"layers\.\d+", name)]
-        self.random.choice(layers).register_forward_hook(spoiled)
+        self.random.choice(layers).register_forward_hook(with_nan)
 
 
-def end_here() -> NoReturn:
+def kill_self() -> NoReturn:
     """Kill this process, as the kernel does when memory is exhausted."""
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("still alive")
 
 
 def damage(files: list[Path], how: str, rng: random.Random) -> Path:
-    """Flip one bit of one of the files, cut it short, or remove it; returns which."""
+    """Flip a bit of a randomly chosen file, truncate it or remove it; return the file."""
     file = rng.choice(files)
     if how == "remove":
         file.unlink()

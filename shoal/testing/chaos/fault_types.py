@@ -1,4 +1,4 @@
-"""The kinds of faults that `shoal chaos` knows: what each does, where, and what the run must say of it."""
+"""The faults of `shoal chaos`: what each does, when, and which message the run must print."""
 
 from __future__ import annotations
 
@@ -12,21 +12,16 @@ class FaultType:
     """A kind of fault.
 
     Attributes:
-        effect: of `Planted`; "" if it comes from outside the ranks.
-        moment: a key of `OPS_OF`, STAGING or COMMITTING; "" if it comes from outside.
-        says: a pattern that the messages must match, in which RANK is the rank.
-        late: it happens only after the run has saved checkpoints.
-        codes: the exit codes that the run may have: 0 if it recovers by itself; () for any but 0. A run that ends with
-            another than 0 is repaired and resumed.
-        rounded: the layout changes, so that the last state is the same only to rounding.
+        codes: exit codes that the run may have: 0 if it recovers by itself; () for any other. A run that ends with
+            another code than 0 is repaired and resumed.
     """
 
-    effect: str
-    moment: str
-    says: str
-    late: bool = False
+    effect: str  # see `Planted`; "" if it comes from outside the ranks
+    moment: str  # a key of `MOMENT_OPS`, STAGING or COMMITTING; "" if it comes from outside
+    message: str  # pattern of the expected message, in which RANK is the rank
+    late: bool = False  # only after the run has saved checkpoints
     codes: tuple[int, ...] = (0,)
-    rounded: bool = False
+    rounded: bool = False  # the layout changes, so that the last state is equal only to rounding
 
 
 KILLED = r"rank RANK was killed by SIGKILL"
@@ -49,13 +44,12 @@ KINDS = {
     "disk-full": FaultType("", "", r"[Nn]o space left on device", late=True, codes=()),
     "read-only": FaultType("", "", r"[Rr]ead-only file system", late=True, codes=()),
     "slow": FaultType("slow", "forward", r"slowest: rank RANK "),
-    "lost-node": FaultType("kill", "any", r"rank RANK was killed(.|\n)*devices are there: now on", rounded=True),
+    "lost-node": FaultType("kill", "any", r"rank RANK was killed(.|\n)*devices available: now on", rounded=True),
     "returned-node": FaultType(
-        "kill", "any", r"devices are there: now on(.|\n)*devices are there: now on", rounded=True
+        "kill", "any", r"devices available: now on(.|\n)*devices available: now on", rounded=True
     ),
 }  # fmt: skip
-"""By name."""
 
-MENDED = FaultType("", "", "")
+REPAIRED = FaultType("", "", "")
 NEED_MOUNTS = {"disk-full", "read-only"}
-OPS_OF = {"forward": "F", "backward": "BIW", "collective": "R", "optimizer": "S", "any": "FBIWRS"}
+MOMENT_OPS = {"forward": "F", "backward": "BIW", "collective": "R", "optimizer": "S", "any": "FBIWRS"}

@@ -1,4 +1,4 @@
-"""Mount file systems of this process's own, for the faults of a disk that is full or read-only."""
+"""Mount file systems in a private namespace, for faults of a full or read-only disk."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-OWN_MOUNTS = "SHOAL_CHAOS_MOUNTS"
-"""In the environment of a command that was started again: whether it may mount file systems."""
+OWN_MOUNTS = "SHOAL_CHAOS_MOUNTS"  # environment variable of the restarted command: whether it may mount file systems
 
 
 def own_mounts() -> bool:
-    """Give this process a mount namespace of its own, by starting the `shoal` command again.
+    """Give this process a mount namespace of its own by restarting the `shoal` command; return whether it has one.
 
-    Returns:
-        Whether it has one; False if that is not permitted, or if the caller is not the `shoal` command.
+    It has none if that is not permitted, or if the caller is not the `shoal` command.
     """
     if OWN_MOUNTS in os.environ:
         return os.environ[OWN_MOUNTS] == "yes"
@@ -25,7 +23,7 @@ def own_mounts() -> bool:
     trial = [*words, "sh", "-c", 'd=$(mktemp -d) && mount -t tmpfs tmpfs "$d" && umount "$d" && rmdir "$d"']
     if shutil.which("unshare") is None or subprocess.run(trial, capture_output=True).returncode:
         return False
-    if Path(sys.argv[0]).name not in ("shoal", "__main__.py"):  # called by other code, whose command line is not ours
+    if Path(sys.argv[0]).name not in ("shoal", "__main__.py"):  # called by other code
         return False
     os.environ[OWN_MOUNTS] = "yes"
     os.execvp("unshare", [*words, sys.executable, "-m", "shoal", *sys.argv[1:]])
@@ -33,12 +31,12 @@ def own_mounts() -> bool:
 
 
 def mount(command: str) -> None:
-    """Run a command that changes the file systems which this process and its children see."""
+    """Run a shell command that changes the file systems visible to this process and its children."""
     subprocess.run(["sh", "-c", command], check=True, capture_output=True)
 
 
 def fill(path: Path) -> None:
-    """Write until nothing more fits."""
+    """Write until the disk is full."""
     with open(path, "wb", buffering=0) as file, suppress(OSError):
         while True:
             file.write(bytes(1 << 16))

@@ -10,13 +10,13 @@ from shoal.base.errors import UsageError
 from shoal.launch.rank_env import RankEnv, record_end
 from shoal.launch.torch_elastic import refuse_again
 from shoal.launch.watch import peer_watch
-from shoal.launch.watch.postmortem import Last, find_cause, read_previous_attempt
+from shoal.launch.watch.postmortem import LastState, find_cause, read_previous_attempt
 from shoal.pipeline.program import Action, Op
 from shoal.training.resilience import heartbeat
 from shoal.training.resilience.heartbeat import Heartbeat, Phase
 
 MEMBER = RankEnv(0, 2, 0, 2, "torchrun", ("localhost", 4321))
-LEFT = Last("4321 2", 2, 0, "a", 10.0, "in step 5", 4, done=False, report="", usage=False, told=False)
+LEFT = LastState("4321 2", 2, 0, "a", 10.0, "in step 5", 4, done=False, report="", usage=False, reported=False)
 RAISED = replace(LEFT, report="Traceback")
 
 
@@ -36,12 +36,12 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 def test_what_a_rank_left_behind_is_read(folder):
     [last] = read_previous_attempt(MEMBER)
-    assert (last.rank, last.world_size, last.step, last.done, last.report, last.told) == (1, 2, 4, False, "", False)
+    assert (last.rank, last.world_size, last.step, last.done, last.report, last.reported) == (1, 2, 4, False, "", False)
     assert last.where.startswith("in step 5, backward")
     record_end(folder, 1, ArithmeticError("the cause"))
     assert "ArithmeticError: the cause" in read_previous_attempt(MEMBER)[0].report
     peer_watch.ended_path(folder, 1).touch()
-    assert read_previous_attempt(MEMBER)[0].told
+    assert read_previous_attempt(MEMBER)[0].reported
 
 
 def test_what_a_faster_rank_of_this_attempt_has_made_is_not_of_the_one_before(folder):
@@ -55,10 +55,10 @@ def test_what_an_agent_of_the_same_number_left_long_ago_is_not(folder):
 
 
 @pytest.mark.parametrize(("every", "rank", "how"), [
-    ([LEFT, replace(RAISED, rank=1, ended=9.0)], 0, "ended without a word"),
+    ([LEFT, replace(RAISED, rank=1, ended=9.0)], 0, "exited without a traceback"),
     ([replace(RAISED, ended=11.0), replace(RAISED, rank=1)], 1, "raised an exception"),
-    ([replace(LEFT, ended=11.0), replace(LEFT, rank=1)], 1, "ended without a word"),
-    ([replace(RAISED, rank=1)], 0, "left no trace"),
+    ([replace(LEFT, ended=11.0), replace(LEFT, rank=1)], 1, "exited without a traceback"),
+    ([replace(RAISED, rank=1)], 0, "left no record"),
     ([replace(LEFT, attempt="1 2", ended=1.0), RAISED, replace(RAISED, rank=1, ended=9.0)], 1, "raised"),
 ])
 def test_the_cause_is_named(every, rank, how):
@@ -67,7 +67,7 @@ def test_the_cause_is_named(every, rank, how):
 
 
 @pytest.mark.parametrize("every", [
-    [], [replace(LEFT, done=True)], [replace(LEFT, told=True), replace(RAISED, rank=1)],
+    [], [replace(LEFT, done=True)], [replace(LEFT, reported=True), replace(RAISED, rank=1)],
 ])
 def test_nothing_is_said_twice_nor_of_who_was_done(every):
     assert find_cause(every) is None

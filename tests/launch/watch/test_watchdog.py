@@ -37,7 +37,7 @@ def watch(dog: Watchdog, seconds: float, sign, start: float = 0.0, gap: float = 
     """Look every ``gap`` seconds at what ``sign(now)`` gives; returns the first trouble and when it was found."""
     now = start
     while now < start + seconds:
-        if trouble := dog.look(sign(now), now):
+        if trouble := dog.look(dict(enumerate(sign(now))), now):
             return trouble, now - start
         now += gap
     return None, seconds
@@ -61,7 +61,7 @@ def test_a_healthy_run_is_left_alone_however_irregular(beats, steps, gap):
         (_, alive), (n, marked) = done(beats), done(steps)
         return [Sign(HeartbeatRecord(1, alive, marked, n, Phase.STEP, 0, n, 0.0), "S", 0.0)]
 
-    assert watch(Watchdog(LIMITS, 1), total, sign, gap=gap)[0] is None
+    assert watch(Watchdog(LIMITS), total, sign, gap=gap)[0] is None
 
 
 @given(rank=st.integers(0, 3), slow=st.floats(0.05, 1.0))
@@ -73,25 +73,25 @@ def test_a_stopped_rank_is_found_in_two_seconds(rank, slow):
     def replace_sign(well: Sign, stopped: bool) -> Sign:
         return Sign(replace(well.record, alive=0.0, marked=0.0), "T", 0.0) if stopped else well
 
-    trouble, after = watch(Watchdog(LIMITS, 4), 60, sign, gap=slow)
-    assert (trouble.rank, trouble.what) == (rank, "is stopped (SIGSTOP)")
+    trouble, after = watch(Watchdog(LIMITS), 60, sign, gap=slow)
+    assert (trouble.rank, trouble.trouble) == (rank, "is stopped (SIGSTOP)")
     assert STOPPED_SECONDS <= after <= STOPPED_SECONDS + 2 * slow
 
 
 def test_silence_counts_only_while_the_processor_is_idle():
     """A thread that holds the interpreter's lock and computes lets no other thread beat: that is no trouble."""
     for busy in (lambda now: Sign(record(), "R", 0.02 * now), lambda now: Sign(record(), "S", 0.5 * now)):
-        assert watch(Watchdog(LIMITS, 1), 19, lambda now, busy=busy: [busy(now)])[0] is None
-    idle, after = watch(Watchdog(LIMITS, 1), 60, lambda now: [Sign(record(), "S", 3 + 0.02 * now)])
-    assert (idle.rank, idle.what) == (0, "is silent") and 10 <= after <= 10.5
+        assert watch(Watchdog(LIMITS), 19, lambda now, busy=busy: [busy(now)])[0] is None
+    idle, after = watch(Watchdog(LIMITS), 60, lambda now: [Sign(record(), "S", 3 + 0.02 * now)])
+    assert (idle.rank, idle.trouble) == (0, "is silent") and 10 <= after <= 10.5
 
 
 def test_nobody_is_silent_who_slept_with_the_watchdog():
     """A laptop's lid, or a supervisor that was stopped: an hour goes by between two looks."""
-    dog = Watchdog(LIMITS, 1)
-    assert dog.look([Sign(record(), "S", 0.0)], 0.0) is None
+    dog = Watchdog(LIMITS)
+    assert dog.look({0: Sign(record(), "S", 0.0)}, 0.0) is None
     for wake in range(1, int(10 / LONGEST_GAP) - 1):
-        assert dog.look([Sign(record(), "S", 0.0)], wake * 3600.0) is None
+        assert dog.look({0: Sign(record(), "S", 0.0)}, wake * 3600.0) is None
 
 
 @pytest.mark.parametrize("slowest", [0.5, 30.0])
@@ -104,8 +104,8 @@ def test_a_stall_is_measured_by_the_steps_before(slowest):
         marks = int(min(now, end) / slowest * 2)
         return [Sign(record(now, count=marks, steps=done, begun=0), "S", now)] * 2
 
-    trouble, after = watch(Watchdog(LIMITS, 2), 1000, sign)
-    assert (trouble.rank, trouble.what) == (-1, "is stuck")
+    trouble, after = watch(Watchdog(LIMITS), 1000, sign)
+    assert (trouble.rank, trouble.trouble) == (-1, "is stuck")
     assert end + 20 + 3 * slowest - 1 <= after <= end + 20 + 3 * slowest + 1.5
 
 
@@ -114,8 +114,8 @@ def test_a_stall_is_measured_by_the_steps_before(slowest):
 ])
 def test_what_may_take_long_has_minutes(phase, steps):
     """The first step (which compiles) too."""
-    trouble, after = watch(Watchdog(LIMITS, 1), 2000, lambda now: [Sign(record(now, phase=phase, steps=steps), "S", 0)])
-    assert trouble.what == "is stuck" and SLOW_SECONDS <= after <= SLOW_SECONDS + 1
+    trouble, after = watch(Watchdog(LIMITS), 2000, lambda now: [Sign(record(now, phase=phase, steps=steps), "S", 0)])
+    assert trouble.trouble == "is stuck" and SLOW_SECONDS <= after <= SLOW_SECONDS + 1
 
 
 def test_one_rank_that_waits_for_another_is_no_stall():
@@ -123,7 +123,7 @@ def test_one_rank_that_waits_for_another_is_no_stall():
     def sign(now: float) -> list[Sign]:
         return [Sign(record(now, count=1), "S", now), Sign(record(now, count=int(now)), "S", now)]
 
-    assert watch(Watchdog(LIMITS, 2), 200, sign)[0] is None
+    assert watch(Watchdog(LIMITS), 200, sign)[0] is None
 
 
 def stack(*files: str) -> str:

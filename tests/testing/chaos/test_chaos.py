@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from shoal.cli.main import main
 from shoal.spec.config import save_config
 from shoal.testing.chaos.chaos import ROUGH, Chaos, Trial
-from shoal.testing.chaos.comparison import differences, last
 from shoal.testing.chaos.fault_injection import COMMITTING, STAGING, damage
 from shoal.testing.chaos.fault_types import KINDS, NEED_MOUNTS
-from shoal.testing.chaos.report import rows
+from shoal.testing.chaos.report import count_by_fault
+from shoal.testing.chaos.run_state import compare_checkpoints, last_checkpoint
 from tests.trainings.runs import shoal
 from tests.trainings.supervised import STEPS, config_of
 
@@ -51,10 +51,10 @@ def test_a_trial_passes(name, chaos, capfd):
     finally:
         out, err = capfd.readouterr()
         chaos.log.write_text(chaos.log.read_text() + out + err)
-    judged_without = {f"no message says {KINDS[name].says!r}"}  # the log was filled only now
+    judged_without = {f"no message matches {KINDS[name].message!r}"}  # the log was filled only now
     assert set(trial.problems) <= judged_without, trial.problems
     if KINDS[name].effect not in ("flip", "truncate", "remove", "slow"):  # which rank 0 says, where the server began
-        assert _says(KINDS[name].says, err)
+        assert _says(KINDS[name].message, err)
 
 
 def _says(pattern: str, said: str) -> bool:
@@ -62,9 +62,9 @@ def _says(pattern: str, said: str) -> bool:
 
 
 def test_another_last_state_is_found(chaos, tmp_path):
-    good = last(chaos.reference)
-    assert differences(good, good, None) == differences(good, good, ROUGH) == []
-    assert differences(good, None, None) == [f"the last checkpoint is None, not {good.name}"]
+    good = last_checkpoint(chaos.reference)
+    assert compare_checkpoints(good, good, None) == compare_checkpoints(good, good, ROUGH) == []
+    assert compare_checkpoints(good, None, None) == [f"the last checkpoint is None, not {good.name}"]
     other = chaos.folder / "other"
     changed = chaos.config.model_copy(update={"train": chaos.config.train.model_copy(update={"seed": 1})})
     same, chaos.config = chaos.config, changed
@@ -73,7 +73,7 @@ def test_another_last_state_is_found(chaos, tmp_path):
     finally:
         chaos.config = same
     for rounding in (None, ROUGH):
-        assert "differ" in differences(good, last(other), rounding)[0]
+        assert "differ" in compare_checkpoints(good, last_checkpoint(other), rounding)[0]
 
 
 @pytest.mark.parametrize("how", ["flip", "truncate", "remove"])
@@ -93,14 +93,14 @@ def test_the_table_counts():
     trials = [
         Trial("stop", "", [], [1, 2], [3.0, 5.0]), Trial("stop", "", ["bad"], [6], [4.0]), Trial("slow", ""),
     ]
-    assert rows(trials) == [
+    assert count_by_fault(trials) == [
         ("stop", "2", "1", "3.0", "6", "4.0", "5.0"), ("slow", "1", "1", "-", "-", "-", "-"),
         ("all", "3", "2", "3.0", "6", "4.0", "5.0"),
     ]
 
 
 @pytest.mark.parametrize(("words", "says"), [
-    (["--faults", "kil-forward"], "--faults kil-forward: there is none; did you mean 'kill-forward'?"),
+    (["--faults", "kil-forward"], "--faults kil-forward: no such fault; did you mean 'kill-forward'?"),
     (["--out", "page.pdf"], "page.pdf"),
     (["--trials", "0"], "trials"),
     (["--parallel.tp", "3"], "parallel.tp = 3 does not divide"),
@@ -133,7 +133,7 @@ def test_the_command(commanded):
 def test_a_disk_that_is_full_and_a_folder_that_cannot_be_written(commanded):
     """Real ones, while it trains: it ends and says so, and goes on when there is room."""
     code, said, _ = commanded
-    if "no file system can be mounted here" in said:
+    if "no permission to mount file systems" in said:
         pytest.skip("no file system can be mounted here, not even in a namespace of its own")
     assert code == 0, said
     assert all(re.search(rf"{name}.*passed", said) for name in NEED_MOUNTS), said

@@ -9,7 +9,7 @@ from shoal.base.errors import UsageError
 from shoal.engine.models.transformer import Transformer
 from shoal.engine.optim.build import RULES, build
 from shoal.engine.optim.shards import Shards
-from shoal.launch.checks.memory_check import check_disk, checkpoint_bytes, count_rank_memory
+from shoal.launch.checks import check_disk, checkpoint_bytes, count_rank_memory
 from shoal.planning.cost.memory.optimizer_state import least
 from shoal.spec.config import build_config as config_of
 
@@ -46,7 +46,7 @@ def test_checkpoints_that_have_no_room_are_refused(
         if free == room:
             check_disk(config, shape, tmp_path, existing)
             continue
-        with pytest.raises(UsageError, match=rf"checkpoints: {most} of .* are kept at once"):
+        with pytest.raises(UsageError, match=rf"checkpoints: {most} of .* are kept together"):
             check_disk(config, shape, tmp_path, existing)
 
 

@@ -23,11 +23,7 @@ PROBE_SECONDS = 30.0  # timeout of a device's answer; creating a CUDA context ta
 
 
 def read_lost_devices(folder: Path) -> set[int]:
-    """Return the devices marked as lost in the run folder.
-
-    Raises:
-        UsageError: the file is not a list of numbers.
-    """
+    """Return the devices marked as lost in the run folder; raise `UsageError` if the file is not a list of numbers."""
     path = folder / LOST_FILE
     try:
         found = json.loads(path.read_text() or "[]")
@@ -36,7 +32,7 @@ def read_lost_devices(folder: Path) -> set[int]:
     except json.JSONDecodeError:
         found = None
     if not isinstance(found, list) or not all(type(device) is int and device >= 0 for device in found):
-        raise UsageError(f"{path} must hold a JSON list of the devices that are lost, such as [3], or be deleted.")
+        raise UsageError(f"{path} must hold a JSON list of the lost devices, such as [3]. Correct or delete it.")
     return set(found)
 
 
@@ -49,10 +45,10 @@ def find_devices(folder: Path, device: str, asked: int, server: PreforkServer | 
         server: forks the processes that test the devices; None skips the tests.
     """
     count = torch.cuda.device_count() if device == "cuda" else asked
-    there = set(range(count)) - read_lost_devices(folder)
+    usable = set(range(count)) - read_lost_devices(folder)
     if server is not None and device == "cuda":  # CPU cores are not tested
-        there -= find_failing_devices(server, [f"cuda:{index}" for index in range(count)])
-    return sorted(there)[:asked]
+        usable -= find_failing_devices(server, [f"cuda:{index}" for index in range(count)])
+    return sorted(usable)[:asked]
 
 
 def find_failing_devices(server: PreforkServer, devices: list[str]) -> set[int]:
@@ -62,7 +58,7 @@ def find_failing_devices(server: PreforkServer, devices: list[str]) -> set[int]:
             pool.map(check_device, devices, timeout=PROBE_SECONDS)
         except RankError as error:
             for number, cause in error.failures:
-                print(f"{devices[number]} does not compute:\n{cause}", file=sys.stderr)
+                print(f"{devices[number]} fails:\n{cause}", file=sys.stderr)
             return {number for number, _ in error.failures}
         except PreforkServerEnded:
             raise
@@ -72,11 +68,7 @@ def find_failing_devices(server: PreforkServer, devices: list[str]) -> set[int]:
 
 
 def check_device(name: str) -> None:
-    """Compute a sum on a device.
-
-    Raises:
-        RuntimeError: from torch, or because the sum is wrong.
-    """
+    """Compute a sum on a device; raise `RuntimeError` if it is wrong or torch cannot compute it."""
     if float((torch.ones(1024, device=name) * 3).sum()) != 3072.0:
         raise RuntimeError(f"{name} computes wrong sums")
 

@@ -1,4 +1,4 @@
-"""Read from run folders how far a run came, and how its last state differs from another run's."""
+"""State of a run, read from its folder: progress, and its last checkpoint against another run's."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from shoal.training.resilience.events import read_events
 from shoal.training.resilience.heartbeat import read, record_path
 
 
-def last(run: Path) -> Path | None:
-    """The last checkpoint of a run, if it has any."""
+def last_checkpoint(run: Path) -> Path | None:
     found = newest(run / "checkpoints")
     return Path(str(found.path)) if found else None
 
 
-def differences(one: Path | None, other: Path | None, rounding: float | None) -> list[str]:
-    """Differences of two checkpoints, in words.
+def compare_checkpoints(one: Path | None, other: Path | None, rounding: float | None) -> list[str]:
+    """Describe the first difference of two checkpoints, if any.
 
     Args:
-        rounding: compare only parameters, each to this part of its largest element; None compares every bit.
+        rounding: allowed difference of a parameter, relative to its largest element; other tensors are not compared.
+            None compares every bit of every tensor.
     """
     if one is None or other is None or one.name != other.name:
         return [f"the last checkpoint is {other and other.name}, not {one and one.name}"]
@@ -35,20 +35,18 @@ def differences(one: Path | None, other: Path | None, rounding: float | None) ->
         if rounding is None:
             differ = [name for name in first if first[name] != second.get(name)]
             return [f"{len(differ)} tensors of {len(first)} differ, the first is {differ[0]}"] if differ else []
-        found = []
         a, b = (load_checkpoint(path, prefix="model.") for path in (one, other))
-        for name, value in a.items():
-            if value.is_floating_point():
-                scale = float(value.abs().max()) or 1.0
-                if (apart := float((value - b[name]).abs().max()) / scale) > rounding:
-                    found.append(f"{name} differs by {apart:.1e} of its largest")
-        return found[:1]
+        for name in (name for name, value in a.items() if value.is_floating_point()):
+            error = float((a[name] - b[name]).abs().max()) / (float(a[name].abs().max()) or 1.0)
+            if error > rounding:
+                return [f"{name} differs by {error:.1e} of its largest element"]
+        return []
     except (CheckpointError, KeyError) as error:
         return [str(error)]
 
 
-def done(run: Path) -> int:
-    """Steps that a live run has completed; -1 before it began."""
+def steps_done(run: Path) -> int:
+    """Return the steps that a live run has completed; -1 before it began."""
     try:
         scratch = Path(json.loads((run / PROCESSES_FILE).read_text())["scratch"])
     except (OSError, ValueError):
@@ -57,7 +55,6 @@ def done(run: Path) -> int:
     return -1 if record is None or record.begun < 0 else record.steps
 
 
-def reached(run: Path) -> int:
-    """The highest step at which a run recorded a failure; 0 if it failed before its first step."""
-    steps = [event.get("step", 0) for event in read_events(run) if event["event"] == "failure"]
-    return max(steps, default=0)
+def step_of_failure(run: Path) -> int:
+    """Return the highest step at which a run recorded a failure; 0 if it failed before its first step."""
+    return max((event.get("step", 0) for event in read_events(run) if event["event"] == "failure"), default=0)

@@ -1,1 +1,0 @@
-"""Checks of this machine before ranks start: memory, folders, devices."""
