@@ -184,7 +184,7 @@ def test_the_cause_is_found_among_its_consequences(codes, random):
     """One rank was killed, two recorded broken connections and a library aborted, all before the parent looked."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = RankProcesses(Path(folder), Path(folder), "cpu", StopRequests(), Mock(), FailoverConfig())
-        ranks.watchdog = Watchdog(FailoverConfig(), 4)
+        ranks.watchdog = Watchdog(FailoverConfig())
         for rank, code in enumerate(codes):
             ended = Mock(return_value=code)
             ranks.processes.append(Mock(returncode=code, poll=ended, wait=ended, pid=0))

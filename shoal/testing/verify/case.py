@@ -1,4 +1,4 @@
-"""One verification, from a run's config to a verdict: the runs on both sides, and the search for the place."""
+"""One verification, from a run's config to a verdict: the runs on both sides, and the location of a difference."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shoal.pipeline.from_layout import find_schedule, virtual_stages
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import OptimizerConfig, RunConfig
 from shoal.spec.number_formats import verified_as
-from shoal.testing.verify.compare import PLAIN, Finding, Verdict, judge
+from shoal.testing.verify.compare import PLAIN, Difference, Verdict, judge
 from shoal.testing.verify.rank import RankReport, compare
 from shoal.testing.verify.reference import ComparisonJob, StepFacts, run_reference
 
@@ -23,17 +23,11 @@ _PLAIN_RATE = 0.1  # large enough that a wrong gradient shows in the weights of 
 
 @dataclass(frozen=True)
 class Case:
-    """A run made ready for comparison.
-
-    Attributes:
-        config: the run, as it is compared.
-        shape: its model.
-        notes: in words, how it differs from the given run.
-    """
+    """A run as it is compared."""
 
     config: RunConfig
     shape: ModelShape
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # how it differs from the given run
 
 
 def prepare(config: RunConfig, *, own_precision: bool, accumulate: bool = True) -> Case:
@@ -41,7 +35,7 @@ def prepare(config: RunConfig, *, own_precision: bool, accumulate: bool = True) 
 
     Args:
         own_precision: keep the run's precision.
-        accumulate: double the global batch of a run that accumulates nothing, since that hides faults.
+        accumulate: double the global batch of a run without gradient accumulation, which would hide faults.
 
     Raises:
         UsageError: the layout does not fit the model or the batch.
@@ -59,70 +53,63 @@ def prepare(config: RunConfig, *, own_precision: bool, accumulate: bool = True) 
     if accumulate and config.parallel.microbatches(train.global_batch) == 1:
         schedule, virtual = find_schedule(config.parallel), virtual_stages(config.parallel)
         if reason := schedule.refuses(config.parallel.pp, 2, virtual):
-            notes.append(f"faults of accumulation stay unseen, which need two micro-batches: {reason}")
+            notes.append(f"faults of accumulation are not detected, which needs two micro-batches: {reason}")
         else:
             doubled = changed["global_batch"] = 2 * train.global_batch
-            notes.append(f"global batch doubled to {doubled}: faults of accumulation need two micro-batches")
+            notes.append(f"global batch doubled to {doubled}: detecting faults of accumulation needs two micro-batches")
     config = config.model_copy(update={"train": train.model_copy(update=changed)})
     return Case(config, shape, tuple(notes))
 
 
 def run_case(case: Case, pool: Pool, *, steps: int, plant: str = "") -> tuple[Verdict, dict[str, list[StepFacts]]]:
-    """Run both sides, compare them, and locate the first difference if there is one.
+    """Run both sides, compare them, and locate the first difference, if any.
 
     Args:
-        plant: a fault to plant on the ranks, or "".
+        plant: a fault to inject on the ranks, or "".
 
     Returns:
-        The verdict, and what one device computed, by rule.
+        The verdict, and the results of one device by rule.
     """
     with TemporaryDirectory(prefix="shoal-verify-") as folder:
         start = time.monotonic()
-        rules = {PLAIN: _with_optimizer(case.config, _plain(case.config.optimizer))}
+        rules = {PLAIN: _with_plain_rule(case.config)}
         job = ComparisonJob(rules, case.shape, steps, Path(folder), plant)
         facts = {PLAIN: run_reference(job, PLAIN)}
         own = _clipping(case.config, facts[PLAIN][0].gradient_norm)
         rules[own.optimizer.name] = own
         facts[own.optimizer.name] = run_reference(job, own.optimizer.name)
-        # The ranks share this machine's cores, so they take a multiple of what one device took.
+        # The ranks share this machine's cores, so they take a multiple of one device's time.
         timeout = 120 + 30 * (time.monotonic() - start)
-        verdict = _judged(job, pool, facts, timeout)
+        verdict = _compare(job, pool, facts, timeout)
         if verdict.findings and (first := verdict.findings[0]).step >= 0:
-            # Once more up to the first step that differs, watching every module: what differs there comes first.
+            # Run again up to the first step that differs, tracing every module. The traced difference comes first.
             traced = replace(job, rules={first.rule: rules[first.rule]}, steps=first.step + 1, trace=True)
             watched = {first.rule: run_reference(traced, first.rule)}
-            verdict.findings = _judged(traced, pool, watched, timeout).findings[:1] + verdict.findings
+            verdict.findings = _compare(traced, pool, watched, timeout).findings[:1] + verdict.findings
         return verdict, facts
 
 
-def _judged(job: ComparisonJob, pool: Pool, facts: dict[str, list[StepFacts]], timeout: float) -> Verdict:
+def _compare(job: ComparisonJob, pool: Pool, facts: dict[str, list[StepFacts]], timeout: float) -> Verdict:
     config = next(iter(job.rules.values()))
     try:
         reports: list[RankReport] = pool.run(compare, config.parallel.world_size, job, timeout=timeout)
     except RankError as error:
         rank, cause = error.failures[0]
         text = f"rank {rank}, which failed: {error.reason}\n{cause}"
-        return Verdict(findings=[Finding(-1, "", "failure", "", float("inf"), (f"rank {rank}",), text)])
+        return Verdict(findings=[Difference(-1, "", "failure", "", float("inf"), (f"rank {rank}",), text)])
     return judge(config.parallel, job.shape.layers, config.train.precision, facts, reports)
 
 
-def _with_optimizer(config: RunConfig, optimizer: OptimizerConfig) -> RunConfig:
-    return config.model_copy(update={"optimizer": optimizer})
-
-
-def _plain(optimizer: OptimizerConfig) -> OptimizerConfig:
-    """The rule that hides nothing: a step is the gradient."""
-    return OptimizerConfig(
-        name="sgd",
-        learning_rate=_PLAIN_RATE,
-        weight_decay=optimizer.weight_decay,
-        clip_norm=0.0,
-        schedule="constant",
-        warmup_steps=0,
+def _with_plain_rule(config: RunConfig) -> RunConfig:
+    """Return the run with plain SGD, which hides nothing: an update is the gradient."""
+    plain = OptimizerConfig(
+        name="sgd", learning_rate=_PLAIN_RATE, weight_decay=config.optimizer.weight_decay, clip_norm=0.0,
+        schedule="constant", warmup_steps=0,
     )
+    return config.model_copy(update={"optimizer": plain})
 
 
 def _clipping(config: RunConfig, norm: float) -> RunConfig:
-    """The run with its own rule, whose clipping is made to act if it has one."""
-    clip = min(config.optimizer.clip_norm, norm / 2)
-    return _with_optimizer(config, config.optimizer.model_copy(update={"clip_norm": clip}))
+    """Return the run with its own rule, whose clipping (if any) is made to take effect at this gradient norm."""
+    clip = {"clip_norm": min(config.optimizer.clip_norm, norm / 2)}
+    return config.model_copy(update={"optimizer": config.optimizer.model_copy(update=clip)})

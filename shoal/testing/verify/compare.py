@@ -1,4 +1,4 @@
-"""The verdict: what the ranks found against what one device computed, as relative errors, in the order of a step."""
+"""The verdict: results of the ranks against those of one device, as relative errors, in the order of a step."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from shoal.spec.layout import Layout
 from shoal.spec.number_formats import FORMATS, FP64
 from shoal.testing.verify.rank import RankReport
 from shoal.testing.verify.reference import StepFacts, parameter_of
-from shoal.testing.verify.routing_trace import added
+from shoal.testing.verify.routing_trace import sum_by_layer
 from shoal.testing.verify.trace import traced_modules
 
 
 class Tolerance(NamedTuple):
-    """The largest relative errors that rounding explains.
+    """Largest relative errors that rounding explains.
 
     Attributes:
-        gradient: of gradients, activations, loss and gradient norm, and of weights after plain SGD.
-        adaptive: of weights after the run's own optimizer. Adam divides each gradient by its own size, so where a
+        gradient: error of gradients, activations, loss and gradient norm, and of weights after plain SGD.
+        adaptive: error of weights after the run's own optimizer. Adam divides each gradient by its own size, so where a
             gradient is all rounding (a key's bias), so is the update.
     """
 
@@ -32,107 +32,86 @@ class Tolerance(NamedTuple):
     adaptive: float
 
 
-# fp64: five orders above what random layouts show (docs/verify.md). The others: bounds on what rounding does to
-# small models, chosen with room and not fitted; a fault that hides below them shows in fp64.
+# fp64: five orders above the errors of random layouts (docs/verify.md). The others: generous bounds on rounding in
+# small models, not fitted; a fault that they hide shows in fp64.
 _TOLERANCES = {
     "float64": Tolerance(gradient=1e-9, adaptive=1e-9),
     "float32": Tolerance(gradient=2e-4, adaptive=1e-2),
     "float16": Tolerance(gradient=5e-2, adaptive=2e-1),
     "bfloat16": Tolerance(gradient=2e-1, adaptive=2e-1),
 }
-# Where rounding in bf16 takes a number over the border between two of float8's, it is off by an eighth or a quarter.
+# Rounding in bf16 may move a number to the next float8 code, which differs by an eighth or a quarter.
 _FLOAT8 = Tolerance(gradient=5e-1, adaptive=5e-1)
 TOLERANCES = {
     name: _TOLERANCES[f.compute.name] if f.products == "compute" or f.compute == FP64 else _FLOAT8
     for name, f in FORMATS.items()
 }
 
-PLAIN = "plain-sgd"
-"""The rule that hides nothing: a step is the gradient. Every other is the run's own."""
+PLAIN = "plain-sgd"  # the rule that hides nothing: an update is the gradient. Any other is the run's own
 
-# Adafactor divides by roots of row and column means with next to nothing added (1e-30), where Adam adds 1e-8: a row of
-# the gradient that is all but rounding is made as large as any other. Sophia-H divides by differences of gradients.
+# Adafactor adds only 1e-30 to the row and column means that it divides by (Adam 1e-8): a row of gradients that are
+# nearly all rounding is scaled up to the size of others. Sophia-H divides by differences of gradients.
 AMPLIFIED = {"adafactor": 1e4, "sophia-h": 1e2}
 
-# The error of a tensor is relative to its own largest element, but to no less than this part of the largest element of
-# any parameter's: some gradients are zero in exact arithmetic (softmax does not see a bias on the keys), and the error
+# The error of a tensor is relative to its largest element, but at least to this fraction of the largest element of all
+# parameters: some gradients are zero in exact arithmetic (softmax does not depend on a bias of the keys), and the error
 # of a zero has no scale. Weights need the larger floor since biases start at zero.
 FLOORS = {"gradient": 1e-4, "weight": 1e-2, "in use": 1e-2}
 
-# One expert's part of a parameter: to no less than this part of the largest element of all of them. An expert that has
-# no tokens has a gradient of zero to the bit; that of one which the gate hardly weighs is small.
+# For one expert's part of a parameter: at least this fraction of the largest element of all experts. The gradient of an
+# expert without tokens is exactly zero; that of one with small gate weights is small.
 EXPERT_FLOOR = 1e-6
 
-# In the order in which a step passes them, and so in which a difference is looked for.
-PHASES = (
-    "structure",
-    "samples",
-    "forward",
-    "routing",
-    "loss",
-    "backward",
-    "gradient",
-    "gradient norm",
-    "weight",
-    "in use",
+PHASES = (  # in the order of a step
+    "structure", "samples", "forward", "routing", "loss", "backward", "gradient", "gradient norm", "weight", "in use",
 )
 
-# What routers have counted, by attribute of `StepFacts`: (in words, columns, whether it is a number of tokens).
+# Counts of routers, by attribute of `StepFacts`: (description, columns, whether it is a number of tokens).
 _COUNTED = {
     "routing": (
         ("tokens dropped", slice(0, 1), True), ("balance and z loss", slice(1, SUMS), False),
         ("tokens of each expert", slice(SUMS, None), True),
     ),
     "depths": (
-        ("tokens foreseen to pass through layers", slice(0, COUNTS), True),
-        ("loss of what foresees it", slice(COUNTS, None), False),
+        ("tokens predicted to pass through layers", slice(0, COUNTS), True),
+        ("loss of the predictor", slice(COUNTS, None), False),
     ),
 }
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One difference beyond tolerance.
+class Difference:
+    """One difference beyond tolerance."""
 
-    Attributes:
-        step: -1 for what differs before any step.
-        rule: the optimizer's name.
-        phase: one of `PHASES`, or "failure" where a rank raised.
-        place: the module or parameter; "" for what concerns all.
-        error: relative.
-        ranks: where, in words, worst first.
-        text: one line in words.
-    """
-
-    step: int
-    rule: str
-    phase: str
-    place: str
-    error: float
-    ranks: tuple[str, ...]
-    text: str
+    step: int  # -1 if it appears before any step
+    rule: str  # name of the optimizer
+    phase: str  # one of `PHASES`, or "failure" if a rank raised
+    place: str  # module or parameter; "" if it concerns all
+    error: float  # relative
+    ranks: tuple[str, ...]  # worst first
+    text: str  # one line
 
 
 @dataclass
 class Verdict:
-    """All that one verification found.
+    """Result of one verification.
 
     Attributes:
         table: the largest relative error by (row, column); see `row_of`.
-        findings: the differences beyond tolerance, in the order in which a step reaches them.
+        findings: differences beyond tolerance, in the order of a step.
     """
 
     table: dict[tuple[str, str], float] = field(default_factory=dict)
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[Difference] = field(default_factory=list)
 
     @property
     def worst_gradient(self) -> float:
-        """The largest relative error of any gradient."""
+        """Largest relative error of a gradient."""
         return max((e for (row, column), e in self.table.items() if column == "gradient"), default=0.0)
 
 
 def row_of(parameter: str) -> str:
-    """The kind of module that a parameter belongs to, a row of the table.
+    """Return the row of a parameter in the table: its kind of module.
 
     >>> row_of("layers.12.attention.q.weight"), row_of("layers.0.mlp_norm.weight"), row_of("embed.token.weight")
     ('attention q', 'norms', 'embed token')
@@ -149,31 +128,31 @@ def judge(
     facts: dict[str, list[StepFacts]],
     reports: list[RankReport],
 ) -> Verdict:
-    """Compare what every rank found with what one device computed.
+    """Compare the results of all ranks with those of one device.
 
     Args:
-        layers: of the whole model.
-        facts: of the reference, by rule, for each step.
-        reports: of the ranks, in order.
+        layers: number of layers of the model.
+        facts: results of the reference, by rule, for each step.
+        reports: results of the ranks, in order.
     """
     verdict = Verdict()
     parameters = [name for name in next(iter(facts.values()))[0].gradients if name == parameter_of(name)]
-    verdict.findings += _coverage(parameters, reports)
+    verdict.findings += _check_coverage(parameters, reports)
     for rule, steps in facts.items():
         for step, fact in enumerate(steps):
-            judgement = _Step(rule, step, precision, fact, layers, reports, verdict)
-            judgement.samples(layout)
-            judgement.trace()
-            judgement.routing()
-            judgement.loss()
-            judgement.parameters()
+            comparison = _StepComparison(rule, step, precision, fact, layers, reports, verdict)
+            comparison.check_samples(layout)
+            comparison.check_trace()
+            comparison.check_routing()
+            comparison.check_loss()
+            comparison.check_parameters()
     order = {rule: i for i, rule in enumerate(facts)}
     verdict.findings.sort(key=lambda f: (order.get(f.rule, -1), f.step, PHASES.index(f.phase)))
     return verdict
 
 
-def _coverage(parameters: list[str], reports: list[RankReport]) -> list[Finding]:
-    """Every element of every parameter has exactly one primary owner."""
+def _check_coverage(parameters: list[str], reports: list[RankReport]) -> list[Difference]:
+    """Check that every element of every parameter has exactly one primary owner."""
     held = [piece for report in reports for piece in report.held]
     shapes = {name: whole for name, whole, _, _ in held}
     found = []
@@ -188,12 +167,12 @@ def _coverage(parameters: list[str], reports: list[RankReport]) -> list[Finding]
             if not none and not many:
                 continue
             text = f"{parameter}: {none} elements have no owner, {many} have several"
-        found.append(Finding(-1, "", "structure", parameter, math.inf, (), text))
+        found.append(Difference(-1, "", "structure", parameter, math.inf, (), text))
     return found
 
 
-class _Step:
-    """The comparison of one step of one rule, which adds its findings to the verdict."""
+class _StepComparison:
+    """Comparison of one step of one rule, which adds its findings to the verdict."""
 
     def __init__(
         self, rule: str, step: int, precision: str, fact: StepFacts, layers: int, reports: list[RankReport],
@@ -202,7 +181,7 @@ class _Step:
         self.rule, self.step, self.fact, self.verdict = rule, step, fact, verdict
         self.precision, self.tolerance = precision, TOLERANCES[precision]
         self.adaptive = rule != PLAIN
-        # From the second step on, weights that were amplified rounding are what is computed with.
+        # From the second step on, the weights contain amplified rounding.
         self.amplified = AMPLIFIED.get(rule, 1.0)
         self.gradient = self.tolerance.gradient * (self.amplified if step else 1.0)
         self.modules = traced_modules(layers)
@@ -210,38 +189,38 @@ class _Step:
         self.ranks = [(report.where, report.steps[rule, step]) for report in reports]
 
     def _find(self, phase: str, place: str, errors: dict[str, float], what: str, allowed: float) -> None:
-        """Note a finding if an error is beyond what is allowed; ``errors`` by rank in words."""
+        """Add a finding if an error exceeds the allowed one; ``errors`` is by rank."""
         beyond = (where for where, error in errors.items() if not error <= allowed)
         wrong = sorted(beyond, key=lambda where: errors[where], reverse=True)
         if wrong:
             error = errors[wrong[0]]
             others = f" and {len(wrong) - 1} more of {len(self.ranks)} ranks" if len(wrong) > 1 else ""
             text = f"step {self.step} with {self.rule}, {what}, on {wrong[0]}{others}: relative error {error:.1e}"
-            self.verdict.findings.append(Finding(self.step, self.rule, phase, place, error, tuple(wrong), text))
+            self.verdict.findings.append(Difference(self.step, self.rule, phase, place, error, tuple(wrong), text))
 
     def _note(self, row: str, column: str, errors: dict[str, float]) -> None:
-        """Keep the largest error, but for gradients of weights that were amplified rounding already."""
+        """Keep the largest error, except of gradients of weights that contain amplified rounding."""
         if column != "gradient" or self.gradient == self.tolerance.gradient:
             table = self.verdict.table
             table[row, column] = max(*errors.values(), table.get((row, column), 0.0))
 
-    def samples(self, layout: Layout) -> None:
-        """Each sample of the global batch is read by exactly one replica, and by all of its ranks alike."""
+    def check_samples(self, layout: Layout) -> None:
+        """Check that exactly one replica, with all of its ranks, reads each sample of the global batch."""
         everything = list(range(len(self.fact.tokens)))
         read: dict[int, list[int]] = {}
         for report in self.reports:
             mine = sorted(i for batch in report.steps[self.rule, self.step].samples for i in batch)
             if read.setdefault(report.replica, mine) != mine:
-                self._find("samples", "", {report.where: math.inf}, "samples: differ inside a replica", 0)
+                self._find("samples", "", {report.where: math.inf}, "samples: differ within a replica", 0)
         together = sorted(i for mine in read.values() for i in mine)
         if together != everything or len(read) != layout.dp:
             missing = len(set(everything) - set(together))
             twice = len(together) - len(set(together))
-            what = f"samples of the global batch: {missing} are read by no replica, {twice} too often"
+            what = f"samples of the global batch: {missing} are read by no replica, {twice} repeatedly"
             self._find("samples", "", {where: math.inf for where, _ in self.ranks}, what, 0)
 
-    def trace(self) -> None:
-        """Outputs in the order of forward, gradients in the order of backward: only the first that differs."""
+    def check_trace(self) -> None:
+        """Find the first output that differs, in the order of forward, and the first gradient, of backward."""
         for phase in ("forward", "backward"):
             order = self.modules if phase == "forward" else self.modules[::-1]
             for i, module in enumerate(order):
@@ -254,18 +233,17 @@ class _Step:
                     self._find(phase, module, errors, what, self.gradient)
                     break
 
-    def routing(self) -> None:
-        """Each token got the experts that it gets on one device, as many found no room, the losses are the same, and as
-        many tokens pass through layers.
+    def check_routing(self) -> None:
+        """Check each token's experts, the counts of dropped and passing tokens, and the routers' losses.
 
-        In fp64, where rounding moves no score past another.
+        Only in fp64, where rounding does not change the order of scores.
         """
         if self.precision != "fp64":
             return
-        given = added(pair for _, found in self.ranks for pair in found.choices.items())
+        given = sum_by_layer(pair for _, found in self.ranks for pair in found.choices.items())
         for layer, number in self.fact.choices.items():
             wrong = {where: math.inf for where, _ in self.ranks} if given.get(layer) != number else {}
-            what = f"routing: which tokens the experts of layer {layer} got"
+            what = f"routing: the tokens of the experts of layer {layer}"
             self._find("routing", f"layers.{layer}.mlp.router", wrong, what, 0)
         for attribute, parts in _COUNTED.items():
             expected = getattr(self.fact, attribute)
@@ -278,33 +256,29 @@ class _Step:
                 }
                 self._find("routing", "", errors, f"routing: {what}", 0 if exact else self.gradient)
 
-    def loss(self) -> None:
-        """The loss and the gradient norm that the run reports."""
+    def check_loss(self) -> None:
+        """Check the loss and the gradient norm that the run reports."""
         for phase, expected in (("loss", self.fact.loss), ("gradient norm", self.fact.gradient_norm)):
             attribute = phase.replace(" ", "_")
             got = {where: getattr(found, attribute) for where, found in self.ranks}
             errors = {where: _relative(abs(value - expected), abs(expected)) for where, value in got.items()}
             self._note(phase, "gradient", errors)
-            some = next(iter(got.values()))
-            what = f"{phase}: {some:.6g} where one device has {expected:.6g}"
+            what = f"{phase}: {next(iter(got.values())):.6g} where one device has {expected:.6g}"
             self._find(phase, "", errors, what, self.gradient)
 
-    def parameters(self) -> None:
-        """Gradients in the order in which backward makes them, then updated weights."""
-        for kind, references in (
-            ("gradient", self.fact.gradients),
-            ("weight", self.fact.weights),
-            ("in use", self.fact.weights),
-        ):
+    def check_parameters(self) -> None:
+        """Check gradients in the order of backward, then updated weights."""
+        weights = self.fact.weights
+        for kind, references in (("gradient", self.fact.gradients), ("weight", weights), ("in use", weights)):
             largest = max(references.values())
             order = sorted(references, key=self._place, reverse=kind == "gradient")
             own = self.adaptive and kind != "gradient"
             allowed = self.tolerance.adaptive * self.amplified if own else self.gradient
             for name in order:
-                whole = parameter_of(name)
-                if name != whole and self.precision != "fp64":  # where rounding moves tokens to other experts
+                parameter = parameter_of(name)
+                if name != parameter and self.precision != "fp64":  # rounding moves tokens to other experts
                     continue
-                floor = FLOORS[kind] * largest if name == whole else EXPERT_FLOOR * references[whole]
+                floor = FLOORS[kind] * largest if name == parameter else EXPERT_FLOOR * references[parameter]
                 key, scale = f"{kind}/{name}", max(references[name], floor)
                 errors = {
                     where: _relative(found.differences[key], scale)
@@ -316,14 +290,14 @@ class _Step:
                 column = "gradient" if kind == "gradient" else f"weight {self.rule}"
                 self._note(row_of(name), column, errors)
                 what = {
-                    "gradient": f"{'clipped ' * self.adaptive}gradient of {name}, as summed over the ranks",
+                    "gradient": f"{'clipped ' * self.adaptive}gradient of {name}, summed over the ranks",
                     "weight": f"updated value of {name}",
-                    "in use": f"value of {name} that the next forward computes with",
+                    "in use": f"value of {name} in the next forward",
                 }[kind]
                 self._find(kind, name, errors, what, allowed)
 
     def _place(self, parameter: str) -> int:
-        """Where the execution order has a parameter's module."""
+        """Return the position of a parameter's module in the order of execution."""
         inside = [i for i, module in enumerate(self.modules) if parameter.startswith(f"{module}.")]
         return min(inside, default=len(self.modules))
 
@@ -333,7 +307,7 @@ def _module_text(phase: str, order: list[str], i: int) -> str:
         return f"output of {order[i]}"
     if order[i] == "loss":
         return "gradient of the summed loss (its scale)"
-    return f"gradient of the output of {order[i]}, as {order[i - 1]} sends it back"
+    return f"gradient of the output of {order[i]}, from {order[i - 1]}"
 
 
 def _relative(difference: float, scale: float) -> float:

@@ -1,8 +1,8 @@
-"""Sophia's estimates on one device: a plain model, whole parameters, one sample after the other."""
+"""Sophia's curvature estimates on one device: a plain model with full parameters, one sample at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -14,38 +14,38 @@ from shoal.engine.models.initial import Initial, fill
 from shoal.engine.models.labels import draw_labels, label_key
 from shoal.engine.models.loss import IGNORE
 from shoal.engine.models.transformer import Transformer
-from shoal.engine.optim.sophia import Sophia
 from shoal.spec.config import RunConfig
-from shoal.testing.verify.emulate import gradient_of
+from shoal.testing.verify.emulate import accumulate_gradients, count_tokens, gradient_of
 from shoal.training.step.curvature import SHIFT
 
 
-def learn_curvature(
-    model: Transformer, config: RunConfig, rule: Sophia, batches: Sequence[Batch], step: int
-) -> None:
-    """Give the rule of a whole model, whose shards are the parameters in order, the estimate of a step.
+def estimate_curvature(
+    model: Transformer, config: RunConfig, batches: Sequence[Batch], step: int
+) -> list[Tensor]:
+    """Return the estimate of a step for each parameter in order, flattened.
 
     Args:
-        batches: the samples of the step, one by one.
+        batches: single samples of the step.
     """
-    estimate = _drawn_labels if config.optimizer.name == "sophia-g" else _differences
-    rule.learn([each.flatten() for each in estimate(model, config, batches, step)])
+    estimate = _from_drawn_labels if config.optimizer.name == "sophia-g" else _from_differences
+    return [each.flatten() for each in estimate(model, config, batches, step)]
 
 
-def _drawn_labels(model: Transformer, config: RunConfig, batches: Sequence[Batch], step: int) -> list[Tensor]:
-    tokens, length = _count(batches), config.data.sequence_length
+def _from_drawn_labels(model: Transformer, config: RunConfig, batches: Sequence[Batch], step: int) -> list[Tensor]:
+    length = config.data.sequence_length
     key, first = label_key(config.train.seed, step), step * config.train.global_batch
 
-    def loss(i: int, batch: Batch) -> Tensor:
+    def compute_loss(i: int, batch: Batch) -> Tensor:
         logits = model(batch.tokens, None, batch.documents)
         labels = draw_labels(logits, key, (first + i) * length + torch.arange(length)[None])
         labels[batch.targets == IGNORE] = IGNORE
         return F.cross_entropy(logits[0], labels[0], ignore_index=IGNORE, reduction="sum")
 
-    return [tokens * gradient**2 for gradient in _gradients(model, batches, loss)]
+    accumulate_gradients(model, batches, compute_loss)
+    return [count_tokens(batches) * gradient_of(p) ** 2 for p in model.parameters()]
 
 
-def _differences(model: Transformer, config: RunConfig, batches: Sequence[Batch], step: int) -> list[Tensor]:
+def _from_differences(model: Transformer, config: RunConfig, batches: Sequence[Batch], step: int) -> list[Tensor]:
     parameters = dict(model.named_parameters())
     kept = [p.detach().clone() for p in parameters.values()]
     directions = [torch.empty_like(values) for values in kept]
@@ -62,18 +62,6 @@ def _differences(model: Transformer, config: RunConfig, batches: Sequence[Batch]
             for p, values, direction in zip(parameters.values(), kept, directions, strict=True):
                 p.copy_(values + sign * size * direction)
         if sign:
-            loss = lambda i, batch: model(batch.tokens, batch.targets, batch.documents)  # noqa: E731
-            found.append(_gradients(model, batches, loss))
+            accumulate_gradients(model, batches, lambda i, batch: model(batch.tokens, batch.targets, batch.documents))
+            found.append([gradient_of(p).clone() for p in parameters.values()])
     return [u * (one - other) / (2 * size) for u, one, other in zip(directions, *found, strict=True)]
-
-
-def _gradients(model: Transformer, batches: Sequence[Batch], loss: Callable[[int, Batch], Tensor]) -> list[Tensor]:
-    """Gradients of the loss summed over the samples and divided by the number of unmasked tokens."""
-    model.zero_grad(set_to_none=False)  # the update holds on to them
-    for i, batch in enumerate(batches):
-        (loss(i, batch) / _count(batches)).backward()
-    return [gradient_of(p).clone() for p in model.parameters()]
-
-
-def _count(batches: Sequence[Batch]) -> int:
-    return max(1, sum(batch.unmasked() for batch in batches))

@@ -1,4 +1,4 @@
-"""Draws runs that are valid by construction: any layout of up to 8 ranks, with a small model of awkward sizes."""
+"""Draw runs that are valid by construction: any layout of up to 8 ranks, with a small model of awkward sizes."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ Choose = Callable[[Sequence[Any]], Any]
 
 
 def draw_run(choose: Choose, max_ranks: int = 8, *, routers: bool = True) -> RunConfig:
-    """A run that `shoal train` accepts.
+    """Draw a run that `shoal train` accepts.
 
     Sizes are small and odd on purpose: a vocabulary that tp does not divide, layers that pp does not divide, fewer
     key/value heads than tp, widths that no shard divides.
 
     Args:
-        choose: picks one of some options, the plainest first: ``random.Random(seed).choice``, or a draw of hypothesis.
-        max_ranks: the most ranks of the layout.
-        routers: whether some layers may have experts, and some may take some tokens alone.
+        choose: selects an option (the simplest is first): ``random.Random(seed).choice``, or a draw of hypothesis.
+        max_ranks: maximum number of ranks.
+        routers: whether layers may have experts or Mixture of Depths.
     """
     pp = choose([n for n in (1, 2, 3, 4) if n <= max_ranks])
     tp = choose([n for n in (1, 2, 4, 3) if pp * n <= max_ranks])
-    cp = choose([n for n in (1, 1, 2, 4, 3) if pp * tp * n <= max_ranks])  # leave room for dp
+    cp = choose([n for n in (1, 1, 2, 4, 3) if pp * tp * n <= max_ranks])  # leaves ranks for dp
     dp = choose([n for n in (1, 2, 4, 3, 4, 8) if pp * tp * cp * n <= max_ranks])
     accumulation = choose((2, 1, 3, 5, 4, 8))
     schedule, virtual = choose([
@@ -43,7 +43,7 @@ def draw_run(choose: Choose, max_ranks: int = 8, *, routers: bool = True) -> Run
     zero = choose((0, 1, 2, 3))
     tp_x = choose((1, 2)) if tp == 4 else 1
     sequence_parallel = tp > 1 and choose((False, True))
-    parts = tp // tp_x if sequence_parallel else 1  # that tensor-parallel ranks cut their tokens into
+    parts = tp // tp_x if sequence_parallel else 1  # into which tensor-parallel ranks split their tokens
     parallel = {
         "dp": dp,
         "zero": zero,
@@ -67,8 +67,8 @@ def draw_run(choose: Choose, max_ranks: int = 8, *, routers: bool = True) -> Run
         parallel["zero_shard"] = choose([n for n in (dp, 2, 1, 3, 2) if dp % n == 0])
     ulysses = choose([n for n in (1, 2, 3, 4) if cp % n == 0])
     drawn = Run(BARE.model_copy(update={"parallel": Layout(**parallel)}), model_shape("tiny"))
-    may = routers and not is_excluded(features.EXPERTS, drawn) and not is_excluded(features.DEPTHS, drawn)
-    sparse = _draw_experts(choose, parallel, dp * cp * tp) if may else {}
+    routed = routers and not is_excluded(features.EXPERTS, drawn) and not is_excluded(features.DEPTHS, drawn)
+    sparse = _draw_experts(choose, parallel, dp * cp * tp) if routed else {}
     heads = tp * ulysses * choose((1, 2))
     model = {
         "name": choose(("tiny", "tiny-gpt")),
@@ -77,7 +77,7 @@ def draw_run(choose: Choose, max_ranks: int = 8, *, routers: bool = True) -> Run
         "heads": heads,
         "kv_heads": choose([
             n for n in range(heads, 0, -1)
-            if heads % n == 0 and (n % tp == 0 or tp % n == 0)  # and so too of tp / 2
+            if heads % n == 0 and (n % tp == 0 or tp % n == 0)  # hence also for tp / 2
             and (max(1, n // tp) % ulysses == 0 or ulysses % max(1, n // tp) == 0)
         ]),
         "head_dim": choose((4, 6)),
@@ -90,7 +90,7 @@ def draw_run(choose: Choose, max_ranks: int = 8, *, routers: bool = True) -> Run
         parallel["ulysses"] = ulysses
         if ulysses < cp:
             parallel["cp_order"] = choose(("zig-zag", "striped", "contiguous"))
-        length = slices * 2 * cp * parts  # what every rank needs, and some more
+        length = slices * 2 * cp * parts  # the minimum for every rank, and more
         length += choose((0, 1, 5)) * parts
     else:
         length = parts * choose((2, 3)) if sequence_parallel else choose((4, 7, 10))
@@ -108,22 +108,22 @@ def draw_run(choose: Choose, max_ranks: int = 8, *, routers: bool = True) -> Run
     if zero == 3:
         parallel["prefetch"] = choose((1, 0, 2))
         parallel["reshard_after_forward"] = choose((True, False))
-    if depth > 1:  # all that are left over on the first stage, or on the last
+    if depth > 1:  # all remaining layers on the first stage, or on the last
         more = model["layers"] - depth
         uneven = [(1 + more, *[1] * (depth - 1)), (*[1] * (depth - 1), 1 + more)]
         parallel["stage_layers"] = choose((None, *uneven))
-    if may:
+    if routed:
         model["depths"] = _draw_depths(choose, length, model["layers"], cp, parts)
     return build_config({"model": model, "parallel": parallel, "data": data, "train": train})
 
 
-def draw_run_of(optimizer: str, choose: Choose, max_ranks: int = 8) -> RunConfig:
-    """A drawn run of 3 steps with one update rule, any schedule, and matrices large enough for states to be blocks."""
+def draw_run_with(optimizer: str, choose: Choose, max_ranks: int = 8) -> RunConfig:
+    """Draw a run of 3 steps with this update rule and matrices large enough for states in blocks."""
     rule = OptimizerConfig(name=cast(Any, optimizer))
-    alone = Run(BARE.model_copy(update={"optimizer": rule}), model_shape("tiny"))
-    run = draw_run(choose, max_ranks, routers=not is_excluded(features.EXPERTS, alone))
+    bare = Run(BARE.model_copy(update={"optimizer": rule}), model_shape("tiny"))
+    run = draw_run(choose, max_ranks, routers=not is_excluded(features.EXPERTS, bare))
     settings: dict[str, Any] = {"name": optimizer, "learning_rate": 1e-2}
-    if optimizer in SOPHIA_PRECISIONS:  # estimates that most steps use, since a small scale clips nearly all
+    if optimizer in SOPHIA_PRECISIONS:  # with a small scale, nearly all elements would be clipped
         settings |= {"hessian_every": 2, "hessian_scale": 100.0}
     wide = choose((13, 22) if run.parallel.tp_x == 1 else (14, 22))
     model = run.model.model_copy(update={"hidden": wide, "ffn": run.parallel.tp * choose((40, 131))})
@@ -135,10 +135,10 @@ def draw_run_of(optimizer: str, choose: Choose, max_ranks: int = 8) -> RunConfig
 
 
 def _draw_experts(choose: Choose, parallel: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """Experts of a model, or none, with the degrees that they are split in, which go into ``parallel``.
+    """Draw the experts of a model, or none, and write their parallel degrees into ``parallel``.
 
     Args:
-        ranks: of a pipeline stage.
+        ranks: ranks of a pipeline stage.
     """
     gate = choose(("",) * 4 + ("top-k", "switch", "gshard", "noisy-top-k", "expert-choice"))
     if not gate:
@@ -175,11 +175,7 @@ def _draw_experts(choose: Choose, parallel: dict[str, Any], ranks: int) -> dict[
 
 
 def _draw_depths(choose: Choose, length: int, layers: int, cp: int, multiple: int) -> dict[str, Any]:
-    """Layers that take some tokens of a sequence, or none.
-
-    Args:
-        multiple: of the tokens that a rank computes.
-    """
+    """Draw Mixture of Depths, or none; a rank's tokens must be a multiple of ``multiple``."""
     least = 2 * cp * multiple if cp > 1 else 1
     fit = [n / length for n in range(least, length + 1) if n % multiple == 0]
     if not choose((False, False, True)):

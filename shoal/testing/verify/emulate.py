@@ -1,14 +1,13 @@
-"""An asynchronous pipeline on one device: every stage of every micro-batch with the version of the weights that the
-program says, one sample after the other.
+"""Emulate an asynchronous pipeline on one device: each stage with the weight version that the program names.
 
-Stages are nothing but names of parameters here. Each micro-batch runs through the whole model at once, with the
-parameters of each stage taken from that stage's version; its gradients go into the update that the program says. So the
-order in which the pipeline overlaps micro-batches plays no part, and neither does anything that it keeps or sends.
+Stages are only names of parameters here. Each micro-batch runs through the full model, with the parameters of each
+stage taken from that stage's version; its gradients go into the update that the program names. Hence neither the order
+in which the pipeline overlaps micro-batches nor anything that it stores or sends matters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -23,31 +22,28 @@ from shoal.spec.catalog import ModelShape
 TIED = {"head.weight": "embed.token.weight"}
 
 
-def emulated_updates(
-    model: Transformer, program: Program, samples: list[list[Batch]], update: Callable[[], None]
-) -> Iterator[tuple[float, float]]:
-    """Run one step of a program; the model's gradients are left as the last update used them.
+def emulate_updates(model: Transformer, program: Program, samples: list[list[Batch]]) -> Iterator[float]:
+    """Run one step of a program; yield each update's summed loss [nats], with its gradients in the model.
+
+    The caller updates the model before it continues.
 
     Args:
         model: its parameters are the newest version.
-        samples: of each micro-batch, of all replicas.
-        update: updates the model from its gradients.
-
-    Yields:
-        For each update, (summed loss [nats], gradient norm).
+        samples: single samples of each micro-batch, of all replicas.
     """
-    whole = dict(model.named_parameters())
+    params = dict(model.named_parameters())
     used = {(a.stage, a.microbatch): a.version for a in program.select_actions(Op.FORWARD)}
-    stages = stages_of(model.shape, program)
-    for p in whole.values():
-        p.grad = torch.zeros_like(p) if p.grad is None else p.grad  # which the update may hold on to
-    versions = [{name: p.detach().clone() for name, p in whole.items()}]
+    stages = map_parameters_to_stages(model.shape, program)
+    for p in params.values():
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad  # the optimizer may hold references to gradients
+    versions = []
     for number in range(program.updates):
-        mine = [m for m in range(program.microbatches) if program.update_by_microbatch[m] == number]
-        tokens = max(1, sum(batch.unmasked() for m in mine for batch in samples[m]))
+        versions.append({name: p.detach().clone() for name, p in params.items()})
+        microbatches = [m for m in range(program.microbatches) if program.update_by_microbatch[m] == number]
+        tokens = count_tokens([batch for m in microbatches for batch in samples[m]])
         model.zero_grad(set_to_none=False)
         total = 0.0
-        for m in mine:
+        for m in microbatches:
             weights = {
                 name: versions[used[stage, m]][owner(name, model.shape)].detach().requires_grad_()
                 for name, stage in stages.items()
@@ -58,21 +54,18 @@ def emulated_updates(
                 )
                 gradients = torch.autograd.grad(loss / tokens, list(weights.values()))
                 for name, gradient in zip(weights, gradients, strict=True):
-                    gradient_of(whole[owner(name, model.shape)]).add_(gradient)
+                    gradient_of(params[owner(name, model.shape)]).add_(gradient)
                 total += loss.item()
-        norm = torch.stack([gradient_of(p).norm() for p in whole.values()]).norm().item()
-        update()
-        versions.append({name: p.detach().clone() for name, p in whole.items()})
-        yield total, norm
+        yield total
 
 
 def owner(name: str, shape: ModelShape) -> str:
-    """The name under which a parameter's values are known: a tied head's are the embedding's."""
+    """Return the name of the parameter with these values: of a tied head, the embedding."""
     return TIED.get(name, name) if shape.tied else name
 
 
-def stages_of(shape: ModelShape, program: Program) -> dict[str, int]:
-    """For each parameter that a forward uses, by its place in the model, the stage that it is on."""
+def map_parameters_to_stages(shape: ModelShape, program: Program) -> dict[str, int]:
+    """Return the stage of each parameter that a forward uses, by its name in the model, tied ones included."""
     parts, depth = assign_layers(shape, program), program.depth
     layer_stage = {str(layer): stage for stage, layers in enumerate(parts) for layer in layers}
     with torch.device("meta"):
@@ -84,7 +77,31 @@ def stages_of(shape: ModelShape, program: Program) -> dict[str, int]:
     }
 
 
+# ---- gradients -------------------------------------------------------------------------------------------------------
+
+
+def accumulate_gradients(
+    model: Transformer, batches: Sequence[Batch], compute_loss: Callable[[int, Batch], Tensor]
+) -> float:
+    """Leave in the model the gradients of the mean loss over unmasked tokens; return the summed loss [nats].
+
+    Args:
+        compute_loss: summed loss of a batch, from its index and the batch.
+    """
+    model.zero_grad(set_to_none=False)  # the optimizer may hold references to gradients
+    tokens, total = count_tokens(batches), 0.0
+    for i, batch in enumerate(batches):
+        loss = compute_loss(i, batch)
+        (loss / tokens).backward()
+        total += loss.item()
+    return total
+
+
 def gradient_of(parameter: Tensor) -> Tensor:
-    """The gradient that backward left in a parameter."""
     assert parameter.grad is not None
     return parameter.grad
+
+
+def count_tokens(batches: Sequence[Batch]) -> int:
+    """Return the unmasked tokens of some batches, at least 1."""
+    return max(1, sum(batch.unmasked() for batch in batches))

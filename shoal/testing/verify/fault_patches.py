@@ -1,5 +1,4 @@
-"""The longer mistakes of `shoal.testing.verify.faults`: each takes the right function and then its arguments, and does
-one thing wrong."""
+"""Longer faulty functions of `shoal.testing.verify.faults`: each gets the right function and then its arguments."""
 
 from __future__ import annotations
 
@@ -54,7 +53,7 @@ def own_partial_sums(right: Callable, grid: Grid, partial_sums, users) -> list[T
 
 
 def forget_sum(forgotten: Callable[[str], bool]) -> Callable[..., dict]:
-    """Take gradients that are partial sums along an axis for complete."""
+    """Treat gradients that are partial sums along an axis as complete."""
     return lambda right, *args, **options: {
         key: replace(split, sum_over=tuple(axis for axis in split.sum_over if not forgotten(axis)))
         for key, split in right(*args, **options).items()
@@ -100,7 +99,7 @@ def next_targets(right: Callable, run: runtime.Runtime, action, batch, scale) ->
 
 
 def without_gather(right: Callable, run: runtime.Runtime, program: Program, *args, **options) -> None:
-    """Patched behind the checker, which would reject such a program."""
+    """Remove gathers after the checker, which would reject such a program."""
     left = tuple(tuple(a for a in actions if a.op is not Op.GATHER) for actions in program.actions)
     right(run, replace(program, actions=left), *args, **options)
 

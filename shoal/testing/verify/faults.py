@@ -1,7 +1,7 @@
-"""Faults that parallel training is known for, to be planted in a working run and found again.
+"""Typical faults of parallel training, to be injected into a correct run: `shoal verify run.toml --inject NAME`.
 
-Each replaces one function of shoal in the rank's process by a wrong one, to show that the verifier finds it and says
-where: `shoal verify run.toml --inject NAME`. Most are faults that published codebases have had.
+Each replaces one function in the rank's process by a faulty one, to show that the verifier finds it. Most of them
+occurred in published codebases.
 """
 
 from __future__ import annotations
@@ -35,25 +35,17 @@ from shoal.training.step.engine import Engine
 
 @dataclass(frozen=True)
 class Fault:
-    """A mistake that can be planted.
+    """A fault that can be injected."""
 
-    Attributes:
-        what: the mistake, in one line.
-        owner, name: the function that it replaces.
-        wrong: the replacement, which gets the right function before the arguments.
-        needs: the layout on which it shows; on others it does nothing.
-        model: the section of the model's settings without which it does nothing: "experts", "depths", or "".
-    """
-
-    what: str
-    owner: Any
-    name: str
-    wrong: Callable
-    needs: dict[str, Any]
-    model: str = ""
+    what: str  # one line
+    owner: Any  # of the replaced function
+    name: str  # of the replaced function
+    wrong: Callable  # the replacement, which gets the right function before the arguments
+    needs: dict[str, Any]  # layout without which it has no effect
+    model: str = ""  # section of the model without which it has no effect: "experts", "depths", or ""
 
     def plant(self) -> AbstractContextManager:
-        """Plant the mistake in this process for the duration of the context."""
+        """Inject the fault into this process for the duration of the context."""
         right = self.owner.__dict__[self.name]
         static = isinstance(right, staticmethod)
         function = right.__func__ if static else right
@@ -71,28 +63,28 @@ FAULTS: dict[str, Fault] = {
         {"tp": 2},
     ),
     "entry-gradient": Fault(
-        "no all-reduce of the gradient where a tensor-parallel block is entered",
+        "no all-reduce of the gradient at the entry of a tensor-parallel block",
         linear, "copy_to", fault_patches.entry_without_sum, {"tp": 2},
     ),
     "ring-sum": Fault(
-        "the ring that sums and scatters forgets what comes from the rank before",
+        "the reduce-scatter ring drops the previous rank's part",
         overlap, "scatter_products", fault_patches.ring_without_sum,
         {"tp": 2, "sequence_parallel": True, "tp_overlap": True},
     ),
     "chunk-sum": Fault(
-        "the last token is not summed over the ranks where a product is made in runs of tokens",
+        "the last token of a chunked product is not summed over the ranks",
         overlap, "reduced_products", fault_patches.last_chunk_without_sum, {"tp": 2, "tp_overlap": True},
     ),
     "grid-sum": Fault(
-        "each rank of a grid goes on with its own terms of a product whose input is split",
+        "partial sums of a product along tp_x are not summed",
         Grid, "own_units", fault_patches.own_partial_sums, {"tp": 4, "tp_x": 2},
     ),
     "grid-norm": Fault(
-        "each rank of a grid normalises by its own part of the hidden state",
+        "each rank along tp_x normalises by its own part of the hidden state",
         Grid, "total", lambda right, grid, sums: sums * grid.x.size(), {"tp": 4, "tp_x": 2},
     ),
     "vocabulary-padding": Fault(
-        "the padding of the vocabulary takes part in the softmax",
+        "the padding of the vocabulary is part of the softmax",
         SummedCrossEntropy, "forward",
         lambda right, ctx, logits, targets, counts, here, gather: right(
             ctx, logits, targets, counts, logits.shape[-1], gather
@@ -104,7 +96,7 @@ FAULTS: dict[str, Fault] = {
         {"tp": 2, "sequence_parallel": True},
     ),
     "key-value-copies": Fault(
-        "gradients of a key/value head that several ranks hold are not summed",
+        "gradients of a replicated key/value head are not summed",
         apply, "apply_tensor_parallel", fault_patches.forget_sum(lambda axis: axis.startswith("tp/")), {"tp": 4},
     ),
     "tied-ends": Fault(
@@ -121,7 +113,7 @@ FAULTS: dict[str, Fault] = {
         ShardedParameters, "add_deferred", fault_patches.first_dropped, {"pp": 2, "schedule": "zb-h1"},
     ),
     "unstashed": Fault(
-        "an asynchronous pipeline goes back through newer weights than it came forward through",
+        "an asynchronous pipeline runs backward through newer weights than forward",
         WeightVersions, "_use", lambda right, versions, version: None, {"pp": 2, "schedule": "pipedream"},
     ),
     "dropped-layer": Fault(
@@ -134,7 +126,7 @@ FAULTS: dict[str, Fault] = {
         runtime.Runtime, "_forward", fault_patches.next_targets, {"pp": 2},
     ),
     "accumulation-scale": Fault(
-        "the loss is divided once more by the number of micro-batches",
+        "the loss is divided again by the number of micro-batches",
         runtime.Runtime, "step",
         lambda right, run, batches, scale, update: right(run, batches, scale / len(batches), update), {},
     ),
@@ -143,15 +135,15 @@ FAULTS: dict[str, Fault] = {
         Engine, "count_tokens", lambda right, engine, batches, *_: [sum(b.unmasked() for b in batches)], {"dp": 2},
     ),
     "chunk-positions": Fault(
-        "a context-parallel rank takes its chunks' tokens for one run of the sequence",
+        "a context-parallel rank treats its chunks as one contiguous sequence",
         ContextPositions, "forward", fault_patches.one_run, {"cp": 2},
     ),
     "chunk-order": Fault(
-        "ring attention goes by the place of a block in the ring, not by its tokens' places in the sequence",
+        "ring attention orders blocks by their place in the ring instead of the sequence",
         causal_blocks, "split_scores", fault_patches.by_place, {"cp": 2},
     ),
     "key-gradients-stay": Fault(
-        "the gradients of keys and values that other ranks made do not come home round the ring",
+        "gradients of keys and values do not return around the ring",
         RingPosition, "shift", fault_patches.nothing_comes, {"cp": 2},
     ),
     "same-samples": Fault(
@@ -171,44 +163,44 @@ FAULTS: dict[str, Fault] = {
     "zero1-stale": Fault(
         "ZeRO-1 does not gather the updated parameters",
         runtime.Runtime, "__init__", fault_patches.without_gather,
-        {"dp": 2, "zero": 1, "offload": "optimizer"},  # else, on one host, all update the same memory
+        {"dp": 2, "zero": 1, "offload": "optimizer"},  # otherwise, on one host, all update the same memory
     ),
     "zero2-forgets": Fault(
         "ZeRO-2 keeps only the last micro-batch's gradients",
         ShardedParameters, "_reduce", fault_patches.forgetful_reduce, {"dp": 2, "zero": 2},
     ),
     "norm-counts-copies": Fault(
-        "the gradient norm counts what several ranks hold several times",
+        "the gradient norm counts replicated parameters several times",
         RankParameters, "square_norm", fault_patches.count_copies, {"tp": 2},
     ),
     "expert-gradients": Fault(
-        "gradients of experts that several ranks hold are not summed",
+        "gradients of replicated experts are not summed",
         DataParallelGroups, "along", fault_patches.alone, {"dp": 4, "ep": 2}, model="experts",
     ),
     "expert-norm": Fault(
-        "the gradient norm takes experts to be held as often as the rest",
+        "the gradient norm assumes that experts have as many copies as the rest",
         RankParameters, "square_norm", fault_patches.dense_copies, {"dp": 2, "ep": 2}, model="experts",
     ),
     "capacity-per-rank": Fault(
-        "each rank of a split sequence decides who finds room by its own part",
+        "each rank applies the capacity to its own part of a sequence",
         expert, "all_gather_uneven", lambda right, x, group, dim, lengths: torch.cat([x] * len(lengths), dim),
         {"tp": 2, "sequence_parallel": True}, model="experts",
     ),
     "rows-astray": Fault(
-        "what experts computed is sent back in the order of the experts, to other tokens",
+        "outputs of experts return in the order of the experts, to other tokens",
         expert, "_by_expert", fault_patches.not_back, {"dp": 2, "ep": 2}, model="experts",
     ),
     "neighbours-choice": Fault(
-        "each token gets the experts that were chosen for the token before it",
+        "each token gets the experts of the previous token",
         Router, "_choose", fault_patches.of_the_token_before, {}, model="experts",
     ),
     "chosen-order": Fault(
-        "tokens that pass through a layer are computed in the order in which they come from other ranks",
+        "mixture of depths: tokens are computed in the order of arrival from other ranks",
         mixture_of_depths, "permute_rows", lambda right, x, order, back: x,
         {"tp": 2, "sequence_parallel": True}, model="depths",
     ),
     "places-of-chosen": Fault(
-        "tokens that pass through a layer are rotated by their places among each other, not in the sequence",
+        "mixture of depths: tokens are rotated by their places among the chosen ones",
         mixture_of_depths.SharedPlaces, "attending",
         lambda right, places, taken: places.context.expand(len(taken), -1), {"cp": 2}, model="depths",
     ),

@@ -1,5 +1,5 @@
-"""Products in 8 bits on one device, in float64 and as plain as can be: what `shoal.engine.parallel.float8` is held
-against."""
+"""Products in 8 bits on one device, in float64 and as plain as possible: the reference of
+`shoal.engine.parallel.float8`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shoal.spec.config import RunConfig
 
 
 def multiply_in_float8(model: Transformer, config: RunConfig) -> AmaxHistory | None:
-    """Have a whole model's layers multiply as a run's precision says, in place; returns the history, if it has one."""
+    """Make a model's layers multiply in the run's precision, in place; return the scales' history, if it has one."""
     products = POLICIES[config.train.precision].formats.products
     if products == "compute":
         return None
@@ -25,17 +25,17 @@ def multiply_in_float8(model: Transformer, config: RunConfig) -> AmaxHistory | N
     history = AmaxHistory(recipe, layers, torch.float64, torch.device("cpu")) if recipe.history else None
     modules = dict(model.named_modules())
     for name in layers:
-        modules[name].forward = partial(_linear, modules[name], partial(_rounded, name, recipe, history))
+        modules[name].forward = partial(_forward, modules[name], partial(_round, name, recipe, history))
     return history
 
 
-def _linear(module: nn.Linear, rounded, x: Tensor) -> Tensor:
-    y = _Linear.apply(rounded, x, module.weight)
+def _forward(module: nn.Linear, rounded, x: Tensor) -> Tensor:
+    y = RoundedProduct.apply(rounded, x, module.weight)
     return y if module.bias is None else y + module.bias
 
 
-def _rounded(name: str, recipe: Recipe, history: AmaxHistory | None, what: int, x: Tensor) -> Tensor:
-    """A matrix as its codes have it, with scales along its rows."""
+def _round(name: str, recipe: Recipe, history: AmaxHistory | None, what: int, x: Tensor) -> Tensor:
+    """Round a matrix to 8 bits, with scales along its rows."""
     kind, grain = recipe.kinds[what], recipe.grains[what]
     most = largest(x, grain)
     scale = None
@@ -45,7 +45,9 @@ def _rounded(name: str, recipe: Recipe, history: AmaxHistory | None, what: int, 
     return encode(x, scale_of(most, kind, grain) if scale is None else scale, kind, grain).values(x.dtype)
 
 
-class _Linear(torch.autograd.Function):
+class RoundedProduct(torch.autograd.Function):
+    """x W^T with the operands of all three products rounded."""
+
     @staticmethod
     def forward(ctx, rounded, x: Tensor, weight: Tensor) -> Tensor:
         ctx.rounded = rounded

@@ -1,7 +1,6 @@
-"""What runs on each rank of the layout that is verified: the engine, and the comparison of this rank's part.
+"""The engine on one rank of the verified layout, and the comparison of this rank's part.
 
-A rank compares its own pieces with the reference's files and sends back numbers alone, so that no rank ever gathers a
-model.
+A rank compares its own pieces with the reference's files and returns only numbers, so that no rank gathers a model.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ from shoal.training.step.engine import Engine
 
 @dataclass(frozen=True)
 class RankStep(StepTotals):
-    """What one rank had in one step; its choices are those of its own tokens.
+    """Results of one step on one rank, with the choices of its own tokens.
 
     Attributes:
-        samples: for each micro-batch, the places of its samples in the global batch, where they are of this step.
-        differences: by "gradient/NAME", "weight/NAME" or "in use/NAME", the largest absolute difference; of each expert
-            too, by `expert_name`.
-        trace: as of `trace_errors`.
+        samples: for each micro-batch of this step, the indices of its samples in the global batch.
+        differences: largest absolute differences by "gradient/NAME", "weight/NAME" or "in use/NAME", also of each
+            expert by `expert_name`.
+        trace: see `trace_errors`.
     """
 
     samples: list[list[int]]
@@ -50,30 +49,25 @@ class RankStep(StepTotals):
 
 @dataclass
 class RankReport:
-    """What one rank found.
+    """Results of one rank."""
 
-    Attributes:
-        where: the rank's coordinates in words.
-        replica: which data-parallel replica it belongs to.
-        held: (parameter, whole shape, box, whether it is the primary owner) of each piece.
-        steps: by (rule, step).
-    """
-
-    where: str
-    replica: int
+    where: str  # the rank's number and coordinates
+    replica: int  # its data-parallel replica
     held: list[tuple[str, tuple[int, ...], Box, bool]] = field(default_factory=list)
-    steps: dict[tuple[str, int], RankStep] = field(default_factory=dict)
+    """(parameter, global shape, box, whether the rank is the primary owner) of each piece."""
+
+    steps: dict[tuple[str, int], RankStep] = field(default_factory=dict)  # by (rule, step)
 
 
-class Recorded:
-    """A dataset that records which samples were read."""
+class RecordingDataset:
+    """Dataset that records which samples were read."""
 
     def __init__(self, data: Dataset):
         self.data, self.asked = data, list[list[int]]()
         self.vocab_size, self.samples, self.fingerprint = data.vocab_size, data.samples, data.fingerprint
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """As `Dataset.batch`."""
+        """See `Dataset.batch`."""
         self.asked.append(list(indices))
         return self.data.batch(indices)
 
@@ -86,7 +80,7 @@ def compare(job: ComparisonJob) -> RankReport:
         mesh = Mesh(layout, dist.get_rank())
         report = RankReport(mesh.describe(), dist.get_rank() // (layout.cp * layout.tp) % layout.dp)
         for rule, config in job.rules.items():
-            samples = Recorded(synthetic(config, job.shape))
+            samples = RecordingDataset(synthetic(config, job.shape))
             engine = Engine(config, job.shape, mesh, samples)
             report.held = [
                 (name, piece.whole, piece.box, piece.primary)
@@ -94,28 +88,30 @@ def compare(job: ComparisonJob) -> RankReport:
                 for piece in pieces
             ]
             for step in range(job.steps):
-                report.steps[rule, step] = _step(engine, job, rule, step, samples)
+                report.steps[rule, step] = _compare_step(engine, job, rule, step, samples)
     return report
 
 
-def _step(engine: Engine, job: ComparisonJob, rule: str, step: int, samples: Recorded) -> RankStep:
+def _compare_step(engine: Engine, job: ComparisonJob, rule: str, step: int, samples: RecordingDataset) -> RankStep:
     tracers = [Tracer(stage.module) for stage in engine.stages if job.trace and step == job.steps - 1]
     scale = engine.loss_scale.value if engine.loss_scale else 1.0
     choices = Choices([stage.module for stage in engine.stages], job.shape, engine.config.data.sequence_length)
     result = engine.step(step)
-    n = engine.config.train.global_batch  # those of the next step may have been asked for too
+    n = engine.config.train.global_batch
+    # Samples of the next step may have been read too.
     places = [[index - step * n for index in indices] for indices in samples.asked if indices[0] // n == step]
     routing = engine.routing.totals if engine.routing else None
     depths = engine.depths.totals if engine.depths else None
     found = RankStep(result.loss, result.gradient_norm, routing, choices.taken(), depths, places)
     held = {
-        "gradient": engine.parameters.reduced_gradients(), "weight": engine.weights(), "in use": _in_use(engine)
+        "gradient": engine.parameters.reduced_gradients(), "weight": engine.weights(),
+        "in use": _unsharded_weights(engine),
     }
     with safe_open(step_file(job.folder, rule, step), "pt") as file:
         for kind, tensors in held.items():
             for name, pieces in tensors.items():
-                found.differences.update(differences(file, kind, name, pieces))
-    for tracer, stage in zip(tracers, engine.stages, strict=False):  # no tracers, or one for each
+                found.differences.update(compare_pieces(file, kind, name, pieces))
+    for tracer, stage in zip(tracers, engine.stages, strict=False):  # no tracers, or one per stage
         actions = engine.program.actions[engine.mesh.index("pp")]
         passed = [
             ForwardTrace(places[a.microbatch], a.microbatch, engine.runtime.tokens, engine.runtime.slice_of(a.part))
@@ -127,37 +123,34 @@ def _step(engine: Engine, job: ComparisonJob, rule: str, step: int, samples: Rec
     return found
 
 
-def _in_use(engine: Engine) -> dict[str, list[Piece]]:
-    """The parameters that the next forward will compute with, where they stay whole between steps."""
+def _unsharded_weights(engine: Engine) -> dict[str, list[Piece]]:
+    """Return the weights of the next forward, where they stay unsharded between steps."""
     found: dict[str, list[Piece]] = {}
     for bucket in engine.parameters.buckets:
         if bucket.keep_full:
             for slot in bucket.slots:
                 box = slot.placement.box
-                here = slot.parameter.detach()[tuple(slice(n) for n in box.shape)]  # without padding
-                found.setdefault(slot.placement.name, []).append(Piece(slot.placement.global_shape, box, here))
+                tensor = slot.parameter.detach()[tuple(slice(n) for n in box.shape)]  # without padding
+                found.setdefault(slot.placement.name, []).append(Piece(slot.placement.global_shape, box, tensor))
     return found
 
 
-def differences(file: safe_open, kind: str, name: str, pieces: Sequence[Piece]) -> dict[str, float]:
-    """The largest differences of what this rank has of a parameter, and of each expert in it, from the reference's.
+def compare_pieces(file: safe_open, kind: str, name: str, pieces: Sequence[Piece]) -> dict[str, float]:
+    """Return the differences of this rank's pieces of a parameter from the reference's (`RankStep.differences`).
 
     Args:
-        file: of the reference's step.
+        file: `step_file` of the reference.
         kind: "gradient", "weight" or "in use".
-
-    Returns:
-        As of `RankStep`.
     """
     expected = file.get_slice(f"{'gradient' if kind == 'gradient' else 'weight'}/{name}")
-    name_here = f"{kind}/{name}"
-    found = {name_here: 0.0}
+    key = f"{kind}/{name}"
+    found = {key: 0.0}
     for piece in pieces:
         if tuple(expected.get_shape()) != piece.whole:
-            return {name_here: torch.inf}
+            return {key: torch.inf}
         if piece.box.numel == 0:
             continue
         difference = piece.tensor.double() - expected[piece.box.slices]
-        for one, part in with_experts(name_here, difference, piece.box.offset[0]):
+        for one, part in with_experts(key, difference, piece.box.offset[0]):
             found[one] = max(found.get(one, 0.0), largest(part))
     return found

@@ -1,4 +1,4 @@
-"""The verdict on the screen: the layout, a table of the largest errors, and the first difference if there is one."""
+"""Print the verdict: the layout, a table of the largest errors, and the first difference, if any."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from shoal.pipeline.schedules import ASYNCHRONOUS
+from shoal.report.tables import text_table
 from shoal.testing.verify.case import Case
 from shoal.testing.verify.compare import PLAIN, TOLERANCES, Verdict, row_of
 from shoal.testing.verify.reference import StepFacts
@@ -34,11 +35,11 @@ def print_case(console: Console, case: Case, steps: int) -> None:
 def print_verdict(
     console: Console, case: Case, verdict: Verdict, facts: dict[str, list[StepFacts]], seconds: float
 ) -> None:
-    """Print the table of errors, and the verdict in one line."""
+    """Print the table of errors and the verdict."""
     tolerance = TOLERANCES[case.config.train.precision]
     if verdict.table:
-        console.print(_uneven(case, facts))
-        console.print(_table(case, verdict, facts))
+        console.print(_count_tokens(case, facts))
+        console.print(_tabulate_errors(case, verdict, facts))
     if not verdict.findings:
         console.print(
             f"[bold green]the same[/]  as {_reference(case)}: every gradient to {verdict.worst_gradient:.1e} "
@@ -54,30 +55,27 @@ def print_verdict(
 
 
 def _reference(case: Case) -> str:
-    """What the run is compared with, in words."""
     versions = case.config.parallel.schedule in ASYNCHRONOUS
     return "one device with the same stale weights" if versions else "one device"
 
 
-def _uneven(case: Case, facts: dict[str, list[StepFacts]]) -> str:
-    """How many tokens count on each replica in the first step."""
+def _count_tokens(case: Case, facts: dict[str, list[StepFacts]]) -> str:
+    """Return a line with the unmasked tokens of each replica in the first step."""
     layout, tokens = case.config.parallel, facts[PLAIN][0].tokens
     counts = [
         sum(n for i, n in enumerate(tokens) if i // layout.micro_batch % layout.dp == replica)
         for replica in range(layout.dp)
     ]
-    of = len(tokens) * case.config.data.sequence_length
-    return f"[bold]tokens[/]    that count in step 0, by replica: {', '.join(map(str, counts))} (of {of} in all)"
+    total = len(tokens) * case.config.data.sequence_length
+    return f"[bold]tokens[/]    unmasked in step 0, by replica: {', '.join(map(str, counts))} (of {total} in total)"
 
 
-def _table(case: Case, verdict: Verdict, facts: dict[str, list[StepFacts]]) -> Table:
-    """The largest errors, in the order of the model."""
+def _tabulate_errors(case: Case, verdict: Verdict, facts: dict[str, list[StepFacts]]) -> Table:
+    """Return the table of the largest errors, in the order of the model."""
     own = case.config.optimizer.name
     columns = {"gradient": "gradient", "weight, plain SGD": f"weight {PLAIN}", f"weight, {own}": f"weight {own}"}
-    table = Table("", title="largest relative error", title_justify="left", title_style="bold")
-    for heading in columns:
-        table.add_column(heading, justify="right")
+    rows = []
     for row in dict.fromkeys(["loss", "gradient norm", *map(row_of, facts[PLAIN][0].gradients)]):
         errors = [verdict.table.get((row, column)) for column in columns.values()]
-        table.add_row(row, *("" if error is None else f"{error:.1e}" for error in errors))
-    return table
+        rows.append([row, *("" if error is None else f"{error:.1e}" for error in errors)])
+    return text_table(["", *columns], rows, title="largest relative error", lines=True)

@@ -1,8 +1,8 @@
-"""Record the output and the output gradient of every module, to find the first place that differs.
+"""Record the output and the output gradient of every module, to find the first module that differs.
 
-The same tracer watches the reference and each rank's part of a model. A parallel rank holds a part of what one device
-has: other samples (dp), other layers (pp), a part of the sequence (sequence parallelism), a part of the vocabulary
-(head). `part` says which.
+The same tracer records the reference and each rank's part of a model. A parallel rank holds a part of one device's
+tensors: other samples (dp), other layers (pp), a part of the sequence (sequence parallelism) or of the vocabulary
+(head); see `local_part`.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from shoal.engine.models.transformer import Transformer
 
 
 def traced_modules(layers: int) -> list[str]:
-    """The modules that are watched, in the order in which forward finishes them."""
+    """Return the traced modules in the order in which forward finishes them."""
     inside = ("attention_norm", "attention", "mlp_norm", "mlp")
     blocks = [name for i in range(layers) for name in (*(f"layers.{i}.{m}" for m in inside), f"layers.{i}")]
     return ["embed", *blocks, "norm", "head", "loss"]
 
 
 class Tracer:
-    """Records, for every micro-batch, the output of each module and the gradient with respect to it.
+    """Recorder of each module's output and its gradient, for every micro-batch.
 
     Args:
-        model: the whole model or a stage of it; each call of it is one micro-batch, from 0.
+        model: the model or a stage of it; each call of it is one micro-batch, from 0.
     """
 
     def __init__(self, model: Transformer):
@@ -37,10 +37,10 @@ class Tracer:
         self._microbatch = -1
         self._hooks = [model.register_forward_pre_hook(self._next)]
         modules = dict(model.named_modules())
-        some = tuple(f"layers.{i}." for i, layer in model.layers.items() if layer.depth is not None)
+        skipping = tuple(f"layers.{i}." for i, layer in model.layers.items() if layer.depth is not None)
         for name in traced_modules(model.shape.layers):
-            # Inside a layer that takes some tokens, a rank's are no part of a sequence that `part` could name.
-            if modules.get(name) is not None and not name.startswith(some):
+            # Inside a Mixture-of-Depths layer, a rank's tokens are not a part that `local_part` could select.
+            if modules.get(name) is not None and not name.startswith(skipping):
                 self._hooks.append(modules[name].register_forward_hook(self._watch(name)))
 
     def _next(self, *_: object) -> None:
@@ -50,20 +50,19 @@ class Tracer:
         def after(module: nn.Module, args: tuple, output: Tensor) -> None:
             m = self._microbatch
             if m in self._taken.setdefault(f"forward/{name}", {}):
-                return  # computed again in backward, by activation recomputation
-            self._take(f"forward/{name}", m, output)
+                return  # recomputed in backward
+            self._record(f"forward/{name}", m, output)
             if output.requires_grad:
-                output.register_hook(lambda gradient: self._take(f"backward/{name}", m, gradient))
+                output.register_hook(lambda gradient: self._record(f"backward/{name}", m, gradient))
 
         return after
 
-    def _take(self, key: str, microbatch: int, value: Tensor) -> None:
-        # A copy, since some outputs are changed in place later. Scalars get a dim for the samples.
-        value = value.detach().clone()
+    def _record(self, key: str, microbatch: int, value: Tensor) -> None:
+        value = value.detach().clone()  # some outputs are changed in place later
         self._taken.setdefault(key, {})[microbatch] = value if value.dim() else value.view(1)
 
     def taken(self) -> dict[str, list[Tensor]]:
-        """By ``forward/MODULE`` or ``backward/MODULE``: what each micro-batch gave, in order. Ends the recording."""
+        """End the recording; return the micro-batches' tensors by ``forward/MODULE`` or ``backward/MODULE``."""
         for hook in self._hooks:
             hook.remove()
         return {key: [values[m] for m in sorted(values)] for key, values in self._taken.items()}
@@ -71,87 +70,80 @@ class Tracer:
 
 @dataclass(frozen=True)
 class ForwardTrace:
-    """A forward.
+    """The samples and tokens of one forward."""
 
-    Attributes:
-        samples: the places of its samples in the global batch.
-        microbatch: its number.
-        tokens: which tokens of each sample are this rank's; None for all.
-        part: which of those it takes.
-    """
-
-    samples: list[int]
+    samples: list[int]  # indices in the global batch
     microbatch: int
-    tokens: Tensor | None
-    part: slice
+    tokens: Tensor | None  # this rank's tokens of each sample; None for all
+    part: slice  # the slice of these that this forward takes
 
     @property
-    def whole(self) -> bool:
-        """Whether it takes whole samples."""
+    def is_complete(self) -> bool:
+        """Whether it takes all tokens of its samples."""
         return self.tokens is None and self.part == slice(None)
 
-    def of(self, reference: Tensor) -> Tensor:
-        """This forward's part of a tensor of the global batch, [b, s, ...], or [b] for the loss."""
+    def select(self, reference: Tensor) -> Tensor:
+        """Return this forward's part of a tensor of the global batch, [b, s, ...], or [b] for the loss."""
         mine = reference[self.samples]
         if mine.dim() == 1:
             return mine
         return (mine if self.tokens is None else mine[:, self.tokens])[:, self.part]
 
 
-def part(key: str, whole: Tensor, mesh: Mesh, vocab: int) -> Tensor:
-    """What this rank should have of a forward's reference.
+def local_part(key: str, x: Tensor, mesh: Mesh, vocab: int) -> Tensor:
+    """Return this rank's part of a reference tensor.
 
     Args:
-        whole: [b, s, ...] of the samples and tokens of the forward, or [b] for the loss.
+        x: [b, s, ...] of the samples and tokens of a forward, or [b] for the loss.
     """
     phase, module = key.split("/", 1)
     tp, index = mesh.size("tp"), mesh.index("tp")
     if module == "loss":
-        return whole.sum().view(1) if phase == "forward" else whole[:1]
+        return x.sum().view(1) if phase == "forward" else x[:1]
     if module == "head":
         rows = -(-vocab // tp)
-        return whole[..., index * rows : (index + 1) * rows]
-    x, y = mesh.layout.tp_x, mesh.layout.tp_y
-    if x > 1:
-        whole = whole.chunk(x, dim=2)[index % x]
-    return whole.chunk(y, dim=1)[index // x] if mesh.layout.sequence_parallel else whole
+        return x[..., index * rows : (index + 1) * rows]
+    tp_x, tp_y = mesh.layout.tp_x, mesh.layout.tp_y
+    if tp_x > 1:
+        x = x.chunk(tp_x, dim=2)[index % tp_x]
+    return x.chunk(tp_y, dim=1)[index // tp_x] if mesh.layout.sequence_parallel else x
 
 
 def trace_errors(
     tracer: Tracer, reference: Path, mesh: Mesh, vocab: int, passes: list[ForwardTrace], loss_scale: float = 1.0
 ) -> dict[str, tuple[float, float, int]]:
-    """Compare what a rank's tracer took with the reference's.
+    """Compare the tensors that a rank recorded with the reference's.
 
     Args:
-        reference: a trace file of the reference.
-        passes: the forwards that the tracer saw, in order. The loss of some tokens is no part of a reference.
-        loss_scale: that the loss was multiplied by.
+        reference: trace file of the reference, which has losses of complete samples only.
+        passes: the recorded forwards, in order.
+        loss_scale: factor of the loss.
 
     Returns:
         For each ``forward/MODULE`` and ``backward/MODULE``: the largest absolute difference, the reference's largest
-        absolute value in the whole global batch, and the micro-batch with the difference.
+        absolute value in the global batch, and the micro-batch with the difference.
     """
     errors = {}
     with safe_open(reference, "pt") as file:
         known = set(file.keys())
         for key, values in tracer.taken().items():
-            if key not in known or (key == "forward/loss" and not all(each.whole for each in passes)):
+            if key not in known or (key == "forward/loss" and not all(each.is_complete for each in passes)):
                 continue
-            whole = file.get_tensor(key)
+            full = file.get_tensor(key)
             differences = []
             for value, each in zip(values, passes, strict=False):
-                expected = part(key, each.of(whole), mesh, vocab)
+                expected = local_part(key, each.select(full), mesh, vocab)
                 value = value.double() / (loss_scale if key.startswith("backward") else 1.0)
-                if key.endswith("/head"):  # behind a rank's own ids there may be padding
+                if key.endswith("/head"):  # a rank's last ids may be padding
                     value = value[..., : expected.shape[-1]]
                 differences.append(largest(value - expected) if value.shape == expected.shape else torch.inf)
             worst = max(range(len(differences)), key=differences.__getitem__)
-            errors[key] = (differences[worst], largest(whole), passes[worst].microbatch)
+            errors[key] = (differences[worst], largest(full), passes[worst].microbatch)
     return errors
 
 
 def largest(x: Tensor) -> float:
-    """The largest absolute value; infinite where there is a NaN."""
+    """Return the largest absolute value; infinite if there is a NaN."""
     if x.numel() == 0:
         return 0.0
     value = x.abs().max().item()

@@ -19,42 +19,30 @@ from shoal.engine.optim.build import RULES
 from shoal.launch.worker_pool import Pool
 from shoal.spec.config import RunConfig, save_config
 from shoal.testing.verify.case import Case, prepare, run_case
-from shoal.testing.verify.compare import Finding, Verdict
-from shoal.testing.verify.draw import draw_run, draw_run_of
+from shoal.testing.verify.compare import Difference, Verdict
+from shoal.testing.verify.draw import draw_run, draw_run_with
 from shoal.testing.verify.faults import FAULTS, Fault
 from shoal.testing.verify.report import print_case, print_verdict
 
-MAX_RANKS = 64
-"""Processes that are started on one machine at most."""
-
-FAILURES = Path("verify-failures")
-"""Where drawn runs that differ are written, to be verified alone."""
-
+MAX_RANKS = 64  # processes on one machine
+FAILURES = Path("verify-failures")  # folder of drawn runs that differ, to be verified alone
 _DRAWN_RANKS = 8
-_LINE_EVERY = 20  # layouts, where there is no bar
-# Weights, whole and reduced gradients, two moments and what is read of the reference; float64.
-_BYTES_PER_PARAMETER = 8 * 6
+_LINE_EVERY = 20  # layouts between two lines of progress, without a bar
+_BYTES_PER_PARAMETER = 8 * 6  # float64: weights, full and reduced gradients, two moments, the reference's value
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What was compared with one device, and what differs.
+    """Result of a comparison with one device."""
 
-    Attributes:
-        layouts: the number that were compared.
-        differing: how many of them compute something else.
-        worst_gradient: the largest relative error of any gradient.
-        findings: the differences; those of one layout in the order in which a step reaches them.
-    """
-
-    layouts: int
-    differing: int
-    worst_gradient: float
-    findings: tuple[Finding, ...]
+    layouts: int  # compared
+    differing: int  # of them
+    worst_gradient: float  # largest relative error of a gradient
+    findings: tuple[Difference, ...]  # of each layout in the order of a step
 
     @classmethod
-    def of(cls, verdicts: Sequence[Verdict]) -> Verification:
-        """Sum up the verdicts, one for each layout."""
+    def from_verdicts(cls, verdicts: Sequence[Verdict]) -> Verification:
+        """Combine the verdicts, one for each layout."""
         differing, worst = sum(bool(v.findings) for v in verdicts), max(v.worst_gradient for v in verdicts)
         return cls(len(verdicts), differing, worst, tuple(finding for v in verdicts for finding in v.findings))
 
@@ -74,21 +62,21 @@ def verify(
     inject: str | None = None,
     show: bool = False,
 ) -> Verification:
-    """Train a few steps on the ranks of a layout and on one device, on the CPU, and compare all that they compute.
+    """Train a few steps on the ranks of a layout and on one device, on the CPU, and compare all results.
 
     Args:
-        config: the run; with ``random`` only its seed is read.
-        random: verify this many randomly drawn runs instead, in float64. Those that differ are written into
+        config: the run; with ``random`` only its seed is used.
+        random: verify this many randomly drawn runs instead, in float64. Runs that differ are written into
             ``verify-failures/``.
-        rule: the update rule of the drawn runs: its name, several with commas, or "all", each on as many runs
-            (default: the draw chooses).
+        rule: update rule of the drawn runs: a name, a comma-separated list or "all", each on ``random`` runs (default:
+            drawn).
         steps: training steps to compare.
         own_precision: compare in the run's precision, to its rounding, instead of float64 to 1e-9.
         inject: name of a fault to inject on the ranks, which should be found.
-        show: print what is compared, progress and verdicts.
+        show: print the case, progress and verdicts.
 
     Raises:
-        UsageError: the run cannot be verified here, or there is no such rule or fault.
+        UsageError: the run cannot be verified here, or an unknown rule or fault.
 
     >>> import shoal
     >>> config = shoal.RunConfig.model_validate({
@@ -108,7 +96,7 @@ def verify(
     rules = _rules(rule)
     with Pool(_DRAWN_RANKS) as pool:
         found = [_verify_drawn(console, pool, random, steps, config.train.seed, name) for name in rules]
-    return Verification.of([verdict for verdicts in found for verdict in verdicts])
+    return Verification.from_verdicts([verdict for verdicts in found for verdict in verdicts])
 
 
 # ---- one run ---------------------------------------------------------------------------------------------------------
@@ -117,16 +105,15 @@ def verify(
 def _verify_run(
     console: Console, config: RunConfig, rule: str | None, steps: int, own_precision: bool, plant: str | None
 ) -> Verification:
-    """Verify the given run, and print what is compared, and the verdict."""
     if rule:
         raise UsageError(
-            f"--rule {rule} is of the runs that --random draws."
+            f"--rule {rule} applies only to the runs that --random draws."
             f"\n  Give --random N too, or set the rule of this run: --optimizer.name {rule}."
         )
     if config.parallel.sync != "all-reduce":
         raise UsageError(
-            f"parallel.sync = '{config.parallel.sync}' computes something else than one device, on purpose."
-            "\n  Verify the layout with all-reduce; docs/relaxed.md says what holds for the others."
+            f"parallel.sync = '{config.parallel.sync}' is meant to compute something else than one device."
+            "\n  Verify the layout with all-reduce; see docs/relaxed.md for the other methods."
         )
     case = prepare(config, own_precision=own_precision)
     _check_size(case)
@@ -136,22 +123,22 @@ def _verify_run(
     if plant:
         console.print(f"[bold]planted[/]   {plant}: {FAULTS[plant].what}")
     start = time.monotonic()
-    with Pool(case.config.parallel.world_size, tune_process) as pool:  # the ranks compute as those of the run do
+    with Pool(case.config.parallel.world_size, tune_process) as pool:  # as the ranks of the run
         verdict, facts = run_case(case, pool, steps=steps, plant=plant or "")
     print_verdict(console, case, verdict, facts, time.monotonic() - start)
     if plant and not verdict.findings:
-        console.print(f"[bold]planted[/]   {plant} does not show here. {_needs(FAULTS[plant])}")
-    return Verification.of([verdict])
+        console.print(f"[bold]planted[/]   {plant} has no effect here. {_needs(FAULTS[plant])}")
+    return Verification.from_verdicts([verdict])
 
 
 def _check_size(case: Case) -> None:
     layout = case.config.parallel
     if layout.world_size > MAX_RANKS:
         raise UsageError(
-            f"parallel: {layout.equation()}; verify starts them all on this machine, at most {MAX_RANKS}."
-            "\n  Verify the same axes with smaller degrees: what differs at dp 64 differs at dp 2 or 4."
+            f"parallel: {layout.equation()}; verify starts all of them on this machine, at most {MAX_RANKS}."
+            "\n  Verify the same axes with smaller degrees: a difference at dp 64 also appears at dp 2 or 4."
         )
-    # Each replica may hold everything (DDP), cut over its tensor and pipeline ranks; ZeRO's shards hold less.
+    # Each replica may hold everything (DDP), split over its tensor and pipeline ranks; with ZeRO less.
     replicas = layout.dp * layout.cp
     needed = case.shape.parameters() * _BYTES_PER_PARAMETER * (replicas + 1)
     available = psutil.virtual_memory().available
@@ -166,14 +153,14 @@ def _check_size(case: Case) -> None:
 def _check_fault(name: str, case: Case) -> None:
     if name not in FAULTS:
         table = "\n".join(f"  {fault:<20}{FAULTS[fault].what}" for fault in FAULTS)
-        raise UsageError(f"--inject {name}: there is no such fault; {did_you_mean(name, FAULTS)}\n{table}")
+        raise UsageError(f"--inject {name}: no such fault; {did_you_mean(name, FAULTS)}\n{table}")
     layout = case.config.parallel
     if (needed := FAULTS[name].model) and getattr(case.shape, needed) is None:
-        raise UsageError(f"--inject {name} does nothing in a model without {needed}.\n  {_needs(FAULTS[name])}")
+        raise UsageError(f"--inject {name} has no effect in a model without {needed}.\n  {_needs(FAULTS[name])}")
     for key, value in FAULTS[name].needs.items():
         given = getattr(layout, key)
         if given != value if key in ("zero", "sequence_parallel", "tp_overlap", "schedule") else given < value:
-            raise UsageError(f"--inject {name} does nothing with parallel.{key} = {given}.\n  {_needs(FAULTS[name])}")
+            raise UsageError(f"--inject {name} has no effect with parallel.{key} = {given}.\n  {_needs(FAULTS[name])}")
 
 
 _MODELS = {
@@ -192,20 +179,20 @@ def _needs(fault: Fault) -> str:
 
 
 def _rules(given: str | None) -> list[str | None]:
-    """The rules to draw runs for; None leaves the rule to the draw."""
+    """Return the rules to draw runs for; None if the rule is drawn too."""
     if given is None:
         return [None]
     names = sorted(RULES) if given == "all" else [name.strip() for name in given.split(",")]
     for name in names:
         if name not in RULES:
-            raise UsageError(f"--rule {given}: there is no rule '{name}'; {did_you_mean(name, [*RULES, 'all'])}")
+            raise UsageError(f"--rule {given}: no rule '{name}'; {did_you_mean(name, [*RULES, 'all'])}")
     return [*names]
 
 
 def _verify_drawn(
     console: Console, pool: Pool, count: int, steps: int, seed: int, optimizer: str | None
 ) -> list[Verdict]:
-    """Verify drawn runs; print those that differ, and a line of all."""
+    """Verify drawn runs; print those that differ, and a summary."""
     start, differing, verdicts = time.monotonic(), 0, list[Verdict]()
     what, key = (f"{optimizer}: ", f"{optimizer}:") if optimizer else ("", "")
     bar = progress_bar(f"{what}layouts drawn from seed {seed}") if console.is_terminal else nullcontext()
@@ -214,7 +201,7 @@ def _verify_drawn(
             if show:
                 show(i / count, f"{i} of {count}, {differing} differ")
             choose = Random(f"{key}{seed}:{i}").choice
-            run = draw_run_of(optimizer, choose, _DRAWN_RANKS) if optimizer else draw_run(choose, _DRAWN_RANKS)
+            run = draw_run_with(optimizer, choose, _DRAWN_RANKS) if optimizer else draw_run(choose, _DRAWN_RANKS)
             verdict, _ = run_case(prepare(run, own_precision=False, accumulate=False), pool, steps=steps)
             verdicts.append(verdict)
             if verdict.findings:
@@ -228,9 +215,9 @@ def _verify_drawn(
                 )
             if not show and (i + 1) % _LINE_EVERY == 0:
                 console.print(f"{i + 1} of {count} layouts, {differing} differ, {time.monotonic() - start:.0f} s")
-    colour = "red" if differing else "green"
+    colour, worst = "red" if differing else "green", Verification.from_verdicts(verdicts).worst_gradient
     console.print(
         f"[bold {colour}]{what}{count} layouts, {differing} differ[/]; largest relative error of a gradient "
-        f"{Verification.of(verdicts).worst_gradient:.1e}; {steps} steps each, {time.monotonic() - start:.0f} s"
+        f"{worst:.1e}; {steps} steps each, {time.monotonic() - start:.0f} s"
     )
     return verdicts

@@ -8,7 +8,7 @@ from shoal.engine.optim.build import RULES
 from shoal.launch.worker_pool import Pool
 from shoal.spec.config import RunConfig
 from shoal.testing.verify.case import prepare, run_case
-from shoal.testing.verify.draw import draw_run_of
+from shoal.testing.verify.draw import draw_run_with
 
 
 def drawn(name: str) -> RunConfig:
@@ -16,7 +16,7 @@ def drawn(name: str) -> RunConfig:
     experts, for rules of matrices."""
     choose = random.Random(name).choice
     while True:
-        run = draw_run_of(name, choose, max_ranks=4)
+        run = draw_run_with(name, choose, max_ranks=4)
         both = run.parallel.zero and run.parallel.shards > 1 and run.parallel.tp > 1
         small = run.model.layers == 2 and run.parallel.microbatches(run.train.global_batch) == 2
         if both and small and (name not in ("muon", "adafactor") or run.model.experts.count):

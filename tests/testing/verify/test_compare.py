@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from shoal.base.boxes import Box, Piece
 from shoal.spec.layout import Layout
 from shoal.testing.verify.compare import judge
-from shoal.testing.verify.rank import RankReport, RankStep, differences
+from shoal.testing.verify.rank import RankReport, RankStep, compare_pieces
 from shoal.testing.verify.reference import StepFacts, expert_name
 
 NAME = "layers.0.mlp.experts.up"
@@ -50,10 +50,10 @@ def test_a_rank_says_which_expert_differs(tmp_path) -> None:
     pieces[0].tensor[1, 2, 0] += 0.25
     pieces[1].tensor[0, 0, 1] -= 0.5
     with safe_open(tmp_path / "step", "pt") as file:
-        found = differences(file, "gradient", NAME, pieces)
+        found = compare_pieces(file, "gradient", NAME, pieces)
         assert found == {f"gradient/{NAME}": 0.5} | {
             expert_name(f"gradient/{NAME}", e): off for e, off in ((1, 0.0), (2, 0.25), (3, 0.5))
         }
-        assert differences(file, "in use", NAME, [Piece((3, 3, 2), middle, pieces[0].tensor)]) == {
+        assert compare_pieces(file, "in use", NAME, [Piece((3, 3, 2), middle, pieces[0].tensor)]) == {
             f"in use/{NAME}": math.inf
         }

@@ -7,7 +7,7 @@ import pytest
 from shoal.launch.worker_pool import Pool
 from shoal.pipeline.schedules import ASYNCHRONOUS
 from shoal.testing.verify.case import prepare, run_case
-from shoal.testing.verify.compare import Finding
+from shoal.testing.verify.compare import Difference
 from shoal.testing.verify.faults import FAULTS
 from tests.testing.verify.runs import small_run
 
@@ -51,7 +51,7 @@ EXPECTED = {
 EXPERTS = {"count": 4, "per_token": 2, "ffn": 12, "capacity_factor": 0.75, "balance_loss": 1.0}
 
 
-def first_difference(pool: Pool, name: str, plant: str) -> Finding | None:
+def first_difference(pool: Pool, name: str, plant: str) -> Difference | None:
     model = {"tied": True} if name == "tied-ends" else {}
     if FAULTS[name].model:
         model[FAULTS[name].model] = {"experts": EXPERTS, "depths": {"capacity": 0.5}}[FAULTS[name].model]
@@ -125,6 +125,6 @@ def test_a_schedule_of_one_micro_batch_is_verified_with_one(pool: Pool, tmp_path
     file.write_text("0F0,0B0\n1F0,1B0\n")
     run = small_run({"pp": 2, "micro_batch": 1, "schedule": f"file:{file}"}, global_batch=1)
     case = prepare(run, own_precision=False)
-    assert any("faults of accumulation stay unseen" in note for note in case.notes)
+    assert any("faults of accumulation are not detected" in note for note in case.notes)
     verdict, _ = run_case(case, pool, steps=1)
     assert not verdict.findings
