@@ -10,8 +10,6 @@ import os
 import pickle
 import shutil
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -25,7 +23,7 @@ from shoal.spec.config import build_config
 from shoal.training.check import check
 from tests.engine.checkpoint.cuts import whole, write_checkpoint
 from tests.place import CONFIG, Place
-from tests.test_bad_surroundings import ROOT
+from tests.trainings.runs import ROOT, shoal
 
 SHOAL = ROOT / "shoal"
 
@@ -217,22 +215,21 @@ SECRETS = {
 }  # fmt: skip
 
 
-def test_a_run_is_private_and_keeps_secrets(place, tmp_path):
-    """Under the mask that most users have, with secrets in the environment: one run that ends, one that fails."""
+def test_a_run_is_private_and_keeps_secrets(place, tmp_path, monkeypatch):
+    """Under the mask that most users have (see `tests.trainings.forked`), with secrets in the environment."""
     folder = tmp_path / "run"
-    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    words = [sys.executable, "-m", "shoal", "train", place.toml, "--run-folder", folder, "--profile",
-             "--metrics.profile_after", "1", "--train.steps", "4", "--checkpoint.every", "2"]
-    done = subprocess.run(
-        list(map(str, words)), cwd=ROOT, env={**inherited, **SECRETS}, umask=0o022, capture_output=True, timeout=180,
-    )
-    assert done.returncode == 0, done.stderr.decode()
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    words = ["train", place.toml, "--run-folder", folder, "--profile", "--metrics.profile_after", "1",
+             "--train.steps", "4", "--checkpoint.every", "2"]
+    code, output = shoal(*words)
+    assert code == 0, output
     assert main(["report", str(folder)]) == 0
     written = [folder, *folder.rglob("*")]
     assert len(written) > 15
     open_to_others = [path for path in written if stat.S_IMODE(path.stat().st_mode) & 0o077]
     assert open_to_others in ([], [folder / "report.html"])  # which this process made, with a mask of its own
-    said = done.stdout + done.stderr + b"".join(path.read_bytes() for path in written if path.is_file())
+    said = output.encode() + b"".join(path.read_bytes() for path in written if path.is_file())
     assert [name for name, value in SECRETS.items() if value.encode() in said] == []
 
 

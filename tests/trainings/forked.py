@@ -2,7 +2,8 @@
 
 The code that runs is that of ``python -m shoal`` or of torchrun, in a process and a session of its own; what is left
 out is starting an interpreter, for the command, for the server of its ranks and for torchrun's workers. That is in
-`test_launch` (ranks that meet), in `tests.cli.run.test_train` (torchrun, a terminal) and in the tests of bad input.
+`test_local_launcher` (ranks that meet), in `tests.cli.run.test_train` (torchrun), in `tests.base.test_terminal` (the
+reader of a command) and in the tests of bad input.
 """
 
 from __future__ import annotations
@@ -87,10 +88,16 @@ def commands(path: str) -> PreforkServer:
     return made
 
 
-def command(words: list[str], environment: Mapping[str, str], cwd: Path, agent: tuple[str, ...] = ()) -> Command:
-    """Start ``shoal WORDS``; or torchrun with the words of ``agent`` and then these, whose workers are forks of it."""
+def command(
+    words: list[str], environment: Mapping[str, str], cwd: Path, agent: tuple[str, ...] = (), terminal: str = ""
+) -> Command:
+    """Start ``shoal WORDS``; or torchrun with the words of ``agent`` and then these, whose workers are forks of it.
+
+    Args:
+        terminal: a pseudo-terminal, which becomes the controlling one of the command.
+    """
     log = Path(tempfile.mkstemp(dir=folder(), suffix=".log")[1])
-    order = json.dumps({"words": words, "cwd": str(cwd), "agent": agent})
+    order = json.dumps({"words": words, "cwd": str(cwd), "agent": agent, "terminal": terminal})
     forks = commands(environment["PYTHONPATH"])
     child = forks.start("tests.trainings.forked", {**environment, ORDER: order}, log, heard=False)
     return Command(child, log)
@@ -173,6 +180,13 @@ def main() -> int:
     """The command."""
     order = json.loads(os.environ.pop(ORDER))
     os.chdir(order["cwd"])
+    os.umask(0o022)  # as most users have
+    if order["terminal"]:
+        opened = os.open(order["terminal"], os.O_RDWR)  # the first that the leader of a session opens controls it
+        for descriptor in range(3):
+            os.dup2(opened, descriptor)
+        os.close(opened)
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115 -- for good
     if order["agent"]:
         subprocess_handler.Popen = fork_worker
         return torchrun([*order["agent"], *order["words"]])

@@ -14,7 +14,7 @@ from shoal.pipeline.from_layout import find_schedule, virtual_stages
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import OptimizerConfig, RunConfig
 from shoal.spec.number_formats import verified_as
-from shoal.testing.verify.compare import PLAIN, Difference, Verdict, judge
+from shoal.testing.verify.compare import PLAIN, Mismatch, Verdict, judge
 from shoal.testing.verify.rank import RankReport, compare
 from shoal.testing.verify.reference import ComparisonJob, StepFacts, run_reference
 
@@ -96,7 +96,7 @@ def _compare(job: ComparisonJob, pool: Pool, facts: dict[str, list[StepFacts]], 
     except RankError as error:
         rank, cause = error.failures[0]
         text = f"rank {rank}, which failed: {error.reason}\n{cause}"
-        return Verdict(findings=[Difference(-1, "", "failure", "", float("inf"), (f"rank {rank}",), text)])
+        return Verdict(findings=[Mismatch(-1, "", "failure", "", float("inf"), (f"rank {rank}",), text)])
     return judge(config.parallel, job.shape.layers, config.train.precision, facts, reports)
 
 

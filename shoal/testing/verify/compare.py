@@ -80,7 +80,7 @@ _COUNTED = {
 
 
 @dataclass(frozen=True)
-class Difference:
+class Mismatch:
     """One difference beyond tolerance."""
 
     step: int  # -1 if it appears before any step
@@ -102,7 +102,7 @@ class Verdict:
     """
 
     table: dict[tuple[str, str], float] = field(default_factory=dict)
-    findings: list[Difference] = field(default_factory=list)
+    findings: list[Mismatch] = field(default_factory=list)
 
     @property
     def worst_gradient(self) -> float:
@@ -151,7 +151,7 @@ def judge(
     return verdict
 
 
-def _check_coverage(parameters: list[str], reports: list[RankReport]) -> list[Difference]:
+def _check_coverage(parameters: list[str], reports: list[RankReport]) -> list[Mismatch]:
     """Check that every element of every parameter has exactly one primary owner."""
     held = [piece for report in reports for piece in report.held]
     shapes = {name: whole for name, whole, _, _ in held}
@@ -167,7 +167,7 @@ def _check_coverage(parameters: list[str], reports: list[RankReport]) -> list[Di
             if not none and not many:
                 continue
             text = f"{parameter}: {none} elements have no owner, {many} have several"
-        found.append(Difference(-1, "", "structure", parameter, math.inf, (), text))
+        found.append(Mismatch(-1, "", "structure", parameter, math.inf, (), text))
     return found
 
 
@@ -196,7 +196,7 @@ class _StepComparison:
             error = errors[wrong[0]]
             others = f" and {len(wrong) - 1} more of {len(self.ranks)} ranks" if len(wrong) > 1 else ""
             text = f"step {self.step} with {self.rule}, {what}, on {wrong[0]}{others}: relative error {error:.1e}"
-            self.verdict.findings.append(Difference(self.step, self.rule, phase, place, error, tuple(wrong), text))
+            self.verdict.findings.append(Mismatch(self.step, self.rule, phase, place, error, tuple(wrong), text))
 
     def _note(self, row: str, column: str, errors: dict[str, float]) -> None:
         """Keep the largest error, except of gradients of weights that contain amplified rounding."""

@@ -19,7 +19,7 @@ from shoal.engine.optim.build import RULES
 from shoal.launch.worker_pool import Pool
 from shoal.spec.config import RunConfig, save_config
 from shoal.testing.verify.case import Case, prepare, run_case
-from shoal.testing.verify.compare import Difference, Verdict
+from shoal.testing.verify.compare import Mismatch, Verdict
 from shoal.testing.verify.draw import draw_run, draw_run_with
 from shoal.testing.verify.faults import FAULTS, Fault
 from shoal.testing.verify.report import print_case, print_verdict
@@ -38,7 +38,7 @@ class Verification:
     layouts: int  # compared
     differing: int  # of them
     worst_gradient: float  # largest relative error of a gradient
-    findings: tuple[Difference, ...]  # of each layout in the order of a step
+    findings: tuple[Mismatch, ...]  # of each layout in the order of a step
 
     @classmethod
     def from_verdicts(cls, verdicts: Sequence[Verdict]) -> Verification:

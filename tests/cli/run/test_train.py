@@ -3,7 +3,7 @@
 import os
 import pty
 import re
-import signal
+import select
 import sys
 
 import pytest
@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from shoal.cli.main import main
 from shoal.engine.checkpoint import verify
 from shoal.spec.config import load_config
+from tests.trainings.forked import command
 from tests.trainings.runs import ROOT, checkpoints, curve, records, same_bits, shoal, train_in, wait_for
 
 TORCHRUN = ("--nproc-per-node", "2", "--standalone")
@@ -158,18 +159,16 @@ def test_torchrun_trains_the_same_in_one_folder_for_all_ranks_and_resumes(base_c
 def test_on_a_terminal_ctrl_c_stops_cleanly_and_leaves_it_in_order(base_config, tmp_path):
     """A real terminal: the line discipline turns the byte of Ctrl-C into SIGINT for the whole foreground group."""
     words = ["train", base_config, *TWO[:4], "--train.steps", "4000", "--run-folder", tmp_path / "run"]
-    pid, terminal = pty.fork()
-    if pid == 0:  # the child, in a session of its own with the terminal as its controlling one
-        os.chdir(ROOT)
-        os.execve(sys.executable, [sys.executable, "-m", "shoal", *map(str, words)],
-                  {**os.environ, "TERM": "xterm-256color", "COLUMNS": "120", "LINES": "40"})
+    terminal, other = pty.openpty()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "COLUMNS": "120", "LINES": "40"}
+    process = command([str(word) for word in words], environment, ROOT, terminal=os.ttyname(other))
     shown = bytearray()
 
     def read_until(text: bytes) -> None:
         def seen() -> bool:
-            try:
+            if select.select([terminal], [], [], 0.1)[0]:
                 shown.extend(os.read(terminal, 65536))
-            except OSError:  # the other side is closed
+            elif process.poll() is not None:
                 return True
             return text in shown
         wait_for(seen)
@@ -178,14 +177,11 @@ def test_on_a_terminal_ctrl_c_stops_cleanly_and_leaves_it_in_order(base_config, 
         read_until(b"step 8/")
         os.write(terminal, b"\x03")
         read_until(b"\x00never")
-        _, status = os.waitpid(pid, 0)
-        pid = 0
     finally:
-        if pid:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+        process.kill()
+        os.close(other)
         os.close(terminal)
     text = shown.decode()
-    assert os.waitstatus_to_exitcode(status) == 0, text
+    assert process.returncode == 0, text
     assert "╭─" in text and "stopped after step" in text and "Traceback" not in text
     assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l") >= 0  # the cursor is shown again

@@ -20,7 +20,7 @@ from tests.trainings.supervised import STEPS, config_of
 
 @pytest.fixture(scope="module")
 def chaos(corpus, rank_server, tmp_path_factory) -> Chaos:
-    """Of ten steps on two replicas, what is said in a file."""
+    """Ten steps on two replicas, with the output in a file."""
     folder = tmp_path_factory.mktemp("chaos")
     config = config_of(corpus, failover={"stragglers_every": 2})
     log = folder / "said.log"
@@ -42,10 +42,11 @@ def test_every_moment_that_is_drawn_comes(chaos, name, seed):
             assert planted.step >= 2 * chaos.config.checkpoint.every
 
 
-@pytest.mark.parametrize("name", ["kill-staging", "kill-committing", "nan", "bit-checkpoint", "truncated-checkpoint",
-                                  "missing-file", "bit-shard", "lost-node", "returned-node", "slow"])
+@pytest.mark.parametrize("name", ["kill-staging", "kill-committing", "nan", "bit-checkpoint", "missing-file",
+                                  "bit-shard", "returned-node", "slow"])
 def test_a_trial_passes(name, chaos, capfd):
-    """The faults which a rank does to itself or its files; those of `test_supervisor` are the same deeds."""
+    """Faults that a rank inflicts on itself or its files; `test_supervisor` has the others. A truncated checkpoint is
+    found as one with a wrong bit is, and a returned node was lost before."""
     try:
         trial = chaos.trial(name, random.Random(3), 0)
     finally:
@@ -113,21 +114,21 @@ def test_what_cannot_be_is_refused(words, says, corpus, tmp_path, capfd):
 
 @pytest.fixture(scope="module")
 def commanded(corpus, tmp_path_factory) -> tuple[int, str, str]:
-    """`shoal chaos` of five faults, or of three where no disk can be mounted: its code, what it says and its page."""
+    """`shoal chaos` of three faults, or three times of one if no disk can be mounted: exit code, output and page."""
     folder = tmp_path_factory.mktemp("command")
-    save_config(config_of(corpus, train={"steps": 8}, failover={"stragglers_every": 2}), folder / "run.toml")
-    faults = ",".join(["kill-backward", "exit-0", "slow", *sorted(NEED_MOUNTS)])
-    words = ["--trials", "5", "--faults", faults, "--folder", folder / "all", "--out", folder / "page.html"]
+    save_config(config_of(corpus, train={"steps": 6}, checkpoint={"every": 2}), folder / "run.toml")
+    faults = ",".join(["exit-0", *sorted(NEED_MOUNTS)])
+    words = ["--trials", "3", "--faults", faults, "--folder", folder / "all", "--out", folder / "page.html"]
     code, said = shoal("chaos", folder / "run.toml", *words)
     return code, said, (folder / "page.html").read_text()
 
 
 def test_the_command(commanded):
-    """Five trials, the table and the page."""
+    """Three trials, the table and the page."""
     code, said, page = commanded
     assert code == 0, said
-    assert said.count("passed") == 5 and "kill-backward" in said
-    assert "5 of 5 faults survived" in page
+    assert said.count("passed") == 3 and "exit-0" in said
+    assert "3 of 3 faults survived" in page
 
 
 def test_a_disk_that_is_full_and_a_folder_that_cannot_be_written(commanded):

@@ -7,7 +7,7 @@ import pytest
 from shoal.launch.worker_pool import Pool
 from shoal.pipeline.schedules import ASYNCHRONOUS
 from shoal.testing.verify.case import prepare, run_case
-from shoal.testing.verify.compare import Difference
+from shoal.testing.verify.compare import Mismatch
 from shoal.testing.verify.faults import FAULTS
 from tests.testing.verify.runs import small_run
 
@@ -51,7 +51,7 @@ EXPECTED = {
 EXPERTS = {"count": 4, "per_token": 2, "ffn": 12, "capacity_factor": 0.75, "balance_loss": 1.0}
 
 
-def first_difference(pool: Pool, name: str, plant: str) -> Difference | None:
+def first_difference(pool: Pool, name: str, plant: str) -> Mismatch | None:
     model = {"tied": True} if name == "tied-ends" else {}
     if FAULTS[name].model:
         model[FAULTS[name].model] = {"experts": EXPERTS, "depths": {"capacity": 0.5}}[FAULTS[name].model]
