@@ -61,11 +61,11 @@ def prepare(config: RunConfig, *, own_precision: bool, accumulate: bool = True) 
     return Case(config, shape, tuple(notes))
 
 
-def run_case(case: Case, pool: Pool, *, steps: int, plant: str = "") -> tuple[Verdict, dict[str, list[StepFacts]]]:
+def run_case(case: Case, pool: Pool, *, steps: int, inject: str = "") -> tuple[Verdict, dict[str, list[StepFacts]]]:
     """Run both sides, compare them, and locate the first difference, if any.
 
     Args:
-        plant: a fault to inject on the ranks, or "".
+        inject: a fault to inject on the ranks, or "".
 
     Returns:
         The verdict, and the results of one device by rule.
@@ -73,7 +73,7 @@ def run_case(case: Case, pool: Pool, *, steps: int, plant: str = "") -> tuple[Ve
     with TemporaryDirectory(prefix="shoal-verify-") as folder:
         start = time.monotonic()
         rules = {PLAIN: _with_plain_rule(case.config)}
-        job = ComparisonJob(rules, case.shape, steps, Path(folder), plant)
+        job = ComparisonJob(rules, case.shape, steps, Path(folder), inject)
         facts = {PLAIN: run_reference(job, PLAIN)}
         own = _clipping(case.config, facts[PLAIN][0].gradient_norm)
         rules[own.optimizer.name] = own

@@ -44,7 +44,7 @@ class Fault:
     needs: dict[str, Any]  # layout without which it has no effect
     model: str = ""  # section of the model without which it has no effect: "experts", "depths", or ""
 
-    def plant(self) -> AbstractContextManager:
+    def inject(self) -> AbstractContextManager:
         """Inject the fault into this process for the duration of the context."""
         right = self.owner.__dict__[self.name]
         static = isinstance(right, staticmethod)

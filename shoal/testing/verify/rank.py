@@ -75,7 +75,7 @@ class RecordingDataset:
 def compare(job: ComparisonJob) -> RankReport:
     """Run every rule of the job on this rank and compare each step."""
     layout = next(iter(job.rules.values())).parallel
-    with FAULTS[job.plant].plant() if job.plant else nullcontext():
+    with FAULTS[job.inject].inject() if job.inject else nullcontext():
         # One mesh for all rules: groups are made once, since their names depend on how many a process has made.
         mesh = Mesh(layout, dist.get_rank())
         report = RankReport(mesh.describe(), dist.get_rank() // (layout.cp * layout.tp) % layout.dp)

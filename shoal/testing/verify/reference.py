@@ -43,7 +43,7 @@ class ComparisonJob:
     shape: ModelShape
     steps: int
     folder: Path  # of the reference's files
-    plant: str = ""  # a fault of `shoal.testing.verify.faults`
+    inject: str = ""  # a fault of `shoal.testing.verify.faults`
     trace: bool = False  # whether to compare the activations of the last step
 
 

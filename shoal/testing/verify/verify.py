@@ -103,7 +103,7 @@ def verify(
 
 
 def _verify_run(
-    console: Console, config: RunConfig, rule: str | None, steps: int, own_precision: bool, plant: str | None
+    console: Console, config: RunConfig, rule: str | None, steps: int, own_precision: bool, inject: str | None
 ) -> Verification:
     if rule:
         raise UsageError(
@@ -117,17 +117,17 @@ def _verify_run(
         )
     case = prepare(config, own_precision=own_precision)
     _check_size(case)
-    if plant:
-        _check_fault(plant, case)
+    if inject:
+        _check_fault(inject, case)
     print_case(console, case, steps)
-    if plant:
-        console.print(f"[bold]planted[/]   {plant}: {FAULTS[plant].what}")
+    if inject:
+        console.print(f"[bold]injected[/]  {inject}: {FAULTS[inject].what}")
     start = time.monotonic()
     with Pool(case.config.parallel.world_size, tune_process) as pool:  # as the ranks of the run
-        verdict, facts = run_case(case, pool, steps=steps, plant=plant or "")
+        verdict, facts = run_case(case, pool, steps=steps, inject=inject or "")
     print_verdict(console, case, verdict, facts, time.monotonic() - start)
-    if plant and not verdict.findings:
-        console.print(f"[bold]planted[/]   {plant} has no effect here. {_needs(FAULTS[plant])}")
+    if inject and not verdict.findings:
+        console.print(f"[bold]injected[/]  {inject} has no effect here. {_needs(FAULTS[inject])}")
     return Verification.from_verdicts([verdict])
 
 

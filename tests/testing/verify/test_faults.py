@@ -51,14 +51,14 @@ EXPECTED = {
 EXPERTS = {"count": 4, "per_token": 2, "ffn": 12, "capacity_factor": 0.75, "balance_loss": 1.0}
 
 
-def first_difference(pool: Pool, name: str, plant: str) -> Mismatch | None:
+def first_difference(pool: Pool, name: str, inject: str) -> Mismatch | None:
     model = {"tied": True} if name == "tied-ends" else {}
     if FAULTS[name].model:
         model[FAULTS[name].model] = {"experts": EXPERTS, "depths": {"capacity": 0.5}}[FAULTS[name].model]
     run = small_run(FAULTS[name].needs, model)
     if run.parallel.schedule in ASYNCHRONOUS:
         run = run.model_copy(update={"optimizer": run.optimizer.model_copy(update={"clip_norm": 0.0})})
-    verdict, _ = run_case(prepare(run, own_precision=False), pool, steps=1, plant=plant)
+    verdict, _ = run_case(prepare(run, own_precision=False), pool, steps=1, inject=inject)
     return verdict.findings[0] if verdict.findings else None
 
 
@@ -68,7 +68,7 @@ def test_every_fault_has_an_expectation() -> None:
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found_where_it_is(pool: Pool, name: str) -> None:
-    found = first_difference(pool, name, plant=name)
+    found = first_difference(pool, name, inject=name)
     assert found is not None
     assert (found.phase, found.place) == EXPECTED[name], found.text
     if found.step >= 0:
@@ -78,19 +78,19 @@ def test_a_planted_fault_is_found_where_it_is(pool: Pool, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["row-sum", "key-value-copies", "clip-per-rank", "expert-norm", "capacity-per-rank"])
 def test_without_the_fault_the_same_run_is_the_same(pool: Pool, name: str) -> None:
-    assert first_difference(pool, name, plant="") is None
+    assert first_difference(pool, name, inject="") is None
 
 
 def test_only_the_ranks_that_differ_are_named(pool: Pool) -> None:
     """The last stage alone scores targets."""
-    found = first_difference(pool, "wrong-targets", plant="wrong-targets")
+    found = first_difference(pool, "wrong-targets", inject="wrong-targets")
     assert found.ranks == ("rank 1 (pp 1)",)
 
 
 def test_other_tokens_for_an_expert_are_seen_where_their_number_is_the_same(pool: Pool) -> None:
     """In a model of one layer the fault changes no count."""
     run = small_run({"dp": 2, "ep": 2}, {"layers": 1, "experts": EXPERTS})
-    verdict, _ = run_case(prepare(run, own_precision=False), pool, steps=1, plant="neighbours-choice")
+    verdict, _ = run_case(prepare(run, own_precision=False), pool, steps=1, inject="neighbours-choice")
     routed = {(found.place, found.rule) for found in verdict.findings if found.phase == "routing"}
     assert routed == {("layers.0.mlp.router", "plain-sgd"), ("layers.0.mlp.router", "adamw")}
 
@@ -108,14 +108,14 @@ def test_a_rank_that_fails_is_a_difference_too(pool: Pool) -> None:
 def test_a_fault_is_gone_after_its_context(name: str) -> None:
     fault = FAULTS[name]
     right = fault.owner.__dict__[fault.name]
-    with fault.plant():
+    with fault.inject():
         assert fault.owner.__dict__[fault.name] is not right
     assert fault.owner.__dict__[fault.name] is right
 
 
 def test_a_fault_is_found_where_it_is_in_slices_of_sequences_too(pool: Pool) -> None:
     run = small_run({"pp": 2, "tp": 2, "schedule": "terapipe", "sequence_slices": 2}, {"layers": 2})
-    verdict, _ = run_case(prepare(run, own_precision=False), pool, steps=1, plant="row-sum")
+    verdict, _ = run_case(prepare(run, own_precision=False), pool, steps=1, inject="row-sum")
     found = verdict.findings[0]
     assert (found.phase, found.place) == EXPECTED["row-sum"], found.text
 
