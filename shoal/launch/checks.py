@@ -28,9 +28,8 @@ from shoal.engine.precision.policy import POLICIES
 from shoal.pipeline.from_layout import build_layout_program
 from shoal.pipeline.simulator.columns import build_columns
 from shoal.planning.cost.memory import activations
-from shoal.planning.cost.memory.float8 import EightBits
 from shoal.planning.cost.memory.state import state_bytes
-from shoal.planning.cost.micro_batch import MicroBatch
+from shoal.planning.cost.micro_batch import EightBits, MicroBatch
 from shoal.planning.cost.parameters import StagePart, parts_of
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RUNS, RunConfig

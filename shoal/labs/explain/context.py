@@ -17,7 +17,8 @@ from shoal.engine.parallel.context.causal_blocks import split_scores
 from shoal.engine.parallel.context.token_order import ORDERS, TokenAssignment, assign_tokens, count_tokens
 from shoal.labs.explain.blocks import hue, label
 from shoal.labs.explain.figures.context import Walk, figure
-from shoal.planning.cost.context import layer_bytes
+from shoal.planning.cost.micro_batch import MicroBatch
+from shoal.planning.cost.time.traffic import context_parallel, even_share
 from shoal.report.tables import text_table
 from shoal.spec.catalog import model_shape
 from shoal.spec.catalog.models import ModelShape
@@ -126,14 +127,15 @@ def _words(chunks: tuple[range, ...]) -> str:
 
 
 def _bytes(shape: ModelShape, layout: Layout, s: int) -> list[str]:
-    sent = layer_bytes(shape, layout, s, ITEMSIZE)
-    lines = []
+    run, lines = MicroBatch(shape, layout, s, ITEMSIZE), []
+    block, gradient = (show_bytes(each * run.ring_elements) for each in (run.itemsize, run.exact))
     if layout.ring > 1:
         lines += [
-            f"  round the ring, forward    {layout.ring - 1} x {show_bytes(sent.block)} of keys and values",
-            f"  round the ring, backward   {layout.ring - 1} x {show_bytes(sent.block)} of them again and "
-            f"{show_bytes(sent.gradient)} of gradients (fp32)",
+            f"  round the ring, forward    {layout.ring - 1} x {block} of keys and values",
+            f"  round the ring, backward   {layout.ring - 1} x {block} of them again and "
+            f"{gradient} of gradients (fp32)",
         ]
     if layout.ulysses > 1:
-        lines.append(f"  heads for tokens and back  {show_bytes(sent.exchange)} in each direction")
+        sent, _ = context_parallel(run, 1, even_share(run))
+        lines.append(f"  heads for tokens and back  {show_bytes(sent['ulysses', 'all-to-all'])} in each direction")
     return lines

@@ -112,7 +112,7 @@ class RankCounts:
                 sent.add(self._pass(action))
             elif action.op in SENDS:
                 tokens = layout.micro_batch * self._share(self.spread, action.part).tokens // layout.token_multiple
-                sent["pp", "send"] += self.run.itemsize * tokens * self.run.hidden_here
+                sent["pp", "send"] += self.run.itemsize * tokens * self.run.hidden_local
         for stage in self.held:
             sent.add(self._data_parallel(stage))
             buckets = len(self._filled(stage).buckets)

@@ -1,20 +1,77 @@
-"""A micro-batch on one rank: the input of memory and FLOP formulas."""
+"""A micro-batch on one rank: the input of the formulas of memory, FLOPs and traffic."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import cached_property, wraps
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 
-from shoal.planning.cost.context import tokens_here
-from shoal.planning.cost.memory.float8 import EightBits
 from shoal.spec.catalog import ModelShape
+from shoal.spec.config import Float8Config
 from shoal.spec.layout import Layout
+from shoal.spec.number_formats import MX_BLOCK, Formats
 
 Kernel = Literal["sdpa", "explicit"]
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+class EightBits(NamedTuple):
+    """Which products of the layers are in 8 bits, and their scaling.
+
+    Backward saves the one-byte codes of the transposed input, and their scales (`shoal.engine.parallel.float8`).
+
+    Attributes:
+        per_tensor: one scale per input tensor; otherwise one per feature.
+        block: tokens that share a feature's scale; 0 for all tokens.
+        keep: patterns of the linear layers that stay in higher precision.
+    """
+
+    per_tensor: bool
+    block: int
+    keep: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(formats: Formats, config: Float8Config) -> EightBits | None:
+        """Build from a precision; None if products are in the compute format."""
+        if formats.products == "compute":
+            return None
+        if formats.products == "mxfp8":
+            return EightBits(False, MX_BLOCK, config.keep)
+        return EightBits(config.scales == "tensor", config.block if config.scales == "block" else 0, config.keep)
+
+    def takes(self, name: str) -> bool:
+        """Return whether a linear layer of the model's blocks is in 8 bits."""
+        return not any(fnmatchcase(name, pattern) for pattern in self.keep)
+
+    def scales(self, tokens: int, width: int) -> int:
+        """Return the number of scales of an input.
+
+        >>> EightBits(True, 0).scales(100, 8), EightBits(False, 0).scales(100, 8), EightBits(False, 32).scales(100, 8)
+        (1, 8, 32)
+        """
+        return 1 if self.per_tensor else width * -(-tokens // (self.block or tokens))
+
+
+class RoutedRows(NamedTuple):
+    """Rows of one micro-batch in one expert layer on one rank, with even routing and no dropped tokens.
+
+    Attributes:
+        own: tokens that the rank routes, from its part of each sequence.
+        sent: rows that it sends to experts on any rank, itself included.
+        computed: rows that its experts compute.
+        away: sent rows for other ranks of ep; equally many arrive.
+        gathered: rows in ``computed`` that come from other ranks of etp.
+    """
+
+    own: int
+    sent: int
+    computed: int
+    away: float
+    gathered: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +80,7 @@ class MicroBatch:
 
     Attributes:
         shape: the model.
-        layout: only tp, tp_x, sequence_parallel, cp, ulysses, micro_batch and recompute are read.
+        layout: only tp, tp_x, sequence_parallel, cp, ulysses, ep, etp, micro_batch and recompute are read.
         s: tokens of the full sequence.
         itemsize: bytes of the compute dtype.
         kernel: attention kernel.
@@ -47,29 +104,74 @@ class MicroBatch:
         """Cache of `once`."""
         return {}
 
+    # ---- tokens --------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def s_local(self) -> int:
+        """s, or the part of it on the context-parallel rank with the most.
+
+        >>> from shoal.spec.catalog import model_shape
+        >>> tiny = model_shape("tiny")
+        >>> [MicroBatch(tiny, Layout(cp=4, ulysses=u), s).s_local for u, s in ((1, 32), (1, 33), (2, 33))]
+        [8, 9, 9]
+        """
+        units = math.ceil(self.s / self.layout.token_multiple)
+        return math.ceil(math.ceil(units / self.layout.ring) / self.layout.ulysses) * self.layout.token_multiple
+
     @cached_property
     def tokens(self) -> int:
-        return self.layout.micro_batch * self.s_here
+        """b s, with s on this rank."""
+        return self.layout.micro_batch * self.s_local
 
     @cached_property
-    def s_here(self) -> int:
-        """s, or the fullest context-parallel rank's part of it."""
-        return tokens_here(self.layout, self.s)
-
-    @cached_property
-    def tokens_here(self) -> int:
-        """b s, or b s/y between the tensor-parallel regions where the sequence is split."""
+    def tokens_between(self) -> int:
+        """b s, or b s/y between the tensor-parallel regions if they split the sequence."""
         return self.tokens // self.layout.token_multiple
 
     @cached_property
-    def hidden_here(self) -> int:
+    def chosen(self) -> MicroBatch:
+        """The part of the micro-batch that a mixture-of-depths layer processes."""
+        return replace(self, s=self.shape.mod.taken(self.s))
+
+    @cached_property
+    def routed(self) -> RoutedRows:
+        """Rows in an expert layer."""
+        own = -(-self.tokens // self.layout.tp)
+        sent, ep = own * self.shape.moe.per_token, self.layout.ep
+        computed = sent * self.layout.expert_tensor
+        return RoutedRows(own, sent, computed, sent * (ep - 1) / ep, computed - sent)
+
+    # ---- sizes ---------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def hidden_local(self) -> int:
         """h, or h/x of a grid's rank."""
         return self.shape.hidden // self.layout.tp_x
 
     @cached_property
-    def told_apart(self) -> bool:
+    def hidden_bytes(self) -> int:
+        """Bytes of a tensor between layers. [b, s, h/x]"""
+        return self.itemsize * self.tokens_between * self.hidden_local
+
+    @cached_property
+    def kv_heads(self) -> int:
+        """Key/value heads of a context-parallel rank; each rank that exchanges heads has at least one."""
+        return max(1, self.shape.kv_heads // self.layout.tp, self.layout.ulysses)
+
+    @cached_property
+    def ring_elements(self) -> int:
+        """Elements of the keys and values of one place of the ring. [2, b, k/t, s, d]"""
+        return 2 * self.tokens * self.kv_heads * self.shape.head_dim
+
+    @cached_property
+    def distinguishes_layers(self) -> bool:
         """True if patterns select which layers' products are in 8 bits."""
         return self.eight is not None and bool(self.eight.keep)
+
+    @property
+    def gated(self) -> bool:
+        """True if the feed-forward block has a gate (SwiGLU)."""
+        return self.shape.family == "llama"
 
     @property
     def exact(self) -> int:
@@ -78,13 +180,13 @@ class MicroBatch:
 
 
 def once(count: Callable[Concatenate[MicroBatch, P], T]) -> Callable[Concatenate[MicroBatch, P], T]:
-    """Cache a micro-batch method's result per arguments; a search calls it thousands of times."""
+    """Cache a function of a micro-batch per arguments; a search calls it thousands of times."""
 
     @wraps(count)
-    def of(run: MicroBatch, *args: P.args, **named: P.kwargs) -> T:
+    def cached(run: MicroBatch, *args: P.args, **named: P.kwargs) -> T:
         key = (count, *args, *named.items())
         if key not in run.counted:
             run.counted[key] = count(run, *args, **named)
         return run.counted[key]
 
-    return of
+    return cached

@@ -12,7 +12,6 @@ from typing import NamedTuple
 from shoal.base.boxes import Box
 from shoal.pipeline.partition import assign_layers
 from shoal.pipeline.program import Program
-from shoal.planning.cost.optional_parts import depths_of, experts_of
 from shoal.spec.catalog import ModelShape
 from shoal.spec.layout import Layout
 
@@ -127,7 +126,7 @@ def units_of(
 
     def layer(i: int) -> Iterator[LocalParameter]:
         if shape.skips(i):
-            width = depths_of(shape).predictor
+            width = shape.mod.predictor
             yield whole(f"layers.{i}.depth.router", h)
             yield whole(f"layers.{i}.depth.predictor_up", width, h)
             yield whole(f"layers.{i}.depth.predictor_down", width)
@@ -140,7 +139,7 @@ def units_of(
         if not shape.sparse(i):
             yield from block(f"layers.{i}.mlp", shape.ffn)
             return
-        experts, name = experts_of(shape), f"layers.{i}.mlp"
+        experts, name = shape.moe, f"layers.{i}.mlp"
         for part in ("weight", "noise") if experts.gate == "noisy-top-k" else ("weight",):
             scored = (experts.count, h)
             partial = "tp" if tp > 1 else ""  # each rank scores its own tokens

@@ -7,8 +7,6 @@ from html import escape
 from pathlib import Path
 
 from shoal.base.units import show_bytes, show_seconds
-from shoal.planning.cost.context import tokens_here
-from shoal.planning.cost.experts import routed_rows
 from shoal.planning.cost.roofline import OperationCost, matrix_product, ridge
 from shoal.planning.estimate import Estimate
 from shoal.planning.run import KINDS
@@ -49,7 +47,7 @@ def operations(estimate: Estimate) -> dict[str, OperationCost]:
     run = estimate.run
     shape, layout, e = run.shape, run.layout, run.policy.compute.itemsize
     factor = 1 if run.eight_bits else e
-    n, y = layout.micro_batch * tokens_here(layout, run.sequence_length), layout.tp_y
+    n, y = estimate.forward.tokens, layout.tp_y
     hidden = shape.hidden // layout.tp_x
     found = {
         "q": matrix_product(n, hidden, shape.heads * shape.head_dim // y, factor, e),
@@ -59,7 +57,7 @@ def operations(estimate: Estimate) -> dict[str, OperationCost]:
         found["up"] = matrix_product(n, hidden, shape.ffn // y, factor, e)
         found["down"] = matrix_product(n, shape.ffn // y, hidden, factor, e)
     if experts := shape.experts:
-        rows = routed_rows(shape, layout, run.sequence_length).here * layout.ep / experts.count
+        rows = estimate.forward.routed.computed * layout.ep / experts.count
         width = experts.ffn // layout.expert_tensor
         found["expert's up"] = matrix_product(rows, shape.hidden, width, factor, e)
         found["expert's down"] = matrix_product(rows, width, shape.hidden, factor, e)

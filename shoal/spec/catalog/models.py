@@ -75,6 +75,18 @@ class ModelShape(Section):
     latent: Latent | None = None
     """Latent attention that replaces the attention of heads and kv_heads."""
 
+    @property
+    def moe(self) -> Experts:
+        """`experts` of a model that has some (mixture of experts)."""
+        assert self.experts is not None, "the model has no experts"
+        return self.experts
+
+    @property
+    def mod(self) -> Depths:
+        """`depths` of a model in which layers skip tokens (mixture of depths)."""
+        assert self.depths is not None, "all tokens pass through all layers of the model"
+        return self.depths
+
     def parameters(self) -> int:
         """Return the exact number of trainable parameters; a tied head counts once."""
         h, q, kv, f = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim, self.ffn

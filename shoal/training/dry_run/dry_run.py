@@ -35,7 +35,6 @@ from shoal.engine.parallel.context.causal_blocks import token_positions
 from shoal.engine.parallel.context.token_order import TokenAssignment, assign_tokens
 from shoal.engine.parallel.mixture_of_depths import assign_chosen
 from shoal.pipeline.program import Action
-from shoal.planning.cost.optional_parts import experts_of
 from shoal.planning.cost.time.traffic import evenly_taken
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RunConfig
@@ -169,7 +168,7 @@ def _check_even(config: RunConfig, shape: ModelShape) -> None:
 
     A rank would receive a different number than it sends, which only the other ranks know.
     """
-    layout, experts, s = config.parallel, experts_of(shape), config.data.sequence_length
+    layout, experts, s = config.parallel, shape.moe, config.data.sequence_length
     for tokens in sorted({shape.taken(layer, s) for layer in experts.layers(shape.layers)}):
         each = assign_tokens(layout, tokens)
         lengths = sorted({sum(each.lengths(rank)) for rank in range(layout.cp)})

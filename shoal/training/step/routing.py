@@ -15,7 +15,6 @@ from shoal.engine.models.experts.router import SUMS, Router, find_modules
 from shoal.engine.models.mixture_of_depths import COUNTS, MixtureOfDepths
 from shoal.engine.parallel.apply import LocalStage
 from shoal.pipeline.program import Program
-from shoal.planning.cost import optional_parts
 from shoal.spec.catalog import ModelShape
 
 
@@ -48,7 +47,7 @@ class ExpertRouting(LayerCounts):
     """
 
     def __init__(self, stages: Sequence[LocalStage], program: Program, mesh: Mesh, shape: ModelShape):
-        experts = optional_parts.experts_of(shape)
+        experts = shape.moe
         super().__init__(mesh, experts.layers(shape.layers), SUMS + experts.count)
         self.shape = shape
         self.routers: list[tuple[Router, bool]] = [
@@ -105,7 +104,7 @@ def expert_metrics(totals: Tensor, shape: ModelShape, sequences: int, length: in
     """
     sums, loads = totals[:, :SUMS].sum(0), totals[:, SUMS:]
     shares = loads / loads.sum(1, keepdim=True).clamp(min=1)
-    experts = optional_parts.experts_of(shape)
+    experts = shape.moe
     tokens = sequences * sum(shape.taken(layer, length) for layer in experts.layers(shape.layers))
     wanted = tokens if experts.gate == "expert-choice" else float(loads.sum() + sums[0])
     dropped, balance_loss, z_loss = sums.tolist()
@@ -124,7 +123,7 @@ class DepthsRouting(LayerCounts):
     """Statistics of the mixture-of-depths layers in this rank's stages."""
 
     def __init__(self, stages: Sequence[LocalStage], mesh: Mesh, shape: ModelShape):
-        self.depths = optional_parts.depths_of(shape)
+        self.depths = shape.mod
         super().__init__(mesh, self.depths.layers(shape.layers), COUNTS + 1)
         self.here = [depth for stage in stages for depth in find_modules(stage.module, MixtureOfDepths)]
 

@@ -9,8 +9,7 @@ from shoal.base.section import plain
 from shoal.launch.worker_pool import Pool
 from shoal.planning.cost.memory import activations
 from shoal.planning.cost.memory.activations import Saved, korthikanti
-from shoal.planning.cost.memory.float8 import EightBits
-from shoal.planning.cost.micro_batch import MicroBatch
+from shoal.planning.cost.micro_batch import EightBits, MicroBatch
 from shoal.planning.cost.parameters import parts_of
 from shoal.spec.catalog import model_shape
 from shoal.spec.config import Float8Config, RunConfig, build_config

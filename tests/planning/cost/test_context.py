@@ -4,7 +4,8 @@ import pytest
 
 from shoal.engine.parallel.context.token_order import assign_tokens, count_tokens
 from shoal.launch.worker_pool import Pool
-from shoal.planning.cost.context import layer_bytes, tokens_here
+from shoal.planning.cost.micro_batch import MicroBatch
+from shoal.planning.cost.time.traffic import context_parallel, even_share
 from shoal.spec.catalog import model_shape
 from shoal.spec.config import RunConfig
 from shoal.spec.layout import Layout
@@ -36,13 +37,15 @@ def test_a_layer_sends_what_the_formulas_say(pool: Pool, parallel: dict, recompu
     config = config.model_copy(update={"data": config.data.model_copy(update={"sequence_length": 16})})
     layout, itemsize = config.parallel, {"fp32": 4, "bf16": 2}[precision]
     shape = config.model.shape(vocab=257, sequence_length=16)
-    said = layer_bytes(shape, layout, 16, itemsize)
-    passes = LAYERS * MICROBATCHES
-    round_the_ring, exchange = said.step(recompute)
+    run = MicroBatch(shape, layout, 16, itemsize)
+    predicted = context_parallel(run, LAYERS, even_share(run))
+    round_the_ring, exchange = (
+        MICROBATCHES * sum(sent[key] for sent in predicted) for key in (("ring", "send"), ("ulysses", "all-to-all"))
+    )
     for found in pool.run(sent, layout.world_size, config):
         ring = found.get(("ring", "send"), 0)
         exchanged = found.get(("ulysses", "all-to-all"), 0)
-        assert (ring, exchanged) == (passes * round_the_ring, passes * exchange)
+        assert (ring, exchanged) == (round_the_ring, exchange)
         assert ring + exchanged > 0
 
 
@@ -53,7 +56,7 @@ def test_the_fullest_rank(cp: int, ulysses: int, tp: int, order: str) -> None:
     layout = Layout(cp=cp, ulysses=ulysses, cp_order=order, tp=tp, sequence_parallel=tp > 1)
     for units in range(2 * cp, 5 * cp):
         held = assign_tokens(layout, units * tp)
-        assert tokens_here(layout, units * tp) == held.fullest
+        assert MicroBatch(model_shape("tiny"), layout, units * tp).s_local == held.fullest
         assert held.fullest == max(count_tokens(held.chunks(rank)) for rank in range(cp))
 
 
@@ -62,10 +65,11 @@ def test_what_a_ring_sends_does_not_fall_with_its_places_and_what_an_exchange_se
     shape = model_shape("gpt2-124m")  # as many key/value heads as heads
     s, h = 3 * 2**14, shape.hidden
     for n in (2, 3, 6, 12):
-        ring, exchange = (layer_bytes(shape, Layout(cp=n, ulysses=u), s, 2) for u in (1, n))
-        assert ring.ring_forward == (n - 1) * 2 * 2 * s // n * h
-        assert exchange.exchange == pytest.approx(4 * 2 * s * h / n * (n - 1) / n)
-    grouped = shape.model_copy(update={"kv_heads": 3})
-    few, many = (layer_bytes(some, Layout(cp=4), s, 2) for some in (grouped, shape))
-    assert few.block * 4 == many.block
-    assert few.gradient == 2 * few.block, "sums of gradients stay in float32"
+        runs = [MicroBatch(shape, Layout(cp=n, ulysses=u), s) for u in (1, n)]
+        ring, exchange = (context_parallel(run, 1, even_share(run))[0] for run in runs)
+        assert ring["ring", "send"] == (n - 1) * 2 * 2 * s // n * h
+        assert exchange["ulysses", "all-to-all"] == pytest.approx(4 * 2 * s * h / n * (n - 1) / n)
+    few = MicroBatch(shape.model_copy(update={"kv_heads": 3}), Layout(cp=4), s)
+    assert few.ring_elements * 4 == MicroBatch(shape, Layout(cp=4), s).ring_elements
+    forward, backward = (sent["ring", "send"] for sent in context_parallel(few, 1, even_share(few)))
+    assert backward == 3 * forward, "sums of gradients stay in float32"

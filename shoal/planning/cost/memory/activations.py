@@ -12,13 +12,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
-from shoal.planning.cost.context import kv_heads
-from shoal.planning.cost.experts import routed_rows
 from shoal.planning.cost.micro_batch import MicroBatch, once
-from shoal.planning.cost.optional_parts import depths_of, experts_of
 from shoal.spec.layout import Recompute
 
 _MAX_BLOCKS, _MIN_ROWS = 4, 256  # of unfused attention (`shoal.engine.models.attention`)
@@ -56,11 +52,10 @@ def layer(
     """
     mode = recompute or run.layout.recompute
     if mode == "full":
-        return [Saved("layer input", "[b, s, h/x]", run.itemsize * run.tokens_here * run.hidden_here)]
+        return [Saved("layer input", "[b, s, h/x]", run.hidden_bytes)]
     if skips:
-        taken = replace(run, s=depths_of(run.shape).taken(run.s))
-        inside = layer(taken, mode, sparse=sparse)
-        return [*_router(run, taken), *(saved._replace(what=f"{saved.what} of chosen tokens") for saved in inside)]
+        inside = layer(run.chosen, mode, sparse=sparse)
+        return [*_router(run), *(saved._replace(what=f"{saved.what} of chosen tokens") for saved in inside)]
     return [*_norm(run), *_attention(run, mode, number), *behind_attention(run, sparse, number)]
 
 
@@ -69,14 +64,13 @@ def behind_attention(run: MicroBatch, sparse: bool, number: int = 0) -> list[Sav
     return [*_norm(run), *(experts(run) if sparse else _mlp(run, number=number))]
 
 
-def _router(run: MicroBatch, taken: MicroBatch) -> list[Saved]:
-    """Return the saved tensors of a mixture-of-depths router and its scatter; k tokens of a sequence are chosen.
+def _router(run: MicroBatch) -> list[Saved]:
+    """Return the saved tensors of a mixture-of-depths router and its scatter.
 
-    Args:
-        taken: the chosen tokens, evenly spread over ranks.
+    k tokens of a sequence are chosen, evenly spread over ranks.
     """
-    shape, e, x = run.shape, run.itemsize, run.exact
-    n, m, h, width = run.tokens_here, taken.tokens_here, shape.hidden, depths_of(shape).predictor
+    shape, e, x, taken = run.shape, run.itemsize, run.exact, run.chosen
+    n, m, h, width = run.tokens_between, taken.tokens_between, shape.hidden, shape.mod.predictor
     cast = "" if x == e else ", fp32"
     saved = [
         Saved(f"router input{cast}", "[b, s, h]", x * n * h),
@@ -89,7 +83,7 @@ def _router(run: MicroBatch, taken: MicroBatch) -> list[Saved]:
     ]
     if cast:
         saved.append(Saved("router and predictor, fp32", "[h], [p]", x * (h + width)))
-    if depths_of(shape).weight == "sigmoid":
+    if shape.mod.weight == "sigmoid":
         saved.append(Saved("sigmoid of scores", "[b, s]", x * n))
     if shape.family == "llama":
         saved.append(Saved("cos, sin of chosen tokens", "[b, k, d/2]", 2 * e * taken.tokens * (shape.head_dim // 2)))
@@ -99,7 +93,7 @@ def _router(run: MicroBatch, taken: MicroBatch) -> list[Saved]:
 
 
 def _norm(run: MicroBatch) -> list[Saved]:
-    n, h, e = run.tokens_here, run.hidden_here, run.itemsize
+    n, h, e = run.tokens_between, run.hidden_local, run.itemsize
     if run.layout.tp_x > 1:  # in parts, with sums over ranks in between
         same = run.shape.family == "llama" and e >= 4
         return [
@@ -125,12 +119,12 @@ def _attention(run: MicroBatch, mode: Recompute, number: int) -> list[Saved]:
     kv = shape.kv_heads * shape.head_dim // min(t, shape.kv_heads)
     if run.layout.cp > 1 and mode == "none":
         return _ring(run, q)
-    s = run.s_here
+    s = run.s_local
     parts = blocks(s) if mode == "none" and run.kernel == "explicit" else [(s, s)]
     keys = run.layout.micro_batch * sum(seen for _, seen in parts)  # each block copies the keys it attends to
     projections = [f"layers.{number}.attention.{name}" for name in "qkv"]
     saved = [
-        *multiplied(run, "attention input", "[b, s, h/x]", run.hidden_here, projections),
+        *multiplied(run, "attention input", "[b, s, h/x]", run.hidden_local, projections),
         Saved("q", "[b, a/t, s, d]", e * n * q),
         Saved("k, v", "[b, k/t, s, d]", 2 * e * keys * kv),
     ]
@@ -177,9 +171,9 @@ def _ring(run: MicroBatch, q: int) -> list[Saved]:
     """Return the saved tensors of ring attention with q elements per token in the queries; no kernel saves scores."""
     e, n, d = run.itemsize, run.tokens, run.shape.head_dim
     saved = [
-        Saved("attention input", "[b, s, h/x]", e * n * run.hidden_here),
+        Saved("attention input", "[b, s, h/x]", e * n * run.hidden_local),
         Saved("q", "[b, a/t, s, d]", e * n * q),
-        Saved("k, v", "[2, b, k/t, s, d]", 2 * e * n * kv_heads(run.shape, run.layout) * d),
+        Saved("k, v", "[2, b, k/t, s, d]", e * run.ring_elements),
         Saved("log-sum-exp", "[b, a/t, s]", run.exact * n * q // d),
         Saved("attention output", "[b, s, a d/t]", e * n * q),
     ]
@@ -209,14 +203,14 @@ def _mlp(run: MicroBatch, width: int | None = None, number: int = 0) -> list[Sav
     *inside, last = ("up", "gelu(up)") if gpt else ("gate", "up", "silu(gate)", "silu(gate) up")
     name = f"layers.{number}.mlp"
     into = [f"{name}.{part}" for part in (("up",) if gpt else ("gate", "up"))]
-    entering = multiplied(run, "mlp input", "[b, s, h/x]", run.hidden_here, into)
+    entering = multiplied(run, "mlp input", "[b, s, h/x]", run.hidden_local, into)
     leaving = _gathered(run, last, "f", f) or multiplied(run, last, "[b, s, f/t]", f, [f"{name}.down"])
     return [*entering, *(Saved(what, "[b, s, f/t]", e * n * f) for what in inside), *leaving]
 
 
 def shared(run: MicroBatch) -> list[Saved]:
     """Return the saved tensors of shared experts; their input may be the router's."""
-    of = experts_of(run.shape)
+    of = run.shape.moe
     saved = _mlp(run, of.shared * of.ffn) if of.shared else []
     return saved[1:] if _router_keeps_all(run) else saved
 
@@ -236,12 +230,12 @@ def experts(run: MicroBatch) -> list[Saved]:
 
     Scores are counted for the top-k gate with softmax; other gates differ by a few [b, s, E] tensors.
     """
-    of, layout, e, x = experts_of(run.shape), run.layout, run.itemsize, run.exact
-    rows = routed_rows(run.shape, layout, run.s)
+    of, layout, e, x = run.shape.moe, run.layout, run.itemsize, run.exact
+    rows = run.routed
     scores = layout.micro_batch * run.s * of.count  # full sequences, on every rank
     h, f = run.shape.hidden, of.ffn // layout.expert_tensor
     inside = ("up", "gelu(up)") if run.shape.family == "gpt" else ("gate", "up", "silu(gate)", "silu(gate) up")
-    own = run.tokens_here if _router_keeps_all(run) else rows.own
+    own = run.tokens_between if _router_keeps_all(run) else rows.own
     saved = [Saved("own tokens", "[b, s, h]", e * own * h)] if x == e else []
     if x != e:
         saved.append(Saved("router input, fp32", "[b, s, h]", x * rows.own * h))
@@ -253,12 +247,12 @@ def experts(run: MicroBatch) -> list[Saved]:
         Saved("part of choices", "[b, E]", x * layout.micro_batch * of.count),
         Saved("token, expert, place", "[m]", 3 * 8 * rows.sent),
         Saved("weight of rows", "[m]", e * rows.sent),
-        Saved("rows of experts", "[m, h]", e * rows.here * h),
-        *(Saved(f"{what} of experts", "[m, f]", e * rows.here * f) for what in inside),
+        Saved("rows of experts", "[m, h]", e * rows.computed * h),
+        *(Saved(f"{what} of experts", "[m, f]", e * rows.computed * f) for what in inside),
         Saved("results of experts", "[m, h]", e * rows.sent * h),
     ]
     if layout.ep * layout.expert_tensor > 1:
-        saved.append(Saved("order and back", "[m]", 2 * 8 * rows.here))
+        saved.append(Saved("order and back", "[m]", 2 * 8 * rows.computed))
     return saved + shared(run)
 
 
@@ -267,7 +261,7 @@ def context(run: MicroBatch) -> list[Saved]:
     """Return the saved tensors shared by all layers of a stage: rotary tables, and the mask if cores are recomputed."""
     shape, saved = run.shape, []
     if shape.family == "llama":
-        saved.append(Saved("cos, sin", "[s, d/2]", 2 * run.itemsize * run.s_here * (shape.head_dim // 2)))
+        saved.append(Saved("cos, sin", "[s, d/2]", 2 * run.itemsize * run.s_local * (shape.head_dim // 2)))
     if run.masked and run.layout.recompute != "none" and run.layout.cp == 1:
         saved.append(Saved("mask", "[b, 1, s, s]", run.tokens * run.s))
     return saved
@@ -279,7 +273,7 @@ def embedding(run: MicroBatch) -> list[Saved]:
     if run.layout.tp > 1:
         saved.append(Saved("ids of other ranks", "[b, s]", run.tokens))
     if run.shape.family == "gpt":
-        saved.append(Saved("positions", "[s]", 8 * run.s_here))
+        saved.append(Saved("positions", "[s]", 8 * run.s_local))
     return saved
 
 
@@ -305,7 +299,7 @@ def stage(run: MicroBatch, layers: Sequence[int], *, first: bool, last: bool) ->
         layers: layer numbers.
     """
     saved = context(run) + (embedding(run) if first else []) + several(run, layers) + (head(run) if last else [])
-    hidden = run.itemsize * run.tokens_here * run.hidden_here
+    hidden = run.hidden_bytes
     if not first and not any(tensor.what in ("norm input", "layer input", "router input") for tensor in saved):
         saved.append(Saved("stage input", "[b, s, h/x]", hidden))
     if not last:
@@ -338,7 +332,7 @@ def recomputed(run: MicroBatch, sparse: bool = False) -> int:
     """Return the recomputed bytes of one layer during its backward: the largest such layer, expert or dense."""
     if run.layout.recompute == "none":
         return 0
-    alike = run.shape.experts is None and run.shape.depths is None and not run.told_apart
+    alike = run.shape.experts is None and run.shape.depths is None and not run.distinguishes_layers
 
     def kept(kind: tuple[bool, bool, int], mode: Recompute) -> int:
         return total(layer(run, mode, sparse=kind[0], skips=kind[1], number=kind[2]))
@@ -350,9 +344,9 @@ def recomputed(run: MicroBatch, sparse: bool = False) -> int:
 def kinds(run: MicroBatch, layers: Sequence[int]) -> Counter[tuple[bool, bool, int]]:
     """Count layers by kind: (has experts, only some tokens pass through, layer number if relevant)."""
     shape = run.shape
-    if shape.experts is None and shape.depths is None and not run.told_apart:
+    if shape.experts is None and shape.depths is None and not run.distinguishes_layers:
         return Counter({(False, False, 0): len(layers)} if layers else ())
-    return Counter((run.shape.sparse(i), run.shape.skips(i), i if run.told_apart else 0) for i in layers)
+    return Counter((run.shape.sparse(i), run.shape.skips(i), i if run.distinguishes_layers else 0) for i in layers)
 
 
 def korthikanti(

@@ -7,28 +7,23 @@ these factors exceed what the forward had saved.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from shoal.planning.cost.experts import routed_rows
 from shoal.planning.cost.memory import activations
 from shoal.planning.cost.memory.activations import Saved
 from shoal.planning.cost.micro_batch import MicroBatch, once
-from shoal.planning.cost.optional_parts import depths_of, experts_of
 from shoal.planning.cost.parameters import StagePart
 
 
 def between(run: MicroBatch, part: StagePart) -> int:
     """Return the bytes of one micro-batch on a stage."""
-    shape, total = run.shape, 0
+    total = 0
     for (sparse, skips, number), count in activations.kinds(run, part.layers).items():
-        through = replace(run, s=depths_of(shape).taken(run.s)) if skips else run
-        total += count * activations.total(_layer(through, sparse, number))
+        total += count * activations.total(_layer(run.chosen if skips else run, sparse, number))
     return total + (_embedding(run) if part.first else 0) + (head(run) if part.last else 0)
 
 
 @once
 def _layer(run: MicroBatch, sparse: bool, number: int) -> list[Saved]:
-    shape, y, x, h = run.shape, run.layout.tp_y, run.layout.tp_x, run.hidden_here
+    shape, y, x, h = run.shape, run.layout.tp_y, run.layout.tp_x, run.hidden_local
     width = shape.heads * shape.head_dim // y
     keys = shape.kv_heads * shape.head_dim // min(y, shape.kv_heads)
     projections = [f"attention.{name}" for name in "qkv"]
@@ -54,7 +49,7 @@ def _behind(run: MicroBatch, sparse: bool, number: int) -> list[Saved]:
 
 def block(run: MicroBatch, width: int, number: int = 0) -> list[Saved]:
     """Return the tensors of a feed-forward block of this width."""
-    f, h, gpt = width // run.layout.tp_y, run.hidden_here, run.shape.family == "gpt"
+    f, h, gpt = width // run.layout.tp_y, run.hidden_local, run.shape.family == "gpt"
     into = ["mlp.up"] if gpt else ["mlp.gate", "mlp.up"]
     found = _product(run, "mlp", number, into, h, f * len(into), joined=not gpt)
     return found + _product(run, "activation", number, ["mlp.down"], f, h)
@@ -81,13 +76,13 @@ def _product(
 
 def _experts(run: MicroBatch) -> list[Saved]:
     shape, layout, e = run.shape, run.layout, run.itemsize
-    experts, rows = experts_of(shape), routed_rows(shape, layout, run.s)
+    experts, rows = shape.moe, run.routed
     h, f, into = shape.hidden, experts.ffn // layout.expert_tensor, 1 if shape.family == "gpt" else 2
     found = [
-        Saved("rows of experts", "[m, h]", e * rows.here * h),
-        Saved("gradients inside experts", "[m, f]", e * rows.here * f * into),
-        Saved("activations of experts", "[m, f]", e * rows.here * f),
-        Saved("gradients of experts", "[m, h]", e * rows.here * h),
+        Saved("rows of experts", "[m, h]", e * rows.computed * h),
+        Saved("gradients inside experts", "[m, f]", e * rows.computed * f * into),
+        Saved("activations of experts", "[m, f]", e * rows.computed * f),
+        Saved("gradients of experts", "[m, h]", e * rows.computed * h),
     ]
     return found + (block(run, experts.shared * experts.ffn) if experts.shared else [])
 

@@ -14,11 +14,10 @@ from shoal.planning.cost.buckets import buckets_of, elements_of
 from shoal.planning.cost.memory import activations
 from shoal.planning.cost.memory.between_backward_halves import between
 from shoal.planning.cost.memory.device import GB, outside
-from shoal.planning.cost.memory.float8 import EightBits
 from shoal.planning.cost.memory.state import StateBytes, passing_bytes, state_bytes
 from shoal.planning.cost.memory.transient import Passing
 from shoal.planning.cost.memory.working_set import PASSES, Half, Moment, above, moments
-from shoal.planning.cost.micro_batch import MicroBatch
+from shoal.planning.cost.micro_batch import EightBits, MicroBatch
 from shoal.planning.cost.parameters import SPLITTING, StagePart
 from shoal.planning.run import EstimatedRun
 from shoal.spec.catalog.calibration import Calibration, cluster_calibration
@@ -124,7 +123,7 @@ class StageMemory:
 
     def _layers(self, part: StagePart) -> tuple[Kinds, int] | Sequence[int]:
         """Return the properties of a stage's layers that affect its passes, as a cache key."""
-        return part.layers if self.forward.told_apart else (self.kinds(part), self._begins(part))
+        return part.layers if self.forward.distinguishes_layers else (self.kinds(part), self._begins(part))
 
     def _begins(self, part: StagePart) -> int:
         """Return the position of a stage's first layer in the order of kinds of layers."""
@@ -197,7 +196,7 @@ class StageMemory:
     @property
     def message(self) -> int:
         """Bytes of one micro-batch between two stages."""
-        return self.forward.itemsize * self.forward.tokens_here * self.forward.hidden_here
+        return self.forward.hidden_bytes
 
     def between_of(self, part: StagePart) -> int:
         """Return the bytes of one micro-batch between the halves of its backward on a stage."""

@@ -13,12 +13,9 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from shoal.planning.cost.context import kv_heads
-from shoal.planning.cost.experts import routed_rows
 from shoal.planning.cost.memory import activations, between_backward_halves
 from shoal.planning.cost.memory.transient import ALL, COMPLETE, MAKING, REST, SHARED, WAITING
 from shoal.planning.cost.micro_batch import MicroBatch, once
-from shoal.planning.cost.optional_parts import experts_of
 from shoal.planning.cost.parameters import StagePart
 from shoal.spec.layout import Layout
 
@@ -48,7 +45,7 @@ class Moment(NamedTuple):
 
 def moments(run: MicroBatch, part: StagePart, kind: Half = "whole") -> list[Moment]:
     """Return the possible peaks of a pass of one micro-batch, without other messages of its rank."""
-    passing = run.itemsize * run.tokens_here * run.hidden_here
+    passing = run.hidden_bytes
     rows, h, whole = -(-run.shape.vocab // run.layout.tp), run.shape.hidden, kind == "whole"
     come = 0 if part.last else passing  # a gradient, consumed by the first half
     table = run.itemsize * rows * h if run.itemsize < 4 else 0  # a gradient, before it is added
@@ -131,18 +128,13 @@ def in_block(run: MicroBatch, sparse: bool, kind: Half = "whole", last: bool = F
         waiting, making = _in_dense(run, kind, run.shape.ffn)
         if kind == "weight":
             return [(making, MAKING), (0, COMPLETE)]
-        again, gone = activations.recomputed(run, sparse), _here(run) * last
+        again, gone = activations.recomputed(run, sparse), run.hidden_bytes * last
         if run.layout.cp > 1:
             making = max(making, _round_ring(run, sparse, kind) - gone)
         if kind == "input":
             return [(max(making + again, _entry(run, sparse) - gone), WAITING)]
         return [(waiting + again, WAITING), (making + again, MAKING), (_over(run, sparse), COMPLETE)]
     return _in_experts(run, kind, last)
-
-
-def _here(run: MicroBatch) -> int:
-    """Return the bytes of one tensor between layers."""
-    return run.itemsize * run.tokens_here * run.hidden_here
 
 
 def _copied(run: MicroBatch) -> int:
@@ -153,13 +145,13 @@ def _copied(run: MicroBatch) -> int:
 
 def _over(run: MicroBatch, sparse: bool) -> int:
     """Return the bytes at the end of a layer's backward."""
-    return _here(run) - activations.total(activations.layer(run, sparse=sparse))
+    return run.hidden_bytes - activations.total(activations.layer(run, sparse=sparse))
 
 
 def _entry(run: MicroBatch, sparse: bool) -> int:
     """Return the bytes at attention's input in the first half of a layer's backward, with all that it leaves."""
     shape, layout, e, n = run.shape, run.layout, run.itemsize, run.tokens
-    here, hidden = _here(run), e * n * shape.hidden
+    here, hidden = run.hidden_bytes, e * n * shape.hidden
     # Gradients of q, k and v were concatenated for one product; with biases (gpt) the parts stay, too.
     joined = shape.family == "llama" and layout.tp_y <= shape.kv_heads and layout.tp_x == 1
     apart = e * n * shape.head_dim * (shape.heads + 2 * shape.kv_heads) // layout.tp * joined
@@ -185,7 +177,7 @@ def _in_dense(run: MicroBatch, kind: Half, ffn: int) -> tuple[int, int]:
         return 0, max(matrix, into)
     if kind == "input":  # the input of the last matrix stays
         matrix = into = 0
-    here = e * run.tokens_here * shape.hidden
+    here = e * run.tokens_between * shape.hidden
     stays = wide * (kind == "input")
     if t == 1:  # into the last matrix; through the activation; into the first ones
         first = hidden + into if gated else hidden + into - wide
@@ -212,7 +204,7 @@ def _round_ring(run: MicroBatch, sparse: bool, kind: Half) -> int:
     (`shoal.engine.parallel.context.ring`).
     """
     layout, shape, e, n = run.layout, run.shape, run.itemsize, run.tokens
-    q, kv = n * shape.head_dim * shape.heads // layout.tp, n * shape.head_dim * kv_heads(shape, layout)
+    q, kv = n * shape.head_dim * shape.heads // layout.tp, run.ring_elements // 2
     copies = 0 if q == kv else 2 * e * (q + kv)  # keys and values per query head; sums of their gradients
     seen = q // 2 if layout.cp_order == "zig-zag" else q  # queries of the first place that see the others' keys
     steps = [2 * e * kv * (layout.ring > 1) + 3 * e * q]  # with its own block, while the next one arrives
@@ -221,36 +213,36 @@ def _round_ring(run: MicroBatch, sparse: bool, kind: Half) -> int:
         steps.append(2 * kv * (e * blocks + run.exact * gradients) + e * (seen + 2 * q))
     # As received, and with heads before tokens; with several ranks as exchanged, after the original is freed.
     output = 2 * e * q if layout.ulysses == 1 else e * q * (kind == "input")
-    found = _here(run) + output + run.exact * (q + 2 * kv) + max(steps) + copies
+    found = run.hidden_bytes + output + run.exact * (q + 2 * kv) + max(steps) + copies
     if layout.recompute == "selective":  # the saved core tensors coexist with the recomputed ones
         found += e * (q + n * shape.head_dim * shape.kv_heads // min(layout.tp_y, shape.kv_heads) * 2)
     left = between_backward_halves.behind_attention(run, sparse) if kind == "input" else 0
     return found + left - activations.total(activations.behind_attention(run, sparse))
 
 
-class _Rows(NamedTuple):
+class _RowBytes(NamedTuple):
     """Bytes of one tensor each, in an expert layer.
 
     Attributes:
         own: [n, h] tokens that the rank routes.
-        sent, here: [m, h] rows that it sends to experts, and rows that its experts compute.
+        sent, computed: [m, h] rows that it sends to experts, and rows that its experts compute.
         wide: [m, f] intermediate activations of these.
         come, gathered: rows that come from other ranks of ep and of etp.
     """
 
     own: int
     sent: int
-    here: int
+    computed: int
     wide: int
     come: int
     gathered: int
 
     @staticmethod
-    def of(run: MicroBatch) -> _Rows:
-        shape, layout, rows = run.shape, run.layout, routed_rows(run.shape, run.layout, run.s)
-        row, wide = run.itemsize * shape.hidden, run.itemsize * (experts_of(shape).ffn // layout.expert_tensor)
-        return _Rows(
-            rows.own * row, rows.sent * row, rows.here * row, rows.here * wide, int(rows.away * row),
+    def of(run: MicroBatch) -> _RowBytes:
+        shape, layout, rows = run.shape, run.layout, run.routed
+        row, wide = run.itemsize * shape.hidden, run.itemsize * (shape.moe.ffn // layout.expert_tensor)
+        return _RowBytes(
+            rows.own * row, rows.sent * row, rows.computed * row, rows.computed * wide, int(rows.away * row),
             rows.gathered * row,
         )  # fmt: skip
 
@@ -260,21 +252,21 @@ class _Rows(NamedTuple):
         Counts received pieces, their concatenation, and the sent rows, which are still alive.
         """
         to_rank = self.sent + self.come + self.sent if layout.ep > 1 else 0
-        to_expert = self.sent + self.gathered + self.here if layout.expert_tensor > 1 else 0
-        return max(to_rank, to_expert, 2 * self.here if to_rank or to_expert else 0)  # and reordered
+        to_expert = self.sent + self.gathered + self.computed if layout.expert_tensor > 1 else 0
+        return max(to_rank, to_expert, 2 * self.computed if to_rank or to_expert else 0)  # and reordered
 
 
 def _forward(run: MicroBatch, sparse: bool) -> int:
     """Return the transient bytes in the forward of a layer; with full recomputation, including unsaved tensors."""
-    here = _here(run)
+    here = run.hidden_bytes
     if run.layout.recompute != "full":
         return _routed(run) - _of_shared(run) if sparse else here + max(here, _summed(run))  # the output, and the sum
     if not sparse:
         return 2 * here + _through(run, run.shape.ffn)  # after attention, with its norm
-    rows, gated = _Rows.of(run), run.shape.family == "llama"
-    inside = 2 * rows.here + (2 if gated else 1) * rows.wide
+    rows, gated = _RowBytes.of(run), run.shape.family == "llama"
+    inside = 2 * rows.computed + (2 if gated else 1) * rows.wide
     routed = max(_routed(run), rows.sent + max(rows.exchanged(run.layout), inside))
-    of = experts_of(run.shape)
+    of = run.shape.moe
     return 2 * here + max(routed, here + _through(run, of.shared * of.ffn) if of.shared else 0)
 
 
@@ -289,7 +281,7 @@ def _through(run: MicroBatch, ffn: int) -> int:
     first = hidden * gathered + wide * (1 + gated)  # its input and the first products
     between = (4 if gated else 2) * wide
     biased = run.layout.tp > 1 and not gated  # after the sum
-    output = _summed(run) + _here(run) if gathered else hidden + _here(run) * biased
+    output = _summed(run) + run.hidden_bytes if gathered else hidden + run.hidden_bytes * biased
     return max(first, between, (3 if gated else 1) * wide + output)
 
 
@@ -304,11 +296,11 @@ def _routed(run: MicroBatch) -> int:
     The peak is when results return from the experts while the sent rows are still alive, or when the tp ranks
     concatenate their tokens.
     """
-    rows, layout = _Rows.of(run), run.layout
+    rows, layout = _RowBytes.of(run), run.layout
     weighted = rows.sent + rows.own
     back = 2 * rows.sent + rows.come if layout.ep > 1 else 0
     if layout.expert_tensor > 1:
-        back = max(back, 2 * rows.here + rows.gathered)
+        back = max(back, 2 * rows.computed + rows.gathered)
     whole = rows.own + 2 * run.itemsize * run.tokens * run.shape.hidden if _in_parts(run) else 0
     return max(weighted, back, whole)
 
@@ -324,8 +316,8 @@ def _of_shared(run: MicroBatch) -> int:
 
 def _in_experts(run: MicroBatch, kind: Half, last: bool) -> Block:
     """Return the bytes in an expert block, whose experts run sequentially; in backward, shared experts come first."""
-    shape, layout, e, experts = run.shape, run.layout, run.itemsize, experts_of(run.shape)
-    own, sent, here, wide, *_ = rows = _Rows.of(run)
+    shape, layout, e, experts = run.shape, run.layout, run.itemsize, run.shape.moe
+    own, sent, here, wide, *_ = rows = _RowBytes.of(run)
     gated, shared = shape.family == "llama", experts.shared * experts.ffn
     matrix = e * shape.hidden * (experts.ffn // layout.expert_tensor) if e < 4 else 0
     y, heads = layout.tp_y, shape.head_dim * (shape.heads // layout.tp_y)
@@ -344,7 +336,7 @@ def _in_experts(run: MicroBatch, kind: Half, last: bool) -> Block:
         first, then = _in_dense(run, kind, shared)
         found += [(again + first, WAITING), (again + then, WAITING if halved else SHARED)]
         left = activations.total(between_backward_halves.block(run, shared)) if halved else 0
-        before = e * run.tokens_here * shape.hidden + left - _of_shared(run)
+        before = e * run.tokens_between * shape.hidden + left - _of_shared(run)
     arriving = rows.exchanged(layout)
     back = max(arriving, 2 * here + rows.gathered if layout.expert_tensor > 1 else 0)  # return of their gradients
     waiting = [2 * sent + own * _in_parts(run), arriving - sent]
@@ -352,16 +344,16 @@ def _in_experts(run: MicroBatch, kind: Half, last: bool) -> Block:
         inside = [here + wide, here + (3 if gated else 2) * wide, (3 * here - wide) if gated else 2 * here]
         waiting += [time - sent for time in inside]
         leaving = here - wide * gated + back - sent  # when the experts' parameters are no longer needed
-        rest = max(again + before + leaving, _entry(run, True) - _here(run) * last)
+        rest = max(again + before + leaving, _entry(run, True) - run.hidden_bytes * last)
         return [*found, (again + before + max(waiting), WAITING), (rest, REST)]
     making = [here + wide + matrix, 2 * wide if gated else wide, 2 * here - 3 * wide + matrix if gated
               else here - wide + matrix]  # fmt: skip
     complete = max(2 * here - 3 * wide if gated else here - wide, back - here - (4 if gated else 2) * wide)
     block = activations.total(activations.experts(run))
-    attention = e * run.tokens * (2 * heads + 2 * keys) + e * run.tokens_here * shape.hidden + joined
+    attention = e * run.tokens * (2 * heads + 2 * keys) + e * run.tokens_between * shape.hidden + joined
     rest = attention - block
     if layout.cp > 1:
-        rest = max(rest, _round_ring(run, True, kind) - _here(run) * last)
+        rest = max(rest, _round_ring(run, True, kind) - run.hidden_bytes * last)
     return [
         *found, (again + before + max(waiting), SHARED), (again + before - sent + max(making), MAKING),
         (again + before - sent + complete, COMPLETE), (again + rest, REST), (_over(run, True), ALL),

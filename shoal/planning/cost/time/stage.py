@@ -10,7 +10,6 @@ gradient. Sophia's Hessian estimates are passes like the step's own, a fraction 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cached_property
 from math import log2
 from typing import NamedTuple, TypeVar
@@ -19,14 +18,12 @@ import numpy as np
 
 from shoal.engine.optim.orthogonal import AT_ONCE
 from shoal.pipeline.simulator.times import MessageTimes
-from shoal.planning.cost.context import layer_bytes
-from shoal.planning.cost.experts import routed_rows
 from shoal.planning.cost.memory.stage import Kinds, StageMemory
 from shoal.planning.cost.memory.state import StateBytes
-from shoal.planning.cost.optional_parts import depths_of, experts_of
 from shoal.planning.cost.parameters import StagePart
 from shoal.planning.cost.time.communication import CommunicationGroup, extent_of, ring_of
 from shoal.planning.cost.time.engine_layer import LayerTimes, attained, layer_of, memory_rate
+from shoal.planning.cost.time.traffic import context_parallel, even_share
 from shoal.planning.run import KINDS, EstimatedRun
 from shoal.spec.catalog.calibration import GENERATIONS
 from shoal.spec.layout import Layout
@@ -183,9 +180,9 @@ class StagePrices(StageMemory):
         """
         run, layout = self.run, self.run.layout
         shape = run.shape
-        s = depths_of(shape).taken(run.sequence_length) if skips else run.sequence_length
+        s = shape.mod.taken(run.sequence_length) if skips else run.sequence_length
         if sparse:
-            experts = experts_of(shape)
+            experts = shape.moe
             shape = shape.model_copy(update={"ffn": (experts.per_token + experts.shared) * experts.ffn})
         later = 2 - 1 / layout.ring if layout.cp_order == "contiguous" else 1.0
         split = (
@@ -199,31 +196,27 @@ class StagePrices(StageMemory):
                 masked=run.document_mask,
             )
             if skips:
-                moved = ROUTING * self.forward.tokens_here * shape.hidden * itemsize
+                moved = ROUTING * self.forward.tokens_between * shape.hidden * itemsize
                 found = found._replace(elements=found.elements + moved / self.hbm)
             self.known[key] = found
         return self.known[key]
 
     def _exchange(self) -> float:
         """Return the seconds of row exchanges of an expert layer in one direction, with balanced experts."""
-        run, layout = self.run, self.run.layout
-        rows = routed_rows(run.shape, layout, run.sequence_length)
-        row = run.shape.hidden * run.policy.compute.itemsize
+        layout, rows = self.run.layout, self.forward.routed
+        row = self.run.shape.hidden * self.forward.itemsize
         sent = 2 * self.group("ep").all_to_all(rows.away * row) if layout.ep > 1 else 0.0
         if layout.expert_tensor > 1:
-            sent += 2 * self.group("etp").all_gather(rows.here * row)  # and the reduce-scatter of the same size
+            sent += 2 * self.group("etp").all_gather(rows.computed * row)  # and the reduce-scatter of the same size
         return sent
 
     def _travel(self) -> float:
         """Return the seconds of token moves of a mixture-of-depths layer in one direction, to and from their ranks."""
-        run, layout = self.run, self.run.layout
-        axis = "sequence" if layout.sequence_parallel else "cp"
-        group = self.group(axis)
+        group = self.group("sequence" if self.run.layout.sequence_parallel else "cp")
         if group.ranks == 1:
             return 0.0
-        taken = replace(self.forward, s=depths_of(run.shape).taken(run.sequence_length))
-        rows = taken.tokens_here * (group.ranks - 1) / group.ranks
-        return 2 * group.all_to_all(rows * run.shape.hidden * run.policy.compute.itemsize)
+        rows = self.forward.chosen.tokens_between * (group.ranks - 1) / group.ranks
+        return 2 * group.all_to_all(rows * self.run.shape.hidden * self.forward.itemsize)
 
     def _spread(self, part: StagePart) -> list[tuple[int, int, CommunicationGroup, CommunicationGroup]]:
         """Return a stage's parameter groups: (elements, messages, ranks that shard, ranks that replicate).
@@ -312,20 +305,21 @@ class StagePrices(StageMemory):
 
         A block is transferred during the computation on the previous one; the last block's gradients are exposed.
         """
-        run, layout = self.run, self.run.layout
+        run, layout = self.forward.chosen if skips else self.forward, self.run.layout
         if layout.cp == 1:
             return 0.0, 0.0
-        s = depths_of(run.shape).taken(run.sequence_length) if skips else run.sequence_length
-        sent = layer_bytes(run.shape, layout, s, run.policy.compute.itemsize)
-        heads = self._ring(layout.ulysses, layout.tp)
-        exchange = heads.all_to_all(sent.exchange) if layout.ulysses > 1 else 0.0
+        exchange = 0.0
+        if layout.ulysses > 1:
+            sent, _ = context_parallel(run, 1, even_share(run))
+            exchange = self._ring(layout.ulysses, layout.tp).all_to_all(sent["ulysses", "all-to-all"])
         if layout.ring == 1:
             return exchange, exchange
         ring = self._ring(layout.ring, layout.tp * layout.ulysses)
         each, steps = core / layout.ring, layout.ring - 1
-        forward = max(0.0, ring.send(sent.block) - each)
-        backward = max(0.0, ring.send(sent.block + sent.gradient) - ATTENTION_BACKWARD * each)
-        return exchange + steps * forward, exchange + steps * backward + ring.send(sent.gradient)
+        block, gradient = run.itemsize * run.ring_elements, run.exact * run.ring_elements
+        forward = max(0.0, ring.send(block) - each)
+        backward = max(0.0, ring.send(block + gradient) - ATTENTION_BACKWARD * each)
+        return exchange + steps * forward, exchange + steps * backward + ring.send(gradient)
 
     def finish_of(self, part: StagePart) -> tuple[float, float, float]:
         """Return the exposed seconds of a stage's reduction, its update and its gather after its last backward."""
@@ -373,9 +367,8 @@ class StagePrices(StageMemory):
     @cached_property
     def hops(self) -> tuple[float, float]:
         """Seconds for which a message to the next pipeline rank occupies its link, and then until its arrival."""
-        run, pipeline = self.run, self.group("pp")
-        moved = run.policy.compute.itemsize * self.forward.tokens_here * self.forward.hidden_here
-        return moved / pipeline.hop, pipeline.hop_latency + self.constants["hop"]
+        pipeline = self.group("pp")
+        return self.message / pipeline.hop, pipeline.hop_latency + self.constants["hop"]
 
     @property
     def hop(self) -> float:

@@ -10,10 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from shoal.planning.cost.context import kv_heads, tokens_here
-from shoal.planning.cost.experts import routed_rows
 from shoal.planning.cost.micro_batch import MicroBatch
-from shoal.planning.cost.optional_parts import experts_of
 from shoal.planning.cost.parameters import StagePart
 
 COUNT = 8  # bytes of a row count
@@ -85,9 +82,9 @@ def tensor_parallel(run: MicroBatch, part: StagePart, tokens: int, *, by_parts: 
     t, y, n = run.layout.tp, run.layout.tp_y, run.layout.micro_batch * tokens
     if t == 1:
         return forward, backward
-    axis, whole = "tp" if run.layout.tp_x == 1 else "tp_y", run.itemsize * n * run.hidden_here
+    axis, whole = "tp" if run.layout.tp_x == 1 else "tp_y", run.itemsize * n * run.hidden_local
     sparse = sum(map(run.shape.sparse, part.layers)) if run.shape.experts else 0
-    without = 0 if sparse and experts_of(run.shape).shared else sparse  # layers that do not end with a region
+    without = 0 if sparse and run.shape.moe.shared else sparse  # layers that do not end with a region
     regions, full = 2 * len(part.layers) - without, run.layout.recompute == "full"
     # Recomputation ends with a layer's last product, unless that product includes the sum over ranks, or its result is
     # weighted.
@@ -127,7 +124,7 @@ def _along_x(run: MicroBatch, part: StagePart, n: int, forward: Sent, backward: 
     q, keys = shape.heads * shape.head_dim, max(shape.kv_heads, layout.tp) * shape.head_dim
     into = each * (q + 2 * keys + (1 + llama) * shape.ffn) // layout.tp * layers
     out = each * (q + shape.ffn) // layout.tp * layers
-    ends = each * run.hidden_here
+    ends = each * run.hidden_local
     norm = all_reduced(run.exact * n // layout.token_multiple * (2 - llama), x)
     for sent, scatter, gather in (
         (forward, "reduce-scatter", "all-gather"), (backward, "all-gather", "reduce-scatter"),
@@ -146,14 +143,32 @@ def _skip(run: MicroBatch, part: StagePart) -> bool:
     return any(map(run.shape.skips, part.layers))
 
 
+def even_share(run: MicroBatch) -> Share:
+    """Return the tokens of a pass if every context-parallel rank has as many as the fullest."""
+    place = run.s_local * run.layout.ulysses
+    return Share(run.s_local, run.s_local, place, (place,) * run.layout.ring, place)
+
+
 def context_parallel(run: MicroBatch, layers: int, share: Share) -> tuple[Sent, Sent]:
-    """Return the bytes of a forward and a backward around the ring, and in all-to-alls of heads for tokens."""
+    """Return the bytes of a forward and a backward around the ring, and in all-to-alls of heads for tokens.
+
+    With T tokens at each of R places of the ring, U ranks per place, k key/value heads and a heads of width d on a
+    rank, that is (Liu et al. 2023, section 3.2; Jacobs et al. 2023, section 3.2)
+
+        ring       forward     R - 1 blocks of keys and values                 2 b (T/U) max(k, U) d each
+                   backward    the same again, and one gradient per block      these in float32 at least
+        exchange   forward     (U - 1)/U of queries, keys, values and output   b T/U d (2 a + 2 max(k, U))
+                   backward    the same
+
+    so for a fixed sequence the ring's bytes hardly depend on the number of ranks, and those of the exchange fall with
+    it. Recomputation sends again; selective recomputation ends with the core, whose output is not exchanged again.
+    """
     forward, backward = Sent(), Sent()
     layout, d = run.layout, run.shape.head_dim
     if layout.cp == 1:
         return forward, backward
     b, u, e = layout.micro_batch, layout.ulysses, run.itemsize
-    heads, keys = run.shape.heads // layout.tp, 2 * kv_heads(run.shape, layout)
+    heads, keys = run.shape.heads // layout.tp, 2 * run.kv_heads
     block = b * keys // u * d  # elements of each token's keys and values, for the heads that a rank attends
     ring = e * block * sum(share.blocks[:-1])  # all blocks except the one that the next place already has
     into = out = back_in = back_out = 0.0
@@ -177,7 +192,7 @@ def context_parallel(run: MicroBatch, layers: int, share: Share) -> tuple[Sent, 
 def expert_parallel(run: MicroBatch, part: StagePart, tokens: int) -> tuple[Sent, Sent]:
     """Return the bytes of expert layers in a forward and a backward: scores of full sequences, and rows.
 
-    Assumes even routing without dropped tokens, as in `shoal.planning.cost.experts`.
+    Assumes even routing without dropped tokens, as in `MicroBatch.routed`.
 
     Args:
         tokens: tokens of one sequence.
@@ -187,14 +202,14 @@ def expert_parallel(run: MicroBatch, part: StagePart, tokens: int) -> tuple[Sent
     layers = sum(map(shape.sparse, part.layers)) if shape.experts else 0
     if not layers:
         return forward, backward
-    experts, rows, t, etp = experts_of(shape), routed_rows(shape, layout, run.s), layout.tp, layout.expert_tensor
+    experts, rows, t, etp = shape.moe, run.routed, layout.tp, layout.expert_tensor
     row = run.itemsize * shape.hidden
     own = layout.micro_batch * -(-tokens // t)
     score = experts.count * (2 if experts.gate == "noisy-top-k" else 1) * run.exact  # per token
     whole = 0 if layout.sequence_parallel else (t - 1) * own * row
     choosing = Sent({
         ("tp", "all-gather"): (t - 1) * own * score,
-        ("cp", "all-gather"): (layout.cp - 1) * layout.micro_batch * tokens_here(layout, run.s) * score,
+        ("cp", "all-gather"): (layout.cp - 1) * run.tokens * score,
         ("ep", "all-gather"): (layout.ep - 1) * COUNT * experts.count,
         ("etp", "all-gather"): (etp - 1) * COUNT * experts.count,
     })  # fmt: skip

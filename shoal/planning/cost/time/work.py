@@ -7,14 +7,11 @@ not divide), replicated work (key/value heads, if tp exceeds their number) and r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
-from shoal.planning.cost.experts import routed_rows
 from shoal.planning.cost.memory.activations import blocks
 from shoal.planning.cost.micro_batch import MicroBatch
-from shoal.planning.cost.optional_parts import depths_of, experts_of
 from shoal.planning.cost.parameters import StagePart
 
 
@@ -67,11 +64,9 @@ def stage_flops(run: MicroBatch, part: StagePart, seen: Seen, chosen: Seen | Non
         if not shape.skips(layer):
             total += _layer(run, seen, shape.sparse(layer))
             continue
-        depths = depths_of(shape)
-        fewer = replace(run, s=depths.taken(run.s))
         # The predictor's products; no gradient reaches its input, and matrix-vector products are not counted.
-        up = 2 * (n // run.layout.token_multiple) * shape.hidden * depths.predictor
-        total += _layer(fewer, chosen or seen_alone(fewer), shape.sparse(layer)) + passes * up
+        up = 2 * (n // run.layout.token_multiple) * shape.hidden * shape.mod.predictor
+        total += _layer(run.chosen, chosen or seen_alone(run.chosen), shape.sparse(layer)) + passes * up
     return total
 
 
@@ -81,7 +76,7 @@ def _layer(run: MicroBatch, seen: Seen, sparse: bool) -> int:
     b, n = run.layout.micro_batch, run.layout.micro_batch * sum(seen.tokens)
     q = shape.heads * shape.head_dim // t
     kv = shape.kv_heads * shape.head_dim // min(y, shape.kv_heads)  # tp_x ranks together
-    projections = 2 * n * (shape.hidden * 2 * q + run.hidden_here * 2 * kv)
+    projections = 2 * n * (shape.hidden * 2 * q + run.hidden_local * 2 * kv)
     product = 2 * b * q // seen.shared  # per score, with a key or with a value, in all heads
     core = 2 * product * sum(rows * keys for rectangles in seen.scores for rows, keys in rectangles)
     written = run.kernel == "explicit"
@@ -100,11 +95,11 @@ def _mlp(run: MicroBatch, tokens: int, width: int) -> int:
 
 def _experts(run: MicroBatch) -> int:
     """Return the FLOPs of router, experts and shared experts, with balanced routing and no dropped tokens."""
-    shape, experts, rows = run.shape, experts_of(run.shape), routed_rows(run.shape, run.layout, run.s)
+    shape, experts, rows = run.shape, run.shape.moe, run.routed
     matrices = 3 if shape.family == "llama" else 2
     scored = 2 if experts.gate == "noisy-top-k" else 1
     router = 2 * rows.own * shape.hidden * experts.count * scored
-    inside = 2 * rows.here * shape.hidden * matrices * (experts.ffn // run.layout.expert_tensor)
+    inside = 2 * rows.computed * shape.hidden * matrices * (experts.ffn // run.layout.expert_tensor)
     return router + inside + _mlp(run, run.tokens, experts.shared * experts.ffn)
 
 
