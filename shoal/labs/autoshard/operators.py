@@ -13,7 +13,7 @@ from shoal.labs.autoshard.capture.forward import forward_of
 from shoal.labs.autoshard.capture.trace import graph_of
 from shoal.labs.autoshard.notation.notation import NamedMesh, parse_mesh
 from shoal.labs.autoshard.search import OperatorPlan, StagedPlan, Target, grids, plan_stages, plan_whole
-from shoal.planning.cost.memory.stage import capacity_of, unused_of
+from shoal.planning.cost.memory.stage import device_capacity, library_bytes
 from shoal.planning.run import KINDS
 from shoal.spec.catalog.calibration import cluster_calibration
 from shoal.spec.catalog.clusters import Cluster, cluster
@@ -70,7 +70,7 @@ def capacity_on(machine: Cluster, memory: str = "") -> float:
     if memory:
         return parse(memory, BYTES, where="--memory")
     constants = cluster_calibration(machine)
-    return capacity_of(machine, constants) - unused_of(machine, constants)
+    return device_capacity(machine, constants) - library_bytes(machine, constants)
 
 
 def _formats(precision: str) -> Formats:

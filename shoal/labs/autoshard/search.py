@@ -19,7 +19,7 @@ from shoal.labs.autoshard.notation.notation import NamedMesh
 from shoal.labs.autoshard.plan import HandSplit, ShardingPlan, StagePlan, build_plan
 from shoal.labs.autoshard.rivals import rivals
 from shoal.labs.autoshard.stages import AssignedStage, Part, latency, pipeline
-from shoal.planning.cost.memory.stage import fragmentation_of
+from shoal.planning.cost.memory.stage import allocator_excess
 from shoal.planning.cost.time.communication import ring_of
 from shoal.planning.cost.time.engine_layer import attained
 from shoal.planning.run import KINDS
@@ -94,7 +94,7 @@ class Target:
         Raises:
             NothingFits: there is none.
         """
-        return solve(problem, self.capacity, kept * (1 + fragmentation_of(cluster_calibration(self.cluster))))
+        return solve(problem, self.capacity, kept * (1 + allocator_excess(cluster_calibration(self.cluster))))
 
     def best(
         self, graph: OperatorGraph, meshes: Sequence[NamedMesh], kept: int = 1

@@ -4,10 +4,13 @@ Input of the closed forms in `shoal.planning.cost.time.step` and `shoal.planning
 price a hundred thousand layouts in one pass of numpy. Letters are the usual ones: b, s, h, a, L, v.
 """
 
+# ruff: noqa: RUF009 (`_optional` is `dataclasses.field`)
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -17,116 +20,84 @@ RECOMPUTE = ("none", "selective", "full", "operators")
 attention."""
 ATTENTION = ("unfused", "fused-softmax", "flash-1", "flash-2", "flash-3")
 """Attention kernels, oldest first."""
-DEFAULTS: Mapping[str, float] = {
-    "gated": 1, "tied": 0, "experts": 1, "active": 1, "tp": 1, "tp_x": 1, "pp": 1, "virtual": 1, "dp": 1, "cp": 1,
-    "ep": 1, "zero": 0, "shard": 1, "sequence_parallel": 0, "recompute": 0, "warmup": 1, "alive": 1, "software": 0,
-    "generation": 2, "attention": 3, "fp8": 0, "peak8": 0, "attainable": 1, "inside": float("inf"), "nic": float("inf"),
-    "network": 0, "per_node": 8, "through_memory": 0, "gradient_bytes": 4, "reduce_bytes": 4, "overlap_data": 1,
-    "overlap_tensor": 0, "overlap_pipeline": 0, "balanced": 0, "dropout": 0, "unit_messages": 1, "crowded": 0,
-    "bucket_copies": 0, "shard_copies": 0, "reduced_apart": 0, "gathers_kept": 0, "logits_whole": 0, "fused_norm": 1,
-    "ties_first": 0, "ahead": 0, "kept_ffn": 4,
-}  # fmt: skip
-"""Default values of the optional fields of `Runs`."""
+
+
+def _optional(default: float) -> Any:
+    """Declare a field that rows may omit."""
+    return field(default=default)
 
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """Arrays with one entry per run; rows may omit the fields of `DEFAULTS`.
+    """Arrays with one entry per run."""
 
-    Attributes:
-        layers, hidden, heads, kv_heads, head_dim, ffn, vocab: L, h, a and so on.
-        gated: 1 if the feed-forward block has two input matrices (SwiGLU), else 0.
-        tied: 1 if the head is the embedding.
-        experts, active: experts of a layer, and experts per token; 1 and 1 without a router.
-        s, b: tokens per sequence, and sequences per micro-batch.
-        microbatches: micro-batches of one replica per step.
-        tp, pp, virtual, dp, cp, ep: parallel degrees; tp_x, tp_y: grid dimensions of 2D tensor parallelism.
-        shard: ranks over which the ZeRO stage ``zero`` shards.
-        sequence_parallel: 0 or 1.
-        recompute: index into `RECOMPUTE`.
-        warmup: bubble of the schedule relative to 1F1B's; interleaving additionally divides by ``virtual``.
-        alive: micro-batches kept by the first stage, relative to 1F1B's.
-        software, generation, network: indices of the calibration constants (`shoal.spec.catalog.calibration`).
-        attention: index into `ATTENTION`.
-        peak, hbm, memory: FLOP/s, bytes/s, bytes of the accelerator.
-        inside, nic: bytes/s of one accelerator within its node, and its share of the bandwidth out of the node.
-        per_node: accelerators per node.
-        through_memory: 1 if ranks communicate through shared memory, else 0.
-        attainable: fraction of ``peak`` that the best-shaped product attains.
-        fp8: 1 if the layers' matrix products run in 8 bits, at ``peak8`` FLOP/s.
-        gradient_bytes, reduce_bytes, overlap_data, overlap_tensor, overlap_pipeline, balanced, dropout, unit_messages,
-            crowded, bucket_copies, shard_copies, reduced_apart, gathers_kept, logits_whole, kept_ffn: properties of the
-            software.
-        ties_first: 1 if stages are cut by cost, and a layer that meets a share exactly starts the next stage.
-        ahead: 1 if the host does not wait for messages between stages.
-        fused_norm: 1 if a norm is one kernel.
-    """
-
-    layers: np.ndarray
-    hidden: np.ndarray
-    heads: np.ndarray
+    layers: np.ndarray  # L
+    hidden: np.ndarray  # h
+    heads: np.ndarray  # a
     kv_heads: np.ndarray
     head_dim: np.ndarray
     ffn: np.ndarray
-    vocab: np.ndarray
-    s: np.ndarray
-    b: np.ndarray
-    microbatches: np.ndarray
-    peak: np.ndarray
-    hbm: np.ndarray
-    memory: np.ndarray
-    gated: np.ndarray
-    tied: np.ndarray
-    experts: np.ndarray
-    active: np.ndarray
-    tp: np.ndarray
-    tp_x: np.ndarray
-    pp: np.ndarray
-    virtual: np.ndarray
-    dp: np.ndarray
-    cp: np.ndarray
-    ep: np.ndarray
-    zero: np.ndarray
-    shard: np.ndarray
-    sequence_parallel: np.ndarray
-    recompute: np.ndarray
-    warmup: np.ndarray
-    alive: np.ndarray
-    software: np.ndarray
-    generation: np.ndarray
-    attention: np.ndarray
-    fp8: np.ndarray
-    peak8: np.ndarray
-    attainable: np.ndarray
-    inside: np.ndarray
-    nic: np.ndarray
-    network: np.ndarray
-    per_node: np.ndarray
-    through_memory: np.ndarray
-    gradient_bytes: np.ndarray
-    reduce_bytes: np.ndarray
-    overlap_data: np.ndarray
-    overlap_tensor: np.ndarray
-    overlap_pipeline: np.ndarray
-    balanced: np.ndarray
-    dropout: np.ndarray
-    unit_messages: np.ndarray
-    crowded: np.ndarray
-    bucket_copies: np.ndarray
-    shard_copies: np.ndarray
-    reduced_apart: np.ndarray
-    gathers_kept: np.ndarray
-    logits_whole: np.ndarray
-    fused_norm: np.ndarray
-    ties_first: np.ndarray
-    ahead: np.ndarray
-    kept_ffn: np.ndarray
+    vocab: np.ndarray  # v
+    s: np.ndarray  # tokens of a sequence
+    b: np.ndarray  # sequences of a micro-batch
+    microbatches: np.ndarray  # of one replica in a step
+    peak: np.ndarray  # FLOP/s of the accelerator
+    hbm: np.ndarray  # bytes/s of its memory
+    memory: np.ndarray  # bytes
+    gated: np.ndarray = _optional(1)  # 1 if the feed-forward block has two input matrices (SwiGLU), else 0
+    tied: np.ndarray = _optional(0)  # 1 if the head is the embedding
+    experts: np.ndarray = _optional(1)  # of a layer; 1 without a router
+    active: np.ndarray = _optional(1)  # experts of a token
+    tp: np.ndarray = _optional(1)
+    tp_x: np.ndarray = _optional(1)  # first grid dimension of 2D tensor parallelism
+    pp: np.ndarray = _optional(1)
+    virtual: np.ndarray = _optional(1)  # stages of a pipeline rank
+    dp: np.ndarray = _optional(1)
+    cp: np.ndarray = _optional(1)
+    ep: np.ndarray = _optional(1)
+    zero: np.ndarray = _optional(0)
+    shard: np.ndarray = _optional(1)  # ranks over which ZeRO shards
+    sequence_parallel: np.ndarray = _optional(0)
+    recompute: np.ndarray = _optional(0)  # index into `RECOMPUTE`
+    warmup: np.ndarray = _optional(1)  # bubble relative to 1F1B's; interleaving also divides it by `virtual`
+    alive: np.ndarray = _optional(1)  # micro-batches kept by the first stage, relative to 1F1B's
+    software: np.ndarray = _optional(0)  # index of calibration constants, like `generation` and `network`
+    generation: np.ndarray = _optional(2)
+    attention: np.ndarray = _optional(3)  # index into `ATTENTION`
+    fp8: np.ndarray = _optional(0)  # 1 if the layers' products are in 8 bits
+    peak8: np.ndarray = _optional(0)  # FLOP/s of these products
+    attainable: np.ndarray = _optional(1)  # fraction of `peak` that the best-shaped product attains
+    inside: np.ndarray = _optional(inf)  # bytes/s of one accelerator within its node
+    nic: np.ndarray = _optional(inf)  # its share of the bandwidth out of the node
+    network: np.ndarray = _optional(0)
+    per_node: np.ndarray = _optional(8)  # accelerators
+    through_memory: np.ndarray = _optional(0)  # 1 if ranks communicate through shared memory
+    # Properties of the software, as in `shoal.spec.catalog.software`.
+    gradient_bytes: np.ndarray = _optional(4)
+    reduce_bytes: np.ndarray = _optional(4)
+    overlap_data: np.ndarray = _optional(1)
+    overlap_tensor: np.ndarray = _optional(0)
+    overlap_pipeline: np.ndarray = _optional(0)
+    balanced: np.ndarray = _optional(0)
+    dropout: np.ndarray = _optional(0)
+    unit_messages: np.ndarray = _optional(1)
+    crowded: np.ndarray = _optional(0)
+    bucket_copies: np.ndarray = _optional(0)
+    shard_copies: np.ndarray = _optional(0)
+    reduced_apart: np.ndarray = _optional(0)
+    gathers_kept: np.ndarray = _optional(0)
+    logits_whole: np.ndarray = _optional(0)
+    fused_norm: np.ndarray = _optional(1)  # 1 if a norm is one kernel
+    ties_first: np.ndarray = _optional(0)  # 1 if stages are cut by cost, and a tie starts the next stage
+    ahead: np.ndarray = _optional(0)  # 1 if the host does not wait for messages between stages
+    kept_ffn: np.ndarray = _optional(4)
 
     @staticmethod
     def of(rows: Sequence[Mapping[str, Any]]) -> Runs:
-        """Build from one mapping per run; names that are not fields are ignored."""
-        rows = [{**DEFAULTS, **row} for row in rows]
-        return Runs(*(np.array([float(row[name]) for row in rows]) for name in FIELDS))
+        """Build from one mapping per run; it may omit optional fields, and names that are not fields are ignored."""
+        defaults = {each.name: each.default for each in fields(Runs) if each.default is not MISSING}
+        rows = [{**defaults, **row} for row in rows]
+        return Runs(*(np.array([float(row[each.name]) for row in rows]) for each in fields(Runs)))
 
     @property
     def size(self) -> int:
@@ -147,11 +118,8 @@ class Runs:
         return self.b * self.s / self.cp
 
     def take(self, chosen: np.ndarray) -> Runs:
-        return Runs(*(getattr(self, name)[chosen] for name in FIELDS))
+        return Runs(*(column[chosen] for column in vars(self).values()))
 
     def code(self, name: str) -> np.ndarray:
         """Return a field as integers."""
         return getattr(self, name).astype(int)
-
-
-FIELDS = tuple(field.name for field in fields(Runs))

@@ -43,7 +43,7 @@ class ReplicaChoices:
 
     def reserved(self, plain: StagePrices, parts: Sequence[StagePart], alive: float) -> np.ndarray:
         """Return lower bounds of a rank's bytes with ``alive`` bytes in activations. [ways]"""
-        return self._held(plain, parts) + plain.unused + plain.with_holes(alive)
+        return self._held(plain, parts) + plain.library_bytes + plain.with_holes(alive)
 
     def at_worst(self, plain: StagePrices, parts: Sequence[StagePart], alive: Sequence[Alive]) -> np.ndarray:
         """Return lower bounds of a rank's peak bytes, from the activations alive at the start of each pass. [ways]

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from shoal.planning.cost.batched_runs import Runs
-from shoal.planning.cost.memory.device import outside
 from shoal.planning.cost.memory.published_software import footprint
+from shoal.planning.cost.memory.stage import outside_allocator
 from shoal.planning.cost.time.step import stages_of
 from shoal.spec.catalog.calibration import Calibration, calibration
 from tests.planning.cost.test_step import LLAMA
@@ -95,5 +95,5 @@ def test_fused_blocks_keep_less(kept: int, tensors: int) -> None:
 def test_smaller_accelerators_are_charged_no_larger_part_for_what_no_allocator_has() -> None:
     constants = calibration()
     whole = float(constants["context"]) * 1e9
-    assert outside(80e9, constants) == outside(192e9, constants) == pytest.approx(whole)
-    assert outside(16e9, constants) == pytest.approx(whole / 5)
+    assert outside_allocator(80e9, constants) == outside_allocator(192e9, constants) == pytest.approx(whole)
+    assert outside_allocator(16e9, constants) == pytest.approx(whole / 5)

@@ -65,7 +65,7 @@ def test_rows_of_experts_travel() -> None:
     assert k.routed[0] == 0
     each = 2 * 8192 * 2 * 4096
     reached = runs.inside[1] * float(calibration()["inside"][2])
-    assert k.routed[1] == pytest.approx(each * 7 / 8 / reached + float(k.group(runs.ep, 1).latency[1]))
+    assert k.routed[1] == pytest.approx(each * 7 / 8 / reached + float(k.group(runs.ep, 1).exchange_latency[1]))
     assert k.routed[2] > each / 2 / 50e9
     alone = Kernels(Runs.of([sparse]), calibration())
     assert k.forward[1] - alone.forward[0] == pytest.approx(2 * k.routed[1])
@@ -133,6 +133,6 @@ def test_many_runs_are_what_each_is_alone() -> None:
 
 def test_collectives_of_a_node_and_of_many() -> None:
     kernels = Kernels(Runs.of([LLAMA, LLAMA]), calibration())
-    inside, outside = kernels.group(np.array([8.0, 16.0]), 1.0).gather(np.array([1e9, 1e9]))
+    inside, outside = kernels.group(np.array([8.0, 16.0]), 1.0).all_gather(np.array([1e9, 1e9]))
     assert outside > inside > 7 / 8 * 1e9 / 450e9
-    assert kernels.group(np.array([1.0, 1.0]), 1.0).reduce(np.array([1e9, 1e9])).max() == 0
+    assert kernels.group(np.array([1.0, 1.0]), 1.0).all_reduce(np.array([1e9, 1e9])).max() == 0

@@ -69,7 +69,7 @@ def with_memory(run: EstimatedRun, space: LayoutSpace, part: float) -> Estimated
     known: dict = {}
     every = list(layouts(run, space))
     some = [Estimate(replace(run, layout=layout), known=known) for layout in every[:: max(1, len(every) // 12)]]
-    needs = sorted({estimate.fullest.reserved - estimate.unused for estimate in some})
+    needs = sorted({estimate.fullest.reserved - estimate.library_bytes for estimate in some})
     at = min(int(part * len(needs)), len(needs) - 2)
     between = (needs[at] + needs[at + 1]) / 2
 
@@ -78,7 +78,7 @@ def with_memory(run: EstimatedRun, space: LayoutSpace, part: float) -> Estimated
         return replace(run, cluster=replace(run.cluster, accelerator=chip))
 
     # What is left of a memory for a run grows evenly with it.
-    one, two = (memory.capacity - memory.unused for memory in (StageMemory(having(1e9)), StageMemory(having(2e9))))
+    one, two = (m.capacity - m.library_bytes for m in (StageMemory(having(1e9)), StageMemory(having(2e9))))
     return having(1e9 * (1 + (between - one) / (two - one)))
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shoal.planning.cost.batched_runs import Runs
-from shoal.planning.cost.memory.device import GB, outside
+from shoal.planning.cost.memory.stage import GB, outside_allocator
 from shoal.planning.cost.time.kernels import E, Kernels
 from shoal.planning.cost.time.step import share_of, stages_of, weights_on_rank
 from shoal.spec.catalog.calibration import Calibration
@@ -54,13 +54,13 @@ def footprint(runs: Runs, constants: Calibration) -> Footprint:
     alive = np.where(alone, 1.0, np.minimum(r.microbatches, r.pp) * chunks * r.alive)
     after = np.where(r.pp > 2, np.minimum(r.microbatches, np.maximum(r.pp - 1, 1)) * chunks * r.alive, 0.0)
     waiting = np.where(alone, 1.0, np.minimum(r.microbatches, np.where(r.alive > 1, r.pp, 1.0)))
-    logits = r.tokens * r.vocab / np.where(r.logits_whole > 0, 1, r.tp) * k.of("logit_bytes", "software")
+    logits = r.tokens * r.vocab / np.where(r.logits_whole > 0, 1, r.tp) * k.constant("logit_bytes", "software")
     held = again + k.constants["gather_buffers"] * _gathered(k)
     first = _rank(k, stages.first, 1, alive, kept, held + np.where(alone, logits, 0.0))
     second = _rank(k, stages.most, r.pp == 2, after, kept, np.where(r.pp > 2, held, 0.0))
     last = _rank(k, stages.last, 1, waiting, kept, held + logits)
     allocated, reserved, needed = np.maximum.reduce([first, second, last])
-    beside = outside(r.memory, constants)
+    beside = outside_allocator(r.memory, constants)
     return Footprint(allocated, reserved, first[1], reserved + beside, needed + beside, r.memory * c["usable"])
 
 
@@ -89,7 +89,7 @@ def _layer(k: Kernels) -> tuple[np.ndarray, np.ndarray]:
     """Return the bytes that one micro-batch saves per layer, and the bytes recomputed during its backward."""
     r, (q, kv) = k.runs, k.widths
     between, inputs = k.tokens_between, np.where(r.gathers_kept > 0, r.tokens, k.tokens_between)
-    norms = k.of("kept_hidden", "software") + k.constants["kept_norm"] * (1 - r.fused_norm)
+    norms = k.constant("kept_hidden", "software") + k.constants["kept_norm"] * (1 - r.fused_norm)
     hidden = r.hidden * (norms * between * E + 2 * r.dropout * between + 2 * inputs * E)
     heads = r.tokens * (E * (2 * q + 2 * kv) + 4 * r.heads / r.tp)
     scores = r.b / r.cp * r.heads / r.tp * r.s**2
@@ -128,10 +128,10 @@ def _rank(
     whole = E + r.gradient_bytes + r.bucket_copies * (r.dp > 1)
     cut = OPTIMIZER + r.shard_copies * sharded
     states = np.where(r.zero == 3, share * (cut + 4), weights * whole + share * cut)
-    states += np.where(r.zero == 3, E * (k.of("gathered_layers", "software") * layer + ends / 2), 0.0)
+    states += np.where(r.zero == 3, E * (k.constant("gathered_layers", "software") * layer + ends / 2), 0.0)
     working, unread, update = layers * alive * kept + beside, _unread(k, layers, alive), share * c["update_bytes"]
-    holes = np.where(r.microbatches > r.pp, k.of("fragmentation", "software"), 0.0) * (working + unread)
+    holes = np.where(r.microbatches > r.pp, k.constant("fragmentation", "software"), 0.0) * (working + unread)
     needed = states + working + holes + update + c["base"] * GB
-    room = r.memory * c["usable"] - outside(r.memory, k.calibration)
+    room = r.memory * c["usable"] - outside_allocator(r.memory, k.calibration)
     reserved = np.minimum(needed + unread, np.maximum(needed, room))
     return np.stack([states + np.maximum(working, update), reserved, needed])

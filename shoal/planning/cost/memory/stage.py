@@ -9,11 +9,12 @@ from functools import cached_property
 from itertools import product
 from typing import NamedTuple, TypeVar
 
+import numpy as np
+
 from shoal.pipeline.simulator.columns import EVERY, NONE, NTH, SOME
 from shoal.planning.cost.buckets import buckets_of, elements_of
 from shoal.planning.cost.memory import activations
 from shoal.planning.cost.memory.between_backward_halves import between
-from shoal.planning.cost.memory.device import GB, outside
 from shoal.planning.cost.memory.state import StateBytes, passing_bytes, state_bytes
 from shoal.planning.cost.memory.transient import Passing
 from shoal.planning.cost.memory.working_set import PASSES, Half, Moment, above, moments
@@ -25,6 +26,9 @@ from shoal.spec.catalog.clusters import Cluster
 from shoal.spec.catalog.software import software_table
 
 T = TypeVar("T")
+V = TypeVar("V", float, np.ndarray)
+GB = 1e9
+FITTED_MEMORY = 80e9  # bytes of the accelerators whose failed runs `context` was fitted to
 
 
 class When(NamedTuple):
@@ -231,7 +235,7 @@ class StageMemory:
             state.parameters, state.gradients, state.optimizer, most, gathered, buffers,
             (versions - 1) * state.elements * run.policy.compute.itemsize,
         )
-        return PeakMemory(*held, float(self.unused + holes))
+        return PeakMemory(*held, float(self.library_bytes + holes))
 
     def _told_apart(self, alive: Alive, stays: int, going: Sequence[int], kept: Sequence[int]) -> Alive:
         """Merge times with equal gradients and gathered parameters, keeping the maximum alive."""
@@ -313,14 +317,13 @@ class StageMemory:
         return self.once(key, lambda: moments(self.forward, part, kind))
 
     @cached_property
-    def unused(self) -> float:
-        """Bytes of a device used by libraries and the process."""
-        return unused_of(self.run.cluster, self.calibration)
+    def library_bytes(self) -> float:
+        return library_bytes(self.run.cluster, self.calibration)
 
     @cached_property
     def capacity(self) -> float:
-        """Bytes of a device available to a process; a device sold as 80 GB has 80 GiB."""
-        return capacity_of(self.run.cluster, self.calibration)
+        """Bytes of a device available to a process."""
+        return device_capacity(self.run.cluster, self.calibration)
 
     def with_holes(self, alive: float) -> float:
         """Return the bytes that the allocator reserves for this many bytes of activations."""
@@ -328,22 +331,30 @@ class StageMemory:
 
     @cached_property
     def fragmentation(self) -> float:
-        """Bytes that the allocator reserves in excess, relative to the transient bytes."""
-        return fragmentation_of(self.calibration)
+        return allocator_excess(self.calibration)
 
 
-def capacity_of(cluster: Cluster, calibration: Calibration) -> float:
-    """Return the bytes of a cluster's device available to a process."""
+def device_capacity(cluster: Cluster, calibration: Calibration) -> float:
+    """Return the bytes of a cluster's device available to a process; a device sold as 80 GB has 80 GiB."""
     return cluster.memory_bytes * (calibration.numbers["usable"] if cluster.accelerator.devices else 1.0)
 
 
-def unused_of(cluster: Cluster, calibration: Calibration) -> float:
+def library_bytes(cluster: Cluster, calibration: Calibration) -> float:
     """Return the bytes of a cluster's device used by libraries and the process."""
     if not cluster.accelerator.devices:
         return 0.0
-    return calibration.numbers["base"] * GB + outside(cluster.memory_bytes, calibration)
+    return calibration.numbers["base"] * GB + outside_allocator(cluster.memory_bytes, calibration)
 
 
-def fragmentation_of(calibration: Calibration) -> float:
-    """Return the allocator's excess bytes relative to the transient bytes."""
+def outside_allocator(memory: V, calibration: Calibration) -> V:
+    """Return the bytes that a process needs outside torch's allocator, for accelerators with this memory.
+
+    On accelerators smaller than the fitted ones, the fraction of memory stays constant: most of it is the estimates'
+    error of a peak, which shrinks with the memory to fill (docs/validate.md).
+    """
+    return calibration.numbers["context"] * GB * np.minimum(1.0, memory / FITTED_MEMORY)
+
+
+def allocator_excess(calibration: Calibration) -> float:
+    """Return the bytes that the allocator reserves in excess, relative to the transient bytes."""
     return calibration.tables["fragmentation"][list(software_table()).index("shoal")]

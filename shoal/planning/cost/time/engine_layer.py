@@ -10,6 +10,7 @@ import numpy as np
 
 from shoal.planning.cost.batched_runs import ATTENTION, RECOMPUTE, Runs
 from shoal.planning.cost.time.kernels import E, Kernels
+from shoal.planning.run import KINDS, EstimatedRun
 from shoal.spec.catalog import ModelShape
 from shoal.spec.catalog.calibration import GENERATIONS, NETWORKS, SPREADS, cluster_calibration
 from shoal.spec.catalog.clusters import Cluster
@@ -80,31 +81,26 @@ def product_rate(cluster: Cluster, kind: str) -> float:
     return machine.dense_flops(kind) * min(part, machine.matmul_efficiency)
 
 
-def layer_of(
-    shape: ModelShape, cluster: Cluster, kind: str, itemsize: int, s: int, b: int, tp: int, tp_x: int, cp: int,
-    sequence_parallel: bool, recompute: str, later: float,
-    eight_bits: bool = False, kernel: str = "sdpa", masked: bool = False,
-) -> LayerTimes:  # fmt: skip
-    """Return the times of a layer.
+def layer_times(run: EstimatedRun, shape: ModelShape, s: int) -> LayerTimes:
+    """Return the times of a layer of a run.
 
     Args:
-        kind: format of the products, as named in accelerators' peaks.
-        itemsize: bytes of an element during computation.
-        later: factor by which attention takes longer on the last place of an uneven ring.
-        eight_bits: the layer's products use 8-bit copies; attention and the head do not.
-        kernel: attention kernel; never unfused in a ring.
-        masked: attention stays inside documents.
+        shape: the run's, with the width of the layer's feed-forward block; experts are ignored.
+        s: tokens of a sequence that pass through the layer.
     """
-    machine, wide, written = cluster.accelerator, itemsize / E, kernel == "explicit" and cp == 1
+    cluster, layout, itemsize = run.cluster, run.layout, run.policy.compute.itemsize
+    machine, wide, kind = cluster.accelerator, itemsize / E, KINDS[run.policy.compute.name]
+    ring = layout.cp > 1
+    unfused = run.attention == "explicit" and not ring  # never in a ring
     share = cluster.nics * cluster.nic.bandwidth / cluster.per_node / wide if cluster.nic else inf
     runs = Runs.of([{
         "layers": shape.layers, "hidden": shape.hidden, "heads": shape.heads, "kv_heads": shape.kv_heads,
         "head_dim": shape.head_dim, "ffn": shape.ffn, "vocab": shape.vocab, "gated": shape.family == "llama",
-        "s": s, "b": b, "microbatches": 1, "tp": tp, "tp_x": tp_x, "cp": cp, "sequence_parallel": sequence_parallel,
-        "recompute": RECOMPUTE.index(recompute), "overlap_tensor": 1,
-        "attention": ATTENTION.index("unfused" if written else "flash-2"),
+        "s": s, "b": layout.micro_batch, "microbatches": 1, "tp": layout.tp, "tp_x": layout.tp_x, "cp": layout.cp,
+        "sequence_parallel": layout.sequence_parallel, "recompute": RECOMPUTE.index(layout.recompute),
+        "overlap_tensor": 1, "attention": ATTENTION.index("unfused" if unfused else "flash-2"),
         "peak": machine.dense_flops(kind), "attainable": machine.matmul_efficiency,
-        "fp8": eight_bits, "peak8": machine.dense_flops("fp8") if eight_bits else 0.0,
+        "fp8": run.eight_bits, "peak8": machine.dense_flops("fp8") if run.eight_bits else 0.0,
         "hbm": machine.memory_bandwidth / wide, "memory": cluster.memory_bytes,
         "inside": cluster.inside.bandwidth / wide if cluster.inside else inf, "nic": share,
         "per_node": cluster.per_node, "generation": GENERATIONS.index(machine.generation),
@@ -113,15 +109,16 @@ def layer_of(
     }])  # fmt: skip
     calibration = cluster_calibration(cluster)
     c, k = calibration.numbers, Kernels(runs, calibration)
-    if masked and not written and cp == 1:  # a kernel that reads a mask does not skip the causal half
-        later = 2 * later
-    attention, attention_backward = k.attention[0] * later, k.attention[1] * later
+    longer = 2 - 1 / layout.ring if layout.cp_order == "contiguous" else 1.0  # on the last place of an uneven ring
+    if run.document_mask and not unfused and not ring:  # a kernel that reads a mask does not skip the causal half
+        longer = 2 * longer
+    attention, attention_backward = k.attention[0] * longer, k.attention[1] * longer
     hidden = np.minimum(2 * k.exchange * c["hide_tensor"], k.products)
     exposed = 2 * k.exchange - hidden
-    launches_again = {"none": 0.0, "selective": c["launch_selective"], "full": 1.0}[recompute]
+    launches_again = {"none": 0.0, "selective": c["launch_selective"], "full": 1.0}[layout.recompute]
     launches_backward = k.launches * (c["launch_backward"] + launches_again)
     head = k.product(runs.tokens, runs.hidden, runs.vocab / runs.tp, k.rate)
-    loss = 4 * k.of("passes_loss", "software") * runs.tokens * runs.vocab / runs.tp / (k.hbm * wide)
+    loss = 4 * k.constant("passes_loss", "software") * runs.tokens * runs.vocab / runs.tp / (k.hbm * wide)
     found = (
         k.products, attention, k.elements, attention_backward, k.exchange, exposed, k.launches, launches_backward, head,
         loss,

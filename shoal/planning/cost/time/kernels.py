@@ -6,12 +6,13 @@ not modelled here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 
 import numpy as np
 
 from shoal.planning.cost.batched_runs import Runs
+from shoal.planning.cost.time.communication import CommunicationGroup
 from shoal.spec.catalog.calibration import Calibration
 
 E = 2.0  # bytes of an element during computation: bf16 or fp16
@@ -24,47 +25,13 @@ def soft_max(a: np.ndarray, b: np.ndarray, sharp: float) -> np.ndarray:
     return larger * ((a / larger) ** sharp + (b / larger) ** sharp) ** (1 / sharp)
 
 
-@dataclass(frozen=True, eq=False)
-class RankGroup:
-    """Communicating ranks, `stride` apart, among equal groups of the ranks between them.
-
-    Attributes:
-        ranks: number of ranks.
-        here: ranks in each node.
-        nodes: number of nodes.
-        bandwidth: one rank's share of the slowest link of its rings, bytes/s.
-        latency: seconds of one pass around the ring.
-        passes: passes whose latency an all-gather or a reduce-scatter has; an all-reduce has twice as many.
-    """
-
-    ranks: np.ndarray
-    here: np.ndarray
-    nodes: np.ndarray
-    bandwidth: np.ndarray
-    latency: np.ndarray
-    passes: np.ndarray
-
-    def gather(self, size: np.ndarray, count: np.ndarray | float = 1.0) -> np.ndarray:
-        """Return the seconds of all-gathers or reduce-scatters of ``size`` bytes in total, in ``count`` messages."""
-        return self._round(size, count * self.passes)
-
-    def reduce(self, size: np.ndarray, count: np.ndarray | float = 1.0) -> np.ndarray:
-        """Return the seconds of all-reduces: each a reduce-scatter and an all-gather."""
-        return 2 * self._round(size, count)
-
-    def _round(self, size: np.ndarray, passes: np.ndarray | float) -> np.ndarray:
-        """Return the seconds of some bytes in some passes around the ring."""
-        time = passes * self.latency + (self.ranks - 1) / self.ranks * size / self.bandwidth
-        return np.where(self.ranks > 1, time, 0.0)
-
-
 class Kernels:
     """Step parts of a layer, a head and a group of ranks, for each of many runs."""
 
     def __init__(self, runs: Runs, calibration: Calibration):
         self.runs, self.calibration, self.constants = runs, calibration, calibration.numbers
 
-    def of(self, name: str, by: str) -> np.ndarray:
+    def constant(self, name: str, by: str) -> np.ndarray:
         """Return a constant's value for each run."""
         return self.calibration[name][self.runs.code(by)]
 
@@ -73,31 +40,37 @@ class Kernels:
     @cached_property
     def hbm(self) -> np.ndarray:
         """Attained memory bandwidth in bytes/s."""
-        return self.runs.hbm * self.of("hbm", "generation")
+        return self.runs.hbm * self.constant("hbm", "generation")
 
     @cached_property
     def rate(self) -> np.ndarray:
         """FLOP/s that a large product attains in 16 bits, at most the rate of the best-shaped product."""
-        return self.runs.peak * np.minimum(self.of("product", "generation"), self.runs.attainable)
+        return self.runs.peak * np.minimum(self.constant("product", "generation"), self.runs.attainable)
 
     @cached_property
     def layer_rate(self) -> np.ndarray:
         """Attained FLOP/s of a layer's products, in 8 bits if these are."""
         r = self.runs
-        return np.where(r.fp8 > 0, r.peak8 * self.of("product_fp8", "generation"), self.rate)
+        return np.where(r.fp8 > 0, r.peak8 * self.constant("product_fp8", "generation"), self.rate)
 
-    def group(self, ranks: np.ndarray, stride: np.ndarray | float) -> RankGroup:
+    def group(self, ranks: np.ndarray, stride: np.ndarray | float) -> CommunicationGroup[np.ndarray]:
+        """Return groups of ranks, ``stride`` apart, among equal groups of the ranks between them."""
         r, c = self.runs, self.constants
         here = np.clip(r.per_node // np.maximum(stride, 1), 1, ranks)
         nodes = np.ceil(ranks / here)
-        inside = r.inside * self.of("inside", "generation")
-        thinner = (nodes / 2) ** -self.of("thin", "network")
-        out = here * r.nic * self.of("outside", "network") * thinner
-        out = np.minimum(out, np.where(here > 1, inside, float("inf")))
+        inside = r.inside * self.constant("inside", "generation")
+        outside = r.nic * self.constant("outside", "network")  # each accelerator's own share of the adapters
+        out = here * outside * (nodes / 2) ** -self.constant("thin", "network")
+        out = np.minimum(out, np.where(here > 1, inside, inf))
         near = np.where(r.through_memory > 0, np.ceil(np.log2(here)), here - 1)
-        steps = near * self.of("latency_inside", "generation") + (nodes - 1) * self.of("latency_outside", "network")
+        hop, far_hop = self.constant("latency_inside", "generation"), self.constant("latency_outside", "network")
+        steps = near * hop + (nodes - 1) * far_hop
         meeting = c["collective_launch"] + c["wait"] * np.log2(np.maximum(ranks, 1))
-        return RankGroup(ranks, here, nodes, np.where(nodes > 1, out, inside), meeting + steps, 1 + r.through_memory)
+        latency = np.where(ranks > 1, meeting + steps, 0.0)
+        bandwidth, slowest = np.where(nodes > 1, out, inside), np.maximum((here - 1) / inside, (ranks - here) / outside)
+        exchange = np.where(slowest > 0, (ranks - 1) / np.where(slowest > 0, slowest, 1.0), inf)
+        gathering = latency * (1 + r.through_memory)
+        return CommunicationGroup(ranks, bandwidth, exchange, bandwidth, gathering, 2 * latency, latency, latency)
 
     # ---- one layer -----------------------------------------------------------------------------------------------
 
@@ -109,7 +82,8 @@ class Kernels:
 
     def product(self, m: np.ndarray, k: np.ndarray, n: np.ndarray, rate: np.ndarray) -> np.ndarray:
         """Return the seconds of [m, k] x [k, n]: by FLOPs, with a penalty for small sides, or by bytes."""
-        shape = 1 + self.of("short_m", "generation") / m + self.of("short_k", "generation") * (1 / k + 1 / n)
+        short_m, short_k = self.constant("short_m", "generation"), self.constant("short_k", "generation")
+        shape = 1 + short_m / m + short_k * (1 / k + 1 / n)
         return soft_max(2 * m * k * n / rate * shape, E * (m * k + k * n + m * n) / self.hbm, 4.0)
 
     @cached_property
@@ -141,9 +115,10 @@ class Kernels:
         """Seconds of a layer's attention core, forward and backward."""
         r, c, (q, _) = self.runs, self.constants, self.widths
         flops = 4 * r.tokens * r.s * q * np.where(self.scores_in_memory, 1.0, 0.5)
-        part = np.where(r.attention == FLASH, self.of("flash_1", "generation"), self.of("flash_2", "generation"))
+        flash_1, flash_2 = self.constant("flash_1", "generation"), self.constant("flash_2", "generation")
+        part = np.where(r.attention == FLASH, flash_1, flash_2)
         part = part * r.head_dim / (r.head_dim + c["narrow_head"]) * r.s / (r.s + c["short_sequence"])
-        core = flops / (r.peak * np.where(self.scores_in_memory, self.of("batched_product", "generation"), part))
+        core = flops / (r.peak * np.where(self.scores_in_memory, self.constant("batched_product", "generation"), part))
         matrices, written = r.b * r.heads / r.tp, r.attention < FLASH
         core = core * np.where(written & (r.head_dim % 8 != 0), c["odd_head"], 1.0)
         core = core * np.where(written & (matrices == 16), c["batch_of_16"], 1.0)
@@ -162,8 +137,8 @@ class Kernels:
     def elements(self) -> np.ndarray:
         """Seconds of a layer's elementwise operations in a forward: bytes over attained memory bandwidth."""
         r, c, (q, kv) = self.runs, self.constants, self.widths
-        norms = self.of("passes_hidden", "software") + c["passes_norm"] * (1 - r.fused_norm)
-        wide = self.of("passes_ffn", "software") * (1 + r.gated) * r.ffn * r.active / r.tp
+        norms = self.constant("passes_hidden", "software") + c["passes_norm"] * (1 - r.fused_norm)
+        wide = self.constant("passes_ffn", "software") * (1 + r.gated) * r.ffn * r.active / r.tp
         inner = self.tokens_between * r.hidden / r.tp_x * norms + r.tokens * (wide + c["passes_heads"] * (q + 2 * kv))
         return E * inner / self.hbm
 
@@ -175,21 +150,15 @@ class Kernels:
         """
         r, (q, kv) = self.runs, self.widths
         group, size = self.group(r.tp_y, r.tp_x), E * r.tokens * r.hidden / r.tp_x
-        along_y = np.where(r.sequence_parallel > 0, 2 * group.gather(size), group.reduce(size))
+        along_y = np.where(r.sequence_parallel > 0, 2 * group.all_gather(size), group.all_reduce(size))
         inside = 2 * q + 2 * kv + (2 + r.gated) * r.ffn * r.active / r.tp
-        return along_y + self.group(r.tp_x, 1).gather(E * r.tokens * inside * r.tp_x, 4) / 2
+        return along_y + self.group(r.tp_x, 1).all_gather(E * r.tokens * inside * r.tp_x, 4) / 2
 
     @cached_property
     def routed(self) -> np.ndarray:
-        """Seconds of sending rows to their experts' ranks, or back, evenly between ranks.
-
-        Traffic between nodes uses each accelerator's own share of the adapters.
-        """
-        r, group = self.runs, self.group(self.runs.ep, 1)
-        rows = E * r.tokens / r.tp * r.active * r.hidden
-        near = rows * (group.here - 1) / group.ranks / (r.inside * self.of("inside", "generation"))
-        far = rows * (group.ranks - group.here) / group.ranks / (r.nic * self.of("outside", "network"))
-        return np.where(group.ranks > 1, group.latency + np.maximum(near, far), 0.0)
+        """Seconds of sending rows to their experts' ranks, or back, evenly between ranks."""
+        r, rows = self.runs, E * self.runs.tokens / self.runs.tp * self.runs.active * self.runs.hidden
+        return self.group(r.ep, 1).all_to_all(rows * (r.ep - 1) / r.ep)
 
     @cached_property
     def launches(self) -> np.ndarray:
@@ -197,8 +166,8 @@ class Kernels:
         r, c = self.runs, self.constants
         apart = (r.ranks > r.per_node) & (r.tp > 1) & (r.crowded > 0)
         more = c["launch_exchange"] * (r.tp > 1) + c["launch_plain_softmax"] * self.plain_softmax
-        waiting = 4 * self.group(r.tp, 1).latency * apart  # two sums, each a reduce-scatter and an all-gather
-        return self.of("launch", "software") * (1 + more + c["launch_crowded"] * r.tp * apart) + waiting
+        waiting = 2 * self.group(r.tp, 1).sum_latency * apart
+        return self.constant("launch", "software") * (1 + more + c["launch_crowded"] * r.tp * apart) + waiting
 
     @cached_property
     def forward(self) -> np.ndarray:
@@ -244,5 +213,5 @@ class Kernels:
     def head(self) -> np.ndarray:
         """Seconds of forward and backward of the output matrix and the loss."""
         r, n, rows = self.runs, self.runs.tokens, self.runs.vocab / self.runs.tp
-        loss = 4 * self.of("passes_loss", "software") * n * rows / self.hbm
+        loss = 4 * self.constant("passes_loss", "software") * n * rows / self.hbm
         return 3 * self.product(n, r.hidden, rows, self.rate) + loss + self.exchange

@@ -22,9 +22,9 @@ from shoal.planning.cost.memory.stage import Kinds, StageMemory
 from shoal.planning.cost.memory.state import StateBytes
 from shoal.planning.cost.parameters import StagePart
 from shoal.planning.cost.time.communication import CommunicationGroup, extent_of, ring_of
-from shoal.planning.cost.time.engine_layer import LayerTimes, attained, layer_of, memory_rate
+from shoal.planning.cost.time.engine_layer import LayerTimes, attained, layer_times, memory_rate
 from shoal.planning.cost.time.traffic import context_parallel, even_share
-from shoal.planning.run import KINDS, EstimatedRun
+from shoal.planning.run import EstimatedRun
 from shoal.spec.catalog.calibration import GENERATIONS
 from shoal.spec.layout import Layout
 from shoal.spec.number_formats import FP32
@@ -180,23 +180,18 @@ class StagePrices(StageMemory):
         """
         run, layout = self.run, self.run.layout
         shape = run.shape
-        s = shape.mod.taken(run.sequence_length) if skips else run.sequence_length
+        s = (self.forward.chosen if skips else self.forward).s
         if sparse:
             experts = shape.moe
             shape = shape.model_copy(update={"ffn": (experts.per_token + experts.shared) * experts.ffn})
-        later = 2 - 1 / layout.ring if layout.cp_order == "contiguous" else 1.0
-        split = (
-            layout.micro_batch, layout.tp, layout.tp_x, layout.cp, layout.sequence_parallel, layout.recompute, later,
+        key = (
+            "layer", sparse, skips, layout.micro_batch, layout.tp, layout.tp_x, layout.cp, layout.sequence_parallel,
+            layout.recompute, layout.cp_order == "contiguous" and layout.ring,
         )  # fmt: skip
-        key = ("layer", sparse, skips, run.cluster.name, run.precision, s, *split)
         if key not in self.known:
-            kind, itemsize = KINDS[run.policy.compute.name], run.policy.compute.itemsize
-            found = layer_of(
-                shape, run.cluster, kind, itemsize, s, *split, eight_bits=run.eight_bits, kernel=run.attention,
-                masked=run.document_mask,
-            )
+            found = layer_times(run, shape, s)
             if skips:
-                moved = ROUTING * self.forward.tokens_between * shape.hidden * itemsize
+                moved = ROUTING * self.forward.tokens_between * shape.hidden * self.forward.itemsize
                 found = found._replace(elements=found.elements + moved / self.hbm)
             self.known[key] = found
         return self.known[key]

@@ -139,14 +139,14 @@ def step(runs: Runs, constants: Calibration) -> StepTimes:
         sharding=r.microbatches * sharding * slower,
         reduction=_reduction(k, weights, stages.most * k.backward),
         update=update,
-        fixed=k.of("fixed", "software"),
+        fixed=k.constant("fixed", "software"),
     )
 
 
 def _hop(k: Kernels) -> np.ndarray:
     r = k.runs
     far = r.ranks > r.per_node
-    bandwidth = np.where(far, r.nic * k.of("outside", "network"), r.inside * k.of("inside", "generation"))
+    bandwidth = np.where(far, r.nic * k.constant("outside", "network"), r.inside * k.constant("inside", "generation"))
     return k.constants["hop"] + E * k.tokens_between * r.hidden / bandwidth
 
 
@@ -158,12 +158,12 @@ def _reduction(k: Kernels, weights: np.ndarray, backward: np.ndarray) -> np.ndar
     r = k.runs
     size, ranks = weights * r.reduce_bytes, r.dp * r.cp
     group = k.group(ranks, r.tp)
-    whole = np.where(r.zero > 0, group.gather(size), group.reduce(size))
-    between = k.group(np.maximum(ranks / r.shard, 1), r.tp * r.shard).reduce(size / r.shard)
+    whole = np.where(r.zero > 0, group.all_gather(size), group.all_reduce(size))
+    between = k.group(np.maximum(ranks / r.shard, 1), r.tp * r.shard).all_reduce(size / r.shard)
     whole = np.where(r.zero == 3, between, whole)
     hidden = np.where(r.overlap_data > 0, k.constants["hide_data"] * backward, 0.0)
     left = np.maximum(whole - hidden, LAST_BUCKET * whole)
-    gather = k.group(r.shard, r.tp).gather(weights * E)
+    gather = k.group(r.shard, r.tp).all_gather(weights * E)
     return left + np.where((r.zero > 0) & (r.zero < 3), gather, 0.0)
 
 
@@ -172,7 +172,7 @@ def _sharding(k: Kernels, weights: np.ndarray, forward: np.ndarray, backward: np
     r, c = k.runs, k.constants
     group = k.group(r.shard, r.tp)
     messages = r.layers / r.pp * r.unit_messages
-    gather = group.gather(weights * E, messages)
-    reduce = group.gather(weights * r.reduce_bytes, messages)
+    gather = group.all_gather(weights * E, messages)
+    reduce = group.all_gather(weights * r.reduce_bytes, messages)
     late = soft_max(forward, gather, 6.0) - forward + soft_max(backward, gather + reduce, 6.0) - backward
     return np.where((r.zero == 3) & (r.shard > 1), late + c["contention"] * (2 * gather + reduce), 0.0)
