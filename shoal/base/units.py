@@ -12,6 +12,7 @@ BYTES = {
     "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
 }  # fmt: skip
 BANDWIDTH = {f"{unit or 'B'}/s": factor for unit, factor in BYTES.items()}
+HOUR, DAY = 3600.0, 86400.0  # seconds
 TIME = {"s": 1, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 
 

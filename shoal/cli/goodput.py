@@ -10,10 +10,8 @@ import shoal
 from shoal.base.files import check_writable
 from shoal.base.options import reject_unused
 from shoal.base.section import Section
-from shoal.base.units import parse_counts
+from shoal.base.units import HOUR, parse_counts
 from shoal.report.planning.goodput_report import goodput_figure, goodput_lines
-
-HOUR = 3600.0
 
 
 class GoodputOptions(Section):

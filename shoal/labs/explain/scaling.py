@@ -1,17 +1,121 @@
-"""`shoal explain scaling`: what loss a budget buys and with which model; years of famous trainings on one device."""
+"""`shoal explain scaling`: what loss a budget buys and with which model; years of famous trainings on one device.
+
+Kaplan et al. 2020 ("Scaling Laws for Neural Language Models"): N without embeddings, loss in nats per token. Hoffmann
+et al. 2022 ("Training Compute-Optimal Large Language Models"): N with all parameters. Besiroglu et al. 2024
+("Chinchilla Scaling: A replication attempt"): a new fit to the same runs. Their losses are on different data and
+tokenizers, and cannot be compared with each other.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from pydantic import Field, PositiveFloat
 from rich.console import Console
 from rich.table import Table
 
 from shoal.base.section import Section
-from shoal.planning.cost.flops import YEAR, dollars, petaflop_days, six_n_t, training_seconds
-from shoal.planning.cost.scaling import CHINCHILLA, REFITTED, Allocation, kaplan_optimum, twenty_tokens
+from shoal.base.units import DAY
+from shoal.planning.cost.flops import dollars, petaflop_days
 from shoal.report.tables import text_table
 from shoal.spec.catalog import accelerators
 
+
+@dataclass(frozen=True)
+class Allocation:
+    """Optimal use of a compute budget.
+
+    Attributes:
+        parameters: N.
+        tokens: T.
+        loss: predicted loss [nats per token].
+    """
+
+    parameters: float
+    tokens: float
+    loss: float
+
+
+def kaplan_optimum(flops: float) -> Allocation:
+    """Return the optimal size for a budget: N = 1.3e9 PF-days^0.73, and data use the rest (section 6.1).
+
+    The loss is (3.1e8 / PF-days)^0.050 (equation 1.3), in one pass over the data. The budget is their C_min, the
+    compute with batches far below the critical size; with batches of that size the compute and tokens double (equation
+    5.5).
+    """
+    parameters, days = 1.3e9 * petaflop_days(flops) ** 0.73, petaflop_days(flops)
+    return Allocation(parameters, flops / (6 * parameters), (3.1e8 / days) ** 0.050)
+
+
+@dataclass(frozen=True)
+class Parametric:
+    """L(N, D) = E + A/N^alpha + B/D^beta (Hoffmann et al. 2022, equation 10).
+
+    E is the irreducible loss; the other terms are the costs of finite model size and finite data.
+    """
+
+    e: float
+    a: float
+    b: float
+    alpha: float
+    beta: float
+
+    def loss(self, parameters: float, tokens: float) -> float:
+        """Return the predicted loss [nats per token]."""
+        return self.e + self.a / parameters**self.alpha + self.b / tokens**self.beta
+
+    def optimum(self, flops: float) -> Allocation:
+        """Return the optimum for C = 6 N T: N = G (C/6)^a, T = (C/6)^b / G (Hoffmann et al. 2022, equation 4)."""
+        both = self.alpha + self.beta
+        g = (self.alpha * self.a / (self.beta * self.b)) ** (1 / both)
+        parameters, tokens = g * (flops / 6) ** (self.beta / both), (flops / 6) ** (self.alpha / both) / g
+        return Allocation(parameters, tokens, self.loss(parameters, tokens))
+
+
+CHINCHILLA = Parametric(1.6934, 406.4, 410.7, 0.3392, 0.2849)
+"""Approach 3 of Hoffmann et al., with the digits of the paper's source (Besiroglu et al. 2024, table 1).
+
+The printed exponents, 0.34 and 0.28, give a different optimum. For Gopher's budget the optimum is 40 B parameters;
+approaches 1 and 2, and so the rule of 20 tokens per parameter, give 70 B.
+
+>>> round(CHINCHILLA.loss(70e9, 1.4e12), 2), round(CHINCHILLA.loss(280e9, 300e9), 2)  # Chinchilla, Gopher
+(1.92, 1.97)
+"""
+REFITTED = Parametric(1.8172, 482.01, 2085.43, 0.3478, 0.3658)
+"""The same law refitted to the points of the paper's figure 4 (Besiroglu et al. 2024, table 1): about 20 tokens per
+parameter, as in approaches 1 and 2."""
+
+
+def twenty_tokens(flops: float) -> Allocation:
+    """Allocate by the rule of 20 tokens per parameter (Hoffmann et al. 2022, table 3): C = 120 N^2.
+
+    >>> f"{twenty_tokens(5.88e23).parameters:.3g}"
+    '7e+10'
+    """
+    parameters = (flops / 120) ** 0.5
+    return Allocation(parameters, 20 * parameters, CHINCHILLA.loss(parameters, 20 * parameters))
+
+
+def six_n_t(parameters: float, tokens: float) -> float:
+    """Estimate FLOPs as C = 6 N T (Kaplan et al. 2020, section 2.1): 2 for a multiply-add, times 3.
+
+    >>> f"{six_n_t(175e9, 300e9):.3g}"
+    '3.15e+23'
+    """
+    return 6 * parameters * tokens
+
+
+def training_seconds(flops: float, rate: float, devices: int = 1, utilisation: float = 1.0) -> float:
+    """Return the seconds to compute some FLOPs.
+
+    Args:
+        rate: FLOP/s of one device.
+        utilisation: attained fraction of the rate (MFU, if the FLOPs are model FLOPs).
+    """
+    return flops / (rate * devices * utilisation)
+
+
+YEAR = 365 * DAY
 LAWS = {
     "Kaplan": kaplan_optimum, "Chinchilla": CHINCHILLA.optimum, "the same, refitted": REFITTED.optimum,
     "20 tokens each": twenty_tokens,

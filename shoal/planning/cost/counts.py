@@ -28,7 +28,7 @@ from shoal.planning.cost.time.traffic import (
     tensor_parallel,
 )
 from shoal.planning.cost.time.work import Seen, seen_alone, step_flops
-from shoal.planning.cost.time.zero3_gathers import gathers_of
+from shoal.spec.layout import Layout
 from shoal.spec.number_formats import Formats
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ class RankCounts:
         chunks = self._chunks(filled)
         gathers = [sum(action.op is Op.GATHER for action in actions)] * len(chunks)
         if layout.zero == 3:
-            gathers = gathers_of(layout, filled.used, self.actions, stage)
+            gathers = count_gathers(layout, filled.used, self.actions, stage)
         sent = Sent()
         for bucket, chunk, times in zip(filled.buckets, chunks, gathers, strict=True):
             shard, replicate = ("edp_shard", "edp_replicate") if bucket[0].expert else ("shard", "replicate")
@@ -261,3 +261,55 @@ class RankCounts:
             )
             sent[axis, "all-reduce"] += steps * all_reduced(elements * self.policy.reduce.itemsize, mesh.size(axis))
         return sent
+
+
+def count_gathers(
+    layout: Layout, units: Sequence[Sequence[int]], actions: Sequence[Action], stage: int
+) -> list[int]:
+    """Return how often each bucket of a stage is gathered per step (`shoal.engine.parallel.zero.zero3_hooks`).
+
+    The buckets of a unit (the embedding, a layer, the final norm and head) are gathered before use, together with the
+    next units' buckets. They are freed after the unit's forward, unless its backward comes next, and after its
+    backward.
+
+    Args:
+        units: for each unit of the stage, the numbers of the buckets it needs.
+        actions: actions of the rank.
+        stage: one of its stages.
+    """
+    mine = [action for action in actions if action.stage == stage]
+    keep = len(units) if not layout.reshard_after_forward else int(_backward_follows(mine))
+    kept = range(len(units) - keep, len(units))
+    there: set[int] = set()
+    found, version = [0] * (1 + max(bucket for unit in units for bucket in unit)), None
+
+    def use(several: Sequence[int]) -> None:
+        for bucket in {bucket for unit in several for bucket in units[unit]} - there:
+            found[bucket] += 1
+            there.add(bucket)
+
+    for action in actions:
+        if action.op is Op.STEP:  # the shards have changed
+            there.clear()
+        if action.stage != stage or action.op not in FORWARDS | BACKWARDS:
+            continue
+        if action.version != version:  # other weights are used from here on
+            version = action.version
+            there.clear()
+        for unit in range(len(units)) if action.op in FORWARDS else range(len(units))[::-1]:
+            if action.op in FORWARDS:
+                ahead = range(unit, min(unit + layout.prefetch + 1, len(units)))
+                use(ahead)
+                if unit not in kept:
+                    there -= set(units[unit]) - {bucket for other in ahead[1:] for bucket in units[other]}
+            else:
+                use(range(unit, max(-1, unit - layout.prefetch - 1), -1))
+                first_used = set(units[unit]) - {bucket for other in range(unit) for bucket in units[other]}
+                there -= first_used
+    return found
+
+
+def _backward_follows(actions: Sequence[Action]) -> bool:
+    """Return whether the micro-batch's backward comes before the stage's next forward."""
+    order = [action.op for action in actions if action.op in FORWARDS | BACKWARDS]
+    return all((op in FORWARDS) == (i % 2 == 0) for i, op in enumerate(order))

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from shoal.base.units import DAY, HOUR
 from shoal.spec.catalog import ModelShape
 from shoal.spec.layout import Recompute
 
 PUE = 1.1
 """Power of a building relative to its computers' power; large ones report 1.10 to 1.12 (Patterson et al. 2021, table 4,
 Google's)."""
-YEAR = 365 * 24 * 3600
-DAY = 24 * 3600
 
 
 class LayerFlops(NamedTuple):
@@ -66,26 +65,7 @@ def hardware_flops(shape: ModelShape, sequence_length: int, recompute: Recompute
     return model_flops(shape, sequence_length, tokens) + tokens * again
 
 
-def six_n_t(parameters: float, tokens: float) -> float:
-    """Estimate FLOPs as C = 6 N T (Kaplan et al. 2020, section 2.1): 2 for a multiply-add, times 3.
-
-    >>> f"{six_n_t(175e9, 300e9):.3g}"
-    '3.15e+23'
-    """
-    return 6 * parameters * tokens
-
-
 # ---- full training runs --------------------------------------------------------------------------------------------
-
-
-def training_seconds(flops: float, rate: float, devices: int = 1, utilisation: float = 1.0) -> float:
-    """Return the seconds to compute some FLOPs.
-
-    Args:
-        rate: FLOP/s of one device.
-        utilisation: attained fraction of the rate (MFU, if the FLOPs are model FLOPs).
-    """
-    return flops / (rate * devices * utilisation)
 
 
 def petaflop_days(flops: float) -> float:
@@ -99,7 +79,7 @@ def petaflop_days(flops: float) -> float:
 
 def dollars(seconds: float, devices: int, per_hour: float) -> float:
     """Return the rent of some devices."""
-    return seconds / 3600 * devices * per_hour
+    return seconds / HOUR * devices * per_hour
 
 
 def kilowatt_hours(seconds: float, devices: int, watts: float, overhead: float = PUE) -> float:
@@ -109,4 +89,4 @@ def kilowatt_hours(seconds: float, devices: int, watts: float, overhead: float =
         watts: power of one device, with its share of its host if that should count.
         overhead: building power relative to device power.
     """
-    return seconds / 3600 * devices * watts / 1000 * overhead
+    return seconds / HOUR * devices * watts / 1000 * overhead

@@ -9,6 +9,7 @@ from math import inf
 from typing import Any, NamedTuple
 
 from shoal.base.errors import UsageError
+from shoal.base.units import HOUR
 from shoal.planning.cost.flops import dollars, layer_flops
 from shoal.planning.cost.memory.stage import StageMemory
 from shoal.planning.describe import with_positions
@@ -22,7 +23,6 @@ from shoal.spec.catalog.clusters import cluster as cluster_of
 from shoal.spec.layout import Layout
 from shoal.spec.layout.layout import MOST_RANKS
 
-HOUR = 3600.0
 MOST_NODES = 4096  # maximum number of nodes that `fewest` tries
 
 

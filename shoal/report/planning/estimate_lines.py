@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shoal.base.units import show_bytes, show_seconds
+from shoal.base.units import DAY, show_bytes, show_seconds
 from shoal.planning.changes import find_changes
-from shoal.planning.cost.flops import DAY, PUE, dollars, kilowatt_hours, model_flops, petaflop_days
+from shoal.planning.cost.flops import PUE, dollars, kilowatt_hours, model_flops, petaflop_days
 from shoal.planning.estimate import Estimate
 
 ROUNDING = 1e-9  # relative to a step; omit smaller parts

@@ -7,8 +7,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from shoal.planning.goodput.forecast import GoodputForecast
-from shoal.planning.goodput.model import DAY, HOUR, TrainingJob, best_interval, effective, goodput, play
+from shoal.base.units import DAY, HOUR
+from shoal.planning.goodput import (
+    GoodputForecast,
+    TrainingJob,
+    best_interval,
+    effective,
+    productive_share,
+    simulate_failures,
+)
 from shoal.report.charts import draw_lines, new_figure, to_svg
 from shoal.report.tables import table_lines
 
@@ -55,7 +62,8 @@ def goodput_figure(jobs: Sequence[TrainingJob], seed: int = 0) -> str:
     curves = {f"{job.devices:,} devices": [(t, 100 * effective(job, t)) for t in span] for job in jobs}
     simulated = {
         f"{job.devices:,} simulated":
-        [(t, 100 * play(replace(job, spares=None), t, failures=2000, seed=seed)) for t in span[::3]] for job in jobs
+        [(t, 100 * simulate_failures(replace(job, spares=None), t, failures=2000, seed=seed)) for t in span[::3]]
+        for job in jobs
     }
     marks = [(best_interval(job), 100 * effective(job, best_interval(job)), "best") for job in jobs]
     figure, (above, below) = new_figure(760, 720, rows=2, title="Goodput")
@@ -70,8 +78,8 @@ def goodput_figure(jobs: Sequence[TrainingJob], seed: int = 0) -> str:
         "save 2 min, restart 15 min": (120.0, 900.0),
     }  # fmt: skip
     sizes = {
-        name: [(float(n), 100 * goodput(TrainingJob(int(n), jobs[0].mtbf, save, restart))) for n in counts]
-        for name, (save, restart) in kinds.items()
+        name: [(float(n), 100 * productive_share(TrainingJob(int(n), jobs[0].mtbf, *costs))) for n in counts]
+        for name, costs in kinds.items()
     }
     draw_lines(
         below, "Time that counts at the best interval, by devices", sizes, from_zero=True,

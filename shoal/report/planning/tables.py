@@ -9,8 +9,7 @@ from itertools import groupby
 import tomli_w
 
 from shoal.base.errors import UsageError
-from shoal.base.units import show_bytes, show_seconds
-from shoal.planning.cost.flops import DAY
+from shoal.base.units import DAY, show_bytes, show_seconds
 from shoal.planning.cost.memory.stage import StageMemory
 from shoal.planning.estimable import model_section
 from shoal.planning.estimate import Estimate

@@ -9,7 +9,7 @@ from shoal.cli.main import main
 from shoal.labs.collectives.description import Collective
 from shoal.labs.collectives.textbook import TEXTBOOK, describe
 from shoal.labs.explain.rounds import phrase, shade
-from shoal.planning.cost.scaling import CHINCHILLA
+from shoal.labs.explain.scaling import CHINCHILLA
 
 SVG = "{http://www.w3.org/2000/svg}"
 

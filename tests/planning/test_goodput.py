@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.base.units import DAY, HOUR
 from shoal.cli.main import main
-from shoal.planning.goodput.model import (
-    DAY,
-    HOUR,
+from shoal.planning.goodput import (
     LLAMA_3,
     TrainingJob,
     available,
@@ -19,8 +18,8 @@ from shoal.planning.goodput.model import (
     device_mtbf,
     effective,
     erlang_b,
-    goodput,
-    play,
+    productive_share,
+    simulate_failures,
     spares_for,
     young,
 )
@@ -40,7 +39,8 @@ jobs = st.builds(
 @given(jobs, st.floats(0.3, 3.0))
 def test_the_simulation_finds_the_closed_form(job: TrainingJob, factor: float) -> None:
     interval = max(factor * best_interval(job), job.flush)
-    assert play(job, interval, failures=20_000, seed=1) == pytest.approx(effective(job, interval), abs=0.015)
+    simulated = simulate_failures(job, interval, failures=20_000, seed=1)
+    assert simulated == pytest.approx(effective(job, interval), abs=0.015)
 
 
 @given(jobs, st.floats(0.05, 20.0))
@@ -70,7 +70,7 @@ def test_a_save_counts_once_it_is_written() -> None:
     at_once, interval = replace(job, flush=0.0), best_interval(job)
     assert best_interval(at_once) < interval == job.flush, "not before the last one is written"
     assert effective(job, interval) == pytest.approx(effective(replace(at_once, restart=540.0), interval))
-    played = [play(one, interval, failures=20_000, seed=2) for one in (at_once, job)]
+    played = [simulate_failures(one, interval, failures=20_000, seed=2) for one in (at_once, job)]
     assert played[0] - played[1] == pytest.approx(effective(at_once, interval) - effective(job, interval), rel=0.1)
 
 
@@ -97,7 +97,7 @@ def test_spares_are_erlangs_formula(spares: int) -> None:
     """Against a simulation in which every failed node is repaired by itself, and the job waits where none is left."""
     job = TrainingJob(16384, device_mtbf(**LLAMA_3), checkpoint=10.0, restart=0.0, spares=spares, repair=10 * HOUR)
     interval = best_interval(job)
-    found = play(job, interval, failures=60_000, seed=3) / effective(job, interval)
+    found = simulate_failures(job, interval, failures=60_000, seed=3) / effective(job, interval)
     assert found == pytest.approx(available(job), rel=0.02)
 
 
@@ -110,7 +110,7 @@ def test_the_fewest_spares_are_enough_and_fewer_are_not() -> None:
 
 
 def test_goodput_falls_with_the_number_of_devices() -> None:
-    found = [goodput(TrainingJob(n, LLAMA.mtbf)) for n in (1000, 4000, 16_000, 100_000)]
+    found = [productive_share(TrainingJob(n, LLAMA.mtbf)) for n in (1000, 4000, 16_000, 100_000)]
     assert found == sorted(found, reverse=True)
     assert found[0] > 0.97 and found[-1] < 0.75
 

@@ -1,1 +1,0 @@
-"""Goodput of a long training run with failures, checkpoints and spare nodes."""
