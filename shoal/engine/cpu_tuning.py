@@ -1,9 +1,7 @@
 """CPU tuning: glibc malloc and the GEMM library.
 
-By default glibc maps every block above 128 KiB separately (a threshold that grows to 32 MiB at most) and trims the top
-of the heap whenever more than that is free. Each step then maps its tensors again, and the kernel zeroes the pages.
-These settings keep freed memory in the process, so the next step reuses its pages. ``docs/launch.md`` has the measured
-gain.
+By default glibc maps large blocks separately and trims the heap, so each step maps its tensors again, and the kernel
+zeroes the pages. These settings keep freed memory in the process. ``docs/launch.md`` has the measured gain.
 """
 
 from __future__ import annotations

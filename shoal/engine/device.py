@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,11 @@ import torch.distributed as dist
 
 from shoal.base.errors import UsageError
 from shoal.engine.collectives.group import leave_groups
+from shoal.spec.catalog.accelerators import match
 
 COLLECTIVE_SECONDS = 600.0  # maximum wait for other ranks
+_PRODUCT = 1024  # side of a measured product: large enough for the peak rate of a core, and quick
+_KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8"}
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # on CUDA, gloo still carries host tensors
 
 
@@ -93,7 +97,7 @@ def pick_device(choice: str, local_rank: int = 0, *, bound: bool = False) -> tor
         local_rank = 0
     if local_rank >= devices:
         raise UsageError(
-            f"local rank {local_rank} has no CUDA device: there are {devices} on this machine, one for each rank."
+            f"local rank {local_rank} has no CUDA device: this machine has {devices}, one for each rank."
             f"\n  Start at most {devices} ranks per machine, or use train.device cpu."
         )
     return torch.device("cuda", local_rank)
@@ -188,6 +192,39 @@ def has_float8_products(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def peak_flops(dtype: torch.dtype, device: torch.device, local_ranks: int = 1) -> float | None:
+    """Return the peak FLOP/s of dense matrix products on this rank's device.
+
+    On CUDA it is the data sheet value (None for a device not in the catalog). On the CPU it is the best of several
+    measured products, because no data sheet covers a given number of threads.
+
+    Args:
+        local_ranks: ranks that share this machine's cores.
+    """
+    if device.type == "cuda":
+        known = match(device_name(device))
+        return known.peak_flops.get(_KINDS.get(dtype, "")) if known else None
+    threads = torch.get_num_threads()
+    return _measure_flops(dtype, threads) * min(1.0, usable_cores() / (local_ranks * threads))
+
+
+@cache
+def _measure_flops(dtype: torch.dtype, threads: int) -> float:
+    """Return the FLOP/s of the fastest of several products on the CPU, with torch's current number of threads.
+
+    It uses CPU time instead of wall time, so other load on the machine does not lower the peak.
+    """
+    # Same operand order as in a linear layer: otherwise fp16 has no fast CPU kernel (3 against 17 GFLOP/s).
+    a, b = torch.rand(_PRODUCT, _PRODUCT).to(dtype), torch.rand(_PRODUCT, _PRODUCT).to(dtype).t()
+    out = a @ b
+    best = float("inf")
+    for _ in range(6):
+        begin = time.process_time()
+        torch.mm(a, b, out=out)
+        best = min(best, time.process_time() - begin)
+    return 2 * _PRODUCT**3 / best * threads
 
 
 def peak_memory(device: torch.device) -> int:

@@ -104,7 +104,7 @@ class Runtime:
         NCCL connects two ranks at their first transfer and blocks each until the other arrives. Inside a step, where
         ranks wait at different points, that could deadlock.
         """
-        ranks, here = self.mesh.ranks("pp"), self.mesh.index("pp")
+        ranks, own = self.mesh.ranks("pp"), self.mesh.index("pp")
         used = {
             self._route(action) for actions in self.program.actions for action in actions if action.op in RECEIVES
         }
@@ -113,9 +113,9 @@ class Runtime:
             if channel not in self.groups:
                 purpose = f"{channel[0]}{'+' if channel[1] else '-'}"
                 self.groups[channel] = self.mesh.group_of_several("pp", purpose)
-            if here == source:
+            if own == source:
                 start_send(number, ranks[target], self.groups[channel]).wait()
-            elif here == target:
+            elif own == target:
                 start_receive(number, ranks[source], self.groups[channel]).wait()
 
     def _route(self, action: Action) -> tuple[Channel, int, int]:

@@ -2,10 +2,8 @@
 
 PipeDream (Narayanan et al. 2019, section 3.3) keeps a version per in-flight micro-batch, PipeDream-2BW (Narayanan et
 al. 2021b) keeps two. The optimizer updates the newest version in place. A version that is used again is copied before
-the update, and passes that use it redirect the stage's parameters to the copy. Autograd saves parameters, not their
-data, so backward finds the version of the forward.
-
-With ZeRO-3 a version is this rank's shard and is gathered for each use.
+the update, and passes that use it redirect the stage's parameters to the copy. With ZeRO-3 a version is this rank's
+shard and is gathered for each use.
 """
 
 from __future__ import annotations

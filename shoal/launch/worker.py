@@ -12,9 +12,9 @@ from typing import Any
 
 from shoal.base.errors import UsageError
 from shoal.base.terminal import outlive_readers, replace_unencodable
+from shoal.engine.collectives.group import ThrottledLink
 from shoal.engine.collectives.json_collectives import all_gather, broadcast, world
 from shoal.engine.collectives.mesh import Mesh
-from shoal.engine.collectives.throttle import ThrottledLink
 from shoal.engine.data.batches import Dataset, open_dataset
 from shoal.engine.device import allow_reproducible_products, destroy_world
 from shoal.launch.rank_env import RankEnv, detect_rank_env, read_payload, scratch_folder

@@ -19,8 +19,7 @@ from shoal.engine.collectives.json_collectives import all_gather, world
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import all_reduce, to_host
 from shoal.engine.data.batches import Dataset
-from shoal.engine.device import peak_memory
-from shoal.engine.peak_flops import peak_flops
+from shoal.engine.device import peak_flops, peak_memory
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RunConfig
 from shoal.training.async_dp.engines import engine_class

@@ -22,7 +22,7 @@ def see(monkeypatch):
 def test_each_local_rank_has_a_device_of_its_own(see, choice):
     see(4)
     assert [pick_device(choice, rank).index for rank in range(4)] == [0, 1, 2, 3]
-    with pytest.raises(UsageError, match="local rank 4 has no CUDA device: there are 4 on this machine"):
+    with pytest.raises(UsageError, match="local rank 4 has no CUDA device: this machine has 4"):
         pick_device(choice, 4)
 
 

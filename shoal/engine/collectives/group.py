@@ -3,25 +3,54 @@
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cache
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.engine.collectives.pending import DryTransport, Pending
+from shoal.engine.collectives.pending import DryTransport, Pending, Then
 from shoal.engine.collectives.shm.progress import Progress
 from shoal.engine.collectives.shm.region import Region, host_identity
 from shoal.engine.collectives.shm.transport import SharedGroup
-from shoal.engine.collectives.throttle import ThrottledLink
 
 T = TypeVar("T")
 _groups: weakref.WeakSet[Group] = weakref.WeakSet()  # all groups of this process
-_progress: list[Progress | None] = []  # progress of the world, set on first request
+
+
+class ThrottledLink:
+    """Simulated outgoing link of a rank with limited bandwidth, shared by everything it sends.
+
+    Ranks of one host communicate with their compute cores, so communication cannot overlap computation. On this link
+    data is in flight while the cores compute, for a time proportional to its size; waiting for it sleeps.
+
+    Args:
+        rate: bytes per second.
+    """
+
+    def __init__(self, rate: float):
+        self.rate = rate
+        self._free = 0.0  # completion time of everything sent so far, on the monotonic clock
+
+    @staticmethod
+    def of(gbs: float) -> ThrottledLink | None:
+        """Return a link of ``gbs`` GB/s; None for 0, which disables the simulation."""
+        return ThrottledLink(1e9 * gbs) if gbs else None
+
+    def send(self, size: float) -> None:
+        """Queue ``size`` bytes."""
+        self._free = max(self._free, time.monotonic()) + size / self.rate
+
+    def carry(self, work: Pending) -> Pending:
+        """Return the collective, delayed until the bytes queued last have been sent."""
+        through = self._free
+        return Then(work, lambda: time.sleep(max(0.0, through - time.monotonic())))
 
 
 class Group:
@@ -94,7 +123,7 @@ def leave_groups() -> None:
     for group in list(_groups):
         del group.backend, group.shared
     _groups.clear()
-    _progress.clear()
+    local_progress.cache_clear()
 
 
 def publish_host(device: torch.device) -> None:
@@ -103,6 +132,7 @@ def publish_host(device: torch.device) -> None:
         _store().set(f"shoal/host/{dist.get_rank()}", host_identity() or "")
 
 
+@cache
 def local_progress(device: torch.device) -> Progress | None:
     """Return the shared-memory progress of a world whose ranks all compute on the CPUs of one host, else None.
 
@@ -110,12 +140,6 @@ def local_progress(device: torch.device) -> Progress | None:
     can deadlock. For the same reason all groups share one instance: a wait on any operation advances all of them.
     Blocks until every rank has called `publish_host`.
     """
-    if not _progress:
-        _progress.append(_local_progress(device))
-    return _progress[0]
-
-
-def _local_progress(device: torch.device) -> Progress | None:
     if device.type != "cpu" or dist.get_backend() != "gloo":
         return None
     hosts = {_store().get(f"shoal/host/{rank}").decode() for rank in range(dist.get_world_size())}

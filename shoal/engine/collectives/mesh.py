@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from shoal.engine.collectives.group import Group, create_shared, local_progress, publish_host, world
+from shoal.engine.collectives.group import Group, ThrottledLink, create_shared, local_progress, publish_host, world
 from shoal.engine.collectives.pending import DryTransport
-from shoal.engine.collectives.throttle import ThrottledLink
 from shoal.spec.layout import AXES, EXPERT_AXES, Layout, mesh_axes
 
 
@@ -84,13 +83,13 @@ class Mesh:
             ranks = [self.ranks("pp")[int(place)] for place in axis[3:].split(",")]
             return ranks if self.rank in ranks else [self.rank]
         if "/" in axis:
-            whole, n = axis.split("/")
-            return self._neighbours(whole, int(n))
+            full, n = axis.split("/")
+            return self._neighbours(full, int(n))
         if axis in ("tp_x", "tp_y", "ulysses", "ring"):  # the axis as a 2D grid; tp_x and ulysses are inner
-            whole, inner = ("tp", self.layout.tp_x) if axis.startswith("tp") else ("cp", self.layout.ulysses)
+            full, inner = ("tp", self.layout.tp_x) if axis.startswith("tp") else ("cp", self.layout.ulysses)
             if axis in ("tp_x", "ulysses"):
-                return self._neighbours(whole, inner)
-            ranks = self.ranks(whole)
+                return self._neighbours(full, inner)
+            ranks = self.ranks(full)
             return ranks[ranks.index(self.rank) % inner :: inner]
         axes = mesh_axes(self.layout, axis)
         if axes and axes[0] in EXPERT_AXES[1:]:

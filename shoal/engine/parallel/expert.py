@@ -2,7 +2,7 @@
 
 The dp x cp x tp ranks of a pipeline stage form a second mesh for the experts. Along ep, ranks hold different experts.
 Along etp, they split each expert's matrices. Along edp, they hold the same experts; gradients are summed and optimizer
-state is sharded over it (Liu et al. 2025, "MoE parallel folding"). The degrees of the two meshes are independent.
+state is sharded over it (Liu et al. 2025, "MoE parallel folding").
 
     own tokens -> router -> all-to-all over ep -> all-gather over etp -> experts -> reduce-scatter -> all-to-all -> sum
 
@@ -92,13 +92,13 @@ class TokenShares(TokenPlaces):
         self.sizes = [count_tokens(assignment.chunks(other)) for other in ranks]  # tokens of each cp rank
         self.lengths = part_lengths(self.sizes[mesh.index("cp")], parts)  # tokens of each tp rank, within this cp rank
         start = sum(self.lengths[:rank])
-        self.here = slice(start, start + self.lengths[rank])
+        self.local = slice(start, start + self.lengths[rank])
         self.order: Tensor | None = None
         if self.cp is not None:
             with mesh.real_index_tensors():
                 places = [token_positions(assignment.chunks(other), mesh.device) for other in ranks]
                 self.order = torch.cat(places).argsort()  # from rank order to sequence order
-                self.mine = places[mesh.index("cp")][self.here]  # positions of the local tokens
+                self.mine = places[mesh.index("cp")][self.local]  # positions of the local tokens
 
     def take(self, x: Tensor) -> Tensor:
         return x if self.split_already else shard_of(x, self.tp, SEQUENCE, self.lengths)
@@ -113,7 +113,7 @@ class TokenShares(TokenPlaces):
         return all_gather_uneven(scores, self.cp, SEQUENCE, self.sizes).index_select(SEQUENCE, self.order)
 
     def own(self, made: Tensor) -> Tensor:
-        return made[:, self.here] if self.order is None else made.index_select(SEQUENCE, self.mine)
+        return made[:, self.local] if self.order is None else made.index_select(SEQUENCE, self.mine)
 
 
 class DistributedExperts(GroupedExperts):

@@ -68,7 +68,7 @@ class Float8:
 
     def native(self, compute: torch.dtype, device: torch.device) -> bool:
         """Return whether the device multiplies the 8-bit codes directly, without decoding them first."""
-        return has_float8_products(device) and all(_takes(grain, compute) for grain in self.recipe.grains)
+        return has_float8_products(device) and all(_is_native(grain, compute) for grain in self.recipe.grains)
 
     def end_step(self, world: Group | None) -> None:
         """Finish a step: reduce the recorded absolute maxima over all ranks."""
@@ -179,9 +179,9 @@ def multiply(a: Codes, b: Codes, dtype: torch.dtype, *, native: bool) -> Tensor:
             and sides that are multiples of 16.
     """
     both_e5m2 = a.codes.dtype == b.codes.dtype == getattr(torch, E5M2.name)
-    taken = a.grain == b.grain and _takes(a.grain, dtype)
+    supported = a.grain == b.grain and _is_native(a.grain, dtype)
     fits = all(side % _ALIGN == 0 for side in (*a.codes.shape, *b.codes.shape))
-    if not (native and taken and fits and not both_e5m2):
+    if not (native and supported and fits and not both_e5m2):
         return F.linear(a.values(dtype), b.values(dtype))
     scale_a, scale_b = a.scale.reciprocal(), b.scale.reciprocal().t()
     if a.grain == TENSOR:
@@ -191,7 +191,7 @@ def multiply(a: Codes, b: Codes, dtype: torch.dtype, *, native: bool) -> Tensor:
     )
 
 
-def _takes(grain: Grain, dtype: torch.dtype) -> bool:
+def _is_native(grain: Grain, dtype: torch.dtype) -> bool:
     """Return whether `torch._scaled_mm` supports the scales and the result dtype."""
     return (grain == TENSOR and dtype != torch.float64) or (grain == ROW and dtype == torch.bfloat16)
 

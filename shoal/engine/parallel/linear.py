@@ -9,13 +9,10 @@
     `VocabularyLoss`            cross-entropy of logits, which stay split
     `SequenceEmbedding`         unsplit; looks up this rank's part of the positions
 
-Column then row (Shoeybi et al. 2019, "Megatron-LM", section 3): the first matrices of a block are split by output, so
-each rank computes its own heads or hidden units. The last matrix is split by input, so the outputs of the ranks are
-partial sums. This takes two collectives per block and direction: one on entry, one on exit.
-
-With sequence parallelism (Korthikanti et al. 2022, section 4.2.2) activations between blocks are split along the
-sequence: entry is an all-gather, exit a reduce-scatter. The bytes are the same, and norms and residuals are no longer
-duplicated tp times.
+Column then row (Shoeybi et al. 2019, "Megatron-LM", section 3): a block's first matrices are split by output, its last
+by input, so there is one collective per direction on entry and one on exit. With sequence parallelism (Korthikanti et
+al. 2022, section 4.2.2) activations between blocks are split along the sequence: entry is an all-gather, exit a
+reduce-scatter.
 """
 
 from __future__ import annotations
@@ -112,20 +109,20 @@ class Linear(nn.Linear):
         return tuple(layer(x, y) for layer, y in zip(layers, results, strict=True))
 
     def results(self, x: Tensor, layers: Sequence[Linear]) -> Sequence[Tensor]:
-        """Compute the outputs of several layers of this type for one input."""
+        """Compute the outputs of several layers of one type for one input."""
         return multiply(x, layers)
 
     def extra_repr(self) -> str:
         """Return ``in_features=64, out_features=128/4, bias=False, tp=4`` where a quarter of the outputs is local."""
-        columns, rows = (_part(n, here) for n, here in zip((self.in_features, self.out_features),
-                                                           (self.weight.shape[1], self.weight.shape[0]), strict=True))
+        out_local, in_local = self.weight.shape
+        columns, rows = _fraction(self.in_features, in_local), _fraction(self.out_features, out_local)
         ranks = f", tp={self.at.size}" if self.at else ""
         return f"in_features={columns}, out_features={rows}, bias={self.bias is not None}{ranks}"
 
 
-def _part(n: int, here: int) -> str:
+def _fraction(n: int, local: int) -> str:
     """Return ``128/4`` for size 128 with 32 local."""
-    return str(n) if n == here else f"{n}/{-(-n // here)}"
+    return str(n) if n == local else f"{n}/{-(-n // local)}"
 
 
 def multiply(x: Tensor, layers: Sequence[Linear], comm: NoComm = NO_COMM, *, biased: bool = True) -> Sequence[Tensor]:
@@ -178,7 +175,7 @@ class KVColumnLinear(ColumnLinear):
 class RowLinear(Linear):
     """Linear layer split by input: rank r holds the r-th part of the weight's columns; the bias is added after the sum.
 
-    Args: see `ColumnLinear`.
+    Arguments as in `ColumnLinear`.
     """
 
     at: TensorParallel
@@ -226,7 +223,7 @@ class EmbeddingTable(nn.Embedding):
     def extra_repr(self) -> str:
         """Return ``257/4, 64, tp=4``."""
         sizes = zip((self.num_embeddings, self.embedding_dim), self.weight.shape, strict=True)
-        return ", ".join(_part(n, here) for n, here in sizes) + (f", tp={self.at.size}" if self.at else "")
+        return ", ".join(_fraction(*size) for size in sizes) + (f", tp={self.at.size}" if self.at else "")
 
 
 class VocabularyEmbedding(EmbeddingTable):
@@ -270,12 +267,12 @@ class VocabularyLoss(nn.Module):
         self.at, self.placements = at, list[ParamPlacement]()
         rows = -(-at.shape.vocab // at.size)
         self.first = at.rank * rows
-        self.here = min(rows, max(0, at.shape.vocab - self.first))
+        self.rows = min(rows, max(0, at.shape.vocab - self.first))
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the summed loss [nats] of logits [b, s, v/tp] and targets [b, s]."""
         return SummedCrossEntropy.apply(
-            logits, targets - self.first, targets != IGNORE, self.here,
+            logits, targets - self.first, targets != IGNORE, self.rows,
             lambda x: all_gather(x.unsqueeze(0), self.at.group),
         )
 

@@ -5,10 +5,9 @@ computed as a shorter sequence, spread evenly over the same ranks:
 
     own tokens -> scores -> all-gather -> the k highest -> all-to-all -> layer -> all-to-all -> weighted sum
 
-Every rank takes the same decision from the [b, s] scores. Chosen tokens move to the ranks of their positions in the
-shorter sequence, an equal part per rank, so the layer's collectives stay uniform. With context parallelism attention
-uses positions in the shorter sequence, and rotary embeddings use the original positions. No exchange is needed where
-tensor-parallel ranks hold the same tokens.
+Every rank takes the same decision from the [b, s] scores. With context parallelism attention uses positions in the
+shorter sequence, and rotary embeddings use the original positions. No exchange is needed where tensor-parallel ranks
+hold the same tokens.
 """
 
 from __future__ import annotations
@@ -92,23 +91,23 @@ class SharedPlaces(ChosenPlaces):
         return empty.index_copy(0, everywhere, ranks), empty.index_copy(0, everywhere, numbers)
 
 
-def assign_chosen(shape: ModelShape, mesh: Mesh, whole: TokenAssignment) -> TokenAssignment | None:
+def assign_chosen(shape: ModelShape, mesh: Mesh, tokens: TokenAssignment) -> TokenAssignment | None:
     """Return the assignment of the chosen tokens to the context-parallel ranks; None without Mixture-of-Depths.
 
     Args:
-        whole: assignment of all tokens.
+        tokens: assignment of all tokens.
     """
-    return None if shape.depths is None else assign_tokens(mesh.layout, shape.depths.taken(whole.tokens))
+    return None if shape.depths is None else assign_tokens(mesh.layout, shape.depths.taken(tokens.tokens))
 
 
 def apply_mixture_of_depths(
-    model: Transformer, shape: ModelShape, mesh: Mesh, whole: TokenAssignment, chosen: TokenAssignment | None
+    model: Transformer, shape: ModelShape, mesh: Mesh, tokens: TokenAssignment, chosen: TokenAssignment | None
 ) -> None:
     """Make the Mixture-of-Depths layers, in place, choose from full sequences and share the work evenly.
 
     Args:
         model: a `Transformer`, or the part of one in a pipeline stage.
-        whole, chosen: assignment of all tokens and of the chosen tokens to the context-parallel ranks.
+        tokens, chosen: assignment of all tokens and of the chosen tokens to the context-parallel ranks.
     """
     if chosen is None:
         return
@@ -123,9 +122,9 @@ def apply_mixture_of_depths(
         if group is None:
             continue
         with mesh.real_index_tensors():
-            tokens, of_chosen = (positions_by_rank(each, parts, mesh.device) for each in (whole, chosen))
+            held, computed = (positions_by_rank(each, parts, mesh.device) for each in (tokens, chosen))
             context = token_positions(chosen.chunks(mesh.index("cp")), mesh.device)
-        depth.places = SharedPlaces(group, mesh.index(axis), tokens, of_chosen, context)
+        depth.places = SharedPlaces(group, mesh.index(axis), held, computed, context)
 
 
 def positions_by_rank(each: TokenAssignment, parts: int, device: torch.device) -> list[Tensor]:

@@ -1,8 +1,7 @@
 """Tensor-parallel collectives overlapped with the adjacent matrix product, chunk by chunk.
 
-A product over a sequence can start before all of the sequence has arrived (Wang et al. 2023, "Overlap communication
-with dependent computation via decomposition in large deep learning models", section 4). With sequence parallelism the
-ranks form a ring:
+With sequence parallelism the ranks form a ring (Wang et al. 2023, "Overlap communication with dependent computation via
+decomposition in large deep learning models", section 4):
 
 - *all-gather, then multiply*: a rank multiplies its part while the next arrives from its neighbour, and forwards it
   (`gather_products`);
@@ -10,10 +9,8 @@ ranks form a ring:
   multiplies the next part meanwhile; its own part is last (`scatter_products`).
 
 The forward of a region's entry and the backward of its exit gather; the other two scatter. The volume equals the
-collective's, (n-1)/n of [b, s, h].
-
-The feed-forward block is independent of token order, so its parts are stored one after the other: with several
-sequences this changes the order of tokens, but makes each part one matrix.
+collective's. The feed-forward block is independent of token order, so its parts are stored one after the other, which
+makes each one matrix even with several sequences.
 
 Without sequence parallelism the products of the exit (in forward) and of the entry (in backward) are computed in
 `CHUNKS` chunks of tokens, and each chunk is all-reduced while the next is multiplied.
@@ -43,7 +40,7 @@ def multiply_into(x: Tensor, factor: Tensor, out: Tensor) -> None:
         torch.bmm(x, factor.expand(len(x), *factor.shape), out=out)
 
 
-def parts_of(x: Tensor, n: int, tokenwise: bool) -> Tensor | tuple[Tensor, ...]:
+def split_parts(x: Tensor, n: int, tokenwise: bool) -> Tensor | tuple[Tensor, ...]:
     """Return each rank's part [b, s/n, k] of [b, s, k], as views.
 
     Args:
@@ -67,31 +64,31 @@ def gather_products(
     Args:
         x: [b, s/n, k], this rank's part.
         factors: [k, m_i].
-        tokenwise: see `parts_of`; applies to the results.
+        tokenwise: see `split_parts`; applies to the results.
 
     Returns:
         The gathered x [b, s, k], and one product [b, s, m_i] per factor.
     """
     n, rank = group.size(), group.rank()
-    b, part, k = x.shape
-    whole = x.new_empty(b, n * part, k)
-    results = [x.new_empty(b, n * part, factor.shape[1]) for factor in factors]
-    places = parts_of(whole, n, tokenwise)
-    outs = [parts_of(result, n, tokenwise) for result in results]
-    here = x.contiguous()
-    places[rank].copy_(here)
+    b, s, k = x.shape
+    gathered = x.new_empty(b, n * s, k)
+    results = [x.new_empty(b, n * s, factor.shape[1]) for factor in factors]
+    places = split_parts(gathered, n, tokenwise)
+    outs = [split_parts(result, n, tokenwise) for result in results]
+    part = x.contiguous()
+    places[rank].copy_(part)
     for hop in range(n):
         at, following = (rank - hop) % n, places[rank - hop - 1]
         if hop + 1 < n:
-            arriving, exchange = pass_on(here, group, following if following.is_contiguous() else None)
+            arriving, exchange = pass_on(part, group, following if following.is_contiguous() else None)
         for factor, out in zip(factors, outs, strict=True):
-            multiply_into(here, factor, out[at])
+            multiply_into(part, factor, out[at])
         if hop + 1 < n:
             exchange.wait()
-            here = arriving
+            part = arriving
             if not following.is_contiguous():
-                following.copy_(here)
-    return whole, results
+                following.copy_(part)
+    return gathered, results
 
 
 def scatter_products(
@@ -103,7 +100,7 @@ def scatter_products(
     Args:
         xs: [b, s, k_i].
         factors: [k_i, m].
-        tokenwise: see `parts_of`; applies to the xs.
+        tokenwise: see `split_parts`; applies to the xs.
         meanwhile: called during the last transfer.
 
     Returns:
@@ -111,7 +108,7 @@ def scatter_products(
     """
     n, rank = group.size(), group.rank()
     b, s, _ = xs[0].shape
-    parts = [parts_of(x.contiguous() if tokenwise else x, n, tokenwise) for x in xs]
+    parts = [split_parts(x.contiguous() if tokenwise else x, n, tokenwise) for x in xs]
     sums: tuple[Tensor, Pending] | None = None  # partial sums in transit
     for hop in range(n):
         at = (rank - 1 - hop) % n
@@ -161,8 +158,8 @@ class RingExit(NoComm):
     def backward(
         self, gradients: list[Tensor], factors: list[Tensor], meanwhile: Meanwhile, wanted: bool
     ) -> Tensor | None:
-        whole, (d_x,) = gather_products(gradients[0], factors, self.group, self.tokenwise)
-        meanwhile([whole])
+        gathered, (d_x,) = gather_products(gradients[0], factors, self.group, self.tokenwise)
+        meanwhile([gathered])
         return d_x if wanted else None
 
 

@@ -7,11 +7,10 @@ between layers. A block is two products (Pope et al. 2022, "Efficiently scaling 
     In[B, Hx] * Win[Hx, Fy] -> [B, Fy] {Ux} -> [B, Fyx]    reduce-scatter along x
     [B, Fyx] -> [B, Fy] * Wout[Fy, Hx] -> [B, Hx] {Uy}     all-gather along x, sum along y
 
-Weights do not move. The volume along y is 1/x of one-dimensional tensor parallelism, and the volume along x is 1/y of
-the block's inner activations. With x and y in proportion to sqrt(tp) both fall as 1/sqrt(tp), while the volume in one
-dimension stays constant. Between the two collectives along x a rank holds the same heads or hidden units as in one
-dimension, so attention and activation functions are unchanged. Norms sum one or two numbers per token along x. Token
-ids are split over all ranks, as in one dimension, and the hidden state is gathered for the head.
+With x and y in proportion to sqrt(tp) the volume falls as 1/sqrt(tp); in one dimension it is constant. Between the two
+collectives along x a rank holds the same heads or hidden units as in one dimension, so attention and activation
+functions are unchanged. Norms sum one or two numbers per token along x. Token ids are split over all ranks, and the
+hidden state is gathered for the head.
 
 With sequence parallelism the hidden state is split along both axes: h over x, tokens over y.
 """

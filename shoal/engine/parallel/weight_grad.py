@@ -1,20 +1,16 @@
 """Weight gradients computed directly into their buffers, immediately or deferred.
 
 The backward of a linear layer has two products: dX = dY W, which the previous layer needs, and dW = dY^T X, which
-nothing waits for. Autograd computes both at once and then adds a new dW to the accumulated one. Here backward computes
+nothing waits for. Autograd computes both together and then adds a new dW to the accumulated one. This backward computes
 dX and passes (dY, X) to a `GradSink`, which accumulates the product into the gradient buffer in place. If a schedule
 splits the backward (Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2), the product waits until the
-schedule runs it. No pass runs twice: dX and dW together take exactly the FLOPs of a full backward.
-
-Without such a schedule, a tensor-parallel region still defers dW until the reduction of dX is in flight
+schedule runs it. Otherwise a tensor-parallel region defers it until the reduction of dX is in flight
 (`GradSink.flush`), as Megatron-LM's linear layers do.
 
 Matrices with the same input (queries, keys and values; gate and up) are adjacent in their buffer and form one matrix
-without a copy: one large product for dX and one for dW. Forward computes separate products, because each result must be
-contiguous for the next operation.
+without a copy: one product for dX and one for dW. Forward results are separate, as the next operation needs.
 
-Gradients of embeddings are deferred in the same way. Autograd computes gradients of norms in the first half of the
-backward; they are sums over tokens without a matrix product, and only their accumulation is deferred.
+Gradients of embeddings are deferred in the same way; of norms, only the accumulation is.
 """
 
 from __future__ import annotations
@@ -73,10 +69,10 @@ class GradSink:
         for weights, term in waiting:
             self.add(weights, term)
 
-    def runs(self, weights: Sequence[nn.Parameter]) -> list[slice]:
-        """Group weights into runs that are adjacent in memory and form one matrix each."""
-        alike = len({w.requires_grad for w in weights}) == 1
-        if self.parameters is not None and alike and self.parameters.are_adjacent(weights):
+    def group_adjacent(self, weights: Sequence[nn.Parameter]) -> list[slice]:
+        """Group weights that are adjacent in memory, and all trained or all frozen, into one matrix each."""
+        uniform = len({w.requires_grad for w in weights}) == 1
+        if self.parameters is not None and uniform and self.parameters.are_adjacent(weights):
             return [slice(0, len(weights))]
         return [slice(i, i + 1) for i in range(len(weights))]
 
@@ -100,7 +96,7 @@ class NoComm:
         self, gradients: list[Tensor], factors: list[Tensor], meanwhile: Meanwhile, wanted: bool
     ) -> Tensor | None:
         """Return the gradient of x, if wanted, from the gradients of the results and factors [out, in]."""
-        d_x = sum_of_products(gradients, factors) if wanted else None
+        d_x = sum_products(gradients, factors) if wanted else None
         meanwhile(gradients)
         return d_x
 
@@ -108,7 +104,7 @@ class NoComm:
 NO_COMM = NoComm()
 
 
-def sum_of_products(xs: Sequence[Tensor], factors: Sequence[Tensor]) -> Tensor:
+def sum_products(xs: Sequence[Tensor], factors: Sequence[Tensor]) -> Tensor:
     """Return sum_i x_i F_i: [.., K_i], [K_i, n] -> [.., n]."""
     total = xs[0] @ factors[0]
     for x, factor in zip(xs[1:], factors[1:], strict=True):
@@ -124,7 +120,8 @@ class LinearFunction(torch.autograd.Function):
         """Return n results [.., out_i] of x [.., in], given n weights followed by n biases, each possibly None."""
         weights: tuple[nn.Parameter, ...] = parameters[:n]  # type: ignore[assignment]  # only biases may be None
         biases = parameters[n:]
-        ctx.sink, ctx.comm, ctx.weights, ctx.biases, ctx.runs = sink, comm, weights, biases, sink.runs(weights)
+        ctx.sink, ctx.comm, ctx.weights, ctx.biases = sink, comm, weights, biases
+        ctx.runs = sink.group_adjacent(weights)
         x, results = comm.forward(x, [weight.t() for weight in weights])
         ctx.save_for_backward(x, *weights)  # recomputation replaces these by a new x and other views of the weights
         for y, bias in zip(results, biases, strict=True):
@@ -139,7 +136,7 @@ class LinearFunction(torch.autograd.Function):
         _, _, _, x_wanted, *wanted = ctx.needs_input_grad
         direct: list[Tensor | None] = [None] * (2 * n)  # for autograd
 
-        def make(gradients: list[Tensor]) -> None:
+        def add_terms(gradients: list[Tensor]) -> None:
             for run, gradient in zip(ctx.runs, gradients, strict=True):
                 if not wanted[run.start]:
                     continue  # frozen
@@ -158,9 +155,9 @@ class LinearFunction(torch.autograd.Function):
             if sink.parameters is None:
                 direct[n + i] = gradient.flatten(0, -2).sum(0)
             else:
-                sink.add([bias], partial(add_rows, gradient))
+                sink.add([bias], partial(_add_rows, gradient))
         joined = [torch.cat(gradients[run], -1) if run.stop - run.start > 1 else gradients[run][0] for run in ctx.runs]
-        d_x = ctx.comm.backward(joined, [join_adjacent(weights[run]) for run in ctx.runs], make, x_wanted)
+        d_x = ctx.comm.backward(joined, [join_adjacent(weights[run]) for run in ctx.runs], add_terms, x_wanted)
         return None, None, None, d_x, *direct
 
 
@@ -214,8 +211,7 @@ def _add_grouped(gradient: Tensor, x: Tensor, counts: Sequence[int], total: Tens
     weight_product(gradient, x, counts, total, fresh=fresh)
 
 
-def add_rows(gradient: Tensor, total: Tensor, fresh: bool) -> None:
-    """Accumulate a bias gradient: the sum over tokens."""
+def _add_rows(gradient: Tensor, total: Tensor, fresh: bool) -> None:
     add_gradient(gradient.flatten(0, -2).sum(0), total, fresh)
 
 

@@ -18,7 +18,7 @@ from shoal.engine.parallel.context.apply import ContextPositions
 from shoal.engine.parallel.context.ring import RingPosition
 from shoal.engine.parallel.context.token_order import count_tokens
 from shoal.engine.parallel.tensor_2d import Grid
-from shoal.engine.parallel.weight_grad import sum_of_products
+from shoal.engine.parallel.weight_grad import sum_products
 from shoal.engine.parallel.zero.bucket import DataParallelGroups
 from shoal.engine.parallel.zero.rank_parameters import RankParameters
 from shoal.engine.parallel.zero.zero_engine import ShardedParameters
@@ -35,14 +35,14 @@ def entry_without_sum(right: Callable, x: Tensor, group, meanwhile: Callable) ->
 def ring_without_sum(
     right: Callable, xs, factors, group, tokenwise: bool, meanwhile: Callable = lambda: None
 ) -> Tensor:
-    mine = sum_of_products([overlap.parts_of(x, group.size(), tokenwise)[group.rank()] for x in xs], factors)
+    mine = sum_products([overlap.split_parts(x, group.size(), tokenwise)[group.rank()] for x in xs], factors)
     meanwhile()
     return mine
 
 
 def last_chunk_without_sum(right: Callable, xs, factors, *args) -> Tensor:
     total = right(xs, factors, *args)
-    total[-1, -1] = sum_of_products(xs, factors)[-1, -1]
+    total[-1, -1] = sum_products(xs, factors)[-1, -1]
     return total
 
 

@@ -11,9 +11,8 @@ import torch.distributed as dist
 
 from shoal.base.errors import UsageError
 from shoal.engine.collectives import ops
-from shoal.engine.collectives.group import Group
+from shoal.engine.collectives.group import Group, ThrottledLink
 from shoal.engine.collectives.mesh import Mesh
-from shoal.engine.collectives.throttle import ThrottledLink
 from shoal.launch.worker_pool import Pool
 from shoal.spec.config import build_config
 from shoal.spec.layout import Layout

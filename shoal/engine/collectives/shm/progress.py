@@ -1,8 +1,7 @@
 """Progress engine of shared-memory operations, which advance in steps whenever the process waits.
 
-No background thread is used, because the ranks need all cores to compute. A started operation that cannot complete at
-once continues at the next wait of this process, for any operation of any group. Ranks may therefore wait in different
-orders, as long as each of them waits eventually.
+No background thread is used, because the ranks need all cores to compute. A started operation continues at the next
+wait of this process, for any operation of any group, so ranks may wait in different orders.
 """
 
 from __future__ import annotations

@@ -8,10 +8,8 @@ have a separate ring per direction. Buffers in *common memory* (`SharedGroup.map
 in place.
 
 A started collective posts as much as fits into the ring; the rest is done at the next wait of this process
-(`shoal.engine.collectives.shm.progress`).
-
-Sums are bitwise equal on all ranks. Sums of two numbers do not depend on the order; larger sums are computed either by
-one rank only, or by the same operation on the same numbers everywhere.
+(`progress`). Sums are bitwise equal on all ranks: those of more than two numbers are computed by one rank, or by the
+same operation on the same numbers everywhere.
 """
 
 from __future__ import annotations

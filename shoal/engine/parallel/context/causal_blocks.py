@@ -1,8 +1,7 @@
 """Decompose causal attention between token chunks into full and causal blocks of scores.
 
-A kernel computes a rectangle of scores, or a causal square. Queries and keys come in chunks
-(`shoal.engine.parallel.context.token_order`), and a pair of chunks is fully visible, invisible, or cut by a diagonal.
-Causality therefore needs no mask; only blocks that contain a document boundary do.
+A kernel computes a rectangle of scores, or a causal square, and a pair of chunks (`token_order`) is fully visible,
+invisible, or cut by a diagonal. Only blocks that contain a document boundary therefore need a mask.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Ring attention (Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context").
 
 Each ring position keeps its queries, and keys and values circulate: while a position computes with one block, the next
-is in transit. The partial softmax is merged with each block (`kernels`). A position never holds more than two blocks of
-keys, and no full score matrix.
-
-Backward circulates keys and values once more. The gradients of each block follow one step later: a position adds
-its contribution and forwards them, and the last one returns them to the owner. Only key/value heads travel, which are
-fewer than query heads under grouped attention.
+is in transit. The partial softmax is merged with each block (`kernels`). Backward circulates keys and values once more.
+The gradients of each block follow one step later: a position adds its contribution and forwards them, and the last one
+returns them to the owner.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Assignment of the tokens of a sequence to context-parallel ranks.
 
-Under a causal mask the work grows along the sequence: the last tokens see eight times as many keys as those after the
-first eighth. Equal contiguous parts would leave the first rank idle most of the time. Each ring position therefore
-takes a chunk from the front and its mirror image from the back (zig-zag: Dubey et al. 2024, "The Llama 3 Herd of
-Models", section 3.3.2), or every n-th token (Brandon et al. 2023, "Striped Attention").
-
-Ranks that exchange tokens for heads at one ring position share its tokens evenly. Their order does not matter,
-because each sees all tokens of the position in attention.
+Under a causal mask the work grows along the sequence. Each ring position therefore takes a chunk from the front and its
+mirror image from the back (zig-zag: Dubey et al. 2024, "The Llama 3 Herd of Models", section 3.3.2), or every n-th
+token (Brandon et al. 2023, "Striped Attention"). Ranks that exchange tokens for heads at one ring position share its
+tokens evenly.
 """
 
 from __future__ import annotations

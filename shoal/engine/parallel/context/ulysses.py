@@ -1,8 +1,7 @@
 """Ulysses attention: exchange tokens for heads (Jacobs et al. 2023, "DeepSpeed Ulysses").
 
 Ranks hold all heads of some tokens. An all-to-all gives each rank some heads of all tokens for attention, and a second
-one reverses it. The volume per rank does not depend on the number of ranks, whereas a ring's share grows with it. The
-number of ranks is limited by the number of heads; beyond the key/value heads, each of those goes to several ranks.
+one reverses it. With more ranks than key/value heads, each of these goes to several ranks.
 """
 
 from __future__ import annotations

@@ -6,10 +6,9 @@
     2         replicated   sharded      sharded      n reduce-scatter Psi, all-gather Psi
     3         sharded      sharded      sharded      n reduce-scatter Psi, 2n all-gather Psi
 
-(Rajbhandari et al. 2020, "ZeRO", sections 5 and 7.) Parameters are stored in buckets
-(`shoal.engine.parallel.zero.bucket`). A bucket's gradients are reduced as soon as backward has produced the last of
-them, overlapping the rest of backward. Stages 0 and 1 keep full gradients and reduce once per step, in the last
-micro-batch. Stages 2 and 3 have no memory to accumulate full gradients and reduce in every micro-batch.
+(Rajbhandari et al. 2020, "ZeRO", sections 5 and 7.) A bucket's gradients are reduced as soon as backward has produced
+the last of them. Stages 0 and 1 keep full gradients and reduce once per step, in the last micro-batch. Stages 2 and 3
+have no memory to accumulate full gradients and reduce in every micro-batch.
 
 All ranks start reductions in the same order, in which the first backward of rank 0 completed the buckets. A
 parameter without a gradient on some rank therefore cannot change the order. Buckets that are incomplete at the end of a

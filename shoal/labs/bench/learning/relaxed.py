@@ -17,8 +17,8 @@ from rich.console import Console
 
 from shoal.base.errors import UsageError
 from shoal.base.section import plain
+from shoal.engine.collectives.group import ThrottledLink
 from shoal.engine.collectives.mesh import Mesh
-from shoal.engine.collectives.throttle import ThrottledLink
 from shoal.engine.cpu_tuning import tune_process
 from shoal.engine.data.batches import open_dataset
 from shoal.engine.data.prepare import prepare

@@ -31,7 +31,7 @@ from shoal.engine.data.batches import Batch
 from shoal.engine.models.attention import Kernel
 from shoal.engine.models.loss import IGNORE, CrossEntropy
 from shoal.engine.models.transformer import Transformer, initialise
-from shoal.engine.parallel.pipeline_stage import keep_stage
+from shoal.engine.parallel.apply import keep_stage
 from shoal.labs.bench.step.workload import OPTIMIZER, SEED, Step, Workload, emulate_device
 from shoal.pipeline.partition import balance_layers
 from shoal.training.step.engine_state import attention_kernel

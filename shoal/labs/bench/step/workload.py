@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from shoal.engine.collectives.group import ThrottledLink
 from shoal.engine.collectives.mesh import Mesh
-from shoal.engine.collectives.throttle import ThrottledLink
 from shoal.engine.data.batches import Batch
 from shoal.spec.catalog import ModelShape, model_shape
 from shoal.spec.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
