@@ -11,9 +11,9 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from shoal.base.errors import UsageError as UsageError
-    from shoal.engine.checkpoint.whole import describe_checkpoint as describe_checkpoint
-    from shoal.engine.checkpoint.whole import load_checkpoint as load_checkpoint
-    from shoal.engine.checkpoint.whole import verify_checkpoint as verify_checkpoint
+    from shoal.engine.checkpoint.load import describe_checkpoint as describe_checkpoint
+    from shoal.engine.checkpoint.load import load_checkpoint as load_checkpoint
+    from shoal.engine.checkpoint.load import verify_checkpoint as verify_checkpoint
     from shoal.engine.data.prepare import describe_data as describe_data
     from shoal.engine.data.prepare import train_tokenizer as train_tokenizer
     from shoal.labs.autoshard.operators import plan_operators as plan_operators
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "shoal.base.errors": ("UsageError",),
-    "shoal.engine.checkpoint.whole": ("describe_checkpoint", "load_checkpoint", "verify_checkpoint"),
+    "shoal.engine.checkpoint.load": ("describe_checkpoint", "load_checkpoint", "verify_checkpoint"),
     "shoal.engine.data.prepare": ("describe_data", "train_tokenizer"),
     "shoal.labs.autoshard.operators": ("plan_operators",),
     "shoal.labs.calibration.calibrate": ("calibrate",),

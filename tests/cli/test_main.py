@@ -14,8 +14,8 @@ from shoal.cli.arguments import parse_run
 from shoal.cli.commands import COMMANDS
 from shoal.cli.main import main
 from shoal.cli.run.train import TrainOptions
-from shoal.engine.checkpoint.whole import CheckpointContents, SavedTensor
-from shoal.engine.data.prepare import DataContents, TrainedTokenizer
+from shoal.engine.checkpoint.manifest import Manifest, StoredFile, StoredTensor
+from shoal.engine.data.prepare import DataContents
 from shoal.spec.config import RUN_FILE, DepthsConfig, ExpertsConfig, RunConfig, save_config
 
 SECTIONS = tuple(RunConfig.model_fields)
@@ -183,12 +183,12 @@ def test_sample(called, capsys):
 
 
 def test_data(called, capsys):
-    calls = called("train_tokenizer", TrainedTokenizer(Path("a/b.json"), 1000))
+    calls = called("train_tokenizer", types.SimpleNamespace(path=Path("a/b.json"), vocab_size=1000))
     assert main(["data", "train-tokenizer", "--vocab-size", "1000", "--data.source", "text"]) == 0
     ((data,), options) = calls[0]
     assert data.source == "text" and options == {"vocab_size": 1000, "out": Path("tokenizer.json")}
     assert capsys.readouterr().out == "a/b.json: 1,000 tokens.  Use it with: --data.tokenizer a/b.json\n"
-    calls = called("describe_data", DataContents("bytes", None, 64, 60, "a\x1b[2Jb"))
+    calls = called("describe_data", DataContents("bytes", None, None, {}, 64, 60, "a\x1b[2Jb"))
     assert main(["data", "inspect", "--data.sequence-length", "64"]) == 0
     assert calls[-1][0][0].sequence_length == 64
     assert capsys.readouterr().out == "\nsample 0 of seed 0: 64 tokens, 60 in the loss\n\na\ufffd[2Jb\n"
@@ -214,7 +214,10 @@ def test_checkpoint_verify(called, capsys):
 
 
 def test_checkpoint_inspect(called, capsys):
-    calls = called("describe_checkpoint", CheckpointContents(10, (SavedTensor("w", "F32", (3, 2), 1, 1),), 1))
+    calls = called("describe_checkpoint", Manifest(
+        step=10, extra={}, files={"rank-00000.safetensors": StoredFile(bytes=24, header_bytes=0, header="")},
+        tensors={"w": StoredTensor(shape=(3, 2), dtype="F32", boxes=[])},
+    ))
     assert main(["checkpoint", "inspect", "x/step-10"]) == 0
     assert calls == [(("x/step-10",), {})]
     assert capsys.readouterr().out.endswith("step 10: 1 tensors, 24 bytes in 1 files\n")

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 from shoal.base.errors import UsageError
 from shoal.engine.checkpoint import load, verify
+from shoal.engine.checkpoint.load import describe_checkpoint, load_checkpoint
 from shoal.engine.checkpoint.manifest import MANIFEST, MANIFEST_SUM, checksum
-from shoal.engine.checkpoint.whole import describe_checkpoint, load_checkpoint
 from shoal.engine.data.batches import open_dataset
 from shoal.engine.data.tokenizer import load_tokenizer, train_bpe
 from shoal.engine.device import pick_device

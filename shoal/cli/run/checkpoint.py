@@ -35,6 +35,6 @@ def inspect(options: CheckpointOptions) -> int:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
     console.print(checkpoint_table(found))
     console.print(
-        f"step {found.step}: {len(found.tensors)} tensors, {found.bytes:,} bytes in {found.files} files"
+        f"step {found.step}: {len(found.tensors)} tensors, {found.bytes:,} bytes in {len(found.files)} files"
     )
     return 0

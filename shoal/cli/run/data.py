@@ -26,7 +26,7 @@ class InspectOptions(Section):
 def train_tokenizer(options: TokenizerOptions, config: RunConfig) -> int:
     """Train a tokenizer, and print how to use it."""
     tokenizer = shoal.train_tokenizer(config.data, vocab_size=options.vocab_size, out=options.out)
-    print(f"{tokenizer.file}: {tokenizer.vocab_size:,} tokens.  Use it with: --data.tokenizer {tokenizer.file}")
+    print(f"{tokenizer.path}: {tokenizer.vocab_size:,} tokens.  Use it with: --data.tokenizer {tokenizer.path}")
     return 0
 
 

@@ -1,15 +1,17 @@
-"""Load checkpoints into any layout, and verify the data on disk."""
+"""Load, verify and describe checkpoints, on any layout or in one process."""
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from shoal.base.boxes import Piece
+from shoal.base.boxes import Box, Piece
 from shoal.base.errors import did_you_mean
 from shoal.engine.checkpoint import storage
 from shoal.engine.checkpoint.manifest import (
@@ -27,7 +29,7 @@ from shoal.engine.checkpoint.manifest import (
     read_manifest,
     unusable,
 )
-from shoal.engine.checkpoint.storage import AnyPath
+from shoal.engine.checkpoint.storage import AnyPath, to_path
 from shoal.engine.checkpoint.write import State
 from shoal.engine.collectives.json_collectives import Group, broadcast, gather, get_rank, get_size
 
@@ -118,6 +120,80 @@ def newest_good(folder: AnyPath, *, group: Group = None) -> tuple[Committed | No
         else:
             return found, refused
     return None, refused
+
+
+# ---- in one process --------------------------------------------------------------------------------------------------
+
+
+def load_checkpoint(
+    path: str | Path, *, prefix: str = "", device: torch.device | str = "cpu"
+) -> dict[str, Tensor]:
+    """Load the unsharded tensors of a checkpoint onto one device, regardless of the layout that saved them.
+
+    Args:
+        path: folder of one checkpoint, or its URL, such as ``"s3://bucket/run/step-00000100"``.
+        prefix: load only tensors whose names start with it: ``"model."`` skips the optimizer states.
+        device: device of the tensors.
+
+    Returns:
+        Tensors by name, in the dtypes that they were saved in.
+
+    Raises:
+        UsageError: it is not a checkpoint, or is damaged, or does not fit in the device's memory.
+
+    >>> import shoal
+    >>> weights = shoal.load_checkpoint("runs/example/checkpoints/step-00000002", prefix="model.")
+    >>> weights["model.layers.0.attention.q.weight"].shape
+    torch.Size([32, 32])
+    """
+    folder = to_path(path)
+    saved = {name: each for name, each in read_manifest(folder).tensors.items() if name.startswith(prefix)}
+    try:
+        tensors = {
+            name: torch.empty(each.shape, dtype=DTYPES[each.dtype], device=device) for name, each in saved.items()
+        }
+    except (RuntimeError, OverflowError, TypeError) as error:  # too large for the device, or for any device
+        raise CheckpointError(f"{path}: there is no room for its tensors on {device}: {error}.") from None
+    state = {
+        name: [Piece(tuple(tensor.shape), Box.whole(tuple(tensor.shape)), tensor)] for name, tensor in tensors.items()
+    }
+    load(folder, state, ignore_prefixes=("",) if prefix else ())
+    return tensors
+
+
+def verify_checkpoint(path: str | Path) -> None:
+    """Read a complete checkpoint and compare every byte with its checksums.
+
+    Args:
+        path: folder of one checkpoint, or its URL.
+
+    Raises:
+        UsageError: it is not a checkpoint, or is damaged; lists every damaged or missing file and tensor.
+
+    >>> import shoal
+    >>> shoal.verify_checkpoint("runs/example/checkpoints/step-00000002")
+    >>> shoal.verify_checkpoint("runs/example")
+    Traceback (most recent call last):
+    shoal.engine.checkpoint.manifest.CheckpointError: runs/example is not a complete checkpoint: ...
+    """
+    verify(to_path(path))
+
+
+def describe_checkpoint(path: str | Path) -> Manifest:
+    """Return the manifest of a checkpoint: every tensor with its shape, dtype and size, without reading tensors.
+
+    Args:
+        path: folder of one checkpoint, or its URL.
+
+    Raises:
+        UsageError: it is not a checkpoint, or its manifest is damaged.
+
+    >>> import shoal
+    >>> found = shoal.describe_checkpoint("runs/example/checkpoints/step-00000002")
+    >>> found.step, len(found.files), found.tensors["model.embed.token.weight"].shape
+    (2, 1, (257, 32))
+    """
+    return read_manifest(to_path(path))
 
 
 # ---- what must agree before anything is read -------------------------------------------------------------------------
@@ -234,7 +310,7 @@ def _open(path: AnyPath, expected: StoredFile) -> ReadBox:
     return read_box
 
 
-def _read(file: AnyPath, read_box: ReadBox, name: str, stored: StoredBox, dtype: torch.dtype) -> torch.Tensor:
+def _read(file: AnyPath, read_box: ReadBox, name: str, stored: StoredBox, dtype: torch.dtype) -> Tensor:
     try:
         data = read_box(key(name, stored.box))
         if checksum(data) == stored.checksum and len(data) == stored.box.numel * dtype.itemsize:

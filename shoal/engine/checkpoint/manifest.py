@@ -99,6 +99,11 @@ class StoredTensor(_ManifestModel):
     boxes: list[StoredBox]
     """Boxes that cover the tensor exactly once."""
 
+    @property
+    def bytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
 
 class StoredFile(_ManifestModel):
     """Properties of a file that are checked before its tensors are used."""
@@ -139,6 +144,11 @@ class Manifest(_ManifestModel):
 
     files: dict[FileName, StoredFile]
     tensors: dict[str, StoredTensor]
+
+    @property
+    def bytes(self) -> int:
+        """Size of all tensors in bytes."""
+        return sum(tensor.bytes for tensor in self.tensors.values())
 
     @model_validator(mode="after")
     def _consistent(self) -> Manifest:

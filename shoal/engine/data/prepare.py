@@ -7,8 +7,8 @@ from pathlib import Path
 
 from shoal.base.files import expanded
 from shoal.engine.data.corpus import check_read, open_corpus
-from shoal.engine.data.shards import SPLITS, CacheManifest, Split, SplitInfo, open_shards, split_of
-from shoal.engine.data.tokenizer import load_tokenizer, train_bpe
+from shoal.engine.data.shards import SPLITS, CacheManifest, Split, open_shards, split_of
+from shoal.engine.data.tokenizer import FileTokenizer, load_tokenizer, train_bpe
 from shoal.spec.config import DataConfig
 
 
@@ -27,22 +27,9 @@ def prepare(config: DataConfig, *, progress: bool = True) -> None:
         open_dataset(config, seed=0, split=split, progress=progress)
 
 
-@dataclass(frozen=True)
-class TrainedTokenizer:
-    """Description of a tokenizer that was trained and saved.
-
-    Attributes:
-        file: its path.
-        vocab_size: number of token ids, including bytes and special tokens.
-    """
-
-    file: Path
-    vocab_size: int
-
-
 def train_tokenizer(
     data: DataConfig, *, vocab_size: int = 8192, out: str | Path = "tokenizer.json"
-) -> TrainedTokenizer:
+) -> FileTokenizer:
     """Train a byte-level BPE tokenizer on the training documents of a corpus, and save it.
 
     Args:
@@ -66,28 +53,7 @@ def train_tokenizer(
         for text in open_corpus(data).documents()
         if split_of(text.encode(), data.validation_fraction) == "train"
     )
-    file = expanded(Path(out), "--out")
-    tokenizer = train_bpe(documents, vocab_size, file)
-    return TrainedTokenizer(file, tokenizer.vocab_size)
-
-
-@dataclass(frozen=True)
-class CorpusContents:
-    """Summary of a tokenised corpus.
-
-    Attributes:
-        name: name of the corpus.
-        vocab_size: vocabulary size of the tokenizer.
-        folder: cache folder of the token ids.
-        splits: summary by split ("train", "validation").
-        samples: sequences in each split.
-    """
-
-    name: str
-    vocab_size: int
-    folder: Path
-    splits: dict[Split, SplitInfo]
-    samples: dict[Split, int]
+    return train_bpe(documents, vocab_size, expanded(Path(out), "--out"))
 
 
 @dataclass(frozen=True)
@@ -96,14 +62,17 @@ class DataContents:
 
     Attributes:
         tokenizer: name in the config.
-        corpus: None for synthetic data, which is drawn on use.
+        corpus, folder: content of the cache folder of token ids, and its path; None for synthetic data, drawn on use.
+        samples: sequences in each split of the corpus.
         sample_tokens: tokens of the first training sample of seed 0.
         sample_targets: number of these tokens that count in the loss.
         sample: text of this sample.
     """
 
     tokenizer: str
-    corpus: CorpusContents | None
+    corpus: CacheManifest | None
+    folder: Path | None
+    samples: dict[Split, int]
     sample_tokens: int
     sample_targets: int
     sample: str
@@ -127,13 +96,11 @@ def describe_data(data: DataConfig) -> DataContents:
 
     check_read(data)
     tokenizer = load_tokenizer(data.tokenizer)
-    corpus = None
+    corpus, folder, samples = None, None, {}
     if data.source != "synthetic":
         folder = open_shards(data, tokenizer, progress=True)
-        manifest = CacheManifest.read(folder)
-        samples = {split: max(0, manifest.splits[split].tokens - 1) // data.sequence_length for split in SPLITS}
-        splits = {split: manifest.splits[split] for split in SPLITS}
-        corpus = CorpusContents(manifest.corpus, manifest.vocab_size, folder, splits, samples)
+        corpus = CacheManifest.read(folder)
+        samples = {split: max(0, corpus.splits[split].tokens - 1) // data.sequence_length for split in SPLITS}
     sample = open_dataset(data, seed=0, split="train").batch([0])
     text = tokenizer.decode(sample.tokens[0].tolist())
-    return DataContents(data.tokenizer, corpus, sample.tokens.shape[1], sample.unmasked(), text)
+    return DataContents(data.tokenizer, corpus, folder, samples, sample.tokens.shape[1], sample.unmasked(), text)

@@ -48,7 +48,7 @@ class BytesTokenizer:
 
 
 class FileTokenizer:
-    """Tokenizer from a ``tokenizer.json``, run by Hugging Face ``tokenizers``. Attributes as in `BytesTokenizer`.
+    """Tokenizer from the ``tokenizer.json`` at ``path``, run by Hugging Face ``tokenizers``; see `BytesTokenizer`.
 
     Raises:
         UsageError: the file is missing, is not a tokenizer, or has no token that ends a document.
@@ -64,7 +64,7 @@ class FileTokenizer:
                 f"data.tokenizer = '{path}' is neither 'bytes' nor a file that can be read: {error}"
                 f"\n  Use 'bytes', or make the file with: shoal data train-tokenizer"
             ) from None
-        self._path = path
+        self.path = path
         with self._reject_errors():
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         # The characters "<|endoftext|>" inside a document are text, and must not end it.
@@ -86,7 +86,7 @@ class FileTokenizer:
         except BaseException as error:
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
-            raise UsageError(f"data.tokenizer = '{self._path}' is not a tokenizer.json: {error}") from None
+            raise UsageError(f"data.tokenizer = '{self.path}' is not a tokenizer.json: {error}") from None
 
     def _find_end(self, path: Path) -> int:
         for name in _END_NAMES:
@@ -127,7 +127,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     return BytesTokenizer() if name == "bytes" else FileTokenizer(expanded(name, "data.tokenizer"))
 
 
-def train_bpe(documents: Iterable[str], vocab_size: int, out: Path) -> Tokenizer:
+def train_bpe(documents: Iterable[str], vocab_size: int, out: Path) -> FileTokenizer:
     """Train a byte-level BPE tokenizer (Sennrich et al. 2016; over bytes: Radford et al. 2019) and save it.
 
     Args:

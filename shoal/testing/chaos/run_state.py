@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from shoal.engine.checkpoint import CheckpointError
+from shoal.engine.checkpoint.load import load_checkpoint
 from shoal.engine.checkpoint.manifest import newest, read_manifest
-from shoal.engine.checkpoint.whole import load_checkpoint
 from shoal.launch.supervisor import PROCESSES_FILE
 from shoal.training.resilience.events import read_events
 from shoal.training.resilience.heartbeat import read, record_path

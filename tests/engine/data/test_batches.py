@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shoal.base.errors import UsageError
 from shoal.engine.data.batches import SyntheticDataset, open_dataset
-from shoal.engine.data.prepare import TrainedTokenizer, describe_data, prepare, train_tokenizer
+from shoal.engine.data.prepare import describe_data, prepare, train_tokenizer
 from shoal.engine.data.shards import TokenStream, open_shards
 from shoal.engine.data.tokenizer import BytesTokenizer
 from shoal.engine.models.loss import IGNORE
@@ -145,12 +145,13 @@ def test_batches_move_whole(config):
 
 def test_train_a_tokenizer_then_look_through_it(config, tmp_path):
     out = tmp_path / "tokenizer.json"
-    assert train_tokenizer(config, vocab_size=280, out=out) == TrainedTokenizer(out, 280)
+    tokenizer = train_tokenizer(config, vocab_size=280, out=out)
+    assert (tokenizer.path, tokenizer.vocab_size) == (out, 280)
     trained = config.model_copy(update={"tokenizer": str(out)})
     found = describe_data(trained)
     dataset = open_dataset(trained, seed=0, split="train")
     assert dataset.vocab_size == found.corpus.vocab_size == 280
-    assert found.corpus.samples["train"] == dataset.samples
+    assert found.samples["train"] == dataset.samples
     shown = data_lines(found)
     assert any(line.startswith("train ") and line.endswith(f" {dataset.samples:,}") for line in shown)
     assert any("280 token ids" in line for line in shown) and found.sample in shown
