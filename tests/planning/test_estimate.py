@@ -16,7 +16,7 @@ from shoal.base.errors import UsageError
 from shoal.cli.main import main
 from shoal.engine.data.tokenizer import train_bpe
 from shoal.engine.optim.muon import is_hidden_matrix
-from shoal.engine.optim.muon_distribution import turns_of
+from shoal.engine.optim.muon_distribution import assign_matrices
 from shoal.engine.optim.orthogonal import orthogonal_flops
 from shoal.planning.cost.memory.state import state_bytes
 from shoal.planning.cost.parameters import StagePart, units_of
@@ -216,7 +216,7 @@ def test_the_busiest_owner_has_what_the_turns_give_it(ranks: int, wide: bool) ->
     said = state_bytes(shape, Layout(), FORMATS["bf16"], "muon", [StagePart(range(shape.layers))]).orthogonal
     hidden = {held.name: held.whole for unit in units_of(shape, Layout(), StagePart(range(shape.layers)))
               for held in unit if is_hidden_matrix(held.name, held.whole)}  # fmt: skip
-    owners = zip(*turns_of(hidden, ranks, wide=wide), strict=True)
+    owners = zip(*assign_matrices(hidden, ranks, wide=wide), strict=True)
     each = [sum(orthogonal_flops(m.shape, wide=wide) for turn in owner for m in turn) for owner in owners]
     assert sum(each) == said.busiest(1, wide=wide)
     assert said.busiest(ranks, wide=wide) <= max(each) <= 4 / 3 * said.busiest(ranks, wide=wide)

@@ -14,7 +14,7 @@ from torch import Tensor
 from shoal.base.boxes import Box, Piece
 from shoal.engine.models.initial import positions, stream_key
 from shoal.engine.optim.low_precision_state import adamw_beside
-from shoal.engine.optim.rule import BLOCK, Rule, named
+from shoal.engine.optim.rule import BLOCK, Rule, to_pieces
 from shoal.engine.optim.shards import Shard, ShardPart, Shards
 from shoal.engine.precision.rounding import draw_bits, round_stochastically
 from shoal.spec.config import OptimizerConfig
@@ -151,7 +151,7 @@ class Adam8bit(Rule):
     def states(self) -> dict[str, dict[str, list[Piece]]]:
         kinds = self.small.states()
         for i, kind in enumerate(_KINDS):
-            kinds[f"{kind}_code"] = named(self.large.shards, self.codes[i])
+            kinds[f"{kind}_code"] = to_pieces(self.large.shards, self.codes[i])
             scales: dict[str, list[Piece]] = {}
             for _, tile in self.tiles:
                 piece = Piece(

@@ -9,7 +9,7 @@ from functools import partial
 from shoal.engine.optim.adafactor import Adafactor
 from shoal.engine.optim.adam8bit import Adam8bit
 from shoal.engine.optim.from_torch import TORCH, FromTorch
-from shoal.engine.optim.low_precision_state import Widened
+from shoal.engine.optim.low_precision_state import Float32Rule
 from shoal.engine.optim.muon import Muon
 from shoal.engine.optim.radam import RAdam
 from shoal.engine.optim.rule import Compilable, Rule
@@ -60,7 +60,7 @@ def build_for(
     """
     make = partial(build, compile=compile)
     if policy.formats.widened and config.name in ELEMENTWISE:  # other rules accept narrow gradients
-        return Widened(config, shards, make, state=policy.state, seed=seed)
+        return Float32Rule(config, shards, make, state=policy.state, seed=seed)
     if policy.formats.narrow:
         return Adam8bit(config, shards, seed)
     return make(config, shards)

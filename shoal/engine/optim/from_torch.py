@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from shoal.base.boxes import Piece
-from shoal.engine.optim.rule import Rule, named
+from shoal.engine.optim.rule import Rule, to_pieces
 from shoal.engine.optim.shards import Shards
 from shoal.spec.config import OptimizerConfig
 
 
 @dataclass(frozen=True)
-class _Made:
+class TorchRule:
     """Description of a torch.optim rule.
 
     Attributes:
@@ -33,18 +33,18 @@ class _Made:
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 TORCH = {
-    "sgd": _Made(torch.optim.SGD, (), lambda c: {}, counts=False),
+    "sgd": TorchRule(torch.optim.SGD, (), lambda c: {}, counts=False),
     # Polyak 1964; Sutskever et al. 2013, equation 4 (nesterov), in torch's form
-    "momentum": _Made(
+    "momentum": TorchRule(
         torch.optim.SGD, ("momentum_buffer",),
         lambda c: {"momentum": c.momentum, "nesterov": c.nesterov and c.momentum > 0}, counts=False,
     ),
     # Duchi et al. 2011, figure 1 (diagonal)
-    "adagrad": _Made(torch.optim.Adagrad, ("sum",), lambda c: {"eps": c.eps}),
+    "adagrad": TorchRule(torch.optim.Adagrad, ("sum",), lambda c: {"eps": c.eps}),
     # Kingma & Ba 2015, algorithm 1; weight decay is added to the gradient
-    "adam": _Made(torch.optim.Adam, MOMENTS, lambda c: {"betas": c.betas, "eps": c.eps}),
+    "adam": TorchRule(torch.optim.Adam, MOMENTS, lambda c: {"betas": c.betas, "eps": c.eps}),
     # Loshchilov & Hutter 2019, algorithm 2; decoupled weight decay
-    "adamw": _Made(torch.optim.AdamW, MOMENTS, lambda c: {"betas": c.betas, "eps": c.eps}),
+    "adamw": TorchRule(torch.optim.AdamW, MOMENTS, lambda c: {"betas": c.betas, "eps": c.eps}),
 }
 
 
@@ -88,7 +88,7 @@ class FromTorch(Rule):
 
     def states(self) -> dict[str, dict[str, list[Piece]]]:
         return {
-            name: named(self.shards.shards, [self.rule.state[p][name] for p in self.parameters])
+            name: to_pieces(self.shards.shards, [self.rule.state[p][name] for p in self.parameters])
             for name in self.made.states
         }
 

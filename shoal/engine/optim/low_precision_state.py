@@ -12,7 +12,7 @@ from torch import Tensor
 from shoal.base.boxes import Box, Piece, flat_range
 from shoal.engine.models.initial import positions, stream_key
 from shoal.engine.optim.from_torch import FromTorch
-from shoal.engine.optim.rule import Rule, named
+from shoal.engine.optim.rule import Rule, to_pieces
 from shoal.engine.optim.shards import Shard, ShardPart, Shards
 from shoal.engine.precision.rounding import draw_bits, round_stochastically
 from shoal.spec.config import OptimizerConfig
@@ -23,14 +23,8 @@ Make = Callable[[OptimizerConfig, Shards], Rule]
 
 
 @dataclass
-class _Block:
-    """A float32 copy of some elements, and the rule that updates it.
-
-    Attributes:
-        weights, gradient: float32 copies.
-        rule: the rule on the copies.
-        states: views of the rule's states, by kind.
-    """
+class Scratch:
+    """Float32 copies of some elements, the rule that updates them, and views of its states by kind."""
 
     weights: Tensor
     gradient: Tensor
@@ -38,7 +32,7 @@ class _Block:
     states: dict[str, Tensor]
 
 
-class Widened(Rule):
+class Float32Rule(Rule):
     """Update blocks of elements in float32 with another rule, and round values stored in bfloat16.
 
     A parameter therefore takes no more memory than its formats need, except for one block per device. Weights and
@@ -59,25 +53,24 @@ class Widened(Rule):
             for shard in shards.shards or [Shard(torch.empty(0), torch.empty(0))]
         }
         kinds = next(iter(self.blocks.values())).states
-        self.tensors = {kind: [torch.zeros_like(shard.weights, dtype=state) for shard in shards.shards]
-                        for kind in kinds}
+        self.tensors = {kind: shards.zeros(state) for kind in kinds}
 
-    def _block(self, make: Make, decay: float, rate: float) -> _Block:
+    def _block(self, make: Make, decay: float, rate: float) -> Scratch:
         shape, device = (self.size,), self.shards.device
         weights, gradient = torch.zeros(2, self.size, device=device)
         part = ShardPart("", shape, Box.whole(shape), 0)
         rule = make(self.config, Shards({"": shape}, [Shard(weights, gradient, (part,), decay, rate)], device=device))
-        return _Block(weights, gradient, rule, {kind: pieces[""][0].tensor for kind, pieces in rule.states().items()})
+        return Scratch(weights, gradient, rule, {kind: pieces[""][0].tensor for kind, pieces in rule.states().items()})
 
     def update(self, learning_rate: float) -> None:
         for i, shard in enumerate(self.shards.shards):
             block = self.blocks[shard.decay, shard.rate]
             kept = {kind: tensors[i] for kind, tensors in self.tensors.items()}
             for start in range(0, shard.weights.numel(), self.size):
-                self._update(shard, slice(start, min(start + self.size, shard.weights.numel())), block, kept,
-                             learning_rate)
+                some = slice(start, min(start + self.size, shard.weights.numel()))
+                self._update(shard, some, block, kept, learning_rate)
 
-    def _update(self, shard: Shard, some: slice, block: _Block, kept: dict[str, Tensor], learning_rate: float) -> None:
+    def _update(self, shard: Shard, some: slice, block: Scratch, kept: dict[str, Tensor], learning_rate: float) -> None:
         n = some.stop - some.start
         pairs = [(shard.weights, block.weights, "weights"), *((kept[k], block.states[k], k) for k in kept)]
         for narrow, wide, _ in pairs:
@@ -104,7 +97,7 @@ class Widened(Rule):
         return bits
 
     def states(self) -> dict[str, dict[str, list[Piece]]]:
-        return {kind: named(self.shards.shards, tensors) for kind, tensors in self.tensors.items()}
+        return {kind: to_pieces(self.shards.shards, tensors) for kind, tensors in self.tensors.items()}
 
 
 def adamw_beside(config: OptimizerConfig, shards: Shards, seed: int = 0) -> Rule:
@@ -117,4 +110,4 @@ def adamw_beside(config: OptimizerConfig, shards: Shards, seed: int = 0) -> Rule
     make, exact = partial(FromTorch, name="adamw"), torch.promote_types(shards.dtype, torch.float32)
     if all(x.dtype == exact for shard in shards.shards for x in (shard.weights, shard.gradient)):
         return make(config, shards)
-    return Widened(config, shards, make, state=exact, seed=seed)
+    return Float32Rule(config, shards, make, state=exact, seed=seed)

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from shoal.base.boxes import Piece
 from shoal.engine.optim.low_precision_state import adamw_beside
-from shoal.engine.optim.muon_distribution import products, turns
+from shoal.engine.optim.muon_distribution import plan_rounds, product_dtype
 from shoal.engine.optim.orthogonal import APART, ROWS, nearly_square
-from shoal.engine.optim.rule import Rule, named
-from shoal.engine.optim.shards import Shards, like
+from shoal.engine.optim.rule import Rule, to_pieces
+from shoal.engine.optim.shards import Shards
 from shoal.spec.config import OptimizerConfig
 
 # Coefficients of the quintic polynomial that one Newton-Schulz step applies to singular values (Jordan et al. 2024).
@@ -33,8 +33,8 @@ class Muon(Rule):
         kinds = shards.cut(is_hidden_matrix)
         empty = Shards({}, [], shards.dtype, shards.device, shards.holders)
         self.matrices, self.rest = kinds.get(True, empty), adamw_beside(config, kinds.get(False, empty))
-        self.momentum = like(self.matrices.shards)
-        self.turns = list(turns(self.matrices))
+        self.momentum = self.matrices.zeros()
+        self.rounds = list(plan_rounds(self.matrices))
 
     def update(self, learning_rate: float) -> None:
         self.rest.step(learning_rate)
@@ -43,33 +43,35 @@ class Muon(Rule):
         for shard, momentum, rate in zip(shards, self.momentum, rates, strict=True):
             momentum.mul_(self.config.momentum).add_(shard.gradient)
             shard.weights.mul_(1 - rate * shard.decay)
-        pieces = [piece for turn in self.turns for piece, _ in turn.pieces]
+        pieces = [piece for each in self.rounds for piece, _ in each.pieces]
         empty = partial(torch.empty, dtype=self.shards.dtype, device=self.shards.device)
-        whole = empty(holders.ranks * max((p.stop - p.start for p in pieces), default=0))
+        full = empty(holders.ranks * max((p.stop - p.start for p in pieces), default=0))
         mine = empty(max((p.stop for p in pieces), default=0))
-        for turn in self.turns:
-            for piece, moves in turn.pieces:
-                buffer = whole[: holders.ranks * (piece.stop - piece.start)].zero_()
+        for each in self.rounds:
+            for piece, moves in each.pieces:
+                buffer = full[: holders.ranks * (piece.stop - piece.start)].zero_()
                 for move in moves:
-                    gradient, momentum = move.of(shards[move.shard].gradient), move.of(self.momentum[move.shard])
-                    there = move.through(buffer)
-                    torch.add(gradient, momentum, alpha=self.config.momentum, out=there)  # Nesterov momentum
+                    gradient, momentum = shards[move.shard].gradient, self.momentum[move.shard]
+                    there = move.view_buffer(buffer)
+                    torch.add(  # Nesterov momentum
+                        move.view_shard(gradient), move.view_shard(momentum), alpha=self.config.momentum, out=there
+                    )
                     if move.part.copies > 1:
                         there /= move.part.copies
                 holders.reduce_scatter(mine[piece], buffer)
             start = 0
-            for matrix in turn.mine:
+            for matrix in each.mine:
                 values = mine[start : start + matrix.numel].view(matrix.shape)
                 torch.mul(orthogonal(values), _MATCH * max(matrix.shape) ** 0.5, out=values)
                 start += matrix.numel
-            for piece, moves in turn.pieces:
-                buffer = whole[: holders.ranks * (piece.stop - piece.start)]
+            for piece, moves in each.pieces:
+                buffer = full[: holders.ranks * (piece.stop - piece.start)]
                 holders.all_gather(buffer, mine[piece])
                 for move in moves:
-                    move.of(shards[move.shard].weights).sub_(move.through(buffer), alpha=rates[move.shard])
+                    move.view_shard(shards[move.shard].weights).sub_(move.view_buffer(buffer), alpha=rates[move.shard])
 
     def states(self) -> dict[str, dict[str, list[Piece]]]:
-        return {"momentum": named(self.matrices.shards, self.momentum), **self.rest.states()}
+        return {"momentum": to_pieces(self.matrices.shards, self.momentum), **self.rest.states()}
 
     def resume_at(self, count: int) -> None:
         super().resume_at(count)
@@ -84,7 +86,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
     and with x last (Zhang et al. 2026, "Gram Newton-Schulz"). bfloat16 does not use this, since small singular values
     would be lost.
     """
-    x = matrix.to(products(matrix.dtype, matrix.device))
+    x = matrix.to(product_dtype(matrix.dtype, matrix.device))
     wide = x.size(0) <= x.size(1)
     x = x if wide else x.T
     x = x / (x.norm() + 1e-7)  # the spectral norm is at most 1

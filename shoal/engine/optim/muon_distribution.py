@@ -57,11 +57,11 @@ class BoxMove(NamedTuple):
     shape: tuple[int, ...]
     outer: tuple[slice, ...]
 
-    def of(self, flat: Tensor) -> Tensor:
+    def view_shard(self, flat: Tensor) -> Tensor:
         """Return the box as a view of a tensor with the layout of the shard."""
         return flat[self.part.slice].view(self.part.box.shape)[self.inner]
 
-    def through(self, buffer: Tensor) -> Tensor:
+    def view_buffer(self, buffer: Tensor) -> Tensor:
         """Return the box as a view of the buffer."""
         return buffer[self.place].view(self.shape)[self.outer]
 
@@ -78,7 +78,7 @@ class MatrixRound(NamedTuple):
     pieces: list[tuple[slice, list[BoxMove]]]
 
 
-def turns(shards: Shards) -> Iterator[MatrixRound]:
+def plan_rounds(shards: Shards) -> Iterator[MatrixRound]:
     """Yield the rounds of this rank for all matrices of some shards."""
     holders = shards.holders
     held: dict[str, list[tuple[int, ShardPart]]] = {}
@@ -86,19 +86,22 @@ def turns(shards: Shards) -> Iterator[MatrixRound]:
         for part in shard.parts:
             held.setdefault(part.name, []).append((i, part))
     each = max(1, AT_ONCE // holders.ranks)
-    wide = products(shards.dtype, shards.device) != torch.bfloat16
-    for turn in turns_of(shards.parameters, holders.ranks, wide=wide):
-        longest = max(sum(matrix.numel for matrix in matrices) for matrices in turn)
+    wide = product_dtype(shards.dtype, shards.device) != torch.bfloat16
+    for each_rank in assign_matrices(shards.parameters, holders.ranks, wide=wide):
+        longest = max(sum(matrix.numel for matrix in matrices) for matrices in each_rank)
         pieces = [slice(start, min(start + each, longest)) for start in range(0, longest, each)]
-        yield MatrixRound(turn[holders.index], [(piece, list(_moves(shards, held, turn, piece))) for piece in pieces])
+        moves = [(piece, list(_moves(shards, held, each_rank, piece))) for piece in pieces]
+        yield MatrixRound(each_rank[holders.index], moves)
 
 
-def products(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """Return the dtype of products: bfloat16 for float32 matrices on CUDA, which suffices (Jordan et al. 2024)."""
     return torch.bfloat16 if dtype == torch.float32 and device.type == "cuda" else dtype
 
 
-def turns_of(parameters: dict[str, tuple[int, ...]], ranks: int, *, wide: bool) -> list[tuple[list[Matrix], ...]]:
+def assign_matrices(
+    parameters: dict[str, tuple[int, ...]], ranks: int, *, wide: bool
+) -> list[tuple[list[Matrix], ...]]:
     """Assign matrices to ranks: [round][rank].
 
     Each matrix, largest first, goes to the rank with the least work.
@@ -124,10 +127,10 @@ def turns_of(parameters: dict[str, tuple[int, ...]], ranks: int, *, wide: bool) 
 
 
 def _moves(
-    shards: Shards, held: dict[str, list[tuple[int, ShardPart]]], turn: tuple[list[Matrix], ...], piece: slice
+    shards: Shards, held: dict[str, list[tuple[int, ShardPart]]], each_rank: tuple[list[Matrix], ...], piece: slice
 ) -> Iterator[BoxMove]:
     """Yield the moves of this rank's parts inside a range of every rank's matrices."""
-    for rank, matrices in enumerate(turn):
+    for rank, matrices in enumerate(each_rank):
         start = 0  # first element of a matrix among its rank's matrices
         for matrix in matrices:
             first, last = max(piece.start, start), min(piece.stop, start + matrix.numel)

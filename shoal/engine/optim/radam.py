@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from shoal.engine.optim.from_torch import FromTorch
-from shoal.engine.optim.rule import blocks
+from shoal.engine.optim.rule import split_blocks
 from shoal.engine.optim.shards import Shards
 from shoal.spec.config import OptimizerConfig
 
@@ -44,7 +44,7 @@ class RAdam(FromTorch):
             state["step"] += 1
             rate = learning_rate * shard.rate
             moments = (state[name] for name in self.made.states)
-            for weights, gradient, mean, square in blocks(shard.weights, shard.gradient, *moments):
+            for weights, gradient, mean, square in split_blocks(shard.weights, shard.gradient, *moments):
                 mean.lerp_(gradient, 1 - beta1)
                 square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
                 weights.mul_(1 - rate * shard.decay).sub_(mean, alpha=rate / (1 - beta1**self.count))

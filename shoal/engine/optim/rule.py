@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal.base.boxes import Piece
-from shoal.engine.optim.shards import Shard, Shards, like
+from shoal.engine.optim.shards import Shard, Shards
 from shoal.spec.config import OptimizerConfig
 
 BLOCK = 1 << 17  # elements: with a few states, a block stays in the caches between operations
@@ -71,7 +71,7 @@ class Elementwise(Rule, Compilable):
 
     def __init__(self, config: OptimizerConfig, shards: Shards):
         super().__init__(config, shards)
-        self.tensors = {name: like(shards.shards) for name in self.STATES}
+        self.tensors = {name: shards.zeros() for name in self.STATES}
 
     def compile(self) -> None:
         self._compiled = torch.compile(self.block, dynamic=True)
@@ -84,7 +84,7 @@ class Elementwise(Rule, Compilable):
                 as_tensors = torch.tensor(numbers, dtype=torch.float64, device=self.shards.device)
                 self._compiled(weights, shard.gradient.to(weights.dtype), states, as_tensors.unbind())
                 continue
-            for some, gradient, *rest in blocks(weights, shard.gradient, *states):
+            for some, gradient, *rest in split_blocks(weights, shard.gradient, *states):
                 self.block(some, gradient.to(some.dtype), rest, numbers)
 
     @abstractmethod
@@ -98,10 +98,10 @@ class Elementwise(Rule, Compilable):
         """Update some elements and their states in place."""
 
     def states(self) -> dict[str, dict[str, list[Piece]]]:
-        return {name: named(self.shards.shards, tensors) for name, tensors in self.tensors.items()}
+        return {name: to_pieces(self.shards.shards, tensors) for name, tensors in self.tensors.items()}
 
 
-def named(shards: list[Shard], tensors: list[Tensor]) -> dict[str, list[Piece]]:
+def to_pieces(shards: list[Shard], tensors: list[Tensor]) -> dict[str, list[Piece]]:
     """Return the pieces of tensors with the layout of the shards, by parameter name."""
     pieces: dict[str, list[Piece]] = {}
     for shard, tensor in zip(shards, tensors, strict=True):
@@ -110,7 +110,7 @@ def named(shards: list[Shard], tensors: list[Tensor]) -> dict[str, list[Piece]]:
     return pieces
 
 
-def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def split_blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield blocks of tensors: cache-sized on the CPU, complete shards on a GPU."""
     if tensors[0].device.type != "cpu":
         yield tensors

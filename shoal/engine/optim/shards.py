@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,15 +72,14 @@ class Shard:
             )
 
 
-class Holders(Protocol):
-    """The ranks that hold shards of the same parameters (over dp_shard and tp), as seen from one of them.
+class Holders:
+    """The ranks that hold shards of the same parameters (over dp_shard and tp), seen from one of them: by default one.
 
     Attributes:
         ranks, index: number of ranks, and index of this one.
     """
 
-    ranks: int
-    index: int
+    ranks, index = 1, 0
 
     def sum(self, x: Tensor) -> None:
         """Sum contiguous ``x`` in place."""
@@ -90,33 +89,15 @@ class Holders(Protocol):
 
     def collect(self, x: Any) -> list[Any]:
         """Gather every holder's ``x``, a small JSON value, in order; tuples become lists."""
-
-    def reduce_scatter(self, part: Tensor, whole: Tensor) -> None:
-        """Sum flat ``whole`` [ranks x n] and keep this rank's ``part`` [n]."""
-
-    def all_gather(self, whole: Tensor, part: Tensor) -> None:
-        """Concatenate every rank's ``part`` [n] into ``whole`` [ranks x n]."""
-
-
-class Alone:
-    """The single holder of unsharded parameters."""
-
-    ranks, index = 1, 0
-
-    def sum(self, x: Tensor) -> None:
-        """Do nothing; one rank has the sum."""
-
-    def maximum(self, x: Tensor) -> None:
-        """Do nothing; one rank has the maximum."""
-
-    def collect(self, x: Any) -> list[Any]:
         return [x]
 
-    def reduce_scatter(self, part: Tensor, whole: Tensor) -> None:
-        part.copy_(whole)
+    def reduce_scatter(self, part: Tensor, full: Tensor) -> None:
+        """Sum flat ``full`` [ranks x n] and keep this rank's ``part`` [n]."""
+        part.copy_(full)
 
-    def all_gather(self, whole: Tensor, part: Tensor) -> None:
-        whole.copy_(part)
+    def all_gather(self, full: Tensor, part: Tensor) -> None:
+        """Concatenate every rank's ``part`` [n] into ``full`` [ranks x n]."""
+        full.copy_(part)
 
 
 @dataclass
@@ -135,7 +116,7 @@ class Shards:
     shards: list[Shard]
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    holders: Holders = field(default_factory=Alone)
+    holders: Holders = field(default_factory=Holders)
     saves: frozenset[str] = frozenset()
 
     @staticmethod
@@ -178,7 +159,6 @@ class Shards:
                 apart[k].shards.append(inside)
         return apart
 
-
-def like(shards: Iterable[Shard], dtype: torch.dtype | None = None) -> list[Tensor]:
-    """Allocate zeros for every element of the shards, the initial value of most states."""
-    return [torch.zeros_like(shard.weights, dtype=dtype) for shard in shards]
+    def zeros(self, dtype: torch.dtype | None = None) -> list[Tensor]:
+        """Allocate zeros for every element of each shard, the initial value of most states."""
+        return [torch.zeros_like(shard.weights, dtype=dtype) for shard in self.shards]

@@ -91,7 +91,7 @@ def test_in_float32_it_is_the_rule_itself(name):
         config = OptimizerConfig(name=name)
         rule = build(config, shards)
         if wide:
-            rule = low_precision_state.Widened(config, shards, build, state=torch.float32, seed=0)
+            rule = low_precision_state.Float32Rule(config, shards, build, state=torch.float32, seed=0)
         for _ in range(3):
             gradients.copy_(values[1])
             rule.step(0.01)

@@ -15,12 +15,12 @@ from shoal.engine.collectives.json_collectives import all_gather
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import all_gather_flat, all_reduce, reduce_scatter_flat
 from shoal.engine.optim.build import rate_factor, weight_decay
-from shoal.engine.optim.shards import Alone, Holders, Shard, ShardPart, Shards
+from shoal.engine.optim.shards import Holders, Shard, ShardPart, Shards
 from shoal.engine.parallel.zero.rank_parameters import RankParameters
 from shoal.spec.config import OptimizerConfig
 
 
-class ShardGroup:
+class ShardGroup(Holders):
     """`Holders` along a mesh axis; the group is created on first use, because element-wise rules need none."""
 
     def __init__(self, mesh: Mesh, axis: str):
@@ -60,7 +60,7 @@ def build_optimizer_shards(
         dtype: dtype of the weights that the optimizer updates.
     """
     axis = "stage" if mixed else "holders"
-    holders: Holders = ShardGroup(mesh, axis) if mesh.size(axis) > 1 else Alone()
+    holders = ShardGroup(mesh, axis) if mesh.size(axis) > 1 else Holders()
     replica = mesh.index("replicate") == 0
     placements = [slot.placement for bucket in parameters.buckets for slot in bucket.slots]
     here = Counter(placement.name for placement in placements)  # 2 if the first and last stages share an embedding
