@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import glob
+import hashlib
 import json
 import os
 import re
 import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +19,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from shoal.base.errors import UsageError, did_you_mean
-from shoal.base.files import expanded
+from shoal.base.files import expanded, read_text
 from shoal.spec.config import DataConfig
 
 if TYPE_CHECKING:
@@ -83,37 +85,22 @@ class FileCorpus:
             stat = path.stat()
             listing.update(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
         remembered = memo / listing.hexdigest()
-        if (known := _remembered(remembered)) is not None:
-            return known
+        with suppress(UsageError):  # missing, or not readable
+            if re.fullmatch(r"[0-9a-f]{32}", known := read_text(remembered)):
+                return known
         content = xxhash.xxh3_128(reader)
         for path in self.files:
-            content.update(_file_digest(path))
+            try:
+                with open(path, "rb") as file:
+                    content.update(hashlib.file_digest(file, xxhash.xxh3_128).digest())
+            except OSError as error:
+                raise UsageError(f"cannot read {path}: {error.strerror}.") from None
         memo.mkdir(parents=True, exist_ok=True)
         handle, staged = tempfile.mkstemp(dir=memo)
         with open(handle, "w") as file:
             file.write(content.hexdigest())
         os.replace(staged, remembered)
         return content.hexdigest()
-
-
-def _remembered(path: Path) -> str | None:
-    """Return a cached hash, or None if it is missing or invalid."""
-    try:
-        content = path.read_bytes() if path.is_file() else b""
-    except OSError:
-        return None
-    return content.decode() if re.fullmatch(rb"[0-9a-f]{32}", content) else None
-
-
-def _file_digest(path: Path) -> bytes:
-    digest = xxhash.xxh3_128()
-    try:
-        with open(path, "rb") as file:
-            while block := file.read(1 << 22):
-                digest.update(block)
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}.") from None
-    return digest.digest()
 
 
 @dataclass(frozen=True)

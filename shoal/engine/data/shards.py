@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import xxhash
@@ -90,7 +90,8 @@ class CacheManifest(_CacheModel):
         try:
             manifest = CacheManifest.model_validate_json(read_bytes(path))
         except ValidationError as error:
-            raise _damaged(path, "; ".join(_said(each) for each in error.errors()[:3])) from None
+            first = error.errors()[0]
+            raise _damaged(path, f"{'.'.join(map(str, first['loc'])) or 'JSON'}: {first['msg']}") from None
         except UsageError as error:
             raise _damaged(path, str(error)) from None
         if missing := [split for split in SPLITS if split not in manifest.splits]:
@@ -282,10 +283,6 @@ def _ends_inside(content: bytes, ids: np.ndarray, tokenizer: Tokenizer) -> Usage
         f"{before!r}, text that data.tokenizer encodes as the end of a document (id {tokenizer.end_of_document})."
         "\n  Take that text out of the document, or use a tokenizer whose end cannot be written."
     )
-
-
-def _said(error: Any) -> str:
-    return f"{'.'.join(map(str, error['loc'])) or 'JSON'}: {error['msg'][0].lower()}{error['msg'][1:]}"
 
 
 def _damaged(path: Path, why: str) -> UsageError:

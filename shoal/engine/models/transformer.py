@@ -11,9 +11,9 @@ head`` leaves a valid pipeline stage.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, ItemsView, ValuesView
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -127,16 +127,6 @@ class Embedding(nn.Module):
         return x if self.position is None else x + self.position(positions)
 
 
-class Blocks(nn.ModuleDict):
-    """Layers of this stage, keyed by layer number in the full model."""
-
-    if TYPE_CHECKING:  # element types; torch implements the methods
-
-        def __getitem__(self, key: str) -> Block: ...
-        def values(self) -> ValuesView[Block]: ...
-        def items(self) -> ItemsView[str, Block]: ...
-
-
 class Transformer(nn.Module):
     """Full model, or one pipeline stage of it (absent parts are None or missing from ``layers``).
 
@@ -155,7 +145,8 @@ class Transformer(nn.Module):
         self.shape, self.seed = shape, seed
         self.positions, self.mask = Positions(), Mask()
         self.embed: Embedding | None = Embedding(shape)
-        self.layers = Blocks({str(i): Block(shape, i, kernel, recompute) for i in range(shape.layers)})
+        blocks = {str(i): Block(shape, i, kernel, recompute) for i in range(shape.layers)}
+        self.layers = cast("dict[str, Block]", nn.ModuleDict(blocks))  # keyed by layer number in the full model
         self.norm: nn.Module | None = norm(shape)
         self.head: nn.Linear | None = nn.Linear(shape.hidden, shape.vocab, bias=False)
         self.loss = CrossEntropy()
@@ -190,11 +181,14 @@ class Transformer(nn.Module):
         Returns:
             The summed loss [nats] with targets, logits [b, s, v] without, or hidden states [b, s, h] without a head.
         """
-        positions = self.positions(part.start if part else 0, tokens.shape[1], tokens.device)
+        shape, start, rotary = self.shape, part.start if part else 0, None
+        positions = self.positions(start, tokens.shape[1], tokens.device)
         x = hidden if self.embed is None else self.embed(tokens, positions)
         assert x is not None, "hidden states, where the embedding is absent"
-        routing = RoutingContext(sequences, self.seed, samples)
-        context = self._context(positions, documents, x.dtype, part, routing)
+        if shape.family == "llama":
+            rotary = rotary_table(positions, shape.head_dim, shape.rope_theta, x.dtype)
+        mask = self.mask(start, len(positions), documents, x.device)
+        context = Context(rotary, mask, part, RoutingContext(sequences, self.seed, samples), documents)
         if part is not None:
             part.stop = part.start + tokens.shape[1]
         for layer in self.layers.values():
@@ -205,16 +199,6 @@ class Transformer(nn.Module):
         if targets is None:
             return logits
         return self.loss(logits, targets if labels is None else labels(logits, targets))
-
-    def _context(
-        self, positions: Tensor, documents: Tensor | None, dtype: torch.dtype, part: Slice | None = None,
-        routing: RoutingContext | None = None,
-    ) -> Context:
-        shape, rotary = self.shape, None
-        if shape.family == "llama":
-            rotary = rotary_table(positions, shape.head_dim, shape.rope_theta, dtype)
-        mask = self.mask(part.start if part else 0, len(positions), documents, positions.device)
-        return Context(rotary, mask, part, routing or RoutingContext(), documents)
 
 
 def initial(name: str, shape: ModelShape) -> Initial:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal.base.boxes import Box, Piece
-from shoal.engine.optim.rule import BLOCK, Compilable, Rule
+from shoal.engine.optim.rule import BLOCK, Rule
 from shoal.engine.optim.shards import Shard, ShardPart, Shards
 from shoal.spec.config import OptimizerConfig
 
@@ -19,7 +19,7 @@ _THRESHOLD = 1.0  # d
 _DECAY = 0.8  # exponent: beta2 is 1 - t^-0.8
 
 
-class Adafactor(Rule, Compilable):
+class Adafactor(Rule):
     """Adafactor's algorithm 6, with the learning rate instead of the relative step size rho.
 
     A matrix [n, m] has n + m states, ``row`` and ``column``, stored unsharded by every holder of a part of it; other

@@ -12,7 +12,7 @@ from shoal.engine.optim.from_torch import TORCH, FromTorch
 from shoal.engine.optim.low_precision_state import Float32Rule
 from shoal.engine.optim.muon import Muon
 from shoal.engine.optim.radam import RAdam
-from shoal.engine.optim.rule import Compilable, Rule
+from shoal.engine.optim.rule import Rule
 from shoal.engine.optim.sage import Sage
 from shoal.engine.optim.shards import Shards
 from shoal.engine.optim.sophia import Sophia
@@ -39,15 +39,13 @@ def build(config: OptimizerConfig, shards: Shards, *, compile: bool = False) -> 
         compile: compile its updates, unless they are torch's own kernels.
     """
     rule = RULES[config.name](config, shards)
-    if compile and isinstance(rule, Compilable):
+    if compile:
         rule.compile()
     return rule
 
 
-def compilable(name: str) -> bool:
-    """Return whether updates of this rule can be compiled."""
-    rule = RULES[name]
-    return isinstance(rule, type) and issubclass(rule, Compilable)
+COMPILED = ("adafactor", "sage", "sophia-g", "sophia-h")
+"""Rules that have something to compile; the others call kernels of torch that are fused already."""
 
 
 def build_for(

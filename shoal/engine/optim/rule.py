@@ -45,21 +45,16 @@ class Rule(ABC):
         """Continue after the states were overwritten with those after ``count`` updates."""
         self.count = count
 
+    def compile(self) -> None:  # noqa: B027
+        """Compile subsequent updates; nothing to do for torch's own kernels, which are fused already."""
+
     def bytes(self) -> int:
         """Return the size of the states in bytes."""
         tensors = [piece.tensor for kind in self.states().values() for pieces in kind.values() for piece in pieces]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-class Compilable(ABC):
-    """A rule of several torch operations, each of which traverses memory; compilation fuses them."""
-
-    @abstractmethod
-    def compile(self) -> None:
-        """Compile subsequent updates."""
-
-
-class Elementwise(Rule, Compilable):
+class Elementwise(Rule):
     """Base class of rules that update each element independently, so that any sharding is possible.
 
     Subclasses define their `STATES` and implement `numbers` and `block`. The numbers are floats for a block of

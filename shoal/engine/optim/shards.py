@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -60,14 +61,11 @@ class Shard:
 
     def cut(self, key: Callable[[ShardPart], Any]) -> Iterator[tuple[Any, Shard]]:
         """Yield consecutive parts with the same ``key`` as separate shards (views of this one)."""
-        parts = [(key(part), part) for part in self.parts]
-        firsts = [i for i, (k, _) in enumerate(parts) if i == 0 or parts[i - 1][0] != k]
-        starts = [0, *(parts[i][1].start for i in firsts[1:])]
-        for i, first in enumerate(firsts):
-            start = starts[i]
-            stop, last = (starts[i + 1], firsts[i + 1]) if i + 1 < len(firsts) else (self.weights.numel(), len(parts))
-            inside = tuple(replace(part, start=part.start - start) for _, part in parts[first:last])
-            yield parts[first][0], replace(
+        groups = [(k, tuple(parts)) for k, parts in groupby(self.parts, key)]
+        bounds = pairwise([0, *(parts[0].start for _, parts in groups[1:]), self.weights.numel()])
+        for (k, parts), (start, stop) in zip(groups, bounds, strict=False):  # padding alone has no group
+            inside = tuple(replace(part, start=part.start - start) for part in parts)
+            yield k, replace(
                 self, weights=self.weights[start:stop], gradient=self.gradient[start:stop], parts=inside
             )
 

@@ -102,11 +102,6 @@ def encode(x: Tensor, scale: Tensor, kind: Format, grain: Grain) -> Codes:
     return Codes(codes, scale, grain)
 
 
-def quantise(x: Tensor, kind: Format, grain: Grain) -> Codes:
-    """Quantise x with scales from its own values."""
-    return encode(x, scale_of(largest(x, grain), kind, grain), kind, grain)
-
-
 def _octave(kind: Format) -> int:
     """Return the exponent of 2 of the format's maximum."""
     return {E4M3: 8, E5M2: 15}[kind]

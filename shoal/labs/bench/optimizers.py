@@ -21,7 +21,7 @@ from shoal.base.section import NonEmpty
 from shoal.engine.cpu_tuning import tune_process
 from shoal.engine.models.products import by_mkl
 from shoal.engine.optim.adam8bit import WIDTH, dynamic_map
-from shoal.engine.optim.build import RULES, build, compilable, weight_decay
+from shoal.engine.optim.build import COMPILED, RULES, build, weight_decay
 from shoal.engine.optim.shards import Shard, ShardPart, Shards
 from shoal.engine.optim.sophia import Sophia
 from shoal.labs.bench.benchmark import Benchmark, Notify, Row, choose_names, make_table
@@ -125,7 +125,7 @@ def measure(rule: str, shapes: dict[str, tuple[int, ...]], turns: int, *, produc
     """
     config = OptimizerConfig.model_validate({"name": rule, "hessian_every": 10**9})
     ours = {"eager": partial(build_flat, config, shapes)}
-    if compilable(rule):
+    if rule in COMPILED:
         ours["compiled"] = partial(build_flat, config, shapes, compile=True)
     baselines = {
         way: partial(build_baseline, config, shapes, way, products=products) for way in baseline_names(rule)

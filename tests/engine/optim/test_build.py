@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.base.boxes import flat_range
-from shoal.engine.optim.build import RULES, build, compilable, rate_factor, weight_decay
+from shoal.engine.optim.build import COMPILED, RULES, build, rate_factor, weight_decay
 from shoal.engine.optim.shards import Shard, ShardPart, Shards
 from shoal.engine.optim.sophia import Sophia
 from shoal.spec.config import OptimizerConfig
@@ -49,7 +49,7 @@ def update(rule, rate):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-@pytest.mark.parametrize("name", [name for name in sorted(RULES) if compilable(name) and name != "sophia-h"])
+@pytest.mark.parametrize("name", [name for name in sorted(COMPILED) if name != "sophia-h"])
 def test_compiled_rules_make_the_same_updates_and_are_compiled_once(name, monkeypatch):
     """Captured and made functional; but of one rule alone made into C++, which takes most of the time."""
     if name != "sage":

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shoal.base.errors import UsageError
 from shoal.engine.parallel.float8 import Float8, multiply
 from shoal.engine.parallel.linear import Linear
-from shoal.engine.precision.float8 import ROW, TENSOR, quantise
+from shoal.engine.precision.float8 import ROW, TENSOR
 from shoal.engine.precision.policy import POLICIES
 from shoal.pipeline.check_run import check_run
 from shoal.spec.catalog import model_shape
@@ -18,6 +18,7 @@ from shoal.spec.number_formats import E4M3, E5M2
 from shoal.testing.verify.case import prepare, run_case
 from shoal.training.step.optimizer_step import NonFinite
 from tests.engine.parallel.counting import engine_of
+from tests.engine.precision.quantise import quantise
 from tests.testing.verify.runs import runs, small_run
 
 MODEL = {"layers": 2, "hidden": 32, "heads": 8, "kv_heads": 4, "head_dim": 16, "ffn": 128}

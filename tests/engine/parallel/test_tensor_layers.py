@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import all_reduce
+from shoal.engine.models.attention import rotary_table
+from shoal.engine.models.context import Context
 from shoal.engine.models.loss import IGNORE
 from shoal.engine.models.transformer import Transformer
 from shoal.engine.parallel.placement import ParamPlacement
@@ -47,7 +49,9 @@ def errors(shape: ModelShape, layout: Layout, overlap: bool) -> dict[str, float]
     load(split, splits, whole)
     tokens, targets = torch.randint(0, shape.vocab, (2, 3, 8))
     targets[0, :5] = IGNORE
-    context = whole._context(torch.arange(tokens.shape[1]), None, torch.float64)
+    positions = torch.arange(tokens.shape[1])
+    llama = shape.family == "llama"
+    context = Context(rotary_table(positions, shape.head_dim, shape.rope_theta, torch.float64) if llama else None, None)
     x = torch.randn(3, 8, shape.hidden, dtype=torch.float64)
     layers = {
         "embed": lambda model, x: model.embed(tokens, torch.arange(tokens.shape[1])) + x,

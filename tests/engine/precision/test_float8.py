@@ -7,10 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.engine.precision.float8 import Grain, encode, largest, quantise, scale_of
+from shoal.engine.precision.float8 import Grain, encode, largest, scale_of
 from shoal.engine.precision.recipe import GRADIENT, INPUT, WEIGHT, AmaxHistory, Recipe
 from shoal.spec.config import Float8Config
 from shoal.spec.number_formats import E4M3, E5M2
+from tests.engine.precision.quantise import quantise
 
 KINDS = [E4M3, E5M2]
 GRAINS = [Grain(0, 0), Grain(1, 0), Grain(1, 8, "power"), Grain(8, 8, "power"), Grain(1, 32, "mx")]
