@@ -12,7 +12,7 @@ train: $(VENV)/.ready   ## train a small language model on 4 ranks (dp 2 x tp 2,
 test: lint              ## the whole suite, two files of tests at a time
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-lint: $(VENV)/.ready    ## style, types, and the contract between the wings
+lint: $(VENV)/.ready    ## style, types, and the import rules
 	$(BIN)/ruff check shoal tests
 	$(BIN)/mypy
 	$(BIN)/lint-imports

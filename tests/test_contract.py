@@ -1,4 +1,4 @@
-"""The contract of the house: one direction between wings, no circle of files, small files and folders, unique names."""
+"""Rules of the source tree: one direction of imports, no cycles, small files and folders, unique names."""
 
 import ast
 from collections import Counter, defaultdict

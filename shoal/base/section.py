@@ -87,8 +87,8 @@ def _explain(section: Any, error: Any, outer: tuple[str, ...]) -> tuple[str, str
             section = section.model_fields[key].annotation
         return f"there is no key '{dotted}'; ", did_you_mean(keys[-1], section.model_fields)
     what = "input should be a table" if error["type"] == "model_type" else error["msg"].removeprefix("Value error, ")
-    whole = error["type"] in ("missing", "value_error") and isinstance(error["input"], dict)  # of some keys of a table
-    given = "" if whole else f" = {_truncate(error['input'])}"
+    of_table = error["type"] in ("missing", "value_error") and isinstance(error["input"], dict)  # several keys
+    given = "" if of_table else f" = {_truncate(error['input'])}"
     return f"{dotted}{given}: ", f"{what[0].lower()}{what[1:]}"
 
 

@@ -21,8 +21,8 @@ def main(args: list[str]) -> int:
     subject, *rest = args
     product = "[" in subject
     if product and any("]" in word for word in rest):
-        whole = " ".join(args[: 1 + max(i for i, word in enumerate(args) if "]" in word)])
-        raise UsageError(f'explain {subject}: quote the expression, so that it is one word: "{whole}"')
+        expression = " ".join(args[: 1 + max(i for i, word in enumerate(args) if "]" in word)])
+        raise UsageError(f'explain {subject}: quote the expression, so that it is one word: "{expression}"')
     options = parse(f"shoal explain {PRODUCT if product else subject}", options_of(subject), rest)
     shoal.explain(subject, **dict(options))
     return 0

@@ -1,5 +1,5 @@
-"""What is studied beside a run: automatic sharding, collective algorithms, benchmarks, validation and explanations.
+"""Studies beside training: automatic sharding, collective algorithms, benchmarks, validation and explanations.
 
-Each lab is a package of its own that a command calls. Labs use all wings but `shoal.cli`, and nothing but `shoal.cli`
-imports them. Nothing that trains depends on a lab.
+Each lab is a separate package that a command calls. Labs may use every package except `shoal.cli`, and only `shoal.cli`
+imports them. Training does not depend on labs.
 """

@@ -118,8 +118,8 @@ def _facts(action: Action) -> tuple[Action, ...]:
 
 def _named(fact: Action, program: Program, rank: int) -> Action:
     """Return a half of a backward as it appears in the rank's actions: alone, or as part of a full backward."""
-    whole = fact._replace(op=Op.BACKWARD) if fact.op in HALVES[Op.BACKWARD] else fact
-    return whole if any(a.op is Op.BACKWARD and a.stage == fact.stage for a in program.actions[rank]) else fact
+    unsplit = fact._replace(op=Op.BACKWARD) if fact.op in HALVES[Op.BACKWARD] else fact
+    return unsplit if any(a.op is Op.BACKWARD and a.stage == fact.stage for a in program.actions[rank]) else fact
 
 
 def _wanted(program: Program, rank: int) -> Iterable[Action]:

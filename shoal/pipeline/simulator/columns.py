@@ -96,17 +96,17 @@ class Columns:
         nth = np.minimum(np.stack([over, of_others]) // self.program.sequence_slices, NTH - 1)
         return np.concatenate([nth, [after, np.minimum(after_others, SOME) + every]])
 
-    def activation_changes(self, whole: float | np.ndarray, half: float | np.ndarray | None = None) -> np.ndarray:
+    def activation_changes(self, full: float | np.ndarray, half: float | np.ndarray | None = None) -> np.ndarray:
         """Return the change in activation memory of the rank at each row. [rows] A slice counts as its share.
 
         Args:
-            whole: bytes stored by a micro-batch's forward, a number or [stages].
+            full: bytes stored by a micro-batch's forward, a number or [stages].
             half: bytes that remain between the halves of its backward, in the same form; None for all.
         """
-        given = (whole, whole if half is None else half)
-        whole, half = (np.broadcast_to(np.asarray(one, float), self.program.stages) for one in given)
+        given = (full, full if half is None else half)
+        full, half = (np.broadcast_to(np.asarray(one, float), self.program.stages) for one in given)
         change = np.zeros(self.rows)
-        for code, by_stage in ((FORWARD, whole), (BACKWARD, -whole), (INPUT, half - whole), (WEIGHT, -half)):
+        for code, by_stage in ((FORWARD, full), (BACKWARD, -full), (INPUT, half - full), (WEIGHT, -half)):
             rows = self.op == code
             change[rows] = by_stage[self.stage[rows]]
         change[self.part >= 0] /= self.program.sequence_slices
@@ -168,7 +168,7 @@ def _move_sends(order: Sequence[Action], sent_after: Integers, base: int) -> Non
 
 
 def live_before_backwards(
-    columns: Columns, whole: Sequence[float] | np.ndarray, half: Sequence[float] | np.ndarray, passing: float
+    columns: Columns, full: Sequence[float] | np.ndarray, half: Sequence[float] | np.ndarray, passing: float
 ) -> np.ndarray:
     """Return the peak activation memory of a stage's rank by kind of pass and history. [216, stages]
 
@@ -182,14 +182,14 @@ def live_before_backwards(
     (`add_transfers`), a gradient if it was sent last, and messages between two stages of this rank.
 
     Args:
-        whole: [stages] bytes stored by a micro-batch's forward.
+        full: [stages] bytes stored by a micro-batch's forward.
         half: [stages] bytes that remain between the halves.
         passing: bytes of a message between two stages. Two consecutive stages on one rank share one buffer.
     """
     holder, stages = np.array(columns.program.stage_rank), columns.program.stages
     follows = np.arange(stages) % columns.program.depth > 0
     here = follows & np.append(False, holder[1:] == holder[:-1])
-    change = columns.activation_changes(np.array(whole) - passing * here, np.array(half))
+    change = columns.activation_changes(np.array(full) - passing * here, np.array(half))
     messages = passing * _messages(columns, here, follows & ~here)
     messages[columns.part >= 0] /= columns.program.sequence_slices
     before = _sums(change, columns) - np.where(columns.op == FORWARD, 0.0, change) + messages

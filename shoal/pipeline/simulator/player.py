@@ -208,15 +208,15 @@ def _meet(columns: Columns, waits_for: np.ndarray, before: np.ndarray, tied: boo
     """Add waits without messages: between two copies of a stage, and between the two ends of a tied model."""
     program, op, stage = columns.program, columns.op, columns.stage
 
-    def rows_of(code: int, which: int) -> np.ndarray:
+    def select_rows(code: int, which: int) -> np.ndarray:
         return np.flatnonzero((op == code) & (stage == which))
 
     if program.model_copies == 2:
         for part in range(program.depth):
             for code in (REDUCE, GATHER):
-                for one, other in zip(rows_of(code, part), rows_of(code, part + program.depth), strict=False):
+                for one, other in zip(select_rows(code, part), select_rows(code, part + program.depth), strict=False):
                     waits_for[one], waits_for[other] = before[other], before[one]
     if tied and program.updates > 1:
         for one, other in ((0, program.depth - 1), (program.depth - 1, 0)):
-            for step, reduction in zip(rows_of(STEP, one), rows_of(REDUCE, other), strict=False):
+            for step, reduction in zip(select_rows(STEP, one), select_rows(REDUCE, other), strict=False):
                 waits_for[step] = reduction

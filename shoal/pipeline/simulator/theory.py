@@ -25,13 +25,13 @@ class EqualStages:
     pair: float | None = None
 
     @property
-    def whole(self) -> float:
+    def backward(self) -> float:
         """Time of a full backward."""
         return self.b + self.w
 
     @property
     def work(self) -> float:
-        return self.m * self.v * (self.f + self.whole)
+        return self.m * self.v * (self.f + self.backward)
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Theory:
 
 def _flush(s: EqualStages) -> float:
     """Return the time to fill and drain a pipeline with full backwards."""
-    return (s.p - 1) * (s.f + s.whole)
+    return (s.p - 1) * (s.f + s.backward)
 
 
 def _full_rounds(s: EqualStages) -> bool:
@@ -82,10 +82,10 @@ def _both_ways(source: str, half: Callable[[EqualStages], float]) -> Theory:
     """
     return Theory(
         source,
-        idle=lambda s: (half(s) - 1) * ((s.pair or 0.0) + s.whole - 3 * s.w),
+        idle=lambda s: (half(s) - 1) * ((s.pair or 0.0) + s.backward - 3 * s.w),
         alive=lambda s: int(2 * half(s)) + 1,
         needs="pairs computed together, F&B >= B, T_W <= T_F <= T_B, m even and >= 4p",
-        holds=lambda s: (s.pair or 0) >= s.whole and s.w <= s.f <= s.b and s.m % 2 == 0 and s.m >= 4 * s.p,
+        holds=lambda s: (s.pair or 0) >= s.backward and s.w <= s.f <= s.b and s.m % 2 == 0 and s.m >= 4 * s.p,
     )
 
 

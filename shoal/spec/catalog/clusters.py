@@ -175,8 +175,8 @@ def cluster(name: str) -> Cluster:
         )
     node = nodes()[kind]
     if node.dimensions:
-        whole = f"{kind}-{node.cores_per_chip * 256}"
-        raise UsageError(f"cluster '{name}': a {kind} comes in slices of a pod.\n  Write {whole}.")
+        full_pod = f"{kind}-{node.cores_per_chip * 256}"
+        raise UsageError(f"cluster '{name}': a {kind} comes in slices of a pod.\n  Write {full_pod}.")
     count, each = int(wanted or 1), int(per_node or (node.per_node if wanted else 1))
     if not count or not each:
         raise UsageError(f"cluster '{name}': at least one node of at least one {kind}.")

@@ -128,7 +128,7 @@ class Layout(Section):
     """Sequences in one forward pass of one replica. Gradient accumulation covers the rest of the global batch."""
 
     recompute: Recompute = "none"
-    """Activations recomputed in backward: none, selective (the attention core), full (whole layers)."""
+    """Activations recomputed in backward: none, selective (the attention core), full (complete layers)."""
 
     bucket_mb: PositiveFloat | Literal["auto"] = 25.0
     """Minimum size in MiB of the buckets in which gradients are reduced over the data-parallel ranks (ZeRO-3: per

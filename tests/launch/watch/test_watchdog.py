@@ -153,7 +153,7 @@ def test_a_rank_that_reads_what_a_device_has_yet_to_sum_waits(tmp_path):
 
 def test_no_line_reads_what_it_sums_where_it_is_not_seen():
     unseen = re.compile(r"all_reduce\(.*\)\.(tolist|item|cpu)\(\)|(int|float|bool|isfinite)\(all_reduce\(")
-    files = [path for wing in ("training", "engine/parallel", "launch") for path in (SHOAL / wing).rglob("*.py")]
+    files = [path for folder in ("training", "engine/parallel", "launch") for path in (SHOAL / folder).rglob("*.py")]
     assert len(files) > 50
     assert [path for path in files if unseen.search(path.read_text())] == []
 
