@@ -117,8 +117,8 @@ def _check_copies(name: str, placement: Sequence[int], copies: int, ranks: int) 
     if copies > 2 or (copies == 2 and any(len(other) > 1 or rank in other for rank, other in enumerate(others))):
         raise UsageError(
             f"schedule file {name}: its stages take different micro-batches, as {copies} copies of the model do."
-            "\n  Two copies can be trained if each rank has the second copies of one other rank's stages, as in dualpipe. "
-            "Otherwise give every stage all micro-batches."
+            "\n  Two copies can be trained if each rank has the second copies of one other rank's stages, as in "
+            "dualpipe. Otherwise give every stage all micro-batches."
         )
 
 
