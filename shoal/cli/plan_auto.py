@@ -62,23 +62,22 @@ def run(options: AutoOptions) -> int:
         UsageError: an unknown name, a module without a graph, or a mesh that does not match the cluster.
     """
     from shoal.labs.autoshard import execute, listing, operators, subject
-    from shoal.labs.autoshard.intra.ilp import NothingFits
-    from shoal.labs.autoshard.search import StagedPlan, check_outputs
+    from shoal.labs.autoshard.intra.ilp import SECONDS, NothingFits
+    from shoal.labs.autoshard.search import StagedPlan
 
     if options.catalog:
         shoal.add_catalog(options.catalog)
     machine = shoal.cluster(options.cluster)
     shape = None
-    if options.module:
-        unused = ("model", "layers", "micro_batch", "sequence_length")
-        reject_unused(options, unused, "--module makes its own module and inputs")
     if options.check:
         execute.check_ranks(machine)
     if options.module:
-        module, inputs = subject.own_module(options.module, check=options.check)
+        unused = ("model", "layers", "micro_batch", "sequence_length")
+        reject_unused(options, unused, "--module makes its own module and inputs")
+        module, inputs = subject.load_module(options.module, check=options.check)
     else:
-        shape = subject.catalog_shape(options.model, options.layers, options.sequence_length)
-        module, inputs = subject.catalog_model(shape, options.micro_batch, options.sequence_length, check=options.check)
+        shape = subject.select_shape(options.model, options.layers, options.sequence_length)
+        module, inputs = subject.build_model(shape, options.micro_batch, options.sequence_length, check=options.check)
     try:
         found = shoal.plan_operators(
             module, inputs, cluster_name=options.cluster, mesh=options.mesh, stages=options.stages,
@@ -86,22 +85,23 @@ def run(options: AutoOptions) -> int:
         )  # fmt: skip
     except NothingFits as nothing:
         what = "sharding" if options.stages == 1 else "pipeline"
-        capacity = show_bytes(operators.capacity_on(machine, options.memory))
-        print(listing.nothing_fits(what, capacity, nothing.proven))
+        capacity = show_bytes(operators.find_capacity(machine, options.memory))
+        if nothing.proven:
+            print(f"No {what} fits into {capacity} per device.")
+        else:
+            print(f"No {what} within {capacity} per device was found in the time limit of {SECONDS:.0f} s per solve.")
         return 1
     name = options.module or options.model
     if isinstance(found, StagedPlan):
-        if options.check:
-            check_outputs(found)
-        said = listing.stage_lines(name, options.precision, options.microbatches, found)
+        listed = listing.stage_lines(name, options.precision, options.microbatches, found)
     else:
-        said = [*listing.lines(name, options.precision, options.microbatches, found)]
+        listed = [*listing.lines(name, options.precision, options.microbatches, found)]
         if shape is not None and machine.size > 1:
             batch = options.micro_batch * options.microbatches
-            said += ["", *listing.for_train(
+            listed += ["", *listing.for_train(
                 options.model, shape, options.sequence_length, batch, options.precision, found, options.micro_batch,
             )]  # fmt: skip
-    print("\n".join(said))
+    print("\n".join(listed))
     if not options.check:
         return 0
     difference = execute.run_plan(found, module, inputs)

@@ -76,13 +76,13 @@ def test_a_users_own_module_is_planned_and_run(mine, capsys, pool, monkeypatch):
     said = capsys.readouterr().out
     assert re.search(r"^0\.weight +\[A.*x.*\]", said, re.M), "14 kB do not hold all weights"
     assert re.search(r"^data parallel +does not fit", said, re.M)
-    assert "run on 2 ranks in float64, as one device computes it: 1 outputs and 3 gradients" in said
+    assert "run on 2 ranks in float64, equal to one device: 1 outputs and 3 gradients" in said
 
 
 def test_inputs_in_lists_and_dicts_are_made_float64_too(mine, capsys, pool, monkeypatch):
     monkeypatch.setattr("shoal.launch.worker_pool.Pool", lambda ranks: nullcontext(pool))
     assert main(["plan", "auto", "--module", f"{mine}:nested", "--cluster", "2xA100", "--check"]) == 0
-    assert "as one device computes it: 1 outputs and 2 gradients" in capsys.readouterr().out
+    assert "equal to one device: 1 outputs and 2 gradients" in capsys.readouterr().out
 
 
 def test_stages_and_their_shardings_are_found_together_and_run(tmp_path, capsys, pool, monkeypatch):
@@ -106,7 +106,7 @@ def test_stages_and_their_shardings_are_found_together_and_run(tmp_path, capsys,
         for name in columns:
             assert re.search(rf"^{name}.weight +\[Ax, B\] +\[Ax, B\]", stage, re.M), "split by output"
         assert re.search(rf"^{row}.weight +\[A, Bx\] +\[A, Bx\]", stage, re.M), "split by input"
-    ran = re.search(r"run on 4 ranks in float64, as one device computes it: 1 outputs and 6 gradients, and every "
+    ran = re.search(r"run on 4 ranks in float64, equal to one device: 1 outputs and 6 gradients, and every "
                     r"weight after a step; largest difference (\S+)", said)  # fmt: skip
     assert ran and float(ran[1]) < 1e-9
 
@@ -114,14 +114,14 @@ def test_stages_and_their_shardings_are_found_together_and_run(tmp_path, capsys,
 @pytest.mark.parametrize("args, words", [
     (["--module", "{mine}:wrong"], "must return (module, example inputs)"),
     (["--module", "{mine}:empty", "--check", "--cluster", "2xA100"], "its weights and the inputs are on the meta"),
-    (["--module", "{mine}:back", "--stages", "2", "--check"], "gives back x as it came, which no stage makes"),
+    (["--module", "{mine}:back", "--stages", "2", "--check"], "the module returns x unchanged, which no stage makes"),
     (["--module", "{mine}:mak"], "did you mean 'make'?"),
-    (["--module", "nothing.py:make"], "of a file that is there"),
+    (["--module", "nothing.py:make"], "with an existing file"),
     (["--mesh", "x=3"], "and 8xA100 has 8"),
-    (["--mesh", "x=2,y=2,z=2"], "one or two are planned for"),
+    (["--mesh", "x=2,y=2,z=2"], "use one or two"),
     (["--precision", "bf61"], "did you mean 'bf16'?"),
     (["--cluster", "2x8xA100", "--check"], "at most 8 are started"),
-    (["--model", "mixtral-8x7b"], "plan dense models"),
+    (["--model", "mixtral-8x7b"], "plan a dense model"),
     (["--stages", "2", "--mesh", "x=8"], "Leave one of them out"),
     (["--module", "{mine}:make", "--sequence-length", "128"], "--sequence-length 128: --module makes its own"),
 ])  # fmt: skip

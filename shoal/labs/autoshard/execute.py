@@ -1,4 +1,4 @@
-"""Run a plan on real ranks: each holds its blocks, does its part of every operator, and moves tensors as planned."""
+"""Run a plan on real ranks, which hold their blocks alone, and compare it with one device."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.base.errors import UsageError
-from shoal.labs.autoshard.capture.forward import Forward, forward_of
+from shoal.labs.autoshard.capture.forward import Forward, export_forward
 from shoal.labs.autoshard.capture.graph import BACKWARD, FORWARD, RESHAPES, Operator, OperatorGraph
-from shoal.labs.autoshard.capture.trace import differentiated
-from shoal.labs.autoshard.intra.choices import OperatorSplit, sizes_of
+from shoal.labs.autoshard.capture.trace import differentiate
 from shoal.labs.autoshard.intra.problem import ENDS, GIVEN, UPDATE
 from shoal.labs.autoshard.notation.notation import Sharding
-from shoal.labs.autoshard.notation.run import Runner, box
+from shoal.labs.autoshard.notation.run import Runner, block_box
 from shoal.labs.autoshard.plan import ShardingPlan, StagePlan
-from shoal.labs.autoshard.search import OperatorPlan, StagedPlan
+from shoal.labs.autoshard.search import OperatorPlan, StagedPlan, check_outputs
 from shoal.spec.catalog.clusters import Cluster
 
 EXACT = 1e-10
-"""The largest relative difference in float64 of a plan that computes what one device does."""
+"""Largest relative difference, in float64, at which a plan counts as equal to one device."""
 MOST_RANKS = 8
 
 
@@ -32,96 +31,79 @@ class ShardedStep:
     """One rank's training step.
 
     Args:
-        plan: of as many devices as the runner's mesh has.
-        given: whole parameters, buffers and inputs, by the names of the graph; this rank keeps its blocks.
+        plan: for all devices of the runner's mesh.
+        given: unsharded parameters, buffers and inputs, by the names of the graph; this rank keeps its blocks.
     """
 
     def __init__(self, plan: ShardingPlan, runner: Runner, given: Mapping[str, Tensor]):
         self.plan, self.runner, self.ops = plan, runner, plan.graph.ops
         self.rank = runner.rank
         self.values: dict[str, Tensor] = {}
-        self.moved: dict[tuple[str, Sharding], Tensor] = {}  # what is still to be read in this phase
-        self.reads: Counter[tuple[str, Sharding]] = Counter()  # and how often
+        self.moved: dict[tuple[str, Sharding], Tensor] = {}  # tensors that operators of this phase will still read
+        self.reads: Counter[tuple[str, Sharding]] = Counter()  # number of reads left
         for name, tensor in given.items():
             self.give(name, tensor)
 
     def give(self, name: str, tensor: Tensor) -> None:
-        """Take a block of a whole tensor from outside."""
-        self.values[name] = self.block(name, tensor, self.plan.lies(name)).clone()
+        """Take this rank's block of an unsharded tensor from outside."""
+        self.values[name] = self.block(name, tensor, self.plan.sharding(name)).clone()
 
     def run(self, phase: str) -> None:
-        """Every operator of a phase. A copy that was moved is there until its last reader."""
+        """Run every operator of a phase. A moved copy is freed after its last reader."""
         todo = [op for op in self.ops.values() if op.kind == "call" and op.phase == phase]
         self.reads = Counter(
             read for op in todo if op.name in self.plan.splits
             for read in zip(op.operands, self.plan.splits[op.name].operands, strict=True)
         )  # fmt: skip
         for op in todo:
-            self.values[op.name] = self._done(op)
+            self.values[op.name] = self._run(op)
 
-    def updated(self, name: str, rate: float, master: Tensor) -> Tensor:
-        """A parameter after a step of gradient descent, as it is kept.
+    def update(self, name: str, rate: float, master: Tensor) -> Tensor:
+        """Return a parameter after a step of gradient descent, in the sharding in which it is kept.
 
         Args:
-            master: the whole parameter, of which this rank changes the block whose optimizer state it keeps.
+            master: the unsharded parameter, of which this rank updates the block whose optimizer state it keeps.
         """
         update = UPDATE + name
-        new = self.block(name, master, self.plan.lies(update)) - rate * self.values[update]
-        return self._moved(name, new, self.plan.lies(update), self.plan.lies(name))
+        new = self.block(name, master, self.plan.sharding(update)) - rate * self.values[update]
+        return self._move(name, new, self.plan.sharding(update), self.plan.sharding(name))
 
-    def block(self, name: str, tensor: Tensor, lies: Sharding) -> Tensor:
-        """This rank's block of a whole tensor."""
-        return tensor[box(lies, self.rank, sizes_of(self.ops[name].shape), self.plan.mesh).slices]
+    def block(self, name: str, tensor: Tensor, sharding: Sharding) -> Tensor:
+        """Return this rank's block of an unsharded tensor."""
+        return tensor[block_box(sharding, self.rank, self.ops[name].sizes, self.plan.mesh).slices]
 
-    def _done(self, op: Operator) -> Tensor:
+    def _run(self, op: Operator) -> Tensor:
         split = self.plan.splits.get(op.name)
         if split is None:  # a constant
-            tensors = tuple(self.values[name] for name in op.operands)
-            same = op.op in RESHAPES or op.name.startswith(ENDS)
-            return tensors[0].reshape(op.shape) if same else op.call(tensors)
-        tensors = tuple(
-            self._read(name, lies) for name, lies in zip(op.operands, split.operands, strict=True)
-        )
-        out = self._local(op, split, tensors)
+            return _run_local(op, tuple(self.values[name] for name in op.operands), op.shape)
+        operands = zip(op.operands, split.operands, strict=True)
+        tensors = tuple(self._read(name, sharding) for name, sharding in operands)
+        shape = split.made.local_shape(op.sizes, self.plan.mesh)
+        if op.op == "embedding":
+            out = self._embedding(tensors, split.operands[0].dims[0][1])
+        elif op.op == "embedding_dense_backward" and not op.args[4]:  # else scaled by token frequency, and not split
+            out = self._embedding_backward(op, tensors, split.made.dims[0][1], shape[0])
+        else:
+            out = _run_local(op, tensors, shape)
         if isinstance(out, Tensor):
-            shape = split.made.local_shape(sizes_of(op.shape), self.plan.mesh)
             if tuple(out.shape) != shape:
-                raise RuntimeError(f"{op.name}: {op.target} of blocks gives {tuple(out.shape)}, not {shape}")
-            out = self._moved(op.name, out, split.made, split.out)
+                raise RuntimeError(f"{op.name}: {op.target} of blocks has shape {tuple(out.shape)}, not {shape}")
+            out = self._move(op.name, out, split.made, split.out)
         return out
 
-    def _read(self, name: str, lies: Sharding) -> Tensor:
-        """A tensor as an operator needs it, moved once in a phase."""
-        key = (name, lies)
+    def _read(self, name: str, sharding: Sharding) -> Tensor:
+        """Return a tensor in a sharding, moved once in a phase."""
+        key = (name, sharding)
         if key not in self.moved:
-            self.moved[key] = self._moved(name, self.values[name], self.plan.lies(name), lies)
+            self.moved[key] = self._move(name, self.values[name], self.plan.sharding(name), sharding)
         self.reads[key] -= 1
         return self.moved[key] if self.reads[key] else self.moved.pop(key)
 
-    def _moved(self, name: str, x: Tensor, before: Sharding, after: Sharding) -> Tensor:
-        for transfer in self.plan.moves[name, before, after] if before != after else ():
-            x = self.runner.move(transfer, x)
-        return x
-
-    def _local(self, op: Operator, split: OperatorSplit, tensors: tuple[Tensor, ...]) -> Tensor:
-        """An operator on blocks: those that name sizes get the block's."""
-        shape = split.made.local_shape(sizes_of(op.shape), self.plan.mesh)
-        if op.name.startswith(ENDS):
-            return tensors[0]
-        if op.op in RESHAPES:
-            return tensors[0].reshape(shape)
-        if op.op == "expand":
-            return tensors[0].expand(shape)
-        if op.op == "getitem":
-            return tensors[0][op.args[1]]
-        if op.op == "embedding":
-            return self._embedding(tensors, split.operands[0].dims[0][1])
-        if op.op == "embedding_dense_backward" and not op.args[4]:  # else scaled by how often a token comes, and whole
-            return self._embedding_backward(op, tensors, split.made.dims[0][1], shape[0])
-        return op.call(tensors)
+    def _move(self, name: str, x: Tensor, before: Sharding, after: Sharding) -> Tensor:
+        return x if before == after else self.runner.move_all(self.plan.moves[name, before, after], x)
 
     def _embedding(self, tensors: tuple[Tensor, ...], axes: str) -> Tensor:
-        """Rows of the table, zeros for those that other devices have."""
+        """Read rows of this rank's part of the table; zeros for the tokens of other devices."""
         table, tokens = tensors
         row = tokens - self.plan.mesh.position(self.rank, axes) * len(table)
         mine = (row >= 0) & (row < len(table))
@@ -135,13 +117,27 @@ class ShardedStep:
         return out.index_add_(0, row[mine], gradient[mine])
 
 
+def _run_local(op: Operator, tensors: tuple[Tensor, ...], shape: tuple[int, ...]) -> Tensor:
+    """Run an operator on blocks; where its arguments name sizes, use the shape of its block."""
+    if op.name.startswith(ENDS):
+        return tensors[0]
+    if op.op in RESHAPES:
+        return tensors[0].reshape(shape)
+    if op.op == "expand":
+        return tensors[0].expand(shape)
+    if op.op == "getitem":
+        return tensors[0][op.args[1]]
+    return op.call(tensors)
+
+
 class Difference(NamedTuple):
-    """How far a plan on real ranks is from one device.
+    """The difference of a plan on real ranks from one device.
 
     Attributes:
         ranks: that ran it.
-        largest: difference, in float64; ``name`` says of what.
-        compared: what was compared, in words.
+        largest: relative difference, in float64.
+        name: of the tensor with this difference.
+        compared: the compared tensors, in words.
     """
 
     ranks: int
@@ -151,45 +147,52 @@ class Difference(NamedTuple):
 
     @property
     def exact(self) -> bool:
-        """Whether the plan computes what one device does, but for rounding."""
+        """Whether the plan computes what one device does, up to rounding."""
         return self.largest <= EXACT
 
     @property
     def verdict(self) -> str:
         """The difference in words."""
-        words = "as one device computes it" if self.exact else f"not what one device computes: {self.name} is off"
+        words = "equal to one device" if self.exact else f"not equal to one device: {self.name} differs"
         largest = f"largest difference {self.largest:.1e} ({self.name})"
         return f"run on {self.ranks} ranks in float64, {words}: {self.compared}; {largest}"
 
 
 def check_ranks(machine: Cluster) -> None:
-    """Refuse to run a plan on more ranks than are started here.
+    """Refuse to run a plan on more than `MOST_RANKS` processes.
 
     Raises:
-        UsageError: naming how many.
+        UsageError: the machine has more devices.
     """
     if machine.size > MOST_RANKS:
         raise UsageError(f"--check: {machine.size} processes, one for each device; at most {MOST_RANKS} are started")
 
 
 def run_plan(found: OperatorPlan | StagedPlan, module: nn.Module, inputs: tuple[Any, ...]) -> Difference:
-    """Run a plan on real ranks, one for each device, in float64, beside the module on one device."""
+    """Run a plan on real ranks, one for each device, in float64, and compare it with the module on one device.
+
+    Raises:
+        UsageError: an output belongs to no stage.
+    """
     from shoal.launch.worker_pool import Pool
 
-    forward = forward_of(module, inputs)
-    graph = found.plan.graph if isinstance(found, OperatorPlan) else differentiated(forward)
-    stages = [whole_stage(found.plan, forward)] if isinstance(found, OperatorPlan) else found.stages
+    forward = export_forward(module, inputs)
+    if isinstance(found, OperatorPlan):
+        graph, stages = found.plan.graph, [single_stage(found.plan, forward)]
+    else:
+        check_outputs(node for node in forward.outputs if node.op == "placeholder")
+        graph, stages = differentiate(forward), found.stages
     given, expected = reference(module, inputs, forward, graph)
     ranks = sum(stage.plan.mesh.ranks for stage in stages)
     with Pool(ranks) as pool:
         results = pool.run(compare, ranks, stages, given, expected)
     gradients = sum(name.startswith(UPDATE) for name in expected)
     outputs = f"{len(expected) - gradients} outputs and {gradients} gradients"
-    return Difference(len(results), *worst_of(results), f"{outputs}, and every weight after a step")
+    return Difference(len(results), *find_worst(results), f"{outputs}, and every weight after a step")
 
 
-def whole_stage(plan: ShardingPlan, forward: Forward) -> StagePlan:
-    """A plan of a whole module as the only stage."""
+def single_stage(plan: ShardingPlan, forward: Forward) -> StagePlan:
+    """Make a plan of a full module the only stage."""
     sends = zip([node.name for node in forward.outputs], plan.graph.outputs, strict=True)
     return StagePlan(0, 1, plan.seconds, 0, plan, tuple(sends))
 
@@ -197,23 +200,23 @@ def whole_stage(plan: ShardingPlan, forward: Forward) -> StagePlan:
 def compare(
     stages: list[StagePlan], given: dict[str, Tensor], expected: dict[str, Tensor], rate: float = 0.1
 ) -> dict[str, float]:
-    """Run one micro-batch forward and back, beside one device; to be called by every rank.
+    """Run one micro-batch forward and backward, and compare it with one device; to be called by every rank.
 
-    Stages hand over whole tensors here, so that what is checked is their shardings and where they were cut.
+    Stages exchange unsharded tensors: the check is of their shardings and cuts.
 
     Args:
-        given: whole parameters, buffers, inputs and gradients of outputs.
+        given: unsharded parameters, buffers, inputs and gradients of outputs.
         expected: as from `reference`.
 
     Returns:
         The largest difference on this rank of each output and gradient of its stage, and of each parameter after a step
-        of gradient descent; relative to the largest number of all outputs, or of all gradients. (One gradient's own may
-        all be zero but for rounding, as those of the bias of keys are.)
+        of gradient descent; relative to the largest number of all outputs, or of all gradients. (All numbers of one
+        gradient may be zero up to rounding, as those of the bias of keys are.)
     """
     torch.set_num_threads(1)
     rank, tensors = dist.get_rank(), dict(given)
     mine = next(stage for stage in stages if stage.rank <= rank < stage.rank + stage.plan.mesh.ranks)
-    graph, lies = mine.plan.graph, mine.plan.lies
+    graph = mine.plan.graph
     for stage in stages:
         if stage is mine:
             outside = [op.name for op in graph.ops.values() if op.kind not in ("call", "gradient")]
@@ -221,24 +224,24 @@ def compare(
             step.run(FORWARD)
         if len(stages) > 1:
             made = {f"boundary {name}": op for name, op in mine.sends}
-            _hand_over(_blocks(step, made) if stage is mine else [], tensors)
+            _gather_tensors(_list_blocks(step, made) if stage is mine else [], tensors)
     for stage in reversed(stages):
         if stage is mine:
             for op in graph.ops.values():
                 if op.kind == "gradient":
-                    unread = torch.zeros(op.shape, dtype=op.dtype)  # or read without a gradient alone
+                    unread = torch.zeros(op.shape, dtype=op.dtype)  # or only read detached
                     step.give(op.name, tensors.get(op.name, unread))
             step.run(BACKWARD)
         if len(stages) > 1:
             boundaries = {name: op for name, op in graph.gradients.items() if name.startswith("boundary ")}
             made = {f"gradient {name.removeprefix('boundary ')}": op for name, op in boundaries.items()}
-            _hand_over(_blocks(step, made) if stage is mine else [], tensors)
+            _gather_tensors(_list_blocks(step, made) if stage is mine else [], tensors)
     largest = {update: max((x.abs().max().item() for name, x in expected.items() if name.startswith(UPDATE) == update),
                            default=1.0) or 1.0 for update in (False, True)}  # fmt: skip
     errors = {}
 
     def check(name: str, op: str, block: Tensor, expect: Tensor, *, update: bool) -> None:
-        errors[name] = (block - step.block(op, expect, lies(op))).abs().max().item() / largest[update]
+        errors[name] = (block - step.block(op, expect, mine.plan.sharding(op))).abs().max().item() / largest[update]
 
     outputs = {f"output {name}": op for name, op in mine.sends}
     outputs |= {f"gradient {name}": op for name, op in graph.gradients.items() if graph.ops[name].kind == "input"}
@@ -248,40 +251,39 @@ def compare(
     for parameter in graph.parameters:
         name, update = parameter.name, UPDATE + parameter.name
         if update in mine.plan.splits:
-            gradient = expected.get(update, torch.zeros(parameter.shape, dtype=parameter.dtype))  # nothing flows back
+            gradient = expected.get(update, torch.zeros(parameter.shape, dtype=parameter.dtype))
             check(update, update, step.values[update], gradient, update=True)
             new = given[name] - rate * gradient
-            check(f"new {name}", name, step.updated(name, rate, given[name]), new, update=True)
+            check(f"new {name}", name, step.update(name, rate, given[name]), new, update=True)
     return errors
 
 
-def _blocks(step: ShardedStep, made: Mapping[str, str]) -> list[tuple]:
-    """This rank's blocks of tensors that a stage gives back: (name, shape, place, block).
+def _list_blocks(step: ShardedStep, made: Mapping[str, str]) -> list[tuple]:
+    """List this rank's blocks of outputs of a stage: (name, shape, box, block).
 
     Args:
         made: from the name of a tensor to the operator that makes it.
     """
     found = []
     for name, op in made.items():
-        shape = step.ops[op].shape
-        place = box(step.plan.lies(GIVEN + op), step.rank, sizes_of(shape), step.plan.mesh)
-        found.append((name, shape, place, step.values[GIVEN + op].contiguous()))
+        box = block_box(step.plan.sharding(GIVEN + op), step.rank, step.ops[op].sizes, step.plan.mesh)
+        found.append((name, step.ops[op].shape, box, step.values[GIVEN + op].contiguous()))
     return found
 
 
-def _hand_over(parts: list[tuple], tensors: dict[str, Tensor]) -> None:
-    """Add up whole tensors on all ranks, from the blocks that some ranks have."""
+def _gather_tensors(parts: list[tuple], tensors: dict[str, Tensor]) -> None:
+    """Add the unsharded tensors, made of the blocks of all ranks, to ``tensors``."""
     every: list = [None] * dist.get_world_size()
     dist.all_gather_object(every, parts)
     found: dict[str, Tensor] = {}
-    for name, shape, place, block in (piece for pieces in every for piece in pieces):
-        found.setdefault(name, torch.empty(shape, dtype=block.dtype))[place.slices] = block
+    for name, shape, box, block in (piece for pieces in every for piece in pieces):
+        found.setdefault(name, torch.empty(shape, dtype=block.dtype))[box.slices] = block
     for name, tensor in found.items():
         tensors[name] = tensors[name] + tensor if name in tensors else tensor
 
 
-def worst_of(results: Iterable[Mapping[str, float]]) -> tuple[float, str]:
-    """The largest difference on any rank, and of what; one that is no finite number is larger than all others."""
+def find_worst(results: Iterable[Mapping[str, float]]) -> tuple[float, str]:
+    """Find the largest difference on any rank, and its name; one that is not finite is larger than all others."""
     every = [(error, name) for errors in results for name, error in errors.items()]
     return next((found for found in every if not math.isfinite(found[0])), None) or max(every)
 
@@ -289,16 +291,17 @@ def worst_of(results: Iterable[Mapping[str, float]]) -> tuple[float, str]:
 def reference(
     module: nn.Module, inputs: tuple, forward: Forward, graph: OperatorGraph, seed: int = 0
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What `compare` takes: a module's own numbers on one device, by autograd.
+    """Compute the arguments of `compare` on one device, by autograd.
 
-    Outputs that are no scalars get random gradients.
+    Outputs other than scalars get random gradients.
 
     Returns:
-        What is given: whole parameters, buffers, inputs and gradients of outputs, by the names of the graph. What is
-        expected: ``output`` and a node of the forward pass, ``gradient`` and an input, ``update`` and a parameter.
+        ``given``: unsharded parameters, buffers, inputs and gradients of outputs, by the names of the graph.
+        ``expected``: by ``output`` and a node of the forward pass, ``gradient`` and an input, ``update`` and a
+            parameter.
 
     Raises:
-        UsageError: a parameter of which the graph knows no gradient has one.
+        UsageError: a parameter has a gradient that the graph lacks.
     """
     given: dict[str, Tensor] = {}
     for op in graph.ops.values():
@@ -311,7 +314,7 @@ def reference(
         if name in graph.ops:
             given[name] = leaf.requires_grad_(name in graph.gradients)
     outs = module(*torch.utils._pytree.tree_unflatten(leaves, spec))
-    outs = forward.each([out for out in torch.utils._pytree.tree_leaves(outs) if isinstance(out, Tensor)])
+    outs = forward.drop_repeated([out for out in torch.utils._pytree.tree_leaves(outs) if isinstance(out, Tensor)])
     cotangents = [op for op in graph.ops.values() if op.kind == "gradient"]
     generator = torch.Generator().manual_seed(seed)
     trained = [out for out in outs if out.requires_grad]
@@ -324,8 +327,8 @@ def reference(
     parameters = dict(module.named_parameters())
     if lost := [name for name, p in parameters.items() if p.grad is not None and name not in graph.gradients]:
         raise UsageError(
-            f"{type(module).__name__}: {lost[0]} has a gradient on one device, and none in the graph that was exported."
-            "\n  Something in its forward pass is hidden from torch.export; it cannot be planned."
+            f"{type(module).__name__}: {lost[0]} has a gradient on one device, and none in the exported graph."
+            "\n  Part of its forward pass is hidden from torch.export, so it cannot be planned."
         )
     expected = {f"output {node.name}": out.detach() for node, out in zip(forward.outputs, outs, strict=True)}
     for name in graph.gradients:

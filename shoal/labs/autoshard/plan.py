@@ -1,4 +1,4 @@
-"""A sharding of a whole graph: how every operator is done, and every collective between them, with its price."""
+"""A plan: the sharding of every operator of a graph, and every collective between them, with its price."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shoal.labs.autoshard.capture.graph import BACKWARD, FORWARD, OperatorGraph
-from shoal.labs.autoshard.intra.choices import OperatorSplit, sizes_of, whole
+from shoal.labs.autoshard.intra.choices import OperatorSplit, replicated
 from shoal.labs.autoshard.intra.ilp import Solution
 from shoal.labs.autoshard.intra.problem import UPDATE, Builder, ShardingProblem
-from shoal.labs.autoshard.notation.moves import SLICE
+from shoal.labs.autoshard.notation.moves import SLICE, Move, count_sent
 from shoal.labs.autoshard.notation.notation import NamedMesh, Sharding
-from shoal.labs.autoshard.notation.route import RoutedMove, elements_of
 from shoal.spec.layout import Layout
 
 Key = tuple[str, Sharding, Sharding]
-"""A tensor's name, how it lies, and how it shall lie."""
+"""A tensor's name, and its shardings before and after some moves."""
 
 
 @dataclass(frozen=True)
@@ -24,37 +23,38 @@ class Resharding:
 
     Attributes:
         name: of the tensor.
-        phase: forward, backward, or once in a step, for all micro-batches.
-        seconds: of all of it.
+        phase: forward, backward, or step: once per step, for all micro-batches.
+        seconds: of all moves.
         sent: bytes that the busiest device sends.
     """
 
     name: str
     phase: str
-    transfers: tuple[RoutedMove, ...]
+    moves: tuple[Move, ...]
     seconds: float
     sent: float
 
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """What every device does in a training step.
+    """A training step of every device.
 
     Attributes:
-        graph: with the updates of parameters and all that is given back as operators.
-        splits: how each operator is done; constants have none, every device makes them.
-        moves: from how tensors lie to how they are read.
-        found: the moves that send something, in the order of the graph.
-        seconds: of a step of one micro-batch, with its share of what is done once.
-        memory, saved: bytes of the fullest device: weights, gradients and optimizer states; what a micro-batch keeps.
-        proven: whether no sharding costs less by these prices, operators that follow others left as they are.
+        graph: with the updates of parameters and all outputs as operators.
+        splits: of each operator; constants, which every device computes, have none.
+        moves: from the sharding in which a tensor is made to one in which it is read.
+        reshardings: the moves that send something, in the order of the graph.
+        seconds: of one micro-batch, with its share of the collectives of a step.
+        memory: bytes of the fullest device for weights, gradients and optimizer states.
+        saved: bytes that it keeps of a micro-batch for the backward pass.
+        proven: whether no sharding costs less by these prices, as long as operators that follow others do.
     """
 
     mesh: NamedMesh
     graph: OperatorGraph
     splits: dict[str, OperatorSplit]
-    moves: dict[Key, tuple[RoutedMove, ...]]
-    found: tuple[Resharding, ...]
+    moves: dict[Key, tuple[Move, ...]]
+    reshardings: tuple[Resharding, ...]
     seconds: float
     memory: float
     saved: float
@@ -62,33 +62,35 @@ class ShardingPlan:
 
     @property
     def communication(self) -> float:
-        """Seconds of all moves, those that are made once with their share."""
-        return sum(move.seconds for move in self.found)
+        """Seconds of all moves of a micro-batch, with its share of the collectives of a step."""
+        return sum(resharding.seconds for resharding in self.reshardings)
 
-    def lies(self, name: str) -> Sharding:
-        """How a tensor lies where it is made."""
-        return self.splits[name].out if name in self.splits else whole(len(self.graph.ops[name].shape))
+    def sharding(self, name: str) -> Sharding:
+        """Return the sharding in which a tensor is made."""
+        return _output_sharding(self.splits, self.graph, name)
 
-    def weights(self) -> dict[str, tuple[Sharding, Sharding, Sharding | None]]:
-        """Of each parameter that is read: how it is kept, how it is first multiplied, how its optimizer's state is kept
-        (None of one that is frozen)."""
+    def weight_shardings(self) -> dict[str, tuple[Sharding, Sharding, Sharding | None]]:
+        """Return the shardings in which each parameter is kept, first multiplied, and its optimizer state is kept.
+
+        Parameters that are not read are left out; frozen ones have no optimizer state (None).
+        """
         found = {}
         for op in self.graph.parameters:
             first = next((user for user in self.graph.ops.values() if op.name in user.operands), None)
             if first is not None:
                 used = self.splits[first.name].operands[first.operands.index(op.name)]
-                state = self.lies(UPDATE + op.name) if UPDATE + op.name in self.splits else None
-                found[op.name] = (self.lies(op.name), used, state)
+                state = self.sharding(UPDATE + op.name) if UPDATE + op.name in self.splits else None
+                found[op.name] = (self.sharding(op.name), used, state)
         return found
 
 
-class HandSplit(NamedTuple):
+class Baseline(NamedTuple):
     """A split that people write by hand.
 
     Attributes:
-        plan: the best with it; None if it does not fit.
-        layout: of shoal's own models, where `shoal train` has one.
-        proven: whether it is known not to fit; else time was up.
+        plan: the best one; None if it does not fit.
+        layout: of `shoal train` for shoal's own models; None if it has none.
+        proven: of a missing plan, whether it is known not to fit; False if the time limit ended the search.
     """
 
     name: str
@@ -99,13 +101,13 @@ class HandSplit(NamedTuple):
 
 @dataclass(frozen=True)
 class StagePlan:
-    """A pipeline stage as it is run, or a whole module as the only stage.
+    """A pipeline stage, or a full module as the only stage.
 
     Attributes:
         first, last: its layers, [first, last).
         seconds: of a micro-batch.
         rank: its first device.
-        sends: what it gives to later stages and at the end: (node of the forward pass, operator of the plan's graph).
+        sends: its outputs, to later stages or of the module: (node of the forward pass, operator of the plan's graph).
     """
 
     first: int
@@ -117,42 +119,44 @@ class StagePlan:
 
 
 def build_plan(builder: Builder, problem: ShardingProblem, solution: Solution) -> ShardingPlan:
-    """The plan that a solution of a problem means."""
+    """Build the plan of a solution of a problem."""
     splits: dict[str, OperatorSplit] = {}
     for decision, choice in zip(problem.decisions, solution.chosen, strict=True):
         splits.update(decision.choices[choice])
     ops, prices = builder.ops, builder.prices
-    moves: dict[Key, tuple[RoutedMove, ...]] = {}
-    found: list[Resharding] = []
+    moves: dict[Key, tuple[Move, ...]] = {}
+    reshardings: list[Resharding] = []
 
-    def moved(name: str, before: Sharding, after: Sharding, phase: str, share: float = 1.0) -> None:
+    def add(name: str, before: Sharding, after: Sharding, phase: str, share: float = 1.0) -> None:
+        if before == after:
+            return
         op = ops[name]
-        path = moves.setdefault((name, before, after), prices.path(op, before, after))
-        if any(transfer.move.kind != SLICE for transfer in path):
-            elements, _ = elements_of(path, prices.mesh, sizes_of(op.shape))
-            seconds = share * prices.move(op, before, after)
-            found.append(
-                Resharding(name, phase if share == 1 else "step", path, seconds, elements * prices.bytes_of(op))
-            )
+        path = moves.setdefault((name, before, after), prices.moves(op, before, after))
+        if any(move.kind != SLICE for move in path):
+            elements, _ = count_sent(path, prices.mesh, op.sizes)
+            seconds, sent = share * prices.move(op, before, after), elements * prices.itemsize_of(op)
+            reshardings.append(Resharding(name, phase if share == 1 else "step", path, seconds, sent))
 
     for phase in (FORWARD, BACKWARD):
         done: set[Key] = set()
         for name, op in ops.items():
             if op.phase != phase or name not in splits:
                 continue
-            for operand, lies in zip(op.operands, splits[name].operands, strict=True):
-                before = splits[operand].out if operand in splits else whole(len(ops[operand].shape))
-                if before != lies and (operand, before, lies) not in done:
-                    done.add((operand, before, lies))
-                    moved(operand, before, lies, phase, builder.weight(operand, phase))
-            if splits[name].made != splits[name].out:
-                moved(name, splits[name].made, splits[name].out, phase)
+            for operand, read in zip(op.operands, splits[name].operands, strict=True):
+                made = _output_sharding(splits, builder.graph, operand)
+                if (operand, made, read) not in done:
+                    done.add((operand, made, read))
+                    add(operand, made, read, phase, builder.step_share(operand, phase))
+            add(name, splits[name].made, splits[name].out, phase)
             if name.startswith(UPDATE):
                 weight = name.removeprefix(UPDATE)
-                if splits[name].out != splits[weight].out:
-                    moved(weight, splits[name].out, splits[weight].out, phase, builder.once)
+                add(weight, splits[name].out, splits[weight].out, phase, builder.once)
+    memory = problem.memory(solution.chosen, 0)
+    saved = problem.memory(solution.chosen, 1) - memory
     return ShardingPlan(
-        prices.mesh, builder.graph, splits, moves, tuple(found), solution.cost,
-        problem.memory(solution.chosen, 0), problem.memory(solution.chosen, 1) - problem.memory(solution.chosen, 0),
-        solution.proven,
-    )  # fmt: skip
+        prices.mesh, builder.graph, splits, moves, tuple(reshardings), solution.cost, memory, saved, solution.proven
+    )
+
+
+def _output_sharding(splits: dict[str, OperatorSplit], graph: OperatorGraph, name: str) -> Sharding:
+    return splits[name].out if name in splits else replicated(len(graph.ops[name].shape))

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from math import inf
 from typing import NamedTuple
 
+from torch.fx import Node
+
 from shoal.base.errors import UsageError
+from shoal.labs.autoshard.baselines import restrict_to_baselines
 from shoal.labs.autoshard.capture.forward import Forward
 from shoal.labs.autoshard.capture.graph import OperatorGraph
 from shoal.labs.autoshard.capture.layers import Layers
 from shoal.labs.autoshard.intra.ilp import NothingFits, Solution, solve
 from shoal.labs.autoshard.intra.price import Prices
-from shoal.labs.autoshard.intra.problem import Builder, Bytes, ShardingProblem
+from shoal.labs.autoshard.intra.problem import Builder, ShardingProblem
 from shoal.labs.autoshard.notation.notation import NamedMesh
-from shoal.labs.autoshard.plan import HandSplit, ShardingPlan, StagePlan, build_plan
-from shoal.labs.autoshard.rivals import rivals
-from shoal.labs.autoshard.stages import AssignedStage, Part, latency, pipeline
+from shoal.labs.autoshard.plan import Baseline, ShardingPlan, StagePlan, build_plan
+from shoal.labs.autoshard.stages import AssignedStage, Part, find_pipeline, latency
 from shoal.planning.cost.memory.stage import allocator_excess
 from shoal.planning.cost.time.communication import ring_of
 from shoal.planning.cost.time.engine_layer import attained
-from shoal.planning.run import KINDS
 from shoal.spec.catalog.calibration import cluster_calibration
 from shoal.spec.catalog.clusters import Cluster
 from shoal.spec.number_formats import Formats
 
-LAYERS_PER_STAGE = 2  # into which the operators are clustered
+LAYERS_PER_STAGE = 2  # clusters of operators
 TRACED = 8  # bytes of an element of the traced graph
 
 
@@ -36,12 +36,12 @@ class OperatorPlan(NamedTuple):
 
     Attributes:
         plan: the best sharding of every operator that was found.
-        others: the splits that people write, on the same mesh.
+        baselines: the splits that people write by hand, on the same mesh.
         machine: the cluster.
     """
 
     plan: ShardingPlan
-    others: list[HandSplit]
+    baselines: list[Baseline]
     machine: Cluster
 
 
@@ -50,11 +50,10 @@ class StagedPlan(NamedTuple):
 
     Attributes:
         stages: in order.
-        layers: number of clusters of operators that stages are made of.
+        layers: number of clusters of operators, of which stages are made.
         seconds: of a step.
         single_seconds: of a step without stages; infinite if that does not fit.
         machine: the cluster.
-        forward: the module's forward pass, as stages cut it.
     """
 
     stages: list[StagePlan]
@@ -62,16 +61,15 @@ class StagedPlan(NamedTuple):
     seconds: float
     single_seconds: float
     machine: Cluster
-    forward: Forward
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a module is planned for.
+    """The hardware and the training step that a module is planned for.
 
     Attributes:
         formats: number formats of training.
-        microbatches: of a step.
+        microbatches: per step.
         capacity: bytes of a device.
     """
 
@@ -81,35 +79,31 @@ class Target:
     capacity: float
 
     def builder(self, graph: OperatorGraph, mesh: NamedMesh) -> Builder:
-        """The builder of a graph's problem on a mesh, with AdamW's states."""
-        formats = self.formats
-        prices = Prices.on(self.cluster, mesh, KINDS[formats.compute.name], formats.compute.itemsize)
-        master = formats.storage.itemsize if formats.master else 0
-        bytes_ = Bytes(formats.reduce.itemsize, 2 * formats.state.itemsize + master)
-        return Builder(graph, prices, bytes_, self.microbatches)
+        """Make the builder of a graph's problem on a mesh."""
+        return Builder(graph, Prices.on(self.cluster, mesh, self.formats), self.microbatches)
 
-    def solve(self, problem: ShardingProblem, kept: int = 1) -> Solution:
-        """The cheapest solution that fits, with ``kept`` micro-batches waiting for their backward pass.
+    def solve(self, problem: ShardingProblem, in_flight: int = 1) -> Solution:
+        """Find the cheapest solution that fits, with ``in_flight`` micro-batches kept for the backward pass.
 
         Raises:
-            NothingFits: there is none.
+            NothingFits: no solution fits.
         """
-        return solve(problem, self.capacity, kept * (1 + allocator_excess(cluster_calibration(self.cluster))))
+        return solve(problem, self.capacity, in_flight * (1 + allocator_excess(cluster_calibration(self.cluster))))
 
     def best(
-        self, graph: OperatorGraph, meshes: Sequence[NamedMesh], kept: int = 1
+        self, graph: OperatorGraph, meshes: Sequence[NamedMesh], in_flight: int = 1
     ) -> tuple[Builder, ShardingProblem, Solution]:
-        """The cheapest solution on any of some meshes.
+        """Find the cheapest solution on any of some meshes.
 
         Raises:
-            NothingFits: there is none on any of them.
+            NothingFits: no solution fits on any of them.
         """
         best, proven = None, True
         for mesh in meshes:
             builder = self.builder(graph, mesh)
             problem = builder.problem()
             try:
-                found = self.solve(problem, kept)
+                found = self.solve(problem, in_flight)
             except NothingFits as nothing:
                 proven = proven and nothing.proven
                 continue
@@ -120,65 +114,59 @@ class Target:
         return best
 
 
-def plan_whole(graph: OperatorGraph, target: Target, meshes: Sequence[NamedMesh]) -> OperatorPlan:
-    """The best plan on all devices, beside the splits by hand.
+def plan_unstaged(graph: OperatorGraph, target: Target, meshes: Sequence[NamedMesh]) -> OperatorPlan:
+    """Find the best plan on all devices, and the baselines beside it.
 
     Raises:
-        NothingFits: there is none.
+        NothingFits: no plan fits.
     """
     builder, problem, found = target.best(graph, meshes)
-    others = []
-    for name, rival in rivals(builder, problem).items():
+    baselines = []
+    for name, (restricted, layout) in restrict_to_baselines(builder, problem).items():
         try:
-            plan = build_plan(builder, rival.problem, target.solve(rival.problem))
-            others.append(HandSplit(name, plan, rival.layout))
+            plan = build_plan(builder, restricted, target.solve(restricted))
+            baselines.append(Baseline(name, plan, layout))
         except NothingFits as nothing:
-            others.append(HandSplit(name, None, rival.layout, nothing.proven))
-    return OperatorPlan(build_plan(builder, problem, found), others, target.cluster)
+            baselines.append(Baseline(name, None, layout, nothing.proven))
+    return OperatorPlan(build_plan(builder, problem, found), baselines, target.cluster)
 
 
 def plan_stages(forward: Forward, target: Target, most: int) -> StagedPlan:
-    """The best pipeline of up to ``most`` stages on parts of the cluster.
+    """Find the best pipeline of up to ``most`` stages on parts of the cluster.
 
     Raises:
-        UsageError: something that is given back belongs to no stage.
-        NothingFits: there is none.
+        UsageError: an output belongs to no stage.
+        NothingFits: no pipeline fits.
     """
     search = StageSearch(Layers(forward, LAYERS_PER_STAGE * most), target)
-    came = [node for node in forward.outputs if node not in search.layers.nodes]
-    if any(node.op != "placeholder" for node in came):
-        raise _came_back(came)
-    cluster, count = target.cluster, search.count
-    found = pipeline(search.cost, count, cluster.nodes, cluster.per_node, target.microbatches, most)
+    check_outputs(node for node in forward.outputs if node not in search.layers.nodes and node.op != "placeholder")
+    cluster, count = target.cluster, len(search.layers.ends)
+    found = find_pipeline(search.cost, count, cluster.nodes, cluster.per_node, target.microbatches, most)
     if found is None:
         raise NothingFits(search.proven)
     single = search.cost(0, count, (cluster.nodes, cluster.per_node), 1) * target.microbatches
-    return StagedPlan(search.place(found), count, latency(found, target.microbatches), single, cluster, forward)
+    return StagedPlan(search.place(found), count, latency(found, target.microbatches), single, cluster)
 
 
-def check_outputs(found: StagedPlan) -> None:
-    """Refuse to check stages of a module that gives an input back.
+def check_outputs(stageless: Iterable[Node]) -> None:
+    """Refuse outputs that no stage makes.
 
     Raises:
-        UsageError: naming what no stage makes.
+        UsageError: naming them.
     """
-    if came := [node for node in found.forward.outputs if node.op == "placeholder"]:
-        raise _came_back(came)
-
-
-def _came_back(nodes: Sequence) -> UsageError:
-    return UsageError(
-        f"--stages: the module gives back {', '.join(node.name for node in nodes)} as it came, which no stage makes.\n"
-        "  Return what operators make of parameters or inputs alone."
-    )
+    if names := ", ".join(node.name for node in stageless):
+        raise UsageError(
+            f"--stages: the module returns {names} unchanged, which no stage makes.\n"
+            "  Return only what operators compute from parameters or inputs."
+        )
 
 
 @dataclass
 class StageSearch:
-    """Stages made of layers, each as fast as its own best sharding.
+    """Stages made of layers, each with its own best sharding.
 
     Attributes:
-        proven: whether whatever was found not to fit is known not to; else time was up for some of it.
+        proven: False if the time limit ended a search that had found no solution.
     """
 
     layers: Layers
@@ -186,16 +174,11 @@ class StageSearch:
     proven: bool = True
     _known: dict[tuple, float] = field(default_factory=dict)
 
-    @cached_property
-    def count(self) -> int:
-        """Number of layers."""
-        return len(self.layers.ends)
-
     def cost(self, first: int, last: int, part: Part, left: int) -> float:
-        """Seconds of a micro-batch of some layers on a part of the cluster; equal layers are planned once."""
+        """Return the seconds of a micro-batch of some layers on a part; equal layers are planned once."""
         if self.layers.shares(first, last):
             return inf
-        key = (self.layers.like(first, last), part, self._kept(left))
+        key = (self.layers.key(first, last), part, self._in_flight(left))
         if key not in self._known:
             try:
                 self._known[key] = self._best(first, last, part, left)[2].cost
@@ -204,17 +187,14 @@ class StageSearch:
         return self._known[key] + self.receive_seconds(first, part)
 
     def receive_seconds(self, first: int, part: Part) -> float:
-        """Seconds to receive a stage's inputs and to send their gradients back, each device its share."""
+        """Return the seconds to receive a stage's inputs and send their gradients back, each device its share."""
         cluster, devices = self.target.cluster, part[0] * part[1]
         size = self.layers.boundary(first) * self.target.formats.compute.itemsize / TRACED / devices
         apart = cluster.per_node if cluster.nodes > 1 else 1
         return 2 * ring_of(attained(cluster), 2, apart).send(size) if size and cluster.size > 1 else 0.0
 
     def plan(self, first: int, last: int, part: Part, left: int) -> ShardingPlan:
-        """The best sharding of some layers on a part.
-
-        Args:
-            left: stages from this one on.
+        """Find the best sharding of some layers on a part, as the first of ``left`` stages.
 
         Raises:
             NothingFits: on no grid.
@@ -222,7 +202,7 @@ class StageSearch:
         return build_plan(*self._best(first, last, part, left))
 
     def place(self, stages: tuple[AssignedStage, ...]) -> list[StagePlan]:
-        """Every stage with its sharding, on devices one after another: whole nodes first, then the largest parts."""
+        """Plan every stage, and place them on consecutive devices: several nodes first, then the largest parts."""
         found, rank = {}, 0
         for number in sorted(range(len(stages)), key=lambda i: -stages[i].devices):
             stage = stages[number]
@@ -234,15 +214,15 @@ class StageSearch:
         return [found[number] for number in range(len(stages))]
 
     def _best(self, first: int, last: int, part: Part, left: int) -> tuple[Builder, ShardingProblem, Solution]:
-        return self.target.best(self.layers.graph(first, last), grids(*part), self._kept(left))
+        return self.target.best(self.layers.graph(first, last), list_grids(*part), self._in_flight(left))
 
-    def _kept(self, left: int) -> int:
-        """Return how many micro-batches 1F1B keeps at once on a stage, given the stages left, this one included."""
+    def _in_flight(self, left: int) -> int:
+        """Return how many micro-batches 1F1B keeps on the first of ``left`` stages."""
         return min(left, self.target.microbatches)
 
 
-def grids(nodes: int, per_node: int) -> list[NamedMesh]:
-    """All devices in a row; and as a grid, of nodes by their devices, or inside a node in every way."""
+def list_grids(nodes: int, per_node: int) -> list[NamedMesh]:
+    """List the grids of all devices: one axis; nodes by their devices; inside one node every grid of two axes."""
     n = nodes * per_node
     if n == 1:
         return [NamedMesh("", ())]

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.base.units import show_bytes
-from shoal.labs.autoshard.notation.notation import Array, NamedMesh, Sharding, Sizes, blocks
+from shoal.labs.autoshard.notation.notation import Array, NamedMesh, Sharding, Sizes, list_holders
 from shoal.report.tables import text_table
 from shoal.report.timeline.palette import ink
 
@@ -52,7 +52,7 @@ def label(words: str, ground: str) -> Text:
 def block_grid(sharding: Sharding, mesh: NamedMesh) -> list[list[tuple[int, list[list[int]]]]]:
     """Rows of blocks, each with its number and, for each term of its sum, the ranks that hold it."""
     *_, right = [1, *(mesh.size(axes) for _, axes in sharding.dims)]
-    flat = list(enumerate(blocks(sharding, mesh).values()))
+    flat = list(enumerate(list_holders(sharding, mesh).values()))
     return [flat[start : start + right] for start in range(0, len(flat), right)]
 
 

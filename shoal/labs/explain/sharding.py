@@ -14,12 +14,12 @@ from rich.text import Text
 from shoal.base.errors import UsageError, did_you_mean
 from shoal.base.options import reject_unused
 from shoal.base.units import show_bytes, show_seconds
-from shoal.labs.autoshard.notation.cost.chains import forward, with_backward
-from shoal.labs.autoshard.notation.cost.network import MOST_RANKS, Links, Network, Rings
-from shoal.labs.autoshard.notation.cost.routes import Planner
+from shoal.labs.autoshard.notation.moves import Move, count_sent
+from shoal.labs.autoshard.notation.network import MOST_RANKS, Links, Network, Rings
 from shoal.labs.autoshard.notation.notation import Array, Expression, NamedMesh, parse, parse_mesh, parse_sizes
-from shoal.labs.autoshard.notation.product import REMEDIES, cases, products
-from shoal.labs.autoshard.notation.route import Route, RoutedMove, elements_of
+from shoal.labs.autoshard.notation.product import REMEDIES, classify, list_products
+from shoal.labs.autoshard.notation.route import Route
+from shoal.labs.autoshard.notation.search import RouteSearch, add_backward, find_forward
 from shoal.labs.explain.blocks import memory, pictures
 from shoal.labs.explain.figures.blocks import Stage, State, figure
 from shoal.labs.explain.network import NetworkOptions, build_network, check_network
@@ -80,7 +80,7 @@ def explain(text: str, options: ShardingOptions, console: Console) -> Callable[[
         options = options.model_copy(update={"topology": "full" if mesh.ranks <= MOST_RANKS else "rings"})
     check_network(options, TOPOLOGIES, {"per_node": ("fat-tree", "islands")})
     itemsize = ITEMSIZE[options.dtype]
-    plan = Planner(mesh, sizes, itemsize, _network(options, mesh), _peak(options))
+    plan = RouteSearch(mesh, sizes, itemsize, _network(options, mesh), _peak(options))
     shown = [*expression.arrays, *([expression.result] if expression.result else [])]
     dims = ", ".join(f"{letter} = {size}" for letter, size in sizes.items())
     console.print(f"[bold]{_plain(text)}[/] on {mesh.ranks} devices, {mesh}; {dims}; {options.dtype}", highlight=False)
@@ -111,7 +111,7 @@ def _network(options: ShardingOptions, mesh: NamedMesh) -> Network:
     return Links(mesh, build_network(options, mesh.ranks, mesh.shape))
 
 
-def _where(options: ShardingOptions, plan: Planner) -> str:
+def _where(options: ShardingOptions, plan: RouteSearch) -> str:
     name = plan.network.topology.name if isinstance(plan.network, Links) else "rings, both directions of each"
     return f"{name}, {options.describe_wire()}; {options.accelerator}"
 
@@ -131,7 +131,9 @@ def _plain(text: str) -> str:
 # ---- one array -----------------------------------------------------------------------------------------------------
 
 
-def _reshard(expression: Expression, options: ShardingOptions, plan: Planner, console: Console) -> Callable[[], str]:
+def _reshard(
+    expression: Expression, options: ShardingOptions, plan: RouteSearch, console: Console
+) -> Callable[[], str]:
     assert expression.result is not None
     before, after = expression.arrays[0], expression.result
     if sorted(before.sharding.letters) != sorted(after.sharding.letters):
@@ -147,7 +149,7 @@ def _reshard(expression: Expression, options: ShardingOptions, plan: Planner, co
     else:
         console.print("  none: it lies so already")
     if options.run:
-        from shoal.labs.autoshard.notation.check import compare_moves
+        from shoal.labs.autoshard.notation.run import compare_moves
 
         console.print(_run("array", plan, compare_moves, moves, before, after.sharding), highlight=False)
     stage: Stage = ([(Array(before.name, before.sharding), ""), *_states(before.name, moves, plan)], [], [], "")
@@ -157,24 +159,25 @@ def _reshard(expression: Expression, options: ShardingOptions, plan: Planner, co
 # ---- products ------------------------------------------------------------------------------------------------------
 
 
-def _product(expression: Expression, options: ShardingOptions, plan: Planner, console: Console) -> Callable[[], str]:
-    found = forward(expression, plan)
-    steps = products(expression)
+def _product(
+    expression: Expression, options: ShardingOptions, plan: RouteSearch, console: Console
+) -> Callable[[], str]:
+    found = find_forward(expression, plan)
+    steps = list_products(expression)
     best = found[0][1]
     console.print()
     for route, product in zip(best, steps, strict=True):
         given = (route.a, route.b)
         title = f"{route.names[2]} = {route.names[0]}{given[0]} * {route.names[1]}{given[1]}: "
-        for finding in cases(product, *given):
-            console.print(f"{_plain(title)}[bold]case {finding.case}[/], {finding.words}: {REMEDIES[finding.case]}",
-                          highlight=False)
+        for case, why in classify(product, *given):
+            console.print(f"{_plain(title)}[bold]case {case}[/], {why}: {REMEDIES[case]}", highlight=False)
     several = "legal ways to take the last product, each after the cheapest way to it,"
     what = "legal routes" if len(steps) == 1 else several
     console.print(f"\n{len(found)} {what} on {_where(options, plan)}, the cheapest first:", highlight=False)
     console.print(_routes(found[: options.routes], plan))
     if len(found) > options.routes:
         console.print(f"and {len(found) - options.routes} more (--routes {len(found)})", highlight=False)
-    chain = with_backward(expression, best, plan) if options.backward or len(steps) > 1 else None
+    chain = add_backward(expression, best, plan) if options.backward or len(steps) > 1 else None
     console.print(f"\n{'the cheapest, forward' if chain else 'the cheapest, step by step'}:")
     console.print(_steps(best, plan))
     console.print(_total(best, plan), highlight=False)
@@ -183,23 +186,23 @@ def _product(expression: Expression, options: ShardingOptions, plan: Planner, co
         console.print(_steps(chain.backward, plan))
         console.print(_total(chain.backward, plan), highlight=False)
     if options.run:
-        from shoal.labs.autoshard.notation.check import compare
+        from shoal.labs.autoshard.notation.run import compare
 
         console.print(_run("product", plan, compare, best, chain, expression), highlight=False)
     stages = [_stage(route, plan) for route in (*best, *(chain.backward if chain else ()))]
     return _draw(expression.text, stages, plan)
 
 
-def _routes(found: list[tuple[float, tuple[Route, ...]]], plan: Planner) -> Table:
+def _routes(found: list[tuple[float, tuple[Route, ...]]], plan: RouteSearch) -> Table:
     """A row for each route, the first emphasised."""
     rows = []
     for number, (_, routes) in enumerate(found, 1):
-        transfers = tuple(t for route in routes for t in route.transfers)
-        compute, moving = sum(r.compute for r in routes), sum(t.seconds for t in transfers)
+        moves = tuple(move for route in routes for move in route.moves)
+        compute, moving = sum(r.compute for r in routes), sum(move.seconds for move in moves)
         row = (
             str(number), "\n".join("{} * {} -> {}".format(*route.multiplied, route.local) for route in routes),
-            "\n".join(f"{array}: {t.move}" for route in routes for array, t in _sent(route)) or "none",
-            show_seconds(compute), show_seconds(moving), show_seconds(compute + moving), _sent_bytes(transfers, plan),
+            "\n".join(f"{array}: {move}" for route in routes for array, move in _sent(route)) or "none",
+            show_seconds(compute), show_seconds(moving), show_seconds(compute + moving), _sent_bytes(moves, plan),
             "compute" if compute >= moving else "moves",
         )  # fmt: skip
         rows.append([Text(cell, "bold" if number == 1 else "") for cell in row])
@@ -207,13 +210,13 @@ def _routes(found: list[tuple[float, tuple[Route, ...]]], plan: Planner) -> Tabl
     return text_table(headings, rows, words=(1, 2, 7))
 
 
-def _sent(route: Route) -> list[tuple[str, RoutedMove]]:
-    """The moves that send something, each with its array."""
+def _sent(route: Route) -> list[tuple[str, Move]]:
+    """List the moves that send something, each with its array."""
     parts = zip(route.names, (route.left, route.right, route.after), strict=True)
-    return [(name, t) for name, transfers in parts for t in transfers if t.algorithm]
+    return [(name, move) for name, moves in parts for move in moves if move.algorithm]
 
 
-def _steps(routes: tuple[Route, ...], plan: Planner) -> Table:
+def _steps(routes: tuple[Route, ...], plan: RouteSearch) -> Table:
     """A row for each step of some routes."""
     rows = []
     for route in routes:
@@ -225,44 +228,44 @@ def _steps(routes: tuple[Route, ...], plan: Planner) -> Table:
     return text_table(STEP, rows, words=range(4))
 
 
-def _move_row(name: str, moved: RoutedMove, plan: Planner) -> tuple[str | Text, ...]:
+def _move_row(name: str, move: Move, plan: RouteSearch) -> tuple[str | Text, ...]:
     return (
-        str(moved.move), f"{name}{moved.before}", f"{name}{moved.after}", moved.algorithm,
-        _sent_bytes((moved,), plan), show_seconds(moved.seconds),
+        str(move), f"{name}{move.before}", f"{name}{move.after}", move.algorithm,
+        _sent_bytes((move,), plan), show_seconds(move.seconds),
     )  # fmt: skip
 
 
-def _sent_bytes(transfers: tuple[RoutedMove, ...], plan: Planner) -> str:
+def _sent_bytes(moves: tuple[Move, ...], plan: RouteSearch) -> str:
     """The bytes that each device sends."""
-    device, _ = elements_of(transfers, plan.mesh, plan.sizes)
+    device, _ = count_sent(moves, plan.mesh, plan.sizes)
     return show_bytes(device * plan.itemsize)
 
 
-def _total(routes: tuple[Route, ...], plan: Planner) -> str:
+def _total(routes: tuple[Route, ...], plan: RouteSearch) -> str:
     compute, moving = sum(r.compute for r in routes), sum(r.communication for r in routes)
-    transfers = tuple(t for r in routes for t in r.transfers)
-    _, total = elements_of(transfers, plan.mesh, plan.sizes)
+    moves = tuple(move for r in routes for move in r.moves)
+    _, total = count_sent(moves, plan.mesh, plan.sizes)
     bound = "compute" if compute >= moving else "communication"
     return (
         f"  together {show_seconds(compute + moving)}: compute {show_seconds(compute)}, communication "
         f"{show_seconds(moving)}; {bound}-bound, so {show_seconds(max(compute, moving))} if they overlap; "
-        f"{_sent_bytes(transfers, plan)} sent by a device, {show_bytes(total * plan.itemsize)} by all"
+        f"{_sent_bytes(moves, plan)} sent by a device, {show_bytes(total * plan.itemsize)} by all"
     )
 
 
 # ---- drawing and running -------------------------------------------------------------------------------------------
 
 
-def _states(name: str, transfers: tuple[RoutedMove, ...], plan: Planner) -> list[State]:
+def _states(name: str, moves: tuple[Move, ...], plan: RouteSearch) -> list[State]:
     """List what an array becomes, each state with the words for how it got there."""
     return [
-        (Array(name, t.after), f"{t.move}: {_sent_bytes((t,), plan)} each, {show_seconds(t.seconds)}"
-         if elements_of((t,), plan.mesh, plan.sizes)[0] else f"{t.move}")
-        for t in transfers
+        (Array(name, move.after), f"{move}: {_sent_bytes((move,), plan)} each, {show_seconds(move.seconds)}"
+         if move.algorithm else f"{move}")
+        for move in moves
     ]  # fmt: skip
 
 
-def _stage(route: Route, plan: Planner) -> Stage:
+def _stage(route: Route, plan: RouteSearch) -> Stage:
     left, right, out = route.names
     return (
         [(Array(left, route.a), ""), *_states(left, route.left, plan)],
@@ -272,12 +275,12 @@ def _stage(route: Route, plan: Planner) -> Stage:
     )
 
 
-def _draw(text: str, stages: list[Stage], plan: Planner) -> Callable[[], str]:
+def _draw(text: str, stages: list[Stage], plan: RouteSearch) -> Callable[[], str]:
     title = f"{text} on {plan.mesh.ranks} devices, {plan.mesh}"
     return partial(figure, stages, title, plan.mesh, plan.sizes, plan.itemsize)
 
 
-def _run(what: str, plan: Planner, comparison: Callable[..., dict[str, float]], *run: object) -> str:
+def _run(what: str, plan: RouteSearch, comparison: Callable[..., dict[str, float]], *run: object) -> str:
     """What a comparison with the plain product or array finds on real ranks."""
     from shoal.launch.worker_pool import Pool
 

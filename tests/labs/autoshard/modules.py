@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from shoal.engine.models.transformer import Transformer
-from shoal.labs.autoshard.capture.forward import forward_of
-from shoal.labs.autoshard.execute import reference, whole_stage
+from shoal.labs.autoshard.capture.forward import export_forward
+from shoal.labs.autoshard.execute import reference, single_stage
 from shoal.labs.autoshard.intra.ilp import Solution, solve
 from shoal.labs.autoshard.intra.problem import Builder
 from shoal.labs.autoshard.notation.notation import NamedMesh
@@ -112,5 +112,5 @@ def any_plan(build, rng):
 
 def beside_one_device(plan: ShardingPlan, module: nn.Module, inputs: tuple) -> tuple[list, dict, dict]:
     """What `compare` takes for a plan of a whole module."""
-    forward = forward_of(module, inputs)
-    return [whole_stage(plan, forward)], *reference(module, inputs, forward, plan.graph)
+    forward = export_forward(module, inputs)
+    return [single_stage(plan, forward)], *reference(module, inputs, forward, plan.graph)

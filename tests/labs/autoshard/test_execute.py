@@ -9,12 +9,12 @@ from torch import nn
 
 from shoal.base.errors import UsageError
 from shoal.engine.models.transformer import initialise
-from shoal.labs.autoshard.capture.trace import graph_of
-from shoal.labs.autoshard.execute import Difference, compare, worst_of
+from shoal.labs.autoshard.baselines import restrict_to_baselines
+from shoal.labs.autoshard.capture.trace import capture_graph
+from shoal.labs.autoshard.execute import Difference, compare, find_worst
 from shoal.labs.autoshard.intra.ilp import solve
 from shoal.labs.autoshard.notation.notation import NamedMesh
 from shoal.labs.autoshard.plan import build_plan
-from shoal.labs.autoshard.rivals import rivals
 from tests.labs.autoshard.modules import (
     MLP,
     Attention,
@@ -50,62 +50,63 @@ def example(name):
 ], ids=str)  # fmt: skip
 def test_plans_compute_what_one_device_computes(pool, name, mesh):
     module, inputs = example(name)
-    graph = graph_of(module, inputs, input_gradients=name != "lora")
+    graph = capture_graph(module, inputs, input_gradients=name != "lora")
     trained = {f"update {parameter}" for parameter, p in module.named_parameters() if p.requires_grad}
     rng = np.random.default_rng(len(name) + mesh.ranks)
     kinds = set()
     for _ in range(1 if name in ("llama", "gpt") else 2):
         plan = any_plan(builder(graph, "4xA100", mesh), rng)
-        kinds.update(transfer.move.kind for move in plan.found for transfer in move.transfers)
+        kinds.update(move.kind for resharding in plan.reshardings for move in resharding.moves)
         run = beside_one_device(plan, module, inputs)
         expected = run[2]
         assert {op for op in expected if op.startswith("update ")} == trained
         results = pool.run(compare, mesh.ranks, *run)
         assert all(len(errors) == len(expected) + len(trained) for errors in results)
-        assert worst_of(results)[0] < 1e-10
+        assert find_worst(results)[0] < 1e-10
     if name not in ("odd", "lora"):
         assert {"all-reduce", "all-gather"} <= kinds
 
 
 def test_a_wrong_move_is_seen(pool):
     module, inputs = example("mlp")
-    plan = any_plan(builder(graph_of(module, inputs), "4xA100", LINE), np.random.default_rng(0))
-    reduced = next(key for key, path in plan.moves.items() if [t.move.kind for t in path] == ["all-reduce"])
+    plan = any_plan(builder(capture_graph(module, inputs), "4xA100", LINE), np.random.default_rng(0))
+    reduced = next(key for key, path in plan.moves.items() if [t.kind for t in path] == ["all-reduce"])
     broken = replace(plan, moves=plan.moves | {reduced: ()})
-    assert worst_of(pool.run(compare, 4, *beside_one_device(broken, module, inputs)))[0] > 1e-6
+    assert find_worst(pool.run(compare, 4, *beside_one_device(broken, module, inputs)))[0] > 1e-6
 
 
 def test_what_is_no_number_is_seen(pool):
     """A NaN in a block of one rank, behind differences that are none."""
     module, inputs = example("mlp")
-    graph = graph_of(module, inputs)
+    graph = capture_graph(module, inputs)
     plan = shard(builder(graph, "4xA100", LINE))
     stages, given, expected = beside_one_device(plan, module, inputs)
     given["input x"] = given["input x"].index_fill(0, torch.tensor([7]), torch.nan)
     results = pool.run(compare, 4, stages, given, expected)
     assert any(np.isfinite(list(errors.values())).any() for errors in results)
-    found = Difference(4, *worst_of(results), "outputs")
-    assert not found.exact and "not what one device computes: output " in found.verdict
+    found = Difference(4, *find_worst(results), "outputs")
+    assert not found.exact and "not equal to one device: output " in found.verdict
     one = [{"first": 1e-14, "second": float("nan"), "third": 1e-15}]
-    found = Difference(1, *worst_of(one), "outputs")
-    assert not found.exact and "second is off" in found.verdict
+    found = Difference(1, *find_worst(one), "outputs")
+    assert not found.exact and "second differs" in found.verdict
     assert Difference(1, 1e-14, "first", "outputs").exact
 
 
 def test_what_is_frozen_has_no_gradient_and_no_state():
     module, inputs = example("lora")
-    build = builder(graph_of(module, inputs), "4xA100", LINE)
+    build = builder(capture_graph(module, inputs), "4xA100", LINE)
     problem = build.problem()
     plan = build_plan(build, problem, solve(problem))
-    assert {name for name, (*_, state) in plan.weights().items() if state is None} == {"frozen.weight", "frozen.bias"}
+    stateless = {name for name, (*_, state) in plan.weight_shardings().items() if state is None}
+    assert stateless == {"frozen.weight", "frozen.bias"}
     frozen, trained = 12 * 20 + 20, 2 * (12 + 20)
     whole = 2 * frozen + (2 + 4 + 12) * trained  # bytes in bf16, with gradients and AdamW's states of what is trained
     assert whole / 4 <= plan.memory <= whole
-    sharded = rivals(build, problem)["FSDP (ZeRO-3)"].problem
+    sharded, _ = restrict_to_baselines(build, problem)["FSDP (ZeRO-3)"]
     fsdp = build_plan(build, sharded, solve(sharded))
-    kept, _, state = fsdp.weights()["frozen.weight"]
+    kept, _, state = fsdp.weight_shardings()["frozen.weight"]
     assert kept.used and state is None
-    moved = [(t.move.kind, fsdp.graph.ops[move.name].numel) for move in fsdp.found for t in move.transfers]
+    moved = [(t.kind, fsdp.graph.ops[move.name].numel) for move in fsdp.reshardings for t in move.moves]
     assert ("all-gather", 12 * 20) in moved, "frozen weights are gathered too"
 
 
@@ -127,21 +128,21 @@ def test_odd_inputs_and_outputs_are_planned_and_run(pool):
     torch.manual_seed(0)
     inputs = ({"tokens": [torch.randint(0, 4, (4, 4))], "scale": torch.randn(8, dtype=torch.float64)},)
     module = Lists().double()
-    graph = graph_of(module, inputs)
+    graph = capture_graph(module, inputs)
     plan = any_plan(builder(graph, "4xA100", GRID), np.random.default_rng(0))
     run = beside_one_device(plan, module, inputs)
-    assert worst_of(pool.run(compare, 4, *run))[0] < 1e-10
+    assert find_worst(pool.run(compare, 4, *run))[0] < 1e-10
 
 
 @pytest.mark.parametrize("shape, words", [
-    ((0, 4), r"input input has the shape \[0, 4\]: there is nothing in it to split"),
-    ((4, 4, *[1] * 25), "has 27 dims, and shardings have a letter for 26"),
+    ((0, 4), r"input input has the shape \[0, 4\]: it has no elements to split"),
+    ((4, 4, *[1] * 25), "has 27 dims, and shardings have letters for 26"),
 ])  # fmt: skip
 def test_shapes_without_a_sharding_are_refused(shape, words):
     with pytest.raises(UsageError, match=words):
-        graph_of(nn.Sequential(nn.Flatten(1), nn.Linear(4, 8)), (torch.empty(shape),))
+        capture_graph(nn.Sequential(nn.Flatten(1), nn.Linear(4, 8)), (torch.empty(shape),))
 
 
 def test_what_has_nothing_to_train_is_refused():
     with pytest.raises(UsageError, match="nothing in it is trained"):
-        graph_of(MLP(4, 8).requires_grad_(False), (torch.randn(2, 4),))
+        capture_graph(MLP(4, 8).requires_grad_(False), (torch.randn(2, 4),))

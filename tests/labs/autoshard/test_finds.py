@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import nn
 
+from shoal.labs.autoshard.baselines import restrict_to_baselines
 from shoal.labs.autoshard.capture.graph import BACKWARD, FORWARD
-from shoal.labs.autoshard.capture.trace import graph_of
+from shoal.labs.autoshard.capture.trace import capture_graph
 from shoal.labs.autoshard.intra.ilp import solve
 from shoal.labs.autoshard.intra.problem import GIVEN
 from shoal.labs.autoshard.notation.notation import NamedMesh
 from shoal.labs.autoshard.plan import build_plan
-from shoal.labs.autoshard.rivals import rivals
 from tests.labs.autoshard.modules import MLP, Attention, builder, shard, transformer
 
 LINE = NamedMesh("x", (8,))
@@ -19,12 +19,12 @@ LINE = NamedMesh("x", (8,))
 def meta(module, *shape):
     """The graph of a layer among others, at a size at which it pays to split it."""
     with torch.device("meta"):
-        return graph_of(module, (torch.empty(shape, device="meta"),), input_gradients=True)
+        return capture_graph(module, (torch.empty(shape, device="meta"),), input_gradients=True)
 
 
 def sums(plan, phase):
     """What is communicated in a phase, as (kind, axes)."""
-    return [(str(t.move.kind), t.move.axes) for move in plan.found if move.phase == phase for t in move.transfers
+    return [(str(t.kind), t.axes) for move in plan.reshardings if move.phase == phase for t in move.moves
             if t.algorithm]  # fmt: skip
 
 
@@ -46,8 +46,8 @@ def test_megatrons_mlp(nodes):
         module = MLP(4096, 16384)
     plan = among_others(builder(meta(module, 1, 512, 4096), "8xA100" if nodes == 1 else "2x4xA100", LINE))
     assert plan.proven
-    assert str(plan.lies("up.weight")) == "[Ax, B]", "column: split by output"
-    assert str(plan.lies("down.weight")) == "[A, Bx]", "row: split by input"
+    assert str(plan.sharding("up.weight")) == "[Ax, B]", "column: split by output"
+    assert str(plan.sharding("down.weight")) == "[A, Bx]", "row: split by input"
     assert sums(plan, FORWARD) == sums(plan, BACKWARD) == [("all-reduce", "x")]
     assert sums(plan, "step") == []
 
@@ -58,8 +58,8 @@ def test_megatrons_attention(batch):
         module = Attention(4096, 32)
     plan = among_others(builder(meta(module, batch, 512, 4096), "8xA100", LINE))
     for name in ("query", "key", "value"):
-        assert str(plan.lies(f"{name}.weight")) == "[Ax, B]", "column: heads"
-    assert str(plan.lies("mix.weight")) == "[A, Bx]", "row"
+        assert str(plan.sharding(f"{name}.weight")) == "[Ax, B]", "column: heads"
+    assert str(plan.sharding("mix.weight")) == "[A, Bx]", "row"
     assert sums(plan, FORWARD) == sums(plan, BACKWARD) == [("all-reduce", "x")]
 
 
@@ -67,12 +67,12 @@ def test_megatrons_layer_of_shoals_own_model():
     with torch.device("meta"):
         module = transformer("llama", hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, max_sequence=512)
         tokens = torch.zeros(1, 512, dtype=torch.int64)
-        plan = shard(builder(graph_of(module, (tokens, tokens)), "8xA100", LINE))
+        plan = shard(builder(capture_graph(module, (tokens, tokens)), "8xA100", LINE))
     for name in ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up"):
-        assert str(plan.lies(f"layers.0.{name}.weight")) == "[Ax, B]"
+        assert str(plan.sharding(f"layers.0.{name}.weight")) == "[Ax, B]"
     for name in ("attention.out", "mlp.down"):
-        assert str(plan.lies(f"layers.0.{name}.weight")) == "[A, Bx]"
-    assert not plan.lies("layers.0.mlp_norm.weight").used
+        assert str(plan.sharding(f"layers.0.{name}.weight")) == "[A, Bx]"
+    assert not plan.sharding("layers.0.mlp_norm.weight").used
 
 
 class FeedForwards(nn.Module):
@@ -91,11 +91,11 @@ class FeedForwards(nn.Module):
 def test_on_an_uneven_grid_something_better_than_every_split_by_hand():
     grid = NamedMesh("xy", (2, 4))  # nodes over slow Ethernet, devices of a node
     with torch.device("meta"):
-        build = builder(graph_of(FeedForwards(), (torch.empty(8, 256, 2048),)), "2x4xA100-ETH100", grid)
+        build = builder(capture_graph(FeedForwards(), (torch.empty(8, 256, 2048),)), "2x4xA100-ETH100", grid)
     problem = build.problem()
     found = solve(problem)
-    by_hand = {split: solve(rival.problem).cost for split, rival in rivals(build, problem).items()}
+    by_hand = {split: solve(limited).cost for split, (limited, _) in restrict_to_baselines(build, problem).items()}
     assert {"data parallel", "FSDP (ZeRO-3)", "Megatron over xy", "Megatron over y, FSDP over x"} <= set(by_hand)
     assert found.cost < 0.8 * min(by_hand.values()), by_hand
-    weights = build_plan(build, problem, found).weights()
+    weights = build_plan(build, problem, found).weight_shardings()
     assert weights["layers.0.mlp.up.weight"] != weights["layers.1.mlp.up.weight"], "each as suits its width"

@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from shoal.base.errors import UsageError
-from shoal.labs.autoshard.capture.forward import forward_of
-from shoal.labs.autoshard.capture.trace import graph_of
-from shoal.labs.autoshard.execute import compare, worst_of
+from shoal.labs.autoshard.capture.forward import export_forward
+from shoal.labs.autoshard.capture.trace import capture_graph
+from shoal.labs.autoshard.execute import compare, find_worst
 from shoal.labs.autoshard.notation.notation import NamedMesh
 from tests.labs.autoshard.modules import any_plan, beside_one_device, builder
 
@@ -111,9 +111,9 @@ def test_a_module_is_planned_as_it_computes(pool, forward):
     torch.manual_seed(0)
     module, inputs = Two(forward).double(), (torch.randn(8, 8, dtype=torch.float64),)
     mesh = NamedMesh("x", (2,))
-    plan = any_plan(builder(graph_of(module, inputs), "2xA100", mesh), np.random.default_rng(0))
+    plan = any_plan(builder(capture_graph(module, inputs), "2xA100", mesh), np.random.default_rng(0))
     run = beside_one_device(plan, module, inputs)
-    assert worst_of(pool.run(compare, 2, *run))[0] < 1e-10
+    assert find_worst(pool.run(compare, 2, *run))[0] < 1e-10
 
 
 def outside(m, x):
@@ -143,12 +143,12 @@ def given(m, x):
 @pytest.mark.parametrize("forward, words", [
     (outside, "aten.mul_.Tensor under torch.no_grad changes mul, which was made outside of it"),
     (past_detach, r"through .detach\(\) changes mul, which was made outside of it"),
-    (buffer, "its forward pass changes c, which devices would do differently"),
-    (given, "its forward pass changes x, which devices would do differently"),
+    (buffer, "its forward pass changes c, which each device would do differently"),
+    (given, "its forward pass changes x, which each device would do differently"),
 ])  # fmt: skip
 def test_writes_that_others_would_see_are_refused(forward, words):
     with pytest.raises(UsageError, match=words):
-        forward_of(Two(forward), (torch.randn(8, 8),))
+        export_forward(Two(forward), (torch.randn(8, 8),))
 
 
 def test_nothing_else_is_taken_apart():
@@ -158,7 +158,7 @@ def test_nothing_else_is_taken_apart():
         h = (h @ h.transpose(2, 3)).softmax(-1) @ h
         return F.cross_entropy(m.b(h).flatten(0, 2), torch.zeros(8, dtype=torch.int64))
 
-    graph = forward_of(Two(block), (torch.randn(8, 8),)).module.graph
+    graph = export_forward(Two(block), (torch.randn(8, 8),)).module.graph
     found = {node.target._schema.name.removeprefix("aten::") for node in graph.nodes if hasattr(node.target, "_schema")}
     assert {"linear", "layer_norm", "rms_norm", "scaled_dot_product_attention", "matmul", "softmax",
             "cross_entropy_loss"} <= found  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.labs.autoshard.capture.trace import graph_of
+from shoal.labs.autoshard.capture.trace import capture_graph
 from shoal.labs.autoshard.intra.ilp import NothingFits, solve
 from shoal.labs.autoshard.intra.problem import Decision, ShardingProblem, TensorMoves
 from shoal.labs.autoshard.notation.notation import NamedMesh
@@ -94,6 +94,6 @@ def test_when_time_is_up_the_best_that_was_found_is_taken(monkeypatch):
 @pytest.mark.parametrize("rows, name", [(64, "4xA100"), (8192, "4xA100")])
 def test_a_real_product_is_split_as_well_as_can_be(rows, name):
     with torch.device("meta"):
-        graph = graph_of(torch.nn.Linear(512, 1024, bias=False), (torch.empty(rows, 512),))
+        graph = capture_graph(torch.nn.Linear(512, 1024, bias=False), (torch.empty(rows, 512),))
     problem = builder(graph, name, NamedMesh("x", (4,))).problem()
     assert solve(problem).cost == pytest.approx(best(problem), rel=1e-9)

@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from shoal.engine.models.transformer import initialise
-from shoal.labs.autoshard.capture.forward import forward_of
+from shoal.labs.autoshard.capture.forward import export_forward
 from shoal.labs.autoshard.capture.layers import Layers
-from shoal.labs.autoshard.capture.trace import differentiated
-from shoal.labs.autoshard.execute import compare, reference, worst_of
+from shoal.labs.autoshard.capture.trace import differentiate
+from shoal.labs.autoshard.execute import compare, find_worst, reference
 from shoal.labs.autoshard.search import StageSearch
 from shoal.labs.autoshard.stages import AssignedStage
 from tests.labs.autoshard.modules import target, transformer
@@ -16,10 +16,10 @@ from tests.labs.autoshard.modules import target, transformer
 
 def compared(pool, ranks, module, inputs, forward, stages):
     """The largest difference of any output, gradient and new weight of some stages."""
-    given, expected = reference(module, inputs, forward, differentiated(forward))
+    given, expected = reference(module, inputs, forward, differentiate(forward))
     results = pool.run(compare, ranks, stages, given, expected)
     assert set().union(*results) >= set(expected), "every output and every parameter is in a stage"
-    return worst_of(results)[0]
+    return find_worst(results)[0]
 
 
 def test_stages_on_parts_of_the_ranks_compute_what_one_device_computes(pool):
@@ -28,7 +28,7 @@ def test_stages_on_parts_of_the_ranks_compute_what_one_device_computes(pool):
     torch.manual_seed(0)
     tokens = torch.randint(0, 32, (4, 8))
     inputs = (tokens, tokens.roll(1, 1))
-    forward = forward_of(module, inputs)
+    forward = export_forward(module, inputs)
     layers = Layers(forward, 3)
     assert len(layers.ends) == 3
     stages = StageSearch(layers, target("4xA100", 4)).place(
@@ -41,7 +41,7 @@ def cut_once(pool, module: nn.Module, at: int) -> tuple[Layers, float]:
     """As many layers as there can be, and the largest difference of two stages, of which the second begins there."""
     torch.manual_seed(0)
     module, inputs = module.double(), (torch.randn(4, 8, dtype=torch.float64),)
-    forward = forward_of(module, inputs)
+    forward = export_forward(module, inputs)
     layers = Layers(forward, 99)
     count = len(layers.ends)
     cut = (AssignedStage(0, at % count, (1, 1), 0.0), AssignedStage(at % count, count, (1, 1), 0.0))
@@ -95,7 +95,7 @@ def linears(frozen: range) -> tuple[nn.Module, tuple]:
 @pytest.mark.parametrize("frozen", [range(0), range(2), range(2, 4)], ids=str)
 def test_layers_cost_what_their_own_plan_takes(frozen):
     """Whatever was asked before: of the model's input there is no gradient, nor of frozen weights."""
-    found = StageSearch(Layers(forward_of(*linears(frozen)), 4), target("2xA100", 4))
+    found = StageSearch(Layers(export_forward(*linears(frozen)), 4), target("2xA100", 4))
     for first, last in ((2, 4), (0, 2), (1, 2), (0, 1), (3, 4), (2, 3)):
         cost = found.cost(first, last, (1, 1), 1) - found.receive_seconds(first, (1, 1))
         plan = found.plan(first, last, (1, 1), 1)
@@ -103,7 +103,7 @@ def test_layers_cost_what_their_own_plan_takes(frozen):
 
 
 def test_a_stage_keeps_what_it_was_sent():
-    found = StageSearch(Layers(forward_of(*linears(range(0))), 4), target("4xA100", 4))
+    found = StageSearch(Layers(export_forward(*linears(range(0))), 4), target("4xA100", 4))
     tensor = 1024 * 256 * 2  # bytes in bf16
     saved = [found.plan(first, last, (1, 1), 1).saved for first, last in ((0, 1), (1, 2), (1, 3))]
     assert saved == [0, tensor, 2 * tensor], "the module's own input is there for all micro-batches"

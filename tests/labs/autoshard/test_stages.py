@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.labs.autoshard.capture.layers import DELTA, _cut
-from shoal.labs.autoshard.stages import AssignedStage, latency, parts, pipeline
+from shoal.labs.autoshard.stages import AssignedStage, find_pipeline, latency, list_parts
 
 
 def every(layers, nodes, per_node):
@@ -15,7 +15,7 @@ def every(layers, nodes, per_node):
     for stages in range(1, layers + 1):
         for cuts in combinations(range(1, layers), stages - 1):
             ends = (0, *cuts, layers)
-            for chosen in product(parts(nodes, per_node), repeat=stages):
+            for chosen in product(list_parts(nodes, per_node), repeat=stages):
                 if sum(n * m for n, m in chosen) == nodes * per_node:
                     yield [(a, b, part, stages - i) for i, (a, b, part) in
                            enumerate(zip(ends, ends[1:], chosen, strict=False))]  # fmt: skip
@@ -44,7 +44,7 @@ def test_the_best_of_all_pipelines_is_found(seed, layers, shape, microbatches, i
     ]
     can = [stages for stages in all_of_them if all(stage.seconds < float("inf") for stage in stages)]
     least = min((latency(stages, microbatches) for stages in can), default=float("inf"))
-    found = pipeline(cost, layers, *shape, microbatches)
+    found = find_pipeline(cost, layers, *shape, microbatches)
     if found is None:
         assert least == float("inf")
         return
@@ -58,8 +58,8 @@ def test_the_best_of_all_pipelines_is_found(seed, layers, shape, microbatches, i
 
 
 def test_parts_of_a_node_divide_one_another():
-    assert parts(2, 6) == [(1, 1), (1, 2), (1, 6), (2, 6)], "three parts of 4 cannot be laid out on two nodes of 6"
-    assert parts(1, 8) == [(1, 1), (1, 2), (1, 4), (1, 8)]
+    assert list_parts(2, 6) == [(1, 1), (1, 2), (1, 6), (2, 6)], "three parts of 4 cannot be laid out on two nodes of 6"
+    assert list_parts(1, 8) == [(1, 1), (1, 2), (1, 4), (1, 8)]
 
 
 @settings(max_examples=100)

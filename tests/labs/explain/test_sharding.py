@@ -119,9 +119,9 @@ def test_the_longer_of_the_last_two_axes_goes_to_the_right():
     [
         ([PRODUCT], "--mesh: which devices are there?"),
         ([PRODUCT, "--mesh", "x=4,y"], "a mesh axis is one lower-case letter"),
-        ([PRODUCT, "--mesh", "y=4"], "there is no mesh axis 'x'"),
-        ([PRODUCT, "--mesh", "x=3"], "does not come out even over 3 devices along x; near it: --sizes J=4095"),
-        ([PRODUCT, "--mesh", "x=4", "--sizes", "L=3"], "there is no dim L"),
+        ([PRODUCT, "--mesh", "y=4"], "the mesh has no axis 'x'"),
+        ([PRODUCT, "--mesh", "x=3"], "does not divide evenly over 3 devices along x; nearest: --sizes J=4095"),
+        ([PRODUCT, "--mesh", "x=4", "--sizes", "L=3"], "has no dim L"),
         ([PRODUCT, "--mesh", "x=4", "--dtype", "bf61"], "--dtype bf61: did you mean 'bf16'?"),
         ([PRODUCT, "--mesh", "x=4", "--dtype", "fp8", "--accelerator", "tpu-v5p"], "no speed of tpu-v5p for it"),
         ([PRODUCT, "--mesh", "x=4", "--topology", "tours"], "did you mean 'torus'"),

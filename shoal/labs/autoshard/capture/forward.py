@@ -1,7 +1,7 @@
 """A module's forward pass as a graph, by `torch.export`: functional and flat.
 
-What a module writes in place, through views too, are operators here that make new tensors. So data flows along the
-graph alone, by which it is differentiated and cut into stages.
+In-place writes of a module, through views too, become operators that make new tensors. So data flows along the graph
+alone, and the graph can be differentiated and cut into stages.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ aten = torch.ops.aten
 
 
 def export(module: nn.Module, inputs: tuple) -> ExportedProgram:
-    """The forward pass of a module in training, on example inputs; no numbers are computed.
+    """Export the forward pass of a module in training, on example inputs; no numbers are computed.
 
     Raises:
-        UsageError: it has no graph (its path depends on numbers), or changes what comes from outside.
+        UsageError: it has no graph (its control flow depends on numbers), or changes tensors from outside.
     """
     try:
         program = torch.export.export(module, inputs)
@@ -36,21 +36,21 @@ def export(module: nn.Module, inputs: tuple) -> ExportedProgram:
     except Exception as error:
         first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise UsageError(
-            f"{type(module).__name__}: torch.export finds no graph of it: {first.strip()}"
+            f"{type(module).__name__}: torch.export finds no graph: {first.strip()}"
             "\n  Its forward pass must not depend on the values of tensors."
         ) from error
     if changed := [out.target for out in program.graph_signature.output_specs if out.kind != OutputKind.USER_OUTPUT]:
         raise UsageError(
             f"{type(module).__name__}: its forward pass changes {', '.join(map(str, changed))}, "
-            "which devices would do differently.\n  Take batch norms and counters out, or freeze them by .eval()."
+            "which each device would do differently.\n  Remove batch norms and counters, or freeze them with .eval()."
         )
     return program
 
 
 def _functional(program: ExportedProgram) -> ExportedProgram:
-    """Without operators that write in place; hardly any other is taken apart."""
+    """Remove operators that write in place; decompose few others."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch's, of itself
+        warnings.simplefilter("ignore", FutureWarning)  # about code inside torch
         program = program.run_decompositions({aten.copy.default: _copy})
     for node in program.graph.nodes:
         if node.target is aten.view.default:  # for strides that another attention would give
@@ -60,12 +60,12 @@ def _functional(program: ExportedProgram) -> ExportedProgram:
 
 
 def _copy(x: Tensor, y: Tensor, non_blocking: bool = False) -> Tensor:
-    """What copy_ becomes; torch's own has no derivative."""
+    """Replace copy_; torch's own decomposition has no derivative."""
     return y.to(x.dtype).expand(x.shape).clone()
 
 
 def _cut_gradients(program: ExportedProgram) -> None:
-    """Detach what is read under `torch.no_grad`, and what `detach_` detaches: a functional program knows neither.
+    """Detach tensors read under `torch.no_grad`, or passed to `detach_`: a functional program knows neither.
 
     Raises:
         UsageError: a tensor with a gradient is written to past autograd.
@@ -75,19 +75,19 @@ def _cut_gradients(program: ExportedProgram) -> None:
     for node in [node for node in graph.nodes if node.target is aten.detach_.default]:
         node.target = aten.detach.default
         node.args[0].replace_all_uses_with(node, delete_user_cb=lambda user, at=place[node]: place[user] > at)
-    learning = _with_gradients(program)
+    learning = _find_differentiable(program)
     for node in list(graph.nodes):
-        for views in map(_views, _written(node)):
+        for views in map(_list_bases, _written(node)):
             if any(view.target is aten.detach.default for view in views) and views[-1] in learning:
-                raise _unseen(node, views[-1], "through .detach()")
+                raise _hidden_write(node, views[-1], "through .detach()")
         if node.target is not torch.ops.higher_order.wrap_with_set_grad_enabled or node.args[0]:
             continue
         region = getattr(program.graph_module, node.args[1].target)
         given = [inner for inner in region.graph.nodes if inner.op == "placeholder"]
         outer = {inner: out for inner, out in zip(given, node.args[2:], strict=True) if out in learning}
         for inner in region.graph.nodes:
-            for base in (views[-1] for views in map(_views, _written(inner)) if views[-1] in outer):
-                raise _unseen(inner, outer[base], "under torch.no_grad")
+            for base in (views[-1] for views in map(_list_bases, _written(inner)) if views[-1] in outer):
+                raise _hidden_write(inner, outer[base], "under torch.no_grad")
         for inner in outer:
             _detach(region.graph, inner)
         region.recompile()
@@ -97,18 +97,18 @@ def _cut_gradients(program: ExportedProgram) -> None:
 
 
 def _detach(graph: fx.Graph, node: fx.Node) -> None:
-    """Have all readers of a node read it detached."""
+    """Let all readers of a node read it detached."""
     with graph.inserting_after(node):
         detached = graph.call_function(aten.detach.default, (node,))
     node.replace_all_uses_with(detached, delete_user_cb=lambda user: user is not detached)
     detached.meta = dict(node.meta)
 
 
-def _with_gradients(program: ExportedProgram) -> set[fx.Node]:
-    """What parameters' gradients may flow through."""
+def _find_differentiable(program: ExportedProgram) -> set[fx.Node]:
+    """Find the tensors through which parameters' gradients may flow."""
     found: set[fx.Node] = set()
     for node in program.graph_module.graph.nodes:
-        name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
+        name = schema.name if (schema := get_schema(node)) else ""
         value = node.meta.get("val")
         cut = name == "aten::detach" or name.endswith("_like") or name.startswith("aten::new_")
         if cut or (isinstance(value, Tensor) and not value.is_floating_point()):
@@ -118,37 +118,37 @@ def _with_gradients(program: ExportedProgram) -> set[fx.Node]:
             and node.target is not torch.ops.higher_order.wrap_with_set_grad_enabled
         ):
             found.add(node)
-        found.update(views[-1] for views in map(_views, _written(node)) if node in found)
+        found.update(views[-1] for views in map(_list_bases, _written(node)) if node in found)
     return found
 
 
-def _unseen(node: fx.Node, changed: fx.Node, how: str) -> UsageError:
+def _hidden_write(node: fx.Node, changed: fx.Node, how: str) -> UsageError:
     return UsageError(
-        f"{node.target} {how} changes {changed.name}, which was made outside of it: autograd does not know."
-        "\n  Make a new tensor there, or write to it where autograd sees it."
+        f"{node.target} {how} changes {changed.name}, which was made outside of it: autograd does not see that."
+        "\n  Make a new tensor instead, or write where autograd is enabled."
     )
 
 
-def writes(node: fx.Node) -> bool:
-    """Whether an operator writes to tensors that it is given."""
-    schema = schema_of(node)
-    return schema is not None and schema.is_mutable
-
-
-def schema_of(node: fx.Node) -> torch.FunctionSchema | None:
-    """What an ATen operator says of its arguments; None of a node that is no such operator."""
+def get_schema(node: fx.Node) -> torch.FunctionSchema | None:
+    """Return the schema of an ATen operator; None for other nodes."""
     return node.target._schema if isinstance(node.target, torch._ops.OpOverload) else None
 
 
+def writes(node: fx.Node) -> bool:
+    """Whether an operator writes to its arguments."""
+    schema = get_schema(node)
+    return schema is not None and schema.is_mutable
+
+
 def operand(node: fx.Node, place: int) -> Tensor:
-    """The example of an argument that is a tensor, as the export made it."""
+    """Return the example of a tensor argument, as the export made it."""
     argument = node.args[place]
     assert isinstance(argument, fx.Node), f"argument {place} of {node} is no tensor"
     return argument.meta["val"]
 
 
 def _written(node: fx.Node) -> list[fx.Node]:
-    schema = schema_of(node)
+    schema = get_schema(node)
     if schema is None or not schema.is_mutable:
         return []
     given = {**{a.name: value for a, value in zip(schema.arguments, node.args, strict=False)}, **node.kwargs}
@@ -156,12 +156,11 @@ def _written(node: fx.Node) -> list[fx.Node]:
     return [value for value in torch.utils._pytree.tree_leaves(changed) if isinstance(value, fx.Node)]
 
 
-def _views(node: fx.Node) -> list[fx.Node]:
-    """A view, what it is one of, and so on to whose memory it shows, or may show."""
+def _list_bases(node: fx.Node) -> list[fx.Node]:
+    """List a tensor, the one that it is a view of, and so on to the one that owns the memory, or may own it."""
     chain = [node]
     while node.target is getitem or (
-        isinstance(node.target, torch._ops.OpOverload) and node.target._schema.returns
-        and node.target._schema.returns[0].alias_info is not None
+        (schema := get_schema(node)) is not None and schema.returns and schema.returns[0].alias_info is not None
     ):
         node = node.all_input_nodes[0]
         chain.append(node)
@@ -173,9 +172,9 @@ class Forward:
     """An exported forward pass, flat: one node for each operator and each tensor from outside.
 
     Attributes:
-        sources: from a placeholder's name to (kind, name in the module); of what another stage makes, a boundary, its
+        sources: from a placeholder's name to (kind, name in the module); of a boundary, which another stage makes, its
             name there.
-        values: of parameters and buffers, by these names; parameters that take no gradient are not trained.
+        values: parameters and buffers, by these names; parameters without requires_grad are not trained.
     """
 
     module: fx.GraphModule
@@ -184,11 +183,11 @@ class Forward:
 
     @property
     def outputs(self) -> list[fx.Node]:
-        """What it gives back, once what it gives back several times."""
+        """The outputs, each once."""
         return list(dict.fromkeys(self._returned))
 
-    def each(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Of all tensors that it gave back, one for each of the outputs."""
+    def drop_repeated(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return one tensor for each of the outputs, given all tensors that a call returned."""
         return list(dict(zip(self._returned, tensors, strict=True)).values())
 
     @property
@@ -197,11 +196,11 @@ class Forward:
         return [value for value in out.args[0] if isinstance(value, fx.Node)]
 
 
-def forward_of(module: nn.Module, inputs: tuple) -> Forward:
-    """Export a module; parameters that are one tensor under several names get the first of these.
+def export_forward(module: nn.Module, inputs: tuple) -> Forward:
+    """Export a module; a parameter with several names gets the first of these.
 
     Raises:
-        UsageError: it has no graph, or nothing in it is trained.
+        UsageError: it has no graph, or no trained parameter.
     """
     program = export(module, inputs)
     signature = program.graph_signature
@@ -224,6 +223,6 @@ def forward_of(module: nn.Module, inputs: tuple) -> Forward:
             sources[node.name] = ("input", node.name)
     if not any(kind == "parameter" and values[name].requires_grad for kind, name in sources.values()):
         raise UsageError(
-            f"{type(module).__name__}: nothing in it is trained: it reads no parameter that takes a gradient"
+            f"{type(module).__name__}: nothing in it is trained: it reads no parameter with requires_grad"
         )
     return Forward(program.graph_module, sources, values)

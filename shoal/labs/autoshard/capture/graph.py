@@ -8,12 +8,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from string import ascii_uppercase
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 FORWARD, BACKWARD = "forward", "backward"
 RESHAPES = {"view", "_unsafe_view", "reshape", "squeeze", "unsqueeze"}
@@ -22,21 +24,21 @@ VIEWS = RESHAPES | {"permute", "transpose", "t", "expand", "slice", "select"}
 
 @dataclass(frozen=True)
 class Ref:
-    """A tensor among an operator's arguments, by the operator that makes it."""
+    """A tensor among an operator's arguments, by the name of the operator that makes it."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator, or where a tensor comes from outside.
+    """An operator, or the source of a tensor from outside.
 
     Attributes:
-        name: of the one tensor that it makes.
+        name: of its output, a single tensor.
         kind: parameter, buffer, input, boundary (what another stage makes), gradient (of an output), or call.
         target: of a call, as ``mm.default``; of a parameter, its name in the module.
         args, kwargs: of a call; tensors as `Ref`.
-        phase: when it must be done: backward if only backward operators need it.
+        phase: the latest possible one: backward if only backward operators need it.
     """
 
     name: str
@@ -50,29 +52,31 @@ class Operator:
 
     @property
     def op(self) -> str:
-        """A call without its overload: ``mm``; else nothing."""
+        """The name of a call without its overload, such as ``mm``; else empty."""
         return self.target.split(".")[0] if self.kind == "call" else ""
 
     @cached_property
     def operands(self) -> tuple[str, ...]:
-        """The tensors that it reads, in order; one that is read twice is there twice."""
-        return tuple(refs((self.args, self.kwargs)))
+        """The tensors that it reads, in order, with repetitions."""
+        return tuple(leaf.name for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Ref))
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """The elements along each dim of its output, by the letters A, B, C, ... of a `Sharding`."""
+        return dict(zip(ascii_uppercase, self.shape, strict=False))
 
     @property
     def numel(self) -> int:
-        """Elements of what it makes."""
+        """The elements of its output."""
         return math.prod(self.shape)
 
-    def call(self, tensors: tuple[Tensor, ...], args: tuple | None = None) -> Any:
-        """Do it, on other tensors of the same meaning.
-
-        Args:
-            args: in place of its own, where these name sizes of whole tensors.
-        """
+    def call(self, tensors: tuple[Tensor, ...]) -> Any:
+        """Run it on tensors, or blocks of them, for its operands."""
         if self.op == "product":
             return torch.einsum(self.args[2], *tensors)
         left = iter(tensors)
-        return overload(self.target)(*put(args or self.args, left), **put(self.kwargs, left))
+        args, kwargs = tree_map_only(Ref, lambda _: next(left), (self.args, self.kwargs))
+        return overload(self.target)(*args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -80,8 +84,8 @@ class OperatorGraph:
     """The operators of a training step.
 
     Attributes:
-        ops: in an order in which they can be done.
-        outputs: what the forward pass gives back.
+        ops: in an order in which they can run.
+        outputs: of the forward pass.
         gradients: from a parameter, a boundary or an input to the operator that makes its gradient.
     """
 
@@ -91,11 +95,11 @@ class OperatorGraph:
 
     @property
     def parameters(self) -> list[Operator]:
-        """Where weights come from."""
+        """The sources of weights."""
         return [op for op in self.ops.values() if op.kind == "parameter"]
 
     def users(self) -> dict[str, list[Operator]]:
-        """Who reads what an operator makes."""
+        """Return the operators that read each operator's output."""
         found: dict[str, list[Operator]] = {name: [] for name in self.ops}
         for op in self.ops.values():
             for name in dict.fromkeys(op.operands):
@@ -103,46 +107,21 @@ class OperatorGraph:
         return found
 
 
-def refs(values: Any) -> list[str]:
-    """The names of all tensors in nested arguments."""
-    if isinstance(values, Ref):
-        return [values.name]
-    if isinstance(values, (tuple, list)):
-        return [name for value in values for name in refs(value)]
-    if isinstance(values, dict):
-        return refs(tuple(values.values()))
-    return []
-
-
-def put(values: Any, tensors) -> Any:
-    """The same arguments with tensors for their names, in order."""
-    if isinstance(values, Ref):
-        return next(tensors)
-    if isinstance(values, (tuple, list)):
-        return type(values)(put(value, tensors) for value in values)
-    if isinstance(values, dict):
-        return {key: put(value, tensors) for key, value in values.items()}
-    return values
-
-
 @cache
 def overload(target: str) -> Any:
-    """An operator by its name."""
-    room, _, name = target.rpartition("::")
+    """Return the ATen (or other) operator of a name."""
+    namespace, _, name = target.rpartition("::")
     name, kind = name.split(".")
-    return getattr(getattr(getattr(torch.ops, room or "aten"), name), kind)
+    return getattr(getattr(getattr(torch.ops, namespace or "aten"), name), kind)
 
 
-def phased(ops: dict[str, Operator], outputs: tuple[str, ...], gradients: dict[str, str]) -> OperatorGraph:
-    """Without what nobody needs; each operator as late as it can be."""
-    forward: set[str] = set()
-    needed: set[str] = set()
-    grown: set[str] = set()  # what depends on a gradient
+def assign_phases(ops: dict[str, Operator], outputs: tuple[str, ...], gradients: dict[str, str]) -> OperatorGraph:
+    """Drop operators without effect, and give each of the others the latest possible phase."""
+    after_gradient: set[str] = set()
     for op in ops.values():
-        if op.kind == "gradient" or grown.intersection(op.operands):
-            grown.add(op.name)
-    forward.update(outputs)
-    needed.update((*outputs, *gradients.values()))
+        if op.kind == "gradient" or after_gradient.intersection(op.operands):
+            after_gradient.add(op.name)
+    forward, needed = set(outputs), {*outputs, *gradients.values()}
     for op in reversed(ops.values()):
         if op.name in forward:
             forward.update(op.operands)
@@ -151,7 +130,6 @@ def phased(ops: dict[str, Operator], outputs: tuple[str, ...], gradients: dict[s
     kept = {}
     for name, op in ops.items():
         if op.kind != "call" or name in needed:
-            late = name in grown or (op.kind == "call" and name not in forward)
-            kept[name] = Operator(name, op.kind, op.target, op.shape, op.dtype, op.args, op.kwargs,
-                            BACKWARD if late else FORWARD)  # fmt: skip
+            late = name in after_gradient or (op.kind == "call" and name not in forward)
+            kept[name] = replace(op, phase=BACKWARD if late else FORWARD)
     return OperatorGraph(kept, outputs, gradients)

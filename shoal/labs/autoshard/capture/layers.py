@@ -1,7 +1,7 @@
-"""A forward pass cut into layers, and any run of them as a forward pass of its own.
+"""Cut a forward pass into layers, and make any run of layers a forward pass of its own.
 
-Operators are clustered in their order (Zheng et al. 2022, section 5.2, equation 6): of all cuts into L layers, none of
-which computes more than (1 + delta) of its share, those whose widest boundary carries the fewest bytes.
+Operators are clustered in their order (Zheng et al. 2022, section 5.2, equation 6): of all cuts into L layers with at
+most (1 + delta) of the mean FLOPs each, take one whose widest boundary carries the fewest bytes.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from functools import cached_property
 import torch
 from torch import Tensor, fx
 
-from shoal.labs.autoshard.capture.forward import Forward, operand, schema_of
+from shoal.labs.autoshard.capture.forward import Forward, get_schema, operand
 from shoal.labs.autoshard.capture.graph import OperatorGraph
-from shoal.labs.autoshard.capture.trace import differentiated
+from shoal.labs.autoshard.capture.trace import differentiate
 
-DELTA = 0.5  # of a layer's share of the FLOPs that it may have more
-CUTS = 150  # that are looked at: those that carry least
+DELTA = 0.5  # a layer may have this part of the mean FLOPs more than the mean
+CUTS = 150  # candidates for cuts: the places that carry the fewest bytes
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Layers:
     """A forward pass in layers.
 
     Attributes:
-        count: of layers wanted; fewer where there are fewer places to cut.
+        count: of layers; fewer if there are fewer places to cut.
     """
 
     forward: Forward
@@ -35,7 +35,7 @@ class Layers:
 
     @cached_property
     def live(self) -> set[fx.Node]:
-        """What is computed from parameters or inputs, and these; the rest are constants, which every stage makes."""
+        """Parameters, inputs and what is computed from them; the rest are constants, which every stage computes."""
         live: set[fx.Node] = set()
         for node in self.forward.module.graph.nodes:
             if node.op == "placeholder" or live.intersection(node.all_input_nodes):
@@ -44,15 +44,15 @@ class Layers:
 
     @cached_property
     def nodes(self) -> list[fx.Node]:
-        """The operators that layers are made of, in order."""
+        """The operators of all layers, in order."""
         return [node for node in self.forward.module.graph.nodes if node in self.live and node.op == "call_function"]
 
     @cached_property
     def ends(self) -> list[int]:
         """Where each layer ends in `nodes`."""
         place = {node: i for i, node in enumerate(self.nodes)}
-        carried = [0] * (len(self.nodes) + 1)  # bytes of what is made before a place and read behind it
-        closed: set[int] = set()  # places over which several tensors would go as one value
+        carried = [0] * (len(self.nodes) + 1)  # bytes that are made before a place and read after it
+        closed: set[int] = set()  # places that a tuple of tensors crosses
         for node, i in place.items():
             last = max((place[user] for user in node.users if user in place), default=i)
             for cut in range(i + 1, last + 1):
@@ -67,13 +67,13 @@ class Layers:
         return _cut([0, *inner, len(self.nodes)], carried, work, self.count)
 
     def boundary(self, cut: int) -> int:
-        """Bytes of elements of 8 that go from layers before a place to those behind it."""
+        """Return the bytes, in the traced float64, that layers before a place send to those after it."""
         place = {node: i for i, node in enumerate(self.nodes)}
         at = self.ends[cut - 1] if cut else 0
         return sum(_bytes(node) for node in self.nodes[:at] if any(place.get(user, -1) >= at for user in node.users))
 
     def inside(self, first: int, last: int) -> list[fx.Node]:
-        """The operators of some layers."""
+        """Return the operators of layers [first, last)."""
         return self.nodes[self.ends[first - 1] if first else 0 : self.ends[last - 1]]
 
     def shares(self, first: int, last: int) -> bool:
@@ -86,7 +86,7 @@ class Layers:
         return any(kind == "parameter" and len(by) > 1 for (kind, _), by in read.items())
 
     def part(self, first: int, last: int) -> Forward:
-        """Some layers as a forward pass: what they read of others are boundaries, what others read are outputs."""
+        """Make some layers a forward pass: tensors of other layers are boundaries, those that others read outputs."""
         inside, graph = self.inside(first, last), fx.Graph()
         mine, needed = set(inside), set(inside)
         for node in reversed(self.forward.module.graph.nodes):
@@ -95,11 +95,10 @@ class Layers:
         new: dict[fx.Node, fx.Node] = {}
         sources: dict[str, tuple[str, str]] = {}
         needed_nodes = [node for node in self.forward.module.graph.nodes if node in needed]
-        outside = [node for node in needed_nodes if node in self.live and node not in mine]
-        for node in outside:
-            new[node] = graph.placeholder(node.name)
-            boundary = ("boundary", node.name)
-            sources[new[node].name] = self.forward.sources[node.name] if node.op == "placeholder" else boundary
+        for node in needed_nodes:
+            if node in self.live and node not in mine:
+                new[node] = graph.placeholder(node.name)
+                sources[new[node].name] = self.forward.sources.get(node.name, ("boundary", node.name))
         for node in needed_nodes:
             if node not in new:
                 new[node] = graph.node_copy(node, lambda n: new[n])
@@ -108,12 +107,11 @@ class Layers:
         return Forward(fx.GraphModule(torch.nn.Module(), graph), sources, self.forward.values)
 
     def graph(self, first: int, last: int) -> OperatorGraph:
-        """A training step of some layers, with the gradients of their boundaries."""
-        return differentiated(self.part(first, last))
+        """Build a training step of some layers, with the gradients of their boundaries."""
+        return differentiate(self.part(first, last))
 
-    def like(self, first: int, last: int) -> tuple:
-        """What makes two runs of layers the same problem: their operators, shapes and wiring, and whence tensors come:
-        parameters and boundaries have gradients, frozen parameters and inputs have none."""
+    def key(self, first: int, last: int) -> tuple:
+        """Make a key that is equal for layers with the same problem: operators, shapes, wiring and kinds of sources."""
         number: dict[fx.Node, int] = {}
         seen: dict[tuple[str, str], int] = {}
         key = []
@@ -133,29 +131,28 @@ class Layers:
 
 
 def _cut(places: list[int], carried: list[int], work: list[float], count: int) -> list[int]:
-    """Ends of so many layers: of the cuts whose widest boundary is narrowest, one whose heaviest layer is lightest."""
+    """Find the ends of ``count`` layers: the narrowest widest boundary, then the lightest heaviest layer."""
     count, last = min(count, len(places) - 1), places[-1]
 
     def carries(limit: float) -> Callable[[int, int], float]:
         return lambda start, end: carried[end] * (end < last) if work[end] - work[start] <= limit else math.inf
 
     limit = (1 + DELTA) * work[-1] / count
-    wide, _ = _least_of_most(places, count, carries(limit))
+    wide, _ = _minimise_maximum(places, count, carries(limit))
     if wide == math.inf:  # one operator computes more than a layer's share
         limit = math.inf
-        wide, _ = _least_of_most(places, count, carries(limit))
+        wide, _ = _minimise_maximum(places, count, carries(limit))
     narrow = [place for place in places if place in (places[0], last) or carried[place] <= wide]
-    _, ends = _least_of_most(narrow, count, lambda start, end: (
+    _, ends = _minimise_maximum(narrow, count, lambda start, end: (
         work[end] - work[start] if work[end] - work[start] <= limit else math.inf
     ))  # fmt: skip
     return ends
 
 
-def _least_of_most(
+def _minimise_maximum(
     places: list[int], count: int, cost: Callable[[int, int], float]
 ) -> tuple[float, list[int]]:
-    """Of all ways to cut into so many runs, the one whose dearest is cheapest, by dynamic programming: what that costs,
-    and where its runs end."""
+    """Cut into ``count`` runs with the least maximal cost, by dynamic programming: return it, and the ends of runs."""
     best: dict[int, tuple[float, list[int]]] = {places[0]: (0.0, [])}
     for _ in range(count):
         step: dict[int, tuple[float, list[int]]] = {}
@@ -174,8 +171,8 @@ def _bytes(node: fx.Node) -> int:
 
 
 def _flops(node: fx.Node) -> float:
-    """Of the products in an operator, forward."""
-    schema = schema_of(node)
+    """Count the forward FLOPs of an operator's products."""
+    schema = get_schema(node)
     name = schema.name.split("::")[1] if schema else ""
     if name in ("linear", "matmul", "mm", "bmm", "addmm"):
         return 2.0 * node.meta["val"].numel() * operand(node, 1 if name == "addmm" else 0).shape[-1]

@@ -1,8 +1,8 @@
-"""A module's graph: its forward pass, differentiated by autograd, in ATen operators.
+"""Capture a module's training step: its forward pass, differentiated by autograd, in ATen operators.
 
 The forward pass (or a part of it, for a stage) is traced together with its gradients: products of matrices,
-element-wise operators, sums, views. So the backward pass is operators like the forward one, and what it communicates
-needs no rules of its own.
+element-wise operators, sums, views. So the backward pass consists of operators like the forward one, and its
+collectives need no rules of their own.
 """
 
 from __future__ import annotations
@@ -20,110 +20,99 @@ from torch._subclasses import FakeTensor
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_map_only
 
 from shoal.base.errors import UsageError
-from shoal.labs.autoshard.capture.forward import Forward, forward_of, operand, writes
-from shoal.labs.autoshard.capture.graph import Operator, OperatorGraph, Ref, phased
-from shoal.labs.autoshard.capture.unfold import unfolded
+from shoal.labs.autoshard.capture.forward import Forward, export_forward, operand, writes
+from shoal.labs.autoshard.capture.graph import Operator, OperatorGraph, Ref, assign_phases
+from shoal.labs.autoshard.capture.unfold import unfold
 
 aten = torch.ops.aten
 SAME = {"alias", "detach", "clone", "lift_fresh_copy", "contiguous", "lift"}
-"""Operators that copy at most: what blocks hold need not be contiguous."""
-WHOLE_OPS = ("embedding", "embedding_dense_backward", "_softmax", "_softmax_backward_data", "_log_softmax")
-"""What is not taken apart."""
+"""Operators that at most copy: blocks need not be contiguous."""
+KEPT_OPS = ("embedding", "embedding_dense_backward", "_softmax", "_softmax_backward_data", "_log_softmax")
+"""Operators that are not decomposed."""
 
 
 # ---- from a forward pass ---------------------------------------------------------------------------------------------
 
 
-def graph_of(module: nn.Module, inputs: tuple, *, input_gradients: bool = False) -> OperatorGraph:
-    """The operators of a training step of a module.
+def capture_graph(module: nn.Module, inputs: tuple, *, input_gradients: bool = False) -> OperatorGraph:
+    """Capture the operators of a training step of a module.
 
     Args:
-        inputs: examples, whose shapes count and whose values do not.
-        input_gradients: make the gradients of floating-point inputs as well, as a layer among others does.
+        inputs: examples, of which only the shapes count.
+        input_gradients: also compute the gradients of floating-point inputs, as a layer among others does.
     """
-    return differentiated(forward_of(module, inputs), input_gradients=input_gradients)
+    return differentiate(export_forward(module, inputs), input_gradients=input_gradients)
 
 
-def differentiated(forward: Forward, *, input_gradients: bool = False) -> OperatorGraph:
-    """A forward pass with its gradients: of trained parameters and of the boundaries of a stage.
+def differentiate(forward: Forward, *, input_gradients: bool = False) -> OperatorGraph:
+    """Add the gradients of trained parameters and of a stage's boundaries to a forward pass.
 
     Args:
-        input_gradients: also of inputs; of them and of boundaries those that are floating-point numbers.
+        input_gradients: also of inputs; of inputs and boundaries only those that are floating-point numbers.
 
     Raises:
         UsageError: it draws random numbers, or a tensor is empty or has too many dims.
     """
-    places: list[tuple[fx.Node, str, str, Tensor | None]] = []
-    learned: list[tuple[fx.Node, str, str, Tensor]] = []
+    sources: list[tuple[str, str]] = []  # of each placeholder
+    values: dict[tuple[str, str], Tensor] = {}
     for node in forward.module.graph.nodes:
         if node.op == "placeholder":
-            kind, name = forward.sources[node.name]
-            value = node.meta.get("val")
-            tensor = value if isinstance(value, Tensor) else None
-            trained = kind == "parameter" and forward.values[name].requires_grad
-            asked = trained or kind == "boundary" or (kind == "input" and input_gradients)
-            seen = (kind, name) in [(k, n) for _, k, n, _ in learned]
-            places.append((node, kind, name, tensor))
-            if asked and not seen and tensor is not None and tensor.is_floating_point():
-                learned.append((node, kind, name, tensor))
-    fakes = next(tensor for *_, tensor in places if isinstance(tensor, FakeTensor)).fake_mode
-    once: dict[tuple[str, str], Tensor] = {}
+            sources.append(forward.sources[node.name])
+            if isinstance(value := node.meta.get("val"), Tensor):
+                values.setdefault(sources[-1], value)
+
+    def is_learned(source: tuple[str, str]) -> bool:
+        kind, name = source
+        trained = kind == "parameter" and forward.values[name].requires_grad
+        asked = trained or kind == "boundary" or (kind == "input" and input_gradients)
+        return asked and values[source].is_floating_point()
+
+    learned = [source for source in values if is_learned(source)]
+    fakes = next(value for value in values.values() if isinstance(value, FakeTensor)).fake_mode
     with fakes:
-        for _, kind, name, tensor in places:
-            if tensor is not None and (kind, name) not in once:
-                once[kind, name] = torch.empty_like(tensor)
-    keys = list(once)
+        examples = [torch.empty_like(value) for value in values.values()]
 
     def outputs(tensors: Sequence[Tensor]) -> tuple[dict, list[Tensor]]:
-        given = dict(zip(keys, tensors, strict=True))
-        for _, kind, name, _ in learned:
-            given[kind, name] = given[kind, name].detach().requires_grad_()
-        flat = [given.get((kind, name)) for _, kind, name, _ in places]
-        outs = fx.Interpreter(forward.module).run(*flat)
-        return given, forward.each([out for out in outs if isinstance(out, Tensor)])
+        given = dict(zip(values, tensors, strict=True))
+        for source in learned:
+            given[source] = given[source].detach().requires_grad_()
+        outs = fx.Interpreter(forward.module).run(*map(given.get, sources))
+        return given, forward.drop_repeated([out for out in outs if isinstance(out, Tensor)])
 
     def step(tensors: list[Tensor], gradients: list[Tensor]):
         given, outs = outputs(tensors)
         trained = [out for out in outs if out.requires_grad]
         if not trained:
             return outs, []
-        leaves = [given[kind, name] for _, kind, name, _ in learned]
+        leaves = [given[source] for source in learned]
         return outs, list(torch.autograd.grad(trained, leaves, grad_outputs=gradients, allow_unused=True))
 
     with sdpa_kernel(SDPBackend.MATH), fakes:
-        # Autograd knows best which outputs have a gradient: not those that depend on inputs or buffers alone.
-        _, outs = outputs(list(once.values()))
+        # Ask autograd which outputs have a gradient: not those that depend on inputs or buffers alone.
+        _, outs = outputs(examples)
         learning = [node for node, out in zip(forward.outputs, outs, strict=True) if out.requires_grad]
         gradients = [torch.empty_like(node.meta["val"]) for node in learning]
         traced = make_fx(step, decomposition_table=_decompositions(), tracing_mode="fake")
-        joint = traced(list(once.values()), gradients)
+        joint = traced(examples, gradients)
         if any(map(writes, joint.graph.nodes)):  # formulas of autograd and decompositions do so
             again = make_fx(functionalize(joint), decomposition_table=_decompositions(), tracing_mode="fake")
-            joint = again(list(once.values()), gradients)
-    kinds = [(kind, name) for kind, name in keys]
-    kinds += [("gradient", node.name) for node in learning]
-    names = [name if kind == "parameter" else f"{kind} {name}" for _, kind, name, _ in learned] if learning else []
-    return _splittable(_read(joint, kinds, names))
-
-
-def _splittable(graph: OperatorGraph) -> OperatorGraph:
-    """Unfolded.
-
-    Raises:
-        UsageError: a tensor that is given and read has no elements, or one more dims than the notation has letters.
-    """
+            joint = again(examples, gradients)
+    kinds = [*values, *(("gradient", node.name) for node in learning)]
+    names = [name if kind == "parameter" else f"{kind} {name}" for kind, name in learned] if learning else []
+    graph = _read_trace(joint, kinds, names)
     users = graph.users()
     if empty := next((op for op in graph.ops.values() if op.numel == 0 and op.kind != "call" and users[op.name]), None):
         raise UsageError(
-            f"{empty.name} has the shape {list(empty.shape)}: there is nothing in it to split.\n"
+            f"{empty.name} has the shape {list(empty.shape)}: it has no elements to split.\n"
             "  Plan without tensors that have a dim of 0."
         )
-    graph = unfolded(graph)
+    graph = unfold(graph)
     if deep := next((op for op in graph.ops.values() if len(op.shape) > len(ascii_uppercase)), None):
         raise UsageError(
-            f"{deep.name} has {len(deep.shape)} dims, and shardings have a letter for {len(ascii_uppercase)}.\n"
+            f"{deep.name} has {len(deep.shape)} dims, and shardings have letters for {len(ascii_uppercase)}.\n"
             "  Fold some of them together."
         )
     return graph
@@ -140,7 +129,7 @@ def _decompositions() -> dict:
     table[aten.mean.dim] = _mean
     table[aten.mean.default] = lambda x, dtype=None: _mean(x, list(range(x.dim())), dtype=dtype)
     table[aten.var.correction], table[aten.var_mean.correction] = _var, _var_mean
-    for name in WHOLE_OPS:
+    for name in KEPT_OPS:
         for kind in getattr(aten, name).overloads():
             table.pop(getattr(getattr(aten, name), kind), None)
     return table
@@ -179,22 +168,16 @@ def _var(x: Tensor, dim=None, *, correction=None, keepdim: bool = False) -> Tens
 # ---- from a trace ----------------------------------------------------------------------------------------------------
 
 
-def _read(joint: fx.GraphModule, kinds: list[tuple[str, str]], learned: list[str]) -> OperatorGraph:
-    """Plain data from the traced graph; what only renames tensors goes."""
+def _read_trace(joint: fx.GraphModule, kinds: list[tuple[str, str]], learned: list[str]) -> OperatorGraph:
+    """Read a traced graph into plain data, without operators that only rename tensors."""
     new: dict[fx.Node, Any] = {}
     ops: dict[str, Operator] = {}
     places = iter(kinds)
     outputs: tuple[str, ...] = ()
     gradients: dict[str, str] = {}
 
-    def of(value: Any) -> Any:
-        if isinstance(value, fx.Node):
-            return new[value]
-        if isinstance(value, (tuple, list)):
-            return type(value)(of(v) for v in value)
-        if isinstance(value, dict):
-            return {key: of(v) for key, v in value.items()}
-        return value
+    def rename(value: Any) -> Any:
+        return tree_map_only(fx.Node, new.__getitem__, value)
 
     for node in joint.graph.nodes:
         value = node.meta.get("val")
@@ -205,39 +188,41 @@ def _read(joint: fx.GraphModule, kinds: list[tuple[str, str]], learned: list[str
             new[node] = Ref(called)
         elif node.op == "output":
             first = len(node.args[0]) - len(learned)
-            found, outputs = node.args[0][first:], tuple(of(out).name for out in node.args[0][:first])
+            found, outputs = node.args[0][first:], tuple(rename(out).name for out in node.args[0][:first])
             gradients = {
-                name: of(gradient).name for name, gradient in zip(learned, found, strict=True) if gradient is not None
+                name: rename(gradient).name
+                for name, gradient in zip(learned, found, strict=True) if gradient is not None
             }
         elif node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
-            room, name = node.target._schema.name.split("::")
+            namespace, name = node.target._schema.name.split("::")
             if name == "_assert_tensor_metadata":
                 continue
             if torch.Tag.nondeterministic_seeded in node.target.tags:
                 raise UsageError(
-                    f"{node.target}: every device would draw random numbers of its own.\n  Plan without dropout: p = 0."
+                    f"{node.target}: each device would draw its own random numbers.\n  Plan without dropout: p = 0."
                 )
             if name in SAME or (name in ("expand", "view", "_to_copy") and _unchanged(node)):
-                new[node] = of(node.args[0])
+                new[node] = rename(node.args[0])
                 continue
-            target = f"{'' if room == 'aten' else room + '::'}{name}.{node.target._overloadname}"
-            ops[node.name] = Operator(node.name, "call", target, *_made(value), of(node.args), of(dict(node.kwargs)))
+            target = f"{'' if namespace == 'aten' else namespace + '::'}{name}.{node.target._overloadname}"
+            args, kwargs = rename((node.args, dict(node.kwargs)))
+            ops[node.name] = Operator(node.name, "call", target, *_describe(value), args, kwargs)
             new[node] = Ref(node.name)
         elif node.target is getitem:  # of an operator with several outputs
             many, index = ops[new[node.args[0]].name], node.args[1]
             target = "getitem.int"
-            args: tuple[Any, ...] = (Ref(many.name), index)
+            args = (Ref(many.name), index)
             if many.op == "split_with_sizes":
                 x, sizes, dim = (*many.args, 0)[:3]
                 target, args = "slice.Tensor", (x, dim, sum(sizes[:index]), sum(sizes[: index + 1]))
-            ops[node.name] = Operator(node.name, "call", target, *_made(value), args)
+            ops[node.name] = Operator(node.name, "call", target, *_describe(value), args)
             new[node] = Ref(node.name)
         else:
-            raise UsageError(f"{node.op} {node.target}: graphs inside of operators, as torch.cond has, are not planned")
-    return phased(ops, outputs, gradients)
+            raise UsageError(f"{node.op} {node.target}: operators that contain graphs (torch.cond) are not supported")
+    return assign_phases(ops, outputs, gradients)
 
 
-def _made(value: Any) -> tuple[tuple[int, ...], torch.dtype]:
+def _describe(value: Any) -> tuple[tuple[int, ...], torch.dtype]:
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype
     return (), torch.uint8  # a tuple of tensors, which only getitem reads

@@ -1,9 +1,9 @@
-"""Dims that were folded into one are unfolded again, so that each can be split by itself.
+"""Unfold dims that were folded into one, so that each can be split by itself.
 
 ATen multiplies matrices of two dims, or batches of them of three: [b, s, h] becomes [b s, h], heads [b, a, s, d] become
-[b a, s, d]. Of a folded dim only the outermost part can be split in blocks; heads behind a batch could not be. Here
-each tensor is kept as the dims that it was folded from, products run over all of them (as `torch.einsum` does), and
-views that only fold or unfold such dims are gone.
+[b a, s, d]. Of a folded dim only the outermost part can be split in blocks; heads inside a batch could not be. Here
+each tensor keeps the dims that it was folded from, products run over all of them (as `torch.einsum` does), and views
+that only fold or unfold such dims are removed.
 """
 
 from __future__ import annotations
@@ -15,25 +15,26 @@ from operator import mul
 from string import ascii_letters
 
 import torch
+from torch.utils._pytree import tree_map_only
 
-from shoal.labs.autoshard.capture.graph import RESHAPES, Operator, OperatorGraph, Ref, overload, phased
+from shoal.labs.autoshard.capture.graph import RESHAPES, Operator, OperatorGraph, Ref, assign_phases, overload
 
 Form = tuple[tuple[int, ...], ...]
-"""For each dim of a tensor the sizes that it is kept as; none for a dim of 1."""
+"""The sizes into which each dim of a tensor is unfolded; none for a dim of 1."""
 
 ALONG = {"_softmax": 1, "_log_softmax": 1, "_softmax_backward_data": 2, "slice": 1, "cat": 1, "gather": 1, "scatter": 1}
-"""Operators along one dim, with the place of its number among their arguments."""
+"""Operators along one dim, with the position of this dim among their arguments."""
 
 
-def unfolded(graph: OperatorGraph) -> OperatorGraph:
-    """The same operators on tensors that are kept unfolded; what comes from outside and is given back is as it was."""
+def unfold(graph: OperatorGraph) -> OperatorGraph:
+    """Rewrite operators for unfolded tensors; inputs, parameters, outputs and gradients keep their shapes."""
     return _Unfolding(graph).graph()
 
 
-def regrouped(sizes: tuple[int, ...], shape: tuple[int, ...]) -> Form | None:
-    """Sizes in groups whose products are a shape, or None.
+def regroup(sizes: tuple[int, ...], shape: tuple[int, ...]) -> Form | None:
+    """Group sizes so that the products are a shape; None if that is impossible.
 
-    >>> regrouped((2, 3, 5), (6, 1, 5))
+    >>> regroup((2, 3, 5), (6, 1, 5))
     ((2, 3), (), (5,))
     """
     groups, left = [], list(sizes)
@@ -51,10 +52,10 @@ def regrouped(sizes: tuple[int, ...], shape: tuple[int, ...]) -> Form | None:
     return tuple(groups)
 
 
-def refinement(*splits: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The coarsest sizes that all of some splits of one dim can be grouped from, without ones; None if there are none.
+def refine(*splits: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Find the coarsest common refinement of some splits of one dim, without ones; None if none exists.
 
-    >>> refinement((4, 6), (8, 3)), refinement((2, 3), (3, 2))
+    >>> refine((4, 6), (8, 3)), refine((2, 3), (3, 2))
     ((4, 2, 3), None)
     """
     cuts = sorted({cut for sizes in splits for cut in accumulate((n for n in sizes if n > 1), mul)} | {1})
@@ -67,41 +68,33 @@ class _Unfolding:
     def __init__(self, graph: OperatorGraph):
         self.old = graph
         self.ops: dict[str, Operator] = {}
-        self.name: dict[str, str] = {}  # from an operator's name to that of the tensor that is kept for it
+        self.name: dict[str, str] = {}  # from an operator's name to that of its unfolded tensor
         self.form: dict[str, Form] = {}
 
     def graph(self) -> OperatorGraph:
         for op in self.old.ops.values():
             if op.kind != "call":
                 self._keep(op, tuple((n,) for n in op.shape))
-            elif not self._done(op):
+            elif not self._rewrite(op):
                 new = {name: Ref(self._plain(name)) for name in op.operands}
                 self._keep(_with(op, new), tuple((n,) for n in op.shape))
         outputs = tuple(self._plain(name) for name in self.old.outputs)
         gradients = {name: self._plain(gradient) for name, gradient in self.old.gradients.items()}
-        return phased(self.ops, outputs, gradients)
+        return assign_phases(self.ops, outputs, gradients)
 
-    def _done(self, op: Operator) -> bool:
-        """Do an operator on what is kept; False if it needs its operands as they were."""
+    def _rewrite(self, op: Operator) -> bool:
+        """Rewrite an operator for unfolded operands; False if it needs them as they were."""
         if not op.operands:
             return False
-        if op.op in RESHAPES:
-            return self._reshape(op)
-        if op.op == "permute":
-            return self._permute(op)
-        if op.op in ("mm", "bmm"):
-            return self._product(op)
-        if op.op == "expand":
-            return self._expand(op)
-        if op.target == "sum.dim_IntList":
-            return self._sum(op)
-        if op.op in ALONG:
-            return self._along(op)
-        if (op.target != "getitem.int" and torch.Tag.pointwise in overload(op.target).tags) or op.op == "_to_copy":
-            return self._pointwise(op)
-        return False
+        rules = {"permute": self._permute, "mm": self._product, "bmm": self._product, "expand": self._expand,
+                 "sum.dim_IntList": self._sum, "_to_copy": self._pointwise,
+                 **dict.fromkeys(RESHAPES, self._reshape), **dict.fromkeys(ALONG, self._along)}  # fmt: skip
+        if rule := rules.get(op.target, rules.get(op.op)):
+            return rule(op)
+        is_pointwise = op.target != "getitem.int" and torch.Tag.pointwise in overload(op.target).tags
+        return is_pointwise and self._pointwise(op)
 
-    # ---- what is kept ------------------------------------------------------------------------------------------------
+    # ---- unfolded tensors --------------------------------------------------------------------------------------------
 
     def _keep(self, op: Operator, form: Form) -> None:
         self.ops[op.name] = replace(op, shape=sum(form, ()))
@@ -111,7 +104,7 @@ class _Unfolding:
         return self.ops[self.name[name]].shape
 
     def _shown(self, name: str, sizes: tuple[int, ...]) -> str:
-        """A view of what is kept, by its name."""
+        """Return the name of an unfolded tensor's view in some sizes."""
         kept = self.ops[self.name[name]]
         if kept.shape == sizes:
             return kept.name
@@ -123,19 +116,19 @@ class _Unfolding:
         return called
 
     def _plain(self, name: str) -> str:
-        """As it was."""
+        """Return the name of a tensor in its original shape."""
         return self._shown(name, self.old.ops[name].shape)
 
     # ---- operators ---------------------------------------------------------------------------------------------------
 
     def _reshape(self, op: Operator) -> bool:
         (name,), stored = op.operands, self._stored(op.operands[0])
-        form = regrouped(stored, op.shape)
+        form = regroup(stored, op.shape)
         if form is None:
-            finer = refinement(stored, op.shape)
+            finer = refine(stored, op.shape)
             if finer is None:
                 return False
-            form = regrouped(finer, op.shape)
+            form = regroup(finer, op.shape)
             assert form is not None, "a refinement can be grouped into what it refines"
             self.name[op.name] = self._shown(name, finer)
         else:
@@ -156,12 +149,12 @@ class _Unfolding:
     def _product(self, op: Operator) -> bool:
         left, right = op.operands
         a, b = self.form[left], self.form[right]
-        found = [refinement(p, q) for p, q in zip(a[:-2], b[:-2], strict=True)]
+        found = [refine(p, q) for p, q in zip(a[:-2], b[:-2], strict=True)]
         batch = [sizes for sizes in found if sizes is not None]
-        between = refinement(a[-1], b[-2])
+        between = refine(a[-1], b[-2])
         if between is None or len(batch) < len(found):
             return False
-        rows, columns = refinement(a[-2]) or (), refinement(b[-1]) or ()
+        rows, columns = refine(a[-2]) or (), refine(b[-1]) or ()
         letters = iter(ascii_letters)
         e, i, j, k = ("".join(next(letters) for _ in group)
                       for group in (sum(batch, ()), rows, between, columns))  # fmt: skip
@@ -172,42 +165,42 @@ class _Unfolding:
         return True
 
     def _pointwise(self, op: Operator) -> bool:
-        form = self._joined(op, ())
+        form = self._join_forms(op, ())
         if form is None:
             return False
-        self._keep(_with(op, self._aligned(op, form)), form)
+        self._keep(_with(op, self._align(op, form)), form)
         return True
 
     def _along(self, op: Operator) -> bool:
         at = ALONG[op.op]
         d = (op.args[at] if len(op.args) > at else 0) % len(op.shape)
-        form = self._joined(op, (d,))
+        form = self._join_forms(op, (d,))
         if form is None:
             return False
         args = (*op.args[:at], sum(map(len, form[:d])), *op.args[at + 1 :])
-        self._keep(_with(op, self._aligned(op, form, d), args), form)
+        self._keep(_with(op, self._align(op, form, d), args), form)
         return True
 
-    def _joined(self, op: Operator, whole: tuple[int, ...]) -> Form | None:
-        """How the output can be kept: every dim as fine as that of any operand, those in ``whole`` as they are."""
+    def _join_forms(self, op: Operator, plain: tuple[int, ...]) -> Form | None:
+        """Find the output's form: each dim as fine as that of any operand, those in ``plain`` not unfolded."""
         form = []
         for d, n in enumerate(op.shape):
             found: list[tuple[int, ...]] = [(n,)] if n > 1 else []
             for name in op.operands:
                 shape = self.old.ops[name].shape
                 own = d - len(op.shape) + len(shape)
-                if own >= 0 and shape[own] == n and d not in whole:
+                if own >= 0 and shape[own] == n and d not in plain:
                     found.append(self.form[name][own])
-                elif d not in whole and own >= 0 and shape[own] != 1:
+                elif d not in plain and own >= 0 and shape[own] != 1:
                     return None
-            finer = (n,) if d in whole else refinement(*found)
+            finer = (n,) if d in plain else refine(*found)
             if finer is None:
                 return None
             form.append(finer)
         return tuple(form)
 
-    def _aligned(self, op: Operator, form: Form, whole: int | None = None) -> dict[str, Ref]:
-        """The operands, kept as an output of this form needs them to be broadcast."""
+    def _align(self, op: Operator, form: Form, plain: int | None = None) -> dict[str, Ref]:
+        """View the operands so that they broadcast to an output of a form."""
         refs = {}
         for name in op.operands:
             shape = self.old.ops[name].shape
@@ -215,7 +208,7 @@ class _Unfolding:
             sizes: list[int] = []
             for own, n in enumerate(shape):
                 group = form[own + skipped]
-                if own + skipped == whole:
+                if own + skipped == plain:
                     sizes.append(n)
                 else:
                     sizes += group if n == op.shape[own + skipped] else [1] * len(group)
@@ -224,7 +217,7 @@ class _Unfolding:
 
     def _sum(self, op: Operator) -> bool:
         (name,) = op.operands
-        form = tuple(refinement(group) or () for group in self.form[name])
+        form = tuple(refine(group) or () for group in self.form[name])
         given = op.args[1] or range(len(form))
         dims, keep = {d % len(form) for d in given}, bool(op.args[2]) if len(op.args) > 2 else False
         starts = list(accumulate(map(len, form), initial=0))
@@ -250,14 +243,7 @@ class _Unfolding:
 
 
 def _with(op: Operator, new: dict[str, Ref], args: tuple | None = None) -> Operator:
-    """An operator on other tensors; arguments that are tensors already are left."""
-
-    def put(value):
-        if isinstance(value, Ref):
-            return new.get(value.name, value)
-        if isinstance(value, (tuple, list)):
-            return type(value)(put(v) for v in value)
-        return value
-
-    given = op.args if args is None else args
-    return replace(op, args=put(given), kwargs={key: put(value) for key, value in op.kwargs.items()})
+    """Replace an operator's tensors; arguments that are new already stay."""
+    given = (op.args if args is None else args, op.kwargs)
+    args, kwargs = tree_map_only(Ref, lambda ref: new.get(ref.name, ref), given)
+    return replace(op, args=args, kwargs=kwargs)

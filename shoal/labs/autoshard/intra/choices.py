@@ -1,29 +1,30 @@
-"""How one operator can be split over a mesh: an assignment of mesh axes to the letters of its iteration space.
+"""Ways to split one operator over a mesh: an assignment of mesh axes to the letters of its iteration space.
 
-How a tensor lies is a `Sharding` of the named-axis notation with the letters A, B, C, ... for its dims in order, so
-that moves, prices and execution are those of `shoal.labs.autoshard.notation` and `shoal.labs.autoshard.notation.cost`.
+Tensors have a `Sharding` of the named-axis notation with the letters A, B, C, ... for their dims in order, so that
+`shoal.labs.autoshard.notation` lists, prices and runs their moves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import permutations, product
 from string import ascii_uppercase
 
+from shoal.labs.autoshard.capture.graph import Operator
 from shoal.labs.autoshard.intra.spaces import Dims, IterationSpace
-from shoal.labs.autoshard.notation.notation import NamedMesh, Sharding
+from shoal.labs.autoshard.notation.notation import NamedMesh, Sharding, Sizes
 
 
 @dataclass(frozen=True)
 class OperatorSplit:
-    """An operator as it is done.
+    """How an operator is split.
 
     Attributes:
-        operands: how each must lie.
-        made: how its output lies when the blocks are done.
-        out: how it lies for those who read it: as it was made, or after one collective.
+        operands: the shardings in which it reads its operands.
+        made: the sharding in which the local operators leave its output.
+        out: the sharding in which others read it: as it was made, or after one collective.
         parts: into which its work is split.
     """
 
@@ -34,49 +35,43 @@ class OperatorSplit:
 
 
 @cache
-def lies(axes: tuple[str, ...], unreduced: str = "") -> Sharding:
-    """A tensor by the mesh axes of each of its dims.
+def by_position(axes: tuple[str, ...], unreduced: str = "") -> Sharding:
+    """Make a tensor's sharding from the mesh axes of each of its dims.
 
-    >>> str(lies(("x", ""), "y"))
+    >>> str(by_position(("x", ""), "y"))
     '[Ax, B]{Uy}'
     """
-    dims = tuple(zip(ascii_uppercase, axes, strict=False))
-    return Sharding(dims, "".join(sorted(unreduced)))
+    return Sharding(tuple(zip(ascii_uppercase, axes, strict=False)), "".join(sorted(unreduced)))
 
 
-def whole(rank: int) -> Sharding:
-    """A copy on every device."""
-    return lies(("",) * rank)
+def replicated(ndim: int) -> Sharding:
+    """Make the sharding of a tensor that every device holds in full."""
+    return by_position(("",) * ndim)
 
 
-@cache
-def sizes_of(shape: tuple[int, ...]) -> dict[str, int]:
-    """Elements along each dim, by its letter in `lies`."""
-    return dict(zip(ascii_uppercase, shape, strict=False))
+def split_nothing(operands: Iterable[Operator], op: Operator) -> OperatorSplit:
+    """Make the split of an operator that every device computes in full."""
+    out = replicated(len(op.shape))
+    return OperatorSplit(tuple(replicated(len(operand.shape)) for operand in operands), out, out)
 
 
-def states(shape: tuple[int, ...], mesh: NamedMesh) -> list[Sharding]:
-    """Every way in which a tensor can lie, each block equal, none unreduced."""
-    found = []
-    for dims in _assigned([str(d) for d in range(len(shape))], mesh):
-        axes = tuple(dims.get(str(d), "") for d in range(len(shape)))
-        if lies(axes).fits(sizes_of(shape), mesh):
-            found.append(lies(axes))
-    return found
+def list_shardings(sizes: Sizes, mesh: NamedMesh) -> list[Sharding]:
+    """List every sharding of a tensor with equal blocks, none of them unreduced."""
+    found = [by_position(tuple(dims.get(letter, "") for letter in sizes)) for dims in _assign_axes([*sizes], mesh)]
+    return [sharding for sharding in found if sharding.fits(sizes, mesh)]
 
 
-def splits(space: IterationSpace, mesh: NamedMesh) -> list[OperatorSplit]:
-    """Every way to do an operator whose output is then as it was made."""
+def list_splits(space: IterationSpace, mesh: NamedMesh) -> list[OperatorSplit]:
+    """List every way to split an operator, with its output left as it is made."""
     sums = [f"+{i}" for i in space.linear] + (["+"] if space.together else [])
-    found = []
-    for letters in _assigned([*space.sizes, *sums], mesh):
-        if all(space.sizes.get(letter, 0) % mesh.size(axes) == 0 for letter, axes in letters.items()):
-            found.append(split_by(space, letters, mesh))
-    return found
+    return [
+        split_by(space, letters, mesh) for letters in _assign_axes([*space.sizes, *sums], mesh)
+        if all(space.sizes.get(letter, 0) % mesh.size(axes) == 0 for letter, axes in letters.items())
+    ]  # fmt: skip
 
 
-def _assigned(targets: list[str], mesh: NamedMesh) -> Iterator[dict[str, str]]:
-    """Mesh axes for targets, each axis for one or none; several for one in every order."""
+def _assign_axes(targets: list[str], mesh: NamedMesh) -> Iterator[dict[str, str]]:
+    """Assign each mesh axis to one target or none; several axes of one target in every order."""
     for given in product(["", *targets], repeat=len(mesh.axes)):
         found: dict[str, str] = {}
         for axis, target in zip(mesh.axes, given, strict=True):
@@ -89,26 +84,30 @@ def _assigned(targets: list[str], mesh: NamedMesh) -> Iterator[dict[str, str]]:
 
 
 def split_by(space: IterationSpace, letters: dict[str, str], mesh: NamedMesh) -> OperatorSplit:
-    """An operator with mesh axes along its letters; ``+i`` is an operand i that is parts of a sum, ``+`` all are."""
+    """Split an operator by mesh axes along its letters.
+
+    Args:
+        letters: axes by letter; those of ``+i`` leave operand i unreduced, those of ``+`` all operands.
+    """
 
     def along(dims: Dims) -> tuple[str, ...]:
         return tuple(letters.get(letter, "") for letter in dims)
 
     everywhere = letters.get("+", "")
     operands = tuple(
-        lies(along(dims), everywhere + letters.get(f"+{i}", "")) for i, dims in enumerate(space.operands)
+        by_position(along(dims), everywhere + letters.get(f"+{i}", "")) for i, dims in enumerate(space.operands)
     )
     summed = "".join(letters.get(letter, "") for letter in sorted(space.summed))
-    parts = everywhere + "".join(letters.get(f"+{i}", "") for i in space.linear)
-    made = lies(along(space.out), summed + parts)
-    return OperatorSplit(operands, made, made, mesh.size("".join(letters.get(letter, "") for letter in space.sizes)))
+    terms = everywhere + "".join(letters.get(f"+{i}", "") for i in space.linear)
+    made = by_position(along(space.out), summed + terms)
+    return OperatorSplit(operands, made, made, mesh.size("".join(along(tuple(space.sizes)))))
 
 
 def follow(space: IterationSpace, operand: int, given: Sharding, mesh: NamedMesh) -> OperatorSplit:
-    """An operator as one of its operands lies, or as near to that as it can be done.
+    """Split an operator by the sharding of one of its operands, or by as much of it as the operator allows.
 
-    Where the operand is parts of a sum and the operator is not linear, the sum is made first; an axis along a dim that
-    must be whole, or that does not come out even, goes.
+    Where the operand is unreduced and the operator is not linear in it, the sum is made first; axes along a dim that
+    cannot be split, or not evenly, are dropped.
     """
     letters: dict[str, str] = {}
     for letter, (_, axes) in zip(space.operands[operand], given.dims, strict=True):
@@ -119,14 +118,10 @@ def follow(space: IterationSpace, operand: int, given: Sharding, mesh: NamedMesh
     return split_by(space, letters, mesh)
 
 
-def settled(made: Sharding, shape: tuple[int, ...], mesh: NamedMesh) -> list[Sharding]:
-    """What can be done at once to an output that is parts of a sum: nothing, all-reduce, reduce-scatter into a dim."""
+def list_reductions(made: Sharding, sizes: Sizes, mesh: NamedMesh) -> list[Sharding]:
+    """List what one collective can make of an output: as it is; if unreduced, all-reduced, or scattered into a dim."""
     if not made.unreduced:
         return [made]
-    total = made.with_unreduced("")
-    scattered = [
-        lies(tuple(axes + made.unreduced if letter == into else axes for letter, axes in made.dims))
-        for into, _ in made.dims
-    ]
-    return [made, lies(tuple(axes for _, axes in total.dims)),
-            *(state for state in scattered if state.fits(sizes_of(shape), mesh))]  # fmt: skip
+    total = made.reduced
+    scattered = [total.with_axes(**{letter: axes + made.unreduced}) for letter, axes in made.dims]
+    return [made, total, *(sharding for sharding in scattered if sharding.fits(sizes, mesh))]

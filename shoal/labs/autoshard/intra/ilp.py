@@ -6,8 +6,8 @@
                z_g[r,j] >= the sum of e_gu[r,k] over the sets k with state j, for every reader u,
                sum_v s_v . m_v <= memory
 
-Choices of a decision that lie alike, or need the same states, share one row or one column of e. A state that several
-decisions read is paid once; with a single reader, e already has these seconds and z is left out.
+Choices of a decision with the same sharding, or that need the same states, share one row or one column of e. A state
+that several decisions read is paid once; with a single reader, e already has these seconds and z is left out.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import numpy as np
 
 from shoal.labs.autoshard.intra.problem import ShardingProblem, TensorMoves
 
-SECONDS = 120.0  # of a solve, at most
+SECONDS = 120.0  # time limit of a solve
 INFEASIBLE = 2  # among the codes of `scipy.optimize.milp`
-GAP = 1e-6  # of the cost: how near to the optimum is near enough
+GAP = 1e-6  # relative to the cost: a solution this near to the optimum is accepted
 
 
 class NothingFits(Exception):
-    """No choice of all decisions fits into the memory, or can be done at all.
+    """No choice for all decisions fits into the memory, or is possible at all.
 
     Attributes:
-        proven: whether that is known; else time was up before a choice was found.
+        proven: False if the time limit ended the search before it found a choice.
     """
 
     def __init__(self, proven: bool = True):
@@ -41,9 +41,9 @@ class Solution:
     """A choice for every decision.
 
     Attributes:
-        chosen: the number of the choice, for each decision.
+        chosen: the index of the choice, for each decision.
         cost: s.
-        proven: whether no other solution costs less; else time was up.
+        proven: whether no other solution costs less; False if the time limit ended the search.
     """
 
     chosen: list[int]
@@ -54,24 +54,24 @@ class Solution:
 def solve(
     problem: ShardingProblem, capacity: float | None = None, in_flight: float = 1, seconds: float = SECONDS
 ) -> Solution:
-    """Find the cheapest choices; when time is up, take the best that were found.
+    """Find the cheapest choices, or the best found within the time limit.
 
     Args:
         capacity: bytes of a device's memory, met to one in a million; None for no limit.
-        in_flight: micro-batches that are kept for the backward pass at once, with what an allocator has besides.
-        seconds: time limit of the integer program.
+        in_flight: micro-batches kept for the backward pass at the same time, times the allocator's overhead.
+        seconds: time limit.
 
     Raises:
         NothingFits: no solution fits, or none was found in time.
     """
-    chosen, proven = _Program(problem, capacity, in_flight).solve(seconds)
+    chosen, proven = _IntegerProgram(problem, capacity, in_flight).solve(seconds)
     if chosen is None or np.isinf(problem.cost(chosen)):
         raise NothingFits(proven)
     return Solution(chosen, problem.cost(chosen), proven)
 
 
-class _Program:
-    """Variables (a cost and an upper bound) and rows (entries between two bounds), the binaries first."""
+class _IntegerProgram:
+    """Variables (a cost and an upper bound), the binaries first, and rows (entries between two bounds)."""
 
     def __init__(self, problem: ShardingProblem, capacity: float | None, in_flight: float):
         self.objective: list[float] = []
@@ -79,12 +79,12 @@ class _Program:
         self.entries: list[tuple[int, int, float]] = []
         self.least: list[float] = []
         self.most: list[float] = []
-        self.choices = [[self._variable(cost) for cost in d.costs] for d in problem.decisions]
+        self.choices = [[self._add_variable(cost) for cost in d.costs] for d in problem.decisions]
         self.binaries = len(self.objective)
         for variables in self.choices:
-            self._row([(variable, 1.0) for variable in variables], 1.0, 1.0)
+            self._add_row([(variable, 1.0) for variable in variables], 1.0, 1.0)
         for group in problem.moves:
-            self._moves(group)
+            self._add_moves(group)
         if capacity is not None:
             scale = max(capacity, 1.0)
             row = [
@@ -92,10 +92,10 @@ class _Program:
                 for d, variables in zip(problem.decisions, self.choices, strict=True)
                 for variable, size in zip(variables, d.memory + in_flight * d.saved, strict=True)
             ]
-            self._row(row, -np.inf, capacity / scale)
+            self._add_row(row, -np.inf, capacity / scale)
 
     def solve(self, seconds: float) -> tuple[list[int] | None, bool]:
-        """The best choices that were found, None if there are none; and whether that is proven."""
+        """Return the best choices that were found, or None; and whether that is proven."""
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import coo_array
 
@@ -113,35 +113,35 @@ class _Program:
             return None, found.status == INFEASIBLE
         return [int(np.argmax(found.x[variables])) for variables in self.choices], found.status == 0
 
-    def _variable(self, cost: float) -> int:
-        """A variable from 0 to 1, or 0 alone where its cost is infinite."""
+    def _add_variable(self, cost: float) -> int:
+        """Add a variable from 0 to 1, fixed at 0 if its cost is infinite."""
         self.objective.append(0.0 if np.isinf(cost) else float(cost))
         self.upper.append(0.0 if np.isinf(cost) else 1.0)
         return len(self.objective) - 1
 
-    def _row(self, entries: list[tuple[int, float]], least: float, most: float) -> None:
+    def _add_row(self, entries: list[tuple[int, float]], least: float, most: float) -> None:
         self.entries += [(len(self.least), column, value) for column, value in entries]
         self.least.append(least)
         self.most.append(most)
 
-    def _moves(self, group: TensorMoves) -> None:
-        rows, of_row = np.unique(group.rows, return_inverse=True)
+    def _add_moves(self, group: TensorMoves) -> None:
+        rows, row_of_choice = np.unique(group.rows, return_inverse=True)
         seconds = group.seconds[rows]
-        alone = len(group.readers) == 1
-        z = [] if alone else [[self._variable(cost) for cost in row] for row in seconds]
+        single = len(group.readers) == 1
+        z = [] if single else [[self._add_variable(cost) for cost in row] for row in seconds]
         for reader, needs in group.readers:
             sets = list(dict.fromkeys(needs))
             costs = np.stack([seconds[:, sorted(states)].sum(1) for states in sets], 1)
-            e = [[self._variable(cost if alone or np.isinf(cost) else 0.0) for cost in row] for row in costs]
-            self._add_up(e, self.choices[group.source], of_row.tolist())
-            self._add_up(list(zip(*e, strict=True)), self.choices[reader], [sets.index(states) for states in needs])
+            e = [[self._add_variable(cost if single or np.isinf(cost) else 0.0) for cost in row] for row in costs]
+            self._add_sums(e, self.choices[group.source], row_of_choice.tolist())
+            self._add_sums(list(zip(*e, strict=True)), self.choices[reader], [sets.index(states) for states in needs])
             for paid, using in zip(z, e, strict=False):
                 for state, variable in enumerate(paid):
                     readers = [(u, -1.0) for u, states in zip(using, sets, strict=True) if state in states]
-                    self._row([(variable, 1.0), *readers], 0.0, np.inf)
+                    self._add_row([(variable, 1.0), *readers], 0.0, np.inf)
 
-    def _add_up(self, e: Sequence[Sequence[int]], choices: Sequence[int], classes: Sequence[int]) -> None:
-        """The e of each class add up to the choices in it."""
+    def _add_sums(self, e: Sequence[Sequence[int]], choices: Sequence[int], classes: Sequence[int]) -> None:
+        """Require that the e of each class sum to its choices."""
         for number, variables in enumerate(e):
-            members = [(choice, -1.0) for choice, of in zip(choices, classes, strict=True) if of == number]
-            self._row([(variable, 1.0) for variable in variables] + members, 0.0, 0.0)
+            members = [(choice, -1.0) for choice, its in zip(choices, classes, strict=True) if its == number]
+            self._add_row([(variable, 1.0) for variable in variables] + members, 0.0, 0.0)

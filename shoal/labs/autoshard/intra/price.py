@@ -1,4 +1,4 @@
-"""What moves and blocks of work take on a mesh of a cluster: prices of `shoal.planning.cost`, asked for once."""
+"""Prices of moves and of operators on a mesh of a cluster, by the cost model of `shoal.planning.cost`."""
 
 from __future__ import annotations
 
@@ -6,34 +6,33 @@ import math
 from dataclasses import dataclass, field
 
 from shoal.labs.autoshard.capture.graph import VIEWS, Operator
-from shoal.labs.autoshard.intra.choices import sizes_of
-from shoal.labs.autoshard.notation.cost.network import Network
-from shoal.labs.autoshard.notation.cost.routes import Planner, Reached
+from shoal.labs.autoshard.notation.moves import Move
+from shoal.labs.autoshard.notation.network import Network
 from shoal.labs.autoshard.notation.notation import NamedMesh, Sharding
-from shoal.labs.autoshard.notation.route import RoutedMove
+from shoal.labs.autoshard.notation.search import Path, RouteSearch
 from shoal.labs.collectives.description import Collective
 from shoal.planning.cost.roofline import OperationCost
 from shoal.planning.cost.time.communication import ring_of
 from shoal.planning.cost.time.engine_layer import attained, memory_rate, product_rate
+from shoal.planning.run import KINDS
 from shoal.spec.catalog.clusters import Cluster
+from shoal.spec.number_formats import Formats
 
 
 @dataclass(frozen=True)
-class OfCluster:
-    """The network of a cluster, as it is attained, that a mesh fills in order; or of a part of it that begins where a
-    node does.
+class ClusterNetwork:
+    """The network of a cluster, at attained bandwidths, under a mesh of its devices in order from a node's first on.
 
-    Collectives along an axis go over rings, as `shoal estimate` prices them.
+    Collectives along an axis use rings, as `shoal estimate` prices them.
     """
 
     mesh: NamedMesh
     cluster: Cluster
 
     def price(self, collective: str, axes: str, size: float) -> tuple[float, str]:
-        """Seconds, and the algorithm (`Network`)."""
-        inner = min(axes, key=lambda axis: -self.mesh.axes.index(axis))
-        stride = math.prod(self.mesh.shape[self.mesh.axes.index(inner) + 1 :])
-        ring = ring_of(self.cluster, self.mesh.size(axes), stride)
+        """Return seconds, and the algorithm (`Network`)."""
+        inner = max(self.mesh.axes.index(axis) for axis in axes)
+        ring = ring_of(self.cluster, self.mesh.size(axes), math.prod(self.mesh.shape[inner + 1 :]))
         if collective == Collective.ALL_TO_ALL:
             return ring.all_to_all(size * (ring.ranks - 1) / ring.ranks), "pairwise"
         return getattr(ring, str(collective).replace("-", "_"))(size), "ring"
@@ -41,13 +40,15 @@ class OfCluster:
 
 @dataclass
 class Prices:
-    """Seconds of moves and of work on one device.
+    """Seconds and bytes of one device.
 
     Attributes:
-        network: what prices a collective.
+        network: prices collectives.
         peak: FLOP/s that a device attains in products of large matrices.
         bandwidth: bytes/s that it attains of its memory.
         itemsize: bytes of a floating-point number.
+        gradient_bytes: of an element of a parameter's gradient.
+        state_bytes: of an element's optimizer states, a master copy of the weight included.
     """
 
     mesh: NamedMesh
@@ -55,47 +56,57 @@ class Prices:
     peak: float
     bandwidth: float
     itemsize: int
-    _planners: dict[tuple[tuple[int, ...], int], Planner] = field(default_factory=dict)
-    _known: dict[tuple[tuple[int, ...], int, Sharding], dict[Sharding, Reached]] = field(default_factory=dict)
+    gradient_bytes: float
+    state_bytes: float
+    _searches: dict[tuple[tuple[int, ...], int], RouteSearch] = field(default_factory=dict)
+    _reached: dict[tuple[tuple[int, ...], int, Sharding], dict[Sharding, Path]] = field(default_factory=dict)
 
     @staticmethod
-    def on(cluster: Cluster, mesh: NamedMesh, kind: str, itemsize: int) -> Prices:
-        """On a mesh of a cluster; ``kind`` is the number format of its products, as the catalog has it."""
-        peak = product_rate(cluster, kind) / cluster.turns
-        return Prices(mesh, OfCluster(mesh, attained(cluster)), peak, memory_rate(cluster), itemsize)
+    def on(cluster: Cluster, mesh: NamedMesh, formats: Formats) -> Prices:
+        """Make the prices of training with AdamW on a mesh of a cluster."""
+        peak = product_rate(cluster, KINDS[formats.compute.name]) / cluster.turns
+        master = formats.storage.itemsize if formats.master else 0
+        return Prices(
+            mesh, ClusterNetwork(mesh, attained(cluster)), peak, memory_rate(cluster), formats.compute.itemsize,
+            formats.reduce.itemsize, 2 * formats.state.itemsize + master,
+        )  # fmt: skip
 
-    def bytes_of(self, op: Operator) -> int:
-        """Of one element of what an operator makes."""
+    def itemsize_of(self, op: Operator) -> int:
+        """Return the bytes of an element of an operator's output."""
         return self.itemsize if op.dtype.is_floating_point else op.dtype.itemsize
 
-    def local(self, op: Operator, lies: Sharding) -> float:
-        """Bytes that a device holds of a tensor."""
-        return op.numel / self.mesh.size("".join(axes for _, axes in lies.dims)) * self.bytes_of(op)
+    def local_numel(self, op: Operator, sharding: Sharding) -> float:
+        """Return the elements that a device holds of a tensor."""
+        return op.numel / self.mesh.size("".join(axes for _, axes in sharding.dims))
+
+    def local_bytes(self, op: Operator, sharding: Sharding) -> float:
+        """Return the bytes that a device holds of a tensor."""
+        return self.local_numel(op, sharding) * self.itemsize_of(op)
 
     def move(self, op: Operator, before: Sharding, after: Sharding) -> float:
-        """Seconds of the cheapest moves of a tensor; infinite where there are none."""
+        """Return the seconds of the cheapest moves of a tensor; infinite if no moves lead there."""
         if before == after:
             return 0.0
-        way = self._ways(op, before).get(after)
-        return math.inf if way is None else way.cost
+        path = self._reach(op, before).get(after)
+        return math.inf if path is None else path.cost
 
-    def path(self, op: Operator, before: Sharding, after: Sharding) -> tuple[RoutedMove, ...]:
-        """These moves."""
-        return self._ways(op, before)[after].path
+    def moves(self, op: Operator, before: Sharding, after: Sharding) -> tuple[Move, ...]:
+        """Return the cheapest moves of a tensor."""
+        return self._reach(op, before)[after].moves
 
     def work(self, op: Operator, flops: float, operands: list[tuple[Operator, Sharding]], made: Sharding) -> float:
-        """Seconds of one device's part of an operator: the longer of its products and of what it reads and writes."""
+        """Return the seconds of one device's part of an operator: the longer of its FLOPs and its memory traffic."""
         if op.op in VIEWS or op.op == "getitem":
             return 0.0
-        if op.op == "embedding":  # of the table it reads the rows that it gives
+        if op.op == "embedding":  # reads only the rows of the table that it returns
             operands = operands[1:]
-        moved = self.local(op, made) + sum(self.local(operand, lies) for operand, lies in operands)
-        return OperationCost(flops, moved).seconds(self.peak, self.bandwidth)
+        traffic = self.local_bytes(op, made) + sum(self.local_bytes(operand, read) for operand, read in operands)
+        return OperationCost(flops, traffic).seconds(self.peak, self.bandwidth)
 
-    def _ways(self, op: Operator, before: Sharding) -> dict[Sharding, Reached]:
-        key = (op.shape, self.bytes_of(op))
-        if key not in self._planners:
-            self._planners[key] = Planner(self.mesh, sizes_of(op.shape), key[1], self.network, self.peak)
-        if (*key, before) not in self._known:
-            self._known[*key, before] = self._planners[key].reach({before: 0.0})
-        return self._known[*key, before]
+    def _reach(self, op: Operator, before: Sharding) -> dict[Sharding, Path]:
+        key = (op.shape, self.itemsize_of(op))
+        if key not in self._searches:
+            self._searches[key] = RouteSearch(self.mesh, op.sizes, key[1], self.network, self.peak)
+        if (*key, before) not in self._reached:
+            self._reached[*key, before] = self._searches[key].reach({before: 0.0})
+        return self._reached[*key, before]

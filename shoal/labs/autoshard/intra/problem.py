@@ -1,42 +1,48 @@
-"""The choices of a whole graph as one problem: decisions with costs, and what pairs of them cost.
+"""The choices for a graph as one problem: decisions with costs, and the costs of pairs of them.
 
 As in Alpa (Zheng et al. 2022, section 4.2), operators that compute little follow one of their operands, the largest and
-latest, and are decided with it. What is left to decide: where weights, their optimizer states and inputs lie, how each
-product of matrices is split, and sums of two tensors that were computed apart. All that a choice entails is priced:
-moves of what followers need otherwise, and of each tensor into each state once in each of the two phases, however many
-operators read it there.
+latest, and are decided with it. Decisions remain for weights, their optimizer states and inputs, products of matrices,
+and sums of two tensors that were computed apart. The price of a choice includes the moves of operands that followers
+read in another sharding. A tensor is moved into a sharding once in each of the two phases, however many operators read
+it there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from string import ascii_uppercase
 
 import numpy as np
 
 from shoal.labs.autoshard.capture.graph import BACKWARD, FORWARD, VIEWS, Operator, OperatorGraph, Ref
-from shoal.labs.autoshard.intra.choices import OperatorSplit, follow, settled, splits, states, whole
+from shoal.labs.autoshard.intra.choices import (
+    OperatorSplit,
+    follow,
+    list_reductions,
+    list_shardings,
+    list_splits,
+    split_nothing,
+)
 from shoal.labs.autoshard.intra.price import Prices
-from shoal.labs.autoshard.intra.spaces import LOOKUPS, IterationSpace, space_of
+from shoal.labs.autoshard.intra.spaces import LOOKUPS, IterationSpace, build_space
 from shoal.labs.autoshard.notation.notation import Sharding
 
 UPDATE, GIVEN = "update ", "given "
-"""Before a parameter's name: the operator that changes it, which lies as the optimizer's state does; before the name of
-what the graph gives back: where it lies then, parts of a sum added up."""
+"""Prefixes of added operators: of a parameter, the one that updates it, in the sharding of its optimizer states; of an
+output, the one that returns it, with sums added up."""
 ENDS = (UPDATE, GIVEN)
 
 
 @dataclass
 class Decision:
-    """One thing to decide, and all that follows from it.
+    """The choices for an operator and its followers.
 
     Attributes:
         name: of the operator that decides.
-        choices: for each choice, how every operator of the decision is done.
+        choices: for each choice, the split of every operator of the decision.
         costs: of each [s].
         memory: of each, bytes of a device: weights, gradients, optimizer states.
-        saved: of each, bytes of what the backward pass needs of one micro-batch.
+        saved: of each, bytes that the backward pass needs of one micro-batch.
     """
 
     name: str
@@ -48,10 +54,10 @@ class Decision:
 
 @dataclass(frozen=True)
 class TensorMoves:
-    """The moves of one tensor from the decision that makes it to those that read it: each state is made once.
+    """The moves of one tensor from the decision that makes it to its readers: each state is made once.
 
     Attributes:
-        source: the decision that makes it.
+        source: the index of the decision that makes it.
         rows: for each of its choices, the row of ``seconds``.
         seconds: [rows, states] of the moves.
         readers: for each decision that reads, the states that each of its choices needs.
@@ -63,31 +69,31 @@ class TensorMoves:
     readers: tuple[tuple[int, tuple[frozenset[int], ...]], ...]
 
     def cost(self, chosen: list[int]) -> float:
-        """Seconds of one choice for each decision."""
+        """Return the seconds of one choice for each decision."""
         needed = set().union(*(needs[chosen[reader]] for reader, needs in self.readers))
         return float(sum(self.seconds[self.rows[chosen[self.source]], state] for state in needed))
 
 
 @dataclass
 class ShardingProblem:
-    """What to decide, and the moves between decisions."""
+    """Decisions, and the moves between them."""
 
     decisions: list[Decision]
     moves: list[TensorMoves] = field(default_factory=list)
 
     def cost(self, chosen: list[int]) -> float:
-        """Seconds of one choice for each decision; infinite if it cannot be done."""
+        """Return the seconds of one choice for each decision; infinite if it is impossible."""
         total = sum(d.costs[c] for d, c in zip(self.decisions, chosen, strict=True))
         return float(total + sum(group.cost(chosen) for group in self.moves))
 
     def memory(self, chosen: list[int], in_flight: float = 1) -> float:
-        """Bytes of one choice for each decision, with so many micro-batches kept for the backward pass."""
+        """Return the bytes of one choice for each decision, with ``in_flight`` micro-batches kept for the backward."""
         return float(sum(
             d.memory[c] + in_flight * d.saved[c] for d, c in zip(self.decisions, chosen, strict=True)
         ))  # fmt: skip
 
     def restricted(self, allowed: Callable[[dict[str, OperatorSplit]], bool]) -> ShardingProblem:
-        """With only some choices.
+        """Return the problem with the allowed choices alone.
 
         Raises:
             ValueError: a decision has none left.
@@ -108,55 +114,42 @@ class ShardingProblem:
         return ShardingProblem(decisions, moves)
 
 
-@dataclass(frozen=True)
-class Bytes:
-    """What a parameter needs besides itself, bytes of an element.
-
-    Attributes:
-        gradient: of its gradient.
-        state: of the optimizer's state, a master copy of the weight in it.
-    """
-
-    gradient: float
-    state: float
-
-
 class Builder:
-    """Makes the problem of a graph.
+    """Builds the problem of a graph.
 
     Args:
-        microbatches: of a step: gradients are reduced, and weights updated, once for all of them.
+        microbatches: per step: gradients are reduced, and weights updated, once for all of them.
     """
 
-    def __init__(self, graph: OperatorGraph, prices: Prices, bytes_: Bytes, microbatches: int = 1):
-        self.prices, self.bytes, self.once = prices, bytes_, 1 / microbatches
-        self.graph = with_ends(graph)
+    def __init__(self, graph: OperatorGraph, prices: Prices, microbatches: int = 1):
+        self.prices, self.once = prices, 1 / microbatches
+        self.graph = _add_ends(graph)
         self.ops, self.mesh = self.graph.ops, prices.mesh
-        self.spaces = {name: _space(op, self.ops) for name, op in self.ops.items()}
+        self.spaces = {name: _build_space(op, self.ops) for name, op in self.ops.items()}
         self.users = self.graph.users()
-        self.constants = _constants(self.graph)
-        self.stored = _stored(self.graph)
+        self.constants = _find_constants(self.graph)
+        self.stored = _find_storage(self.graph)
         self.leader: dict[str, str] = {}
         self.members: dict[str, list[str]] = {}
         self.main: dict[str, int] = {}
-        self._lead()
-        self.kept = self._kept()
+        self._assign_leaders()
+        self.kept = self._find_kept()
 
     def problem(self) -> ShardingProblem:
-        """The decisions with their costs."""
-        decisions = [self._decision(name) for name in self.members]
+        """Build the decisions with their costs, and the moves between them."""
+        decisions = [self._build_decision(name) for name in self.members]
         number = {d.name: i for i, d in enumerate(decisions)}
         problem = ShardingProblem(decisions)
         for name in self.leader:
             for phase in (FORWARD, BACKWARD):
-                self._moves(name, phase, problem, number)
+                self._add_moves(name, phase, problem, number)
         for update, name in ((d.name, d.name.removeprefix(UPDATE)) for d in decisions if d.name.startswith(UPDATE)):
-            self._renewal(number[update], number[name], self.ops[name], problem)
+            self._add_update_moves(number[update], number[name], self.ops[name], problem)
         return problem
 
-    # ---- who follows whom --------------------------------------------------------------------------------------------
+    # ---- leaders and followers ---------------------------------------------------------------------------------------
 
-    def _lead(self) -> None:
+    def _assign_leaders(self) -> None:
         depth: dict[str, int] = {}
         for name, op in self.ops.items():
             if name in self.constants:
@@ -173,15 +166,14 @@ class Builder:
             self.members.setdefault(self.leader[name], []).append(name)
 
     def _decides(self, op: Operator, space: IterationSpace) -> bool:
-        """Whether it is a product, or joins what came on different ways."""
+        """Whether it is a product, or adds tensors of different leaders."""
         if op.op == "product" or op.op in LOOKUPS or op.name.startswith(ENDS):
             return True
         leaders = {self.leader[name] for name in op.operands if name in self.leader}
         return space.together and len(leaders) > 1 and all(self.ops[n].shape == op.shape for n in op.operands)
 
-    def _kept(self) -> set[str]:
-        """Tensors of the forward pass whose memory lives until the backward pass: not those of weights and inputs; of a
-        stage's boundaries each micro-batch has its own."""
+    def _find_kept(self) -> set[str]:
+        """Find the tensors that each micro-batch keeps for the backward pass: activations and a stage's boundaries."""
         return {
             self.stored[operand] for op in self.ops.values() if op.phase == BACKWARD and op.kind == "call"
             for operand in op.operands
@@ -191,73 +183,71 @@ class Builder:
 
     # ---- one decision ------------------------------------------------------------------------------------------------
 
-    def _decision(self, name: str) -> Decision:
-        choices = [self.followed(name, split) for split in self._root(name)]
-        kinds = [self._priced(choice) for choice in choices]
-        costs, memory, saved = (np.array(column) for column in zip(*kinds, strict=True))
+    def _build_decision(self, name: str) -> Decision:
+        choices = [self.follow_root(name, split) for split in self._list_roots(name)]
+        prices = [self._price_choice(choice) for choice in choices]
+        costs, memory, saved = (np.array(column) for column in zip(*prices, strict=True))
         return Decision(name, choices, costs, memory, saved)
 
-    def _root(self, name: str) -> list[OperatorSplit]:
+    def _list_roots(self, name: str) -> list[OperatorSplit]:
         op, space = self.ops[name], self.spaces[name]
         if op.kind != "call":
-            return [OperatorSplit((), state, state, 1) for state in states(op.shape, self.mesh)]
+            return [OperatorSplit((), state, state) for state in list_shardings(op.sizes, self.mesh)]
         if space is None:
-            operands = tuple(whole(len(self.ops[operand].shape)) for operand in op.operands)
-            return [OperatorSplit(operands, whole(len(op.shape)), whole(len(op.shape)))]
+            return [split_nothing((self.ops[operand] for operand in op.operands), op)]
         return [
             replace(split, out=out)
-            for split in splits(space, self.mesh) for out in settled(split.made, op.shape, self.mesh)
+            for split in list_splits(space, self.mesh) for out in list_reductions(split.made, op.sizes, self.mesh)
         ]  # fmt: skip
 
-    def followed(self, name: str, root: OperatorSplit) -> dict[str, OperatorSplit]:
+    def follow_root(self, name: str, root: OperatorSplit) -> dict[str, OperatorSplit]:
+        """Split all operators of a decision by the split of the one that decides."""
         done = {name: root}
         for member in self.members[name][1:]:
             op, space, main = self.ops[member], self.spaces[member], self.main[member]
-            if space is None:  # one of several outputs of what is done whole
-                done[member] = OperatorSplit((whole(0),), whole(len(op.shape)), whole(len(op.shape)))
+            if space is None:  # one of several outputs of an operator that is not split
+                done[member] = split_nothing((self.ops[operand] for operand in op.operands), op)
             else:
                 done[member] = follow(space, main, done[op.operands[main]].out, self.mesh)
         return done
 
-    def _priced(self, choice: dict[str, OperatorSplit]) -> tuple[float, float, float]:
+    def _price_choice(self, choice: dict[str, OperatorSplit]) -> tuple[float, float, float]:
         seconds = memory = saved = 0.0
         moved: set[tuple] = set()
         for name, split in choice.items():
             op = self.ops[name]
-            held = [(self.ops[operand], lies) for operand, lies in zip(op.operands, split.operands, strict=True)]
+            reads = [(self.ops[operand], state) for operand, state in zip(op.operands, split.operands, strict=True)]
             space = self.spaces[name]
             if op.kind == "call" and not name.startswith(ENDS):
-                seconds += self.prices.work(op, space.flops / split.parts if space else 0.0, held, split.made)
+                seconds += self.prices.work(op, space.flops / split.parts if space else 0.0, reads, split.made)
                 seconds += self.prices.move(op, split.made, split.out)
-            for operand, lies in held:
-                key = (operand.name, op.phase, lies)
+            for operand, state in reads:
+                key = (operand.name, op.phase, state)
                 if operand.name in choice and key not in moved:
                     moved.add(key)
-                    seconds += self.prices.move(operand, choice[operand.name].out, lies)
-            elements = self.prices.local(op, split.out) / self.prices.bytes_of(op)
-            memory += self.prices.local(op, split.out) if op.kind == "parameter" else 0.0
-            memory += elements * self.bytes.state if name.startswith(UPDATE) else 0.0
-            memory += elements * self.bytes.gradient * self._gradient(name)
-            saved += self.prices.local(op, split.out) if name in self.kept else 0.0
+                    seconds += self.prices.move(operand, choice[operand.name].out, state)
+            elements, size = self.prices.local_numel(op, split.out), self.prices.local_bytes(op, split.out)
+            memory += size if op.kind == "parameter" else 0.0
+            memory += elements * self.prices.state_bytes if name.startswith(UPDATE) else 0.0
+            if any(user.name.startswith(UPDATE) for user in self.users[name]):
+                memory += elements * self.prices.gradient_bytes
+            saved += size if name in self.kept else 0.0
         return seconds, memory, saved
-
-    def _gradient(self, name: str) -> bool:
-        return any(user.name.startswith(UPDATE) for user in self.users[name])
 
     # ---- between decisions -------------------------------------------------------------------------------------------
 
-    def _moves(self, name: str, phase: str, problem: ShardingProblem, number: dict[str, int]) -> None:
-        """What others need of a tensor in a phase."""
-        here = self.leader[name]
+    def _add_moves(self, name: str, phase: str, problem: ShardingProblem, number: dict[str, int]) -> None:
+        """Add the moves of a tensor to the other decisions that read it in a phase."""
+        leader = self.leader[name]
         uses: dict[str, list[tuple[str, int]]] = {}
         for user in self.users[name]:
-            if user.phase == phase and self.leader.get(user.name) not in (here, None):
+            if user.phase == phase and self.leader.get(user.name) not in (leader, None):
                 for at, operand in enumerate(user.operands):
                     if operand == name:
                         uses.setdefault(self.leader[user.name], []).append((user.name, at))
         if not uses:
             return
-        op, source = self.ops[name], problem.decisions[number[here]]
+        op, source = self.ops[name], problem.decisions[number[leader]]
         targets: dict[Sharding, int] = {}
         readers = []
         for reader, places in uses.items():
@@ -269,17 +259,17 @@ class Builder:
         rows: dict[tuple, int] = {}
         index, seconds = [], []
         for choice in source.choices:
-            key = (choice[name].out, frozenset(self._inside(name, phase, choice)))
+            key = (choice[name].out, frozenset(self._own_states(name, phase, choice)))
             if key not in rows:
                 rows[key] = len(rows)
-                weight = self.weight(name, phase)
-                seconds.append([0.0 if state in key[1] else weight * self.prices.move(op, key[0], state)
+                share = self.step_share(name, phase)
+                seconds.append([0.0 if state in key[1] else share * self.prices.move(op, key[0], state)
                                 for state in targets])  # fmt: skip
             index.append(rows[key])
-        problem.moves.append(TensorMoves(number[here], np.array(index), np.array(seconds), tuple(readers)))
+        problem.moves.append(TensorMoves(number[leader], np.array(index), np.array(seconds), tuple(readers)))
 
-    def _renewal(self, update: int, parameter: int, op: Operator, problem: ShardingProblem) -> None:
-        """New weights go from where they are made to where they are read."""
+    def _add_update_moves(self, update: int, parameter: int, op: Operator, problem: ShardingProblem) -> None:
+        """Add the moves of a new weight from its update to the sharding in which it is kept."""
         made = [choice[UPDATE + op.name].out for choice in problem.decisions[update].choices]
         read = [choice[op.name].out for choice in problem.decisions[parameter].choices]
         rows, states = list(dict.fromkeys(made)), list(dict.fromkeys(read))
@@ -287,28 +277,28 @@ class Builder:
         reader = (parameter, tuple(frozenset({states.index(state)}) for state in read))
         problem.moves.append(TensorMoves(update, np.array([rows.index(row) for row in made]), seconds, (reader,)))
 
-    def _inside(self, name: str, phase: str, choice: dict[str, OperatorSplit]) -> list[Sharding]:
-        """The states into which the decision that makes a tensor moves it itself."""
+    def _own_states(self, name: str, phase: str, choice: dict[str, OperatorSplit]) -> list[Sharding]:
+        """List the states into which the decision that makes a tensor moves it itself."""
         return [
-            lies for user in self.users[name] if user.phase == phase and user.name in choice
-            for operand, lies in zip(user.operands, choice[user.name].operands, strict=True) if operand == name
+            state for user in self.users[name] if user.phase == phase and user.name in choice
+            for operand, state in zip(user.operands, choice[user.name].operands, strict=True) if operand == name
         ]  # fmt: skip
 
-    def weight(self, name: str, phase: str) -> float:
-        """Of moves that are made once in a step, for all micro-batches."""
+    def step_share(self, name: str, phase: str) -> float:
+        """Return a micro-batch's share of moves of a tensor: below 1 for those made once per step, for an update."""
         updates = [user.name.startswith(UPDATE) for user in self.users[name] if user.phase == phase]
         return self.once if updates and all(updates) else 1.0
 
 
-def with_ends(graph: OperatorGraph) -> OperatorGraph:
-    """With an operator for each trained parameter that turns its gradient into its new value, and one for all that is
-    given back."""
+def _add_ends(graph: OperatorGraph) -> OperatorGraph:
+    """Add an operator for each trained parameter, from its gradient to its new value, and one for each output."""
     ops = dict(graph.ops)
 
-    def end(kind: str, name: str, of: str, phase: str) -> None:
+    def end(kind: str, name: str, source: str, phase: str) -> None:
         ops[kind + name] = Operator(
-            kind + name, "call", f"{kind.strip()}.end", ops[of].shape, ops[of].dtype, (Ref(of),), phase=phase
-        )
+            kind + name, "call", f"{kind.strip()}.end", ops[source].shape, ops[source].dtype, (Ref(source),),
+            phase=phase,
+        )  # fmt: skip
 
     for name in dict.fromkeys(graph.outputs):
         end(GIVEN, name, name, FORWARD)
@@ -318,17 +308,16 @@ def with_ends(graph: OperatorGraph) -> OperatorGraph:
     return OperatorGraph(ops, graph.outputs, graph.gradients)
 
 
-def _space(op: Operator, ops: dict[str, Operator]) -> IterationSpace | None:
+def _build_space(op: Operator, ops: dict[str, Operator]) -> IterationSpace | None:
     if op.kind != "call" or op.op == "getitem":
         return None
     if op.name.startswith(ENDS):
-        letters = tuple(ascii_uppercase[: len(op.shape)])
-        return IterationSpace(dict(zip(letters, op.shape, strict=True)), (letters,), letters)
-    return space_of(op, tuple(ops[operand].shape for operand in op.operands))
+        return IterationSpace(op.sizes, (tuple(op.sizes),), tuple(op.sizes))
+    return build_space(op, tuple(ops[operand].shape for operand in op.operands))
 
 
-def _constants(graph: OperatorGraph) -> set[str]:
-    """What depends on nothing from outside: every device makes it, whole."""
+def _find_constants(graph: OperatorGraph) -> set[str]:
+    """Find the operators that depend on nothing from outside: every device computes them in full."""
     found: set[str] = set()
     for op in graph.ops.values():
         if op.kind == "call" and all(operand in found for operand in op.operands):
@@ -336,8 +325,8 @@ def _constants(graph: OperatorGraph) -> set[str]:
     return found
 
 
-def _stored(graph: OperatorGraph) -> dict[str, str]:
-    """Whose memory each tensor lies in: that of the operator which wrote it."""
+def _find_storage(graph: OperatorGraph) -> dict[str, str]:
+    """Find the operator that wrote the memory of each tensor, through views."""
     found: dict[str, str] = {}
     for name, op in graph.ops.items():
         found[name] = found[op.operands[0]] if op.op in VIEWS else name

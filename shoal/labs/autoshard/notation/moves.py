@@ -1,23 +1,25 @@
-"""What may be done to a sharded array without changing what it says: five moves, four of them collectives.
+"""Moves, which change the sharding of an array and not its values: four collectives, and a slice.
 
-    all-gather       A[Ix, J]      -> A[I, J]       the last axes of a dim go
-    reduce-scatter   A[I, J]{Ux}   -> A[Ix, J]      unreduced axes are added up and shard a dim
-    all-reduce       A[I, J]{Ux}   -> A[I, J]       unreduced axes are added up
+    all-gather       A[Ix, J]      -> A[I, J]       the last axes of a dim are removed
+    reduce-scatter   A[I, J]{Ux}   -> A[Ix, J]      unreduced axes are summed and shard a dim
+    all-reduce       A[I, J]{Ux}   -> A[I, J]       unreduced axes are summed
     all-to-all       A[Ix, J]      -> A[I, Jx]      the last axes of one dim become the last of another
-    slice            A[I, J]       -> A[Ix, J]      every device keeps its part of what all have: nothing is sent
+    slice            A[I, J]       -> A[Ix, J]      every device keeps its part of a replicated array: nothing is sent
 
-An all-gather takes away the innermost axes of a dim alone: without the outermost one, what a device has would not be a
-block any more.
+An all-gather removes the innermost axes of a dim alone: without the outermost one, a device would no longer hold a
+contiguous block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, combinations, permutations
 
 from shoal.labs.autoshard.notation.notation import NamedMesh, Sharding, Sizes
-from shoal.labs.collectives.description import Collective
+from shoal.labs.collectives.description import VECTORS, Collective, Description, even
+from shoal.labs.collectives.textbook import describe
 
 SLICE = "slice"
 
@@ -28,19 +30,26 @@ class Move:
 
     Attributes:
         kind: a collective, or `SLICE`.
-        axes: the mesh axes over which it goes, in the order in which they shard (or will shard) a dim.
+        before: the sharding that it starts from.
+        axes: its mesh axes, in the order in which they shard (or will shard) a dim.
         source: the dim that the axes leave, for an all-gather and an all-to-all.
-        target: the dim that they shard then, for a reduce-scatter, an all-to-all and a slice.
+        target: the dim that they shard afterwards, for a reduce-scatter, an all-to-all and a slice.
+        algorithm: a key of `shoal.labs.collectives.textbook`; empty for a slice, and before the move is priced.
+        seconds: on the network that it was priced on.
     """
 
     kind: str
+    before: Sharding
     axes: str
     source: str = ""
     target: str = ""
+    algorithm: str = ""
+    seconds: float = 0.0
 
-    def apply(self, sharding: Sharding) -> Sharding:
-        """How the array lies afterwards."""
-        after = sharding
+    @cached_property
+    def after(self) -> Sharding:
+        """The sharding that it leads to."""
+        after = self.before
         if self.source:
             after = after.with_axes(**{self.source: after.axes[self.source].removesuffix(self.axes)})
         if self.target:
@@ -48,6 +57,15 @@ class Move:
         if self.kind in (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER):
             after = after.with_unreduced("".join(axis for axis in after.unreduced if axis not in self.axes))
         return after
+
+    def payload(self, mesh: NamedMesh, sizes: Sizes) -> int:
+        """Return S of the collective in elements: the largest input or output of one rank."""
+        n = self.before.local_numel(sizes, mesh)
+        return n * mesh.size(self.axes) if self.kind == Collective.ALL_GATHER else n
+
+    def description(self, mesh: NamedMesh) -> Description:
+        """Return the rounds of a collective among the ranks of one group."""
+        return describe(self.kind, self.algorithm, mesh.size(self.axes))
 
     def __str__(self) -> str:
         words = [str(self.kind), self.axes]
@@ -57,8 +75,8 @@ class Move:
                          *([f"into {self.target}"] if self.target else [])])
 
 
-def moves(sharding: Sharding, mesh: NamedMesh, sizes: Sizes) -> Iterator[Move]:
-    """All that can be done next. Blocks stay equal: no dim gets parts that do not come out even."""
+def list_moves(sharding: Sharding, mesh: NamedMesh, sizes: Sizes) -> Iterator[Move]:
+    """List every possible next move. All blocks stay equal: no dim is split unevenly."""
 
     def even(letter: str, axes: str) -> bool:
         return sizes[letter] % mesh.size(sharding.axes[letter] + axes) == 0
@@ -66,28 +84,46 @@ def moves(sharding: Sharding, mesh: NamedMesh, sizes: Sizes) -> Iterator[Move]:
     for letter, axes in sharding.dims:
         for start in range(len(axes)):
             tail = axes[start:]
-            yield Move(Collective.ALL_GATHER, tail, source=letter)
+            yield Move(Collective.ALL_GATHER, sharding, tail, source=letter)
             for other in sharding.letters:
                 if other != letter and even(other, tail):
-                    yield Move(Collective.ALL_TO_ALL, tail, source=letter, target=other)
-    for some in _subsets(sharding.unreduced):
-        yield Move(Collective.ALL_REDUCE, "".join(some))
-        for order in permutations(some):
+                    yield Move(Collective.ALL_TO_ALL, sharding, tail, source=letter, target=other)
+    sums = sharding.unreduced
+    for some in chain.from_iterable(combinations(sums, n) for n in range(1, len(sums) + 1)):
+        yield Move(Collective.ALL_REDUCE, sharding, "".join(some))
+        for order in map("".join, permutations(some)):
             for letter in sharding.letters:
-                if even(letter, "".join(order)):
-                    yield Move(Collective.REDUCE_SCATTER, "".join(order), target=letter)
+                if even(letter, order):
+                    yield Move(Collective.REDUCE_SCATTER, sharding, order, target=letter)
     for axis in mesh.axes:
         if axis not in sharding.used:
             for letter in sharding.letters:
                 if even(letter, axis):
-                    yield Move(SLICE, axis, target=letter)
+                    yield Move(SLICE, sharding, axis, target=letter)
 
 
-def _subsets(axes: str) -> Iterator[tuple[str, ...]]:
-    return chain.from_iterable(combinations(axes, n) for n in range(1, len(axes) + 1))
+def count_sent(moves: Sequence[Move], mesh: NamedMesh, sizes: Sizes) -> tuple[int, int]:
+    """Count the elements that the busiest device sends in some moves, and all devices together."""
+    per_rank = [0] * mesh.ranks
+    for move in moves:
+        if move.kind == SLICE:
+            continue
+        sent = count_collective(move.description(mesh), move.payload(mesh, sizes))
+        for group in mesh.groups(move.axes):
+            for rank, elements in zip(group, sent, strict=True):
+                per_rank[rank] += elements
+    return max(per_rank), sum(per_rank)
 
 
-def payload(move: Move, before: Sharding, sizes: Sizes, mesh: NamedMesh) -> int:
-    """S of the collective in elements: the largest input or output of one rank."""
-    n = before.local_numel(sizes, mesh)
-    return n * mesh.size(move.axes) if move.kind == Collective.ALL_GATHER else n
+def count_collective(description: Description, size: int) -> list[int]:
+    """Count the elements that each rank sends in a collective whose S is ``size`` elements.
+
+    >>> count_collective(describe("all-gather", "ring", 4), 8)
+    [6, 6, 6, 6]
+    """
+    total = size if description.collective in VECTORS else int(size * description.share) * description.blocks
+    lengths = even(total, description.blocks)
+    sent = [0] * description.ranks
+    for message in description.messages:
+        sent[message.source] += sum(lengths[block] for block in message.blocks)
+    return sent

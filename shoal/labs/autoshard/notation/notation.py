@@ -1,8 +1,8 @@
 """Named-axis notation: `A[Ix, J] * B[J, Ky] -> C[Ix, Ky]` (Austin et al. 2025, How to Scale Your Model, chapter 3).
 
 An upper-case letter names a dim, the lower-case letters after it the mesh axes that it is sharded along, the first
-outermost: `A[Ixy, J]` has I in |x| parts and each of them in |y|. Along an axis that the array does not mention there
-are copies. `C[I, K]{Ux}` is unreduced along x: what the devices along x hold must be added up to give C.
+outermost: `A[Ixy, J]` has I in |x| parts and each of these in |y|. Along an axis that it does not mention, an array is
+replicated. `C[I, K]{Ux}` is unreduced along x: the devices along x hold the terms of a sum, which is C.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ class NamedMesh:
 
     @property
     def ranks(self) -> int:
-        """Devices."""
+        """Number of devices."""
         return math.prod(self.shape)
 
     def size(self, axes: str) -> int:
-        """Devices along some axes together."""
+        """Return the number of devices along some axes."""
         return math.prod(self.shape[self.axes.index(axis)] for axis in axes)
 
     def place(self, rank: int) -> dict[str, int]:
-        """A rank's place along each axis."""
+        """Return a rank's place along each axis."""
         place = {}
         for axis, size in zip(reversed(self.axes), reversed(self.shape), strict=True):
             rank, place[axis] = divmod(rank, size)
         return {axis: place[axis] for axis in self.axes}
 
     def position(self, rank: int, axes: str) -> int:
-        """A rank's place along some axes taken as one, the first outermost."""
+        """Return a rank's place along some axes taken as one, the first outermost."""
         place, position = self.place(rank), 0
         for axis in axes:
             position = position * self.size(axis) + place[axis]
         return position
 
     def groups(self, axes: str) -> tuple[tuple[int, ...], ...]:
-        """The sets of ranks that differ along these axes alone, each in rising order."""
+        """Return the groups of ranks that differ along these axes alone, each in rising order."""
         found: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.ranks):
             others = tuple(at for axis, at in self.place(rank).items() if axis not in axes)
@@ -69,11 +69,11 @@ class NamedMesh:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How an array lies on a mesh.
+    """How an array is distributed over a mesh.
 
     Attributes:
-        dims: each dim's letter and the axes that it is sharded along, the first outermost.
-        unreduced: axes along which the devices hold parts of a sum, in alphabetical order.
+        dims: each dim's letter and the axes that shard it, the first outermost.
+        unreduced: axes along which the devices hold terms of a sum, in alphabetical order.
 
     >>> str(Sharding((("I", "xy"), ("J", "")), "z"))
     '[Ixy, J]{Uz}'
@@ -84,12 +84,12 @@ class Sharding:
 
     @cached_property
     def letters(self) -> str:
-        """The dims."""
+        """The letters of the dims."""
         return "".join(letter for letter, _ in self.dims)
 
     @cached_property
     def axes(self) -> dict[str, str]:
-        """The axes of each dim."""
+        """The axes of each dim, by its letter."""
         return dict(self.dims)
 
     @cached_property
@@ -98,31 +98,36 @@ class Sharding:
         return frozenset("".join(axes for _, axes in self.dims) + self.unreduced)
 
     def with_axes(self, **axes: str) -> Sharding:
-        """The same with other axes for some dims."""
+        """Return the same with other axes for some dims."""
         return Sharding(tuple((letter, axes.get(letter, old)) for letter, old in self.dims), self.unreduced)
 
     def with_unreduced(self, axes: str) -> Sharding:
-        """The same with other unreduced axes."""
+        """Return the same with other unreduced axes."""
         return Sharding(self.dims, "".join(sorted(axes)))
 
+    @property
+    def reduced(self) -> Sharding:
+        """The same with sums added up: so a gradient is sharded, since every term of a sum has the sum's gradient."""
+        return Sharding(self.dims)
+
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
-        """Of the whole array."""
+        """Return the global shape."""
         return tuple(sizes[letter] for letter in self.letters)
 
     def local_shape(self, sizes: Sizes, mesh: NamedMesh) -> tuple[int, ...]:
-        """Of what one device holds."""
+        """Return the shape of one device's block."""
         return tuple(sizes[letter] // mesh.size(axes) for letter, axes in self.dims)
 
     def local_numel(self, sizes: Sizes, mesh: NamedMesh) -> int:
-        """Elements that one device holds."""
+        """Return the number of elements of one device's block."""
         return math.prod(self.local_shape(sizes, mesh))
 
     def fits(self, sizes: Sizes, mesh: NamedMesh) -> bool:
-        """Whether all blocks are equal."""
+        """Whether every dim divides evenly over its axes."""
         return all(sizes[letter] % mesh.size(axes) == 0 for letter, axes in self.dims)
 
     def copies(self, mesh: NamedMesh) -> int:
-        """Devices that hold the same block (and the same part of the sum)."""
+        """Return how many devices hold the same block (and the same term of the sum)."""
         return mesh.size("".join(axis for axis in mesh.axes if axis not in self.used))
 
     def __str__(self) -> str:
@@ -132,7 +137,7 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Array:
-    """A name and how the array of that name lies."""
+    """A named array and its sharding."""
 
     name: str
     sharding: Sharding
@@ -143,12 +148,12 @@ class Array:
 
 @dataclass(frozen=True)
 class Expression:
-    """What was written: one array, an array and how it shall lie, or a product of two arrays or more.
+    """A parsed expression: one array, a resharding, or a product of two arrays or more.
 
     Attributes:
-        result: None where only an array was given.
+        result: None for an array alone.
         text: as it was typed.
-        at: where in the text each (number of the array, dim) is, for messages; the result is the last array.
+        at: the position in the text of each (number of the array, dim), for messages; the result is the last array.
     """
 
     arrays: tuple[Array, ...]
@@ -157,17 +162,17 @@ class Expression:
     at: Mapping[tuple[int, str], int] = field(compare=False, default_factory=dict)
 
     def refuse(self, array: int, letter: str, message: str) -> UsageError:
-        """An error that points at a dim of an array."""
-        return pointing(self.text, self.at[array, letter], message)
+        """Make an error that points at a dim of an array."""
+        return point_at(self.text, self.at[array, letter], message)
 
 
-def pointing(text: str, at: int, message: str) -> UsageError:
-    """An error with a caret under the place in the text."""
+def point_at(text: str, at: int, message: str) -> UsageError:
+    """Make an error with a caret under a position of the text."""
     return UsageError(f"{message}\n  {text}\n  {' ' * at}^")
 
 
 def parse_mesh(text: str) -> NamedMesh:
-    """A mesh as it is typed: ``x=4,y=2``.
+    """Parse a mesh such as ``x=4,y=2``.
 
     Raises:
         UsageError: an axis is no lower-case letter, appears twice, or has no size.
@@ -175,52 +180,52 @@ def parse_mesh(text: str) -> NamedMesh:
     >>> parse_mesh("x=4,y=2")
     NamedMesh(axes='xy', shape=(4, 2))
     """
-    sizes = _assignments("--mesh", text, "[a-z]", "a mesh axis is one lower-case letter with its devices, as x=4")
+    sizes = _parse_assignments("--mesh", text, "[a-z]", "a mesh axis is one lower-case letter with its devices, as x=4")
     return NamedMesh("".join(sizes), tuple(sizes.values()))
 
 
 def parse_sizes(text: str) -> dict[str, int]:
-    """Sizes as they are typed: ``I=256,J=2048``; nothing for an empty text.
+    """Parse sizes such as ``I=256,J=2048``; an empty text has none.
 
     Raises:
         UsageError: a dim is no upper-case letter, appears twice, or has no size.
     """
     what = "a dim is one upper-case letter with its elements, as I=256"
-    return _assignments("--sizes", text, "[A-Z]", what) if text else {}
+    return _parse_assignments("--sizes", text, "[A-Z]", what) if text else {}
 
 
-def _assignments(option: str, text: str, name: str, what: str) -> dict[str, int]:
+def _parse_assignments(option: str, text: str, name: str, what: str) -> dict[str, int]:
     found: dict[str, int] = {}
     at = len(option) + 1
     for part in text.split(","):
         match = re.fullmatch(rf"\s*({name})\s*=\s*(\d+)\s*", part)
         if match is None or int(match[2]) == 0:
-            raise pointing(f"{option} {text}", at, what)
+            raise point_at(f"{option} {text}", at, what)
         if match[1] in found:
-            raise pointing(f"{option} {text}", at, f"'{match[1]}' is there twice")
+            raise point_at(f"{option} {text}", at, f"'{match[1]}' is given twice")
         found[match[1]] = int(match[2])
         at += len(part) + 1
     return found
 
 
 def parse(text: str, mesh: NamedMesh, sizes: Mapping[str, int], default: int | None = None) -> tuple[Expression, Sizes]:
-    """Read an expression and prove that it means something on a mesh.
+    """Parse an expression and check it against a mesh.
 
     Args:
         sizes: of dims.
-        default: of those that ``sizes`` leaves out; without it they are refused.
+        default: size of the dims that ``sizes`` lacks; without it they are refused.
 
     Returns:
         The expression, and the size of every dim in it.
 
     Raises:
-        UsageError: it is malformed; a mesh axis is not there, or shards an array twice; a dim appears twice in an
+        UsageError: it is malformed; a mesh axis does not exist, or shards an array twice; a dim appears twice in an
             array, has no size, or one that its axes do not divide. The message points at the place.
 
     >>> parse("A[Ix, J]", NamedMesh("x", (4,)), {"I": 8, "J": 2})[0].arrays[0].sharding
     Sharding(dims=(('I', 'x'), ('J', '')), unreduced='')
     """
-    expression = _Reader(text, mesh).expression()
+    expression = _Parser(text, mesh).expression()
     arrays = [*expression.arrays, *([expression.result] if expression.result else [])]
     known = dict(sizes)
     for i, array in enumerate(arrays):
@@ -230,18 +235,18 @@ def parse(text: str, mesh: NamedMesh, sizes: Mapping[str, int], default: int | N
             size, parts = known.setdefault(letter, default or 0), mesh.size(axes)
             if size % parts:
                 near = max(1, size // parts) * parts
-                message = f"dim {letter} of {size} does not come out even over {parts} devices along {axes}; "
-                raise expression.refuse(i, letter, message + f"near it: --sizes {letter}={near}")
+                message = f"dim {letter} of {size} does not divide evenly over {parts} devices along {axes}; "
+                raise expression.refuse(i, letter, message + f"nearest: --sizes {letter}={near}")
     for letter in sizes:
         if not any(letter in array.sharding.letters for array in arrays):
             letters = {letter: None for array in arrays for letter in array.sharding.letters}
-            raise UsageError(f"--sizes {letter}={sizes[letter]}: there is no dim {letter} in {text}; "
+            raise UsageError(f"--sizes {letter}={sizes[letter]}: {text} has no dim {letter}; "
                              f"{did_you_mean(letter, letters)}")
     return expression, {letter: known[letter] for array in arrays for letter in array.sharding.letters}
 
 
-class _Reader:
-    """A recursive-descent reader: one method for each kind of phrase."""
+class _Parser:
+    """A recursive-descent parser: one method for each kind of phrase."""
 
     def __init__(self, text: str, mesh: NamedMesh):
         self.text, self.mesh, self.next = text, mesh, 0
@@ -262,7 +267,7 @@ class _Reader:
     def array(self) -> Array:
         name = self.take(r"[A-Za-z_][A-Za-z_0-9]*", "an array's name is expected here, as in A[Ix, J]")
         self.take(r"\[", f"`[` and the dims of {name} are expected here")
-        seen: dict[str, str] = {}  # from the axis to what it is used for
+        seen: dict[str, str] = {}  # from the axis to its use
         dims = [self.dim(seen, [])]
         while self.takes(","):
             dims.append(self.dim(seen, [letter for letter, _ in dims]))
@@ -282,17 +287,17 @@ class _Reader:
         at = self.next
         letter = self.take("[A-Z]", "a dim is expected here: one upper-case letter, then its mesh axes, as in Ix")
         if letter in before:
-            raise pointing(self.text, at, f"dim {letter} is there twice in one array; call one of them otherwise")
+            raise point_at(self.text, at, f"dim {letter} appears twice in one array; rename one of them")
         self.at[self.arrays, letter] = at
         return letter, self.mesh_axes(seen, f"dim {letter}")
 
     def mesh_axes(self, seen: dict[str, str], what: str) -> str:
-        """The lower-case letters from here on."""
+        """Read the lower-case letters that come next."""
         axes = ""
         while self.next < len(self.text) and self.text[self.next].islower():
             axis = self.text[self.next]
             if axis not in self.mesh.axes:
-                raise self.error(f"there is no mesh axis '{axis}'; {did_you_mean(axis, self.mesh.axes)}")
+                raise self.error(f"the mesh has no axis '{axis}'; {did_you_mean(axis, self.mesh.axes)}")
             if axis in seen:
                 raise self.error(f"axis {axis} already shards {seen[axis]} of this array; it can be used once")
             seen[axis] = what
@@ -301,13 +306,13 @@ class _Reader:
         return axes
 
     def peek(self) -> str:
-        """What comes after blanks, nothing at the end."""
+        """Skip blanks; return the rest of the text."""
         while self.next < len(self.text) and self.text[self.next].isspace():
             self.next += 1
         return self.text[self.next :]
 
     def takes(self, *words: str) -> bool:
-        """Whether one of the words comes next; it is read."""
+        """Read one of the words if it comes next; return whether it does."""
         rest = self.peek()
         word = next((word for word in words if rest.startswith(word)), "")
         self.next += len(word)
@@ -322,13 +327,13 @@ class _Reader:
         return match[0]
 
     def error(self, message: str) -> UsageError:
-        return pointing(self.text, self.next, message)
+        return point_at(self.text, self.next, message)
 
 
-def blocks(sharding: Sharding, mesh: NamedMesh) -> dict[tuple[int, ...], list[list[int]]]:
-    """Who holds each block: for each term of its sum (one, unless the array is unreduced) the ranks with a copy.
+def list_holders(sharding: Sharding, mesh: NamedMesh) -> dict[tuple[int, ...], list[list[int]]]:
+    """List the ranks with a copy of each block, for each term of its sum (one, unless the array is unreduced).
 
-    >>> blocks(Sharding((("I", "x"),), "y"), NamedMesh("xy", (2, 2)))
+    >>> list_holders(Sharding((("I", "x"),), "y"), NamedMesh("xy", (2, 2)))
     {(0,): [[0], [1]], (1,): [[2], [3]]}
     """
     counts = [range(mesh.size(axes)) for _, axes in sharding.dims]

@@ -1,126 +1,96 @@
-"""A route: what is done to two sharded arrays, step by step, to have their product lie as it is wanted. Plain data:
-the search makes it and prices it (`shoal.labs.autoshard.notation.cost`), the executor runs it, the report draws it."""
+"""Routes: the moves and the local product by which two sharded arrays become their product in a wanted sharding.
+
+Plain data: the search makes and prices a route, ranks run it, the report draws it.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal.labs.autoshard.notation.moves import SLICE, Move, payload
-from shoal.labs.autoshard.notation.notation import NamedMesh, Sharding, Sizes
+from shoal.labs.autoshard.notation.moves import Move
+from shoal.labs.autoshard.notation.notation import Sharding
 from shoal.labs.autoshard.notation.product import ShardedProduct
-from shoal.labs.collectives.description import VECTORS, Description, even
-from shoal.labs.collectives.textbook import describe
-
-
-@dataclass(frozen=True)
-class RoutedMove:
-    """One move, and by which algorithm.
-
-    Attributes:
-        algorithm: of `shoal.labs.collectives.textbook`; nothing for a slice.
-        seconds: on the network that it was priced on.
-    """
-
-    move: Move
-    before: Sharding
-    algorithm: str = ""
-    seconds: float = 0.0
-
-    @property
-    def after(self) -> Sharding:
-        """How the array lies then."""
-        return self.move.apply(self.before)
-
-    def description(self, mesh: NamedMesh) -> Description | None:
-        """The rounds among the ranks of one group; None where nothing is sent."""
-        if self.move.kind == SLICE:
-            return None
-        return describe(self.move.kind, self.algorithm, mesh.size(self.move.axes))
-
-    def sent(self, mesh: NamedMesh, sizes: Sizes) -> list[int]:
-        """Elements that each rank of one group sends, to the last one."""
-        description = self.description(mesh)
-        if description is None:
-            return [0]
-        return elements_sent(description, payload(self.move, self.before, sizes, mesh))
-
-
-def elements_sent(description: Description, size: int) -> list[int]:
-    """Elements that each rank sends in a collective whose S is ``size`` elements.
-
-    >>> elements_sent(describe("all-gather", "ring", 4), 8)
-    [6, 6, 6, 6]
-    """
-    whole = size if description.collective in VECTORS else int(size * description.share) * description.blocks
-    lengths = even(whole, description.blocks)
-    sent = [0] * description.ranks
-    for message in description.messages:
-        sent[message.source] += sum(lengths[block] for block in message.blocks)
-    return sent
 
 
 @dataclass(frozen=True)
 class Route:
-    """A way to a product: moves of the left factor, moves of the right one, the blocks multiplied, moves of the result.
+    """A way to a product: moves of the left factor, moves of the right one, the local product, moves of the result.
 
     Attributes:
+        names: of the left factor, the right one and the result.
+        a, b: the shardings that the factors start from.
         flops: of one device.
-        compute: the seconds that they take.
+        compute: seconds of the local product.
     """
 
     names: tuple[str, str, str]
     product: ShardedProduct
     a: Sharding
     b: Sharding
-    left: tuple[RoutedMove, ...]
-    right: tuple[RoutedMove, ...]
-    after: tuple[RoutedMove, ...]
+    left: tuple[Move, ...]
+    right: tuple[Move, ...]
+    after: tuple[Move, ...]
     flops: float
     compute: float
 
     @property
     def multiplied(self) -> tuple[Sharding, Sharding]:
-        """How the factors lie when they are multiplied."""
+        """The shardings of the factors when they are multiplied."""
         return (self.left[-1].after if self.left else self.a, self.right[-1].after if self.right else self.b)
 
     @property
     def local(self) -> Sharding:
-        """How the result lies just then."""
+        """The sharding of the local products."""
         local = self.product.local(*self.multiplied)
         assert local is not None, "the search multiplies only what can be"
         return local
 
     @property
     def out(self) -> Sharding:
-        """How it lies in the end."""
+        """The sharding of the result."""
         return self.after[-1].after if self.after else self.local
 
     @property
-    def transfers(self) -> tuple[RoutedMove, ...]:
+    def moves(self) -> tuple[Move, ...]:
         """All moves."""
         return (*self.left, *self.right, *self.after)
 
     @property
     def communication(self) -> float:
         """Seconds of the moves, one after another."""
-        return sum(transfer.seconds for transfer in self.transfers)
+        return sum(move.seconds for move in self.moves)
 
     @property
     def seconds(self) -> float:
-        """Of all, nothing overlapped."""
+        """Seconds of moves and product, nothing overlapped."""
         return self.compute + self.communication
 
 
-def elements_of(transfers: tuple[RoutedMove, ...], mesh: NamedMesh, sizes: Sizes) -> tuple[int, int]:
-    """Elements that the busiest device sends in some moves, and all devices together."""
-    most, total = [0] * mesh.ranks, 0
-    for transfer in transfers:
-        if transfer.move.kind == SLICE:
-            continue
-        sent = transfer.sent(mesh, sizes)
-        groups = mesh.groups(transfer.move.axes)
-        total += sum(sent) * len(groups)
-        for group in groups:
-            for rank, elements in zip(group, sent, strict=True):
-                most[rank] += elements
-    return max(most), total
+@dataclass(frozen=True)
+class ProductChain:
+    """A chain of products, `In[Bx, D] * Win[D, Fy] * Wout[Fy, D] -> Out[Bx, D]`, with its backward pass.
+
+    With T0 = In and Ti = Ti-1 * Gi, the product rules give, from dTi,
+
+        dGi   = Ti-1 * dTi    contracted over the dims that Gi lacks, wanted in Gi's sharding
+        dTi-1 = dTi * Gi      contracted over the dims that Ti-1 lacks, wanted in Ti-1's sharding
+
+    so each gradient is a product of two sharded arrays again, with a route of its own. Factors wait for the backward
+    pass as they were given (a gathered weight is gathered again), intermediate results as they were multiplied. The
+    second of the two products may use dTi as the first one moved it.
+
+    Attributes:
+        forward: a route for each product, from left to right.
+        weights: for each of them, in the same order, the route of its right factor's gradient.
+        inputs: and of its left factor's.
+    """
+
+    forward: tuple[Route, ...]
+    weights: tuple[Route, ...]
+    inputs: tuple[Route, ...]
+
+    @property
+    def backward(self) -> tuple[Route, ...]:
+        """The routes in the order of the backward pass."""
+        pairs = zip(reversed(self.weights), reversed(self.inputs), strict=True)
+        return tuple(route for pair in pairs for route in pair)

@@ -6,12 +6,11 @@ import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
 
-from shoal.labs.autoshard.notation.check import difference, numbers
-from shoal.labs.autoshard.notation.cost.network import Links, Rings
-from shoal.labs.autoshard.notation.cost.routes import Planner
+from shoal.labs.autoshard.notation.network import Links, Rings
 from shoal.labs.autoshard.notation.notation import NamedMesh, Sharding
 from shoal.labs.autoshard.notation.route import Route
-from shoal.labs.autoshard.notation.run import Runner, held
+from shoal.labs.autoshard.notation.run import Runner, difference, random_array, shard_array
+from shoal.labs.autoshard.notation.search import RouteSearch
 from shoal.labs.collectives.topology import Wire, fully_connected
 
 SIZE = 16  # of every dim: it comes out even over any axes of up to 8 devices
@@ -40,7 +39,7 @@ def shardings(draw, letters, mesh, *, unreduced=True):
 def planner(mesh, sizes, *, links=True, itemsize=8, peak=1e9):
     """Prices on a fully connected network, or on rings."""
     network = Links(mesh, fully_connected(mesh.ranks, WIRE)) if links else Rings(mesh, WIRE)
-    return Planner(mesh, sizes, itemsize, network, peak)
+    return RouteSearch(mesh, sizes, itemsize, network, peak)
 
 
 class Counted:
@@ -67,8 +66,8 @@ def run_routes(routes: list[Route], mesh: NamedMesh, sizes) -> list[tuple[float,
     """Each route on this rank: its largest error, and the elements that it sent."""
     runner, rank, results = Runner(mesh), dist.get_rank(), []
     for route in routes:
-        a, b = numbers(route.product.left, sizes, 1), numbers(route.product.right, sizes, 2)
-        mine = held(a, route.a, rank, sizes, mesh), held(b, route.b, rank, sizes, mesh)
+        a, b = random_array(route.product.left, sizes, 1), random_array(route.product.right, sizes, 2)
+        mine = shard_array(a, route.a, rank, sizes, mesh), shard_array(b, route.b, rank, sizes, mesh)
         with Counted() as counted:
             _, _, out = runner.run(route, *mine)
         plain = torch.einsum(route.product.einsum, a, b)

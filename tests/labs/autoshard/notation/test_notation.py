@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.base.errors import UsageError
-from shoal.labs.autoshard.notation.notation import NamedMesh, Sharding, blocks, parse, parse_mesh, parse_sizes
+from shoal.labs.autoshard.notation.notation import NamedMesh, Sharding, list_holders, parse, parse_mesh, parse_sizes
 from tests.labs.autoshard.notation.drawn import SIZE, meshes, shardings
 
 MESH = NamedMesh("xyz", (2, 8, 2))
@@ -33,7 +33,7 @@ def test_a_reading():
 @given(data=st.data(), mesh=meshes)
 def test_every_rank_is_in_one_block_and_one_term(data, mesh):
     sharding = data.draw(shardings("IJ", mesh))
-    held = blocks(sharding, mesh)
+    held = list_holders(sharding, mesh)
     assert len(held) * SIZE**2 == SIZE**2 * mesh.size("".join(axes for _, axes in sharding.dims))
     for terms in held.values():
         assert len(terms) == mesh.size(sharding.unreduced)
@@ -43,19 +43,19 @@ def test_every_rank_is_in_one_block_and_one_term(data, mesh):
 
 def test_the_first_axis_of_a_dim_is_the_outermost():
     mesh = NamedMesh("xy", (2, 2))
-    assert list(blocks(Sharding((("I", "xy"),)), mesh).values()) == [[[0]], [[1]], [[2]], [[3]]]
-    assert list(blocks(Sharding((("I", "yx"),)), mesh).values()) == [[[0]], [[2]], [[1]], [[3]]]
+    assert list(list_holders(Sharding((("I", "xy"),)), mesh).values()) == [[[0]], [[1]], [[2]], [[3]]]
+    assert list(list_holders(Sharding((("I", "yx"),)), mesh).values()) == [[[0]], [[2]], [[1]], [[3]]]
     assert mesh.groups("y") == ((0, 1), (2, 3))
 
 
 @pytest.mark.parametrize(
     ("text", "caret", "message"),
     [
-        ("A[I, Jw]", "w", "there is no mesh axis 'w'; allowed: x, y, z"),
+        ("A[I, Jw]", "w", "the mesh has no axis 'w'; allowed: x, y, z"),
         ("A[Ix, Jx]", "x]", "axis x already shards dim I of this array"),
         ("A[Ixx]", "x]", "axis x already shards dim I of this array"),
         ("A[Ix]{Ux}", "x}", "axis x already shards dim I of this array"),
-        ("A[Ix, I]", "I]", "dim I is there twice in one array"),
+        ("A[Ix, I]", "I]", "dim I appears twice in one array"),
         ("A[ix]", "ix]", "a dim is expected here"),
         ("A[I J]", "J]", "`,` and another dim, or `]`"),
         ("A[I, J", "", "`,` and another dim, or `]`"),
@@ -66,8 +66,8 @@ def test_the_first_axis_of_a_dim_is_the_outermost():
         ("A[I] B[I]", "B", "the end, `*` and another array"),
         ("A[I] * ", "", "an array's name is expected here"),
         ("A[I, J] * B[J, K]", "", "the result is missing"),
-        ("A[I, Jy]", "Jy", "dim J of 12 does not come out even over 8 devices along y; near it: --sizes J=8"),
-        ("A[Ixz] -> A[Iyx]", "Iyx", "dim I of 24 does not come out even over 16 devices along yx"),
+        ("A[I, Jy]", "Jy", "dim J of 12 does not divide evenly over 8 devices along y; nearest: --sizes J=8"),
+        ("A[Ixz] -> A[Iyx]", "Iyx", "dim I of 24 does not divide evenly over 16 devices along yx"),
         ("A[I, L]", "L]", "dim L has no size; give it one: --sizes L=1024"),
     ],
 )
@@ -86,7 +86,7 @@ def test_what_cannot_be_read_is_pointed_at(text, caret, message):
     ("read", "text", "caret", "message"),
     [
         (parse_mesh, "x=4,Y=2", "Y", "a mesh axis is one lower-case letter"),
-        (parse_mesh, "x=4,x=2", "x=2", "'x' is there twice"),
+        (parse_mesh, "x=4,x=2", "x=2", "'x' is given twice"),
         (parse_mesh, "x=0", "x", "with its devices, as x=4"),
         (parse_mesh, "4x2", "4", "a mesh axis"),
         (parse_sizes, "I=256,J", "J", "a dim is one upper-case letter with its elements"),
@@ -101,5 +101,5 @@ def test_options_that_cannot_be_read_are_pointed_at(read, text, caret, message):
 
 
 def test_a_size_of_no_dim_is_refused():
-    with pytest.raises(UsageError, match=r"--sizes L=4: there is no dim L in A\[I\]"):
+    with pytest.raises(UsageError, match=r"--sizes L=4: A\[I\] has no dim L"):
         parse("A[I]", MESH, {"I": 4, "L": 4})

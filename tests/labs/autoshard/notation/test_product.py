@@ -4,7 +4,7 @@ import pytest
 
 from shoal.base.errors import UsageError
 from shoal.labs.autoshard.notation.notation import NamedMesh, parse
-from shoal.labs.autoshard.notation.product import ShardedProduct, cases, products
+from shoal.labs.autoshard.notation.product import ShardedProduct, classify, list_products
 
 MESH = NamedMesh("xyz", (2, 2, 2))
 
@@ -41,9 +41,9 @@ def read(text):
 def test_the_four_cases(text, found, local):
     """How to Scale Your Model, chapter 3, "Computation With Sharded Arrays", and what else can be written."""
     expression = read(text)
-    (product,) = products(expression)
+    (product,) = list_products(expression)
     a, b = (array.sharding for array in expression.arrays)
-    assert [finding.case for finding in cases(product, a, b)] == found
+    assert [case for case, _ in classify(product, a, b)] == found
     got = product.local(a, b)
     assert (str(got) if got else None) == local
 
@@ -51,7 +51,7 @@ def test_the_four_cases(text, found, local):
 def test_flops_are_a_multiplication_and_an_addition_for_each_element_of_the_local_block():
     expression, sizes = parse("A[Ix, Jy] * B[Jy, K] -> C[Ix, K]", MESH, {"I": 6, "J": 10, "K": 7})
     a, b = (array.sharding for array in expression.arrays)
-    assert products(expression)[0].flops(a, b, sizes, MESH) == 2 * 3 * 5 * 7
+    assert list_products(expression)[0].flops(a, b, sizes, MESH) == 2 * 3 * 5 * 7
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_flops_are_a_multiplication_and_an_addition_for_each_element_of_the_loca
     ],
 )
 def test_what_is_contracted(text, steps):
-    assert [product.einsum for product in products(read(text))] == steps
+    assert [product.einsum for product in list_products(read(text))] == steps
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_what_is_contracted(text, steps):
 )
 def test_what_is_no_product_is_pointed_at(text, at, message):
     with pytest.raises(UsageError) as refused:
-        products(read(text))
+        list_products(read(text))
     said, shown, pointer = str(refused.value).split("\n")
     assert message in said
     assert shown[pointer.index("^") :].startswith(at), pointer

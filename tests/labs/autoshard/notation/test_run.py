@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.labs.autoshard.notation.check import compare
-from shoal.labs.autoshard.notation.cost.chains import forward, with_backward
+from shoal.labs.autoshard.notation.moves import count_sent
 from shoal.labs.autoshard.notation.notation import NamedMesh, parse
 from shoal.labs.autoshard.notation.product import ShardedProduct
-from shoal.labs.autoshard.notation.route import elements_of
+from shoal.labs.autoshard.notation.run import compare
+from shoal.labs.autoshard.notation.search import add_backward, find_forward
 from tests.labs.autoshard.notation.drawn import SIZE, meshes, planner, run_routes, shardings
 
 SIZES = dict.fromkeys("BDFIJKE", SIZE)
@@ -33,7 +33,7 @@ def test_every_route_gives_the_plain_product_and_sends_what_it_counts(pool, data
         assert route.out == wanted
         assert max(results[i][0] for results in ranks) < 1e-11, route
         sent = [results[i][1] for results in ranks]
-        assert (max(sent), sum(sent)) == elements_of(route.transfers, mesh, SIZES), route
+        assert (max(sent), sum(sent)) == count_sent(route.moves, mesh, SIZES), route
 
 
 CHAINS = [
@@ -53,7 +53,7 @@ def test_a_chain_and_its_gradients_are_autograds(pool, text):
     mesh = NamedMesh("xy", (4, 2))
     expression, sizes = parse(text, mesh, {}, SIZE)
     plan = planner(mesh, sizes)
-    chain = with_backward(expression, forward(expression, plan)[0][1], plan)
+    chain = add_backward(expression, find_forward(expression, plan)[0][1], plan)
     assert chain.forward[-1].out == expression.result.sharding
     for errors in pool.run(compare, 8, chain.forward, chain, expression, mesh, sizes):
         assert set(errors) == {expression.result.name, *(f"d{array.name}" for array in expression.arrays)}
@@ -68,6 +68,6 @@ def test_any_chain_and_its_gradients_are_autograds(pool, data, mesh):
     arrays = [f"{name}{data.draw(shardings(dims, mesh))}" for name, dims in zip(names, letters, strict=True)]
     expression, sizes = parse(f"{' * '.join(arrays[:3])} -> {arrays[3]}", mesh, {}, SIZE)
     plan = planner(mesh, sizes, links=False)
-    chain = with_backward(expression, forward(expression, plan)[0][1], plan)
+    chain = add_backward(expression, find_forward(expression, plan)[0][1], plan)
     for errors in pool.run(compare, mesh.ranks, chain.forward, chain, expression, mesh, sizes):
         assert max(errors.values()) < 1e-9, arrays

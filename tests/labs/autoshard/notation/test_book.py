@@ -4,10 +4,9 @@ import math
 
 import pytest
 
-from shoal.labs.autoshard.notation.cost.chains import forward, with_backward
-from shoal.labs.autoshard.notation.cost.network import Rings
-from shoal.labs.autoshard.notation.cost.routes import Planner
+from shoal.labs.autoshard.notation.network import Rings
 from shoal.labs.autoshard.notation.notation import NamedMesh, parse
+from shoal.labs.autoshard.notation.search import RouteSearch, add_backward, find_forward
 from shoal.labs.collectives.topology import Wire
 from shoal.spec.catalog.accelerators import accelerator
 from shoal.spec.catalog.links import link
@@ -93,15 +92,15 @@ def test_gather_or_reduce():
     """Chapter 3, question 4: A[B, D] * W[Dx, F]: reduce C, 4 B F bytes, or gather W, 2 D F and X times the FLOPs."""
     mesh, sizes = NamedMesh("x", (4,)), {"B": 2048, "D": 8192, "F": 32768}
     expression, sizes = parse("A[B, D] * W[Dx, F] -> C[B, F]", mesh, sizes)
-    plan = Planner(mesh, sizes, 2, rings(mesh), V5P)
-    routes = {str(route.multiplied[1]): route for _, (route,) in forward(expression, plan)}
+    plan = RouteSearch(mesh, sizes, 2, rings(mesh), V5P)
+    routes = {str(route.multiplied[1]): route for _, (route,) in find_forward(expression, plan)}
     reduce, gather = routes["[Dx, F]"], routes["[D, F]"]
-    assert [str(t.move) for t in reduce.transfers] == ["slice x into D", "all-reduce x"]
+    assert [str(t) for t in reduce.moves] == ["slice x into D", "all-reduce x"]
     assert reduce.communication == pytest.approx(2 * 2 * 2048 * 32768 / W)
     assert reduce.compute == pytest.approx(2 * 2048 * 8192 * 32768 / 4 / V5P)
     by_gathering = next(
-        route for _, (route,) in forward(expression, plan)
-        if [str(t.move) for t in route.transfers] == ["all-gather x of D"]
+        route for _, (route,) in find_forward(expression, plan)
+        if [str(t) for t in route.moves] == ["all-gather x of D"]
     )  # fmt: skip
     assert by_gathering.communication == pytest.approx(2 * 8192 * 32768 / W)
     assert by_gathering.compute == pytest.approx(4 * reduce.compute)
@@ -133,16 +132,16 @@ SCHEMES = {
 
 def layer(scheme, mesh, sizes):
     expression, sizes = parse(SCHEMES[scheme][0], mesh, sizes)
-    plan = Planner(mesh, sizes, 2, Rings(mesh, Wire(0.0, W / 2)), V5P)
-    return with_backward(expression, forward(expression, plan)[0][1], plan)
+    plan = RouteSearch(mesh, sizes, 2, Rings(mesh, Wire(0.0, W / 2)), V5P)
+    return add_backward(expression, find_forward(expression, plan)[0][1], plan)
 
 
 def said(routes):
     return [
-        f"{name}: {transfer.move}"
+        f"{name}: {move}"
         for route in routes
-        for name, transfers in zip(route.names, (route.left, route.right, route.after), strict=True)
-        for transfer in transfers
+        for name, moves in zip(route.names, (route.left, route.right, route.after), strict=True)
+        for move in moves
     ]
 
 

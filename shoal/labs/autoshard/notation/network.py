@@ -1,4 +1,4 @@
-"""What a collective over axes of a mesh takes, while every group of the mesh along these axes does it at once."""
+"""Seconds of a collective over axes of a mesh, which every group of the mesh along these axes runs at the same time."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from typing import Protocol
 
 from shoal.base.errors import UsageError
 from shoal.labs.autoshard.notation.notation import NamedMesh
-from shoal.labs.collectives.description import Collective, Message, Round
+from shoal.labs.collectives.description import Collective, Message
 from shoal.labs.collectives.price import Price, price_round
 from shoal.labs.collectives.textbook import TEXTBOOK, describe
 from shoal.labs.collectives.topology import Topology, Wire
 
-MOST_RANKS = 64  # of a topology: every message of every group is looked at
+MOST_RANKS = 64  # of a topology: every message of every group is priced
 
 
 class Network(Protocol):
-    """What prices a collective."""
+    """Prices collectives."""
 
     def price(self, collective: str, axes: str, size: float) -> tuple[float, str]:
-        """Seconds, and by which algorithm, for S of ``size`` bytes: the largest input or output of one rank."""
+        """Return seconds and algorithm for S of ``size`` bytes: the largest input or output of one rank."""
 
 
 @dataclass(frozen=True)
 class Rings:
-    """Every axis of the mesh is a ring of links of its own, used in both directions: the book's "bytes / bandwidth".
+    """A ring of links for each mesh axis, used in both directions: the book's "bytes / bandwidth".
 
     With V the bytes of the array that is gathered or reduced and W the bandwidth of both directions of a link, an
     all-gather or a reduce-scatter over n axes takes V / (n W), an all-reduce twice that, an all-to-all a quarter; never
     less than a hop's latency for each hop to the farthest device, |x| / 2 along each axis (Austin et al. 2025,
     "Computation With Sharded Arrays" and "What Have We Learned?"). The part (|x| - 1) / |x| of V that really moves is
-    taken as all of it, so that the time does not depend on the number of devices.
+    taken as V, so that the time does not depend on the number of devices.
 
     Attributes:
         wire: one direction of a link.
@@ -40,7 +40,7 @@ class Rings:
     wire: Wire
 
     def price(self, collective: str, axes: str, size: float) -> tuple[float, str]:
-        """Seconds, and the algorithm that sends the fewest bytes."""
+        """Return seconds, and the algorithm that sends the fewest bytes."""
         both = 2 * self.wire.bandwidth * sum(self.mesh.size(axis) > 1 for axis in axes)
         if not both:
             return 0.0, "ring"
@@ -53,15 +53,12 @@ class Rings:
 
 @dataclass
 class Links:
-    """Any topology, by the best of the textbook's algorithms, round by round in the alpha-beta-gamma model.
+    """Any topology of as many ranks as the mesh, by the best algorithms of the textbook in the alpha-beta-gamma model.
 
-    The groups of the mesh move in step, so those that share a link share its bandwidth.
-
-    Attributes:
-        topology: of as many ranks as the mesh has devices.
+    The groups of the mesh run each round together, and share the bandwidth of links that several of them use.
 
     Raises:
-        UsageError: the mesh has more devices than can be looked at.
+        UsageError: the mesh has more than `MOST_RANKS` devices.
     """
 
     mesh: NamedMesh
@@ -71,34 +68,30 @@ class Links:
     def __post_init__(self) -> None:
         if self.mesh.ranks > MOST_RANKS:
             raise UsageError(
-                f"--mesh {self.mesh}: {self.mesh.ranks} devices, and every message is looked at, so a topology has at "
-                f"most {MOST_RANKS}.\n  Larger ones: --topology rings"
+                f"--mesh {self.mesh}: {self.mesh.ranks} devices; a topology has at most {MOST_RANKS}, since every "
+                "message is priced.\n  For larger meshes: --topology rings"
             )
 
     def price(self, collective: str, axes: str, size: float) -> tuple[float, str]:
-        """Seconds, and the fastest algorithm."""
+        """Return seconds, and the fastest algorithm."""
         key = (collective, "".join(sorted(axes)))
         if key not in self._prices:
-            self._prices[key] = self._all(*key)
+            self._prices[key] = self._price_algorithms(*key)
         prices = self._prices[key]
-        # Of algorithms that cost the same but for rounding, the first counts.
+        # Among algorithms with equal costs up to rounding, the first is taken.
         name = min(prices, key=lambda name: float(f"{prices[name].seconds(size):.9g}"))
         return prices[name].seconds(size), name
 
-    def _all(self, collective: str, axes: str) -> dict[str, Price]:
+    def _price_algorithms(self, collective: str, axes: str) -> dict[str, Price]:
         groups = self.mesh.groups(axes)
         prices = {}
         for name in TEXTBOOK[Collective(collective)]:
             if name == "hierarchical":
-                continue  # a group's nodes are those of the axes; gathering axis by axis is a route of its own
+                continue  # gathering axis by axis is a route of its own
             description = describe(collective, name, len(groups[0]))
-            rounds = (_everywhere(messages, groups) for messages in description.rounds)
+            rounds = (
+                tuple(Message(g[m.source], g[m.target], m.blocks, m.reduce) for g in groups for m in messages)
+                for messages in description.rounds
+            )
             prices[name] = sum((price_round(r, description.share, self.topology) for r in rounds), Price())
         return prices
-
-
-def _everywhere(messages: Round, groups: tuple[tuple[int, ...], ...]) -> Round:
-    """The same round in every group at once."""
-    return tuple(
-        Message(group[m.source], group[m.target], m.blocks, m.reduce) for group in groups for m in messages
-    )

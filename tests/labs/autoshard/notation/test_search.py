@@ -9,11 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.base.errors import UsageError
-from shoal.labs.autoshard.notation.cost.chains import forward
-from shoal.labs.autoshard.notation.cost.network import Links
-from shoal.labs.autoshard.notation.cost.routes import STEP, Planner
+from shoal.labs.autoshard.notation.network import Links
 from shoal.labs.autoshard.notation.notation import NamedMesh, Sharding, parse
 from shoal.labs.autoshard.notation.product import ShardedProduct
+from shoal.labs.autoshard.notation.search import STEP, RouteSearch, find_forward
 from shoal.labs.collectives.price import price
 from shoal.labs.collectives.textbook import TEXTBOOK, describe
 from shoal.labs.collectives.topology import Wire, fully_connected, islands, torus
@@ -23,16 +22,16 @@ SIZES = dict.fromkeys("IJKDBF", SIZE)
 small = st.sampled_from([NamedMesh("x", (2,)), NamedMesh("x", (4,)), NamedMesh("xy", (2, 2)), NamedMesh("xy", (4, 2))])
 
 
-def distances(plan: Planner, start: Sharding) -> dict[Sharding, float]:
+def distances(plan: RouteSearch, start: Sharding) -> dict[Sharding, float]:
     """Bellman and Ford's way: relax every move until nothing gets cheaper."""
     known, changed = {start: 0.0}, True
     while changed:
         changed = False
         for state in list(known):
-            for transfer in plan.transfers(state):
-                cost = known[state] + transfer.seconds
-                if cost < known.get(transfer.after, math.inf) - 1e-15:
-                    known[transfer.after], changed = cost, True
+            for move in plan.moves(state):
+                cost = known[state] + move.seconds
+                if cost < known.get(move.after, math.inf) - 1e-15:
+                    known[move.after], changed = cost, True
     return known
 
 
@@ -61,8 +60,8 @@ def test_nothing_is_cheaper_than_the_first_route(data, mesh, links):
     assert len({route.multiplied for _, route in found}) == ways
     after = {(route.local, route.after) for _, route in found}
     for local, _ in after:
-        for transfer in plan.transfers(local):
-            assert transfer.after != wanted or (local, (transfer,)) in after, "what one collective does is listed"
+        for move in plan.moves(local):
+            assert move.after != wanted or (local, (move,)) in after, "what one collective does is listed"
 
 
 @settings(max_examples=8)
@@ -73,7 +72,7 @@ def test_no_way_through_a_chain_is_cheaper(data, mesh):
     text = "In{} * Win{} * Wout{} -> Out{}".format(*arrays)
     expression, sizes = parse(text, mesh, {}, SIZE)
     plan = planner(mesh, sizes, peak=1e12)
-    cost, routes = forward(expression, plan)[0]
+    cost, routes = find_forward(expression, plan)[0]
     assert cost == pytest.approx(sum(route.seconds for route in routes), abs=30 * STEP)
     first, second = ShardedProduct("BD", "DF", "BF"), ShardedProduct("BF", "FD", "BD")
     a, b, c = (plan.reach({sharding: 0.0}) for sharding in arrays[:3])

@@ -1,0 +1,219 @@
+"""Search for routes to a product of sharded arrays, or through a chain of them, over the shardings of each array.
+
+A sharding is a state; a move leads from state to state and costs seconds (Dijkstra 1959 finds the cheapest path). A
+product can be taken in every pair of states that `ShardedProduct.local` allows, and leads to a state of its result. So
+a route is such a pair, with the cheapest moves before and after; there are finitely many, and all are priced. A single
+collective is listed as well where several moves are cheaper.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from shoal.base.errors import UsageError
+from shoal.labs.autoshard.notation.moves import SLICE, Move, list_moves
+from shoal.labs.autoshard.notation.network import Network
+from shoal.labs.autoshard.notation.notation import Expression, NamedMesh, Sharding, Sizes
+from shoal.labs.autoshard.notation.product import ShardedProduct, list_products
+from shoal.labs.autoshard.notation.route import ProductChain, Route
+
+STEP = 1e-12  # s added to each move, so that of paths with equal times the one with fewer moves is taken
+
+
+@dataclass(frozen=True)
+class Path:
+    """The cheapest path to a state.
+
+    Attributes:
+        cost: s.
+        origin: the state that it starts from.
+        moves: from there.
+    """
+
+    cost: float
+    origin: Sharding
+    moves: tuple[Move, ...]
+
+
+@dataclass
+class RouteSearch:
+    """Finds and prices routes.
+
+    Attributes:
+        itemsize: bytes of an element.
+        peak_flops: of one device, FLOP/s.
+    """
+
+    mesh: NamedMesh
+    sizes: Sizes
+    itemsize: int
+    network: Network
+    peak_flops: float
+    _next: dict[Sharding, list[Move]] = field(default_factory=dict)
+
+    def moves(self, sharding: Sharding) -> list[Move]:
+        """List every possible next move, priced."""
+        if sharding not in self._next:
+            self._next[sharding] = [self._price(move) for move in list_moves(sharding, self.mesh, self.sizes)]
+        return self._next[sharding]
+
+    def _price(self, move: Move) -> Move:
+        if move.kind == SLICE:
+            return move
+        size = move.payload(self.mesh, self.sizes) * self.itemsize
+        seconds, algorithm = self.network.price(move.kind, move.axes, size)
+        return replace(move, algorithm=algorithm, seconds=seconds)
+
+    def reach(self, starts: Mapping[Sharding, float]) -> dict[Sharding, Path]:
+        """Find the cheapest path to every state from any of some states, which have costs [s] already."""
+        return _cheapest(starts, lambda state: [(move.after, move) for move in self.moves(state)])
+
+    def reshard(self, before: Sharding, after: Sharding) -> tuple[Move, ...]:
+        """Find the cheapest moves from one state of an array to another.
+
+        Raises:
+            UsageError: no moves lead there: only a product makes an array unreduced.
+        """
+        reached = self.reach({before: 0.0})
+        if after not in reached:
+            raise UsageError(f"{before} cannot become {after}: no collective leaves an array unreduced, a product does")
+        return reached[after].moves
+
+    def multiply(
+        self, product: ShardedProduct, a: Mapping[Sharding, Path], b: Mapping[Sharding, Path],
+        names: tuple[str, str, str],
+    ) -> Iterator[tuple[float, Route]]:
+        """Take a product in every pair of states in which it can be taken: seconds, and the route without moves after.
+
+        Args:
+            a: paths to the states of the left factor, as from `reach`; their costs count.
+            b: paths to the states of the right one.
+        """
+        for x, to_x in a.items():
+            for y, to_y in b.items():
+                if product.local(x, y) is not None:
+                    flops = product.flops(x, y, self.sizes, self.mesh)
+                    compute = flops / self.peak_flops
+                    origins = to_x.origin, to_y.origin
+                    yield (to_x.cost + to_y.cost + compute,
+                           Route(names, product, *origins, to_x.moves, to_y.moves, (), flops, compute))
+
+    def routes(
+        self, product: ShardedProduct, a: Mapping[Sharding, Path], b: Mapping[Sharding, Path],
+        wanted: Sharding, names: tuple[str, str, str] = ("A", "B", "C"),
+    ) -> list[tuple[float, Route]]:
+        """List the routes to a product in a wanted state, with their seconds, the cheapest first.
+
+        For every pair of states that can be multiplied these are the cheapest moves before and after it, and a single
+        collective where several are cheaper (an all-reduce).
+
+        Args:
+            a, b: as for `multiply`.
+
+        Raises:
+            UsageError: no route exists.
+        """
+        multiplied = list(self.multiply(product, a, b, names))
+        onward = self._reach_backwards(wanted, dict.fromkeys(route.out for _, route in multiplied))
+        found = []
+        for before, route in multiplied:
+            if (out := route.out) in onward:
+                paths = {onward[out].moves: onward[out].cost}
+                paths |= {(move,): move.seconds + STEP for move in self.moves(out) if move.after == wanted}
+                found += [(before + cost, replace(route, after=after)) for after, cost in paths.items()]
+        if not found:
+            raise UsageError(f"no route leads to {names[2]}{wanted}: nothing can be multiplied so that it comes of it")
+        return sorted(found, key=lambda item: item[0])
+
+    def _reach_backwards(self, wanted: Sharding, starts: Iterable[Sharding]) -> dict[Sharding, Path]:
+        """Find the cheapest path from each of some states to a wanted one."""
+        against: dict[Sharding, list[tuple[Sharding, Move]]] = {}
+        for state in self.reach(dict.fromkeys(starts, 0.0)):
+            for move in self.moves(state):
+                against.setdefault(move.after, []).append((state, move))
+        found = _cheapest({wanted: 0.0}, lambda state: against.get(state, []))
+        return {state: Path(path.cost, state, path.moves[::-1]) for state, path in found.items()}
+
+
+def _cheapest(
+    starts: Mapping[Sharding, float], steps: Callable[[Sharding], list[tuple[Sharding, Move]]]
+) -> dict[Sharding, Path]:
+    """Find the cheapest path to every state (Dijkstra 1959), by steps that lead from one to the next."""
+    done: dict[Sharding, Path] = {}
+    queue = [(cost, i, Path(cost, state, ()), state) for i, (state, cost) in enumerate(starts.items())]
+    heapq.heapify(queue)
+    count = len(queue)  # breaks ties, so that states need no order
+    while queue:
+        cost, _, path, state = heapq.heappop(queue)
+        if state in done:
+            continue
+        done[state] = path
+        for after, move in steps(state):
+            if after not in done:
+                total = cost + move.seconds + STEP
+                heapq.heappush(queue, (total, count, Path(total, path.origin, (*path.moves, move)), after))
+                count += 1
+    return done
+
+
+# ---- chains of products ----------------------------------------------------------------------------------------------
+
+
+def find_forward(expression: Expression, search: RouteSearch) -> list[tuple[float, tuple[Route, ...]]]:
+    """Find the routes through a chain for each way to take its last product, with their seconds, the cheapest first.
+
+    Intermediate results may have any sharding: the cheapest for the full chain is found by dynamic programming over the
+    sharding in which each comes out of its product.
+
+    Raises:
+        UsageError: a product cannot be taken.
+    """
+    assert expression.result is not None, "products have a result"
+    *steps, last = list_products(expression)
+    names = intermediate_names(expression)
+    first, *factors = expression.arrays
+    left = search.reach({first.sharding: 0.0})
+    before: dict[Sharding, tuple[Route, ...]] = {first.sharding: ()}
+    for number, (product, factor) in enumerate(zip(steps, factors, strict=False)):
+        right = search.reach({factor.sharding: 0.0})
+        made: dict[Sharding, float] = {}
+        routes: dict[Sharding, tuple[Route, ...]] = {}
+        for cost, route in search.multiply(product, left, right, (names[number], factor.name, names[number + 1])):
+            if cost < made.get(route.out, float("inf")):
+                made[route.out] = cost
+                routes[route.out] = (*before[route.a], route)
+        left, before = search.reach(made), routes
+    right = search.reach({factors[-1].sharding: 0.0})
+    called = (names[-2], factors[-1].name, expression.result.name)
+    found = search.routes(last, left, right, expression.result.sharding, called)
+    return [(cost, (*before[route.a], route)) for cost, route in found]
+
+
+def add_backward(expression: Expression, routes: tuple[Route, ...], search: RouteSearch) -> ProductChain:
+    """Find the cheapest backward pass of a forward pass: every gradient gets the sharding of its array, summed."""
+    assert expression.result is not None, "products have a result"
+    first, *factors = expression.arrays
+    names = intermediate_names(expression)
+    kept = [first.sharding, *(route.multiplied[0] for route in routes[1:])]
+    gradients = [sharding.reduced for sharding in (*kept, expression.result.sharding)]
+    weights, inputs = [], []
+    for number, (route, factor) in enumerate(zip(routes, factors, strict=True)):
+        p, out, out_name = route.product, gradients[number + 1], f"d{names[number + 1]}"
+        x, y, dout = (search.reach({sharding: 0.0}) for sharding in (kept[number], factor.sharding, out))
+        of_weight = ShardedProduct(p.left, p.out, p.right)
+        called = (names[number], out_name, f"d{factor.name}")
+        weights.append(search.routes(of_weight, x, dout, factor.sharding.reduced, called)[0][1])
+        dout = search.reach({out: 0.0, weights[-1].multiplied[1]: 0.0})
+        of_input = ShardedProduct(p.out, p.right, p.left)
+        called = (out_name, factor.name, f"d{names[number]}")
+        inputs.append(search.routes(of_input, dout, y, gradients[number], called)[0][1])
+    return ProductChain(routes, tuple(weights), tuple(inputs))
+
+
+def intermediate_names(expression: Expression) -> list[str]:
+    """Name what stands before, between and after the products: the first factor, T1, T2, ..., the result."""
+    assert expression.result is not None, "products have a result"
+    between = [f"T{i}" for i in range(1, len(expression.arrays) - 1)]
+    return [expression.arrays[0].name, *between, expression.result.name]
