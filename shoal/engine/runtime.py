@@ -149,7 +149,7 @@ class Runtime:
             The summed loss of all micro-batches, and the result of the last update.
         """
         self._reset()
-        batches = [self._local_tokens(batch) for batch in batches]
+        batches = [take_tokens(batch, self.tokens) for batch in batches]
         updated = None
         for stage in self.stages.values():
             stage.parameters.begin()
@@ -208,7 +208,7 @@ class Runtime:
         part = None
         if number >= 0:
             part = self._caches[stage, microbatch] = Slice(self._caches.get((stage, microbatch)))
-            batch = self._slice(batch, number)
+            batch = take_tokens(batch, self.slice_tokens(number))
         samples = batch.samples if torch.is_grad_enabled() else None  # no random draws in validation
         output = self.stages[stage].module(
             batch.tokens, batch.targets, batch.documents, hidden, part, samples,
@@ -224,18 +224,7 @@ class Runtime:
         elif number == len(self.slices) - 1:
             self._caches.pop((stage, microbatch), None)
 
-    def _local_tokens(self, batch: Batch) -> Batch:
-        """Return this rank's tokens of a micro-batch, with the documents of all tokens, which attention needs."""
-        if self.tokens is None:
-            return batch
-        return replace(batch, tokens=batch.tokens[:, self.tokens], targets=batch.targets[:, self.tokens])
-
-    def _slice(self, batch: Batch, part: int) -> Batch:
-        """Return a slice of a micro-batch, with the documents of all tokens, which attention needs."""
-        places = self.slice_of(part)
-        return replace(batch, tokens=batch.tokens[:, places], targets=batch.targets[:, places])
-
-    def slice_of(self, part: int) -> slice:
+    def slice_tokens(self, part: int) -> slice:
         """Return the token range of a slice of a sequence; -1 is the full sequence."""
         if part < 0:
             return slice(None)
@@ -289,6 +278,13 @@ class Runtime:
             work.wait()
         for recorder in self.recorders:
             recorder.arrived(action)
+
+
+def take_tokens(batch: Batch, tokens: Tensor | slice | None) -> Batch:
+    """Return some tokens of a micro-batch (None: all), with the documents of all tokens, which attention needs."""
+    if tokens is None:
+        return batch
+    return replace(batch, tokens=batch.tokens[:, tokens], targets=batch.targets[:, tokens])
 
 
 def _last_weights(actions: Sequence[Action]) -> set[Action]:

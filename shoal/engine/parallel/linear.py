@@ -38,6 +38,7 @@ class TensorParallel:
     """This rank's position among the ranks that split a layer.
 
     Attributes:
+        y: the ranks that enter and leave a block together: all of them, or on a grid those along y.
         sink: receives the gradients of split parameters; flushed in backward during the collective of the entry.
         overlap: whether products and adjacent collectives are chunked and overlapped.
     """
@@ -48,17 +49,18 @@ class TensorParallel:
     sequence_parallel: bool
     shape: ModelShape
     sink: GradSink
+    y: Group
     overlap: bool = False
 
     def gather_input(self, x: Tensor) -> Tensor:
         """Enter a block, whose ranks need all of x: [b, s, h] (or [b, s/tp, h]) -> [b, s, h]."""
         if self.sequence_parallel:
-            return gather_from(x, self.group, SEQUENCE, self.sink.flush)
-        return copy_to(x, self.group, self.sink.flush)
+            return gather_from(x, self.y, SEQUENCE, self.sink.flush)
+        return copy_to(x, self.y, self.sink.flush)
 
     def reduce_output(self, x: Tensor) -> Tensor:
         """Leave a block by summing the partial outputs: [b, s, h] -> [b, s, h] or [b, s/tp, h]."""
-        return scatter_to(x, self.group, SEQUENCE) if self.sequence_parallel else reduce_from(x, self.group)
+        return scatter_to(x, self.y, SEQUENCE) if self.sequence_parallel else reduce_from(x, self.y)
 
     gather_hidden = gather_input  # this rank's part of the hidden state -> [b, s, h]; on a grid, h is split too
     reduce_hidden = reduce_output  # and back
@@ -73,7 +75,7 @@ class TensorParallel:
 
     def own_positions(self, positions: Tensor) -> Tensor:
         """Return the positions of this rank's part of the sequence: [s] -> [s/tp]."""
-        return positions.chunk(self.size)[self.rank]
+        return positions.chunk(self.y.size())[self.y.rank()]
 
 
 # ---- linear layers ---------------------------------------------------------------------------------------------

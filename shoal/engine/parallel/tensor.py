@@ -84,9 +84,9 @@ def apply_tensor_parallel(
         sink = sink or GradSink()
         if mesh.layout.tp_x > 1:
             x, y = mesh.group_of_several("tp_x"), mesh.group_of_several("tp_y")
-            splits = _replace(model, TENSOR_PARALLEL_2D, Grid(group, rank, size, in_parts, shape, sink, x=x, y=y))
+            splits = _replace(model, TENSOR_PARALLEL_2D, Grid(group, rank, size, in_parts, shape, sink, y, x=x))
         else:
-            at = TensorParallel(group, rank, size, in_parts, shape, sink, overlap)
+            at = TensorParallel(group, rank, size, in_parts, shape, sink, group, overlap)
             splits = _replace(model, TENSOR_PARALLEL, at)
     for name, parameter in model.named_parameters():
         if name not in splits:

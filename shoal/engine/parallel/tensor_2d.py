@@ -33,7 +33,6 @@ from shoal.engine.parallel.linear import (
     keep_rows,
     multiply,
 )
-from shoal.engine.parallel.overlap import SEQUENCE
 from shoal.engine.parallel.placement import ParamPlacement, keep_box
 
 HIDDEN = 2  # dim of [b, s, h] that the grid splits
@@ -43,22 +42,13 @@ HIDDEN = 2  # dim of [b, s, h] that the grid splits
 class Grid(TensorParallel):
     """This rank's position in the grid.
 
+    Activations between blocks are [b, s, h/x], or [b, s/y, h/x] with sequence parallelism.
+
     Attributes:
-        x, y: the ranks along each axis.
+        x: the ranks that split the hidden state.
     """
 
     x: Group = field(kw_only=True)
-    y: Group = field(kw_only=True)
-
-    def gather_input(self, x: Tensor) -> Tensor:
-        """Enter a region, along y: [b, s, h/x] (or [b, s/y, h/x]) -> [b, s, h/x]."""
-        if self.sequence_parallel:
-            return gather_from(x, self.y, SEQUENCE, self.sink.flush)
-        return copy_to(x, self.y, self.sink.flush)
-
-    def reduce_output(self, x: Tensor) -> Tensor:
-        """Leave a region by summing along y: [b, s, h/x] -> [b, s, h/x] or [b, s/y, h/x]."""
-        return scatter_to(x, self.y, SEQUENCE) if self.sequence_parallel else reduce_from(x, self.y)
 
     def gather_hidden(self, x: Tensor) -> Tensor:
         """Gather the hidden state: [b, s, h/x] or [b, s/y, h/x] -> [b, s, h]."""
@@ -67,10 +57,6 @@ class Grid(TensorParallel):
     def reduce_hidden(self, x: Tensor) -> Tensor:
         """Reduce to this rank's part: [b, s, h] -> [b, s, h/x] or [b, s/y, h/x]."""
         return self.reduce_output(scatter_to(x, self.x, HIDDEN))
-
-    def own_positions(self, positions: Tensor) -> Tensor:
-        """Return this rank's positions: [s] -> [s/y]."""
-        return positions.chunk(self.y.size())[self.y.rank()]
 
     def total(self, sums: Tensor) -> Tensor:
         """Sum over x the sums of each rank's part of h; every rank's results depend on the total."""

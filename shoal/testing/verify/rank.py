@@ -114,7 +114,7 @@ def _compare_step(engine: Engine, job: ComparisonJob, rule: str, step: int, samp
     for tracer, stage in zip(tracers, engine.stages, strict=False):  # no tracers, or one per stage
         actions = engine.program.actions[engine.mesh.index("pp")]
         passed = [
-            ForwardTrace(places[a.microbatch], a.microbatch, engine.runtime.tokens, engine.runtime.slice_of(a.part))
+            ForwardTrace(places[a.microbatch], a.microbatch, engine.runtime.tokens, engine.runtime.slice_tokens(a.part))
             for a in actions
             if a.op is Op.FORWARD and a.stage == stage.index
         ]

@@ -150,6 +150,6 @@ def test_what_a_rank_did_just_before_it_ended_completes_an_operation() -> None:
     operation = Operation("a sum", progress)
     lane = Lane(group)
     progress.add(lane, operation, iter([1]))  # waits for rank 1 at first, and is over when looked at again
-    progress._look_after(operation, waited=0.1)
+    progress._check_awaited(operation, waited=0.1)
     assert operation.is_completed()
     assert not progress.lanes

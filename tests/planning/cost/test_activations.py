@@ -6,6 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shoal.base.section import plain
+from shoal.engine.runtime import take_tokens
 from shoal.launch.worker_pool import Pool
 from shoal.planning.cost.memory import activations
 from shoal.planning.cost.memory.activations import Saved, korthikanti
@@ -32,7 +33,7 @@ def kept(engine: Engine) -> dict[int, int]:
         alive.append(tensor)
         return tensor
 
-    batch = engine.runtime._local_tokens(engine.make_batches(0)[0])
+    batch = take_tokens(engine.make_batches(0)[0], engine.runtime.tokens)
     local = engine.runtime.hidden_shape
     hidden = torch.zeros(local, dtype=engine.policy.compute, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

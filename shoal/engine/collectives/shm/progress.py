@@ -71,16 +71,6 @@ class Lane:
         self.group: Peers = weakref.proxy(group)
         self.queue: deque[tuple[Operation, Steps]] = deque()
 
-    def advance(self) -> int:
-        """Run one step; return MOVED, or the rank that it waits for."""
-        operation, steps = self.queue[0]
-        result = next(steps, None)
-        if result is not None:
-            return result
-        self.queue.popleft()
-        operation.parts -= 1
-        return MOVED
-
 
 class Progress:
     """Operations of one process in flight, over all its groups.
@@ -105,18 +95,21 @@ class Progress:
         return any(self._step(lane) == MOVED for lane in self.lanes)
 
     def _step(self, lane: Lane) -> int:
-        """Run one step of a lane."""
-        result = lane.advance()
+        """Run one step of a lane; return MOVED, or the rank that it waits for."""
+        operation, steps = lane.queue[0]
+        result = next(steps, None)
+        if result is not None:
+            return result
+        lane.queue.popleft()
+        operation.parts -= 1
         if not lane.queue:
             self.lanes.remove(lane)
-        return result
+        return MOVED
 
     def drive(self, lane: Lane) -> None:
         """Run the steps of one lane until it has to wait."""
-        while lane.queue and lane.advance() == MOVED:
+        while lane.queue and self._step(lane) == MOVED:
             pass
-        if not lane.queue and lane in self.lanes:
-            self.lanes.remove(lane)
 
     def wait(self, operation: Operation) -> None:
         """Wait for an operation while advancing all others."""
@@ -137,9 +130,9 @@ class Progress:
             nap(now - start)
             if now - check > CHECK_SECONDS:
                 check = now
-                self._look_after(operation, now - start)
+                self._check_awaited(operation, now - start)
 
-    def _look_after(self, operation: Operation, waited: float) -> None:
+    def _check_awaited(self, operation: Operation, waited: float) -> None:
         """Raise if the awaited rank has exited or the timeout has passed."""
         for lane in self.lanes:
             if (awaited := self._step(lane)) == MOVED:

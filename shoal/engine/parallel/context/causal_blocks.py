@@ -123,6 +123,7 @@ class CausalBlocks:
 
     def __init__(self, queries: Chunks, keys: Sequence[Chunks], documents: Tensor | None):
         self.queries, self.keys, self.documents = queries, tuple(keys), documents
+        self.key_lengths = [count_tokens(chunks) for chunks in keys]
         self._blocks: dict[int, list[ScoreBlock]] = {}
         self._documents: dict[int, Tensor] = {}  # of the keys of each position, and of the queries at -1
 

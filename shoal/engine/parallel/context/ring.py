@@ -20,7 +20,6 @@ from shoal.engine.collectives.ops import Pending, start_shift
 from shoal.engine.models.attention import Kernel
 from shoal.engine.parallel.context.causal_blocks import CausalBlocks
 from shoal.engine.parallel.context.kernels import attend, attend_backward
-from shoal.engine.parallel.context.token_order import count_tokens
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ class RingAttention(torch.autograd.Function):
         # Heads inside tokens, as the next layer reads it, which saves a copy.
         out = torch.zeros(b, n, a, d, dtype=exact, device=q.device).transpose(1, 2)
         total = torch.full(q.shape[:-1], -torch.inf, dtype=exact, device=q.device)
-        for position, (keys, values) in ring.circulate(held, _lengths(scores)):
+        for position, (keys, values) in ring.circulate(held, scores.key_lengths):
             for block in scores.blocks(position):
                 merge(
                     out[:, :, block.rows], total[:, :, block.rows],
@@ -116,7 +115,7 @@ class RingAttention(torch.autograd.Function):
         ring, scores, kernel = ctx.ring, ctx.scores, ctx.kernel
         gradient = gradient.contiguous()
         d_q, home = torch.zeros_like(q, dtype=total.dtype), torch.zeros_like(held, dtype=total.dtype)
-        lengths, coming, before = _lengths(scores), None, None
+        lengths, coming, before = scores.key_lengths, None, None
         for position, (keys, values) in ring.circulate(held, lengths):
             d_held = home if position == ring.index else home.new_zeros(2, *keys.shape)
             for block in scores.blocks(position):
@@ -154,10 +153,6 @@ def merge(out: Tensor, total: Tensor, block_out: Tensor, block_total: Tensor) ->
     share = share.masked_fill(block_total.isneginf(), 0.0).unsqueeze(-1)  # also if nothing was seen before
     out.lerp_(block_out.to(out.dtype), share.to(out.dtype))
     torch.logaddexp(total, block_total.to(total.dtype), out=total)
-
-
-def _lengths(scores: CausalBlocks) -> list[int]:
-    return [count_tokens(chunks) for chunks in scores.keys]
 
 
 def _resized(block: Tensor, length: int) -> Tensor:

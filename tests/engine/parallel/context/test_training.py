@@ -2,6 +2,7 @@
 
 import pytest
 
+from shoal.engine.runtime import take_tokens
 from shoal.launch.worker_pool import Pool
 from shoal.spec.config import RunConfig
 from tests.engine.parallel.counting import engine_of
@@ -15,7 +16,7 @@ def trained(config: RunConfig) -> tuple[list[float], int]:
     for step in range(2):
         result = engine.step(step)
         found += [result.loss, result.gradient_norm]
-    mine = sum(engine.runtime._local_tokens(batch).unmasked() for batch in engine.make_batches(1))
+    mine = sum(take_tokens(batch, engine.runtime.tokens).unmasked() for batch in engine.make_batches(1))
     return [*found, engine.evaluate(engine.samples)], mine
 
 
