@@ -167,7 +167,7 @@ CASES = {
     "an address of no store": option("--checkpoint.folder", "s4://bucket/run", says="checkpoint.folder = 's4://bucket"),
     "memory in a file's place": Bad(
         lambda p: ["train", p.toml, "--run-folder", p.folder / "new", "--failover.memory_every", "1",
-                   "--failover.memory_folder", p.toml], ("failover.memory_folder = ", "run.toml' is not there")),
+                   "--failover.memory_folder", p.toml], ("failover.memory_folder = ", "run.toml' does not exist")),
     "another run's folder": Bad(
         lambda p: ["train", p.toml, "--run-folder", p.run()], ("exists already", "--resume")),
     "a folder that cannot be": option("--run-folder", "/proc/run", says="--run-folder /proc/run cannot be written"),

@@ -37,7 +37,7 @@ from shoal.spec.layout import Layout
 from shoal.spec.number_formats import FORMATS
 from shoal.training.async_dp.memory import count_method_bytes
 from shoal.training.resilience.host_memory_dir import check_run_dir, run_dir
-from shoal.training.run_folder import checkpoints_of, is_free, taken
+from shoal.training.run_folder import get_checkpoint_folder, is_free, taken
 from shoal.training.step.engine_state import attention_kernel
 
 BESIDE = 64 << 10  # minimum bytes that a run writes besides its checkpoints: config, metrics, events, logs
@@ -148,7 +148,7 @@ def check_folders(
     """
     if 0 in ranks:
         _check_run_folder(folder, fresh=not resume)
-        _check_checkpoints(config, shape, checkpoints_of(config, folder or RUNS), fresh=not resume)
+        _check_checkpoints(config, shape, get_checkpoint_folder(config, folder or RUNS), fresh=not resume)
     if config.failover.memory_every:
         needed = 0  # unknown for a run on several machines, whose ranks check their own parts later
         if len(ranks) == config.parallel.world_size:

@@ -49,20 +49,14 @@ def check_secrets(config: RunConfig) -> None:
     Raises:
         UsageError: the message names the field, without the value.
     """
-    values = {
-        f"{section}.{name}": str(value)
-        for section, fields in config.model_dump(mode="json").items() for name, value in fields.items()
-    }
-    together = "\n".join(values.values())
-    if redact(together) == together:  # redact reads the environment: once here, not for each field
-        return
-    for name, value in values.items():
-        if (without := redact(value)) != value:
-            raise UsageError(
-                f"{name} = {without!r} contains the value of an environment variable whose name marks it as secret, "
-                "or the password of an address; the config is saved in the run folder."
-                "\n  Leave it out: libraries read such variables, and fsspec its own files, themselves."
-            )
+    for section, fields in config.model_dump(mode="json").items():
+        for name, value in fields.items():
+            if (redacted := redact(str(value))) != str(value):
+                raise UsageError(
+                    f"{section}.{name} = {redacted!r} contains the value of an environment variable whose name marks "
+                    "it as secret, or the password of an address; the config is saved in the run folder."
+                    "\n  Leave it out: libraries read such variables, and fsspec its own files, themselves."
+                )
 
 
 def check_rates(config: RunConfig, shape: ModelShape) -> None:

@@ -132,7 +132,7 @@ def _differences(first: RunConfig, config: RunConfig) -> Iterator[Difference]:
                 yield f"parallel.{name}", now, was, "its replicas keep states of their own"
 
 
-def checkpoints_of(config: RunConfig, folder: Path) -> AnyPath:
+def get_checkpoint_folder(config: RunConfig, folder: Path) -> AnyPath:
     """Return the folder of a run's checkpoints.
 
     Raises:
@@ -143,7 +143,7 @@ def checkpoints_of(config: RunConfig, folder: Path) -> AnyPath:
 
 def _model_differences(config: RunConfig, folder: Path, shape: ModelShape) -> Iterator[Difference]:
     """Yield differences between the model of the newest checkpoint and the one to continue with."""
-    found = newest(checkpoints_of(config, folder))
+    found = newest(get_checkpoint_folder(config, folder))
     try:
         saved = read_manifest(found.path).extra.get("model") if found else None
     except CheckpointError:  # damaged: the ranks fall back to an earlier one
@@ -157,7 +157,7 @@ def _model_differences(config: RunConfig, folder: Path, shape: ModelShape) -> It
 
 def _check_checkpoint(config: RunConfig, folder: Path) -> None:
     """Require a state to continue from and remaining steps. The ranks handle damaged states."""
-    found, kept = newest(checkpoints_of(config, folder)), newest_step(run_dir(folder, config.failover))
+    found, kept = newest(get_checkpoint_folder(config, folder)), newest_step(run_dir(folder, config.failover))
     if found is None and kept is None:
         raise CheckpointError(
             f"--resume {folder}: it holds no good checkpoint (the run stopped before its first).\n  Start a new run."

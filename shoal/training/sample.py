@@ -19,7 +19,7 @@ from shoal.engine.models.experts.router import Router, find_modules
 from shoal.engine.models.transformer import Transformer
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RUN_FILE, load_config
-from shoal.training.run_folder import checkpoints_of
+from shoal.training.run_folder import get_checkpoint_folder
 
 
 def sample(
@@ -52,15 +52,15 @@ def sample(
     start = tokenizer.encode(prompt).tolist()
     if not start:
         raise UsageError("the prompt is empty; give at least one character.")
-    found, refused = newest_good(checkpoints_of(config, run_folder))
+    found, refused = newest_good(get_checkpoint_folder(config, run_folder))
     for error in refused:
         print(f"checkpoint refused: {error}", file=sys.stderr)
     if found is None:
-        raise CheckpointError(f"{run_folder} holds no good checkpoint to sample from.")
+        raise CheckpointError(f"{run_folder} has no good checkpoint to sample from.")
     shape = config.model.shape(vocab=tokenizer.vocab_size, sequence_length=config.data.sequence_length)
     if shape.experts is not None and shape.experts.gate == "expert-choice":
-        raise UsageError(f"{run_folder}: its experts choose their tokens among all of a sequence, later ones too, so "
-                         "that it cannot write one token after the other.")
+        raise UsageError(f"{run_folder}: its experts choose among all tokens of a sequence, also later ones, so it "
+                         "cannot generate one token after another.")
     model = load_model(found.path, shape)
     for router in find_modules(model, Router):  # capacity is a fraction of a full sequence, which this is not yet
         router.experts = router.experts.model_copy(update={"capacity_factor": 0.0})

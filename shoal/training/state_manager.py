@@ -17,7 +17,7 @@ from shoal.training.resilience.host_memory_dir import run_dir
 from shoal.training.resilience.memory_checkpoint import InMemoryCheckpointer
 from shoal.training.resilience.restore import Restored, restore
 from shoal.training.resilience.spikes import Skips
-from shoal.training.run_folder import check_steps_left, checkpoints_of
+from shoal.training.run_folder import check_steps_left, get_checkpoint_folder
 from shoal.training.step.engine import Engine
 
 
@@ -50,7 +50,7 @@ class StateManager:
         self.beside: Callable[[], dict[str, Any]] = dict
         self.group = self._new_group()
         self.disk = Checkpointer(
-            checkpoints_of(config, folder),
+            get_checkpoint_folder(config, folder),
             group=self.group,
             keep=config.checkpoint.keep,
             asynchronous=config.checkpoint.asynchronous,
@@ -127,7 +127,7 @@ class StateManager:
             before: largest step of an acceptable state.
         """
         found, refused = restore(
-            checkpoints_of(self.config, self.folder),
+            get_checkpoint_folder(self.config, self.folder),
             run_dir(self.folder, self.config.failover),
             self.engine.state(),
             group=self.group,

@@ -176,11 +176,9 @@ class Trainer:
             self.states.remember(self.step)
 
     def _due(self, every: int) -> bool:
-        """Return whether an action with this period in steps is due now; 0 means never."""
         return every > 0 and self.step % every == 0
 
     def _validate(self) -> None:
-        """Measure the validation loss if due."""
         self.validation_loss = None
         if self._due(self.config.train.validate_every) or self.step == self.config.train.steps:
             self.beat.phase(Phase.VALIDATE)
@@ -215,7 +213,7 @@ class Trainer:
         )
 
     def _record_metrics(self, step: int, tokens_per_second: float, **values: Any) -> None:
-        """Derive the remaining metrics of a step, then write and show them."""
+        """Derive the remaining metrics of a step; write and show all."""
         flops = tokens_per_second * self.shape.flops_per_token(self.config.data.sequence_length)
         metrics = StepMetrics(
             step=step,
@@ -262,10 +260,10 @@ class Trainer:
         self.states.wait()
         found, refused = self.states.restore(before=max(0, last - self.config.failover.spike_margin))
         if found is None:
-            self.display.note("\n  ".join(["there is no state before it to go back to", *refused]))
+            self.display.note("\n  ".join(["no state before it to roll back to", *refused]))
             return False
-        left_out = skips.without(found.step, last)
-        self.engine.skip(left_out)
+        skipped = skips.without(found.step, last)
+        self.engine.skip(skipped)
         self.states.invalidate(found.step)
         self.step = found.step
         self.guard.restore(self.step, found.extra)
@@ -275,10 +273,10 @@ class Trainer:
         self.states.save(self.step, block=True)
         self.states.remember(self.step)
         self.display.note(
-            f"back to the state after step {self.step}, {found.source}; the batches of steps {self.step + 1} to "
-            f"{last + 1} are left out ({sum(stop - start for start, stop in left_out.ranges)} in all)"
+            f"rolled back to the state after step {self.step}, {found.source}; the batches of steps {self.step + 1} to "
+            f"{last + 1} are skipped ({sum(stop - start for start, stop in skipped.ranges)} in total)"
         )
-        self._record_event("rolled back", skipped=left_out.ranges)
+        self._record_event("rolled back", skipped=skipped.ranges)
         return True
 
     def _record_event(self, event: str, **values: Any) -> None:
@@ -288,16 +286,9 @@ class Trainer:
     # ---- the beginning and the end -------------------------------------------------------------------------------
 
     def _show_banner(self) -> None:
-        train = self.config.train
         self.display.banner(
-            model=self.config.model.name,
-            parameters=self.shape.parameters(),
-            tokens_per_step=train.global_batch * self.config.data.sequence_length,
-            layout=self.config.parallel,
-            device=self.mesh.device.type,
-            precision=train.precision,
-            threads=torch.get_num_threads(),
-            folder=self.folder,
+            self.config, parameters=self.shape.parameters(), device=self.mesh.device.type,
+            threads=torch.get_num_threads(), folder=self.folder,
         )
         if self.step:
             self.display.note(f"resumed after step {self.step}, {self.source}")
@@ -314,7 +305,7 @@ class Trainer:
             self.display.note(line)
 
     def barrier(self) -> None:
-        """Wait until all ranks have finished exchanging data."""
+        """Wait until all ranks have stopped exchanging data."""
         dist.barrier()
 
     def finalize(self) -> None:
@@ -323,21 +314,18 @@ class Trainer:
             return
         if self.step < self.config.train.steps:
             self.display.note(
-                f"stopped after step {self.step}, which is saved; go on with: shoal train --resume {self.folder}"
+                f"stopped after step {self.step}, which is saved; resume with: shoal train --resume {self.folder}"
             )
             return
         text = ""
-        experts = self.shape.experts
-        if experts is not None and experts.gate == "expert-choice":
-            self.display.note("no sample: experts that choose among all tokens of a sequence cannot write one by one")
-        elif self.shape.parameters() <= SAMPLED_PARAMETERS:
+        if self.shape.parameters() <= SAMPLED_PARAMETERS:
             seed = self.config.train.seed
             try:
                 text = sample(self.folder, SAMPLE_PROMPT, tokens=160, temperature=0.7, seed=seed)
             except UsageError as error:  # the run is complete and saved, even if its files have changed since
                 self.display.note(f"no sample: {error}")
         else:
-            self.display.note(f"let it write: shoal sample {self.folder} '{SAMPLE_PROMPT}'")
+            self.display.note(f"generate text with: shoal sample {self.folder} '{SAMPLE_PROMPT}'")
         self.display.finish(
             folder=self.folder,
             seconds=time.monotonic() - self.begin,

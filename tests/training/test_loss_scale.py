@@ -83,7 +83,7 @@ EXPERTS = {"count": 4, "per_token": 2, "ffn": 12, "capacity_factor": 0.75, "bias
 def counted(config: RunConfig):
     engine = engine_of(config)
     skipped = engine.step(0).skipped
-    moved = any(router.bias.any() for router, _ in engine.routing.routers)
+    moved = any(router.bias.any() for router in engine.routing.modules)
     return skipped, moved, engine.routing.totals, engine.depths.totals
 
 

@@ -66,9 +66,9 @@ def test_a_stop_is_clean_quick_and_saved(survivor, name, exit_code):
     code, output, seconds = parts[name]
     assert code == exit_code, output
     step = parts[f"after {name}"]
-    assert f"stopped after step {step}, which is saved; go on with: shoal train --resume {folder}" in output
+    assert f"stopped after step {step}, which is saved; resume with: shoal train --resume {folder}" in output
     assert "Traceback" not in output
-    assert "a sample of what it writes" not in output
+    assert "sample of generated text" not in output
     assert seconds < 40  # and not the ten minutes after which a collective gives up
 
 

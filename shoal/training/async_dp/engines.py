@@ -265,7 +265,7 @@ class AsyncEngine(ReplicaEngine):
         batches = [samples.batch(range(m * n, (m + 1) * n)).to(self.mesh.device) for m in passes]
         sums = torch.zeros(2, dtype=torch.float64)
         if batches:
-            sums[0] = self.runtime_of(build_forwards(self.program, len(batches))).evaluate(batches)
+            sums[0] = self.build_runtime(build_forwards(self.program, len(batches))).evaluate(batches)
             sums[1] = sum(batch.unmasked() for batch in batches)
         loss, tokens = to_host(all_reduce(sums, self.living))
         return loss / max(1.0, tokens)

@@ -113,13 +113,13 @@ class DryEngine(Engine):
         for stage in self.stages:
             for router in find_modules(stage.module, Router):
                 spread = assign_chosen(self.shape, self.mesh, self.spread) if self.shape.skips(router.layer) else None
-                evenly = partial(_evenly, router, router._choose, spread or self.spread)
+                evenly = partial(_choose_evenly, router, router._choose, spread or self.spread)
                 router._choose = evenly  # type: ignore[method-assign]  # scores without values choose nothing
             for depth in find_modules(stage.module, MixtureOfDepths):
-                depth.choose = _taken
+                depth.choose = _choose_spaced
 
 
-def _evenly(
+def _choose_evenly(
     router: Router, choose: Callable, spread: TokenAssignment, logits: Tensor, context: RoutingContext
 ) -> tuple[Choice, Tensor]:
     """Replace a gate, as fake scores have no values: assign each rank's tokens to the experts in cyclic order."""
@@ -134,7 +134,7 @@ def _evenly(
     return choice._replace(chosen=chosen), logits
 
 
-def _taken(scores: Tensor, k: int) -> Tensor:
+def _choose_spaced(scores: Tensor, k: int) -> Tensor:
     """Replace `choose_highest`, as fake scores have no values: take k equally spaced tokens."""
     with unset_fake_temporarily():
         return torch.tensor(evenly_taken(k, scores.shape[1])).repeat(len(scores), 1)
@@ -175,8 +175,9 @@ def _check_even(config: RunConfig, shape: ModelShape) -> None:
         if len(lengths) > 1 or lengths[0] % layout.tp or lengths[0] // layout.tp * experts.per_token % experts.count:
             several = layout.cp * layout.tp * experts.count // gcd(experts.count, experts.per_token)
             raise UsageError(
-                f"parallel.cp = {layout.cp}: of {tokens} tokens of a sequence a dry run cannot give every one of "
-                f"{experts.count} experts as many from each rank.\n  Count sequences of a multiple of {several}."
+                f"parallel.cp = {layout.cp}: a dry run cannot give each of {experts.count} experts an equal number of "
+                f"the {tokens} tokens of a sequence from each rank.\n  Use a sequence length that is a multiple of "
+                f"{several}."
             )
 
 

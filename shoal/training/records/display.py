@@ -18,6 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from shoal.spec.config import RunConfig
 from shoal.spec.layout import Layout
 from shoal.training.records.metrics import StepMetrics
 
@@ -45,40 +46,25 @@ class Display:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Remove the progress bar."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
 
-    def banner(
-        self,
-        *,
-        model: str,
-        parameters: int,
-        tokens_per_step: int,
-        layout: Layout,
-        device: str,
-        precision: str,
-        threads: int,
-        folder: Path,
-    ) -> None:
+    def banner(self, config: RunConfig, *, parameters: int, device: str, threads: int, folder: Path) -> None:
         """Print a description of the run.
 
         Args:
             parameters: number of trainable parameters; a tied head counts once.
-            tokens_per_step: tokens over all replicas.
             threads: CPU threads per rank.
         """
-        unicode = self.console.encoding.startswith("utf")
+        unicode, layout = self.console.encoding.startswith("utf"), config.parallel
+        tokens = config.train.global_batch * config.data.sequence_length
         ranks = f" = {layout.world_size} ranks" if layout.world_size > 1 else ", 1 rank"
         facts = [
-            ("model", f"{model}, {short(parameters)} parameters, {tokens_per_step:,} tokens per step"),
+            ("model", f"{config.model.name}, {short(parameters)} parameters, {tokens:,} tokens per step"),
             ("layout", f"{layout.describe()}{ranks}"),
             ("", "\n".join(grid_of_ranks(layout, self.console.width - LABEL - 6, unicode=unicode))),
-            ("device", f"{device}, {precision}, {threads} thread{'s' if threads > 1 else ''} per rank"),
+            ("device", f"{device}, {config.train.precision}, {threads} thread{'s' if threads > 1 else ''} per rank"),
             ("run", str(folder)),
         ]
         if not self.console.is_terminal:
@@ -142,13 +128,12 @@ class Display:
             validation_loss: final validation loss [nats per token].
             sample: generated text without its prompt.
         """
-        self.close()
         if sample:
             text = Text.assemble((printable(prompt), "bold"), printable(sample.rstrip()))
             if self.console.is_terminal:
-                self.console.print(Panel(text, title="a sample of what it writes", title_align="left"))
+                self.console.print(Panel(text, title="sample of generated text", title_align="left"))
             else:
-                self._line("a sample of what it writes:")
+                self._line("sample of generated text:")
                 self._line("\n".join(f"  {line}" for line in text.plain.splitlines()))
         known = f": validation loss {validation_loss:.4f} nats per token" if validation_loss is not None else ""
         self._line(f"finished in {duration(seconds)}{known}", style="bold green")
@@ -176,10 +161,11 @@ def grid_of_ranks(layout: Layout, width: int, *, unicode: bool = True) -> list[s
          └─────┴─────┘
     """
     rows = layout.dp * layout.cp
+    row_axes = [(name, size) for name, size in (("dp", layout.dp), ("cp", layout.cp)) if size > 1]
     ranks = np.arange(layout.world_size).reshape(layout.pp, rows, layout.tp)
     cell = max(len(str(layout.world_size - 1)), len(str(layout.tp - 1)), 3)
     labels = [f"pp {'':<{len(str(layout.pp - 1))}} " if layout.pp > 1 else "",
-              "".join(f"{name} {'':<{len(str(size - 1))}} " for name, size in _rows_of(layout))]
+              "".join(f"{name} {'':<{len(str(size - 1))}} " for name, size in row_axes)]
     margin = sum(map(len, labels))
     stages = _shorten(layout.pp, 4 if rows > 1 else 8)
     replicas = _shorten(rows, 4 if layout.pp > 1 else 8)
@@ -195,7 +181,7 @@ def grid_of_ranks(layout: Layout, width: int, *, unicode: bool = True) -> list[s
         inside = {"dp": layout.cp, "cp": 1}
         return " ".join(
             f"{name} {dots if replica is None else replica // inside[name] % size:<{len(str(size - 1))}}"
-            for name, size in _rows_of(layout)
+            for name, size in row_axes
         )
 
     def row(stage: int | None, replica: int | None, *, first: bool) -> str:
@@ -217,11 +203,6 @@ def grid_of_ranks(layout: Layout, width: int, *, unicode: bool = True) -> list[s
         shown = replicas if stage is not None else [None]
         lines += [row(stage, replica, first=replica == shown[0]) for replica in shown]
     return [*lines, rule(*corners[2])]
-
-
-def _rows_of(layout: Layout) -> list[tuple[str, int]]:
-    """Return the axes of the rows."""
-    return [(name, size) for name, size in (("dp", layout.dp), ("cp", layout.cp)) if size > 1]
 
 
 def _shorten(size: int, most: int) -> list[int | None]:
@@ -257,12 +238,8 @@ def _columns(width: int, steps: int, *, experts: bool = False) -> list[_Column]:
     if experts:
         columns[3] = _Column("dropped", 7, lambda m: f"{100 * (m.dropped or 0.0):.1f}%")
     if width >= WIDE:
-        columns.insert(2, _Column("validation", 10, lambda m: _known(m.validation_loss)))
+        columns.insert(2, _Column("validation", 10, lambda m: f"{m.validation_loss:.4f}" if m.validation_loss else ""))
     return columns
-
-
-def _known(loss: float | None) -> str:
-    return "" if loss is None else f"{loss:.4f}"
 
 
 def short(count: float) -> str:

@@ -95,7 +95,7 @@ class Histograms:
         # If there are more tensor-parallel ranks than key/value heads, several ranks compute the same head.
         self.shared = f"tp/{max(1, engine.mesh.size('tp') // engine.shape.kv_heads)}"
         self.sharers = engine.mesh.group(self.shared)
-        self._counts: Tensor | None = None
+        self._counts = torch.zeros(0)  # [rows, BINS], of the step being recorded
         self._forward = False
 
     @contextmanager
@@ -119,21 +119,14 @@ class Histograms:
                 raise
         self._end(step)
 
-    @property
-    def counts(self) -> Tensor:
-        """Counts of the step being recorded, [rows, BINS]."""
-        assert self._counts is not None, "no step is being recorded"
-        return self._counts
-
     def _end(self, step: int) -> None:
-        all_reduce(self.counts, self.engine.mesh.group("world"))
+        all_reduce(self._counts, self.engine.mesh.group("world"))
         if self.engine.mesh.rank == 0:
-            self._write(step + 1, self.counts.tolist())
-        self._counts = None
+            self._write(step + 1, self._counts.tolist())
 
     def _add(self, kind: str, name: str, x: Tensor, scale: float = 1.0) -> None:
         wide = x.detach().float() / scale  # in the tensor's own dtype, dividing by the scale could lose values
-        self.counts[self.place[kind, name]] += count(wide).to(self.counts.device)
+        self._counts[self.place[kind, name]] += count(wide).to(self._counts.device)
 
     def _parameters(self) -> None:
         parameters = self.engine.parameters
@@ -155,7 +148,8 @@ class Histograms:
         undo.callback(stage.module.register_forward_hook(leave).remove)
         for name, module in stage.module.named_modules():
             if isinstance(module, nn.Linear):
-                undo.callback(module.register_forward_hook(partial(self._called, self._layer(name, module))).remove)
+                hook = partial(self._after_forward, self._layer(name, module))
+                undo.callback(module.register_forward_hook(hook).remove)
 
     def _layer(self, name: str, module: nn.Linear) -> _Layer:
         if name == "head":
@@ -170,7 +164,7 @@ class Histograms:
         """Return the name of a linear layer's weight; a tied head uses the embedding's."""
         return "embed.token.weight" if name == "head" and self.engine.shape.tied else f"{name}.weight"
 
-    def _called(self, layer: _Layer, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+    def _after_forward(self, layer: _Layer, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         x = args[0]
         if not self._forward or self.engine.estimating:  # recomputation in the backward pass, or Sophia's estimate
             return
@@ -180,9 +174,9 @@ class Histograms:
             self._add("activations", layer.name, x)
         counted = leaving < entering or self.engine.mesh.index(layer.output) == 0
         if output.requires_grad and (counted or layer.terms):
-            output.register_hook(partial(self._returned, layer, counted))
+            output.register_hook(partial(self._after_backward, layer, counted))
 
-    def _returned(self, layer: _Layer, counted: bool, gradient: Tensor) -> None:
+    def _after_backward(self, layer: _Layer, counted: bool, gradient: Tensor) -> None:
         gradient = gradient[..., : layer.units]
         if layer.terms:
             gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True).contiguous()
@@ -221,6 +215,6 @@ def read_histograms(folder: Path) -> tuple[int, list[Histogram]] | None:
         return int(found["step"]), tensors
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(
-            f"{files[-1]} is no record of histograms: {type(error).__name__}: {error}"
-            "\n  Remove it: the report needs none."
+            f"{files[-1]} is not a record of histograms: {type(error).__name__}: {error}"
+            "\n  Remove it: the report does not need it."
         ) from None

@@ -102,23 +102,16 @@ class MetricsWriter:
         UsageError: a tracker is not installed.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        resume_step: int = 0,
-        config: MetricsConfig | None = None,
-        run: dict[str, Any] | None = None,
-    ):
-        config = config or MetricsConfig()
+    def __init__(self, folder: Path, resume_step: int, config: MetricsConfig, run: dict[str, Any]):
         check_trackers(config)
         folder.mkdir(parents=True, exist_ok=True)
         self._trackers: list[_TrackerSession] = []
         if config.tensorboard:
             self._trackers.append(_tensorboard(folder, resume_step))
         if config.wandb:
-            self._trackers.append(_wandb(config.wandb, folder, run or {}))
+            self._trackers.append(_wandb(config.wandb, folder, run))
         if config.mlflow:
-            self._trackers.append(_mlflow(config.mlflow, folder, run or {}))
+            self._trackers.append(_mlflow(config.mlflow, folder, run))
         path = folder / FILE_NAME
         if path.exists():  # drop records of later steps and a truncated line
             write_whole(path, json_lines(record.known() for record in read_metrics(folder, resume_step)))
@@ -132,7 +125,6 @@ class MetricsWriter:
             tracker.write(metrics.step, metrics.values())
 
     def close(self) -> None:
-        """Close all files."""
         self._file.close()
         for tracker in self._trackers:
             tracker.close()

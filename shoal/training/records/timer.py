@@ -35,7 +35,7 @@ class StepTimer:
         self.steps += 1
 
     def lap(self) -> tuple[int, float]:
-        """Return the number of steps and their seconds since the last lap."""
+        """Return the steps and their seconds since the last lap."""
         lap = self.steps, self.seconds
         self.steps, self.seconds = 0, 0.0
         return lap

@@ -54,7 +54,7 @@ def check_run_dir(path: Path, needed: int) -> None:
         try_to_write(path.parent)
     except OSError as error:
         raise _unusable(path, error) from None
-    check_room(path, needed)
+    check_free_memory(path, needed)
 
 
 def make_run_dir(path: Path) -> None:
@@ -74,16 +74,16 @@ def make_run_dir(path: Path) -> None:
 def _check_folder(path: Path) -> None:
     if not path.parent.is_dir():
         raise UsageError(
-            f"failover.memory_folder = '{path.parent}' is not there.\n  Name a folder in memory (a tmpfs), or set "
+            f"failover.memory_folder = '{path.parent}' does not exist.\n  Name a folder in memory (a tmpfs), or set "
             "failover.memory_every = 0."
         )
     if os.path.lexists(path) and not is_private(path):
-        raise UsageError(f"{path} is not a private folder of this user: shoal will not trust it.\n  Remove it.")
+        raise UsageError(f"{path} is not a private folder of this user, so shoal does not use it.\n  Remove it.")
 
 
 def _unusable(path: Path, error: OSError) -> UsageError:
     return UsageError(
-        f"failover.memory_folder = '{path.parent}' cannot be written: {error.strerror}.\n  Make room, name another "
+        f"failover.memory_folder = '{path.parent}' cannot be written: {error.strerror}.\n  Free space, name another "
         "folder in memory (a tmpfs), or set failover.memory_every = 0."
     )
 
@@ -103,17 +103,12 @@ def claim(path: Path, run_folder: Path) -> None:
     Raises:
         UsageError: the memory is full.
     """
-    pid = owner_pid()
+    pid = int(os.environ.get("SHOAL_OWNER") or os.getppid())  # restarts this rank: the supervisor, or the parent
     owner = {"host": socket.gethostname(), "pid": pid, "started": _started(pid), "run": str(run_folder)}
     try:
         write_whole(path / OWNER, json.dumps(owner))
     except OSError as error:
         raise _unusable(path, error) from None
-
-
-def owner_pid() -> int:
-    """Return the process that restarts this rank when it dies: the supervisor, or the parent process."""
-    return int(os.environ.get("SHOAL_OWNER") or os.getppid())
 
 
 def release(path: Path) -> None:
@@ -126,7 +121,7 @@ def remove_orphans(path: Path) -> list[str]:
     orphans = list(_orphans(path))
     for other, _ in orphans:
         release(other)
-    return [f"swept up what {run} had left in {other}: its owner is dead" for other, run in orphans]
+    return [f"removed the states that {run} left in {other}: its owner is dead" for other, run in orphans]
 
 
 def _orphans(path: Path) -> Iterator[tuple[Path, str]]:
@@ -148,19 +143,19 @@ def _started(pid: int) -> float | None:
         return None
 
 
-def check_room(path: Path, needed: int) -> None:
+def check_free_memory(path: Path, needed: int) -> None:
     """Require enough memory on this host, counting what this run and orphans occupy as free.
 
     Raises:
         UsageError: the message has the needed and the free bytes.
     """
-    here = sum(_bytes_in(folder) for folder in (path, *(other for other, _ in _orphans(path))))
-    places = os.statvfs(path.parent)
-    room = min(places.f_bavail * places.f_frsize, psutil.virtual_memory().available) + here
-    if needed > room:
+    reusable = sum(_bytes_in(folder) for folder in (path, *(other for other, _ in _orphans(path))))
+    system = os.statvfs(path.parent)
+    free = min(system.f_bavail * system.f_frsize, psutil.virtual_memory().available) + reusable
+    if needed > free:
         raise UsageError(
-            f"failover.memory_every: two copies of this node's state and two of its neighbour's take "
-            f"{show_bytes(needed)} in {path.parent} of {socket.gethostname()}, where {show_bytes(room)} are free."
+            f"failover.memory_every: two copies of this node's state and two of its neighbour's need "
+            f"{show_bytes(needed)} in {path.parent} of {socket.gethostname()}, which has {show_bytes(free)} free."
             "\n  Enlarge that file system (in a container, by --shm-size), name another by failover.memory_folder, "
             "use more nodes, or set failover.memory_every = 0."
         )

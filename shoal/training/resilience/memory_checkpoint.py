@@ -25,7 +25,7 @@ import torch.distributed as dist
 from shoal.engine.checkpoint.write import SavePlan, State, build_header, describe_part, plan_save
 from shoal.engine.collectives.json_collectives import Group, broadcast, gather, get_rank, get_size
 from shoal.training.resilience import memory_slot
-from shoal.training.resilience.host_memory_dir import check_room, claim, make_run_dir, release, remove_orphans
+from shoal.training.resilience.host_memory_dir import check_free_memory, claim, make_run_dir, release, remove_orphans
 from shoal.training.resilience.memory_slot import MemorySlot, SlotRecord
 
 CHUNK = 16 << 20
@@ -60,8 +60,8 @@ class RankTopology:
         if len(ring) == 1:
             return None
         here = [r for r, node in enumerate(self.nodes) if node == self.nodes[rank]]
-        beyond = ring[(ring.index(self.nodes[rank]) + 1) % len(ring)]
-        there = [r for r, node in enumerate(self.nodes) if node == beyond]
+        next_node = ring[(ring.index(self.nodes[rank]) + 1) % len(ring)]
+        there = [r for r, node in enumerate(self.nodes) if node == next_node]
         return there[here.index(rank) % len(there)]
 
     def senders(self, rank: int) -> list[int]:
@@ -121,7 +121,7 @@ class InMemoryCheckpointer:
         plan = plan_save(state)
         sizes = broadcast(gather(plan.size, self._group), self._group)
         here = [r for r in range(self._world) if self.places.hosts[r] == self.places.hosts[self._rank]]
-        check_room(self._home, 2 * sum(sizes[r] for rank in here for r in (rank, *self.places.senders(rank))))
+        check_free_memory(self._home, 2 * sum(sizes[r] for rank in here for r in (rank, *self.places.senders(rank))))
         self._reserve(0, len(build_header(plan.slots)) + plan.size)
 
     def _reserve(self, turn: int, size: int) -> None:
@@ -141,7 +141,7 @@ class InMemoryCheckpointer:
         header = build_header(plan.slots)
         data, problem = None, ""
         try:
-            memory = slot.room(len(header) + plan.size)
+            memory = slot.open(len(header) + plan.size)
             memory[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8) if header else 0
             data = plan.copy(memory[len(header) :])
         except OSError as error:
@@ -154,8 +154,8 @@ class InMemoryCheckpointer:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        whole, note = pending.result()
-        if whole:
+        complete, note = pending.result()
+        if complete:
             self._turn = 1 - self._turn
         elif self._rank == 0:
             self._report(note)
@@ -167,12 +167,12 @@ class InMemoryCheckpointer:
             memory_slot.forget(self._home, after)
         gather(None, self._group)
 
-    def close(self, *, keep: bool = False) -> None:
-        """Wait for the last save and free the memory; ``keep`` leaves the states for the next attempt."""
+    def close(self) -> None:
+        """Wait for the last save and free the memory."""
         self.wait()
         self._executor.shutdown()
         broadcast(gather(None, self._group), self._group)  # all ranks have stopped writing
-        if self._leads and not keep:
+        if self._leads:
             release(self._home)
 
     # ---- in the background -------------------------------------------------------------------------------------------
@@ -180,23 +180,23 @@ class InMemoryCheckpointer:
     def _keep(
         self, step: int, header: bytes, plan: SavePlan, copied: torch.Tensor | None, extra: str, problem: str
     ) -> tuple[bool, str]:
-        """Describe this rank's slot and exchange copies. A rank that failed still participates."""
+        """Commit this rank's slot and exchange copies. A rank that failed still participates."""
         mine = self._slots[self._turn]
-        described = b""
+        description = b""
         if copied is not None:
             record = SlotRecord(
                 attempt=self.attempt, step=step, rank=self._rank, world_size=self._world, extra=json.loads(extra),
                 part=describe_part(self._rank, header, plan, copied),
             )
-            described = memory_slot.encode(record)
-            mine[self._rank].commit(described)
+            description = memory_slot.encode(record)
+            mine[self._rank].commit(description)
         size = len(header) + (0 if copied is None else plan.size)
-        told = broadcast(gather([size, len(described), problem], self._group), self._group)
-        problems = [p for _, _, p in told if p]
+        ranks = broadcast(gather([size, len(description), problem], self._group), self._group)
+        problems = [p for _, _, p in ranks if p]
         if not problems and self.places.receiver(0) is not None:
-            problems = self._exchange(mine, described, [(data, text) for data, text, _ in told])
+            problems = self._exchange(mine, description, [(data, text) for data, text, _ in ranks])
         if problems:
-            return False, f"step {step} could not be kept in memory: {'; '.join(problems)}"
+            return False, f"step {step} could not be saved in memory: {'; '.join(problems)}"
         if self._first and self._leads:  # the previous attempt's states are obsolete
             memory_slot.drop(self._home, self.attempt)
         if self._first:
@@ -204,22 +204,22 @@ class InMemoryCheckpointer:
         self._first = False
         return True, ""
 
-    def _exchange(self, mine: dict[int, MemorySlot], described: bytes, sizes: list[tuple[int, int]]) -> list[str]:
+    def _exchange(self, mine: dict[int, MemorySlot], description: bytes, sizes: list[tuple[int, int]]) -> list[str]:
         """Send this rank's slot to the next node and receive the previous node's. Return problems."""
         problem, into = "", {}
         try:
             for rank in self.places.senders(self._rank):
-                into[rank] = (mine[rank].room(sizes[rank][0]), torch.empty(sizes[rank][1], dtype=torch.uint8))
+                into[rank] = (mine[rank].open(sizes[rank][0]), torch.empty(sizes[rank][1], dtype=torch.uint8))
         except OSError as error:
             problem = f"rank {self._rank}: {error.strerror}"
         if problems := [p for p in broadcast(gather(problem, self._group), self._group) if p]:
             return problems
-        text = torch.frombuffer(bytearray(described), dtype=torch.uint8)
+        text = torch.frombuffer(bytearray(description), dtype=torch.uint8)
         receiver = self.places.receiver(self._rank)
-        data = mine[self._rank].written()
-        works = [dist.isend(part, group=self._group, group_dst=receiver) for part in in_messages(data, text)]
+        own = split_messages(mine[self._rank].memory, text)
+        works = [dist.isend(part, group=self._group, group_dst=receiver) for part in own]
         for rank, pair in into.items():
-            works += [dist.irecv(part, group=self._group, group_src=rank) for part in in_messages(*pair)]
+            works += [dist.irecv(part, group=self._group, group_src=rank) for part in split_messages(*pair)]
         for work in works:
             if work is not None:  # None for a rank that sends to itself
                 work.wait()
@@ -229,6 +229,6 @@ class InMemoryCheckpointer:
         return []
 
 
-def in_messages(*tensors: torch.Tensor) -> list[torch.Tensor]:
+def split_messages(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """Split flat tensors into the views that are sent as messages; empty tensors give none."""
     return [part for tensor in tensors if tensor.numel() for part in tensor.split(CHUNK)]

@@ -18,7 +18,7 @@ from shoal.engine.checkpoint.manifest import CheckpointError, RankPart
 from shoal.engine.checkpoint.write import file_name
 from shoal.training.resilience.host_memory_dir import PART, is_private
 
-_POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # Linux: map all pages at once, not on first write
+_POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # Linux: map all pages now, not on first write
 
 
 class SlotRecord(BaseModel):
@@ -47,22 +47,24 @@ class MemorySlot:
     Args:
         folder: folder of the slot; its parent exists.
         rank: rank whose state is stored.
+
+    Attributes:
+        memory: content of the file.
     """
 
     def __init__(self, folder: Path, rank: int):
         self.folder, self.file = folder, folder / file_name(rank)
-        self._memory: torch.Tensor | None = None
+        self.memory = torch.empty(0, dtype=torch.uint8)
 
-    def room(self, size: int) -> torch.Tensor:
-        """Return memory for a file of ``size`` bytes, uint8 [size], and mark the slot as empty.
+    def open(self, size: int) -> torch.Tensor:
+        """Mark the slot as empty and return its memory for a file of ``size`` bytes, uint8 [size].
 
         Raises:
             OSError: the memory cannot be allocated.
         """
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         (self.folder / PART).unlink(missing_ok=True)
         self.reserve(size)
-        return self.written()
+        return self.memory
 
     def reserve(self, size: int) -> None:
         """Allocate the memory in advance: allocation takes longer than writing.
@@ -70,14 +72,9 @@ class MemorySlot:
         Raises:
             OSError: the memory cannot be allocated.
         """
-        if self._memory is None or self._memory.numel() != size:
+        if self.memory.numel() != size or not self.file.exists():
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._memory = _mapped(self.file, size)
-
-    def written(self) -> torch.Tensor:
-        """Return the memory of the last `room` call."""
-        assert self._memory is not None, "room() comes first"
-        return self._memory
+            self.memory = _map_file(self.file, size)
 
     def commit(self, part: bytes) -> None:
         """Write the description atomically, which completes the slot."""
@@ -86,7 +83,7 @@ class MemorySlot:
         partial.rename(self.folder / PART)
 
 
-def _mapped(path: Path, size: int) -> torch.Tensor:
+def _map_file(path: Path, size: int) -> torch.Tensor:
     path.unlink(missing_ok=True)
     if size == 0:  # a rank that is primary for no tensor
         return torch.empty(0, dtype=torch.uint8)
@@ -126,16 +123,16 @@ def list_slots(home: Path) -> list[Path]:
 
 def read_all(folders: list[Path]) -> tuple[list[tuple[SlotRecord, Path]], list[CheckpointError]]:
     """Read slots and verify every byte; return undamaged ones and errors. A slot that disappears is in neither."""
-    whole, damaged = [], []
+    intact, damaged = [], []
     for folder in folders:
         with contextlib.suppress(FileNotFoundError):
             try:
                 record = read(folder)
                 check_part(folder, record.part)
-                whole.append((record, folder))
+                intact.append((record, folder))
             except CheckpointError as error:
                 damaged.append(error)
-    return whole, damaged
+    return intact, damaged
 
 
 def newest_step(home: Path) -> int | None:

@@ -25,7 +25,7 @@ from shoal.engine.checkpoint.write import State, file_name
 from shoal.engine.collectives.json_collectives import Group, broadcast, gather, get_rank
 from shoal.training.resilience import memory_slot
 from shoal.training.resilience.host_memory_dir import make_run_dir
-from shoal.training.resilience.memory_checkpoint import RankTopology, in_messages
+from shoal.training.resilience.memory_checkpoint import RankTopology, split_messages
 from shoal.training.resilience.memory_slot import SlotRecord
 
 # A resumed run may use other number formats; state that only one format has ("precision.") is then reset.
@@ -105,7 +105,7 @@ def restore(
     return None, notes
 
 
-# ---- what memory holds -----------------------------------------------------------------------------------------------
+# ---- saves in memory -------------------------------------------------------------------------------------------------
 
 
 def _saves_in_memory(home: Path, places: RankTopology, group: Group) -> tuple[dict[tuple[int, str], _Save], list[str]]:
@@ -114,12 +114,12 @@ def _saves_in_memory(home: Path, places: RankTopology, group: Group) -> tuple[di
     here = [r for r, host in enumerate(places.hosts) if host == places.hosts[rank]]
     listed = broadcast(gather([str(f) for f in memory_slot.list_slots(home)] if rank == here[0] else [], group), group)
     mine = [Path(folder) for folder in listed[here[0]][here.index(rank) :: len(here)]]
-    whole, errors = memory_slot.read_all(mine)
-    found = [(record.model_dump(mode="json"), str(folder)) for record, folder in whole]
+    intact, errors = memory_slot.read_all(mine)
+    found = [(record.model_dump(mode="json"), str(folder)) for record, folder in intact]
     damaged = [f"in memory refused: {error}" for error in errors]
     saves: dict[tuple[int, str], _Save] = defaultdict(_Save)
-    for holder, held in enumerate(gather(found, group)):
-        for values, folder in held:
+    for holder, slots in enumerate(gather(found, group)):
+        for values, folder in slots:
             record = SlotRecord.model_validate(values)
             save = saves[record.save]
             save.records[record.rank] = record
@@ -140,17 +140,20 @@ def _load_from_memory(
         CheckpointError: on every rank: a part is missing, or loading failed (see `load`).
     """
     rank = get_rank(group)
-    told = broadcast(_put_together(save or _Save()) if rank == 0 else None, group)
-    if "error" in told:
-        raise CheckpointError(told["error"])
+    common = broadcast(_prepare(save or _Save()) if rank == 0 else None, group)
+    if "error" in common:
+        raise CheckpointError(common["error"])
     first = places.first_here(rank)
     folder = home / f"restoring-{broadcast(secrets.token_hex(4), group)}"
     try:
         if rank == first:
-            _write_manifest(folder, [SlotRecord.model_validate(values) for values in told["records"]])
+            records = [SlotRecord.model_validate(values) for values in common["records"]]
+            make_run_dir(home)
+            folder.mkdir(mode=0o700)
+            write_manifest(folder, merge(records[0].step, records[0].extra, [record.part for record in records]))
         gather(None, group)
-        holders = {file_name(int(owner)): held for owner, held in told["holders"].items()}
-        _bring(folder, places, sorted(touched(read_manifest(folder), state)), holders, group)
+        holders = {file_name(int(owner)): copies for owner, copies in common["holders"].items()}
+        _collect_files(folder, places, sorted(touched(read_manifest(folder), state)), holders, group)
         return _load(folder, state, group=group, model=model)
     finally:
         gather(None, group)
@@ -158,12 +161,12 @@ def _load_from_memory(
             storage.remove(folder)
 
 
-def _put_together(save: _Save) -> dict[str, Any]:
+def _prepare(save: _Save) -> dict[str, Any]:
     """Return, on rank 0, what all ranks must know of a save, or the reason why it is unusable."""
     some = next(iter(save.records.values()))
     if lost := sorted(set(range(some.world_size)) - save.records.keys()):
         which = f"rank{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))} of {some.world_size}"
-        return {"error": f"step {some.step}: no node holds the part of {which}."}
+        return {"error": f"step {some.step}: no node has the part of {which}."}
     try:
         merge(some.step, some.extra, [record.part for record in save.records.values()])
     except CheckpointError as error:
@@ -171,13 +174,7 @@ def _put_together(save: _Save) -> dict[str, Any]:
     return {"records": [r.model_dump(mode="json") for _, r in sorted(save.records.items())], "holders": save.holders}
 
 
-def _write_manifest(folder: Path, records: list[SlotRecord]) -> None:
-    make_run_dir(folder.parent)
-    folder.mkdir(mode=0o700)
-    write_manifest(folder, merge(records[0].step, records[0].extra, [record.part for record in records]))
-
-
-def _bring(
+def _collect_files(
     folder: Path, places: RankTopology, needed: list[str], holders: dict[str, list[tuple[int, str]]], group: Group
 ) -> None:
     """Link or receive into ``folder`` every file that a rank on this host needs.
@@ -210,7 +207,7 @@ def _bring(
 def _send(path: Path, to: int, group: Group) -> None:
     data = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
     dist.send(torch.tensor([data.numel()]), group=group, group_dst=to)
-    for part in in_messages(data):
+    for part in split_messages(data):
         dist.send(part, group=group, group_dst=to)
 
 
@@ -218,6 +215,6 @@ def _receive(path: Path, source: int, group: Group) -> None:
     size = torch.zeros(1, dtype=torch.int64)
     dist.recv(size, group=group, group_src=source)
     data = torch.empty(int(size), dtype=torch.uint8)
-    for part in in_messages(data):
+    for part in split_messages(data):
         dist.recv(part, group=group, group_src=source)
     storage.write(path, [memoryview(data.numpy().data)])

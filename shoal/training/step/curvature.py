@@ -17,7 +17,6 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -38,7 +37,6 @@ SHIFT = 1e-3
 
 def estimate(engine: EngineState, step: int, batches: Sequence[Batch], tokens: int) -> list[Tensor]:
     """Estimate the Hessian diagonal: one tensor per optimizer shard, which may share memory with its gradient.
-
 
     Args:
         batches: micro-batches of this replica in the step, on the device.
@@ -72,20 +70,18 @@ def gauss_newton_bartlett(engine: EngineState, step: int, batches: Sequence[Batc
 
 def _labels(engine: EngineState, key: int) -> Callable[[Tensor, Tensor], Tensor]:
     """Return a function that draws labels from logits and token indices (passed in place of targets)."""
-    tp, rank = engine.mesh.size("tp"), engine.mesh.index("tp")
+    tp, rank, group = engine.mesh.size("tp"), engine.mesh.index("tp"), engine.mesh.group("tp")
     rows = -(-engine.shape.vocab // tp)
-    here = min(rows, max(0, engine.shape.vocab - rank * rows))  # without padding
-    gather = partial(_stack, engine.mesh.group("tp"))
+    used = min(rows, max(0, engine.shape.vocab - rank * rows))  # without padding
 
     def labels(logits: Tensor, index: Tensor) -> Tensor:
-        drawn = draw_labels(logits[..., :here], key, index, start=rank * rows, part=rank, gather=gather)
+        drawn = draw_labels(
+            logits[..., :used], key, index, start=rank * rows, part=rank,
+            gather=lambda x: all_gather(x.unsqueeze(0), group),
+        )
         return drawn.where(index != IGNORE, IGNORE)
 
     return labels
-
-
-def _stack(group, x: Tensor) -> Tensor:
-    return all_gather(x.unsqueeze(0), group)
 
 
 def hutchinson(engine: EngineState, step: int, batches: Sequence[Batch], tokens: int) -> list[Tensor]:

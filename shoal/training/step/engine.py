@@ -138,7 +138,7 @@ class Engine(EngineState):
         tokens = max(1, *self.count_tokens(batches, [0] * passes, self.mesh.group("dp")))
         if self.routing:
             self.routing.begin_validation()
-        runtime = self.runtime_of(build_forwards(self.program, passes))
+        runtime = self.build_runtime(build_forwards(self.program, passes))
         loss = runtime.evaluate([batch.to(self.mesh.device) for batch in batches]) * (self.mesh.index("tp") == 0)
         if self.routing:
             self.validated = self.routing.end_validation(passes * per_pass, self.config.data.sequence_length)

@@ -87,14 +87,14 @@ class EngineState:
         self.observe: Callable[[], object] | None = None
         self.estimating = False
         self.loss_scale = LossScale(config.loss_scale) if self.policy.formats.scaled else None
-        self.runtime = self.runtime_of(self.program)
+        self.runtime = self.build_runtime(self.program)
         self.replica_offset = 0
         self.skip(Skips())
 
     def _initialise(self) -> None:
         initialise(self.parameters, self.shape, self.config.train.seed)
 
-    def runtime_of(self, program: Program) -> Runtime:
+    def build_runtime(self, program: Program) -> Runtime:
         """Build the runtime that executes a program on this rank's stages."""
         layout, rank = self.config.parallel, self.mesh.index("cp")
         lengths = self.spread.lengths(rank)

@@ -80,7 +80,7 @@ class StageUpdates:
         self.engine, self.step = engine, step
         # This rank's share of the squared gradient norm, by update.
         self.square_norms = torch.zeros(engine.program.updates, dtype=torch.float64, device=engine.mesh.device)
-        self.spoilt = 0  # first version whose update was not made
+        self.failed = 0  # first version whose update was not made
 
     def update(self, rate: float, action: Action, loss: Tensor) -> None:
         """Make one update, unless its gradient or an earlier one was not finite."""
@@ -90,11 +90,11 @@ class StageUpdates:
         stage = share.clone()
         for axis in ("tp", "replicas"):  # so that all ranks of the stage decide the same
             all_reduce(stage, self.engine.mesh.group(axis))
-        if not self.spoilt and math.isfinite(to_host(stage)):
+        if not self.failed and math.isfinite(to_host(stage)):
             self.engine.optimizer.step(rate)
             self.engine.refresh_parameters()
-        elif not self.spoilt:
-            self.spoilt = action.version
+        elif not self.failed:
+            self.failed = action.version
 
     def result(self, loss: Tensor, tokens: int, rate: float, *, stop: bool) -> StepResult:
         """Return the loss and the mean gradient norm of the step. Collective.
@@ -107,8 +107,8 @@ class StageUpdates:
         tokens = max(1, tokens)
         mean = loss_sum / tokens
         if not all(map(math.isfinite, (mean, *squares))):
-            first_spoilt = (self.spoilt, -mesh.index("pp"), mesh.describe())
-            found = all_gather(first_spoilt, world() if mesh.layout.world_size > 1 else None)
+            failed = (self.failed, -mesh.index("pp"), mesh.describe())
+            found = all_gather(failed, world() if mesh.layout.world_size > 1 else None)
             version, _, where = min((each for each in found if each[0]), default=(0, 0, "no rank"))
             raise NonFinite(
                 f"step {self.step}: loss {mean:g}; the gradient of update {version} of {len(squares)} is not finite "

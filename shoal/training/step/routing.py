@@ -22,13 +22,20 @@ class LayerCounts:
     """Per-layer counts of one step.
 
     Attributes:
+        modules: local routers or predictors, whose tallies are counted.
         layers: indices of the counted layers in the model.
         totals: [layers, numbers] of the last step, over all ranks and micro-batches.
     """
 
+    modules: Sequence[Any]
+
     def __init__(self, mesh: Mesh, layers: Sequence[int], numbers: int):
         self.mesh, self.layers = mesh, layers
         self.totals = torch.zeros(len(layers), numbers, dtype=torch.float64)
+
+    def count(self) -> None:
+        """Sum the counts of the step after all backwards; also needed for a step that will be skipped. Collective."""
+        self.totals = self.sum((module.layer, module.tally) for module in self.modules)
 
     def sum(self, counted: Iterable[tuple[int, Tensor | None]]) -> Tensor:
         """Sum pairs of (layer, numbers) over all ranks; returns [layers, numbers]. Collective."""
@@ -50,32 +57,28 @@ class ExpertRouting(LayerCounts):
         experts = shape.moe
         super().__init__(mesh, experts.layers(shape.layers), SUMS + experts.count)
         self.shape = shape
-        self.routers: list[tuple[Router, bool]] = [
-            (router, stage.index < program.depth) for stage in stages for router in find_modules(stage.module, Router)
-        ]
+        routers = [(r, stage.index < program.depth) for stage in stages for r in find_modules(stage.module, Router)]
+        self.modules: list[Router] = [router for router, _ in routers]
+        self.originals = [original for _, original in routers]  # not the second copy of a bidirectional pipeline
 
     def begin(self) -> None:
-        for router, _ in self.routers:
+        for router in self.modules:
             router.reset_tally()
-
-    def count(self) -> None:
-        """Sum the counts of the step after all backwards; also needed for a step that will be skipped."""
-        self.totals = self.sum((router.layer, router.tally) for router, _ in self.routers)
 
     def rebalance(self) -> None:
         """Update the biases from the counts of a step whose update was made."""
-        for router, _ in self.routers:
+        for router in self.modules:
             router.rebalance(self.totals[self.layers.index(router.layer), SUMS:])
 
     def begin_validation(self) -> None:
         """Start counting forward passes without backward."""
-        for router, _ in self.routers:
+        for router in self.modules:
             router.begin_validation()
 
     def end_validation(self, sequences: int, length: int) -> dict[str, Any]:
         """Return the metrics of the validation passes. See `expert_metrics`."""
-        totals = self.sum((router.layer, router.validated) for router, _ in self.routers)
-        for router, _ in self.routers:
+        totals = self.sum((router.layer, router.validated) for router in self.modules)
+        for router in self.modules:
             router.validated = None
         return expert_metrics(totals, self.shape, sequences, length)
 
@@ -87,7 +90,7 @@ class ExpertRouting(LayerCounts):
         """Return the biases by their names in the full model."""
         first = self.mesh.index("stage") == 0
         found: dict[str, list[Piece]] = {}
-        for router, original in self.routers:
+        for router, original in zip(self.modules, self.originals, strict=True):
             if router.bias is not None:
                 whole = tuple(router.bias.shape)
                 piece = Piece(whole, Box.whole(whole), router.bias, first and original)
@@ -125,15 +128,11 @@ class DepthsRouting(LayerCounts):
     def __init__(self, stages: Sequence[LocalStage], mesh: Mesh, shape: ModelShape):
         self.depths = shape.mod
         super().__init__(mesh, self.depths.layers(shape.layers), COUNTS + 1)
-        self.here = [depth for stage in stages for depth in find_modules(stage.module, MixtureOfDepths)]
+        self.modules = [depth for stage in stages for depth in find_modules(stage.module, MixtureOfDepths)]
 
     def begin(self) -> None:
-        for depth in self.here:
+        for depth in self.modules:
             depth.reset_tally()
-
-    def count(self) -> None:
-        """Sum the counts of the step after all backwards."""
-        self.totals = self.sum((depth.layer, depth.tally) for depth in self.here)
 
     def metrics(self, sequences: int, length: int) -> dict[str, float]:
         """Return how well the last step's token selection was predicted, as fields of `StepMetrics`."""

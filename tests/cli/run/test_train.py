@@ -37,7 +37,7 @@ def test_it_ends_with_a_validation_loss_and_a_sample(base_run):
     assert lines[-1] == f"run folder: {folder}"
     final = re.fullmatch(r"finished in .+: validation loss (\d+\.\d{4}) nats per token", lines[-2])
     assert float(final[1]) == pytest.approx(records(folder)[-1].validation_loss, abs=1e-4)
-    after = lines[lines.index("a sample of what it writes:") + 1 : -2]
+    after = lines[lines.index("sample of generated text:") + 1 : -2]
     assert after[0].startswith("  def ") and len("\n".join(after)) > 100
 
 

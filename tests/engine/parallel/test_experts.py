@@ -98,7 +98,7 @@ def sent_and_routed(config: RunConfig) -> tuple[float, int, int]:
     each = engine.shape.experts.count // mesh.size("ep")
     first = mesh.index("ep") * each
     away = 0
-    for router, _ in engine.routing.routers:
+    for router in engine.routing.modules:
         loads = router.tally[SUMS:]
         away += int(loads.sum() - loads[first : first + each].sum())
     row = engine.shape.hidden * engine.policy.compute.itemsize

@@ -229,7 +229,7 @@ def test_the_command_counts_measures_and_draws(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(("more", "said"), [
     (["--rank", "2"], "ranks are 0 to 1"),
     (["--cluster", "2x8xH100", "--measure"], "16 ranks; at most 8"),
-    (["--model", "olmoe-1b-7b", "--parallel.cp", "2", "--sequence-length", "4100"], "as many from each rank"),
+    (["--model", "olmoe-1b-7b", "--parallel.cp", "2", "--sequence-length", "4100"], "an equal number of"),
 ])
 def test_what_cannot_be_counted_is_refused(more: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", "--cluster", "2xH100", "--model", "tiny", "--dry-run", *more]) == 2

@@ -11,12 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from shoal.spec.config import build_config
 from shoal.spec.layout import Layout
 from shoal.training.records import display
 from shoal.training.records.display import Display, binary, duration, grid_of_ranks, short
 from shoal.training.records.metrics import StepMetrics
 
-LAYOUT = Layout(dp=2, zero=1, tp=2, pp=2)
+CONFIG = build_config({
+    "model": {"name": "tiny"}, "parallel": {"dp": 2, "zero": 1, "tp": 2, "pp": 2},
+    "data": {"sequence_length": 256}, "train": {"global_batch": 16, "precision": "fp32"},
+})
 STEP = StepMetrics(step=10, steps=200, loss=5.5, learning_rate=1e-3, gradient_norm=0.83, tokens_per_second=20480,
                    tokens_per_second_per_rank=5120, memory_bytes=1 << 29, seconds_left=72, mfu=0.413)
 
@@ -24,8 +28,7 @@ STEP = StepMetrics(step=10, steps=200, loss=5.5, learning_rate=1e-3, gradient_no
 def show(width: int, *, terminal: bool = False, steps: int = 45) -> str:
     file = io.StringIO()
     with Display(Console(file=file, width=width, force_terminal=terminal, legacy_windows=False)) as view:
-        view.banner(model="llama-tiny", parameters=10_432_000, tokens_per_step=4096, layout=LAYOUT, device="cpu",
-                    precision="fp32", threads=1, folder=Path("runs/one"))
+        view.banner(CONFIG, parameters=10_432_000, device="cpu", threads=1, folder=Path("runs/one"))
         for step in range(1, steps + 1):
             view.progress(step, 200)
             view.step(replace(STEP, step=step))
@@ -48,7 +51,7 @@ def test_what_is_not_a_terminal_gets_plain_lines_that_fit(width):
     assert all(len(line) <= width for line in lines)
     assert all(line == line.rstrip() for line in lines)
     assert sum(line.split()[:2] == ["step", "loss"] for line in lines) == 3  # the header again every 20 lines
-    assert "llama-tiny, 10.4M parameters, 4,096 tokens per step" in shown
+    assert "tiny, 10.4M parameters, 4,096 tokens per step" in shown
     assert "dp 2 (ZeRO-1) x tp 2 x pp 2 (1f1b) = 8 ranks" in shown
     assert "runs/one" in shown
     assert "  def main(x):\n    �[31mreturn [bold]x[/bold]\n" in shown
@@ -67,7 +70,7 @@ def test_a_terminal_gets_a_progress_bar_that_goes_away():
     shown = show(80, terminal=True)
     assert "step 45/200" in re.sub(r"\x1b\[[\d;]*m", "", shown)
     assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")  # the cursor is shown again
-    assert "\x1b[31m" not in shown.split("a sample")[1]
+    assert "\x1b[31m" not in shown.split("sample of")[1]
 
 
 def test_the_terminal_is_left_in_order_after_an_error():

@@ -22,7 +22,7 @@ SAMPLE = StepMetrics(step=1, steps=20, loss=5.5, learning_rate=1e-3, gradient_no
 
 def test_records_come_back_as_written(tmp_path):
     written = [SAMPLE, replace(SAMPLE, step=2, mfu=None, validation_loss=2.5)]
-    with closing(MetricsWriter(tmp_path, 0, PLAIN)) as writer:
+    with closing(MetricsWriter(tmp_path, 0, PLAIN, {})) as writer:
         for record in written:
             writer.write(record)
             assert (tmp_path / FILE_NAME).read_text().endswith("}\n")  # at once, not when closed
@@ -35,12 +35,12 @@ def test_records_come_back_as_written(tmp_path):
 def test_a_resumed_run_has_each_step_once(tmp_path_factory, done, resume, torn):
     folder = tmp_path_factory.mktemp("run")
     resume = min(resume, done)
-    with closing(MetricsWriter(folder, 0, PLAIN)) as writer:
+    with closing(MetricsWriter(folder, 0, PLAIN, {})) as writer:
         for step in range(1, done + 1):
             writer.write(replace(SAMPLE, step=step))
     with open(folder / FILE_NAME, "a") as file:  # killed in the middle of the next line
         file.write(json.dumps({"step": done + 1, "loss": 4.25, "memory_bytes": 123456})[:torn])
-    with closing(MetricsWriter(folder, resume, PLAIN)) as writer:
+    with closing(MetricsWriter(folder, resume, PLAIN, {})) as writer:
         for step in range(resume + 1, 16):
             writer.write(replace(SAMPLE, step=step, loss=1.0))
     records = read_metrics(folder)
@@ -49,7 +49,7 @@ def test_a_resumed_run_has_each_step_once(tmp_path_factory, done, resume, torn):
 
 
 def test_a_damaged_line_in_the_middle_is_not_hidden(tmp_path):
-    with closing(MetricsWriter(tmp_path, 0, PLAIN)) as writer:
+    with closing(MetricsWriter(tmp_path, 0, PLAIN, {})) as writer:
         writer.write(SAMPLE)
     path = tmp_path / FILE_NAME
     path.write_text("{torn\n" + path.read_text())
@@ -60,7 +60,7 @@ def test_a_damaged_line_in_the_middle_is_not_hidden(tmp_path):
 def test_tensorboard_gets_every_value(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with closing(MetricsWriter(tmp_path)) as writer:
+    with closing(MetricsWriter(tmp_path, 0, MetricsConfig(), {})) as writer:
         writer.write(SAMPLE)
         writer.write(replace(SAMPLE, step=2, loss=5.0, validation_loss=2.5))
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
@@ -72,7 +72,7 @@ def test_tensorboard_gets_every_value(tmp_path):
 def test_a_missing_tracker_names_its_extra(tmp_path, monkeypatch, extra):
     monkeypatch.setitem(sys.modules, extra, None)
     with pytest.raises(UsageError, match=rf"shoal\[{extra}\]"):
-        MetricsWriter(tmp_path, 0, MetricsConfig(tensorboard=False, **{extra: "x"}))
+        MetricsWriter(tmp_path, 0, MetricsConfig(tensorboard=False, **{extra: "x"}), {})
 
 
 class Recorder(SimpleNamespace):
@@ -139,7 +139,7 @@ def test_what_routers_did_goes_into_the_record_and_lists_not_to_trackers(tmp_pat
     record = StepMetrics(1, 2, 3.0, 0.1, 1.0, 10.0, 5.0, 100, 1.0, **routed)
     assert record.values()["dropped"] == 0.25
     assert "expert_load" not in record.values()
-    with closing(MetricsWriter(tmp_path, config=PLAIN)) as writer:
+    with closing(MetricsWriter(tmp_path, 0, PLAIN, {})) as writer:
         writer.write(record)
     (found,) = read_metrics(tmp_path)
     assert found.expert_load == [[0.75, 0.25, 0, 0, 0, 0, 0, 0]] * 2

@@ -54,7 +54,7 @@ def keep(homes: list[Path], steps: list[int], cut_seed: int, node_ranks: int = 0
         )
     for step in steps:
         memory.save(step, pieces_of(step, cut_seed, rank, world), {"step": step})
-    memory.close(keep=True)
+    memory.wait()
     return said
 
 

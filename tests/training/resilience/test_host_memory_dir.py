@@ -61,7 +61,7 @@ def test_what_dead_owners_left_is_swept_up_and_what_the_living_have_is_not(tmp_p
 def test_too_little_memory_is_refused_before_the_first_step(tmp_path, monkeypatch):
     memory = InMemoryCheckpointer(tmp_path / "home", tmp_path, group=None)
     monkeypatch.setattr(host_memory_dir.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 100}))
-    with pytest.raises(UsageError, match=r"(?s)memory_every: .* take \d+ B in .* \d+ B are.*memory_every = 0"):
+    with pytest.raises(UsageError, match=r"(?s)memory_every: .* need \d+ B in .* has \d+ B free.*memory_every = 0"):
         memory.prepare(pieces_of(1, 3, 0, 1))
     monkeypatch.undo()
     memory.prepare(pieces_of(1, 3, 0, 1))
@@ -74,7 +74,7 @@ def test_what_a_sweep_gives_back_counts_as_room(tmp_path, monkeypatch):
     (left / "state").write_bytes(bytes(5000))
     monkeypatch.setattr(host_memory_dir.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 100}))
     host_memory_dir.check_run_dir(tmp_path / "new", 5000)
-    with pytest.raises(UsageError, match=r"6 kB in .* 5.1\d kB are free"):
+    with pytest.raises(UsageError, match=r"6 kB in .* has 5.1\d kB free"):
         host_memory_dir.check_run_dir(tmp_path / "new", 6000)
     assert [path.name for path in tmp_path.iterdir()] == [left.name]
 
@@ -103,7 +103,7 @@ def test_no_room_while_it_runs_is_told_and_costs_nothing_but_that_save(tmp_path,
         memory.wait()
         assert memory_slot.newest_step(tmp_path / "home") == (None if step == 1 else step)
     memory.close()
-    assert said == ["step 1 could not be kept in memory: rank 0: No space left on device"]
+    assert said == ["step 1 could not be saved in memory: rank 0: No space left on device"]
 
 
 def test_memory_is_had_before_it_is_needed(tmp_path, monkeypatch):

@@ -40,7 +40,7 @@ def test_what_is_lost_with_a_node_is_in_its_neighbour_whatever_the_cut(pool, tmp
         assert right and notes == results[0][1]
         if gone:
             assert found is None
-            assert lost == set(range(nodes)) or f"step {steps[-1]}: no node holds the part of rank" in notes[0]
+            assert lost == set(range(nodes)) or f"step {steps[-1]}: no node has the part of rank" in notes[0]
         else:
             assert found.step == steps[-1] and not notes
     assert not list(home.glob("restoring-*"))
@@ -70,8 +70,8 @@ def test_a_node_and_its_neighbour_lost_go_back_to_the_disk_and_say_so(pool, tmp_
     for found, notes, right in pool.run(go_on, 2, [home], tmp_path / "disk", 4):
         assert right and (found.step, found.save) == (2, None) and "step-00000002" in found.source
         assert notes == [
-            "in memory refused: step 3: no node holds the part of rank 1 of 3.",
-            "in memory refused: step 2: no node holds the part of rank 1 of 3.",
+            "in memory refused: step 3: no node has the part of rank 1 of 3.",
+            "in memory refused: step 2: no node has the part of rank 1 of 3.",
         ]
 
 
@@ -103,7 +103,7 @@ def test_with_every_copy_damaged_the_state_before_is_taken(pool, tmp_path):
             flip(next(folder.glob("*.safetensors")))
     found, notes, right = pool.run(go_on, 1, [home], tmp_path / "disk", 3)[0]
     assert right and found.step == 1
-    assert len(notes) == 3 and notes[2] == "in memory refused: step 2: no node holds the part of rank 0 of 2."
+    assert len(notes) == 3 and notes[2] == "in memory refused: step 2: no node has the part of rank 0 of 2."
 
 
 # ---- killed while writing --------------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ def forgotten(home: Path) -> set[int]:
     left = {memory_slot.read(folder).step for folder in memory_slot.list_slots(home)}
     for step in (4, 5):
         memory.save(step, pieces_of(step, 3, 0, 1), {"step": step})
-    memory.close(keep=True)
+    memory.wait()
     return left
 
 

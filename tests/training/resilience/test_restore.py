@@ -98,7 +98,7 @@ def test_what_memory_holds_of_something_else_is_refused_and_the_disk_taken(what,
     changes = {"a tensor less": {"optimizer.m": None}, "another shape": {"model.w": torch.zeros(3, 5)}}.get(what, {})
     model = MODEL | {"layers": 3} if what == "another model" else MODEL
     memory.save(5, state_of(5, **changes), {"model": model})
-    memory.close(keep=True)
+    memory.wait()
     if what == "a flipped bit":
         flip(next(memory_slot.list_slots(tmp_path / "home")[0].glob("*.safetensors")))
     found, notes = go_on(disk, tmp_path / "home")
