@@ -7,11 +7,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 import shoal
+from shoal.launch.prefork import PreforkServer
+from shoal.testing.chaos import run
 
 PAGE = (Path(__file__).parents[1] / "docs" / "api.md").read_text()
 NAMES = [name for name in shoal.__all__ if not name.startswith("__")]
@@ -48,7 +51,10 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("SCHEDULES", "train")])
-def test_a_public_name_is_documented_with_an_example_that_runs(name: str, example: None) -> None:
+def test_a_public_name_is_documented_with_an_example_that_runs(
+    name: str, example: None, rank_server: PreforkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "start_rank_server", lambda *_: nullcontext(rank_server))  # which has imported all
     said = inspect.getdoc(getattr(shoal, name)) or ""
     assert len(said.split("\n\n")[0]) > 10 and ">>>" in said
     run_examples(name)

@@ -41,7 +41,8 @@ TOGETHER = {"ended": list(FAULTS)[:6], "lost": list(FAULTS)[6:]}  # of one run, 
 @pytest.mark.parametrize("faults", TOGETHER.values(), ids=TOGETHER)
 def test_a_lost_rank_is_named_and_nothing_is_lost(faults, supervised, undisturbed, corpus, capfd):
     limit = len(faults)
-    code, folder = supervised(config_of(corpus, failover={"restarts": limit}), ",".join(faults))
+    limits = {"restarts": limit, "silence_seconds": 2, "stall_seconds": 2}
+    code, folder = supervised(config_of(corpus, failover=limits), ",".join(faults))
     said = capfd.readouterr().err
     assert code == 0, said
     assert curve(folder) == curve(undisturbed)
@@ -81,11 +82,11 @@ def test_restarts_without_progress_are_bounded(supervised, corpus, capfd):
 
 
 def test_restarts_with_progress_are_not(supervised, corpus, capfd):
-    """Each attempt dies in its second step: every one gets a step further, so that five are not too many."""
-    config = config_of(corpus, train={"steps": 6}, checkpoint={"every": 1}, failover={"restarts": 1})
+    """Each attempt dies in its second step: every one gets a step further, so that three are not too many."""
+    config = config_of(corpus, train={"steps": 4}, checkpoint={"every": 1}, failover={"restarts": 1})
     code, folder = supervised(config, "kill@+2:1:B", always=True)
     assert code == 0, capfd.readouterr().err
-    assert len(events(folder, "failure")) == 5
+    assert len(events(folder, "failure")) == 3
 
 
 def test_what_raises_before_its_first_step_is_not_restarted(supervised, corpus, capfd):

@@ -33,7 +33,7 @@ def one_store_a_round(monkeypatch):
 
 @pytest.fixture
 def file(corpus, tmp_path) -> Path:
-    save_config(config_of(corpus), tmp_path / "run.toml")
+    save_config(config_of(corpus, failover={"silence_seconds": 2, "stall_seconds": 2}), tmp_path / "run.toml")
     return tmp_path / "run.toml"
 
 
@@ -85,7 +85,7 @@ class Nodes:
             "--nnodes", f"{fewest}:2", "--nproc-per-node", "1", "--max-restarts", "3",
             "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{self.port}", "--rdzv-id", "job", "--local-addr",
             "localhost", "--rdzv-conf",
-            "last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=2,join_timeout=60",
+            "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=2,join_timeout=60",
         )
         self.words = ("train", file, "--run-folder", folder)
         self.agents: list[Command] = []

@@ -141,8 +141,9 @@ def meet_nobody(rank: int, ranks: int, *_: object) -> None:
     init_world(rank, ranks, dist.HashStore(), "cpu", 0.5)
 
 
-def test_a_worker_that_could_not_join_is_replaced(pool):
+def test_a_worker_that_could_not_join_is_replaced(pool, monkeypatch):
     """It has begun one more group than the others, by whose number they find each other."""
+    monkeypatch.setattr(worker_pool, "GRACE_SECONDS", 0.2)  # in which the other waits for it
     pool.run(meets_nobody_next_time, 2, 1)
     with pytest.raises(RankError, match=r"--- rank 1: Traceback(.|\n)*meet_nobody"):
         pool.run(sum_of_ranks, 2, 1.0)
@@ -152,7 +153,7 @@ def test_a_worker_that_could_not_join_is_replaced(pool):
 def test_a_worker_that_hangs_is_named_with_its_stack_and_replaced(pool):
     start = time.monotonic()
     with pytest.raises(RankError) as caught:
-        pool.run(sleeps_for_ever_on, 2, 1, timeout=4.0)
+        pool.run(sleeps_for_ever_on, 2, 1, timeout=2.5)
     assert time.monotonic() - start < 15
     rank, cause = caught.value.failures[0]
     assert rank == 1
@@ -248,7 +249,8 @@ def test_closing_ends_the_workers():
 
 def test_no_worker_outlives_a_killed_parent():
     code = (
-        "import os, time\nfrom shoal.launch.worker_pool import Pool\n"
+        "import os, time\nfrom shoal.launch import worker_pool\nfrom shoal.launch.worker_pool import Pool\n"
+        "worker_pool.PRELOADED = []\n"
         "if __name__ == '__main__':\n pool = Pool(1); print(*pool.run(os.getpid, 1), flush=True)\n"
         " pool.run(time.sleep, 1, 100)"
     )

@@ -181,7 +181,7 @@ def main() -> int:
     order = json.loads(os.environ.pop(ORDER))
     os.chdir(order["cwd"])
     os.umask(0o022)  # as most users have
-    if order["terminal"]:
+    if order.get("terminal"):
         opened = os.open(order["terminal"], os.O_RDWR)  # the first that the leader of a session opens controls it
         for descriptor in range(3):
             os.dup2(opened, descriptor)

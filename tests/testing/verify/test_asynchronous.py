@@ -11,7 +11,7 @@ from shoal.testing.verify.case import prepare, run_case
 
 MODEL = {"name": "tiny", "layers": 4, "hidden": 8, "heads": 2, "kv_heads": 1, "ffn": 12, "vocab": 259}
 QUICK = settings(
-    max_examples=4, derandomize=True, phases=(Phase.explicit, Phase.generate),
+    max_examples=3, derandomize=True, phases=(Phase.explicit, Phase.generate),
     suppress_health_check=[HealthCheck.too_slow],
 )
 
