@@ -38,11 +38,11 @@ class Box(NamedTuple):
         """Slices that select this box from the unsharded tensor."""
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
 
-    def inside(self, outer: Box) -> Box:
+    def to_local(self, outer: Box) -> Box:
         """Return this box in the coordinates of ``outer``, which contains it."""
         return Box(tuple(o - p for o, p in zip(self.offset, outer.offset, strict=True)), self.shape)
 
-    def within(self, outer: Box) -> Box:
+    def to_global(self, outer: Box) -> Box:
         """Return this box, given in the coordinates of ``outer``, in global coordinates."""
         return Box(tuple(o + p for o, p in zip(self.offset, outer.offset, strict=True)), self.shape)
 
@@ -62,13 +62,13 @@ class Piece:
     """One box of a named tensor and the local memory that holds it.
 
     Attributes:
-        whole: global shape of the tensor, without padding.
+        global_shape: global shape of the tensor, without padding.
         box: the part of the tensor.
         tensor: local values of shape ``box.shape`` (a view where possible, so that loading writes into it).
         primary: whether this rank saves the box; other ranks may hold equal copies.
     """
 
-    whole: tuple[int, ...]
+    global_shape: tuple[int, ...]
     box: Box
     tensor: torch.Tensor
     primary: bool = True

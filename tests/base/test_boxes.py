@@ -73,8 +73,8 @@ def test_inside_indexes_the_outer_box_and_within_undoes_it(case):
     if common is None:
         return
     whole = numbered(shape)
-    assert torch.equal(whole[outer.slices][common.inside(outer).slices], whole[common.slices])
-    assert common.inside(outer).within(outer) == common
+    assert torch.equal(whole[outer.slices][common.to_local(outer).slices], whole[common.slices])
+    assert common.to_local(outer).to_global(outer) == common
 
 
 @given(shapes)

@@ -153,7 +153,7 @@ def load_checkpoint(
             name: torch.empty(each.shape, dtype=DTYPES[each.dtype], device=device) for name, each in saved.items()
         }
     except (RuntimeError, OverflowError, TypeError) as error:  # too large for the device, or for any device
-        raise CheckpointError(f"{path}: there is no room for its tensors on {device}: {error}.") from None
+        raise CheckpointError(f"{path}: its tensors do not fit on {device}: {error}.") from None
     state = {
         name: [Piece(tuple(tensor.shape), Box.whole(tuple(tensor.shape)), tensor)] for name, tensor in tensors.items()
     }
@@ -232,16 +232,17 @@ def _check_names(path: AnyPath, saved: set[str], wanted: set[str], ignore_prefix
 
 def _fits(manifest: Manifest, name: str, pieces: list[Piece]) -> bool:
     stored = manifest.tensors.get(name)
-    return stored is not None and all(tuple(piece.whole) == stored.shape for piece in pieces)
+    return stored is not None and all(tuple(piece.global_shape) == stored.shape for piece in pieces)
 
 
 def _check_tensors(path: AnyPath, manifest: Manifest, state: State, convert: bool) -> None:
     for name, pieces in state.items():
         stored = manifest.tensors[name]
         for piece in pieces:
-            if tuple(piece.whole) != stored.shape:
+            if tuple(piece.global_shape) != stored.shape:
                 raise CheckpointError(
-                    f"{path}: tensor '{name}' was saved with shape {stored.shape}; this run has {tuple(piece.whole)}."
+                    f"{path}: tensor '{name}' was saved with shape {stored.shape}; this run has "
+                    f"{tuple(piece.global_shape)}."
                 )
             here, there = piece.tensor.dtype, DTYPES[stored.dtype]
             floating = here.is_floating_point and there.is_floating_point
@@ -278,7 +279,7 @@ def _fill(path: AnyPath, manifest: Manifest, state: State) -> None:
             for piece in pieces:
                 common = piece.box.intersect(stored.box)
                 assert common is not None  # `touched` only returns overlapping pieces
-                piece.tensor[common.inside(piece.box).slices].copy_(values[common.inside(stored.box).slices])
+                piece.tensor[common.to_local(piece.box).slices].copy_(values[common.to_local(stored.box).slices])
                 filled[name] += common.numel
     for name, pieces in state.items():
         if filled[name] != (needed := sum(piece.box.numel for piece in pieces)):

@@ -197,7 +197,7 @@ def merge(step: int, extra: dict[str, Any], parts: Iterable[RankPart]) -> Manife
             if (known.shape, known.dtype) != (tensor.shape, tensor.dtype):
                 raise CheckpointError(
                     f"tensor '{name}' is {known.dtype} {known.shape} on one rank and {tensor.dtype} {tensor.shape} on "
-                    "another: every rank must give the same whole shape and dtype."
+                    "another: every rank must give the same global shape and dtype."
                 )
             known.boxes += tensor.boxes
     if unheld := sorted(names - set(tensors)):

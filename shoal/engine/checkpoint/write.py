@@ -81,7 +81,7 @@ def plan_save(state: State, box_bytes: int = BOX_BYTES) -> SavePlan:
     for name, held in state.items():
         for piece in held:
             _check(name, piece)
-            tensors[name] = (tuple(piece.whole), piece.tensor.dtype)
+            tensors[name] = (tuple(piece.global_shape), piece.tensor.dtype)
             if piece.primary and piece.box.numel:
                 pieces.append((name, piece))
     pieces.sort(key=lambda item: -item[1].tensor.element_size())  # widest first, so that all are aligned
@@ -91,7 +91,7 @@ def plan_save(state: State, box_bytes: int = BOX_BYTES) -> SavePlan:
         for box in cut(piece.box, box_bytes // width):
             stop = start + box.numel * width
             plan.slots.append(FileSlot(name, box, piece.tensor.dtype, start, stop))
-            plan.sources.append(piece.tensor.detach()[box.inside(piece.box).slices])
+            plan.sources.append(piece.tensor.detach()[box.to_local(piece.box).slices])
             start = stop
     return plan
 
@@ -102,7 +102,7 @@ def cut(box: Box, most: int) -> Iterator[Box]:
     step = max(1, most // row * row or most)
     for start in range(0, box.numel, step):
         for _, part in flat_range(box.shape, start, min(start + step, box.numel)):
-            yield part.within(box)
+            yield part.to_global(box)
 
 
 def write_part(folder: AnyPath, rank: int, plan: SavePlan, data: torch.Tensor) -> RankPart:

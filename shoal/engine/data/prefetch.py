@@ -9,18 +9,18 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Ahead(Generic[T]):
+class Prefetcher(Generic[T]):
     """Items by number, prefetched one ahead. Each must be a pure function of its number.
 
     The thread ends with this object, or with the program.
 
-    >>> squares = Ahead(lambda number: number**2, stop=5)
-    >>> squares(2), squares(3)  # 3 was made since 2 was asked for
+    >>> squares = Prefetcher(lambda number: number**2, stop=5)
+    >>> squares(2), squares(3)  # 3 is computed meanwhile
     (4, 9)
 
     Args:
         make: from a number to its item. Calls do not overlap.
-        stop: the number from which on none is made before it is asked for.
+        stop: the first number that is not prefetched.
     """
 
     def __init__(self, make: Callable[[int], T], stop: int):
@@ -32,10 +32,10 @@ class Ahead(Generic[T]):
         """Return item ``number`` and start to compute the next one. Errors from computing the item are raised here."""
         item = self._made.pop(number, None) or self._thread.submit(self._make, number)
         following = number + 1
-        kept = self._made.pop(following, None)
+        started = self._made.pop(following, None)
         for other in self._made.values():
             other.cancel()
         self._made = {}
         if following < self._stop:
-            self._made[following] = kept or self._thread.submit(self._make, following)
+            self._made[following] = started or self._thread.submit(self._make, following)
         return item.result()

@@ -25,13 +25,13 @@ class Initial(NamedTuple):
     std: float
 
 
-def fill(out: Tensor, *, name: str, whole: tuple[int, ...], box: Box, initial: Initial, seed: int) -> None:
+def fill(out: Tensor, *, name: str, global_shape: tuple[int, ...], box: Box, initial: Initial, seed: int) -> None:
     """Write the initial values of one box of a parameter.
 
     Args:
         out: destination of shape ``box.shape``; any float dtype, any device.
         name: name of the parameter in the full model.
-        whole: global shape of the parameter.
+        global_shape: global shape of the parameter.
         box: part of the parameter that ``out`` holds.
     """
     if initial.std == 0:
@@ -42,7 +42,7 @@ def fill(out: Tensor, *, name: str, whole: tuple[int, ...], box: Box, initial: I
     for row in range(0, box.shape[0], rows_at_once):
         rows = min(rows_at_once, box.shape[0] - row)
         part = Box((box.offset[0] + row, *box.offset[1:]), (rows, *box.shape[1:]))
-        values = normal(key, positions(part, whole, out.device))
+        values = normal(key, positions(part, global_shape, out.device))
         out[row : row + rows].copy_(values.mul_(initial.std).add_(initial.mean))
 
 
@@ -69,11 +69,11 @@ def uniform(key: int, index: Tensor) -> Tensor:
     return (shift_right(z, 11).double() + 0.5) * 2.0**-53
 
 
-def positions(box: Box, whole: tuple[int, ...], device: torch.device) -> Tensor:
+def positions(box: Box, global_shape: tuple[int, ...], device: torch.device) -> Tensor:
     """Return the row-major positions of a box's elements in the full tensor, of shape ``box.shape``."""
     index = torch.zeros((), dtype=torch.int64, device=device)
     for dim, (offset, n) in enumerate(zip(box.offset, box.shape, strict=True)):
-        along = torch.arange(offset, offset + n, device=device) * math.prod(whole[dim + 1 :])
+        along = torch.arange(offset, offset + n, device=device) * math.prod(global_shape[dim + 1 :])
         index = index.unsqueeze(-1) + along
     return index
 

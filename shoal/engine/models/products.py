@@ -80,8 +80,8 @@ def _multiplies_faster() -> bool:
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or not _CPUINFO.exists():
         return False
     lines = (line.partition(":") for line in _CPUINFO.read_text().splitlines())
-    said = {name.strip(): value.strip() for name, _, value in lines}
-    return said.get("vendor_id") == "AuthenticAMD"
+    fields = {name.strip(): value.strip() for name, _, value in lines}
+    return fields.get("vendor_id") == "AuthenticAMD"
 
 
 def _exact() -> bool:

@@ -221,6 +221,6 @@ def initial(name: str, shape: ModelShape) -> Initial:
 def initialise(model: Transformer, seed: int) -> None:
     """Fill an unsharded model with the initial values of ``seed``, which are the same for every layout."""
     for name, parameter in model.named_parameters():
-        whole = tuple(parameter.shape)
+        shape = tuple(parameter.shape)
         start = initial(name, model.shape)
-        fill(parameter, name=name, whole=whole, box=Box.whole(whole), initial=start, seed=seed)
+        fill(parameter, name=name, global_shape=shape, box=Box.whole(shape), initial=start, seed=seed)

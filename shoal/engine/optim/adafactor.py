@@ -33,8 +33,8 @@ class Adafactor(Rule):
         self._of_squares, self._of_update, self._move = _sums_of_squares, _norm_of_update, _moved
         self._rows_at_once = BLOCK if shards.device.type == "cpu" else None  # elements; None processes a part at once
         self.shapes = {  # shapes of each parameter's rows and columns: [n] and [m], or [E, n] and [E, m]
-            name: (whole[:-1], (*whole[:-2], whole[-1]))
-            for name, whole in shards.parameters.items() if len(whole) > 1
+            name: (shape[:-1], (*shape[:-2], shape[-1]))
+            for name, shape in shards.parameters.items() if len(shape) > 1
         }  # fmt: skip
         self.sizes = [math.prod(shape) for both in self.shapes.values() for shape in both]
         self.factors = torch.zeros(sum(self.sizes), dtype=shards.dtype, device=shards.device)
@@ -43,8 +43,8 @@ class Adafactor(Rule):
         self.parts = [
             (shard, single) for shard in shards.shards for part in shard.parts for single in _singles(part)
         ]
-        self.wholes = {
-            single: whole[-2:] for name, whole in shards.parameters.items() for single in _names(name, whole)
+        self.matrix_shapes = {
+            single: shape[-2:] for name, shape in shards.parameters.items() for single in _names(name, shape)
         }
         self.squares = {
             (part.name, part.box): torch.zeros(part.box.shape, dtype=shards.dtype, device=shards.device)
@@ -137,8 +137,8 @@ class Adafactor(Rule):
 
     def _root_mean_squares(self) -> dict[str, tuple[float, float]]:
         """Return the RMS of the update and of the weights, by matrix or other parameter."""
-        squares = self.factors.new_zeros(len(self.wholes), 2, dtype=torch.float64)
-        place = {name: i for i, name in enumerate(self.wholes)}
+        squares = self.factors.new_zeros(len(self.matrix_shapes), 2, dtype=torch.float64)
+        place = {name: i for i, name in enumerate(self.matrix_shapes)}
         for shard, part in self.parts:
             total = squares[place[part.name]]
             by_row, by_column = self._factors(part)
@@ -149,8 +149,8 @@ class Adafactor(Rule):
                 total[1] += torch.linalg.vector_norm(weights).double().square() / part.copies
         self.shards.holders.sum(squares)
         return {
-            name: (math.sqrt(of_update / math.prod(whole)), math.sqrt(of_weights / math.prod(whole)))
-            for (name, whole), (of_update, of_weights) in zip(self.wholes.items(), squares.tolist(), strict=True)
+            name: (math.sqrt(of_update / math.prod(shape)), math.sqrt(of_weights / math.prod(shape)))
+            for (name, shape), (of_update, of_weights) in zip(self.matrix_shapes.items(), squares.tolist(), strict=True)
         }
 
     def states(self) -> dict[str, dict[str, list[Piece]]]:
@@ -162,29 +162,30 @@ class Adafactor(Rule):
         for _, part in self.parts:
             if not _matrix(part):
                 values = self.squares[part.name, part.box]
-                kinds["exp_avg_sq"].setdefault(part.name, []).append(Piece(part.whole, part.box, values, part.primary))
+                piece = Piece(part.global_shape, part.box, values, part.primary)
+                kinds["exp_avg_sq"].setdefault(part.name, []).append(piece)
         return kinds
 
 
-def _names(name: str, whole: tuple[int, ...]) -> list[str]:
+def _names(name: str, shape: tuple[int, ...]) -> list[str]:
     """Return the names of a parameter, or of its experts' matrices."""
-    return [f"{name}[{expert}]" for expert in range(whole[0])] if len(whole) == 3 else [name]
+    return [f"{name}[{expert}]" for expert in range(shape[0])] if len(shape) == 3 else [name]
 
 
 def _singles(part: ShardPart) -> Iterator[ShardPart]:
     """Yield a part, or the part of each expert in it."""
-    if len(part.whole) < 3:
+    if len(part.global_shape) < 3:
         yield part
         return
     box = Box(part.box.offset[1:], part.box.shape[1:])
-    names = _names(part.name, part.whole)
+    names = _names(part.name, part.global_shape)
     for i in range(part.box.shape[0]):
         name, start = names[part.box.offset[0] + i], part.start + i * box.numel
-        yield replace(part, name=name, whole=part.whole[1:], box=box, start=start)
+        yield replace(part, name=name, global_shape=part.global_shape[1:], box=box, start=start)
 
 
 def _matrix(part: ShardPart) -> bool:
-    return len(part.whole) == 2
+    return len(part.global_shape) == 2
 
 
 def _sums_of_squares(gradient: Tensor) -> tuple[Tensor, Tensor]:

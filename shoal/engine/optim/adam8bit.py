@@ -34,7 +34,7 @@ class _Tile:
         codes: [rows, columns] uint8, views of the first and second moments.
         scales: [rows, blocks] for each moment, the largest absolute value in a block.
         box: the blocks, in the parameter's shape with the last dim counted in blocks.
-        whole: that shape.
+        block_shape: that shape.
         part: the shard part that contains the tile.
         starts: whether it has the first element of its blocks, and therefore saves them.
         first: its first column in the unsharded parameter.
@@ -46,7 +46,7 @@ class _Tile:
     codes: list[Tensor]
     scales: list[Tensor]
     box: Box
-    whole: tuple[int, ...]
+    block_shape: tuple[int, ...]
     part: ShardPart
     starts: bool
     first: int
@@ -61,7 +61,7 @@ class _Tile:
     def places(self, rows: slice) -> Tensor:
         """Return the flat indices of its elements in the unsharded parameter, [rows, columns]."""
         box, device = self.part.box, self.weights.device
-        starts = positions(Box((*box.offset[:-1], self.first), (*box.shape[:-1], 1)), self.part.whole, device)
+        starts = positions(Box((*box.offset[:-1], self.first), (*box.shape[:-1], 1)), self.part.global_shape, device)
         return starts.view(-1, 1)[rows] + torch.arange(self.weights.size(1), device=device)
 
 
@@ -79,7 +79,7 @@ class Adam8bit(Rule):
     def __init__(self, config: OptimizerConfig, shards: Shards, seed: int = 0):
         super().__init__(config, shards)
         self.seed, self.exact = seed, torch.promote_types(shards.dtype, torch.float32)
-        kinds = shards.cut(lambda name, whole: math.prod(whole) >= _SMALLEST)
+        kinds = shards.cut(lambda name, shape: math.prod(shape) >= _SMALLEST)
         empty = Shards({}, [], shards.dtype, shards.device, shards.holders)
         self.large, self.small = kinds.get(True, empty), adamw_beside(config, kinds.get(False, empty), seed)
         self.codes = [
@@ -155,7 +155,7 @@ class Adam8bit(Rule):
             scales: dict[str, list[Piece]] = {}
             for _, tile in self.tiles:
                 piece = Piece(
-                    tile.whole, tile.box, tile.scales[i].view(tile.box.shape), tile.part.primary and tile.starts
+                    tile.block_shape, tile.box, tile.scales[i].view(tile.box.shape), tile.part.primary and tile.starts
                 )
                 scales.setdefault(tile.part.name, []).append(piece)
             kinds[f"{kind}_scale"] = scales
@@ -173,16 +173,16 @@ def _tiles(shard: Shard, part: ShardPart, codes: list[Tensor], exact: torch.dtyp
     """Split a part of a shard at the first and last block boundary inside it; scales have dtype ``exact``."""
     *leading, left = part.box.offset
     *heights, width = part.box.shape
-    right, columns = left + width, part.whole[-1]
+    right, columns = left + width, part.global_shape[-1]
     borders = sorted({left, min(right, -(-left // WIDTH) * WIDTH), max(left, right // WIDTH * WIDTH), right})
-    whole = (*part.whole[:-1], -(-columns // WIDTH))
+    block_shape = (*part.global_shape[:-1], -(-columns // WIDTH))
     views = [flat[part.slice].view(-1, width) for flat in (shard.weights, shard.gradient, *codes)]
     for start, stop in pairwise(borders):
         weights, gradient, *of_states = (view[:, start - left : stop - left] for view in views)
         first, last = start // WIDTH, -(-stop // WIDTH)
         scales = [torch.zeros(len(weights), last - first, dtype=exact, device=weights.device) for _ in _KINDS]
         yield _Tile(
-            weights, gradient, of_states, scales, Box((*leading, first), (*heights, last - first)), whole, part,
+            weights, gradient, of_states, scales, Box((*leading, first), (*heights, last - first)), block_shape, part,
             starts=start % WIDTH == 0, first=start,
         )
 
@@ -190,12 +190,12 @@ def _tiles(shard: Shard, part: ShardPart, codes: list[Tensor], exact: torch.dtyp
 def _is_whole(tile: _Tile) -> bool:
     """Return whether a tile has all elements of its blocks; the last block of a row may be short."""
     first, blocks = tile.box.offset[-1], tile.box.shape[-1]
-    return tile.starts and tile.weights.size(1) == min(blocks * WIDTH, tile.part.whole[-1] - first * WIDTH)
+    return tile.starts and tile.weights.size(1) == min(blocks * WIDTH, tile.part.global_shape[-1] - first * WIDTH)
 
 
 def _keys(tile: _Tile) -> list[tuple[str, int]]:
     """Return the keys of each row's only block: the parameter, and the block's index in it."""
-    numbers = torch.arange(math.prod(tile.whole)).view(tile.whole)[tile.box.slices].flatten()
+    numbers = torch.arange(math.prod(tile.block_shape)).view(tile.block_shape)[tile.box.slices].flatten()
     return [(tile.part.name, number) for number in numbers.tolist()]
 
 

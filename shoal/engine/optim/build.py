@@ -64,9 +64,9 @@ def build_for(
     return make(config, shards)
 
 
-def weight_decay(config: OptimizerConfig, whole: tuple[int, ...]) -> float:
+def weight_decay(config: OptimizerConfig, shape: tuple[int, ...]) -> float:
     """Return the weight decay of a parameter of this shape: on matrices only, not on norms and biases."""
-    return config.weight_decay if len(whole) > 1 else 0.0
+    return config.weight_decay if len(shape) > 1 else 0.0
 
 
 def rate_factor(config: OptimizerConfig, name: str) -> float:

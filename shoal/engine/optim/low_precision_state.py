@@ -92,7 +92,7 @@ class Float32Rule(Rule):
             key = stream_key(self.seed, f"{part.name}:{kind}:{self.count}") if first < last else 0
             for offset, box in flat_range(part.box.shape, first - part.start, last - part.start):
                 at = first - some.start + offset
-                where = positions(box.within(part.box), part.whole, bits.device)
+                where = positions(box.to_global(part.box), part.global_shape, bits.device)
                 bits[at : at + box.numel] = draw_bits(key, where.flatten())
         return bits
 

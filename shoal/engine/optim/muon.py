@@ -132,6 +132,6 @@ def _symmetric(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor
     return out
 
 
-def is_hidden_matrix(name: str, whole: tuple[int, ...]) -> bool:
+def is_hidden_matrix(name: str, shape: tuple[int, ...]) -> bool:
     """Return whether Muon updates a parameter: matrices inside a layer that map activations to activations."""
-    return len(whole) > 1 and name.startswith("layers.")
+    return len(shape) > 1 and name.startswith("layers.")

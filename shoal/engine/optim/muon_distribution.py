@@ -110,9 +110,9 @@ def assign_matrices(
         wide: whether products are in float32 or float64 (`orthogonal_flops`).
     """
     matrices = [
-        Matrix(name, first, (whole[-2], whole[-1]))
-        for name, whole in parameters.items()
-        for first in range(0, math.prod(whole), whole[-2] * whole[-1])
+        Matrix(name, first, (shape[-2], shape[-1]))
+        for name, shape in parameters.items()
+        for first in range(0, math.prod(shape), shape[-2] * shape[-1])
     ]
     cost = partial(orthogonal_flops, wide=wide)
     work = [0] * ranks
@@ -139,6 +139,6 @@ def _moves(
                 place = slice(at + offset, at + offset + box.numel)
                 for shard, part in held.get(matrix.name, ()):
                     if (common := box.intersect(part.box)) is not None:
-                        inner, outer = common.inside(part.box).slices, common.inside(box).slices
+                        inner, outer = common.to_local(part.box).slices, common.to_local(box).slices
                         yield BoxMove(shard, part, inner, place, box.shape, outer)
             start += matrix.numel

@@ -18,7 +18,7 @@ class ShardPart:
     """A box of one parameter inside a shard.
 
     Attributes:
-        name, whole: the parameter's name and global shape.
+        name, global_shape: the parameter's name and global shape.
         box: the part of the parameter.
         start: its first element in the shard.
         copies: number of holders with this same box.
@@ -26,7 +26,7 @@ class ShardPart:
     """
 
     name: str
-    whole: tuple[int, ...]
+    global_shape: tuple[int, ...]
     box: Box
     start: int
     copies: int = 1
@@ -39,7 +39,7 @@ class ShardPart:
 
     def piece(self, flat: Tensor) -> Piece:
         """Return this part of a tensor with the shard's layout, as a view."""
-        return Piece(self.whole, self.box, flat[self.slice].view(self.box.shape), self.primary)
+        return Piece(self.global_shape, self.box, flat[self.slice].view(self.box.shape), self.primary)
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Shards:
 
         Every holder gets an entry for every key of any holder, and so takes part in its collectives.
         """
-        keys = {name: key(name, whole) for name, whole in self.parameters.items()}
+        keys = {name: key(name, shape) for name, shape in self.parameters.items()}
         apart = {
             k: replace(self, parameters={n: self.parameters[n] for n in keys if keys[n] == k}, shards=[])
             for k in dict.fromkeys(keys.values())

@@ -206,7 +206,8 @@ def initialise(parameters: RankParameters, shape: ModelShape, seed: int) -> None
         for name, pieces in parameters.weights().items():
             for piece in pieces:
                 fill(
-                    piece.tensor, name=name, whole=piece.whole, box=piece.box, initial=initial(name, shape), seed=seed
+                    piece.tensor, name=name, global_shape=piece.global_shape, box=piece.box,
+                    initial=initial(name, shape), seed=seed,
                 )
         parameters.gather()
 

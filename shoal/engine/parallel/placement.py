@@ -59,7 +59,7 @@ class ParamPlacement:
             (offset from ``start``, box), as in `shoal.base.boxes.flat_range`.
         """
         for offset, box in flat_range(self.box.shape, start, min(stop, self.box.numel)):
-            yield offset, box.within(self.box)
+            yield offset, box.to_global(self.box)
 
 
 def replicate(name: str, parameter: Tensor, mesh: Mesh, *, partial: bool) -> ParamPlacement:

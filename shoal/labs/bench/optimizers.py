@@ -157,7 +157,8 @@ def build_flat(config: OptimizerConfig, shapes: dict[str, tuple[int, ...]], *, c
         parts.append(ShardPart(name, shape, Box.whole(shape), start))
         start += parts[-1].box.numel
     shard = Shard(weights, gradient, tuple(parts))
-    cut = [replace(each, decay=decay) for decay, each in shard.cut(lambda part: weight_decay(config, part.whole))]
+    groups = shard.cut(lambda part: weight_decay(config, part.global_shape))
+    cut = [replace(each, decay=decay) for decay, each in groups]
     rule = build(config, Shards(shapes, cut, saves=frozenset(shapes)), compile=compile)
     if isinstance(rule, Sophia):
         rule.learn([each.gradient.abs() for each in cut])

@@ -52,7 +52,7 @@ def _from_differences(model: Transformer, config: RunConfig, batches: Sequence[B
     for name, direction in zip(parameters, directions, strict=True):
         shape = tuple(direction.shape)
         fill(
-            direction, name=f"hutchinson.{step}.{name}", whole=shape, box=Box.whole(shape),
+            direction, name=f"hutchinson.{step}.{name}", global_shape=shape, box=Box.whole(shape),
             initial=Initial(0.0, 1.0), seed=config.train.seed,
         )
     size = SHIFT * torch.cat([values.flatten() for values in kept]).square().mean().sqrt().item()

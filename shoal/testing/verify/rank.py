@@ -83,7 +83,7 @@ def compare(job: ComparisonJob) -> RankReport:
             samples = RecordingDataset(synthetic(config, job.shape))
             engine = Engine(config, job.shape, mesh, samples)
             report.held = [
-                (name, piece.whole, piece.box, piece.primary)
+                (name, piece.global_shape, piece.box, piece.primary)
                 for name, pieces in engine.parameters.weights().items()
                 for piece in pieces
             ]
@@ -146,7 +146,7 @@ def compare_pieces(file: safe_open, kind: str, name: str, pieces: Sequence[Piece
     key = f"{kind}/{name}"
     found = {key: 0.0}
     for piece in pieces:
-        if tuple(expected.get_shape()) != piece.whole:
+        if tuple(expected.get_shape()) != piece.global_shape:
             return {key: torch.inf}
         if piece.box.numel == 0:
             continue

@@ -98,7 +98,7 @@ def hutchinson(engine: EngineState, step: int, batches: Sequence[Batch], tokens:
         shard.weights.zero_()  # padding too
         for part in shard.parts:
             fill(
-                part.piece(shard.weights).tensor, name=f"hutchinson.{step}.{part.name}", whole=part.whole,
+                part.piece(shard.weights).tensor, name=f"hutchinson.{step}.{part.name}", global_shape=part.global_shape,
                 box=part.box, initial=Initial(0.0, 1.0), seed=seed,
             )
         return shard.weights

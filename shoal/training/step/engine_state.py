@@ -12,7 +12,7 @@ import torch
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.data.batches import Batch, Dataset
 from shoal.engine.data.order import OverlappingShards
-from shoal.engine.data.prefetch import Ahead
+from shoal.engine.data.prefetch import Prefetcher
 from shoal.engine.optim.build import build_for
 from shoal.engine.parallel.apply import build_stages, initialise
 from shoal.engine.parallel.context.causal_blocks import token_positions
@@ -132,7 +132,7 @@ class EngineState:
             return engine.make_batches(step)
 
         ahead = self.config.data.sampler != "pool"  # "pool" knows its next samples only when they are drawn
-        self.batches_of: Callable[[int], list[Batch]] = Ahead(make, self.config.train.steps) if ahead else make
+        self.batches_of: Callable[[int], list[Batch]] = Prefetcher(make, self.config.train.steps) if ahead else make
 
     def make_batches(self, step: int) -> list[Batch]:
         """Return this replica's micro-batches of a step, on the host."""

@@ -36,7 +36,7 @@ def random_boxes(rng: Random, shape: tuple[int, ...]) -> list[Box]:
     for part in parts:
         points = sorted(rng.randrange(part.numel + 1) for _ in range(rng.randrange(3)))
         for start, stop in zip([0, *points], [*points, part.numel], strict=True):
-            boxes += [box.within(part) for _, box in flat_range(part.shape, start, stop)]
+            boxes += [box.to_global(part) for _, box in flat_range(part.shape, start, stop)]
     return boxes
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.engine.data.prefetch import Ahead
+from shoal.engine.data.prefetch import Prefetcher
 
 
 @given(st.lists(st.integers(0, 12)), st.integers(0, 12))
@@ -18,7 +18,7 @@ def test_any_order_gives_each_number_its_item(numbers: list[int], stop: int) -> 
         made.append(number)
         return number * 10
 
-    ahead = Ahead(make, stop)
+    ahead = Prefetcher(make, stop)
     assert [ahead(number) for number in numbers] == [number * 10 for number in numbers]
     assert all(number in numbers or number < stop for number in made)
 
@@ -32,7 +32,7 @@ def test_the_next_item_is_made_while_this_one_is_used() -> None:
             assert go.wait(30)
         return threading.current_thread().name
 
-    ahead = Ahead(make, stop=2)
+    ahead = Prefetcher(make, stop=2)
     assert ahead(0).startswith("shoal-ahead")
     assert begun.wait(30)  # nobody has asked for it
     go.set()
@@ -45,7 +45,7 @@ def test_an_error_is_raised_where_its_item_is_needed_and_nowhere_else() -> None:
             raise OSError("the disk is gone")
         return number
 
-    ahead = Ahead(make, stop=4)
+    ahead = Prefetcher(make, stop=4)
     assert ahead(0) == 0
     with pytest.raises(OSError, match="the disk is gone"):
         ahead(1)
@@ -58,7 +58,7 @@ def threads() -> set[threading.Thread]:
 
 def test_the_thread_ends_with_its_owner() -> None:
     before = threads()
-    ahead = Ahead(lambda number: number, stop=9)
+    ahead = Prefetcher(lambda number: number, stop=9)
     ahead(0)
     (own,) = threads() - before
     del ahead

@@ -208,7 +208,7 @@ def test_bytes_are_those_of_the_states():
     experts = Shards.of([("experts", torch.ones(3, 64, 512), torch.zeros(3, 64, 512))], lambda name, tensor: 0.0)
     rule = build(OptimizerConfig(name="adafactor"), experts)
     assert rule.bytes() == 4 * 3 * (64 + 512)
-    assert {kind: pieces["experts"][0].whole for kind, pieces in rule.states().items() if pieces} == {
+    assert {kind: pieces["experts"][0].global_shape for kind, pieces in rule.states().items() if pieces} == {
         "row": (3, 64), "column": (3, 512),
     }
 

@@ -81,7 +81,7 @@ def test_hutchinson_is_the_product_with_the_hessian_as_autograd_has_it():
     for name, direction in u.items():
         whole = tuple(direction.shape)
         box, normal = Box.whole(whole), Initial(0.0, 1.0)
-        fill(direction, name=f"hutchinson.0.{name}", whole=whole, box=box, initial=normal, seed=0)
+        fill(direction, name=f"hutchinson.0.{name}", global_shape=whole, box=box, initial=normal, seed=0)
     with sdpa_kernel(SDPBackend.MATH):  # which has a second derivative, as torch's loss has
         loss = sum(
             F.cross_entropy(model(batch.tokens).flatten(0, 1), batch.targets.flatten(), reduction="sum")

@@ -66,7 +66,7 @@ def engine_of(values, samples=None) -> tuple[Engine, Uneven]:
 
 def state_of(engine: Engine) -> list[tuple[str, tuple, torch.Tensor]]:
     """(name, where, values) of each piece that this rank saves."""
-    return [(name, piece.box.slices, piece.whole, piece.tensor.detach().clone())
+    return [(name, piece.box.slices, piece.global_shape, piece.tensor.detach().clone())
             for name, pieces in engine.state().items() for piece in pieces if piece.primary]
 
 

@@ -150,7 +150,7 @@ def _scales(held: LocalParameter, first: int, stop: int) -> int:
     """Return the number of adam8bit blocks, full or partial, in some elements of a parameter."""
     count = 0
     for _, local in flat_range(held.box.shape, first, stop):
-        box = local.within(held.box)
+        box = local.to_global(held.box)
         left, right = box.offset[-1], box.offset[-1] + box.shape[-1]
         inner = min(right, -(-left // BLOCK) * BLOCK), max(left, right // BLOCK * BLOCK)
         blocks = sum(-(-b // BLOCK) - a // BLOCK for a, b in pairwise(sorted({left, *inner, right})))

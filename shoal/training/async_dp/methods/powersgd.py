@@ -38,8 +38,8 @@ class PowerSGD(Compressed):
                 continue
             n, m = self._matrix(i).shape
             q = self.factors[i] = self.tensors[i].new_empty(m, min(rank, n, m))
-            shape = tuple(q.shape)
-            fill(q, name=f"powersgd.{part.name}", whole=shape, box=Box.whole(shape), initial=Initial(0, 1), seed=seed)
+            shape, normal = tuple(q.shape), Initial(0, 1)
+            fill(q, name=f"powersgd.{part.name}", global_shape=shape, box=Box.whole(shape), initial=normal, seed=seed)
 
     def _matrix(self, i: int) -> Tensor:
         return self.tensors[i].flatten(1)
