@@ -12,10 +12,11 @@ from shoal.base.files import check_writable
 from shoal.base.options import reject_unused
 from shoal.base.section import NonEmpty, Section
 from shoal.base.terminal import progress_bar
-from shoal.labs.calibration.calibrate import CHECK_ROUNDS, NAME, ROUNDS, check_profile
-from shoal.labs.calibration.check import is_right, lines, lost, write_scatter
+from shoal.labs.calibration.calibrate import CHECK_ROUNDS, ROUNDS, check_profile
+from shoal.labs.calibration.check import format_check, is_right, lost_time, write_scatter
+from shoal.labs.calibration.profile import NAME
 
-MOST_LOST = 0.05  # maximum slowdown of the chosen layout, relative to the fastest
+MOST_LOST = 0.05  # maximum slowdown of the picked layout, relative to the fastest
 
 
 class CalibrateOptions(Section):
@@ -49,16 +50,16 @@ class CalibrateOptions(Section):
 def run(options: CalibrateOptions) -> int:
     """Measure the machine, or check a profile; return the exit code.
 
-    The exit code is 1 if a check finds estimates that are far off or in another order (`is_right`), or a chosen layout
-    that is 5 % slower than the fastest.
+    The exit code is 1 if estimates are far off or in another order (`is_right`), or if the picked layout is 5 % slower
+    than the fastest.
 
     Raises:
-        UsageError: a file that already exists, or does not exist; or options without effect.
+        UsageError: a file exists, or is missing; or an option has no effect.
     """
     for unread, names, why in (
-        (options.check, ("out", "ranks"), "of a measurement, which --check does not make"),
-        (not options.check, ("scatter", "pick", "layouts"), "of --check, which is not given"),
-        (options.pick, ("layouts",), "--pick uses all layouts of its number of ranks"),
+        (options.check, ("out", "ranks"), "only for a measurement; --check makes none"),
+        (not options.check, ("scatter", "pick", "layouts"), "only with --check"),
+        (options.pick, ("layouts",), "--pick uses all layouts of that many ranks"),
     ):
         if unread:
             reject_unused(options, names, why)
@@ -73,7 +74,7 @@ def _measure(options: CalibrateOptions) -> int:
     found.write(options.out)
     print(found.describe())
     print(f"written: {options.out} ({time.monotonic() - begin:.0f} s)")
-    print(f"Now: shoal plan --catalog {options.out} --cluster 4x{NAME} --model tiny --precision fp32")
+    print(f"Next: shoal plan --catalog {options.out} --cluster 4x{NAME} --model tiny --precision fp32")
     return 0
 
 
@@ -83,8 +84,8 @@ def _check(options: CalibrateOptions, profile: Path) -> int:
         found = check_profile(
             profile, layouts=options.layouts, pick_of=options.pick, rounds=options.rounds or CHECK_ROUNDS, say=say
         )
-    print("\n".join(lines(found)))
+    print("\n".join(format_check(found)))
     if options.scatter:
         write_scatter(options.scatter, found)
         print(f"written: {options.scatter}")
-    return int(lost(found) > MOST_LOST if options.pick else not is_right(found))
+    return int(lost_time(found) > MOST_LOST if options.pick else not is_right(found))

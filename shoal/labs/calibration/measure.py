@@ -1,16 +1,15 @@
-"""What the cores of this machine take, all busy at once: products, memory, attention, models, updates, collectives.
+"""Time matrix products, memory, attention, models, updates and collectives on all cores of this machine together.
 
-Every core has a rank of one thread which does the same as the others, so that what they share (memory, caches, power)
-is shared while it is measured. Everything takes turns, A B C A B C, and medians count. What a rank does by itself is
-timed by its core's clock, which stands still while other programs have the core; collectives, which wait for other
-ranks, by the one on the wall.
+Every core has a rank of one thread that does the same as the others, so memory, caches and power are shared while they
+are measured. Measurements alternate, A B C A B C, and the median is used. What a rank does by itself is measured in CPU
+time, which excludes other programs; collectives, which wait for other ranks, in wall time.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from statistics import mean, median
 
@@ -36,54 +35,53 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 PRODUCTS = (
     (2048, 1024, 1024), (512, 256, 256), (128, 512, 512), (1024, 64, 1024), (1024, 1024, 64), (256, 256, 1024),
 )  # fmt: skip
-"""m, k, n: large ones, and each side short."""
+"""m, k, n: large ones, and each dimension short."""
 ATTENTION = ((8, 128, 32), (8, 256, 32), (4, 256, 64), (4, 512, 64))
-"""Heads, tokens of a sequence and width of a head; 1,024 tokens in all."""
+"""Heads, sequence length and head dim; 1,024 tokens in total."""
 MODELS = tuple(
     (layers, *size)
     for layers in (1, 3) for size in ((32, 128), (256, 128), (128, 256), (128, 1024), (256, 1024), (256, 2048))
 )
-"""Layers, hidden, tokens in sequences of 128: a difference in layers is theirs alone, what is left the loss's; of the
-smallest nearly all is launches."""
+"""Layers, hidden, tokens in sequences of 128. Two numbers of layers separate the layers from the loss; the smallest
+models are nearly all launches."""
 AGAIN = MODELS[6:8]
-"""Those that compute attention's core again, too: where launches weigh most."""
+"""The `MODELS` also measured with attention's core recomputed: those where launches matter most."""
 REFERENCE = (1, 256, 1024)
-"""The one of `MODELS` that tells how fast the machine is just now."""
+"""The one of `MODELS` that measures the current speed of the machine."""
 REDUCED = (1 << 12, 1 << 16, 1 << 20, 1 << 24)
 """Bytes of an all-reduce."""
 SPLIT = {
     "copies": Layout(dp=2, zero=0), "zero 3": Layout(dp=2, zero=3), "tp": Layout(tp=2),
     "sequence": Layout(tp=2, sequence_parallel=True),
 }  # fmt: skip
-"""Ways in which two ranks do a model's passes, the first without a collective in them."""
+"""Layouts in which two ranks run a model's passes; the first has no collective in them."""
 SPLIT_MODELS = ((4, 128, 128), (4, 256, 128), (4, 256, 512))
-"""Layers, hidden, tokens of a rank's micro-batch: so little that collectives weigh."""
+"""Layers, hidden, tokens of a rank's micro-batch: so small that collectives matter."""
 COPIED, UPDATED = 1 << 24, 1 << 22  # float32 numbers
-LONG = 0.1  # seconds, of which one is as sure as several shorter ones
-PRODUCTS_BETWEEN, MEETINGS = 4, 20  # products between two meetings of all ranks: some 5 ms
+LONG = 0.1  # seconds from which one repetition is enough
+PRODUCTS_BETWEEN, MEETINGS = 4, 20  # products between two synchronisations of all ranks: some 5 ms
 
-Times = dict[str, dict[tuple, float]]
 Say = Callable[[float, str], None]
-"""Called with the share that is done, from 0 to 1, and what comes next."""
+"""Called with the completed fraction, from 0 to 1, and a label of what comes next."""
 
 
 @dataclass(frozen=True)
 class CoreMeasurements:
-    """Seconds of a core, by what was done; of collectives, on the clock.
+    """Median times of a core [s]: CPU time of what a rank does by itself, wall time of what ranks do together.
 
     Attributes:
-        cores: ranks that did it at once.
-        usable: cores that there are for ranks, which may be more.
+        cores: ranks that computed at the same time.
+        usable: cores available to ranks, which may be more.
         products: by (format, m, k, n).
         attention: by (heads, s, d), forward and backward.
-        models: by (layers, hidden, tokens), forward and backward of `model_shape_of`.
-        forwards: the forward alone.
-        again: of `AGAIN`, forward and backward, which computes attention's core again.
+        models: by (layers, hidden, tokens), forward and backward of `build_model_shape`.
+        forwards: the same, forward only.
+        again: by `AGAIN`, forward and backward with attention's core recomputed.
         copy: of `COPIED` float32 numbers.
         update: of `UPDATED` parameters by AdamW, with the norm of their gradients.
-        waits: by what part some milliseconds take longer if all then meet.
+        waits: relative slowdown of some milliseconds of work if all ranks then wait for the last.
         reduces: by (ranks, bytes).
-        split: by (way of `SPLIT`, layers, hidden, tokens), forward and backward on two ranks, on the clock.
+        split: by (key of `SPLIT`, layers, hidden, tokens), forward and backward on two ranks.
     """
 
     cores: int
@@ -97,11 +95,11 @@ class CoreMeasurements:
     update: float
     waits: float
     reduces: dict[tuple[int, int], float]
-    split: dict[tuple[str, int, int, int], float] = field(default_factory=dict)
+    split: dict[tuple[str, int, int, int], float]
 
 
-def model_shape_of(layers: int, hidden: int) -> ModelShape:
-    """A small model of the llama family."""
+def build_model_shape(layers: int, hidden: int) -> ModelShape:
+    """Return the shape of a small llama model with these sizes."""
     return ModelShape(
         family="llama", layers=layers, hidden=hidden, heads=hidden // 32, kv_heads=hidden // 32, head_dim=32,
         ffn=hidden * 8 // 3 // 32 * 32, vocab=2048, max_sequence=128, tied=False,
@@ -109,50 +107,46 @@ def model_shape_of(layers: int, hidden: int) -> ModelShape:
 
 
 def measure(pool: Pool, cores: int, usable: int, ranks: list[int], rounds: int, say: Say) -> CoreMeasurements:
-    """All of it.
+    """Measure everything.
 
     Args:
-        pool: of ranks with one thread each.
-        cores: ranks that compute at once.
-        usable: cores that there are.
-        ranks: numbers of them, whose collectives are measured.
-        rounds: turns of each.
-        say: told how much is done, of 1, and what comes next.
+        pool: ranks with one thread each.
+        cores: ranks that compute at the same time.
+        usable: cores available.
+        ranks: numbers of ranks to measure collectives for.
+        rounds: repetitions of each measurement.
+        say: called with the progress.
     """
-    found: dict[str, dict[tuple, list[float]]] = {}
-    turns = rounds + 1  # the first warms up
-    for turn in range(turns):
-        say(0.7 * turn / turns, f"{cores} cores, turn {turn + 1} of {turns}")
-        for rank in pool.run(compute, cores, turn, timeout=300.0):
-            for kind, times in rank.items():
-                for key, seconds in times.items():
-                    found.setdefault(kind, {}).setdefault(key, []).append(seconds)
-    means = {
-        kind: {key: median(seconds[cores:]) for key, seconds in times.items()} for kind, times in found.items()
-    }
+    turns = []
+    for turn in range(rounds):
+        say(0.7 * turn / rounds, f"{cores} cores, turn {turn + 1} of {rounds}")
+        turns += pool.run(time_kernels, cores, turn, timeout=300.0)
+    medians: dict[str, dict] = {}
+    for kind, key in turns[0]:
+        medians.setdefault(kind, {})[key] = median(times[kind, key] for times in turns)
     limit = 300.0 + 60.0 * rounds  # seconds; a round of any of these takes a few
-    waiting = median(pool.run(waits, cores, rounds, timeout=limit)) if cores > 1 else 0.0
-    reduces: dict[tuple[int, int], float] = {}
+    waits = median(pool.run(measure_waits, cores, rounds, timeout=limit)) if cores > 1 else 0.0
     split: dict[tuple[str, int, int, int], float] = {}
-    if cores > 1:
+    for size in SPLIT_MODELS if cores > 1 else ():
         say(0.7, "models on two ranks")
-        every = pool.run(on_two_ranks, 2, rounds, timeout=limit)
-        split = {key: max(rank[key] for rank in every) for key in every[0]}
+        every = pool.run(time_split, 2, size, rounds, timeout=limit)
+        split |= {(way, *size): max(rank[way] for rank in every) for way in SPLIT}
+    reduces: dict[tuple[int, int], float] = {}
     for i, n in enumerate(ranks):
         say(0.8 + 0.2 * i / len(ranks), f"collectives of {n} ranks")
-        every = pool.run(reductions, n, rounds, timeout=limit)
-        reduces |= {(n, size): median(rank[size] for rank in every) for size in every[0]}
+        every = pool.run(time_reductions, n, rounds, timeout=limit)
+        reduces |= {(n, size): median(rank[size] for rank in every) for size in REDUCED}
     return CoreMeasurements(
-        cores, usable, means["product"], means["attention"], means["model"], means["forward"], means["again"],
-        means["copy"][()], means["update"][()], waiting, reduces, split,
+        cores, usable, medians["product"], medians["attention"], medians["model"], medians["forward"],
+        medians["again"], medians["copy"][()], medians["update"][()], waits, reduces, split,
     )  # fmt: skip
 
 
-def compute(turn: int) -> Times:
-    """One turn of what every rank does by itself, all at once. Seconds by kind and size."""
+def time_kernels(turn: int) -> dict[tuple[str, tuple], float]:
+    """Return the CPU time of everything that a rank does by itself, by kind and size, while all ranks do the same."""
     torch.manual_seed(turn)
-    found: Times = {}
-    for kind, key, step, repeats in steps():
+    times = {}
+    for kind, key, step, repeats in list_kernels():
         begin = time.process_time()
         step()
         if time.process_time() - begin > LONG:
@@ -161,12 +155,12 @@ def compute(turn: int) -> Times:
         begin = time.process_time()
         for _ in range(repeats):
             step()
-        found.setdefault(kind, {})[key] = (time.process_time() - begin) / repeats
-    return found
+        times[kind, key] = (time.process_time() - begin) / repeats
+    return times
 
 
-def steps() -> Iterator[tuple[str, tuple, Callable[[], object], int]]:
-    """What is measured: its kind and size, one step, and how many are measured together."""
+def list_kernels() -> Iterator[tuple[str, tuple, Callable[[], object], int]]:
+    """Yield what to measure: its kind and size, a function, and the repetitions of one measurement."""
     for precision, dtype in DTYPES.items():
         for m, k, n in PRODUCTS:
             a, b = torch.randn(m, k, dtype=dtype), torch.randn(n, k, dtype=dtype)
@@ -186,17 +180,17 @@ def steps() -> Iterator[tuple[str, tuple, Callable[[], object], int]]:
     yield "copy", (), lambda: target.copy_(source), 3
     weights = torch.zeros(UPDATED, requires_grad=True)
     weights.grad = torch.ones(UPDATED)
-    rule = torch.optim.AdamW([weights], fused=True)  # which shoal's own is
+    rule = torch.optim.AdamW([weights], fused=True)  # like shoal's own
     yield "update", (), lambda: (torch.linalg.vector_norm(weights.grad), rule.step()), 2
 
 
 def _model(layers: int, hidden: int, recompute: Recompute = "none") -> Transformer:
-    """As a step of the engine has it on one device: its gradients are added up in buffers."""
-    return _stage(model_shape_of(layers, hidden), Layout(recompute=recompute), 0).module
+    """Return a model as the engine has it on one device, with gradient buffers."""
+    return _stage(build_model_shape(layers, hidden), Layout(recompute=recompute), 0).module
 
 
 def _stage(shape: ModelShape, layout: Layout, rank: int) -> LocalStage:
-    """One that is all of a model, as a step of the engine has it."""
+    """Return a stage with all of a model, as the engine has it."""
     (stage,), parameters = build_stages(
         shape, build_layout_program(layout, microbatches=1), Mesh(layout, rank), POLICIES["fp32"],
         assign_tokens(layout, shape.max_sequence), kernel=attention_kernel("auto", torch.device("cpu"), torch.float32),
@@ -214,21 +208,20 @@ def _attention(q: torch.Tensor) -> None:
     F.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
 
 
-def reference(repeats: int) -> list[float]:
-    """Seconds on the clock of the model of `REFERENCE`, forward and backward, beside the other ranks."""
+def time_reference(repeats: int) -> list[float]:
+    """Return the wall times of forward and backward of the `REFERENCE` model, together with the other ranks."""
     layers, hidden, tokens = REFERENCE
     ids = torch.randint(2048, (tokens // 128, 128))
     step = partial(_passes, _model(layers, hidden), ids)
     return time_in_turns({REFERENCE: step}, repeats, prepare=lambda key: dist.barrier())[REFERENCE]
 
 
-def waits(rounds: int) -> float:
-    """By what part some milliseconds of products take longer if all ranks then wait for the last: none is as fast as
-    the others all the time."""
+def measure_waits(rounds: int) -> float:
+    """Return the relative slowdown of some milliseconds of products if all ranks then wait for the last."""
     group = Mesh(Layout(tp=dist.get_world_size()), dist.get_rank()).group("tp")
     a, b, flag = torch.randn(1024, 256), torch.randn(256, 256), torch.zeros(1)
 
-    def seconds_of(products: int, *, meet: bool) -> float:
+    def time_products(products: int, *, meet: bool) -> float:
         dist.barrier()
         begin = time.perf_counter()
         for _ in range(MEETINGS):
@@ -240,26 +233,29 @@ def waits(rounds: int) -> float:
 
     found = []
     for turn in range(rounds + 1):
-        together, apart = seconds_of(PRODUCTS_BETWEEN, meet=True), seconds_of(PRODUCTS_BETWEEN, meet=False)
+        together, apart = time_products(PRODUCTS_BETWEEN, meet=True), time_products(PRODUCTS_BETWEEN, meet=False)
         if turn:
-            found.append((together - seconds_of(0, meet=True)) / apart - 1)
-    return max(0.0, min(found))  # what else happens on the machine only adds to it
+            found.append((together - time_products(0, meet=True)) / apart - 1)
+    return max(0.0, min(found))  # other programs can only add to it
 
 
-def on_two_ranks(rounds: int) -> dict[tuple[str, int, int, int], float]:
-    """Seconds of a micro-batch of each of `SPLIT_MODELS` in each way of `SPLIT`, as those before the last of a step."""
-    found: dict[tuple[str, int, int, int], float] = {}
-    for layers, hidden, tokens in SPLIT_MODELS:
-        ids = torch.randint(2048, (tokens // 128, 128))
-        steps = {way: _split_step(layout, model_shape_of(layers, hidden), ids) for way, layout in SPLIT.items()}
+def time_split(size: tuple[int, int, int], rounds: int) -> dict[str, float]:
+    """Return the seconds of a micro-batch before the last of a step, by layout of `SPLIT`.
 
-        def begin_together(way: str, steps: Mapping[str, Callable[[], None]] = steps) -> None:
-            dist.barrier()
-            steps[way]()  # with its code and data in the caches again
+    Args:
+        size: layers, hidden and tokens of the model, one of `SPLIT_MODELS`.
+        rounds: repetitions; the median is used.
+    """
+    layers, hidden, tokens = size
+    ids = torch.randint(2048, (tokens // 128, 128))
+    steps = {way: _split_step(layout, build_model_shape(layers, hidden), ids) for way, layout in SPLIT.items()}
 
-        seconds = time_in_turns(steps, rounds, prepare=begin_together, in_a_row=IN_A_ROW)
-        found |= {(way, layers, hidden, tokens): median(times) for way, times in seconds.items()}
-    return found
+    def prepare(way: str) -> None:
+        dist.barrier()
+        steps[way]()  # fills the caches again
+
+    seconds = time_in_turns(steps, rounds, prepare=prepare, in_a_row=IN_A_ROW)
+    return {way: median(times) for way, times in seconds.items()}
 
 
 def _split_step(layout: Layout, shape: ModelShape, ids: torch.Tensor) -> Callable[[], None]:
@@ -273,7 +269,7 @@ def _split_step(layout: Layout, shape: ModelShape, ids: torch.Tensor) -> Callabl
     return step
 
 
-def reductions(rounds: int) -> dict[int, float]:
-    """Seconds of an all-reduce by its bytes, as activations and gradients take it: the mean of both ways."""
+def time_reductions(rounds: int) -> dict[int, float]:
+    """Return the seconds of an all-reduce by bytes: the mean of activations' and gradients' transports."""
     ways = time_all_reduces(REDUCED, rounds, WAYS[:2])
     return {size: mean(median(times) for times in seconds.values()) for size, seconds in ways.items()}

@@ -1,4 +1,4 @@
-"""Proof that a description computes its collective: it is played with sets of contributions instead of numbers.
+"""Prove that a description computes its collective, by executing it on sets of contributing ranks instead of numbers.
 
 Every block on every rank holds the set of ranks whose contribution it has. A message that is reduced unites two sets,
 which must have no rank in common, or a contribution would be counted twice.
@@ -11,15 +11,15 @@ from collections.abc import Iterator
 from shoal.labs.collectives.description import REDUCING, Collective, Description, Message, Round
 
 State = list[dict[int, frozenset[int]]]
-"""For each rank, the blocks that it holds; for each block, the ranks whose contribution is in it."""
+"""For each rank, the blocks that it holds, and for each block the ranks that contributed to it."""
 
 
 class AlgorithmError(ValueError):
-    """A description that computes something else, or that two ranks would disagree on."""
+    """A description does not compute its collective, or its ranks disagree about a message."""
 
 
 def check(description: Description) -> None:
-    """Play a description and prove it.
+    """Prove that a description computes its collective.
 
     Raises:
         AlgorithmError: a message sends what its source does not hold, or adds a contribution a second time; a rank has
@@ -37,19 +37,19 @@ def check(description: Description) -> None:
 
 
 def play(description: Description) -> Iterator[State]:
-    """The state at the start and after each round.
+    """Yield the state at the start and after each round.
 
     Raises:
-        AlgorithmError: as `check`, for what happens in a round.
+        AlgorithmError: a round is invalid (see `check`).
     """
     state: State = [
         {block: frozenset({rank}) for block in description.initial(rank)} for rank in range(description.ranks)
     ]
     yield state
     for number, messages in enumerate(description.rounds):
-        wrong = _wrong(description, messages) or next(filter(None, (_refused(state, m) for m in messages)), "")
-        if wrong:
-            raise AlgorithmError(f"{_name(description)}, round {number}: {wrong}")
+        conflicts = (_find_conflict(state, message) for message in messages)
+        if problem := _find_malformed(description, messages) or next(filter(None, conflicts), ""):
+            raise AlgorithmError(f"{_name(description)}, round {number}: {problem}")
         after = [dict(held) for held in state]
         for message in messages:
             for block in message.blocks:
@@ -60,7 +60,7 @@ def play(description: Description) -> Iterator[State]:
 
 
 def contributors(description: Description, block: int) -> frozenset[int]:
-    """The ranks whose contribution a finished block has."""
+    """Return the ranks that contribute to a finished block."""
     if description.collective in REDUCING:
         return frozenset(range(description.ranks))
     if description.collective in (Collective.BROADCAST, Collective.SCATTER):
@@ -68,8 +68,8 @@ def contributors(description: Description, block: int) -> frozenset[int]:
     return frozenset({block // description.ranks if description.collective is Collective.ALL_TO_ALL else block})
 
 
-def _wrong(description: Description, messages: Round) -> str:
-    """What no round may have, whatever the ranks hold."""
+def _find_malformed(description: Description, messages: Round) -> str:
+    """Describe what is wrong with the messages of a round, whatever the ranks hold; empty if nothing."""
     if not messages:
         return "it has no messages"
     for end in ("source", "target"):
@@ -87,8 +87,8 @@ def _wrong(description: Description, messages: Round) -> str:
     return ""
 
 
-def _refused(state: State, message: Message) -> str:
-    """Why the ranks cannot exchange a message."""
+def _find_conflict(state: State, message: Message) -> str:
+    """Describe why the ranks cannot exchange a message with the blocks that they hold; empty if they can."""
     for block in message.blocks:
         given = state[message.source].get(block)
         if given is None:

@@ -1,10 +1,9 @@
 """A collective as plain data: who sends which blocks to whom in each round.
 
-The data of a collective are cut into numbered blocks. What a collective is, is said by two lists alone: the blocks that
-each rank holds before it and those that it must hold after it. How it gets there is a `Description`: rounds of
-messages. It is data, so the checker proves it, the executor runs it, the cost model prices it and the report draws it.
+The data of a collective are cut into numbered blocks. A collective is defined by the blocks that each rank holds before
+and after it; a `Description` is one algorithm for it, as rounds of messages.
 
-    broadcast, reduce, all-reduce   the vector is cut into B blocks, however an algorithm needs it
+    broadcast, reduce, all-reduce   the vector is cut into B blocks, as the algorithm needs it
     scatter, gather                 block i belongs to rank i
     all-gather, reduce-scatter      block i belongs to rank i
     all-to-all                      block i * N + j goes from rank i to rank j
@@ -21,7 +20,7 @@ from typing import NamedTuple
 
 
 class Collective(StrEnum):
-    """What all ranks do together."""
+    """A collective operation."""
 
     BROADCAST = "broadcast"
     REDUCE = "reduce"
@@ -43,22 +42,18 @@ HELD = {
     Collective.ALL_REDUCE: ("all", "all"),
     Collective.ALL_TO_ALL: ("row", "column"),
 }
-"""The blocks that a rank holds before and after: all of them, the root all and the others none, its own, or its row or
-column of the matrix of blocks."""
+"""The blocks that a rank holds before and after: all of them, all on the root and none elsewhere, its own, or its row
+or column of the matrix of blocks."""
 
 VECTORS = frozenset({Collective.BROADCAST, Collective.REDUCE, Collective.ALL_REDUCE})
-"""Those whose blocks are cut from one vector as the algorithm likes; in the others the caller says what a block is."""
+"""Collectives whose blocks are cut from one vector by the algorithm; in the others the caller defines the blocks."""
 
 ROOTED = frozenset({Collective.BROADCAST, Collective.REDUCE, Collective.SCATTER, Collective.GATHER})
 REDUCING = frozenset({Collective.REDUCE, Collective.REDUCE_SCATTER, Collective.ALL_REDUCE})
 
 
 class Message(NamedTuple):
-    """Blocks on their way from one rank to another.
-
-    Attributes:
-        reduce: whether the target adds them to its own; else it stores them.
-    """
+    """Blocks that one rank sends to another; the target adds them to its own (``reduce``) or stores them."""
 
     source: int
     target: int
@@ -71,15 +66,15 @@ Round = tuple[Message, ...]
 
 @dataclass(frozen=True)
 class Description:
-    """One algorithm for one collective on so many ranks.
+    """One algorithm for one collective on a number of ranks.
 
-    All messages of a round are on their way at the same time, and a rank begins a round when its own messages of the
-    round before are done. In a round a rank sends at most one message and receives at most one (the one-port model).
+    All messages of a round are in flight together, and a rank begins a round when its own messages of the round before
+    are done. In a round a rank sends at most one message and receives at most one (the one-port model).
 
     Attributes:
-        root: of a broadcast, reduce, scatter or gather.
-        blocks: how many there are.
-        rounds: the messages of each.
+        root: the root of a broadcast, reduce, scatter or gather.
+        blocks: number of blocks.
+        rounds: the messages of each round.
     """
 
     collective: Collective
@@ -91,15 +86,15 @@ class Description:
 
     @property
     def messages(self) -> Iterator[Message]:
-        """Those of all rounds."""
+        """The messages of all rounds."""
         return (message for messages in self.rounds for message in messages)
 
     def initial(self, rank: int) -> tuple[int, ...]:
-        """The blocks that a rank holds at the start, its input."""
+        """Return the blocks that a rank holds at the start, its input."""
         return self._held(rank, HELD[self.collective][0])
 
     def final(self, rank: int) -> tuple[int, ...]:
-        """The blocks that a rank must hold at the end, its output."""
+        """Return the blocks that a rank must hold at the end, its output."""
         return self._held(rank, HELD[self.collective][1])
 
     def _held(self, rank: int, which: str) -> tuple[int, ...]:
@@ -115,28 +110,28 @@ class Description:
 
     @property
     def share(self) -> Fraction:
-        """One block of S, when all blocks are equal."""
+        """One block as a fraction of S, if all blocks are equal."""
         return Fraction(1, self.ranks if self.collective is Collective.ALL_TO_ALL else self.blocks)
 
     @cached_property
     def volume(self) -> Fraction:
-        """The largest message of each round, added up: what multiplies beta on a network without contention."""
+        """Sum over rounds of the largest message: the factor of beta on a network without contention."""
         return self.share * sum(max(len(message.blocks) for message in messages) for messages in self.rounds)
 
     @cached_property
     def reduced(self) -> Fraction:
-        """The same for messages that are reduced: what multiplies gamma."""
+        """Sum over rounds of the largest reduced message: the factor of gamma."""
         sizes = ([len(message.blocks) for message in messages if message.reduce] for messages in self.rounds)
-        return self.share * sum(max(of_round, default=0) for of_round in sizes)
+        return self.share * sum(max(round_sizes, default=0) for round_sizes in sizes)
 
     @cached_property
     def total(self) -> Fraction:
-        """All that is sent, by all ranks together."""
+        """Volume sent by all ranks together."""
         return self.share * sum(len(message.blocks) for message in self.messages)
 
     @cached_property
     def busiest(self) -> Fraction:
-        """The most that one rank sends or receives."""
+        """Largest volume that one rank sends or receives."""
         sent, received = [0] * self.ranks, [0] * self.ranks
         for message in self.messages:
             sent[message.source] += len(message.blocks)
@@ -145,7 +140,7 @@ class Description:
 
 
 def even(total: int, parts: int) -> list[int]:
-    """Sizes of parts as equal as can be, the larger ones first.
+    """Split a total into parts that differ by at most 1, the larger ones first.
 
     >>> even(10, 4)
     [3, 3, 2, 2]

@@ -1,8 +1,8 @@
-"""What a collective costs on a network, in the alpha-beta-gamma model (Hockney 1994), and the least that it can cost.
+"""Price collectives on a network in the alpha-beta-gamma model (Hockney 1994), with lower bounds.
 
-A round lasts for the latency of its slowest message, plus the time of its most loaded link (messages that cross it
-share it), plus the time of the largest reduction. Each of these is linear in the size, so an algorithm's time is a line
-``latency + size x per_byte``, and where one algorithm overtakes another is where two lines cross.
+A round takes the latency of its slowest message, plus the time of its most loaded link (messages that cross it share
+it), plus the time of the largest reduction. Each is linear in the size, so an algorithm's time is a line
+``latency + size x per_byte``, and one algorithm overtakes another where two lines cross.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Price:
     per_byte: float = 0.0
 
     def seconds(self, size: float) -> float:
-        """The time for S = ``size`` bytes."""
+        """Return the time for S = ``size`` bytes."""
         return self.latency + size * self.per_byte
 
     def __add__(self, other: Price) -> Price:
@@ -37,15 +37,15 @@ class Price:
 
 
 def price(description: Description, topology: Topology) -> Price:
-    """What all rounds take, one after another."""
+    """Price all rounds, one after another."""
     return sum((price_round(messages, description.share, topology) for messages in description.rounds), Price())
 
 
 def price_round(messages: Round, share: Fraction, topology: Topology) -> Price:
-    """What one round takes.
+    """Price one round.
 
     Args:
-        share: a block's part of S.
+        share: one block as a fraction of S.
     """
     load = _load(messages, share, topology)
     latency = max(sum(topology.wires[edge].latency for edge in topology.route(m.source, m.target)) for m in messages)
@@ -55,7 +55,7 @@ def price_round(messages: Round, share: Fraction, topology: Topology) -> Price:
 
 
 def traffic(description: Description, topology: Topology) -> dict[Edge, Fraction]:
-    """What crosses each link over all rounds, in units of S; links that carry nothing are left out."""
+    """Sum what crosses each link over all rounds, in units of S; links that carry nothing are left out."""
     return _load(description.messages, description.share, topology)
 
 
@@ -69,15 +69,14 @@ def _load(messages: Iterable[Message], share: Fraction, topology: Topology) -> d
 
 @dataclass(frozen=True)
 class Bound:
-    """The least that any algorithm takes where a rank sends one message at a time (Chan et al. 2007, table 1).
+    """Lower bounds of any algorithm where a rank sends one message at a time (Chan et al. 2007, table 1).
 
-    Each is a bound by itself; no algorithm need reach all at once.
+    Each is a bound by itself; an algorithm need not reach all of them together.
 
     Attributes:
-        collective: whose bound it is.
-        rounds: their number, times alpha.
-        volume: what some rank must send or receive, in units of S, times beta.
-        reduced: what some rank must add, in units of S, times gamma.
+        rounds: number of rounds, the factor of alpha.
+        volume: what some rank must send or receive, in units of S, the factor of beta.
+        reduced: what some rank must add, in units of S, the factor of gamma.
     """
 
     collective: Collective
@@ -86,9 +85,9 @@ class Bound:
     reduced: Fraction
 
     def seconds(self, size: float, topology: Topology) -> float:
-        """The largest of the three over the fastest links that leave a rank, and of what some node must send.
+        """Return the largest of the three bounds over the fastest links of a rank, and of what some node must send.
 
-        Where ranks share what leads out of their node, the node is one rank of a collective among nodes; in an
+        Where ranks share the links out of their node, the node counts as one rank of a collective among nodes; in an
         all-to-all it sends for all of its ranks.
         """
         wire, nodes = topology.fastest, topology.ranks // topology.per_node
@@ -104,7 +103,7 @@ class Bound:
 
 
 def lower_bound(collective: Collective, ranks: int) -> Bound:
-    """What no algorithm can do without."""
+    """Return the lower bounds of a collective."""
     most = Fraction(ranks - 1, ranks)
     once = Fraction(ranks > 1)
     volume = 2 * most if collective is Collective.ALL_REDUCE else once if collective in VECTORS else most
@@ -112,18 +111,18 @@ def lower_bound(collective: Collective, ranks: int) -> Bound:
 
 
 def bus_bandwidth(collective: Collective, ranks: int, size: float, seconds: float) -> float:
-    """Bytes/s that a rank would send if the collective moved no more than it must (nccl-tests, doc/PERFORMANCE.md).
+    """Return bytes/s of a rank if the collective moved only its lower bound (nccl-tests, doc/PERFORMANCE.md).
 
     Args:
-        size: S, bytes: the vector, or the whole of what is scattered, gathered or exchanged by one rank.
+        size: S [bytes]: the vector, or all that one rank scatters, gathers or exchanges.
     """
     return size / seconds * float(lower_bound(collective, ranks).volume)
 
 
 def fastest(prices: Mapping[str, Price]) -> list[tuple[float, str]]:
-    """The lower envelope: from which size [bytes] on which algorithm is the fastest, from 0 on.
+    """Return the lower envelope: each size [bytes] from which another algorithm is the fastest, starting at 0.
 
-    Of algorithms that cost the same but for rounding, the first counts.
+    Algorithms whose costs differ by rounding alone count as equal; the first one wins.
 
     >>> fastest({"tree": Price(1.0, 3.0), "ring": Price(5.0, 1.0), "flat": Price(6.0, 3.0)})
     [(0.0, 'tree'), (2.0, 'ring')]

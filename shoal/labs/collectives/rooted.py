@@ -1,4 +1,4 @@
-"""One root and all others: scatter and broadcast. Their duals are gather and reduce.
+"""Scatter and broadcast from a root. Their duals are gather and reduce.
 
 Each function takes the ranks with the root first. ``parts[i]`` are the blocks of the rank at position i.
 """
@@ -17,7 +17,7 @@ Rounds = list[list[Message]]
 
 
 def dual(rounds: Rounds, *, reduce: bool = False) -> Rounds:
-    """The same messages in reverse order and direction (Chan et al. 2007, section 2).
+    """Reverse the order and direction of all messages (Chan et al. 2007, section 2).
 
     A scatter becomes a gather. With ``reduce`` a broadcast becomes a reduce, and an all-gather in which a rank gets
     each block once becomes a reduce-scatter: the tree on which a block spread is the tree on which it is summed.
@@ -25,8 +25,8 @@ def dual(rounds: Rounds, *, reduce: bool = False) -> Rounds:
     return [[Message(m.target, m.source, m.blocks, reduce) for m in messages] for messages in reversed(rounds)]
 
 
-def together(*several: Rounds) -> Rounds:
-    """Algorithms that run side by side on different ranks."""
+def merge(*several: Rounds) -> Rounds:
+    """Merge algorithms that run at the same time on different ranks."""
     return [list(chain.from_iterable(messages)) for messages in zip_longest(*several, fillvalue=())]
 
 
@@ -36,7 +36,7 @@ def join(parts: Iterable[Blocks]) -> Blocks:
 
 
 def halves(n: int) -> list[int]:
-    """The powers of two below n, the largest first.
+    """Return the powers of two below n, the largest first.
 
     >>> halves(6)
     [4, 2, 1]
@@ -48,12 +48,12 @@ def halves(n: int) -> list[int]:
 
 
 def flat_scatter(ranks: Ranks, parts: Parts) -> Rounds:
-    """The root sends each its part, one after another."""
+    """The root sends each rank its part, one after another."""
     return [[Message(ranks[0], ranks[i], parts[i])] for i in range(1, len(ranks))]
 
 
 def tree_scatter(ranks: Ranks, parts: Parts) -> Rounds:
-    """A binomial tree: who holds a range of parts hands its upper half on (Thakur, Rabenseifner & Gropp 2005, 4.1)."""
+    """A binomial tree: a rank with a range of parts sends its upper half (Thakur, Rabenseifner & Gropp 2005, 4.1)."""
     n = len(ranks)
     return [
         [
@@ -65,7 +65,7 @@ def tree_scatter(ranks: Ranks, parts: Parts) -> Rounds:
 
 
 def ring_scatter(ranks: Ranks, parts: Parts) -> Rounds:
-    """Down the chain, the part of the farthest rank first; a rank keeps the last that it gets."""
+    """A chain: the part of the farthest rank goes first, and a rank keeps the last part that it receives."""
     last = len(ranks) - 1
     return [
         [Message(ranks[i], ranks[i + 1], parts[last - t + i]) for i in range(t + 1)]
@@ -77,12 +77,12 @@ def ring_scatter(ranks: Ranks, parts: Parts) -> Rounds:
 
 
 def flat_broadcast(ranks: Ranks, blocks: Blocks) -> Rounds:
-    """The root sends all to each, one after another."""
+    """The root sends everything to each rank, one after another."""
     return [[Message(ranks[0], ranks[i], blocks)] for i in range(1, len(ranks))]
 
 
 def tree_broadcast(ranks: Ranks, blocks: Blocks) -> Rounds:
-    """A binomial tree: every round doubles the ranks that have it."""
+    """A binomial tree: every round doubles the number of ranks with the data."""
     n = len(ranks)
     return [
         [Message(ranks[i], ranks[i + half], blocks) for i in range(0, n - half, 2 * half)] for half in halves(n)
@@ -90,7 +90,7 @@ def tree_broadcast(ranks: Ranks, blocks: Blocks) -> Rounds:
 
 
 def ring_broadcast(ranks: Ranks, blocks: Blocks) -> Rounds:
-    """A pipelined chain: every rank passes each block on as soon as it has it."""
+    """A pipelined chain: every rank forwards each block as soon as it has it."""
     n = len(ranks)
     if n == 1:
         return []
@@ -103,18 +103,17 @@ def ring_broadcast(ranks: Ranks, blocks: Blocks) -> Rounds:
 # ---- inside the nodes and between them ------------------------------------------------------------------------------
 
 Nodes = Sequence[Ranks]
-"""The ranks of each node, the root's node first and the root's place first in each. Slow links between nodes then carry
-only what they must."""
+"""The ranks of each node, the root's node first and in each node the root's position first."""
 
 
 def hierarchical_broadcast(nodes: Nodes, blocks: Blocks) -> Rounds:
-    """To one rank of each node, and on inside."""
+    """Broadcast to one rank of each node, then inside each node."""
     leaders = [node[0] for node in nodes]
-    return [*tree_broadcast(leaders, blocks), *together(*(tree_broadcast(node, blocks) for node in nodes))]
+    return [*tree_broadcast(leaders, blocks), *merge(*(tree_broadcast(node, blocks) for node in nodes))]
 
 
 def hierarchical_scatter(nodes: Nodes) -> Rounds:
-    """All parts of a node to one of its ranks, and on inside."""
+    """Scatter all parts of a node to one of its ranks, then inside each node."""
     leaders = [node[0] for node in nodes]
     inside = [tree_scatter(node, [(rank,) for rank in node]) for node in nodes]
-    return [*tree_scatter(leaders, [tuple(node) for node in nodes]), *together(*inside)]
+    return [*tree_scatter(leaders, [tuple(node) for node in nodes]), *merge(*inside)]

@@ -1,6 +1,6 @@
-"""No root: all-gather (its dual is reduce-scatter), all-reduce, all-to-all.
+"""Collectives without a root: all-gather (its dual is reduce-scatter), all-reduce and all-to-all.
 
-``parts[i]`` are the blocks of the rank at position i.
+``parts[i]`` are the blocks of the rank at position i. Rounds may be empty: `textbook.describe` drops these.
 """
 
 from __future__ import annotations
@@ -8,22 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shoal.labs.collectives.description import Message
-from shoal.labs.collectives.rooted import (
-    Blocks,
-    Nodes,
-    Parts,
-    Ranks,
-    Rounds,
-    dual,
-    halves,
-    join,
-    together,
-    tree_scatter,
-)
+from shoal.labs.collectives.rooted import Blocks, Nodes, Parts, Ranks, Rounds, dual, halves, join, merge, tree_scatter
 
 
 def shift(ranks: Ranks, distance: int, parts: Parts) -> list[Message]:
-    """A round in which everyone sends its part to the rank so many positions on."""
+    """Return a round in which every rank sends its part to the rank ``distance`` positions further."""
     n = len(ranks)
     return [Message(ranks[i], ranks[(i + distance) % n], parts[i]) for i in range(n)]
 
@@ -32,15 +21,15 @@ def shift(ranks: Ranks, distance: int, parts: Parts) -> list[Message]:
 
 
 def ring_all_gather(ranks: Ranks, parts: Parts) -> Rounds:
-    """Everyone passes to the right what came from the left (Patarasuk & Yuan 2009)."""
+    """Every rank forwards to the right what came from the left (Patarasuk & Yuan 2009)."""
     n = len(ranks)
     return [shift(ranks, 1, [parts[i - t] for i in range(n)]) for t in range(n - 1)]
 
 
 def doubling_all_gather(ranks: Ranks, parts: Parts) -> Rounds:
-    """Recursive doubling: exchange all one has at distance 1, 2, 4, ... (Thakur, Rabenseifner & Gropp 2005, 4.1).
+    """Recursive doubling: exchange everything at distance 1, 2, 4, ... (Thakur, Rabenseifner & Gropp 2005, 4.1).
 
-    Ranks beyond a power of two hand their part to a neighbour before, and get all others from it after.
+    Ranks beyond a power of two send their part to a neighbour before, and receive all others from it after.
     """
     holders, folded = fold(len(ranks))
     held = [join(parts[i : i + 1 + (i in folded)]) for i in holders]
@@ -55,11 +44,11 @@ def doubling_all_gather(ranks: Ranks, parts: Parts) -> Rounds:
     leave = [
         Message(ranks[i], ranks[i + 1], tuple(b for b in everything if b not in parts[i + 1])) for i in folded
     ]
-    return _with_messages([enter, *rounds, leave])
+    return [enter, *rounds, leave]
 
 
 def bruck_all_gather(ranks: Ranks, parts: Parts) -> Rounds:
-    """Doubling on a circle, for any number of ranks (Bruck et al. 1997): what one has goes to the rank 2^k before."""
+    """Doubling on a circle, for any number of ranks (Bruck et al. 1997): send everything to the rank 2^k before."""
     n = len(ranks)
     rounds: Rounds = []
     for distance in reversed(halves(n)):
@@ -69,17 +58,17 @@ def bruck_all_gather(ranks: Ranks, parts: Parts) -> Rounds:
 
 
 def hierarchical_all_gather(nodes: Nodes) -> Rounds:
-    """Among the ranks at the same place of each node, then inside each node what all of these have gathered."""
+    """All-gather among ranks at the same position of each node, then the results of these inside each node."""
     rails = list(zip(*nodes, strict=True))
     between = [ring_all_gather(rail, [(rank,) for rank in rail]) for rail in rails]
-    return [*together(*between), *together(*(ring_all_gather(node, rails) for node in nodes))]
+    return [*merge(*between), *merge(*(ring_all_gather(node, rails) for node in nodes))]
 
 
 # ---- all-reduce -----------------------------------------------------------------------------------------------------
 
 
 def doubling_all_reduce(ranks: Ranks, blocks: Blocks) -> Rounds:
-    """Recursive doubling: exchange and add the whole vector at distance 1, 2, 4, ..."""
+    """Recursive doubling: exchange and add the full vector at distance 1, 2, 4, ..."""
     def inner(ranks: Ranks) -> Rounds:
         return [
             [Message(rank, ranks[p ^ distance], blocks, True) for p, rank in enumerate(ranks)]
@@ -92,7 +81,7 @@ def doubling_all_reduce(ranks: Ranks, blocks: Blocks) -> Rounds:
 def halving_doubling_all_reduce(ranks: Ranks, blocks: Blocks) -> Rounds:
     """Recursive halving, then doubling (Rabenseifner; Thakur, Rabenseifner & Gropp 2005, 4.5).
 
-    Each exchange halves what a rank has to add; then the finished parts double.
+    Each exchange halves what a rank must add; then the finished parts double.
     """
     def inner(ranks: Ranks) -> Rounds:
         gather = doubling_all_gather(ranks, split(blocks, len(ranks)))
@@ -102,14 +91,14 @@ def halving_doubling_all_reduce(ranks: Ranks, blocks: Blocks) -> Rounds:
 
 
 def hierarchical_all_reduce(nodes: Nodes, blocks: Blocks) -> Rounds:
-    """Reduce-scatter inside, all-reduce of the parts between, all-gather inside."""
+    """Reduce-scatter inside nodes, all-reduce of the parts between nodes, all-gather inside nodes."""
     parts = split(blocks, len(nodes[0]))
-    gather = together(*(ring_all_gather(node, parts) for node in nodes))
+    gather = merge(*(ring_all_gather(node, parts) for node in nodes))
     between = []
     for part, rail in zip(parts, zip(*nodes, strict=True), strict=True):
         ring = ring_all_gather(rail, split(part, len(rail)))
         between.append([*dual(ring, reduce=True), *ring])
-    return [*dual(gather, reduce=True), *together(*between), *gather]
+    return [*dual(gather, reduce=True), *merge(*between), *gather]
 
 
 def scatter_doubling_broadcast(ranks: Ranks, blocks: Blocks) -> Rounds:
@@ -117,7 +106,7 @@ def scatter_doubling_broadcast(ranks: Ranks, blocks: Blocks) -> Rounds:
     holders, folded = fold(len(ranks))
     inner, parts = [ranks[i] for i in holders], split(blocks, len(holders))
     leave = [Message(ranks[i], ranks[i + 1], blocks) for i in folded]
-    return _with_messages([*tree_scatter(inner, parts), *doubling_all_gather(inner, parts), leave])
+    return [*tree_scatter(inner, parts), *doubling_all_gather(inner, parts), leave]
 
 
 def halving_gather_reduce(ranks: Ranks, blocks: Blocks) -> Rounds:
@@ -126,11 +115,11 @@ def halving_gather_reduce(ranks: Ranks, blocks: Blocks) -> Rounds:
     inner, parts = [ranks[i] for i in holders], split(blocks, len(holders))
     enter = [Message(ranks[i + 1], ranks[i], blocks, True) for i in folded]
     halving = dual(doubling_all_gather(inner, parts), reduce=True)
-    return _with_messages([enter, *halving, *dual(tree_scatter(inner, parts))])
+    return [enter, *halving, *dual(tree_scatter(inner, parts))]
 
 
 def fold(n: int) -> tuple[list[int], list[int]]:
-    """A power of two of n positions that do the work, and those among them that stand in for the next one as well.
+    """Return the power of two of n positions that do the work, and which of them also act for the next position.
 
     >>> fold(6)
     ([0, 2, 4, 5], [0, 2])
@@ -140,20 +129,15 @@ def fold(n: int) -> tuple[list[int], list[int]]:
 
 
 def _folded(ranks: Ranks, blocks: Blocks, inner: Callable[[Ranks], Rounds]) -> Rounds:
-    """An all-reduce on a power of two of the ranks; the others hand in all before, and get all after."""
+    """Return an all-reduce on a power of two of the ranks; the others send everything before and receive the result."""
     holders, folded = fold(len(ranks))
     enter = [Message(ranks[i + 1], ranks[i], blocks, True) for i in folded]
     leave = [Message(ranks[i], ranks[i + 1], blocks) for i in folded]
-    return _with_messages([enter, *inner([ranks[i] for i in holders]), leave])
-
-
-def _with_messages(rounds: Rounds) -> Rounds:
-    """The rounds that are not empty: where no rank is folded, none enters or leaves."""
-    return [messages for messages in rounds if messages]
+    return [enter, *inner([ranks[i] for i in holders]), leave]
 
 
 def split(blocks: Blocks, parts: int) -> list[Blocks]:
-    """Equal consecutive parts."""
+    """Split into equal consecutive parts."""
     each = len(blocks) // parts
     return [blocks[i * each : (i + 1) * each] for i in range(parts)]
 
@@ -161,13 +145,13 @@ def split(blocks: Blocks, parts: int) -> list[Blocks]:
 # ---- all-to-all -----------------------------------------------------------------------------------------------------
 
 Cargo = Callable[[int, int], Blocks]
-"""The blocks that go from one position to another."""
+"""Returns the blocks that go from one position to another."""
 
 
 def pairwise(ranks: Ranks, cargo: Cargo) -> Rounds:
-    """Everyone sends to every other directly, a different one in each round (of an all-gather, always the same).
+    """Every rank sends to every other directly, to another one in each round.
 
-    Pairs exchange if the ranks are a power of two; else everyone sends one position farther each time.
+    Pairs exchange if the ranks are a power of two; else every rank sends one position farther in each round.
     """
     n = len(ranks)
     rounds = [[(i, i ^ t if n & (n - 1) == 0 else (i + t) % n) for i in range(n)] for t in range(1, n)]
@@ -175,28 +159,28 @@ def pairwise(ranks: Ranks, cargo: Cargo) -> Rounds:
 
 
 def ring_all_to_all(ranks: Ranks, cargo: Cargo) -> Rounds:
-    """Everyone passes to the right all that came from the left and has not arrived."""
+    """Every rank forwards to the right all that came from the left and has not arrived."""
     n = len(ranks)
     rounds: Rounds = []
     for t in range(n - 1):
-        first = [(i - t) % n for i in range(n)]  # where each block that a rank passes on comes from
+        first = [(i - t) % n for i in range(n)]  # the origin of the blocks that each rank forwards
         rounds.append(shift(ranks, 1, [join(cargo(i, (i + d) % n) for d in range(t + 1, n)) for i in first]))
     return rounds
 
 
 def bruck_all_to_all(ranks: Ranks, cargo: Cargo) -> Rounds:
-    """In round k all blocks move 2^k to the right whose way has that binary digit (Bruck et al. 1997)."""
+    """In round k all blocks whose distance has binary digit k move 2^k to the right (Bruck et al. 1997)."""
     n = len(ranks)
     rounds: Rounds = []
     for step in reversed(halves(n)):
-        trips = [(d, d % step) for d in range(n) if d & step]  # the distance of a block, and what it has come of it
+        trips = [(d, d % step) for d in range(n) if d & step]  # the distance of a block, and how far it has come
         parts = [join(cargo((i - come) % n, (i - come + d) % n) for d, come in trips) for i in range(n)]
         rounds.append(shift(ranks, step, parts))
     return rounds
 
 
 def hierarchical_all_to_all(nodes: Nodes, ranks: int) -> Rounds:
-    """Inside each node to the rank at the target's place, which then sends for its whole node."""
+    """Send inside each node to the rank at the target's position, which then sends for its node."""
     places, inside, between = range(len(nodes[0])), [], []
     for shift in places[1:]:
         pairs = [(p, (p + shift) % len(places)) for p in places]

@@ -1,15 +1,15 @@
-"""The table of algorithms: how each collective can be done, and what it costs.
+"""The table of algorithms for each collective, with their costs.
 
-A cost is written as in a textbook, in
+A cost is a formula in
 
     N   ranks                   L   ranks in a node             G   nodes, N / L
     P   the largest power of two that is at most N              F   1 if N is no power of two, else 0
     B   blocks of a pipeline    log log2, rounded up
 
-and as the counts of a `Description`: rounds, volume (the largest message of each round, added up) and reduced (those
-that are added at their target), both in units of S, the bytes of the largest input or output of one rank. In Hockney's
-model the time is ``rounds alpha + volume S beta + reduced S gamma``. The tests evaluate each formula for every N and
-compare it with the counts.
+for the counts of a `Description`: rounds, volume (sum over rounds of the largest message) and reduced (the same for
+messages that are added at their target), both in units of S, the bytes of the largest input or output of one rank. In
+Hockney's model the time is ``rounds alpha + volume S beta + reduced S gamma``. The tests compare each formula with the
+counts for many N.
 """
 
 from __future__ import annotations
@@ -25,14 +25,7 @@ from shoal.labs.collectives.rooted import Blocks, Parts, Ranks, Rounds, dual, jo
 
 @dataclass(frozen=True)
 class Setting:
-    """What an algorithm is built for.
-
-    Attributes:
-        ranks: N.
-        root: of a collective that has one.
-        per_node: L, ranks in a node, for the hierarchical ones; consecutive ranks share a node.
-        blocks: all blocks, in order.
-    """
+    """What an algorithm is built for: the ranks, the root, the ranks of a node (consecutive ones) and the blocks."""
 
     ranks: int
     root: int
@@ -46,32 +39,30 @@ class Setting:
 
     @property
     def own(self) -> list[Blocks]:
-        """The blocks of the ranks in that order, where each has the block of its number."""
+        """The blocks of the ranks in that order, if rank i has block i."""
         return [(rank,) for rank in self.order]
 
     @property
     def nodes(self) -> list[list[int]]:
-        """The ranks of each node, the root's node and the root's place first."""
+        """The ranks of each node, the root's node and the root's position first."""
         places = [(self.root + i) % self.per_node for i in range(self.per_node)]
         count = self.ranks // self.per_node
         first = self.root // self.per_node
         return [[(first + i) % count * self.per_node + place for place in places] for i in range(count)]
 
     def cargo(self, i: int, j: int) -> Blocks:
-        """The block of an all-to-all from one position of `order` to another."""
+        """Return the block of an all-to-all from one position of `order` to another."""
         return (self.order[i] * self.ranks + self.order[j],) if i != j else ()
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A way to do a collective.
+    """An algorithm for a collective.
 
     Attributes:
-        build: its rounds.
-        rounds: their number, as a formula.
-        volume: the largest messages of the rounds, added up, in units of S.
-        reduced: those of them that are added.
-        cut: blocks of the vector of a broadcast, reduce or all-reduce: 1, B, P or N.
+        build: returns the rounds.
+        rounds, volume, reduced: formulas of the costs.
+        cut: number of blocks of the vector of a broadcast, reduce or all-reduce: 1, B, P or N.
         bound: whether volume and reduced are exact for N = P alone, and upper bounds for other N.
     """
 
@@ -84,18 +75,18 @@ class Algorithm:
 
 
 def _dual(algorithm: Algorithm, *, reduce: bool = False) -> Algorithm:
-    """The gather, reduce or reduce-scatter that is the dual of a scatter, broadcast or all-gather."""
+    """Return the gather, reduce or reduce-scatter that is the dual of a scatter, broadcast or all-gather."""
     reduced = algorithm.volume if reduce else "0"
     return replace(algorithm, build=lambda s: dual(algorithm.build(s), reduce=reduce), reduced=reduced)
 
 
-def _in_turn(first: Algorithm, second: Algorithm, rounds: str, volume: str, reduced: str, cut: str = "1") -> Algorithm:
-    """One algorithm, then another."""
+def _chain(first: Algorithm, second: Algorithm, rounds: str, volume: str, reduced: str, cut: str = "1") -> Algorithm:
+    """Return one algorithm followed by another."""
     return Algorithm(lambda s: [*first.build(s), *second.build(s)], rounds, volume, reduced, cut)
 
 
 def _through_root(s: Setting, scatter: Callable[[Ranks, Parts], Rounds]) -> Rounds:
-    """An all-to-all as a gather of all that goes out and a scatter of all that comes in."""
+    """Return an all-to-all as a gather of everything sent and a scatter of everything received."""
     everyone = range(s.ranks)
     outgoing = [join(s.cargo(i, j) for j in everyone) for i in everyone]
     incoming = [join(s.cargo(i, j) for i in everyone) for j in everyone]
@@ -132,8 +123,8 @@ SCATTER = {
 GATHER = {name: _dual(algorithm) for name, algorithm in SCATTER.items()}
 
 ALL_GATHER = {
-    "flat": _in_turn(GATHER["flat"], BROADCAST["flat"], "2 * (N - 1)", "(N - 1) / N + N - 1", "0"),
-    "tree": _in_turn(GATHER["tree"], BROADCAST["tree"], "2 * log(N)", "(N - 1) / N + log(N)", "0"),
+    "flat": _chain(GATHER["flat"], BROADCAST["flat"], "2 * (N - 1)", "(N - 1) / N + N - 1", "0"),
+    "tree": _chain(GATHER["tree"], BROADCAST["tree"], "2 * log(N)", "(N - 1) / N + log(N)", "0"),
     "ring": Algorithm(lambda s: symmetric.ring_all_gather(s.order, s.own), "N - 1", "(N - 1) / N"),
     "recursive-doubling": Algorithm(
         lambda s: symmetric.doubling_all_gather(s.order, s.own), "log(P) + 2 * F", "(N - 1) / N + 7 * F / 5", bound=True
@@ -144,9 +135,9 @@ ALL_GATHER = {
 }
 
 REDUCE_SCATTER = {
-    "flat": _in_turn(REDUCE["flat"], SCATTER["flat"], "2 * (N - 1)", "N - 1 + (N - 1) / N", "N - 1"),
-    "tree": _in_turn(REDUCE["tree"], SCATTER["tree"], "2 * log(N)", "log(N) + (N - 1) / N", "log(N)"),
-    "ring": Algorithm(  # the dual of a ring that runs to the left, so that messages go to the right again
+    "flat": _chain(REDUCE["flat"], SCATTER["flat"], "2 * (N - 1)", "N - 1 + (N - 1) / N", "N - 1"),
+    "tree": _chain(REDUCE["tree"], SCATTER["tree"], "2 * log(N)", "log(N) + (N - 1) / N", "log(N)"),
+    "ring": Algorithm(  # the dual of a ring to the left, so that messages go to the right
         lambda s: dual(symmetric.ring_all_gather(s.order[::-1], s.own[::-1]), reduce=True),
         "N - 1", "(N - 1) / N", "(N - 1) / N",
     ),
@@ -155,9 +146,9 @@ REDUCE_SCATTER = {
 }  # fmt: skip
 
 ALL_REDUCE = {
-    "flat": _in_turn(REDUCE["flat"], BROADCAST["flat"], "2 * (N - 1)", "2 * (N - 1)", "N - 1"),
-    "tree": _in_turn(REDUCE["tree"], BROADCAST["tree"], "2 * log(N)", "2 * log(N)", "log(N)"),
-    "ring": _in_turn(
+    "flat": _chain(REDUCE["flat"], BROADCAST["flat"], "2 * (N - 1)", "2 * (N - 1)", "N - 1"),
+    "tree": _chain(REDUCE["tree"], BROADCAST["tree"], "2 * log(N)", "2 * log(N)", "log(N)"),
+    "ring": _chain(
         REDUCE_SCATTER["ring"], ALL_GATHER["ring"], "2 * (N - 1)", "2 * (N - 1) / N", "(N - 1) / N", cut="N"
     ),
     "recursive-doubling": Algorithm(
@@ -168,7 +159,7 @@ ALL_REDUCE = {
         "2 * log(P) + 2 * F", "2 * (P - 1) / P + 2 * F", "(P - 1) / P + F", cut="P",
     ),
     **{
-        name: _in_turn(REDUCE_SCATTER[name], ALL_GATHER[name], rounds, "2 * (N - 1) / N", "(N - 1) / N", cut="N")
+        name: _chain(REDUCE_SCATTER[name], ALL_GATHER[name], rounds, "2 * (N - 1) / N", "(N - 1) / N", cut="N")
         for name, rounds in {"bruck": "2 * log(N)", "pairwise": "2 * (N - 1)"}.items()
     },
     "hierarchical": Algorithm(
@@ -201,29 +192,24 @@ TEXTBOOK: dict[Collective, dict[str, Algorithm]] = {
 
 
 def describe(
-    collective: Collective | str,
-    algorithm: str,
-    ranks: int,
-    *,
-    root: int = 0,
-    per_node: int = 1,
+    collective: Collective | str, algorithm: str, ranks: int, *, root: int = 0, per_node: int = 1,
     segments: int | None = None,
-) -> Description:
+) -> Description:  # fmt: skip
     """Describe a collective by an algorithm.
 
     Args:
         per_node: ranks in a node, for ``hierarchical``.
-        segments: blocks of a pipelined chain (``ring`` broadcast and reduce); as many as ranks unless given.
+        segments: blocks of a pipelined chain (``ring`` broadcast and reduce; default: the number of ranks).
 
     Raises:
-        UsageError: there is no such collective or algorithm, the root is no rank, or nodes of that size do not fit.
+        UsageError: unknown collective or algorithm, a root that is no rank, or nodes that do not divide the ranks.
 
     >>> ring = describe("all-reduce", "ring", 4)
     >>> len(ring.rounds), ring.volume
     (6, Fraction(3, 2))
     """
     if collective not in TEXTBOOK:
-        raise UsageError(f"there is no collective '{collective}'; {did_you_mean(collective, TEXTBOOK)}")
+        raise UsageError(f"unknown collective '{collective}'; {did_you_mean(collective, TEXTBOOK)}")
     algorithms = TEXTBOOK[Collective(collective)]
     if algorithm not in algorithms:
         raise UsageError(f"{collective} has no algorithm '{algorithm}'; {did_you_mean(algorithm, algorithms)}")
@@ -233,7 +219,7 @@ def describe(
         raise UsageError(f"root {root} is no rank of {ranks}; allowed: 0 to {ranks - 1}")
     if per_node < 1 or ranks % per_node:
         near = " or ".join(map(str, nearest_divisors(per_node, of=ranks)))
-        raise UsageError(f"nodes of {per_node} ranks do not make {ranks} ranks; allowed near it: {near}")
+        raise UsageError(f"nodes of {per_node} ranks do not divide {ranks} ranks; nearest allowed: {near}")
     segments = ranks if segments is None else segments
     if segments < 1:
         raise UsageError(f"{segments} segments; at least 1 is needed")
@@ -242,5 +228,6 @@ def describe(
         blocks = {"1": 1, "B": segments, "P": 1 << ranks.bit_length() - 1, "N": ranks}[found.cut]
     else:
         blocks = ranks**2 if collective == Collective.ALL_TO_ALL else ranks
-    rounds = found.build(Setting(ranks, root, per_node, tuple(range(blocks))))
-    return Description(Collective(collective), algorithm, ranks, root, blocks, tuple(map(tuple, rounds)))
+    built = found.build(Setting(ranks, root, per_node, tuple(range(blocks))))
+    rounds = tuple(tuple(messages) for messages in built if messages)
+    return Description(Collective(collective), algorithm, ranks, root, blocks, rounds)

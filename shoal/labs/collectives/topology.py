@@ -1,6 +1,6 @@
-"""Networks: which links a message from one rank to another crosses, and what each of them can carry.
+"""Networks: the links that a message from one rank to another crosses, and their latency and bandwidth.
 
-Every link is directed. A message's latency is that of the links it crosses, added up; switches add none. Messages that
+Every link is directed. A message's latency is the sum over the links that it crosses; switches add none. Messages that
 cross a link at the same time share its bandwidth.
 """
 
@@ -13,18 +13,12 @@ from math import prod
 from shoal.base.errors import UsageError, nearest_divisors
 
 Edge = tuple[str, str]
-"""From and to: ``rank 3``, ``node 0``, ``leaf 1``, ``spine``."""
+"""The two ends, source first: ``rank 3``, ``node 0``, ``leaf 1``, ``spine``."""
 
 
 @dataclass(frozen=True)
 class Wire:
-    """One directed link.
-
-    Attributes:
-        latency: s, of a message.
-        bandwidth: bytes/s.
-        kind: what it is called in a table.
-    """
+    """One directed link: latency of a message [s], bandwidth [bytes/s] and its name in tables."""
 
     latency: float
     bandwidth: float
@@ -32,7 +26,7 @@ class Wire:
 
     @property
     def beta(self) -> float:
-        """s per byte."""
+        """Seconds per byte."""
         return 1 / self.bandwidth
 
 
@@ -41,12 +35,12 @@ class Topology:
     """A network of ranks.
 
     Attributes:
-        name: for a title.
-        wires: every link.
-        route: from (source, target), two different ranks, to the links between them, in order.
-        per_node: ranks that share a node, 1 where none do.
-        out_of_node: bytes/s that a node can send to the others, where its ranks share what leads there.
-        gamma: s per byte that a rank adds to another (reduction).
+        name: name in titles.
+        wires: all links.
+        route: returns the links from a source to another rank, in order.
+        per_node: ranks of a node; 1 without nodes.
+        out_of_node: bytes/s that a node can send to the others, if its ranks share the links out of it.
+        gamma: seconds to add one byte to another (reduction).
     """
 
     name: str
@@ -59,7 +53,7 @@ class Topology:
 
     @property
     def fastest(self) -> Wire:
-        """The least latency and the most bandwidth of the links by which messages leave a rank."""
+        """The least latency and the largest bandwidth of the links on which messages leave a rank."""
         leaving = [wire for (source, _), wire in self.wires.items() if source.startswith("rank ") or " nic " in source]
         if not leaving:
             return Wire(0.0, float("inf"))
@@ -67,18 +61,18 @@ class Topology:
 
 
 def fully_connected(ranks: int, wire: Wire, gamma: float = 0.0) -> Topology:
-    """A link of its own from every rank to every other: Hockney's model."""
+    """Build a network with a link from every rank to every other (Hockney's model)."""
     edges = {(f"rank {i}", f"rank {j}"): wire for i in range(ranks) for j in range(ranks) if i != j}
     return Topology("fully connected", ranks, edges, lambda i, j: ((f"rank {i}", f"rank {j}"),), gamma=gamma)
 
 
 def ring(ranks: int, wire: Wire, gamma: float = 0.0) -> Topology:
-    """Links to both neighbours; a message takes the shorter way round, and the rising one of two equal ones."""
+    """Build a ring: a message takes the shorter way round, and the ascending one of two equal ones."""
     return replace(torus((ranks,), wire, gamma), name="ring")
 
 
 def torus(shape: tuple[int, ...], wire: Wire, gamma: float = 0.0) -> Topology:
-    """A grid whose rows and columns are rings, the last dimension varying fastest.
+    """Build a grid whose rows and columns are rings, the last dimension varying fastest.
 
     A message goes along the last dimension first (dimension-ordered routing), the shorter way round.
     """
@@ -111,18 +105,18 @@ def torus(shape: tuple[int, ...], wire: Wire, gamma: float = 0.0) -> Topology:
 
 
 def fat_tree(ranks: int, per_leaf: int, wire: Wire, oversubscription: float = 1.0, gamma: float = 0.0) -> Topology:
-    """Two levels of switches: ranks under leaf switches, whose trunks meet in a spine.
+    """Build two levels of switches: ranks under leaf switches, whose trunks meet in a spine.
 
     Args:
         per_leaf: ranks under a leaf switch.
-        oversubscription: the bandwidth of a leaf's ranks together over that of its trunk; 1 is a full fat tree.
+        oversubscription: total bandwidth of a leaf's ranks over that of its trunk; 1 is a full fat tree.
 
     Raises:
-        UsageError: the leaves do not come out even, or the oversubscription is below 1.
+        UsageError: the ranks do not divide into leaves, or the oversubscription is below 1.
     """
-    _check_even("--per-node", per_leaf, ranks)
+    _check_divides("--per-node", per_leaf, ranks)
     if oversubscription < 1:
-        raise UsageError(f"--oversubscription {oversubscription:g}: at least 1 (a trunk that carries all its ranks)")
+        raise UsageError(f"--oversubscription {oversubscription:g}: must be at least 1 (a full fat tree)")
     trunk = Wire(0.0, per_leaf * wire.bandwidth / oversubscription, "trunk")
     wires: dict[Edge, Wire] = {}
     for rank in range(ranks):
@@ -143,17 +137,17 @@ def fat_tree(ranks: int, per_leaf: int, wire: Wire, oversubscription: float = 1.
 def islands(
     ranks: int, per_node: int, inside: Wire, nic: Wire, nics: int | None = None, gamma: float = 0.0
 ) -> Topology:
-    """Nodes whose ranks meet in a fast switch (an NVLink island) and leave by network adapters.
+    """Build nodes whose ranks share a fast switch (an NVLink island) and network adapters.
 
     Args:
-        nics: adapters of a node, each shared by equally many of its ranks; one for each rank unless given.
+        nics: adapters of a node, each shared by the same number of its ranks (default: one for each rank).
 
     Raises:
-        UsageError: the nodes, or the ranks of an adapter, do not come out even.
+        UsageError: the ranks do not divide into nodes, or those of a node into adapters.
     """
-    _check_even("--per-node", per_node, ranks)
+    _check_divides("--per-node", per_node, ranks)
     nics = per_node if nics is None else nics
-    _check_even("--nics", nics, per_node)
+    _check_divides("--nics", nics, per_node)
     wires: dict[Edge, Wire] = {}
     for rank in range(ranks):
         wires[f"rank {rank}", f"node {rank // per_node}"] = inside
@@ -176,7 +170,7 @@ def islands(
     return Topology(name, ranks, wires, route, per_node, nics * nic.bandwidth, gamma)
 
 
-def _check_even(option: str, size: int, total: int) -> None:
+def _check_divides(option: str, size: int, total: int) -> None:
     if size < 1 or total % size:
         near = " or ".join(map(str, nearest_divisors(size, of=total)))
-        raise UsageError(f"{option} {size}: groups of {size} do not make {total}; near it: {near}")
+        raise UsageError(f"{option} {size}: does not divide {total}; nearest allowed: {near}")

@@ -10,14 +10,15 @@ import tomli_w
 from shoal.base.errors import UsageError
 from shoal.cli.calibrate import CalibrateOptions, run
 from shoal.cli.main import main
+from shoal.labs.bench.step.workload import Workload
 from shoal.labs.calibration.check import (
     RANKS,
-    Compared,
-    drawn_layouts,
+    MeasuredLayout,
+    build_run,
+    draw_layouts,
+    format_check,
     is_right,
-    lines,
     pick,
-    run_of,
     spearman,
     write_scatter,
 )  # fmt: skip
@@ -32,12 +33,12 @@ from shoal.labs.calibration.measure import (
     SPLIT_MODELS,
     UPDATED,
     CoreMeasurements,
+    build_model_shape,
     measure,
-    model_shape_of,
-    on_two_ranks,
-    waits,
+    measure_waits,
+    time_split,
 )  # fmt: skip
-from shoal.labs.calibration.profile import PASSES, _both, _kernels, fit, profile
+from shoal.labs.calibration.profile import PASSES, _both, _kernels, build_profile, solve
 from shoal.launch.worker_pool import Pool
 from shoal.planning.estimate import Estimate
 from shoal.planning.search.search import search
@@ -71,7 +72,7 @@ def found() -> CoreMeasurements:
     }  # fmt: skip
     ones = dict.fromkeys(MODELS, 1.0)
     empty = CoreMeasurements(2, 2, products, attention, ones, ones, {}, 8 * COPIED / BANDWIDTH,
-                     1.5 * 32 * UPDATED / BANDWIDTH, 0.1, reduces)  # fmt: skip
+                     1.5 * 32 * UPDATED / BANDWIDTH, 0.1, reduces, {})  # fmt: skip
     k = _kernels(MODELS, PEAK, BANDWIDTH, TRUE)
     head = k.product(k.runs.tokens, k.runs.hidden, k.runs.vocab, k.rate)
     loss = 4 * 9 * k.runs.tokens * k.runs.vocab / BANDWIDTH
@@ -95,7 +96,7 @@ def _split() -> dict[tuple[str, int, int, int], float]:
                        per_node=2, through_memory=1)) for n, cut in ((1, False), (2, False), (2, True))
     )  # fmt: skip
     zero = [
-        alone + 3 * (layers + 2) * 2 * 3e-5 + 3 * 6 * model_shape_of(layers, hidden).parameters() / 4e9
+        alone + 3 * (layers + 2) * 2 * 3e-5 + 3 * 6 * build_model_shape(layers, hidden).parameters() / 4e9
         for alone, (layers, hidden, _) in zip(copies, SPLIT_MODELS, strict=True)
     ]
     ways = {"copies": copies, "zero 3": zero, "tp": tp, "sequence": sequence}
@@ -109,14 +110,14 @@ def _split() -> dict[tuple[str, int, int, int], float]:
 def here(found: CoreMeasurements, tmp_path: Path):
     """A catalog with that machine."""
     file = tmp_path / "here.toml"
-    file.write_text(tomli_w.dumps(profile(found, "here", 4e9, "a test")))
+    file.write_text(tomli_w.dumps(build_profile(found, 4e9, "a test")))
     tables.add_catalog(file)
     yield file
     tables.forget()
 
 
 def test_a_profile_recovers_the_machine(found: CoreMeasurements) -> None:
-    made = profile(found, "here", 4e9, "a test")
+    made = build_profile(found, 4e9, "a test")
     machine, node = made["accelerators"]["here"], made["nodes"]["here"]
     assert machine["peak_flops"] == pytest.approx({"fp32": PEAK, "bf16": 3 * PEAK, "fp64": PEAK / 2}, rel=0.03)
     assert machine["memory_bandwidth"] == pytest.approx(BANDWIDTH)
@@ -130,24 +131,24 @@ def test_a_profile_recovers_the_machine(found: CoreMeasurements) -> None:
 
 
 def test_of_a_single_core_collectives_take_what_they_take_alone(found: CoreMeasurements) -> None:
-    constants = profile(replace(found, split={}), "here", 4e9, "a test")["nodes"]["here"]["constants"]
+    constants = build_profile(replace(found, split={}), 4e9, "a test")["nodes"]["here"]["constants"]
     assert constants["latency_inside"] == pytest.approx(1e-5, rel=1e-3) and constants["launch_exchange"] == 0
 
 
 def test_no_factor_is_negative() -> None:
     design = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 4.0]])
-    assert fit(design, design @ [2.0, 3.0]) == pytest.approx([2.0, 3.0])
-    assert (fit(design, design @ [2.0, -0.1]) >= 0).all()
+    assert solve(design, design @ [2.0, 3.0]) == pytest.approx([2.0, 3.0])
+    assert (solve(design, design @ [2.0, -0.1]) >= 0).all()
 
 
 def test_ranks_that_share_cores_take_turns(here: Path) -> None:
-    step = {layout: Estimate(run_of(layout, "here")).step_seconds for layout in map(_dp, (1, 2, 4))}
+    step = {layout: Estimate(build_run(layout, "here")).step_seconds for layout in map(_dp, (1, 2, 4))}
     one, two, four = step.values()
     assert 1.1 * one / 2 < two < 0.75 * one, "two cores, and 10 % because they meet"
     assert four > 1.2 / 1.1 * 0.95 * two, "no more cores, but more that meet"
-    one_by_one = Estimate(run_of(Layout(pp=4, micro_batch=12), "here"))
+    one_by_one = Estimate(build_run(Layout(pp=4, micro_batch=12), "here"))
     assert one_by_one.step_seconds == pytest.approx(one_by_one.timeline.step_time, rel=0.01), "one computes at a time"
-    pipe = Estimate(run_of(Layout(pp=4), "here"))
+    pipe = Estimate(build_run(Layout(pp=4), "here"))
     busy = sum(sum(pipe.times[:, stage]) * 12 + sum(pipe.finishing[stage]) for stage in range(4))
     assert max(pipe.timeline.step_time, busy / 2) < pipe.step_seconds < pipe.timeline.step_time + busy / 2
 
@@ -155,8 +156,8 @@ def test_ranks_that_share_cores_take_turns(here: Path) -> None:
 def test_ranks_share_a_machines_memory_and_all_of_its_cores(found: CoreMeasurements, here: Path) -> None:
     one, four = cluster("1xhere"), cluster("4xhere")
     assert one.memory_bytes == 4e9 == 4 * four.memory_bytes
-    assert Estimate(run_of(Layout(dp=4, micro_batch=3), "here")).capacity == 1e9
-    here.write_text(tomli_w.dumps(profile(replace(found, cores=8, usable=96), "here", 4e9, "eight were measured")))
+    assert Estimate(build_run(Layout(dp=4, micro_batch=3), "here")).capacity == 1e9
+    here.write_text(tomli_w.dumps(build_profile(replace(found, cores=8, usable=96), 4e9, "eight were measured")))
     tables.add_catalog(here)
     assert cluster("96xhere").turns == 1 == cluster("16xhere").turns
 
@@ -166,10 +167,10 @@ def _dp(ranks: int) -> Layout:
 
 
 def test_a_search_prices_turns_as_an_estimate_does(here: Path) -> None:
-    plan = search(run_of(Layout(dp=4), "here"), LayoutSpace(("1f1b", "zb-v"), most_virtual=2), count=5)
+    plan = search(build_run(Layout(dp=4), "here"), LayoutSpace(("1f1b", "zb-v"), most_virtual=2), count=5)
     assert len(plan.best) == 5
     for one in plan.best:
-        assert one.seconds == pytest.approx(Estimate(run_of(one.layout, "here")).step_seconds, rel=1e-9)
+        assert one.seconds == pytest.approx(Estimate(build_run(one.layout, "here")).step_seconds, rel=1e-9)
 
 
 @pytest.mark.parametrize("words", [
@@ -184,21 +185,21 @@ def test_a_profile_is_a_catalog(here: Path, words: str, tmp_path: Path, monkeypa
 
 
 def test_layouts_of_every_number_of_ranks_are_drawn() -> None:
-    drawn = drawn_layouts(20)
+    drawn = draw_layouts(20)
     assert len({str(layout) for layout in drawn}) == 20
     assert {layout.world_size for layout in drawn} == set(RANKS)
 
 
 def test_the_table_says_how_far_off_and_whether_the_order_isis_right(tmp_path: Path) -> None:
     times = ((1, 4.0, 4.4), (2, 2.0, 2.0), (4, 1.0, 0.8))
-    found = [Compared(Layout(dp=n), measured, estimated) for n, measured, estimated in times]
+    found = [MeasuredLayout(Layout(dp=n), measured, estimated) for n, measured, estimated in times]
     assert spearman(found) == 1.0
-    assert spearman([Compared(one.layout, one.measured, 1 / one.measured) for one in found]) == -1.0
-    assert lines(found)[-1].startswith("median error 10.0 %; order (Spearman) 1.000;")
-    kept = Compared(Layout(dp=2, zero=3, recompute="full", reshard_after_forward=False), 1.0, 1.0)
-    assert kept.words == "dp 2 (ZeRO-3), micro-batch 1, recompute full, kept after forward"
+    assert spearman([MeasuredLayout(one.layout, one.measured, 1 / one.measured) for one in found]) == -1.0
+    assert format_check(found)[-1].startswith("median error 10.0 %; order (Spearman) 1.000;")
+    kept = MeasuredLayout(Layout(dp=2, zero=3, recompute="full", reshard_after_forward=False), 1.0, 1.0)
+    assert kept.describe() == "dp 2 (ZeRO-3), micro-batch 1, recompute full, kept after forward"
     assert is_right(found[:2]) and not is_right(found[::2]), "4.4 for 4, and 0.8 for 1"
-    others = [Compared(Layout(), one, one * off) for one, off in ((1.0, 1.09), (1.05, 1.0), (1.1, 0.93))]
+    others = [MeasuredLayout(Layout(), one, one * off) for one, off in ((1.0, 1.09), (1.05, 1.0), (1.1, 0.93))]
     assert not is_right(others), "near, but the other way round"
     write_scatter(tmp_path / "scatter.svg", found)
     drawn = (tmp_path / "scatter.svg").read_text()
@@ -207,9 +208,10 @@ def test_the_table_says_how_far_off_and_whether_the_order_isis_right(tmp_path: P
 
 def test_a_pick_is_measured_beside_the_fastest(here: Path, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     layouts = [Layout(micro_batch=n) for n in (12, 4)]
-    monkeypatch.setattr("shoal.labs.calibration.check.every_layout", lambda ranks: layouts)
+    monkeypatch.setattr("shoal.labs.calibration.check.list_layouts", lambda ranks: layouts)
     monkeypatch.setattr("shoal.labs.calibration.check.REFERENCES", 1)
-    found = pick(pool, 1, 1, "here", lambda done, what: None)
+    monkeypatch.setattr("shoal.labs.calibration.check.WORK", Workload("tiny", sequence_length=16, sequences=12))
+    found = pick(pool, 1, 1, lambda done, what: None)
     assert {one.layout.micro_batch for one in found} == {4, 12}
     assert found[0].estimated < found[1].estimated and min(one.measured for one in found) > 0
 
@@ -219,17 +221,17 @@ def test_the_fastest_are_measured_again_and_the_last_by_new_numbers(monkeypatch:
     estimated = {layout: 1.0 if layout.micro_batch == 20 else 2.0 for layout in every}
     asked = []
 
-    def compare(pool, chosen, rounds, name, say, steps=2):
+    def compare(pool, chosen, rounds, say, steps=2):
         say(1.0, "")
         asked.append((rounds, {layout.micro_batch for layout in chosen}))
         backwards = len(asked) == 2  # who was fastest in one step is not in ten
-        return [Compared(layout, 100 - m if backwards else m, estimated[layout])
+        return [MeasuredLayout(layout, 100 - m if backwards else m, estimated[layout])
                 for layout, m in ((layout, layout.micro_batch) for layout in chosen)]  # fmt: skip
 
-    monkeypatch.setattr("shoal.labs.calibration.check.every_layout", lambda ranks: every)
+    monkeypatch.setattr("shoal.labs.calibration.check.list_layouts", lambda ranks: every)
     monkeypatch.setattr("shoal.labs.calibration.check.compare", compare)
     said: list[float] = []
-    found = pick(None, 4, 5, "here", lambda done, what: said.append(done))
+    found = pick(None, 4, 5, lambda done, what: said.append(done))
     assert asked == [(1, set(range(1, 31))), (5, {20, *range(1, 13)}), (15, {20, 12, 11, 10})]
     assert [one.layout.micro_batch for one in found] == [20, 12, 11, 10]
     assert [one.measured for one in found] == [20, 12, 11, 10], "the last measurements alone"
@@ -239,13 +241,13 @@ def test_the_fastest_are_measured_again_and_the_last_by_new_numbers(monkeypatch:
 def test_what_is_measured_here_makes_a_profile(pool: Pool) -> None:
     said = []
     found = measure(pool, 1, 1, [2], 1, lambda done, what: said.append(what))
-    made = profile(found, "here", 1e9, "a test")
+    made = build_profile(found, 1e9, "a test")
     assert made["accelerators"]["here"]["peak_flops"]["fp32"] > 1e8
     assert all(value >= 0 for value in made["nodes"]["here"]["constants"].values())
-    assert len(said) == 3 and found.waits == 0
-    assert 0 <= pool.run(waits, 2, 1)[0] < 5
-    every = pool.run(on_two_ranks, 2, 1)
-    assert set(every[0]) == set(every[1]) == {(way, *size) for way in SPLIT for size in SPLIT_MODELS}
+    assert len(said) == 2 and found.waits == 0 and not found.split
+    assert 0 <= pool.run(measure_waits, 2, 1)[0] < 5
+    every = pool.run(time_split, 2, SPLIT_MODELS[0], 1)
+    assert set(every[0]) == set(every[1]) == set(SPLIT)
     assert min(every[0].values()) > 1e-3
 
 
@@ -276,4 +278,4 @@ def test_a_constant_that_is_not_known_is_refused(here: Path) -> None:
     here.write_text(here.read_text().replace("short_m =", "shortm ="))
     tables.add_catalog(here)
     with pytest.raises(UsageError, match="no constant 'shortm'"):
-        Estimate(run_of(Layout(), "here"))
+        Estimate(build_run(Layout(), "here"))

@@ -170,8 +170,8 @@ def test_bus_bandwidth_is_that_of_nccl_tests():
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: fat_tree(8, 3, WIRE), "groups of 3 do not make 8; near it: 2 or 4"),
-        (lambda: fat_tree(8, 4, WIRE, 0.5), "--oversubscription 0.5: at least 1"),
+        (lambda: fat_tree(8, 3, WIRE), "--per-node 3: does not divide 8; nearest allowed: 2 or 4"),
+        (lambda: fat_tree(8, 4, WIRE, 0.5), "--oversubscription 0.5: must be at least 1"),
         (lambda: islands(8, 5, FAST, WIRE), "--per-node 5"),
         (lambda: islands(8, 4, FAST, WIRE, 3), "--nics 3"),
     ],

@@ -183,7 +183,7 @@ def test_play_shows_how_contributions_spread():
         (("all-reduce", "rnig", 4), {}, "did you mean 'ring'"),
         (("broadcast", "tree", 4), {"root": 4}, "root 4 is no rank of 4; allowed: 0 to 3"),
         (("broadcast", "tree", 0), {}, "0 ranks"),
-        (("all-reduce", "hierarchical", 8), {"per_node": 3}, "allowed near it: 2 or 4"),
+        (("all-reduce", "hierarchical", 8), {"per_node": 3}, "nearest allowed: 2 or 4"),
         (("broadcast", "ring", 8), {"segments": 0}, "at least 1"),
     ],
 )
