@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from pkgutil import resolve_name
 from types import FrameType
 from typing import NoReturn
 
@@ -12,34 +13,24 @@ from rich.console import Console
 from shoal.base.errors import UsageError, did_you_mean
 from shoal.base.options import listed, parse
 from shoal.labs.bench.benchmark import Benchmark, describe_machine, show_progress
-from shoal.labs.bench.checkpoint import CheckpointBenchmark
-from shoal.labs.bench.collectives import CollectivesBenchmark, TransportBenchmark
-from shoal.labs.bench.experts import ExpertsBenchmark
-from shoal.labs.bench.kernels import AttentionBenchmark, PeakBenchmark
-from shoal.labs.bench.learning.mixture_of_depths import DepthsBenchmark
-from shoal.labs.bench.learning.numerics import NumericsBenchmark
-from shoal.labs.bench.learning.relaxed import RelaxedBenchmark
-from shoal.labs.bench.optimizers import OptimizersBenchmark
-from shoal.labs.bench.sequences import ContextBenchmark, LongContextBenchmark, SlicesBenchmark
-from shoal.labs.bench.step.benchmark import StepBenchmark
 
 WIDTH = 140  # width of tables if the output is not a terminal
 
-BENCHMARKS: dict[str, type[Benchmark]] = {
-    "step": StepBenchmark,
-    "attention": AttentionBenchmark,
-    "slices": SlicesBenchmark,
-    "peak": PeakBenchmark,
-    "checkpoint": CheckpointBenchmark,
-    "collectives": CollectivesBenchmark,
-    "transport": TransportBenchmark,
-    "relaxed": RelaxedBenchmark,
-    "context": ContextBenchmark,
-    "long-context": LongContextBenchmark,
-    "optimizers": OptimizersBenchmark,
-    "experts": ExpertsBenchmark,
-    "depths": DepthsBenchmark,
-    "numerics": NumericsBenchmark,
+BENCHMARKS = {
+    "step": "step.benchmark:StepBenchmark",
+    "attention": "kernels:AttentionBenchmark",
+    "slices": "sequences:SlicesBenchmark",
+    "peak": "kernels:PeakBenchmark",
+    "checkpoint": "checkpoint:CheckpointBenchmark",
+    "collectives": "collectives:CollectivesBenchmark",
+    "transport": "collectives:TransportBenchmark",
+    "relaxed": "learning.relaxed:RelaxedBenchmark",
+    "context": "sequences:ContextBenchmark",
+    "long-context": "sequences:LongContextBenchmark",
+    "optimizers": "optimizers:OptimizersBenchmark",
+    "experts": "experts:ExpertsBenchmark",
+    "depths": "learning.mixture_of_depths:DepthsBenchmark",
+    "numerics": "learning.numerics:NumericsBenchmark",
 }
 
 
@@ -52,13 +43,13 @@ def main(args: list[str]) -> int:
     """
     if not args or args[0] in ("-h", "--help"):
         print("shoal bench WHAT [--help]\n")
-        print(*listed({name: kind.__doc__ or "" for name, kind in BENCHMARKS.items()}, 13), sep="\n")
+        print(*listed({name: load_benchmark(name).__doc__ or "" for name in BENCHMARKS}, 13), sep="\n")
         return 0
     name, *rest = args
     if name not in BENCHMARKS:
         raise UsageError(f"bench: '{name}' is unknown; {did_you_mean(name, BENCHMARKS)}")
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
-    benchmark = parse(f"shoal bench {name}", BENCHMARKS[name], rest)
+    benchmark = parse(f"shoal bench {name}", load_benchmark(name), rest)
     former = signal.signal(signal.SIGTERM, _exit)
     try:
         with show_progress(console) as notify:
@@ -67,6 +58,11 @@ def main(args: list[str]) -> int:
         signal.signal(signal.SIGTERM, former)
     console.print(describe_machine(), highlight=False)
     return 0 if met else 1
+
+
+def load_benchmark(name: str) -> type[Benchmark]:
+    """Import a benchmark; some take seconds to import."""
+    return resolve_name(f"shoal.labs.bench.{BENCHMARKS[name]}")
 
 
 def _exit(signum: int, frame: FrameType | None) -> NoReturn:

@@ -2,11 +2,8 @@
 
 import math
 import signal
-import subprocess
-import sys
 import time
 import xml.etree.ElementTree as ET
-from pathlib import Path
 from typing import get_args
 
 import psutil
@@ -29,8 +26,7 @@ from shoal.labs.bench.learning.numerics import (
 )
 from shoal.spec.config import Precision
 from shoal.training.check import check
-
-ROOT = Path(__file__).parents[3]
+from tests.trainings.runs import start
 
 
 def curve(name, seed, losses):
@@ -80,13 +76,13 @@ def test_every_run_is_drawn_and_can_be_made():
 
 @pytest.mark.parametrize("end, code", [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)])
 def test_no_training_outlives_its_command(end, code):
-    words = ["-m", "shoal", "bench", "numerics", "--only", REFERENCE, "--seeds", "1", "--steps", "1000000"]
-    with subprocess.Popen([sys.executable, *words], cwd=ROOT, stderr=subprocess.DEVNULL) as command:
-        while not (workers := workers_of(command.pid)) and command.poll() is None:
-            time.sleep(0.05)
-        time.sleep(0.5)  # into the training
-        begin = time.monotonic()
-        command.send_signal(end)
+    command = start("bench", "numerics", "--only", REFERENCE, "--seeds", "1", "--steps", "1000000")
+    while not (workers := workers_of(command.pid)) and command.poll() is None:
+        time.sleep(0.05)
+    time.sleep(0.5)  # into the training
+    begin = time.monotonic()
+    command.send_signal(end)
+    command.wait(timeout=60)
     took = time.monotonic() - begin
     _, alive = psutil.wait_procs(workers, timeout=5)
     for worker in alive:
@@ -96,15 +92,18 @@ def test_no_training_outlives_its_command(end, code):
 
 
 def workers_of(pid: int) -> list[psutil.Process]:
-    """What the process that forks its workers has forked."""
-    return [worker for forks in psutil.Process(pid).children() for worker in forks.children()]
+    """Return the processes forked by the command's prefork server."""
+    return [worker for server in psutil.Process(pid).children() for worker in server.children()]
 
 
 def test_a_short_run():
-    """All of a run, in this process."""
-    values = configure(LOST, 0, 8)
-    small = values.model_copy(update={"train": values.train.model_copy(update={"validation_sequences": 8})})
+    """All of a run, in this process, with a smaller model."""
+    values = configure(LOST, 0, 4)
+    small = values.model_copy(update={
+        "train": values.train.model_copy(update={"validation_sequences": 8}),
+        "model": values.model.model_copy(update={"layers": 1, "hidden": 32, "ffn": 64}),
+    })
     prepare(small.data)
     losses, validations, facts = train(plain(small), 2)
-    assert [step for step, _ in losses] == list(range(1, 9)) and facts["skipped"] == 0
-    assert [step for step, _ in validations] == [4, 8] and math.isfinite(validations[-1][1])
+    assert [step for step, _ in losses] == list(range(1, 5)) and facts["skipped"] == 0
+    assert [step for step, _ in validations] == [2, 4] and math.isfinite(validations[-1][1])

@@ -12,6 +12,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from rich.console import Console
 
 from shoal.base.errors import UsageError
@@ -236,7 +237,7 @@ def test_a_command_that_is_asked_to_end_removes_what_it_made(tmp_path, monkeypat
                 time.sleep(10)
             raise AssertionError("it goes on")
 
-    monkeypatch.setitem(bench.BENCHMARKS, "peak", Ended)
+    monkeypatch.setattr(bench, "load_benchmark", lambda name: Ended)
     former = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # not this process, whatever the command does
     try:
         with pytest.raises(SystemExit, match="143"):
@@ -310,17 +311,23 @@ def test_a_table_is_not_written_over_another(options, tmp_path):
             bench.main([*options.split(), str(path)])
 
 
-def test_all_variants_of_a_small_model_do_the_same_work():
+def train(variants: list[Variant]) -> list[list[float]]:
+    """Return this rank's shares of the losses of three steps of each variant."""
+    steps = [variant.build(variant.workload, dist.get_rank(), variant.ranks) for variant in variants]
+    return [[step(number) for number in range(3)] for step in steps]
+
+
+def test_all_variants_of_a_small_model_do_the_same_work(pool):
     """Every kind of reference beside one of ours, on the tiny model: equal losses show that equal work is compared."""
     small = Workload("tiny", sequence_length=16, sequences=8)
     ddp, dtensor, pipeline = "DDP, buckets of 8 MB", "DTensor, inputs prepared", "torch ZBVZeroBubble"
-    wanted = {"shoal tp", "FSDP2 fully_shard", ddp, dtensor, pipeline}
-    of_name = {c.name: c for race in build_races(small) for c in (*race.ours, *race.references)}
+    of_name = {variant.name: variant for race in build_races(small) for variant in (*race.ours, *race.references)}
+    variants = [of_name[name] for name in ("shoal tp", "FSDP2 fully_shard", ddp, dtensor, pipeline)]
     results = []
-    for variant in map(of_name.get, wanted):
-        with VariantProcesses(variant) as processes:
-            results.append(VariantResult(variant, [processes.step(3)]))
-    assert {result.variant.name for result in results} == wanted
+    for variant, shares in zip(variants, zip(*pool.run(train, 2, variants), strict=True), strict=True):
+        losses = [sum(ranks) for ranks in zip(*shares, strict=True)]
+        results.append(VariantResult(variant, [VariantTurn([1.0] * 3, [1.0] * 3, losses)]))
+    assert all(len(result.losses) == 3 for result in results)
     check_agreement(results, 1e-5)
 
 

@@ -6,7 +6,7 @@ from shoal.labs.bench.step.torch_baselines import plain, threaded
 from shoal.labs.bench.step.workload import Workload
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("replicas", [1, 3])
 def test_threads_compute_what_one_process_computes(replicas: int) -> None:
     """Losses after the first depend on the gradients of those before."""
     workload = Workload("tiny", sequence_length=16, sequences=6)
