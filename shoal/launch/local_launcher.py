@@ -59,9 +59,8 @@ class RankProcesses:
         stop: stop requests, forwarded to the ranks.
         limits: timeouts of silent and stuck ranks.
         survivable: whether the ranks continue after a signal killed one other than rank 0.
-        notice: callback that regularly receives the heartbeat records of all ranks.
-        started: callback after all ranks were started, with the server's process id, ``scratch`` and the ranks' process
-            ids.
+        notice: called regularly with the heartbeat records of all ranks.
+        started: called once with the server's process id, ``scratch`` and the ranks' process ids.
     """
 
     def __init__(

@@ -109,7 +109,6 @@ class PreforkServer:
 
     @property
     def ended(self) -> bool:
-        """Whether the server process has exited."""
         return self.pid != 0 and self._process.poll() is not None
 
     def start(

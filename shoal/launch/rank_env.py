@@ -24,7 +24,7 @@ class RankEnv:
 
     Attributes:
         how: launcher: `RankProcesses` ("local"), torchrun (or anything that sets its variables), or SLURM's srun.
-        master: rendezvous address and port; None if the ranks rendezvous through a file.
+        master: rendezvous address and port, unless the ranks rendezvous through a file.
     """
 
     rank: int
@@ -32,13 +32,7 @@ class RankEnv:
     local_rank: int  # index among the ranks of this machine
     local_world_size: int
     how: Literal["local", "torchrun", "slurm"]
-    master: tuple[str, int] | None = None
-
-    @property
-    def meeting_point(self) -> tuple[str, int]:
-        """`master`, if the rendezvous is not a file."""
-        assert self.master is not None
-        return self.master
+    master: tuple[str, int] = ("", 0)
 
     def device(self, choice: str) -> torch.device:
         """Select the device of this rank. See `pick_device`."""
@@ -124,7 +118,7 @@ def _number(name: str, *, below: int | None = None) -> int:
 
 
 def scratch_folder() -> Path:
-    """Return the folder in which a locally started rank meets the other ranks and its parent."""
+    """Return the folder of the rendezvous, payload and records of locally started ranks."""
     return Path(os.environ["SHOAL_SCRATCH"])
 
 

@@ -82,9 +82,6 @@ def listen_address(host: str, alone: bool, environment: Mapping[str, str] = os.e
     Args:
         host: name of this machine as known to the other ranks.
         alone: whether all ranks are on this machine.
-
-    Raises:
-        UsageError: a variable names an interface that does not exist.
     """
     if chosen := next((environment[name] for name in INTERFACES if environment.get(name)), ""):
         found = psutil.net_if_addrs()
@@ -104,13 +101,13 @@ def create_store(member: RankEnv, timeout: float) -> dist.Store | None:
     """Return the store of the rendezvous; None under torchrun, which has its own. In a SLURM step, rank 0 hosts it.
 
     Raises:
-        UsageError: the port is in use, or the interface does not exist.
+        UsageError: the port is in use, or a variable names an interface that does not exist.
     """
     if member.how == "local":
         return dist.FileStore(str(scratch_folder() / "store"), member.world_size)
     if member.how == "torchrun":
         return None
-    host, port = member.meeting_point
+    host, port = member.master
     listening: int | None = None  # socket of the first rank, which the store takes over
     if member.rank == 0:
         address = listen_address(host, member.world_size == member.local_world_size)
@@ -135,7 +132,7 @@ def open_port_notice(member: RankEnv) -> str:
     """Return a notice about who can reach the open port of the ranks; "" without an open port."""
     if member.how == "local" or member.rank != 0:
         return ""
-    host, port = member.meeting_point
+    host, port = member.master
     where = "all interfaces"
     if member.how == "slurm":
         where = listen_address(host, member.world_size == member.local_world_size) or where

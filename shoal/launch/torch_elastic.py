@@ -36,11 +36,7 @@ def restarts(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def check_elastic(run_folder: Path | None, environment: Mapping[str, str] = os.environ) -> None:
-    """Reject settings with which torch elastic could not restart.
-
-    Raises:
-        UsageError: the run has no folder by which the next round finds it, or the rounds share a store.
-    """
+    """Reject settings with which torch elastic could not restart: no run folder, or one store for all rounds."""
     if not restarts(environment):
         return
     if run_folder is None:
@@ -57,11 +53,7 @@ def check_elastic(run_folder: Path | None, environment: Mapping[str, str] = os.e
 
 
 def refuse_again(member: RankEnv, environment: Mapping[str, str] = os.environ) -> None:
-    """Fail immediately if the previous attempt ended with bad input: torch elastic restarts after any exit code.
-
-    Raises:
-        UsageError: the error of the previous attempt.
-    """
+    """Raise the `UsageError` of the previous attempt, if any: torch elastic restarts after any exit code."""
     if restarts(environment) and int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
         for last in read_previous_attempt(member):
             if last.usage:
@@ -74,7 +66,7 @@ def will_be_restarted(auto_resume: bool, environment: Mapping[str, str] = os.env
 
 
 def should_resume(run_folder: Path | None, auto_resume: bool, environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether to resume the run in ``run_folder`` although the command does not request it."""
+    """Return whether to resume the run in ``run_folder`` without --resume."""
     return will_be_restarted(auto_resume, environment) and run_folder is not None and (run_folder / RUN_FILE).is_file()
 
 
@@ -112,7 +104,7 @@ def idle(member: RankEnv) -> int:
     The agent would end the round if this worker exited.
     """
     try:
-        host, port = member.meeting_point
+        host, port = member.master
         store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=STORE_TIMEOUT)
         store.wait(["never written"], IDLE_TIMEOUT)
     except RuntimeError:  # the store is gone

@@ -47,10 +47,10 @@ def shared_server() -> PreforkServer:
 
 
 class RankError(Exception):
-    """Error for a call that failed on some ranks; the message has each rank's cause, first failure first.
+    """Error for a call that failed on some ranks.
 
     Attributes:
-        failures: ``(rank, cause)`` in the order of the message; a cause is a remote traceback or how the rank died.
+        failures: ``(rank, cause)``, first failure first; a cause is a remote traceback or how the rank died.
     """
 
     def __init__(self, name: str, ranks: int, failures: list[tuple[int, str]]):
@@ -140,8 +140,7 @@ class Pool:
             Each rank's return value, in the order of the ranks.
 
         Raises:
-            RankError: a rank raised, died or hung. Ranks that died, hung or could not join are replaced; the pool
-                remains usable.
+            RankError: a rank raised, died or hung. Ranks that cannot be used again are replaced.
             ValueError: ``ranks`` is not in ``1 .. size``.
             TypeError: ``fn`` or an argument does not pickle.
         """
@@ -236,11 +235,7 @@ class _Call:
             worker.send((sys.path, *self.calls[number]))
 
     def results(self, workers: list[_Worker], name: str) -> list[Any]:
-        """Return the values in order.
-
-        Raises:
-            RankError: a call failed or timed out.
-        """
+        """Return the values in order; raise `RankError` if a call failed or timed out."""
         for worker in workers:
             self._begin_next(worker)
         while self.busy and (left := self.deadline - time.monotonic()) > 0:

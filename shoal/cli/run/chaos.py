@@ -43,7 +43,7 @@ def run(options: ChaosOptions, config: RunConfig) -> int:
         minutes=options.minutes, every=options.every, show=True,
     )
     if options.out and result.trials:
-        from shoal.testing.chaos.report import write_page
+        from shoal.testing.chaos.run import write_page
 
         write_page(options.out, config, result.trials)
         print(f"written: {options.out}")

@@ -48,7 +48,7 @@ def make_shared_folder(member: RankEnv, environment: Mapping[str, str] = os.envi
 def round_folder(member: RankEnv, environment: Mapping[str, str] = os.environ) -> Path:
     """Return the folder of this host's records in this round, named by job, port, attempt and world size."""
     attempt = environment.get("TORCHELASTIC_RESTART_COUNT", environment.get("SLURM_STEP_ID", "0"))
-    name = f"{_prefix(environment)}{member.meeting_point[1]}-{attempt}-{member.world_size}"
+    name = f"{_prefix(environment)}{member.master[1]}-{attempt}-{member.world_size}"
     return Path(tempfile.gettempdir()) / name
 
 

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from itertools import cycle
@@ -25,14 +25,16 @@ from shoal.engine.data.prepare import prepare
 from shoal.launch.local_launcher import start_rank_server
 from shoal.launch.prefork import PreforkServer
 from shoal.launch.supervisor import PROCESSES_FILE
-from shoal.report.tables import text_table
+from shoal.report.page import page
+from shoal.report.tables import html_table, text_table
 from shoal.spec.config import RunConfig
 from shoal.testing.chaos.chaos import Chaos, Trial, create_supervisor
 from shoal.testing.chaos.fault_types import KINDS, NEED_MOUNTS
 from shoal.testing.chaos.mounts import own_mounts
-from shoal.testing.chaos.report import COLUMNS, count_by_fault, describe_trial
 from shoal.training.check import check
 from shoal.training.resilience.events import read_events
+
+COLUMNS = ("fault", "tried", "survived", "steps lost, mean", "most", "seconds to recover, mean", "most")
 
 
 @dataclass(frozen=True)
@@ -236,3 +238,42 @@ def _captured(log: Path, show: bool) -> Iterator[Console]:
             for number, end in enumerate(ends, start=1):
                 os.dup2(end, number)
                 os.close(end)
+
+
+# ---- report ----------------------------------------------------------------------------------------------------------
+
+
+def count_by_fault(trials: Sequence[Trial]) -> list[tuple[str, ...]]:
+    """Return a row for each kind of fault, and one for all."""
+    rows: list[tuple[str, ...]] = []
+    names = [name for name in KINDS if any(trial.fault == name for trial in trials)]
+    for name in [*names, "all"]:
+        mine = [trial for trial in trials if name in (trial.fault, "all")]
+        lost = [steps for trial in mine for steps in trial.lost]
+        seconds = [each for trial in mine for each in trial.seconds]
+        rows.append((
+            name, str(len(mine)), str(sum(not trial.problems for trial in mine)),
+            f"{mean(lost):.1f}" if lost else "-", str(max(lost)) if lost else "-",
+            f"{mean(seconds):.1f}" if seconds else "-", f"{max(seconds):.1f}" if seconds else "-",
+        ))
+    return rows
+
+
+def describe_trial(number: int, trial: Trial) -> str:
+    """Return a line: fault, moment, cost and problems."""
+    outcome = "; ".join(trial.problems) or "passed"
+    lost = ", ".join(f"{steps:g}" for steps in trial.lost) or "-"
+    seconds = ", ".join(f"{each:g}" for each in trial.seconds) or "-"
+    return f"{number:4} {trial.fault:<21}{trial.moment:<30} {lost:>5} lost {seconds:>6} s  {outcome}"
+
+
+def write_page(path: Path, config: RunConfig, trials: Sequence[Trial]) -> None:
+    """Write a page with the table and every trial."""
+    passed = sum(not trial.problems for trial in trials)
+    lead = (
+        f"{passed} of {len(trials)} faults survived by {config.model.name} on {config.parallel.describe()}: the run "
+        "ended with the state of the undisturbed one, with no remains."
+    )
+    each = [(trial.fault, trial.moment, "; ".join(trial.problems) or "passed") for trial in trials]
+    parts = [html_table(count_by_fault(trials), COLUMNS), "<h2>Every trial</h2>", html_table(each)]
+    path.write_text(page("Faults", lead, parts), encoding="utf-8")

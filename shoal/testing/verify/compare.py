@@ -15,8 +15,7 @@ from shoal.spec.layout import Layout
 from shoal.spec.number_formats import FORMATS, FP64
 from shoal.testing.verify.rank import RankReport
 from shoal.testing.verify.reference import StepFacts, parameter_of
-from shoal.testing.verify.routing_trace import sum_by_layer
-from shoal.testing.verify.trace import traced_modules
+from shoal.testing.verify.trace import sum_by_layer, traced_modules
 
 
 class Tolerance(NamedTuple):

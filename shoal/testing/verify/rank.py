@@ -26,8 +26,7 @@ from shoal.testing.verify.reference import (
     trace_file,
     with_experts,
 )
-from shoal.testing.verify.routing_trace import Choices
-from shoal.testing.verify.trace import ForwardTrace, Tracer, largest, trace_errors
+from shoal.testing.verify.trace import Choices, ForwardTrace, Tracer, largest, trace_errors
 from shoal.training.step.engine import Engine
 
 

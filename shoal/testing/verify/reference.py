@@ -31,8 +31,7 @@ from shoal.spec.number_formats import FORMATS
 from shoal.testing.verify.curvature import estimate_curvature
 from shoal.testing.verify.emulate import accumulate_gradients, emulate_updates, gradient_of
 from shoal.testing.verify.float8 import multiply_in_float8
-from shoal.testing.verify.routing_trace import Choices
-from shoal.testing.verify.trace import Tracer
+from shoal.testing.verify.trace import Choices, Tracer
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class StepTotals:
         loss: mean over the global batch's unmasked tokens [nats].
         gradient_norm: before clipping.
         routing: counts of each expert layer, [layers, `Router.tally`]; None on a rank without any.
-        choices: hash of the experts of all tokens, by layer (`shoal.testing.verify.routing_trace`).
+        choices: hash of the experts of all tokens, by layer (`shoal.testing.verify.trace.Choices`).
         depths: counts of each Mixture-of-Depths layer, [layers, `MixtureOfDepths.tally`]; None on a rank without any.
     """
 
