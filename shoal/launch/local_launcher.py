@@ -17,7 +17,7 @@ from pathlib import Path
 
 from shoal.base.errors import redact
 from shoal.launch.prefork import PreforkServer, PreforkServerEnded, Process, end_processes, local_environment
-from shoal.launch.rank_env import record_path
+from shoal.launch.rank_env import failure_path
 from shoal.launch.watch import watchdog
 from shoal.launch.watch.rank_failure import Ending, Failure
 from shoal.spec.config import FailoverConfig
@@ -179,7 +179,7 @@ class RankProcesses:
         code, record = self.processes[rank].wait(), heartbeat.read(heartbeat.record_path(self.scratch, rank))
         if self.lost and rank == self.lost.rank:
             return replace(self.lost, code=code)
-        path = record_path(self.scratch, rank)
+        path = failure_path(self.scratch, rank)
         if not path.exists():
             return Failure(rank, code, record=record)
         recorded = json.loads(path.read_text())

@@ -133,11 +133,11 @@ def record_end(folder: Path | None, rank: int, error: BaseException) -> tuple[bo
     report = redact(str(error) if usage else "".join(traceback.format_exception(error)))
     if folder is not None:
         ended = {"when": time.monotonic(), "report": report, "usage": usage}
-        write_whole(record_path(folder, rank), json.dumps(ended))  # atomic, in case a signal kills this process
+        write_whole(failure_path(folder, rank), json.dumps(ended))  # atomic, in case a signal kills this process
     return usage, report
 
 
-def record_path(scratch: Path, rank: int) -> Path:
+def failure_path(scratch: Path, rank: int) -> Path:
     """Return the file in which a rank records what ended it."""
     return scratch / f"failure-{rank}.json"
 

@@ -20,7 +20,7 @@ from shoal.engine.device import COLLECTIVE_SECONDS
 from shoal.launch.checks import check_memory
 from shoal.launch.elastic_layout import replan
 from shoal.launch.rank_env import RankEnv
-from shoal.launch.watch.postmortem import read_previous_attempt
+from shoal.launch.watch.peer_watch import read_previous_attempt
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RUN_FILE, RunConfig
 from shoal.training.check import check

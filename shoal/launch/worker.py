@@ -19,8 +19,7 @@ from shoal.engine.data.batches import Dataset, open_dataset
 from shoal.engine.device import allow_reproducible_products, destroy_world
 from shoal.launch.rank_env import RankEnv, detect_rank_env, read_payload, scratch_folder
 from shoal.launch.rendezvous import become_rank, open_port_notice
-from shoal.launch.watch.peer_watch import PeerWatch, make_shared_folder
-from shoal.launch.watch.postmortem import LastState, find_cause, read_previous_attempt
+from shoal.launch.watch.peer_watch import LastState, PeerWatch, find_cause, make_shared_folder, read_previous_attempt
 from shoal.spec.config import build_config
 from shoal.training.async_dp.trainers import trainer_class
 from shoal.training.check import check

@@ -25,6 +25,8 @@ import psutil
 from shoal.base.errors import UsageError
 from shoal.base.section import plain
 from shoal.engine.checkpoint import CheckpointError, list_checkpoints, verify
+from shoal.engine.checkpoint.load import load_checkpoint
+from shoal.engine.checkpoint.manifest import newest, read_manifest
 from shoal.engine.data.prepare import prepare
 from shoal.launch.prefork import PreforkServer
 from shoal.launch.supervisor import PROCESSES_FILE, Supervisor
@@ -33,8 +35,8 @@ from shoal.spec.config import RunConfig, save_config
 from shoal.testing.chaos.fault_injection import COMMITTING, DAMAGES, SAVING, VARIABLE, Planted, disturbed_path
 from shoal.testing.chaos.fault_types import KINDS, MOMENT_OPS, NEED_MOUNTS, REPAIRED, FaultType
 from shoal.testing.chaos.mounts import fill, mount
-from shoal.testing.chaos.run_state import compare_checkpoints, last_checkpoint, step_of_failure, steps_done
 from shoal.training.resilience.events import read_events
+from shoal.training.resilience.heartbeat import read, record_path
 from shoal.training.resilience.host_memory_dir import run_dir
 from shoal.training.run_folder import new_run
 
@@ -294,3 +296,53 @@ def wait_until(condition: Callable[[], object], seconds: float = 300.0) -> bool:
             return False
         time.sleep(POLL_SECONDS)
     return True
+
+
+# ---- run folders -----------------------------------------------------------------------------------------------------
+
+
+def last_checkpoint(run: Path) -> Path | None:
+    found = newest(run / "checkpoints")
+    return Path(str(found.path)) if found else None
+
+
+def compare_checkpoints(one: Path | None, other: Path | None, rounding: float | None) -> list[str]:
+    """Describe the first difference of two checkpoints, if any.
+
+    Args:
+        rounding: allowed difference of a parameter, relative to its largest element; other tensors are not compared.
+            None compares every bit of every tensor.
+    """
+    if one is None or other is None or one.name != other.name:
+        return [f"the last checkpoint is {other and other.name}, not {one and one.name}"]
+    try:
+        manifests = [read_manifest(path) for path in (one, other)]
+        if manifests[0].extra.get("data") != manifests[1].extra.get("data"):
+            return ["the corpus has changed since the undisturbed run"]
+        first, second = (manifest.tensors for manifest in manifests)
+        if rounding is None:
+            differ = [name for name in first if first[name] != second.get(name)]
+            return [f"{len(differ)} tensors of {len(first)} differ, the first is {differ[0]}"] if differ else []
+        a, b = (load_checkpoint(path, prefix="model.") for path in (one, other))
+        for name in (name for name, value in a.items() if value.is_floating_point()):
+            error = float((a[name] - b[name]).abs().max()) / (float(a[name].abs().max()) or 1.0)
+            if error > rounding:
+                return [f"{name} differs by {error:.1e} of its largest element"]
+        return []
+    except (CheckpointError, KeyError) as error:
+        return [str(error)]
+
+
+def steps_done(run: Path) -> int:
+    """Return the steps that a live run has completed; -1 before it began."""
+    try:
+        scratch = Path(json.loads((run / PROCESSES_FILE).read_text())["scratch"])
+    except (OSError, ValueError):
+        return -1
+    record = read(record_path(scratch, 0))
+    return -1 if record is None or record.begun < 0 else record.steps
+
+
+def step_of_failure(run: Path) -> int:
+    """Return the highest step at which a run recorded a failure; 0 if it failed before its first step."""
+    return max((event.get("step", 0) for event in read_events(run) if event["event"] == "failure"), default=0)

@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 
 from shoal.cli.main import main
 from shoal.spec.config import save_config
-from shoal.testing.chaos.chaos import ROUGH, Chaos, Trial
+from shoal.testing.chaos.chaos import ROUGH, Chaos, Trial, compare_checkpoints, last_checkpoint
 from shoal.testing.chaos.fault_injection import COMMITTING, STAGING, damage
 from shoal.testing.chaos.fault_types import KINDS, NEED_MOUNTS
 from shoal.testing.chaos.run import count_by_fault
-from shoal.testing.chaos.run_state import compare_checkpoints, last_checkpoint
 from tests.trainings.runs import shoal
 from tests.trainings.supervised import STEPS, config_of
 

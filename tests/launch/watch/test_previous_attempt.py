@@ -10,7 +10,7 @@ from shoal.base.errors import UsageError
 from shoal.launch.rank_env import RankEnv, record_end
 from shoal.launch.torch_elastic import refuse_again
 from shoal.launch.watch import peer_watch
-from shoal.launch.watch.postmortem import LastState, find_cause, read_previous_attempt
+from shoal.launch.watch.peer_watch import LastState, find_cause, read_previous_attempt
 from shoal.pipeline.program import Action, Op
 from shoal.training.resilience import heartbeat
 from shoal.training.resilience.heartbeat import Heartbeat, Phase
