@@ -31,18 +31,18 @@ def differs(pool: Pool, parallel: dict, model: dict, microbatches: int, steps: i
 
 
 @settings(
-    max_examples=8,
+    max_examples=6,
     deadline=None,
     derandomize=True,
     phases=(Phase.explicit, Phase.generate),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(
-    name=st.sampled_from(sorted(SCHEDULES)), pp=st.sampled_from((2, 3, 4, 8)), tied=st.booleans(),
-    virtual=st.integers(1, 3), more=st.integers(0, 2), data=st.data(),
+    name=st.sampled_from(sorted(SCHEDULES)), pp=st.sampled_from((2, 3, 4)), tied=st.booleans(),
+    virtual=st.integers(1, 2), more=st.integers(0, 1), data=st.data(),
 )
 def test_every_schedule_equals_one_device_or_is_refused(pool, name, pp, tied, virtual, more, data) -> None:
-    microbatches = data.draw(st.integers(1, 3 * pp), "microbatches")
+    microbatches = data.draw(st.integers(1, 2 * pp), "microbatches")
     stages = pp * (SCHEDULES[name].virtual or virtual)
     parallel = {"pp": pp, "schedule": name}
     if SCHEDULES[name].virtual is None:
@@ -81,7 +81,7 @@ COMBINED = {
 def test_schedules_compose_with_the_other_axes(pool, name) -> None:
     parallel, model = COMBINED[name]
     microbatches = 2 * max(2, parallel["pp"])  # the fewest that DualPipe takes
-    assert differs(pool, dict(parallel), {"layers": 7, **model}, microbatches, steps=2) == ""
+    assert differs(pool, dict(parallel), {"layers": 6, **model}, microbatches, steps=2) == ""
 
 
 def test_a_schedule_from_a_file_trains(pool, tmp_path) -> None:
@@ -120,11 +120,11 @@ def any_order(ranks: int, microbatches: int, virtual: int, halves: bool, random:
 
 
 @settings(
-    max_examples=5, derandomize=True, phases=(Phase.explicit, Phase.generate),
+    max_examples=4, derandomize=True, phases=(Phase.explicit, Phase.generate),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(
-    ranks=st.integers(2, 4), microbatches=st.integers(1, 6), virtual=st.integers(1, 2), halves=st.booleans(),
+    ranks=st.integers(2, 3), microbatches=st.integers(1, 6), virtual=st.integers(1, 2), halves=st.booleans(),
     tied=st.booleans(), random=st.randoms(use_true_random=False),
 )
 def test_any_order_that_is_accepted_trains(

@@ -50,9 +50,9 @@ def common(transport: str, parts: list[int], dtype: torch.dtype, seed: int) -> N
 
 
 @both
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
-    ranks=st.integers(2, 8),
+    ranks=st.integers(2, 5),
     parts=st.lists(st.one_of(st.integers(0, 200), st.sampled_from([4096, 60_001])), min_size=1, max_size=3),
     dtype=st.sampled_from(DTYPES[:6]),
     seed=st.integers(0, 99),
@@ -93,7 +93,7 @@ def one_for_all(transport: str, parts: list[int], dtype: torch.dtype, seed: int)
 @both
 @settings(max_examples=6, deadline=None)
 @given(
-    ranks=st.integers(2, 8),
+    ranks=st.integers(2, 5),
     parts=st.lists(st.one_of(st.integers(0, 200), st.just(60_001)), min_size=1, max_size=2),
     dtype=st.sampled_from(DTYPES[:6]),
     seed=st.integers(0, 99),

@@ -50,7 +50,7 @@ def test_every_grain_on_layouts(pool, precision, float8, parallel):
 
 
 @settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck))
-@given(runs(), st.sampled_from(CASES))
+@given(runs(max_ranks=4), st.sampled_from(CASES))
 def test_drawn_layouts(pool, run, case):
     config = in_float8(run, *case)
     try:

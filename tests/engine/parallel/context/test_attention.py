@@ -93,7 +93,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=14, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=9, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_any_spread_attention_is_plain_attention(pool: Pool, case: Case) -> None:
     for found in pool.run(errors, case.layout.cp, case):
