@@ -34,7 +34,7 @@ def init_world(
     world_size: int,
     store: dist.Store | None = None,
     device: torch.device | str = "cpu",
-    timeout: timedelta | float = COLLECTIVE_SECONDS,
+    timeout: float = COLLECTIVE_SECONDS,
 ) -> None:
     """Join the default process group: gloo on CPU, NCCL (with gloo for host tensors) on CUDA.
 
@@ -43,7 +43,7 @@ def init_world(
         world_size: number of processes that join.
         store: rendezvous store; None reads ``MASTER_ADDR`` and ``MASTER_PORT``.
         device: device of this rank from `pick_device`; a CUDA device becomes the current one.
-        timeout: timeout of every collective, a timedelta or seconds.
+        timeout: timeout of every collective, seconds.
 
     Raises:
         UsageError: the rendezvous port is in use.
@@ -57,7 +57,7 @@ def init_world(
             store=store,
             rank=rank,
             world_size=world_size,
-            timeout=timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout),
+            timeout=timedelta(seconds=timeout),
         )
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
@@ -178,11 +178,6 @@ def host_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Te
     return torch.zeros(numel, dtype=dtype, pin_memory=device.type == "cuda")
 
 
-def device_name(device: torch.device) -> str:
-    """Return the product name of a CUDA device, or the CPU's architecture."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-
-
 def has_float8_products(device: torch.device) -> bool:
     """Return whether the device has hardware support for `torch._scaled_mm` with e4m3fn and e5m2.
 
@@ -204,7 +199,7 @@ def peak_flops(dtype: torch.dtype, device: torch.device, local_ranks: int = 1) -
         local_ranks: ranks that share this machine's cores.
     """
     if device.type == "cuda":
-        known = match(device_name(device))
+        known = match(torch.cuda.get_device_name(device))
         return known.peak_flops.get(_KINDS.get(dtype, "")) if known else None
     threads = torch.get_num_threads()
     return _measure_flops(dtype, threads) * min(1.0, usable_cores() / (local_ranks * threads))

@@ -31,27 +31,26 @@ def gather(value: Any, group: Group) -> list[Any]:
     """Return every rank's value, in rank order, on rank 0; an empty list on other ranks."""
     if group is None:
         return [value]
-    data, sizes = _packed(value, group)
-    parts = [torch.empty_like(data) for _ in sizes] if get_rank(group) == 0 else None
-    dist.gather(data, parts, group=group, group_dst=0)
-    return _unpacked(parts or [], sizes)
+    data = _encode(value)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(get_size(group))]
+    dist.all_gather(sizes, torch.tensor([data.numel()]), group=group)
+    padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
+    padded[: data.numel()] = data
+    parts = [torch.empty_like(padded) for _ in sizes] if get_rank(group) == 0 else []
+    dist.gather(padded, parts or None, group=group, group_dst=0)
+    return [json.loads(bytes(part[: int(size)].numpy())) for part, size in zip(parts, sizes, strict=False)]
 
 
 def all_gather(value: Any, group: Group) -> list[Any]:
     """Return every rank's value, in rank order, on every rank."""
-    if group is None:
-        return [value]
-    data, sizes = _packed(value, group)
-    parts = [torch.empty_like(data) for _ in sizes]
-    dist.all_gather(parts, data, group=group)
-    return _unpacked(parts, sizes)
+    return broadcast(gather(value, group), group)
 
 
 def broadcast(value: Any, group: Group) -> Any:
     """Return rank 0's value on every rank."""
     if group is None:
         return value
-    data = _encoded(value)
+    data = _encode(value)
     size = torch.tensor([data.numel()])
     dist.broadcast(size, group=group, group_src=0)
     if get_rank(group) != 0:
@@ -60,19 +59,5 @@ def broadcast(value: Any, group: Group) -> Any:
     return json.loads(bytes(data.numpy()))
 
 
-def _encoded(value: Any) -> torch.Tensor:
+def _encode(value: Any) -> torch.Tensor:
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-
-
-def _packed(value: Any, group: Group) -> tuple[torch.Tensor, list[int]]:
-    """Return the encoded value, padded to the longest of all ranks, and the length of each rank's."""
-    data = _encoded(value)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(get_size(group))]
-    dist.all_gather(sizes, torch.tensor([data.numel()]), group=group)
-    padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
-    padded[: data.numel()] = data
-    return padded, [int(size) for size in sizes]
-
-
-def _unpacked(parts: list[torch.Tensor], sizes: list[int]) -> list[Any]:
-    return [json.loads(bytes(part[:size].numpy())) for part, size in zip(parts, sizes, strict=False)]

@@ -238,7 +238,7 @@ def all_to_all(parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: 
 
 # ---- autograd pairs --------------------------------------------------------------------------------------------
 
-Pass = Callable[[Tensor], Tensor]
+Pass = Callable[[Tensor, Group], Tensor]
 Meanwhile = Callable[[], object]
 """Callback that backward runs during the collective of an entry."""
 
@@ -247,19 +247,19 @@ def _nothing() -> None: ...
 
 
 class _Conjugate(torch.autograd.Function):
-
     @staticmethod
-    def forward(ctx, x: Tensor, function: Pass, conjugate: Pass) -> Tensor:
-        ctx.conjugate = conjugate
-        return function(x)
+    def forward(ctx, x: Tensor, group: Group, function: Pass, conjugate: Pass) -> Tensor:
+        ctx.group, ctx.conjugate = group, conjugate
+        return function(x, group)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        return ctx.conjugate(gradient), None, None
+        return ctx.conjugate(gradient, ctx.group), None, None, None
 
 
-with_conjugate: Callable[[Tensor, Pass, Pass], Tensor] = _Conjugate.apply
-"""Apply a function to a tensor; backward applies another function, its conjugate, to the gradient."""
+def with_conjugate(x: Tensor, group: Group | None, function: Pass, conjugate: Pass) -> Tensor:
+    """Apply a function of a tensor and a group; backward applies another one to the gradient."""
+    return x if group is None else _Conjugate.apply(x, group, function, conjugate)
 
 
 class _ReduceFrom(torch.autograd.Function):
@@ -275,10 +275,8 @@ class _ReduceFrom(torch.autograd.Function):
 
 def copy_to(x: Tensor, group: Group | None, meanwhile: Meanwhile = _nothing) -> Tensor:
     """Enter a region whose ranks each use all of ``x``; backward sums their gradients."""
-    if group is None:
-        return x
 
-    def total(gradient: Tensor) -> Tensor:
+    def total(gradient: Tensor, group: Group) -> Tensor:
         # The gradient can be reduced in place: it comes from matrix products, and only this node reads it.
         gradient = gradient.contiguous()
         work = start_all_reduce(gradient, group)
@@ -286,7 +284,7 @@ def copy_to(x: Tensor, group: Group | None, meanwhile: Meanwhile = _nothing) -> 
         work.wait()
         return gradient
 
-    return with_conjugate(x, lambda x: x.view_as(x), total)
+    return with_conjugate(x, group, lambda x, group: x.view_as(x), total)
 
 
 def reduce_from(x: Tensor, group: Group | None) -> Tensor:
@@ -296,23 +294,21 @@ def reduce_from(x: Tensor, group: Group | None) -> Tensor:
 
 def gather_from(x: Tensor, group: Group | None, dim: int, meanwhile: Meanwhile = _nothing) -> Tensor:
     """Enter a region that needs all of ``x``, which the ranks hold split along ``dim``."""
-    if group is None:
-        return x
 
-    def own_part(gradient: Tensor) -> Tensor:
+    def own_part(gradient: Tensor, group: Group) -> Tensor:
         out, work = start_reduce_scatter(gradient, group, dim)
         meanwhile()
         work.wait()
         return out
 
-    return with_conjugate(x, lambda x: all_gather(x, group, dim), own_part)
+    return with_conjugate(x, group, lambda x, group: all_gather(x, group, dim), own_part)
 
 
 def scatter_to(x: Tensor, group: Group | None, dim: int) -> Tensor:
     """Leave a region of partial sums, keeping this rank's part along ``dim`` of the total."""
-    if group is None:
-        return x
-    return with_conjugate(x, lambda x: reduce_scatter(x, group, dim), lambda gradient: all_gather(gradient, group, dim))
+    return with_conjugate(
+        x, group, lambda x, group: reduce_scatter(x, group, dim), lambda grad, group: all_gather(grad, group, dim)
+    )
 
 
 def all_to_all_dims(
@@ -324,11 +320,9 @@ def all_to_all_dims(
         parts: length of each rank's part of ``split``.
         pieces: length of each rank's piece of ``join``.
     """
-    if group is None:
-        return x
     return with_conjugate(
-        x, lambda x: _exchange(x, group, split, join, parts, pieces),
-        lambda gradient: _exchange(gradient, group, join, split, pieces, parts),
+        x, group, lambda x, group: _exchange(x, group, split, join, parts, pieces),
+        lambda gradient, group: _exchange(gradient, group, join, split, pieces, parts),
     )
 
 

@@ -1,7 +1,7 @@
 """Collectives on parts and rows whose sizes differ between ranks, and their autograd pairs.
 
     forward                                  backward
-    `shard_of`            own part           all-gather
+    `take_shard`          own part           all-gather
     `all_gather_uneven`   all-gather         own part
     `exchange_rows`       all-to-all         reverse all-to-all
     `gather_rows`         all-gather         reduce-scatter
@@ -33,8 +33,8 @@ def part_lengths(n: int, ranks: int) -> list[int]:
 
 
 def _own_part(x: Tensor, group: Group, dim: int, lengths: Sequence[int]) -> Tensor:
-    here = group.rank()
-    return x.narrow(dim, sum(lengths[:here]), lengths[here]).contiguous()
+    rank = group.rank()
+    return x.narrow(dim, sum(lengths[:rank]), lengths[rank]).contiguous()
 
 
 def _gather_parts(x: Tensor, group: Group, dim: int, lengths: Sequence[int]) -> Tensor:
@@ -47,12 +47,11 @@ def _gather_parts(x: Tensor, group: Group, dim: int, lengths: Sequence[int]) -> 
     return torch.cat([part.narrow(dim, 0, n) for part, n in zip(parts, lengths, strict=True)], dim)
 
 
-def shard_of(x: Tensor, group: Group | None, dim: int, lengths: Sequence[int]) -> Tensor:
+def take_shard(x: Tensor, group: Group | None, dim: int, lengths: Sequence[int]) -> Tensor:
     """Take this rank's part of a replicated tensor; backward gathers the full gradient on all ranks."""
-    if group is None:
-        return x
     return with_conjugate(
-        x, lambda x: _own_part(x, group, dim, lengths), lambda gradient: _gather_parts(gradient, group, dim, lengths)
+        x, group, lambda x, group: _own_part(x, group, dim, lengths),
+        lambda gradient, group: _gather_parts(gradient, group, dim, lengths),
     )
 
 
@@ -62,10 +61,9 @@ def all_gather_uneven(x: Tensor, group: Group | None, dim: int, lengths: Sequenc
     Args:
         lengths: length of every rank's part along ``dim``.
     """
-    if group is None:
-        return x
     return with_conjugate(
-        x, lambda x: _gather_parts(x, group, dim, lengths), lambda gradient: _own_part(gradient, group, dim, lengths)
+        x, group, lambda x, group: _gather_parts(x, group, dim, lengths),
+        lambda gradient, group: _own_part(gradient, group, dim, lengths),
     )
 
 
@@ -76,19 +74,15 @@ def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group:
 
 def gather_rows(x: Tensor, counts: Sequence[int], group: Group | None) -> Tensor:
     """Gather the rows of all ranks in rank order, ``counts[i]`` from rank i; backward sums their gradients."""
-    if group is None:
-        return x
     return with_conjugate(
-        x, lambda x: _gather(x, counts, group), lambda gradient: _scatter(gradient, counts, group)
+        x, group, lambda x, group: _gather(x, counts, group), lambda gradient, group: _scatter(gradient, counts, group)
     )
 
 
 def scatter_rows(x: Tensor, counts: Sequence[int], group: Group | None) -> Tensor:
     """Sum the ranks' rows and keep this rank's ``counts[index]`` rows."""
-    if group is None:
-        return x
     return with_conjugate(
-        x, lambda x: _scatter(x, counts, group), lambda gradient: _gather(gradient, counts, group)
+        x, group, lambda x, group: _scatter(x, counts, group), lambda gradient, group: _gather(gradient, counts, group)
     )
 
 

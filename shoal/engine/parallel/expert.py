@@ -27,7 +27,7 @@ from shoal.engine.collectives.uneven import (
     part_lengths,
     permute_rows,
     scatter_rows,
-    shard_of,
+    take_shard,
 )
 from shoal.engine.models.experts.grouped import GroupedExperts
 from shoal.engine.models.experts.layer import MoE
@@ -101,7 +101,7 @@ class TokenShares(TokenPlaces):
                 self.mine = places[mesh.index("cp")][self.local]  # positions of the local tokens
 
     def take(self, x: Tensor) -> Tensor:
-        return x if self.split_already else shard_of(x, self.tp, SEQUENCE, self.lengths)
+        return x if self.split_already else take_shard(x, self.tp, SEQUENCE, self.lengths)
 
     def join(self, y: Tensor) -> Tensor:
         return y if self.split_already else all_gather_uneven(y, self.tp, SEQUENCE, self.lengths)

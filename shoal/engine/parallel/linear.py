@@ -153,7 +153,7 @@ class ColumnLinear(Linear):
 
     def __init__(self, unsplit: nn.Linear, name: str, at: TensorParallel):
         super().__init__(unsplit, at.sink)
-        self.at, self.tokenwise = at, is_tokenwise(name)
+        self.at, self.tokenwise = at, ".mlp." in name  # a feed-forward block processes each token independently
         self.placements = [keep_rows(self, name, part, at, self.parts()) for part, _ in unsplit.named_parameters()]
 
     def parts(self) -> int:
@@ -184,7 +184,7 @@ class RowLinear(Linear):
 
     def __init__(self, unsplit: nn.Linear, name: str, at: TensorParallel):
         super().__init__(unsplit, at.sink)
-        self.at, self.tokenwise = at, is_tokenwise(name)
+        self.at, self.tokenwise = at, ".mlp." in name
         part = self.in_features // at.size
         box = Box((0, at.rank * part), (self.out_features, part))
         self.placements = [keep_box(self, name, "weight", box)]
@@ -280,11 +280,6 @@ class VocabularyLoss(nn.Module):
 
 
 # ---- parameters ------------------------------------------------------------------------------------------------
-
-
-def is_tokenwise(name: str) -> bool:
-    """Return whether a layer belongs to a feed-forward block, which processes each token independently."""
-    return ".mlp." in name
 
 
 def keep_rows(module: nn.Module, name: str, part: str, at: TensorParallel, parts: int) -> ParamPlacement:

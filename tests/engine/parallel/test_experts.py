@@ -18,7 +18,7 @@ from shoal.engine.collectives.uneven import (
     gather_rows,
     part_lengths,
     scatter_rows,
-    shard_of,
+    take_shard,
 )
 from shoal.engine.models.experts.router import SUMS
 from shoal.launch.worker_pool import Pool
@@ -75,7 +75,7 @@ def rows_and_back() -> list[float]:
 
     x = torch.arange(5, dtype=torch.float64).view(1, 5).requires_grad_()
     lengths = part_lengths(5, 3)
-    part = shard_of(x, group, 1, lengths)
+    part = take_shard(x, group, 1, lengths)
     together = all_gather_uneven(part, group, 1, lengths)
     found.append(together - x)
     (gradient,) = torch.autograd.grad((together * torch.arange(5.0)).sum(), x)

@@ -71,23 +71,23 @@ def apply_context_parallel(
             layer.depth.set_submodule("mask", ContextMask(here))
 
 
-class ContextPositions(nn.Module):
-    """`Positions` of this rank's tokens."""
+class ContextModule(nn.Module):
+    """Module that knows the tokens of this rank."""
 
     def __init__(self, at: ContextParallel):
         super().__init__()
         self.at = at
+
+
+class ContextPositions(ContextModule):
+    """`Positions` of this rank's tokens."""
 
     def forward(self, start: int, s: int, device: torch.device) -> Tensor:
         return token_positions(self.at.tokens.chunks(self.at.rank), device)[start : start + s]
 
 
-class ContextMask(nn.Module):
+class ContextMask(ContextModule):
     """`Mask` of this rank's tokens, as `CausalBlocks`."""
-
-    def __init__(self, at: ContextParallel):
-        super().__init__()
-        self.at = at
 
     def forward(self, start: int, s: int, documents: Tensor | None, device: torch.device) -> CausalBlocks:
         tokens, slices = self.at.tokens, self.at.slices(start, s)
@@ -95,12 +95,12 @@ class ContextMask(nn.Module):
         return CausalBlocks(tokens.ring_chunks(self.at.ring.index, slices), keys, documents)
 
 
-class ContextAttention(nn.Module):
+class ContextAttention(ContextModule):
     """`AttentionCore` over the tokens of all ranks."""
 
     def __init__(self, at: ContextParallel, kernel: Kernel):
-        super().__init__()
-        self.at, self.kernel = at, kernel
+        super().__init__(at)
+        self.kernel = kernel
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: CausalBlocks) -> Tensor:
         """Compute attention of this rank's tokens to all tokens that they see.

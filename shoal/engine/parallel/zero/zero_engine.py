@@ -26,6 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -97,15 +98,9 @@ class ShardedParameters:
         self._replicating: list[tuple[Gradients, Pending]] = []
         # A parameter owns its hook outside the garbage collector's view, and this engine owns the parameter: the hook
         # must not own the engine.
-        alive = weakref.ref(self)
-
-        def on_gradient(parameter: nn.Parameter) -> None:
-            engine = alive()
-            assert engine is not None
-            engine._take_gradient(parameter)
-
+        take_gradient: Callable[[], Any] = weakref.WeakMethod(self._take_gradient)
         for parameter in self.places:
-            parameter.register_post_accumulate_grad_hook(on_gradient)
+            parameter.register_post_accumulate_grad_hook(lambda parameter: take_gradient()(parameter))
 
     def expect(self, given: Mapping[Tensor, int]) -> None:
         """Set how many gradient terms each backward passes to `add` for these parameters; autograd gives others one."""
