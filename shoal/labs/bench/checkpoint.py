@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -32,12 +32,7 @@ from shoal.training.resilience.memory_checkpoint import InMemoryCheckpointer
 from shoal.training.resilience.restore import restore
 from shoal.training.step.engine import Engine
 
-KINDS = {
-    "nothing saved": "none",
-    "on disk": "disk",
-    "in memory": "memory",
-    "in memory, and on the next node": "nodes",
-}
+KINDS = ("nothing saved", "on disk", "in memory", "in memory, and on the next node")
 RESTORES = 5  # measurements of a restore
 TARGET = 0.05
 """Maximum stall of a save, as a fraction of a step."""
@@ -118,12 +113,14 @@ class CheckpointBenchmark(Benchmark):
             RaceError: they computed different losses.
         """
         with ExitStack() as stack:
-            folders = {kind: stack.enter_context(self._scratch(on_disk=kind == "disk")) for kind in KINDS.values()}
+            folders = {kind: Path(stack.enter_context(
+                tempfile.TemporaryDirectory(dir=self.disk if kind == "on disk" else self.memory)
+            )) for kind in KINDS}  # fmt: skip
             variants = [
                 Variant(
-                    name, partial(step_with_saves, kind=kind, folder=folders[kind], every=self.every),
+                    kind, partial(step_with_saves, kind=kind, folder=folders[kind], every=self.every),
                     Workload(self.model, sequences=self.sequences), self.ranks,
-                ) for name, kind in KINDS.items()
+                ) for kind in KINDS
             ]  # fmt: skip
             results = take_turns(variants, self.turns, self.every, self.every, notify)
             stalls = [_read_stalls(folder, self.ranks) for folder in folders.values()]
@@ -138,13 +135,12 @@ class CheckpointBenchmark(Benchmark):
         """Return the seconds of restoring all ranks from disk, and from memory (if there are several ranks, after the
         first node has lost its own)."""
         workload = Workload(self.model, sequences=self.sequences)
-        with self._scratch(on_disk=True) as disk, self._scratch() as memory, Pool(self.ranks, tune_process) as pool:
-            return slowest_rank(pool.run(_time_restores, self.ranks, workload, disk, memory, timeout=TIME_LIMIT))
-
-    @contextmanager
-    def _scratch(self, *, on_disk: bool = False) -> Iterator[Path]:
-        with tempfile.TemporaryDirectory(dir=self.disk if on_disk else self.memory) as folder:
-            yield Path(folder)
+        with (
+            tempfile.TemporaryDirectory(dir=self.disk) as disk, tempfile.TemporaryDirectory(dir=self.memory) as memory,
+            Pool(self.ranks, tune_process) as pool,
+        ):  # fmt: skip
+            ranks = pool.run(_time_restores, self.ranks, workload, Path(disk), Path(memory), timeout=TIME_LIMIT)
+        return slowest_rank(ranks)
 
 
 def _read_stalls(folder: Path, ranks: int) -> list[float]:
@@ -160,10 +156,11 @@ def step_with_saves(
     """Build a training step on dp with ZeRO-1 that saves once in every ``every`` steps."""
     engine, group = _build(workload)
     saver: Checkpointer | InMemoryCheckpointer | None = None
-    if kind == "disk":
+    if kind == "on disk":
         saver = Checkpointer(folder / "checkpoints", group=group, keep=1, asynchronous=True)
-    elif kind != "none":
-        saver = InMemoryCheckpointer(folder / "home", folder, group=group, node_ranks=1 if kind == "nodes" else ranks)
+    elif kind != "nothing saved":
+        node_ranks = ranks if kind == "in memory" else 1
+        saver = InMemoryCheckpointer(folder / "home", folder, group=group, node_ranks=node_ranks)
         saver.prepare(engine.state())
 
     def step(number: int) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from math import ceil
@@ -20,7 +20,7 @@ from shoal.base.errors import UsageError
 from shoal.base.files import check_writable, write_whole
 from shoal.base.section import NonEmpty
 from shoal.base.units import BYTES, parse, show_bytes, show_seconds
-from shoal.engine.collectives.group import Group, allocate
+from shoal.engine.collectives.group import allocate
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import all_reduce
 from shoal.engine.cpu_tuning import tune_process
@@ -169,7 +169,7 @@ def _prepare_backend(collective: Collective, each: int) -> Prepared:
     n = dist.get_world_size()
     root = dist.get_rank() == 0
     own = _input(each * (1 if collective in (Collective.GATHER, Collective.ALL_GATHER) else n))
-    x, part, whole = own.clone(), own.new_empty(each), own.new_empty(each * n)
+    x, part, full = own.clone(), own.new_empty(each), own.new_empty(each * n)
 
     def after(work: dist.Work | None, result: Tensor) -> Tensor:
         if work is not None:
@@ -182,11 +182,11 @@ def _prepare_backend(collective: Collective, each: int) -> Prepared:
         Collective.ALL_REDUCE: lambda: after(dist.all_reduce(x), x),
         Collective.SCATTER: lambda: after(dist.scatter(part, list(x.split(each)) if root else None, 0), part),
         Collective.GATHER: lambda: after(
-            dist.gather(x, list(whole.split(each)) if root else None, 0), whole if root else whole[:0]
+            dist.gather(x, list(full.split(each)) if root else None, 0), full if root else full[:0]
         ),
-        Collective.ALL_GATHER: lambda: after(_all_gather(whole, x), whole),
+        Collective.ALL_GATHER: lambda: after(_all_gather(full, x), full),
         Collective.REDUCE_SCATTER: lambda: after(_reduce_scatter(part, x), part),
-        Collective.ALL_TO_ALL: lambda: after(dist.all_to_all_single(whole, x), whole),
+        Collective.ALL_TO_ALL: lambda: after(dist.all_to_all_single(full, x), full),
     }
     return lambda: x.copy_(own), calls[collective]
 
@@ -286,17 +286,17 @@ def time_all_reduces(
     assert group is not None, "a group of several ranks"
     if group.shared is None and "gloo" in ways:
         raise RuntimeError("these processes share no memory, so shoal uses gloo here too")
-    return {size: _time_size(group, size, repeats, ways) for size in sizes}
-
-
-def _time_size(group: Group, size: int, repeats: int, ways: Sequence[str]) -> dict[str, list[float]]:
-    numel = max(1, size // 4)
-    tensors = {way: torch.zeros(numel) for way in ways} | {"common memory": allocate(numel, torch.float32, CPU, group)}
     reduce = {way: dist.all_reduce if way == "gloo" else partial(all_reduce, group=group) for way in ways}
+    seconds = {}
+    for size in sizes:
+        numel = max(1, size // 4)
+        tensors = {way: torch.zeros(numel) for way in ways}
+        tensors["common memory"] = allocate(numel, torch.float32, CPU, group)
+        calls = {way: partial(reduce[way], tensors[way]) for way in ways}
 
-    def begin_together(way: str) -> None:
-        dist.barrier()
-        reduce[way](tensors[way])
+        def begin_together(way: str, calls: Mapping[str, Callable[[], object]] = calls) -> None:
+            dist.barrier()
+            calls[way]()
 
-    calls = {way: partial(reduce[way], tensors[way]) for way in ways}
-    return time_in_turns(calls, repeats, prepare=begin_together, in_a_row=IN_A_ROW)
+        seconds[size] = time_in_turns(calls, repeats, prepare=begin_together, in_a_row=IN_A_ROW)
+    return seconds

@@ -7,7 +7,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +34,7 @@ from shoal.labs.bench.learning.experiment import (
     write_files,
 )
 from shoal.labs.bench.race import quartiles, time_in_turns
-from shoal.labs.bench.step.workload import DTYPES
+from shoal.labs.bench.step.workload import DTYPES, BenchPrecision
 from shoal.report.charts import Points
 from shoal.spec.catalog import Experts, model_shape
 from shoal.spec.config import RunConfig
@@ -61,7 +61,7 @@ class ExpertsBenchmark(Benchmark):
     width: PositiveInt = 4096
     """Total width of a layer's experts: more experts are narrower ones (Dai et al. 2024, "DeepSeekMoE")."""
 
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: BenchPrecision = "fp32"
     """fp32 or bf16."""
 
     repeats: PositiveInt = 15
@@ -162,8 +162,8 @@ class ExpertsBenchmark(Benchmark):
         layers, hidden, _ = self.shape
         if layers < 2 or hidden % 8:
             raise UsageError(
-                f"bench experts --shape {layers} {hidden} ..: every other layer has experts, and there are 4 heads of "
-                "an even width.\n  Use 2 layers or more, and a width that is a multiple of 8."
+                f"bench experts --shape {layers} {hidden} ..: every other layer has experts, and a layer has 4 heads "
+                "of an even width.\n  Use 2 layers or more, and a width that is a multiple of 8."
             )
         runs = train_all(("dense", "switch"), self.seeds, self.configure, notify, validations=20)
         for kind in compare(runs, "dense"):

@@ -111,9 +111,9 @@ def choose_shapes(parameters: int, model: ModelShape | None = None) -> dict[str,
         sizes = {"hidden": hidden, "ffn": 11 * hidden // 4, "heads": 8, "kv_heads": 8, "head_dim": hidden // 8}
         model = model_shape("tiny").model_copy(update=sizes)
     (layer,) = units_of(model, Layout(), StagePart(range(1), first=False, last=False))
-    layers = -(-parameters // sum(math.prod(held.whole) for held in layer))
+    layers = -(-parameters // sum(math.prod(parameter.whole) for parameter in layer))
     units = units_of(model, Layout(), StagePart(range(layers), first=False, last=False))
-    return {held.name: held.whole for unit in units for held in unit}
+    return {parameter.name: parameter.whole for unit in units for parameter in unit}
 
 
 def measure(rule: str, shapes: dict[str, tuple[int, ...]], turns: int, *, products: bool = True) -> list[Row]:

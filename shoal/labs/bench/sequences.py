@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -32,7 +31,7 @@ from shoal.engine.parallel.context.ring import RingAttention, RingPosition
 from shoal.engine.parallel.context.token_order import assign_tokens
 from shoal.labs.bench.benchmark import TIME_LIMIT, Benchmark, Notify, make_table
 from shoal.labs.bench.race import quartiles, slowest_rank, time_in_turns
-from shoal.labs.bench.step.workload import DTYPES
+from shoal.labs.bench.step.workload import DTYPES, BenchPrecision
 from shoal.launch.worker_pool import Pool
 from shoal.pipeline.sequence_slices import best_slices, fit_times, pipeline_time
 from shoal.planning.cost.memory import activations
@@ -263,7 +262,7 @@ class SlicesBenchmark(Benchmark):
     microbatches: PositiveInt = 1
     """Micro-batches in a step."""
 
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: BenchPrecision = "fp32"
     """fp32 or bf16."""
 
     repeats: PositiveInt = 5

@@ -35,7 +35,7 @@ from shoal.labs.bench.race import (
     time_in_turns,
 )
 from shoal.labs.bench.step import benchmark as step_benchmark
-from shoal.labs.bench.step.comparisons import build_races
+from shoal.labs.bench.step.benchmark import build_races
 from shoal.labs.bench.step.torch_baselines import SCHEDULES
 from shoal.labs.bench.step.workload import MatmulWorkload, Workload
 from shoal.launch.worker_pool import Pool

@@ -1,1 +1,1 @@
-"""Training steps of shoal beside those of torch, on the same work."""
+"""Training steps of shoal beside torch's, on the same work."""
