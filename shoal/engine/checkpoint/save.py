@@ -73,8 +73,7 @@ class Checkpointer:
         self._report = report
         self._rank = get_rank(group)
         self._lock: IO[str] | None = None
-        opened = self._attempt(lambda: self._open(fresh)) if self._rank == 0 else None
-        self._nonce = _result(broadcast(opened, group))
+        self._nonce = self._on_first_rank(lambda: self._open(fresh))
         self._memory = torch.empty(0, dtype=torch.uint8)  # reused copies of the pieces that this rank saves
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[tuple[AnyPath, str]] | None = None
@@ -158,11 +157,9 @@ class Checkpointer:
         """Write this rank's part in the background thread; a rank that fails still answers, so that no other rank
         hangs."""
         folder = self._folder / (f".staging-{_name(step)}-{self._nonce}" if self._renames else _name(step))
-        cleared = ""
+        failure, cleared = f"saving step {step} failed: ", ""
         if not self._renames:  # files are written at their final place
-            outcome = self._attempt(lambda: self._clear(folder)) if self._rank == 0 else None
-            outcome = broadcast(outcome, self._group)
-            cleared = self._raise_failure(step, outcome)
+            cleared = self._on_first_rank(lambda: self._clear(folder), failure)
 
         def write() -> tuple[dict, str]:
             plan, data, extra = _result(staged)
@@ -170,15 +167,16 @@ class Checkpointer:
             return write_part(folder, self._rank, plan, data).model_dump(mode="json"), extra
 
         answers = gather(self._attempt(write), self._group)
-        outcome = self._attempt(lambda: self._commit(folder, step, answers)) if self._rank == 0 else None
-        outcome = broadcast(outcome, self._group)
-        return self._folder / _name(step), self._raise_failure(step, outcome) or cleared
+        note = self._on_first_rank(lambda: self._commit(folder, step, answers), failure)
+        return self._folder / _name(step), note or cleared
 
-    def _raise_failure(self, step: int, outcome: dict[str, Any]) -> Any:
-        if outcome["error"]:
+    def _on_first_rank(self, action: Callable[[], Any], failure: str = "") -> Any:
+        """Run an action on rank 0; return its result, or raise its error, on every rank."""
+        outcome = broadcast(self._attempt(action) if self._rank == 0 else None, self._group)
+        if failure and outcome["error"]:
             last = "" if (found := newest(self._folder)) is None else f"\n  The newest checkpoint is {found.path}."
-            raise CheckpointError(f"saving step {step} failed: {outcome['error']}{last}")
-        return outcome["result"]
+            outcome["error"] = failure + outcome["error"] + last
+        return _result(outcome)
 
     def _clear(self, folder: AnyPath) -> str:
         """Clear the folder of a new checkpoint in an object store; return a note for the user."""
@@ -244,13 +242,7 @@ class Checkpointer:
 
     def _open(self, fresh: bool) -> str:
         check_folder(self._folder, fresh=fresh)
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._lock = storage.lock(self._folder / LOCK)
-        except OSError as error:
-            raise _unwritable(self._folder, error) from None
-        if self._lock is None:
-            raise _in_use(self._folder)
+        self._lock = _lock_folder(self._folder)
         for name in filter(UNCOMMITTED.fullmatch, storage.list_names(self._folder)):  # left by a run that was killed
             storage.remove(self._folder / name)
         return secrets.token_hex(4)
@@ -284,25 +276,29 @@ def check_folder(folder: AnyPath, *, fresh: bool) -> None:
         if isinstance(folder, Path):
             try_to_write(folder)
             if storage.exists(folder / LOCK):
-                lock = storage.lock(folder / LOCK)
-                if lock is None:
-                    raise _in_use(folder)
-                lock.close()
+                _lock_folder(folder).close()
     except OSError as error:
         raise _unwritable(folder, error) from None
+
+
+def _lock_folder(folder: AnyPath) -> IO[str]:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = storage.lock(folder / LOCK)
+    except OSError as error:
+        raise _unwritable(folder, error) from None
+    if lock is None:
+        raise CheckpointError(
+            f"another process saves checkpoints into {folder} (on {socket.gethostname()} or elsewhere)."
+            "\n  Stop it, or give this run a folder of its own."
+        )
+    return lock
 
 
 def _unwritable(folder: AnyPath, error: OSError) -> CheckpointError:
     return CheckpointError(
         f"checkpoints cannot be written into {folder}: {error.strerror or error}."
         "\n  Name another folder by checkpoint.folder, or make this one writable."
-    )
-
-
-def _in_use(folder: AnyPath) -> CheckpointError:
-    return CheckpointError(
-        f"another process saves checkpoints into {folder} (on {socket.gethostname()} or elsewhere)."
-        "\n  Stop it, or give this run a folder of its own."
     )
 
 
@@ -317,11 +313,7 @@ def _name(step: int) -> str:
 
 
 def _check_files(folder: AnyPath, parts: Iterable[RankPart]) -> None:
-    """Check that the files of every rank exist: ranks may have separate local folders of this name.
-
-    Raises:
-        CheckpointError: a file is missing, or has another size.
-    """
+    """Check that the files of every rank exist: ranks may have separate local folders of this name."""
     deadline = time.monotonic() + SEEN_SECONDS
     for name, written in chain.from_iterable(part.files.items() for part in parts):
         while _size(folder / name) != written.bytes:

@@ -1,20 +1,32 @@
-"""Attention without parameters: scaled dot products, rotary positions and masks."""
+"""Attention without parameters: scaled dot products, rotary positions, masks, and the context shared by all layers."""
 
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal.engine.models.cache import Slice
+from shoal.engine.models.experts.router import RoutingContext
 from shoal.engine.models.products import backward_of_small_blocks, of_small_blocks
 
 Kernel = Literal["sdpa", "explicit"]
 
 # Limits of the query blocks in explicit attention: more blocks skip more scores, but small products are slow.
 _MAX_BLOCKS, _MIN_ROWS = 4, 256
+
+
+class Context(NamedTuple):
+    """Inputs shared by all layers of one forward pass."""
+
+    rotary: tuple[Tensor, Tensor] | None  # cos, sin: [s, d/2], or [b, 1, s, d/2] if positions differ between sequences
+    mask: Tensor | None  # [b or 1, 1, s, t] bool, True where attention is allowed; None is causal
+    part: Slice | None = None  # cache of earlier tokens if the sequence comes in slices: t = start + s
+    routing: RoutingContext = RoutingContext()
+    documents: Tensor | None = None  # [b, s] document numbers, separated by the mask
 
 
 class AttentionCore(nn.Module):

@@ -21,9 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.engine.models.attention import Mask, causal_mask, rotary_table
+from shoal.engine.models.attention import Context, Mask, causal_mask, rotary_table
 from shoal.engine.models.cache import Slice
-from shoal.engine.models.context import Context
 from shoal.engine.models.experts.gates import sort_tokens
 from shoal.engine.models.experts.router import Tallied, TokenPlaces, WithLoss
 from shoal.spec.catalog import ModelShape

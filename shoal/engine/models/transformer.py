@@ -21,9 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.base.boxes import Box
 from shoal.base.errors import UsageError
-from shoal.engine.models.attention import AttentionCore, Kernel, Mask, Positions, rotary_table, rotate
+from shoal.engine.models.attention import AttentionCore, Context, Kernel, Mask, Positions, rotary_table, rotate
 from shoal.engine.models.cache import Slice
-from shoal.engine.models.context import Context
 from shoal.engine.models.experts.layer import MoE
 from shoal.engine.models.experts.router import RoutingContext
 from shoal.engine.models.feedforward import MLP, SwiGLU, project

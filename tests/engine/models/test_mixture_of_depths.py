@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.base.errors import UsageError
+from shoal.engine.models.attention import Context
 from shoal.engine.models.cache import Slice
-from shoal.engine.models.context import Context
 from shoal.engine.models.experts.router import find_modules
 from shoal.engine.models.loss import IGNORE
 from shoal.engine.models.mixture_of_depths import MixtureOfDepths, choose_highest

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import all_reduce
-from shoal.engine.models.attention import rotary_table
-from shoal.engine.models.context import Context
+from shoal.engine.models.attention import Context, rotary_table
 from shoal.engine.models.loss import IGNORE
 from shoal.engine.models.transformer import Transformer
 from shoal.engine.parallel.placement import ParamPlacement
