@@ -136,7 +136,7 @@ CASES = {
     "a sequence longer than the corpus": option(
         "--data.sequence_length", "1000000", says="one sequence needs data.sequence_length + 1 = 1000001"),
     "JSON lines that are none": corpus(b'{"text": "a"}\n{"te', *JSONL, says="bad.txt, line 2: not JSON"),
-    "JSON nested too deep": corpus(b"[" * 100_000, *JSONL, says="bad.txt, line 1: not JSON that can be read"),
+    "JSON nested too deep": corpus(b"[" * 100_000, *JSONL, says="bad.txt, line 1 is nested too deeply to parse"),
     "JSON lines without the field": corpus(b'{"txet": "a"}\n', *JSONL, says="no field 'text' (data.field)"),
     "JSON lines of numbers": corpus(b'{"text": 3}\n', *JSONL, says="the field 'text' holds int, not text"),
     "a parquet file that is none": corpus(
@@ -144,7 +144,7 @@ CASES = {
     "a cache in a file's place": Bad(
         lambda p: ["train", p.toml, "--data.cache", p.toml], ("data.cache = ", "cannot be used", "can be written")),
     # ---- tokens
-    "a tokenizer that is not there": option("--data.tokenizer", "/no/such.json", says="is neither 'bytes' nor a file"),
+    "a tokenizer that is not there": option("--data.tokenizer", "/no/such.json", says="nor a readable file"),
     "a tokenizer that is none": Bad(
         lambda p: ["train", p.toml, "--data.tokenizer", p.write("t.json", "{}")], ("is not a tokenizer.json",)),
     "a tokenizer without an end": Bad(

@@ -155,9 +155,9 @@ class Manifest(_ManifestModel):
         for name, tensor in self.tensors.items():
             for box in tensor.boxes:
                 if not len(box.offset) == len(box.shape) == len(tensor.shape):
-                    raise ValueError(f"tensor '{name}': a box of other dims than its shape {tensor.shape}")
+                    raise ValueError(f"tensor '{name}': a box has another number of dims than its shape {tensor.shape}")
                 if box.file not in self.files:
-                    raise ValueError(f"tensor '{name}' lies in {box.file}, which is not among the files")
+                    raise ValueError(f"tensor '{name}' is stored in {box.file}, which is not in the list of files")
         return self
 
 

@@ -200,7 +200,7 @@ def find_files(paths: tuple[str, ...], suffix: str, source: str) -> tuple[Path, 
             found = sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file())
         if not found:
             what = f"the folder holds no {suffix or 'files'}" if path.is_dir() else "no such file, folder or match"
-            raise UsageError(f"data.paths: '{given}': {what} (looked from {Path.cwd()}).")
+            raise UsageError(f"data.paths: '{given}': {what} (relative to {Path.cwd()}).")
         files |= dict.fromkeys(p.resolve() for p in found)
     return tuple(files)
 
@@ -248,7 +248,7 @@ def _read_jsonl(path: Path, field: str) -> Iterator[str]:
             try:
                 record = json.loads(line)
             except RecursionError:
-                raise UsageError(f"{where}: not JSON that can be read: it is nested too deep.") from None
+                raise UsageError(f"{where} is nested too deeply to parse as JSON.") from None
             except ValueError as error:  # not JSON, or not UTF-8
                 raise UsageError(f"{where}: not JSON: {error}.") from None
             if not isinstance(record, dict):

@@ -144,7 +144,7 @@ class TokenStream:
         except (OSError, ValueError) as error:
             raise _damaged(path, str(error)) from None
         if len(ids) != shard.tokens:
-            raise _damaged(path, f"{len(ids)} ids where {shard.tokens} were written")
+            raise _damaged(path, f"it has {len(ids)} ids, but {shard.tokens} were written")
         if xxhash.xxh3_64_hexdigest(ids.data) != shard.checksum:
             raise _damaged(path, "its checksum differs from the one in manifest.json")
         _check_ids(ids, self.manifest.vocab_size, str(path))
@@ -198,8 +198,7 @@ def _build(folder: Path, corpus: Corpus, tokenizer: Tokenizer, validation_fracti
                 ids = tokenizer.encode_batch([text for text, _ in batch])
                 for (_, content), tokens in zip(batch, ids, strict=True):
                     _check_ids(tokens, tokenizer.vocab_size, f"the tokenizer {tokenizer.fingerprint}")
-                    if (tokens == tokenizer.end_of_document).any():
-                        raise _ends_inside(content, tokens, tokenizer)
+                    _check_end(content, tokens, tokenizer)
                     writers[split_of(content, validation_fraction)].add(tokens, tokenizer.end_of_document, len(content))
                 advance(sum(len(content) for _, content in batch))
         manifest = CacheManifest(
@@ -276,13 +275,14 @@ def _check_ids(ids: np.ndarray, vocab_size: int, where: str) -> None:
         raise UsageError(f"{where}: token id {largest} is outside the vocabulary of {vocab_size} ids.")
 
 
-def _ends_inside(content: bytes, ids: np.ndarray, tokenizer: Tokenizer) -> UsageError:
-    before = tokenizer.decode(ids[: int((ids == tokenizer.end_of_document).argmax())])[-40:]
-    return UsageError(
-        f"a document of {len(content)} bytes that begins {content[:40].decode(errors='replace')!r} has, after "
-        f"{before!r}, text that data.tokenizer encodes as the end of a document (id {tokenizer.end_of_document})."
-        "\n  Take that text out of the document, or use a tokenizer whose end cannot be written."
-    )
+def _check_end(content: bytes, ids: np.ndarray, tokenizer: Tokenizer) -> None:
+    if (ends := ids == tokenizer.end_of_document).any():
+        before = tokenizer.decode(ids[: int(ends.argmax())])[-40:]
+        raise UsageError(
+            f"a document of {len(content)} bytes that begins with {content[:40].decode(errors='replace')!r} has, after "
+            f"{before!r}, text that data.tokenizer encodes as the end of a document (id {tokenizer.end_of_document})."
+            "\n  Remove that text from the document, or use a tokenizer whose end token no text encodes to."
+        )
 
 
 def _damaged(path: Path, why: str) -> UsageError:

@@ -61,7 +61,7 @@ class FileTokenizer:
             content = read_bytes(path)
         except UsageError as error:
             raise UsageError(
-                f"data.tokenizer = '{path}' is neither 'bytes' nor a file that can be read: {error}"
+                f"data.tokenizer = '{path}' is neither 'bytes' nor a readable file: {error}"
                 f"\n  Use 'bytes', or make the file with: shoal data train-tokenizer"
             ) from None
         self.path = path

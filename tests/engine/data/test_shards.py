@@ -71,7 +71,7 @@ def test_a_document_that_encodes_to_its_end_is_refused(tmp_path):
         if not refused:
             assert open_shards(config, tokenizer).is_dir()
             continue
-        with pytest.raises(UsageError, match=r"begins 'the </s> sat' has, after '.+', text"):
+        with pytest.raises(UsageError, match=r"begins with 'the </s> sat' has, after '.+', text"):
             open_shards(config, tokenizer)
     assert len(list((tmp_path / "cache" / "shards").glob("*/manifest.json"))) == 1
 
@@ -144,7 +144,7 @@ def test_a_changed_byte_is_found_by_name(config):
         TokenStream(folder, "train")
 
 
-@pytest.mark.parametrize(("kept", "why"), [(0, "empty"), (1, "multiple"), (1000, "500 ids where .* were written")])
+@pytest.mark.parametrize(("kept", "why"), [(0, "empty"), (1, "multiple"), (1000, "500 ids, but .* were written")])
 def test_a_short_or_odd_shard_is_found_by_name(config, kept, why):
     folder = open_shards(config, BYTES)
     path = folder / "train-00000.bin"
