@@ -7,14 +7,16 @@ import pytest
 
 from shoal.base.errors import UsageError
 from shoal.cli.main import main
+from shoal.launch.worker_pool import Pool
 from shoal.pipeline.from_layout import check_schedule
 from shoal.planning.search.planner import LayoutPlanner
 from shoal.planning.search.search import search
 from shoal.planning.search.space import LayoutSpace, check_fixed
 from shoal.report.tables import table_lines
 from shoal.spec.catalog import model_shape
-from shoal.spec.config import RUN_FILE, load_config
+from shoal.spec.config import RunConfig, load_config
 from shoal.spec.layout.sizes import check_layout
+from tests.engine.parallel.counting import engine_of
 
 FEW = LayoutSpace(("1f1b", "zb-h1"), most_virtual=2, uneven=False)
 
@@ -42,19 +44,24 @@ def test_the_toml_is_a_run_that_train_takes(tmp_path: Path, capsys: pytest.Captu
     assert html.count("<svg") == 2 and "<script src" not in html
 
 
+def trained_layers(config: RunConfig) -> int:
+    """Train one step of a config; return the number of this rank's layers."""
+    engine = engine_of(config)
+    engine.step(0)
+    return len(engine.stages[0].module.layers)
+
+
 def test_the_toml_trains_as_it_is(
-    tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    pool: Pool, tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is given besides but when to stop."""
     monkeypatch.chdir(tmp_path)
     words = "plan --model tiny --cluster 2xH100 --sequence-length 64 --global-batch 8"
     assert main([*words.split(), "--fix", "pp=2,stage_layers=1/3", "--toml", "plan.toml"]) == 0
     printed = capfd.readouterr().out
     assert "stages of 1 + 3 layers" in printed and Path("plan.toml").read_text() in printed
-    assert main(["train", "plan.toml", "--train.steps", "1"]) == 0, capfd.readouterr()
-    (run,) = Path("runs").iterdir()
-    config = load_config(run / RUN_FILE)
-    assert (config.parallel.pp, config.parallel.stage_layers, config.train.steps) == (2, (1, 3), 1)
+    config = load_config(Path("plan.toml"))
+    assert (config.parallel.pp, config.parallel.stage_layers) == (2, (1, 3))
+    assert pool.run(trained_layers, 2, config) == [1, 3]
 
 
 def test_the_fewest_devices_hold_it_and_fewer_do_not() -> None:

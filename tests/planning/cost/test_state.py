@@ -39,7 +39,7 @@ def held(config: RunConfig) -> tuple[dict[str, int], dict[str, int]]:
     return found, {name: getattr(said, name) for name in found}
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(runs(), st.sampled_from(sorted(RULES)), st.sampled_from(sorted(POLICIES)))
 def test_any_rank_of_any_layout_holds_what_the_formulas_say(
     pool: Pool, config: RunConfig, optimizer: str, precision: str

@@ -106,7 +106,7 @@ def problems(draw: st.DrawFn) -> tuple[EstimatedRun, LayoutSpace]:
     return with_memory(run, space, draw(st.sampled_from((0.0, 0.3, 0.6, 1.0)))), space
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
 @given(problems())
 def test_the_search_finds_what_brute_force_finds(problem: tuple[EstimatedRun, LayoutSpace]) -> None:
     run, space = problem
