@@ -30,7 +30,7 @@ from shoal.pipeline.simulator.columns import build_columns
 from shoal.planning.cost.memory import activations
 from shoal.planning.cost.memory.state import state_bytes
 from shoal.planning.cost.micro_batch import EightBits, MicroBatch
-from shoal.planning.cost.parameters import StagePart, parts_of
+from shoal.planning.cost.parameters import StagePart, rank_parts
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RUNS, RunConfig
 from shoal.spec.layout import Layout
@@ -82,13 +82,13 @@ def count_rank_memory(
     )
     kept = np.zeros(program.stages)  # bytes kept from a forward until its backward
     for rank in range(layout.pp if layout.schedule != "terapipe" else 0):
-        for stage, part in zip(program.rank_stages(rank), parts_of(shape, program, rank), strict=True):
+        for stage, part in zip(program.rank_stages(rank), rank_parts(shape, program, rank), strict=True):
             saved = activations.stage(forward, part.layers, first=part.first, last=part.last)
             kept[stage] = activations.total(saved)
     peaks = build_columns(program).peak_bytes(kept, 0.0)
     every = []
     for rank in range(layout.pp):
-        state = state_bytes(shape, layout, policy, config.optimizer.name, parts_of(shape, program, rank))
+        state = state_bytes(shape, layout, policy, config.optimizer.name, rank_parts(shape, program, rank))
         relaxed = count_method_bytes(config, state, policy)
         weights, optimizer = relaxed.weights, relaxed.optimizer + state.estimating
         if shares and layout.zero in (1, 2):  # full parameters are in one shared memory, of which a rank counts a shard

@@ -70,7 +70,7 @@ def check_names(precision: str, optimizer: str) -> None:
     """
     for option, given, known in (("precision", precision, FORMATS), ("optimizer", optimizer, OPTIMIZERS)):
         if given not in known:
-            raise UsageError(f"--{option} {given}: there is none; {did_you_mean(given, known)}")
+            raise UsageError(f"--{option} {given}: unknown; {did_you_mean(given, known)}")
 
 
 def check_device(run: EstimatedRun) -> None:

@@ -41,7 +41,7 @@ class Estimate(StagePrices):
 
     @cached_property
     def stages(self) -> list[StageTimes]:
-        return [self.stage_of(part) for part in self.parts]
+        return [self.stage_times(part) for part in self.parts]
 
     @cached_property
     def times(self) -> np.ndarray:
@@ -51,7 +51,7 @@ class Estimate(StagePrices):
     @cached_property
     def finishing(self) -> np.ndarray:
         """[stages, 3] Seconds of reduction, optimizer and gather."""
-        return np.array([self.finish_of(part) for part in self.parts])
+        return np.array([self.finish_times(part) for part in self.parts])
 
     @cached_property
     def step_seconds(self) -> float:
@@ -160,12 +160,13 @@ class Estimate(StagePrices):
     @cached_property
     def memory(self) -> list[PeakMemory]:
         """Peak memory of every pipeline rank, for the first of its tensor-parallel and data-parallel ranks."""
-        whole, half = ([float(of(part)) for part in self.parts] for of in (self.kept_of, self.between_of))
-        before = live_before_backwards(self.columns, whole, half, self.message).T.tolist()
+        kept = [float(self.activation_bytes(part)) for part in self.parts]
+        half = [float(self.split_backward_bytes(part)) for part in self.parts]
+        before = live_before_backwards(self.columns, kept, half, self.message).T.tolist()
         versions = self.timeline.weight_versions.tolist()
         held = [self.program.rank_stages(rank) for rank in range(self.program.ranks)]
         return [
-            self.memory_of([self.parts[s] for s in stages], [alive_at(before[s]) for s in stages], copies)
+            self.peak_memory([self.parts[s] for s in stages], [alive_at(before[s]) for s in stages], copies)
             for stages, copies in zip(held, versions, strict=True)
         ]
 

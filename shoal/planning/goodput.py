@@ -7,7 +7,7 @@ restart of R seconds. With exponential failures, also during saves and restarts,
     M e^(R/M) (e^((tau + delta)/M) - 1) / tau     for a second of work         (Daly 2006, equation 20)
 
 is exact. Young's square root (1974) and Daly's series (2006, equation 37) approximate the tau that minimises it. A save
-that is copied at once and written in the background becomes valid phi seconds later, when it is written: a failure
+that is copied immediately and written in the background becomes valid phi seconds later, when it is written: a failure
 before that also costs the previous interval. After each failure, the first save is valid after R + tau + delta + phi,
 and each further one tau + delta later, so R + phi replaces R. The number of spare nodes determines how often a restart
 must wait for a repair.

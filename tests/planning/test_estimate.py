@@ -19,7 +19,7 @@ from shoal.engine.optim.muon import is_hidden_matrix
 from shoal.engine.optim.muon_distribution import assign_matrices
 from shoal.engine.optim.orthogonal import orthogonal_flops
 from shoal.planning.cost.memory.state import state_bytes
-from shoal.planning.cost.parameters import StagePart, units_of
+from shoal.planning.cost.parameters import StagePart, list_units
 from shoal.planning.describe import describe_run
 from shoal.planning.estimate import Estimate
 from shoal.planning.run import EstimatedRun
@@ -88,7 +88,7 @@ def test_a_host_ahead_of_its_accelerator_is_a_floor_under_the_step() -> None:
 def test_adding_gradients_up_reads_each_and_reads_and_writes_its_sum() -> None:
     found = estimate(LAYOUT)
     for part, times in zip(found.parts, found.stages, strict=True):
-        moved = (2 + 4 + 4) * sum(found.elements_of(part))  # bfloat16, and sums in float32
+        moved = (2 + 4 + 4) * sum(found.stage_elements(part))  # bfloat16, and sums in float32
         assert times.adding == pytest.approx(found.slower * moved / found.hbm, rel=1e-4)
         assert times.backward_weight == times.matrices + times.adding
 
@@ -214,8 +214,8 @@ def test_muons_products_and_exchange_by_hand() -> None:
 def test_the_busiest_owner_has_what_the_turns_give_it(ranks: int, wide: bool) -> None:
     shape = model_shape("llama-3.2-1b")
     said = state_bytes(shape, Layout(), FORMATS["bf16"], "muon", [StagePart(range(shape.layers))]).orthogonal
-    hidden = {held.name: held.whole for unit in units_of(shape, Layout(), StagePart(range(shape.layers)))
-              for held in unit if is_hidden_matrix(held.name, held.whole)}  # fmt: skip
+    hidden = {held.name: held.global_shape for unit in list_units(shape, Layout(), StagePart(range(shape.layers)))
+              for held in unit if is_hidden_matrix(held.name, held.global_shape)}  # fmt: skip
     owners = zip(*assign_matrices(hidden, ranks, wide=wide), strict=True)
     each = [sum(orthogonal_flops(m.shape, wide=wide) for turn in owner for m in turn) for owner in owners]
     assert sum(each) == said.busiest(1, wide=wide)

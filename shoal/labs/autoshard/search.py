@@ -21,7 +21,7 @@ from shoal.labs.autoshard.notation.notation import NamedMesh
 from shoal.labs.autoshard.plan import Baseline, ShardingPlan, StagePlan, build_plan
 from shoal.labs.autoshard.stages import AssignedStage, Part, find_pipeline, latency
 from shoal.planning.cost.memory.stage import allocator_excess
-from shoal.planning.cost.time.communication import ring_of
+from shoal.planning.cost.time.communication import ring_group
 from shoal.planning.cost.time.engine_layer import attained
 from shoal.spec.catalog.calibration import cluster_calibration
 from shoal.spec.catalog.clusters import Cluster
@@ -191,7 +191,7 @@ class StageSearch:
         cluster, devices = self.target.cluster, part[0] * part[1]
         size = self.layers.boundary(first) * self.target.formats.compute.itemsize / TRACED / devices
         apart = cluster.per_node if cluster.nodes > 1 else 1
-        return 2 * ring_of(attained(cluster), 2, apart).send(size) if size and cluster.size > 1 else 0.0
+        return 2 * ring_group(attained(cluster), 2, apart).send(size) if size and cluster.size > 1 else 0.0
 
     def plan(self, first: int, last: int, part: Part, left: int) -> ShardingPlan:
         """Find the best sharding of some layers on a part, as the first of ``left`` stages.

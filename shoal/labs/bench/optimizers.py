@@ -26,7 +26,7 @@ from shoal.engine.optim.shards import Shard, ShardPart, Shards
 from shoal.engine.optim.sophia import Sophia
 from shoal.labs.bench.benchmark import Benchmark, Notify, Row, choose_names, make_table
 from shoal.labs.bench.race import quartiles, time_in_turns
-from shoal.planning.cost.parameters import StagePart, units_of
+from shoal.planning.cost.parameters import StagePart, list_units
 from shoal.spec.catalog import ModelShape, model_shape
 from shoal.spec.config import OptimizerConfig
 from shoal.spec.layout import Layout
@@ -110,10 +110,10 @@ def choose_shapes(parameters: int, model: ModelShape | None = None) -> dict[str,
         hidden = 1024 if parameters >= 50_000_000 else 512
         sizes = {"hidden": hidden, "ffn": 11 * hidden // 4, "heads": 8, "kv_heads": 8, "head_dim": hidden // 8}
         model = model_shape("tiny").model_copy(update=sizes)
-    (layer,) = units_of(model, Layout(), StagePart(range(1), first=False, last=False))
-    layers = -(-parameters // sum(math.prod(parameter.whole) for parameter in layer))
-    units = units_of(model, Layout(), StagePart(range(layers), first=False, last=False))
-    return {parameter.name: parameter.whole for unit in units for parameter in unit}
+    (layer,) = list_units(model, Layout(), StagePart(range(1), first=False, last=False))
+    layers = -(-parameters // sum(math.prod(parameter.global_shape) for parameter in layer))
+    units = list_units(model, Layout(), StagePart(range(layers), first=False, last=False))
+    return {parameter.name: parameter.global_shape for unit in units for parameter in unit}
 
 
 def measure(rule: str, shapes: dict[str, tuple[int, ...]], turns: int, *, products: bool = True) -> list[Row]:

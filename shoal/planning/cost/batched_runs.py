@@ -1,4 +1,4 @@
-"""Many runs at once: one array per property that affects the time and memory of a step.
+"""Many runs together: one array per property that affects the time and memory of a step.
 
 Input of the closed forms in `shoal.planning.cost.time.step` and `shoal.planning.cost.memory.published_software`, which
 price a hundred thousand layouts in one pass of numpy. Letters are the usual ones: b, s, h, a, L, v.

@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
-from shoal.planning.cost.parameters import SPLITTING, LocalParameter, StagePart, units_of
+from shoal.planning.cost.parameters import SPLITTING, LocalParameter, StagePart, list_units
 from shoal.spec.catalog import ModelShape
 from shoal.spec.layout import Layout
 
@@ -85,7 +85,7 @@ class Filled(NamedTuple):
     used: list[tuple[int, ...]]
 
 
-def buckets_of(shape: ModelShape, layout: Layout, part: StagePart, itemsize: int, *index: int) -> Filled:
+def fill_buckets(shape: ModelShape, layout: Layout, part: StagePart, itemsize: int, *index: int) -> Filled:
     """Return a stage's buckets: one per unit with ZeRO-3, otherwise filled up to `Layout.bucket_bytes`.
 
     Args:
@@ -96,7 +96,7 @@ def buckets_of(shape: ModelShape, layout: Layout, part: StagePart, itemsize: int
     return _filled(shape, tuple(getattr(layout, name) for name in SPLITTING), part, limit, itemsize, *index)
 
 
-def elements_of(shape: ModelShape, layout: Layout, part: StagePart, *index: int) -> tuple[int, int]:
+def count_elements(shape: ModelShape, layout: Layout, part: StagePart, *index: int) -> tuple[int, int]:
     """Return a stage's parameters on one rank, without padding: non-expert and expert parameters."""
     found = {False: 0, True: 0}
     for unit in _members(shape, tuple(getattr(layout, name) for name in SPLITTING), part, *index):
@@ -136,8 +136,8 @@ def _filled(
 def _members(shape: ModelShape, splitting: tuple, part: StagePart, *index: int) -> list[Grouped]:
     """Return, for each unit, the parameters with their own bucket, and the rest."""
     kinds = [(shape.sparse(i), shape.skips(i)) for i in part.layers]
-    alike = {kind: _layer(shape, splitting, kind, *index) for kind in set(kinds)}
-    units = [alike[kind] for kind in kinds]
+    of_kind = {kind: _layer(shape, splitting, kind, *index) for kind in set(kinds)}
+    units = [of_kind[kind] for kind in kinds]
     if part.first:
         units.insert(0, _grouped(shape, splitting, StagePart(range(0), True, False, part.shared), *index))
     if part.last:
@@ -155,7 +155,7 @@ def _layer(shape: ModelShape, splitting: tuple, kind: tuple[bool, bool], *index:
 def _grouped(shape: ModelShape, splitting: tuple, part: StagePart, *index: int) -> Grouped:
     """Return the groups of a part's single unit, cached for all stages that contain it and all ZeRO stages."""
     layout = PLAIN.model_copy(update=dict(zip(SPLITTING, splitting, strict=True)))
-    (unit,) = units_of(shape, layout, part, *index)
+    (unit,) = list_units(shape, layout, part, *index)
     together: dict[bool, list[LocalParameter]] = {}
     for held in unit:
         if not held.alone:

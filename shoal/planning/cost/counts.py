@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from shoal.engine.parallel.context.token_order import TokenAssignment, assign_tokens
 from shoal.pipeline.program import BACKWARDS, FORWARDS, SENDS, WEIGHTS, Action, Op, Program
-from shoal.planning.cost.buckets import Bucket, Filled, buckets_of
+from shoal.planning.cost.buckets import Bucket, Filled, fill_buckets
 from shoal.planning.cost.memory.optimizer_state import in_order
 from shoal.planning.cost.micro_batch import MicroBatch
 from shoal.planning.cost.parameters import LocalParameter, StagePart, stage_parts
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from shoal.engine.collectives.mesh import Mesh  # imports torch
 
 ROUTED = 3  # values that a router counts besides the tokens of each expert (`shoal.engine.models.experts.router`)
-FORESEEN = 4  # values counted by a mixture-of-depths router, incl. predictor loss
+PREDICTED = 4  # values counted by a mixture-of-depths router, incl. predictor loss
 NUMBER = 8  # bytes of each value that the step itself sums: losses, norms, token counts
 
 
@@ -105,7 +105,7 @@ class RankCounts:
         """
         layout = self.run.layout
         if layout.sync != "all-reduce":
-            raise ValueError("there is no formula for what this run sends")
+            raise ValueError("no formula exists for the bytes that this run sends")
         sent = Sent()
         for action in self.actions:
             if action.op in FORWARDS or action.op in BACKWARDS:
@@ -213,7 +213,7 @@ class RankCounts:
 
     def _filled(self, stage: int) -> Filled:
         index = self.mesh.index("tp"), self.mesh.index("ep"), self.mesh.index("etp")
-        return buckets_of(self.run.shape, self.run.layout, self.parts[stage], self.policy.reduce.itemsize, *index)
+        return fill_buckets(self.run.shape, self.run.layout, self.parts[stage], self.policy.reduce.itemsize, *index)
 
     def _partial(self, stage: Filled, chunks: Sequence[int]) -> Counter[str]:
         """Return the elements in this rank's shards whose gradients also need a sum over a non-replica axis."""
@@ -244,7 +244,7 @@ class RankCounts:
             counted = NUMBER * layers * (ROUTED + self.run.shape.experts.count)
             sent["world", "all-reduce"] += all_reduced(counted, mesh.size("world"))
         if self.run.shape.depths:  # mixture-of-depths statistics
-            counted = NUMBER * len(self.run.shape.depths.layers(self.run.shape.layers)) * FORESEEN
+            counted = NUMBER * len(self.run.shape.depths.layers(self.run.shape.layers)) * PREDICTED
             sent["world", "all-reduce"] += all_reduced(counted, mesh.size("world"))
         if updates > 1:  # each stage learns whether its own gradients are finite
             for axis in ("tp", "replicas"):

@@ -39,7 +39,7 @@ def stage_parts(shape: ModelShape, program: Program) -> list[StagePart]:
     return of_copy * program.model_copies
 
 
-def parts_of(shape: ModelShape, program: Program, pp_index: int) -> list[StagePart]:
+def rank_parts(shape: ModelShape, program: Program, pp_index: int) -> list[StagePart]:
     """Return the parts of the stages of one pipeline rank."""
     parts = stage_parts(shape, program)
     return [parts[stage] for stage in program.rank_stages(pp_index)]
@@ -50,7 +50,7 @@ class LocalParameter(NamedTuple):
 
     Attributes:
         name: name in the model.
-        whole: global shape.
+        global_shape: shape of the unsharded parameter.
         box: local part.
         allocated: elements, padding included.
         partial: the mesh axis over which its gradient is a partial sum, if any.
@@ -60,7 +60,7 @@ class LocalParameter(NamedTuple):
     """
 
     name: str
-    whole: tuple[int, ...]
+    global_shape: tuple[int, ...]
     box: Box
     allocated: int
     partial: str = ""
@@ -71,10 +71,10 @@ class LocalParameter(NamedTuple):
 
 Unit = list[LocalParameter]
 """Parameters that are gathered together: the embedding, a layer, or the final norm and the head."""
-SPLITTING = ("tp", "tp_x", "sequence_parallel", "ep", "etp")  # all layout fields that `units_of` reads
+SPLITTING = ("tp", "tp_x", "sequence_parallel", "ep", "etp")  # all layout fields that `list_units` reads
 
 
-def units_of(
+def list_units(
     shape: ModelShape, layout: Layout, part: StagePart, tp_index: int = 0, ep_index: int = 0, etp_index: int = 0
 ) -> list[Unit]:
     """Return the parameters of a stage on one tensor-parallel rank, in forward order."""
@@ -85,7 +85,7 @@ def units_of(
     y_index, x_index = divmod(tp_index, x)  # grid indices; (tp_index, 0) in one dimension
     summed = ("tp" if x == 1 else "tp_y") if tp > 1 and layout.sequence_parallel else ""
 
-    def whole(
+    def replicated(
         name: str, *size: int
     ) -> LocalParameter:  # except the hidden (last) dim, which a grid splits
         *others, last = size
@@ -104,37 +104,37 @@ def units_of(
         return LocalParameter(name, (out, width), box, box.numel)
 
     def norm(name: str) -> Iterator[LocalParameter]:
-        yield whole(f"{name}.weight", h)
+        yield replicated(f"{name}.weight", h)
         if bias:
-            yield whole(f"{name}.bias", h)
+            yield replicated(f"{name}.bias", h)
 
-    def block_of(name: str, size: int, parts: int) -> LocalParameter:  # on a grid
+    def grid_rows(name: str, size: int, parts: int) -> LocalParameter:  # on a grid
         copies, each = y // min(y, parts), size // min(y, parts)
         box = Box((y_index // copies * each, x_index * (h // x)), (each, h // x))
         return LocalParameter(name, (size, h), box, box.numel, f"tp_y/{copies}" if copies > 1 else "", copies)
 
-    def into(name: str, size: int, parts: int = tp) -> Iterator[LocalParameter]:  # column-parallel
+    def column_parallel(name: str, size: int, parts: int = tp) -> Iterator[LocalParameter]:  # column-parallel
         weight = f"{name}.weight"
-        yield rows(weight, size, h, parts=parts) if x == 1 else block_of(weight, size, parts)
+        yield rows(weight, size, h, parts=parts) if x == 1 else grid_rows(weight, size, parts)
         if bias:
             yield rows(f"{name}.bias", size, parts=parts)
 
-    def out_of(name: str, size: int) -> Iterator[LocalParameter]:  # row-parallel
+    def row_parallel(name: str, size: int) -> Iterator[LocalParameter]:  # row-parallel
         yield columns(f"{name}.weight", h, size)
         if bias:
-            yield whole(f"{name}.bias", h)
+            yield replicated(f"{name}.bias", h)
 
     def layer(i: int) -> Iterator[LocalParameter]:
         if shape.skips(i):
             width = shape.mod.predictor
-            yield whole(f"layers.{i}.depth.router", h)
-            yield whole(f"layers.{i}.depth.predictor_up", width, h)
-            yield whole(f"layers.{i}.depth.predictor_down", width)
+            yield replicated(f"layers.{i}.depth.router", h)
+            yield replicated(f"layers.{i}.depth.predictor_up", width, h)
+            yield replicated(f"layers.{i}.depth.predictor_down", width)
         yield from norm(f"layers.{i}.attention_norm")
-        yield from into(f"layers.{i}.attention.q", q)
-        yield from into(f"layers.{i}.attention.k", kv, group)
-        yield from into(f"layers.{i}.attention.v", kv, group)
-        yield from out_of(f"layers.{i}.attention.out", q)
+        yield from column_parallel(f"layers.{i}.attention.q", q)
+        yield from column_parallel(f"layers.{i}.attention.k", kv, group)
+        yield from column_parallel(f"layers.{i}.attention.v", kv, group)
+        yield from row_parallel(f"layers.{i}.attention.out", q)
         yield from norm(f"layers.{i}.mlp_norm")
         if not shape.sparse(i):
             yield from block(f"layers.{i}.mlp", shape.ffn)
@@ -156,13 +156,13 @@ def units_of(
 
     def block(name: str, width: int) -> Iterator[LocalParameter]:
         for part in ("up",) if bias else ("gate", "up"):
-            yield from into(f"{name}.{part}", width)
-        yield from out_of(f"{name}.down", width)
+            yield from column_parallel(f"{name}.{part}", width)
+        yield from row_parallel(f"{name}.down", width)
 
     units = []
     if part.first:
         embed = [rows("embed.token.weight", shape.vocab, h, alone=part.shared)]
-        units.append(embed + ([whole("embed.position.weight", shape.max_sequence, h)] if bias else []))
+        units.append(embed + ([replicated("embed.position.weight", shape.max_sequence, h)] if bias else []))
     units += [list(layer(i)) for i in part.layers]
     if part.last:
         last = list(norm("norm"))

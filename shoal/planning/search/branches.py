@@ -17,7 +17,7 @@ from shoal.pipeline.schedules import SCHEDULES
 from shoal.planning.cost.time.stage import StagePrices
 from shoal.planning.run import EstimatedRun
 from shoal.planning.search.outline import Order, Outline
-from shoal.planning.search.space import Fields, LayoutSpace, depth_of, pipelines, splits
+from shoal.planning.search.space import Fields, LayoutSpace, pipeline_depth, pipelines, splits
 
 SLACK = 1e-9  # relative rounding error between a bound and a time
 
@@ -112,7 +112,7 @@ def _pipes(
     """Yield a schedule's pipelines by split of the layers; pipelines with equal placement share an outline."""
     schedule = SCHEDULES[fields["schedule"]]
     placement = schedule.placement(pp, schedule.virtual or fields["virtual_stages"])
-    for split in splits(run.shape, pp, depth_of(pp, fields), space):
+    for split in splits(run.shape, pp, pipeline_depth(pp, fields), space):
         layers = split["stage_layers"] or ()
         copies = schedule.model_copies
         if (key := (placement, copies, layers)) not in known:

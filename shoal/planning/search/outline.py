@@ -2,7 +2,7 @@
 
 A rank cannot begin before its first micro-batch has reached it, must do all work of its stages, and the last gradient
 must still travel to the first stage. Each bound follows from the order of the passes of *one* micro-batch, so it holds
-for every order of many. Bounds are computed for any number of layouts at once.
+for every order of many. Bounds are computed for any number of layouts together.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from shoal.pipeline.schedules import SCHEDULES
 from shoal.planning.cost.memory.stage import TIMES, Alive, alive_at
 from shoal.planning.cost.parameters import StagePart, stage_parts
 from shoal.spec.catalog import ModelShape
+from shoal.spec.schedules import SPLIT_BACKWARD
 
-WHOLE = frozenset({"1f1b", "interleaved-1f1b", "gpipe", "looped-bfs", "naive"})
-"""Schedules with full backwards: a gradient is sent only after the weight gradients are computed as well."""
 CHANGE = {op: (op in FORWARDS) - (op in WEIGHTS) for op in Op}
 """Change in the number of micro-batches alive."""
-Alike = tuple[list[StagePart], list[Alive]]
+EqualRanks = tuple[list[StagePart], list[Alive]]
 """Ranks with equal contents: their stages, and for each stage the maximum alive on one of the ranks."""
 
 
@@ -31,16 +30,16 @@ class Order(NamedTuple):
     """Properties of a schedule that bounds need.
 
     Attributes:
-        whole: backwards are not split.
+        full_backwards: backwards are not split: a gradient is sent after the weight gradients, too.
         limited: rank r of p keeps p - r micro-batches in flight, as in 1F1B.
     """
 
-    whole: bool
+    full_backwards: bool
     limited: bool
 
     @staticmethod
     def of(schedule: str) -> Order:
-        return Order(schedule in WHOLE, schedule == "1f1b")
+        return Order(schedule not in SPLIT_BACKWARD, schedule == "1f1b")
 
 
 class Ends(NamedTuple):
@@ -83,11 +82,11 @@ class Outline:
         kind: [stages] the kind of each stage.
         counts: [kinds, 5] multiplicities of the times in `StagePrices.linear`, for each kind.
         holder: [stages] the pipeline rank of each.
-        alike: groups of ranks with equal contents, as (the stage numbers of each rank, the contents of these stages).
+        groups: groups of ranks with equal contents, as (the stage numbers of each rank, the contents of these stages).
     """
 
     def __init__(self, shape: ModelShape, program: Program):
-        parts, kinds, alike = stage_parts(shape, program), dict[tuple, int](), dict[tuple, list[np.ndarray]]()
+        parts, kinds, groups = stage_parts(shape, program), dict[tuple, int](), dict[tuple, list[np.ndarray]]()
         keys = []
         for part in parts:
             sparse = sum(map(shape.sparse, part.layers)) if shape.experts else 0
@@ -99,8 +98,8 @@ class Outline:
         self._by_rank = np.argsort(self.holder, kind="stable")
         self._starts = np.searchsorted(self.holder[self._by_rank], np.arange(program.ranks))
         for held in np.split(self._by_rank, self._starts[1:]):
-            alike.setdefault(tuple(self.kind[held]), []).append(held)
-        self.alike = [(same, [parts[stage] for stage in same[0]]) for same in alike.values()]
+            groups.setdefault(tuple(self.kind[held]), []).append(held)
+        self.groups = [(same, [parts[stage] for stage in same[0]]) for same in groups.values()]
         same_rank = np.append(False, self.holder[1:] == self.holder[:-1])
         begins = np.arange(len(parts)) % self.depth == 0
         self.beside = same_rank & ~begins
@@ -110,7 +109,7 @@ class Outline:
 
     @property
     def first(self) -> list[StagePart]:
-        return self.alike[0][1]
+        return self.groups[0][1]
 
     @property
     def first_holders(self) -> np.ndarray:
@@ -134,11 +133,11 @@ class Outline:
         ends = np.arange(self.copies + 1) * np.reshape(microbatches, (-1, 1)) // self.copies
         return np.repeat(np.diff(ends).astype(float), self.depth, axis=1)
 
-    def alive(self, most: np.ndarray) -> list[Alike]:
+    def alive(self, most: np.ndarray) -> list[EqualRanks]:
         """Return all groups of equal ranks, with the given numbers alive. [times, stages]"""
         there = np.flatnonzero(most.max(axis=1) >= 0)  # few of the times occur
         times, most = [TIMES[i] for i in there], most[there]
-        found = [(parts, most[:, np.array(same)].max(axis=1).T.tolist()) for same, parts in self.alike]
+        found = [(parts, most[:, np.array(same)].max(axis=1).T.tolist()) for same, parts in self.groups]
         return [(parts, [alive_at(stage, times) for stage in of_stages]) for parts, of_stages in found]
 
     # ---- bounds of time ------------------------------------------------------------------------------------------
@@ -165,14 +164,14 @@ class Outline:
             microbatches: [layouts] micro-batches through the pipeline, or one number.
         """
         forward, inputs, weights = times
-        upward = inputs + weights if order.whole else inputs  # the part that the previous stage waits for
+        upward = inputs + weights if order.full_backwards else inputs  # the part that the previous stage waits for
         through, hop = self.through(microbatches), np.reshape(hop, (-1, 1))
         begins = self.least_by_rank(self._before(forward) + hop * self.hops)
         left = self.least_by_rank(self._before(upward) + hop * self.hops)
         busy = begins + self.sum_by_rank(through * (forward + inputs + weights))
         # A rank's last gradient passes through all previous stages; the first still computes its weight gradients.
         drained = (begins + self.sum_by_rank(through * (forward + upward)) + left).max(axis=1)
-        if not order.whole:
+        if not order.full_backwards:
             drained = drained + weights[:, :: self.depth].min(axis=1)
         if order.limited:  # rank r of p has p - r micro-batches in flight, which is its throughput per round trip
             most = np.arange(len(self._starts), 0, -1)

@@ -159,8 +159,8 @@ class LayoutPlanner:
         sizes = [(1, each) for each in range(1, machine.per_node + 1)]
         if machine.nic:
             sizes += [(nodes, machine.per_node) for nodes in range(2, MOST_NODES + 1)]
-        weights, room = run.shape.parameters() * run.policy.compute.itemsize, StageMemory(run).capacity
-        enough = (self.sized(nodes, each) for nodes, each in sizes if nodes * each * room >= weights)
+        weights, capacity = run.shape.parameters() * run.policy.compute.itemsize, StageMemory(run).capacity
+        enough = (self.sized(nodes, each) for nodes, each in sizes if nodes * each * capacity >= weights)
         return next(filter(None, (self.best_on(cluster, progress) for cluster in enough)), None)
 
     def what_if(self, progress: Progressing | None = None) -> dict[str, Plan | None]:

@@ -1,7 +1,7 @@
-"""Lower bounds of time and memory for all ways to shard state over replicas, computed at once.
+"""Lower bounds of time and memory for all ways to shard state over replicas, computed together.
 
 Closed forms in arrays with one entry per sharding of `shoal.planning.search.space.shardings`. No entry exceeds the
-result of `StagePrices` for the same layout (`stage_of`, `finish_of`, `memory_of`), because padding is ignored.
+result of `StagePrices` for the same layout (`stage_times`, `finish_times`, `peak_memory`), because padding is ignored.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ReplicaChoices:
         self.reshard = np.array([[way.get("reshard_after_forward", True)] for way in ways])
         axes = [("shard", "replicate"), ("edp_shard", "edp_replicate")][: 2 if run.shape.experts else 1]
         self.groups = [
-            [CommunicationGroup.of_many([one.group(axis) for one in stages]) for axis in two] for two in axes
+            [CommunicationGroup.stack([one.group(axis) for one in stages]) for axis in two] for two in axes
         ]
         self.storage, self.compute, self.reduce = (
             format.itemsize for format in (run.policy.storage, run.policy.compute, run.policy.reduce)
@@ -49,14 +49,14 @@ class ReplicaChoices:
         """Return lower bounds of a rank's peak bytes, from the activations alive at the start of each pass. [ways]
 
         Args:
-            alive: see `StagePrices.memory_of`.
+            alive: see `StagePrices.peak_memory`.
         """
         worst = 0.0
         for part, there in zip(parts, alive, strict=True):
             of_kind: dict[Half, float] = {}
             for (kind, *_), most in there.items():
                 of_kind[kind] = max(most, of_kind.get(kind, most))
-            worst = max([worst, *(most + plain.most(part, kind) for kind, most in of_kind.items())])
+            worst = max([worst, *(most + plain.peak_transient(part, kind) for kind, most in of_kind.items())])
         return self.reserved(plain, parts, worst)
 
     def _held(self, plain: StagePrices, parts: Sequence[StagePart]) -> np.ndarray:
@@ -65,7 +65,7 @@ class ReplicaChoices:
         key = (plain.run.layout.sequence_parallel, *kinds)
         if key not in self.held:
             found = np.zeros(self.zero.shape)
-            every = np.sum([plain.elements_of(part) for part in parts], axis=0)
+            every = np.sum([plain.stage_elements(part) for part in parts], axis=0)
             for elements, (cut, _) in zip(every, self.groups, strict=False):
                 here = elements / cut.ranks
                 masters = here * self.storage if self.storage != self.compute else 0.0
@@ -85,14 +85,14 @@ class ReplicaChoices:
             seconds: [3, stages] of a forward and of both halves of a backward, without these additions.
         """
         layout, slower = plain.run.layout, plain.slower * plain.run.passes
-        every, whole, filled = (
+        every, units, filled = (
             np.array([price(part) for part in parts]).T
-            for price in (plain.elements_of, lambda part: plain.messages_of(part, 3),
-                          lambda part: plain.messages_of(part, 0))
+            for price in (plain.stage_elements, lambda part: plain.message_counts(part, 3),
+                          lambda part: plain.message_counts(part, 0))
         )  # fmt: skip
         gathered, reduced, reductions, updated, gathers = np.zeros((5, len(self.ways), len(parts)))
-        for elements, units, buckets, (cut, over) in zip(every, whole, filled, self.groups, strict=False):
-            messages, sharded = np.where(self.zero == 3, units, buckets), cut.ranks > 1
+        for elements, of_units, buckets, (cut, over) in zip(every, units, filled, self.groups, strict=False):
+            messages, sharded = np.where(self.zero == 3, of_units, buckets), cut.ranks > 1
             gather = sharded * cut.all_gather(elements * self.compute, messages)
             reduction = sharded * cut.reduce_scatter(elements * self.reduce, messages)
             gathered += (self.zero == 3) * gather
@@ -101,9 +101,9 @@ class ReplicaChoices:
             reductions += (self.zero == 1) * reduction
             reductions += (over.ranks > 1) * over.all_reduce(elements * self.reduce / cut.ranks, messages)
             gathers += ((self.zero > 0) & (self.zero < 3)) * gather
-        behind = gathered * self.reshard + (reduced if layout.overlap else 0.0)
+        in_backward = gathered * self.reshard + (reduced if layout.overlap else 0.0)
         # Not all of a forward can hide communication; backwards are longer with ZeRO-2 and 3, and hide more.
-        passes = sum(exposed_sharding(gathered, behind, seconds[0] / slower, plain.constants))
+        passes = sum(exposed_sharding(gathered, in_backward, seconds[0] / slower, plain.constants))
         hides = np.where(self.zero < 2, seconds[1] + seconds[2], 1e30)
         sizes = every[: len(self.groups)].sum(axis=0) * self.reduce
         reductions = exposed_reduction(plain.run.passes * reductions, sizes, hides, layout, plain.constants)

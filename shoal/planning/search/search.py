@@ -24,19 +24,19 @@ from shoal.pipeline.program import build_program
 from shoal.pipeline.schedules import SCHEDULES
 from shoal.pipeline.simulator.columns import Columns, live_before_backwards
 from shoal.pipeline.simulator.player import Player
-from shoal.planning.cost.memory.activations import of_layers
+from shoal.planning.cost.memory.activations import layers_bytes
 from shoal.planning.cost.memory.stage import PeakMemory, StageMemory
 from shoal.planning.cost.parameters import StagePart
 from shoal.planning.cost.time.stage import StagePrices
 from shoal.planning.estimate import Estimate
 from shoal.planning.run import EstimatedRun
 from shoal.planning.search.branches import SLACK, Branch, WorkItem, branches
-from shoal.planning.search.outline import Alike, Outline, first_rank
+from shoal.planning.search.outline import EqualRanks, Outline, first_rank
 from shoal.planning.search.replicas import ReplicaChoices
-from shoal.planning.search.space import LEVELS, Fields, LayoutSpace, layout_of, meshes, shardings, works
+from shoal.planning.search.space import LEVELS, Fields, LayoutSpace, build_layout, meshes, shardings, works
 from shoal.spec.layout import Layout
 
-TOLD_APART = (
+FAMILY = (
     "dp", "tp", "cp", "ulysses", "ep", "etp", "pp", "schedule", "virtual_stages", "micro_batch", "recompute",
 )  # fmt: skip
 Progressing = Callable[[int, int, "Plan"], None]
@@ -86,7 +86,7 @@ class Plan:
 
 def family(layout: Layout) -> tuple:
     """Return the fields that distinguish layouts of a list; in all others each layout is the best of its kind."""
-    return tuple(getattr(layout, name) for name in TOLD_APART)
+    return tuple(getattr(layout, name) for name in FAMILY)
 
 
 def search(
@@ -138,7 +138,7 @@ class PlacedModel:
     @cached_property
     def kept(self) -> np.ndarray:
         """[stages] Bytes of activations that a micro-batch keeps alive."""
-        return self.outline.each(self.plain.kept_of)
+        return self.outline.each(self.plain.activation_bytes)
 
     @cached_property
     def kept_first(self) -> np.ndarray:
@@ -197,7 +197,7 @@ class Candidate(NamedTuple):
     stages: StagePrices
     seconds: np.ndarray
     launched: float
-    alive: list[Alike]
+    alive: list[EqualRanks]
 
 
 class Search:
@@ -218,7 +218,7 @@ class Search:
         self.replicas: dict[tuple, ReplicaChoices] = {}
         self.placed: dict[tuple[StagePrices, Outline], PlacedModel] = {}
         self.families: dict[tuple, PricedLayout] = {}
-        self.room = StageMemory(run, self.known).capacity
+        self.capacity = StageMemory(run, self.known).capacity
 
     def all(self, progress: Progressing | None = None) -> None:
         """Visit all branches, in order of their lower bound."""
@@ -272,8 +272,8 @@ class Search:
             return True
         plain = self._priced(degrees, way, {"zero": 0})
         part = StagePart(range(-(-shape.layers // degrees["pp"])), first=False, last=False)
-        kept = of_layers(plain.forward, part.layers)
-        return bool((self._replicas(degrees, way).reserved(plain, [part], kept) <= self.room).any())
+        kept = layers_bytes(plain.forward, part.layers)
+        return bool((self._replicas(degrees, way).reserved(plain, [part], kept) <= self.capacity).any())
 
     def _replicas(self, degrees: Fields, way: Fields) -> ReplicaChoices:
         """Return the ways to shard on a mesh, for any micro-batch."""
@@ -287,7 +287,7 @@ class Search:
         """Return the stage prices for every schedule and every split."""
         key = (*degrees.values(), *way.values(), *shards.values())
         if key not in self.priced:
-            layout = layout_of(self.space, degrees, way, shards)
+            layout = build_layout(self.space, degrees, way, shards)
             self.priced[key] = StagePrices(replace(self.run, layout=layout), self.known)
         return self.priced[key]
 
@@ -301,7 +301,7 @@ class Search:
         placed = self.placed[key]
         begun = first_rank(fields["schedule"], degrees["pp"], microbatches, len(outline.first))
         alive = float((begun @ placed.kept_first).max())
-        room = self.room * (1 + SLACK) - placed.empty
+        room = self.capacity * (1 + SLACK) - placed.empty
         if not (plain.with_holes(alive) <= room).any():
             return None
         fits = plain.with_holes(alive + placed.working) <= room  # slower to evaluate
@@ -325,18 +325,18 @@ class Search:
         self.plan.played += len(found)
         steps = [self._step(candidate, float(least)) for least, candidate in zip(seconds, found, strict=True)]
         for i in np.argsort(steps, kind="stable"):
-            layout = layout_of(self.space, *found[i].levels)
+            layout = build_layout(self.space, *found[i].levels)
             if self._wanted(layout, steps[i]):  # otherwise skip the memory, which is slow to compute
-                each = (found[i].stages.memory_of(*of) for of in found[i].alive)
+                each = (found[i].stages.peak_memory(*of) for of in found[i].alive)
                 memory = max(each, key=lambda memory: memory.reserved)
-                if memory.reserved <= self.room:
+                if memory.reserved <= self.capacity:
                     self._keep(PricedLayout(steps[i], layout, memory))
 
     def _step(self, candidate: Candidate, least: float) -> float:
         """Return the seconds of a step, including the case of fewer cores than ranks."""
         if self.run.cluster.at_once is None or least > self.limit:
             return least
-        run = replace(self.run, layout=layout_of(self.space, *candidate.levels))
+        run = replace(self.run, layout=build_layout(self.space, *candidate.levels))
         return Estimate(run, known=self.known).step_seconds
 
     def _candidates(self, bounded: BoundedBranch, columns: Columns) -> Iterator[Candidate]:
@@ -344,15 +344,15 @@ class Search:
         ways = np.flatnonzero(of_way <= self.limit).tolist()
         if not ways:
             return
-        outline, between = branch.pipe.outline, branch.pipe.outline.each(plain.between_of)
+        outline, between = branch.pipe.outline, branch.pipe.outline.each(plain.split_backward_bytes)
         alive = outline.alive(live_before_backwards(columns, placed.kept, between, plain.message))
         fits = np.array([placed.replicas.at_worst(plain, *of) for of in alive]).max(axis=0)
         through = outline.through(microbatches)[0]
-        for shards in (placed.replicas.ways[i] for i in ways if fits[i] <= self.room * (1 + SLACK)):
+        for shards in (placed.replicas.ways[i] for i in ways if fits[i] <= self.capacity * (1 + SLACK)):
             stages = self._priced(degrees, way, shards)
-            priced = [stages.stage_of(part) for part in outline.kinds]
+            priced = [stages.stage_times(part) for part in outline.kinds]
             times = np.array([each.passes for each in priced]).T[:, outline.kind]
-            reduce, step, gather = finishing = outline.each(stages.finish_of)
+            reduce, step, gather = finishing = outline.each(stages.finish_times)
             host = through * np.array([each.launched for each in priced])[outline.kind] + finishing.sum(axis=0)
             longest = np.full_like(step, outline.sum_by_rank(step).max())
             levels = (degrees, way, branch.pipe.fields, branch.pipe.split, shards)

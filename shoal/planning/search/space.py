@@ -73,12 +73,12 @@ def layouts(run: EstimatedRun, space: LayoutSpace) -> Iterator[Layout]:
         for work in works(run, degrees, space):
             microbatches = run.global_batch // (degrees["dp"] * work["micro_batch"])
             for pipe in pipelines(degrees["pp"], microbatches, run.shape.layers, space):
-                for split in splits(run.shape, degrees["pp"], depth_of(degrees["pp"], pipe), space):
+                for split in splits(run.shape, degrees["pp"], pipeline_depth(degrees["pp"], pipe), space):
                     for shards in shardings(degrees, space):
-                        yield layout_of(space, degrees, work, pipe, split, shards)
+                        yield build_layout(space, degrees, work, pipe, split, shards)
 
 
-def layout_of(space: LayoutSpace, *levels: Fields) -> Layout:
+def build_layout(space: LayoutSpace, *levels: Fields) -> Layout:
     """Build a layout from a choice on each level; other fields are fixed or have their default."""
     values = {name: value for name, value in space.fixed.items() if name in OTHERS}
     for level in levels:
@@ -155,7 +155,7 @@ def pipelines(pp: int, microbatches: int, layers: int, space: LayoutSpace) -> It
             choices = [(None, schedule.virtual)]
         for virtual, each in choices:
             pipe = {"schedule": name, "virtual_stages": virtual}
-            if depth_of(pp, pipe) > layers or not space.allows("virtual_stages", virtual):
+            if pipeline_depth(pp, pipe) > layers or not space.allows("virtual_stages", virtual):
                 continue
             if not schedule.refuses(pp, microbatches, each):
                 yield pipe
@@ -217,7 +217,7 @@ def shardings(degrees: Fields, space: LayoutSpace) -> tuple[Fields, ...]:
     return tuple(f for f in found if all(space.allows(*item, dp) for item in f.items()))
 
 
-def depth_of(pp: int, pipe: Fields) -> int:
+def pipeline_depth(pp: int, pipe: Fields) -> int:
     """Return the number of stages that a micro-batch passes through."""
     schedule = SCHEDULES[pipe["schedule"]]
     return pp * (schedule.virtual or pipe["virtual_stages"]) // schedule.model_copies

@@ -11,7 +11,7 @@ from shoal.launch.worker_pool import Pool
 from shoal.planning.cost.memory import activations
 from shoal.planning.cost.memory.activations import Saved, korthikanti
 from shoal.planning.cost.micro_batch import EightBits, MicroBatch
-from shoal.planning.cost.parameters import parts_of
+from shoal.planning.cost.parameters import rank_parts
 from shoal.spec.catalog import model_shape
 from shoal.spec.config import Float8Config, RunConfig, build_config
 from shoal.spec.layout import Layout
@@ -52,7 +52,7 @@ def both(config: RunConfig) -> tuple[int, int]:
         masked=config.data.document_mask, fused_norm=engine.policy.compute.itemsize >= 4,
         eight=EightBits.of(engine.policy.formats, config.float8),
     )
-    part = parts_of(engine.shape, engine.program, engine.mesh.index("pp"))[0]
+    part = rank_parts(engine.shape, engine.program, engine.mesh.index("pp"))[0]
     said = activations.stage(run, part.layers, first=part.first, last=part.last)
     return sum(kept(engine).values()), activations.total([s for s in said if kept_by_autograd(s, layout)])
 

@@ -10,7 +10,7 @@ from shoal.labs.collectives.description import Collective
 from shoal.labs.collectives.price import lower_bound, price
 from shoal.labs.collectives.textbook import describe
 from shoal.labs.collectives.topology import Wire, islands, ring
-from shoal.planning.cost.time.communication import extent_of, ring_of
+from shoal.planning.cost.time.communication import axis_extent, ring_group
 from shoal.spec.catalog.clusters import cluster
 from shoal.spec.layout import Layout
 
@@ -27,7 +27,7 @@ def priced(name: str, nodes: int, per_node: int, algorithm: str = "ring", size: 
 @settings(max_examples=15, deadline=None)
 @given(st.integers(2, 8))
 def test_a_ring_inside_a_node_is_the_priced_one(ranks: int) -> None:
-    ring = ring_of(cluster("8xH100"), ranks)
+    ring = ring_group(cluster("8xH100"), ranks)
     assert ring.all_gather(64e6) == pytest.approx(priced("all-gather", 1, ranks))
     assert ring.all_reduce(64e6) <= priced("all-reduce", 1, ranks) * (1 + 1e-9)
     assert ring.all_reduce(1e12) == pytest.approx(2 * ring.all_gather(1e12), rel=1e-3)
@@ -36,7 +36,7 @@ def test_a_ring_inside_a_node_is_the_priced_one(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_through_memory_any_collective_has_the_latency_of_an_all_reduce(ranks: int) -> None:
     machine = cluster("8xH100")
-    rings, memory = ring_of(machine, ranks), ring_of(replace(machine, at_once=2), ranks)
+    rings, memory = ring_group(machine, ranks), ring_group(replace(machine, at_once=2), ranks)
     latency = rings.all_reduce(0.0)
     for size in (0.0, 64e6):
         assert memory.all_reduce(size) == rings.all_reduce(size)
@@ -46,17 +46,17 @@ def test_through_memory_any_collective_has_the_latency_of_an_all_reduce(ranks: i
 @settings(max_examples=15, deadline=None)
 @given(st.integers(2, 16))
 def test_a_ring_of_one_rank_in_each_node_is_the_priced_one(nodes: int) -> None:
-    ring = ring_of(cluster(f"{nodes}x8xH100"), nodes, stride=8)
+    ring = ring_group(cluster(f"{nodes}x8xH100"), nodes, stride=8)
     assert ring.all_gather(64e6) == pytest.approx(priced("all-gather", nodes, 1))
     assert ring.reduce_scatter(64e6) == pytest.approx(priced("reduce-scatter", nodes, 1))
 
 
 def test_a_ring_over_nodes_leaves_each_by_all_its_adapters() -> None:
     """8 adapters of 50 GB/s are 400 GB/s a node, less than a rank's 450 GB/s inside."""
-    assert ring_of(cluster("4x8xH100"), 32).bandwidth == 400e9
-    assert ring_of(cluster("4x8xH100"), 16, stride=2).bandwidth == 200e9
-    assert ring_of(cluster("4x8xH100-IB800"), 32).bandwidth == 450e9
-    thin = [ring_of(replace(cluster("8x8xH100"), thin=0.5), ranks) for ranks in (16, 64)]
+    assert ring_group(cluster("4x8xH100"), 32).bandwidth == 400e9
+    assert ring_group(cluster("4x8xH100"), 16, stride=2).bandwidth == 200e9
+    assert ring_group(cluster("4x8xH100-IB800"), 32).bandwidth == 450e9
+    thin = [ring_group(replace(cluster("8x8xH100"), thin=0.5), ranks) for ranks in (16, 64)]
     assert [ring.bandwidth for ring in thin] == pytest.approx([400e9, 200e9]), "a half where the nodes are four times"
     assert thin[0].hop == thin[1].hop == 50e9, "but not of a message to the next"
 
@@ -64,7 +64,7 @@ def test_a_ring_over_nodes_leaves_each_by_all_its_adapters() -> None:
 @pytest.mark.parametrize(("nodes", "here"), [(1, 8), (2, 1), (4, 1), (2, 4), (2, 8), (4, 8), (8, 8), (5, 8)])
 def test_an_all_to_all_leaves_a_node_by_each_ranks_own_adapter(nodes: int, here: int) -> None:
     """Message by message what stays inside is not at the same time as what leaves; of 64 GB latencies are nothing."""
-    group = ring_of(cluster(f"{max(2, nodes)}x8xH100"), nodes * here, stride=8 // here)
+    group = ring_group(cluster(f"{max(2, nodes)}x8xH100"), nodes * here, stride=8 // here)
     size, ranks = 64e9, nodes * here
     found = group.all_to_all(size * (ranks - 1) / ranks)
     exact = priced("all-to-all", nodes, here, "pairwise", size)
@@ -79,7 +79,7 @@ def test_an_all_to_all_on_a_ring_takes_a_quarter_of_an_all_gather(ranks: int) ->
     """jax-ml/scaling-book, sharding: V/(4 W) against V/W. Rounds of pairs use the links of one direction at a time."""
     machine = cluster({4: "v5p-128", 8: "v5p-1024", 16: "v6e-256"}[ranks])
     assert machine.torus[-1] == ranks
-    group, size = ring_of(machine, ranks), 64e9
+    group, size = ring_group(machine, ranks), 64e9
     found = group.all_to_all(size * (ranks - 1) / ranks)
     assert group.all_gather(ranks * size) / found == pytest.approx(4 * (ranks - 1) / ranks, rel=1e-3)
     wire = Wire(machine.inside.latency, machine.inside.bandwidth)
@@ -89,10 +89,10 @@ def test_an_all_to_all_on_a_ring_takes_a_quarter_of_an_all_gather(ranks: int) ->
 
 def test_a_message_to_the_next_rank_takes_one_link() -> None:
     machine = cluster("2x8xH100")
-    assert ring_of(machine, 8).send(64e6) == pytest.approx(64e6 / 450e9, rel=0.03)
+    assert ring_group(machine, 8).send(64e6) == pytest.approx(64e6 / 450e9, rel=0.03)
     for ranks, stride in ((16, 1), (4, 4), (2, 8)):
-        assert ring_of(machine, ranks, stride).send(64e6) == pytest.approx(64e6 / 50e9, rel=0.03)
-    assert ring_of(cluster("v5p-8192"), 16).send(64e6) == pytest.approx(64e6 / 90e9, rel=0.03)
+        assert ring_group(machine, ranks, stride).send(64e6) == pytest.approx(64e6 / 50e9, rel=0.03)
+    assert ring_group(cluster("v5p-8192"), 16).send(64e6) == pytest.approx(64e6 / 90e9, rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_an_axis_is_a_ring_only_where_its_ends_are_connected(name: str, torus: t
     (Google Cloud, TPU v5p); else a line."""
     machine = cluster(name)
     assert machine.torus == torus
-    assert ring_of(machine, torus[-1]).bandwidth == axis
+    assert ring_group(machine, torus[-1]).bandwidth == axis
 
 
 @given(
@@ -115,7 +115,7 @@ def test_an_axis_is_a_ring_only_where_its_ends_are_connected(name: str, torus: t
     st.floats(1, 1e10),
 )
 def test_no_collective_beats_what_must_be_sent(name: str, ranks: int, stride: int, size: float) -> None:
-    ring = ring_of(cluster(name), ranks, stride)
+    ring = ring_group(cluster(name), ranks, stride)
     volume = float(lower_bound(Collective.ALL_GATHER, ranks).volume)
     assert ring.all_gather(size) >= volume * size / ring.bandwidth
     assert ring.all_reduce(size) >= 2 * volume * size / ring.bandwidth
@@ -123,7 +123,7 @@ def test_no_collective_beats_what_must_be_sent(name: str, ranks: int, stride: in
 
 def test_axes_lie_as_the_mesh_has_them() -> None:
     layout = Layout(dp=8, zero=1, zero_shard=4, tp=8, pp=8)
-    assert [extent_of(layout, axis) for axis in ("tp", "dp_shard", "dp_replicate", "dp", "pp")] == [
+    assert [axis_extent(layout, axis) for axis in ("tp", "dp_shard", "dp_replicate", "dp", "pp")] == [
         (8, 1), (4, 8), (2, 32), (8, 8), (8, 64),
     ]
 
@@ -132,5 +132,5 @@ def test_a_torus_adds_its_axes() -> None:
     """v5p: 90 GB/s a link and direction; an axis 180, all three 540 GB/s."""
     machine = cluster("v5p-8192")  # 16 x 16 x 16
     assert machine.torus == (16, 16, 16)
-    assert [ring_of(machine, n).bandwidth for n in (8, 16, 256, 4096)] == [90e9, 180e9, 360e9, 540e9]
-    assert ring_of(machine, 16, stride=256).bandwidth == 180e9
+    assert [ring_group(machine, n).bandwidth for n in (8, 16, 256, 4096)] == [90e9, 180e9, 360e9, 540e9]
+    assert ring_group(machine, 16, stride=256).bandwidth == 180e9

@@ -6,7 +6,7 @@ import pytest
 from shoal.planning.cost.batched_runs import Runs
 from shoal.planning.cost.memory.published_software import footprint
 from shoal.planning.cost.memory.stage import outside_allocator
-from shoal.planning.cost.time.step import stages_of
+from shoal.planning.cost.time.step import split_layers
 from shoal.spec.catalog.calibration import Calibration, calibration
 from tests.planning.cost.test_step import LLAMA
 
@@ -81,9 +81,9 @@ def test_ties_go_to_the_first_stage_where_software_cuts_so() -> None:
         "layers": 16, "hidden": 2048, "kv_heads": 32, "head_dim": 64, "ffn": 8192, "vocab": 131072, "pp": 4,
         "balanced": 1,
     }  # fmt: skip
-    stages = stages_of(Runs.of([model, model | {"ties_first": 1}]))
+    stages = split_layers(Runs.of([model, model | {"ties_first": 1}]))
     assert (stages.first == [5, 6]).all() and (stages.last == [1, 0]).all()
-    uneven = stages_of(Runs.of([model | {"pp": 8}, model | {"pp": 8, "ties_first": 1}]))
+    uneven = split_layers(Runs.of([model | {"pp": 8}, model | {"pp": 8, "ties_first": 1}]))
     assert np.ptp(uneven.first) == 0, "only ties are cut in another way"
 
 

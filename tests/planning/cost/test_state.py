@@ -13,7 +13,7 @@ from shoal.engine.optim.shards import Shards
 from shoal.engine.precision.policy import POLICIES
 from shoal.launch.worker_pool import Pool
 from shoal.planning.cost.memory.state import state_bytes, zero_bytes
-from shoal.planning.cost.parameters import StagePart, parts_of
+from shoal.planning.cost.parameters import StagePart, rank_parts
 from shoal.spec.catalog import model_shape
 from shoal.spec.config import OptimizerConfig, RunConfig
 from shoal.spec.layout import Layout
@@ -28,7 +28,7 @@ def held(config: RunConfig) -> tuple[dict[str, int], dict[str, int]]:
     """What the engine of this rank reports, and what the formulas say."""
     engine: Engine = engine_of(config)
     mesh, layout = engine.mesh, config.parallel
-    parts = parts_of(engine.shape, engine.program, mesh.index("pp"))
+    parts = rank_parts(engine.shape, engine.program, mesh.index("pp"))
     said = state_bytes(
         engine.shape, layout, engine.policy, config.optimizer.name, parts,
         tp_index=mesh.index("tp"), shard_index=mesh.index("shard"),

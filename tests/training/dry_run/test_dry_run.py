@@ -17,7 +17,7 @@ from shoal.pipeline.from_layout import build_layout_program, choose_slices
 from shoal.planning.cost.counts import RankCounts
 from shoal.planning.cost.memory.state import state_bytes
 from shoal.planning.cost.micro_batch import MicroBatch
-from shoal.planning.cost.parameters import parts_of
+from shoal.planning.cost.parameters import rank_parts
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RunConfig
 from shoal.spec.layout import Layout
@@ -106,7 +106,7 @@ def test_formulas_say_what_any_rank_of_any_layout_does(config: RunConfig, data: 
     assert sum(counted.steps[0].flops.values()) == formulas.flops()
     sent = {key: size for key, size in counted.steps[0].sent.items() if size}
     assert formulas.sent(first=True) == pytest.approx(sent, rel=1e-12)
-    parts = parts_of(shape, formulas.program, mesh.index("pp"))
+    parts = rank_parts(shape, formulas.program, mesh.index("pp"))
     said = state_bytes(
         shape, layout, POLICIES[config.train.precision], config.optimizer.name, parts,
         tp_index=mesh.index("tp"), shard_index=mesh.index("shard"),

@@ -12,7 +12,7 @@ from shoal.labs.autoshard.notation.notation import NamedMesh, Sharding
 from shoal.labs.autoshard.notation.search import Path, RouteSearch
 from shoal.labs.collectives.description import Collective
 from shoal.planning.cost.roofline import OperationCost
-from shoal.planning.cost.time.communication import ring_of
+from shoal.planning.cost.time.communication import ring_group
 from shoal.planning.cost.time.engine_layer import attained, memory_rate, product_rate
 from shoal.planning.run import KINDS
 from shoal.spec.catalog.clusters import Cluster
@@ -32,7 +32,7 @@ class ClusterNetwork:
     def price(self, collective: str, axes: str, size: float) -> tuple[float, str]:
         """Return seconds, and the algorithm (`Network`)."""
         inner = max(self.mesh.axes.index(axis) for axis in axes)
-        ring = ring_of(self.cluster, self.mesh.size(axes), math.prod(self.mesh.shape[inner + 1 :]))
+        ring = ring_group(self.cluster, self.mesh.size(axes), math.prod(self.mesh.shape[inner + 1 :]))
         if collective == Collective.ALL_TO_ALL:
             return ring.all_to_all(size * (ring.ranks - 1) / ring.ranks), "pairwise"
         return getattr(ring, str(collective).replace("-", "_"))(size), "ring"

@@ -56,10 +56,10 @@ def layer(
     if skips:
         inside = layer(run.chosen, mode, sparse=sparse)
         return [*_router(run), *(saved._replace(what=f"{saved.what} of chosen tokens") for saved in inside)]
-    return [*_norm(run), *_attention(run, mode, number), *behind_attention(run, sparse, number)]
+    return [*_norm(run), *_attention(run, mode, number), *after_attention(run, sparse, number)]
 
 
-def behind_attention(run: MicroBatch, sparse: bool, number: int = 0) -> list[Saved]:
+def after_attention(run: MicroBatch, sparse: bool, number: int = 0) -> list[Saved]:
     """Return the saved tensors of a layer's second norm and feed-forward block."""
     return [*_norm(run), *(experts(run) if sparse else _mlp(run, number=number))]
 
@@ -75,7 +75,7 @@ def _router(run: MicroBatch) -> list[Saved]:
     saved = [
         Saved(f"router input{cast}", "[b, s, h]", x * n * h),
         Saved("predictor", "[b, s, p]", 2 * x * n * width),
-        Saved("foreseen, chosen", "[b, s]", 2 * x * n),
+        Saved("predicted, chosen", "[b, s]", 2 * x * n),
         Saved("loss", "[]", x),
         Saved("places of chosen tokens", "[b, k]", 8 * m),
         Saved("weights of chosen tokens", "[b, k]", e * m),
@@ -307,7 +307,7 @@ def stage(run: MicroBatch, layers: Sequence[int], *, first: bool, last: bool) ->
     return saved
 
 
-def of_layers(run: MicroBatch, layers: Sequence[int]) -> int:
+def layers_bytes(run: MicroBatch, layers: Sequence[int]) -> int:
     return sum([
         count * total(layer(run, sparse=sparse, skips=skips, number=number))
         for (sparse, skips, number), count in kinds(run, layers).items()

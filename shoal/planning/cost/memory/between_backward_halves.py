@@ -38,7 +38,7 @@ def layer(run: MicroBatch, sparse: bool) -> int:
     return activations.total(_layer(run, sparse, 0))
 
 
-def behind_attention(run: MicroBatch, sparse: bool) -> int:
+def after_attention(run: MicroBatch, sparse: bool) -> int:
     """Return the bytes of one layer's second norm and feed-forward block."""
     return activations.total(_behind(run, sparse, 0))
 

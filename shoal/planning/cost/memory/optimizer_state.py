@@ -108,12 +108,12 @@ class Moments:
         start = 0
         for held in in_order(bucket):
             if self.optimizer == "muon" and _hidden(held):
-                self._matrices.append(held.whole)
+                self._matrices.append(held.global_shape)
             first, stop = max(start, index * chunk) - start, min(start + held.box.numel, (index + 1) * chunk) - start
             elements = max(0, stop - first)
             if self.optimizer == "adafactor":
                 self.bytes += self._factored(held, elements) * self.itemsize
-            elif self.optimizer == "adam8bit" and math.prod(held.whole) >= SMALLEST:
+            elif self.optimizer == "adam8bit" and math.prod(held.global_shape) >= SMALLEST:
                 self.bytes += 2 * (elements + self.itemsize * _scales(held, first, stop) if elements else 0)
             else:
                 self.bytes += elements * self._each(held) * self.itemsize
@@ -126,11 +126,11 @@ class Moments:
 
     def _factored(self, held: LocalParameter, elements: int) -> int:
         """Return Adafactor's bytes: full row and column sums of matrices; otherwise one value per element."""
-        if len(held.whole) < 2:
+        if len(held.global_shape) < 2:
             return elements
         known = held.alone and held.name in self.factored  # equal layers have the same name here
         self.factored.add(held.name)
-        *experts, n, m = held.whole
+        *experts, n, m = held.global_shape
         return 0 if known else math.prod(experts) * (n + m)
 
 
@@ -143,7 +143,7 @@ def least(optimizer: str, itemsize: int) -> int:
 
 def _hidden(held: LocalParameter) -> bool:
     """Return whether Muon orthogonalises a parameter (`shoal.engine.optim.muon.is_hidden_matrix`)."""
-    return len(held.whole) > 1 and held.name.startswith("layers.")
+    return len(held.global_shape) > 1 and held.name.startswith("layers.")
 
 
 def _scales(held: LocalParameter, first: int, stop: int) -> int:
@@ -161,4 +161,4 @@ def _scales(held: LocalParameter, first: int, stop: int) -> int:
 def in_order(bucket: Bucket) -> list[LocalParameter]:
     """Return the parameters in the order of `shoal.engine.parallel.zero.bucket`."""
     held = [held for members in bucket for held in members.held]
-    return sorted(held, key=lambda held: (held.partial, held.copies, len(held.whole) > 1))
+    return sorted(held, key=lambda held: (held.partial, held.copies, len(held.global_shape) > 1))

@@ -1,4 +1,4 @@
-"""Memory of many runs at once, in closed form, for published training software.
+"""Memory of many runs together, in closed form, for published training software.
 
 `shoal.planning.cost.memory.state` and `shoal.planning.cost.memory.activations` have the exact bytes of shoal's own
 engine. This module covers published results of other software, and searches: states by ZeRO's accounting, activations
@@ -14,7 +14,7 @@ import numpy as np
 from shoal.planning.cost.batched_runs import Runs
 from shoal.planning.cost.memory.stage import GB, outside_allocator
 from shoal.planning.cost.time.kernels import E, Kernels
-from shoal.planning.cost.time.step import share_of, stages_of, weights_on_rank
+from shoal.planning.cost.time.step import shard_parameters, split_layers, weights_on_rank
 from shoal.spec.catalog.calibration import Calibration
 
 OPTIMIZER = 12.0  # bytes per parameter: weights in fp32 and Adam's two moments
@@ -48,7 +48,7 @@ class Footprint:
 def footprint(runs: Runs, constants: Calibration) -> Footprint:
     """Return the memory of every run."""
     r, c = runs, constants.numbers
-    k, stages, alone = Kernels(r, constants), stages_of(r), r.pp == 1
+    k, stages, alone = Kernels(r, constants), split_layers(r), r.pp == 1
     kept, again = _layer(k)
     chunks = 1 + np.where(r.virtual > 1, (r.pp - 1) / (r.pp * r.virtual), 0.0)
     alive = np.where(alone, 1.0, np.minimum(r.microbatches, r.pp) * chunks * r.alive)
@@ -124,7 +124,7 @@ def _rank(
     layer, end = weights_on_rank(r)
     ends = ends * end
     weights = layers * layer + ends
-    share, sharded = share_of(r, weights, layers), r.zero > 0
+    share, sharded = shard_parameters(r, weights, layers), r.zero > 0
     whole = E + r.gradient_bytes + r.bucket_copies * (r.dp > 1)
     cut = OPTIMIZER + r.shard_copies * sharded
     states = np.where(r.zero == 3, share * (cut + 4), weights * whole + share * cut)
@@ -132,6 +132,6 @@ def _rank(
     working, unread, update = layers * alive * kept + beside, _unread(k, layers, alive), share * c["update_bytes"]
     holes = np.where(r.microbatches > r.pp, k.constant("fragmentation", "software"), 0.0) * (working + unread)
     needed = states + working + holes + update + c["base"] * GB
-    room = r.memory * c["usable"] - outside_allocator(r.memory, k.calibration)
-    reserved = np.minimum(needed + unread, np.maximum(needed, room))
+    available = r.memory * c["usable"] - outside_allocator(r.memory, k.calibration)
+    reserved = np.minimum(needed + unread, np.maximum(needed, available))
     return np.stack([states + np.maximum(working, update), reserved, needed])

@@ -12,11 +12,11 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from shoal.pipeline.simulator.columns import EVERY, NONE, NTH, SOME
-from shoal.planning.cost.buckets import buckets_of, elements_of
+from shoal.planning.cost.buckets import count_elements, fill_buckets
 from shoal.planning.cost.memory import activations
 from shoal.planning.cost.memory.between_backward_halves import between
-from shoal.planning.cost.memory.state import StateBytes, passing_bytes, state_bytes
-from shoal.planning.cost.memory.transient import Passing
+from shoal.planning.cost.memory.state import StateBytes, stage_unsharded_bytes, state_bytes
+from shoal.planning.cost.memory.transient import UnshardedBytes
 from shoal.planning.cost.memory.working_set import PASSES, Half, Moment, above, moments
 from shoal.planning.cost.micro_batch import EightBits, MicroBatch
 from shoal.planning.cost.parameters import SPLITTING, StagePart
@@ -31,7 +31,7 @@ GB = 1e9
 FITTED_MEMORY = 80e9  # bytes of the accelerators whose failed runs `context` was fitted to
 
 
-class When(NamedTuple):
+class PassContext(NamedTuple):
     """A pass of a stage and its history on the rank, which determine the unsharded tensors at that time.
 
     Attributes:
@@ -49,12 +49,12 @@ class When(NamedTuple):
     gathered: int
 
 
-TIMES = [When(*of) for of in product(PASSES, range(NTH), range(NTH), (False, True), (NONE, SOME, EVERY))]
+TIMES = [PassContext(*of) for of in product(PASSES, range(NTH), range(NTH), (False, True), (NONE, SOME, EVERY))]
 """All possible times, in the order of `shoal.pipeline.simulator.columns.live_before_backwards`."""
-PASSING = ("micro_batch", "tp", "tp_x", "sequence_parallel", "cp", "ulysses", "ep", "etp", "recompute")
+PASS_FIELDS = ("micro_batch", "tp", "tp_x", "sequence_parallel", "cp", "ulysses", "ep", "etp", "recompute")
 """Layout fields that affect a micro-batch's activations on a stage and the working memory of its backward."""
 
-Alive = Mapping[When, float]
+Alive = Mapping[PassContext, float]
 """Maximum bytes of activations at the start of a pass or the end of a forward, for the times that occur."""
 
 Kinds = tuple[tuple[tuple[bool, bool], int], ...]
@@ -85,7 +85,7 @@ class PeakMemory:
         return sum(vars(self).values())
 
 
-def alive_at(most: Sequence[float], times: Sequence[When] = TIMES) -> Alive:
+def alive_at(most: Sequence[float], times: Sequence[PassContext] = TIMES) -> Alive:
     """Build one stage's map from an array of bytes by time; -inf marks times that do not occur."""
     return {when: there for when, there in zip(times, most, strict=True) if there >= 0}
 
@@ -103,7 +103,7 @@ class StageMemory:
         self.known = {} if known is None else known
         self.calibration: Calibration = self.once("constants", lambda: cluster_calibration(run.cluster))
         self.constants = self.calibration.numbers
-        self.forward = self.once(("pass", self.passing), lambda: MicroBatch(
+        self.forward = self.once(("pass", self.pass_key), lambda: MicroBatch(
             run.shape, run.layout, run.sequence_length, run.policy.compute.itemsize, run.attention,
             run.document_mask, eight=EightBits.of(run.policy, run.float8),
         ))  # fmt: skip
@@ -137,7 +137,7 @@ class StageMemory:
     # ---- between steps -------------------------------------------------------------------------------------------
 
     @cached_property
-    def holding(self) -> tuple:
+    def state_key(self) -> tuple:
         """Layout fields that affect a stage's memory between steps."""
         layout = self.run.layout
         experts = layout.expert_shape[2] if self.run.shape.experts else 1
@@ -146,27 +146,27 @@ class StageMemory:
             layout.reshard_after_forward, *(getattr(layout, name) for name in SPLITTING),
         )  # fmt: skip
 
-    def state_of(self, parts: Sequence[StagePart]) -> StateBytes:
+    def stage_state(self, parts: Sequence[StagePart]) -> StateBytes:
         """Return the state bytes of some stages together, cached for equal stages."""
         key = (
-            self.holding,
+            self.state_key,
             *((self.kinds(part), self._begins(part), part.first, part.last, part.shared) for part in parts),
         )
         run = self.run
         return self.once(key, lambda: state_bytes(run.shape, run.layout, run.policy, run.optimizer, parts))
 
-    def elements_of(self, part: StagePart) -> tuple[int, int]:
+    def stage_elements(self, part: StagePart) -> tuple[int, int]:
         """Return a stage's parameters without padding: non-expert and expert parameters. Cached for equal stages."""
         split = tuple(getattr(self.run.layout, name) for name in SPLITTING)
         key = ("elements", split, self.kinds(part), part.first, part.last, part.shared)
-        return self.once(key, lambda: elements_of(self.run.shape, self.run.layout, part, 0, 0, 0))
+        return self.once(key, lambda: count_elements(self.run.shape, self.run.layout, part, 0, 0, 0))
 
-    def passing_of(self, part: StagePart) -> Passing:
+    def unsharded_bytes(self, part: StagePart) -> UnshardedBytes:
         """Return the unsharded tensors of one stage's backward, cached for equal stages."""
-        key = ("passing", self.holding, self.kinds(part), self._begins(part), part.first, part.last, part.shared)
-        return self.once(key, lambda: passing_bytes(self.run.shape, self.run.layout, self.run.policy, part))
+        key = ("passing", self.state_key, self.kinds(part), self._begins(part), part.first, part.last, part.shared)
+        return self.once(key, lambda: stage_unsharded_bytes(self.run.shape, self.run.layout, self.run.policy, part))
 
-    def messages_of(self, part: StagePart, zero: int) -> tuple[int, int]:
+    def message_counts(self, part: StagePart, zero: int) -> tuple[int, int]:
         """Return the number of messages that gather a stage's parameters or reduce their gradients.
 
         Returns:
@@ -178,7 +178,7 @@ class StageMemory:
 
         def count() -> tuple[int, int]:
             as_it_is = layout if (zero == 3) == (layout.zero == 3) else layout.model_copy(update={"zero": zero})
-            stage = buckets_of(self.run.shape, as_it_is, part, self.run.policy.reduce.itemsize, 0, 0, 0)
+            stage = fill_buckets(self.run.shape, as_it_is, part, self.run.policy.reduce.itemsize, 0, 0, 0)
             experts = sum(count for size, count in zip(stage.sizes, stage.counts, strict=True) if size.expert)
             return len(stage.buckets) - experts, experts
 
@@ -187,12 +187,12 @@ class StageMemory:
     # ---- in a step -----------------------------------------------------------------------------------------------
 
     @cached_property
-    def passing(self) -> tuple:
-        return tuple(getattr(self.run.layout, name) for name in PASSING)
+    def pass_key(self) -> tuple:
+        return tuple(getattr(self.run.layout, name) for name in PASS_FIELDS)
 
-    def kept_of(self, part: StagePart) -> int:
+    def activation_bytes(self, part: StagePart) -> int:
         """Return the bytes that one micro-batch keeps alive on a stage, cached for equal stages."""
-        key = ("kept", self.passing, self._layers(part), part.first, part.last)
+        key = ("kept", self.pass_key, self._layers(part), part.first, part.last)
         return self.once(key, lambda: activations.total(
             activations.stage(self.forward, part.layers, first=part.first, last=part.last)
         ))
@@ -202,12 +202,12 @@ class StageMemory:
         """Bytes of one micro-batch between two stages."""
         return self.forward.hidden_bytes
 
-    def between_of(self, part: StagePart) -> int:
+    def split_backward_bytes(self, part: StagePart) -> int:
         """Return the bytes of one micro-batch between the halves of its backward on a stage."""
-        key = ("between", self.passing, self._layers(part), part.first, part.last)
+        key = ("between", self.pass_key, self._layers(part), part.first, part.last)
         return self.once(key, lambda: between(self.forward, part))
 
-    def memory_of(
+    def peak_memory(
         self, parts: Sequence[StagePart], alive: Sequence[Alive], versions: int = 1
     ) -> PeakMemory:
         """Return the peak memory of a rank that holds some stages.
@@ -216,18 +216,18 @@ class StageMemory:
             alive: activations alive on each stage.
             versions: weight versions.
         """
-        run, state, found = self.run, self.state_of(parts), []
-        each = [self.passing_of(part) for part in parts]
+        run, state, found = self.run, self.stage_state(parts), []
+        each = [self.unsharded_bytes(part) for part in parts]
         stays = [self._stays(there, at) for there, at in zip(each, alive, strict=True)]
         for i, (part, there) in enumerate(zip(parts, each, strict=True)):
             going, kept = self._of_others(each, stays, i)
             times: dict[Half, list[tuple[Sequence[int], int, Sequence[int]]]] = {}
-            for when, most in self._told_apart(alive[i], stays[i], going, kept).items():
+            for when, most in self._merge_contexts(alive[i], stays[i], going, kept).items():
                 if when.kind not in times:
                     times[when.kind] = self._times(part, there, when.kind, stays[i])
                 here = [(whole[when.after], more + made[when.nth]) for whole, more, made in times[when.kind]]
                 gathered, passing = max(here, key=sum)
-                holes = self.fragmentation * (most + self.most(part, when.kind))
+                holes = self.fragmentation * (most + self.peak_transient(part, when.kind))
                 found.append((most, gathered + kept[when.gathered], passing + going[when.others], holes))
         most, gathered, passing, holes = max(found, key=sum)
         buffers = max(passing + state.estimating, state.updating - most - gathered)  # the update comes after them
@@ -237,12 +237,12 @@ class StageMemory:
         )
         return PeakMemory(*held, float(self.library_bytes + holes))
 
-    def _told_apart(self, alive: Alive, stays: int, going: Sequence[int], kept: Sequence[int]) -> Alive:
+    def _merge_contexts(self, alive: Alive, stays: int, going: Sequence[int], kept: Sequence[int]) -> Alive:
         """Merge times with equal gradients and gathered parameters, keeping the maximum alive."""
         of_stage, of_others, others_kept = self.run.layout.zero >= 2, any(going), any(kept)
-        found: dict[When, float] = {}
+        found: dict[PassContext, float] = {}
         for (kind, nth, others, after, gathered), most in alive.items():
-            when = When(kind, nth * of_stage, others * of_others, after and stays > 0, gathered * others_kept)
+            when = PassContext(kind, nth * of_stage, others * of_others, after and stays > 0, gathered * others_kept)
             found[when] = max(most, found.get(when, most))
         return found
 
@@ -251,15 +251,15 @@ class StageMemory:
 
         The bound is the minimum over its stages, and over a full backward and the first half of one.
         """
-        return max(0, min([self.most(part, kind) for part in parts for kind in PASSES[:2]]))
+        return max(0, min([self.peak_transient(part, kind) for part in parts for kind in PASSES[:2]]))
 
-    def most(self, part: StagePart, kind: Half) -> int:
+    def peak_transient(self, part: StagePart, kind: Half) -> int:
         """Return the maximum transient bytes in a pass of one stage, cached for equal stages."""
-        key = ("most", kind, self.passing, self._layers(part), part.first, part.last)
+        key = ("most", kind, self.pass_key, self._layers(part), part.first, part.last)
         return self.once(key, lambda: max(moment.bytes for moment in self._moments(part, kind)))
 
     def _times(
-        self, part: StagePart, there: Passing, kind: Half, stays: int
+        self, part: StagePart, there: UnshardedBytes, kind: Half, stays: int
     ) -> list[tuple[Sequence[int], int, Sequence[int]]]:
         """Return the bytes at each moment of a pass, also if the moment recurs in a lower layer.
 
@@ -290,17 +290,17 @@ class StageMemory:
         """Return the bytes freed after the backward of the last ``done`` layers of one micro-batch."""
         if not done:
             return 0
-        key = ("above", kind, self.passing, self._layers(part), done)
+        key = ("above", kind, self.pass_key, self._layers(part), done)
         return self.once(key, lambda: above(self.forward, part, done, kind))
 
     @staticmethod
-    def _stays(there: Passing, alive: Alive) -> int:
+    def _stays(there: UnshardedBytes, alive: Alive) -> int:
         """Return the bytes of a stage's parameters that stay gathered from a forward until its backward."""
-        backward_follows = all(when.after for when in alive if when.kind in ("whole", "input"))
+        backward_follows = all(when.after for when in alive if when.kind in ("full", "input"))
         return there.stays[backward_follows]
 
     @staticmethod
-    def _of_others(passing: Sequence[Passing], stays: Sequence[int], i: int) -> tuple[list[int], list[int]]:
+    def _of_others(passing: Sequence[UnshardedBytes], stays: Sequence[int], i: int) -> tuple[list[int], list[int]]:
         """Return the bytes of a rank's other stages at this time.
 
         Returns:
@@ -313,7 +313,7 @@ class StageMemory:
 
     def _moments(self, part: StagePart, kind: Half) -> list[Moment]:
         """Return the moments of a backward or of a half of one, cached for equal stages."""
-        key = ("moments", kind, self.passing, self._layers(part), part.first, part.last)
+        key = ("moments", kind, self.pass_key, self._layers(part), part.first, part.last)
         return self.once(key, lambda: moments(self.forward, part, kind))
 
     @cached_property

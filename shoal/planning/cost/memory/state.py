@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shoal.planning.cost.buckets import Filled, buckets_of
+from shoal.planning.cost.buckets import Filled, fill_buckets
 from shoal.planning.cost.memory.optimizer_state import Moments, Orthogonal
-from shoal.planning.cost.memory.transient import Passing, passing
+from shoal.planning.cost.memory.transient import UnshardedBytes, count_unsharded
 from shoal.planning.cost.parameters import StagePart
 from shoal.spec.catalog import ModelShape
 from shoal.spec.layout import Layout
@@ -68,7 +68,7 @@ def state_bytes(
     parameters = gradients = elements = experts = 0
     moments = Moments(optimizer, policy.state.itemsize)
     for part in parts:
-        stage = buckets_of(shape, layout, part, reduce, tp_index, *expert_index[1:])
+        stage = fill_buckets(shape, layout, part, reduce, tp_index, *expert_index[1:])
         chunks, wholes = _cut(layout, stage)
         for size, count, chunk, whole in zip(stage.sizes, stage.counts, chunks, wholes, strict=True):
             if zero < 3:
@@ -84,12 +84,12 @@ def state_bytes(
     )
 
 
-def passing_bytes(shape: ModelShape, layout: Layout, policy: Formats, part: StagePart) -> Passing:
+def stage_unsharded_bytes(shape: ModelShape, layout: Layout, policy: Formats, part: StagePart) -> UnshardedBytes:
     """Return the transient unsharded parameters (ZeRO-3) and gradients (ZeRO-2 and 3) of one stage's backward."""
     layout = _kept_together(layout)
-    stage = buckets_of(shape, layout, part, policy.reduce.itemsize, 0, 0, 0)
+    stage = fill_buckets(shape, layout, part, policy.reduce.itemsize, 0, 0, 0)
     chunks, wholes = ([sizes[kind] for kind in stage.kind] for sizes in _cut(layout, stage))
-    return passing(shape, layout, part, stage, wholes, chunks, policy.compute.itemsize, policy.reduce.itemsize)
+    return count_unsharded(shape, layout, part, stage, wholes, chunks, policy.compute.itemsize, policy.reduce.itemsize)
 
 
 def _kept_together(layout: Layout) -> Layout:

@@ -53,7 +53,7 @@ class LayerBackward(NamedTuple):
     times: Sequence[Time]
 
 
-class Passing(NamedTuple):
+class UnshardedBytes(NamedTuple):
     """Unsharded bytes during the backward of one stage.
 
     Attributes:
@@ -73,10 +73,10 @@ class Passing(NamedTuple):
     stays: tuple[int, int]
 
 
-def passing(
+def count_unsharded(
     shape: ModelShape, layout: Layout, part: StagePart, stage: Filled, wholes: Sequence[int], chunks: Sequence[int],
     compute: int, reduce: int,
-) -> Passing:
+) -> UnshardedBytes:
     """Return the unsharded bytes at each time of a backward.
 
     Args:
@@ -108,7 +108,7 @@ def passing(
     sparse = map(shape.sparse, reversed(part.layers))
     turns = [LayerBackward(*turn) for turn in zip(range(units), sparse, of_layers, strict=False)]
     layers = tuple(turn for kind in (False, True) for turn in _that_count([t for t in turns if t.sparse == kind]))
-    return Passing(times[-1], layers, times[0], carried, stays)
+    return UnshardedBytes(times[-1], layers, times[0], carried, stays)
 
 
 def _that_count(turns: Sequence[LayerBackward]) -> Iterable[LayerBackward]:

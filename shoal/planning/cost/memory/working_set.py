@@ -20,8 +20,8 @@ from shoal.planning.cost.parameters import StagePart
 from shoal.spec.layout import Layout
 
 Where = Literal["loss", "head", "layer", "end"]
-Half = Literal["whole", "input", "weight", "forward"]
-PASSES: tuple[Half, ...] = ("whole", "input", "weight", "forward")
+Half = Literal["full", "input", "weight", "forward"]
+PASSES: tuple[Half, ...] = ("full", "input", "weight", "forward")
 """Kinds of passes: a full backward, both halves of a split one, and a forward at its end."""
 
 
@@ -43,16 +43,16 @@ class Moment(NamedTuple):
     done: int = 0
 
 
-def moments(run: MicroBatch, part: StagePart, kind: Half = "whole") -> list[Moment]:
+def moments(run: MicroBatch, part: StagePart, kind: Half = "full") -> list[Moment]:
     """Return the possible peaks of a pass of one micro-batch, without other messages of its rank."""
     passing = run.hidden_bytes
-    rows, h, whole = -(-run.shape.vocab // run.layout.tp), run.shape.hidden, kind == "whole"
+    rows, h, full = -(-run.shape.vocab // run.layout.tp), run.shape.hidden, kind == "full"
     come = 0 if part.last else passing  # a gradient, consumed by the first half
     table = run.itemsize * rows * h if run.itemsize < 4 else 0  # a gradient, before it is added
     places = [run.shape.sparse(layer) for layer in reversed(part.layers)]
     # Per kind, the layer with the most layers below; a half may leave more than was saved, so the first counts too.
     ends = {sparse: (places.index(sparse), len(places) - 1 - places[::-1].index(sparse)) for sparse in set(places)}
-    layers = {(sparse, done) for sparse, of_kind in ends.items() for done in of_kind[: 2 - whole]}
+    layers = {(sparse, done) for sparse, of_kind in ends.items() for done in of_kind[: 2 - full]}
     if kind == "weight":  # all inputs exist, and stay until the end
         found = [Moment("layer", more, time, sparse, done) for sparse, done in layers
                  for more, time in in_block(run, sparse, kind, part.last)]  # fmt: skip
@@ -67,22 +67,22 @@ def moments(run: MicroBatch, part: StagePart, kind: Half = "whole") -> list[Mome
         ]  # fmt: skip
     found, gone = [], 0
     if part.last:
-        gone = kept - (0 if whole else between_backward_halves.head(run))
+        gone = kept - (0 if full else between_backward_halves.head(run))
         making = come + _output(run, rows)
         # A matrix shared with another stage is reduced separately, as soon as its gradient is computed.
         complete = making if run.shape.tied and not part.first else come + 2 * passing - gone
         found.append(Moment("loss", come + _loss(run, rows)))
-        found += _both("head", making + table, complete) if whole else [Moment("head", making)]
+        found += _both("head", making + table, complete) if full else [Moment("head", making)]
     for sparse, done in layers:
         gradient = come + (passing if part.last else 0) - gone - above(run, part, done, kind)
         found += [Moment("layer", gradient + more, time, sparse, done)
                   for more, time in in_block(run, sparse, kind, part.last)]  # fmt: skip
     if part.first:
         kept = activations.total(activations.stage(run, part.layers, first=True, last=part.last))
-        kept -= 0 if whole else between_backward_halves.between(run, part)
+        kept -= 0 if full else between_backward_halves.between(run, part)
         masked = passing if run.layout.tp > 1 else 0
-        making = come + passing + masked + table * whole - kept
-        found += _both("end", making, come + passing - kept) if whole else [Moment("end", making)]
+        making = come + passing + masked + table * full - kept
+        found += _both("end", making, come + passing - kept) if full else [Moment("end", making)]
     return found
 
 
@@ -90,7 +90,7 @@ def _both(where: Where, making: int, complete: int) -> list[Moment]:
     return [Moment(where, making, MAKING), Moment(where, complete, COMPLETE)]
 
 
-def above(run: MicroBatch, part: StagePart, done: int, kind: Half = "whole") -> int:
+def above(run: MicroBatch, part: StagePart, done: int, kind: Half = "full") -> int:
     """Return the bytes freed by the last ``done`` layers of a stage.
 
     For the first half of a backward, bytes left for the second half are subtracted.
@@ -99,7 +99,7 @@ def above(run: MicroBatch, part: StagePart, done: int, kind: Half = "whole") -> 
         return 0
     layers = part.layers[len(part.layers) - done :]
     left = between_backward_halves.between(run, StagePart(layers, first=False, last=False)) if kind == "input" else 0
-    return activations.of_layers(run, layers) - left
+    return activations.layers_bytes(run, layers) - left
 
 
 def _loss(run: MicroBatch, rows: int) -> int:
@@ -118,7 +118,7 @@ Block = list[tuple[int, int]]
 
 
 @once
-def in_block(run: MicroBatch, sparse: bool, kind: Half = "whole", last: bool = False) -> Block:
+def in_block(run: MicroBatch, sparse: bool, kind: Half = "full", last: bool = False) -> Block:
     """Return the bytes in a layer at its times, including recomputation; mostly in its feed-forward block.
 
     Args:
@@ -216,8 +216,8 @@ def _round_ring(run: MicroBatch, sparse: bool, kind: Half) -> int:
     found = run.hidden_bytes + output + run.exact * (q + 2 * kv) + max(steps) + copies
     if layout.recompute == "selective":  # the saved core tensors coexist with the recomputed ones
         found += e * (q + n * shape.head_dim * shape.kv_heads // min(layout.tp_y, shape.kv_heads) * 2)
-    left = between_backward_halves.behind_attention(run, sparse) if kind == "input" else 0
-    return found + left - activations.total(activations.behind_attention(run, sparse))
+    left = between_backward_halves.after_attention(run, sparse) if kind == "input" else 0
+    return found + left - activations.total(activations.after_attention(run, sparse))
 
 
 class _RowBytes(NamedTuple):

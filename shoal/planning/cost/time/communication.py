@@ -2,9 +2,9 @@
 
 A ring moves (n-1)/n of S through every link for an all-gather or a reduce-scatter, twice that for an all-reduce, and
 pays one latency per step. `shoal.labs.collectives.price.price` finds the same for this ring, message by message. If a
-group has L ranks in each of G nodes, its rings leave a node over L adapters at once; the slowest link is the bound. Two
-trees that share the links (Sanders, Speck & Traeff 2009), as in NCCL, do an all-reduce with the ring's volume in fewer
-steps; the faster algorithm counts.
+group has L ranks in each of G nodes, its rings leave a node over L parallel adapters; the slowest link is the bound.
+Two trees that share the links (Sanders, Speck & Traeff 2009), as in NCCL, do an all-reduce with the ring's volume in
+fewer steps; the faster algorithm counts.
 
 Messages from each rank to each other (all-to-all) cannot be forwarded like that: of S bytes of a rank, S (G-1)/G leave
 its node, over its own share of the adapters. In a torus they cross the middle of each axis, of n places: a ring's links
@@ -51,7 +51,7 @@ class CommunicationGroup(Generic[V]):
     hop_latency: V
 
     @staticmethod
-    def of_many(groups: Sequence[CommunicationGroup[float]]) -> CommunicationGroup[np.ndarray]:
+    def stack(groups: Sequence[CommunicationGroup[float]]) -> CommunicationGroup[np.ndarray]:
         names = [field.name for field in fields(CommunicationGroup)]
         return CommunicationGroup(*(np.array([[getattr(group, name)] for group in groups]) for name in names))
 
@@ -82,8 +82,7 @@ def _group(
 
     Args:
         steps, latencies: steps of the ring within nodes and between them, and seconds of each.
-        through_memory: ranks read from all others at once through shared memory: any collective has an all-reduce's
-            latency.
+        through_memory: ranks read from all others through shared memory, so any collective has an all-reduce's latency.
     """
     ring, trees = (sum(map(mul, many, latencies)) for many in (steps, [step.bit_length() for step in steps]))
     sums = 2 * min(ring, trees)  # by a ring or by trees
@@ -91,7 +90,7 @@ def _group(
     return CommunicationGroup(ranks, bandwidth, exchange, hop, gathers, sums, ring, max(latencies))
 
 
-def extent_of(layout: Layout, axis: str) -> tuple[int, int]:
+def axis_extent(layout: Layout, axis: str) -> tuple[int, int]:
     """Return the number of ranks along one or several axes, and their distance."""
     axes = mesh_axes(layout, axis)
     experts = bool(axes) and axes[0] in EXPERT_AXES[1:]
@@ -106,7 +105,7 @@ def extent_of(layout: Layout, axis: str) -> tuple[int, int]:
     return ranks, stride
 
 
-def ring_of(cluster: Cluster, ranks: int, stride: int = 1) -> CommunicationGroup[float]:
+def ring_group(cluster: Cluster, ranks: int, stride: int = 1) -> CommunicationGroup[float]:
     """Return the group of every ``stride``-th accelerator, ``ranks`` of them, among equal groups of the others."""
     inside = cluster.inside
     if ranks == 1 or inside is None:

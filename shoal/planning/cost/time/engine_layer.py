@@ -42,7 +42,7 @@ class LayerTimes(NamedTuple):
     loss: float
 
 
-def network_of(cluster: Cluster) -> str:
+def network_name(cluster: Cluster) -> str:
     """Return the name of a cluster's network in the calibration: InfiniBand, RoCE (Ethernet) or EFA."""
     name = cluster.nic.name if cluster.nic else ""
     return "roce" if "ethernet" in name else "efa" if "efa" in name else "infiniband"
@@ -51,7 +51,7 @@ def network_of(cluster: Cluster) -> str:
 def attained(cluster: Cluster) -> Cluster:
     """Return the cluster with attained link bandwidths and latencies."""
     c = cluster_calibration(cluster).tables
-    generation, network = GENERATIONS.index(cluster.accelerator.generation), NETWORKS.index(network_of(cluster))
+    generation, network = GENERATIONS.index(cluster.accelerator.generation), NETWORKS.index(network_name(cluster))
     inside, nic = cluster.inside, cluster.nic
     if inside:
         latency = c["latency_inside"][generation] if not cluster.torus else inside.latency
@@ -104,7 +104,7 @@ def layer_times(run: EstimatedRun, shape: ModelShape, s: int) -> LayerTimes:
         "hbm": machine.memory_bandwidth / wide, "memory": cluster.memory_bytes,
         "inside": cluster.inside.bandwidth / wide if cluster.inside else inf, "nic": share,
         "per_node": cluster.per_node, "generation": GENERATIONS.index(machine.generation),
-        "through_memory": cluster.at_once is not None, "network": NETWORKS.index(network_of(cluster)),
+        "through_memory": cluster.at_once is not None, "network": NETWORKS.index(network_name(cluster)),
         "software": list(software_table()).index("shoal"),
     }])  # fmt: skip
     calibration = cluster_calibration(cluster)

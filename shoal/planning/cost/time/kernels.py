@@ -1,6 +1,6 @@
 """Times of one layer's parts on one rank: products, attention, elementwise operations, collectives, launches.
 
-Closed forms over many runs at once (`Runs`), with the constants of a calibration. Pipelines and data parallelism are
+Closed forms over many runs together (`Runs`), with the constants of a calibration. Pipelines and data parallelism are
 not modelled here.
 """
 

@@ -21,7 +21,7 @@ from shoal.pipeline.simulator.times import MessageTimes
 from shoal.planning.cost.memory.stage import Kinds, StageMemory
 from shoal.planning.cost.memory.state import StateBytes
 from shoal.planning.cost.parameters import StagePart
-from shoal.planning.cost.time.communication import CommunicationGroup, extent_of, ring_of
+from shoal.planning.cost.time.communication import CommunicationGroup, axis_extent, ring_group
 from shoal.planning.cost.time.engine_layer import LayerTimes, attained, layer_times, memory_rate
 from shoal.planning.cost.time.traffic import context_parallel, even_share
 from shoal.planning.run import EstimatedRun
@@ -137,19 +137,19 @@ class StagePrices(StageMemory):
 
     def group(self, axis: str) -> CommunicationGroup:
         """Return the ranks along an axis, with attained rates of the cluster."""
-        return self._ring(*extent_of(self.run.layout, axis))
+        return self._ring(*axis_extent(self.run.layout, axis))
 
     def _ring(self, ranks: int, stride: int) -> CommunicationGroup:
         key = ("ring", ranks, stride)
-        return self.once(key, lambda: ring_of(self.cluster, ranks, stride))
+        return self.once(key, lambda: ring_group(self.cluster, ranks, stride))
 
-    def stage_of(self, part: StagePart) -> StageTimes:
+    def stage_times(self, part: StagePart) -> StageTimes:
         """Return the times of one stage, cached for equal stages."""
-        alike, layout = (self.kinds(part), part.first, part.last), self.run.layout
-        sharded = self.holding if layout.zero >= 2 else ()  # all others with the same passes take equally long
+        same, layout = (self.kinds(part), part.first, part.last), self.run.layout
+        sharded = self.state_key if layout.zero >= 2 else ()  # all others with the same passes take equally long
         ways = (self.group("shard"), self.group("edp_shard"), layout.overlap) if sharded else ()
         return self.once(
-            ("stage", self.passing, layout.cp_order, sharded, ways, *alike), lambda: self._stage(*alike, part)
+            ("stage", self.pass_key, layout.cp_order, sharded, ways, *same), lambda: self._stage(*same, part)
         )
 
     @property
@@ -159,7 +159,7 @@ class StagePrices(StageMemory):
         The columns are: a dense layer, an expert layer, being the first stage, being the last, and any stage. They add
         up to every stage, without the additions of ZeRO-2 and 3.
         """
-        key = ("linear", self.passing, self.run.layout.cp_order)
+        key = ("linear", self.pass_key, self.run.layout.cp_order)
         if key not in self.known:
             layers = [(((sparse, False), 1),) for sparse in ((False, True) if self.run.shape.experts else (False,))]
             counts = [((), False, False), ((), True, False), ((), False, True), *((of, False, False) for of in layers)]
@@ -218,7 +218,7 @@ class StagePrices(StageMemory):
 
         Experts have their own groups.
         """
-        state, (buckets, of_experts) = self.state_of([part]), self.messages_of(part, self.run.layout.zero)
+        state, (buckets, of_experts) = self.stage_state([part]), self.message_counts(part, self.run.layout.zero)
         found = [(state.elements - state.experts, buckets, self.group("shard"), self.group("replicate"))]
         if state.experts:
             found.append((state.experts, of_experts, self.group("edp_shard"), self.group("edp_replicate")))
@@ -239,7 +239,7 @@ class StagePrices(StageMemory):
     def _stage(self, kinds: Kinds, first: bool, last: bool, part: StagePart | None = None) -> StageTimes:
         """Return the times of a stage of some layers; without ZeRO's additions if ``part`` is None."""
         layout = self.run.layout
-        layers, whole, rows, context, context_backward = sum(count for _, count in kinds), self.layer(), 0.0, 0.0, 0.0
+        layers, dense, rows, context, context_backward = sum(count for _, count in kinds), self.layer(), 0.0, 0.0, 0.0
         parts = []  # means over layers
         for (sparse, skips), count in kinds if layers else (((False, False), 1),):
             share, one = count / (layers or 1), self.layer(sparse=sparse, skips=skips)
@@ -247,7 +247,7 @@ class StagePrices(StageMemory):
             rows += share * ((self._exchange() if sparse else 0.0) + (self._travel() if skips else 0.0))
             waits = self._context(one.attention, skips=skips)
             context, context_backward = context + share * waits[0], context_backward + share * waits[1]
-        layer = LayerTimes(*map(sum, zip(*parts, strict=True)))._replace(head=whole.head, loss=whole.loss)
+        layer = LayerTimes(*map(sum, zip(*parts, strict=True)))._replace(head=dense.head, loss=dense.loss)
         head, loss = (layer.head, layer.loss) if last else (0.0, 0.0)
         ends = (first + last) * layer.exchange / 2
         forward = layer.products + layer.attention + layer.elements
@@ -256,8 +256,8 @@ class StagePrices(StageMemory):
         }[layout.recompute]
         compute = layers * forward + head + loss / 3
         gather, reduce = self.sharding(part) if part else (0.0, 0.0)
-        behind = gather * layout.reshard_after_forward + reduce * layout.overlap
-        forwards, backwards = exposed_sharding(gather, behind, compute, self.constants)
+        in_backward = gather * layout.reshard_after_forward + reduce * layout.overlap
+        forwards, backwards = exposed_sharding(gather, in_backward, compute, self.constants)
         gathers = forwards, backwards + reduce * (not layout.overlap)
         host = layers * layer.launches + self.constants["micro_batch"], layers * layer.launches_backward
         ahead = self.run.cluster.at_once is None  # otherwise its cores compute
@@ -291,7 +291,7 @@ class StagePrices(StageMemory):
         for (sparse, _), count in kinds:
             # `linear` also asks for a dense layer if the model has none; that result is unused.
             layer = next((i for i in range(shape.layers) if shape.sparse(i) == sparse), 0)
-            weights += count * sum(self.elements_of(StagePart(range(layer, layer + 1), False, False)))
+            weights += count * sum(self.stage_elements(StagePart(range(layer, layer + 1), False, False)))
         moved = weights * (policy.compute.itemsize + 2 * policy.reduce.itemsize)
         return self.constants["accumulate"] * moved / self.hbm
 
@@ -316,7 +316,7 @@ class StagePrices(StageMemory):
         backward = max(0.0, ring.send(block + gradient) - ATTENTION_BACKWARD * each)
         return exchange + steps * forward, exchange + steps * backward + ring.send(gradient)
 
-    def finish_of(self, part: StagePart) -> tuple[float, float, float]:
+    def finish_times(self, part: StagePart) -> tuple[float, float, float]:
         """Return the exposed seconds of a stage's reduction, its update and its gather after its last backward."""
         key = (self.kinds(part), part.first, part.last, part.shared)
         if key not in self.finished:
@@ -324,7 +324,7 @@ class StagePrices(StageMemory):
         return self.finished[key]
 
     def _finish(self, part: StagePart) -> tuple[float, float, float]:
-        run, layout, state = self.run, self.run.layout, self.state_of([part])
+        run, layout, state = self.run, self.run.layout, self.stage_state([part])
         policy, together = run.policy, layout.sync == "all-reduce"
         reduction = updated = gather = 0.0
         for elements, messages, shard, replicate in self._spread(part):
@@ -338,7 +338,7 @@ class StagePrices(StageMemory):
                 gather += shard.all_gather(elements * policy.compute.itemsize, messages)
         reduction *= run.passes
         if reduction:
-            stage, size = self.stage_of(part), state.elements * policy.reduce.itemsize
+            stage, size = self.stage_times(part), state.elements * policy.reduce.itemsize
             backward = stage.backward_input + stage.backward_weight
             reduction = exposed_reduction(reduction, size, backward, layout, self.constants)
         touched = 2 * state.optimizer + updated * (2 * policy.storage.itemsize + 2 * policy.reduce.itemsize)

@@ -1,4 +1,4 @@
-"""Step time of many runs at once, in closed form: layers, stages, pipeline bubble, data parallelism, update.
+"""Step time of many runs together, in closed form: layers, stages, pipeline bubble, data parallelism, update.
 
 `shoal.planning.estimate` simulates each action of one layout; this module uses closed forms. With t_i the time of a
 micro-batch on stage i, 1F1B takes sum_i t_i + (m - 1) max_i t_i (Narayanan et al. 2021, section 2.2, for unequal
@@ -41,7 +41,7 @@ def layer_weights(r: Runs) -> np.ndarray:
     return r.hidden * (2 * q + 2 * kv + (2 + r.gated) * r.ffn * r.active)
 
 
-def stages_of(r: Runs) -> RankLayers:
+def split_layers(r: Runs) -> RankLayers:
     """Return stages with equal numbers of layers (one less at the ends if uneven), or with equal costs."""
     even = np.mod(r.layers, r.pp) == 0
     each = np.ceil(r.layers / r.pp)
@@ -72,7 +72,7 @@ def weights_of_stage(r: Runs, layers: np.ndarray) -> np.ndarray:
     return layers * layer + end
 
 
-def share_of(r: Runs, weights: np.ndarray, layers: np.ndarray) -> np.ndarray:
+def shard_parameters(r: Runs, weights: np.ndarray, layers: np.ndarray) -> np.ndarray:
     """Return the parameters of a rank's shard of some layers and ends; experts have fewer replicas."""
     experts = layers * r.hidden * (2 + r.gated) * r.ffn * r.experts / r.ep / r.tp
     experts = np.where(r.experts > 1, experts, 0.0)
@@ -107,7 +107,7 @@ class StepTimes:
 def step(runs: Runs, constants: Calibration) -> StepTimes:
     """Return the step times of all runs."""
     r, c, k = runs, constants.numbers, Kernels(runs, constants)
-    stages, waits = stages_of(r), (r.pp > 1) & (r.ahead == 0)
+    stages, waits = split_layers(r), (r.pp > 1) & (r.ahead == 0)
     device, launching, host = k.forward + k.backward, k.launches_of_both, c["micro_batch"]
 
     def passing(layers: np.ndarray, head: np.ndarray | float, host: np.ndarray | float) -> np.ndarray:
@@ -132,7 +132,7 @@ def step(runs: Runs, constants: Calibration) -> StepTimes:
     slower = 1 + c["stragglers"] * np.log2(np.maximum(r.ranks / r.per_node, 1))
     added = c["accumulate"] * (E + 2 * r.gradient_bytes) * weights  # bytes: gradient read, its sum read and written
     accumulate = np.where(r.zero < 3, added * r.microbatches / k.hbm, 0.0)
-    update = share_of(r, weights, stages.most) * c["update"] / k.hbm
+    update = shard_parameters(r, weights, stages.most) * c["update"] / k.hbm
     return StepTimes(
         busy=(busy + accumulate) * slower,
         bubble=bubble * slower,

@@ -82,7 +82,7 @@ def tensor_parallel(run: MicroBatch, part: StagePart, tokens: int, *, by_parts: 
     t, y, n = run.layout.tp, run.layout.tp_y, run.layout.micro_batch * tokens
     if t == 1:
         return forward, backward
-    axis, whole = "tp" if run.layout.tp_x == 1 else "tp_y", run.itemsize * n * run.hidden_local
+    axis, hidden = "tp" if run.layout.tp_x == 1 else "tp_y", run.itemsize * n * run.hidden_local
     sparse = sum(map(run.shape.sparse, part.layers)) if run.shape.experts else 0
     without = 0 if sparse and run.shape.moe.shared else sparse  # layers that do not end with a region
     regions, full = 2 * len(part.layers) - without, run.layout.recompute == "full"
@@ -91,7 +91,7 @@ def tensor_parallel(run: MicroBatch, part: StagePart, tokens: int, *, by_parts: 
     again = (regions, regions if by_parts or _skip(run, part) else len(part.layers)) if full else (0, 0)
     if run.layout.sequence_parallel:
         gather, scatter = ("send", "send") if by_parts else ("all-gather", "reduce-scatter")
-        size = gathered(whole, y)
+        size = gathered(hidden, y)
         for sent, into, out in ((forward, gather, scatter), (backward, scatter, gather)):
             sent[axis, into] += size * (regions + part.last)
             sent[axis, out] += size * regions
@@ -100,7 +100,7 @@ def tensor_parallel(run: MicroBatch, part: StagePart, tokens: int, *, by_parts: 
         backward[axis, gather] += size * again[0]
         backward[axis, scatter] += size * again[1]
     else:
-        size = all_reduced(whole, y)
+        size = all_reduced(hidden, y)
         forward[axis, "all-reduce"] += size * (regions + part.first)
         backward[axis, "all-reduce"] += size * (regions + part.last + again[1])
     if part.last:  # each rank's log-sum-exp and the target's logit
