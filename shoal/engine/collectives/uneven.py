@@ -13,7 +13,7 @@ With a group of None, which has one rank, each is the identity.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -96,8 +96,6 @@ def _scatter(x: Tensor, counts: Sequence[int], group: Group) -> Tensor:
 
 
 class _PermuteRows(torch.autograd.Function):
-    """Row permutation whose backward applies the inverse, a copy instead of a scatter-add."""
-
     @staticmethod
     def forward(ctx, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
         ctx.save_for_backward(back)
@@ -108,10 +106,7 @@ class _PermuteRows(torch.autograd.Function):
         return gradient.index_select(0, ctx.saved_tensors[0]), None, None
 
 
-def permute_rows(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
-    """Permute rows: row i of the result is row ``order[i]`` of x.
-
-    Args:
-        back: the inverse permutation.
-    """
-    return _PermuteRows.apply(x, order, back)
+permute_rows: Callable[[Tensor, Tensor, Tensor], Tensor] = _PermuteRows.apply
+"""Permute rows, given (x, order, inverse of order): row i of the result is row ``order[i]`` of x. Backward copies rows
+instead of adding them.
+"""

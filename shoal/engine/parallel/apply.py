@@ -95,12 +95,12 @@ def _build_stage(
         model = Transformer(shape, kernel=kernel, recompute=layout.recompute, seed=seed)
     keep_stage(model, part, assign_layers(shape, program))  # first: parts of other stages need not be split
     sink = GradSink(defer=mesh.size("tp") > 1 and not overlap)
-    splits = apply_tensor_parallel(model, shape, mesh, sink, overlap=overlap)
+    placements = apply_tensor_parallel(model, shape, mesh, sink, overlap=overlap)
     chosen = assign_chosen(shape, mesh, assignment)
-    splits |= apply_expert_parallel(model, shape, mesh, sink, assignment, chosen)
-    splits = share_tied(splits, shape, part, depth)
+    placements |= apply_expert_parallel(model, shape, mesh, sink, assignment, chosen)
+    placements = share_tied(placements, shape, part, depth)
     if copies:
-        splits = share_copies(splits, copies, stage // depth)
+        placements = share_copies(placements, copies, stage // depth)
     apply_context_parallel(model, mesh, assignment, chosen)
     apply_mixture_of_depths(model, shape, mesh, assignment, chosen)
     if compile:
@@ -112,9 +112,9 @@ def _build_stage(
     else:
         _receive_gradients(model, sink)
     if float8:
-        apply_float8(model, float8, splits, mesh, sink)
+        apply_float8(model, float8, placements, mesh, sink)
     # Last, therefore outermost: parameters are gathered before a layer is entered, recomputed or not.
-    unclaimed = _materialise(model, splits, policy.compute, mesh.device)
+    unclaimed = _materialise(model, placements, policy.compute, mesh.device)
     units = _units(model)
     owned = [list(dict.fromkeys(p for module in modules for p in module.parameters())) for modules in units]
     parameters = ShardedParameters(  # a tied head belongs to the first unit
@@ -149,23 +149,23 @@ def keep_stage(model: Transformer, stage: int, layers: Sequence[range]) -> None:
 
 
 def share_tied(
-    splits: dict[str, ParamPlacement], shape: ModelShape, stage: int, stages: int
+    placements: dict[str, ParamPlacement], shape: ModelShape, stage: int, stages: int
 ) -> dict[str, ParamPlacement]:
     """Mark a tied embedding held by the first and the last stage: one parameter with two partial gradients."""
     if not shape.tied or stages == 1:
-        return splits
+        return placements
     local, name = ("embed.token.weight", "head.weight")[stage > 0], "embed.token.weight"
-    if local not in splits:
-        return splits
-    split = splits[local]
+    if local not in placements:
+        return placements
+    split = placements[local]
     shared = replace(
         split, name=name, sum_over=(*split.sum_over, ENDS), copies=2 * split.copies, stages=2 * split.stages,
         primary=split.primary and stage == 0,
     )
-    return splits | {local: shared}
+    return placements | {local: shared}
 
 
-def share_copies(splits: dict[str, ParamPlacement], axis: str, copy: int) -> dict[str, ParamPlacement]:
+def share_copies(placements: dict[str, ParamPlacement], axis: str, copy: int) -> dict[str, ParamPlacement]:
     """Mark a stage's parameters as held by two model copies, each with the gradients of its micro-batches.
 
     Args:
@@ -177,7 +177,7 @@ def share_copies(splits: dict[str, ParamPlacement], axis: str, copy: int) -> dic
             split, sum_over=split.sum_over if ENDS in split.sum_over else (*split.sum_over, axis),
             copies=2 * split.copies, stages=2 * split.stages, primary=split.primary and copy == 0,
         )
-        for local, split in splits.items()
+        for local, split in placements.items()
     }
 
 
@@ -223,7 +223,7 @@ def _units(model: Transformer) -> list[list[nn.Module]]:
 
 
 def _materialise(
-    model: Transformer, splits: dict[str, ParamPlacement], dtype: torch.dtype, device: torch.device
+    model: Transformer, placements: dict[str, ParamPlacement], dtype: torch.dtype, device: torch.device
 ) -> dict[nn.Parameter, ParamPlacement]:
     """Replace meta parameters by real ones whose data the engine sets; meta parameters cannot take real data.
 
@@ -236,4 +236,4 @@ def _materialise(
         for name, own in list(module._parameters.items()):
             if own is not None:
                 module._parameters[name] = real[own]
-    return {real[old]: splits[name] for name, old in named.items()}
+    return {real[old]: placements[name] for name, old in named.items()}

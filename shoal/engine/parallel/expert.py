@@ -38,7 +38,7 @@ from shoal.engine.parallel.placement import ParamPlacement, keep_box, replicate
 from shoal.engine.parallel.weight_grad import GradSink, GroupedLinearFunction
 from shoal.spec.catalog import ModelShape
 
-SEQUENCE = 1  # dim of [b, s, ..] that tp splits
+SEQUENCE = 1  # dim of [b, s, ..] that tp placements
 
 
 def apply_expert_parallel(
@@ -59,21 +59,21 @@ def apply_expert_parallel(
     tp, cp = mesh.group("tp"), mesh.group("cp")
     for axis in ("ep", "etp", "edp_shard", "edp_replicate", "stage"):
         mesh.group(axis)  # on every stage, even without experts: group names count a process's groups
-    splits: dict[str, ParamPlacement] = {}
+    placements: dict[str, ParamPlacement] = {}
     for name, module in model.named_modules():
         if not isinstance(module, MoE):
             continue
         module.experts = experts = DistributedExperts(module.experts, f"{name}.experts", mesh, sink)
-        splits |= {placement.name: placement for placement in experts.placements}
+        placements |= {placement.name: placement for placement in experts.placements}
         for part, parameter in module.router.named_parameters(recurse=False):
             full = f"{name}.router.{part}"
-            splits[full] = replicate(full, parameter, mesh, partial=tp is not None)
+            placements[full] = replicate(full, parameter, mesh, partial=tp is not None)
         if module.router.bias is not None:
             module.router.bias = torch.zeros(shape.experts.count, dtype=torch.float64, device=mesh.device)
         if tp is not None or cp is not None:
             skips = chosen is not None and shape.skips(module.router.layer)
             module.router.places = TokenShares(mesh, chosen if chosen is not None and skips else assignment)
-    return splits
+    return placements
 
 
 class TokenShares(TokenPlaces):

@@ -78,19 +78,19 @@ class Float8:
 
 
 def apply_float8(
-    model: Transformer, float8: Float8, splits: dict[str, ParamPlacement], mesh: Mesh, sink: GradSink
+    model: Transformer, float8: Float8, placements: dict[str, ParamPlacement], mesh: Mesh, sink: GradSink
 ) -> None:
     """Replace linear layers, in place, by ones with 8-bit products.
 
     Args:
-        splits: tensor-parallel placements of their weights, by name.
+        placements: tensor-parallel placements of their weights, by name.
         sink: receives their gradients.
     """
     cache = _InputCache()
     for name, module in model.named_modules():
         if name in float8.layers:
             assert isinstance(module, Linear)
-            split = splits[f"{name}.weight"]
+            split = placements[f"{name}.weight"]
             along = next((dim for i, dim in enumerate((OUT, IN)) if split.box.shape[i] != split.global_shape[i]), "")
             module.product = Float8Product(
                 name, float8.recipe, float8.history, cache, along, mesh.group("tp"), sink,
@@ -109,7 +109,7 @@ class Float8Product:
     """8-bit products of one linear layer.
 
     Args:
-        split: the dimension of its weight that tensor parallelism splits: "in", "out" or "".
+        split: the dimension of its weight that tensor parallelism placements: "in", "out" or "".
         group: the ranks that hold the other parts.
         native: whether the device multiplies 8-bit codes; otherwise they are decoded first.
     """

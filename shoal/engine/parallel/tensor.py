@@ -79,35 +79,35 @@ def apply_tensor_parallel(
         gradients are partial sums, because each rank sees its own part of the sequence.
     """
     group, rank, size = mesh.group("tp"), mesh.index("tp"), mesh.size("tp")
-    in_parts, splits = mesh.layout.sequence_parallel, dict[str, ParamPlacement]()
+    in_parts, placements = mesh.layout.sequence_parallel, dict[str, ParamPlacement]()
     if group is not None:
         sink = sink or GradSink()
         if mesh.layout.tp_x > 1:
             x, y = mesh.group_of_several("tp_x"), mesh.group_of_several("tp_y")
-            splits = _replace(model, TENSOR_PARALLEL_2D, Grid(group, rank, size, in_parts, shape, sink, y, x=x))
+            placements = _replace(model, TENSOR_PARALLEL_2D, Grid(group, rank, size, in_parts, shape, sink, y, x=x))
         else:
             at = TensorParallel(group, rank, size, in_parts, shape, sink, group, overlap)
-            splits = _replace(model, TENSOR_PARALLEL, at)
+            placements = _replace(model, TENSOR_PARALLEL, at)
     for name, parameter in model.named_parameters():
-        if name not in splits:
-            splits[name] = replicate(name, parameter, mesh, partial=in_parts)
-    return {name: splits[name] for name, _ in model.named_parameters()}
+        if name not in placements:
+            placements[name] = replicate(name, parameter, mesh, partial=in_parts)
+    return {name: placements[name] for name, _ in model.named_parameters()}
 
 
 def _replace(
     model: Transformer, table: Mapping[str, ParallelStyle], at: TensorParallel
 ) -> dict[str, ParamPlacement]:
     """Replace the modules named in a table; return the placements of their parameters, by name."""
-    splits: dict[str, ParamPlacement] = {}
+    placements: dict[str, ParamPlacement] = {}
     for name, module in list(model.named_modules()):
         for pattern, style in table.items():
             if matches(pattern, name):
                 split = style(module, name, at)
                 model.set_submodule(name, split)
-                splits |= {placement.name: placement for placement in split.placements}
+                placements |= {placement.name: placement for placement in split.placements}
     if at.shape.tied and model.embed is not None and model.head is not None:
         model.head.weight = model.embed.token.weight
-    return splits
+    return placements
 
 
 def matches(pattern: str, name: str) -> bool:
