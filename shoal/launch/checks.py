@@ -99,14 +99,7 @@ def count_rank_memory(
 
 
 def check_memory(config: RunConfig, shape: ModelShape, device: torch.device, ranks: range) -> None:
-    """Reject a model that does not fit in this machine's memory.
-
-    Args:
-        ranks: ranks on this machine.
-
-    Raises:
-        UsageError: the message has the memory that a rank needs and the memory available.
-    """
+    """Reject a model that does not fit in the memory of this machine, which has these ranks."""
     layout = config.parallel
     held = count_rank_memory(config, shape, device, one_host=len(ranks) == layout.world_size)
     here = [held[rank * layout.pp // layout.world_size] for rank in ranks]
@@ -192,12 +185,7 @@ def checkpoint_bytes(config: RunConfig, shape: ModelShape) -> int:
 
 
 def check_disk(config: RunConfig, shape: ModelShape, folder: Path, existing: int = 0) -> None:
-    """Reject a run whose checkpoints do not fit on the disk.
-
-    Args:
-        folder: checkpoint folder; need not exist.
-        existing: number of checkpoints already in it.
-    """
+    """Reject a run whose checkpoints do not fit on the disk of ``folder``, which has ``existing`` ones already."""
     each = checkpoint_bytes(config, shape)
     every = config.checkpoint.every
     saves = 1 + (config.train.steps - 1) // every if every else 1

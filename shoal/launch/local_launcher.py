@@ -39,18 +39,6 @@ def start_rank_server(ranks: int, log_folder: Path, device: str) -> PreforkServe
     return PreforkServer(local_environment(ranks, device), log_folder / "prefork.log", PRELOADED)
 
 
-def rank_environment(rank: int, ranks: int, scratch: Path, device: str) -> dict[str, str]:
-    return {
-        **local_environment(ranks, device),
-        "RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "SHOAL_SCRATCH": str(scratch),
-        "SHOAL_OWNER": str(os.getpid()),
-    }
-
-
 class RankProcesses:
     """Processes of the ranks of one attempt, managed by their parent.
 
@@ -103,7 +91,11 @@ class RankProcesses:
                 print("\x1b[?25h", end="", flush=True)  # a killed rank 0 leaves the cursor hidden by its progress bar
 
     def _start(self, module: str, rank: int, ranks: int, environment: Mapping[str, str]) -> None:
-        variables = {**rank_environment(rank, ranks, self.scratch, self.device), **environment}
+        variables = {
+            **local_environment(ranks, self.device), "RANK": str(rank), "WORLD_SIZE": str(ranks),
+            "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks), "SHOAL_SCRATCH": str(self.scratch),
+            "SHOAL_OWNER": str(os.getpid()), **environment,
+        }
         with open(self._log(rank), "a") as log:  # append: keep the output of earlier launches
             log.write(self.header)
         self.processes.append(self.server.start(module, variables, self._log(rank), heard=rank == 0))

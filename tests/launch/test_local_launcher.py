@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 from shoal.base.errors import UsageError
 from shoal.engine.cpu_tuning import allocator_environment
-from shoal.launch.local_launcher import RankProcesses, rank_environment, start_rank_server
-from shoal.launch.prefork import PreforkServer
+from shoal.launch.local_launcher import RankProcesses, start_rank_server
+from shoal.launch.prefork import PreforkServer, local_environment
 from shoal.launch.rank_env import RankEnv, _expand_counts, _first_host, detect_rank_env
 from shoal.launch.watch.watchdog import Watchdog
 from shoal.spec.config import FailoverConfig
@@ -365,5 +365,5 @@ def test_the_allocator_reuses_pages():
 def test_the_allocator_is_set_for_ranks_on_the_cpu_alone(device, monkeypatch):
     for name in allocator_environment():
         monkeypatch.delenv(name, raising=False)
-    found = rank_environment(0, 1, Path("scratch"), device).keys() & allocator_environment().keys()
+    found = local_environment(1, device).keys() & allocator_environment().keys()
     assert found == (allocator_environment().keys() if device == "cpu" else set())

@@ -95,7 +95,7 @@ class PeerWatch:
 
     Args:
         folder: see `make_shared_folder`.
-        run_folder: run folder, in whose events lost ranks are recorded.
+        run_folder: folder of the run's events.
     """
 
     def __init__(self, member: RankEnv, folder: Path, limits: FailoverConfig, run_folder: Path):

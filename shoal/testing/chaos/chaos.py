@@ -66,9 +66,7 @@ class Chaos:
     """Trials of one run, each with one fault.
 
     Args:
-        config: config of the run, whose folders and cache are moved into ``folder``.
-        folder: folder of all files of the trials.
-        server: server that forks the ranks.
+        folder: folder of all files of the trials, also of the run's cache.
         log: file to which this process and the server print.
     """
 

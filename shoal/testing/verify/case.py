@@ -31,11 +31,7 @@ class Case:
 
 
 def prepare(config: RunConfig, *, own_precision: bool, accumulate: bool = True) -> Case:
-    """Make a run comparable: float64, synthetic data, more than one micro-batch.
-
-    Args:
-        own_precision: keep the run's precision.
-        accumulate: double the global batch of a run without gradient accumulation, which would hide faults.
+    """Make a run comparable: float64 unless ``own_precision``, synthetic data, and two micro-batches if ``accumulate``.
 
     Raises:
         UsageError: the layout does not fit the model or the batch.
@@ -62,14 +58,7 @@ def prepare(config: RunConfig, *, own_precision: bool, accumulate: bool = True) 
 
 
 def run_case(case: Case, pool: Pool, *, steps: int, inject: str = "") -> tuple[Verdict, dict[str, list[StepFacts]]]:
-    """Run both sides, compare them, and locate the first difference, if any.
-
-    Args:
-        inject: a fault to inject on the ranks, or "".
-
-    Returns:
-        The verdict, and the results of one device by rule.
-    """
+    """Run both sides and locate the first difference, if any; return the verdict and one device's results by rule."""
     with TemporaryDirectory(prefix="shoal-verify-") as folder:
         start = time.monotonic()
         rules = {PLAIN: _with_plain_rule(case.config)}

@@ -19,16 +19,10 @@ from shoal.testing.verify.trace import sum_by_layer, traced_modules
 
 
 class Tolerance(NamedTuple):
-    """Largest relative errors that rounding explains.
+    """Largest relative errors that rounding explains."""
 
-    Attributes:
-        gradient: error of gradients, activations, loss and gradient norm, and of weights after plain SGD.
-        adaptive: error of weights after the run's own optimizer. Adam divides each gradient by its own size, so where a
-            gradient is all rounding (a key's bias), so is the update.
-    """
-
-    gradient: float
-    adaptive: float
+    gradient: float  # of gradients, activations, loss and gradient norm, and of weights after plain SGD
+    adaptive: float  # of weights after the run's own optimizer: Adam turns gradients of rounding into full updates
 
 
 # fp64: five orders above the errors of random layouts (docs/verify.md). The others: generous bounds on rounding in
@@ -127,13 +121,7 @@ def judge(
     facts: dict[str, list[StepFacts]],
     reports: list[RankReport],
 ) -> Verdict:
-    """Compare the results of all ranks with those of one device.
-
-    Args:
-        layers: number of layers of the model.
-        facts: results of the reference, by rule, for each step.
-        reports: results of the ranks, in order.
-    """
+    """Compare the results of all ranks with those of one device, by rule for each step."""
     verdict = Verdict()
     parameters = [name for name in next(iter(facts.values()))[0].gradients if name == parameter_of(name)]
     verdict.findings += _check_coverage(parameters, reports)

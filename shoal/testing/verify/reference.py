@@ -7,16 +7,22 @@ contribute to the printed errors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
+from shoal.base.boxes import Box
 from shoal.engine.data.batches import Batch, Dataset, SyntheticDataset
 from shoal.engine.models.experts.router import SUMS, Router, find_modules
+from shoal.engine.models.initial import Initial, fill
+from shoal.engine.models.labels import draw_labels, label_key
+from shoal.engine.models.loss import IGNORE
 from shoal.engine.models.mixture_of_depths import COUNTS, MixtureOfDepths
 from shoal.engine.models.transformer import Transformer, initialise
 from shoal.engine.optim.build import build, rate_factor, weight_decay
@@ -24,14 +30,17 @@ from shoal.engine.optim.rule import Rule
 from shoal.engine.optim.schedule import learning_rate
 from shoal.engine.optim.shards import Shards
 from shoal.engine.optim.sophia import Sophia
+from shoal.engine.precision.float8 import encode, largest, scale_of
+from shoal.engine.precision.policy import POLICIES
+from shoal.engine.precision.recipe import GRADIENT, INPUT, WEIGHT, AmaxHistory, Recipe
 from shoal.pipeline.from_layout import build_layout_program
 from shoal.spec.catalog import ModelShape
+from shoal.spec.compatibility.sizes import float8_layers
 from shoal.spec.config import OptimizerConfig, RunConfig
 from shoal.spec.number_formats import FORMATS
-from shoal.testing.verify.curvature import estimate_curvature
-from shoal.testing.verify.emulate import accumulate_gradients, emulate_updates, gradient_of
-from shoal.testing.verify.float8 import multiply_in_float8
+from shoal.testing.verify.emulate import accumulate_gradients, count_tokens, emulate_updates, gradient_of
 from shoal.testing.verify.trace import Choices, Tracer
+from shoal.training.step.curvature import SHIFT
 
 
 @dataclass(frozen=True)
@@ -243,3 +252,104 @@ def _clip(model: Transformer, limit: float) -> float:
 def _largest(tensors: dict[str, Tensor]) -> dict[str, float]:
     parts = (part for name, t in tensors.items() for part in with_experts(name, t))
     return {name: part.abs().max().item() for name, part in parts}
+
+
+# ---- Sophia's curvature estimates: full parameters, one sample at a time ---------------------------------------------
+
+
+def estimate_curvature(
+    model: Transformer, config: RunConfig, batches: Sequence[Batch], step: int
+) -> list[Tensor]:
+    """Return the estimate of a step for each parameter in order, flattened.
+
+    Args:
+        batches: single samples of the step.
+    """
+    estimate = _from_drawn_labels if config.optimizer.name == "sophia-g" else _from_differences
+    return [each.flatten() for each in estimate(model, config, batches, step)]
+
+
+def _from_drawn_labels(model: Transformer, config: RunConfig, batches: Sequence[Batch], step: int) -> list[Tensor]:
+    length = config.data.sequence_length
+    key, first = label_key(config.train.seed, step), step * config.train.global_batch
+
+    def compute_loss(i: int, batch: Batch) -> Tensor:
+        logits = model(batch.tokens, None, batch.documents)
+        labels = draw_labels(logits, key, (first + i) * length + torch.arange(length)[None])
+        labels[batch.targets == IGNORE] = IGNORE
+        return F.cross_entropy(logits[0], labels[0], ignore_index=IGNORE, reduction="sum")
+
+    accumulate_gradients(model, batches, compute_loss)
+    return [count_tokens(batches) * gradient_of(p) ** 2 for p in model.parameters()]
+
+
+def _from_differences(model: Transformer, config: RunConfig, batches: Sequence[Batch], step: int) -> list[Tensor]:
+    parameters = dict(model.named_parameters())
+    kept = [p.detach().clone() for p in parameters.values()]
+    directions = [torch.empty_like(values) for values in kept]
+    for name, direction in zip(parameters, directions, strict=True):
+        shape = tuple(direction.shape)
+        fill(
+            direction, name=f"hutchinson.{step}.{name}", global_shape=shape, box=Box.whole(shape),
+            initial=Initial(0.0, 1.0), seed=config.train.seed,
+        )
+    size = SHIFT * torch.cat([values.flatten() for values in kept]).square().mean().sqrt().item()
+    found = []
+    for sign in (1, -1, 0):
+        with torch.no_grad():
+            for p, values, direction in zip(parameters.values(), kept, directions, strict=True):
+                p.copy_(values + sign * size * direction)
+        if sign:
+            accumulate_gradients(model, batches, lambda i, batch: model(batch.tokens, batch.targets, batch.documents))
+            found.append([gradient_of(p).clone() for p in parameters.values()])
+    return [u * (one - other) / (2 * size) for u, one, other in zip(directions, *found, strict=True)]
+
+
+# ---- products in 8 bits, in float64: the reference of `shoal.engine.parallel.float8` ---------------------------------
+
+
+def multiply_in_float8(model: Transformer, config: RunConfig) -> AmaxHistory | None:
+    """Make a model's layers multiply in the run's precision, in place; return the scales' history, if it has one."""
+    products = POLICIES[config.train.precision].formats.products
+    if products == "compute":
+        return None
+    recipe, layers = Recipe.of(products, config.float8), float8_layers(model.shape, config.float8.keep)
+    history = AmaxHistory(recipe, layers, torch.float64, torch.device("cpu")) if recipe.history else None
+    modules = dict(model.named_modules())
+    for name in layers:
+        modules[name].forward = partial(_forward, modules[name], partial(_round, name, recipe, history))
+    return history
+
+
+def _forward(module: nn.Linear, rounded, x: Tensor) -> Tensor:
+    y = RoundedProduct.apply(rounded, x, module.weight)
+    return y if module.bias is None else y + module.bias
+
+
+def _round(name: str, recipe: Recipe, history: AmaxHistory | None, what: int, x: Tensor) -> Tensor:
+    """Round a matrix to 8 bits, with scales along its rows."""
+    kind, grain = recipe.kinds[what], recipe.grains[what]
+    most = largest(x, grain)
+    scale = None
+    if history:
+        history.note(name, what, most)
+        scale = history.scale(name, what)
+    return encode(x, scale_of(most, kind, grain) if scale is None else scale, kind, grain).values(x.dtype)
+
+
+class RoundedProduct(torch.autograd.Function):
+    """x W^T with the operands of all three products rounded."""
+
+    @staticmethod
+    def forward(ctx, rounded, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.rounded = rounded
+        ctx.save_for_backward(x, weight)
+        return rounded(INPUT, x.flatten(0, -2)).matmul(rounded(WEIGHT, weight).t()).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        x, weight = ctx.saved_tensors
+        d_y = gradient.flatten(0, -2)
+        d_x = ctx.rounded(GRADIENT, d_y) @ ctx.rounded(WEIGHT, weight.t()).t()
+        d_weight = ctx.rounded(GRADIENT, d_y.t()) @ ctx.rounded(INPUT, x.flatten(0, -2).t()).t()
+        return None, d_x.view_as(x), d_weight

@@ -31,11 +31,7 @@ def traced_modules(layers: int) -> list[str]:
 
 
 class Tracer:
-    """Recorder of each module's output and its gradient, for every micro-batch.
-
-    Args:
-        model: the model or a stage of it; each call of it is one micro-batch, from 0.
-    """
+    """Recorder of each module's output and its gradient; each call of the model or stage is one micro-batch."""
 
     def __init__(self, model: Transformer):
         self._taken: dict[str, dict[int, Tensor]] = {}
@@ -96,11 +92,7 @@ class ForwardTrace:
 
 
 def local_part(key: str, x: Tensor, mesh: Mesh, vocab: int) -> Tensor:
-    """Return this rank's part of a reference tensor.
-
-    Args:
-        x: [b, s, ...] of the samples and tokens of a forward, or [b] for the loss.
-    """
+    """Return this rank's part of a forward's reference tensor, [b, s, ...], or [b] for the loss."""
     phase, module = key.split("/", 1)
     tp, index = mesh.size("tp"), mesh.index("tp")
     if module == "loss":
@@ -122,11 +114,10 @@ def trace_errors(
     Args:
         reference: trace file of the reference, which has losses of complete samples only.
         passes: the recorded forwards, in order.
-        loss_scale: factor of the loss.
 
     Returns:
-        For each ``forward/MODULE`` and ``backward/MODULE``: the largest absolute difference, the reference's largest
-        absolute value in the global batch, and the micro-batch with the difference.
+        (largest absolute difference, reference's largest absolute value, micro-batch) by ``forward/MODULE`` and
+        ``backward/MODULE``.
     """
     errors = {}
     with safe_open(reference, "pt") as file:
