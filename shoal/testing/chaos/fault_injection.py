@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from shoal.engine.checkpoint import list_checkpoints
+from shoal.engine.checkpoint import list_checkpoints, save
 from shoal.launch.devices import LOST_FILE
 from shoal.launch.rank_env import read_payload
 from shoal.launch.worker import run
@@ -73,9 +73,9 @@ class InjectedFault:
         self.begun, self.lasted = 0.0, 0.0
         trainer.engine.runtime.recorders.insert(0, self)  # first, so that the other recorders measure its delays
         if planted.op == STAGING:
-            self._around("_write_part")
+            self._around(save, "write_part")
         elif planted.op == COMMITTING:
-            self._around("_commit")
+            self._around(trainer.states.disk, "_commit")
 
     # ---- moments -----------------------------------------------------------------------------------------------------
 
@@ -98,9 +98,9 @@ class InjectedFault:
         if action.op.value == self.planted.op:
             self.lasted = time.monotonic() - self.begun
 
-    def _around(self, name: str) -> None:
-        """Trigger the fault in a method of the background writer of checkpoints."""
-        original: Callable[..., Any] = getattr(self.trainer.states.disk, name)
+    def _around(self, owner: object, name: str) -> None:
+        """Trigger the fault in a function of the background writer of checkpoints."""
+        original: Callable[..., Any] = getattr(owner, name)
 
         def around(*args: Any) -> Any:
             if self.trainer.step >= self.planted.step:
@@ -110,7 +110,7 @@ class InjectedFault:
             self.lasted = time.monotonic() - begin
             return result
 
-        setattr(self.trainer.states.disk, name, around)
+        setattr(owner, name, around)
 
     def _act_in(self, seconds: float) -> None:
         """Act after some seconds, in the middle of an action, if the effect is a signal; otherwise immediately."""
