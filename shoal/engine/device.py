@@ -264,7 +264,7 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
 
 
-def share_of_cores(local_ranks: int) -> int:
+def cores_per_rank(local_ranks: int) -> int:
     """Return the number of CPU threads for each of ``local_ranks`` ranks on this machine."""
     return max(1, usable_cores() // local_ranks)
 

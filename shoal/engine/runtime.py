@@ -112,7 +112,7 @@ class Runtime:
         for channel, source, target in sorted(used):
             if channel not in self.groups:
                 purpose = f"{channel[0]}{'+' if channel[1] else '-'}"
-                self.groups[channel] = self.mesh.group_of_several("pp", purpose)
+                self.groups[channel] = self.mesh.required_group("pp", purpose)
             if own == source:
                 start_send(number, ranks[target], self.groups[channel]).wait()
             elif own == target:

@@ -28,7 +28,7 @@ from subprocess import DEVNULL, Popen
 from typing import Any
 
 from shoal.engine.cpu_tuning import allocator_environment
-from shoal.engine.device import die_with_parent, loopback, share_of_cores
+from shoal.engine.device import cores_per_rank, die_with_parent, loopback
 
 LEFT_TO_RANKS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # signals that a job manager may send to all processes
 PIPE = "SHOAL_PIPE"  # environment variable with the file descriptor of a pipe passed to a process
@@ -195,7 +195,7 @@ def end_processes(processes: Sequence[Process]) -> None:
 def local_environment(ranks: int, device: str = "") -> dict[str, str]:
     """Return this process's environment with defaults for local ranks: network interface, threads, CPU allocator."""
     return {
-        "OMP_NUM_THREADS": str(share_of_cores(ranks)),
+        "OMP_NUM_THREADS": str(cores_per_rank(ranks)),
         "OMP_WAIT_POLICY": "passive",  # spinning threads would take cores from other processes
         "GLOO_SOCKET_IFNAME": loopback(),
         "NCCL_SOCKET_IFNAME": loopback(),

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from shoal.base.errors import UsageError
 from shoal.engine.cpu_tuning import tune_process
-from shoal.engine.device import COLLECTIVE_SECONDS, die_with_parent, init_world, share_of_cores
+from shoal.engine.device import COLLECTIVE_SECONDS, cores_per_rank, die_with_parent, init_world
 from shoal.launch.rank_env import RankEnv, record_end, scratch_folder, stack_path
 from shoal.launch.watch.watchdog import write_stack_when_asked
 
@@ -55,7 +55,7 @@ def become_rank(
         die_with_parent(os.getppid())
     named = os.environ.get("OMP_NUM_THREADS", "")
     if threads or not named:
-        torch.set_num_threads(threads or share_of_cores(member.local_world_size))
+        torch.set_num_threads(threads or cores_per_rank(member.local_world_size))
     elif member.how == "local" and named.isdigit() and int(named):
         # A forked process inherits torch's thread count from its server, not from its own variable.
         torch.set_num_threads(int(named))

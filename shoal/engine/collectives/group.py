@@ -85,7 +85,7 @@ class Group:
             _groups.add(self)
 
     @staticmethod
-    def of_backend(backend: dist.ProcessGroup) -> Group:
+    def from_backend(backend: dist.ProcessGroup) -> Group:
         """Return a group that communicates through a process group of torch alone."""
         return Group(dist.get_process_group_ranks(backend), backend.rank(), backend)
 

@@ -151,7 +151,7 @@ class Mesh:
             self._named[name] = Group(ranks, group.rank(), group.backend, group.shared, self.link)
         return self._named[name]
 
-    def group_of_several(self, axis: str, purpose: str = "") -> Group:
+    def required_group(self, axis: str, purpose: str = "") -> Group:
         """Return the group along an axis with more than one rank; see `group`."""
         group = self.group(axis, purpose)
         assert group is not None, axis

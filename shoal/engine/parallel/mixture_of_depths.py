@@ -60,7 +60,11 @@ class SharedPlaces(ChosenPlaces):
 
     def route(self, taken: Tensor, s: int) -> TokenRoute:
         sizes = [len(places) for places in self.chosen]
-        holder, local = self._holders()
+        everywhere = torch.cat(list(self.tokens))
+        empty = torch.empty_like(everywhere)
+        # By position in the sequence: the rank that holds the token, and its local index there.
+        holder = empty.index_copy(0, everywhere, torch.cat([torch.full_like(p, i) for i, p in enumerate(self.tokens)]))
+        local = empty.index_copy(0, everywhere, torch.cat([torch.arange(len(p), device=p.device) for p in self.tokens]))
         taken = taken.index_select(SEQUENCE, torch.cat(list(self.chosen)))  # ordered by rank
         holders = holder[taken]
         index, send = [], []
@@ -81,14 +85,6 @@ class SharedPlaces(ChosenPlaces):
             return exchange_rows(permute_rows(rows.flatten(0, 1), order, back), receive, send, self.group)
 
         return TokenRoute(torch.cat(index), there, home)
-
-    def _holders(self) -> tuple[Tensor, Tensor]:
-        """Return, by position in the sequence, the rank that holds the token and its local index there."""
-        everywhere = torch.cat(list(self.tokens))
-        ranks = torch.cat([torch.full_like(places, rank) for rank, places in enumerate(self.tokens)])
-        numbers = torch.cat([torch.arange(len(places), device=places.device) for places in self.tokens])
-        empty = torch.empty_like(everywhere)
-        return empty.index_copy(0, everywhere, ranks), empty.index_copy(0, everywhere, numbers)
 
 
 def assign_chosen(shape: ModelShape, mesh: Mesh, tokens: TokenAssignment) -> TokenAssignment | None:

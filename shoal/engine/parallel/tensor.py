@@ -83,7 +83,7 @@ def apply_tensor_parallel(
     if group is not None:
         sink = sink or GradSink()
         if mesh.layout.tp_x > 1:
-            x, y = mesh.group_of_several("tp_x"), mesh.group_of_several("tp_y")
+            x, y = mesh.required_group("tp_x"), mesh.required_group("tp_y")
             placements = _replace(model, TENSOR_PARALLEL_2D, Grid(group, rank, size, in_parts, shape, sink, y, x=x))
         else:
             at = TensorParallel(group, rank, size, in_parts, shape, sink, group, overlap)

@@ -183,7 +183,7 @@ class AsyncTrainer(Trainer):
                 continue
             self.display.note(f"{size - len(living)} of {size} replicas died; the others continue")
             engine.represented = find_represented(engine.replica, living, engine.replicas)
-            engine.living = Group.of_backend(groups[0])
+            engine.living = Group.from_backend(groups[0])
             self.states.regroup(groups[1])
             return
 

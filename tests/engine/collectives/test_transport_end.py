@@ -141,7 +141,7 @@ class Ended:
 
     ranks = (0, 1)
 
-    def end_of(self, rank: int) -> str:
+    def describe_end(self, rank: int) -> str:
         return f"rank {rank} has ended"
 
 

@@ -33,7 +33,7 @@ class Peers(Protocol):
 
     ranks: list[int]
 
-    def end_of(self, index: int) -> str:
+    def describe_end(self, index: int) -> str:
         """Return how the rank at this index of the group ended, or "" while it is alive."""
 
 
@@ -139,7 +139,7 @@ class Progress:
                 return
             what = lane.queue[0][0].what
             # Its last writes still count, so poll once more after detecting the exit.
-            if end := lane.group.end_of(awaited):
+            if end := lane.group.describe_end(awaited):
                 if self._step(lane) == awaited:
                     raise PeerLost(f"{what}: {end}")
                 return

@@ -82,7 +82,7 @@ class SharedGroup:
     def _pair_counter(self, source: int, target: int, counter: int) -> int:
         return (PER_RANK * self.size + (source * self.size + target) * PER_PAIR + counter) * Region.STEP
 
-    def end_of(self, rank: int) -> str:
+    def describe_end(self, rank: int) -> str:
         """Return how a member ended, or "" if it is alive."""
         process = self._counters[self._counter(rank, PROCESS)]
         if not alive(process):

@@ -29,7 +29,7 @@ class ShardGroup(Holders):
     @property
     def group(self) -> Group:
         """Return the group of ranks that hold shards of the same parameters."""
-        return self.mesh.group_of_several(self.axis)
+        return self.mesh.required_group(self.axis)
 
     def sum(self, x: Tensor) -> None:
         all_reduce(x, self.group)

@@ -20,7 +20,7 @@ from shoal.training.async_dp.methods.wagma import GroupAverage
 
 
 def world() -> Group:
-    return Group.of_backend(dist.group.WORLD)
+    return Group.from_backend(dist.group.WORLD)
 
 
 class Numbers:
