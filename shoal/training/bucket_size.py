@@ -45,7 +45,7 @@ def settle_bucket_size(
     """
     layout = config.parallel
     if layout.dp == 1 or layout.zero == 3 or layout.sync != "all-reduce":
-        return _with(config, layout.bucket_bytes / 2**20), "bucket_mb = auto: there is nothing to choose"
+        return _with(config, layout.bucket_bytes / 2**20), "bucket_mb = auto: nothing to choose in this layout"
     kept = broadcast(_kept(config, folder) if resume and mesh.rank == 0 else None, world())
     if kept is not None:
         return _with(config, kept), f"bucket_mb = auto: {kept:g} MiB, as measured when the run began"

@@ -75,7 +75,7 @@ def _by_rank(name: str, text: str, sign: str, value: str, example: str, ranks: i
         if not match:
             raise UsageError(f"{name} = {text!r}: write it as in {name} = '{example}', with commas between several.")
         if int(match[1]) >= ranks:
-            raise UsageError(f"{name} = {text!r}: there is no rank {match[1]}, the last is {ranks - 1}.")
+            raise UsageError(f"{name} = {text!r}: rank {match[1]} does not exist; ranks are 0 to {ranks - 1}.")
         found[int(match[1])] = float(match[2])
     return found
 
@@ -143,7 +143,7 @@ class TimedSteps(ActionTimer):
 
 def times_table(times: dict[int, RankTimes | None]) -> Table:
     """Build the table of times that a run shows at its end; None for a rank that died."""
-    table = Table(title="who waits, and who does not")
+    table = Table(title="compute and wait time of each rank")
     for column in ("rank", "steps", "computing s", "waiting and exchanging s", "share"):
         table.add_column(column, justify="right")
     for rank, spent in sorted(times.items()):

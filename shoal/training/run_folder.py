@@ -25,7 +25,7 @@ from shoal.training.resilience.host_memory_dir import run_dir
 from shoal.training.resilience.memory_slot import newest_step
 
 MAY_CHANGE = (
-    "the layout, train.steps, train.precision, the optimizer's numbers, and what only says how and where it is computed"
+    "the layout, train.steps, train.precision, the optimizer's numbers, and settings that do not affect the results"
 )
 
 Difference = tuple[str, object, object, str]
@@ -64,8 +64,8 @@ def is_free(folder: Path) -> bool:
 def taken(folder: Path) -> UsageError:
     """Return the error for a folder that is not free."""
     return UsageError(
-        f"--run-folder {folder} exists already, and a run never writes over what it did not make."
-        f"\n  Go on with that run by --resume {folder}, or name another folder."
+        f"--run-folder {folder} exists already, and a run never overwrites files that it did not make."
+        f"\n  Continue that run with --resume {folder}, or name another folder."
     )
 
 
@@ -96,7 +96,7 @@ def check_resume(config: RunConfig, shape: ModelShape, folder: Path, *, again: b
             all steps already.
     """
     if not (folder / RUN_FILE).is_file():
-        raise UsageError(f"--resume {folder}: there is no run in it ({RUN_FILE} is missing).")
+        raise UsageError(f"--resume {folder}: not the folder of a run ({RUN_FILE} is missing).")
     first = load_config(folder / RUN_FILE)
     found = [*_differences(first, config), *_model_differences(config, folder, shape)]
     if found:
@@ -180,7 +180,7 @@ def check_steps_left(folder: Path, done: int, steps: int) -> None:
     """
     if done >= steps:
         raise UsageError(
-            f"--resume {folder}: step {done} is done, and train.steps = {steps}.\n  Raise train.steps to go on."
+            f"--resume {folder}: step {done} is done, and train.steps = {steps}.\n  Raise train.steps to continue."
         )
 
 

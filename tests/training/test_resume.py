@@ -196,7 +196,7 @@ def test_a_finished_run_is_refused_and_says_how_to_go_on(base_run, capfd):
     assert main(["train", "--resume", str(folder)]) == 2
     said = capfd.readouterr().err
     assert f"step {STEPS} is done, and train.steps = {STEPS}" in said
-    assert "Raise train.steps to go on." in said
+    assert "Raise train.steps to continue." in said
     assert contents(folder) == before
 
 

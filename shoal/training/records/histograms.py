@@ -130,9 +130,9 @@ class Histograms:
 
     def _parameters(self) -> None:
         parameters = self.engine.parameters
-        for kind, held, scale in (("weights", parameters.weights(), 1.0),
+        for kind, tensors, scale in (("weights", parameters.weights(), 1.0),
                                   ("gradients", parameters.reduced_gradients(), self.scale)):
-            for name, pieces in held.items():
+            for name, pieces in tensors.items():
                 for piece in pieces:
                     if piece.primary:
                         self._add(kind, name, piece.tensor, scale)

@@ -18,7 +18,7 @@ from shoal.engine.checkpoint.manifest import key
 from shoal.engine.collectives.json_collectives import Group, broadcast, gather
 from shoal.training.step.engine import Engine
 
-CHUNK = 1 << 20  # elements hashed at once, which bounds the temporary memory
+CHUNK = 1 << 20  # elements hashed together, which bounds the temporary memory
 NAMED = 4  # maximum number of ranks and parameters named in a message
 
 

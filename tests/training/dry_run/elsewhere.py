@@ -31,7 +31,7 @@ PLANTED = "a mix that was planted"
 CASES = {
     PLANTED: ({}, {}, {}),
     "one device": ({}, {}, {}),
-    **{f"ZeRO-{zero}": ({"dp": 2, "zero": zero}, {}, {}) for zero in (0, 1, 2, 3)},
+    **{f"ZeRO-{zero}": ({"dp": 2, "zero": zero}, {}, {}) for zero in (0, 2, 3)},
     "hybrid shards": ({"dp": 4, "zero": 3, "zero_shard": 2}, {}, {}),
     "parameters in the host": ({"dp": 2, "zero": 3, "offload": "parameters"}, {}, {}),
     "states in the host": ({"dp": 2, "zero": 1, "offload": "optimizer"}, {}, {}),
@@ -49,7 +49,7 @@ CASES = {
         "bf16", "bf16-all", "fp16", "fp8", "mxfp8",
     )},
 }  # fmt: skip
-"""Layouts; optimizers, of those of our own; and formats."""
+"""Layouts; optimizers, of those of our own; and formats. ZeRO-1 is in all of the latter two."""
 
 
 class ElsewhereMesh(DryMesh):
@@ -111,7 +111,7 @@ def main(names: list[str]) -> int:
     bad = 0
     for name in names or CASES:
         parallel, optimizer, train = CASES[name]
-        config = small_run(parallel, {"layers": 2, "hidden": 64, "ffn": 96})
+        config = small_run(parallel, {"layers": parallel.get("pp", 1), "hidden": 64, "ffn": 96})
         config = config.model_copy(update={
             "optimizer": config.optimizer.model_copy(update=optimizer),
             "train": config.train.model_copy(update={"attention": "sdpa"} | train),
@@ -121,7 +121,7 @@ def main(names: list[str]) -> int:
             mesh = ElsewhereMesh(config.parallel, config.parallel.world_size - 1, device)
             with dry_run._faked(fused_norms=True):
                 engine = dry_run.DryEngine(config, shape, mesh, dry_run.samples_of(config, shape))
-                for step in range(2):
+                for step in range(2 if optimizer or train else 1):  # a later step finds the optimizer's states
                     engine.step(step)
                 if name == PLANTED:
                     engine.parameters.buckets[0].full.add_(torch.zeros(engine.parameters.buckets[0].full.shape))

@@ -94,7 +94,7 @@ def test_estimates_of_curvature_are_part_of_a_step(pool: Pool) -> None:
     assert here.peak == pytest.approx(min(step.peak for step in there), rel=0.02)  # as above
 
 
-@settings(max_examples=6, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+@settings(max_examples=4, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 @given(runs(), st.data())
 def test_formulas_say_what_any_rank_of_any_layout_does(config: RunConfig, data: st.DataObject) -> None:
     """FLOPs, bytes sent by axis and kind, and bytes held; with experts, and layers that some tokens pass through."""
@@ -159,7 +159,7 @@ EXPERTS = {"count": 4, "per_token": 2, "ffn": 24}
 def test_experts_that_all_get_as_many_tokens(parallel: dict, experts: dict, family: str) -> None:
     """FLOPs and bytes sent, of a dry rank whose routers spread tokens evenly; also of those that pass through a layer
     where ranks share their sequences."""
-    model = {"name": family, "layers": 4, "experts": {**EXPERTS, **experts}}
+    model = {"name": family, "layers": 2, "experts": {**EXPERTS, **experts}}
     if capacity := model["experts"].pop("depths", 0):
         model["depths"] = {"capacity": capacity, "predictor": 3}
     config = small_run(parallel, model, precision="fp32")

@@ -63,9 +63,9 @@ class Flat:
         """Return zeros in the layout of the weights."""
         return [torch.zeros_like(weights) for weights in self.weights]
 
-    def slices(self, whole: Tensor) -> list[Tensor]:
+    def slices(self, flat: Tensor) -> list[Tensor]:
         """Split one tensor [numel] into a view per bucket."""
-        return list(whole.split([weights.numel() for weights in self.weights]))
+        return list(flat.split([weights.numel() for weights in self.weights]))
 
     def pieces(self, flats: Sequence[Tensor]) -> dict[str, list[Piece]]:
         """Return checkpoint pieces of flat tensors by parameter name."""
