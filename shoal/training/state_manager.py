@@ -149,13 +149,13 @@ class StateManager:
     def _report_changed_formats(self, found: Restored) -> None:
         now = self.config.train.precision
         if (was := found.extra.get("precision", now)) != now:
-            self.report(f"the state was saved in {was} and continues in {now}: values stored in another dtype are rounded")
+            self.report(f"the state was saved in {was} and continues in {now}: values of another dtype are rounded")
         history = self.engine.float8 and self.engine.float8.history
         if history and not all(history.known):
             new = history.known.count(False)
             self.report(
-                f"the amax history of {new} of {len(history.known)} layers starts empty: the checkpoint has none of this "
-                "length"
+                f"the amax history of {new} of {len(history.known)} layers starts empty: the checkpoint has none of "
+                "this length"
             )
 
     def invalidate(self, after: int) -> None:
