@@ -1,6 +1,6 @@
 """Check, before anything is created, that a run fits on this machine: memory, disks, and folders that it can write.
 
-A check leaves nothing behind, so the same command can be repeated after a correction. Memory is a lower bound: a
+A check creates nothing, so the same command can be repeated after a correction. Memory is a lower bound: a
 rejected run could not have run. Parts that are not counted (interpreter, allocator fragmentation, gathered layers,
 loss, temporaries of the update) may still not fit.
 """
@@ -179,8 +179,8 @@ def _check_checkpoints(config: RunConfig, shape: ModelShape, kept: AnyPath, *, f
 
 def checkpoint_bytes(config: RunConfig, shape: ModelShape) -> int:
     """Return the bytes of a checkpoint's weights and moments."""
-    policy, whole = FORMATS[config.train.precision], [StagePart(range(shape.layers))]
-    states = state_bytes(shape, Layout(), policy, config.optimizer.name, whole).optimizer
+    policy, all_layers = FORMATS[config.train.precision], [StagePart(range(shape.layers))]
+    states = state_bytes(shape, Layout(), policy, config.optimizer.name, all_layers).optimizer
     return shape.parameters() * policy.storage.itemsize + states
 
 

@@ -26,7 +26,6 @@ def replan(
     """Return the run on at most ``devices`` devices; unchanged if they suffice.
 
     Args:
-        shape: model of ``config``.
         fits: raises `UsageError` for a run that is impossible (too little memory).
 
     Raises:

@@ -45,13 +45,12 @@ def answer(pipe: Connection, path: list[str], call: bytes, group: tuple[int, int
     """Execute one call and send its return value, or immediately the traceback of its exception.
 
     Args:
-        path: module search path of the parent (may include a test's folder).
+        path: module search path of the parent.
         call: pickled function and arguments.
         group: rank, number of ranks, rendezvous file, timeout of collectives, and whether the group is kept.
 
     Returns:
-        Whether this process can take another call. After a failed join it cannot: torch numbers the groups in the keys
-        under which it looks for peers, so later groups would not match.
+        Whether this process can take another call; not after a failed join, as torch matches groups by their number.
     """
     sys.path[:] = path
     value = pickle.dumps(("finished", None))

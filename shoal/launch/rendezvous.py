@@ -1,6 +1,6 @@
 """Join the ranks of a run: set this process up as one, and let it find the others.
 
-Locally started ranks rendezvous through a file, those of a SLURM step through a store on one interface; torchrun
+Locally started ranks rendezvous through a file, ranks of a SLURM step through a store on one interface; torchrun
 creates its own store. (c10d's TCPStore has no authentication and by default listens on all interfaces.)
 """
 

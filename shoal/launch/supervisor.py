@@ -41,7 +41,6 @@ class Supervisor:
     """Supervisor of one run on this machine.
 
     Args:
-        config: as requested.
         payload: data passed to each rank (`shoal.launch.worker.run`).
         folder: existing run folder.
         device: device type of every rank.

@@ -141,7 +141,7 @@ def judge(
 def _check_coverage(parameters: list[str], reports: list[RankReport]) -> list[Mismatch]:
     """Check that every element of every parameter has exactly one primary owner."""
     held = [piece for report in reports for piece in report.held]
-    shapes = {name: whole for name, whole, _, _ in held}
+    shapes = {name: global_shape for name, global_shape, _, _ in held}
     found = []
     for parameter in parameters:
         text = f"{parameter} is on no rank"

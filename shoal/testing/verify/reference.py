@@ -1,4 +1,4 @@
-"""The single-device reference: a plain model, a plain loop over the whole global batch, a plain optimizer.
+"""The single-device reference: a plain model, a plain loop over the global batch, a plain optimizer.
 
 It shares with the engine the model's definition, its initial values and its data, but not the code that runs them: no
 mesh, no program, no bucket, no accumulation hook. It is always computed in float64, so that its own rounding does not
