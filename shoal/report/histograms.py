@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from shoal.engine.precision.histogram import BINS, PER_OCTAVE, bin_of, limits, octave_of, shares
+from shoal.engine.precision.histogram import BINS, PER_OCTAVE, find_bin, limits, shares, to_octave
 from shoal.report.svg import Canvas
 from shoal.spec.number_formats import BF16, E4M3, E5M2, FP16, Format
 from shoal.training.records.histograms import KINDS, Histogram
@@ -47,7 +47,7 @@ def picture(rows: Sequence[Histogram]) -> str:
     right, bottom = LEFT + CELL * (HIGHEST - LOWEST + 1), TOP + ROW * len(rows)
     _draw_ranges(canvas, bottom)
     for octave in range(LOWEST, HIGHEST + 1, 10):
-        canvas.text(_x(bin_of(2.0**octave)), bottom + 14, f"2^{octave}", size=SIZE)
+        canvas.text(_x(find_bin(2.0**octave)), bottom + 14, f"2^{octave}", size=SIZE)
     for column, name in enumerate(FORMATS, 1):
         canvas.text(right + COLUMN * column, TOP - 8, name, size=SIZE, anchor="end")
     for i, row in enumerate(rows):
@@ -78,7 +78,7 @@ def octaves(row: Histogram) -> dict[int, int]:
     found: dict[int, int] = {}
     for i in range(1, BINS):
         if row.counts[i]:
-            octave = min(HIGHEST, max(LOWEST, octave_of(i)))
+            octave = min(HIGHEST, max(LOWEST, to_octave(i)))
             found[octave] = found.get(octave, 0) + row.counts[i]
     return found
 
@@ -88,7 +88,7 @@ def _draw_cells(canvas: Canvas, row: Histogram, y: float) -> None:
     total, most = sum(found.values()), max(found.values(), default=1)
     for octave, n in sorted(found.items()):
         words = f"{row.name}: {100 * n / total:.2g} % between 2^{octave} and 2^{octave + 1}"
-        canvas.rect(_x(bin_of(2.0**octave)), y, CELL - 0.5, ROW - 1, CELLS, opacity=0.08 + 0.92 * n / most,
+        canvas.rect(_x(find_bin(2.0**octave)), y, CELL - 0.5, ROW - 1, CELLS, opacity=0.08 + 0.92 * n / most,
                     content=f"<title>{escape(words)}</title>")
 
 
@@ -104,4 +104,4 @@ def _draw_ranges(canvas: Canvas, bottom: float) -> None:
 
 def _x(bin: int) -> float:
     """Return the x coordinate of a bin's start."""
-    return LEFT + CELL / PER_OCTAVE * (bin - bin_of(2.0**LOWEST))
+    return LEFT + CELL / PER_OCTAVE * (bin - find_bin(2.0**LOWEST))

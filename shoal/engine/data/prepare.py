@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shoal.base.files import expanded
 from shoal.engine.data.corpus import check_read, open_corpus
-from shoal.engine.data.shards import SPLITS, CacheManifest, Split, open_shards, split_of
+from shoal.engine.data.shards import SPLITS, CacheManifest, Split, assign_split, open_shards
 from shoal.engine.data.tokenizer import FileTokenizer, load_tokenizer, train_bpe
 from shoal.spec.config import DataConfig
 
@@ -51,7 +51,7 @@ def train_tokenizer(
     documents = (
         text
         for text in open_corpus(data).documents()
-        if split_of(text.encode(), data.validation_fraction) == "train"
+        if assign_split(text.encode(), data.validation_fraction) == "train"
     )
     return train_bpe(documents, vocab_size, expanded(Path(out), "--out"))
 

@@ -183,7 +183,7 @@ def open_shards(config: DataConfig, tokenizer: Tokenizer, *, progress: bool = Fa
     return folder
 
 
-def split_of(content: bytes, validation_fraction: float) -> Split:
+def assign_split(content: bytes, validation_fraction: float) -> Split:
     """Return the split of a document by a hash of its UTF-8 bytes, independent of other documents, order and seed."""
     return SPLITS[xxhash.xxh3_64_intdigest(content) < validation_fraction * 2.0**64]
 
@@ -199,7 +199,8 @@ def _build(folder: Path, corpus: Corpus, tokenizer: Tokenizer, validation_fracti
                 for (_, content), tokens in zip(batch, ids, strict=True):
                     _check_ids(tokens, tokenizer.vocab_size, f"the tokenizer {tokenizer.fingerprint}")
                     _check_end(content, tokens, tokenizer)
-                    writers[split_of(content, validation_fraction)].add(tokens, tokenizer.end_of_document, len(content))
+                    split = assign_split(content, validation_fraction)
+                    writers[split].add(tokens, tokenizer.end_of_document, len(content))
                 advance(sum(len(content) for _, content in batch))
         manifest = CacheManifest(
             corpus=corpus.name,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shoal.engine.models.cache import Slice
 from shoal.engine.models.experts.router import RoutingContext
-from shoal.engine.models.products import backward_of_small_blocks, of_small_blocks
+from shoal.engine.models.products import use_mkl_if_small, use_mkl_in_backward
 
 Kernel = Literal["sdpa", "explicit"]
 
@@ -58,11 +58,11 @@ class AttentionCore(nn.Module):
         if q.is_cuda and (mask is not None or q.dtype == torch.float32):
             # On CUDA, grouped heads with a mask or float32 fall back to the kernel that stores all scores.
             k, v = per_head(q, k), per_head(q, v)
-        with of_small_blocks(k):
+        with use_mkl_if_small(k):
             out = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
             )
-        return backward_of_small_blocks(out, k)
+        return use_mkl_in_backward(out, k)
 
 
 def per_head(q: Tensor, k: Tensor) -> Tensor:

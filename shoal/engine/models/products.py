@@ -48,7 +48,7 @@ def by_mkl() -> Iterator[None]:
         _choose(onednn=True)
 
 
-def of_small_blocks(k: Tensor) -> AbstractContextManager:
+def use_mkl_if_small(k: Tensor) -> AbstractContextManager:
     """Return `by_mkl` for torch's attention kernel if the keys [b, k, t, d] are few, else a null context.
 
     The blocks of few keys are so small that the call overhead of oneDNN dominates.
@@ -56,8 +56,8 @@ def of_small_blocks(k: Tensor) -> AbstractContextManager:
     return by_mkl() if _few(k) else nullcontext()
 
 
-def backward_of_small_blocks(out: Tensor, k: Tensor) -> Tensor:
-    """Apply `of_small_blocks` to the backward of the kernel's output, and return the output."""
+def use_mkl_in_backward(out: Tensor, k: Tensor) -> Tensor:
+    """Apply `use_mkl_if_small` to the backward of the kernel's output, and return the output."""
     node = out.grad_fn
     if node is not None and _by_onednn and _few(k) and not torch.compiler.is_compiling():
         node.register_prehook(lambda gradients: _choose(onednn=False))

@@ -30,7 +30,7 @@ class Adafactor(Rule):
 
     def __init__(self, config: OptimizerConfig, shards: Shards):
         super().__init__(config, shards)
-        self._of_squares, self._of_update, self._move = _sums_of_squares, _norm_of_update, _moved
+        self._sum_squares, self._update_norm, self._apply_update = _sum_squares, _update_norm, _apply_update
         self._rows_at_once = BLOCK if shards.device.type == "cpu" else None  # elements; None processes a part at once
         self.shapes = {  # shapes of each parameter's rows and columns: [n] and [m], or [E, n] and [E, m]
             name: (shape[:-1], (*shape[:-2], shape[-1]))
@@ -41,14 +41,14 @@ class Adafactor(Rule):
         self.views = self._views(self.factors)
         self.matrices = self._matrices(self.views)
         self.parts = [
-            (shard, single) for shard in shards.shards for part in shard.parts for single in _singles(part)
+            (shard, single) for shard in shards.shards for part in shard.parts for single in _split_experts(part)
         ]
         self.matrix_shapes = {
-            single: shape[-2:] for name, shape in shards.parameters.items() for single in _names(name, shape)
+            single: shape[-2:] for name, shape in shards.parameters.items() for single in _matrix_names(name, shape)
         }
         self.squares = {
             (part.name, part.box): torch.zeros(part.box.shape, dtype=shards.dtype, device=shards.device)
-            for _, part in self.parts if not _matrix(part)
+            for _, part in self.parts if not _is_matrix(part)
         }
 
     def _views(self, flat: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
@@ -63,15 +63,15 @@ class Adafactor(Rule):
         """Split the views of `_views` by matrix."""
         found: dict[str, tuple[Tensor, Tensor]] = {}
         for name, (rows, columns) in views.items():
-            singles = _names(name, self.shards.parameters[name])
+            singles = _matrix_names(name, self.shards.parameters[name])
             of_each = zip(rows.view(len(singles), -1), columns.view(len(singles), -1), strict=True)
             found |= zip(singles, of_each, strict=True)
         return found
 
     def compile(self) -> None:
-        self._of_squares = torch.compile(_sums_of_squares, dynamic=True)
-        self._of_update = torch.compile(_norm_of_update, dynamic=True)
-        self._move = torch.compile(_moved, dynamic=True)
+        self._sum_squares = torch.compile(_sum_squares, dynamic=True)
+        self._update_norm = torch.compile(_update_norm, dynamic=True)
+        self._apply_update = torch.compile(_apply_update, dynamic=True)
         self._rows_at_once = None
 
     def update(self, learning_rate: float) -> None:
@@ -86,14 +86,14 @@ class Adafactor(Rule):
             by_row, by_column = self._factors(part)
             rows = zip(self._rows(shard.weights, part), self._gradients(shard, part), strict=True)
             for (weights, gradient), factor in zip(rows, self._split_rows(by_row, part), strict=True):
-                self._move(weights, gradient, factor, by_column, *numbers)
+                self._apply_update(weights, gradient, factor, by_column, *numbers)
 
     def _accumulate(self, beta2: float) -> None:
         """Update the running means of squared gradients: of rows and columns (lines 5 and 6), or of each element."""
         fresh = torch.zeros_like(self.factors)
         sums = self._matrices(self._views(fresh))
         for shard, part in self.parts:
-            if not _matrix(part):
+            if not _is_matrix(part):
                 gradient = shard.gradient[part.slice].view(part.box.shape).to(self.factors.dtype)
                 square = gradient.square().add_(_EPS_SQUARE)
                 self.squares[part.name, part.box].lerp_(square, 1 - beta2)
@@ -102,7 +102,7 @@ class Adafactor(Rule):
             start = 0
             for gradient in self._gradients(shard, part):
                 n, m = gradient.shape
-                of_rows, of_columns = self._of_squares(gradient)
+                of_rows, of_columns = self._sum_squares(gradient)
                 row[start : start + n] += of_rows.add_(m * _EPS_SQUARE) / part.copies
                 column += of_columns.add_(n * _EPS_SQUARE) / part.copies
                 start += n
@@ -115,7 +115,7 @@ class Adafactor(Rule):
 
         A part that is not a matrix is one row.
         """
-        if not _matrix(part):
+        if not _is_matrix(part):
             by_column = self.squares[part.name, part.box].view(-1).rsqrt()
             return by_column.new_ones(1, 1), by_column
         row, column = self.matrices[part.name]
@@ -125,7 +125,7 @@ class Adafactor(Rule):
 
     def _rows(self, flat: Tensor, part: ShardPart) -> tuple[Tensor, ...]:
         """Split a part of a flat tensor into cache-sized blocks of rows, as matrices."""
-        return self._split_rows(flat[part.slice].view(part.box.shape[0] if _matrix(part) else 1, -1), part)
+        return self._split_rows(flat[part.slice].view(part.box.shape[0] if _is_matrix(part) else 1, -1), part)
 
     def _gradients(self, shard: Shard, part: ShardPart) -> Iterator[Tensor]:
         """Return the same blocks of a part's gradient, converted to the weights' format, which may be wider."""
@@ -144,7 +144,7 @@ class Adafactor(Rule):
             by_row, by_column = self._factors(part)
             rows = zip(self._gradients(shard, part), self._split_rows(by_row, part), strict=True)
             for gradient, factor in rows:
-                total[0] += self._of_update(gradient, factor, by_column).double().square() / part.copies
+                total[0] += self._update_norm(gradient, factor, by_column).double().square() / part.copies
             for weights in self._rows(shard.weights, part):
                 total[1] += torch.linalg.vector_norm(weights).double().square() / part.copies
         self.shards.holders.sum(squares)
@@ -160,45 +160,47 @@ class Adafactor(Rule):
                 shape = tuple(values.shape)
                 kinds[kind][name] = [Piece(shape, Box.whole(shape), values, name in self.shards.saves)]
         for _, part in self.parts:
-            if not _matrix(part):
+            if not _is_matrix(part):
                 values = self.squares[part.name, part.box]
                 piece = Piece(part.global_shape, part.box, values, part.primary)
                 kinds["exp_avg_sq"].setdefault(part.name, []).append(piece)
         return kinds
 
 
-def _names(name: str, shape: tuple[int, ...]) -> list[str]:
+def _matrix_names(name: str, shape: tuple[int, ...]) -> list[str]:
     """Return the names of a parameter, or of its experts' matrices."""
     return [f"{name}[{expert}]" for expert in range(shape[0])] if len(shape) == 3 else [name]
 
 
-def _singles(part: ShardPart) -> Iterator[ShardPart]:
+def _split_experts(part: ShardPart) -> Iterator[ShardPart]:
     """Yield a part, or the part of each expert in it."""
     if len(part.global_shape) < 3:
         yield part
         return
     box = Box(part.box.offset[1:], part.box.shape[1:])
-    names = _names(part.name, part.global_shape)
+    names = _matrix_names(part.name, part.global_shape)
     for i in range(part.box.shape[0]):
         name, start = names[part.box.offset[0] + i], part.start + i * box.numel
         yield replace(part, name=name, global_shape=part.global_shape[1:], box=box, start=start)
 
 
-def _matrix(part: ShardPart) -> bool:
+def _is_matrix(part: ShardPart) -> bool:
     return len(part.global_shape) == 2
 
 
-def _sums_of_squares(gradient: Tensor) -> tuple[Tensor, Tensor]:
+def _sum_squares(gradient: Tensor) -> tuple[Tensor, Tensor]:
     square = gradient * gradient
     return square.sum(1), square.sum(0)
 
 
-def _norm_of_update(gradient: Tensor, by_row: Tensor, by_column: Tensor) -> Tensor:
+def _update_norm(gradient: Tensor, by_row: Tensor, by_column: Tensor) -> Tensor:
     """Return the norm of the update of some rows."""
     of_rows = torch.linalg.vector_norm(gradient * by_column, dim=1, keepdim=True)
     return torch.linalg.vector_norm(of_rows * by_row)
 
 
-def _moved(weights: Tensor, gradient: Tensor, by_row: Tensor, by_column: Tensor, kept: Tensor, scale: Tensor) -> None:
+def _apply_update(
+    weights: Tensor, gradient: Tensor, by_row: Tensor, by_column: Tensor, kept: Tensor, scale: Tensor
+) -> None:
     """Update some rows of the weights in place, by the gradient divided by the root of its second moment."""
     weights.mul_(kept).sub_((gradient * by_column).mul_(by_row * scale))

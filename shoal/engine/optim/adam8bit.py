@@ -84,7 +84,7 @@ class Adam8bit(Rule):
         self.large, self.small = kinds.get(True, empty), adamw_beside(config, kinds.get(False, empty), seed)
         self.codes = [
             [torch.full_like(shard.weights, zero, dtype=torch.uint8) for shard in self.large.shards]
-            for zero in (_code_of_zero(signed=True), _code_of_zero(signed=False))
+            for zero in (_zero_code(signed=True), _zero_code(signed=False))
         ]
         self.tiles = [
             (shard, tile)
@@ -227,7 +227,7 @@ def _codes(signed: bool) -> Tensor:
     return torch.bucketize(raised / _RAISED, borders).to(torch.uint8)
 
 
-def _code_of_zero(signed: bool) -> int:
+def _zero_code(signed: bool) -> int:
     return int((dynamic_map(signed) == 0).nonzero())
 
 

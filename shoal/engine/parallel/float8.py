@@ -29,7 +29,7 @@ from shoal.engine.models.transformer import Transformer
 from shoal.engine.parallel.linear import Linear
 from shoal.engine.parallel.placement import ParamPlacement
 from shoal.engine.parallel.weight_grad import GradSink, add_gradient
-from shoal.engine.precision.float8 import ROW, TENSOR, Codes, Grain, encode, largest, scale_of
+from shoal.engine.precision.float8 import ROW, TENSOR, Codes, Grain, compute_scale, encode, largest
 from shoal.engine.precision.policy import Policy
 from shoal.engine.precision.recipe import GRADIENT, INPUT, WEIGHT, AmaxHistory, Recipe
 from shoal.spec.catalog import ModelShape
@@ -141,7 +141,7 @@ class Float8Product:
     def encode(self, x: Tensor, what: int) -> tuple[tuple[Codes, Codes], Tensor]:
         """Return the codes of a matrix and of its transpose, and the absolute maxima of its blocks."""
         codes, amax = self._encode(x, what, DIMS[what])
-        turned = codes.t() if self.recipe.turns(what) else self._encode(x.t(), what, DIMS[what][::-1])[0]
+        turned = codes.t() if self.recipe.is_square(what) else self._encode(x.t(), what, DIMS[what][::-1])[0]
         return (codes, turned), amax
 
     def _encode(self, x: Tensor, what: int, dims: tuple[str, str]) -> tuple[Codes, Tensor]:
@@ -152,7 +152,7 @@ class Float8Product:
             spanned = [dim for dim, size in zip(dims, (grain.rows, grain.columns), strict=True) if size == 0]
             if self.split in spanned:
                 amax = all_reduce(amax.clone(), self.group, dist.ReduceOp.MAX)
-            scale = scale_of(amax, kind, grain)
+            scale = compute_scale(amax, kind, grain)
         else:  # codes are finite for any x, but non-finite values must stay detectable
             scale = torch.where(own.isfinite().all(), scale, torch.nan)
         return encode(x, scale, kind, grain), own
@@ -164,7 +164,7 @@ class Float8Product:
 
     def encode_weight(self, weight: Tensor, *, turned: bool) -> Codes:
         """Encode W along the input features, or W^T along the output features."""
-        across = turned and not self.recipe.turns(WEIGHT)
+        across = turned and not self.recipe.is_square(WEIGHT)
         dims = DIMS[WEIGHT]
         codes, amax = self._encode(weight.t() if across else weight, WEIGHT, dims[::-1] if across else dims)
         self.note(WEIGHT, amax)

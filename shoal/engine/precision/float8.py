@@ -76,7 +76,7 @@ def largest(x: Tensor, grain: Grain) -> Tensor:
     return x.amax((1, 3)).to(torch.promote_types(x.dtype, torch.float32))
 
 
-def scale_of(most: Tensor, kind: Format, grain: Grain) -> Tensor:
+def compute_scale(most: Tensor, kind: Format, grain: Grain) -> Tensor:
     """Return the scales for the largest absolute values of blocks; 1 for 0.
 
     A scale and its inverse are both normal numbers, so blocks with very small values do not reach the format's

@@ -26,13 +26,13 @@ def count(x: Tensor) -> Tensor:
     return torch.bincount(bits.flatten(), minlength=BINS)
 
 
-def bin_of(x: float) -> int:
+def find_bin(x: float) -> int:
     """Return the bin of a number of at least 2^-126."""
     fraction, exponent = math.frexp(x)  # fraction in [1/2, 1)
     return (exponent - 1 + _BIAS) * PER_OCTAVE + int((2 * fraction - 1) * PER_OCTAVE)
 
 
-def octave_of(bin: int) -> int:
+def to_octave(bin: int) -> int:
     """Return the exponent of 2 of a bin's values."""
     return bin // PER_OCTAVE - _BIAS
 
@@ -42,11 +42,11 @@ def limits(kind: Format) -> tuple[int, int]:
 
     Half of the smallest number rounds to 0, so the bins from there on are included.
     """
-    low = bin_of(2.0 ** max(kind.tiniest - 1, -126))
+    low = find_bin(2.0 ** max(kind.tiniest - 1, -126))
     fraction, _ = math.frexp(kind.largest)
     # 448 = 1.75 x 2^8 starts a bin, which is above the format's range; 65504 lies inside a bin in its range
     begins = (2 * fraction) * PER_OCTAVE % 1 == 0
-    return low, min(bin_of(min(kind.largest, 2.0**127 * 1.75)) - begins, BINS - PER_OCTAVE - 1)
+    return low, min(find_bin(min(kind.largest, 2.0**127 * 1.75)) - begins, BINS - PER_OCTAVE - 1)
 
 
 def shares(counts: Sequence[int], kind: Format, *, scaled: bool = False) -> tuple[float, float]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shoal.base.boxes import Box, Piece
-from shoal.engine.precision.float8 import ROW, TENSOR, Grain, scale_of
+from shoal.engine.precision.float8 import ROW, TENSOR, Grain, compute_scale
 from shoal.spec.config import Float8Config
 from shoal.spec.number_formats import E4M3, E5M2, MX_BLOCK, Format, Products
 
@@ -47,7 +47,7 @@ class Recipe:
         history = config.history if config.amax == "delayed" else 0
         return Recipe(kinds, (grain,) * 3, history, config.margin, config.keep)
 
-    def turns(self, what: int) -> bool:
+    def is_square(self, what: int) -> bool:
         """Return whether the codes of a tensor are also valid for its transpose."""
         return self.grains[what].rows == self.grains[what].columns
 
@@ -97,7 +97,7 @@ class AmaxHistory:
         self.known = (self.steps[:, 0] > 0).any(1).tolist()
         most = self.steps.amax(1)
         for what, (kind, grain) in enumerate(zip(self.recipe.kinds, self.recipe.grains, strict=True)):
-            self._scales[:, what] = scale_of(most[:, what], kind, grain) * 2.0**-self.recipe.margin
+            self._scales[:, what] = compute_scale(most[:, what], kind, grain) * 2.0**-self.recipe.margin
 
     def state(self, *, primary: bool) -> dict[str, list[Piece]]:
         """Return the state for a checkpoint: equal on every rank; one rank saves it."""

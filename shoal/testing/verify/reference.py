@@ -30,7 +30,7 @@ from shoal.engine.optim.rule import Rule
 from shoal.engine.optim.schedule import learning_rate
 from shoal.engine.optim.shards import Shards
 from shoal.engine.optim.sophia import Sophia
-from shoal.engine.precision.float8 import encode, largest, scale_of
+from shoal.engine.precision.float8 import compute_scale, encode, largest
 from shoal.engine.precision.policy import POLICIES
 from shoal.engine.precision.recipe import GRADIENT, INPUT, WEIGHT, AmaxHistory, Recipe
 from shoal.pipeline.from_layout import build_layout_program
@@ -334,7 +334,7 @@ def _round(name: str, recipe: Recipe, history: AmaxHistory | None, what: int, x:
     if history:
         history.note(name, what, most)
         scale = history.scale(name, what)
-    return encode(x, scale_of(most, kind, grain) if scale is None else scale, kind, grain).values(x.dtype)
+    return encode(x, compute_scale(most, kind, grain) if scale is None else scale, kind, grain).values(x.dtype)
 
 
 class RoundedProduct(torch.autograd.Function):

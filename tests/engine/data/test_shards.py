@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shoal.base.errors import UsageError
 from shoal.engine.data import shards
-from shoal.engine.data.shards import CacheManifest, TokenStream, open_shards, split_of
+from shoal.engine.data.shards import CacheManifest, TokenStream, assign_split, open_shards
 from shoal.engine.data.tokenizer import BytesTokenizer, load_tokenizer, train_bpe
 from shoal.spec.config import DataConfig
 
@@ -44,7 +44,7 @@ def documents_of(stream, tokenizer=BYTES) -> list[str]:
 def expected(config) -> dict[str, list[str]]:
     texts = [f"document {i}\n" * (i % 7) for i in range(400)]
     return {
-        split: [t for t in texts if t and split_of(t.encode(), config.validation_fraction) == split]
+        split: [t for t in texts if t and assign_split(t.encode(), config.validation_fraction) == split]
         for split in shards.SPLITS
     }
 
@@ -111,12 +111,12 @@ def test_many_shards_read_as_one_stream(config, monkeypatch):
 @given(contents=st.lists(st.binary(min_size=1), min_size=1), fraction=st.floats(0.01, 0.49))
 def test_the_split_only_grows_with_the_fraction(contents, fraction):
     for content in contents:
-        if split_of(content, fraction) == "validation":
-            assert split_of(content, fraction + 0.01) == "validation"
+        if assign_split(content, fraction) == "validation":
+            assert assign_split(content, fraction + 0.01) == "validation"
 
 
 def test_the_split_takes_the_given_part():
-    chosen = sum(split_of(f"{i}".encode(), 0.1) == "validation" for i in range(20_000))
+    chosen = sum(assign_split(f"{i}".encode(), 0.1) == "validation" for i in range(20_000))
     assert 1800 < chosen < 2200
 
 

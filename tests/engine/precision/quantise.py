@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from shoal.engine.precision.float8 import Codes, Grain, encode, largest, scale_of
+from shoal.engine.precision.float8 import Codes, Grain, compute_scale, encode, largest
 from shoal.spec.number_formats import Format
 
 
 def quantise(x: Tensor, kind: Format, grain: Grain) -> Codes:
-    return encode(x, scale_of(largest(x, grain), kind, grain), kind, grain)
+    return encode(x, compute_scale(largest(x, grain), kind, grain), kind, grain)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.engine.precision.float8 import Grain, encode, largest, scale_of
+from shoal.engine.precision.float8 import Grain, compute_scale, encode, largest
 from shoal.engine.precision.recipe import GRADIENT, INPUT, WEIGHT, AmaxHistory, Recipe
 from shoal.spec.config import Float8Config
 from shoal.spec.number_formats import E4M3, E5M2
@@ -112,7 +112,7 @@ def test_recipes():
     assert of(scales="block").grains == (Grain(1, 128, "power"), Grain(128, 128, "power"), Grain(1, 128, "power"))
     assert of("mxfp8", gradient="e4m3").grains == (Grain(1, 32, "mx"),) * 3
     assert of(gradient="e4m3").kinds[GRADIENT] == E4M3
-    turns = {scales: [of(scales=scales).turns(what) for what in (INPUT, WEIGHT, GRADIENT)]
+    turns = {scales: [of(scales=scales).is_square(what) for what in (INPUT, WEIGHT, GRADIENT)]
              for scales in ("tensor", "row", "block")}
     assert turns == {"tensor": [True] * 3, "row": [False] * 3, "block": [False, True, False]}
 
@@ -150,4 +150,4 @@ def test_blocks_that_do_not_fit_are_short():
     x = torch.arange(1.0, 11.0).view(1, 10)
     most = largest(x, Grain(1, 4))
     assert most.tolist() == [[4.0, 8.0, 10.0]]
-    assert scale_of(most, E4M3, Grain(1, 4)).tolist() == [[112.0, 56.0, pytest.approx(44.8)]]
+    assert compute_scale(most, E4M3, Grain(1, 4)).tolist() == [[112.0, 56.0, pytest.approx(44.8)]]

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.engine.precision.histogram import BINS, bin_of, count, limits, octave_of, shares
+from shoal.engine.precision.histogram import BINS, count, find_bin, limits, shares, to_octave
 from shoal.spec.number_formats import BF16, E4M3, E5M2, FP16
 
 
@@ -16,8 +16,8 @@ def test_a_number_is_in_its_quarter_of_an_octave(x, minus):
     counts = count(torch.tensor([-x if minus else x]))
     i = int(counts.argmax())
     fraction, exponent = math.frexp(x)
-    assert counts.sum() == 1 and i == bin_of(x)
-    assert octave_of(i) == exponent - 1
+    assert counts.sum() == 1 and i == find_bin(x)
+    assert to_octave(i) == exponent - 1
     assert (i % 4) / 4 <= 2 * fraction - 1 < (i % 4 + 1) / 4
 
 

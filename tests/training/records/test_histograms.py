@@ -9,7 +9,7 @@ from torch import nn
 from shoal.base.errors import UsageError
 from shoal.cli.main import main
 from shoal.engine.models.transformer import Transformer
-from shoal.engine.precision.histogram import BINS, PER_OCTAVE, bin_of
+from shoal.engine.precision.histogram import BINS, PER_OCTAVE, find_bin
 from shoal.pipeline.check_run import check_run
 from shoal.spec.catalog import model_shape
 from shoal.spec.config import RunConfig, build_config
@@ -73,7 +73,7 @@ def compare(one, other, parallel):
     assert other.keys() == one.keys()
     for key, counts in one.items():
         # Some gradients are 0 in exact arithmetic, and here rounding alone, far below all others.
-        seen = slice(bin_of(2.0**-45), None)
+        seen = slice(find_bin(2.0**-45), None)
         moved = sum(abs(a - b) for a, b in zip(counts[seen], other[key][seen], strict=True))
         # 1e-16 takes a number over a border now and then
         assert moved <= 2 + 0.002 * sum(counts), (parallel, key)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shoal.engine.models.attention import Kernel, per_head
-from shoal.engine.models.products import of_small_blocks
+from shoal.engine.models.products import use_mkl_if_small
 
 _ROWS = 256  # queries whose scores exist at once in explicit attention
 
@@ -47,7 +47,7 @@ def attend(
     if which == "flash":
         return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
     bias = _bias(mask, q.dtype)
-    with of_small_blocks(k):
+    with use_mkl_if_small(k):
         out, total = _aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal and mask is None, attn_mask=bias
         )
@@ -81,7 +81,7 @@ def attend_backward(
             gradient, q, k, v, out, total.contiguous(), None, None, n, t, 0.0, causal, seed, seed
         )
     else:
-        with of_small_blocks(k):
+        with use_mkl_if_small(k):
             d_q, d_k, d_v = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 gradient, q, k, v, out, total, 0.0, causal and mask is None, attn_mask=_bias(mask, q.dtype)
             )
