@@ -5,7 +5,7 @@ from __future__ import annotations
 import shoal
 from shoal.base.errors import UsageError
 from shoal.base.options import listed, parse
-from shoal.labs.explain.subjects import PRODUCT, SUBJECTS, options_of
+from shoal.labs.explain.subjects import PRODUCT, SUBJECTS, find_subject
 
 
 def main(args: list[str]) -> int:
@@ -23,13 +23,13 @@ def main(args: list[str]) -> int:
     if product and any("]" in word for word in rest):
         expression = " ".join(args[: 1 + max(i for i, word in enumerate(args) if "]" in word)])
         raise UsageError(f'explain {subject}: quote the expression, so that it is one word: "{expression}"')
-    options = parse(f"shoal explain {PRODUCT if product else subject}", options_of(subject), rest)
+    options = parse(f"shoal explain {PRODUCT if product else subject}", find_subject(subject)[0], rest)
     shoal.explain(subject, **dict(options))
     return 0
 
 
 def _help() -> str:
-    subjects = {**{name: options for name, (options, _) in SUBJECTS.items()}, PRODUCT: options_of(PRODUCT)}
+    subjects = {**{name: options for name, (options, _) in SUBJECTS.items()}, PRODUCT: find_subject(PRODUCT)[0]}
     lines = listed({name: options.__doc__ or "" for name, options in subjects.items()}, 17)
     what = "Show how one thing works and what it costs: a collective, a sharded product, where experts are, ..."
     return "\n".join([f"{what}\n\nshoal explain SUBJECT [--help]\n", *lines])

@@ -78,7 +78,7 @@ def _check(options: SimulateOptions) -> int:
     from shoal.labs.validate import published_bubbles
 
     assert options.check is not None
-    lines, error = published_bubbles.compare(published_bubbles.read(options.check))
+    lines, error = published_bubbles.compare_printed(published_bubbles.read_printed(options.check))
     print("\n".join([*lines, f"mean absolute error: {error:.3f} points (hundredths of the step)"]))
     return 0
 

@@ -1,4 +1,4 @@
-"""`shoal explain all-reduce`: how a collective works, what it costs on a network, which algorithm is best when."""
+"""`shoal explain all-reduce`: how a collective works, its cost on a network, and the best algorithm by size."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from shoal.labs.collectives.textbook import TEXTBOOK, describe
 from shoal.labs.collectives.topology import Topology
 from shoal.labs.explain.figures import rounds as rounds_figure
 from shoal.labs.explain.network import NetworkOptions, build_network, check_network
-from shoal.labs.explain.rounds import picture
+from shoal.labs.explain.rounds import draw_rounds
 from shoal.report.charts import draw_lines, new_figure, to_svg
 from shoal.report.svg import MARGIN, Canvas
 from shoal.report.tables import text_table
 
 TOPOLOGIES = ("full", "ring", "torus-2d", "torus-3d", "fat-tree", "islands")
 MOST_RANKS = 64
-MOST_LINKS = 12  # in the table of traffic
-CHARTS = 390.0  # height of the charts, in pixels
-SIZES = [10 ** (k / 4) for k in range(8, 41)]  # of the chart: 100 B to 10 GB
+MOST_LINKS = 12  # largest number of rows with traffic
+CHARTS = 390.0  # height of the charts [pixels]
+SIZES = [10 ** (k / 4) for k in range(8, 41)]  # sizes in the chart: 100 B to 10 GB
 
 
 class CollectiveOptions(NetworkOptions):
@@ -68,7 +68,7 @@ class CollectiveOptions(NetworkOptions):
 
 
 def explain(collective: Collective, options: CollectiveOptions, console: Console) -> Callable[[], str]:
-    """Print the explanation. Returns what draws it."""
+    """Print the explanation. Returns a function that draws it."""
     size = parse(options.size, BYTES, where="--size")
     _check(collective, options)
     ranks, per_node = options.ranks, options.ranks_per_node(options.ranks)
@@ -86,29 +86,29 @@ def explain(collective: Collective, options: CollectiveOptions, console: Console
     where = f"{topology.name}, {options.describe_wire()}"
     what = f"[bold]{collective}[/] of S = {show_bytes(size)} on {ranks} ranks by [bold]{chosen}[/]"
     console.print(f"{what}: {where}")
-    console.print(picture(shown, topology, size))
+    console.print(draw_rounds(shown, topology, size))
     console.print()
     console.print(_facts(shown, topology, size))
     console.print(_comparison(descriptions, prices, bound, topology, size))
     console.print(_crossovers(prices))
-    return partial(figure, shown, prices, bound, topology, size, where)
+    return partial(draw, shown, prices, bound, topology, size, where)
 
 
 def _check(collective: Collective, options: CollectiveOptions) -> None:
     if options.ranks > MOST_RANKS:
-        raise UsageError(f"--ranks {options.ranks}: every message is looked at, so at most {MOST_RANKS} are explained")
+        raise UsageError(f"--ranks {options.ranks}: every message is simulated; at most {MOST_RANKS} ranks")
     if options.algorithm and options.algorithm not in TEXTBOOK[collective]:
         near = did_you_mean(options.algorithm, TEXTBOOK[collective])
-        raise UsageError(f"--algorithm {options.algorithm}: {collective} has none of that name; {near}")
+        raise UsageError(f"--algorithm {options.algorithm}: unknown for {collective}; {near}")
     if options.root and collective not in ROOTED:
         raise UsageError(f"--root {options.root}: {collective} has no root")
     check_network(options, TOPOLOGIES, {})
     if collective not in ("broadcast", "reduce"):
-        reject_unused(options, ["segments"], f"of a broadcast or reduce, not of {collective}")
+        reject_unused(options, ["segments"], f"only for a broadcast or reduce, not {collective}")
 
 
 def _grid(ranks: int, dims: int) -> tuple[int, ...]:
-    """Return the most even grid of this number of ranks."""
+    """Return the most even grid with this number of ranks."""
     if dims == 1:
         return (ranks,)
     first = max(d for d in range(1, ranks + 1) if ranks % d == 0 and d**dims <= ranks)
@@ -123,7 +123,7 @@ def _formula(text: str, unit: str) -> str:
 
 
 def _facts(description: Description, topology: Topology, size: float) -> Table:
-    """The counts of one algorithm and its busiest links."""
+    """Return a table with the counts of one algorithm and its busiest links."""
     algorithm = TEXTBOOK[description.collective][description.algorithm]
     time = price(description, topology)
     terms = [_formula(algorithm.rounds, "α"), _formula(algorithm.volume, "S β")]
@@ -131,7 +131,7 @@ def _facts(description: Description, topology: Topology, size: float) -> Table:
         terms.append(_formula(algorithm.reduced, "S γ"))
     rows = [
         ("time, textbook", f"{'at most ' if algorithm.bound else ''}{' + '.join(terms)}"),
-        ("here", f"{show_seconds(time.latency)} + S x {show_seconds(time.per_byte * 1e6)} per MB = "
+        ("time, this network", f"{show_seconds(time.latency)} + S x {show_seconds(time.per_byte * 1e6)} per MB = "
                  f"{show_seconds(time.seconds(size))}"),
         ("rounds", f"{len(description.rounds)}"),
         ("total volume", f"{_share(description.total, size)} over {len(list(description.messages))} messages"),
@@ -145,7 +145,7 @@ def _facts(description: Description, topology: Topology, size: float) -> Table:
         listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         rows.append(("traffic of a link", f"{_share(load, size)}: {kind} {listed}"))
     if len(loads) > MOST_LINKS:
-        rows.append(("", f"and {len(loads) - MOST_LINKS} lesser loads"))
+        rows.append(("", f"and {len(loads) - MOST_LINKS} smaller loads"))
     return text_table(("", ""), [(Text(name, "dim"), value) for name, value in rows], words=(0, 1))
 
 
@@ -156,7 +156,7 @@ def _share(part: Fraction, size: float) -> str:
 def _comparison(
     descriptions: dict[str, Description], prices: dict[str, Price], bound: Bound, topology: Topology, size: float
 ) -> Table:
-    """All algorithms and the lower bound."""
+    """Return a table of all algorithms and the lower bound."""
     collective = next(iter(descriptions.values())).collective
     least = bound.seconds(size, topology)
     best = min(price.seconds(size) for price in prices.values())
@@ -179,7 +179,7 @@ def _comparison(
 
 
 def _crossovers(prices: dict[str, Price]) -> str:
-    """Which algorithm is the fastest at which sizes."""
+    """List the fastest algorithm by size."""
     envelope = fastest(prices)
     parts = []
     for i, (start, name) in enumerate(envelope):
@@ -191,17 +191,17 @@ def _crossovers(prices: dict[str, Price]) -> str:
 # ---- figure ---------------------------------------------------------------------------------------------------------
 
 
-def figure(
+def draw(
     shown: Description, prices: dict[str, Price], bound: Bound, topology: Topology, size: float, where: str
 ) -> str:
-    """The rounds of one algorithm, its traffic, and the times of all over the size, as one SVG file."""
+    """Draw an SVG with the rounds of one algorithm, its traffic, and the times of all algorithms over the size."""
     width = max(900.0, 140 + 62.0 * min(shown.ranks, 24))
     canvas = Canvas()
     title = f"{shown.collective} on {shown.ranks} ranks by {shown.algorithm}"
     seconds = show_seconds(prices[shown.algorithm].seconds(size))
     canvas.heading(title, f"S = {show_bytes(size)} on {where}: {seconds}")
-    canvas.place(MARGIN, 84, rounds_figure.rounds(shown, topology, size, width=width - 2 * MARGIN))
-    below = 84 + rounds_figure.height(shown) + 34
+    canvas.place(MARGIN, 84, rounds_figure.draw_rounds(shown, topology, size, width=width - 2 * MARGIN))
+    below = 84 + rounds_figure.compute_height(shown) + 34
     if shown.ranks > 1:
         charts, (matrix, times) = new_figure(width - 2 * MARGIN, CHARTS, columns=2)
         rounds_figure.draw_traffic(matrix, shown, size)
@@ -211,7 +211,7 @@ def figure(
 
 
 def _draw_times(axes: Axes, prices: dict[str, Price], bound: Bound, topology: Topology) -> None:
-    """Draw times over the size as multiples of the lower bound, and mark where the fastest changes."""
+    """Plot times over the size as multiples of the lower bound, and mark where the fastest algorithm changes."""
     def over(name: str, size: float) -> float:
         return prices[name].seconds(size) / bound.seconds(size, topology)
 

@@ -27,7 +27,7 @@ def explain(options: CompatibilityOptions, console: Console) -> None:
     """
     if options.technique and options.technique not in TECHNIQUES:
         raise UsageError(
-            f"--technique {options.technique!r}: there is none; {did_you_mean(options.technique, TECHNIQUES)}"
+            f"--technique {options.technique!r}: unknown; {did_you_mean(options.technique, TECHNIQUES)}"
         )
     cells = build_matrix()
     if options.technique:

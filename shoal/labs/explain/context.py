@@ -1,8 +1,8 @@
-"""`shoal explain context --ranks 4`: which rank has which tokens of a sequence, and what it computes in each step."""
+"""`shoal explain context --ranks 4`: the tokens of each rank, and what it computes in each step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from shoal.base.units import show_bytes
 from shoal.engine.parallel.context.causal_blocks import split_scores
 from shoal.engine.parallel.context.token_order import ORDERS, TokenAssignment, assign_tokens, count_tokens
 from shoal.labs.explain.blocks import hue, label
-from shoal.labs.explain.figures.context import Walk, figure
+from shoal.labs.explain.figures.context import RingOrder, draw
 from shoal.planning.cost.micro_batch import MicroBatch
 from shoal.planning.cost.time.traffic import context_parallel, even_share
 from shoal.report.tables import text_table
@@ -25,9 +25,9 @@ from shoal.spec.catalog.models import ModelShape
 from shoal.spec.layout import ContextOrder, Layout
 from shoal.spec.layout.sizes import check_layout
 
-CELLS = 64  # of the sequence's bar in a terminal
+CELLS = 64  # maximum of the sequence's bar in a terminal
 MILLION = 1_000_000
-ITEMSIZE = 2  # of what the ring carries: bf16
+ITEMSIZE = 2  # bytes of a number that the ring carries: bf16
 
 
 class ContextOptions(Section):
@@ -53,7 +53,7 @@ class ContextOptions(Section):
 
 
 def explain(options: ContextOptions, console: Console) -> Callable[[], str]:
-    """Print which rank has and computes what. Returns what draws it.
+    """Print which rank has and computes what. Returns a function that draws it.
 
     Raises:
         UsageError: ranks, heads and tokens do not fit each other.
@@ -62,25 +62,25 @@ def explain(options: ContextOptions, console: Console) -> Callable[[], str]:
     layout = Layout(cp=options.ranks, ulysses=options.ulysses, cp_order=options.order)
     check_layout(layout, shape, global_batch=1, sequence_length=s)
     orders = {name: assign_tokens(layout.model_copy(update={"cp_order": name}), s) for name in ORDERS}
-    works = {name: work_of(held) for name, held in orders.items()}
+    # Few tokens represent all: with 4 for each place, a chunk of zig-zag has two.
+    drawn = {name: order(4 * layout.ring, layout.ring, 1) for name, order in ORDERS.items()}
+    rings = {name: RingOrder(name, drawn[name], count_scores(held)) for name, held in orders.items()}
     console.print(Text(f"{s:,} tokens on {layout.describe()}", style="bold"))
-    console.print(_bar(assign_tokens(layout, min(s, max(CELLS, 2 * layout.cp)))))
-    work = works[options.order]
+    console.print(_draw_bar(assign_tokens(layout, min(s, max(CELLS, 2 * layout.cp)))))
+    work = rings[options.order].work
     many = sum(work[0]) > MILLION
     console.print(Text(f"\nScores that a head computes in each step of the ring{', in millions' if many else ''}:"))
-    console.print(_table(orders[options.order], work, MILLION if many else 1))
-    for name in ORDERS:
-        console.print(Text(f"  {name:<12}waits for the fullest place: {slowness(works[name]):.2f} times the mean work"))
+    console.print(_make_table(orders[options.order], work, MILLION if many else 1))
+    for name, ring in rings.items():
+        console.print(Text(f"  {name:<12}waits for the slowest place: {ring.slowdown:.2f} times the mean work"))
     console.print()
     console.print(Text(f"A rank sends for each layer of {options.model} and sequence, in bf16:"))
-    for line in _bytes(shape, layout, s):
+    for line in _list_bytes(shape, layout, s):
         console.print(Text(line), soft_wrap=True)
-    # Few tokens stand for all: with 4 for each place a chunk of zig-zag has two.
-    coarse = {name: order(4 * layout.ring, layout.ring, 1) for name, order in ORDERS.items()}
-    return partial(figure, [Walk(name, coarse[name], works[name], slowness(works[name])) for name in ORDERS], s)
+    return partial(draw, list(rings.values()), s)
 
 
-def work_of(held: TokenAssignment) -> list[list[int]]:
+def count_scores(held: TokenAssignment) -> list[list[int]]:
     """Count the scores of a head that each place computes in each step of the ring: [step][place]."""
     places = range(held.ring)
     slices = range(len(held.by_slice))
@@ -91,13 +91,8 @@ def work_of(held: TokenAssignment) -> list[list[int]]:
     ]
 
 
-def slowness(work: list[list[int]]) -> float:
-    """Return how long a ring takes that waits for its slowest place in each step, over its mean work."""
-    return sum(map(max, work)) / (sum(map(sum, work)) / len(work[0]))
-
-
-def _bar(held: TokenAssignment) -> Text:
-    """Draw a sequence of few tokens from left to right, each with the rank that has it."""
+def _draw_bar(held: TokenAssignment) -> Text:
+    """Draw a short sequence from left to right, with the rank of each token."""
     owner = {token: rank for rank in range(held.ring * held.ulysses) for c in held.chunks(rank) for token in c}
     bar = Text("  ")
     for _, rank in sorted(owner.items()):
@@ -105,7 +100,7 @@ def _bar(held: TokenAssignment) -> Text:
     return bar
 
 
-def _table(held: TokenAssignment, work: list[list[int]], unit: int) -> Table:
+def _make_table(held: TokenAssignment, work: Sequence[Sequence[int]], unit: int) -> Table:
     ulysses = held.ulysses > 1
     rows = []
     for place in range(held.ring):
@@ -114,25 +109,25 @@ def _table(held: TokenAssignment, work: list[list[int]], unit: int) -> Table:
         chunks = held.ring_chunks(place, range(len(held.by_slice)))
         mine = [step[place] for step in work]
         shown = [f"{scores:,}" if unit == 1 else f"{scores / unit:,.1f}" for scores in (*mine, sum(mine))]
-        rows.append([str(place), *who, _words(chunks), *shown])
+        rows.append([str(place), *who, _format_chunks(chunks), *shown])
     steps = (f"step {step}" for step in range(held.ring))
-    headings = ["place", "ranks", "tokens", *steps, "in all"] if ulysses else ["rank", "tokens", *steps, "in all"]
+    headings = ["place", "ranks", "tokens", *steps, "total"] if ulysses else ["rank", "tokens", *steps, "total"]
     return text_table(headings, rows, words=(1, 2) if ulysses else (1,))
 
 
-def _words(chunks: tuple[range, ...]) -> str:
-    """Write chunks as people do: 0-4095, 28672-32767; every fourth from 0."""
+def _format_chunks(chunks: tuple[range, ...]) -> str:
+    """Write chunks as ranges: 0-4095; 28672-32767."""
     runs = [f"{c[0]}-{c[-1]}" if c.step == 1 else f"{c[0]}, {c[0] + c.step}, ... {c[-1]}" for c in chunks[:4]]
-    return "; ".join(runs) + (f"; and more, {count_tokens(chunks)} in all" if len(chunks) > 4 else "")
+    return "; ".join(runs) + (f"; and more, {count_tokens(chunks)} total" if len(chunks) > 4 else "")
 
 
-def _bytes(shape: ModelShape, layout: Layout, s: int) -> list[str]:
+def _list_bytes(shape: ModelShape, layout: Layout, s: int) -> list[str]:
     run, lines = MicroBatch(shape, layout, s, ITEMSIZE), []
     block, gradient = (show_bytes(each * run.ring_elements) for each in (run.itemsize, run.exact))
     if layout.ring > 1:
         lines += [
             f"  round the ring, forward    {layout.ring - 1} x {block} of keys and values",
-            f"  round the ring, backward   {layout.ring - 1} x {block} of them again and "
+            f"  round the ring, backward   {layout.ring - 1} x {block} again and "
             f"{gradient} of gradients (fp32)",
         ]
     if layout.ulysses > 1:

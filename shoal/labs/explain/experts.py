@@ -22,7 +22,7 @@ from shoal.spec.layout import Layout, ZeroStage
 from shoal.spec.layout.sizes import check_layout
 
 TILE_WIDTH, TILE_HEIGHT, GAP = 128.0, 74.0, 10.0
-SHOWN = 4  # experts that a tile names
+SHOWN = 4  # largest number of experts listed in a tile
 ZERO_STAGES: tuple[ZeroStage, ...] = (0, 1, 2, 3)
 
 
@@ -56,14 +56,13 @@ class PlacementOptions(Section):
 
 @dataclass(frozen=True)
 class StageExperts:
-    """What one rank of a pipeline stage holds.
+    """The experts of one rank of a pipeline stage.
 
     Attributes:
-        experts: their numbers.
-        part: "1/2" where the rank has the first half of each, else empty.
-        replica, tensor: its place in the dense part: of dp and of tp.
-        tokens_with: ranks that it exchanges tokens with.
-        same: ranks that hold the same, over which gradients are summed.
+        part: "1/2" if the rank has the first half of each expert, else empty.
+        replica, tensor: index along dp and tp.
+        tokens_with: ranks that exchange tokens with it.
+        same: ranks with the same experts, over which gradients are summed.
     """
 
     rank: int
@@ -75,8 +74,8 @@ class StageExperts:
     same: tuple[int, ...]
 
 
-def placement(layout: Layout, shape: ModelShape) -> list[StageExperts]:
-    """Return what every rank of the first pipeline stage holds, as the mesh that runs has it."""
+def place_experts(layout: Layout, shape: ModelShape) -> list[StageExperts]:
+    """Return the experts of every rank of the first pipeline stage, from the mesh that training uses."""
     assert shape.experts is not None, "a model with experts"
     found = []
     for rank in range(layout.world_size // layout.pp):
@@ -91,44 +90,44 @@ def placement(layout: Layout, shape: ModelShape) -> list[StageExperts]:
 
 
 def explain(options: PlacementOptions, console: Console) -> Callable[[], str]:
-    """Print which rank holds which experts. Returns what draws it."""
-    shape, layout, experts = _checked(options)
-    held = placement(layout, shape)
+    """Print which rank holds which experts. Returns a function that draws it."""
+    shape, layout, experts = _check(options)
+    held = place_experts(layout, shape)
     title = f"{options.model}: {experts.count} experts of a layer on {layout.describe()}"
     table = Table(title=title, title_justify="left", show_header=False, show_lines=True, padding=0)
     for start in range(0, len(held), options.per_node):
         table.add_row(*(_cell(one, layout) for one in held[start : start + options.per_node]))
     console.print(table)
     console.print("A cell is a rank with its experts, a row a node.")
-    console.print(_words(held, layout))
-    return partial(figure, held, title, layout, options.per_node)
+    console.print(_describe_groups(held, layout))
+    return partial(draw, held, title, layout, options.per_node)
 
 
-def _checked(options: PlacementOptions) -> tuple[ModelShape, Layout, Experts]:
+def _check(options: PlacementOptions) -> tuple[ModelShape, Layout, Experts]:
     zero = next((stage for stage in ZERO_STAGES if stage == options.zero), None)
     if zero is None:
-        raise UsageError(f"explain experts --zero {options.zero}: 0 to 3.")
+        raise UsageError(f"explain experts --zero {options.zero}: must be 0 to 3.")
     shape = model_shape(options.model)
     if shape.experts is None:
-        raise UsageError(f"explain experts --model {options.model}: it has no experts; try mixtral-8x7b.")
+        raise UsageError(f"explain experts --model {options.model}: the model has no experts; try mixtral-8x7b.")
     layout = Layout(dp=options.dp, tp=options.tp, ep=options.ep, etp=options.etp, zero=zero)
     check_layout(layout, shape, global_batch=options.dp, sequence_length=shape.max_sequence)
     return shape, layout, shape.experts
 
 
-def _others(ranks: tuple[int, ...]) -> str:
-    """All ranks but the first."""
+def _list_others(ranks: tuple[int, ...]) -> str:
+    """List all ranks except the first."""
     others = ", ".join(map(str, ranks[1:]))
     return f"rank{'s' * (len(ranks) > 2)} {others}" if others else "no other rank"
 
 
-def _words(held: list[StageExperts], layout: Layout) -> str:
-    """The equation of the ranks, and whom the first of them meets."""
+def _describe_groups(held: list[StageExperts], layout: Layout) -> str:
+    """Return the equation of the ranks, and the groups of rank 0."""
     one = held[0]
     return (
         f"edp {len(one.same)} x ep {layout.ep} x etp {layout.expert_tensor} = dp {layout.dp} x cp {layout.cp} x "
-        f"tp {layout.tp} = {len(held)} ranks. Rank 0 exchanges tokens with {_others(one.tokens_with)}, and sums its "
-        f"experts' gradients with {_others(one.same)}."
+        f"tp {layout.tp} = {len(held)} ranks. Rank 0 exchanges tokens with {_list_others(one.tokens_with)}, and sums "
+        f"its experts' gradients with {_list_others(one.same)}."
     )
 
 
@@ -142,8 +141,8 @@ def _cell(one: StageExperts, layout: Layout) -> Text:
     return text
 
 
-def figure(held: list[StageExperts], title: str, layout: Layout, per_node: int) -> str:
-    """Draw the same as an SVG: a tile for each rank, coloured by its experts, a row for each node."""
+def draw(held: list[StageExperts], title: str, layout: Layout, per_node: int) -> str:
+    """Draw an SVG with a tile for each rank, coloured by its experts, and a row for each node."""
     canvas = Canvas()
     canvas.heading(title, "A tile is a rank, a row a node; the colour is that of the experts it holds.")
     rows = -(-len(held) // per_node)
@@ -158,7 +157,7 @@ def figure(held: list[StageExperts], title: str, layout: Layout, per_node: int) 
         canvas.text(x + 16, y + 40, f"experts {show_numbers(one.experts, SHOWN)}", size=13, font_weight=600)
         words = f"dp {one.replica}, tp {one.tensor}" + (f"; part {one.part}" if one.part else "")
         canvas.text(x + 16, y + 60, words, size=11, fill=FAINT)
-    bottom, words = 80 + rows * (TILE_HEIGHT + GAP), _words(held, layout)
+    bottom, words = 80 + rows * (TILE_HEIGHT + GAP), _describe_groups(held, layout)
     canvas.text(MARGIN, bottom + 16, words, fill=FAINT)
     width = max(columns * (TILE_WIDTH + GAP) - GAP, 9.9 * len(title), 6.2 * len(words))
     return canvas.document(2 * MARGIN + width, bottom + 36, title)

@@ -1,4 +1,4 @@
-"""The network of an explanation: its options, and the topology that they name."""
+"""The network of an explanation: options, and the topology that they name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shoal.spec.catalog.accelerators import accelerator
 from shoal.spec.catalog.links import link
 
 READ_BY = {"oversubscription": ("fat-tree",), "nics": ("islands",), "inside": ("islands",)}
-"""Options, with the topologies that read them."""
+"""The topologies that use each option."""
 
 
 class NetworkOptions(Section):
@@ -52,43 +52,43 @@ class NetworkOptions(Section):
         """The link.
 
         Raises:
-            UsageError: it is not in the catalog, or its bandwidth is 0.
+            UsageError: the link is not in the catalog, or its bandwidth is 0.
         """
         known = link(self.link)
         alpha = parse(self.alpha, TIME, where="--alpha") if self.alpha else known.latency
         bandwidth = parse(self.bandwidth, BANDWIDTH, where="--bandwidth") if self.bandwidth else known.bandwidth
         if bandwidth == 0:
-            raise UsageError(f"--bandwidth {self.bandwidth}: give more than nothing")
+            raise UsageError(f"--bandwidth {self.bandwidth}: must be above 0")
         return Wire(alpha, bandwidth, "link" if self.alpha or self.bandwidth else known.name)
 
     def describe_wire(self) -> str:
-        """The link in words."""
+        """Return the link as text."""
         wire = self.wire
         return f"{wire.kind} with α = {show_seconds(wire.latency)}, 1/β = {show_bytes(wire.bandwidth)}/s"
 
     def ranks_per_node(self, ranks: int) -> int:
-        """``per_node``, or its default."""
+        """Return ``per_node`` or its default."""
         return self.per_node or max((d for d in range(1, min(8, ranks - 1) + 1) if ranks % d == 0), default=1)
 
 
 def check_network(options: NetworkOptions, topologies: tuple[str, ...], more: dict[str, tuple[str, ...]]) -> None:
-    """Reject a topology that is none of these, and options that it does not read.
+    """Reject an unknown topology, and options that the topology does not use.
 
     Args:
-        more: added to `READ_BY`.
+        more: additions to `READ_BY`.
 
     Raises:
-        UsageError: naming the first such option.
+        UsageError: names the first such option.
     """
     if options.topology not in topologies:
         raise UsageError(f"--topology {options.topology}: {did_you_mean(options.topology, topologies)}")
     for name, readers in {**READ_BY, **more}.items():
         if options.topology not in readers:
-            reject_unused(options, [name], f"of --topology {' or '.join(readers)}, not of {options.topology}")
+            reject_unused(options, [name], f"only for --topology {' or '.join(readers)}, not {options.topology}")
 
 
 def build_network(options: NetworkOptions, ranks: int, shape: tuple[int, ...]) -> Topology:
-    """Return the topology that the options name.
+    """Build the topology that the options name.
 
     Args:
         shape: ranks along each dimension of a torus.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import PositiveInt
 from rich.console import Console
@@ -16,16 +15,10 @@ from shoal.spec.number_formats import BF16, E4M3, E5M2, FORMATS, FP16, FP32, FP6
 SHORT = {FP64: "fp64", FP32: "fp32", FP16: "fp16", BF16: "bf16", E4M3: "e4m3", E5M2: "e5m2"}
 
 
-@dataclass(frozen=True)
-class PerParameter:
+class PerParameter(NamedTuple):
     """Bytes of each kind of state per parameter, without sharding.
 
-    Attributes:
-        weights: weights in the compute format.
-        gradients: gradients from the backward.
-        accumulated: sums of gradients in a wider format, if separate.
-        master: master weights, if separate.
-        moments: optimizer moments.
+    `accumulated` are sums of gradients in a wider format and `master` master weights, if separate.
     """
 
     weights: int
@@ -36,7 +29,7 @@ class PerParameter:
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.accumulated + self.master + self.moments
+        return sum(self)
 
 
 def per_parameter(
@@ -87,7 +80,7 @@ def explain(options: PrecisionOptions, console: Console) -> None:
     console.print(_formats(), "")
     console.print(_precisions(), "")
     console.print(_memory(
-        f"bytes per parameter with {options.moments} moments, and GB of whole models", options,
+        f"bytes per parameter with {options.moments} moments, and GB of models", options,
         {name: per_parameter(formats, options.moments) for name, formats in FORMATS.items()},
     ), "")
     if options.moments == PrecisionOptions().moments:
@@ -115,9 +108,8 @@ def _precisions() -> Table:
 def _memory(title: str, options: PrecisionOptions, counted: dict[str, PerParameter]) -> Table:
     rows = []
     for name, row in counted.items():
-        each = (row.weights, row.gradients, row.accumulated, row.master, row.moments)
         models = (f"{n * row.total:,}" for n in options.billions)
-        rows.append((name, *(str(size or "") for size in each), str(row.total), *models))
+        rows.append((name, *(str(size or "") for size in row), str(row.total), *models))
     models = (f"{n}B" for n in options.billions)
     headings = ("", "weights", "grads", "sums", "master", "moments", "bytes", *models)
     return text_table(headings, rows, title=title, gap=1)

@@ -1,4 +1,4 @@
-"""A collective round by round in a terminal: what every rank holds, and who sends what to whom."""
+"""Draw a collective round by round in a terminal: the blocks of every rank, and the messages."""
 
 from __future__ import annotations
 
@@ -13,23 +13,20 @@ from shoal.labs.collectives.topology import Topology
 from shoal.report.tables import text_table
 
 SHADES = "·░▒▓█"
-MOST_ROUNDS = 32  # that are shown; of more, the first and the last
-MOST_WIDTH = 88  # of what all ranks hold; wider, and each rank's blocks become one sign
+MOST_ROUNDS = 32  # largest number shown; of more, the first and the last
+MOST_WIDTH = 88  # maximum width of all ranks' blocks; above it, each rank's blocks become one character
 
 
 def cells(description: Description, held: State, rank: int) -> list[float]:
-    """How complete each block on a rank is, 0 to 1; in an all-to-all, each of the N blocks that are meant for it."""
+    """Return how complete each block on a rank is, 0 to 1; in an all-to-all, each of the N blocks of its output."""
     everyone = description.collective is Collective.ALL_TO_ALL
     blocks = description.final(rank) if everyone else range(description.blocks)
     wanted = description.ranks if description.collective in REDUCING else 1
     return [len(held[rank].get(block, ())) / wanted for block in blocks]
 
 
-def phrase(description: Description, messages: Round) -> str:
-    """What is sent in a round, in words.
-
-    A shift that all ranks make is said once, pairs that exchange are said once each.
-    """
+def describe_round(description: Description, messages: Round) -> str:
+    """Describe the messages of a round; a shift by all ranks and a pair that exchanges are one entry each."""
     n, sizes = description.ranks, sorted({len(message.blocks) for message in messages})
     added = {message.reduce for message in messages}
     how = {frozenset({True}): ", added", frozenset({False}): ""}.get(frozenset(added), ", some added")
@@ -43,18 +40,18 @@ def phrase(description: Description, messages: Round) -> str:
 
 
 def _ways(messages: Round) -> list[str]:
-    ways, said = {(m.source, m.target): len(m.blocks) for m in messages}, []
+    ways, parts = {(m.source, m.target): len(m.blocks) for m in messages}, []
     for (source, target), count in ways.items():
         if ways.get((target, source)) == count:
             if source < target:
-                said.append(f"{source}↔{target}")
+                parts.append(f"{source}↔{target}")
         else:
-            said.append(f"{source}→{target}")
-    return said
+            parts.append(f"{source}→{target}")
+    return parts
 
 
-def picture(description: Description, topology: Topology, size: float) -> RenderableType:
-    """A line for each round: its messages and time, and the blocks that every rank holds after it.
+def draw_rounds(description: Description, topology: Topology, size: float) -> RenderableType:
+    """Draw a line for each round: its messages, its time and every rank's blocks after it.
 
     Args:
         size: S in bytes.
@@ -69,10 +66,10 @@ def picture(description: Description, topology: Topology, size: float) -> Render
     for number, (messages, held) in enumerate(zip(description.rounds, states, strict=True)):
         if rounds > MOST_ROUNDS and MOST_ROUNDS // 2 <= number < rounds - MOST_ROUNDS // 2:
             if number == MOST_ROUNDS // 2:
-                rows.append(("…", *[""] * (n if drawn else 0), "", f"{rounds - MOST_ROUNDS} rounds more"))
+                rows.append(("…", *[""] * (n if drawn else 0), "", f"{rounds - MOST_ROUNDS} more rounds"))
             continue
         seconds = show_seconds(price_round(messages, description.share, topology).seconds(size))
-        words = phrase(description, messages)
+        words = describe_round(description, messages)
         words = words if len(words) < 120 else f"{words[:110]} …"
         rows.append((f"{number + 1}", *_held(description, held, wide, drawn), seconds, words))
     ranks = [f"{'rank ' if rank == 0 and wide else ''}{rank}" for rank in range(n if drawn else 0)]
@@ -80,7 +77,7 @@ def picture(description: Description, topology: Topology, size: float) -> Render
     table = text_table(headings, rows, words={*range(len(headings))} - {len(headings) - 2}, gap=1)
     legend = Text("a rank's blocks: · none  ░▒▓ sums of some ranks  █ complete", style="dim")
     if not drawn:
-        legend = Text(f"(what each of {n} ranks holds is drawn up to {MOST_WIDTH // 2} ranks)", style="dim")
+        legend = Text(f"(blocks are drawn for up to {MOST_WIDTH // 2} ranks; these are {n})", style="dim")
     block = show_bytes(size * float(description.share))
     return Group(table, legend, Text(f"1 block = {description.share} S = {block}", style="dim"))
 
@@ -100,5 +97,5 @@ def _held(description: Description, held: State, wide: bool, drawn: bool) -> lis
 
 
 def shade(part: float) -> str:
-    """One sign for 0 to 1, the first and the last for exactly these."""
+    """Return a character for 0 to 1; the first is exactly 0, the last exactly 1."""
     return SHADES[0] if part == 0 else SHADES[-1] if part >= 1 else SHADES[1 + min(2, int(part * 3))]

@@ -1,4 +1,4 @@
-"""`shoal explain "A[I, Jx] * B[Jx, K] -> C[I, K]" --mesh x=4,y=2`: who holds what, every route and its price, a run."""
+"""`shoal explain "A[I, Jx] * B[Jx, K] -> C[I, K]" --mesh x=4,y=2`: blocks of each device, routes with prices, a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shoal.labs.autoshard.notation.notation import Array, Expression, NamedMesh,
 from shoal.labs.autoshard.notation.product import REMEDIES, classify, list_products
 from shoal.labs.autoshard.notation.route import Route
 from shoal.labs.autoshard.notation.search import RouteSearch, add_backward, find_forward
-from shoal.labs.explain.blocks import memory, pictures
+from shoal.labs.explain.blocks import draw_arrays, make_memory_table
 from shoal.labs.explain.figures.blocks import Stage, State, figure
 from shoal.labs.explain.network import NetworkOptions, build_network, check_network
 from shoal.report.tables import text_table
@@ -29,7 +29,7 @@ from shoal.spec.catalog.accelerators import accelerator
 TOPOLOGIES = ("full", "ring", "torus", "fat-tree", "islands", "rings")
 STEP = ("step", "from", "to", "by", "sent by a device", "time")
 ITEMSIZE = {"fp8": 1, "bf16": 2, "fp16": 2, "tf32": 4, "fp32": 4}
-SIZE = 4096  # of a dim that is given none
+SIZE = 4096  # default size of a dim
 MOST_RANKS_RUN = 16
 
 
@@ -66,13 +66,13 @@ class ShardingOptions(NetworkOptions):
 
 
 def explain(text: str, options: ShardingOptions, console: Console) -> Callable[[], str]:
-    """Print the explanation. Returns what draws it.
+    """Print the explanation. Returns a function that draws it.
 
     Raises:
         UsageError: a malformed expression, or bad options.
     """
     if not options.mesh:
-        raise UsageError("--mesh: which devices are there? Give each mesh axis its number, as --mesh x=4,y=2")
+        raise UsageError("--mesh: missing. Give the number of devices along each mesh axis, as --mesh x=4,y=2")
     mesh = parse_mesh(options.mesh)
     expression, sizes = parse(text, mesh, parse_sizes(options.sizes), SIZE)
     _check(expression, options, mesh)
@@ -84,8 +84,8 @@ def explain(text: str, options: ShardingOptions, console: Console) -> Callable[[
     shown = [*expression.arrays, *([expression.result] if expression.result else [])]
     dims = ", ".join(f"{letter} = {size}" for letter, size in sizes.items())
     console.print(f"[bold]{_plain(text)}[/] on {mesh.ranks} devices, {mesh}; {dims}; {options.dtype}", highlight=False)
-    console.print(memory(shown, mesh, sizes, itemsize))
-    console.print(pictures(shown, mesh))
+    console.print(make_memory_table(shown, mesh, sizes, itemsize))
+    console.print(draw_arrays(shown, mesh))
     if expression.result is None:
         return _draw(text, [([(shown[0], "")], [], [], "")], plan)
     if len(expression.arrays) == 1:
@@ -97,12 +97,12 @@ def _check(expression: Expression, options: ShardingOptions, mesh: NamedMesh) ->
     if options.dtype not in ITEMSIZE:
         raise UsageError(f"--dtype {options.dtype}: {did_you_mean(options.dtype, ITEMSIZE)}")
     if options.run and mesh.ranks > MOST_RANKS_RUN:
-        raise UsageError(f"--run: {mesh.ranks} processes, one for each device; at most {MOST_RANKS_RUN} are started")
+        raise UsageError(f"--run: one process for each of {mesh.ranks} devices; at most {MOST_RANKS_RUN} are started")
     if len(expression.arrays) == 1:
-        reject_unused(options, ("routes", "backward"), "of a product, not of one array")
+        reject_unused(options, ("routes", "backward"), "only for a product, not for one array")
     if expression.result is None:
         network = ("topology", *NetworkOptions.model_fields)
-        reject_unused(options, ("run", *network), "one array stays where it is; give what it becomes, as -> A[I, Jx]")
+        reject_unused(options, ("run", *network), "a single array is not moved; give its target, as -> A[I, Jx]")
 
 
 def _network(options: ShardingOptions, mesh: NamedMesh) -> Network:
@@ -139,15 +139,15 @@ def _reshard(
     if sorted(before.sharding.letters) != sorted(after.sharding.letters):
         letter = min({*after.sharding.letters} ^ {*before.sharding.letters})
         at = 1 if letter in after.sharding.letters else 0
-        raise expression.refuse(at, letter, f"dim {letter} is in one of the two alone; a product is needed for that")
+        raise expression.refuse(at, letter, f"dim {letter} is in only one of the two; only a product changes dims")
     if before.sharding.letters != after.sharding.letters:
-        raise expression.refuse(1, after.sharding.letters[0], "the dims have another order: that is a transpose")
+        raise expression.refuse(1, after.sharding.letters[0], "another order of dims; transposes are not supported")
     moves = plan.reshard(before.sharding, after.sharding)
     console.print(f"\nthe cheapest moves on {_where(options, plan)}:")
     if moves:
         console.print(text_table(STEP, [_move_row(before.name, move, plan) for move in moves], words=range(4)))
     else:
-        console.print("  none: it lies so already")
+        console.print("  none: it has this sharding already")
     if options.run:
         from shoal.labs.autoshard.notation.run import compare_moves
 
@@ -194,7 +194,7 @@ def _product(
 
 
 def _routes(found: list[tuple[float, tuple[Route, ...]]], plan: RouteSearch) -> Table:
-    """A row for each route, the first emphasised."""
+    """Return a table with a row for each route, the first emphasised."""
     rows = []
     for number, (_, routes) in enumerate(found, 1):
         moves = tuple(move for route in routes for move in route.moves)
@@ -217,7 +217,7 @@ def _sent(route: Route) -> list[tuple[str, Move]]:
 
 
 def _steps(routes: tuple[Route, ...], plan: RouteSearch) -> Table:
-    """A row for each step of some routes."""
+    """Return a table with a row for each step of the routes."""
     rows = []
     for route in routes:
         (left, right, out), (a, b) = route.names, route.multiplied
@@ -236,7 +236,7 @@ def _move_row(name: str, move: Move, plan: RouteSearch) -> tuple[str | Text, ...
 
 
 def _sent_bytes(moves: tuple[Move, ...], plan: RouteSearch) -> str:
-    """The bytes that each device sends."""
+    """Return the bytes that each device sends."""
     device, _ = count_sent(moves, plan.mesh, plan.sizes)
     return show_bytes(device * plan.itemsize)
 
@@ -257,7 +257,7 @@ def _total(routes: tuple[Route, ...], plan: RouteSearch) -> str:
 
 
 def _states(name: str, moves: tuple[Move, ...], plan: RouteSearch) -> list[State]:
-    """List what an array becomes, each state with the words for how it got there."""
+    """List the states of an array, each with a text on how it got there."""
     return [
         (Array(name, move.after), f"{move}: {_sent_bytes((move,), plan)} each, {show_seconds(move.seconds)}"
          if move.algorithm else f"{move}")
@@ -281,10 +281,10 @@ def _draw(text: str, stages: list[Stage], plan: RouteSearch) -> Callable[[], str
 
 
 def _run(what: str, plan: RouteSearch, comparison: Callable[..., dict[str, float]], *run: object) -> str:
-    """What a comparison with the plain product or array finds on real ranks."""
+    """Compare with the plain product or array on real ranks; return the largest differences as text."""
     from shoal.launch.worker_pool import Pool
 
-    small = dict.fromkeys(plan.sizes, 2 * plan.mesh.ranks)  # comes out even over all axes together
+    small = dict.fromkeys(plan.sizes, 2 * plan.mesh.ranks)  # divisible by all axes together
     with Pool(plan.mesh.ranks) as pool:
         results = pool.run(comparison, plan.mesh.ranks, *run, plan.mesh, small)
     worst = {name: max(errors[name] for errors in results) for name in results[0]}

@@ -1,4 +1,4 @@
-"""The subjects that can be explained, and `explain`, which prints how one of them works and what it costs."""
+"""`explain` prints how a subject works and what it costs; `SUBJECTS` lists the subjects."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shoal.labs.collectives.description import Collective
 from shoal.labs.explain import collective, compatibility, context, experts, optimizers, precision, scaling, sharding
 
 Show = Callable[[Any, Console], Callable[[], str] | None]
-"""Prints an explanation for some options. Returns what draws it, as SVG, where --out is an option."""
+"""Prints an explanation for some options; returns a function that draws it as SVG, if --out is an option."""
 
 SUBJECTS: dict[str, tuple[type[Section], Show]] = {
     **{each.value: (collective.CollectiveOptions, partial(collective.explain, each)) for each in Collective},
@@ -28,19 +28,10 @@ SUBJECTS: dict[str, tuple[type[Section], Show]] = {
     "precision": (precision.PrecisionOptions, precision.explain),
     "scaling": (scaling.ScalingOptions, scaling.explain),
 }
-"""By name: the options, and what prints."""
+"""Options and function of each subject, by name."""
 
 PRODUCT = '"A[Ix, J] * B[J, Ky] -> C[Ix, Ky]"'
-"""What else is explained: whatever has a bracket in it is an expression of sharded arrays."""
-
-
-def options_of(subject: str) -> type[Section]:
-    """Return the options that a subject takes.
-
-    Raises:
-        UsageError: there is no such subject.
-    """
-    return _find(subject)[0]
+"""The other subject: any text with a bracket is an expression of sharded arrays."""
 
 
 def explain(subject: str, console: Console | None = None, **options: Any) -> None:
@@ -49,10 +40,10 @@ def explain(subject: str, console: Console | None = None, **options: Any) -> Non
     Args:
         subject: a key of `SUBJECTS`, such as ``"all-reduce"``, or an expression of sharded arrays.
         console: where to print (default: the standard output).
-        **options: fields of the subject's options class (`options_of`).
+        **options: fields of the subject's options class (`find_subject`).
 
     Raises:
-        UsageError: there is no such subject, bad options, or the file of the option ``out`` cannot be written.
+        UsageError: unknown subject, invalid options, or an ``out`` that cannot be written.
 
     >>> import shoal
     >>> shoal.explain("precision", billions=[7])  # doctest: +ELLIPSIS, +NORMALIZE_WHITESPACE
@@ -62,7 +53,7 @@ def explain(subject: str, console: Console | None = None, **options: Any) -> Non
     ...
     >>> shoal.explain("A[Ix, J] * B[J, K] -> C[Ix, K]", mesh="x=4")  # doctest: +SKIP
     """
-    kind, show = _find(subject)
+    kind, show = find_subject(subject)
     settings, console = validate(kind, options, source=f"explain {subject}"), console or Console()
     out: Path | None = getattr(settings, "out", None)
     check_writable(out, "--out", ".svg")
@@ -72,9 +63,14 @@ def explain(subject: str, console: Console | None = None, **options: Any) -> Non
         console.print(Text(f"drawn: {out}"), soft_wrap=True)
 
 
-def _find(subject: str) -> tuple[type[Section], Show]:
+def find_subject(subject: str) -> tuple[type[Section], Show]:
+    """Return the options and the function of a subject.
+
+    Raises:
+        UsageError: unknown subject.
+    """
     if "[" in subject:
         return sharding.ShardingOptions, partial(sharding.explain, subject)
     if subject not in SUBJECTS:
-        raise UsageError(f"explain: there is no '{subject}'; {did_you_mean(subject, [*SUBJECTS, PRODUCT])}")
+        raise UsageError(f"explain: unknown subject '{subject}'; {did_you_mean(subject, [*SUBJECTS, PRODUCT])}")
     return SUBJECTS[subject]

@@ -1,4 +1,4 @@
-"""A dry run: one rank's real model on fake tensors, counted, beside the formulas and the same rank as it runs here."""
+"""Dry run: count one rank's real model on fake tensors, and compare it with formulas and with a real run."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from shoal.training.dry_run.tracker import Tracker
 from shoal.training.step.engine import Engine
 from shoal.training.step.engine_state import attention_kernel
 
-MOST_RANKS = 8  # that are started on one machine to be measured
+MOST_RANKS = 8  # started on one machine for a measurement
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """What one rank does in its first steps.
+    """The first steps of one rank.
 
     Attributes:
-        estimate: of the run.
+        estimate: estimate of the run.
         pp_index: the pipeline rank.
-        counted: on fake tensors: ``parameters``, ``held`` bytes, and ``steps`` with FLOPs, bytes sent and memory.
-        measured: the same in a process of this machine; None if it was not started.
-        flops: of a step, by formula; None where there is none.
-        sent: bytes of a step by axis and kind of collective, by formula; None where there is none.
+        counted: counts on fake tensors: parameters, bytes held, and for each step FLOPs, bytes sent and memory.
+        measured: the same counts in a process of this machine, if it was started.
+        flops: FLOPs of a step by formula, if one exists.
+        sent: bytes of a step by axis and kind of collective, by formula, if one exists.
     """
 
     estimate: Estimate
@@ -54,7 +54,7 @@ class DryRun:
     sent: Sent | None
 
     def lines(self) -> Iterator[str]:
-        """What was counted in the last step, beside what formulas say."""
+        """Yield the counts of the last step, with those by formula."""
         counted, step, world = self.counted, self.counted.steps[-1], self.estimate.run.layout.world_size
         yield f"{counted.where} of {world:,}, step {len(counted.steps)} of the run: counted (by formula)"
         yield f"  parameters        {counted.parameters:,}"
@@ -85,20 +85,20 @@ def dry_run(
 ) -> DryRun:  # fmt: skip
     """Execute the real model and pipeline of one rank on fake tensors, and count what it does.
 
-    Nothing is computed and no other rank is started, so a laptop counts a rank of a world of any size: FLOPs, bytes of
-    every collective, and memory action by action. Runs that have no formula for their time can be counted too.
+    Nothing is computed and no other rank is started, so a laptop can count a rank of a world of any size: FLOPs, bytes
+    of every collective, and memory action by action. Runs without a formula for their time can be counted too.
 
     Args:
-        layout: how the model is split; this and what is not named here is as in `shoal.estimate`.
-        rank: which one to count; those of the same pipeline rank differ little.
-        steps: how many of the first steps to count.
-        measure: start all ranks here too (at most 8), and count this one on real tensors.
+        layout: how the model is split; this and arguments not described here are those of `shoal.estimate`.
+        rank: the rank to count; ranks of the same pipeline rank differ little.
+        steps: number of first steps to count.
+        measure: also start all ranks on this machine (at most 8), and count this rank on real tensors.
 
     Returns:
-        What was counted, with the estimate and the formulas.
+        The counts, with the estimate and the formulas.
 
     Raises:
-        UsageError: as `shoal.estimate`; or there is no such rank, or too many to start them here.
+        UsageError: as for `shoal.estimate`; or the rank does not exist, or there are too many ranks to measure.
 
     >>> import shoal
     >>> counted = shoal.dry_run(shoal.Layout(tp=2), model="tiny", cluster="2xH100", sequence_length=32, steps=1,
@@ -118,15 +118,18 @@ def dry_run(
     estimate = Estimate(run)
     config = _config(estimate, config)
     counted = execution.dry_run(config, run.shape, rank, steps=steps, as_here=measure)
-    measured = _measured_ranks(config, run.shape, steps)[rank] if measure else None
+    measured = None
+    if measure:
+        with Pool(world) as pool:
+            measured = pool.run(_measure, world, config, run.shape, steps, timeout=600)[rank]
     mesh = DryMesh(config.parallel, rank)
     formulas = _formulas(config, estimate, mesh, as_here=measure)
-    flops, sent = _if_known(formulas.flops), _if_known(formulas.sent)
+    flops, sent = _try_formula(formulas.flops), _try_formula(formulas.sent)
     return DryRun(estimate, mesh.index("pp"), counted, measured, flops, sent)
 
 
 def _config(estimate: Estimate, config: RunConfig | None) -> RunConfig:
-    """The run that was estimated, to be executed on tokens that do not matter."""
+    """Return the config of the estimated run, on synthetic tokens."""
     run, base = estimate.run, config or build_config({"data": {"source": "synthetic"}})
     return base.model_copy(
         update={
@@ -139,7 +142,7 @@ def _config(estimate: Estimate, config: RunConfig | None) -> RunConfig:
 
 
 def _formulas(config: RunConfig, estimate: Estimate, mesh: Mesh, *, as_here: bool) -> RankCounts:
-    """What formulas say that a rank does in a step, with attention as torch has it on the CPU or on CUDA."""
+    """Build the formulas of a rank's step, with torch's attention kernel on the CPU (``as_here``) or on CUDA."""
     run, device = estimate.run, torch.device("cpu" if as_here else "cuda")
     kernel = attention_kernel(config.train.attention, device, POLICIES[run.precision].compute)
     s = run.sequence_length
@@ -151,18 +154,12 @@ def _formulas(config: RunConfig, estimate: Estimate, mesh: Mesh, *, as_here: boo
     )
 
 
-def _if_known(formula: Callable[[], T]) -> T | None:
-    """What a formula says, if there is one for the run."""
+def _try_formula(formula: Callable[[], T]) -> T | None:
+    """Evaluate a formula, or return None if none exists for the run."""
     try:
         return formula()
     except ValueError:
         return None
-
-
-def _measured_ranks(config: RunConfig, shape: ModelShape, steps: int) -> list[Counted]:
-    """The same steps of every rank, in processes of this machine."""
-    with Pool(config.parallel.world_size) as pool:
-        return pool.run(_measure, config.parallel.world_size, config, shape, steps, timeout=600)
 
 
 def _measure(config: RunConfig, shape: ModelShape, steps: int) -> Counted:

@@ -1,9 +1,8 @@
-"""Published points as `shoal estimate` takes them: the same runs, priced stage by stage and played.
+"""Estimate published points with `shoal estimate`: stage by stage, with a simulated program.
 
-`validate` scores closed forms over all rows at once (`shoal.planning.cost.time.step`); `estimate` and `plan` price one
-layout with `shoal.planning.cost.time.stage`, and play its program. Here a row is handed to the latter, with the
-constants of its own software and network, so that what is left between the two is how they compute, and what shoal's
-engine does otherwise.
+`validate` scores closed forms over all rows together (`shoal.planning.cost.time.step`); `estimate` and `plan` price one
+layout (`shoal.planning.cost.time.stage`) and simulate its program. Both use the constants of the row's software and
+network here, so they differ only in how they compute, and in what shoal's engine does differently.
 """
 
 from __future__ import annotations
@@ -32,20 +31,20 @@ FLASH = [ATTENTION.index(name) for name in ("flash-2", "flash-3")]
 SOURCE = "a published row"
 
 
-def run_of(point: Point, constants: Calibration) -> EstimatedRun | None:
-    """The point as a run of shoal's; None where shoal's engine does not do what it did.
+def build_run(point: Point, constants: Calibration) -> EstimatedRun | None:
+    """Convert a point to a run of shoal, or None if shoal's engine works differently.
 
-    Left out are experts, attention that writes its scores, stages that are cut otherwise than shoal cuts them, and
-    what `shoal estimate` refuses.
+    Unsupported are experts, attention that stores its scores, other splits into stages, and what `shoal estimate`
+    refuses.
     """
     r = point.run
     if r["experts"] > 1 or r["attention"] not in FLASH or r["alive"] != 1 or r["warmup"] != 1:
         return None
     shards = r["shard"] / (r["cp"] if r["zero"] == 3 else 1)
-    whole = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "s", "b", "dp", "tp", "pp", "cp")
-    if any(r[name] % 1 for name in (*whole, "virtual", "per_node", "microbatches")) or shards % 1:
+    integers = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "s", "b", "dp", "tp", "pp", "cp")
+    if any(r[name] % 1 for name in (*integers, "virtual", "per_node", "microbatches")) or shards % 1:
         return None
-    n = {name: int(r[name]) for name in whole}
+    n = {name: int(r[name]) for name in integers}
     try:
         shape = ModelShape(
             family="llama" if r["gated"] else "gpt", max_sequence=n["s"], tied=bool(r["tied"]), layers=n["layers"],
@@ -71,7 +70,7 @@ def run_of(point: Point, constants: Calibration) -> EstimatedRun | None:
 
 
 def _cluster(point: Point, constants: Calibration) -> Cluster:
-    """Its accelerators and links, with what was fitted of its software and its network."""
+    """Return a point's accelerators and links, with the constants of its software and network."""
     r, per_node = point.run, int(min(point.run["per_node"], point.gpus))
     nodes = -(-point.gpus // per_node)
     machine = Accelerator(
@@ -88,9 +87,8 @@ def _cluster(point: Point, constants: Calibration) -> Cluster:
     return Cluster(SOURCE, machine, nodes, per_node, inside, nic if nodes > 1 else None, per_node, constants=known)
 
 
-def as_engine(points: Sequence[Point]) -> Runs:
-    """The points as if shoal's engine had run them: what it keeps, overlaps and cuts by cost, by what its software is
-    said to do; the constants that they are known by stay."""
+def as_engine_runs(points: Sequence[Point]) -> Runs:
+    """Return the points as if run by shoal's engine, but with their own constants."""
     own = software_table()["shoal"]
     facts = {name: getattr(own, name) for name in (*FACTS, "overlap_tensor", "reduced_apart")} | {"ties_first": 0}
     return Runs.of([point.run | facts for point in points])
@@ -98,12 +96,12 @@ def as_engine(points: Sequence[Point]) -> Runs:
 
 @dataclass(frozen=True)
 class EstimatedSteps:
-    """Steps by `shoal estimate`.
+    """Step times by `shoal estimate`.
 
     Attributes:
-        points: that it can express.
-        seconds: its own.
-        closed: by the closed forms, as if shoal's engine had run them.
+        points: the points that it supports.
+        seconds: its estimates.
+        closed: estimates by the closed forms, as if run by shoal's engine.
     """
 
     points: Sequence[Point]
@@ -111,16 +109,16 @@ class EstimatedSteps:
     closed: np.ndarray
 
     @property
-    def apart(self) -> float:
-        """Median of how far the two are apart."""
+    def difference(self) -> float:
+        """Median relative difference between the two estimates."""
         return float(np.median(np.abs(self.seconds / self.closed - 1)))
 
 
-def played(points: Sequence[Point], constants: Calibration, most: int = 200) -> EstimatedSteps:
-    """Those of quality A with a time that `shoal estimate` can express; where they are many, evenly drawn from them."""
-    runs = [(p, run_of(p, constants)) for p in points if p.seconds and p.quality == "A"]
+def simulate_points(points: Sequence[Point], constants: Calibration, most: int = 200) -> EstimatedSteps:
+    """Estimate those timed points of quality A that `shoal estimate` supports; about ``most``, evenly spaced."""
+    runs = [(p, build_run(p, constants)) for p in points if p.seconds and p.quality == "A"]
     found = [(p, run) for p, run in runs if run is not None]
     found = found[:: max(1, len(found) // most)]
     seconds = np.array([Estimate(run).step_seconds for _, run in found])
     chosen = [p for p, _ in found]
-    return EstimatedSteps(chosen, seconds, step(as_engine(chosen), constants).seconds if chosen else seconds)
+    return EstimatedSteps(chosen, seconds, step(as_engine_runs(chosen), constants).seconds if chosen else seconds)

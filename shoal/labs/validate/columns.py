@@ -1,4 +1,4 @@
-"""Read the columns of a published row: accelerators, networks, kernels, what is recomputed, how data is parallel."""
+"""Interpret the columns of a published row: accelerators, networks, kernels, recomputation and data parallelism."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shoal.spec.catalog.clusters import Node, nodes
 from shoal.spec.catalog.links import link
 
 Row = Mapping[str, str]
-_ACCELERATORS = (  # word, GB of memory, name in the catalog, its node; the first that is found counts
+_ACCELERATORS = (  # word, GB of memory, name in the catalog, node; the first match counts
     ("v100", "16", "v100-sxm2-16gb", "V100"), ("v100", "", "v100-sxm2-32gb", "V100"),
     ("a100", "40", "a100-sxm-40gb", "A100-40GB"), ("a100", "", "a100-sxm-80gb", "A100"),
     ("a800", "", "a100-sxm-80gb", "A100"), ("h800", "", "h800-sxm", "H800"), ("h200", "", "h200-sxm", "H200"),
@@ -21,17 +21,17 @@ _ACCELERATORS = (  # word, GB of memory, name in the catalog, its node; the firs
     ("mi325", "", "mi325x", "MI300X"), ("v5p", "", "tpu-v5p", "v5p"), ("v5e", "", "tpu-v5e", "v5e"),
     ("v6e", "", "tpu-v6e", "v6e"), ("tpu v4", "", "tpu-v4", "v4"),
 )  # fmt: skip
-_EXPERTS = {"deepseek-v2": (1536.0, 2), "deepseek-v3": (2048.0, 1)}  # width, shared; the ffn is a dense layer's
-_GATHERED_AGAIN = 14_018_000  # job of nanotron's benchmark from which on memory shows that inputs are gathered again
+_EXPERTS = {"deepseek-v2": (1536.0, 2), "deepseek-v3": (2048.0, 1)}  # width, shared; ffn is that of dense layers
+_GATHERED_AGAIN = 14_018_000  # first job of nanotron's benchmark that gathers inputs again (by memory)
 _NETWORKS = (("efa", "efa"), ("omni", "omni-path"), ("roce", "roce"), ("nics", "roce"))
-_PER_NODE = (  # bandwidth between nodes: the numbers multiply, in Gb/s or GB/s
+_PER_NODE = (  # bandwidth between nodes: the product of the numbers, Gb/s
     r"(\d+) ?x ?(\d+) ?Gb", r"(\d+)x? (?:Omni-Path )?(?:links per node \()?(\d+) ?Gb", r"inter (\d+) ?Gb/s per node",
     r"(\d+) ?Gb(?:ps|/s)?\+? ?(?:\w+ )*(?:per|/) ?node",
 )  # fmt: skip
 
 
 def number(row: Row, name: str, *, zero: bool = False) -> float | None:
-    """A column's number, None where it has none that is finite and above zero, or zero where that means something."""
+    """Return a column's number if it is finite and positive (with ``zero`` also 0), else None."""
     try:
         value = float(row.get(name) or "")
     except ValueError:
@@ -40,14 +40,14 @@ def number(row: Row, name: str, *, zero: bool = False) -> float | None:
 
 
 def stated(row: Row, name: str) -> float:
-    """A number of a column that is known to have one."""
+    """Return the number of a column that must have one."""
     value = number(row, name)
     assert value is not None, f"{name} is not stated"
     return value
 
 
 def machine(row: Row) -> tuple[Accelerator, Node] | None:
-    """The accelerator and the node that it is commonly in; None if the catalog has none."""
+    """Return the accelerator and its usual node, or None if the catalog has none."""
     text, size = (row.get("gpu") or "").lower(), row.get("gpu_mem_gb") or ""
     for word, memory, name, node in _ACCELERATORS:
         if word in text and (not memory or memory in size or f"{memory}gb" in text):
@@ -56,15 +56,15 @@ def machine(row: Row) -> tuple[Accelerator, Node] | None:
 
 
 def per_node(row: Row, node: Node) -> float:
-    """Accelerators that share a fast switch: as published, but for racks of which publications count the servers."""
+    """Return the accelerators on a fast switch: as published, except for racks, where publications count servers."""
     return float(node.per_node) if node.per_node > 8 else number(row, "gpus_per_node") or node.per_node
 
 
 def network(row: Row) -> str:
-    """What leads out of a node, by what constants are known by.
+    """Return the kind of network between nodes, one of `NETWORKS`.
 
-    Some jobs print the bandwidth of an all-gather over all of their nodes. Of those on EFA it falls from 160 GB/s on
-    two nodes to 6 on 64, or from 225 to 44; between the two is the line that is drawn here.
+    Some jobs print the bandwidth of an all-gather over all nodes. On EFA it falls from 160 GB/s on 2 nodes to 6 on 64
+    in slow jobs, and from 225 to 44 in others; the threshold here separates them.
     """
     text = (row.get("interconnect") or "").lower()
     kind = next((kind for word, kind in _NETWORKS if word in text), "infiniband")
@@ -76,7 +76,7 @@ def network(row: Row) -> str:
 
 
 def leaving(row: Row, node: Node, per_node: float) -> float:
-    """Bytes/s of one accelerator's share of what leaves its node: as published, or as such nodes have it."""
+    """Return an accelerator's share of the bandwidth out of its node [bytes/s]: as published, else the catalog's."""
     text = row.get("interconnect") or ""
     if found := re.search(r"(\d+) ?GB/s per node", text):
         return float(found[1]) * 1e9 / per_node
@@ -94,19 +94,18 @@ def leaving(row: Row, node: Node, per_node: float) -> float:
 
 
 def attention(row: Row, default: str) -> str:
-    """The kernel, by `shoal.planning.cost.batched_runs.ATTENTION`."""
+    """Return the kernel, one of `shoal.planning.cost.batched_runs.ATTENTION`."""
     text = (row.get("attn_kernel") or "").lower()
     if "torch" in text or "v1" in text:
         return "unfused" if "torch" in text else "flash-1"
-    if "flash" in text:  # of some version, or that which the software has
-        said = [name for name in ("flash-3", "flash-2") if name[-1] in text]
-        return said[0] if said else default if default.startswith("flash") else "flash-2"
+    if "flash" in text:  # a stated version, or the software's own
+        stated_versions = [name for name in ("flash-3", "flash-2") if name[-1] in text]
+        return stated_versions[0] if stated_versions else default if default.startswith("flash") else "flash-2"
     return "fused-softmax" if "fused" in text else default
 
 
 def recomputed(row: Row) -> str | None:
-    """One of `shoal.planning.cost.batched_runs.RECOMPUTE`; "" where it is not stated, None where it is something
-    else."""
+    """Return one of `shoal.planning.cost.batched_runs.RECOMPUTE`, "" if not stated, or None if none of them."""
     text = (row.get("recompute") or "").lower()
     if not text:
         return ""
@@ -118,7 +117,7 @@ def recomputed(row: Row) -> str | None:
 
 
 def bubble(row: Row) -> tuple[float, float]:
-    """Of zero-bubble schedules: the part of 1F1B's bubble that they have, and micro-batches alive over 1F1B's.
+    """Return the bubble and the live micro-batches of a schedule, relative to 1F1B's.
 
     Qi et al. 2023 (Zero Bubble Pipeline Parallelism), table 1: ZB-H1 a third, ZB-H2 none with twice the activations.
     """
@@ -127,7 +126,7 @@ def bubble(row: Row) -> tuple[float, float]:
 
 
 def zero_stage(row: Row) -> int:
-    """Of ZeRO, by its number or by the name of what does it."""
+    """Return the ZeRO stage, by number or by the name of its implementation."""
     stage, text = number(row, "zero_stage", zero=True), row.get("dp_mode") or ""
     if stage is not None:
         return int(stage)
@@ -135,7 +134,7 @@ def zero_stage(row: Row) -> int:
 
 
 def shards(row: Row, stage: int, dp: float) -> float:
-    """Ranks that ZeRO shards over; PyTorch's hybrid sharding does so inside a node, where nothing else is said."""
+    """Return the ranks that ZeRO shards over; PyTorch's hybrid sharding uses those of a node by default."""
     text = row.get("dp_mode") or ""
     found = re.search(r"shard group=(\d+)", text)
     group = float(found[1]) if found else (number(row, "gpus_per_node") or 8) if "HSDP" in text else dp
@@ -143,19 +142,19 @@ def shards(row: Row, stage: int, dp: float) -> float:
 
 
 def eight_bits(row: Row) -> bool:
-    """Whether products run in 8 bits or fewer; with a scale for each row torch's were no faster than in 16."""
+    """Whether products run in 8 bits or fewer; torch's row-wise scaling, no faster than 16 bits, does not count."""
     text = (row.get("precision") or "").lower()
     return "rowwise" not in text and any(word in text for word in ("fp8", "float8", "fp4"))
 
 
 def gated(row: Row) -> bool:
-    """Whether the feed-forward block has two matrices in."""
+    """Whether the feed-forward block is gated (two input matrices)."""
     kind = row.get("mlp_type") or ""
     return "glu" in kind if kind else not re.search("gpt|bert|opt|bloom", row.get("model") or "")
 
 
 def tied(row: Row) -> bool:
-    """Whether the head is the embedding: as the note says, or as models of the kind have it."""
+    """Whether head and embedding are tied: by the note, else by the kind of model."""
     if found := re.search(r"tie_emb=(\w+)", row.get("note") or ""):
         return found[1] == "True"
     if "tie_emb=" in (row.get("note") or ""):
@@ -164,18 +163,18 @@ def tied(row: Row) -> bool:
 
 
 def fused_norm(row: Row, software: str) -> bool:
-    """Whether a norm is one kernel: everywhere, but for a study that compares."""
+    """Whether a norm is one kernel: everywhere, except in one study that compares both."""
     return software != "aleph-alpha" or "RMS" in (row.get("attn_kernel") or "")
 
 
 def gathers_kept(row: Row, default: bool) -> bool:
-    """Whether gathered inputs stay for backward: nanotron without a pipeline kept them in the first of its jobs."""
+    """Whether gathered inputs are kept for backward: in nanotron's first jobs without a pipeline, else by default."""
     job = re.search(r" job (\d+)$", row.get("source_loc") or "")
     return int(job[1]) < _GATHERED_AGAIN and (number(row, "pp") or 1) == 1 if job else default
 
 
 def experts(row: Row) -> tuple[float, float, float | None]:
-    """Experts of a layer, those that a token meets (the shared ones in both), their width where it is not the ffn."""
+    """Return the experts of a layer, those of a token (both with shared ones), and their width if it is not the ffn."""
     count, active = number(row, "n_experts") or 1.0, number(row, "topk") or 1.0
     for name, (width, shared) in _EXPERTS.items():
         if name in (row.get("model") or "") and count > 1:
@@ -184,7 +183,7 @@ def experts(row: Row) -> tuple[float, float, float | None]:
 
 
 def memory(row: Row) -> tuple[float | None, str]:
-    """Bytes, and of what: allocated, reserved, reserved on the first rank, or of the whole process."""
+    """Return bytes and their kind: allocated, reserved, first (reserved on the first rank) or process."""
     size, text = number(row, "mem_gb"), row.get("mem_kind") or ""
     if size is None or not text:
         return None, ""
@@ -193,14 +192,14 @@ def memory(row: Row) -> tuple[float | None, str]:
     return size * unit, next((kind for word, kind in kinds.items() if word in text), "reserved")
 
 
-def repaired(row: Row) -> bool:
-    """Whether it ran after nanotron's pipelines were mended, as its notes say; all other software's are."""
+def has_fixed_pipeline(row: Row) -> bool:
+    """Whether the row is not from before nanotron's pipeline fix, by its note."""
     return "after_pp_fix=False" not in (row.get("note") or "")
 
 
 def seconds(row: Row, tokens: float, gpus: float) -> float | None:
-    """Of a step; None where the publication has none, or its pipeline did not run as it should."""
-    if row.get("quality") == "M" or not (repaired(row) or (number(row, "pp") or 1) == 1):
+    """Return the seconds of a step; None if not published, or if the pipeline was broken."""
+    if row.get("quality") == "M" or not (has_fixed_pipeline(row) or (number(row, "pp") or 1) == 1):
         return None
     rate = number(row, "tokens_per_s_per_gpu")
     return number(row, "step_time_s") or (tokens / (rate * gpus) if rate else None)

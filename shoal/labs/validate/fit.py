@@ -1,9 +1,7 @@
-"""Constants from measurements: robust least squares on logarithms, drawn to what one expects of each.
+"""Fit constants to measurements: robust least squares on logarithms, with a prior for each constant.
 
-Every constant is a positive number. Its logarithm begins at what is expected and may move, where measurements say so;
-the further, the more they must agree (one standard deviation is `Constant.sure`). A residual is the logarithm of
-estimated over measured; large ones count less (Cauchy's loss), so that what a publication got wrong does not bend the
-rest.
+Every constant is positive. Its logarithm has a normal prior (standard deviation `Constant.sure`). A residual is the
+logarithm of estimated over measured; large ones count less (Cauchy's loss), so publication errors matter little.
 """
 
 from __future__ import annotations
@@ -21,26 +19,21 @@ from shoal.planning.cost.time.step import step
 from shoal.spec.catalog.calibration import Calibration, constant_names
 
 WEIGHTS = {"A": 1.0, "B": 0.4, "M": 1.0, "C": 0.1}  # by quality
-SCALES = {"time": 0.08, "memory": 0.05}  # of a residual: from where on it counts less
-ITERATIONS = 60  # at most: few fits need as many
-FURTHEST = 0.7  # that a logarithm may move in an iteration
+SCALES = {"time": 0.08, "memory": 0.05}  # size of residuals above which they count less
+ITERATIONS = 60  # maximum
+FURTHEST = 0.7  # maximum change of a logarithm in an iteration
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One number of the fit: a constant, or its value for one of what it is known by."""
+    """One number of the fit: a constant, or one element of it."""
 
     name: str
     index: int | None
 
 
 class Prior(NamedTuple):
-    """What is known of logarithms before a fit.
-
-    Attributes:
-        expected, sure: what they are drawn to, and one standard deviation of that.
-        least, most: what they cannot leave.
-    """
+    """Normal priors of logarithms (mean, standard deviation) and their bounds."""
 
     expected: np.ndarray
     sure: np.ndarray
@@ -48,10 +41,10 @@ class Prior(NamedTuple):
     most: np.ndarray
 
 
-def estimated(
+def estimate_points(
     runs: Runs, points: Sequence[Point], constants: Calibration
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Seconds; bytes, of what each publication means by them; and the part of the memory that is needed."""
+    """Return the seconds, the bytes as each publication counts them, and the fraction of the memory that is needed."""
     return step(runs, constants).seconds, *_memory(runs, np.array([p.memory_kind for p in points]), constants)
 
 
@@ -82,15 +75,14 @@ class FitProblem:
         ]
 
     def start(self) -> np.ndarray:
-        """Logarithms to begin with: the constants as they are."""
-        values = (
-            self.constants[p.name] if p.index is None else self.constants[p.name][p.index] for p in self.parameters
-        )
-        return np.log(np.array([float(v) for v in values]))
+        """Return the logarithms of the current constants."""
+        known = self.constants
+        values = [known[p.name] if p.index is None else known[p.name][p.index] for p in self.parameters]
+        return np.log(np.array(values, float))
 
     @property
     def prior(self) -> Prior:
-        """What is known of the logarithms before."""
+        """The priors of the logarithms."""
         of = [self.constants.constants[p.name] for p in self.parameters]
         names = [constant_names(c.by)[p.index or 0] for c, p in zip(of, self.parameters, strict=True)]
         return Prior(
@@ -100,7 +92,7 @@ class FitProblem:
         )  # fmt: skip
 
     def constants_at(self, logs: np.ndarray) -> Calibration:
-        """The constants with these logarithms."""
+        """Return the constants with these logarithms."""
         values: dict[str, np.ndarray] = {}
         for parameter, value in zip(self.parameters, np.exp(logs), strict=True):
             if parameter.index is None:
@@ -111,10 +103,10 @@ class FitProblem:
         return self.constants.with_values(values)
 
     def residuals(self, logs: np.ndarray, rows: np.ndarray | None = None) -> np.ndarray:
-        """Of estimated over measured; of memory also by how much what ran does not fit, or what did not does.
+        """Return log(estimated / measured); for memory also by how much a run is misjudged to fit or not.
 
         Args:
-            rows: of these points alone.
+            rows: indices of the points to use (default: all).
         """
         constants, rows = self.constants_at(logs), np.arange(len(self.points)) if rows is None else rows
         runs, weight = self.runs.take(rows), self.weight[rows]
@@ -126,7 +118,7 @@ class FitProblem:
         return np.concatenate([weight * known, 0.7 * weight * short])
 
     def jacobian(self, logs: np.ndarray, small: float = 1e-4) -> np.ndarray:
-        """[residuals, parameters] by differences, each over the points that its parameter reaches."""
+        """Return [residuals, parameters] by finite differences, over the points that each parameter affects."""
         everywhere = self.residuals(logs)
         found, count = np.zeros((len(everywhere), len(logs))), len(self.points)
         for j, parameter in enumerate(self.parameters):
@@ -147,14 +139,10 @@ class FitProblem:
 
 
 def minimise(
-    residuals: Callable[[np.ndarray], np.ndarray],
-    jacobian: Callable[[np.ndarray], np.ndarray],
-    x: np.ndarray,
-    prior: Prior,
-    scale: float,
-    iterations: int,
-) -> np.ndarray:
-    """The x of the least sum of 2 log(1 + r^2 / 2 scale^2), and of ((x - expected) / sure)^2."""
+    residuals: Callable[[np.ndarray], np.ndarray], jacobian: Callable[[np.ndarray], np.ndarray], x: np.ndarray,
+    prior: Prior, scale: float, iterations: int,
+) -> np.ndarray:  # fmt: skip
+    """Return the x that minimises the sum of 2 log(1 + r^2 / 2 scale^2) and ((x - expected) / sure)^2."""
 
     def cost(r: np.ndarray, x: np.ndarray) -> float:
         return float(2 * np.log1p((r / scale) ** 2 / 2).sum() + (((x - prior.expected) / prior.sure) ** 2).sum())
@@ -167,7 +155,7 @@ def minimise(
         weight = 1 / (1 + (r / scale) ** 2 / 2) / scale**2
         curvature = (slopes * weight[:, None]).T @ slopes + np.diag(1 / prior.sure**2)
         slope = slopes.T @ (weight * r) + (x - prior.expected) / prior.sure**2
-        free = ~((x <= prior.least) & (slope > 0) | (x >= prior.most) & (slope < 0))  # the others rest at their bounds
+        free = ~((x <= prior.least) & (slope > 0) | (x >= prior.most) & (slope < 0))  # the others stay at their bounds
         curvature, slope = curvature[np.ix_(free, free)], slope[free]
         change, before = np.zeros(len(x)), best
         for _ in range(16):
@@ -186,8 +174,8 @@ def minimise(
     return x
 
 
-def fitted(points: Sequence[Point], constants: Calibration, iterations: int = ITERATIONS) -> Calibration:
-    """Constants of time, then of memory, from these points and from what is expected of each, and from nothing else."""
+def fit_constants(points: Sequence[Point], constants: Calibration, iterations: int = ITERATIONS) -> Calibration:
+    """Fit the constants of time, then those of memory, to points and priors; the given values are not used."""
     constants = constants.expected()
     for what in ("time", "memory"):
         problem = FitProblem(points, what, constants)
@@ -196,8 +184,8 @@ def fitted(points: Sequence[Point], constants: Calibration, iterations: int = IT
     return constants
 
 
-def at_bounds(constants: Calibration, points: Sequence[Point]) -> list[str]:
-    """A line for each constant that the points reach and a bound holds: what they would have it be is not physics."""
+def find_at_bounds(constants: Calibration, points: Sequence[Point]) -> list[str]:
+    """Return a line for each constant that affects the points and is at a bound."""
     lines = []
     for what in SCALES:
         problem = FitProblem(points, what, constants)
@@ -207,13 +195,13 @@ def at_bounds(constants: Calibration, points: Sequence[Point]) -> list[str]:
                 name = parameter.name
                 if parameter.index is not None:
                     name += f", {constant_names(constants.constants[name].by)[parameter.index]}"
-                bound = "the least" if abs(at - least) < 1e-3 else "the most"
-                lines.append(f"{name} is at {np.exp(at):.4g}, {bound} that it can be")
+                bound = "lower" if abs(at - least) < 1e-3 else "upper"
+                lines.append(f"{name} is at its {bound} bound, {np.exp(at):.4g}")
     return lines
 
 
-def as_toml(constants: Calibration, points: Sequence[Point]) -> dict:
-    """The tables of `calibration.toml`; only what these points reach gets a value."""
+def to_tables(constants: Calibration, points: Sequence[Point]) -> dict:
+    """Return the tables of `calibration.toml`; only constants that affect these points get a value."""
     runs = Runs.of([p.run for p in points])
     tables = {}
     for name, of in constants.constants.items():

@@ -1,4 +1,4 @@
-"""The page of a validation: estimates over measurements, one dot for each published point."""
+"""HTML page of a validation: estimates plotted against measurements, one dot for each published point."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from pathlib import Path
 
 import numpy as np
 
-from shoal.labs.validate.score import Scored, by, totals
+from shoal.labs.validate.score import Scored, group_by, totals
 from shoal.report.charts import draw_scatter, new_figure, to_svg
 from shoal.report.page import page
 from shoal.report.tables import html_table, html_tiles
 
 
 def write_page(path: Path, scored: Scored, left: int) -> None:
-    """Write it as one file."""
+    """Write the page as one file."""
     facts = [
         (
             f"{what}: median error of {errors.rows:,} {kind}; 90 % within {100 * errors.ninetieth:.0f} %",
@@ -38,7 +38,7 @@ def write_page(path: Path, scored: Scored, left: int) -> None:
 
 
 def scatter(scored: Scored, estimate: np.ndarray, measured: np.ndarray, unit: str, what: str) -> str:
-    """Draw estimated over measured values on logarithmic axes, a colour for each source."""
+    """Plot estimates against measurements on logarithmic axes, a colour for each source."""
     groups: dict[str, list[tuple[float, float]]] = {}
     for point, x, y in zip(scored.points, measured, estimate, strict=True):
         if not np.isnan(x):
@@ -53,6 +53,6 @@ def scatter(scored: Scored, estimate: np.ndarray, measured: np.ndarray, unit: st
 
 def _sources(scored: Scored) -> str:
     errors = ("median", "90 %", "bias")
-    parts = by(scored, lambda p: f"{p.file}, {p.quality}")
+    parts = group_by(scored, lambda p: f"{p.file}, {p.quality}")
     rows = [[name, *part.time.cells()[:-1], *part.memory.cells()[:-1]] for name, part in parts.items()]
     return html_table(rows, ("source", "times", *errors, "memory", *errors))

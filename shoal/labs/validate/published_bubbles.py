@@ -1,7 +1,7 @@
-"""The bubbles that the zero-bubble paper printed, beside those that the simulator finds for the same times.
+"""Compare simulated bubbles with those that the zero-bubble paper printed.
 
-Qi et al. 2024, table 5, holds bubble rates that the authors computed from times that they had profiled (table 6).
-Nothing here is fitted: the times, the number of ranks and micro-batches go in, the bubble comes out.
+Qi et al. 2024, table 5, has bubble rates that the authors computed from profiled times (table 6). The simulator gets
+the same times, ranks and micro-batches; nothing is fitted.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from shoal.report.tables import table_lines
 
 FILE = "zero_bubble.csv"
 NAMES = {"1F1B": "1f1b", "1F1B-I": "interleaved-1f1b", "ZB-H1": "zb-h1", "ZB-H2": "zb-h2"}
-AUTOMATIC = {"ZB-1p": 1, "ZB-2p": 2}  # times the memory of 1F1B
+AUTOMATIC = {"ZB-1p": 1, "ZB-2p": 2}  # memory, relative to 1F1B
 NOTE = re.compile(r"bubble rate \(Table 5\)=([\d.]+); profiled TF/TB/TW/Tcomm ms=([\d.]+)/([\d.]+)/([\d.]+)/([\d.]+)")
 
 
 @dataclass(frozen=True)
-class Printed:
+class PrintedBubble:
     """One printed bubble rate.
 
     Attributes:
-        row: where it is from.
+        row: id of the row.
         method: the paper's name of the schedule.
-        ranks, microbatches, virtual: sizes; `virtual` stages on each rank.
-        times: T_F, T_B, T_W of a rank's whole part of the model and T_comm of a message [ms].
-        bubble: the rate printed, of the slowest rank.
-        kept: M_W / M_B, what is still alive between the halves of a backward.
+        virtual: stages of a rank.
+        times: T_F, T_B, T_W of all stages of a rank and T_comm of a message [ms].
+        bubble: the printed rate of the slowest rank.
+        kept: M_W / M_B, the part of the activations that is live between the halves of a backward.
     """
 
     row: str
@@ -52,39 +52,39 @@ class Printed:
     kept: float = 1.0
 
 
-def read(folder: Path) -> list[Printed]:
-    """Those rows of the table of published measurements that have a printed bubble rate.
+def read_printed(folder: Path) -> list[PrintedBubble]:
+    """Read the rows with a printed bubble rate from the folder's table.
 
     Raises:
-        UsageError: the folder has no such table, or it has no such row.
+        UsageError: the table or such a row is missing.
     """
     file = folder / FILE
     if not file.is_file():
         raise UsageError(f"{folder} has no {FILE}, the table of printed bubble rates")
     with file.open(newline="") as lines:
-        printed = [_printed(row, match) for row in csv.DictReader(lines) if (match := NOTE.search(row["note"]))]
+        printed = [_parse(row, match) for row in csv.DictReader(lines) if (match := NOTE.search(row["note"]))]
     if not printed:
         raise UsageError(f"{file}: no row has a printed bubble rate with its times")
     return printed
 
 
-def _printed(row: dict[str, str], match: re.Match) -> Printed:
+def _parse(row: dict[str, str], match: re.Match) -> PrintedBubble:
     bubble, *times = map(float, match.groups())
     ranks, microbatches, virtual = (int(row[name]) for name in ("pp", "num_microbatches", "vpp"))
-    kept = kept_for_weight(*(int(row[name]) for name in ("seq", "hidden", "heads")))
-    return Printed(row["row_id"], row["schedule"], ranks, microbatches, virtual, tuple(times), bubble, kept)
+    kept = compute_kept(*(int(row[name]) for name in ("seq", "hidden", "heads")))
+    return PrintedBubble(row["row_id"], row["schedule"], ranks, microbatches, virtual, tuple(times), bubble, kept)
 
 
-def kept_for_weight(seq: int, hidden: int, heads: int) -> float:
-    """M_W / M_B of a transformer layer that stores its attention scores: 32 / (34 + 5 a s / h) (Qi et al., table 1)."""
+def compute_kept(seq: int, hidden: int, heads: int) -> float:
+    """Return M_W / M_B of a transformer layer that stores its attention scores (Qi et al., table 1)."""
     return 32 / (34 + 5 * heads * seq / hidden)
 
 
-def played(printed: Printed) -> Timeline:
-    """The same step, simulated.
+def simulate_printed(printed: PrintedBubble) -> Timeline:
+    """Simulate the same step.
 
     Raises:
-        UsageError: the method is none that is known.
+        UsageError: the method is unknown.
     """
     forward, backward_input, backward_weight, message = printed.times
     v = printed.virtual
@@ -92,7 +92,7 @@ def played(printed: Printed) -> Timeline:
     return simulate(_program(printed), times, MessageTimes(time=message))
 
 
-def _program(printed: Printed) -> Program:
+def _program(printed: PrintedBubble) -> Program:
     p, m = printed.ranks, printed.microbatches
     if printed.method in NAMES:
         schedule = SCHEDULES[NAMES[printed.method]]
@@ -105,11 +105,11 @@ def _program(printed: Printed) -> Program:
     return Program(tuple(map(tuple, orders)), looped(p, 1), m)
 
 
-def compare(printed: Iterable[Printed]) -> tuple[list[str], float]:
-    """Lines that compare row by row, and the mean absolute error in points (hundredths of the step)."""
+def compare_printed(printed: Iterable[PrintedBubble]) -> tuple[list[str], float]:
+    """Return a table of all rows, and the mean absolute error in percentage points of the step."""
     rows, errors = [], []
     for row in printed:
-        bubble = played(row).bubble_of_slowest_rank
+        bubble = simulate_printed(row).bubble_of_slowest_rank
         errors.append(100 * (bubble - row.bubble))
         sizes = f"{row.ranks}", f"{row.microbatches}", f"{row.virtual}"
         rates = f"{100 * row.bubble:.2f} %", f"{100 * bubble:.2f} %", f"{errors[-1]:+.2f}"

@@ -1,6 +1,6 @@
-"""Published measurements, read from CSV and mapped to what the cost model takes.
+"""Read published measurements from CSV as inputs of the cost model.
 
-One row is one published point. A row becomes a `Point`, or a reason why it cannot be one; none is dropped in silence.
+Each row becomes a `Point`, or is counted with the reason why it is none.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ from shoal.spec.catalog.calibration import GENERATIONS, NETWORKS
 from shoal.spec.catalog.links import link
 from shoal.spec.catalog.software import Software, software_named, software_table
 
-STEPS = ("measured", "measured_oom", "measured_memory", "example_log")  # kinds of rows: a whole step of a whole model
+STEPS = ("measured", "measured_oom", "measured_memory", "example_log")  # kinds of rows: a full step of a full model
 SHAPE = ("layers", "hidden", "seq", "n_gpus")
 COLUMNS = ("row_id", "kind", "status", "heads", *SHAPE)
 VOCABULARY = 51200  # GPT-2's, padded, as Megatron-LM does
-HEAD = 128  # width of a head where their number is not stated
-FACTS = (  # of the software, as the cost model takes them
+HEAD = 128  # head dim if the number of heads is not stated
+FACTS = (  # fields of the software that the cost model uses
     "gradient_bytes", "reduce_bytes", "overlap_data", "overlap_pipeline", "ahead", "balanced", "dropout",
     "unit_messages", "crowded", "bucket_copies", "shard_copies", "gathers_kept", "logits_whole", "kept_ffn",
 )  # fmt: skip
 
 Left = dict[tuple[str, str], int]
-"""Rows of a file (first) that are no points, by the reason (second)."""
+"""Number of rows that are no points, by (file, reason)."""
 
 
 class Inexpressible(Exception):
-    """A row that is no point; the reason."""
+    """A row cannot become a point."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One published point, as the cost model takes it.
+    """One published point, as input of the cost model.
 
     Attributes:
-        row: its id.
+        row: id of the row.
         file, model, quality: as published.
-        gpus: accelerators.
+        gpus: number of accelerators.
         run: fields of `shoal.planning.cost.batched_runs.Runs`.
-        seconds, bytes: measured; None where they were not.
+        seconds, bytes: measurements, if any.
         memory_kind: allocated, reserved, first (reserved on the first rank) or process; empty without bytes.
-        oom: it ran out of memory.
+        oom: whether it ran out of memory.
         assumed: columns that were not published.
     """
 
@@ -65,11 +65,11 @@ class Point:
 
 
 def read_row(row: Row, file: str) -> Point:
-    """A row's point.
+    """Convert a row to a point.
 
     Raises:
-        Inexpressible: why it is none.
-        UsageError: its accelerator has no peak in the catalog.
+        Inexpressible: the row cannot become a point; says why.
+        UsageError: the accelerator has no peak in the catalog.
     """
     if row.get("kind") not in STEPS:
         raise Inexpressible(f"kind {row.get('kind') or 'not stated'}")
@@ -94,7 +94,7 @@ def read_row(row: Row, file: str) -> Point:
 
 
 class _Known:
-    """Columns of a row, and which had to be assumed."""
+    """Reads columns of a row with defaults, and records which were assumed."""
 
     def __init__(self, row: Row):
         self.row, self.assumed = row, list[str]()
@@ -107,7 +107,7 @@ class _Known:
 
 
 def _parallel(row: Row, known: _Known) -> tuple[float, dict[str, Any]]:
-    """The global batch, and what the layout decides."""
+    """Return the global batch, and the fields of the layout."""
     gpus = stated(row, "n_gpus")
     if gpus > 8 and number(row, "tp") is None:
         raise Inexpressible("tp not stated")
@@ -115,7 +115,7 @@ def _parallel(row: Row, known: _Known) -> tuple[float, dict[str, Any]]:
     stage = columns.zero_stage(row)
     dp = number(row, "dp") or gpus / (tp * pp * cp)
     shard = columns.shards(row, stage, dp) * (cp if stage == 3 else 1)
-    if stage == 3 and dp * tp * pp * cp < gpus:  # sharded inside each of the replicas that are counted
+    if stage == 3 and dp * tp * pp * cp < gpus:  # dp counts replicas, each sharded inside
         shard = gpus / (dp * tp * pp * cp)
         dp *= shard
     if dp < 1 or abs(dp * tp * pp * cp - gpus) > 0.5:
@@ -135,7 +135,7 @@ def _parallel(row: Row, known: _Known) -> tuple[float, dict[str, Any]]:
 
 
 def _model(row: Row, known: _Known, software: Software) -> dict[str, Any]:
-    """What the model decides, and what is recomputed of it."""
+    """Return the fields of the model, of its kernels and of recomputation."""
     mode = columns.recomputed(row)
     if mode is None:
         raise Inexpressible(f"recompute: {row.get('recompute')}")
@@ -157,7 +157,7 @@ def _model(row: Row, known: _Known, software: Software) -> dict[str, Any]:
 
 
 def _hardware(row: Row, software: Software) -> dict[str, Any]:
-    """What accelerators, links and software decide."""
+    """Return the fields of accelerators, links and software."""
     found = columns.machine(row)
     if found is None:
         raise Inexpressible(f"accelerator {row.get('gpu') or 'not stated'} is not in the catalog")
@@ -172,15 +172,15 @@ def _hardware(row: Row, software: Software) -> dict[str, Any]:
         "memory": memory * 1e9 if memory else machine.memory_bytes,
         "inside": link(node.inside).bandwidth, "nic": columns.leaving(row, node, per_node), "per_node": per_node,
         "crowded": software.crowded and columns.network(row) == "efa-slow",
-        "reduced_apart": software.reduced_apart * columns.repaired(row),
-        "ties_first": software.balanced and not columns.repaired(row),
+        "reduced_apart": software.reduced_apart * columns.has_fixed_pipeline(row),
+        "ties_first": software.balanced and not columns.has_fixed_pipeline(row),
         "gathers_kept": columns.gathers_kept(row, software.gathers_kept),
         "overlap_tensor": software.overlap_tensor and "vanilla" not in (row.get("note") or ""),
     }  # fmt: skip
 
 
 def read_folder(folder: Path) -> tuple[list[Point], Left]:
-    """Every point, and how many rows of each file are none, by reason; files of other columns are left out."""
+    """Read all points, and count the other rows by reason; files without the columns are skipped."""
     points: list[Point] = []
     left: Left = {}
     for path in sorted(folder.glob("*.csv")):

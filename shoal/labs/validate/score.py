@@ -1,4 +1,4 @@
-"""How far estimates are from measurements, by source, quality and number of accelerators."""
+"""Errors of estimates, by source, quality and number of accelerators."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from functools import cached_property
 
 import numpy as np
 
-from shoal.labs.validate.fit import estimated
+from shoal.labs.validate.fit import estimate_points
 from shoal.labs.validate.rows import Point
 from shoal.labs.validate.unseen import intervals
 from shoal.planning.cost.batched_runs import Runs
 from shoal.spec.catalog.calibration import Calibration
 
-GRADED = "AM"  # qualities that the totals count; M has memory alone
-SMALL = 128  # accelerators, up to which published times are taken apart from those above
-SAME = (  # of runs that differ in layout alone
+GRADED = "AM"  # qualities in the totals; M has memory only
+SMALL = 128  # accelerators that separate the totals of small and large runs
+SAME = (  # equal fields of runs that differ in layout alone
     "layers", "hidden", "heads", "vocab", "s", "software", "attention", "fused_norm", "fp8", "peak", "hbm", "memory",
     "inside", "nic", "per_node", "network",
 )  # fmt: skip
-NEAR = 1.05  # of the best measured time: a prediction of the best that is as good
+NEAR = 1.05  # times the best measured time: a good prediction of the best
 
 
 @dataclass(frozen=True)
 class Errors:
-    """Of estimates over measurements, less one.
+    """Relative errors of estimates.
 
     Attributes:
-        rows: how many.
-        median, ninetieth: of the absolute error.
-        bias: median of the signed one.
-        inside: part of the measurements inside the 80 % interval.
+        rows: number of measurements.
+        median, ninetieth: quantiles of the absolute error.
+        bias: median of the signed error.
+        inside: fraction of the measurements inside the 80 % interval.
     """
 
     rows: int
@@ -43,7 +43,7 @@ class Errors:
 
     @classmethod
     def of(cls, estimate: np.ndarray, measured: np.ndarray, spread: np.ndarray) -> Errors:
-        """Of those that were measured: where ``measured`` is a number."""
+        """Compute the errors where ``measured`` is not NaN."""
         known = ~np.isnan(measured)
         if not known.any():
             return cls(0)
@@ -56,7 +56,7 @@ class Errors:
         )
 
     def cells(self) -> list[str]:
-        """What a table says of them, in the order of the attributes; nothing where there are none."""
+        """Return the attributes as cells of a table, empty without measurements."""
         if not self.rows:
             return [""] * 5
         parts = f"{100 * self.median:.1f} %", f"{100 * self.ninetieth:.1f} %", f"{100 * self.bias:+.1f} %"
@@ -65,11 +65,11 @@ class Errors:
 
 @dataclass(frozen=True)
 class Scored:
-    """Points, and what is estimated of them.
+    """Points with their estimates.
 
     Attributes:
-        seconds, bytes: estimated.
-        part: of the accelerator's memory that is needed; above 1 it runs out.
+        seconds, bytes: estimates.
+        part: needed fraction of the accelerator's memory; above 1 the run does not fit.
         time_spread, memory_spread: half of the 80 % intervals, of the logarithm.
     """
 
@@ -82,40 +82,40 @@ class Scored:
 
     @cached_property
     def measured_seconds(self) -> np.ndarray:
-        """Not a number where none was published."""
+        """NaN where not published."""
         return np.array([p.seconds or np.nan for p in self.points])
 
     @cached_property
     def measured_bytes(self) -> np.ndarray:
-        """Not a number where none was published."""
+        """NaN where not published."""
         return np.array([p.bytes or np.nan for p in self.points])
 
     def where(self, keep: Callable[[Point], bool]) -> Scored:
-        """Some of them."""
+        """Select points."""
         chosen = np.array([keep(p) for p in self.points], bool)
         arrays = (self.seconds, self.bytes, self.part, self.time_spread, self.memory_spread)
         return Scored([p for p, k in zip(self.points, chosen, strict=True) if k], *(a[chosen] for a in arrays))
 
     @property
     def time(self) -> Errors:
-        """Of step times."""
+        """Errors of step times."""
         return Errors.of(self.seconds, self.measured_seconds, self.time_spread)
 
     @property
     def memory(self) -> Errors:
-        """Of memory."""
+        """Errors of memory."""
         return Errors.of(self.bytes, self.measured_bytes, self.memory_spread)
 
     @property
     def out_of_memory(self) -> tuple[int, float, float]:
-        """Runs that did not fit; the part of predicted ones that did not, and of those that did not, the predicted."""
-        oom, said = np.array([p.oom for p in self.points], bool), self.part > 1
-        right = int((oom & said).sum())
-        return int(oom.sum()), right / max(1, int(said.sum())), right / max(1, int(oom.sum()))
+        """Number of runs that did not fit, and precision and recall of predicting it."""
+        oom, predicted = np.array([p.oom for p in self.points], bool), self.part > 1
+        right = int((oom & predicted).sum())
+        return int(oom.sum()), right / max(1, int(predicted.sum())), right / max(1, int(oom.sum()))
 
     @property
     def best(self) -> tuple[int, int]:
-        """Families of layouts whose predicted best is within 5 % of the measured best; and all families."""
+        """Number of families of layouts whose predicted best is within 5 % of the best, and of all families."""
         families: dict[tuple, list[int]] = defaultdict(list)
         for i, p in enumerate(self.points):
             if p.seconds:
@@ -130,20 +130,20 @@ class Scored:
 def score(points: Sequence[Point], constants: Calibration) -> Scored:
     """Estimate every point."""
     runs = Runs.of([p.run for p in points])
-    seconds, size, part = estimated(runs, points, constants)
+    seconds, size, part = estimate_points(runs, points, constants)
     return Scored(points, seconds, size, part, *intervals(runs, constants))
 
 
-def by(scored: Scored, key: Callable[[Point], str]) -> dict[str, Scored]:
-    """Apart by what a function says of each point."""
-    def only(name: str) -> Scored:
+def group_by(scored: Scored, key: Callable[[Point], str]) -> dict[str, Scored]:
+    """Group points by a key."""
+    def select(name: str) -> Scored:
         return scored.where(lambda p: key(p) == name)
 
-    return {name: only(name) for name in sorted({key(p) for p in scored.points})}
+    return {name: select(name) for name in sorted({key(p) for p in scored.points})}
 
 
 def totals(scored: Scored) -> dict[str, Scored]:
-    """The rows by which a cost model is judged."""
+    """Return the groups by which a cost model is judged."""
     graded = scored.where(lambda p: p.quality in GRADED)
     return {
         f"quality A, at most {SMALL} accelerators": graded.where(lambda p: p.gpus <= SMALL),

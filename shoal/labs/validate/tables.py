@@ -1,4 +1,4 @@
-"""The tables of a validation, as lines of text."""
+"""Tables of a validation, as lines of text."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from shoal.labs.validate.by_estimate import EstimatedSteps
-from shoal.labs.validate.fit import at_bounds
+from shoal.labs.validate.fit import find_at_bounds
 from shoal.labs.validate.rows import Left
-from shoal.labs.validate.score import Errors, Scored, by, totals
+from shoal.labs.validate.score import Errors, Scored, group_by, totals
 from shoal.labs.validate.validation import Validation
 from shoal.report.tables import table_lines
 
@@ -21,29 +21,29 @@ HEADS = (
 
 
 def fit_lines(found: Validation) -> list[str]:
-    """What a fit found: the constants at a bound, and the scores of models that it had not seen."""
+    """Return the constants at a bound after a fit, and the scores of cross-validation by model."""
     if found.unseen is None:
         return []
     return [
-        *(f"  {line}" for line in at_bounds(found.constants, found.points)),
-        "\nModels that a fit had not seen:\n",
-        *_rows(totals(found.unseen) | by(found.unseen, lambda p: p.file)),
-        "\nAll of them, by constants from all:\n",
+        *(f"  {line}" for line in find_at_bounds(found.constants, found.points)),
+        "\nModels that the fit has not seen (cross-validation):\n",
+        *_rows(totals(found.unseen) | group_by(found.unseen, lambda p: p.file)),
+        "\nAll models, with constants fitted to all:\n",
     ]
 
 
 def score_lines(found: Validation, worst: int = 0) -> list[str]:
-    """The scores.
+    """Return the scores.
 
     Args:
-        worst: how many rows of the largest errors of each file.
+        worst: number of rows with the largest errors to list for each file.
     """
     return [*_score(found.scored, found.left), *_steps(found.steps), *(_worst(found.scored, worst) if worst else ())]
 
 
 def _score(scored: Scored, left: Left) -> list[str]:
-    sources = by(scored, lambda p: f"{p.file}, {p.quality}")
-    sizes = by(scored, lambda p: f"{_size(p.gpus)} accelerators, {p.quality}")
+    sources = group_by(scored, lambda p: f"{p.file}, {p.quality}")
+    sizes = group_by(scored, lambda p: f"{_size(p.gpus)} accelerators, {p.quality}")
     good, families = scored.where(lambda p: p.quality == "A").best
     lines = [
         *_rows(totals(scored) | sources | sizes),
@@ -59,7 +59,7 @@ def _score(scored: Scored, left: Left) -> list[str]:
 
 
 def _steps(steps: EstimatedSteps) -> list[str]:
-    """How far `shoal estimate` is from the same measurements, and from the closed forms."""
+    """Return the errors of `shoal estimate` on the same measurements, and its difference from the closed forms."""
     if not steps.points:
         return []
     errors = Errors.of(steps.seconds, np.array([p.seconds for p in steps.points]), np.zeros(len(steps.points)))
@@ -67,14 +67,14 @@ def _steps(steps: EstimatedSteps) -> list[str]:
         f"By `shoal estimate`, {errors.rows:,} rows of quality A that it can express: median "
         f"{100 * errors.median:.1f} %, 90 % within {100 * errors.ninetieth:.1f} %, bias "
         f"{100 * errors.bias:+.1f} %; from these closed forms, told what shoal's engine does, it differs by "
-        f"{100 * steps.apart:.1f} %."
+        f"{100 * steps.difference:.1f} %."
     ]
 
 
 def _worst(scored: Scored, count: int) -> list[str]:
-    """The rows with the largest errors of each file."""
+    """Return the rows with the largest errors of each file."""
     lines = []
-    for file, part in by(scored.where(lambda p: p.seconds is not None), lambda p: p.file).items():
+    for file, part in group_by(scored.where(lambda p: p.seconds is not None), lambda p: p.file).items():
         lines.append(f"\n{file}: the largest errors of its times")
         errors = part.seconds / part.measured_seconds
         order = sorted(range(len(errors)), key=lambda i: 1 - max(errors[i], 1 / errors[i]))
@@ -88,14 +88,14 @@ def _worst(scored: Scored, count: int) -> list[str]:
 
 
 def _size(gpus: int) -> str:
-    """A range of numbers of accelerators, as a label that sorts."""
+    """Return a range of accelerators as a label that sorts."""
     ends = [(8, "   1 to    8"), (32, "   9 to   32"), (128, "  33 to  128"), (256, " 129 to  256"),
             (1024, " 257 to 1024")]  # fmt: skip
     return next((label for end, label in ends if gpus <= end), "1025 and more")
 
 
 def _rows(scores: Mapping[str, Scored]) -> list[str]:
-    """A line for each of these, a head first."""
+    """Return a heading and a line for each group."""
     rows = []
     for name, scored in scores.items():
         count, precision, recall = scored.out_of_memory

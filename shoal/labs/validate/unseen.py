@@ -1,7 +1,7 @@
-"""What fits say of models that they have not seen, and the 80 % intervals that these errors make.
+"""Cross-validation by model, and the 80 % intervals from its errors.
 
-A fold holds whole models, told by their shape: the same one in another file, or under another name, is in the same
-fold. Each fold's fit begins, as every fit does, at what is expected of the constants, never at what others found.
+A fold has all points of its models; a model is identified by its shape, whatever its name or file. Each fit starts at
+the priors.
 """
 
 from __future__ import annotations
@@ -10,70 +10,69 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shoal.labs.validate.fit import ITERATIONS, estimated, fitted
+from shoal.labs.validate.fit import ITERATIONS, estimate_points, fit_constants
 from shoal.labs.validate.rows import Point
 from shoal.planning.cost.batched_runs import Runs
 from shoal.spec.catalog.calibration import SPREADS, Calibration
 from shoal.spec.catalog.software import software_table
 
 FOLDS = 8
-INSIDE = 0.8  # of the measurements, that an interval is to hold
-FEW = 5  # errors of one software: as many of all count beside them
+INSIDE = 0.8  # fraction of the measurements inside an interval
+FEW = 5  # weight of the errors of all software, in errors of one software
 SPREAD = ("spread_time", "spread_memory", "spread_scale")
 
 
-def folds_of(points: Sequence[Point]) -> np.ndarray:
-    """[points] the fold of each: that of its model, which is its layers, its width and its heads."""
+def assign_folds(points: Sequence[Point]) -> np.ndarray:
+    """Return the fold of each point, by the layers, hidden size and heads of its model: [points]."""
     shapes = [tuple(p.run[name] for name in ("layers", "hidden", "heads")) for p in points]
     fold = {shape: i * 7919 % FOLDS for i, shape in enumerate(sorted(set(shapes)))}
     return np.array([fold[shape] for shape in shapes])
 
 
-def held_out(
+def estimate_held_out(
     points: Sequence[Point], constants: Calibration, folds: np.ndarray, iterations: int = ITERATIONS
 ) -> np.ndarray:
-    """[3, points] what `estimated` says of each, by constants from a fit that has seen no point of its fold."""
+    """Run `estimate_points` on each fold with constants fitted to the other folds: [3, points]."""
     found = np.zeros((3, len(points)))
     for fold in sorted(set(folds)):
-        seen = fitted([p for p, f in zip(points, folds, strict=True) if f != fold], constants, iterations)
+        seen = fit_constants([p for p, f in zip(points, folds, strict=True) if f != fold], constants, iterations)
         left = [p for p, f in zip(points, folds, strict=True) if f == fold]
-        found[:, folds == fold] = estimated(Runs.of([p.run for p in left]), left, seen)
+        found[:, folds == fold] = estimate_points(Runs.of([p.run for p in left]), left, seen)
     return found
 
 
-def scale_of(runs: Runs) -> np.ndarray:
-    """Index into `SPREADS`."""
+def _index_scale(runs: Runs) -> np.ndarray:
+    """Return each run's index into `SPREADS`."""
     return np.where(runs.ranks <= runs.per_node, 0, np.where(runs.ranks <= 128, 1, 2))
 
 
 def intervals(runs: Runs, constants: Calibration) -> tuple[np.ndarray, np.ndarray]:
-    """Half of the 80 % interval of each run's time and of its memory, of the logarithm."""
+    """Return half of the 80 % intervals of each run's time and memory, of the logarithm."""
     software = runs.code("software")
-    time = constants["spread_time"][software] * constants["spread_scale"][scale_of(runs)]
+    time = constants["spread_time"][software] * constants["spread_scale"][_index_scale(runs)]
     return time, constants["spread_memory"][software]
 
 
-def held_out_intervals(
+def fit_held_out_intervals(
     points: Sequence[Point], constants: Calibration, found: np.ndarray, folds: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The same of each point, from the errors of all folds but its own."""
+    """Return `intervals` of each point from the errors of all other folds."""
     widths = np.zeros((2, len(points)))
     for fold in sorted(set(folds)):
         others = folds != fold
-        known = spreads([p for p, o in zip(points, others, strict=True) if o], constants, found[:, others])
+        known = fit_spreads([p for p, o in zip(points, others, strict=True) if o], constants, found[:, others])
         left = Runs.of([p.run for p, o in zip(points, others, strict=True) if not o])
         widths[:, ~others] = intervals(left, known)
     return widths[0], widths[1]
 
 
-def spreads(points: Sequence[Point], constants: Calibration, found: np.ndarray) -> Calibration:
-    """With widths of the 80 % intervals: quantiles of the errors by software, drawn to those of all where there are
-    few.
+def fit_spreads(points: Sequence[Point], constants: Calibration, found: np.ndarray) -> Calibration:
+    """Set the widths of the 80 % intervals: quantiles of the errors by software, shrunk to those of all software.
 
-    Of software that was not measured the widest is taken.
+    Software without measurements gets the largest width.
 
     Args:
-        found: as `held_out` estimates the points.
+        found: estimates of the points by `estimate_held_out`.
     """
     runs = Runs.of([p.run for p in points])
     graded = np.array([p.quality in "AM" for p in points])
@@ -82,7 +81,7 @@ def spreads(points: Sequence[Point], constants: Calibration, found: np.ndarray) 
     software, values = runs.code("software"), {}
     for name, error in zip(SPREAD, errors, strict=False):
         values[name] = _by_software(error, software, constants[name])
-    relative, scale = errors[0] / values["spread_time"][software], scale_of(runs)
+    relative, scale = errors[0] / values["spread_time"][software], _index_scale(runs)
     values["spread_scale"] = np.array([max(0.5, _width(relative[scale == i], 20, 1.0)) for i in range(len(SPREADS))])
     return constants.with_values(values)
 
@@ -101,7 +100,7 @@ def _by_software(errors: np.ndarray, software: np.ndarray, before: np.ndarray) -
     return widths
 
 
-def _width(errors: np.ndarray, least: int, otherwise: float) -> float:
-    """What holds four fifths of the errors that are known, where there are enough."""
+def _width(errors: np.ndarray, least: int, default: float) -> float:
+    """Return the 80 % quantile of the known errors, or a default if there are fewer than ``least``."""
     known = errors[~np.isnan(errors)]
-    return float(np.quantile(known, INSIDE)) if len(known) >= max(1, least) else float(otherwise)
+    return float(np.quantile(known, INSIDE)) if len(known) >= max(1, least) else float(default)

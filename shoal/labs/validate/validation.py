@@ -9,11 +9,11 @@ import tomli_w
 
 from shoal.base.errors import UsageError
 from shoal.base.files import write_whole
-from shoal.labs.validate.by_estimate import EstimatedSteps, played
-from shoal.labs.validate.fit import as_toml, fitted
+from shoal.labs.validate.by_estimate import EstimatedSteps, simulate_points
+from shoal.labs.validate.fit import fit_constants, to_tables
 from shoal.labs.validate.rows import Left, Point, read_folder
 from shoal.labs.validate.score import Scored, score
-from shoal.labs.validate.unseen import folds_of, held_out, held_out_intervals, spreads
+from shoal.labs.validate.unseen import assign_folds, estimate_held_out, fit_held_out_intervals, fit_spreads
 from shoal.spec.catalog.calibration import Calibration, read_calibration
 
 HEAD = (
@@ -25,15 +25,15 @@ HEAD = (
 
 @dataclass(frozen=True)
 class Validation:
-    """Estimates beside published measurements.
+    """Estimates of published measurements.
 
     Attributes:
         points: the published points.
-        left: how many rows of each file are no points, by the reason.
-        constants: of the cost model that was scored.
-        scored: the points, with what is estimated of them.
-        steps: the same measurements as `shoal estimate` prices them, one layout at a time.
-        unseen: after a fit, the points of each model by constants from a fit to all other models; else None.
+        left: number of rows that are no points, by file and reason.
+        constants: constants of the scored cost model.
+        scored: the points with their estimates.
+        steps: the same measurements estimated by `shoal estimate`.
+        unseen: after a fit, each model's points with constants fitted to other models; else None.
     """
 
     points: list[Point]
@@ -44,20 +44,20 @@ class Validation:
     unseen: Scored | None = None
 
     def write_constants(self, path: Path) -> None:
-        """Write the constants as a TOML file, which ``constants`` of `validate_estimates` takes."""
-        write_whole(path, HEAD + tomli_w.dumps(as_toml(self.constants, self.points)))
+        """Write the constants as a TOML file for ``constants`` of `validate_estimates`."""
+        write_whole(path, HEAD + tomli_w.dumps(to_tables(self.constants, self.points)))
 
 
 def validate_estimates(folder: Path, *, constants: Path | None = None, fit: bool = False) -> Validation:
     """Score estimates against published measurements.
 
     Args:
-        folder: CSV files, with one published point in each row (docs/validate.md has the columns).
-        constants: a TOML file with other constants of the cost model than shoal's own.
-        fit: also fit the constants to these points, which takes minutes, and score the fitted ones.
+        folder: CSV files with one published point per row (columns: docs/validate.md).
+        constants: a TOML file with constants of the cost model (default: shoal's own).
+        fit: fit the constants to these points first, which takes minutes.
 
     Raises:
-        UsageError: there is no such folder, or no measured step in it; or the file of constants is missing or wrong.
+        UsageError: the folder is missing or has no measured step, or the file of constants is missing or invalid.
 
     >>> import shoal
     >>> found = shoal.validate_estimates(Path("measurements"))  # doctest: +SKIP
@@ -76,13 +76,13 @@ def validate_estimates(folder: Path, *, constants: Path | None = None, fit: bool
     unseen = None
     if fit:
         known, unseen = _fit(points, known)
-    return Validation(points, left, known, score(points, known), played(points, known), unseen)
+    return Validation(points, left, known, score(points, known), simulate_points(points, known), unseen)
 
 
 def _fit(points: list[Point], constants: Calibration) -> tuple[Calibration, Scored]:
-    """Constants fitted to all points; and the points by fits that have not seen them."""
-    folds = folds_of(points)
-    found = held_out(points, constants, folds)
+    """Return constants fitted to all points, and the points estimated by fits that have not seen them."""
+    folds = assign_folds(points)
+    found = estimate_held_out(points, constants, folds)
     seconds, size, part = found
-    unseen = Scored(points, seconds, size, part, *held_out_intervals(points, constants, found, folds))
-    return spreads(points, fitted(points, constants), found), unseen
+    unseen = Scored(points, seconds, size, part, *fit_held_out_intervals(points, constants, found, folds))
+    return fit_spreads(points, fit_constants(points, constants), found), unseen

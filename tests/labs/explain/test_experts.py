@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shoal.base.errors import UsageError
 from shoal.cli.main import main
-from shoal.labs.explain.experts import placement
+from shoal.labs.explain.experts import place_experts
 from shoal.spec.catalog import model_shape
 from shoal.spec.layout import Layout
 from shoal.spec.layout.sizes import check_layout
@@ -26,7 +26,7 @@ def test_every_expert_is_held_whole_by_each_group_that_exchanges_tokens(
         check_layout(layout, MIXTRAL, global_batch=dp, sequence_length=64)
     except UsageError:
         return
-    held = placement(layout, MIXTRAL)
+    held = place_experts(layout, MIXTRAL)
     for one in held:
         together = [held[rank].experts for rank in one.tokens_with]
         assert sorted(e for experts in together for e in experts) == list(range(8))
@@ -48,7 +48,7 @@ def test_the_command_prints_and_draws(capsys: pytest.CaptureFixture[str], tmp_pa
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--model", "llama-3-8b"], "it has no experts"),
+        (["--model", "llama-3-8b"], "the model has no experts"),
         (["--ep", "3"], "does not divide"),
         (["--out", "picture.gif"], "ending in .svg"),
         (["--zero", "7"], "0 to 3"),

@@ -8,7 +8,7 @@ import pytest
 from shoal.cli.main import main
 from shoal.labs.collectives.description import Collective
 from shoal.labs.collectives.textbook import TEXTBOOK, describe
-from shoal.labs.explain.rounds import phrase, shade
+from shoal.labs.explain.rounds import describe_round, shade
 from shoal.labs.explain.scaling import CHINCHILLA
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -32,7 +32,7 @@ def test_the_broadcast_that_textbooks_work_out(capsys):
     assert re.search(r"│ tree +│ +3 │ +3 │ +0 │ +7 │ +15 s", out)
     assert re.search(r"│ flat +│ +7 │ +7 │ +0 │ +7 │ +35 s", out)
     assert "0→2 4→6: 1 block" in out
-    assert "here             0 s + S x 3 s per MB = 15 s" in re.sub(r"here +", "here             ", out)
+    assert re.search(r"time, this network +0 s \+ S x 3 s per MB = 15 s", out)
 
 
 def test_scaling_laws_and_years(capsys):
@@ -81,7 +81,7 @@ def test_any_number_of_ranks(capsys, tmp_path, ranks):
     drawn = tmp_path / "x.svg"
     out = explained(capsys, "all-reduce", "--ranks", str(ranks), "--algorithm", "ring", "--out", str(drawn))
     assert f"on {ranks} ranks by ring" in out
-    assert ("rounds more" in out) == (ranks == 40)
+    assert ("more rounds" in out) == (ranks == 40)
     ET.parse(drawn)
 
 
@@ -92,13 +92,13 @@ def test_the_pipelined_chain(capsys):
 
 def test_phrases():
     doubling = describe("all-reduce", "recursive-doubling", 8)
-    assert [phrase(doubling, messages) for messages in doubling.rounds] == [
+    assert [describe_round(doubling, messages) for messages in doubling.rounds] == [
         "0↔1 2↔3 4↔5 6↔7: 1 block, added",
         "0↔2 1↔3 4↔6 5↔7: 1 block, added",
         "every rank r → r + 4: 1 block, added",
     ]
     scatter = describe("scatter", "tree", 6)
-    assert [phrase(scatter, messages) for messages in scatter.rounds] == [
+    assert [describe_round(scatter, messages) for messages in scatter.rounds] == [
         "0→4: 2 blocks", "0→2: 2 blocks", "0→1 2→3 4→5: 1 block"
     ]
     assert "".join(shade(part / 8) for part in range(9)) == "·░░▒▒▒▓▓█"
@@ -112,16 +112,16 @@ def test_phrases():
         (["all-reduce", "--algorithm", "rign"], "did you mean 'ring'"),
         (["all-reduce", "--topology", "torus"], "--topology torus: did you mean 'torus-"),
         (["all-reduce", "--link", "infiniband"], "link 'infiniband' is not in the catalog"),
-        (["all-reduce", "--bandwidth", "0GB/s"], "more than nothing"),
+        (["all-reduce", "--bandwidth", "0GB/s"], "must be above 0"),
         (["all-reduce", "--root", "1"], "all-reduce has no root"),
         (["broadcast", "--root", "8"], "root 8 is no rank of 8"),
         (["broadcast", "--ranks", "0"], "ranks = 0"),
         (["broadcast", "--ranks", "65"], "at most 64"),
         (["broadcast", "--out", "x.png"], "ending in .svg"),
         (["broadcast", "--topology", "islands", "--per-node", "3"], "3"),
-        (["all-reduce", "--oversubscription", "8"], "--oversubscription 8.0: of --topology fat-tree, not of full"),
-        (["all-reduce", "--topology", "fat-tree", "--nics", "2"], "--nics 2: of --topology islands, not of fat-tree"),
-        (["all-reduce", "--segments", "4"], "--segments 4: of a broadcast or reduce, not of all-reduce"),
+        (["all-reduce", "--oversubscription", "8"], "--oversubscription 8.0: only for --topology fat-tree, not full"),
+        (["all-reduce", "--topology", "fat-tree", "--nics", "2"], "only for --topology islands, not fat-tree"),
+        (["all-reduce", "--segments", "4"], "--segments 4: only for a broadcast or reduce, not all-reduce"),
     ],
 )
 def test_what_cannot_be_explained(capsys, words, message):

@@ -78,7 +78,7 @@ def test_one_array_and_a_resharding(capsys):
     assert "0 1 2 .. 15" in out
     out = explained(capsys, "A[Ix, J] -> A[I, Jx]", "--mesh", "x=4")
     assert re.search(r"all-to-all x from I to J +A\[Ix, J\] +A\[I, Jx\]", out)
-    assert "none: it lies so already" in explained(capsys, "A[Ix] -> A[Ix]", "--mesh", "x=4")
+    assert "none: it has this sharding already" in explained(capsys, "A[Ix] -> A[Ix]", "--mesh", "x=4")
 
 
 NETWORKS = ["full", "ring", "torus", "fat-tree", "islands", "rings"]
@@ -117,7 +117,7 @@ def test_the_longer_of_the_last_two_axes_goes_to_the_right():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([PRODUCT], "--mesh: which devices are there?"),
+        ([PRODUCT], "--mesh: missing"),
         ([PRODUCT, "--mesh", "x=4,y"], "a mesh axis is one lower-case letter"),
         ([PRODUCT, "--mesh", "y=4"], "the mesh has no axis 'x'"),
         ([PRODUCT, "--mesh", "x=3"], "does not divide evenly over 3 devices along x; nearest: --sizes J=4095"),
@@ -128,14 +128,14 @@ def test_the_longer_of_the_last_two_axes_goes_to_the_right():
         ([PRODUCT, "--mesh", "x=32", "--run"], "at most 16 are started"),
         ([PRODUCT, "--mesh", "x=128", "--topology", "full"], "--topology rings"),
         ([PRODUCT, "--mesh", "x=4", "--out", "x.png"], "ending in .svg"),
-        ([PRODUCT, "--mesh", "x=4", "--inside", "nvlink-3"], "of --topology islands, not of full"),
-        ([PRODUCT, "--mesh", "x=4", "--topology", "rings", "--per-node", "2"], "of --topology fat-tree or islands"),
-        (["A[Ix] -> A[I]", "--mesh", "x=4", "--backward"], "--backward: of a product, not of one array"),
-        (["A[Ix] -> A[I]", "--mesh", "x=4", "--routes", "3"], "--routes 3: of a product, not of one array"),
-        (["A[Ix]", "--mesh", "x=4", "--run"], "--run: one array stays where it is; give what it becomes"),
-        (["A[Ix]", "--mesh", "x=4", "--link", "nvlink-3"], "--link nvlink-3: one array stays where it is"),
-        (["A[I] -> B[J]", "--mesh", "x=4"], "a product is needed for that"),
-        (["A[I, J] -> B[J, I]", "--mesh", "x=4"], "that is a transpose"),
+        ([PRODUCT, "--mesh", "x=4", "--inside", "nvlink-3"], "only for --topology islands, not full"),
+        ([PRODUCT, "--mesh", "x=4", "--topology", "rings", "--per-node", "2"], "for --topology fat-tree or islands"),
+        (["A[Ix] -> A[I]", "--mesh", "x=4", "--backward"], "--backward: only for a product, not for one array"),
+        (["A[Ix] -> A[I]", "--mesh", "x=4", "--routes", "3"], "--routes 3: only for a product, not for one array"),
+        (["A[Ix]", "--mesh", "x=4", "--run"], "--run: a single array is not moved; give its target"),
+        (["A[Ix]", "--mesh", "x=4", "--link", "nvlink-3"], "--link nvlink-3: a single array is not moved"),
+        (["A[I] -> B[J]", "--mesh", "x=4"], "only a product changes dims"),
+        (["A[I, J] -> B[J, I]", "--mesh", "x=4"], "transposes are not supported"),
         (["A[I] -> A[I]{Ux}", "--mesh", "x=4"], "no collective leaves an array unreduced"),
     ],
 )

@@ -8,10 +8,10 @@ import pytest
 
 from shoal.base.errors import UsageError
 from shoal.cli.main import main
-from shoal.labs.validate.fit import at_bounds, fitted
+from shoal.labs.validate.fit import find_at_bounds, fit_constants
 from shoal.labs.validate.rows import read_row
 from shoal.labs.validate.score import score, totals
-from shoal.labs.validate.unseen import folds_of, held_out, held_out_intervals, intervals, spreads
+from shoal.labs.validate.unseen import assign_folds, estimate_held_out, fit_held_out_intervals, fit_spreads, intervals
 from shoal.planning.cost.batched_runs import Runs
 from shoal.spec.catalog.calibration import GENERATIONS, Calibration, calibration, read_calibration
 from tests.labs.validate.published import MODELS, measured, points_of, sweep, write
@@ -43,29 +43,29 @@ def test_a_fit_finds_what_made_the_measurements() -> None:
     points = points_of(rows())
     assert score(points, calibration()).time.median > 0.2
     assert score(points, calibration()).memory.median > 0.05
-    after = score(points, fitted(points, calibration()))
+    after = score(points, fit_constants(points, calibration()))
     assert after.time.median < 0.03
     assert after.memory.median < 0.03
 
 
 def test_a_fit_begins_at_what_is_expected_and_stays_inside_bounds() -> None:
     points = points_of(rows())
-    one, two = (fitted(points, start, iterations=2) for start in (calibration(), other()))
+    one, two = (fit_constants(points, start, iterations=2) for start in (calibration(), other()))
     for name, of in one.constants.items():
         if of.fitted:
             assert np.array_equal(one[name], two[name]), f"{name} depends on what others found"
             assert (one[name] >= (of.least or 0) * 0.999).all() and (one[name] <= (of.most or np.inf) * 1.001).all()
     low = calibration().constants["product"].model_copy(update={"most": 0.3})
     bound = Calibration(calibration().constants | {"product": low})
-    held = fitted(points, bound, iterations=2)
+    held = fit_constants(points, bound, iterations=2)
     assert held["product"][HOPPER] == pytest.approx(0.3)
-    assert "product, hopper is at 0.3, the most that it can be" in at_bounds(held, points)
+    assert "product, hopper is at its upper bound, 0.3" in find_at_bounds(held, points)
 
 
 def test_a_model_is_one_whatever_its_file_and_its_name() -> None:
     other_name = [dict(r, model=f"{r['model']} again", seq="1024", n_gpus=r["n_gpus"]) for r in rows()]
     points = [*points_of(rows()), *(read_row(r, "another") for r in other_name)]
-    folds = folds_of(points)
+    folds = assign_folds(points)
     for model in MODELS:
         assert len({f for f, p in zip(folds, points, strict=True) if p.model.startswith(model)}) == 1
     assert len(set(folds)) == len(MODELS)
@@ -74,19 +74,19 @@ def test_a_model_is_one_whatever_its_file_and_its_name() -> None:
 def test_what_is_held_out_is_not_seen() -> None:
     """Nothing that is measured of a fold changes what is said of it."""
     points = points_of(rows())
-    folds = folds_of(points)
+    folds = assign_folds(points)
     one = folds == folds[0]
     twice = [replace(p, seconds=p.seconds and 2 * p.seconds) if o else p for p, o in zip(points, one, strict=True)]
-    before, after = (held_out(p, calibration(), folds, iterations=1) for p in (points, twice))
+    before, after = (estimate_held_out(p, calibration(), folds, iterations=1) for p in (points, twice))
     assert np.array_equal(before[0][one], after[0][one])
     assert not np.allclose(before[0][~one], after[0][~one], rtol=1e-3)
 
 
 def test_an_interval_holds_four_fifths_of_what_a_fit_has_not_seen() -> None:
     points = points_of(rows())
-    folds = folds_of(points)
-    found = held_out(points, calibration(), folds)
-    spread, _ = held_out_intervals(points, calibration(), found, folds)
+    folds = assign_folds(points)
+    found = estimate_held_out(points, calibration(), folds)
+    spread, _ = fit_held_out_intervals(points, calibration(), found, folds)
     unseen = np.abs(np.log(found[0] / np.array([p.seconds or np.nan for p in points])))
     known = ~np.isnan(unseen)
     assert 0.6 < np.mean(unseen[known] <= spread[known]) < 0.95
@@ -95,14 +95,14 @@ def test_an_interval_holds_four_fifths_of_what_a_fit_has_not_seen() -> None:
 
 def test_an_interval_of_a_fold_is_of_the_errors_of_the_others() -> None:
     points = points_of(rows())
-    folds = folds_of(points)
+    folds = assign_folds(points)
     worst = folds == folds[0]
     measured_seconds = np.array([p.seconds or 1.0 for p in points])
     found = np.stack([measured_seconds * np.where(worst, 1.5, 1.02), np.ones(len(points)), np.ones(len(points))])
-    spread, _ = held_out_intervals(points, calibration(), found, folds)
+    spread, _ = fit_held_out_intervals(points, calibration(), found, folds)
     assert (spread[worst] < 0.1).all(), "their own errors are no part of it"
     assert np.quantile(spread[~worst], 0.1) > 0.3, "but of that of all others"
-    wide, _ = intervals(Runs.of([p.run for p in points]), spreads(points, calibration(), found))
+    wide, _ = intervals(Runs.of([p.run for p in points]), fit_spreads(points, calibration(), found))
     assert (wide[worst] > 0.3).all()
 
 
@@ -111,7 +111,7 @@ def test_a_fit_is_written_read_and_scored(tmp_path, capsys) -> None:
     constants, page = tmp_path / "fitted.toml", tmp_path / "page.html"
     assert main(["validate", str(tmp_path), "--fit", str(constants), "--out", str(page)]) == 0
     said = capsys.readouterr().out
-    assert "Models that a fit had not seen" in said and "did not fit" in said
+    assert "Models that the fit has not seen" in said and "did not fit" in said
     assert page.read_text().count("<use ") >= len(points_of(rows()))
     again = read_calibration(constants)
     assert again["product"][HOPPER] == pytest.approx(0.5 * calibration()["product"][HOPPER], rel=0.2)

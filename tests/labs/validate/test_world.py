@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.labs.validate.by_estimate import played
+from shoal.labs.validate.by_estimate import simulate_points
 from shoal.labs.validate.rows import read_folder
 from shoal.labs.validate.score import Scored, score, totals
 from shoal.spec.catalog.calibration import calibration
@@ -35,6 +35,6 @@ def test_estimates_are_as_near_as_they_should_be() -> None:
 
 def test_what_is_scored_is_what_an_estimate_says() -> None:
     """The closed forms and the program that is played agree, where both are told the same."""
-    steps = played(scored().points, calibration(), most=60)
+    steps = simulate_points(scored().points, calibration(), most=60)
     assert len(steps.points) >= 50
-    assert steps.apart < 0.05
+    assert steps.difference < 0.05

@@ -1,4 +1,4 @@
-"""The orders of context parallelism as a figure: who computes which scores in which step, and how long each step is."""
+"""Figure of the orders of context parallelism: the place and step of each score, and the time of each step."""
 
 from __future__ import annotations
 
@@ -16,48 +16,51 @@ from shoal.report.svg import mix
 from shoal.report.timeline.palette import WHITE, ink
 
 UNSEEN, LONGEST = "#f6f7f9", "#eef0f3"
-MOST_NUMBERED = 20  # tokens of a square whose cells have room for a number
+MOST_NUMBERED = 20  # largest number of tokens whose cells are numbered
 
 
 @dataclass(frozen=True)
-class Walk:
-    """One order.
+class RingOrder:
+    """One order of tokens over the ring.
 
     Attributes:
-        name: of the order.
-        held: a few tokens, as the order gives them to the places.
-        work: for each step of the ring and each place, the scores that it computes.
-        slowness: time of the ring over its mean work.
+        name: name of the order.
+        held: the chunks of each place, for a few tokens.
+        work: scores that each place computes in each step: [step][place].
     """
 
     name: str
     held: Sequence[Chunks]
     work: Sequence[Sequence[int]]
-    slowness: float
+
+    @property
+    def slowdown(self) -> float:
+        """Time of a ring that waits for its slowest place in each step, over the time of its mean work."""
+        return sum(map(max, self.work)) / (sum(map(sum, self.work)) / len(self.work[0]))
 
 
 @styled
-def figure(walks: Sequence[Walk], tokens: int) -> str:
-    """Draw all orders side by side, as one SVG file."""
-    places = len(walks[0].held)
+def draw(orders: Sequence[RingOrder], tokens: int) -> str:
+    """Draw all orders side by side as SVG."""
+    places = len(orders[0].held)
     title = (
         f"Causal attention of {tokens:,} tokens round a ring of {places} places\n"
         "Rows are queries, columns keys: the colour is the place that computes a score, the number the step.\n"
-        "Below, the work of each place in each step, and in grey how long the step takes."
+        "Below, the work of each place in each step, and in grey the time of the step."
     )
     figure, charts = new_figure(
-        330 * len(walks), 60 + 2 * max(320, 7 * places**2), rows=2, columns=len(walks), title=title
+        330 * len(orders), 60 + 2 * max(320, 7 * places**2), rows=2, columns=len(orders), title=title
     )
-    for walk, above, below in zip(walks, charts, charts[len(walks) :], strict=False):
-        _draw_scores(above, walk)
-        _draw_steps(below, walk)
+    for order, above, below in zip(orders, charts, charts[len(orders) :], strict=False):
+        _draw_scores(above, order)
+        _draw_steps(below, order)
     return to_svg(figure)
 
 
-def _draw_scores(axes: Axes, walk: Walk) -> None:
+def _draw_scores(axes: Axes, order: RingOrder) -> None:
     """Draw the square of scores, with the tokens' owners along its upper and left edge."""
-    places = len(walk.held)
-    owner = {token: place for place, chunks in enumerate(walk.held) for chunk in chunks for token in chunk}
+    places = len(order.held)
+    owner = {token: place for place, chunks in enumerate(order.held) for chunk in chunks for token in chunk}
     n = len(owner)
     cells = np.ones((n + 1, n + 1, 3))
     for query in range(n):
@@ -71,18 +74,18 @@ def _draw_scores(axes: Axes, walk: Walk) -> None:
                 axes.text(key + 1, query + 1, f"{step}", color=ink(shade), size=6.5, ha="center", va="center")
         cells[query + 1, query + 2 :] = to_rgb(UNSEEN)
     axes.imshow(cells)
-    axes.set_title(f"{walk.name}\n{walk.slowness:.2f} times the mean work")
+    axes.set_title(f"{order.name}\n{order.slowdown:.2f} times the mean work")
     axes.set_axis_off()
 
 
-def _draw_steps(axes: Axes, walk: Walk) -> None:
-    """Draw a bar for each place in each step; behind them, how long the step takes."""
-    places = len(walk.held)
-    steps = np.arange(len(walk.work))
-    axes.barh(steps, [max(work) for work in walk.work], height=0.8, color=LONGEST)
+def _draw_steps(axes: Axes, order: RingOrder) -> None:
+    """Draw a bar for each place in each step, over a bar for the step's time."""
+    places = len(order.held)
+    steps = np.arange(len(order.work))
+    axes.barh(steps, [max(work) for work in order.work], height=0.8, color=LONGEST)
     for place in range(places):
         at = steps + 0.8 * ((place + 0.5) / places - 0.5)
-        axes.barh(at, [work[place] for work in walk.work], height=0.7 / places, color=hue(place / places))
+        axes.barh(at, [work[place] for work in order.work], height=0.7 / places, color=hue(place / places))
     axes.set_yticks(steps, [f"step {step}" for step in steps])
     axes.invert_yaxis()
     axes.xaxis.set_visible(False)

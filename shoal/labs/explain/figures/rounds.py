@@ -1,4 +1,4 @@
-"""A collective round by round as a figure: time runs down, ranks stand side by side, arrows are messages."""
+"""Draw a collective round by round as SVG: time runs down, ranks are side by side, arrows are messages."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from shoal.report.timeline.palette import WHITE
 
 STORED, ADDED = "#2563eb", "#e07b1a"
 EMPTY = "#eef0f3"
-ROW, BOX, GAP = 70, 20, 14  # from round to round; the height of what a rank holds; between ranks
-LEFT, RIGHT = 74, 64  # for the round's number, and for its time
-NARROWEST = 2  # strip that is drawn; of narrower ones only the mean
-HEAD = 30  # for the ranks' numbers
+ROW, BOX, GAP = 70, 20, 14  # height of a round, height of a rank's box, gap between ranks [pixels]
+LEFT, RIGHT = 74, 64  # margins for the round's number and its time
+NARROWEST = 2  # minimum width of a strip; below it, the mean is drawn
+HEAD = 30  # margin for the ranks' numbers
 LEGEND = 34
-MOST_CELLS = 9  # ranks in a matrix of traffic with numbers
+MOST_CELLS = 9  # largest number of ranks whose traffic is numbered
 
 
-def height(description: Description) -> float:
-    """Of the figure, in pixels."""
+def compute_height(description: Description) -> float:
+    """Return the height of the drawing [pixels]."""
     return HEAD + len(description.rounds) * ROW + BOX + LEGEND
 
 
-def rounds(description: Description, topology: Topology, size: float, *, width: float) -> Canvas:
-    """Every round of a description.
+def draw_rounds(description: Description, topology: Topology, size: float, *, width: float) -> Canvas:
+    """Draw every round of a description.
 
     Args:
-        size: S in bytes, for the times at the right.
-        width: of the figure, in pixels.
+        size: S in bytes, for the times.
+        width: width of the drawing [pixels].
     """
     canvas = Canvas()
     n = description.ranks
@@ -62,15 +62,15 @@ def rounds(description: Description, topology: Topology, size: float, *, width: 
         y = HEAD + number * ROW
         for rank, x in enumerate(centre):
             parts = cells(description, held, rank)
-            done = _done(description, rank, parts)
+            done = _is_done(description, rank, parts)
             strips = parts if wide / len(parts) >= NARROWEST else [sum(parts) / len(parts)]
             _box(canvas, x - wide / 2, y, wide, strips, done=done)
     _legend(canvas, HEAD + len(description.rounds) * ROW + BOX + 24, description, size)
     return canvas
 
 
-def _done(description: Description, rank: int, parts: Sequence[float]) -> bool:
-    """Whether a rank has all that it must end with."""
+def _is_done(description: Description, rank: int, parts: Sequence[float]) -> bool:
+    """Whether a rank has its complete output."""
     blocks = description.final(rank)
     if len(blocks) != len(parts):
         return bool(blocks) and all(parts[block] >= 1 for block in blocks)
@@ -78,12 +78,12 @@ def _done(description: Description, rank: int, parts: Sequence[float]) -> bool:
 
 
 def _box(canvas: Canvas, x: float, y: float, width: float, parts: Sequence[float], *, done: bool) -> None:
-    """What one rank holds: a strip for each block, the darker the more contributions are in it."""
+    """Draw a strip for each block of a rank, the darker the more contributions it has."""
     each = width / len(parts)
     canvas.rect(x, y, width, BOX, EMPTY, rx=2)
     start = 0
-    for part, alike in groupby(parts):
-        count = len(list(alike))
+    for part, equal in groupby(parts):
+        count = len(list(equal))
         if part > 0:
             colour = STORED if part >= 1 else mix("#fbe3c6", ADDED, part)
             canvas.rect(x + start * each, y, count * each, BOX, colour)
@@ -105,7 +105,7 @@ def _arrow(canvas: Canvas, x0: float, y0: float, x1: float, y1: float, added: bo
 
 
 def _legend(canvas: Canvas, y: float, description: Description, size: float) -> None:
-    """Boxes and arrows with their meaning, in one line."""
+    """Draw the legend of boxes and arrows in one line."""
     sums = {message.reduce for message in description.messages}
     boxes = [(mix("#fbe3c6", ADDED, 0.5), GRID, "sum of some ranks")] if True in sums else []
     boxes += [(STORED, GRID, "complete"), (EMPTY, GRID, "nothing"), ("none", INK, "rank done")]
@@ -121,14 +121,14 @@ def _legend(canvas: Canvas, y: float, description: Description, size: float) -> 
 
 
 def _legend_text(canvas: Canvas, x: float, y: float, words: str) -> float:
-    """Write an entry of a legend. Returns where the next one begins."""
+    """Write an entry of the legend; return the x of the next one."""
     canvas.text(x, y, words, size=11.5, fill=FAINT)
     return x + 13 + 6.4 * len(words)
 
 
 @styled
 def draw_traffic(axes: Axes, description: Description, size: float) -> None:
-    """Draw who sends how much to whom over all rounds: the darker, the more."""
+    """Draw the matrix of bytes sent between ranks over all rounds: the darker, the more."""
     sent = np.zeros((description.ranks, description.ranks))
     for message in description.messages:
         sent[message.source, message.target] += len(message.blocks)
