@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -39,8 +38,7 @@ class ShardedStep:
         self.plan, self.runner, self.ops = plan, runner, plan.graph.ops
         self.rank = runner.rank
         self.values: dict[str, Tensor] = {}
-        self.moved: dict[tuple[str, Sharding], Tensor] = {}  # tensors that operators of this phase will still read
-        self.reads: Counter[tuple[str, Sharding]] = Counter()  # number of reads left
+        self.moved: dict[tuple[str, Sharding], Tensor] = {}  # by name and sharding, for all readers in a phase
         for name, tensor in given.items():
             self.give(name, tensor)
 
@@ -49,14 +47,11 @@ class ShardedStep:
         self.values[name] = self.block(name, tensor, self.plan.sharding(name)).clone()
 
     def run(self, phase: str) -> None:
-        """Run every operator of a phase. A moved copy is freed after its last reader."""
-        todo = [op for op in self.ops.values() if op.kind == "call" and op.phase == phase]
-        self.reads = Counter(
-            read for op in todo if op.name in self.plan.splits
-            for read in zip(op.operands, self.plan.splits[op.name].operands, strict=True)
-        )  # fmt: skip
-        for op in todo:
-            self.values[op.name] = self._run(op)
+        """Run every operator of a phase."""
+        self.moved.clear()
+        for op in self.ops.values():
+            if op.kind == "call" and op.phase == phase:
+                self.values[op.name] = self._run(op)
 
     def update(self, name: str, rate: float, master: Tensor) -> Tensor:
         """Return a parameter after a step of gradient descent, in the sharding in which it is kept.
@@ -96,8 +91,7 @@ class ShardedStep:
         key = (name, sharding)
         if key not in self.moved:
             self.moved[key] = self._move(name, self.values[name], self.plan.sharding(name), sharding)
-        self.reads[key] -= 1
-        return self.moved[key] if self.reads[key] else self.moved.pop(key)
+        return self.moved[key]
 
     def _move(self, name: str, x: Tensor, before: Sharding, after: Sharding) -> Tensor:
         return x if before == after else self.runner.move_all(self.plan.moves[name, before, after], x)
@@ -194,7 +188,7 @@ def run_plan(found: OperatorPlan | StagedPlan, module: nn.Module, inputs: tuple[
 def single_stage(plan: ShardingPlan, forward: Forward) -> StagePlan:
     """Make a plan of a full module the only stage."""
     sends = zip([node.name for node in forward.outputs], plan.graph.outputs, strict=True)
-    return StagePlan(0, 1, plan.seconds, 0, plan, tuple(sends))
+    return StagePlan(0, plan, tuple(sends))
 
 
 def compare(
@@ -210,8 +204,8 @@ def compare(
 
     Returns:
         The largest difference on this rank of each output and gradient of its stage, and of each parameter after a step
-        of gradient descent; relative to the largest number of all outputs, or of all gradients. (All numbers of one
-        gradient may be zero up to rounding, as those of the bias of keys are.)
+        of gradient descent; relative to the largest number of all outputs, or of all gradients. (A gradient may
+        be zero up to rounding, such as the one of the bias of keys.)
     """
     torch.set_num_threads(1)
     rank, tensors = dist.get_rank(), dict(given)
@@ -243,10 +237,8 @@ def compare(
     def check(name: str, op: str, block: Tensor, expect: Tensor, *, update: bool) -> None:
         errors[name] = (block - step.block(op, expect, mine.plan.sharding(op))).abs().max().item() / largest[update]
 
-    outputs = {f"output {name}": op for name, op in mine.sends}
-    outputs |= {f"gradient {name}": op for name, op in graph.gradients.items() if graph.ops[name].kind == "input"}
-    for name, made_by in outputs.items():
-        if name in expected:
+    for node, made_by in mine.sends:
+        if (name := f"output {node}") in expected:
             check(name, GIVEN + made_by, step.values[GIVEN + made_by], expected[name], update=False)
     for parameter in graph.parameters:
         name, update = parameter.name, UPDATE + parameter.name
@@ -297,8 +289,7 @@ def reference(
 
     Returns:
         ``given``: unsharded parameters, buffers, inputs and gradients of outputs, by the names of the graph.
-        ``expected``: by ``output`` and a node of the forward pass, ``gradient`` and an input, ``update`` and a
-            parameter.
+        ``expected``: by ``output`` and a node of the forward pass, or ``update`` and a parameter.
 
     Raises:
         UsageError: a parameter has a gradient that the graph lacks.
@@ -312,7 +303,7 @@ def reference(
     leaves = [x.detach().clone() if isinstance(x, Tensor) else x for x in tensors]
     for name, leaf in zip(names, leaves, strict=True):
         if name in graph.ops:
-            given[name] = leaf.requires_grad_(name in graph.gradients)
+            given[name] = leaf
     outs = module(*torch.utils._pytree.tree_unflatten(leaves, spec))
     outs = forward.drop_repeated([out for out in torch.utils._pytree.tree_leaves(outs) if isinstance(out, Tensor)])
     cotangents = [op for op in graph.ops.values() if op.kind == "gradient"]
@@ -332,7 +323,6 @@ def reference(
         )
     expected = {f"output {node.name}": out.detach() for node, out in zip(forward.outputs, outs, strict=True)}
     for name in graph.gradients:
-        trainee = given[name] if graph.ops[name].kind == "input" else parameters[name]
-        gradient = torch.zeros_like(trainee) if trainee.grad is None else trainee.grad
-        expected[f"gradient {name}" if trainee is given[name] else UPDATE + name] = gradient
+        gradient = parameters[name].grad
+        expected[UPDATE + name] = torch.zeros_like(parameters[name]) if gradient is None else gradient
     return {name: x.detach() for name, x in given.items()}, expected

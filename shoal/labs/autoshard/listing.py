@@ -118,11 +118,11 @@ def stage_lines(name: str, precision: str, microbatches: int, found: StagedPlan)
         f"{len(found.stages)} stages, {microbatches} micro-batches: {show_seconds(found.seconds)} a step; "
         f"without stages {single}",
     ]
-    for number, stage in enumerate(found.stages):
+    for number, (stage, assigned) in enumerate(zip(found.stages, found.assigned, strict=True)):
         mesh = stage.plan.mesh
         devices = f"device {stage.rank}" + (f" to {stage.rank + mesh.ranks - 1}" * (mesh.ranks > 1))
-        listed += ["", f"stage {number}: layers {stage.first} to {stage.last - 1} on {devices}, mesh {mesh or '1'}: "
-                  f"{show_seconds(stage.seconds)} a micro-batch, "
-                  f"{show_bytes(stage.plan.memory)} of weights and states"]  # fmt: skip
+        layers = f"layers {assigned.first} to {assigned.last - 1}"
+        listed += ["", f"stage {number}: {layers} on {devices}, mesh {mesh or '1'}: {show_seconds(assigned.seconds)} "
+                   f"a micro-batch, {show_bytes(stage.plan.memory)} of weights and states"]  # fmt: skip
         listed += table_lines(WEIGHT_COLUMNS, list(_weight_rows(stage.plan)))
     return listed

@@ -104,15 +104,10 @@ class StagePlan:
     """A pipeline stage, or a full module as the only stage.
 
     Attributes:
-        first, last: its layers, [first, last).
-        seconds: of a micro-batch.
         rank: its first device.
         sends: its outputs, to later stages or of the module: (node of the forward pass, operator of the plan's graph).
     """
 
-    first: int
-    last: int
-    seconds: float
     rank: int
     plan: ShardingPlan
     sends: tuple[tuple[str, str], ...]

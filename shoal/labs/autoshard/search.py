@@ -50,6 +50,7 @@ class StagedPlan(NamedTuple):
 
     Attributes:
         stages: in order.
+        assigned: the layers and the part of the cluster of each.
         layers: number of clusters of operators, of which stages are made.
         seconds: of a step.
         single_seconds: of a step without stages; infinite if that does not fit.
@@ -57,6 +58,7 @@ class StagedPlan(NamedTuple):
     """
 
     stages: list[StagePlan]
+    assigned: tuple[AssignedStage, ...]
     layers: int
     seconds: float
     single_seconds: float
@@ -145,7 +147,7 @@ def plan_stages(forward: Forward, target: Target, most: int) -> StagedPlan:
     if found is None:
         raise NothingFits(search.proven)
     single = search.cost(0, count, (cluster.nodes, cluster.per_node), 1) * target.microbatches
-    return StagedPlan(search.place(found), count, latency(found, target.microbatches), single, cluster)
+    return StagedPlan(search.place(found), found, count, latency(found, target.microbatches), single, cluster)
 
 
 def check_outputs(stageless: Iterable[Node]) -> None:
@@ -209,7 +211,7 @@ class StageSearch:
             plan = self.plan(stage.first, stage.last, stage.part, len(stages) - number)
             names = [node.name for node in self.layers.part(stage.first, stage.last).outputs]
             sends = tuple(zip(names, plan.graph.outputs, strict=True))
-            found[number] = StagePlan(stage.first, stage.last, stage.seconds, rank, plan, sends)
+            found[number] = StagePlan(rank, plan, sends)
             rank += stage.devices
         return [found[number] for number in range(len(stages))]
 

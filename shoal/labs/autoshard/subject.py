@@ -20,7 +20,7 @@ def select_shape(model: str, layers: int | None, sequence_length: int) -> ModelS
     """Return the shape of a dense model of the catalog, or of its first layers.
 
     Raises:
-        UsageError: the model has experts or fewer layers, or no positions for so many tokens.
+        UsageError: the model has experts or fewer layers, or fewer positions than tokens.
     """
     shape = model_shape(model)
     if shape.experts or shape.depths:
@@ -54,7 +54,7 @@ def load_module(text: str, *, check: bool) -> Subject:
     """Load a user's module, in float64, and its inputs; with ``check`` they must not be on the meta device.
 
     Raises:
-        UsageError: there is no such function, it fails, or returns something else.
+        UsageError: the function does not exist, fails, or returns something else.
     """
     file, colon, name = text.rpartition(":")
     if not colon or not name.isidentifier() or not Path(file).is_file():

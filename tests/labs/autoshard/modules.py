@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from shoal.engine.models.transformer import Transformer
-from shoal.labs.autoshard.capture.forward import export_forward
+from shoal.labs.autoshard.capture.forward import Forward, export_forward
 from shoal.labs.autoshard.execute import reference, single_stage
 from shoal.labs.autoshard.intra.ilp import Solution, solve
 from shoal.labs.autoshard.intra.problem import Builder
@@ -102,15 +103,22 @@ def shard(build: Builder) -> ShardingPlan:
     return build_plan(build, problem, solve(problem))
 
 
-def any_plan(build, rng):
-    """One that random costs make the cheapest: splits that no cluster would ask for are among its choices."""
-    problem = build.problem()
-    moved = [replace(d, costs=d.costs + rng.random(len(d.costs)) * 1e-3) for d in problem.decisions]
-    chosen = solve(replace(problem, decisions=moved)).chosen
-    return build_plan(build, problem, Solution(chosen, problem.cost(chosen)))
+def random_plans(build: Builder, rng: np.random.Generator, count: int = 1) -> list[ShardingPlan]:
+    """Plans that random costs make the cheapest of a random third of all choices: no cluster would ask for them."""
+    problem, plans = build.problem(), []
+    for _ in range(count):
+        kept = {id(d.choices[i]) for d in problem.decisions
+                for i in (0, *rng.permutation(len(d.choices))[: len(d.choices) // 3])}  # fmt: skip
+        some = problem.restricted(lambda choice, kept=kept: id(choice) in kept)
+        moved = [replace(d, costs=d.costs + rng.random(len(d.costs)) * 1e-3) for d in some.decisions]
+        chosen = solve(replace(some, decisions=moved)).chosen
+        plans.append(build_plan(build, some, Solution(chosen, some.cost(chosen))))
+    return plans
 
 
-def beside_one_device(plan: ShardingPlan, module: nn.Module, inputs: tuple) -> tuple[list, dict, dict]:
-    """What `compare` takes for a plan of a whole module."""
-    forward = export_forward(module, inputs)
+def beside_one_device(
+    plan: ShardingPlan, module: nn.Module, inputs: tuple, forward: Forward | None = None
+) -> tuple[list, dict, dict]:
+    """The arguments of `compare` for a plan of a full module."""
+    forward = forward or export_forward(module, inputs)
     return [single_stage(plan, forward)], *reference(module, inputs, forward, plan.graph)

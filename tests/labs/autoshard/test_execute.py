@@ -10,7 +10,8 @@ from torch import nn
 from shoal.base.errors import UsageError
 from shoal.engine.models.transformer import initialise
 from shoal.labs.autoshard.baselines import restrict_to_baselines
-from shoal.labs.autoshard.capture.trace import capture_graph
+from shoal.labs.autoshard.capture.forward import export_forward
+from shoal.labs.autoshard.capture.trace import capture_graph, differentiate
 from shoal.labs.autoshard.execute import Difference, compare, find_worst
 from shoal.labs.autoshard.intra.ilp import solve
 from shoal.labs.autoshard.notation.notation import NamedMesh
@@ -20,9 +21,9 @@ from tests.labs.autoshard.modules import (
     Attention,
     LoRA,
     Odd,
-    any_plan,
     beside_one_device,
     builder,
+    random_plans,
     shard,
     transformer,
 )
@@ -50,14 +51,14 @@ def example(name):
 ], ids=str)  # fmt: skip
 def test_plans_compute_what_one_device_computes(pool, name, mesh):
     module, inputs = example(name)
-    graph = capture_graph(module, inputs, input_gradients=name != "lora")
+    forward = export_forward(module, inputs)
+    graph = differentiate(forward)
     trained = {f"update {parameter}" for parameter, p in module.named_parameters() if p.requires_grad}
     rng = np.random.default_rng(len(name) + mesh.ranks)
     kinds = set()
-    for _ in range(1 if name in ("llama", "gpt") else 2):
-        plan = any_plan(builder(graph, "4xA100", mesh), rng)
+    for plan in random_plans(builder(graph, "4xA100", mesh), rng, 1 if name in ("llama", "gpt", "attention") else 2):
         kinds.update(move.kind for resharding in plan.reshardings for move in resharding.moves)
-        run = beside_one_device(plan, module, inputs)
+        run = beside_one_device(plan, module, inputs, forward)
         expected = run[2]
         assert {op for op in expected if op.startswith("update ")} == trained
         results = pool.run(compare, mesh.ranks, *run)
@@ -69,7 +70,7 @@ def test_plans_compute_what_one_device_computes(pool, name, mesh):
 
 def test_a_wrong_move_is_seen(pool):
     module, inputs = example("mlp")
-    plan = any_plan(builder(capture_graph(module, inputs), "4xA100", LINE), np.random.default_rng(0))
+    (plan,) = random_plans(builder(capture_graph(module, inputs), "4xA100", LINE), np.random.default_rng(0))
     reduced = next(key for key, path in plan.moves.items() if [t.kind for t in path] == ["all-reduce"])
     broken = replace(plan, moves=plan.moves | {reduced: ()})
     assert find_worst(pool.run(compare, 4, *beside_one_device(broken, module, inputs)))[0] > 1e-6
@@ -129,7 +130,7 @@ def test_odd_inputs_and_outputs_are_planned_and_run(pool):
     inputs = ({"tokens": [torch.randint(0, 4, (4, 4))], "scale": torch.randn(8, dtype=torch.float64)},)
     module = Lists().double()
     graph = capture_graph(module, inputs)
-    plan = any_plan(builder(graph, "4xA100", GRID), np.random.default_rng(0))
+    (plan,) = random_plans(builder(graph, "4xA100", GRID), np.random.default_rng(0))
     run = beside_one_device(plan, module, inputs)
     assert find_worst(pool.run(compare, 4, *run))[0] < 1e-10
 

@@ -1,12 +1,15 @@
 """What the integer program finds by itself: Megatron's splits, data parallelism, ZeRO, and mixtures of them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 from shoal.labs.autoshard.baselines import restrict_to_baselines
+from shoal.labs.autoshard.capture.forward import export_forward
 from shoal.labs.autoshard.capture.graph import BACKWARD, FORWARD
-from shoal.labs.autoshard.capture.trace import capture_graph
+from shoal.labs.autoshard.capture.trace import capture_graph, differentiate
 from shoal.labs.autoshard.intra.ilp import solve
 from shoal.labs.autoshard.intra.problem import GIVEN
 from shoal.labs.autoshard.notation.notation import NamedMesh
@@ -19,7 +22,10 @@ LINE = NamedMesh("x", (8,))
 def meta(module, *shape):
     """The graph of a layer among others, at a size at which it pays to split it."""
     with torch.device("meta"):
-        return capture_graph(module, (torch.empty(shape, device="meta"),), input_gradients=True)
+        forward = export_forward(module, (torch.empty(shape, device="meta"),))
+    sources = {node: ("boundary", name) if kind == "input" else (kind, name)
+               for node, (kind, name) in forward.sources.items()}  # fmt: skip
+    return differentiate(replace(forward, sources=sources))
 
 
 def sums(plan, phase):
@@ -31,7 +37,7 @@ def sums(plan, phase):
 def among_others(build):
     """The plan of a layer whose input and output every device has whole, as between Megatron's regions."""
     problem = build.problem()
-    ends = {name for name, op in build.ops.items() if op.kind in ("input", "gradient") or name.startswith(GIVEN)}
+    ends = {name for name, op in build.ops.items() if op.kind in ("boundary", "gradient") or name.startswith(GIVEN)}
 
     def whole(choice):
         return all(not split.out.used for name, split in choice.items() if name in ends)

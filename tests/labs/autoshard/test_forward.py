@@ -8,10 +8,10 @@ from torch import nn
 
 from shoal.base.errors import UsageError
 from shoal.labs.autoshard.capture.forward import export_forward
-from shoal.labs.autoshard.capture.trace import capture_graph
+from shoal.labs.autoshard.capture.trace import differentiate
 from shoal.labs.autoshard.execute import compare, find_worst
 from shoal.labs.autoshard.notation.notation import NamedMesh
-from tests.labs.autoshard.modules import any_plan, beside_one_device, builder
+from tests.labs.autoshard.modules import beside_one_device, builder, random_plans
 
 
 class Two(nn.Module):
@@ -111,8 +111,9 @@ def test_a_module_is_planned_as_it_computes(pool, forward):
     torch.manual_seed(0)
     module, inputs = Two(forward).double(), (torch.randn(8, 8, dtype=torch.float64),)
     mesh = NamedMesh("x", (2,))
-    plan = any_plan(builder(capture_graph(module, inputs), "2xA100", mesh), np.random.default_rng(0))
-    run = beside_one_device(plan, module, inputs)
+    forward = export_forward(module, inputs)
+    (plan,) = random_plans(builder(differentiate(forward), "2xA100", mesh), np.random.default_rng(0))
+    run = beside_one_device(plan, module, inputs, forward)
     assert find_worst(pool.run(compare, 2, *run))[0] < 1e-10
 
 

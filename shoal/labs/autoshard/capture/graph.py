@@ -86,7 +86,7 @@ class OperatorGraph:
     Attributes:
         ops: in an order in which they can run.
         outputs: of the forward pass.
-        gradients: from a parameter, a boundary or an input to the operator that makes its gradient.
+        gradients: from a parameter or a boundary to the operator that makes its gradient.
     """
 
     ops: dict[str, Operator]

@@ -27,7 +27,7 @@ class Layers:
     """A forward pass in layers.
 
     Attributes:
-        count: of layers; fewer if there are fewer places to cut.
+        count: of layers; fewer if the graph has fewer places to cut.
     """
 
     forward: Forward

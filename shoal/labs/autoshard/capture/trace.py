@@ -37,21 +37,13 @@ KEPT_OPS = ("embedding", "embedding_dense_backward", "_softmax", "_softmax_backw
 # ---- from a forward pass ---------------------------------------------------------------------------------------------
 
 
-def capture_graph(module: nn.Module, inputs: tuple, *, input_gradients: bool = False) -> OperatorGraph:
-    """Capture the operators of a training step of a module.
-
-    Args:
-        inputs: examples, of which only the shapes count.
-        input_gradients: also compute the gradients of floating-point inputs, as a layer among others does.
-    """
-    return differentiate(export_forward(module, inputs), input_gradients=input_gradients)
+def capture_graph(module: nn.Module, inputs: tuple) -> OperatorGraph:
+    """Capture the operators of a training step of a module, on example inputs, of which only the shapes count."""
+    return differentiate(export_forward(module, inputs))
 
 
-def differentiate(forward: Forward, *, input_gradients: bool = False) -> OperatorGraph:
-    """Add the gradients of trained parameters and of a stage's boundaries to a forward pass.
-
-    Args:
-        input_gradients: also of inputs; of inputs and boundaries only those that are floating-point numbers.
+def differentiate(forward: Forward) -> OperatorGraph:
+    """Add the gradients of trained parameters and of a stage's floating-point boundaries to a forward pass.
 
     Raises:
         UsageError: it draws random numbers, or a tensor is empty or has too many dims.
@@ -67,8 +59,7 @@ def differentiate(forward: Forward, *, input_gradients: bool = False) -> Operato
     def is_learned(source: tuple[str, str]) -> bool:
         kind, name = source
         trained = kind == "parameter" and forward.values[name].requires_grad
-        asked = trained or kind == "boundary" or (kind == "input" and input_gradients)
-        return asked and values[source].is_floating_point()
+        return (trained or kind == "boundary") and values[source].is_floating_point()
 
     learned = [source for source in values if is_learned(source)]
     fakes = next(value for value in values.values() if isinstance(value, FakeTensor)).fake_mode

@@ -87,7 +87,7 @@ def split_by(space: IterationSpace, letters: dict[str, str], mesh: NamedMesh) ->
     """Split an operator by mesh axes along its letters.
 
     Args:
-        letters: axes by letter; those of ``+i`` leave operand i unreduced, those of ``+`` all operands.
+        letters: axes by letter; axes of ``+i`` leave operand i unreduced, axes of ``+`` all operands.
     """
 
     def along(dims: Dims) -> tuple[str, ...]:

@@ -226,7 +226,8 @@ class Builder:
                 if operand.name in choice and key not in moved:
                     moved.add(key)
                     seconds += self.prices.move(operand, choice[operand.name].out, state)
-            elements, size = self.prices.local_numel(op, split.out), self.prices.local_bytes(op, split.out)
+            elements = self.prices.local_numel(op, split.out)
+            size = elements * self.prices.itemsize_of(op)
             memory += size if op.kind == "parameter" else 0.0
             memory += elements * self.prices.state_bytes if name.startswith(UPDATE) else 0.0
             if any(user.name.startswith(UPDATE) for user in self.users[name]):

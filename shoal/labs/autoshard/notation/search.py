@@ -2,7 +2,7 @@
 
 A sharding is a state; a move leads from state to state and costs seconds (Dijkstra 1959 finds the cheapest path). A
 product can be taken in every pair of states that `ShardedProduct.local` allows, and leads to a state of its result. So
-a route is such a pair, with the cheapest moves before and after; there are finitely many, and all are priced. A single
+a route is such a pair, with the cheapest moves before and after; all pairs are priced. A single
 collective is listed as well where several moves are cheaper.
 """
 
@@ -165,7 +165,7 @@ def find_forward(expression: Expression, search: RouteSearch) -> list[tuple[floa
     """Find the routes through a chain for each way to take its last product, with their seconds, the cheapest first.
 
     Intermediate results may have any sharding: the cheapest for the full chain is found by dynamic programming over the
-    sharding in which each comes out of its product.
+    sharding in which its product leaves each.
 
     Raises:
         UsageError: a product cannot be taken.
