@@ -164,7 +164,7 @@ def test_what_is_no_run_is_refused(run, tmp_path, capsys):
     assert f"{tmp_path} is not the folder of a run (run.toml is missing)" in capsys.readouterr().err
     shutil.copy(folder / "run.toml", tmp_path / "run.toml")
     assert main(["sample", str(tmp_path), "def "]) == 2
-    assert "holds no good checkpoint" in capsys.readouterr().err
+    assert "has no good checkpoint" in capsys.readouterr().err
     with pytest.raises(UsageError, match="the prompt is empty"):
         write(folder, prompt="")
 
@@ -179,7 +179,7 @@ def test_the_weights_that_it_uses_are_those_of_the_checkpoint(run, tmp_path):
         data = bytearray(file.read_bytes())
         data[-5] ^= 1
         file.write_bytes(data)
-    with pytest.raises(UsageError, match="holds no good checkpoint"):
+    with pytest.raises(UsageError, match="has no good checkpoint"):
         write(tmp_path / "run")
 
 
