@@ -1,25 +1,211 @@
 """Branches of the search: each work item (degrees, micro-batch, recomputation) with each pipeline, and a lower bound.
 
-The bounds of all work items of one pipeline are computed together (`shoal.planning.search.outline`), so thousands cost
-little more than one. The search then visits the branches in order of their bound.
+The search visits the branches in order of their bound. The bounds of all work items of one pipeline are computed
+together, from an order-independent model of it: a rank cannot begin before its first micro-batch has reached it, must
+do all work of its stages, and the last gradient must still travel to the first stage. Each bound follows from the order
+of the passes of *one* micro-batch, so it holds for every order of many.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from heapq import merge
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from shoal.pipeline.program import Program
+from shoal.pipeline.program import FORWARDS, WEIGHTS, Op, Program
 from shoal.pipeline.schedules import SCHEDULES
+from shoal.planning.cost.memory.stage import TIMES, Alive, alive_at
+from shoal.planning.cost.parameters import StagePart, stage_parts
 from shoal.planning.cost.time.stage import StagePrices
 from shoal.planning.run import EstimatedRun
-from shoal.planning.search.outline import Order, Outline
 from shoal.planning.search.space import Fields, LayoutSpace, pipeline_depth, pipelines, splits
+from shoal.spec.catalog import ModelShape
+from shoal.spec.schedules import SPLIT_BACKWARD
 
 SLACK = 1e-9  # relative rounding error between a bound and a time
+CHANGE = {op: (op in FORWARDS) - (op in WEIGHTS) for op in Op}
+"""Change in the number of micro-batches alive."""
+EqualRanks = tuple[list[StagePart], list[Alive]]
+"""Ranks with equal contents: their stages, and for each stage the maximum alive on one of the ranks."""
+
+
+class Order(NamedTuple):
+    """Properties of a schedule that bounds need.
+
+    Attributes:
+        full_backwards: backwards are not split: a gradient is sent after the weight gradients, too.
+        limited: rank r of p keeps p - r micro-batches in flight, as in 1F1B.
+    """
+
+    full_backwards: bool
+    limited: bool
+
+    @staticmethod
+    def of(schedule: str) -> Order:
+        return Order(schedule not in SPLIT_BACKWARD, schedule == "1f1b")
+
+
+class Ends(NamedTuple):
+    """Lower bounds of the end of the last computation.
+
+    Attributes:
+        ranks: [layouts, ranks] seconds, for each rank.
+        step: [layouts] seconds, for all of them.
+    """
+
+    ranks: np.ndarray
+    step: np.ndarray
+
+
+@lru_cache(maxsize=4096)
+def first_rank(schedule: str, ranks: int, microbatches: int, virtual: int) -> np.ndarray:
+    """Return the micro-batches alive on the first rank after each computation. [computations, its stages]
+
+    Uses the first rank's order if the schedule defines it separately; otherwise counts one forward.
+    """
+    of = SCHEDULES[schedule]
+    stages = [stage for stage, rank in enumerate(of.placement(ranks, virtual)) if rank == 0]
+    if of.order is None:
+        return np.eye(1, len(stages))
+    ops, where, *_ = zip(*of.order(0, ranks, microbatches, virtual), strict=True)
+    change = np.zeros((len(ops), len(stages)))
+    places = np.minimum(np.searchsorted(stages, np.fromiter(where, int, len(ops))), len(stages) - 1)
+    change[np.arange(len(ops)), places] = np.fromiter(map(CHANGE.get, ops), float, len(ops))
+    return np.cumsum(change, axis=0)
+
+
+class Outline:
+    """The stages of a program, grouped into kinds with equal costs.
+
+    Args:
+        program: source of placement and copies; its actions and micro-batches are ignored.
+
+    Attributes:
+        kinds: one stage of each kind.
+        kind: [stages] the kind of each stage.
+        counts: [kinds, 5] multiplicities of the times in `StagePrices.linear`, for each kind.
+        holder: [stages] the pipeline rank of each.
+        groups: groups of ranks with equal contents, as (the stage numbers of each rank, the contents of these stages).
+    """
+
+    def __init__(self, shape: ModelShape, program: Program):
+        parts, kinds, groups = stage_parts(shape, program), dict[tuple, int](), dict[tuple, list[np.ndarray]]()
+        keys = []
+        for part in parts:
+            sparse = sum(map(shape.sparse, part.layers)) if shape.experts else 0
+            keys.append((len(part.layers) - sparse, sparse, part.first, part.last, 1))
+        self.kind = np.array([kinds.setdefault(key, len(kinds)) for key in keys])
+        self.kinds = [parts[keys.index(key)] for key in kinds]
+        self.counts = np.array(list(kinds), float)
+        self.holder, self.copies, self.depth = np.array(program.stage_rank), program.model_copies, program.depth
+        self._by_rank = np.argsort(self.holder, kind="stable")
+        self._starts = np.searchsorted(self.holder[self._by_rank], np.arange(program.ranks))
+        for held in np.split(self._by_rank, self._starts[1:]):
+            groups.setdefault(tuple(self.kind[held]), []).append(held)
+        self.groups = [(same, [parts[stage] for stage in same[0]]) for same in groups.values()]
+        same_rank = np.append(False, self.holder[1:] == self.holder[:-1])
+        begins = np.arange(len(parts)) % self.depth == 0
+        self.beside = same_rank & ~begins
+        """[stages] True if the previous stage is on the same rank, so that the tensor between them is stored once."""
+        self.hops = np.cumsum((~same_rank & ~begins).reshape(self.copies, -1), axis=1).ravel()
+        """[stages] Number of messages from the first stage of the same copy."""
+
+    @property
+    def first(self) -> list[StagePart]:
+        return self.groups[0][1]
+
+    @property
+    def first_holders(self) -> np.ndarray:
+        """Pipeline ranks that hold a first stage."""
+        return self.holder[:: self.depth]
+
+    def each(self, price: Callable[[StagePart], Any]) -> np.ndarray:
+        """Evaluate a function for every stage; it returns one number or several. [..., stages]"""
+        return np.array([price(part) for part in self.kinds], float).T[..., self.kind]
+
+    def sum_by_rank(self, values: np.ndarray) -> np.ndarray:
+        """Sum [..., stages] over each rank's stages. [..., ranks]"""
+        return np.add.reduceat(values[..., self._by_rank], self._starts, axis=-1)
+
+    def least_by_rank(self, values: np.ndarray) -> np.ndarray:
+        """Return the minimum of [..., stages] over each rank's stages. [..., ranks]"""
+        return np.minimum.reduceat(values[..., self._by_rank], self._starts, axis=-1)
+
+    def through(self, microbatches: np.ndarray | int) -> np.ndarray:
+        """Return the number of each layout's micro-batches that pass through each stage. [layouts, stages]"""
+        ends = np.arange(self.copies + 1) * np.reshape(microbatches, (-1, 1)) // self.copies
+        return np.repeat(np.diff(ends).astype(float), self.depth, axis=1)
+
+    def alive(self, most: np.ndarray) -> list[EqualRanks]:
+        """Return all groups of equal ranks, with the given numbers alive. [times, stages]"""
+        there = np.flatnonzero(most.max(axis=1) >= 0)  # few of the times occur
+        times, most = [TIMES[i] for i in there], most[there]
+        found = [(parts, most[:, np.array(same)].max(axis=1).T.tolist()) for same, parts in self.groups]
+        return [(parts, [alive_at(stage, times) for stage in of_stages]) for parts, of_stages in found]
+
+    # ---- bounds of time ------------------------------------------------------------------------------------------
+
+    def bounds(self, linear: np.ndarray, hops: np.ndarray, microbatches: np.ndarray, order: Order) -> np.ndarray:
+        """Return lower bounds of the step time in seconds, from stage times without ZeRO's gathers. [layouts]
+
+        Args:
+            linear: [layouts, 4, 5], see `StagePrices.linear`.
+            hops: [layouts] seconds of a message.
+            microbatches: [layouts] micro-batches of each replica.
+        """
+        *passes, launches = (linear @ self.counts.T)[:, :, self.kind].swapaxes(0, 1)
+        ends = self.ends(np.stack(passes), hops, microbatches, order)
+        launched = self.sum_by_rank(self.through(microbatches) * launches)
+        return np.maximum(np.maximum(ends.ranks, launched).max(axis=1), ends.step)
+
+    def ends(self, times: np.ndarray, hop: np.ndarray | float, microbatches: np.ndarray | int, order: Order) -> Ends:
+        """Return lower bounds of when each rank, and each first stage, finishes its last computation.
+
+        Args:
+            times: [3, layouts, stages] seconds of a forward and of the halves of a backward.
+            hop: [layouts] seconds from the end of a computation until its result is on the next rank, or one number.
+            microbatches: [layouts] micro-batches through the pipeline, or one number.
+        """
+        forward, inputs, weights = times
+        upward = inputs + weights if order.full_backwards else inputs  # the part that the previous stage waits for
+        through, hop = self.through(microbatches), np.reshape(hop, (-1, 1))
+        begins = self.least_by_rank(self._before(forward) + hop * self.hops)
+        left = self.least_by_rank(self._before(upward) + hop * self.hops)
+        busy = begins + self.sum_by_rank(through * (forward + inputs + weights))
+        # A rank's last gradient passes through all previous stages; the first still computes its weight gradients.
+        drained = (begins + self.sum_by_rank(through * (forward + upward)) + left).max(axis=1)
+        if not order.full_backwards:
+            drained = drained + weights[:, :: self.depth].min(axis=1)
+        if order.limited:  # rank r of p has p - r micro-batches in flight, which is its throughput per round trip
+            most = np.arange(len(self._starts), 0, -1)
+            trip = np.cumsum((forward + upward)[:, ::-1], axis=1)[:, ::-1] + 2 * hop * (most - 1)
+            trips, rest = np.divmod(np.reshape(microbatches, (-1, 1)) - 1, most)
+            drained = np.maximum(drained, (begins + (trips + 1) * trip + rest * upward + left).max(axis=1))
+        return Ends(busy, np.maximum(drained, busy[:, self.first_holders].min(axis=1)))
+
+    def _before(self, values: np.ndarray) -> np.ndarray:
+        """Sum over the previous stages of the same copy. [layouts, stages]"""
+        table = values.reshape(len(values), self.copies, -1)
+        return (np.cumsum(table, axis=2) - table).reshape(values.shape)
+
+    def with_added(self, ends: Ends, added: np.ndarray, microbatches: int) -> np.ndarray:
+        """Return lower bounds of the step time in seconds, including ZeRO's additions. [layouts]
+
+        Args:
+            ends: bounds of all the layouts, or one for all of them, without ZeRO's additions.
+            added: [4, layouts, stages] seconds: per micro-batch; and for a stage's reduction, update and gather.
+        """
+        passes, reduce, step, gather = self.sum_by_rank(added)
+        after = reduce + step.max(axis=1, keepdims=True) + gather
+        through = microbatches // self.copies  # through the first stage
+        busy = (ends.ranks + through * passes + after).max(axis=1)
+        return np.maximum(busy, ends.step + after[:, self.first_holders].min(axis=1))
+
+
+# ---- branches --------------------------------------------------------------------------------------------------------
 
 
 class WorkItem(NamedTuple):

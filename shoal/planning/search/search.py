@@ -30,8 +30,7 @@ from shoal.planning.cost.parameters import StagePart
 from shoal.planning.cost.time.stage import StagePrices
 from shoal.planning.estimate import Estimate
 from shoal.planning.run import EstimatedRun
-from shoal.planning.search.branches import SLACK, Branch, WorkItem, branches
-from shoal.planning.search.outline import EqualRanks, Outline, first_rank
+from shoal.planning.search.branches import SLACK, Branch, EqualRanks, Outline, WorkItem, branches, first_rank
 from shoal.planning.search.replicas import ReplicaChoices
 from shoal.planning.search.space import LEVELS, Fields, LayoutSpace, build_layout, meshes, shardings, works
 from shoal.spec.layout import Layout

@@ -17,12 +17,13 @@ def between(run: MicroBatch, part: StagePart) -> int:
     """Return the bytes of one micro-batch on a stage."""
     total = 0
     for (sparse, skips, number), count in activations.kinds(run, part.layers).items():
-        total += count * activations.total(_layer(run.chosen if skips else run, sparse, number))
+        total += count * activations.total(layer(run.chosen if skips else run, sparse, number))
     return total + (_embedding(run) if part.first else 0) + (head(run) if part.last else 0)
 
 
 @once
-def _layer(run: MicroBatch, sparse: bool, number: int) -> list[Saved]:
+def layer(run: MicroBatch, sparse: bool, number: int = 0) -> list[Saved]:
+    """Return the tensors of one layer."""
     shape, y, x, h = run.shape, run.layout.tp_y, run.layout.tp_x, run.hidden_local
     width = shape.heads * shape.head_dim // y
     keys = shape.kv_heads * shape.head_dim // min(y, shape.kv_heads)
@@ -30,20 +31,11 @@ def _layer(run: MicroBatch, sparse: bool, number: int) -> list[Saved]:
     alone = y > shape.kv_heads  # key/value weights are then distributed differently from the queries'
     found = _product(run, "attention", number, projections, h, width + 2 * keys, joined=not alone and x == 1)
     found += _product(run, "attention output", number, ["attention.out"], width, h)
-    return found + _behind(run, sparse, number)
+    return found + feed_forward(run, sparse, number)
 
 
-def layer(run: MicroBatch, sparse: bool) -> int:
-    """Return the bytes of one layer."""
-    return activations.total(_layer(run, sparse, 0))
-
-
-def after_attention(run: MicroBatch, sparse: bool) -> int:
-    """Return the bytes of one layer's second norm and feed-forward block."""
-    return activations.total(_behind(run, sparse, 0))
-
-
-def _behind(run: MicroBatch, sparse: bool, number: int) -> list[Saved]:
+def feed_forward(run: MicroBatch, sparse: bool, number: int = 0) -> list[Saved]:
+    """Return the tensors of one layer's feed-forward block."""
     return _experts(run) if sparse else block(run, run.shape.ffn, number)
 
 

@@ -153,12 +153,12 @@ def _entry(run: MicroBatch, sparse: bool) -> int:
     shape, layout, e, n = run.shape, run.layout, run.itemsize, run.tokens
     here, hidden = run.hidden_bytes, e * n * shape.hidden
     # Gradients of q, k and v were concatenated for one product; with biases (gpt) the parts stay, too.
-    joined = shape.family == "llama" and layout.tp_y <= shape.kv_heads and layout.tp_x == 1
+    joined = run.gated and layout.tp_y <= shape.kv_heads and layout.tp_x == 1
     apart = e * n * shape.head_dim * (shape.heads + 2 * shape.kv_heads) // layout.tp * joined
     summed = _copied(run) + here * layout.sequence_parallel  # over tp
     # The norm's input; and the residual gradient, if separate from the gradient of attention's output.
     beside = here + here * layout.sequence_parallel
-    left = between_backward_halves.layer(run, sparse) + beside + hidden + max(apart, summed)
+    left = activations.total(between_backward_halves.layer(run, sparse)) + beside + hidden + max(apart, summed)
     return left - activations.total(activations.layer(run, sparse=sparse))
 
 
@@ -170,7 +170,7 @@ def _in_dense(run: MicroBatch, kind: Half, ffn: int) -> tuple[int, int]:
     """
     shape, t, e, n = run.shape, run.layout.tp, run.itemsize, run.tokens
     wide, hidden = e * n * (ffn // t), e * n * shape.hidden
-    gated = shape.family == "llama"
+    gated = run.gated
     matrix = e * shape.hidden * (ffn // t) if e < 4 else 0
     into = matrix * (2 if gated else 1)
     if kind == "weight":
@@ -216,7 +216,7 @@ def _round_ring(run: MicroBatch, sparse: bool, kind: Half) -> int:
     found = run.hidden_bytes + output + run.exact * (q + 2 * kv) + max(steps) + copies
     if layout.recompute == "selective":  # the saved core tensors coexist with the recomputed ones
         found += e * (q + n * shape.head_dim * shape.kv_heads // min(layout.tp_y, shape.kv_heads) * 2)
-    left = between_backward_halves.after_attention(run, sparse) if kind == "input" else 0
+    left = activations.total(between_backward_halves.feed_forward(run, sparse)) if kind == "input" else 0
     return found + left - activations.total(activations.after_attention(run, sparse))
 
 
@@ -263,7 +263,7 @@ def _forward(run: MicroBatch, sparse: bool) -> int:
         return _routed(run) - _of_shared(run) if sparse else here + max(here, _summed(run))  # the output, and the sum
     if not sparse:
         return 2 * here + _through(run, run.shape.ffn)  # after attention, with its norm
-    rows, gated = _RowBytes.of(run), run.shape.family == "llama"
+    rows, gated = _RowBytes.of(run), run.gated
     inside = 2 * rows.computed + (2 if gated else 1) * rows.wide
     routed = max(_routed(run), rows.sent + max(rows.exchanged(run.layout), inside))
     of = run.shape.moe
@@ -277,7 +277,7 @@ def _through(run: MicroBatch, ffn: int) -> int:
         ffn: width of the block.
     """
     hidden, wide = (run.itemsize * run.tokens * width for width in (run.shape.hidden, ffn // run.layout.tp))
-    gated, gathered = run.shape.family == "llama", run.layout.sequence_parallel
+    gated, gathered = run.gated, run.layout.sequence_parallel
     first = hidden * gathered + wide * (1 + gated)  # its input and the first products
     between = (4 if gated else 2) * wide
     biased = run.layout.tp > 1 and not gated  # after the sum
@@ -318,7 +318,7 @@ def _in_experts(run: MicroBatch, kind: Half, last: bool) -> Block:
     """Return the bytes in an expert block, whose experts run sequentially; in backward, shared experts come first."""
     shape, layout, e, experts = run.shape, run.layout, run.itemsize, run.shape.moe
     own, sent, here, wide, *_ = rows = _RowBytes.of(run)
-    gated, shared = shape.family == "llama", experts.shared * experts.ffn
+    gated, shared = run.gated, experts.shared * experts.ffn
     matrix = e * shape.hidden * (experts.ffn // layout.expert_tensor) if e < 4 else 0
     y, heads = layout.tp_y, shape.head_dim * (shape.heads // layout.tp_y)
     keys = shape.head_dim * (shape.kv_heads // min(y, shape.kv_heads))
