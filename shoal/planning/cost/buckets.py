@@ -105,6 +105,18 @@ def count_elements(shape: ModelShape, layout: Layout, part: StagePart, *index: i
     return found[False], found[True]
 
 
+def replica_layout(layout: Layout) -> Layout:
+    """Return the layout by which state is sharded; with relaxed synchronisation, each replica is unsharded."""
+    return layout if layout.sync == "all-reduce" else layout.model_copy(update={"zero": 0})
+
+
+def cut_buckets(layout: Layout, stage: Filled) -> tuple[list[int], list[int]]:
+    """Return the elements of a rank's shard of each kind of bucket, and of each full bucket, padding included."""
+    shards = [layout.expert_shape[2] if size.expert else layout.shards for size in stage.sizes]
+    chunks = [size.chunk(count) for size, count in zip(stage.sizes, shards, strict=True)]
+    return chunks, [count * chunk for count, chunk in zip(shards, chunks, strict=True)]
+
+
 @lru_cache(maxsize=16384)
 def _filled(
     shape: ModelShape, splitting: tuple, part: StagePart, limit: float, itemsize: int, *index: int

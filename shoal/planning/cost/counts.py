@@ -27,7 +27,7 @@ from shoal.planning.cost.time.traffic import (
     expert_parallel,
     tensor_parallel,
 )
-from shoal.planning.cost.time.work import Seen, seen_alone, step_flops
+from shoal.planning.cost.time.work import Seen, seen_alone, stage_flops
 from shoal.spec.layout import Layout
 from shoal.spec.number_formats import Formats
 
@@ -69,7 +69,9 @@ class RankCounts:
         """FLOPs of matrix products and attention, with equally many tokens for each expert."""
         counts = [len(self.program.stage_microbatches(stage)) for stage in self.held]
         chosen = self._seen(self.chosen) if self.chosen is not None and self.run.layout.cp > 1 else None
-        return step_flops(self.run, [self.parts[stage] for stage in self.held], counts, self._seen(self.spread), chosen)
+        seen = self._seen(self.spread)
+        each = [stage_flops(self.run, self.parts[stage], seen, chosen) for stage in self.held]
+        return sum(count * flops for count, flops in zip(counts, each, strict=True))
 
     def _seen(self, spread: TokenAssignment) -> Seen:
         """Return what this rank's attention computes for this token assignment.

@@ -55,18 +55,11 @@ class BudgetAnswer(NamedTuple):
 class LayoutPlanner:
     """Searches the layouts of one model on one cluster.
 
-    Args:
-        model: catalog name.
-        cluster: cluster name, such as 8xH100, 64x8xH100-IB400 or v5p-4096.
-        global_batch: sequences per step, or tokens as "512K" or "4M" (4 x 1024 x 1024).
-        sequence_length: tokens of a sequence.
-        precision: number formats, as ``train.precision`` names them.
-        optimizer: the update rule.
-        fixed: fields of the layout that are given, as a mapping or as text: "tp=8,recompute=full".
+    Args: as for `plan`.
 
     Attributes:
-        run: what is planned; its layout says nothing.
-        space: what is chosen from.
+        run: the run to plan; its layout is ignored.
+        space: the searched choices.
 
     Raises:
         UsageError: an unknown name, a batch smaller than one sequence, or a field that is not searched.

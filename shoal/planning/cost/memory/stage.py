@@ -15,8 +15,8 @@ from shoal.pipeline.simulator.columns import EVERY, NONE, NTH, SOME
 from shoal.planning.cost.buckets import count_elements, fill_buckets
 from shoal.planning.cost.memory import activations
 from shoal.planning.cost.memory.between_backward_halves import between
-from shoal.planning.cost.memory.state import StateBytes, stage_unsharded_bytes, state_bytes
-from shoal.planning.cost.memory.transient import UnshardedBytes
+from shoal.planning.cost.memory.state import StateBytes, state_bytes
+from shoal.planning.cost.memory.transient import UnshardedBytes, count_unsharded
 from shoal.planning.cost.memory.working_set import PASSES, Half, Moment, above, moments
 from shoal.planning.cost.micro_batch import EightBits, MicroBatch
 from shoal.planning.cost.parameters import SPLITTING, StagePart
@@ -164,7 +164,7 @@ class StageMemory:
     def unsharded_bytes(self, part: StagePart) -> UnshardedBytes:
         """Return the unsharded tensors of one stage's backward, cached for equal stages."""
         key = ("passing", self.state_key, self.kinds(part), self._begins(part), part.first, part.last, part.shared)
-        return self.once(key, lambda: stage_unsharded_bytes(self.run.shape, self.run.layout, self.run.policy, part))
+        return self.once(key, lambda: count_unsharded(self.run.shape, self.run.layout, self.run.policy, part))
 
     def message_counts(self, part: StagePart, zero: int) -> tuple[int, int]:
         """Return the number of messages that gather a stage's parameters or reduce their gradients.

@@ -15,9 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shoal.planning.cost.buckets import Filled, fill_buckets
+from shoal.planning.cost.buckets import cut_buckets, fill_buckets, replica_layout
 from shoal.planning.cost.memory.optimizer_state import Moments, Orthogonal
-from shoal.planning.cost.memory.transient import UnshardedBytes, count_unsharded
 from shoal.planning.cost.parameters import StagePart
 from shoal.spec.catalog import ModelShape
 from shoal.spec.layout import Layout
@@ -62,14 +61,14 @@ def state_bytes(
         expert_index: indices along edp_shard, ep and etp.
     """
     index = shard_index if layout.sync == "all-reduce" else 0
-    layout = _kept_together(layout)
+    layout = replica_layout(layout)
     zero = layout.zero
     storage, compute, reduce = policy.storage.itemsize, policy.compute.itemsize, policy.reduce.itemsize
     parameters = gradients = elements = experts = 0
     moments = Moments(optimizer, policy.state.itemsize)
     for part in parts:
         stage = fill_buckets(shape, layout, part, reduce, tp_index, *expert_index[1:])
-        chunks, wholes = _cut(layout, stage)
+        chunks, wholes = cut_buckets(layout, stage)
         for size, count, chunk, whole in zip(stage.sizes, stage.counts, chunks, wholes, strict=True):
             if zero < 3:
                 parameters += count * (whole * compute + (0 if storage == compute else chunk * storage))
@@ -82,26 +81,6 @@ def state_bytes(
     return StateBytes(
         parameters, gradients, moments.bytes, elements, experts, moments.passing, moments.estimating, moments.orthogonal
     )
-
-
-def stage_unsharded_bytes(shape: ModelShape, layout: Layout, policy: Formats, part: StagePart) -> UnshardedBytes:
-    """Return the transient unsharded parameters (ZeRO-3) and gradients (ZeRO-2 and 3) of one stage's backward."""
-    layout = _kept_together(layout)
-    stage = fill_buckets(shape, layout, part, policy.reduce.itemsize, 0, 0, 0)
-    chunks, wholes = ([sizes[kind] for kind in stage.kind] for sizes in _cut(layout, stage))
-    return count_unsharded(shape, layout, part, stage, wholes, chunks, policy.compute.itemsize, policy.reduce.itemsize)
-
-
-def _kept_together(layout: Layout) -> Layout:
-    """Return the layout by which state is sharded; with relaxed synchronisation, each replica is unsharded."""
-    return layout if layout.sync == "all-reduce" else layout.model_copy(update={"zero": 0})
-
-
-def _cut(layout: Layout, stage: Filled) -> tuple[list[int], list[int]]:
-    """Return the elements of a rank's shard of each kind of bucket, and of each full bucket, padding included."""
-    shards = [layout.expert_shape[2] if size.expert else layout.shards for size in stage.sizes]
-    chunks = [size.chunk(count) for size, count in zip(stage.sizes, shards, strict=True)]
-    return chunks, [count * chunk for count, chunk in zip(shards, chunks, strict=True)]
 
 
 def zero_bytes(

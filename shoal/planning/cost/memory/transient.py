@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from shoal.planning.cost.buckets import Filled
+from shoal.planning.cost.buckets import Filled, cut_buckets, fill_buckets, replica_layout
 from shoal.planning.cost.parameters import StagePart
 from shoal.spec.catalog import ModelShape
 from shoal.spec.layout import Layout
+from shoal.spec.number_formats import Formats
 
 WAITING, MAKING, COMPLETE, REST, ALL, SHARED = range(6)
 """Times of a unit's backward: before any of its gradients has memory, when the first gradients are computed, and when
@@ -73,17 +74,11 @@ class UnshardedBytes(NamedTuple):
     stays: tuple[int, int]
 
 
-def count_unsharded(
-    shape: ModelShape, layout: Layout, part: StagePart, stage: Filled, wholes: Sequence[int], chunks: Sequence[int],
-    compute: int, reduce: int,
-) -> UnshardedBytes:
-    """Return the unsharded bytes at each time of a backward.
-
-    Args:
-        wholes: elements of each full bucket, padding included.
-        chunks: elements of this rank's shard of each bucket.
-        compute, reduce: bytes per element of a parameter, and of a gradient.
-    """
+def count_unsharded(shape: ModelShape, layout: Layout, policy: Formats, part: StagePart) -> UnshardedBytes:
+    """Return the unsharded parameters (ZeRO-3) and gradients (ZeRO-2 and 3) at each time of a stage's backward."""
+    layout, compute, reduce = replica_layout(layout), policy.compute.itemsize, policy.reduce.itemsize
+    stage = fill_buckets(shape, layout, part, reduce, 0, 0, 0)
+    chunks, wholes = ([sizes[kind] for kind in stage.kind] for sizes in cut_buckets(layout, stage))
     units, carried, stays = len(stage.used), (0, 0, 0), (0, 0)
     times: Sequence[Sequence[Time]] = [NOTHING] * units
     if layout.zero >= 2:

@@ -101,16 +101,3 @@ def _experts(run: MicroBatch) -> int:
     router = 2 * rows.own * shape.hidden * experts.count * scored
     inside = 2 * rows.computed * shape.hidden * matrices * (experts.ffn // run.layout.expert_tensor)
     return router + inside + _mlp(run, run.tokens, experts.shared * experts.ffn)
-
-
-def step_flops(
-    run: MicroBatch, parts: Sequence[StagePart], microbatches: Sequence[int], seen: Seen, chosen: Seen | None = None
-) -> int:
-    """Return a rank's FLOPs per step.
-
-    Args:
-        parts: its stages.
-        microbatches: micro-batches that pass through each of them.
-        seen, chosen: tokens of one micro-batch on this rank.
-    """
-    return sum(count * stage_flops(run, part, seen, chosen) for part, count in zip(parts, microbatches, strict=True))
