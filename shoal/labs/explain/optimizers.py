@@ -1,4 +1,4 @@
-"""`shoal explain optimizers`: where the update rules go on two small surfaces, and what each keeps per parameter."""
+"""`shoal explain optimizers`: paths of the update rules on two small surfaces, and their bytes per parameter."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.table import Table
 from shoal.base.errors import UsageError, did_you_mean
 from shoal.base.section import Section
 from shoal.engine.optim.build import RULES
-from shoal.labs.explain.surfaces import SURFACES, Surface, Way, best_rate, walk
+from shoal.labs.explain.surfaces import SURFACES, RulePath, Surface, find_best_rate, walk
 from shoal.pipeline.check_run import check_run
 from shoal.planning.cost.memory.state import state_bytes
 from shoal.planning.cost.parameters import StagePart
@@ -34,8 +34,8 @@ GROUPS: tuple[tuple[str, tuple[OptimizerName | Literal["nesterov"], ...]], ...] 
     ("rates by element", ("adagrad", "adam", "radam", "sage")),
     ("factors, matrices, curvature", ("adafactor", "muon", "sophia-g")),
 )
-"""What shares a picture. AdamW without decay is Adam, and 8-bit Adam keeps so few moments in full precision; the
-two of Sophia differ in their estimates alone."""
+"""Rules that share a chart. Left out are AdamW (Adam without decay), 8-bit Adam (full precision for so small a model)
+and one of the two estimates of Sophia."""
 
 
 class OptimizersOptions(Section):
@@ -58,19 +58,19 @@ class OptimizersOptions(Section):
 
 
 def explain(options: OptimizersOptions, console: Console) -> Callable[[], str]:
-    """Print the tables. Returns what draws the pictures."""
+    """Print the tables. Returns a function that draws the charts."""
     if not 0 <= options.momentum < 1:
-        raise UsageError(f"--momentum {options.momentum}: a decay rate, from 0 to below 1.")
+        raise UsageError(f"--momentum {options.momentum}: must be from 0 to below 1.")
     if options.precision not in FORMATS:
         raise UsageError(f"--precision {options.precision}: {did_you_mean(options.precision, FORMATS)}")
     memory = bytes_per_parameter(options.model, options.precision)
-    ways = {surface.name: ways_over(surface, options.steps, options.momentum) for surface in SURFACES}
+    ways = {surface.name: trace_rules(surface, options.steps, options.momentum) for surface in SURFACES}
     console.print(_ways_table(ways, options.steps), "")
     rows = [(name, f"{size:.3f}") for name, size in memory.items()]
     title = f"states of {options.model}, {options.precision}"
     console.print(text_table(("rule", "bytes / parameter"), rows, title=title))
     if left_out := [name for name in RULES if name not in memory]:
-        console.print(f"not trained so: {', '.join(left_out)}")
+        console.print(f"not supported in this precision: {', '.join(left_out)}")
     return partial(draw, ways, memory, options)
 
 
@@ -81,7 +81,7 @@ def bytes_per_parameter(model: str, precision: str) -> dict[str, float]:
         By rule, the smallest first; rules that `shoal train` refuses are left out.
 
     Raises:
-        UsageError: there is no such model in the catalog, or it is trained with none.
+        UsageError: the model is not in the catalog, or no rule trains it.
     """
     shape = model_shape(model)
     parts, refused, counted = [StagePart(range(shape.layers))], [], {}
@@ -98,8 +98,8 @@ def bytes_per_parameter(model: str, precision: str) -> dict[str, float]:
     return dict(sorted(counted.items(), key=lambda item: (item[1], item[0])))
 
 
-def ways_over(surface: Surface, steps: int, momentum: float) -> list[list[Way]]:
-    """For each of `GROUPS` the ways of its rules, each with the learning rate that is best for it in the valley."""
+def trace_rules(surface: Surface, steps: int, momentum: float) -> list[list[RulePath]]:
+    """Return the paths of the rules of each of `GROUPS`, each with its best learning rate in the valley."""
     groups = []
     for _, names in GROUPS:
         ways = []
@@ -108,7 +108,7 @@ def ways_over(surface: Surface, steps: int, momentum: float) -> list[list[Way]]:
                 name="momentum" if name == "nesterov" else name, nesterov=name == "nesterov", momentum=momentum,
                 weight_decay=0.0, hessian_every=1, hessian_scale=1.0,
             )
-            rate = best_rate(SURFACES[0], config, steps)
+            rate = find_best_rate(SURFACES[0], config, steps)
             ways.append(walk(surface, config.model_copy(update={"learning_rate": rate}), steps, name))
         groups.append(ways)
     return groups
@@ -117,17 +117,17 @@ def ways_over(surface: Surface, steps: int, momentum: float) -> list[list[Way]]:
 # ---- tables ---------------------------------------------------------------------------------------------------------
 
 
-def _ways_table(ways: Mapping[str, list[list[Way]]], steps: int) -> Table:
+def _ways_table(ways: Mapping[str, list[list[RulePath]]], steps: int) -> Table:
     names = list(ways)
     rows = []
     for groups in zip(*ways.values(), strict=True):
-        for same in zip(*groups, strict=True):  # the ways of one rule, over each surface
+        for same in zip(*groups, strict=True):  # the paths of one rule, over each surface
             first = same[0]
             there = next((str(n) for n, loss in enumerate(first.losses) if loss <= first.losses[0] / 10), "–")
             rows.append([first.label, f"{first.rate:g}", *(f"{way.losses[-1]:.2g}" for way in same), there])
         rows.append([])
     headings = ("rule", "learning rate", *names, f"steps to a tenth in {names[0]}")
-    title = f"loss after {steps} steps, with the rate that is best in the valley"
+    title = f"loss after {steps} steps, with the best rate in the valley"
     return text_table(headings, rows[:-1], title=title, lines=True)
 
 
@@ -135,8 +135,8 @@ def _ways_table(ways: Mapping[str, list[list[Way]]], steps: int) -> Table:
 
 
 @styled
-def draw(ways: Mapping[str, list[list[Way]]], memory: Mapping[str, float], options: OptimizersOptions) -> str:
-    """Draw the ways over each surface in a row of charts, and under them the memory as bars."""
+def draw(ways: Mapping[str, list[list[RulePath]]], memory: Mapping[str, float], options: OptimizersOptions) -> str:
+    """Draw the paths over each surface in a row of charts, and below them the memory as bars."""
     figure, charts = new_figure(
         380 * len(GROUPS), 350 * (len(SURFACES) + 1), rows=len(SURFACES) + 1, columns=len(GROUPS),
         title=f"Update rules: {options.steps} steps from the ring to the dot",
@@ -152,7 +152,7 @@ def draw(ways: Mapping[str, list[list[Way]]], memory: Mapping[str, float], optio
     return to_svg(figure)
 
 
-def _draw_ways(axes: Axes, surface: Surface, title: str, group: Sequence[Way]) -> None:
+def _draw_ways(axes: Axes, surface: Surface, title: str, group: Sequence[RulePath]) -> None:
     left, bottom, right, top = surface.box
     xs, ys = torch.linspace(left, right, 121), torch.linspace(bottom, top, 121)
     losses = surface.loss(torch.stack(torch.meshgrid(xs, ys, indexing="xy"), -1))  # [y, x]

@@ -1,4 +1,4 @@
-"""Loss surfaces of two weights, and the ways of the update rules over them: the very rules that train."""
+"""Loss surfaces of two weights, and the paths of the training's own update rules over them."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ from shoal.engine.optim.sophia import Sophia
 from shoal.spec.config import OptimizerConfig
 
 Point = tuple[float, float]
-NAME = "layers.0.weight"  # by which Muon takes the two weights for a matrix inside a layer, of one row
+NAME = "layers.0.weight"  # makes Muon treat the two weights as a matrix of a layer, with one row
 
 
 class Surface(NamedTuple):
     """A loss of two weights.
 
     Attributes:
-        name, formula: for people.
         loss: [.., 2] -> [..].
-        hessian: [2] -> the diagonal of the second derivatives there, [2].
-        start: where the weights start.
-        box: what is drawn, (left, bottom, right, top).
-        levels: of the contours.
+        hessian: [2] -> the diagonal of the second derivatives, [2].
+        start: initial weights.
+        box: area of the drawing (left, bottom, right, top).
+        levels: levels of the contours.
     """
 
     name: str
@@ -53,19 +52,19 @@ SURFACES = (
         (-1.5, 0.01), (-1.9, -0.6, 1.7, 1.8), (-0.24, -0.2, -0.13, -0.05, 0.0, 0.1, 0.3, 0.6, 1.0, 1.5),
     ),
 )
-"""A valley is long one way and steep the other. At a saddle the gradient is zero and the way down lies across: the
-start is a hundredth beside the ridge, which plain descent leaves late."""
+"""The valley is flat along x and steep along y. At the saddle the gradient is zero, and the descent is along y: the
+start is 0.01 off the ridge, which plain descent leaves late."""
 
 
 @dataclass(frozen=True)
-class Way:
-    """Where a rule goes.
+class RulePath:
+    """The path of an update rule.
 
     Attributes:
-        label: the rule, with what was set.
+        label: the rule.
         rate: its learning rate.
-        points: the weights before the first step and after each.
-        losses: there.
+        points: the weights before the first step and after each step.
+        losses: the loss at each point.
     """
 
     label: str
@@ -74,30 +73,30 @@ class Way:
     losses: tuple[float, ...]
 
 
-def walk(surface: Surface, config: OptimizerConfig, steps: int, label: str = "") -> Way:
-    """Train two weights, with whole gradients. Sophia, for once, is given the Hessian's diagonal itself."""
+def walk(surface: Surface, config: OptimizerConfig, steps: int, label: str = "") -> RulePath:
+    """Train two weights. Sophia gets the exact diagonal of the Hessian."""
     weights = torch.tensor([surface.start], dtype=torch.float64)  # [1, 2]
     gradient = torch.zeros_like(weights)
     rule = build(config, Shards.of([(NAME, weights, gradient)], lambda name, tensor: 0.0))
     points = [surface.start]
     for _ in range(steps):
         with torch.enable_grad():
-            here = weights[0].clone().requires_grad_()
-            (slope,) = torch.autograd.grad(surface.loss(here), here)
+            point = weights[0].clone().requires_grad_()
+            (slope,) = torch.autograd.grad(surface.loss(point), point)
         gradient[0].copy_(slope)
         if isinstance(rule, Sophia) and rule.due:
             rule.learn([surface.hessian(weights[0])])
         rule.step(config.learning_rate)
         points.append(tuple(weights[0].tolist()))
     losses = surface.loss(torch.tensor(points, dtype=torch.float64)).tolist()
-    return Way(label or config.name, config.learning_rate, tuple(points), tuple(losses))
+    return RulePath(label or config.name, config.learning_rate, tuple(points), tuple(losses))
 
 
 RATES = tuple(factor * 10.0**power for power in (-3, -2, -1) for factor in (1, 2, 5))
 
 
-def best_rate(surface: Surface, config: OptimizerConfig, steps: int) -> float:
-    """Of `RATES`, the one with the least mean loss on the way."""
+def find_best_rate(surface: Surface, config: OptimizerConfig, steps: int) -> float:
+    """Return the learning rate of `RATES` with the least mean loss over the path."""
     def mean(rate: float) -> float:
         losses = walk(surface, config.model_copy(update={"learning_rate": rate}), steps).losses
         return sum(min(loss, 1e9) for loss in losses)
