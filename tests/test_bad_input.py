@@ -218,18 +218,18 @@ CASES = {
     "no experts to measure": Bad(lambda p: ["bench", "experts", "--experts"], ("experts = []",)),
     "no sizes to measure": Bad(lambda p: ["bench", "collectives", "--sizes"], ("sizes = []",)),
     "a product beyond all memory": Bad(
-        lambda p: ["bench", "peak", "--sides", "64", "2000000"], ("its matrices take 48 TB", "Give sides up to")),
+        lambda p: ["bench", "peak", "--sides", "64", "2000000"], ("its matrices need 48 TB", "Give sides up to")),
     "a training that is not asked for": Bad(
-        lambda p: ["bench", "experts", "--steps", "9"], ("--steps 9: of --learning",)),
+        lambda p: ["bench", "experts", "--steps", "9"], ("--steps 9: it needs --learning",)),
     "a measurement in whose place a training is asked for": Bad(
-        lambda p: ["bench", "experts", "--learning", "--tokens", "9"], ("--tokens 9: of the measurement",)),
+        lambda p: ["bench", "experts", "--learning", "--tokens", "9"], ("--tokens 9: it configures the measurement",)),
     "turns of a race that takes two": Bad(
         lambda p: ["bench", "step", "--quick", "--turns", "3"], ("--turns 3: --quick takes 2 turns",)),
     "a profile that is not written": Bad(
-        lambda p: ["calibrate", "--check", "here.toml", "--out", "a.toml"], ("--out a.toml: of a measurement",)),
+        lambda p: ["calibrate", "--check", "here.toml", "--out", "a.toml"], ("--out a.toml: only for a measurement",)),
     "ranks that are not measured": Bad(
-        lambda p: ["calibrate", "--check", "here.toml", "--ranks", "3"], ("--ranks (3,): of a measurement",)),
-    "layouts that are not checked": Bad(lambda p: ["calibrate", "--layouts", "3"], ("--layouts 3: of --check",)),
+        lambda p: ["calibrate", "--check", "here.toml", "--ranks", "3"], ("--ranks (3,): only for a measurement",)),
+    "layouts that are not checked": Bad(lambda p: ["calibrate", "--layouts", "3"], ("--layouts 3: only with --check",)),
     "layouts beside all": Bad(
         lambda p: ["calibrate", "--check", "here.toml", "--layouts", "3", "--pick", "2"], ("--layouts 3: --pick",)),
     "checkpoints of no model": Bad(lambda p: ["bench", "checkpoint", "--model", "tinny"], ("did you mean 'tiny'?",)),
@@ -239,7 +239,7 @@ CASES = {
     "waiting for messages that take no time": Bad(lambda p: ["simulate", "--blocking"], ("--blocking: messages",)),
     "slices of nothing": Bad(lambda p: ["simulate", "--schedule", "zb-auto", "--slices", "4"], ("--slices 4",)),
     "a file's schedule on more ranks": Bad(
-        lambda p: ["simulate", "--csv", p.toml, "--pp", "8"], ("--pp 8: --csv says",)),
+        lambda p: ["simulate", "--csv", p.toml, "--pp", "8"], ("--pp 8: --csv determines",)),
     "a table that is drawn": Bad(lambda p: ["simulate", "--check", ".", "--out", "a.svg"], ("--out a.svg: --check",)),
     "spares and how many there should be": Bad(
         lambda p: ["goodput", "--spares", "3", "--availability", "0.9999"], ("--availability 0.9999",)),
