@@ -218,7 +218,7 @@ CASES = {
     "no experts to measure": Bad(lambda p: ["bench", "experts", "--experts"], ("experts = []",)),
     "no sizes to measure": Bad(lambda p: ["bench", "collectives", "--sizes"], ("sizes = []",)),
     "a product beyond all memory": Bad(
-        lambda p: ["bench", "peak", "--sides", "64", "2000000"], ("its matrices need 48 TB", "Give sides up to")),
+        lambda p: ["bench", "peak", "--sides", "64", "2000000"], ("its matrices need 48 TB", "Use sides up to")),
     "a training that is not asked for": Bad(
         lambda p: ["bench", "experts", "--steps", "9"], ("--steps 9: it needs --learning",)),
     "a measurement in whose place a training is asked for": Bad(

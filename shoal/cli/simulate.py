@@ -79,7 +79,7 @@ def _check(options: SimulateOptions) -> int:
 
     assert options.check is not None
     lines, error = published_bubbles.compare_printed(published_bubbles.read_printed(options.check))
-    print("\n".join([*lines, f"mean absolute error: {error:.3f} points (hundredths of the step)"]))
+    print("\n".join([*lines, f"mean absolute error: {error:.3f} percentage points"]))
     return 0
 
 
