@@ -304,11 +304,11 @@ def test_the_command(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     words = "estimate --model llama-3-70b --cluster 64x8xH100 --parallel.tp 8 --parallel.pp 4 --parallel.zero 1"
     assert main([*words.split(), "--out", str(page)]) == 0
     said = capsys.readouterr().out
-    for word in ("MFU", "memory of the fullest rank", "bubble", "money", "energy", "What would change that"):
+    for word in ("MFU", "memory of the fullest rank", "bubble", "cost", "energy", "Changes that fit"):
         assert word in said
     html = page.read_text()
     assert html.count("<svg") == 3 and "ridge 295 FLOPs/byte" in html
-    (bound,) = (line for line in said.splitlines() if line.startswith("It does not fit"))
+    (bound,) = (line for line in said.splitlines() if line.startswith("Does not fit"))
     assert f"<p>{escape(bound)}</p>" in html
     assert "http-equiv" in html and "<script src" not in html
     assert main(["estimate", "--cluster", "8xH101"]) == 2

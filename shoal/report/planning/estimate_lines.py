@@ -32,12 +32,12 @@ def estimate_lines(
     for name, value in facts:
         yield f"  {name:<{width}}  {value}"
     yield ""
-    yield "where the time goes, on the busiest pipeline rank"
+    yield "time of the busiest pipeline rank"
     for name, seconds in estimate.breakdown.items():
         if seconds > ROUNDING * step:
             yield f"  {name:<{width}}  {show_seconds(seconds):>8}  {100 * seconds / step:5.1f} %"
     yield ""
-    yield "where the memory goes, on the fullest"
+    yield "memory of the fullest rank"
     for name, size in vars(estimate.fullest).items():
         if size > 0:
             yield f"  {name:<{width}}  {show_bytes(size):>8}"
@@ -78,11 +78,11 @@ def estimate_facts(
     if hourly:
         source = "" if price else f" ({machine.price_source})"
         cost = dollars(seconds, run.cluster.size, hourly)
-        found.append(("money", f"${cost:,.0f} at ${hourly:g} an hour{source}"))
+        found.append(("cost", f"${cost:,.0f} at ${hourly:g} an hour{source}"))
     if watts := run.cluster.watts or machine.watts:
         energy = kilowatt_hours(seconds, run.cluster.size, watts)
         shown = f"{energy / 1000:,.1f} MWh" if energy >= 1000 else f"{energy:.3g} kWh"
-        of = "with its share of a node at its limit" if run.cluster.watts else "of the board alone"
+        of = "with its share of a node at its power limit" if run.cluster.watts else "of the board alone"
         found.append(("energy", f"{shown}: {watts:,.0f} W each, {of}, times {PUE:g} for the building (PUE)"))
     return found
 
@@ -91,10 +91,11 @@ def bound(estimate: Estimate) -> str:
     """Return the run's bottleneck in a sentence."""
     if not estimate.fits:
         what = max(vars(estimate.fullest).items(), key=lambda held: held[1])[0]
-        return f"It does not fit; the largest part is '{what}'. What would change that:"
+        needed, capacity = show_bytes(estimate.fullest.reserved), show_bytes(estimate.capacity)
+        return f"Does not fit: needs {needed}, has {capacity}; the largest part is '{what}'. Changes that fit:"
     (first, most), (second, next_most), *_ = sorted(estimate.breakdown.items(), key=lambda part: -part[1])
     then = f", then by {second}" if next_most > most / 10 else ""
-    return f"Bound by {first}{then}. What changes would do:"
+    return f"Bound by {first}{then}. Effects of single changes:"
 
 
 def change_rows(estimate: Estimate) -> list[tuple[str, str]]:
@@ -104,4 +105,4 @@ def change_rows(estimate: Estimate) -> list[tuple[str, str]]:
          f"({100 * (other.step_seconds / estimate.step_seconds - 1):+.0f} %), {show_bytes(other.fullest.reserved)}")
         for name, other in find_changes(estimate)
     ]  # fmt: skip
-    return found or [("", "none that was tried is faster" if estimate.fits else "no single change that was tried fits")]
+    return found or [("", "no tried change is faster" if estimate.fits else "no tried single change fits")]
