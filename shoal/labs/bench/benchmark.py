@@ -51,11 +51,7 @@ class Benchmark(Section):
 @contextmanager
 def show_progress(console: Console) -> Iterator[Notify]:
     """Yield a function that shows what is measured next: on a terminal in a line that changes, otherwise as lines on
-    stderr, so that a file of the results contains nothing else.
-
-    Args:
-        console: where results are printed.
-    """
+    stderr, so that a file of the results contains nothing else."""
     if console.is_terminal:
         with console.status("") as status:
             yield status.update
@@ -80,21 +76,14 @@ def choose_names(given: str, known: Iterable[str], option: str, separator: str =
 
 
 def check_folder(path: Path | None, option: str) -> None:
-    """Refuse a folder that does not exist.
-
-    Raises:
-        UsageError: naming the option.
-    """
+    """Raise a UsageError that names the option if a folder does not exist."""
     if path is not None and not path.is_dir():
         raise UsageError(f"{option} {path}: no such folder. Create it, or name another.")
 
 
 def make_table(title: str, rows: Sequence[Row], above: str = "") -> Table:
-    """Return a table for the terminal, with a column for each key of the rows.
-
-    Args:
-        above: key whose value is printed as a heading above consecutive rows that share it.
-    """
+    """Return a table for the terminal, with a column for each key of the rows. The value of the key ``above`` is a
+    heading above consecutive rows that share it."""
     columns = [name for name in rows[0] if name != above]
     lines: list[list[str | Text]] = []
     for heading, group in groupby(rows, lambda row: row.get(above)):

@@ -1,8 +1,7 @@
 """The cost of saving: the same training steps without saves, and with saves to disk, to memory and to another node.
 
-The variants take turns, each with one save. The time that a save stalls training is what `Checkpointer.save` and
-`InMemoryCheckpointer.save` return; the cores and memory that its background work takes from the steps show in the
-time of the turn.
+The variants take turns, each with one save. The stall of a save is what the `save` methods return; the cores and memory
+that its background work takes from the steps show in the time of the turn.
 """
 
 from __future__ import annotations
@@ -45,21 +44,21 @@ def describe_cost(
 
     Args:
         times, plain: seconds of its turns, and of the turns without saves.
-        stalls: seconds for which each save stalls the slowest rank. The first one, which also allocates memory, is
-            shown apart.
+        stalls: seconds for which each save stalls the slowest rank, at least two or none. The first one also allocates.
         every: steps in a turn.
     """
     ratios = [a / b for a, b in zip(times, plain, strict=True)]
-    stall = median(stalls[1:]) if len(stalls) > 1 else None
-    fraction = None if stall is None else stall / (median(plain) / every)
-    return {
+    row: dict[str, object] = {
         "saved": name, "ms / step": 1e3 * median(times) / every, "time": f"x {median(ratios):.3f}",
         "quartiles": "{:.3f} to {:.3f}".format(*quartiles(ratios)),
-        "stall ms": None if stall is None else 1e3 * stall,
-        "first stall ms": 1e3 * stalls[0] if stalls else None,
-        "of a step": None if fraction is None else f"{fraction:.1%}",
-        "target": None if fraction is None else f"{TARGET:.0%}",
-        "met": None if fraction is None else fraction <= TARGET,
+    }
+    if not stalls:
+        return row | dict.fromkeys(("stall ms", "first stall ms", "of a step", "target", "met"))
+    stall = median(stalls[1:])
+    fraction = stall / (median(plain) / every)
+    return row | {
+        "stall ms": 1e3 * stall, "first stall ms": 1e3 * stalls[0], "of a step": f"{fraction:.1%}",
+        "target": f"{TARGET:.0%}", "met": fraction <= TARGET,
     }
 
 
@@ -89,7 +88,6 @@ class CheckpointBenchmark(Benchmark):
     """Folder in memory (tmpfs)."""
 
     def run(self, console: Console, notify: Notify) -> bool:
-        """Measure the cost of saving and restoring."""
         if self.sequences % self.ranks:
             raise UsageError(
                 f"bench checkpoint --sequences {self.sequences}: use a multiple of --ranks {self.ranks}."

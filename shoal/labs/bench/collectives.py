@@ -64,7 +64,6 @@ class CollectivesBenchmark(Benchmark):
     """Also draw the bus bandwidth over the size to this file, .svg."""
 
     def run(self, console: Console, notify: Notify) -> bool:
-        """Measure, print, write and draw."""
         wanted = [Collective(name) for name in choose_names(self.only, list(Collective), "bench collectives --only")]
         sizes = sorted({parse(size, BYTES, where="--sizes") for size in self.sizes})
         if sizes[0] == 0:
@@ -94,12 +93,10 @@ def measure(
 
     Args:
         sizes: S in bytes, rounded up so that all blocks are equal; sizes that then coincide are measured once.
-        turns: timed turns of each algorithm, A B C A B C.
 
     Yields:
-        For each algorithm the size S, bytes of the largest input or output of one rank; the median over the turns of
-        the slowest rank's seconds; the bus bandwidth as in nccl-tests, bytes/s; and the ratio of seconds to the
-        backend's.
+        For each algorithm the size S [bytes], the largest input or output of one rank; the median over the turns of the
+        slowest rank's seconds; the bus bandwidth as in nccl-tests [bytes/s]; and the ratio of seconds to the backend's.
 
     Raises:
         RankError: an algorithm's result differs from the backend's.
@@ -250,7 +247,6 @@ class TransportBenchmark(Benchmark):
     """Measurements of each, of 5 consecutive all-reduces; the median counts."""
 
     def run(self, console: Console, notify: Notify) -> bool:
-        """Time all-reduces for each number of ranks and size."""
         if min(self.ranks) < 2:
             raise UsageError("bench transport --ranks 1: one rank exchanges nothing; use 2 or more.")
         sizes = [size * 1024 for size in self.sizes]
@@ -274,14 +270,8 @@ def time_transports(ranks: int, sizes: Sequence[int], repeats: int) -> list[Row]
 def time_all_reduces(
     sizes: Sequence[int], repeats: int, ways: Sequence[str] = WAYS
 ) -> dict[int, dict[str, list[float]]]:
-    """Time all-reduces on one rank of the default process group.
-
-    Args:
-        sizes: bytes.
-
-    Returns:
-        The seconds of an all-reduce in every turn, by size and way.
-    """
+    """Time all-reduces on one rank of the default process group; return the seconds of every turn, by size in bytes and
+    by way."""
     group = Mesh(Layout(tp=dist.get_world_size()), dist.get_rank()).group("tp")
     assert group is not None, "a group of several ranks"
     if group.shared is None and "gloo" in ways:

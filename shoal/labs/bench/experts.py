@@ -23,16 +23,8 @@ from shoal.engine.device import pick_device
 from shoal.engine.models.experts.layer import MoE
 from shoal.engine.models.experts.router import RoutingContext
 from shoal.labs.bench.benchmark import Benchmark, Notify, Row, all_met, check_folder, make_table
-from shoal.labs.bench.learning.experiment import (
-    VALIDATION,
-    TrainedRun,
-    build_run,
-    compare,
-    draw,
-    list_losses,
-    train_all,
-    write_files,
-)
+from shoal.labs.bench.learning import experiment
+from shoal.labs.bench.learning.experiment import VALIDATION, TrainedRun, build_run
 from shoal.labs.bench.race import quartiles, time_in_turns
 from shoal.labs.bench.step.workload import DTYPES, BenchPrecision
 from shoal.report.charts import Points
@@ -88,7 +80,6 @@ class ExpertsBenchmark(Benchmark):
     """learning: folder for switch.csv and switch.svg."""
 
     def run(self, console: Console, notify: Notify) -> bool:
-        """Time layers of each number of experts, or train both models."""
         if self.learning:
             reject_unused(self, ("per_token", "tokens", "hidden", "width", "precision", "repeats", "device"),
                           "it configures the measurement that --learning replaces")
@@ -106,12 +97,8 @@ class ExpertsBenchmark(Benchmark):
         return all_met(timings)
 
     def measure(self, count: int, device: torch.device) -> Row:
-        """Time both in turns on the same weights and tokens.
-
-        Returns:
-            Median times of a forward and backward, router included; the median of the turns' ratios; and the largest
-            difference of outputs and gradients, relative to the largest of each.
-        """
+        """Time a forward and backward of both in turns, router included, on the same weights and tokens. The difference
+        is the largest of outputs and gradients, relative to the largest of each."""
         shape = model_shape("tiny").model_copy(update={
             "hidden": self.hidden, "experts": Experts(count=count, per_token=self.per_token, ffn=self.width // count),
         })
@@ -153,11 +140,8 @@ class ExpertsBenchmark(Benchmark):
         }
 
     def compare_learning(self, console: Console, notify: Notify) -> bool:
-        """Train both models with each seed, and print the steps that Switch takes to the dense model's final loss.
-
-        Returns:
-            Whether it takes fewer steps with every seed.
-        """
+        """Train both models with each seed, and print the steps that Switch takes to the dense model's final loss;
+        return whether it takes fewer with every seed."""
         check_folder(self.out, "bench experts --out")
         layers, hidden, _ = self.shape
         if layers < 2 or hidden % 8:
@@ -165,8 +149,8 @@ class ExpertsBenchmark(Benchmark):
                 f"bench experts --shape {layers} {hidden} ..: every other layer has experts, and a layer has 4 heads "
                 "of an even width.\n  Use 2 layers or more, and a width that is a multiple of 8."
             )
-        runs = train_all(("dense", "switch"), self.seeds, self.configure, notify, validations=20)
-        for kind in compare(runs, "dense"):
+        runs = experiment.train_all(("dense", "switch"), self.seeds, self.configure, notify, validations=20)
+        for kind in experiment.compare(runs, "dense"):
             parameters, flops = kind.mean("parameters"), kind.mean("flops_per_token")
             console.print(
                 f"{kind.name:<7} {parameters:,.0f} parameters, {flops:,.0f} FLOPs per token, validation loss after "
@@ -178,9 +162,11 @@ class ExpertsBenchmark(Benchmark):
             for seed, end, needed in rows
         ]))  # fmt: skip
         title = f"Switch ({self.experts[0]} experts) against dense, {self.seeds} seeds"
-        picture = draw(title, runs, {"equal FLOPs per token": ("switch",)}, "dense", lambda run: run.validations,
-                       x="steps", y=VALIDATION)
-        write_files(self.out, "switch", list_losses(runs), picture)
+        picture = experiment.draw(
+            title, runs, {"equal FLOPs per token": ("switch",)}, "dense", lambda run: run.validations, x="steps",
+            y=VALIDATION,
+        )
+        experiment.write_files(self.out, "switch", experiment.list_losses(runs), picture)
         return all(needed < self.steps for _, _, needed in rows)
 
     def configure(self, kind: str, seed: int) -> RunConfig:

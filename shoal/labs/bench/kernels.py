@@ -47,21 +47,18 @@ class AttentionBenchmark(Benchmark):
     """auto, cpu or cuda."""
 
     def run(self, console: Console, notify: Notify) -> bool:
-        """Time the kernels for each dtype and length."""
         device = pick_device(self.device)
         if device.type == "cpu":
             tune_process()
-        timings = [self.measure(length, precision, device) for precision in DTYPES for length in self.lengths]
         title = f"causal attention, forward and backward, {self.tokens} tokens, on {device}"
-        console.print(make_table(title, timings))
+        console.print(make_table(title, [
+            self.measure(length, precision, device) for precision in DTYPES for length in self.lengths
+        ]))  # fmt: skip
         return True
 
     def measure(self, length: int, precision: BenchPrecision, device: torch.device) -> Row:
-        """Time both kernels in turns, on all tokens in sequences of one length (at least one sequence).
-
-        Returns:
-            Median times, and the largest difference of the outputs relative to the largest output.
-        """
+        """Time both kernels in turns, on all tokens in sequences of one length (at least one sequence). The difference
+        is the largest of the outputs, relative to the largest output."""
         shape = (max(1, self.tokens // length), self.heads, length, self.head_dim)
         generator = torch.Generator().manual_seed(0)
         q, k, v, gradient = (torch.randn(shape, generator=generator).to(device, DTYPES[precision]) for _ in range(4))
@@ -87,9 +84,6 @@ class AttentionBenchmark(Benchmark):
         }
 
 
-REPEATS = 7
-
-
 def multiply(workload: MatmulWorkload, rank: int, ranks: int) -> Step:
     """Build a step that makes one product into allocated memory."""
     generator = torch.Generator().manual_seed(0)
@@ -112,7 +106,6 @@ class PeakBenchmark(Benchmark):
     """Rows and columns."""
 
     def run(self, console: Console, notify: Notify) -> bool:
-        """Time products by torch's default library and by the one that training uses."""
         side, available = max(self.sides), host_memory()
         if (needed := 3 * 4 * side**2) > available:  # three matrices in fp32
             raise UsageError(
@@ -130,7 +123,7 @@ class PeakBenchmark(Benchmark):
                 workload = MatmulWorkload(side, precision)
                 step = partial(multiply(workload, 0, 1), 0)
                 with context():
-                    (seconds,) = time_in_turns({library: step}, REPEATS).values()
+                    (seconds,) = time_in_turns({library: step}, 7).values()
                 rate = workload.flops / median(seconds)
                 rows.append({"dtype": precision, "library": library, "side": side, "GFLOP/s": rate / 1e9})
         console.print(make_table(f"matrix products, {torch.get_num_threads()} threads", rows))

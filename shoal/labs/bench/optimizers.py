@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -34,7 +34,7 @@ from shoal.spec.layout import Layout
 FUSED = ("sgd", "momentum", "adagrad", "adam", "adamw")
 """Rules with fused and foreach kernels in torch; the baseline of other rules is a plain loop."""
 
-RATE = 1e-3
+RATE = OptimizerConfig().learning_rate
 WARM_UP = 7
 """Untimed steps: the first allocates, and RAdam's first few use momentum only."""
 
@@ -43,12 +43,7 @@ Update = Callable[[], object]
 
 
 def compare(rule: str, count: int, name: str, ours: list[float], baselines: dict[str, list[float]]) -> Row:
-    """Compare one of shoal's variants with the fastest baseline.
-
-    Args:
-        count: parameters.
-        ours, baselines: seconds of an update in every turn.
-    """
+    """Compare one of shoal's variants with the fastest baseline, by the seconds of an update in every turn."""
     baseline, theirs = min(baselines.items(), key=lambda each: median(each[1]))
     ratio, target = median(theirs) / median(ours), 1.0 if rule in FUSED else 2.0
     low, high = quartiles([b / a for a, b in zip(ours, theirs, strict=True)])
@@ -83,7 +78,6 @@ class OptimizersBenchmark(Benchmark):
     """Library of matrix products of the baselines: shoal's choice, or torch's default."""
 
     def run(self, console: Console, notify: Notify) -> bool:
-        """Time each rule on each number of parameters."""
         rules = choose_names(self.rules, sorted(RULES), "bench optimizers --rules")
         shape = None if self.model is None else model_shape(self.model)
         if shape is not None and shape.experts:
@@ -117,12 +111,8 @@ def choose_shapes(parameters: int, model: ModelShape | None = None) -> dict[str,
 
 
 def measure(rule: str, shapes: dict[str, tuple[int, ...]], turns: int, *, products: bool = True) -> list[Row]:
-    """Time one update of each variant in each turn; return a row for each variant of shoal.
-
-    Args:
-        shapes: shapes of the parameters.
-        products: whether the baselines use shoal's library of matrix products, or torch's default.
-    """
+    """Time one update of each variant in each turn; return a row for each variant of shoal. With ``products`` the
+    baselines use shoal's library of matrix products, otherwise torch's default."""
     config = OptimizerConfig.model_validate({"name": rule, "hessian_every": 10**9})
     ours = {"eager": partial(build_flat, config, shapes)}
     if rule in COMPILED:
@@ -185,7 +175,10 @@ def build_baseline(
         for flat in _draw(shapes)
     )
     if config.name in FUSED or config.name in ("radam", "adafactor"):
-        optimizer = _build_torch(config, weights, gradients, way)
+        parameters = [nn.Parameter(weight) for weight in weights]
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        optimizer = build_torch(config, parameters, way)
         return lambda: (optimizer.step(), weights)[1]
     loop = {"sage": _sage, "sophia-g": _sophia, "sophia-h": _sophia, "muon": _muon, "adam8bit": _adam8bit}[config.name]
     states: list[dict[str, Tensor]] = [{} for _ in sizes]
@@ -201,17 +194,14 @@ def build_baseline(
     return update if products else by_mkl()(update)
 
 
-def _build_torch(
-    config: OptimizerConfig, weights: list[Tensor], gradients: list[Tensor], way: str
-) -> torch.optim.Optimizer:
+def build_torch(config: OptimizerConfig, parameters: Iterable[nn.Parameter], way: str) -> torch.optim.Optimizer:
+    """Build torch's own optimizer of a rule, "fused" or "foreach", with weight decay on matrices only, like shoal's."""
     groups: dict[float, list[nn.Parameter]] = {}
-    for weight, gradient in zip(weights, gradients, strict=True):
-        parameter = nn.Parameter(weight)
-        parameter.grad = gradient
-        groups.setdefault(weight_decay(config, tuple(weight.shape)), []).append(parameter)
+    for parameter in parameters:
+        groups.setdefault(weight_decay(config, tuple(parameter.shape)), []).append(parameter)
     params = [{"params": members, "weight_decay": decay} for decay, members in groups.items()]
     fused, betas, eps = way == "fused", config.betas, config.eps
-    common: dict[str, Any] = {"lr": RATE, "foreach": way == "foreach"}
+    common: dict[str, Any] = {"lr": config.learning_rate, "foreach": way == "foreach"}
     match config.name:
         case "sgd" | "momentum":
             momentum = config.momentum if config.name == "momentum" else 0.0

@@ -49,10 +49,7 @@ class Variant:
     """One way to do the work.
 
     Attributes:
-        name: name in the table.
         build: function from (workload, rank, ranks) to a step; a top-level function or a `functools.partial` of one.
-        workload: what it processes.
-        ranks: processes.
         threads: torch threads in each process.
         tuned: configure its processes like shoal's ranks (`shoal.engine.cpu_tuning`).
         products: if tuned, also set the library of matrix products, not only the allocator.
@@ -124,8 +121,6 @@ class Race:
     """Variants to compare.
 
     Attributes:
-        name: name in ``--only``.
-        ours: shoal's variants.
         references: torch's variants; the fastest of them counts.
         target: speed that ours must reach, as a multiple of the reference's (or as a share of a peak).
         also: variants that are shown only.
@@ -157,7 +152,6 @@ class VariantResult:
 
     @property
     def median(self) -> float:
-        """Seconds of a step."""
         return median(second for turn in self.turns for second in turn.seconds)
 
     @property
@@ -202,11 +196,7 @@ def slowest_rank(ranks: Sequence[Mapping[K, Sequence[float]]]) -> dict[K, list[f
 
 
 def run_race(race: Race, turns: int, steps: int, warmup: int, notify: Notify) -> list[Row]:
-    """Run a race with the arguments of `take_turns`, and return its `summarise`.
-
-    Raises:
-        RaceError: a variant failed, or the losses differ.
-    """
+    """Run a race with the arguments and errors of `take_turns` and `check_agreement`; return its `summarise`."""
     results = take_turns(race.variants, turns, steps, warmup, lambda what: notify(f"{race.name}: {what}"))
     if race.tolerance is not None:
         check_agreement([result for result in results if result.variant not in race.bounds], race.tolerance)
@@ -216,12 +206,7 @@ def run_race(race: Race, turns: int, steps: int, warmup: int, notify: Notify) ->
 def take_turns(
     variants: Sequence[Variant], turns: int, steps: int, warmup: int, notify: Notify
 ) -> list[VariantResult]:
-    """Train variants in turns, each in its own processes.
-
-    Args:
-        turns: turns of each variant.
-        steps: steps in a turn.
-        warmup: untimed steps of each variant before its first turn, at least 1.
+    """Train variants in turns of some steps, each in its own processes, after at least one untimed step of warm-up.
 
     Raises:
         RaceError: a variant failed.
@@ -315,12 +300,11 @@ def _run_turn(variant: Variant, numbers: range) -> VariantTurn:
         losses.append(step(number))
         seconds.append(time.perf_counter() - start)
         cpu_seconds.append(time.process_time() - cpu)
-    return VariantTurn(seconds, cpu_seconds, losses, peak_memory(torch.device("cpu")) - _memory_of_peers())
+    return VariantTurn(seconds, cpu_seconds, losses, peak_memory(CPU) - _count_peers_memory())
 
 
-def _memory_of_peers() -> int:
-    """Return the bytes of shared memory in this process that count for other processes. Each one counts its part,
-    which Linux reports as the proportional set size."""
+def _count_peers_memory() -> int:
+    """Return the bytes of this process's shared memory beyond its part, which is Linux's proportional set size."""
     rollup, status = Path("/proc/self/smaps_rollup"), Path("/proc/self/status")
     if not rollup.exists():
         return 0

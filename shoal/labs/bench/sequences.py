@@ -76,7 +76,6 @@ class ContextBenchmark(Benchmark):
     """Largest accepted time of the ring, as a multiple of the bound's."""
 
     def run(self, console: Console, notify: Notify) -> bool:
-        """Time the ring and its bound."""
         if self.ranks < 2 or self.tokens < 2 * self.ranks or self.heads % self.kv_heads:
             raise UsageError("bench context: use 2 ranks or more, 2 tokens for each, and heads that kv_heads divides.")
         seconds = self.measure()
@@ -103,27 +102,21 @@ class ContextBenchmark(Benchmark):
 
 @dataclass(frozen=True)
 class IdleRing(RingPosition):
-    """A ring without transfers.
-
-    Attributes:
-        local: keys and values of every position.
-    """
+    """A ring without transfers: `local` has the keys and values of every position."""
 
     local: Mapping[int, Tensor] = field(default_factory=dict)
 
     def circulate(self, held: Tensor, lengths: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        """Yield the local blocks in the order of `RingPosition.circulate`."""
         for step in range(self.size):
             source = (self.index - step) % self.size
             yield source, self.local[source]
 
     def shift(self, x: Tensor, out: Tensor, group: Group | None) -> Pending:
-        """Return gradients of zero."""
         out.zero_()
         return self
 
     def wait(self) -> None:
-        """Return immediately."""
+        pass
 
 
 def _time(case: ContextBenchmark) -> dict[str, list[float]]:
@@ -175,7 +168,6 @@ class LongContextBenchmark(Benchmark):
     """MiB of each device for activations kept for backward."""
 
     def run(self, console: Console, notify: Notify) -> bool:
-        """Train, count the bytes on every rank, and compare them with the budget and with one device, by formula."""
         config = build_config({
             "model": {"name": "tiny", "layers": self.layers},
             "parallel": {"cp": self.ranks, "ulysses": self.ulysses},
@@ -209,12 +201,8 @@ def needs_ranks(alone: float, most: float, budget: float) -> bool:
 
 
 def _train(config: RunConfig, shape: ModelShape, steps: int) -> tuple[list[float], int, float, int]:
-    """Train on one rank.
-
-    Returns:
-        Losses of all steps; bytes that one forward keeps for its backward, without weights; seconds of the last step;
-        peak bytes of the process.
-    """
+    """Train on one rank; return the losses of all steps, the bytes that one forward keeps for its backward, without
+    weights, the seconds of the last step, and the peak bytes of the process."""
     mesh = Mesh(config.parallel, dist.get_rank())
     samples = SyntheticDataset(shape.vocab, config.data.sequence_length, config.train.seed)
     engine = Engine(config, shape, mesh, samples)
@@ -225,7 +213,7 @@ def _train(config: RunConfig, shape: ModelShape, steps: int) -> tuple[list[float
     for step in range(1, steps):
         begin = time.perf_counter()
         losses.append(engine.step(step).loss)
-    return (losses, sum(kept.values()), time.perf_counter() - begin, peak_memory(mesh.device))
+    return losses, sum(kept.values()), time.perf_counter() - begin, peak_memory(mesh.device)
 
 
 @contextmanager
@@ -272,7 +260,6 @@ class SlicesBenchmark(Benchmark):
     """auto, cpu or cuda."""
 
     def run(self, console: Console, notify: Notify) -> bool:
-        """Time slices; print the best for each number of stages, and their time relative to unsliced sequences."""
         device = pick_device(self.device)
         if device.type == "cpu":
             tune_process()
@@ -296,11 +283,8 @@ class SlicesBenchmark(Benchmark):
         return True
 
     def measure(self, device: torch.device) -> list[tuple[int, int, float]]:
-        """Time slices of a sixteenth up to the full sequence, at several positions.
-
-        Returns:
-            For each (tokens of the slice, tokens before it, median seconds of forward and backward).
-        """
+        """Time slices of a sixteenth up to the full sequence, at several positions; return for each (tokens of the
+        slice, tokens before it, median seconds of forward and backward)."""
         dtype, shape = DTYPES[self.precision], model_shape(self.model)
         shape = shape.model_copy(update={"max_sequence": max(shape.max_sequence, self.length), "layers": 1, "vocab": 1})
         model = Transformer(shape)

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from shoal.engine.data.batches import SyntheticDataset
 from shoal.engine.models.transformer import Transformer, initialise
-from shoal.labs.bench.learning import mixture_of_depths
+from shoal.labs.bench.learning import experiment
 from shoal.labs.bench.learning.experiment import LENGTH, TrainedRun, sampled_loss
 from shoal.labs.bench.learning.mixture_of_depths import (
     DENSE,
@@ -63,7 +63,7 @@ def test_the_plot_is_over_flops_and_the_table_has_every_validation(
         TrainedRun(kind, seed, [], [(10, 3.0), (20, 2.0 + seed / 10)], facts) for seed in range(2) for kind in KINDS
     ]
     assert training_flops(runs[0])[-1] == (20 * 16 * 64 * 10**6 / 1e12, 2.0)
-    monkeypatch.setattr(mixture_of_depths, "train_all", lambda *_, **__: runs)
+    monkeypatch.setattr(experiment, "train_all", lambda *_, **__: runs)
     out = io.StringIO()
     assert DepthsBenchmark(out=tmp_path, seeds=2).run(Console(file=out, width=140), str)
     assert all(kind in out.getvalue() for kind in KINDS) and "2.050" in out.getvalue()

@@ -11,6 +11,7 @@ from rich.console import Console
 from shoal.base.errors import UsageError
 from shoal.labs.bench import experts
 from shoal.labs.bench.experts import ExpertsBenchmark, steps_to_dense
+from shoal.labs.bench.learning import experiment
 from shoal.labs.bench.learning.experiment import TrainedRun
 
 
@@ -72,7 +73,7 @@ def test_steps_are_read_between_two_validations() -> None:
 def test_the_plot_has_both_models_and_the_table_every_validation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(experts, "train_all", lambda *_, **__: RUNS)
+    monkeypatch.setattr(experiment, "train_all", lambda *_, **__: RUNS)
     benchmark = ExpertsBenchmark(learning=True, out=tmp_path, steps=30)
     assert not benchmark.run(Console(quiet=True), str), "slower with seed 1"
     picture = (tmp_path / "switch.svg").read_text()

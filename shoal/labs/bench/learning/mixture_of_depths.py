@@ -11,19 +11,8 @@ from rich.console import Console
 
 from shoal.engine.data.tokenizer import load_tokenizer
 from shoal.labs.bench.benchmark import Notify, check_folder, make_table
-from shoal.labs.bench.learning.experiment import (
-    LENGTH,
-    VALIDATION,
-    Experiment,
-    LossSummary,
-    TrainedRun,
-    build_run,
-    compare,
-    draw,
-    list_losses,
-    train_all,
-    write_files,
-)
+from shoal.labs.bench.learning import experiment
+from shoal.labs.bench.learning.experiment import LENGTH, VALIDATION, Experiment, LossSummary, TrainedRun, build_run
 from shoal.report.charts import Points
 from shoal.spec.config import RunConfig
 
@@ -46,9 +35,8 @@ class DepthsBenchmark(Experiment):
     """Steps of each run; the shorter dense run takes as many as cost the FLOPs of the layers that take some tokens."""
 
     def run(self, console: Console, notify: Notify) -> bool:
-        """Train each kind, and compare."""
         check_folder(self.out, "bench depths --out")
-        runs = train_all(KINDS, self.seeds, self.configure, notify, validations=20)
+        runs = experiment.train_all(KINDS, self.seeds, self.configure, notify, validations=20)
         title = f"capacity {self.capacity:g} in every other layer, {self.steps} steps, mean of {self.seeds} seeds"
         console.print(make_table(title, [
             {
@@ -56,15 +44,18 @@ class DepthsBenchmark(Experiment):
                 "FLOPs/token": round(kind.mean("flops_per_token")), "steps": kind.runs[0].validations[-1][0],
                 "loss": f"{kind.loss:.3f}", "sampled": _format_fact(kind, "sampled", ".3f"),
                 "accuracy": _format_fact(kind, "accuracy", ".1%"), "recall": _format_fact(kind, "recall", ".1%"),
-            } for kind in compare(runs, DENSE)
+            } for kind in experiment.compare(runs, DENSE)
         ]))  # fmt: skip
         console.print("sampled: the loss with each token's route predicted, as in sampling; accuracy, recall: of these "
                       "predictions")
         title = f"Every other layer takes {self.capacity:g} of the tokens, {self.seeds} seeds"
         named = [replace(run, name=f"{run.name}, {run.facts['layers']:.0f} layers") for run in runs]
         families = {"mixture of depths": [run.name for run in named]}
-        picture = draw(title, named, families, named[0].name, training_flops, x="training, TFLOP", y=VALIDATION)
-        write_files(self.out, "depths", list_losses(runs, ("layers", "flops_per_token")), picture)
+        picture = experiment.draw(
+            title, named, families, named[0].name, training_flops, x="training, TFLOP", y=VALIDATION
+        )
+        lines = experiment.list_losses(runs, ("layers", "flops_per_token"))
+        experiment.write_files(self.out, "depths", lines, picture)
         return True
 
     def configure(self, kind: str, seed: int) -> RunConfig:

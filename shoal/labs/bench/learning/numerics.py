@@ -14,18 +14,8 @@ from pydantic import PositiveFloat, PositiveInt
 from rich.console import Console
 
 from shoal.labs.bench.benchmark import Notify, check_folder, choose_names, make_table
-from shoal.labs.bench.learning.experiment import (
-    Changes,
-    Experiment,
-    LossSummary,
-    TrainedRun,
-    build_run,
-    compare,
-    draw,
-    list_losses,
-    train_all,
-    write_files,
-)
+from shoal.labs.bench.learning import experiment
+from shoal.labs.bench.learning.experiment import Changes, Experiment, LossSummary, TrainedRun, build_run
 from shoal.report.charts import Points
 from shoal.spec.config import RunConfig
 
@@ -33,13 +23,10 @@ REFERENCE, SMOOTH = "fp32", 10
 LOST = "fp16, x 2^-13"
 _SMALL = 2.0**-13  # 2^9 tokens over 2^22
 
+BFLOAT16 = ("bf16", "bf16-sums", "bf16-moments", "bf16-weights", "bf16-all")
 RUNS: dict[str, Changes] = {
     REFERENCE: {},
-    "bf16": {"train": {"precision": "bf16"}},
-    "bf16-sums": {"train": {"precision": "bf16-sums"}},
-    "bf16-moments": {"train": {"precision": "bf16-moments"}},
-    "bf16-weights": {"train": {"precision": "bf16-weights"}},
-    "bf16-all": {"train": {"precision": "bf16-all"}},
+    **{name: {"train": {"precision": name}} for name in BFLOAT16},
     "fp16": {"train": {"precision": "fp16"}, "loss_scale": {"interval": 40}},
     "fp16-unscaled": {"train": {"precision": "fp16-unscaled"}},
     LOST: {"train": {"precision": "fp16"}, "loss_scale": {"initial": _SMALL, "growth": 1.0, "smallest": _SMALL}},
@@ -51,7 +38,7 @@ RUNS: dict[str, Changes] = {
     "adam8bit": {"optimizer": {"name": "adam8bit"}},
 }
 FAMILIES = {
-    "16 bits": ("bf16", "bf16-sums", "bf16-moments", "bf16-weights", "bf16-all", "fp16"),
+    "16 bits": (*BFLOAT16, "fp16"),
     "float16 without a loss scale": ("fp16-unscaled", LOST),
     "8 bits in the layers' products": ("fp8", "fp8, delayed", "fp8, rows", "fp8, blocks", "mxfp8"),
     "8 bits in the optimizer's states": ("adam8bit",),
@@ -77,12 +64,11 @@ class NumericsBenchmark(Experiment):
     loss in the second half."""
 
     def run(self, console: Console, notify: Notify) -> bool:
-        """Train with every format, and compare."""
         wanted = choose_names(self.only, RUNS, "bench numerics --only", ";")
         check_folder(self.out, "bench numerics --out")
         names = [name for name in RUNS if name in wanted or name == REFERENCE]
-        runs = train_all(names, self.seeds, lambda name, seed: configure(name, seed, self.steps), notify)
-        summaries, distances = compare(runs, REFERENCE), max_distances(runs)
+        runs = experiment.train_all(names, self.seeds, lambda name, seed: configure(name, seed, self.steps), notify)
+        summaries, distances = experiment.compare(runs, REFERENCE), max_distances(runs)
         unexpected = find_unexpected(summaries, distances, self.band)
         console.print(make_table(f"{self.steps} steps, {self.seeds} seeds, nats per token", [
             {
@@ -95,8 +81,8 @@ class NumericsBenchmark(Experiment):
         ]))  # fmt: skip
         title = f"Number formats: {self.steps} steps of 512 tokens, {self.seeds} seeds"
         y = "training loss, nats per token, mean of 10 steps"
-        picture = draw(title, runs, FAMILIES, REFERENCE, smooth, x="steps", y=y)
-        write_files(self.out, "numerics", list_losses(runs), picture)
+        picture = experiment.draw(title, runs, FAMILIES, REFERENCE, smooth, x="steps", y=y)
+        experiment.write_files(self.out, "numerics", experiment.list_losses(runs), picture)
         console.print(f"unexpected: {'; '.join(unexpected)}" if unexpected else "all as expected")
         return not unexpected
 

@@ -23,15 +23,8 @@ from shoal.engine.cpu_tuning import tune_process
 from shoal.engine.data.batches import open_dataset
 from shoal.engine.data.prepare import prepare
 from shoal.labs.bench.benchmark import TIME_LIMIT, Notify, check_folder, choose_names, make_table
-from shoal.labs.bench.learning.experiment import (
-    Experiment,
-    TrainedRun,
-    build_run,
-    compare,
-    draw,
-    list_losses,
-    write_files,
-)
+from shoal.labs.bench.learning import experiment
+from shoal.labs.bench.learning.experiment import Experiment, TrainedRun, build_run
 from shoal.launch.worker_pool import Pool
 from shoal.spec.config import RunConfig, build_config
 from shoal.spec.sync_methods import POOLED, UNSYNCHRONISED
@@ -50,8 +43,6 @@ REFERENCE = "all-reduce"
 METHODS = (REFERENCE, *(method for methods in FAMILIES.values() for method in methods))
 OVER_LINKS = tuple(method for method in METHODS if method not in UNSYNCHRONISED)
 """Methods whose ranks send data to each other."""
-QUANTISED = "diloco-int8"
-"""parallel.sync = "diloco" with relaxed.outer_int8."""
 MARGINS = {
     REFERENCE: 0.0, "powersgd": 0.07, "topk": 0.31, "onebit": 0.54, "int8": 0.08, "local-sgd": 0.21, "diloco": 0.47,
     "diloco-int8": 0.46, "sgp": 0.18, "wagma": 0.24, "ps-bsp": 0.12, "ps-ssp": 0.11, "ps-async": 0.11, "hogwild": 0.14,
@@ -87,7 +78,6 @@ class RelaxedBenchmark(Experiment):
     which is valid for the default steps, ranks and straggler."""
 
     def run(self, console: Console, notify: Notify) -> bool:
-        """Train with every method, and compare."""
         possible = OVER_LINKS if self.link_gbs else METHODS
         wanted = choose_names(self.only, METHODS, "bench relaxed --only") if self.only else possible
         if impossible := [name for name in wanted if name not in possible]:
@@ -99,7 +89,7 @@ class RelaxedBenchmark(Experiment):
             raise UsageError("bench relaxed: use --ranks of 2 or more, and a --straggler of 1 or more.")
         check_folder(self.out, "bench relaxed --out")
         runs = self.train([name for name in METHODS if name in wanted or name == REFERENCE], notify)
-        summaries = compare(runs, REFERENCE)
+        summaries = experiment.compare(runs, REFERENCE)
         margins = {each.name: self.margin or MARGINS[each.name] for each in summaries}
         base = summaries[0].mean("seconds")
         setting = f"{self.ranks} replicas"
@@ -115,11 +105,11 @@ class RelaxedBenchmark(Experiment):
             } for each in summaries
         ]))  # fmt: skip
         name = "relaxed-link" if self.link_gbs else "relaxed"
-        picture = draw(
+        picture = experiment.draw(
             f"Loss against time: {setting}", runs, FAMILIES, REFERENCE, lambda run: run.losses, x="seconds in steps",
             y="training loss, nats per token",
         )
-        write_files(self.out, name, list_losses(runs, x="seconds"), picture)
+        experiment.write_files(self.out, name, experiment.list_losses(runs, x="seconds"), picture)
         worse = [each.name for each in summaries if not each.difference <= margins[each.name]]  # NaN too
         console.print(f"beyond their margin: {', '.join(worse)}" if worse else "all within their margins")
         return not worse
@@ -141,7 +131,7 @@ class RelaxedBenchmark(Experiment):
 
     def configure(self, method: str, seed: int) -> RunConfig:
         """Build the config of one run."""
-        sync, relaxed = ("diloco", {"outer_int8": True}) if method == QUANTISED else (method, {})
+        sync, relaxed = ("diloco", {"outer_int8": True}) if method == "diloco-int8" else (method, {})
         slow = f"{self.ranks - 1}={self.straggler:g}" if self.straggler > 1 else ""
         return build_run(
             {"layers": 2, "hidden": 64, "heads": 2, "ffn": 192}, seed=seed, steps=self.steps, micro_batch=2,

@@ -67,7 +67,6 @@ class StepBenchmark(Benchmark):
     """Also write the table to this file, .csv or .json."""
 
     def run(self, console: Console, notify: Notify) -> bool:
-        """Run the races; print the table of the finished ones also after an error or Ctrl-C."""
         if self.quick:
             reject_unused(self, ("turns", "steps"), "--quick takes 2 turns of 1 step")
         check_writable(self.out, "bench step --out", ".csv", ".json", new=True)
@@ -88,7 +87,7 @@ class StepBenchmark(Benchmark):
                 for row in found:
                     if row["target"] is not None:
                         console.print(Text("{race}: {variant} at {ratio:.2f} of {target:.2f}".format(**row)))
-        finally:
+        finally:  # the finished races also after an error or Ctrl-C
             if rows:
                 _print_table(rows, console)
                 if self.products == "torch":
@@ -164,12 +163,8 @@ FASTEST = ("interleaved-1f1b", "zb-v", "dualpipev", "dualpipe")  # shoal's sched
 
 @dataclass(frozen=True)
 class VariantFactory:
-    """Builds variants of one workload.
-
-    Attributes:
-        ranks: number of ranks, or of threads, of each variant.
-        products: whether torch's variants use shoal's library of matrix products, or torch's default.
-    """
+    """Builds variants of one workload, each with as many ranks or threads. With `products` torch's variants use shoal's
+    library of matrix products, otherwise torch's default."""
 
     workload: Workload
     ranks: int
@@ -180,7 +175,6 @@ class VariantFactory:
         return Variant(f"shoal{name}", partial(shoal_step, **options), self.workload, self.ranks)
 
     def torch(self, name: str, build: Callable[..., Any], **options: Any) -> Variant:
-        """Return one of torch's implementations on all ranks."""
         return Variant(name, partial(build, **options), self.workload, self.ranks, products=self.products)
 
     def bound(self, **options: Any) -> Variant:
@@ -188,7 +182,6 @@ class VariantFactory:
         return Variant("independent processes", partial(plain, **options), self.workload, self.ranks)
 
     def threads(self, name: str, build: Callable[..., Any], **options: Any) -> Variant:
-        """Return one process with several threads, and options of `Variant`."""
         return Variant(name, build, self.workload, threads=self.ranks, **options)
 
 

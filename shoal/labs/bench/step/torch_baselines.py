@@ -6,7 +6,7 @@ Each function builds one rank of a variant and returns its step.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 
@@ -32,18 +32,15 @@ from shoal.engine.models.attention import Kernel
 from shoal.engine.models.loss import IGNORE, CrossEntropy
 from shoal.engine.models.transformer import Transformer, initialise
 from shoal.engine.parallel.apply import keep_stage
+from shoal.labs.bench.optimizers import build_torch
 from shoal.labs.bench.step.workload import OPTIMIZER, SEED, Step, Workload, emulate_device
 from shoal.pipeline.partition import balance_layers
 from shoal.training.step.engine_state import attention_kernel
 
 
 def build_model(workload: Workload, kernel: Kernel | None = None, device_seconds: float = 0.0) -> Transformer:
-    """Build the full plain model with the initial values of every variant.
-
-    Args:
-        kernel: attention kernel (default: shoal's choice, so that only the parallelism differs).
-        device_seconds: forward time of each layer on an emulated device (`emulate_device`).
-    """
+    """Build the full plain model with the initial values of every variant, by default with the attention kernel that
+    shoal chooses, so that only the parallelism differs; ``device_seconds`` as in `emulate_device`."""
     kernel = kernel or attention_kernel("auto", torch.device("cpu"), torch.float32)
     model = Transformer(workload.shape, kernel=kernel)
     initialise(model, SEED)
@@ -51,32 +48,12 @@ def build_model(workload: Workload, kernel: Kernel | None = None, device_seconds
     return model
 
 
-def build_adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
-    """Build fused AdamW with weight decay on matrices only, like shoal's."""
-    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    for parameter in parameters:
-        groups[parameter.dim() > 1].append(parameter)
-    options = [
-        {"params": members, "weight_decay": OPTIMIZER.weight_decay if decay else 0.0}
-        for decay, members in groups.items()
-        if members
-    ]
-    return torch.optim.AdamW(
-        options, lr=OPTIMIZER.learning_rate, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, fused=True
-    )
-
-
 def _build_loop(
     module: nn.Module, workload: Workload, rank: int, ranks: int, *, sharded_batch: bool = True,
     context: Callable[[], AbstractContextManager] = nullcontext,
 ) -> Step:
-    """Build the usual training step.
-
-    Args:
-        sharded_batch: each rank takes its part of the batch; otherwise every rank takes the full batch.
-        context: context of forward and backward.
-    """
-    optimizer = build_adamw(module.parameters())
+    """Build the usual training step, on this rank's part of the batch or on the full batch."""
+    optimizer = build_torch(OPTIMIZER, module.parameters(), "fused")
 
     def step(number: int) -> float:
         batch = workload.batch(number, rank, ranks) if sharded_batch else workload.batch(number)
@@ -112,11 +89,8 @@ def ddp(workload: Workload, rank: int, ranks: int, *, bucket_mb: float, device_s
 
 
 def fsdp(workload: Workload, rank: int, ranks: int, *, reshard: bool = True) -> Step:
-    """FSDP2: `fully_shard` on each block, on the embedding, and on the final norm and head, like torchtitan.
-
-    Args:
-        reshard: free parameters between forward and backward; if False, it communicates like ZeRO-2.
-    """
+    """FSDP2: `fully_shard` on each block, on the embedding, and on the final norm and head, like torchtitan. Without
+    ``reshard`` parameters are kept between forward and backward, and it communicates like ZeRO-2."""
     module = build_model(workload)
     mesh = init_device_mesh("cpu", (ranks,))
     assert module.embed and module.norm and module.head, "a full model has all of them"
@@ -132,17 +106,13 @@ class TorchCrossEntropy(CrossEntropy):
     """torch's cross entropy, the only one that `loss_parallel` supports."""
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """See `CrossEntropy`."""
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
 def dtensor(workload: Workload, rank: int, ranks: int, *, prepared: bool) -> Step:
-    """DTensor's `parallelize_module` with a loss over the split vocabulary.
-
-    Args:
-        prepared: make each block's input a DTensor once, so that the gradients of the projections that share it are
-            summed before one all-reduce; otherwise each has its own.
-    """
+    """DTensor's `parallelize_module` with a loss over the split vocabulary. With ``prepared`` each block's input is a
+    DTensor, so that the gradients of the projections that share it are summed before one all-reduce; otherwise each has
+    its own."""
     module = build_model(workload)
     column = ColwiseParallel(input_layouts=Replicate())
     blocks = {"attention": ("q", "k", "v", "out"), "mlp": ("gate", "up", "down")}
@@ -168,7 +138,7 @@ def threaded(workload: Workload, rank: int, ranks: int, *, replicas: int) -> Ste
     modules = [build_model(workload) for _ in range(replicas)]
     weights: list[list[Tensor]] = [[*module.parameters()] for module in modules]
     root, *others = weights
-    optimizer = build_adamw(modules[0].parameters())
+    optimizer = build_torch(OPTIMIZER, modules[0].parameters(), "fused")
     threads = ThreadPoolExecutor(replicas, initializer=torch.set_num_threads, initargs=(1,))
 
     def run(replica: int, batch: Batch) -> float:
@@ -226,12 +196,8 @@ class StageModule(nn.Module):
 
 
 def pipeline(workload: Workload, rank: int, ranks: int, *, schedule: str) -> Step:
-    """A pipeline with the same stages as shoal's.
-
-    Args:
-        schedule: a class of ``torch.distributed.pipelining.schedules``, without its prefix ``Schedule``. Looped and
-            V-shaped schedules have two stages on each rank.
-    """
+    """A pipeline with the same stages as shoal's; looped and V-shaped schedules have two on each rank. ``schedule`` is
+    a class of `torch.distributed.pipelining.schedules`, without its prefix ``Schedule``."""
     kind = getattr(schedules, f"Schedule{schedule}")
     several = schedule not in ("GPipe", "1F1B")
     places = [rank]
@@ -249,7 +215,8 @@ def pipeline(workload: Workload, rank: int, ranks: int, *, schedule: str) -> Ste
         return cross_entropy(logits, targets) / workload.tokens
 
     runner = kind(stages if several else stages[0], MICROBATCHES, loss_fn=loss, scale_grads=False)
-    optimizer = build_adamw(parameter for stage in stages for parameter in stage.submod.parameters())
+    parameters = (parameter for stage in stages for parameter in stage.submod.parameters())
+    optimizer = build_torch(OPTIMIZER, parameters, "fused")
     first, last = 0 in places, count - 1 in places
 
     def step(number: int) -> float:

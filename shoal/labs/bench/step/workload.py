@@ -38,8 +38,6 @@ class Workload:
     """What one training step processes.
 
     Attributes:
-        model: name in the catalog.
-        sequence_length: s, tokens in a sequence.
         sequences: sequences in one optimizer step, over all ranks.
         precision: number format; the references only have fp32.
     """
@@ -59,7 +57,6 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one step."""
         return self.sequences * self.sequence_length
 
     @property
@@ -76,11 +73,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class MatmulWorkload:
-    """One product of square matrices, as a workload.
-
-    Attributes:
-        side: rows and columns.
-    """
+    """One product of square matrices, whose rows count as tokens."""
 
     side: int = 2048
     precision: BenchPrecision = "fp32"
@@ -91,7 +84,6 @@ class MatmulWorkload:
 
     @property
     def tokens(self) -> int:
-        """Rows."""
         return self.side
 
 
@@ -139,8 +131,6 @@ def build_engine(
     """Build the engine of a workload.
 
     Args:
-        compile: as in ``train``.
-        transport: see `Mesh`.
         device_seconds: forward time of each layer on an emulated device (`emulate_device`).
         link_gbs: GB/s of a simulated network, 0 for none.
         layout: fields of `Layout`, with any exact or compressed ``sync``.
