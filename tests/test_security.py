@@ -278,5 +278,6 @@ def test_the_password_of_an_address_is_secret_whatever_its_variable_is_called():
 
 
 def test_an_address_with_a_password_is_refused_in_a_config():
-    with pytest.raises(UsageError, match=r"checkpoint.folder = 'ftp://\[credentials\]@host/x' contains .* the password"):
+    message = r"checkpoint.folder = 'ftp://\[credentials\]@host/x' contains .* the password"
+    with pytest.raises(UsageError, match=message):
         check(build_config({"checkpoint": {"folder": "ftp://ann:planted@host/x"}}))
