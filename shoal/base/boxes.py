@@ -24,7 +24,7 @@ class Box(NamedTuple):
     shape: tuple[int, ...]
 
     @staticmethod
-    def whole(shape: tuple[int, ...]) -> Box:
+    def full(shape: tuple[int, ...]) -> Box:
         """Return the box that covers a tensor of this shape."""
         return Box((0,) * len(shape), tuple(shape))
 

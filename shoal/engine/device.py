@@ -39,8 +39,6 @@ def init_world(
     """Join the default process group: gloo on CPU, NCCL (with gloo for host tensors) on CUDA.
 
     Args:
-        rank: rank of this process, in ``0 .. world_size - 1``.
-        world_size: number of processes that join.
         store: rendezvous store; None reads ``MASTER_ADDR`` and ``MASTER_PORT``.
         device: device of this rank from `pick_device`; a CUDA device becomes the current one.
         timeout: timeout of every collective, seconds.

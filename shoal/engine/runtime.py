@@ -56,8 +56,6 @@ class Runtime:
 
     Args:
         program: program of all pipeline ranks; this rank runs the part of the mesh's pp index.
-        stages: the stages of this rank.
-        mesh: the ranks to communicate with.
         hidden_shape: [b, s, h] of the activations between stages on this rank (s/tp_y with sequence parallelism,
             h/tp_x).
         dtype: dtype of these activations.

@@ -61,7 +61,7 @@ def run(
     if config.failover.reexecute_every:
         allow_reproducible_products()
     become_rank(member, config.train.device, config.train.threads, records=records)
-    device, link = member.device(config.train.device), ThrottledLink.of(config.testing.link_gbs)
+    device, link = member.device(config.train.device), ThrottledLink.from_gbs(config.testing.link_gbs)
     mesh = Mesh(config.parallel, member.rank, device, config.train.transport, link)
     folder = payload["folder"]
     if not payload.get("made") and not payload["resume"]:

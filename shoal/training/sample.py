@@ -81,7 +81,7 @@ def load_model(path: AnyPath, shape: ModelShape) -> Transformer:
         assert model.head is not None and model.embed is not None  # the full model has both
         model.head.weight = model.embed.token.weight
     state = {
-        f"model.{name}": [Piece(tuple(p.shape), Box.whole(tuple(p.shape)), p.data)]
+        f"model.{name}": [Piece(tuple(p.shape), Box.full(tuple(p.shape)), p.data)]
         for name, p in chain(model.named_parameters(), model.named_buffers())
     }
     unwanted = ("optimizer.", "precision.", "relaxed.", "replica.")

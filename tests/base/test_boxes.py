@@ -79,7 +79,7 @@ def test_inside_indexes_the_outer_box_and_within_undoes_it(case):
 
 @given(shapes)
 def test_the_whole_box_is_the_whole_tensor(shape):
-    box = Box.whole(shape)
+    box = Box.full(shape)
     assert box.numel == math.prod(shape)
     assert torch.equal(numbered(shape)[box.slices], numbered(shape))
 

@@ -25,7 +25,7 @@ def test_a_checkpoint_takes_the_weights_and_all_that_a_rule_keeps(rule: str) -> 
     shape = config.model.shape(vocab=259, sequence_length=8)
     model = Transformer(shape)
     named = [(name, w.detach(), torch.zeros_like(w)) for name, w in model.named_parameters()]
-    kept = build(config.optimizer, Shards.of(named, lambda name, tensor: 0.0)).bytes()
+    kept = build(config.optimizer, Shards.from_parameters(named, lambda name, tensor: 0.0)).bytes()
     parameters = sum(w.numel() for w in model.parameters())
     assert checkpoint_bytes(config, shape) == 4 * parameters + kept
     assert least(rule, 4) * parameters <= kept, "a bound, which a search of layouts goes by"

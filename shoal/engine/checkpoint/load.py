@@ -52,7 +52,6 @@ def load(
     return, or all raise; after an error during reading, the contents of the tensors are undefined.
 
     Args:
-        path: folder of one checkpoint.
         state: this rank's pieces, primary or not.
         group: the ranks that load together; None if this process loads alone.
         model: JSON values, compared with ``extra["model"]`` before anything is read.
@@ -155,17 +154,14 @@ def load_checkpoint(
     except (RuntimeError, OverflowError, TypeError) as error:  # too large for the device, or for any device
         raise CheckpointError(f"{path}: its tensors do not fit on {device}: {error}.") from None
     state = {
-        name: [Piece(tuple(tensor.shape), Box.whole(tuple(tensor.shape)), tensor)] for name, tensor in tensors.items()
+        name: [Piece(tuple(tensor.shape), Box.full(tuple(tensor.shape)), tensor)] for name, tensor in tensors.items()
     }
     load(folder, state, ignore_prefixes=("",) if prefix else ())
     return tensors
 
 
 def verify_checkpoint(path: str | Path) -> None:
-    """Read a complete checkpoint and compare every byte with its checksums.
-
-    Args:
-        path: folder of one checkpoint, or its URL.
+    """Read a complete checkpoint, from its folder or URL, and compare every byte with its checksums.
 
     Raises:
         UsageError: it is not a checkpoint, or is damaged; lists every damaged or missing file and tensor.
@@ -180,10 +176,7 @@ def verify_checkpoint(path: str | Path) -> None:
 
 
 def describe_checkpoint(path: str | Path) -> Manifest:
-    """Return the manifest of a checkpoint: every tensor with its shape, dtype and size, without reading tensors.
-
-    Args:
-        path: folder of one checkpoint, or its URL.
+    """Return the manifest of a checkpoint, by its folder or URL: every tensor with its shape, dtype and size.
 
     Raises:
         UsageError: it is not a checkpoint, or its manifest is damaged.

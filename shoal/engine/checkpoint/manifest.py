@@ -215,10 +215,10 @@ def check_cover(name: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
     Raises:
         CheckpointError: elements outside, covered twice, or missing.
     """
-    whole = Box.whole(shape)
+    full = Box.full(shape)
     alive: list[Box] = []
     for box in sorted((b for b in boxes if b.numel), key=lambda b: b.offset):
-        if len(box.shape) != len(shape) or whole.intersect(box) != box:
+        if len(box.shape) != len(shape) or full.intersect(box) != box:
             raise CheckpointError(f"tensor '{name}': the piece {key('', box)} reaches outside its shape {shape}.")
         alive = [a for a in alive if a.shape and a.offset[0] + a.shape[0] > box.offset[0]] if shape else alive
         if twice := next((a for a in alive if a.intersect(box)), None):

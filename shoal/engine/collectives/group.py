@@ -29,17 +29,14 @@ class ThrottledLink:
 
     Ranks of one host communicate with their compute cores, so communication cannot overlap computation. On this link
     data is in flight while the cores compute, for a time proportional to its size; waiting for it sleeps.
-
-    Args:
-        rate: bytes per second.
     """
 
     def __init__(self, rate: float):
-        self.rate = rate
+        self.rate = rate  # bytes per second
         self._free = 0.0  # completion time of everything sent so far, on the monotonic clock
 
     @staticmethod
-    def of(gbs: float) -> ThrottledLink | None:
+    def from_gbs(gbs: float) -> ThrottledLink | None:
         """Return a link of ``gbs`` GB/s; None for 0, which disables the simulation."""
         return ThrottledLink(1e9 * gbs) if gbs else None
 

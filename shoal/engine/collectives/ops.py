@@ -238,7 +238,9 @@ def all_to_all(parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: 
 
 # ---- autograd pairs --------------------------------------------------------------------------------------------
 
-Pass = Callable[[Tensor, Group], Tensor]
+Pass = Callable[..., Tensor]
+"""Function of a tensor, a group and other arguments."""
+
 Meanwhile = Callable[[], object]
 """Callback that backward runs during the collective of an entry."""
 
@@ -248,18 +250,18 @@ def _nothing() -> None: ...
 
 class _Conjugate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, group: Group, function: Pass, conjugate: Pass) -> Tensor:
-        ctx.group, ctx.conjugate = group, conjugate
-        return function(x, group)
+    def forward(ctx, x: Tensor, group: Group, function: Pass, conjugate: Pass, *args: Any) -> Tensor:
+        ctx.conjugate, ctx.args = conjugate, (group, *args)
+        return function(x, group, *args)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        return ctx.conjugate(gradient, ctx.group), None, None, None
+        return ctx.conjugate(gradient, *ctx.args), *[None] * (2 + len(ctx.args))
 
 
-def with_conjugate(x: Tensor, group: Group | None, function: Pass, conjugate: Pass) -> Tensor:
-    """Apply a function of a tensor and a group; backward applies another one to the gradient."""
-    return x if group is None else _Conjugate.apply(x, group, function, conjugate)
+def with_conjugate(x: Tensor, group: Group | None, function: Pass, conjugate: Pass, *args: Any) -> Tensor:
+    """Apply a function to (x, group, *args); backward applies another one to the gradient."""
+    return x if group is None else _Conjugate.apply(x, group, function, conjugate, *args)
 
 
 class _ReduceFrom(torch.autograd.Function):
@@ -306,9 +308,7 @@ def gather_from(x: Tensor, group: Group | None, dim: int, meanwhile: Meanwhile =
 
 def scatter_to(x: Tensor, group: Group | None, dim: int) -> Tensor:
     """Leave a region of partial sums, keeping this rank's part along ``dim`` of the total."""
-    return with_conjugate(
-        x, group, lambda x, group: reduce_scatter(x, group, dim), lambda grad, group: all_gather(grad, group, dim)
-    )
+    return with_conjugate(x, group, reduce_scatter, all_gather, dim)
 
 
 def all_to_all_dims(

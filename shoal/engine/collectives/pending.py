@@ -54,7 +54,7 @@ class Done:
 class DryTransport:
     """Transport that moves nothing; receive buffers keep their contents.
 
-    Gathered index tensors are assumed equal on all ranks: the number of rows per expert. Methods are those of
+    Gathered index tensors are assumed equal on all ranks: the number of rows per expert. Has the methods of
     `shoal.engine.collectives.shm.transport.SharedGroup`.
 
     Attributes:

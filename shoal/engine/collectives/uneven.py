@@ -49,10 +49,7 @@ def _gather_parts(x: Tensor, group: Group, dim: int, lengths: Sequence[int]) -> 
 
 def take_shard(x: Tensor, group: Group | None, dim: int, lengths: Sequence[int]) -> Tensor:
     """Take this rank's part of a replicated tensor; backward gathers the full gradient on all ranks."""
-    return with_conjugate(
-        x, group, lambda x, group: _own_part(x, group, dim, lengths),
-        lambda gradient, group: _gather_parts(gradient, group, dim, lengths),
-    )
+    return with_conjugate(x, group, _own_part, _gather_parts, dim, lengths)
 
 
 def all_gather_uneven(x: Tensor, group: Group | None, dim: int, lengths: Sequence[int]) -> Tensor:
@@ -61,10 +58,7 @@ def all_gather_uneven(x: Tensor, group: Group | None, dim: int, lengths: Sequenc
     Args:
         lengths: length of every rank's part along ``dim``.
     """
-    return with_conjugate(
-        x, group, lambda x, group: _gather_parts(x, group, dim, lengths),
-        lambda gradient, group: _own_part(gradient, group, dim, lengths),
-    )
+    return with_conjugate(x, group, _gather_parts, _own_part, dim, lengths)
 
 
 def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group | None) -> Tensor:
@@ -74,23 +68,19 @@ def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group:
 
 def gather_rows(x: Tensor, counts: Sequence[int], group: Group | None) -> Tensor:
     """Gather the rows of all ranks in rank order, ``counts[i]`` from rank i; backward sums their gradients."""
-    return with_conjugate(
-        x, group, lambda x, group: _gather(x, counts, group), lambda gradient, group: _scatter(gradient, counts, group)
-    )
+    return with_conjugate(x, group, _gather, _scatter, counts)
 
 
 def scatter_rows(x: Tensor, counts: Sequence[int], group: Group | None) -> Tensor:
     """Sum the ranks' rows and keep this rank's ``counts[index]`` rows."""
-    return with_conjugate(
-        x, group, lambda x, group: _scatter(x, counts, group), lambda gradient, group: _gather(gradient, counts, group)
-    )
+    return with_conjugate(x, group, _scatter, _gather, counts)
 
 
-def _gather(x: Tensor, counts: Sequence[int], group: Group) -> Tensor:
+def _gather(x: Tensor, group: Group, counts: Sequence[int]) -> Tensor:
     return torch.cat(all_to_all([x] * group.size(), [(n, *x.shape[1:]) for n in counts], group))
 
 
-def _scatter(x: Tensor, counts: Sequence[int], group: Group) -> Tensor:
+def _scatter(x: Tensor, group: Group, counts: Sequence[int]) -> Tensor:
     own = (counts[group.rank()], *x.shape[1:])
     return torch.stack(all_to_all(x.split(list(counts)), [own] * group.size(), group)).sum(0)
 

@@ -172,11 +172,8 @@ def open_dataset(
     """Open one split of the corpus of ``config``; tokenise it first if it is not in the cache.
 
     Args:
-        config: source, tokenizer, sequence length and cache.
         seed: random seed of the sample order. Validation has one fixed order, so that runs with different seeds are
             scored on the same sequences.
-        split: ``train`` or ``validation``.
-        progress: show the progress of tokenising.
         vocab_size: vocabulary size of the synthetic source only (default: the tokenizer's).
 
     Raises:

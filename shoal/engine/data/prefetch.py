@@ -19,7 +19,7 @@ class Prefetcher(Generic[T]):
     (4, 9)
 
     Args:
-        make: from a number to its item. Calls do not overlap.
+        make: computes an item; calls do not overlap.
         stop: the first number that is not prefetched.
     """
 

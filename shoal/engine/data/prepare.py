@@ -81,9 +81,6 @@ class DataContents:
 def describe_data(data: DataConfig) -> DataContents:
     """Describe a corpus and its first training sample; tokenise it first if it is not in the cache.
 
-    Args:
-        data: selects the corpus and the tokenizer, as in `RunConfig.data`.
-
     Raises:
         UsageError: naming the invalid input.
 

@@ -237,10 +237,10 @@ class _Writer:
         self._bytes += size
         if self._pending_tokens >= SHARD_TOKENS:
             stream = np.concatenate(self._pending)
-            whole = len(stream) // SHARD_TOKENS * SHARD_TOKENS
-            for start in range(0, whole, SHARD_TOKENS):
+            complete = len(stream) // SHARD_TOKENS * SHARD_TOKENS
+            for start in range(0, complete, SHARD_TOKENS):
                 self._write(stream[start : start + SHARD_TOKENS])
-            self._pending, self._pending_tokens = [stream[whole:]], len(stream) - whole
+            self._pending, self._pending_tokens = [stream[complete:]], len(stream) - complete
 
     def close(self) -> SplitInfo:
         """Write the remaining ids and return a summary."""

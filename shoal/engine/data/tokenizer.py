@@ -131,7 +131,6 @@ def train_bpe(documents: Iterable[str], vocab_size: int, out: Path) -> FileToken
     """Train a byte-level BPE tokenizer (Sennrich et al. 2016; over bytes: Radford et al. 2019) and save it.
 
     Args:
-        documents: the training text.
         vocab_size: number of bytes (256), the end-of-document token and merges together; a small corpus may give
             fewer.
         out: path of the ``tokenizer.json``; an existing file is never overwritten.

@@ -40,11 +40,7 @@ class Slice:
                 self.past[attention] = _leaf(k), _leaf(v)
 
     def extend(self, attention: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the slice's keys and values to the cached ones and return both, [b, k, start + s, d] each.
-
-        Args:
-            attention: the attention module, which is the cache key.
-            k, v: keys and values of the slice's own tokens, [b, k, s, d] each.
+        """Append the slice's keys and values, [b, k, s, d], to the cached ones, and return both: [b, k, start + s, d].
         """
         if attention in self.past:
             past_k, past_v = self.past[attention]

@@ -130,7 +130,6 @@ class Transformer(nn.Module):
     """Full model, or one pipeline stage of it (absent parts are None or missing from ``layers``).
 
     Args:
-        kernel: attention kernel (`AttentionCore`).
         recompute: activations to recompute in backward instead of storing: of full layers ("full"), or of the attention
             core, whose scores take the most memory for the fewest FLOPs ("selective": Korthikanti et al. 2022,
             section 5).
@@ -222,4 +221,4 @@ def initialise(model: Transformer, seed: int) -> None:
     for name, parameter in model.named_parameters():
         shape = tuple(parameter.shape)
         start = initial(name, model.shape)
-        fill(parameter, name=name, global_shape=shape, box=Box.whole(shape), initial=start, seed=seed)
+        fill(parameter, name=name, global_shape=shape, box=Box.full(shape), initial=start, seed=seed)

@@ -71,9 +71,6 @@ class Adam8bit(Rule):
     Blocks lie along the rows of the unsharded parameter, starting at its first column, so that every layout quantises
     the same elements together. The scale of a block split between ranks is the maximum over these ranks. Weights in
     bfloat16 are updated in float32 and rounded stochastically (`shoal.engine.precision.rounding`).
-
-    Args:
-        seed: random seed of the rounding.
     """
 
     def __init__(self, config: OptimizerConfig, shards: Shards, seed: int = 0):

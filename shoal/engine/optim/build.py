@@ -33,11 +33,7 @@ RULES: dict[str, Callable[[OptimizerConfig, Shards], Rule]] = {
 
 
 def build(config: OptimizerConfig, shards: Shards, *, compile: bool = False) -> Rule:
-    """Build the update rule of a run, with its states allocated.
-
-    Args:
-        compile: compile its updates, unless they are torch's own kernels.
-    """
+    """Build the update rule of a run, with its states allocated. ``compile`` does nothing for torch's own kernels."""
     rule = RULES[config.name](config, shards)
     if compile:
         rule.compile()
@@ -51,11 +47,7 @@ COMPILED = ("adafactor", "sage", "sophia-g", "sophia-h")
 def build_for(
     policy: Policy, config: OptimizerConfig, shards: Shards, seed: int, *, compile: bool = False
 ) -> Rule:
-    """Build the rule for weights, gradients and states in a policy's formats.
-
-    Args:
-        seed: random seed of stochastic rounding.
-    """
+    """Build the rule for weights, gradients and states in a policy's formats; ``seed`` is of stochastic rounding."""
     make = partial(build, compile=compile)
     if policy.formats.widened and config.name in ELEMENTWISE:  # other rules accept narrow gradients
         return Float32Rule(config, shards, make, state=policy.state, seed=seed)

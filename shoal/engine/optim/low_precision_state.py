@@ -39,10 +39,8 @@ class Float32Rule(Rule):
     states are rounded stochastically (`shoal.engine.precision.rounding`).
 
     Args:
-        config, shards: see `Rule`.
         make: builds the element-wise rule.
         state: dtype of its states.
-        seed: random seed of the rounding.
     """
 
     def __init__(self, config: OptimizerConfig, shards: Shards, make: Make, *, state: torch.dtype, seed: int):
@@ -58,7 +56,7 @@ class Float32Rule(Rule):
     def _block(self, make: Make, decay: float, rate: float) -> Scratch:
         shape, device = (self.size,), self.shards.device
         weights, gradient = torch.zeros(2, self.size, device=device)
-        part = ShardPart("", shape, Box.whole(shape), 0)
+        part = ShardPart("", shape, Box.full(shape), 0)
         rule = make(self.config, Shards({"": shape}, [Shard(weights, gradient, (part,), decay, rate)], device=device))
         return Scratch(weights, gradient, rule, {kind: pieces[""][0].tensor for kind, pieces in rule.states().items()})
 
@@ -102,10 +100,7 @@ class Float32Rule(Rule):
 
 def adamw_beside(config: OptimizerConfig, shards: Shards, seed: int = 0) -> Rule:
     """Build AdamW for the parameters that another rule does not update; it computes in float32 for any format of
-    weights and gradients.
-
-    Args:
-        seed: random seed of the rounding, for weights in bfloat16.
+    weights and gradients. ``seed`` is of the rounding of weights in bfloat16.
     """
     make, exact = partial(FromTorch, name="adamw"), torch.promote_types(shards.dtype, torch.float32)
     if all(x.dtype == exact for shard in shards.shards for x in (shard.weights, shard.gradient)):

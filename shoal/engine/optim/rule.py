@@ -17,12 +17,7 @@ BLOCK = 1 << 17  # elements: with a few states, a block stays in the caches betw
 
 
 class Rule(ABC):
-    """Base class of update rules: updates shards of parameters in place from their gradients.
-
-    Args:
-        config: hyper-parameters.
-        shards: the shards that this rank updates.
-    """
+    """Base class of update rules: updates shards of parameters in place from their gradients."""
 
     def __init__(self, config: OptimizerConfig, shards: Shards):
         self.config, self.shards = config, shards

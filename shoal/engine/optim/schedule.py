@@ -8,11 +8,7 @@ from shoal.spec.config import OptimizerConfig
 
 
 def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
-    """Return the learning rate of a step.
-
-    Args:
-        step: index of the step, from 0.
-        steps: total steps of the run.
+    """Return the learning rate of a step, from 0, of a run of ``steps`` steps.
 
     Linear warm-up, then by ``config.schedule``: "cosine" (Loshchilov & Hutter 2017, equation 5) or "linear" down to
     ``minimum``; "wsd" stays at the peak and decays linearly over the last ``decay_fraction`` (Hu et al. 2024, section

@@ -118,7 +118,7 @@ class Shards:
     saves: frozenset[str] = frozenset()
 
     @staticmethod
-    def of(
+    def from_parameters(
         named: Iterable[tuple[str, Tensor, Tensor]], decay: Callable[[str, Tensor], float],
         rate: Callable[[str], float] = lambda name: 1.0,
     ) -> Shards:
@@ -133,7 +133,7 @@ class Shards:
         shards = [
             Shard(
                 weights.view(-1), gradient.view(-1),
-                (ShardPart(name, tuple(weights.shape), Box.whole(tuple(weights.shape)), 0),), decay(name, weights),
+                (ShardPart(name, tuple(weights.shape), Box.full(tuple(weights.shape)), 0),), decay(name, weights),
                 rate(name),
             )
             for name, weights, gradient in named

@@ -52,9 +52,7 @@ def build_stages(
     """Build the stages that a program places on this rank; `initialise` or a checkpoint fills them.
 
     Args:
-        shape: the full model.
         assignment: assignment of the tokens of a sequence to the context-parallel ranks.
-        kernel, seed: see `Transformer`.
         compile: compile each layer, and the loss if it is not split.
         float8: the layers that multiply in 8 bits, or None.
 
@@ -133,11 +131,7 @@ def _build_stage(
 
 
 def keep_stage(model: Transformer, stage: int, layers: Sequence[range]) -> None:
-    """Remove from a model, in place, everything that other stages compute.
-
-    Args:
-        layers: layer range of every stage.
-    """
+    """Remove from a model, in place, everything that other stages compute, given the layer range of every stage."""
     keep, stages = layers[stage], len(layers)
     for name in list(model.layers):
         if int(name) not in keep:

@@ -13,6 +13,7 @@ sequence, so the ranks of a replica first gather the scores.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -29,13 +30,13 @@ from shoal.engine.collectives.uneven import (
     scatter_rows,
     take_shard,
 )
-from shoal.engine.models.experts.grouped import GroupedExperts
+from shoal.engine.models.experts.grouped import GroupedExperts, GroupedFunction
 from shoal.engine.models.experts.layer import MoE
 from shoal.engine.models.experts.router import TokenPlaces
 from shoal.engine.parallel.context.causal_blocks import token_positions
 from shoal.engine.parallel.context.token_order import TokenAssignment, count_tokens
 from shoal.engine.parallel.placement import ParamPlacement, keep_box, replicate
-from shoal.engine.parallel.weight_grad import GradSink, GroupedLinearFunction
+from shoal.engine.parallel.weight_grad import GradSink
 from shoal.spec.catalog import ModelShape
 
 SEQUENCE = 1  # dim of [b, s, ..] that tp placements
@@ -117,13 +118,7 @@ class TokenShares(TokenPlaces):
 
 
 class DistributedExperts(GroupedExperts):
-    """This rank's part of the experts, which exchanges tokens with the ranks of other experts.
-
-    Args:
-        unsplit: all experts.
-        name: module name in the model.
-        sink: receives the gradients.
-    """
+    """This rank's part of the experts, which exchanges tokens with the ranks of other experts."""
 
     def __init__(self, unsplit: GroupedExperts, name: str, mesh: Mesh, sink: GradSink):
         super(GroupedExperts, self).__init__()
@@ -149,14 +144,10 @@ class DistributedExperts(GroupedExperts):
         """Compute `GroupedExperts.product`, with the weight gradient sent to the sink."""
         if self.sink.parameters is None:
             return super().product(x, weight, counts)
-        return GroupedLinearFunction.apply(self.sink, x, weight, counts)
+        return GroupedFunction.apply(x, weight, counts, partial(self.sink.add, [weight]))
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Apply each row's expert: [m, h], sorted by expert -> [m, h] in the same order.
-
-        Args:
-            counts: [E] rows for each expert of the model.
-        """
+        """Apply each row's expert, given [E] rows per expert: [m, h], sorted by expert -> [m, h] in the same order."""
         if self.ep is None and self.etp is None:
             return super().forward(rows, counts)
         n = self.ep_size

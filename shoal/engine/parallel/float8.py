@@ -57,12 +57,12 @@ class Float8:
     history: AmaxHistory | None
 
     @staticmethod
-    def of(policy: Policy, config: Float8Config, shape: ModelShape, device: torch.device) -> Float8 | None:
+    def from_policy(policy: Policy, config: Float8Config, shape: ModelShape, device: torch.device) -> Float8 | None:
         """Return the 8-bit settings of a run; None if its products use the compute dtype."""
         products = policy.formats.products
         if products == "compute":
             return None
-        recipe, layers = Recipe.of(products, config), float8_layers(shape, config.keep)
+        recipe, layers = Recipe.from_config(products, config), float8_layers(shape, config.keep)
         history = AmaxHistory(recipe, layers, policy.compute, device) if recipe.history else None
         return Float8(tuple(layers), recipe, history)
 
@@ -80,12 +80,7 @@ class Float8:
 def apply_float8(
     model: Transformer, float8: Float8, placements: dict[str, ParamPlacement], mesh: Mesh, sink: GradSink
 ) -> None:
-    """Replace linear layers, in place, by ones with 8-bit products.
-
-    Args:
-        placements: tensor-parallel placements of their weights, by name.
-        sink: receives their gradients.
-    """
+    """Replace linear layers, in place, by ones with 8-bit products; ``placements`` are by name of the weight."""
     cache = _InputCache()
     for name, module in model.named_modules():
         if name in float8.layers:
@@ -109,8 +104,7 @@ class Float8Product:
     """8-bit products of one linear layer.
 
     Args:
-        split: the dimension of its weight that tensor parallelism placements: "in", "out" or "".
-        group: the ranks that hold the other parts.
+        split: the dimension of its weight that tensor parallelism splits over ``group``: "in", "out" or "".
         native: whether the device multiplies 8-bit codes; otherwise they are decoded first.
     """
 

@@ -82,10 +82,7 @@ class TensorParallel:
 
 
 class Linear(nn.Linear):
-    """Linear layer: x W^T + b.
-
-    Args:
-        unsplit: the layer to replace, whose parameters it takes.
+    """Linear layer, x W^T + b, with the parameters of the layer that it replaces.
 
     Attributes:
         product: alternative computation of x W^T + b from (x, W, b or None), such as one in 8 bits.
@@ -142,12 +139,7 @@ def multiply(x: Tensor, layers: Sequence[Linear], comm: NoComm = NO_COMM, *, bia
 
 
 class ColumnLinear(Linear):
-    """Linear layer split by output: rank r holds the r-th part of the rows of weight and bias.
-
-    Args:
-        unsplit: the layer to replace.
-        name: module name in the full model.
-    """
+    """Linear layer split by output: rank r holds the r-th part of the rows of weight and bias."""
 
     at: TensorParallel
 
@@ -175,10 +167,7 @@ class KVColumnLinear(ColumnLinear):
 
 
 class RowLinear(Linear):
-    """Linear layer split by input: rank r holds the r-th part of the weight's columns; the bias is added after the sum.
-
-    Arguments as in `ColumnLinear`.
-    """
+    """Linear layer split by input: rank r holds the r-th part of the columns; the bias is added after the sum."""
 
     at: TensorParallel
 
@@ -203,11 +192,7 @@ class RowLinear(Linear):
 
 
 class EmbeddingTable(nn.Embedding):
-    """Embedding table.
-
-    Args:
-        unsplit: the module to replace, whose table it takes.
-    """
+    """Embedding table, taken from the module that it replaces."""
 
     at: TensorParallel | None = None
 

@@ -88,11 +88,7 @@ class SharedPlaces(ChosenPlaces):
 
 
 def assign_chosen(shape: ModelShape, mesh: Mesh, tokens: TokenAssignment) -> TokenAssignment | None:
-    """Return the assignment of the chosen tokens to the context-parallel ranks; None without Mixture-of-Depths.
-
-    Args:
-        tokens: assignment of all tokens.
-    """
+    """Return the assignment of the chosen tokens to the context-parallel ranks; None without Mixture-of-Depths."""
     return None if shape.depths is None else assign_tokens(mesh.layout, shape.depths.taken(tokens.tokens))
 
 
@@ -102,7 +98,6 @@ def apply_mixture_of_depths(
     """Make the Mixture-of-Depths layers, in place, choose from full sequences and share the work evenly.
 
     Args:
-        model: a `Transformer`, or the part of one in a pipeline stage.
         tokens, chosen: assignment of all tokens and of the chosen tokens to the context-parallel ranks.
     """
     if chosen is None:

@@ -41,11 +41,7 @@ def multiply_into(x: Tensor, factor: Tensor, out: Tensor) -> None:
 
 
 def split_parts(x: Tensor, n: int, tokenwise: bool) -> Tensor | tuple[Tensor, ...]:
-    """Return each rank's part [b, s/n, k] of [b, s, k], as views.
-
-    Args:
-        tokenwise: store the parts one after the other, regardless of token order.
-    """
+    """Return each rank's part [b, s/n, k] of [b, s, k], as views; ``tokenwise`` ones are stored one after the other."""
     return x.view(n, len(x), -1, x.shape[-1]) if tokenwise else x.chunk(n, SEQUENCE)
 
 
@@ -192,8 +188,7 @@ def reduced_products(
 ) -> Tensor:
     """Return the sum over all ranks of sum_i x_i F_i: [b, s, k_i], [k_i, m] -> [b, s, m].
 
-    Args:
-        meanwhile: called during the last transfers.
+    It calls ``meanwhile`` during the last transfers.
     """
     b, s, _ = xs[0].shape
     rows = [x.flatten(0, 1) for x in xs]

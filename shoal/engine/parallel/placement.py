@@ -21,8 +21,7 @@ class ParamPlacement:
     """Part of a parameter that this rank holds after tensor and pipeline parallelism.
 
     Attributes:
-        name: name in the full model.
-        global_shape: shape of the full parameter.
+        name, global_shape: name and shape in the full model.
         box: the part held by this rank.
         local: allocated shape; padding, if any, follows the box along dim 0.
         sum_over: mesh axes besides dp over which this rank's gradient is a partial sum, or `ENDS`.
@@ -69,7 +68,7 @@ def replicate(name: str, parameter: Tensor, mesh: Mesh, *, partial: bool) -> Par
     """
     shape = tuple(parameter.shape)
     return ParamPlacement(
-        name, shape, Box.whole(shape), shape,
+        name, shape, Box.full(shape), shape,
         sum_over=("tp",) if partial else (), copies=mesh.size("tp"), primary=mesh.index("tp") == 0,
     )
 

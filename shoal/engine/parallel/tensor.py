@@ -70,8 +70,6 @@ def apply_tensor_parallel(
     """Split a model on the meta device in place over the mesh's tp axis.
 
     Args:
-        model: a `Transformer`, or the part of one in a pipeline stage.
-        sink: see `TensorParallel`.
         overlap: overlap products with collectives, chunk by chunk.
 
     Returns:

@@ -79,7 +79,7 @@ class Grid(TensorParallel):
         return [total.contiguous() for total in totals.split(widths, -1)]
 
 
-# ---- the split modules: arguments as in `shoal.engine.parallel.linear` -----------------------------------------
+# ---- the split modules -----------------------------------------------------------------------------------------
 
 
 class ColumnLinear2D(Linear):

@@ -23,7 +23,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.engine.models.experts.grouped import rows_product, weight_product
 from shoal.engine.parallel.zero.bucket import join_adjacent
 from shoal.engine.parallel.zero.gradients import Term
 from shoal.engine.parallel.zero.zero_engine import ShardedParameters
@@ -161,24 +160,6 @@ class LinearFunction(torch.autograd.Function):
         return None, None, None, d_x, *direct
 
 
-class GroupedLinearFunction(torch.autograd.Function):
-    """Products of row ranges with one matrix each; see `LinearFunction`."""
-
-    @staticmethod
-    def forward(ctx, sink: GradSink, x: Tensor, weight: nn.Parameter, counts: Sequence[int]) -> Tensor:
-        ctx.sink, ctx.weight, ctx.counts = sink, weight, counts
-        ctx.save_for_backward(x, weight)
-        return rows_product(x, weight.mT, counts)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        x, weight = ctx.saved_tensors
-        d_x = rows_product(gradient, weight, ctx.counts) if ctx.needs_input_grad[1] else None
-        if ctx.needs_input_grad[2]:
-            ctx.sink.add([ctx.weight], partial(_add_grouped, gradient, x.detach(), ctx.counts))
-        return None, d_x, None, None
-
-
 class EmbeddingFunction(torch.autograd.Function):
     """Embedding lookup: ids [..] -> [.., h]."""
 
@@ -205,10 +186,6 @@ def _add_product(gradient: Tensor, x: Tensor, total: Tensor, fresh: bool) -> Non
         torch.mm(d_y, x, out=total)
     else:
         torch.addmm(total, d_y, x, out=total)
-
-
-def _add_grouped(gradient: Tensor, x: Tensor, counts: Sequence[int], total: Tensor, fresh: bool) -> None:
-    weight_product(gradient, x, counts, total, fresh=fresh)
 
 
 def _add_rows(gradient: Tensor, total: Tensor, fresh: bool) -> None:

@@ -28,10 +28,10 @@ class Policy:
     state: torch.dtype
 
     @staticmethod
-    def of(formats: Formats) -> Policy:
+    def from_formats(formats: Formats) -> Policy:
         """Build the policy of some formats."""
         held = (formats.storage, formats.compute, formats.reduce, formats.state)
         return Policy(formats, *(getattr(torch, each.name) for each in held))
 
 
-POLICIES = {name: Policy.of(formats) for name, formats in FORMATS.items()}
+POLICIES = {name: Policy.from_formats(formats) for name, formats in FORMATS.items()}

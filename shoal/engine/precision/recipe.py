@@ -25,27 +25,25 @@ class Recipe:
         grains: blocks that share a scale in each tensor, as [rows, contraction dim].
         history: number of steps whose maxima determine the scales; 0 uses the tensor's current values.
         margin: octaves of headroom above the maxima.
-        keep: patterns of the layers that are not in 8 bits.
     """
 
     kinds: tuple[Format, Format, Format]
     grains: tuple[Grain, Grain, Grain]
     history: int = 0
     margin: int = 0
-    keep: tuple[str, ...] = ()
 
     @staticmethod
-    def of(products: Products, config: Float8Config) -> Recipe:
+    def from_config(products: Products, config: Float8Config) -> Recipe:
         """Build the recipe of a precision with 8-bit products."""
         kinds = (E4M3, E4M3, {"e4m3": E4M3, "e5m2": E5M2}[config.gradient])
         if products == "mxfp8":
-            return Recipe(kinds, (Grain(1, MX_BLOCK, "mx"),) * 3, keep=config.keep)
+            return Recipe(kinds, (Grain(1, MX_BLOCK, "mx"),) * 3)
         if config.scales == "block":
             row, square = Grain(1, config.block, "power"), Grain(config.block, config.block, "power")
-            return Recipe(kinds, (row, square, row), keep=config.keep)
+            return Recipe(kinds, (row, square, row))
         grain = TENSOR if config.scales == "tensor" else ROW
         history = config.history if config.amax == "delayed" else 0
-        return Recipe(kinds, (grain,) * 3, history, config.margin, config.keep)
+        return Recipe(kinds, (grain,) * 3, history, config.margin)
 
     def is_square(self, what: int) -> bool:
         """Return whether the codes of a tensor are also valid for its transpose."""
@@ -58,10 +56,6 @@ class AmaxHistory:
 
     Scales only change between steps and come from the maximum over all ranks, so they do not depend on the layout. The
     first step has no history and takes scales from the tensor itself.
-
-    Args:
-        layers: names of the layers.
-        dtype, device: of the maxima.
 
     Attributes:
         known: whether each layer has a history yet.
@@ -103,6 +97,6 @@ class AmaxHistory:
         """Return the state for a checkpoint: equal on every rank; one rank saves it."""
         shape = tuple(self.steps.shape[1:])
         return {
-            f"precision.amax.{layer}": [Piece(shape, Box.whole(shape), self.steps[i], primary)]
+            f"precision.amax.{layer}": [Piece(shape, Box.full(shape), self.steps[i], primary)]
             for layer, i in self.index.items()
         }

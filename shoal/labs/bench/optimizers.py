@@ -144,7 +144,7 @@ def build_flat(config: OptimizerConfig, shapes: dict[str, tuple[int, ...]], *, c
     weights, gradient = _draw(shapes)
     parts, start = [], 0
     for name, shape in shapes.items():
-        parts.append(ShardPart(name, shape, Box.whole(shape), start))
+        parts.append(ShardPart(name, shape, Box.full(shape), start))
         start += parts[-1].box.numel
     shard = Shard(weights, gradient, tuple(parts))
     groups = shard.cut(lambda part: weight_decay(config, part.global_shape))

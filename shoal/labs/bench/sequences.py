@@ -122,7 +122,7 @@ class IdleRing(RingPosition):
 def _time(case: ContextBenchmark) -> dict[str, list[float]]:
     """Return the seconds of every turn on one rank, by way."""
     mesh = Mesh(Layout(cp=case.ranks, cp_order=case.order), dist.get_rank())
-    held, ring = assign_tokens(mesh.layout, case.tokens), RingPosition.of(mesh)
+    held, ring = assign_tokens(mesh.layout, case.tokens), RingPosition.from_mesh(mesh)
     chunks = [held.ring_chunks(place, range(1)) for place in range(case.ranks)]
     generator = torch.Generator().manual_seed(ring.index)
     lengths = [sum(map(len, chunk)) for chunk in chunks]

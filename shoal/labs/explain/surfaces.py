@@ -77,7 +77,7 @@ def walk(surface: Surface, config: OptimizerConfig, steps: int, label: str = "")
     """Train two weights. Sophia gets the exact diagonal of the Hessian."""
     weights = torch.tensor([surface.start], dtype=torch.float64)  # [1, 2]
     gradient = torch.zeros_like(weights)
-    rule = build(config, Shards.of([(NAME, weights, gradient)], lambda name, tensor: 0.0))
+    rule = build(config, Shards.from_parameters([(NAME, weights, gradient)], lambda name, tensor: 0.0))
     points = [surface.start]
     for _ in range(steps):
         with torch.enable_grad():

@@ -143,7 +143,7 @@ def list_units(
         for part in ("weight", "noise") if experts.gate == "noisy-top-k" else ("weight",):
             scored = (experts.count, h)
             partial = "tp" if tp > 1 else ""  # each rank scores its own tokens
-            yield LocalParameter(f"{name}.router.{part}", scored, Box.whole(scored), math.prod(scored), partial, tp)
+            yield LocalParameter(f"{name}.router.{part}", scored, Box.full(scored), math.prod(scored), partial, tp)
         count, width = experts.count // layout.ep, experts.ffn // layout.expert_tensor
         for part in ("up", "down") if bias else ("gate", "up", "down"):
             down = part == "down"

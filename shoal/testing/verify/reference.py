@@ -168,7 +168,7 @@ def plain_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> Rule | P
     named = dict(model.named_parameters())
     for parameter in named.values():
         parameter.grad = torch.zeros_like(parameter)
-    return build(config, Shards.of(
+    return build(config, Shards.from_parameters(
         ((name, p.detach(), gradient_of(p)) for name, p in named.items()),
         lambda name, p: weight_decay(config, p.shape), lambda name: rate_factor(config, name),
     ))
@@ -290,7 +290,7 @@ def _from_differences(model: Transformer, config: RunConfig, batches: Sequence[B
     for name, direction in zip(parameters, directions, strict=True):
         shape = tuple(direction.shape)
         fill(
-            direction, name=f"hutchinson.{step}.{name}", global_shape=shape, box=Box.whole(shape),
+            direction, name=f"hutchinson.{step}.{name}", global_shape=shape, box=Box.full(shape),
             initial=Initial(0.0, 1.0), seed=config.train.seed,
         )
     size = SHIFT * torch.cat([values.flatten() for values in kept]).square().mean().sqrt().item()
@@ -313,7 +313,7 @@ def multiply_in_float8(model: Transformer, config: RunConfig) -> AmaxHistory | N
     products = POLICIES[config.train.precision].formats.products
     if products == "compute":
         return None
-    recipe, layers = Recipe.of(products, config.float8), float8_layers(model.shape, config.float8.keep)
+    recipe, layers = Recipe.from_config(products, config.float8), float8_layers(model.shape, config.float8.keep)
     history = AmaxHistory(recipe, layers, torch.float64, torch.device("cpu")) if recipe.history else None
     modules = dict(model.named_modules())
     for name in layers:

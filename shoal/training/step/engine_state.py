@@ -62,7 +62,7 @@ class EngineState:
         self.program = build_layout_program(layout, self.microbatches, len(self.slices))
         check_program(self.program, tied=shape.tied)
         self.spread = assign_tokens(layout, config.data.sequence_length, self.slices)
-        self.float8 = Float8.of(self.policy, config.float8, shape, mesh.device)
+        self.float8 = Float8.from_policy(self.policy, config.float8, shape, mesh.device)
         exact = layout.sync == "all-reduce"
         self.sync_mesh = mesh if exact else mesh.replica()
         # Creating a group blocks its ranks and stalls in-flight transfers, so create groups before the first step.

@@ -93,7 +93,7 @@ class ExpertRouting(LayerCounts):
         for router, original in zip(self.modules, self.originals, strict=True):
             if router.bias is not None:
                 whole = tuple(router.bias.shape)
-                piece = Piece(whole, Box.whole(whole), router.bias, first and original)
+                piece = Piece(whole, Box.full(whole), router.bias, first and original)
                 found.setdefault(f"layers.{router.layer}.mlp.router.bias", []).append(piece)
         return found
 

@@ -29,7 +29,7 @@ def random_values(rng: Random, shapes: dict[str, tuple[int, ...]]) -> dict[str, 
 
 def random_boxes(rng: Random, shape: tuple[int, ...]) -> list[Box]:
     """Boxes that cover the shape once: first cut like a mesh, then each part in flat ranges."""
-    parts = [Box.whole(shape)]
+    parts = [Box.full(shape)]
     for _ in range(rng.randrange(3)):
         parts = [half for part in parts for half in _halves(rng, part)]
     boxes = []
@@ -57,7 +57,7 @@ def cut(rng: Random, values: dict[str, torch.Tensor], ranks: int) -> list[State]
     states: list[State] = [{name: [] for name in values} for _ in range(ranks)]
     for name, whole in values.items():
         shape = tuple(whole.shape)
-        for box in random_boxes(rng, shape) or [Box.whole(shape)]:
+        for box in random_boxes(rng, shape) or [Box.full(shape)]:
             holders = rng.sample(range(ranks), rng.randrange(1, ranks + 1))
             for holder in holders:
                 piece = Piece(shape, box, whole[box.slices].clone(), primary=holder == holders[0])
@@ -88,7 +88,7 @@ def write_checkpoint(path: Path, states: list[State], *, extra: dict | None = No
 
 def whole(name_to_tensor: dict[str, torch.Tensor]) -> State:
     """A state of one rank that holds everything."""
-    return {n: [Piece(tuple(t.shape), Box.whole(tuple(t.shape)), t)] for n, t in name_to_tensor.items()}
+    return {n: [Piece(tuple(t.shape), Box.full(tuple(t.shape)), t)] for n, t in name_to_tensor.items()}
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -16,7 +16,7 @@ NORMAL = Initial(0.5, 0.02)
 
 
 def values(whole: tuple[int, ...], box: Box | None = None, *, name: str = "w", seed: int = 0, start=NORMAL):
-    box = box or Box.whole(whole)
+    box = box or Box.full(whole)
     out = torch.empty(box.shape, dtype=torch.float64)
     fill(out, name=name, global_shape=whole, box=box, initial=start, seed=seed)
     return out

@@ -117,7 +117,7 @@ def test_grouped_products_are_mkls(onednn: None, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(torch, "mm", watched)
     x, weight = torch.randn(5, 8, requires_grad=True), torch.randn(2, 4, 8, requires_grad=True)
-    GroupedFunction.apply(x, weight, [2, 3]).sum().backward()
+    GroupedFunction.apply(x, weight, [2, 3], None).sum().backward()
     assert seen == ["highest"] * 6
     assert precision() == "medium"
 

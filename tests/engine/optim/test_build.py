@@ -36,7 +36,7 @@ def cut_shards(weights, gradients, cuts, config):
 
 
 def whole(weights, gradients, config, names=tuple(SHAPES)):
-    return Shards.of(
+    return Shards.from_parameters(
         zip(names, weights, gradients, strict=True), lambda name, tensor: weight_decay(config, tuple(tensor.shape))
     )
 
@@ -201,11 +201,12 @@ def test_bytes_are_those_of_the_states():
     for name, size in sizes.items():
         config = OptimizerConfig(name=name)
         weights, gradients = torch.ones(64, 512), torch.zeros(64, 512)
-        shards = Shards.of([(*big, weights, gradients)], lambda name, tensor: 0.0)
+        shards = Shards.from_parameters([(*big, weights, gradients)], lambda name, tensor: 0.0)
         assert build(config, shards).bytes() == size * 64 * 512
-    factored = Shards.of([(*big, torch.ones(64, 512), torch.zeros(64, 512))], lambda name, tensor: 0.0)
+    factored = Shards.from_parameters([(*big, torch.ones(64, 512), torch.zeros(64, 512))], lambda name, tensor: 0.0)
     assert build(OptimizerConfig(name="adafactor"), factored).bytes() == 4 * (64 + 512)
-    experts = Shards.of([("experts", torch.ones(3, 64, 512), torch.zeros(3, 64, 512))], lambda name, tensor: 0.0)
+    three = ("experts", torch.ones(3, 64, 512), torch.zeros(3, 64, 512))
+    experts = Shards.from_parameters([three], lambda name, tensor: 0.0)
     rule = build(OptimizerConfig(name="adafactor"), experts)
     assert rule.bytes() == 4 * 3 * (64 + 512)
     assert {kind: pieces["experts"][0].global_shape for kind, pieces in rule.states().items() if pieces} == {

@@ -15,7 +15,7 @@ from shoal.spec.config import OptimizerConfig
 
 
 def built(name, weights, gradient):
-    return build(OptimizerConfig(name=name), Shards.of([("w", weights, gradient)], lambda name, w: 0.1))
+    return build(OptimizerConfig(name=name), Shards.from_parameters([("w", weights, gradient)], lambda name, w: 0.1))
 
 
 @pytest.mark.parametrize("name", TORCH)

@@ -128,7 +128,7 @@ def test_updates_below_half_a_digit_add_up(precision, name):
     """
     policy, n = POLICIES[precision], 4096
     weights, gradient = -torch.ones(n, dtype=policy.storage), torch.ones(n, dtype=policy.reduce)
-    shard = Shard(weights, gradient, (ShardPart("w", (n,), Box.whole((n,)), 0),))
+    shard = Shard(weights, gradient, (ShardPart("w", (n,), Box.full((n,)), 0),))
     rule = build_for(policy, OptimizerConfig(name=name), Shards({"w": (n,)}, [shard], policy.storage), seed=0)
     assert torch.equal((weights.float() - 2.0**-12).to(policy.storage), weights)
     for _ in range(64):

@@ -173,7 +173,7 @@ def test_a_rule_does_what_its_paper_says(paper) -> None:
     }
     ours = {name: w.clone() for name, w in expected.items()}
     gradients = {name: torch.zeros_like(w) for name, w in ours.items()}
-    rule = build(config, Shards.of(
+    rule = build(config, Shards.from_parameters(
         ((name, ours[name], gradients[name]) for name in SHAPES), lambda name, w: DECAY if w.dim() > 1 else 0.0
     ))
     states: dict[str, dict] = {name: {} for name in SHAPES}

@@ -158,7 +158,7 @@ def test_native_products_are_what_torch_takes_on_cuda(scales, kinds, monkeypatch
 def test_only_products_that_are_made_in_8_bits_count_as_such(precision, settings, native, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     policy, device = POLICIES[precision], torch.device("cuda")
-    float8 = Float8.of(policy, Float8Config(**settings), model_shape("tiny"), torch.device("cpu"))
+    float8 = Float8.from_policy(policy, Float8Config(**settings), model_shape("tiny"), torch.device("cpu"))
     assert float8.native(policy.compute, device) == native
     assert not float8.native(policy.compute, torch.device("cpu"))
     monkeypatch.setattr(torch.version, "hip", "6.4")  # whose devices of that number have other formats

@@ -105,7 +105,7 @@ def test_what_is_not_finite_stays_so(grain, bad):
 
 def test_recipes():
     def of(products="float8", **config):
-        return Recipe.of(products, Float8Config(**config))
+        return Recipe.from_config(products, Float8Config(**config))
 
     assert of().grains == (Grain(0, 0),) * 3 and of().kinds == (E4M3, E4M3, E5M2)
     assert of(scales="row").grains == (Grain(1, 0),) * 3
@@ -119,7 +119,7 @@ def test_recipes():
 
 @given(st.lists(st.floats(2.0**-20, 2.0**20, width=32), min_size=1, max_size=12), st.integers(1, 4), st.integers(0, 3))
 def test_delayed_scales_follow_the_largest_of_the_history(amaxes, steps, margin):
-    recipe = Recipe.of("float8", Float8Config(amax="delayed", history=steps, margin=margin))
+    recipe = Recipe.from_config("float8", Float8Config(amax="delayed", history=steps, margin=margin))
     history = AmaxHistory(recipe, ["a", "b"], torch.float64, torch.device("cpu"))
     assert history.scale("a", INPUT) is None
     for i, amax in enumerate(amaxes):
@@ -138,7 +138,7 @@ def test_delayed_scales_follow_the_largest_of_the_history(amaxes, steps, margin)
 
 def test_what_is_not_finite_is_no_history():
     """Its step was skipped: the scales after it are those before."""
-    history = AmaxHistory(Recipe.of("float8", Float8Config(amax="delayed", history=2)), ["a"], torch.float64,
+    history = AmaxHistory(Recipe.from_config("float8", Float8Config(amax="delayed", history=2)), ["a"], torch.float64,
                           torch.device("cpu"))
     for most in (4.0, math.inf, math.nan, 4.0):
         history.note("a", INPUT, torch.tensor([[most]]))

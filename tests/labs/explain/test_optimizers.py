@@ -48,7 +48,7 @@ def test_the_bytes_are_those_that_the_rules_keep():
     model = Transformer(shape)
     for name in ("adafactor", "adam8bit", "muon", "sophia-g"):
         named = [(n, p.detach(), torch.zeros_like(p)) for n, p in model.named_parameters()]
-        kept = build(OptimizerConfig(name=name), Shards.of(named, lambda name, tensor: 0.0)).bytes()
+        kept = build(OptimizerConfig(name=name), Shards.from_parameters(named, lambda name, tensor: 0.0)).bytes()
         assert said[name] == pytest.approx(kept / sum(p.numel() for p in model.parameters()))
 
 

@@ -103,7 +103,7 @@ def test_what_muon_has_besides_in_an_update(at_once: int, monkeypatch: pytest.Mo
     shape = small_run({}, {"hidden": 64, "ffn": 300, "layers": 1}).model.shape(vocab=259, sequence_length=8)
     said = state_bytes(shape, Layout(), POLICIES["fp32"], "muon", [StagePart(range(shape.layers))])
     weights = [(name, w.detach(), torch.zeros_like(w)) for name, w in Transformer(shape).named_parameters()]
-    rule = build_rule(OptimizerConfig(name="muon"), Shards.of(weights, lambda name, w: 0.1))
+    rule = build_rule(OptimizerConfig(name="muon"), Shards.from_parameters(weights, lambda name, w: 0.1))
     with Tracker() as tracker:
         rule.step(0.1)
         held = tracker.alive

@@ -21,7 +21,7 @@ def found_with(gradients: dict[str, float], wrong: dict[str, float], precision: 
     nothing = torch.zeros(0, 3)
     fact = StepFacts(1.0, 1.0, nothing, {}, nothing, (1,), gradients, {"head.weight": 1.0})
     step = RankStep(1.0, 1.0, nothing, {}, nothing, [[0]], {f"gradient/{name}": d for name, d in wrong.items()})
-    box = Box.whole((1,))
+    box = Box.full((1,))
     held = [(name, (1,), box, True) for name in gradients if "[" not in name]
     report = RankReport("rank 0", 0, held, {("plain-sgd", 0): step})
     return [finding.place for finding in judge(Layout(), 1, precision, {"plain-sgd": [fact]}, [report]).findings]

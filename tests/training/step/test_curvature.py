@@ -80,7 +80,7 @@ def test_hutchinson_is_the_product_with_the_hessian_as_autograd_has_it():
     u = {name: torch.empty_like(p) for name, p in parameters.items()}
     for name, direction in u.items():
         whole = tuple(direction.shape)
-        box, normal = Box.whole(whole), Initial(0.0, 1.0)
+        box, normal = Box.full(whole), Initial(0.0, 1.0)
         fill(direction, name=f"hutchinson.0.{name}", global_shape=whole, box=box, initial=normal, seed=0)
     with sdpa_kernel(SDPBackend.MATH):  # which has a second derivative, as torch's loss has
         loss = sum(

@@ -73,14 +73,10 @@ class Lane:
 
 
 class Progress:
-    """Operations of one process in flight, over all its groups.
-
-    Args:
-        timeout: maximum seconds without progress while this rank waits.
-    """
+    """Operations of one process in flight, over all its groups."""
 
     def __init__(self, timeout: float):
-        self.timeout = timeout
+        self.timeout = timeout  # maximum seconds without progress while this rank waits
         self.lanes: list[Lane] = []  # lanes with queued steps
 
     def add(self, lane: Lane, operation: Operation, steps: Steps) -> None:

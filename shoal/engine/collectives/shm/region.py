@@ -37,12 +37,7 @@ def host_identity() -> str | None:
 
 
 class Region:
-    """A mapped shared file.
-
-    Args:
-        file: file descriptor; the caller closes it.
-        counters: number of counters at the start of the file.
-        size: bytes of data after the counters.
+    """A mapped shared file, of which the caller closes the descriptor: counters, then ``size`` bytes of data.
 
     Attributes:
         counters: 64-bit numbers, counter i at index ``i * STEP``; all 0 in a new file.

@@ -8,7 +8,7 @@ have a separate ring per direction. Buffers in *common memory* (`SharedGroup.map
 in place.
 
 A started collective posts as much as fits into the ring; the rest is done at the next wait of this process
-(`progress`). Sums are bitwise equal on all ranks: those of more than two numbers are computed by one rank, or by the
+(`progress`). Sums are bitwise equal on all ranks: sums of more than two numbers are computed by one rank, or by the
 same operation on the same numbers everywhere.
 """
 
@@ -52,8 +52,6 @@ class SharedGroup:
     Args:
         region: a new region of the size given by `SharedGroup.layout`.
         ranks: global ranks of the members, for messages.
-        index: this rank's index among them.
-        progress: progress engine of this process.
     """
 
     def __init__(self, region: Region, ranks: list[int], index: int, progress: Progress):

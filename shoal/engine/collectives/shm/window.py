@@ -36,7 +36,6 @@ class Window:
 
     Args:
         group: the ranks that create the window together; None for one rank.
-        counters: number of counters.
         size: bytes of all tensors; unwritten pages take no memory.
 
     Raises:

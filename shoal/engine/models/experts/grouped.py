@@ -6,7 +6,8 @@ Tokens are sorted by expert, so the rows of an expert are contiguous: no padding
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -46,7 +47,7 @@ class GroupedExperts(nn.Module):
 
     def product(self, x: Tensor, weight: nn.Parameter, counts: Sequence[int]) -> Tensor:
         """Compute y[run e] = x[run e] weight[e]^T: [m, k], [E, n, k] -> [m, n]."""
-        return GroupedFunction.apply(x, weight, counts)
+        return GroupedFunction.apply(x, weight, counts, None)
 
     def blocks(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         """Apply the feed-forward blocks to rows that are on this rank."""
@@ -57,9 +58,13 @@ class GroupedExperts(nn.Module):
 
 
 class GroupedFunction(torch.autograd.Function):
+    """Products of row ranges with one matrix each; backward passes the weight gradient to ``add``, or to autograd."""
+
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
-        ctx.counts = counts
+    def forward(
+        ctx, x: Tensor, weight: Tensor, counts: Sequence[int], add: Callable[[Callable], object] | None
+    ) -> Tensor:
+        ctx.counts, ctx.add = counts, add
         ctx.save_for_backward(x, weight)
         return rows_product(x, weight.mT, counts)
 
@@ -69,9 +74,13 @@ class GroupedFunction(torch.autograd.Function):
         d_x = rows_product(gradient, weight, ctx.counts) if ctx.needs_input_grad[0] else None
         d_weight = None
         if ctx.needs_input_grad[1]:
-            d_weight = torch.empty_like(weight)
-            weight_product(gradient, x, ctx.counts, d_weight, fresh=True)
-        return d_x, d_weight, None
+            term = partial(weight_product, gradient, x.detach(), ctx.counts)
+            if ctx.add is None:
+                d_weight = torch.empty_like(weight)
+                term(d_weight, True)
+            else:
+                ctx.add(term)
+        return d_x, d_weight, None, None
 
 
 def rows_product(x: Tensor, matrices: Tensor, counts: Sequence[int]) -> Tensor:
@@ -86,12 +95,8 @@ def rows_product(x: Tensor, matrices: Tensor, counts: Sequence[int]) -> Tensor:
     return y
 
 
-def weight_product(d_y: Tensor, x: Tensor, counts: Sequence[int], total: Tensor, *, fresh: bool) -> None:
-    """Compute total[e] (+)= d_y[run e]^T x[run e] in place: [m, n], [m, k] -> [E, n, k].
-
-    Args:
-        fresh: True to overwrite ``total`` instead of adding to it.
-    """
+def weight_product(d_y: Tensor, x: Tensor, counts: Sequence[int], total: Tensor, fresh: bool) -> None:
+    """Compute total[e] (+)= d_y[run e]^T x[run e] in place, or overwrite if ``fresh``: [m, n], [m, k] -> [E, n, k]."""
     if _one_kernel(x, d_y):
         product = F.grouped_mm(d_y.contiguous().mT, x.contiguous(), offs=_ends(counts, x.device))
         if 0 in counts:  # the kernel leaves the output of empty groups undefined

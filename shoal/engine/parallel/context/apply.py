@@ -58,13 +58,12 @@ def apply_context_parallel(
     """Replace modules of a model, in place, so that sequences are split over the mesh's cp axis.
 
     Args:
-        model: a `Transformer`, or the part of one in a pipeline stage.
         tokens: assignment of the tokens of a sequence to the ranks.
         chosen: the same for the tokens chosen in Mixture-of-Depths layers.
     """
     if mesh.size("cp") == 1:
         return
-    at = ContextParallel(mesh.index("cp"), tokens, RingPosition.of(mesh), mesh.group("ulysses"))
+    at = ContextParallel(mesh.index("cp"), tokens, RingPosition.from_mesh(mesh), mesh.group("ulysses"))
     model.set_submodule("positions", ContextPositions(at))
     model.set_submodule("mask", ContextMask(at))
     for layer in model.layers.values():

@@ -24,8 +24,7 @@ class ScoreBlock:
     """Rectangle of attention scores.
 
     Attributes:
-        rows: range of queries.
-        columns: range of keys.
+        rows, columns: ranges of queries and of keys.
         causal: whether query i sees the first i + 1 keys only; requires equal numbers of queries and keys.
         masked: whether documents hide some of the remaining scores.
     """

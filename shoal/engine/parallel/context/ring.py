@@ -40,7 +40,7 @@ class RingPosition:
     gradients: Group | None
 
     @classmethod
-    def of(cls, mesh: Mesh) -> RingPosition:
+    def from_mesh(cls, mesh: Mesh) -> RingPosition:
         """Return the ring position of a mesh. Collective: all ranks must call it at the same point."""
         return cls(
             mesh.index("ring"), mesh.size("ring"), mesh.ranks("ring"),

@@ -147,11 +147,7 @@ def count_tokens(chunks: Chunks) -> int:
 
 
 def assign_tokens(layout: Layout, sequence_length: int, slices: Sequence[int] = ()) -> TokenAssignment:
-    """Return the token assignment of a layout for sequences of a length.
-
-    Args:
-        slices: tokens of each slice if sequences are cut into slices; each slice is assigned separately.
-    """
+    """Return the token assignment of a layout for sequences of a length, separately for slices of the given lengths."""
     held, start = [], 0
     for length in slices or (sequence_length,):
         ranks: list[Chunks] = []

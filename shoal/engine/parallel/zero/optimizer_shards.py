@@ -42,11 +42,11 @@ class ShardGroup(Holders):
             return [x if i == self.index else type(x)() for i in range(self.ranks)]
         return all_gather(x, self.group.backend)
 
-    def reduce_scatter(self, part: Tensor, whole: Tensor) -> None:
-        reduce_scatter_flat(part, whole, self.group).wait()
+    def reduce_scatter(self, part: Tensor, full: Tensor) -> None:
+        reduce_scatter_flat(part, full, self.group).wait()
 
-    def all_gather(self, whole: Tensor, part: Tensor) -> None:
-        all_gather_flat(whole, part, self.group).wait()
+    def all_gather(self, full: Tensor, part: Tensor) -> None:
+        all_gather_flat(full, part, self.group).wait()
 
 
 def build_optimizer_shards(

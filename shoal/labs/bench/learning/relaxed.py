@@ -149,7 +149,7 @@ class RelaxedBenchmark(Experiment):
 
 def _train(values: dict[str, object], folder: Path) -> None:
     config = build_config(values)
-    mesh = Mesh(config.parallel, dist.get_rank(), link=ThrottledLink.of(config.testing.link_gbs))
+    mesh = Mesh(config.parallel, dist.get_rank(), link=ThrottledLink.from_gbs(config.testing.link_gbs))
     samples = {s: open_dataset(config.data, seed=config.train.seed, split=s) for s in ("train", "validation")}
     trainer = trainer_class(config)(
         config, check(config), mesh, samples, folder, resume=False, local_ranks=dist.get_world_size()

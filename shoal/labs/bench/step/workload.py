@@ -144,7 +144,7 @@ def build_engine(
         data=DataConfig(sequence_length=workload.sequence_length),
         optimizer=OPTIMIZER,
     )
-    mesh = Mesh(config.parallel, rank, transport=transport, link=ThrottledLink.of(link_gbs))
+    mesh = Mesh(config.parallel, rank, transport=transport, link=ThrottledLink.from_gbs(link_gbs))
     kind = CompressedEngine if config.parallel.sync in COMPRESSED else Engine
     engine = kind(config, workload.shape, mesh, workload.samples)
     emulate_device((layer for stage in engine.stages for layer in stage.module.layers.values()), device_seconds)

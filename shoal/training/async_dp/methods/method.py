@@ -109,7 +109,7 @@ class Method(ReplicaMethod):
     def updates(self) -> States:
         """Return the number of updates as a state."""
         shape = tuple(self.made.shape)
-        return {"updates": {"made": [Piece(shape, Box.whole(shape), self.made)]}}
+        return {"updates": {"made": [Piece(shape, Box.full(shape), self.made)]}}
 
     def restored(self) -> None:
         """Continue from loaded states."""

@@ -39,7 +39,7 @@ class PowerSGD(Compressed):
             n, m = self._matrix(i).shape
             q = self.factors[i] = self.tensors[i].new_empty(m, min(rank, n, m))
             shape, normal = tuple(q.shape), Initial(0, 1)
-            fill(q, name=f"powersgd.{part.name}", global_shape=shape, box=Box.whole(shape), initial=normal, seed=seed)
+            fill(q, name=f"powersgd.{part.name}", global_shape=shape, box=Box.full(shape), initial=normal, seed=seed)
 
     def _matrix(self, i: int) -> Tensor:
         return self.tensors[i].flatten(1)
@@ -77,5 +77,5 @@ class PowerSGD(Compressed):
             split, shape = self.flat.parts[i].split, tuple(q.shape)
             if split.box.numel:  # else it is only padding
                 name = f"{'-'.join(map(str, split.box.offset))}.{split.name}"
-                found[name].append(Piece(shape, Box.whole(shape), q, split.primary))
+                found[name].append(Piece(shape, Box.full(shape), q, split.primary))
         return replace(super().states(), common={"q": dict(found)})

@@ -155,7 +155,7 @@ def test_runs_of_any_length(counts: list[int]) -> None:
     weight = torch.randn(3, 5, 4, dtype=torch.float64, requires_grad=True)
     expected = torch.cat([part @ w.T for part, w in zip(x.split(counts), weight, strict=True)])
     gradient = torch.randn_like(expected)
-    found = GroupedFunction.apply(x, weight, counts)
+    found = GroupedFunction.apply(x, weight, counts, None)
     torch.testing.assert_close(found, expected)
     for mine, theirs in zip(
         torch.autograd.grad(found, (x, weight), gradient), torch.autograd.grad(expected, (x, weight), gradient),

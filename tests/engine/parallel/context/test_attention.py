@@ -48,7 +48,7 @@ def inputs(case: Case) -> tuple[list[torch.Tensor], torch.Tensor | None]:
 def here(case: Case) -> ContextParallel:
     mesh = Mesh(case.layout, dist.get_rank())
     held = assign_tokens(case.layout, case.s, case.slices)
-    return ContextParallel(mesh.index("cp"), held, RingPosition.of(mesh), mesh.group("ulysses"))
+    return ContextParallel(mesh.index("cp"), held, RingPosition.from_mesh(mesh), mesh.group("ulysses"))
 
 
 def errors(case: Case) -> list[float]:

@@ -89,7 +89,7 @@ def test_what_is_written_into_pieces_is_what_the_parameters_are(made: list, shar
 
 
 def test_a_freed_bucket_has_no_memory_and_gathers_again() -> None:
-    made = [(nn.Parameter(torch.empty(0)), ParamPlacement("w", (5, 3), Box.whole((5, 3)), (5, 3)))]
+    made = [(nn.Parameter(torch.empty(0)), ParamPlacement("w", (5, 3), Box.full((5, 3)), (5, 3)))]
     (bucket,) = buckets(made, 1, keep_full=False)
     assert bucket.full.untyped_storage().size() == 0
     bucket.master.fill_(2.0)
