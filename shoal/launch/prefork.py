@@ -27,8 +27,7 @@ from pathlib import Path
 from subprocess import DEVNULL, Popen
 from typing import Any
 
-from shoal.engine.cpu_tuning import allocator_environment
-from shoal.engine.device import cores_per_rank, die_with_parent, loopback
+from shoal.engine.device import allocator_environment, cores_per_rank, die_with_parent, loopback
 
 LEFT_TO_RANKS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # signals that a job manager may send to all processes
 PIPE = "SHOAL_PIPE"  # environment variable with the file descriptor of a pipe passed to a process

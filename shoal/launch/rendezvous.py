@@ -22,8 +22,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.base.errors import UsageError
-from shoal.engine.cpu_tuning import tune_process
-from shoal.engine.device import COLLECTIVE_SECONDS, cores_per_rank, die_with_parent, init_world
+from shoal.engine.device import COLLECTIVE_SECONDS, cores_per_rank, die_with_parent, init_world, tune_process
 from shoal.launch.rank_env import RankEnv, record_end, scratch_folder, stack_path
 from shoal.launch.watch.watchdog import write_stack_when_asked
 

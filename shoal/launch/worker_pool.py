@@ -103,7 +103,7 @@ class Pool:
 
     Args:
         size: maximum number of ranks of a call.
-        setup: function called once in each new worker (such as `shoal.engine.cpu_tuning.tune_process`).
+        setup: function called once in each new worker (such as `shoal.engine.device.tune_process`).
         keep_group: whether all calls use the same ranks, which then keep the first process group until a call fails.
         server: server that forks the workers, instead of `shared_server`.
     """

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.base.errors import UsageError
-from shoal.engine.cpu_tuning import allocator_environment
+from shoal.engine.device import allocator_environment
 from shoal.launch.local_launcher import RankProcesses, start_rank_server
 from shoal.launch.prefork import PreforkServer, local_environment
 from shoal.launch.rank_env import RankEnv, _expand_counts, _first_host, detect_rank_env
@@ -330,7 +330,7 @@ def test_a_place_that_there_is_not_is_refused(monkeypatch, name, value):
 
 FAULTS = """
 import os, resource, sys, torch
-from shoal.engine.cpu_tuning import tune_allocator
+from shoal.engine.device import tune_allocator
 
 for how in sys.argv[1:]:
     if os.fork():

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from shoal.base.boxes import Box, Piece
 from shoal.engine.models.initial import positions, stream_key
-from shoal.engine.optim.low_precision_state import adamw_beside
+from shoal.engine.optim.low_precision_state import adamw_beside, draw_bits, round_stochastically
 from shoal.engine.optim.rule import BLOCK, Rule, to_pieces
 from shoal.engine.optim.shards import Shard, ShardPart, Shards
-from shoal.engine.precision.rounding import draw_bits, round_stochastically
 from shoal.spec.config import OptimizerConfig
 
 WIDTH = 256  # consecutive elements in a row of the unsharded parameter
@@ -70,7 +69,7 @@ class Adam8bit(Rule):
 
     Blocks lie along the rows of the unsharded parameter, starting at its first column, so that every layout quantises
     the same elements together. The scale of a block split between ranks is the maximum over these ranks. Weights in
-    bfloat16 are updated in float32 and rounded stochastically (`shoal.engine.precision.rounding`).
+    bfloat16 are updated in float32 and rounded stochastically (`shoal.engine.optim.low_precision_state`).
     """
 
     def __init__(self, config: OptimizerConfig, shards: Shards, seed: int = 0):

@@ -1,4 +1,12 @@
-"""Float32 updates by an element-wise rule of weights, gradients and states stored in lower precision."""
+"""Float32 updates by an element-wise rule of weights, gradients and states stored in lower precision.
+
+A weight in bfloat16 has 8 bits of precision. Rounding to nearest loses an update of less than half a unit in the last
+place, in every step. Rounded up with a probability equal to its fraction of the last place, it is correct on average
+(Gupta et al. 2015, "Deep Learning with Limited Numerical Precision", section 2.1).
+
+The random bits depend on (seed, name, number of the update, index) only, like initial weights: every layout rounds
+equally, and a resumed run continues with the same bits.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +18,13 @@ import torch
 from torch import Tensor
 
 from shoal.base.boxes import Box, Piece, flat_range
-from shoal.engine.models.initial import positions, stream_key
+from shoal.engine.models.initial import positions, shift_right, stream_key
 from shoal.engine.optim.from_torch import FromTorch
 from shoal.engine.optim.rule import Rule, to_pieces
 from shoal.engine.optim.shards import Shard, ShardPart, Shards
-from shoal.engine.precision.rounding import draw_bits, round_stochastically
 from shoal.spec.config import OptimizerConfig
 
+_LOW = (1 << 16) - 1  # the bits of a float32 beyond bfloat16
 _BLOCK = {"cpu": 1 << 16, "cuda": 1 << 22}  # elements converted to float32 at a time
 
 Make = Callable[[OptimizerConfig, Shards], Rule]
@@ -36,7 +44,7 @@ class Float32Rule(Rule):
     """Update blocks of elements in float32 with another rule, and round values stored in bfloat16.
 
     A parameter therefore takes no more memory than its formats need, except for one block per device. Weights and
-    states are rounded stochastically (`shoal.engine.precision.rounding`).
+    states are rounded stochastically.
 
     Args:
         make: builds the element-wise rule.
@@ -106,3 +114,29 @@ def adamw_beside(config: OptimizerConfig, shards: Shards, seed: int = 0) -> Rule
     if all(x.dtype == exact for shard in shards.shards for x in (shard.weights, shard.gradient)):
         return make(config, shards)
     return Float32Rule(config, shards, make, state=exact, seed=seed)
+
+
+def draw_bits(key: int, positions: Tensor) -> Tensor:
+    """Return 32 random bits per int64 position, as int32: Wellons 2018, "Prospecting for Hash Functions" (lowbias32).
+
+    Args:
+        key: a `stream_key` of the tensor and the update; its low 32 bits are used.
+    """
+    x = (positions ^ key).to(torch.int32)
+    x = (x ^ shift_right(x, 16)) * 0x7FEB352D
+    x = (x ^ shift_right(x, 15)) * (0x846CA68B - (1 << 32))
+    return x ^ shift_right(x, 16)
+
+
+def round_stochastically(out: Tensor, x: Tensor, bits: Tensor) -> None:
+    """Round float32 ``x`` to bfloat16 ``out``: away from 0 with a probability equal to the fraction of a unit in the
+    last place.
+
+    Non-finite values are preserved.
+
+    Args:
+        bits: random int32, one per element.
+    """
+    x = x.nan_to_num(torch.nan, torch.inf, -torch.inf)  # canonical NaN: adding bits keeps it NaN
+    rounded = (x.view(torch.int32) + (bits & _LOW)) & ~_LOW
+    out.copy_(rounded.view(torch.float32))

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from shoal.base.errors import UsageError
 from shoal.engine.checkpoint import Checkpointer
-from shoal.engine.cpu_tuning import tune_process
+from shoal.engine.device import tune_process
 from shoal.labs.bench.benchmark import TIME_LIMIT, Benchmark, Notify, Row, all_met, check_folder, make_table
 from shoal.labs.bench.race import Variant, check_agreement, quartiles, slowest_rank, take_turns, time_in_turns
 from shoal.labs.bench.step.workload import Workload, build_engine

@@ -23,7 +23,7 @@ from shoal.base.units import BYTES, parse, show_bytes, show_seconds
 from shoal.engine.collectives.group import allocate
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import all_reduce
-from shoal.engine.cpu_tuning import tune_process
+from shoal.engine.device import tune_process
 from shoal.labs.bench.benchmark import TIME_LIMIT, Benchmark, Notify, Row, choose_names, make_table, write_records
 from shoal.labs.bench.race import CPU, slowest_rank, time_in_turns
 from shoal.labs.collectives.description import VECTORS, Collective, Description

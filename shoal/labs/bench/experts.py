@@ -18,8 +18,7 @@ from torch import Tensor
 from shoal.base.errors import UsageError
 from shoal.base.options import reject_unused
 from shoal.base.section import NonEmpty
-from shoal.engine.cpu_tuning import tune_process
-from shoal.engine.device import pick_device
+from shoal.engine.device import pick_device, tune_process
 from shoal.engine.models.experts.layer import MoE
 from shoal.engine.models.experts.router import RoutingContext
 from shoal.labs.bench.benchmark import Benchmark, Notify, Row, all_met, check_folder, make_table

@@ -14,8 +14,7 @@ from rich.console import Console
 from shoal.base.errors import UsageError
 from shoal.base.section import NonEmpty
 from shoal.base.units import show_bytes
-from shoal.engine.cpu_tuning import tune_process
-from shoal.engine.device import host_memory, pick_device
+from shoal.engine.device import host_memory, pick_device, tune_process
 from shoal.engine.models.attention import AttentionCore, Kernel
 from shoal.engine.models.products import by_mkl, tune_products
 from shoal.labs.bench.benchmark import Benchmark, Notify, Row, make_table

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shoal.base.boxes import Box
 from shoal.base.errors import UsageError
 from shoal.base.section import NonEmpty
-from shoal.engine.cpu_tuning import tune_process
+from shoal.engine.device import tune_process
 from shoal.engine.models.products import by_mkl
 from shoal.engine.optim.adam8bit import WIDTH, dynamic_map
 from shoal.engine.optim.build import COMPILED, RULES, build, weight_decay

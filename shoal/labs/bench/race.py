@@ -21,8 +21,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from shoal.engine.cpu_tuning import tune_process
-from shoal.engine.device import peak_memory, synchronize
+from shoal.engine.device import peak_memory, synchronize, tune_process
 from shoal.labs.bench.benchmark import Notify, Row
 from shoal.labs.bench.step.workload import MatmulWorkload, Step, Workload
 from shoal.launch.worker_pool import Pool, RankError
@@ -51,7 +50,7 @@ class Variant:
     Attributes:
         build: function from (workload, rank, ranks) to a step; a top-level function or a `functools.partial` of one.
         threads: torch threads in each process.
-        tuned: configure its processes like shoal's ranks (`shoal.engine.cpu_tuning`).
+        tuned: configure its processes like shoal's ranks (`shoal.engine.device`).
         products: if tuned, also set the library of matrix products, not only the allocator.
     """
 

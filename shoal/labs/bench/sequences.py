@@ -21,9 +21,8 @@ from shoal.base.units import show_bytes, show_seconds
 from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import Pending
-from shoal.engine.cpu_tuning import tune_process
 from shoal.engine.data.batches import SyntheticDataset
-from shoal.engine.device import peak_memory, pick_device
+from shoal.engine.device import peak_memory, pick_device, tune_process
 from shoal.engine.models.cache import Slice
 from shoal.engine.models.transformer import Transformer, initialise
 from shoal.engine.parallel.context.causal_blocks import CausalBlocks

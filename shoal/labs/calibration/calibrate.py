@@ -13,8 +13,7 @@ import tomli_w
 
 from shoal.base.errors import UsageError
 from shoal.base.files import write_whole
-from shoal.engine.cpu_tuning import tune_process
-from shoal.engine.device import host_memory, usable_cores
+from shoal.engine.device import host_memory, tune_process, usable_cores
 from shoal.labs.calibration.check import MeasuredLayout, compare, draw_layouts, pick
 from shoal.labs.calibration.measure import Say, measure
 from shoal.labs.calibration.profile import NAME, build_profile

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from shoal.base.errors import UsageError, did_you_mean
 from shoal.base.terminal import progress_bar
-from shoal.engine.cpu_tuning import tune_process
+from shoal.engine.device import tune_process
 from shoal.engine.optim.build import RULES
 from shoal.launch.worker_pool import Pool
 from shoal.pipeline.schedules import ASYNCHRONOUS

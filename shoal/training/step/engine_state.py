@@ -10,9 +10,8 @@ import numpy as np
 import torch
 
 from shoal.engine.collectives.mesh import Mesh
-from shoal.engine.data.batches import Batch, Dataset
+from shoal.engine.data.batches import Batch, Dataset, Prefetcher
 from shoal.engine.data.order import OverlappingShards
-from shoal.engine.data.prefetch import Prefetcher
 from shoal.engine.optim.build import build_for
 from shoal.engine.parallel.apply import build_stages, initialise
 from shoal.engine.parallel.context.causal_blocks import token_positions

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.engine.data.prefetch import Prefetcher
+from shoal.engine.data.batches import Prefetcher
 
 
 @given(st.lists(st.integers(0, 12)), st.integers(0, 12))

@@ -19,9 +19,9 @@ from shoal.base.errors import UsageError
 from shoal.base.section import plain
 from shoal.engine.collectives.group import ThrottledLink
 from shoal.engine.collectives.mesh import Mesh
-from shoal.engine.cpu_tuning import tune_process
 from shoal.engine.data.batches import open_dataset
 from shoal.engine.data.prepare import prepare
+from shoal.engine.device import tune_process
 from shoal.labs.bench.benchmark import TIME_LIMIT, Notify, check_folder, choose_names, make_table
 from shoal.labs.bench.learning import experiment
 from shoal.labs.bench.learning.experiment import Experiment, TrainedRun, build_run

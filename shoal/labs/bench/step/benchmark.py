@@ -22,7 +22,7 @@ from rich.text import Text
 from shoal.base.errors import UsageError
 from shoal.base.files import check_writable
 from shoal.base.options import reject_unused
-from shoal.engine.cpu_tuning import allocator_environment
+from shoal.engine.device import allocator_environment
 from shoal.labs.bench.benchmark import Benchmark, Notify, Row, all_met, choose_names, make_table, write_records
 from shoal.labs.bench.kernels import multiply
 from shoal.labs.bench.race import Race, RaceError, Variant, run_race
