@@ -58,7 +58,6 @@ class Runtime:
         program: program of all pipeline ranks; this rank runs the part of the mesh's pp index.
         hidden_shape: [b, s, h] of the activations between stages on this rank (s/tp_y with sequence parallelism,
             h/tp_x).
-        dtype: dtype of these activations.
         slices: number of this rank's tokens in each slice of a sequence, if the program has slices.
         tokens: this rank's tokens of a sequence, [s]; None for all.
 

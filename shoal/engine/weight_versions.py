@@ -21,7 +21,6 @@ class WeightVersions:
     """Weight versions of one stage on one rank.
 
     Args:
-        buckets: the stage's buckets.
         actions: the stage's actions, each with its index in the rank's program; they determine the lifetime of a
             version.
 

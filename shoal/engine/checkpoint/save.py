@@ -47,7 +47,6 @@ class Checkpointer:
         folder: parent of ``step-00000100`` and so on; created if needed.
         group: a gloo process group of all ranks with no other use (its collectives in the background must not mix with
             others); None in a single process.
-        keep: number of newest checkpoints to keep.
         asynchronous: return from `save` as soon as the state is copied to memory.
         fresh: the run starts from the beginning; a folder with checkpoints belongs to another run and is rejected.
         report: called on rank 0 with messages for the user: a step saved twice, an older folder set aside.
@@ -82,7 +81,6 @@ class Checkpointer:
         """Save a state; return the seconds for which the caller was blocked.
 
         Args:
-            step: number of completed optimizer steps.
             state: this rank's pieces; tensors may change after this returns.
             extra: other values needed to resume, as JSON (rank 0's are stored); `load` compares ``extra["model"]``
                 with the model of the resuming run.
@@ -260,9 +258,6 @@ class Checkpointer:
 
 def check_folder(folder: AnyPath, *, fresh: bool) -> None:
     """Reject a folder that this process cannot save checkpoints into; nothing is created in it.
-
-    Args:
-        fresh: see `Checkpointer`.
 
     Raises:
         CheckpointError: it cannot be written, another process saves into it, or it holds another run's checkpoints.

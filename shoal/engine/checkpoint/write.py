@@ -123,11 +123,7 @@ def file_name(rank: int) -> str:
 
 
 def describe_part(rank: int, header: bytes, plan: SavePlan, data: torch.Tensor) -> RankPart:
-    """Describe one rank's file: every box with its checksum. A rank without primary pieces has no file.
-
-    Args:
-        data: the copy that `SavePlan.copy` made.
-    """
+    """Describe one rank's file, given the copied data: every box and its checksum; no file without primary pieces."""
     tensors = {
         name: StoredTensor(shape=shape, dtype=DTYPE_NAMES[dtype], boxes=[])
         for name, (shape, dtype) in plan.tensors.items()

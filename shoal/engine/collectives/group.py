@@ -59,7 +59,6 @@ class Group:
         shared: shared-memory transport of CPU ranks on one host, or None; its traffic bypasses the backend.
         sent: bytes sent by this rank, by kind of collective (see `count`).
         calls: number of collectives started, by kind and bytes of the input tensor.
-        link: simulated network between the ranks, or None.
         is_dry_run: whether the other ranks do not exist (dry run); their data is then missing.
     """
 

@@ -32,7 +32,6 @@ class Mesh:
     Args:
         transport: "auto" uses shared memory between CPU ranks of one host; "backend" always uses the process group's
             backend.
-        link: simulated network for collectives, or None.
     """
 
     def __init__(
@@ -186,9 +185,6 @@ class Mesh:
 
 class DryMesh(Mesh):
     """Mesh of one rank in a world of any size; counts communication but performs none.
-
-    Args:
-        by_gloo: see `DryTransport`.
 
     >>> mesh = DryMesh(Layout(dp=12500, tp=8), rank=77)
     >>> mesh.group("dp").size(), mesh.group("tp").rank()

@@ -204,14 +204,11 @@ def start_shift(x: Tensor, to: int, out: Tensor, source: int, group: Group) -> P
 
 
 def all_to_all(parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: Group | None) -> list[Tensor]:
-    """Send part i to rank i, and receive this rank's part from every rank.
+    """Send part i to rank i, and receive this rank's part from every rank, in rank order.
 
     Args:
         parts: one tensor per rank, of one dtype and any shapes.
         shapes: shapes of the tensors to receive, per rank.
-
-    Returns:
-        The received contiguous tensors, in rank order.
     """
     if group is None:
         return list(parts)

@@ -58,7 +58,6 @@ class DryTransport:
     `shoal.engine.collectives.shm.transport.SharedGroup`.
 
     Attributes:
-        ranks: global ranks of the group.
         by_gloo: whether sums receive into a separate buffer, as over gloo (`shoal.engine.collectives.ops`); NCCL needs
             no buffer of the caller.
     """

@@ -53,11 +53,7 @@ def take_shard(x: Tensor, group: Group | None, dim: int, lengths: Sequence[int])
 
 
 def all_gather_uneven(x: Tensor, group: Group | None, dim: int, lengths: Sequence[int]) -> Tensor:
-    """Gather the ranks' parts for a replicated computation; backward takes this rank's part of the gradient.
-
-    Args:
-        lengths: length of every rank's part along ``dim``.
-    """
+    """Gather parts of these lengths along ``dim`` for a replicated computation; backward takes this rank's part."""
     return with_conjugate(x, group, _gather_parts, _own_part, dim, lengths)
 
 

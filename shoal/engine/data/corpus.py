@@ -43,9 +43,7 @@ class FileCorpus:
     """A fixed sequence of documents, from files in order.
 
     Attributes:
-        name: the requested source.
         files: the files, in the order they are read.
-        read: reads the documents of one file.
         reader: the reader and its options, as part of the fingerprint.
         plain: whether each file is plain text.
     """

@@ -61,7 +61,6 @@ class DataContents:
     """Summary of the data of a run.
 
     Attributes:
-        tokenizer: name in the config.
         corpus, folder: content of the cache folder of token ids, and its path; None for synthetic data, drawn on use.
         samples: sequences in each split of the corpus.
         sample_tokens: tokens of the first training sample of seed 0.

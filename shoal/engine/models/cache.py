@@ -40,8 +40,7 @@ class Slice:
                 self.past[attention] = _leaf(k), _leaf(v)
 
     def extend(self, attention: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the slice's keys and values, [b, k, s, d], to the cached ones, and return both: [b, k, start + s, d].
-        """
+        """Append the slice's keys and values, [b, k, s, d], to the cached ones; return both, [b, k, start + s, d]."""
         if attention in self.past:
             past_k, past_v = self.past[attention]
             k, v = torch.cat((past_k, k), dim=2), torch.cat((past_v, v), dim=2)

@@ -71,12 +71,7 @@ class ChosenPlaces(TokenPlaces):
         return taken
 
     def route(self, taken: Tensor, s: int) -> TokenRoute:
-        """Return the route of the chosen tokens.
-
-        Args:
-            taken: [b, k] positions of the chosen tokens.
-            s: number of local tokens per sequence.
-        """
+        """Return the route of the tokens at positions [b, k], given the number of local tokens per sequence."""
         b, k = taken.shape
         chosen = (taken + s * torch.arange(b, device=taken.device).unsqueeze(1)).flatten()
         return TokenRoute(chosen, lambda rows: rows.view(b, k, -1), lambda rows: rows.flatten(0, 1))
@@ -89,7 +84,6 @@ class MixtureOfDepths(Tallied):
         router: [h] weights of the token score.
         predictor_up, predictor_down: [p, h] and [p] weights of the network that predicts whether a token is chosen.
         mask: attention mask of the chosen tokens, as a shorter sequence.
-        places: the chosen tokens of this process.
         choose: `choose_highest`, replaceable where scores have no values.
         tally: [`COUNTS` + 1] float64 counts made in backward, and the predictor's loss; None if not recorded.
         counts: whether to record the tally; only one of several ranks with the same tokens does.
@@ -108,12 +102,7 @@ class MixtureOfDepths(Tallied):
         self.counts = True
 
     def forward(self, x: Tensor, context: Context, block: ResidualLayer) -> Tensor:
-        """Return the residual stream after the layer.
-
-        Args:
-            x: [b, s, h].
-            block: the layer, whose ``residual_update`` is f.
-        """
+        """Return the residual stream [b, s, h] after the layer ``block``, whose ``residual_update`` is f."""
         rows = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
         scores = rows @ self.router.to(rows)  # [b, s]
         predicted = F.gelu(F.linear(rows.detach(), self.predictor_up.to(rows))) @ self.predictor_down.to(rows)

@@ -132,10 +132,7 @@ def round_stochastically(out: Tensor, x: Tensor, bits: Tensor) -> None:
     """Round float32 ``x`` to bfloat16 ``out``: away from 0 with a probability equal to the fraction of a unit in the
     last place.
 
-    Non-finite values are preserved.
-
-    Args:
-        bits: random int32, one per element.
+    Non-finite values are preserved. ``bits`` are random int32, one per element.
     """
     x = x.nan_to_num(torch.nan, torch.inf, -torch.inf)  # canonical NaN: adding bits keeps it NaN
     rounded = (x.view(torch.int32) + (bits & _LOW)) & ~_LOW

@@ -26,9 +26,7 @@ class Matrix(NamedTuple):
     """A matrix to orthogonalise: a parameter, or one expert of it.
 
     Attributes:
-        name: name of the parameter.
-        first: its first element in the flat parameter.
-        shape: rows and columns.
+        first: its first element in the flat parameter ``name``.
     """
 
     name: str

@@ -31,7 +31,6 @@ def orthogonal_flops(shape: tuple[int, int], *, wide: bool) -> int:
     product of the first kind, one of the last, and 17 of [n, n] suffice.
 
     Args:
-        shape: rows and columns.
         wide: products in float32 or float64, as on the CPU; else in bfloat16.
     """
     n, m = min(shape), max(shape)

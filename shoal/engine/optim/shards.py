@@ -18,8 +18,6 @@ class ShardPart:
     """A box of one parameter inside a shard.
 
     Attributes:
-        name, global_shape: the parameter's name and global shape.
-        box: the part of the parameter.
         start: its first element in the shard.
         copies: number of holders with this same box.
         primary: whether this rank, of all holders of the box, saves it.
@@ -71,13 +69,9 @@ class Shard:
 
 
 class Holders:
-    """The ranks that hold shards of the same parameters (over dp_shard and tp), seen from one of them: by default one.
+    """Ranks that hold shards of the same parameters (over dp_shard and tp), seen from one of them; by default one."""
 
-    Attributes:
-        ranks, index: number of ranks, and index of this one.
-    """
-
-    ranks, index = 1, 0
+    ranks, index = 1, 0  # number of ranks, and index of this one
 
     def sum(self, x: Tensor) -> None:
         """Sum contiguous ``x`` in place."""
@@ -104,9 +98,7 @@ class Shards:
 
     Attributes:
         parameters: name and global shape of every parameter of the holders, in the same order on all of them.
-        shards: shards on this rank.
         dtype, device: of the weights, also on a rank without any.
-        holders: the ranks that share the parameters.
         saves: parameters whose unsharded states this rank saves.
     """
 

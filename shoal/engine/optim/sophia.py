@@ -15,13 +15,10 @@ class Sophia(Elementwise):
 
     A weight moves by at most the learning rate, and by exactly that where its curvature is small or negative;
     elsewhere it takes a Newton step along the mean gradient.
-
-    Attributes:
-        estimated: whether the estimate for the next update has been received.
     """
 
     STATES = ("exp_avg", "hessian")
-    estimated = False
+    estimated = False  # whether the estimate for the next update has been received
 
     @property
     def due(self) -> bool:

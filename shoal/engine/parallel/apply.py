@@ -54,10 +54,6 @@ def build_stages(
     Args:
         assignment: assignment of the tokens of a sequence to the context-parallel ranks.
         compile: compile each layer, and the loss if it is not split.
-        float8: the layers that multiply in 8 bits, or None.
-
-    Returns:
-        The stages, and the parameters of all stages on this rank.
     """
     here, holders = mesh.index("pp"), program.stage_rank
     # Group creation is collective: every rank creates these groups at the same point.

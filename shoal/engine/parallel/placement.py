@@ -52,11 +52,7 @@ class ParamPlacement:
         return self.sum_over, self.copies, len(self.global_shape) > 1
 
     def boxes(self, start: int, stop: int) -> Iterator[tuple[int, Box]]:
-        """Yield the global boxes of elements ``start:stop`` of the flat local tensor, without padding.
-
-        Yields:
-            (offset from ``start``, box), as in `shoal.base.boxes.flat_range`.
-        """
+        """Yield (offset from ``start``, global box) for elements ``start:stop`` of the unpadded flat local tensor."""
         for offset, box in flat_range(self.box.shape, start, min(stop, self.box.numel)):
             yield offset, box.to_global(self.box)
 

@@ -40,12 +40,9 @@ HIDDEN = 2  # dim of [b, s, h] that the grid splits
 
 @dataclass(frozen=True)
 class Grid(TensorParallel):
-    """This rank's position in the grid.
+    """This rank's position in the grid; the ranks along ``x`` split the hidden state.
 
     Activations between blocks are [b, s, h/x], or [b, s/y, h/x] with sequence parallelism.
-
-    Attributes:
-        x: the ranks that split the hidden state.
     """
 
     x: Group = field(kw_only=True)

@@ -29,12 +29,9 @@ from shoal.engine.parallel.zero.zero_engine import ShardedParameters
 
 
 class GradSink:
-    """Destination of the weight gradients of one stage.
+    """Destination of the weight gradients of one stage; with ``defer``, gradients of linear layers wait for `flush`.
 
     Before `connect`, and always under the compiler, autograd computes these gradients.
-
-    Args:
-        defer: whether gradients of linear layers wait for the next `flush`.
     """
 
     def __init__(self, *, defer: bool = False):

@@ -49,7 +49,6 @@ class Codes(NamedTuple):
     Attributes:
         codes: [m, k], float8.
         scale: [m / rows, k / columns], the factors that the matrix was multiplied by.
-        grain: blocks of the scales.
     """
 
     codes: Tensor

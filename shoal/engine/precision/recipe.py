@@ -56,9 +56,6 @@ class AmaxHistory:
 
     Scales only change between steps and come from the maximum over all ranks, so they do not depend on the layout. The
     first step has no history and takes scales from the tensor itself.
-
-    Attributes:
-        known: whether each layer has a history yet.
     """
 
     def __init__(self, recipe: Recipe, layers: list[str], dtype: torch.dtype, device: torch.device):
@@ -67,7 +64,7 @@ class AmaxHistory:
         self.steps = torch.zeros(len(layers), recipe.history, 3, dtype=wide, device=device)  # newest first
         self.now = torch.zeros(len(layers), 3, dtype=wide, device=device)
         self._scales = torch.zeros_like(self.now)
-        self.known = [False] * len(layers)
+        self.known = [False] * len(layers)  # whether each has a history yet
 
     def note(self, layer: str, what: int, most: Tensor) -> None:
         """Record the maximum of one tensor in this step."""

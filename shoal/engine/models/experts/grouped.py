@@ -37,12 +37,7 @@ class GroupedExperts(nn.Module):
         self.down = nn.Parameter(torch.empty(count, h, f))
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Apply each expert to its rows.
-
-        Args:
-            rows: [m, h], sorted by expert.
-            counts: [E] rows of each expert; they add up to m.
-        """
+        """Apply each expert to its rows, given [E] rows per expert: [m, h], sorted by expert -> [m, h]."""
         return self.blocks(rows, counts.tolist())
 
     def product(self, x: Tensor, weight: nn.Parameter, counts: Sequence[int]) -> Tensor:

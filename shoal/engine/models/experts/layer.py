@@ -12,13 +12,7 @@ from shoal.spec.catalog import ModelShape
 
 
 class MoE(nn.Module):
-    """Weighted sum of the routed experts' outputs, plus the output of the shared experts.
-
-    Attributes:
-        router: assigns tokens to experts.
-        experts: the routed experts.
-        shared: the shared experts as one block of their total width, or None.
-    """
+    """Weighted sum of the routed experts' outputs, plus the output of the shared experts (one block of their width)."""
 
     def __init__(self, shape: ModelShape, layer: int):
         super().__init__()

@@ -33,13 +33,9 @@ class RoutingContext(NamedTuple):
 
 
 class Tallied(nn.Module):
-    """A module that counts its routing decisions.
+    """A module that counts its routing decisions."""
 
-    Attributes:
-        tally: float64 counts made in backward; None if not recorded.
-    """
-
-    tally: Tensor | None = None
+    tally: Tensor | None = None  # float64 counts made in backward; None if not recorded
 
     def reset_tally(self) -> None:
         """Set the counts to 0."""
@@ -98,7 +94,6 @@ class Router(Tallied):
             not recorded.
         validated: the same for forward passes without gradients; None except in validation, because recomputation
             also runs such passes.
-        places: the tokens that this process routes.
     """
 
     bias: Tensor | None
@@ -116,14 +111,7 @@ class Router(Tallied):
         self.places = TokenPlaces()
 
     def forward(self, x: Tensor, context: RoutingContext) -> tuple[Tensor, Tensor]:
-        """Choose the experts of each token.
-
-        Args:
-            x: [b, s, h].
-
-        Returns:
-            ``weights`` and ``chosen`` of `Choice`, [b, s, E] each.
-        """
+        """Choose the experts of each token: [b, s, h] -> ``weights`` and ``chosen`` of `Choice`, [b, s, E] each."""
         exact = torch.float64 if x.dtype == torch.float64 else torch.float32
         weight = self.weight if self.noise is None else torch.cat((self.weight, self.noise))
         logits = self.places.gather(F.linear(x.to(exact), weight.to(exact)))
@@ -147,8 +135,7 @@ class Router(Tallied):
     def rebalance(self, loads: Tensor) -> None:
         """Raise the bias of experts with fewer tokens than the mean (Wang et al. 2024, algorithm 1); call once a step.
 
-        Args:
-            loads: [E] tokens per expert in the global batch.
+        ``loads`` are the tokens per expert in the global batch, [E].
         """
         if self.bias is not None:
             self.bias += self.experts.bias_update * torch.sign(loads.mean() - loads).to(self.bias)

@@ -77,7 +77,6 @@ class ShardSegment:
     """Consecutive elements of a shard with equal treatment.
 
     Attributes:
-        start, stop: range inside the shard.
         sum_over: mesh axes over which the gradients are partial sums.
         copies: number of ranks along tp and pp that hold the same elements.
     """

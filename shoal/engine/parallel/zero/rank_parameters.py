@@ -21,10 +21,6 @@ class RankParameters:
     Args:
         stages: the parameters of each stage, in order.
         ends: the ranks of the first and last model parts if these share a tied embedding.
-
-    Attributes:
-        buckets: the buckets of all stages, in order.
-        gradients: the gradients of each bucket.
     """
 
     def __init__(self, stages: Sequence[ShardedParameters], ends: Group | None = None):
@@ -75,12 +71,9 @@ class RankParameters:
             stage.gather()
 
     def pieces(self, tensors: Iterable[Tensor]) -> dict[str, list[Piece]]:
-        """Return, by parameter name, the pieces of tensors laid out like the shards (weights, gradients, moments).
+        """Return, by parameter name, the pieces of flat tensors laid out like each of `shards`, in order.
 
         An embedding that two stages share occurs twice.
-
-        Args:
-            tensors: a flat tensor for each item of `shards`, in order.
         """
         named: dict[str, list[Piece]] = {}
         tensors = iter(tensors)

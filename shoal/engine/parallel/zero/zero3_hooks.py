@@ -20,7 +20,6 @@ class PrefetchHooks:
 
     Args:
         units: the modules of each unit and the buckets that they need, in forward order.
-        parameters: parameters of all units.
         ahead: number of units to prefetch.
         keep: number of last units that stay gathered between forward and backward.
     """

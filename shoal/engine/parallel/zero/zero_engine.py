@@ -56,7 +56,6 @@ class ShardedParameters:
     Args:
         units: groups of parameters in forward order, which may be on the meta device. A bucket holds complete units.
         mesh: its "shard" ranks shard, its "replicate" ranks replicate; for experts "edp_shard" and "edp_replicate".
-        policy: the number formats.
 
     Attributes:
         last_microbatch: whether the current micro-batch completes the gradients of the step.
