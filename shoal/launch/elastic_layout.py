@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from shoal.base.errors import UsageError, divisors
-from shoal.pipeline.check_run import check_run
+from shoal.pipeline.from_layout import check_run
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RunConfig
 from shoal.spec.layout import Layout

@@ -8,7 +8,7 @@ from typing import get_args
 
 from shoal.base.errors import UsageError, did_you_mean
 from shoal.base.section import validate
-from shoal.pipeline.check_run import check_run
+from shoal.pipeline.from_layout import check_run
 from shoal.planning.run import EstimatedRun
 from shoal.spec.catalog import ModelShape, model_names, model_shape, tables
 from shoal.spec.config import ModelConfig, OptimizerConfig, RunConfig, build_config

@@ -13,7 +13,7 @@ from shoal.engine.collectives.shm.region import host_identity
 from shoal.engine.data.tokenizer import load_tokenizer
 from shoal.engine.device import pick_device
 from shoal.engine.models.transformer import Transformer
-from shoal.pipeline.check_run import check_run
+from shoal.pipeline.from_layout import check_run
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RunConfig
 from shoal.spec.sync_methods import UNSYNCHRONISED

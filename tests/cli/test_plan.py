@@ -14,8 +14,8 @@ from shoal.planning.search.search import search
 from shoal.planning.search.space import LayoutSpace, check_fixed
 from shoal.report.tables import table_lines
 from shoal.spec.catalog import model_shape
+from shoal.spec.compatibility.sizes import check_layout
 from shoal.spec.config import RunConfig, load_config
-from shoal.spec.layout.sizes import check_layout
 from tests.engine.parallel.counting import engine_of
 
 FEW = LayoutSpace(("1f1b", "zb-h1"), most_virtual=2, uneven=False)

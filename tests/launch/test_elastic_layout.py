@@ -8,9 +8,9 @@ from shoal.base.errors import UsageError
 from shoal.launch.devices import LOST_FILE, find_failing_devices, read_lost_devices, visible_devices_variable
 from shoal.launch.elastic_layout import replan
 from shoal.spec.catalog import model_shape
+from shoal.spec.compatibility.sizes import check_layout
 from shoal.spec.config import RunConfig, build_config
 from shoal.spec.layout import Layout
-from shoal.spec.layout.sizes import check_layout
 from shoal.training.check import check
 from shoal.training.resilience.events import read_events
 from tests.trainings.runs import checkpoints, curve

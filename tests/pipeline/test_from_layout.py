@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.base.errors import UsageError
-from shoal.pipeline.check_run import check_run
-from shoal.pipeline.from_layout import build_forwards, build_layout_program, check_schedule, virtual_stages
+from shoal.pipeline.from_layout import build_forwards, build_layout_program, check_run, check_schedule, virtual_stages
 from shoal.pipeline.program import RECEIVES, SENDS, Action, Op, find_receive, matching_send
 from shoal.pipeline.schedules import EVERY, SCHEDULES
 from shoal.spec.catalog import model_shape

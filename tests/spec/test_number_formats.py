@@ -10,7 +10,7 @@ from shoal.base.errors import UsageError
 from shoal.cli.main import main
 from shoal.engine.precision.policy import POLICIES
 from shoal.labs.explain.precision import RECIPES, per_parameter
-from shoal.pipeline.check_run import check_run
+from shoal.pipeline.from_layout import check_run
 from shoal.planning.cost.memory.state import state_bytes
 from shoal.planning.cost.parameters import StagePart
 from shoal.spec.catalog import model_shape

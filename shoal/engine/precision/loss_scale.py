@@ -12,7 +12,7 @@ from typing import Any
 
 from shoal.base.errors import UsageError
 from shoal.spec.config import LossScaleConfig
-from shoal.spec.config.precision import LARGEST_SCALE
+from shoal.spec.config.sections import LARGEST_SCALE
 
 
 class LossScale:

@@ -36,9 +36,9 @@ from shoal.pipeline.sequence_slices import best_slices, fit_times, pipeline_time
 from shoal.planning.cost.memory import activations
 from shoal.planning.cost.micro_batch import MicroBatch
 from shoal.spec.catalog import ModelShape, model_shape
+from shoal.spec.compatibility.sizes import check_layout
 from shoal.spec.config import RunConfig, build_config
 from shoal.spec.layout import ContextOrder, Layout
-from shoal.spec.layout.sizes import check_layout
 from shoal.spec.number_formats import FORMATS
 from shoal.training.step.engine import Engine
 

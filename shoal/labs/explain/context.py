@@ -22,8 +22,8 @@ from shoal.planning.cost.time.traffic import context_parallel, even_share
 from shoal.report.tables import text_table
 from shoal.spec.catalog import model_shape
 from shoal.spec.catalog.models import ModelShape
+from shoal.spec.compatibility.sizes import check_layout
 from shoal.spec.layout import ContextOrder, Layout
-from shoal.spec.layout.sizes import check_layout
 
 CELLS = 64  # maximum of the sequence's bar in a terminal
 MILLION = 1_000_000

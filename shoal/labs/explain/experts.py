@@ -18,8 +18,8 @@ from shoal.engine.collectives.mesh import Mesh
 from shoal.labs.explain.blocks import hue, show_numbers
 from shoal.report.svg import FAINT, GRID, MARGIN, Canvas, mix
 from shoal.spec.catalog import Experts, ModelShape, model_shape
+from shoal.spec.compatibility.sizes import check_layout
 from shoal.spec.layout import Layout, ZeroStage
-from shoal.spec.layout.sizes import check_layout
 
 TILE_WIDTH, TILE_HEIGHT, GAP = 128.0, 74.0, 10.0
 SHOWN = 4  # largest number of experts listed in a tile

@@ -11,7 +11,7 @@ from shoal.base.units import BANDWIDTH, TIME, parse, show_bytes, show_seconds
 from shoal.labs.collectives import topology as networks
 from shoal.labs.collectives.topology import Topology, Wire
 from shoal.spec.catalog.accelerators import accelerator
-from shoal.spec.catalog.links import link
+from shoal.spec.catalog.clusters import link
 
 READ_BY = {"oversubscription": ("fat-tree",), "nics": ("islands",), "inside": ("islands",)}
 """The topologies that use each option."""

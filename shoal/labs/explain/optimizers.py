@@ -17,7 +17,7 @@ from shoal.base.errors import UsageError, did_you_mean
 from shoal.base.section import Section
 from shoal.engine.optim.build import RULES
 from shoal.labs.explain.surfaces import SURFACES, RulePath, Surface, find_best_rate, walk
-from shoal.pipeline.check_run import check_run
+from shoal.pipeline.from_layout import check_run
 from shoal.planning.cost.memory.state import state_bytes
 from shoal.planning.cost.parameters import StagePart
 from shoal.report.charts import COLOURS, draw_bars, new_figure, styled, to_svg
@@ -25,7 +25,7 @@ from shoal.report.svg import FAINT, INK
 from shoal.report.tables import text_table
 from shoal.spec.catalog import model_shape
 from shoal.spec.config import OptimizerConfig, build_config
-from shoal.spec.config.optimizer import OptimizerName
+from shoal.spec.config.sections import OptimizerName
 from shoal.spec.layout import Layout
 from shoal.spec.number_formats import FORMATS
 

@@ -22,8 +22,7 @@ from shoal.planning.run import EstimatedRun
 from shoal.spec.catalog import ModelShape
 from shoal.spec.catalog.accelerators import Accelerator
 from shoal.spec.catalog.calibration import GENERATIONS, NETWORKS, Calibration
-from shoal.spec.catalog.clusters import Cluster
-from shoal.spec.catalog.links import Link
+from shoal.spec.catalog.clusters import Cluster, Link
 from shoal.spec.catalog.software import software_table
 from shoal.spec.layout import Layout
 

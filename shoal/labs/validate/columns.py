@@ -7,8 +7,7 @@ import re
 from collections.abc import Mapping
 
 from shoal.spec.catalog.accelerators import Accelerator, accelerator
-from shoal.spec.catalog.clusters import Node, nodes
-from shoal.spec.catalog.links import link
+from shoal.spec.catalog.clusters import Node, link, nodes
 
 Row = Mapping[str, str]
 _ACCELERATORS = (  # word, GB of memory, name in the catalog, node; the first match counts

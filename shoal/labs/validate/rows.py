@@ -15,7 +15,7 @@ from shoal.labs.validate import columns
 from shoal.labs.validate.columns import Row, number, stated
 from shoal.planning.cost.batched_runs import ATTENTION, RECOMPUTE
 from shoal.spec.catalog.calibration import GENERATIONS, NETWORKS
-from shoal.spec.catalog.links import link
+from shoal.spec.catalog.clusters import link
 from shoal.spec.catalog.software import Software, software_named, software_table
 
 STEPS = ("measured", "measured_oom", "measured_memory", "example_log")  # kinds of rows: a full step of a full model

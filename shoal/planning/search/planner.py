@@ -20,8 +20,7 @@ from shoal.planning.search.space import LayoutSpace, check_fixed, layouts
 from shoal.spec.catalog import model_shape
 from shoal.spec.catalog.clusters import Cluster
 from shoal.spec.catalog.clusters import cluster as cluster_of
-from shoal.spec.layout import Layout
-from shoal.spec.layout.layout import MOST_RANKS
+from shoal.spec.layout import MOST_RANKS, Layout
 
 MOST_NODES = 4096  # maximum number of nodes that `fewest` tries
 

@@ -1,9 +1,8 @@
 """Catalog of facts: model shapes, accelerators, links and clusters, each with its source, read from TOML."""
 
 from shoal.spec.catalog.accelerators import Accelerator, accelerator, accelerators, match
-from shoal.spec.catalog.experts import Experts
-from shoal.spec.catalog.links import link
-from shoal.spec.catalog.mixture_of_depths import Depths
+from shoal.spec.catalog.clusters import link
+from shoal.spec.catalog.experts import Depths, Experts
 from shoal.spec.catalog.models import ModelShape, model_names, model_shape
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Clusters by name: ``8xH100``, ``64x8xH100-IB400``, ``v5p-4096``, or one accelerator by its name in the catalog."""
+"""Links, nodes and clusters. A cluster is named ``8xH100``, ``64x8xH100-IB400``, ``v5p-4096``, or as its accelerator."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from shoal.base.errors import UsageError, did_you_mean
 from shoal.base.section import Section
 from shoal.spec.catalog.accelerators import Accelerator, accelerator, accelerators
-from shoal.spec.catalog.links import Link, link
-from shoal.spec.catalog.tables import entries, wrong
+from shoal.spec.catalog.tables import entries, find, wrong
 
 NETWORKS = {
     "IB100": "infiniband-edr", "IB200": "infiniband-hdr", "IB400": "infiniband-ndr", "IB800": "infiniband-xdr",
@@ -21,6 +20,22 @@ NETWORKS = {
     "EFA50": "efa-50g", "EFA400": "efa-400g",
 }  # fmt: skip
 """Suffixes of a cluster's name: the network between its nodes."""
+
+
+class Link(Section):
+    """One direction of a link."""
+
+    name: str
+    """Name in the catalog."""
+
+    bandwidth: PositiveFloat
+    """Bandwidth in bytes/s."""
+
+    latency: NonNegativeFloat
+    """Latency of a message of any size, in seconds."""
+
+    source: str
+    """Source of the numbers."""
 
 
 class Node(Section):
@@ -138,6 +153,15 @@ class Cluster:
             return f"{what}, torus {' x '.join(map(str, self.torus))} of {self.inside.name}"
         out = f", {self.nodes:,} nodes with {self.nics} x {self.nic.name}" if self.nic else ""
         return f"{what}, {self.inside.name} inside {'each node' if self.nic else 'the node'}{out}"
+
+
+def link(name: str) -> Link:
+    """Return a link by its name in the catalog.
+
+    Raises:
+        UsageError: the name is not in the catalog.
+    """
+    return find(name, entries("links", Link), "link")
 
 
 def nodes() -> Mapping[str, Node]:

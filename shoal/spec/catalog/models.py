@@ -8,8 +8,7 @@ from pydantic import PositiveInt
 
 from shoal.base.errors import did_you_mean
 from shoal.base.section import Section
-from shoal.spec.catalog.experts import Experts
-from shoal.spec.catalog.mixture_of_depths import Depths
+from shoal.spec.catalog.experts import Depths, Experts
 from shoal.spec.catalog.tables import entry, find, table, wrong
 
 

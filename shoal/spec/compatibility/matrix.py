@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from shoal.spec.compatibility.check import find_conflict
 from shoal.spec.compatibility.features import Run
-from shoal.spec.compatibility.table import Conflict
+from shoal.spec.compatibility.table import Conflict, find_conflict
 from shoal.spec.config import build_config
 
 Example = Mapping[str, Mapping[str, Any]]

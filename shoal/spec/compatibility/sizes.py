@@ -1,17 +1,249 @@
-"""Checks of sizes from several sections: blocks of scales, groups of replicas, steps between averages."""
+"""Checks of sizes from several sections of a config, with the nearest valid sizes."""
 
 from __future__ import annotations
 
+import itertools
+import math
 from fnmatch import fnmatchcase
 
-from shoal.base.errors import UsageError
+from shoal.base.errors import UsageError, divisors, nearest_divisors
 from shoal.spec.catalog import ModelShape
+from shoal.spec.compatibility.features import BARE, Run
+from shoal.spec.compatibility.table import check_compatibility
 from shoal.spec.config import RunConfig
+from shoal.spec.layout import MOST_RANKS, Layout
 from shoal.spec.number_formats import FORMATS, MX_BLOCK
 from shoal.spec.sync_methods import LOCAL, UNSYNCHRONISED
 
+MOST_MICROBATCHES = 2**16  # per replica: each one adds actions to its program
 MOST_UNSYNCHRONISED = 64
 """Maximum number of replicas, each of which uses one bit of a shared counter."""
+
+
+def check_layout(
+    layout: Layout, shape: ModelShape, *, global_batch: int, sequence_length: int, ranks: int | None = None
+) -> None:
+    """Reject a layout that cannot run this model and batch.
+
+    Args:
+        shape: the model to split.
+        global_batch: sequences per optimizer step over all replicas.
+        sequence_length: tokens per sequence.
+        ranks: the number of processes if already decided (torchrun, SLURM, ``--ranks``).
+
+    Raises:
+        UsageError: naming the field, its value, the equation that fails and the nearest valid values.
+    """
+    check_compatibility(Run(BARE.model_copy(update={"parallel": layout}), shape))
+    if shape.latent is not None:
+        raise UsageError(
+            "model: multi-head latent attention is counted, but neither trained nor estimated."
+            "\n  Choose another model."
+        )
+    if layout.world_size > MOST_RANKS:
+        raise UsageError(f"parallel: {layout.equation()}, but there can be at most {MOST_RANKS:,}.")
+    _check_data_parallel(layout, global_batch)
+    _check_tensor_parallel(layout, shape, sequence_length)
+    _check_context_parallel(layout, shape, sequence_length)
+    _check_experts(layout, shape)
+    _check_depths(layout, shape, sequence_length)
+    if layout.pp > shape.layers:
+        raise UsageError(
+            f"parallel.pp = {layout.pp}: {shape.layers} layers cannot fill {layout.pp} stages, each needs at least one."
+            f"\n  Use pp <= {shape.layers}."
+        )
+    if ranks is not None and ranks != layout.world_size:
+        fits = _fitting(layout, ranks, shape, global_batch=global_batch, sequence_length=sequence_length)
+        what_fits = f"Fits {ranks}: {', or '.join(fits)}. Or start" if fits else (
+            f"No layout of {ranks} keeps all rules with this model, batch and length. Start")
+        raise UsageError(
+            f"parallel: {layout.equation()}, but {ranks} were given.\n  {what_fits} {layout.world_size} ranks."
+        )
+
+
+def _check_data_parallel(layout: Layout, global_batch: int) -> None:
+    if layout.zero_shard is not None and layout.dp % layout.zero_shard:
+        raise UsageError(
+            f"parallel.zero_shard = {layout.zero_shard} does not divide dp {layout.dp}: "
+            f"dp = dp_replicate x zero_shard.\n  Nearest that do: {_nearest(layout.zero_shard, layout.dp)}."
+        )
+    per_pass = layout.dp * layout.micro_batch
+    if global_batch % per_pass:
+        each, left = divmod(global_batch, layout.dp)
+        micro_batches = sorted(nearest_divisors(layout.micro_batch, of=each)) if each and not left else []
+        raise UsageError(
+            f"train.global_batch = {global_batch} is not a multiple of dp {layout.dp} x micro_batch "
+            f"{layout.micro_batch} = {per_pass}: global_batch = dp x micro_batch x microbatches."
+            f"\n  Nearest global_batch that fits: {_nearest_multiples(global_batch, per_pass)}."
+            + (f" Or micro_batch: {' or '.join(map(str, micro_batches))}." if micro_batches else "")
+        )
+    if (microbatches := layout.microbatches(global_batch)) > MOST_MICROBATCHES:
+        raise UsageError(
+            f"train.global_batch = {global_batch} is dp {layout.dp} x micro_batch {layout.micro_batch} x "
+            f"{microbatches:,} micro-batches, but a step can have at most {MOST_MICROBATCHES:,}."
+            "\n  Use a larger micro_batch or dp."
+        )
+
+
+def _check_tensor_parallel(layout: Layout, shape: ModelShape, sequence_length: int) -> None:
+    if layout.tp == 1:
+        return
+    if why := _tp_misfit(layout.tp, shape):
+        fits = sorted(
+            (tp for tp in divisors(shape.heads) if not _tp_misfit(tp, shape)), key=lambda tp: abs(tp - layout.tp)
+        )
+        raise UsageError(
+            f"parallel.tp = {layout.tp} {why}.\n  Nearest tp that fits the model: {' or '.join(map(str, fits[:2]))}."
+        )
+    if layout.tp_x > 1:
+        _check_grid(layout, shape)
+    parts = layout.token_multiple
+    if sequence_length % parts:
+        near = max(sequence_length, 2 * layout.cp * parts if layout.cp > 1 else 0)
+        name = "tp" if layout.tp_x == 1 else "tp / tp_x ="
+        raise UsageError(
+            f"data.sequence_length = {sequence_length} is not a multiple of {name} {parts}, as sequence parallelism "
+            f"needs: each rank takes sequence_length / {parts} tokens."
+            f"\n  Nearest lengths that are: {_nearest_multiples(near, parts)}."
+        )
+
+
+def _tp_misfit(tp: int, shape: ModelShape) -> str:
+    """Return why a tensor-parallel degree does not fit a model; empty if it does."""
+    sizes = {"heads": shape.heads}
+    if not all(shape.sparse(layer) for layer in range(shape.layers)):
+        sizes["ffn"] = shape.ffn
+    if shape.experts is not None and shape.experts.shared:
+        sizes["experts.shared x ffn"] = shape.experts.shared * shape.experts.ffn
+    for what, size in sizes.items():
+        if size % tp:
+            return f"does not divide model.{what} = {size}: each rank takes {what} / tp of them"
+    if not _shares_heads(tp, shape.kv_heads):
+        return (
+            f"fits model.kv_heads = {shape.kv_heads} neither way: tp must divide kv_heads (each rank takes some) or be "
+            "a multiple of it (each head is replicated)"
+        )
+    return ""
+
+
+def _shares_heads(ranks: int, kv_heads: int) -> bool:
+    """Return whether ranks can share key/value heads: each rank has several, or several ranks replicate each head."""
+    return kv_heads % ranks == 0 or ranks % kv_heads == 0
+
+
+def _check_grid(layout: Layout, shape: ModelShape) -> None:
+    """Check 2-D tensor parallelism."""
+    x, y = layout.tp_x, layout.tp_y
+    fits = [
+        n for n in divisors(layout.tp)[:-1]
+        if shape.hidden % n == 0 and _shares_heads(layout.tp // n, shape.kv_heads)
+    ]
+    if x not in fits:
+        if layout.tp % x or x == layout.tp:
+            why = f"does not make a grid of tp {layout.tp}: it must divide it, and be less"
+        elif shape.hidden % x:
+            why = f"does not divide model.hidden = {shape.hidden}, of which each rank takes hidden / tp_x"
+        else:
+            why = (
+                f"leaves tp / tp_x = {y}, which fits model.kv_heads = {shape.kv_heads} neither way: it must divide "
+                "them or be a multiple of them"
+            )
+        raise UsageError(f"parallel.tp_x = {x} {why}.\n  Fits tp {layout.tp}: {', '.join(map(str, fits))}.")
+
+
+def _check_context_parallel(layout: Layout, shape: ModelShape, sequence_length: int) -> None:
+    heads, kv = shape.heads // layout.tp, max(1, shape.kv_heads // layout.tp)
+    fits = [n for n in divisors(layout.cp) if heads % n == 0 and _shares_heads(n, kv)]
+    if layout.ulysses not in fits:
+        if layout.cp % layout.ulysses:
+            why = f"does not divide cp {layout.cp}: cp = ring x ulysses."
+        else:
+            of_tp = f" of a tensor-parallel rank (tp {layout.tp})" if layout.tp > 1 else ""
+            why = (
+                f"does not fit the {heads} heads and {kv} key/value heads{of_tp}: it must divide the heads, and "
+                "divide the key/value heads or be a multiple of them."
+            )
+        raise UsageError(
+            f"parallel.ulysses = {layout.ulysses} {why}\n  Fits cp {layout.cp}: {', '.join(map(str, fits))}."
+        )
+    least = 2 * layout.cp * layout.token_multiple
+    if layout.cp > 1 and sequence_length < least:
+        each = " x tp" if layout.sequence_parallel else ""
+        raise UsageError(
+            f"data.sequence_length = {sequence_length} is too short for cp {layout.cp}: it needs 2 x cp{each} = "
+            f"{least} tokens.\n  Use a longer sequence, or parallel.cp <= "
+            f"{max(1, sequence_length // (2 * layout.token_multiple))}."
+        )
+
+
+def _check_experts(layout: Layout, shape: ModelShape) -> None:
+    experts = shape.experts
+    if experts is None:
+        return
+    ranks, inside = math.prod(layout.shape[1:]), layout.ep * layout.expert_tensor
+    if ranks % inside:
+        near = _nearest(layout.ep, max(1, ranks // layout.expert_tensor))
+        raise UsageError(
+            f"parallel: ep {layout.ep} x etp {layout.expert_tensor} = {inside} does not divide dp {layout.dp} x cp "
+            f"{layout.cp} x tp {layout.tp} = {ranks}, the ranks of a pipeline stage, over which experts are spread."
+            f"\n  Nearest ep that fits: {near}."
+        )
+    for name, degree, what, size in (
+        ("ep", layout.ep, "count", experts.count), ("etp", layout.expert_tensor, "ffn", experts.ffn)
+    ):
+        if size % degree:
+            raise UsageError(
+                f"parallel.{name} = {degree} does not divide model.experts.{what} = {size}: each rank takes as "
+                f"much.\n  Nearest {name} that fits: {_nearest(degree, size)}."
+            )
+
+
+def _check_depths(layout: Layout, shape: ModelShape, sequence_length: int) -> None:
+    if shape.depths is None:
+        return
+    taken, field = shape.depths.taken(sequence_length), f"model.depths.capacity = {shape.depths.capacity}"
+    if taken % layout.token_multiple:
+        raise UsageError(
+            f"{field} takes {taken} of {sequence_length} tokens, which is not a multiple of tp {layout.tp}, as "
+            "sequence parallelism needs: each rank computes taken / tp of them.\n  Nearest that are: "
+            f"{_nearest_multiples(taken, layout.tp)}; set model.depths.capacity to one of them / {sequence_length}."
+        )
+    least = 2 * layout.cp * layout.token_multiple
+    if layout.cp > 1 and taken < least:
+        raise UsageError(
+            f"{field} takes {taken} of {sequence_length} tokens, too few for cp {layout.cp}: it needs {least}, two "
+            "chunks for each rank.\n  Use a larger capacity, or a smaller parallel.cp."
+        )
+
+
+def _fitting(layout: Layout, ranks: int, shape: ModelShape, **sizes: int) -> list[str]:
+    """Return valid degrees for this number of ranks, nearest first: changes of one degree, else of two."""
+    found = []
+    contexts = divisors(ranks) if layout.cp > 1 else (1,)
+    for pp, tp, cp in itertools.product(divisors(ranks), divisors(ranks), contexts):
+        if ranks % (pp * tp * cp):
+            continue
+        degrees = {"pp": pp, "dp": ranks // (pp * tp * cp), "cp": cp, "tp": tp}
+        try:
+            check_layout(layout.model_copy(update=degrees), shape, **sizes)
+        except UsageError:
+            continue
+        changed = {name: degree for name, degree in degrees.items() if degree != getattr(layout, name)}
+        distance = sum(abs(math.log2(degree / getattr(layout, name))) for name, degree in changed.items())
+        text = " with ".join(f"{name} {degree}" for name, degree in changed.items())
+        found.append((len(changed), distance, text))
+    single = [text for changes, _, text in sorted(found) if changes == 1]
+    return single or [text for _, _, text in sorted(found)[:2]]
+
+
+def _nearest(value: int, of: int) -> str:
+    """Describe the divisors of ``of`` nearest to a value."""
+    return " or ".join(map(str, nearest_divisors(value, of=of)))
+
+
+def _nearest_multiples(value: int, of: int) -> str:
+    below = value // of * of
+    return f"{below} or {below + of}" if below else f"{of}"
 
 
 def float8_layers(shape: ModelShape, keep: tuple[str, ...]) -> list[str]:

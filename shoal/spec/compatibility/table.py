@@ -1,16 +1,17 @@
 """Table of pairs of features that exclude each other, with the reason and the nearest remedy.
 
 Each row is one decision. `shoal train`, `estimate`, `plan` and `verify` read it through `check_compatibility`; ``shoal
-explain compatibility`` prints it as a matrix. Divisibility of sizes is checked in `shoal.spec.layout.sizes`, and the
-range of a field in the field itself.
+explain compatibility`` prints it as a matrix. `shoal.spec.compatibility.sizes` checks the divisibility of sizes, and a
+field its own range.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from shoal.base.errors import UsageError
 from shoal.spec.compatibility import features as f
-from shoal.spec.compatibility.features import Feature
+from shoal.spec.compatibility.features import Feature, Run
 from shoal.spec.optimizers import ELEMENTWISE, SOPHIA_PRECISIONS
 from shoal.spec.sync_methods import POOLED
 
@@ -163,3 +164,28 @@ CONFLICTS = (
              "Leave link_gbs out, or use parallel.sync = 'all-reduce', or a compressed one"),
 )  # fmt: skip
 """All pairs of features that are rejected."""
+
+
+def find_conflict(run: Run) -> Conflict | None:
+    """Return the first row of the table that a run violates, or None."""
+    return next((conflict for conflict in CONFLICTS if conflict.first.used(run) and conflict.second.used(run)), None)
+
+
+def check_compatibility(run: Run) -> None:
+    """Reject a run with two features that exclude each other.
+
+    Raises:
+        UsageError: naming both settings, the reason and a remedy.
+    """
+    if conflict := find_conflict(run):
+        settings = f"{conflict.first.setting(run)} with {conflict.second.setting(run)}"
+        raise UsageError(f"{settings}: {conflict.reason}.\n  {conflict.remedy}.")
+
+
+def is_excluded(feature: Feature, run: Run) -> bool:
+    """Return whether the other features of a run exclude a feature, for code that draws or proposes runs."""
+    return any(
+        (conflict.first is feature and conflict.second.used(run))
+        or (conflict.second is feature and conflict.first.used(run))
+        for conflict in CONFLICTS
+    )

@@ -4,15 +4,21 @@ Each field is described by the docstring below it; ``shoal train --help`` prints
 the error suggests the nearest existing key.
 """
 
-from shoal.spec.config.data import DataConfig
-from shoal.spec.config.failover import FailoverConfig
 from shoal.spec.config.model import DepthsConfig, ExpertsConfig, ModelConfig
-from shoal.spec.config.optimizer import OptimizerConfig
-from shoal.spec.config.precision import Float8Config, LossScaleConfig, Precision
-from shoal.spec.config.relaxed import RelaxedConfig
 from shoal.spec.config.run import RUN_FILE, RUNS, RunConfig, build_config, load_config, save_config
-from shoal.spec.config.testing import TestingConfig
-from shoal.spec.config.train import CheckpointConfig, MetricsConfig, TrainConfig
+from shoal.spec.config.sections import (
+    CheckpointConfig,
+    DataConfig,
+    FailoverConfig,
+    Float8Config,
+    LossScaleConfig,
+    MetricsConfig,
+    OptimizerConfig,
+    Precision,
+    RelaxedConfig,
+    TestingConfig,
+    TrainConfig,
+)
 
 __all__ = [
     "RUNS",

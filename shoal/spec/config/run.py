@@ -9,15 +9,20 @@ import tomli_w
 
 from shoal.base.files import read_toml
 from shoal.base.section import Section, plain, validate
-from shoal.spec.config.data import DataConfig
-from shoal.spec.config.failover import FailoverConfig
 from shoal.spec.config.model import ModelConfig
-from shoal.spec.config.optimizer import OptimizerConfig
-from shoal.spec.config.precision import Float8Config, LossScaleConfig
-from shoal.spec.config.relaxed import RelaxedConfig
 from shoal.spec.config.renamed import rename_keys
-from shoal.spec.config.testing import TestingConfig
-from shoal.spec.config.train import CheckpointConfig, MetricsConfig, TrainConfig
+from shoal.spec.config.sections import (
+    CheckpointConfig,
+    DataConfig,
+    FailoverConfig,
+    Float8Config,
+    LossScaleConfig,
+    MetricsConfig,
+    OptimizerConfig,
+    RelaxedConfig,
+    TestingConfig,
+    TrainConfig,
+)
 from shoal.spec.layout import Layout
 
 RUN_FILE = "run.toml"

@@ -9,8 +9,7 @@ from tempfile import TemporaryDirectory
 
 from shoal.engine.data.tokenizer import load_tokenizer
 from shoal.launch.worker_pool import Pool, RankError
-from shoal.pipeline.check_run import check_run
-from shoal.pipeline.from_layout import find_schedule, virtual_stages
+from shoal.pipeline.from_layout import check_run, find_schedule, virtual_stages
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import OptimizerConfig, RunConfig
 from shoal.spec.number_formats import verified_as

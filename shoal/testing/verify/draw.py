@@ -8,8 +8,8 @@ from typing import Any, cast
 from shoal.pipeline.schedules import SCHEDULES
 from shoal.spec.catalog import model_shape
 from shoal.spec.compatibility import features
-from shoal.spec.compatibility.check import is_excluded
 from shoal.spec.compatibility.features import BARE, Run
+from shoal.spec.compatibility.table import is_excluded
 from shoal.spec.config import OptimizerConfig, RunConfig, build_config
 from shoal.spec.layout import Layout
 from shoal.spec.optimizers import SOPHIA_PRECISIONS

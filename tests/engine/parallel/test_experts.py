@@ -22,9 +22,9 @@ from shoal.engine.collectives.uneven import (
 )
 from shoal.engine.models.experts.router import SUMS
 from shoal.launch.worker_pool import Pool
+from shoal.spec.compatibility.sizes import check_layout
 from shoal.spec.config import RunConfig, build_config
 from shoal.spec.layout import Layout
-from shoal.spec.layout.sizes import check_layout
 from tests.engine.parallel.counting import engine_of, sent_in_a_step
 from tests.testing.verify.runs import MODEL, small_run
 

@@ -11,7 +11,7 @@ from shoal.engine.parallel.float8 import Float8, multiply
 from shoal.engine.parallel.linear import Linear
 from shoal.engine.precision.float8 import ROW, TENSOR
 from shoal.engine.precision.policy import POLICIES
-from shoal.pipeline.check_run import check_run
+from shoal.pipeline.from_layout import check_run
 from shoal.spec.catalog import model_shape
 from shoal.spec.config import Float8Config, RunConfig, build_config
 from shoal.spec.number_formats import E4M3, E5M2

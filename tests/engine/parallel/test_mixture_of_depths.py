@@ -19,7 +19,7 @@ from shoal.planning.estimate import Estimate, EstimatedRun
 from shoal.planning.search.search import search
 from shoal.spec.catalog import model_shape
 from shoal.spec.catalog.clusters import cluster
-from shoal.spec.catalog.mixture_of_depths import Depths
+from shoal.spec.catalog.experts import Depths
 from shoal.spec.config import RunConfig
 from shoal.spec.layout import Layout
 from shoal.testing.verify.case import prepare, run_case

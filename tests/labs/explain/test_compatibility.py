@@ -9,10 +9,9 @@ from rich.console import Console
 from shoal.base.errors import UsageError
 from shoal.labs.explain.compatibility import CompatibilityOptions, explain
 from shoal.spec.catalog import model_shape
-from shoal.spec.compatibility.check import find_conflict
 from shoal.spec.compatibility.features import BARE, Run
 from shoal.spec.compatibility.matrix import TECHNIQUES, build_matrix, example_run
-from shoal.spec.compatibility.table import CONFLICTS
+from shoal.spec.compatibility.table import CONFLICTS, find_conflict
 
 NO_TECHNIQUES = {
     "train.device", "train.transport", "testing.straggler", "testing.min_step_seconds", "testing.kill",

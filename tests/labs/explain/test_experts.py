@@ -10,8 +10,8 @@ from shoal.base.errors import UsageError
 from shoal.cli.main import main
 from shoal.labs.explain.experts import place_experts
 from shoal.spec.catalog import model_shape
+from shoal.spec.compatibility.sizes import check_layout
 from shoal.spec.layout import Layout
-from shoal.spec.layout.sizes import check_layout
 
 MIXTRAL = model_shape("mixtral-8x7b")
 

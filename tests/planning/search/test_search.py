@@ -35,8 +35,8 @@ from shoal.report.planning.tables import build_estimate
 from shoal.spec.catalog import ModelShape, model_shape
 from shoal.spec.catalog.clusters import cluster
 from shoal.spec.catalog.experts import Experts
+from shoal.spec.compatibility.sizes import check_layout
 from shoal.spec.layout import Layout
-from shoal.spec.layout.sizes import check_layout
 
 SMALL = ModelShape(
     family="llama", layers=6, hidden=256, heads=4, kv_heads=2, head_dim=64, ffn=512, vocab=1003, max_sequence=512,

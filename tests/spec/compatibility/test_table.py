@@ -8,18 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.base.errors import UsageError
-from shoal.pipeline.check_run import check_run
-from shoal.pipeline.from_layout import splits_backward
+from shoal.pipeline.from_layout import check_run, splits_backward
 from shoal.pipeline.program import build_program
 from shoal.pipeline.schedules import ASYNCHRONOUS, EVERY
 from shoal.spec import schedules, sync_methods
 from shoal.spec.catalog import model_shape
-from shoal.spec.compatibility.check import check_compatibility, find_conflict, is_excluded
 from shoal.spec.compatibility.features import BARE, Run
-from shoal.spec.compatibility.table import CONFLICTS
+from shoal.spec.compatibility.table import CONFLICTS, check_compatibility, find_conflict, is_excluded
 from shoal.spec.config import RelaxedConfig, RunConfig, TrainConfig
-from shoal.spec.layout import Layout
-from shoal.spec.layout.layout import Sync
+from shoal.spec.layout import Layout, Sync
 from shoal.testing.verify.draw import draw_run
 from shoal.training.check import check
 

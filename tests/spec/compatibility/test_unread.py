@@ -3,7 +3,7 @@
 import pytest
 
 from shoal.base.errors import UsageError
-from shoal.pipeline.check_run import check_run
+from shoal.pipeline.from_layout import check_run
 from shoal.spec.catalog import model_shape
 from shoal.spec.config import build_config
 

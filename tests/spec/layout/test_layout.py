@@ -10,10 +10,9 @@ from pydantic import ValidationError
 
 from shoal.base.errors import UsageError
 from shoal.spec.catalog import ModelShape, model_shape
-from shoal.spec.catalog.experts import Experts
-from shoal.spec.catalog.mixture_of_depths import Depths
+from shoal.spec.catalog.experts import Depths, Experts
+from shoal.spec.compatibility.sizes import check_layout
 from shoal.spec.layout import AXES, Layout
-from shoal.spec.layout.sizes import check_layout
 
 TINY = model_shape("tiny")  # 4 layers, 8 heads, 4 kv heads, ffn 688
 

@@ -10,7 +10,7 @@ from shoal.base.errors import UsageError
 from shoal.cli.main import main
 from shoal.engine.models.transformer import Transformer
 from shoal.engine.precision.histogram import BINS, PER_OCTAVE, find_bin
-from shoal.pipeline.check_run import check_run
+from shoal.pipeline.from_layout import check_run
 from shoal.spec.catalog import model_shape
 from shoal.spec.config import RunConfig, build_config
 from shoal.training.records.histograms import KINDS, Histograms, read_histograms

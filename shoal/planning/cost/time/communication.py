@@ -21,8 +21,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from shoal.spec.catalog.clusters import Cluster
-from shoal.spec.catalog.links import Link
+from shoal.spec.catalog.clusters import Cluster, Link
 from shoal.spec.layout import AXES, EXPERT_AXES, Layout, mesh_axes
 
 V = TypeVar("V", float, np.ndarray)

@@ -9,7 +9,7 @@ from shoal.labs.autoshard.notation.notation import NamedMesh, parse
 from shoal.labs.autoshard.notation.search import RouteSearch, add_backward, find_forward
 from shoal.labs.collectives.topology import Wire
 from shoal.spec.catalog.accelerators import accelerator
-from shoal.spec.catalog.links import link
+from shoal.spec.catalog.clusters import link
 
 V5P = accelerator("tpu-v5p").peak_flops["bf16"]
 W = 2 * link("ici-v5p").bandwidth

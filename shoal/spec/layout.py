@@ -1,7 +1,7 @@
 """The `Layout`: the degree of each parallel axis, and the sizes that follow.
 
 A layout is plain data, executed by the runtime and compared by the verifier. Every error in it is raised before any
-process starts (`shoal.spec.layout.sizes`, `shoal.spec.compatibility`). Axes, outer to inner: ``pp, dp_replicate,
+process starts (`shoal.spec.compatibility`). Axes, outer to inner: ``pp, dp_replicate,
 dp_shard, cp, tp``; adjacent ranks are neighbours in ``tp``, the axis that communicates most.
 """
 
@@ -259,7 +259,6 @@ class Layout(Section):
             stages = f", {self.virtual_stages} stages a rank" if self.virtual_stages else ""
             parts.append(f"pp {self.pp} ({self.schedule}{stages})")
         return " x ".join(parts) or "one device"
-
 
 
 def mesh_axes(layout: Layout, name: str) -> tuple[str, ...]:
