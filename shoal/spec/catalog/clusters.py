@@ -1,4 +1,4 @@
-"""Links, nodes and clusters. A cluster is named ``8xH100``, ``64x8xH100-IB400``, ``v5p-4096``, or as its accelerator."""
+"""Links, nodes and clusters. A cluster's name is ``8xH100``, ``64x8xH100-IB400``, ``v5p-4096`` or an accelerator's."""
 
 from __future__ import annotations
 
