@@ -121,10 +121,6 @@ class Program:
         """Return the stages of a pipeline rank."""
         return [stage for stage, holder in enumerate(self.stage_rank) if holder == rank]
 
-    def select_actions(self, op: Op) -> list[Action]:
-        """Return all actions of one kind."""
-        return [action for actions in self.actions for action in actions if action.op is op]
-
     def is_first(self, stage: int) -> bool:
         """Return whether a stage begins with the embedding."""
         return stage % self.depth == 0

@@ -11,7 +11,8 @@ from shoal.base.section import validate
 from shoal.pipeline.from_layout import check_run
 from shoal.planning.run import EstimatedRun
 from shoal.spec.catalog import ModelShape, model_names, model_shape, tables
-from shoal.spec.config import ModelConfig, OptimizerConfig, RunConfig, build_config
+from shoal.spec.config import OptimizerConfig, RunConfig, build_config
+from shoal.spec.config.model import ModelConfig
 from shoal.spec.layout import Layout
 from shoal.spec.number_formats import FORMATS
 

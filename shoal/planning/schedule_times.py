@@ -8,8 +8,7 @@ from dataclasses import replace
 from shoal.base.section import validate
 from shoal.pipeline.schedules import EVERY
 from shoal.pipeline.simulator.compare import PlayedSchedule, check_arguments, schedule_name
-from shoal.pipeline.simulator.disturbance import Disturbance
-from shoal.pipeline.simulator.engine import simulate
+from shoal.pipeline.simulator.engine import Disturbance, simulate
 from shoal.planning.describe import DEFAULT_MODEL
 from shoal.planning.estimable import check_estimable, check_layout_on_cluster, check_names
 from shoal.planning.estimate import Estimate

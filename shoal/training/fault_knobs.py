@@ -14,7 +14,7 @@ from rich.table import Table
 
 from shoal.base.errors import UsageError
 from shoal.pipeline.program import COMPUTE, Action
-from shoal.spec.config import TestingConfig
+from shoal.spec.config.sections import TestingConfig
 from shoal.training.records.timer import ActionTimer
 from shoal.training.step.engine import Engine
 from shoal.training.step.optimizer_step import StepResult

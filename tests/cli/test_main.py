@@ -16,7 +16,8 @@ from shoal.cli.main import main
 from shoal.cli.run.train import TrainOptions
 from shoal.engine.checkpoint.manifest import Manifest, StoredFile, StoredTensor
 from shoal.engine.data.prepare import DataContents
-from shoal.spec.config import RUN_FILE, DepthsConfig, ExpertsConfig, RunConfig, save_config
+from shoal.spec.config import RUN_FILE, RunConfig, save_config
+from shoal.spec.config.model import DepthsConfig, ExpertsConfig
 
 SECTIONS = tuple(RunConfig.model_fields)
 

@@ -14,7 +14,8 @@ from shoal.pipeline.from_layout import check_run
 from shoal.planning.cost.memory.state import state_bytes
 from shoal.planning.cost.parameters import StagePart
 from shoal.spec.catalog import model_shape
-from shoal.spec.config import Precision, build_config
+from shoal.spec.config import build_config
+from shoal.spec.config.sections import Precision
 from shoal.spec.layout import Layout
 from shoal.spec.number_formats import BF16, E4M3, E5M2, FORMATS, FP16, FP32, FP64
 

@@ -11,8 +11,7 @@ import math
 from typing import Any
 
 from shoal.base.errors import UsageError
-from shoal.spec.config import LossScaleConfig
-from shoal.spec.config.sections import LARGEST_SCALE
+from shoal.spec.config.sections import LARGEST_SCALE, LossScaleConfig
 
 
 class LossScale:

@@ -7,7 +7,8 @@ gradient accumulation.
 from __future__ import annotations
 
 from shoal.pipeline.program import Schedule
-from shoal.pipeline.schedules import asynchronous, auto, dualpipe, gpipe, one_f_one_b, v_schedules, zero_bubble
+from shoal.pipeline.schedules import asynchronous, auto, dualpipe, v_schedules
+from shoal.pipeline.schedules import looped_schedules as loop
 from shoal.pipeline.schedules.placement import looped, per_rank_schedule, v_placement
 
 CONTROLLABLE_MEMORY = "Qi et al. 2024b (controllable memory), section 4"
@@ -15,19 +16,17 @@ CONTROLLABLE_MEMORY = "Qi et al. 2024b (controllable memory), section 4"
 SCHEDULES: dict[str, Schedule] = {
     schedule.name: schedule
     for schedule in (
-        per_rank_schedule("naive", "a layer split with one micro-batch in flight", gpipe.naive, looped),
-        per_rank_schedule("gpipe", "Huang et al. 2019, figure 2c", gpipe.gpipe, looped),
-        per_rank_schedule("looped-bfs", "Lamy-Poirier 2023, figure 4d", gpipe.breadth_first, looped, virtual=None),
+        per_rank_schedule("naive", "a layer split with one micro-batch in flight", loop.naive, looped),
+        per_rank_schedule("gpipe", "Huang et al. 2019, figure 2c", loop.breadth_first, looped),
+        per_rank_schedule("looped-bfs", "Lamy-Poirier 2023, figure 4d", loop.breadth_first, looped, virtual=None),
+        per_rank_schedule("1f1b", "Narayanan et al. 2021, figure 4 (PipeDream-Flush)", loop.one_f_one_b, looped),
         per_rank_schedule(
-            "1f1b", "Narayanan et al. 2021, figure 4 (PipeDream-Flush)", one_f_one_b.one_f_one_b, looped
+            "interleaved-1f1b", "Narayanan et al. 2021, section 2.2", loop.interleaved_1f1b, looped, virtual=None
         ),
+        per_rank_schedule("zb-h1", "Qi et al. 2024, figure 3 above", loop.zb_h1, looped),
+        per_rank_schedule("zb-h2", "Qi et al. 2024, figure 3 below", loop.zb_h2, looped),
         per_rank_schedule(
-            "interleaved-1f1b", "Narayanan et al. 2021, section 2.2", one_f_one_b.interleaved, looped, virtual=None
-        ),
-        per_rank_schedule("zb-h1", "Qi et al. 2024, figure 3 above", zero_bubble.zb_h1, looped),
-        per_rank_schedule("zb-h2", "Qi et al. 2024, figure 3 below", zero_bubble.zb_h2, looped),
-        per_rank_schedule(
-            "interleaved-zb", "Qi et al. 2024, figure 3, on interleaved stages", zero_bubble.interleaved, looped,
+            "interleaved-zb", "Qi et al. 2024, figure 3, on interleaved stages", loop.interleaved_zb, looped,
             virtual=None,
         ),
         per_rank_schedule("zb-v", "Qi et al. 2024, section 6", v_schedules.zb_v, v_placement, virtual=2),
@@ -39,7 +38,7 @@ SCHEDULES: dict[str, Schedule] = {
             virtual=2, model_copies=2, refuses=dualpipe.refuses,
         ),
         per_rank_schedule("dualpipev", "Qi et al. 2025 (cut-in-half)", dualpipe.dualpipe_v, v_placement, virtual=2),
-        per_rank_schedule("terapipe", "Li et al. 2021, figure 1d (GPipe's order, in slices)", gpipe.gpipe, looped),
+        per_rank_schedule("terapipe", "Li et al. 2021, figure 1d (GPipe's order, in slices)", loop.breadth_first, looped),
     )
 }
 

@@ -9,7 +9,7 @@ a step with a single update is identical to 1F1B.
 from __future__ import annotations
 
 from shoal.pipeline.program import Action, Op
-from shoal.pipeline.schedules.one_f_one_b import one_f_one_b
+from shoal.pipeline.schedules.looped_schedules import one_f_one_b
 
 
 def pipedream(rank: int, ranks: int, microbatches: int, virtual: int) -> list[Action]:

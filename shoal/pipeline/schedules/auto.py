@@ -15,8 +15,8 @@ from math import inf
 
 from shoal.base.errors import UsageError
 from shoal.pipeline.program import Action, Program, StageDurations
-from shoal.pipeline.schedules import one_f_one_b, zero_bubble
 from shoal.pipeline.schedules.greedy import Choice, F, GreedyScheduler, I
+from shoal.pipeline.schedules.looped_schedules import one_f_one_b, zero_bubble_with_memory
 from shoal.pipeline.schedules.placement import looped
 
 ROUNDING = 1e-9
@@ -54,8 +54,8 @@ def _candidates(
     """Yield the candidate orders; ties go to the first."""
     if memory >= ranks:
         most = min(memory, 2 * ranks - 1)
-        halves = [partial(zero_bubble.zero_bubble_with_memory, memory=held) for held in (most, ranks)]
-        for order in (*halves, partial(one_f_one_b.one_f_one_b, virtual=1)):
+        halves = [partial(zero_bubble_with_memory, memory=held) for held in (most, ranks)]
+        for order in (*halves, partial(one_f_one_b, virtual=1)):
             yield [order(rank, ranks, microbatches) for rank in range(ranks)]
     for patience, lead in product((0.0, 0.5, 1.0), (2, 1, microbatches)):
         scheduler = GreedyScheduler(microbatches, times, looped(ranks, 1), kept)

@@ -15,8 +15,7 @@ from shoal.pipeline.schedules import EVERY
 from shoal.pipeline.schedules.auto import zb_auto
 from shoal.pipeline.schedules.file import load_csv
 from shoal.pipeline.schedules.placement import looped
-from shoal.pipeline.simulator.disturbance import Disturbance
-from shoal.pipeline.simulator.engine import simulate
+from shoal.pipeline.simulator.engine import Disturbance, simulate
 from shoal.pipeline.simulator.theory import EqualStages
 from shoal.pipeline.simulator.timeline import Timeline
 from shoal.pipeline.simulator.times import ActionTimes, MessageTimes

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 
@@ -32,14 +31,6 @@ from shoal.pipeline.simulator.times import MessageTimes
 
 NOTHING = -1
 SHOWN = 8  # maximum ranks named in a message about a deadlock
-
-
-class Played(NamedTuple):
-    """Times of one simulation: start, end and arrival of each event. [events, sets] each"""
-
-    start: np.ndarray
-    end: np.ndarray
-    arrival: np.ndarray
 
 
 class Player:
@@ -119,8 +110,8 @@ class Player:
         stuck = [f"pipeline rank {rank[row]} waits at {self.columns.action(row)}" for row in np.sort(heads).tolist()]
         return "deadlock: " + "; ".join(stuck[:SHOWN]) + (" ..." if len(stuck) > SHOWN else "")
 
-    def play(self, duration: np.ndarray, latency: np.ndarray, *, together: bool = False) -> Played:
-        """Simulate the step.
+    def play(self, duration: np.ndarray, latency: np.ndarray, *, together: bool = False) -> np.ndarray:
+        """Simulate the step: start, end and arrival of each event. [3, events, sets]
 
         Args:
             duration: [events, sets] time that each event occupies its lane.
@@ -128,10 +119,10 @@ class Player:
             together: the sets are replicas, which synchronise at each reduction and gather; otherwise they are
                 independent.
         """
-        return Played(*(times[self.place[:-1]] for times in self._advance(duration, latency, together=together)))
+        return self._advance(duration, latency, together=together)[:, self.place[:-1]]
 
     def _advance(self, duration: np.ndarray, latency: np.ndarray, *, together: bool = False) -> np.ndarray:
-        """Compute the fields of `Played` in sweep order; the last event has always arrived. [3, events + 1, sets]"""
+        """Compute the times in sweep order; the last event has always arrived. [3, events + 1, sets]"""
         duration, latency = duration[self.order], latency[self.order]
         meets = np.isin(self.columns.op, (REDUCE, GATHER))
         meets = np.append(meets, np.zeros(self.messages.shape[1], bool))[self.order]

@@ -32,7 +32,7 @@ def emulate_updates(model: Transformer, program: Program, samples: list[list[Bat
         samples: single samples of each micro-batch, of all replicas.
     """
     params = dict(model.named_parameters())
-    used = {(a.stage, a.microbatch): a.version for a in program.select_actions(Op.FORWARD)}
+    used = {(a.stage, a.microbatch): a.version for order in program.actions for a in order if a.op is Op.FORWARD}
     stages = map_parameters_to_stages(model.shape, program)
     for p in params.values():
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad  # the optimizer may hold references to gradients

@@ -14,7 +14,7 @@ from typing import Any
 
 from shoal.base.errors import UsageError
 from shoal.base.files import json_lines, read_json_lines, write_whole
-from shoal.spec.config import MetricsConfig
+from shoal.spec.config.sections import MetricsConfig
 
 FILE_NAME = "metrics.jsonl"
 

@@ -24,7 +24,7 @@ from shoal.engine.collectives.json_collectives import all_gather, broadcast
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.runtime import Runtime
 from shoal.pipeline.program import Action, Op, Program
-from shoal.spec.config import MetricsConfig
+from shoal.spec.config.sections import MetricsConfig
 from shoal.training.records.timer import ActionTimer
 
 FOLDER = "profile"

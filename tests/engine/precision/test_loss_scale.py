@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shoal.base.errors import UsageError
 from shoal.engine.precision.loss_scale import LossScale
-from shoal.spec.config import LossScaleConfig
+from shoal.spec.config.sections import LossScaleConfig
 
 
 @given(st.lists(st.booleans(), max_size=60), st.integers(1, 4))

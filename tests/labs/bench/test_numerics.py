@@ -24,7 +24,7 @@ from shoal.labs.bench.learning.numerics import (
     max_distances,
     smooth,
 )
-from shoal.spec.config import Precision
+from shoal.spec.config.sections import Precision
 from shoal.training.check import check
 from tests.trainings.runs import start
 

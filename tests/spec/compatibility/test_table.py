@@ -15,7 +15,8 @@ from shoal.spec import schedules, sync_methods
 from shoal.spec.catalog import model_shape
 from shoal.spec.compatibility.features import BARE, Run
 from shoal.spec.compatibility.table import CONFLICTS, check_compatibility, find_conflict, is_excluded
-from shoal.spec.config import RelaxedConfig, RunConfig, TrainConfig
+from shoal.spec.config import RunConfig
+from shoal.spec.config.sections import RelaxedConfig, TrainConfig
 from shoal.spec.layout import Layout, Sync
 from shoal.testing.verify.draw import draw_run
 from shoal.training.check import check

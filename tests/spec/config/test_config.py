@@ -14,7 +14,8 @@ from shoal.base.errors import UsageError
 from shoal.base.section import docstrings, plain
 from shoal.cli.main import main
 from shoal.spec.catalog import model_shape
-from shoal.spec.config import DataConfig, ModelConfig, RunConfig, build_config, load_config, save_config
+from shoal.spec.config import DataConfig, RunConfig, build_config, load_config, save_config
+from shoal.spec.config.model import ModelConfig
 from shoal.spec.config.renamed import RENAMED_KEYS, print_rename, rename_option
 from shoal.spec.layout import ScheduleName
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.base.errors import UsageError
-from shoal.spec.config import MetricsConfig
+from shoal.spec.config.sections import MetricsConfig
 from shoal.training.records.metrics import FILE_NAME, MetricsWriter, StepMetrics, read_metrics
 from tests.trainings.runs import small_config, train_in
 

@@ -16,7 +16,9 @@ from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.data.batches import Batch
 from shoal.spec.catalog import ModelShape, model_shape
 from shoal.spec.compatibility.sizes import check_layout
-from shoal.spec.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
+from shoal.spec.config import DataConfig, OptimizerConfig, RunConfig
+from shoal.spec.config.model import ModelConfig
+from shoal.spec.config.sections import TrainConfig
 from shoal.spec.layout import Layout
 from shoal.spec.sync_methods import COMPRESSED
 from shoal.training.async_dp.engines import CompressedEngine
