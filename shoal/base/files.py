@@ -46,10 +46,7 @@ def nearest_existing(path: Path) -> Path:
 
 
 def try_to_write(path: Path, size: int = 1) -> None:
-    """Check that a folder, or its nearest existing ancestor, is writable, with a temporary file.
-
-    Args:
-        size: bytes of the file.
+    """Check that a folder, or its nearest existing ancestor, is writable, with a temporary file of ``size`` bytes.
 
     Raises:
         OSError: creating or writing the file failed: no permission, a full or read-only file system, or not a folder.
@@ -118,29 +115,17 @@ def read_bytes(path: str | Path, *, most: int = LARGEST) -> bytes:
 
 
 def read_text(path: str | Path) -> str:
-    """Read a UTF-8 text file.
-
-    Raises:
-        UsageError: see `read_bytes`; or it is not UTF-8.
-    """
+    """Read a UTF-8 text file; raises `UsageError` as `read_bytes` does, or if it is not UTF-8."""
     return _parsed(path, "UTF-8 text", str)
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
-    """Read the values of a TOML file.
-
-    Raises:
-        UsageError: see `read_bytes`; or it is not TOML.
-    """
+    """Read the values of a TOML file; raises `UsageError` as `read_bytes` does, or if it is not TOML."""
     return _parsed(path, "TOML", tomllib.loads)
 
 
 def read_json(path: str | Path) -> Any:
-    """Read the value of a JSON file.
-
-    Raises:
-        UsageError: see `read_bytes`; or it is not JSON.
-    """
+    """Read the value of a JSON file; raises `UsageError` as `read_bytes` does, or if it is not JSON."""
     return _parsed(path, "JSON", json.loads)
 
 

@@ -43,14 +43,14 @@ def replace_unencodable() -> None:
 def outlive_readers() -> None:
     """Continue without output when the reader of stdout or stderr exits, as in `shoal train | head`. If stdout's
     reader exits, a note is printed on stderr."""
-    sys.stdout, sys.stderr = _lasting(sys.stdout, _told), _lasting(sys.stderr, lambda: None)
+    sys.stdout, sys.stderr = _lasting(sys.stdout, _report_closed), _lasting(sys.stderr, lambda: None)
 
 
-def _told() -> None:
+def _report_closed() -> None:
     print("the reader of stdout has gone; this process continues without printing", file=sys.stderr, flush=True)
 
 
-def _lasting(out: TextIO, told: Callable[[], None]) -> TextIO:
+def _lasting(out: TextIO, on_close: Callable[[], None]) -> TextIO:
     if not isinstance(out, io.TextIOWrapper):
         return out
     raw = getattr(out.buffer, "raw", out.buffer)
@@ -58,7 +58,7 @@ def _lasting(out: TextIO, told: Callable[[], None]) -> TextIO:
         return out
     out.flush()
     lasting = _Lasting(out.fileno(), "w", closefd=False)
-    lasting.told = told
+    lasting.on_close = on_close
     return io.TextIOWrapper(
         lasting if out.buffer is raw else io.BufferedWriter(lasting),  # unbuffered as with python -u, or buffered
         out.encoding, out.errors, line_buffering=out.line_buffering, write_through=out.write_through,
@@ -66,7 +66,7 @@ def _lasting(out: TextIO, told: Callable[[], None]) -> TextIO:
 
 
 class _Lasting(io.FileIO):
-    told: Callable[[], None]
+    on_close: Callable[[], None]
 
     def write(self, content: ReadableBuffer, /) -> int:
         try:
@@ -75,5 +75,5 @@ class _Lasting(io.FileIO):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.fileno())
             os.close(nowhere)
-            self.told()
+            self.on_close()
             return memoryview(content).nbytes

@@ -48,7 +48,7 @@ def _run(args: list[str]) -> int:
     command = COMMANDS[name]
     from shoal.base.options import parse
     from shoal.cli.arguments import parse_run
-    from shoal.spec.config.renamed import rename_option
+    from shoal.spec.config.run import rename_option
 
     words = [rename_option(word) for word in words]
     function = getattr(import_module(command.module), command.function)

@@ -135,9 +135,10 @@ def check_schedule(
     """
     schedule, virtual = find_schedule(layout), virtual_stages(layout)
     if layout.virtual_stages is not None and layout.virtual_stages != virtual:
+        choices = [name for name, schedule in SCHEDULES.items() if schedule.virtual is None]
         raise UsageError(
             f"parallel.virtual_stages = {layout.virtual_stages}, but {layout.schedule} has {virtual} on each rank."
-            f"\n  Leave virtual_stages out, or take one of {', '.join(_open())}."
+            f"\n  Leave virtual_stages out, or take one of {', '.join(choices)}."
         )
     depth = len(schedule.placement(layout.pp, virtual)) // schedule.model_copies
     if depth > shape.layers:
@@ -201,11 +202,6 @@ def _least_slice(layout: Layout) -> int:
 def splits_backward(program: Program) -> bool:
     """Return whether the program splits any backward into halves."""
     return any(action.op is Op.BACKWARD_INPUT for actions in program.actions for action in actions)
-
-
-def _open() -> list[str]:
-    """Return the schedules for which the user chooses the number of stages."""
-    return [name for name, schedule in SCHEDULES.items() if schedule.virtual is None]
 
 
 def _near(schedule: Schedule, layout: Layout, microbatches: int, virtual: int) -> str:

@@ -82,10 +82,6 @@ class Formats(NamedTuple):
         """Whether an update is computed in a wider format than some of the values that it reads and writes."""
         return self.narrow or not self.storage == self.reduce == self.state
 
-    def in_float64(self) -> Formats:
-        """Return the same rules with float64 formats, in which all layouts must agree to 1e-9."""
-        return self._replace(storage=FP64, compute=FP64, reduce=FP64, state=FP64, what=f"as {self.what}; in float64")
-
 
 FORMATS = {
     "fp32": Formats(FP32, FP32, FP32, FP32, what="everything in float32"),
@@ -106,9 +102,11 @@ FORMATS = {
     "mxfp8": Formats(FP32, BF16, FP32, FP32, products="mxfp8", what="bf16 with the layers' products in MXFP8"),
     "fp64": Formats(FP64, FP64, FP64, FP64, what="everything in float64, for verification"),
 }
-FORMATS |= {  # precisions that do more than round to a dtype
-    f"fp64-{name}": formats.in_float64() for name, formats in FORMATS.items()
-    if formats.scaled or formats.products != "compute"
+FORMATS |= {  # float64 variants, in which all layouts must agree to 1e-9, of precisions that do more than round
+    f"fp64-{name}": formats._replace(
+        storage=FP64, compute=FP64, reduce=FP64, state=FP64, what=f"as {formats.what}; in float64"
+    )
+    for name, formats in FORMATS.items() if formats.scaled or formats.products != "compute"
 }  # fmt: skip
 """Number formats by the name in ``train.precision``."""
 

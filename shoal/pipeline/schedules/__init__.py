@@ -32,13 +32,15 @@ SCHEDULES: dict[str, Schedule] = {
         per_rank_schedule("zb-v", "Qi et al. 2024, section 6", v_schedules.zb_v, v_placement, virtual=2),
         Schedule("v-half", CONTROLLABLE_MEMORY, v_schedules.v_half, v_placement, virtual=2),
         per_rank_schedule("v-min", CONTROLLABLE_MEMORY, v_schedules.v_min, v_placement, virtual=2),
-        Schedule("zb-auto", "Qi et al. 2024, section 3.1", auto.as_1f1b, looped),
+        Schedule("zb-auto", "Qi et al. 2024, section 3.1", lambda p, m, virtual: auto.zb_auto(p, m), looped),
         per_rank_schedule(
             "dualpipe", "DeepSeek-AI 2024, figure 5", dualpipe.dualpipe, v_placement,
             virtual=2, model_copies=2, refuses=dualpipe.refuses,
         ),
         per_rank_schedule("dualpipev", "Qi et al. 2025 (cut-in-half)", dualpipe.dualpipe_v, v_placement, virtual=2),
-        per_rank_schedule("terapipe", "Li et al. 2021, figure 1d (GPipe's order, in slices)", loop.breadth_first, looped),
+        per_rank_schedule(
+            "terapipe", "Li et al. 2021, figure 1d (GPipe's order, in slices)", loop.breadth_first, looped
+        ),
     )
 }
 

@@ -43,11 +43,6 @@ def zb_auto(
     return min(_candidates(ranks, microbatches, times, memory, kept), key=lambda orders: _cost(orders, times))
 
 
-def as_1f1b(ranks: int, microbatches: int, virtual: int) -> list[list[Action]]:
-    """Return the orders for equal times and the memory of 1F1B's first rank."""
-    return zb_auto(ranks, microbatches)
-
-
 def _candidates(
     ranks: int, microbatches: int, times: StageDurations, memory: int, kept: float
 ) -> Iterator[list[list[Action]]]:

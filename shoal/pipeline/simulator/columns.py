@@ -22,7 +22,7 @@ COMPUTING = WEIGHT  # the codes up to here are computations
 
 NTH = 3  # micro-batches that `live_before_backwards` distinguishes: the first, the second, and all later ones
 NONE, SOME, EVERY = range(3)  # how many of a rank's other stages last ran a forward
-TOLD_APART = (4, NTH, NTH, 2, 3)  # same shape as `shoal.planning.cost.memory.stage.TIMES`
+HISTORY_SHAPE = (4, NTH, NTH, 2, 3)  # same shape as `shoal.planning.cost.memory.stage.TIMES`
 
 Integers = np.ndarray  # [rows], integers
 
@@ -173,10 +173,9 @@ def live_before_backwards(
     """Return the peak activation memory of a stage's rank by kind of pass and history. [216, stages]
 
     Memory is counted at the start of a backward (kind 0), of its first half (1) and of its second (2), and at the end
-    of a forward (3). The history is `Columns.history`: the stage's finished micro-batches (0, 1, more), those
-    finished by the rank's other stages (0, 1, more), whether the stage's previous pass was a forward, and for how many
-    of the other stages it was (none, some, all). The flat first axis has the shape `TOLD_APART`; -inf marks a case that
-    does not occur.
+    of a forward (3). The history is `Columns.history`: the micro-batches (0, 1, more) that the stage has finished, and
+    that the rank's other stages have; whether the stage's previous pass was a forward, and for how many of the other
+    stages it was (none, some, all). The flat first axis has the shape `HISTORY_SHAPE`; -inf marks an impossible case.
 
     Messages count too, except the ones that the pass has consumed: the one that the next pass waits for
     (`add_transfers`), a gradient if it was sent last, and messages between two stages of this rank.
@@ -193,7 +192,7 @@ def live_before_backwards(
     messages = passing * _messages(columns, here, follows & ~here)
     messages[columns.part >= 0] /= columns.program.sequence_slices
     before = _sums(change, columns) - np.where(columns.op == FORWARD, 0.0, change) + messages
-    found = np.full((*TOLD_APART, stages), -np.inf)
+    found = np.full((*HISTORY_SHAPE, stages), -np.inf)
     for i, code in enumerate((BACKWARD, INPUT, WEIGHT, FORWARD)):
         rows = columns.op == code
         np.maximum.at(found[i], (*columns.history[:, rows], columns.stage[rows]), before[rows])

@@ -65,10 +65,6 @@ def _full_rounds(s: EqualStages) -> bool:
     return s.v == 1 or s.m % s.p == 0
 
 
-def _alive_interleaved(s: EqualStages) -> int:
-    return min(s.m * s.v, s.p if s.v == 1 else s.p * s.v + s.p - 1)
-
-
 def _fits(s: EqualStages) -> bool:
     """Return whether the weight halves fit into the gaps."""
     return s.w <= s.f <= s.b and s.m >= 2 * s.p
@@ -104,7 +100,7 @@ THEORY = {
         "Narayanan et al. 2021, section 2.2.2: (p-1)/(v m) of the ideal time; "
         "Korthikanti et al. 2022, section 4.2.3: 1 + (p-1)/(p v) times the memory of 1F1B",
         _flush,
-        _alive_interleaved,
+        lambda s: min(s.m * s.v, s.p if s.v == 1 else s.p * s.v + s.p - 1),
         needs="v = 1, or m a multiple of p",
         holds=_full_rounds,
     ),

@@ -143,7 +143,22 @@ class Timeline:
         The chain is in the kind of replica that ends last. Each action waits for the one before it, for its message, or
         for another replica.
         """
-        return _critical_path(self)
+        columns, messages = self.columns, self.messages
+        kind = int(np.argmax(self.end.max(axis=1)))
+        start, end = self.start[kind], self.end[kind]
+        producer = dict(zip(messages.consumer.tolist(), range(len(messages.consumer)), strict=True))
+        firsts = set(columns.offset[:-1].tolist())
+        rank, row, path = columns.rank, int(np.argmax(end)), []
+        while True:
+            path.append((Interval(columns.action(row), float(start[row]), float(end[row])), int(rank[row])))
+            if row not in firsts and end[row - 1] >= start[row]:
+                row -= 1
+            elif row in producer:
+                row = int(messages.producer[producer[row]])
+            elif row in firsts:
+                return path[::-1]
+            else:
+                row -= 1
 
     # ---- memory --------------------------------------------------------------------------------------------------
 
@@ -186,22 +201,3 @@ def _versions(columns: Columns, rank: int) -> int:
         older = np.arange(len(made))[:, None] >= np.arange(len(made) + 1)
         most = max(most, 1 + int((older & (last_use > made[:, None])).sum(axis=1).max(initial=0)))
     return most
-
-
-def _critical_path(timeline: Timeline) -> list[tuple[Interval, int]]:
-    columns = timeline.columns
-    kind = int(np.argmax(timeline.end.max(axis=1)))
-    start, end = timeline.start[kind], timeline.end[kind]
-    producer = dict(zip(timeline.messages.consumer.tolist(), range(len(timeline.messages.consumer)), strict=True))
-    firsts = set(columns.offset[:-1].tolist())
-    rank, row, path = columns.rank, int(np.argmax(end)), []
-    while True:
-        path.append((Interval(columns.action(row), float(start[row]), float(end[row])), int(rank[row])))
-        if row not in firsts and end[row - 1] >= start[row]:
-            row -= 1
-        elif row in producer:
-            row = int(timeline.messages.producer[producer[row]])
-        elif row in firsts:
-            return path[::-1]
-        else:
-            row -= 1

@@ -13,23 +13,12 @@ from shoal.pipeline.simulator.columns import CODE, Columns
 Duration = float | np.ndarray
 """One time [s or any one unit] for all, or an array by stage, or by stage and micro-batch."""
 
-FIELDS = {
-    Op.FORWARD: "forward",
-    Op.BACKWARD: "backward",
-    Op.BACKWARD_INPUT: "backward_input",
-    Op.BACKWARD_WEIGHT: "backward_weight",
-    Op.REDUCE: "reduce",
-    Op.STEP: "step",
-    Op.GATHER: "gather",
-}
-"""Field of `ActionTimes` for each op."""
-
 
 @dataclass(frozen=True)
 class ActionTimes:
     """Duration of each kind of action on its rank, in any one unit.
 
-    An action on a slice of the sequence takes its share of the duration.
+    Fields are named after ops. An action on a slice of the sequence takes its share of the duration.
 
     Attributes:
         forward: T_F.
@@ -67,10 +56,10 @@ class ActionTimes:
             UsageError: an array does not match the number of stages and micro-batches.
         """
         times = np.zeros(columns.rows)
-        for op, name in FIELDS.items():
-            rows = np.flatnonzero(columns.op == CODE[op])
+        for op, code in CODE.items():
+            rows = np.flatnonzero(columns.op == code)
             halves = op is Op.BACKWARD and self.backward is None
-            names = ("backward_input", "backward_weight") if halves else (name,)
+            names = ("backward_input", "backward_weight") if halves else (op.name.lower(),)
             times[rows] = sum(self._look_up(one, columns, rows) for one in names)
         if self.pair is not None:
             pairs = columns.pairs

@@ -84,7 +84,8 @@ class Cell(NamedTuple):
 
 def build_matrix() -> dict[tuple[str, str], Cell]:
     """Build the cells of all pairs of techniques, in the order of `TECHNIQUES`."""
-    return {pair: _combine(*pair) for pair in combinations(TECHNIQUES, 2)}
+    runs = {pair: example_run(*pair) for pair in combinations(TECHNIQUES, 2)}
+    return {pair: Cell(find_conflict(run)) if run else Cell(same_choice=True) for pair, run in runs.items()}
 
 
 def example_run(*techniques: str) -> Run | None:
@@ -102,8 +103,3 @@ def example_run(*techniques: str) -> Run | None:
     values["optimizer"] = _BASE["optimizer"] | values.get("optimizer", {})
     config = build_config(values)
     return Run(config, config.model.shape(vocab=257, sequence_length=config.data.sequence_length))
-
-
-def _combine(first: str, second: str) -> Cell:
-    run = example_run(first, second)
-    return Cell(same_choice=True) if run is None else Cell(find_conflict(run))

@@ -1,7 +1,9 @@
-"""Configuration of a run, and its TOML file."""
+"""Configuration of a run, its TOML file, and old names that files, run folders and command lines may still use."""
 
 from __future__ import annotations
 
+import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -9,20 +11,8 @@ import tomli_w
 
 from shoal.base.files import read_toml
 from shoal.base.section import Section, plain, validate
+from shoal.spec.config import sections
 from shoal.spec.config.model import ModelConfig
-from shoal.spec.config.renamed import rename_keys
-from shoal.spec.config.sections import (
-    CheckpointConfig,
-    DataConfig,
-    FailoverConfig,
-    Float8Config,
-    LossScaleConfig,
-    MetricsConfig,
-    OptimizerConfig,
-    RelaxedConfig,
-    TestingConfig,
-    TrainConfig,
-)
 from shoal.spec.layout import Layout
 
 RUN_FILE = "run.toml"
@@ -30,6 +20,24 @@ RUN_FILE = "run.toml"
 
 RUNS = Path("runs")
 """Parent folder of runs without a run folder of their own."""
+
+RENAMED_KEYS = {  # if several old keys are given, the first applies
+    "testing.pace": "testing.min_step_seconds",
+    "testing.dead": "testing.kill",
+    "train.straggler": "testing.straggler",
+    "train.pace": "testing.min_step_seconds",
+    "train.dead": "testing.kill",
+    "train.link_gbs": "testing.link_gbs",
+    "optimizer.rates": "optimizer.lr_factors",
+    "optimizer.minimum": "optimizer.min_lr_fraction",
+    "failover.silence_seconds": "failover.heartbeat_timeout_seconds",
+    "failover.stall_seconds": "failover.progress_timeout_seconds",
+}
+RENAMED_OPTIONS = {
+    "keep_going": "auto_resume",  # train
+    "plant": "inject",  # verify
+    "seq": "sequence_length",  # plan, plan auto
+}
 
 
 class RunConfig(Section):
@@ -42,16 +50,16 @@ class RunConfig(Section):
 
     model: ModelConfig = ModelConfig()
     parallel: Layout = Layout()
-    data: DataConfig = DataConfig()
-    train: TrainConfig = TrainConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
-    loss_scale: LossScaleConfig = LossScaleConfig()
-    float8: Float8Config = Float8Config()
-    relaxed: RelaxedConfig = RelaxedConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    failover: FailoverConfig = FailoverConfig()
-    metrics: MetricsConfig = MetricsConfig()
-    testing: TestingConfig = TestingConfig()
+    data: sections.DataConfig = sections.DataConfig()
+    train: sections.TrainConfig = sections.TrainConfig()
+    optimizer: sections.OptimizerConfig = sections.OptimizerConfig()
+    loss_scale: sections.LossScaleConfig = sections.LossScaleConfig()
+    float8: sections.Float8Config = sections.Float8Config()
+    relaxed: sections.RelaxedConfig = sections.RelaxedConfig()
+    checkpoint: sections.CheckpointConfig = sections.CheckpointConfig()
+    failover: sections.FailoverConfig = sections.FailoverConfig()
+    metrics: sections.MetricsConfig = sections.MetricsConfig()
+    testing: sections.TestingConfig = sections.TestingConfig()
 
 
 def load_config(path: str | Path) -> RunConfig:
@@ -88,3 +96,39 @@ def save_config(config: RunConfig, path: Path, *, new: bool = False) -> None:
     """
     with open(path, "x" if new else "w") as file:
         file.write(tomli_w.dumps(plain(config)))
+
+
+def rename_keys(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """Return a config's nested values with the old keys renamed, if the new key is not given too.
+
+    Args:
+        defaults: the config's default values. A run folder has every key, so a default value prints no note.
+    """
+    for old, new in RENAMED_KEYS.items():
+        (section, key), (target, name) = old.split("."), new.split(".")
+        there = values.get(section)
+        if not isinstance(there, dict) or key not in there or not isinstance(values.get(target, {}), dict):
+            continue
+        values = values | {section: {k: v for k, v in there.items() if k != key}}
+        values[target] = {name: there[key]} | values.get(target, {})
+        if there[key] != defaults[target][name]:
+            print_rename(old, new)
+    return values
+
+
+def rename_option(word: str) -> str:
+    """Return a word of the command line with its option renamed, if that has an old name."""
+    option, equals, value = word.partition("=")
+    key = option.removeprefix("--").replace("-", "_")
+    new = (RENAMED_KEYS | RENAMED_OPTIONS).get(key)
+    if key == option or new is None:
+        return word
+    new = f"--{new.replace('_', '-')}"
+    print_rename(option, new)
+    return f"{new}{equals}{value}"
+
+
+@cache
+def print_rename(old: str, new: str) -> None:
+    """Print a note on stderr, once per name, that a name has changed."""
+    print(f"note: {old} is now {new}", file=sys.stderr)

@@ -9,7 +9,6 @@ from shoal.pipeline.program import Op, Program
 from shoal.pipeline.schedules import SCHEDULES
 from shoal.pipeline.simulator import ActionTimes, MessageTimes, simulate
 from shoal.pipeline.simulator.columns import CODE, OPS, build_columns
-from shoal.pipeline.simulator.times import FIELDS
 from shoal.report.run.comparison import Comparison, op_table, rank_table
 from shoal.report.timeline.measured import MeasuredStep
 from shoal.training.records.profile import Profile, RankProfile
@@ -46,12 +45,12 @@ def recorded(
 def test_a_recorded_simulation_predicts_itself(name, zero, steps, dp, seed, latency):
     plan = program(name, zero=zero)
     random = np.random.default_rng(seed)
-    by_stage = {FIELDS[op]: random.uniform(0.5, 2.0, plan.stages) for op in OPS if op is not Op.STEP}
+    by_stage = {op.name.lower(): random.uniform(0.5, 2.0, plan.stages) for op in OPS if op is not Op.STEP}
     profile = recorded(plan, ActionTimes(**by_stage, step=0.3), MessageTimes(latency=latency), steps, dp)
     compared = Comparison.simulate(MeasuredStep.from_profile(profile))
     measured, predicted = compared.measured, compared.charts[0].timeline
     for op, stage, count, median, mean, longest in measured.by_op():
-        wanted = by_stage[FIELDS[op]][stage] if op is not Op.STEP else 0.3
+        wanted = by_stage[op.name.lower()][stage] if op is not Op.STEP else 0.3
         assert (median, mean, longest) == pytest.approx((wanted,) * 3)
         assert count == steps * dp * sum(a.op is op and a.stage == stage for rank in plan.actions for a in rank)
     assert np.all(measured.links().latency <= latency + 1e-9)

@@ -16,7 +16,7 @@ from shoal.cli.main import main
 from shoal.spec.catalog import model_shape
 from shoal.spec.config import DataConfig, RunConfig, build_config, load_config, save_config
 from shoal.spec.config.model import ModelConfig
-from shoal.spec.config.renamed import RENAMED_KEYS, print_rename, rename_option
+from shoal.spec.config.run import RENAMED_KEYS, print_rename, rename_option
 from shoal.spec.layout import ScheduleName
 
 WORDS = st.text("abcxyz ./~*-_'\"\\\n0é", max_size=8)
