@@ -45,9 +45,6 @@ def check_secrets(config: RunConfig) -> None:
     """Reject a config that contains a secret from the environment or an address with a password.
 
     The config is written into the run folder and shown in reports.
-
-    Raises:
-        UsageError: the message names the field, without the value.
     """
     for section, fields in config.model_dump(mode="json").items():
         for name, value in fields.items():
@@ -60,11 +57,7 @@ def check_secrets(config: RunConfig) -> None:
 
 
 def check_rates(config: RunConfig, shape: ModelShape) -> None:
-    """Reject learning-rate factors whose pattern matches no parameter.
-
-    Raises:
-        UsageError: the message names the pattern and lists parameter names.
-    """
+    """Reject learning-rate factors whose pattern matches no parameter."""
     if not config.optimizer.lr_factors:
         return
     with torch.device("meta"):
@@ -79,11 +72,7 @@ def check_rates(config: RunConfig, shape: ModelShape) -> None:
 
 
 def check_profile(config: RunConfig) -> None:
-    """Reject a profile that records no step.
-
-    Raises:
-        UsageError: the message names both fields.
-    """
+    """Reject a profile that records no step."""
     after, steps = config.metrics.profile_after, config.train.steps
     if config.metrics.profile and after >= steps:
         raise UsageError(
@@ -93,11 +82,7 @@ def check_profile(config: RunConfig) -> None:
 
 
 def check_shared_memory(config: RunConfig) -> None:
-    """Reject unsynchronised methods on a machine whose ranks cannot share memory.
-
-    Raises:
-        UsageError: the message names the field, the reason and an alternative.
-    """
+    """Reject unsynchronised methods on a machine whose ranks cannot share memory."""
     sync, device = config.parallel.sync, config.train.device
     if sync not in UNSYNCHRONISED:
         return

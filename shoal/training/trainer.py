@@ -29,7 +29,7 @@ from shoal.training.nonfinite_locator import locate_nonfinite
 from shoal.training.records.display import Display
 from shoal.training.records.histograms import Histograms
 from shoal.training.records.metrics import MetricsWriter, StepMetrics
-from shoal.training.records.profile import Profiler, profiled_steps
+from shoal.training.records.profile import Profiler
 from shoal.training.records.timer import StepTimer
 from shoal.training.resilience.events import write_event
 from shoal.training.resilience.heartbeat import Heartbeat, Phase
@@ -97,8 +97,10 @@ class Trainer:
         self.guard = SilentFailureChecks(self.engine, config.failover, self.step, restored.extra if restored else {})
         self.states.beside = self.guard.state
         self.beat.begun(self.step)
-        profiled = profiled_steps(config.metrics, self.step, config.train.steps)
-        self.profiler = Profiler(self.engine.runtime, mesh, profiled, folder, self.states.group) if profiled else None
+        profiled = range(self.step + config.metrics.profile_after, config.train.steps)[: config.metrics.profile_steps]
+        self.profiler = None
+        if config.metrics.profile and profiled:
+            self.profiler = Profiler(self.engine.runtime, mesh, profiled, folder, self.states.group)
         every = config.metrics.histograms
         self.histograms = Histograms(self.engine, every, folder) if every else None
         self.writer = MetricsWriter(folder, self.step, config.metrics, plain(config)) if self.first else None

@@ -9,7 +9,6 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -29,11 +28,7 @@ LABEL = 8  # width of the banner's labels
 
 
 class Display:
-    """Terminal output of one run, on rank 0. As a context manager, it removes the progress bar on exit.
-
-    Args:
-        console: output console (default: standard output). ``Console(quiet=True)`` prints nothing.
-    """
+    """Terminal output of one run, on rank 0. As a context manager, it removes the progress bar on exit."""
 
     def __init__(self, console: Console | None = None):
         self.console = console or Console(highlight=False)
@@ -51,12 +46,7 @@ class Display:
             self._bar = None
 
     def banner(self, config: RunConfig, *, parameters: int, device: str, threads: int, folder: Path) -> None:
-        """Print a description of the run.
-
-        Args:
-            parameters: number of trainable parameters; a tied head counts once.
-            threads: CPU threads per rank.
-        """
+        """Print a description of the run, with its trainable parameters (a tied head counts once)."""
         unicode, layout = self.console.encoding.startswith("utf"), config.parallel
         tokens = config.train.global_batch * config.data.sequence_length
         ranks = f" = {layout.world_size} ranks" if layout.world_size > 1 else ", 1 rank"
@@ -83,9 +73,9 @@ class Display:
         """Print the line of a logged step and advance the progress bar."""
         columns = _columns(self.console.width, metrics.steps, experts=metrics.dropped is not None)
         if self._lines % HEADER_EVERY == 0:
-            self._line("  ".join(f"{c.title:>{c.width}}" for c in columns), style="bold")
+            self.note("  ".join(f"{title:>{width}}" for title, width, _ in columns), style="bold")
         self._lines += 1
-        self._line("  ".join(f"{c.text(metrics):>{c.width}}" for c in columns))
+        self.note("  ".join(f"{text(metrics):>{width}}" for _, width, text in columns), style="")
         self._last = metrics
         self.progress(metrics.step, metrics.steps, now=True)
 
@@ -113,34 +103,25 @@ class Display:
     def validation(self, loss: float, step: int, dropped: float | None = None) -> None:
         """Print one validation: loss [nats per token] and the fraction of expert choices dropped."""
         without = f", experts dropped {dropped:.1%}" if dropped else ""
-        self._line(f"step {step}: validation loss {loss:.4f} nats per token{without}", style="green")
+        self.note(f"step {step}: validation loss {loss:.4f} nats per token{without}", style="green")
 
-    def note(self, text: str) -> None:
+    def note(self, text: str, style: str = "dim") -> None:
         """Print a note on a separate line."""
-        self._line(text, style="dim")
+        self.console.print(Text(text, style=style), soft_wrap=True)
 
     def finish(
         self, *, folder: Path, seconds: float, validation_loss: float | None = None, prompt: str = "", sample: str = ""
     ) -> None:
-        """Print the summary of a run.
-
-        Args:
-            validation_loss: final validation loss [nats per token].
-            sample: generated text without its prompt.
-        """
+        """Print the summary of a run: final validation loss [nats per token], and generated text after its prompt."""
         if sample:
             text = Text.assemble((printable(prompt), "bold"), printable(sample.rstrip()))
             if self.console.is_terminal:
                 self.console.print(Panel(text, title="sample of generated text", title_align="left"))
             else:
-                self._line("sample of generated text:")
-                self._line("\n".join(f"  {line}" for line in text.plain.splitlines()))
+                self.note("\n  ".join(["sample of generated text:", *text.plain.splitlines()]), style="")
         known = f": validation loss {validation_loss:.4f} nats per token" if validation_loss is not None else ""
-        self._line(f"finished in {duration(seconds)}{known}", style="bold green")
-        self._line(f"run folder: {folder}")
-
-    def _line(self, text: str, style: str = "") -> None:
-        self.console.print(Text(text, style=style), soft_wrap=True)
+        self.note(f"finished in {duration(seconds)}{known}", style="bold green")
+        self.note(f"run folder: {folder}", style="")
 
 
 # ---- the grid of ranks -----------------------------------------------------------------------------------------
@@ -213,32 +194,23 @@ def _shorten(size: int, most: int) -> list[int | None]:
 # ---- numbers as text -------------------------------------------------------------------------------------------
 
 
-class _Column(NamedTuple):
-    title: str
-    width: int
-    text: Callable[[StepMetrics], str]
-
-
-def _columns(width: int, steps: int, *, experts: bool = False) -> list[_Column]:
-    """Return the columns of a step's line, which fit in 80 characters below a million steps.
-
-    With experts, the dropped fraction replaces the tokens per rank.
-    """
-    columns = [
-        _Column("step", max(4, len(str(steps))), lambda m: str(m.step)),
-        _Column("loss", 6, lambda m: f"{m.loss:.4f}"[:6]),
-        _Column("tokens/s", 8, lambda m: short(m.tokens_per_second)),
-        _Column("per rank", 8, lambda m: short(m.tokens_per_second_per_rank)),
-        _Column("MFU", 5, lambda m: "-" if m.mfu is None else f"{100 * m.mfu:.1f}%"),
-        _Column("grad norm", 9, lambda m: "skipped" if m.gradient_norm is None else f"{m.gradient_norm:.3g}"),
-        _Column("lr", 7, lambda m: f"{m.learning_rate:.1e}"),
-        _Column("memory", 6, lambda m: binary(m.memory_bytes)),
-        _Column("time left", 9, lambda m: duration(m.seconds_left)),
+def _columns(width: int, steps: int, *, experts: bool) -> list[tuple[str, int, Callable[[StepMetrics], str]]]:
+    """Return title, width and text of the columns of a step's line: 80 characters in all, below a million steps."""
+    columns: list[tuple[str, int, Callable[[StepMetrics], str]]] = [
+        ("step", max(4, len(str(steps))), lambda m: str(m.step)),
+        ("loss", 6, lambda m: f"{m.loss:.4f}"[:6]),
+        ("tokens/s", 8, lambda m: short(m.tokens_per_second)),
+        ("per rank", 8, lambda m: short(m.tokens_per_second_per_rank)),
+        ("MFU", 5, lambda m: "-" if m.mfu is None else f"{100 * m.mfu:.1f}%"),
+        ("grad norm", 9, lambda m: "skipped" if m.gradient_norm is None else f"{m.gradient_norm:.3g}"),
+        ("lr", 7, lambda m: f"{m.learning_rate:.1e}"),
+        ("memory", 6, lambda m: binary(m.memory_bytes)),
+        ("time left", 9, lambda m: duration(m.seconds_left)),
     ]
     if experts:
-        columns[3] = _Column("dropped", 7, lambda m: f"{100 * (m.dropped or 0.0):.1f}%")
+        columns[3] = ("dropped", 7, lambda m: f"{100 * (m.dropped or 0.0):.1f}%")
     if width >= WIDE:
-        columns.insert(2, _Column("validation", 10, lambda m: f"{m.validation_loss:.4f}" if m.validation_loss else ""))
+        columns.insert(2, ("validation", 10, lambda m: f"{m.validation_loss:.4f}" if m.validation_loss else ""))
     return columns
 
 

@@ -39,17 +39,11 @@ KINDS = ("weights", "gradients", "activations", "output gradients")
 
 @dataclass(frozen=True)
 class Histogram:
-    """Histogram of one tensor in one step.
+    """Histogram of one tensor in one step."""
 
-    Attributes:
-        kind: one of `KINDS`.
-        name: name of the parameter or linear layer.
-        counts: counts by bin, [BINS].
-    """
-
-    kind: str
-    name: str
-    counts: tuple[int, ...]
+    kind: str  # one of `KINDS`
+    name: str  # of the parameter or linear layer
+    counts: tuple[int, ...]  # by bin, [BINS]
 
 
 @dataclass(frozen=True)
@@ -57,7 +51,6 @@ class _Layer:
     """Linear layer, and the tensor-parallel ranks with equal values (an axis name; "tp/1" for this rank only).
 
     Attributes:
-        name: name in the full model.
         input: ranks with equal inputs, unless each has its own tokens.
         output: ranks with equal outputs, likewise.
         units: number of local outputs, without padding.
@@ -76,7 +69,6 @@ class Histograms:
 
     Args:
         every: period in steps, starting at the first step.
-        folder: run folder.
     """
 
     def __init__(self, engine: Engine, every: int, folder: Path):
@@ -88,10 +80,9 @@ class Histograms:
         rows = [*((kind, name) for kind in KINDS[:2] for name in names),
                 *((kind, name) for kind in KINDS[2:] for name in linear)]
         self.place = {row: i for i, row in enumerate(rows)}
-        self.vocabulary = next(
-            (slot.placement.box.shape[0] for bucket in engine.parameters.buckets for slot in bucket.slots
-             if slot.placement.name == self._weight("head")), 0,
-        )
+        head = "embed.token.weight" if engine.shape.tied else "head.weight"
+        slots = (slot for bucket in engine.parameters.buckets for slot in bucket.slots)
+        self.vocabulary = next((slot.placement.box.shape[0] for slot in slots if slot.placement.name == head), 0)
         # If there are more tensor-parallel ranks than key/value heads, several ranks compute the same head.
         self.shared = f"tp/{max(1, engine.mesh.size('tp') // engine.shape.kv_heads)}"
         self.sharers = engine.mesh.group(self.shared)
@@ -115,14 +106,9 @@ class Histograms:
             try:
                 yield
             except NonFinite:  # raised on all ranks; this step is the most interesting
-                self._end(step)
+                self._write(step + 1)
                 raise
-        self._end(step)
-
-    def _end(self, step: int) -> None:
-        all_reduce(self._counts, self.engine.mesh.group("world"))
-        if self.engine.mesh.rank == 0:
-            self._write(step + 1, self._counts.tolist())
+        self._write(step + 1)
 
     def _add(self, kind: str, name: str, x: Tensor, scale: float = 1.0) -> None:
         wide = x.detach().float() / scale  # in the tensor's own dtype, dividing by the scale could lose values
@@ -160,10 +146,6 @@ class Histograms:
         shared = self.shared if heads else "tp/1"
         return _Layer(name, "tp_y", shared, module.out_features, terms=heads and self.sharers is not None)
 
-    def _weight(self, name: str) -> str:
-        """Return the name of a linear layer's weight; a tied head uses the embedding's."""
-        return "embed.token.weight" if name == "head" and self.engine.shape.tied else f"{name}.weight"
-
     def _after_forward(self, layer: _Layer, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         x = args[0]
         if not self._forward or self.engine.estimating:  # recomputation in the backward pass, or Sophia's estimate
@@ -184,13 +166,15 @@ class Histograms:
         if counted:
             self._add("output gradients", layer.name, gradient, self.scale)
 
-    def _write(self, step: int, counts: list[list[int]]) -> None:
+    def _write(self, step: int) -> None:
+        all_reduce(self._counts, self.engine.mesh.group("world"))
+        if self.engine.mesh.rank:
+            return
         tensors = []
-        for (kind, name), row in zip(self.place, counts, strict=True):
-            seen = [i for i, n in enumerate(row) if n]
-            if seen:
-                first = seen[0]
-                tensors.append({"kind": kind, "name": name, "first": first, "counts": row[first : seen[-1] + 1]})
+        for (kind, name), row in zip(self.place, self._counts.tolist(), strict=True):
+            if seen := [i for i, n in enumerate(row) if n]:
+                counts = row[seen[0] : seen[-1] + 1]
+                tensors.append({"kind": kind, "name": name, "first": seen[0], "counts": counts})
         self.folder.mkdir(exist_ok=True)
         text = json.dumps({"step": step, "loss_scale": self.scale, "tensors": tensors}, separators=(",", ":"))
         write_whole(self.folder / f"step-{step:08d}.json", text)

@@ -93,9 +93,7 @@ class MetricsWriter:
     """Writer of `StepMetrics` to JSONL in the run folder and to trackers, on rank 0.
 
     Args:
-        folder: run folder; TensorBoard files go to its ``tensorboard/``.
         resume_step: records of later steps are dropped; 0 drops all.
-        config: selection of trackers.
         run: settings of the run, for trackers that store them.
 
     Raises:
@@ -121,21 +119,17 @@ class MetricsWriter:
         """Append one record. It is handed to the kernel before the return, so a killed process loses none."""
         self._file.write(json_lines([metrics.known()]))
         self._file.flush()
-        for tracker in self._trackers:
-            tracker.write(metrics.step, metrics.values())
+        for write, _ in self._trackers:
+            write(metrics.step, metrics.values())
 
     def close(self) -> None:
         self._file.close()
-        for tracker in self._trackers:
-            tracker.close()
+        for _, close in self._trackers:
+            close()
 
 
 def check_trackers(config: MetricsConfig) -> None:
-    """Reject trackers whose packages are not installed, without importing them.
-
-    Raises:
-        UsageError: the message names the first missing one.
-    """
+    """Raise `UsageError` for the first tracker whose package is not installed, without importing it."""
     for package, value in (("wandb", config.wandb), ("mlflow", config.mlflow)):
         if value and find_spec(package) is None:
             raise UsageError(
@@ -159,10 +153,8 @@ def read_metrics(folder: Path, last_step: int | None = None) -> list[StepMetrics
     return [record for record in records if last_step is None or record.step <= last_step]
 
 
-@dataclass(frozen=True)
-class _TrackerSession:
-    write: Callable[[int, dict[str, float]], None]
-    close: Callable[[], None]
+_TrackerSession = tuple[Callable[[int, dict[str, float]], None], Callable[[], None]]
+"""Functions that write the values of a step and close the tracker."""
 
 
 def _tensorboard(folder: Path, resume_step: int) -> _TrackerSession:
@@ -175,14 +167,14 @@ def _tensorboard(folder: Path, resume_step: int) -> _TrackerSession:
         for name, value in values.items():
             writer.add_scalar(name, value, step)
 
-    return _TrackerSession(write, writer.close)
+    return write, writer.close
 
 
 def _wandb(project: str, folder: Path, run: dict[str, Any]) -> _TrackerSession:
     import wandb
 
     session = wandb.init(project=project, name=folder.name, dir=folder, config=run, id=folder.name, resume="allow")
-    return _TrackerSession(lambda step, values: session.log(values, step=step), session.finish)
+    return (lambda step, values: session.log(values, step=step)), session.finish
 
 
 def _mlflow(experiment: str, folder: Path, run: dict[str, Any]) -> _TrackerSession:
@@ -192,4 +184,4 @@ def _mlflow(experiment: str, folder: Path, run: dict[str, Any]) -> _TrackerSessi
     mlflow.start_run(run_name=folder.name)
     for section, values in run.items():
         mlflow.log_params({f"{section}.{key}": value for key, value in values.items()})
-    return _TrackerSession(lambda step, values: mlflow.log_metrics(values, step=step), mlflow.end_run)
+    return (lambda step, values: mlflow.log_metrics(values, step=step)), mlflow.end_run

@@ -24,7 +24,6 @@ from shoal.engine.collectives.json_collectives import all_gather, broadcast
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.runtime import Runtime
 from shoal.pipeline.program import Action, Op, Program
-from shoal.spec.config.sections import MetricsConfig
 from shoal.training.records.timer import ActionTimer
 
 FOLDER = "profile"
@@ -35,9 +34,7 @@ class Profiler:
     """Profiler of some steps of one rank.
 
     Args:
-        runtime: runtime whose actions are recorded.
         mesh: mesh of the run; all ranks must construct a profiler at the same time.
-        steps: steps to record.
         folder: run folder.
         group: group of all ranks on the CPU; None for one rank.
     """
@@ -53,7 +50,7 @@ class Profiler:
         self._lines: list[dict[str, Any]] = []
 
     def before_step(self, step: int) -> None:
-        """Start recording if this step (from 0) is to be recorded."""
+        """Start recording if due; the first step is 0."""
         if step in self.steps:
             self._timer.start()
             self.runtime.recorders.append(self._timer)
@@ -91,24 +88,13 @@ class Profiler:
         self._lines = []
 
 
-def profiled_steps(config: MetricsConfig, first: int, steps: int) -> range:
-    """Return the steps to record in a run from step ``first`` to ``steps`` (exclusive)."""
-    begin = first + config.profile_after
-    return range(begin, min(begin + config.profile_steps, steps)) if config.profile else range(0)
-
-
 def clock_offset(
     group: dist.ProcessGroup, clock: Callable[[], float] = time.perf_counter, host: str | None = None
 ) -> float:
-    """Return the offset from this rank's clock to rank 0's. Collective.
+    """Return the offset from this rank's clock to rank 0's [s]. Collective.
 
     Processes of one host share their clock. For other hosts, the offset is estimated from the fastest of several round
     trips, with half of its time for each direction (Cristian 1989, "Probabilistic clock synchronization").
-
-    Args:
-        group: group of all ranks on the CPU.
-        clock: clock of this rank [s].
-        host: host of this rank; None queries the system.
     """
     rank, hosts = dist.get_rank(group), all_gather(host or host_identity() or platform.node(), group)
     offset, now = 0.0, torch.zeros(1, dtype=torch.float64)
@@ -135,15 +121,7 @@ def clock_offset(
 
 @dataclass(frozen=True)
 class RankProfile:
-    """Recorded times of one rank.
-
-    Attributes:
-        rank: global rank.
-        pp, dp, tp: its coordinates in the mesh.
-        actions: actions of its program, including transfers.
-        steps: recorded steps.
-        begin, arrived, end: for each step, a time [s] for each action.
-    """
+    """Recorded times of one rank: for each step, a time [s] for each action, including transfers."""
 
     rank: int
     pp: int
@@ -158,13 +136,7 @@ class RankProfile:
 
 @dataclass(frozen=True)
 class Profile:
-    """Recorded times of all ranks of a run.
-
-    Attributes:
-        program: program that the ranks ran.
-        layout: description of the layout.
-        ranks: profiles in the order of global ranks.
-    """
+    """Recorded times of all ranks of a run, in the order of global ranks, and the program that they ran."""
 
     program: Program
     layout: str
