@@ -89,12 +89,11 @@ def count_rank_memory(
     every = []
     for rank in range(layout.pp):
         state = state_bytes(shape, layout, policy, config.optimizer.name, rank_parts(shape, program, rank))
-        relaxed = count_method_bytes(config, state, policy)
-        weights, optimizer = relaxed.weights, relaxed.optimizer + state.estimating
+        weights, optimizer, method = count_method_bytes(config, state, policy)
         if shares and layout.zero in (1, 2):  # full parameters are in one shared memory, of which a rank counts a shard
             dense, experts, edp = state.elements - state.experts, state.experts, layout.expert_shape[2]
             weights -= (dense - dense // layout.shards + experts - experts // edp) * policy.compute.itemsize
-        every.append(RankMemory(weights, state.gradients, optimizer, int(peaks[rank]), relaxed.method))
+        every.append(RankMemory(weights, state.gradients, optimizer + state.estimating, int(peaks[rank]), method))
     return every
 
 

@@ -87,7 +87,6 @@ def check_resume(config: RunConfig, shape: ModelShape, folder: Path, *, again: b
     rate and others may.
 
     Args:
-        shape: model of ``config``.
         again: whether the run is restarted rather than resumed on request: it may have saved nothing or have done all
             its steps.
 
@@ -133,11 +132,7 @@ def _differences(first: RunConfig, config: RunConfig) -> Iterator[Difference]:
 
 
 def get_checkpoint_folder(config: RunConfig, folder: Path) -> AnyPath:
-    """Return the folder of a run's checkpoints.
-
-    Raises:
-        UsageError: the address has an unknown scheme.
-    """
+    """Return the folder of a run's checkpoints."""
     return to_path(config.checkpoint.folder) if config.checkpoint.folder else folder / "checkpoints"
 
 
@@ -173,11 +168,7 @@ def _check_checkpoint(config: RunConfig, folder: Path) -> None:
 
 
 def check_steps_left(folder: Path, done: int, steps: int) -> None:
-    """Reject a run that has done all its steps.
-
-    Raises:
-        UsageError: ``done`` is not below ``steps``.
-    """
+    """Reject a run that has done all its steps."""
     if done >= steps:
         raise UsageError(
             f"--resume {folder}: step {done} is done, and train.steps = {steps}.\n  Raise train.steps to continue."

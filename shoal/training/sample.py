@@ -28,11 +28,8 @@ def sample(
     """Continue a prompt with the newest good checkpoint of a run. Newer damaged checkpoints are listed on stderr.
 
     Args:
-        run_folder: folder of a run, of any layout.
-        prompt: text to continue.
         tokens: maximum number of tokens to generate; generation also stops at the end of a document.
         temperature: sampling temperature; 0 takes the most likely token.
-        seed: random seed of the draws.
 
     Returns:
         The prompt and its continuation.
@@ -105,7 +102,6 @@ def generate(
     Args:
         tokens: [s] ids to continue.
         count: maximum number of tokens to add.
-        temperature: divisor of the logits; 0 takes the most likely token.
         window: maximum context length. When it is full, its second half is recomputed as the new context.
         stop: id that ends the text.
 

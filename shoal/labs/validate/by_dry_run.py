@@ -165,5 +165,5 @@ def _try_formula(formula: Callable[[], T]) -> T | None:
 def _measure(config: RunConfig, shape: ModelShape, steps: int) -> Counted:
     mesh = Mesh(config.parallel, dist.get_rank(), transport="backend")
     with Tracker() as tracker:
-        engine = Engine(config, shape, mesh, execution.samples_of(config, shape))
+        engine = Engine(config, shape, mesh, execution.make_samples(config, shape))
         return execution.count(engine, tracker, steps)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from shoal.planning.cost.memory.state import StateBytes
 from shoal.spec.config import RunConfig
 from shoal.spec.number_formats import Formats
@@ -11,25 +9,14 @@ from shoal.training.async_dp.methods.gossip import hops
 from shoal.training.async_dp.methods.server import staleness_bound
 
 
-class MethodBytes(NamedTuple):
-    """Bytes of one rank, including an equal share of what the replicas hold jointly.
+def count_method_bytes(config: RunConfig, state: StateBytes, policy: Formats) -> tuple[int, int, int]:
+    """Return a rank's bytes of weights, optimizer states, and what the method adds to the synchronous run.
 
-    Attributes:
-        weights, optimizer: see `StateBytes`.
-        method: memory in addition to the synchronous run's.
-    """
-
-    weights: int
-    optimizer: int
-    method: int
-
-
-def count_method_bytes(config: RunConfig, state: StateBytes, policy: Formats) -> MethodBytes:
-    """Return the memory of one rank, without small items: counters, scales, block padding, PowerSGD's factors.
+    They include an equal share of what the replicas hold jointly, but no small items: counters, scales, block padding,
+    PowerSGD's factors.
 
     Args:
         state: memory of one replica by itself.
-        policy: number formats of the run.
     """
     relaxed, n = config.relaxed, config.parallel.dp
     item, compute = policy.storage.itemsize, policy.compute.itemsize
@@ -55,4 +42,4 @@ def count_method_bytes(config: RunConfig, state: StateBytes, policy: Formats) ->
             method = (1 + hops(n)) * copy
         case "wagma":
             method = 2 * copy
-    return MethodBytes(weights, optimizer, method)
+    return weights, optimizer, method

@@ -53,37 +53,23 @@ class ActionMemory:
 
 @dataclass
 class CountedStep:
-    """Counts of one step of one rank.
+    """Counts of one step of one rank."""
 
-    Attributes:
-        flops: FLOPs by torch operation.
-        sent: bytes by axis and kind of collective (`shoal.engine.collectives.group.Group.count`).
-        calls: collectives by axis, kind and bytes of the tensor.
-        moments: memory of each action.
-        peak: maximum live bytes.
-    """
-
-    flops: dict[str, int]
-    sent: dict[tuple[str, str], float]
-    calls: dict[tuple[str, str, int], int]
+    flops: dict[str, int]  # by torch operation
+    sent: dict[tuple[str, str], float]  # bytes by axis and kind of collective (`collectives.group.Group.count`)
+    calls: dict[tuple[str, str, int], int]  # number by axis, kind and bytes of the tensor
     moments: list[ActionMemory] = field(repr=False)
-    peak: int
+    peak: int  # maximum live bytes
 
 
 @dataclass
 class Counted:
-    """Counts of one rank of a run.
-
-    Attributes:
-        where: description of its coordinates.
-        parameters: number of local elements, without padding.
-        held: live bytes between steps, by content.
-    """
+    """Counts of one rank of a run."""
 
     rank: int
-    where: str
-    parameters: int
-    held: dict[str, int]
+    where: str  # description of its coordinates
+    parameters: int  # number of local elements, without padding
+    held: dict[str, int]  # live bytes between steps, by content
     steps: list[CountedStep]
 
 
@@ -147,7 +133,7 @@ def dry_run(config: RunConfig, shape: ModelShape, rank: int, *, steps: int = 2, 
     take equally spaced ones.
 
     Args:
-        config: config of the run; counted without the compiler.
+        config: counted without the compiler.
         as_here: whether to count gloo's buffers and torch's CPU norms and attention, as if the ranks were processes of
             this machine; otherwise NCCL, which needs no buffers, and single-operation norms and attention, as on CUDA.
 
@@ -160,7 +146,7 @@ def dry_run(config: RunConfig, shape: ModelShape, rank: int, *, steps: int = 2, 
     config = config.model_copy(update={"train": config.train.model_copy(update={"compile": False, **fused})})
     mesh = DryMesh(config.parallel, rank, by_gloo=as_here)
     with _faked(fused_norms=not as_here), Tracker() as tracker:
-        return count(DryEngine(config, shape, mesh, samples_of(config, shape)), tracker, steps)
+        return count(DryEngine(config, shape, mesh, make_samples(config, shape)), tracker, steps)
 
 
 def _check_even(config: RunConfig, shape: ModelShape) -> None:
@@ -181,7 +167,7 @@ def _check_even(config: RunConfig, shape: ModelShape) -> None:
             )
 
 
-def samples_of(config: RunConfig, shape: ModelShape) -> Dataset:
+def make_samples(config: RunConfig, shape: ModelShape) -> Dataset:
     """Return random tokens, in packed documents if the run uses them."""
     data = config.data
     return SyntheticDataset(shape.vocab, data.sequence_length, config.train.seed, documents=data.document_mask)
@@ -247,11 +233,7 @@ def _fused_norm(
 
 @contextmanager
 def _faked(*, fused_norms: bool) -> Iterator[None]:
-    """Create tensors without values in the enclosed code.
-
-    Args:
-        fused_norms: whether RMSNorm is one operation, as on CUDA; torch uses several on the CPU.
-    """
+    """Create tensors without values in the enclosed code; RMSNorm is one operation on CUDA, several on the CPU."""
     norm = F.rms_norm
     if fused_norms:
         F.rms_norm = _fused_norm

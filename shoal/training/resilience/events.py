@@ -13,13 +13,7 @@ FILE_NAME = "events.jsonl"
 
 
 def write_event(folder: Path, event: str, **values: Any) -> None:
-    """Append one line; safe for concurrent processes.
-
-    Args:
-        folder: run folder.
-        event: event name: ``failure``, ``restart``, ``recovered``, ``end``, ...
-        values: JSON values; None values are omitted.
-    """
+    """Append one line (``failure``, ``restart``, ...) with JSON values, except None; safe for concurrent processes."""
     line = {"time": round(time.time(), 3), "event": event} | {k: v for k, v in values.items() if v is not None}
     end = os.open(folder / FILE_NAME, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:

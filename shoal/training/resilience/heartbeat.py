@@ -45,28 +45,17 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True)
 class HeartbeatRecord:
-    """Last record of a rank. Times are from `time.monotonic`, which all processes of a machine share.
-
-    Attributes:
-        pid: process id.
-        alive: time of the last heartbeat [s].
-        marked: time of the last progress [s].
-        count: progress counter.
-        begun: steps done when the process started or resumed; -1 until known.
-        steps: steps done.
-        seconds: time spent in this process's steps [s].
-        op: index in `OPS` of the current action in a step, whose numbers follow; -1 between actions.
-    """
+    """Last record of a rank. Times are from `time.monotonic` [s], which all processes of a machine share."""
 
     pid: int
-    alive: float
-    marked: float
-    count: int
+    alive: float  # last heartbeat
+    marked: float  # last progress
+    count: int  # progress counter
     phase: Phase
-    begun: int
-    steps: int
-    seconds: float
-    op: int = -1
+    begun: int  # steps done when the process started or resumed; -1 until known
+    steps: int  # steps done
+    seconds: float  # spent in this process's steps
+    op: int = -1  # index in `OPS` of the current action in a step, whose numbers follow; -1 between actions
     stage: int = -1
     microbatch: int = -1
     part: int = -1
@@ -96,8 +85,7 @@ class _MappedRecord(ctypes.Structure):
 class Heartbeat:
     """Writer of a rank's heartbeat record; also a `Recorder` of its runtime's actions.
 
-    Args:
-        path: file of the record; None keeps it in memory (a rank without supervisor).
+    Without a path (a rank without supervisor), the record is in memory only.
     """
 
     def __init__(self, path: Path | None = None):

@@ -40,11 +40,7 @@ def run_dir(run_folder: Path, config: FailoverConfig) -> Path:
 
 
 def check_run_dir(path: Path, needed: int) -> None:
-    """Reject host memory that cannot hold a run's state, before anything is created.
-
-    Args:
-        path: `run_dir` of the run; need not exist.
-        needed: minimum bytes that the run keeps.
+    """Reject host memory without ``needed`` bytes for a run's state, before anything is created.
 
     Raises:
         UsageError: the file system is missing, not writable or too small, or the directory belongs to another user.
@@ -98,11 +94,7 @@ def is_private(path: Path) -> bool:
 
 
 def claim(path: Path, run_folder: Path) -> None:
-    """Record the process whose lifetime the run shares.
-
-    Raises:
-        UsageError: the memory is full.
-    """
+    """Record the process whose lifetime the run shares."""
     pid = int(os.environ.get("SHOAL_OWNER") or os.getppid())  # restarts this rank: the supervisor, or the parent
     owner = {"host": socket.gethostname(), "pid": pid, "started": _started(pid), "run": str(run_folder)}
     try:
@@ -116,12 +108,11 @@ def release(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def remove_orphans(path: Path) -> list[str]:
-    """Remove directories of this user's other runs whose owners are dead; return a line for each."""
-    orphans = list(_orphans(path))
-    for other, _ in orphans:
+def remove_orphans(path: Path) -> Iterator[str]:
+    """Remove directories of this user's other runs whose owners are dead; yield a line for each."""
+    for other, run in _orphans(path):
         release(other)
-    return [f"removed the states that {run} left in {other}: its owner is dead" for other, run in orphans]
+        yield f"removed the states that {run} left in {other}: its owner is dead"
 
 
 def _orphans(path: Path) -> Iterator[tuple[Path, str]]:
@@ -144,11 +135,7 @@ def _started(pid: int) -> float | None:
 
 
 def check_free_memory(path: Path, needed: int) -> None:
-    """Require enough memory on this host, counting what this run and orphans occupy as free.
-
-    Raises:
-        UsageError: the message has the needed and the free bytes.
-    """
+    """Require enough memory on this host, counting what this run and orphans occupy as free."""
     reusable = sum(_bytes_in(folder) for folder in (path, *(other for other, _ in _orphans(path))))
     system = os.statvfs(path.parent)
     free = min(system.f_bavail * system.f_frsize, psutil.virtual_memory().available) + reusable

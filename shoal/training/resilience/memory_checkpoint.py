@@ -40,12 +40,8 @@ class RankTopology:
     nodes: list[int]
 
     @staticmethod
-    def of(group: Group, node_ranks: int = 0) -> RankTopology:
-        """Gather the topology of a group. Collective.
-
-        Args:
-            node_ranks: ranks per node; 0 treats each host as a node.
-        """
+    def collect(group: Group, node_ranks: int = 0) -> RankTopology:
+        """Gather the topology of a group of nodes of ``node_ranks``; 0 treats each host as a node. Collective."""
         hosts = broadcast(gather(socket.gethostname(), group), group)
         names = list(dict.fromkeys(hosts))
         return RankTopology(hosts, [r // node_ranks if node_ranks else names.index(h) for r, h in enumerate(hosts)])
@@ -75,10 +71,9 @@ class InMemoryCheckpointer:
     Args:
         home: the run's directory in this host's memory (`shoal.training.resilience.host_memory_dir.run_dir`).
         group: separate gloo group of all ranks; None in a single process.
-        node_ranks: see `RankTopology.of`.
+        node_ranks: see `RankTopology.collect`.
         keep: save (step, attempt) that this run resumes from; removed after the next save. Other states of earlier
             attempts are removed immediately.
-        report: callback for messages, called on rank 0.
     """
 
     def __init__(
@@ -93,7 +88,7 @@ class InMemoryCheckpointer:
     ):
         self._home, self._group, self._report = home, group, report
         self._rank, self._world = get_rank(group), get_size(group)
-        self.places = RankTopology.of(group, node_ranks)
+        self.places = RankTopology.collect(group, node_ranks)
         self.attempt: str = broadcast(secrets.token_hex(4), group)
         self._leads = self.places.first_here(self._rank) == self._rank
         if self._leads:
@@ -129,11 +124,9 @@ class InMemoryCheckpointer:
             self._slots[turn][self._rank].reserve(size)
 
     def save(self, step: int, state: State, extra: dict[str, Any]) -> float:
-        """Save a state; return the seconds for which the caller was blocked.
+        """Save this rank's pieces and JSON values; return the seconds for which the caller was blocked.
 
-        Args:
-            state: this rank's pieces; the tensors may change after the return.
-            extra: further values needed to resume, as JSON values.
+        The tensors may change after the return.
         """
         begin = time.perf_counter()
         self.wait()

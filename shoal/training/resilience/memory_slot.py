@@ -42,15 +42,7 @@ class SlotRecord(BaseModel):
 
 
 class MemorySlot:
-    """Reusable memory for a rank's own state or its neighbour's copy.
-
-    Args:
-        folder: folder of the slot; its parent exists.
-        rank: rank whose state is stored.
-
-    Attributes:
-        memory: content of the file.
-    """
+    """Reusable memory for the state of ``rank``: a rank's own or its neighbour's copy."""
 
     def __init__(self, folder: Path, rank: int):
         self.folder, self.file = folder, folder / file_name(rank)
@@ -67,11 +59,7 @@ class MemorySlot:
         return self.memory
 
     def reserve(self, size: int) -> None:
-        """Allocate the memory in advance: allocation takes longer than writing.
-
-        Raises:
-            OSError: the memory cannot be allocated.
-        """
+        """Allocate the memory in advance: allocation takes longer than writing. See `open`."""
         if self.memory.numel() != size or not self.file.exists():
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.memory = _map_file(self.file, size)

@@ -48,11 +48,7 @@ def reexecute(engine: Engine, step: int, group: Group, where: Where = "same") ->
 
 
 def trace(engine: Engine, step: int, shift: int = 0) -> Trace:
-    """Run a step without its update and hash its values on this rank.
-
-    Args:
-        shift: offset of the replica whose samples are used.
-    """
+    """Run a step without its update, with the samples of replica + ``shift``, and hash its values on this rank."""
     seen: list[tuple[When, str]] = []
     hashes: list[Tensor] = []
 
@@ -60,13 +56,13 @@ def trace(engine: Engine, step: int, shift: int = 0) -> Trace:
         seen.append((when, what))
         hashes.append(hash_bits(value))
 
-    watch, prefetched = ValueWatch(engine, see), engine.batches_of
-    engine.replica_offset, engine.batches_of = shift, engine.make_batches
+    watch, prefetched = ValueWatch(engine, see), engine.get_batches
+    engine.replica_offset, engine.get_batches = shift, engine.make_batches
     try:
         with reproducible(engine.mesh.device):
             watch.run(engine, step)
     finally:
-        engine.replica_offset, engine.batches_of = 0, prefetched
+        engine.replica_offset, engine.get_batches = 0, prefetched
     values = torch.stack(hashes).tolist() if hashes else []
     return [(when, what, value) for (when, what), value in zip(seen, values, strict=True)]
 

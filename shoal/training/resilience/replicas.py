@@ -73,7 +73,6 @@ def compare_replicas(engine: Engine, step: int, group: Group) -> None:
     """Compare the parameters of replicas. Collective.
 
     Args:
-        step: optimizer steps done, for the message.
         group: group of all ranks, without pending operations.
 
     Raises:

@@ -34,17 +34,12 @@ _load = partial(load, convert=True, optional_prefixes=("precision.",))
 
 @dataclass(frozen=True)
 class Restored:
-    """A loaded state: optimizer steps done, the values saved with it, and its source.
+    """A loaded state."""
 
-    Attributes:
-        save: (step, attempt) if it came from memory; None if from disk.
-        source: description of the source.
-    """
-
-    step: int
-    extra: dict[str, Any]
-    save: tuple[int, str] | None
-    source: str
+    step: int  # optimizer steps done
+    extra: dict[str, Any]  # values saved with it
+    save: tuple[int, str] | None  # (step, attempt) if it came from memory; None if from disk
+    source: str  # description of the source
 
 
 @dataclass
@@ -52,7 +47,6 @@ class _Save:
     """One save across the memories of all hosts, on rank 0.
 
     Attributes:
-        records: description of each rank's slot, by rank.
         holders: locations of each rank's file: (a rank on that host, the slot's folder).
     """
 
@@ -72,7 +66,6 @@ def restore(
     """Fill the tensors of ``state`` from the newest complete state; of equal steps, memory is preferred. Collective.
 
     Args:
-        checkpoints: the run's checkpoint folder on disk.
         home: the run's directory in this host's memory; need not exist.
         group: gloo group of all ranks, without pending operations.
         model: see `shoal.engine.checkpoint.load`.
@@ -81,7 +74,7 @@ def restore(
     Returns:
         The loaded state, or None if none exists; and a line for each newer state that was refused. Equal on all ranks.
     """
-    places = RankTopology.of(group)
+    places = RankTopology.collect(group)
     saves, notes = _saves_in_memory(home, places, group)
     listed = broadcast([(step, path.name) for step, path in list_checkpoints(checkpoints)], group)
     order = broadcast(

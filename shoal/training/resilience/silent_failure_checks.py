@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
-from statistics import mean
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import mean, median_low
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -14,17 +16,42 @@ from shoal.training.records.timer import ActionTimer
 from shoal.training.resilience.reexecute import reexecute
 from shoal.training.resilience.replicas import compare_replicas
 from shoal.training.resilience.spikes import Spike, SpikeDetector
-from shoal.training.resilience.stragglers import MEASURED, Slowest, find_slowest
 
 if TYPE_CHECKING:
     from shoal.training.step.engine import Engine, StepResult
+
+MEASURED = 10
+"""Steps timed before each report on stragglers; not all, as timing marks on a device have a cost."""
+
+
+@dataclass(frozen=True)
+class Slowest:
+    """Slowest rank of a step; all times in seconds."""
+
+    rank: int
+    host: str
+    computing: float
+    usual: float  # median over all ranks
+    total: float  # duration of the step, equal on all ranks
+    ranks: tuple[float, ...]  # compute time by rank
+    waiting: tuple[float, ...]  # remaining time by rank: waiting, communication, update
+
+    @property
+    def times(self) -> float:
+        """Ratio of the slowest rank to the median."""
+        return self.computing / self.usual if self.usual else 1.0
+
+    def __str__(self) -> str:
+        return (
+            f"slowest: rank {self.rank} on {self.host} computes {self.computing:.3g} s of each step, "
+            f"{self.times:.2f} times the median; the step takes {self.total:.3g} s"
+        )
 
 
 class SilentFailureChecks:
     """Silent-failure checks of a run. All ranks must call the same methods in the same order.
 
     Args:
-        config: which checks run, and how often.
         step: optimizer steps done.
         extra: values saved with the state that the run resumes from.
 
@@ -63,10 +90,7 @@ class SilentFailureChecks:
             self.spikes.restore(extra.get("spikes"))
 
     def before_step(self, step: int) -> None:
-        """Compute the next step twice and start timing, if due.
-
-        Args:
-            step: optimizer steps done.
+        """After ``step`` steps, compute the next one twice and start timing, if due.
 
         Raises:
             SilentFailure: the two executions differ.
@@ -82,14 +106,11 @@ class SilentFailureChecks:
             self._seconds = []
 
     def after_step(self, step: int, seconds: float) -> Slowest | None:
-        """Compare the replicas and the compute times of ranks, if due.
+        """Compare the replicas and the compute times of ranks, if due; return the slowest rank, on rank 0.
 
         Args:
             step: optimizer steps done.
             seconds: duration of the last step.
-
-        Returns:
-            The slowest rank, on rank 0 when a report is due.
 
         Raises:
             SilentFailure: replicas differ; the message names the ranks.
@@ -115,3 +136,15 @@ class SilentFailureChecks:
         allowed = self.rollbacks < self.config.spike_rollbacks
         self.rollbacks += allowed
         return allowed
+
+
+def find_slowest(ranks: Sequence[tuple[float, str]], total: float) -> Slowest:
+    """Find the slowest rank from each rank's compute seconds in a step and its host.
+
+    >>> find_slowest([(1.0, "a"), (1.0, "a"), (3.0, "b"), (1.0, "b")], total=4.0).times
+    3.0
+    """
+    computing = tuple(seconds for seconds, _ in ranks)
+    worst = computing.index(max(computing))
+    waiting = tuple(max(0.0, total - seconds) for seconds in computing)
+    return Slowest(worst, ranks[worst][1], max(computing), median_low(computing), total, computing, waiting)

@@ -12,9 +12,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-FEWEST = 8
-"""Minimum number of observed steps before a spike can be detected."""
-
+FEWEST = 8  # minimum number of observed steps before a spike can be detected
 _NORMAL = 1.4826  # standard deviation of a normal distribution in units of its median absolute deviation
 
 

@@ -46,7 +46,7 @@ class Engine(EngineState):
         Raises:
             NonFinite: on every rank, before any weight is changed (in an asynchronous pipeline, any of that stage).
         """
-        batches = self.batches_of(step)
+        batches = self.get_batches(step)
         updates = [self.program.update_by_microbatch[m] for m in range(self.microbatches)]
         tokens = self.count_tokens(batches, updates, self.loss_replicas)
         rate = learning_rate(step, self.config.train.steps, self.config.optimizer)
@@ -116,10 +116,10 @@ class Engine(EngineState):
             scale.made()
         return StepResult(mean, norm, rate, tokens, stopped, scaled_by)
 
-    def count_tokens(self, batches: Sequence[Batch], update_of: Sequence[int], replicas: Group | None) -> list[int]:
+    def count_tokens(self, batches: Sequence[Batch], updates: Sequence[int], replicas: Group | None) -> list[int]:
         """Return the number of unmasked targets in the micro-batches of each update, over all ``replicas``."""
-        counts = torch.zeros(max(update_of) + 1, dtype=torch.int64)
-        for batch, update in zip(batches, update_of, strict=True):
+        counts = torch.zeros(max(updates) + 1, dtype=torch.int64)
+        for batch, update in zip(batches, updates, strict=True):
             counts[update] += batch.unmasked()
         return to_host(all_reduce(counts.to(self.mesh.device), replicas))
 

@@ -35,9 +35,6 @@ class EngineState:
     """Model stages of this rank, their optimizer and the program that they run.
 
     Args:
-        config: config of the run.
-        shape: the model, from ``config.model`` and the tokenizer.
-        mesh: mesh of ``config.parallel``.
         samples: training data; equal on every rank.
 
     Attributes:
@@ -131,7 +128,7 @@ class EngineState:
             return engine.make_batches(step)
 
         ahead = self.config.data.sampler != "pool"  # "pool" knows its next samples only when they are drawn
-        self.batches_of: Callable[[int], list[Batch]] = Prefetcher(make, self.config.train.steps) if ahead else make
+        self.get_batches: Callable[[int], list[Batch]] = Prefetcher(make, self.config.train.steps) if ahead else make
 
     def make_batches(self, step: int) -> list[Batch]:
         """Return this replica's micro-batches of a step, on the host."""

@@ -33,6 +33,10 @@ class LayerCounts:
         self.mesh, self.layers = mesh, layers
         self.totals = torch.zeros(len(layers), numbers, dtype=torch.float64)
 
+    def begin(self) -> None:
+        for module in self.modules:
+            module.reset_tally()
+
     def count(self) -> None:
         """Sum the counts of the step after all backwards; also needed for a step that will be skipped. Collective."""
         self.totals = self.sum((module.layer, module.tally) for module in self.modules)
@@ -47,11 +51,7 @@ class LayerCounts:
 
 
 class ExpertRouting(LayerCounts):
-    """Statistics and biases of the expert routers in this rank's stages.
-
-    Args:
-        program: program that runs the stages.
-    """
+    """Statistics and biases of the expert routers in this rank's stages."""
 
     def __init__(self, stages: Sequence[LocalStage], program: Program, mesh: Mesh, shape: ModelShape):
         experts = shape.moe
@@ -60,10 +60,6 @@ class ExpertRouting(LayerCounts):
         routers = [(r, stage.index < program.depth) for stage in stages for r in find_modules(stage.module, Router)]
         self.modules: list[Router] = [router for router, _ in routers]
         self.originals = [original for _, original in routers]  # not the second copy of a bidirectional pipeline
-
-    def begin(self) -> None:
-        for router in self.modules:
-            router.reset_tally()
 
     def rebalance(self) -> None:
         """Update the biases from the counts of a step whose update was made."""
@@ -92,8 +88,8 @@ class ExpertRouting(LayerCounts):
         found: dict[str, list[Piece]] = {}
         for router, original in zip(self.modules, self.originals, strict=True):
             if router.bias is not None:
-                whole = tuple(router.bias.shape)
-                piece = Piece(whole, Box.full(whole), router.bias, first and original)
+                shape = tuple(router.bias.shape)
+                piece = Piece(shape, Box.full(shape), router.bias, first and original)
                 found.setdefault(f"layers.{router.layer}.mlp.router.bias", []).append(piece)
         return found
 
@@ -129,10 +125,6 @@ class DepthsRouting(LayerCounts):
         self.depths = shape.mod
         super().__init__(mesh, self.depths.layers(shape.layers), COUNTS + 1)
         self.modules = [depth for stage in stages for depth in find_modules(stage.module, MixtureOfDepths)]
-
-    def begin(self) -> None:
-        for depth in self.modules:
-            depth.reset_tally()
 
     def metrics(self, sequences: int, length: int) -> dict[str, float]:
         """Return how well the last step's token selection was predicted, as fields of `StepMetrics`."""

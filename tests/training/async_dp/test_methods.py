@@ -232,13 +232,13 @@ def feedback(config: RunConfig) -> list[float]:
     left = []
     for _ in range(4):
         for part in flat.parts:
-            part.of(flat.gradients).normal_(generator=random)
+            part.view(flat.gradients).normal_(generator=random)
         wanted = [g + e for g, e in zip(flat.gradients, exchange.errors, strict=True)]
         late = served(exchange)
         exchange.sum()
         for part, before, after in zip(flat.parts, late, served(exchange), strict=True):
-            sent = all_reduce(part.of(wanted) - part.of(exchange.errors), group)
-            assert torch.allclose(sent, part.of(flat.gradients) + after - before, rtol=0, atol=1e-12)
+            sent = all_reduce(part.view(wanted) - part.view(exchange.errors), group)
+            assert torch.allclose(sent, part.view(flat.gradients) + after - before, rtol=0, atol=1e-12)
         for total in flat.gradients:
             first = total.clone()
             dist.broadcast(first, 0)

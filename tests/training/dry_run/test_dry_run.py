@@ -23,7 +23,7 @@ from shoal.spec.config import RunConfig
 from shoal.spec.layout import Layout
 from shoal.spec.number_formats import FORMATS
 from shoal.testing.verify.case import prepare
-from shoal.training.dry_run.dry_run import Counted, count, dry_run, samples_of
+from shoal.training.dry_run.dry_run import Counted, count, dry_run, make_samples
 from shoal.training.dry_run.tracker import Tracker
 from shoal.training.step.engine import Engine
 from shoal.training.step.engine_state import attention_kernel
@@ -35,7 +35,7 @@ def real(config: RunConfig, steps: int) -> Counted:
     case = prepare(config, own_precision=True, accumulate=False)
     mesh = Mesh(config.parallel, dist.get_rank(), transport="backend")
     with Tracker() as tracker:
-        return count(Engine(case.config, case.shape, mesh, samples_of(case.config, case.shape)), tracker, steps)
+        return count(Engine(case.config, case.shape, mesh, make_samples(case.config, case.shape)), tracker, steps)
 
 
 def dry(config: RunConfig, rank: int, steps: int = 2) -> Counted:

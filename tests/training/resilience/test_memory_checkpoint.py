@@ -206,7 +206,7 @@ def test_a_course_that_was_left_is_forgotten_and_the_slots_serve_again(tmp_path)
 
 
 def nodes_of(node_ranks: int) -> list[tuple[int | None, list[int]]]:
-    places = RankTopology.of(here()[2], node_ranks)
+    places = RankTopology.collect(here()[2], node_ranks)
     return [(places.receiver(r), places.senders(r)) for r in range(dist.get_world_size())]
 
 

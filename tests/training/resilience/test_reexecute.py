@@ -33,7 +33,7 @@ def test_what_is_computed_twice_is_computed_reproducibly(monkeypatch, device, st
         ValueWatch, "run", lambda self, engine, step: seen.append(torch.are_deterministic_algorithms_enabled())
     )
     mesh = SimpleNamespace(device=torch.device(device))
-    trace(SimpleNamespace(mesh=mesh, program=SimpleNamespace(depth=1), batches_of=None, make_batches=None), 1)
+    trace(SimpleNamespace(mesh=mesh, program=SimpleNamespace(depth=1), get_batches=None, make_batches=None), 1)
     assert seen == [strict] and not torch.are_deterministic_algorithms_enabled()
 
 

@@ -9,7 +9,7 @@ from shoal.launch.worker_pool import RankError
 from shoal.spec.config import RunConfig
 from shoal.training.check import check
 from shoal.training.resilience.events import read_events
-from shoal.training.resilience.stragglers import find_slowest
+from shoal.training.resilience.silent_failure_checks import find_slowest
 from tests.trainings.failing import (
     BAD_LOSS,
     FAR,

@@ -71,7 +71,7 @@ def by_name(engine: Engine, tensors) -> dict[str, torch.Tensor]:
 
 def test_hutchinson_is_the_product_with_the_hessian_as_autograd_has_it():
     engine, model = engine_of("sophia-h")
-    batches = engine.batches_of(0)
+    batches = engine.get_batches(0)
     tokens = sum(batch.unmasked() for batch in batches)
     before = {name: pieces[0].tensor.clone() for name, pieces in engine.parameters.weights().items()}
     found = by_name(engine, estimate(engine, 0, batches, tokens))
@@ -97,7 +97,7 @@ def test_hutchinson_is_the_product_with_the_hessian_as_autograd_has_it():
 
 def test_gauss_newton_bartlett_is_the_squared_gradient_for_drawn_labels():
     engine, model = engine_of("sophia-g")
-    batches = engine.batches_of(2)
+    batches = engine.get_batches(2)
     tokens = sum(batch.unmasked() for batch in batches)
     found = by_name(engine, estimate(engine, 2, batches, tokens))
     for m, batch in enumerate(batches):
@@ -113,7 +113,7 @@ def test_gauss_newton_bartlett_is_the_squared_gradient_for_drawn_labels():
 def test_what_is_alive_besides_when_a_backward_of_an_estimate_begins(rule, numbers, monkeypatch):
     """For each weight so many numbers; the cost model has the most of them."""
     engine, _ = engine_of(rule)
-    batches = engine.batches_of(0)
+    batches = engine.get_batches(0)
     tokens = sum(batch.unmasked() for batch in batches)
     size = sum(shard.weights.numel() * shard.weights.element_size() for shard in engine.optimizer.shards.shards)
     with Tracker() as tracker:

@@ -27,7 +27,6 @@ class LocalSteps(ReplicaMethod):
     """Averaging of the weights every ``every`` steps.
 
     Args:
-        flat: this replica's parameters.
         group: ranks that hold the same part of each replica; None for one replica.
         every: steps between averages (H).
         rate, momentum: hyperparameters of the outer step.
@@ -67,7 +66,7 @@ class LocalSteps(ReplicaMethod):
         for change, error in zip(changes, self.errors, strict=True):
             change += error
         parts = self.flat.parts
-        self.coded.sum([part.of(changes) for part in parts], [part.of(self.errors) for part in parts])
+        self.coded.sum([part.view(changes) for part in parts], [part.view(self.errors) for part in parts])
 
     def restored(self) -> None:
         """Continue from an average that was loaded into the weights."""

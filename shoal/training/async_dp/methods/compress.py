@@ -24,19 +24,18 @@ class Compressed(ReplicaMethod):
     """Base class of methods that sum the gradients of the replicas in compressed form.
 
     Args:
-        flat: this replica's parameters.
         group: ranks that hold the same part of each replica.
 
     Attributes:
         errors: residuals not sent yet, one flat tensor per bucket.
-        tensors, error_of: gradient and error of each parameter, as views.
+        tensors, error_views: gradient and error of each parameter, as views.
     """
 
     def __init__(self, flat: Flat, group: Group | None):
         self.flat, self.group = flat, group
         self.errors = flat.zeros()
-        self.tensors = [part.of(flat.gradients) for part in flat.parts]
-        self.error_of = [part.of(self.errors) for part in flat.parts]
+        self.tensors = [part.view(flat.gradients) for part in flat.parts]
+        self.error_views = [part.view(self.errors) for part in flat.parts]
 
     @torch.no_grad()
     def sum(self) -> None:
@@ -46,7 +45,7 @@ class Compressed(ReplicaMethod):
 
     @abstractmethod
     def exchange(self) -> None:
-        """Replace each of `tensors` by its compressed sum, and its `error_of` by the residual."""
+        """Replace each of `tensors` by its compressed sum, and its `error_views` by the residual."""
 
     def states(self) -> MethodStates:
         return MethodStates(own={"error": self.flat.pieces(self.errors)})

@@ -30,7 +30,7 @@ class FlatPart(NamedTuple):
         """Local shape."""
         return tuple(self.split.local)
 
-    def of(self, flats: Sequence[Tensor]) -> Tensor:
+    def view(self, flats: Sequence[Tensor]) -> Tensor:
         """Return this part of flat tensors, as a view."""
         return flats[self.bucket][self.start : self.stop].view(self.shape)
 

@@ -26,12 +26,7 @@ from shoal.training.async_dp.methods.method import Method
 
 
 class Push(Method):
-    """Stochastic gradient push of one replica.
-
-    Args:
-        window, flat, optimizer: see `Method`.
-        staleness: maximum delay of a message in steps.
-    """
+    """Stochastic gradient push of one replica; messages are at most ``staleness`` steps late. See `Method`."""
 
     def __init__(self, window: Window, flat: Flat, optimizer: Rule, *, staleness: int):
         super().__init__(window, flat, optimizer)

@@ -19,12 +19,7 @@ from shoal.training.async_dp.methods.method import Method, move_weights
 
 
 class Hogwild(Method):
-    """Hogwild! updates of one worker.
-
-    Args:
-        window, flat, optimizer: see `Method`.
-        build: builds an update rule for given shards.
-    """
+    """Hogwild! updates of one worker; ``build`` builds an update rule for given shards. See `Method`."""
 
     def __init__(self, window: Window, flat: Flat, optimizer: Rule, build: Callable[[Shards], Rule]):
         super().__init__(window, flat, optimizer)

@@ -120,21 +120,12 @@ class Method(ReplicaMethod):
         self.window.until(lambda: self.window.get(counter) >= value or not self.window.alive(other))
 
     def shared(self, like: list[Tensor] | None = None) -> list[Tensor]:
-        """Allocate zeros in the window, in the layout of the weights.
-
-        Args:
-            like: tensors that define the dtypes (default: the weights).
-        """
+        """Allocate zeros in the window, in the layout of the weights and the dtype of ``like`` (default: theirs)."""
         return self.flat.slices(self.window.tensor(self.flat.numel, (like or self.flat.weights)[0].dtype))
 
 
 def move_weights(shards: Shards, old: list[Tensor], new: list[Tensor]) -> Shards:
-    """Return the shards with their weights moved to other memory.
-
-    Args:
-        old: flat tensors that the weights are views of.
-        new: replacements of these tensors.
-    """
+    """Return the shards with their weights, views of the flat tensors ``old``, moved to views of ``new``."""
     def move(weights: Tensor) -> Tensor:
         for source, target in zip(old, new, strict=True):
             start = (weights.data_ptr() - source.data_ptr()) // source.element_size()

@@ -49,11 +49,11 @@ class PowerSGD(Compressed):
         plain = [i for i in range(len(self.tensors)) if i not in ps]
         self._sum([*ps.values(), *(self.tensors[i] for i in plain)])
         for i in plain:
-            self.error_of[i].zero_()
+            self.error_views[i].zero_()
         for i, p in ps.items():
             ps[i], _ = torch.linalg.qr(p)
             torch.mm(self._matrix(i).T, ps[i], out=self.factors[i])
-            torch.sub(self._matrix(i), ps[i] @ self.factors[i].T, out=self.error_of[i].flatten(1))
+            torch.sub(self._matrix(i), ps[i] @ self.factors[i].T, out=self.error_views[i].flatten(1))
         self._sum(list(self.factors.values()))
         for i, p in ps.items():
             torch.mm(p, self.factors[i].T, out=self._matrix(i))

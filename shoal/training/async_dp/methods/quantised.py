@@ -82,9 +82,7 @@ class CodedSum:
     """Coded sum over the ranks, of tensors in the layout of a replica's parameters.
 
     Args:
-        flat: this replica's parameters.
         group: ranks that hold the same part of each replica; None for one replica.
-        code: code of the blocks.
 
     Attributes:
         share: number of rows of blocks that each rank serves.
@@ -126,11 +124,7 @@ class CodedSum:
             tensor.view(-1).copy_(place)
 
     def _served(self, messages: Sequence[tuple[Tensor, ...]], used: Tensor) -> tuple[Tensor, ...]:
-        """Return the coded sum of this rank's part.
-
-        Args:
-            messages: this rank's messages to the server of each part.
-        """
+        """Return the coded sum of this rank's part, from its messages to the server of each part."""
         received = [
             all_to_all(some, [some[0].shape] * self.ranks, self.group) for some in zip(*messages, strict=True)
         ]
@@ -167,7 +161,7 @@ class Quantised(Compressed):
         self.coded = CodedSum(flat, group, code)
 
     def exchange(self) -> None:
-        self.coded.sum(self.tensors, self.error_of)
+        self.coded.sum(self.tensors, self.error_views)
 
     def states(self) -> MethodStates:
         return replace(super().states(), spread={"server_error": self.coded.pieces()})

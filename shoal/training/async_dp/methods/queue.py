@@ -20,12 +20,7 @@ class Ticket(NamedTuple):
 
 
 class Queue:
-    """Tickets of a run.
-
-    Args:
-        window: shared memory of the replicas.
-        common: whether all replicas take tickets from one queue.
-    """
+    """Tickets of a run, from one queue for all replicas if ``common``."""
 
     def __init__(self, window: Window, *, common: bool):
         self.window, self.common, self.replicas = window, common, window.size

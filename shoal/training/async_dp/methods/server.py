@@ -32,7 +32,6 @@ class Server(Method):
     """Parameter-server method of one worker, with the server's shared memory.
 
     Args:
-        window, flat, optimizer: see `Method`.
         build: builds an update rule for given shards.
         bound: see `staleness_bound`.
         aware: whether the learning rate is divided by the staleness.
@@ -80,7 +79,7 @@ class Server(Method):
                 self._pulled[k] = self._version(k)
                 for part in self.flat.parts:
                     if self.parts[part.name] == k:
-                        part.of(self.flat.weights).copy_(part.of(self.weights))
+                        part.view(self.flat.weights).copy_(part.view(self.weights))
         return True
 
     def slowest(self) -> int:

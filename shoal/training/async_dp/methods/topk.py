@@ -26,7 +26,7 @@ class TopK(Compressed):
 
     def exchange(self) -> None:
         places, values = [], []
-        for tensor, error, k in zip(self.tensors, self.error_of, self.counts, strict=True):
+        for tensor, error, k in zip(self.tensors, self.error_views, self.counts, strict=True):
             mine = tensor.view(-1)
             place = mine.abs().topk(k, sorted=False).indices
             places.append(place.to(torch.int32))
