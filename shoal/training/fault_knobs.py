@@ -82,17 +82,11 @@ def _by_rank(name: str, text: str, sign: str, value: str, example: str, ranks: i
 
 @dataclass
 class RankTimes:
-    """Time of one rank in training steps, without validation and checkpoints [s].
-
-    Attributes:
-        steps: number of steps.
-        computing: time in forwards and backwards, including a straggler's sleep.
-        total: total time in steps.
-    """
+    """Time of one rank in training steps, without validation and checkpoints [s]."""
 
     steps: int = 0
-    computing: float = 0.0
-    total: float = 0.0
+    computing: float = 0.0  # in forwards and backwards, including a straggler's sleep
+    total: float = 0.0  # in steps
 
     @property
     def waiting(self) -> float:

@@ -121,11 +121,7 @@ class StateManager:
         return found
 
     def restore(self, before: int | None = None) -> tuple[Restored | None, list[str]]:
-        """Load the newest good state from memory or disk; return it with the reasons why newer ones were refused.
-
-        Args:
-            before: largest step of an acceptable state.
-        """
+        """Load the newest good state, up to step ``before``; return it with the reasons why newer ones were refused."""
         found, refused = restore(
             get_checkpoint_folder(self.config, self.folder),
             run_dir(self.folder, self.config.failover),
@@ -170,11 +166,7 @@ class StateManager:
         self.disk.regroup(group)
 
     def _begin(self, restored: Restored | None) -> None:
-        """Start saving states.
-
-        Raises:
-            UsageError: a host has too little memory for them.
-        """
+        """Start saving states."""
         self._stalled = 0.0
         self._saved = restored.step if restored and restored.save is None else -1  # newest step on disk
         if not self.config.failover.memory_every:

@@ -49,7 +49,6 @@ class Trainer:
 
     Args:
         samples: "train" and "validation" data.
-        folder: existing run folder.
         resume: whether to resume from the newest good checkpoint.
         local_ranks: number of ranks on this machine.
         restarted: whether this attempt follows a failure; without a checkpoint it then starts at the first step.

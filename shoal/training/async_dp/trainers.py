@@ -153,11 +153,7 @@ class AsyncTrainer(Trainer):
         return [o for o in range(n) if window.get(who) >> o & 1]
 
     def _meeting(self, planned: int) -> None:
-        """Settle the weights, validate, log and save.
-
-        Args:
-            planned: planned step of this meeting; a stop request makes it earlier.
-        """
+        """Settle the weights, validate, log and save; a stop request makes this earlier than the planned step."""
         self.beat.phase(Phase.SAVE)
         self._regroup(self._meet())
         self.step = self.engine.queue.limit

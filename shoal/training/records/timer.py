@@ -12,12 +12,7 @@ from shoal.pipeline.program import COMPUTE, Action
 
 
 class StepTimer:
-    """Timer of training steps, without validation and checkpoints [s].
-
-    Attributes:
-        all: total since construction.
-        last: duration of the last step.
-    """
+    """Timer of training steps, without validation and checkpoints [s]: ``all`` steps, and the ``last`` one."""
 
     def __init__(self, device: torch.device):
         self.device = device

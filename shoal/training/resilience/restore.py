@@ -170,12 +170,7 @@ def _prepare(save: _Save) -> dict[str, Any]:
 def _collect_files(
     folder: Path, places: RankTopology, needed: list[str], holders: dict[str, list[tuple[int, str]]], group: Group
 ) -> None:
-    """Link or receive into ``folder`` every file that a rank on this host needs.
-
-    Args:
-        needed: files that this rank's pieces overlap.
-        holders: locations of each file, see `_Save`.
-    """
+    """Link or receive into ``folder`` every file that a rank on this host needs (``needed``: by this rank)."""
     rank = get_rank(group)
     every = broadcast(gather(needed, group), group)
     wanted: dict[int, set[str]] = defaultdict(set)  # files needed on a host, by its first rank

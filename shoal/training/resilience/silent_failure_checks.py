@@ -106,11 +106,7 @@ class SilentFailureChecks:
             self._seconds = []
 
     def after_step(self, step: int, seconds: float) -> Slowest | None:
-        """Compare the replicas and the compute times of ranks, if due; return the slowest rank, on rank 0.
-
-        Args:
-            step: optimizer steps done.
-            seconds: duration of the last step.
+        """Compare replicas and compute times of ranks after ``step`` steps, if due; return the slowest, on rank 0.
 
         Raises:
             SilentFailure: replicas differ; the message names the ranks.

@@ -27,7 +27,6 @@ class FlatPart(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Local shape."""
         return tuple(self.split.local)
 
     def view(self, flats: Sequence[Tensor]) -> Tensor:
