@@ -237,13 +237,13 @@ def _check_tensors(path: AnyPath, manifest: Manifest, state: State, convert: boo
                     f"{path}: tensor '{name}' was saved with shape {stored.shape}; this run has "
                     f"{tuple(piece.global_shape)}."
                 )
-            here, there = piece.tensor.dtype, DTYPES[stored.dtype]
-            floating = here.is_floating_point and there.is_floating_point
-            if here != there and not (convert and floating):
+            wanted, saved = piece.tensor.dtype, DTYPES[stored.dtype]
+            floating = wanted.is_floating_point and saved.is_floating_point
+            if wanted != saved and not (convert and floating):
                 mend = "Allow it with convert." if floating else "Only floating-point dtypes can be converted."
                 raise CheckpointError(
                     f"{path}: tensor '{name}' was saved as {stored.dtype}, but this run has "
-                    f"{DTYPE_NAMES.get(here, here)}.\n  {mend}"
+                    f"{DTYPE_NAMES.get(wanted, wanted)}.\n  {mend}"
                 )
 
 

@@ -137,7 +137,7 @@ def train_bpe(documents: Iterable[str], vocab_size: int, out: Path) -> FileToken
 
     Raises:
         UsageError: ``out`` exists or cannot be written, ``vocab_size`` is too small for the bytes and the end token,
-            or there is no text.
+            or the corpus has no text.
     """
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, trainers

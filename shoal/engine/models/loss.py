@@ -37,12 +37,12 @@ class SummedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, logits: Tensor, targets: Tensor, counts: Tensor, here: int, gather: Callable[[Tensor], Tensor] | None
+        ctx, logits: Tensor, targets: Tensor, counts: Tensor, columns: int, gather: Callable[[Tensor], Tensor] | None
     ) -> Tensor:
         """Return the summed loss [nats].
 
         Args:
-            logits: [b, s, n] of n consecutive ids, overwritten; columns from ``here`` on are padding.
+            logits: [b, s, n] of n consecutive ids, overwritten; the first ``columns`` are ids, the others padding.
             targets: [b, s] ids relative to the first of these ids.
             counts: [b, s] bool, targets that count.
             gather: stacks a tensor of all ranks, in order: [2, b, s] -> [ranks, 2, b, s]; None if all ids are on this
@@ -52,8 +52,8 @@ class SummedCrossEntropy(torch.autograd.Function):
         if logits.dtype in (torch.bfloat16, torch.float16):
             logits = logits.float()
         # Finite, because a rank may hold only padding.
-        logits[..., here:] = torch.finfo(logits.dtype).min
-        mine = counts if gather is None else (targets >= 0) & (targets < here) & counts
+        logits[..., columns:] = torch.finfo(logits.dtype).min
+        mine = counts if gather is None else (targets >= 0) & (targets < columns) & counts
         target = targets.masked_fill(~mine, 0).unsqueeze(-1)  # [b, s, 1]
         at_target = logits.gather(-1, target).squeeze(-1).masked_fill(~mine, 0)
         most = logits.amax(-1)

@@ -54,13 +54,13 @@ class TokenRoute(NamedTuple):
 
     Attributes:
         chosen: [m] indices of the chosen tokens among the b s local tokens.
-        there: sends the local chosen tokens, [m, h], and returns the tokens to compute here, [b, k, h].
-        back: the inverse of ``there``.
+        dispatch: sends the local chosen tokens, [m, h], and returns the tokens to compute here, [b, k, h].
+        combine: the inverse of ``dispatch``.
     """
 
     chosen: Tensor
-    there: Callable[[Tensor], Tensor]
-    back: Callable[[Tensor], Tensor]
+    dispatch: Callable[[Tensor], Tensor]
+    combine: Callable[[Tensor], Tensor]
 
 
 class ChosenPlaces(TokenPlaces):
@@ -113,9 +113,9 @@ class MixtureOfDepths(Tallied):
         weights = self._train_predictor(self._weights(scores), predicted, taken, full, context)
         route = self.places.route(taken, x.shape[1])
         y = block.residual_update(
-            route.there(x.flatten(0, 1).index_select(0, route.chosen)), self._restrict_context(taken, x, context)
+            route.dispatch(x.flatten(0, 1).index_select(0, route.chosen)), self._restrict_context(taken, x, context)
         )
-        return _add_weighted(x, route.back(y), weights, route.chosen)
+        return _add_weighted(x, route.combine(y), weights, route.chosen)
 
     def _forward_slice(
         self, x: Tensor, scores: Tensor, predicted: Tensor, context: Context, part: Slice, block: ResidualLayer
@@ -154,10 +154,10 @@ class MixtureOfDepths(Tallied):
 
     def _restrict_context(self, taken: Tensor, x: Tensor, context: Context) -> Context:
         """Return the context of the chosen tokens: their original positions, and attention among each other only."""
-        here = self.places.attending(taken)
+        attending = self.places.attending(taken)
         documents = None if context.documents is None else context.documents.gather(1, taken)
-        mask = self.mask(0, here.shape[1], documents, x.device)
-        return context._replace(rotary=self._rotary(here, x.dtype), mask=mask, documents=documents)
+        mask = self.mask(0, attending.shape[1], documents, x.device)
+        return context._replace(rotary=self._rotary(attending, x.dtype), mask=mask, documents=documents)
 
     def _rotary(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         """Return cos and sin of [b, n] positions, each [b, 1, n, d/2]."""

@@ -64,8 +64,8 @@ class Adafactor(Rule):
         found: dict[str, tuple[Tensor, Tensor]] = {}
         for name, (rows, columns) in views.items():
             singles = _matrix_names(name, self.shards.parameters[name])
-            of_each = zip(rows.view(len(singles), -1), columns.view(len(singles), -1), strict=True)
-            found |= zip(singles, of_each, strict=True)
+            factors = zip(rows.view(len(singles), -1), columns.view(len(singles), -1), strict=True)
+            found |= zip(singles, factors, strict=True)
         return found
 
     def compile(self) -> None:
@@ -102,9 +102,9 @@ class Adafactor(Rule):
             start = 0
             for gradient in self._gradients(shard, part):
                 n, m = gradient.shape
-                of_rows, of_columns = self._sum_squares(gradient)
-                row[start : start + n] += of_rows.add_(m * _EPS_SQUARE) / part.copies
-                column += of_columns.add_(n * _EPS_SQUARE) / part.copies
+                row_sums, column_sums = self._sum_squares(gradient)
+                row[start : start + n] += row_sums.add_(m * _EPS_SQUARE) / part.copies
+                column += column_sums.add_(n * _EPS_SQUARE) / part.copies
                 start += n
         self.shards.holders.sum(fresh)
         self.factors.lerp_(fresh, 1 - beta2)
@@ -149,8 +149,8 @@ class Adafactor(Rule):
                 total[1] += torch.linalg.vector_norm(weights).double().square() / part.copies
         self.shards.holders.sum(squares)
         return {
-            name: (math.sqrt(of_update / math.prod(shape)), math.sqrt(of_weights / math.prod(shape)))
-            for (name, shape), (of_update, of_weights) in zip(self.matrix_shapes.items(), squares.tolist(), strict=True)
+            name: (math.sqrt(update / math.prod(shape)), math.sqrt(weights / math.prod(shape)))
+            for (name, shape), (update, weights) in zip(self.matrix_shapes.items(), squares.tolist(), strict=True)
         }
 
     def states(self) -> dict[str, dict[str, list[Piece]]]:
@@ -195,8 +195,8 @@ def _sum_squares(gradient: Tensor) -> tuple[Tensor, Tensor]:
 
 def _update_norm(gradient: Tensor, by_row: Tensor, by_column: Tensor) -> Tensor:
     """Return the norm of the update of some rows."""
-    of_rows = torch.linalg.vector_norm(gradient * by_column, dim=1, keepdim=True)
-    return torch.linalg.vector_norm(of_rows * by_row)
+    norms = torch.linalg.vector_norm(gradient * by_column, dim=1, keepdim=True)
+    return torch.linalg.vector_norm(norms * by_row)
 
 
 def _apply_update(

@@ -174,11 +174,11 @@ def _tiles(shard: Shard, part: ShardPart, codes: list[Tensor], exact: torch.dtyp
     block_shape = (*part.global_shape[:-1], -(-columns // WIDTH))
     views = [flat[part.slice].view(-1, width) for flat in (shard.weights, shard.gradient, *codes)]
     for start, stop in pairwise(borders):
-        weights, gradient, *of_states = (view[:, start - left : stop - left] for view in views)
+        weights, gradient, *tile_codes = (view[:, start - left : stop - left] for view in views)
         first, last = start // WIDTH, -(-stop // WIDTH)
         scales = [torch.zeros(len(weights), last - first, dtype=exact, device=weights.device) for _ in _KINDS]
         yield _Tile(
-            weights, gradient, of_states, scales, Box((*leading, first), (*heights, last - first)), block_shape, part,
+            weights, gradient, tile_codes, scales, Box((*leading, first), (*heights, last - first)), block_shape, part,
             starts=start % WIDTH == 0, first=start,
         )
 

@@ -52,12 +52,12 @@ class Muon(Rule):
                 buffer = full[: holders.ranks * (piece.stop - piece.start)].zero_()
                 for move in moves:
                     gradient, momentum = shards[move.shard].gradient, self.momentum[move.shard]
-                    there = move.view_buffer(buffer)
+                    view = move.view_buffer(buffer)
                     torch.add(  # Nesterov momentum
-                        move.view_shard(gradient), move.view_shard(momentum), alpha=self.config.momentum, out=there
+                        move.view_shard(gradient), move.view_shard(momentum), alpha=self.config.momentum, out=view
                     )
                     if move.part.copies > 1:
-                        there /= move.part.copies
+                        view /= move.part.copies
                 holders.reduce_scatter(mine[piece], buffer)
             start = 0
             for matrix in each.mine:

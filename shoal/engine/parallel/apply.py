@@ -55,7 +55,7 @@ def build_stages(
         assignment: assignment of the tokens of a sequence to the context-parallel ranks.
         compile: compile each layer, and the loss if it is not split.
     """
-    here, holders = mesh.index("pp"), program.stage_rank
+    position, holders = mesh.index("pp"), program.stage_rank
     # Group creation is collective: every rank creates these groups at the same point.
     ends = None
     if shape.tied and program.depth > 1:
@@ -64,15 +64,15 @@ def build_stages(
     copies = ""
     if program.model_copies > 1:
         # The stages of a rank have their copies on one other rank.
-        other = {holders[(mine + program.depth) % program.stages] for mine in program.rank_stages(here)}
-        copies = f"pp:{','.join(map(str, sorted({here} | other)))}"
+        other = {holders[(mine + program.depth) % program.stages] for mine in program.rank_stages(position)}
+        copies = f"pp:{','.join(map(str, sorted({position} | other)))}"
         mesh.group(copies)
     stages = [
         _build_stage(
             shape, stage, program, mesh, policy, assignment,
             copies=copies, kernel=kernel, seed=seed, compile=compile, float8=float8,
         )
-        for stage in program.rank_stages(here)
+        for stage in program.rank_stages(position)
     ]
     return stages, RankParameters([stage.parameters for stage in stages], ends)
 

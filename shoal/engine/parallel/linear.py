@@ -10,7 +10,7 @@
     `SequenceEmbedding`         unsplit; looks up this rank's part of the positions
 
 Column then row (Shoeybi et al. 2019, "Megatron-LM", section 3): a block's first matrices are split by output, its last
-by input, so there is one collective per direction on entry and one on exit. With sequence parallelism (Korthikanti et
+by input, which takes one collective per direction on entry and one on exit. With sequence parallelism (Korthikanti et
 al. 2022, section 4.2.2) activations between blocks are split along the sequence: entry is an all-gather, exit a
 reduce-scatter.
 """

@@ -78,13 +78,13 @@ class SharedPlaces(ChosenPlaces):
         back = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
         shape = (len(taken), sizes[self.rank], -1)
 
-        def there(rows: Tensor) -> Tensor:
+        def dispatch(rows: Tensor) -> Tensor:
             return permute_rows(exchange_rows(rows, send, receive, self.group), back, order).view(shape)
 
-        def home(rows: Tensor) -> Tensor:
+        def combine(rows: Tensor) -> Tensor:
             return exchange_rows(permute_rows(rows.flatten(0, 1), order, back), receive, send, self.group)
 
-        return TokenRoute(torch.cat(index), there, home)
+        return TokenRoute(torch.cat(index), dispatch, combine)
 
 
 def assign_chosen(shape: ModelShape, mesh: Mesh, tokens: TokenAssignment) -> TokenAssignment | None:

@@ -221,7 +221,7 @@ FAULTS: dict[str, Fault] = {
     "vocabulary-padding": Fault(
         "the padding of the vocabulary is part of the softmax",
         SummedCrossEntropy, "forward",
-        lambda right, ctx, logits, targets, counts, here, gather: right(
+        lambda right, ctx, logits, targets, counts, columns, gather: right(
             ctx, logits, targets, counts, logits.shape[-1], gather
         ), {"tp": 2},
     ),

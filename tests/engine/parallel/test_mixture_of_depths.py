@@ -73,10 +73,10 @@ def rows_there_and_back(layout: Layout, taken: torch.Tensor, s: int, k: int) -> 
     tokens, slots = places.tokens[group.rank()], places.chosen[group.rank()]
     mine = x[:, tokens].clone().requires_grad_()
     route = places.route(taken, len(tokens))
-    there = route.there(mine.flatten(0, 1).index_select(0, route.chosen))
+    there = route.dispatch(mine.flatten(0, 1).index_select(0, route.chosen))
     here = taken[:, slots]  # whose tokens are computed here
     found = [there - x.gather(1, here.unsqueeze(-1).expand(-1, -1, 3))]
-    home = route.back(there)
+    home = route.combine(there)
     found.append(home - mine.flatten(0, 1).index_select(0, route.chosen))
     alone = ChosenPlaces().route(taken, s)
     weights = torch.arange(len(x) * s, dtype=torch.float64).view(-1, s)[:, tokens].flatten()

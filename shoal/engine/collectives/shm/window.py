@@ -132,7 +132,7 @@ class Window:
         """Return the running ranks, in order."""
         return [index for index in range(self.size) if self.alive(index)]
 
-    def until(self, there: Callable[[], bool], who: Sequence[int] = (), what: str = "") -> None:
+    def until(self, condition: Callable[[], bool], who: Sequence[int] = (), what: str = "") -> None:
         """Wait for a condition.
 
         Args:
@@ -143,8 +143,8 @@ class Window:
             PeerLost: a rank of ``who`` has exited.
         """
         begin = time.monotonic()
-        while not there():
+        while not condition():
             for index in who:
-                if not self.alive(index) and not there():
+                if not self.alive(index) and not condition():
                     raise PeerLost(f"{what}: rank {self.ranks[index]} has ended")
             nap(time.monotonic() - begin)

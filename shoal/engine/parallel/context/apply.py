@@ -67,10 +67,10 @@ def apply_context_parallel(
     model.set_submodule("positions", ContextPositions(at))
     model.set_submodule("mask", ContextMask(at))
     for layer in model.layers.values():
-        here = at if layer.depth is None or chosen is None else replace(at, tokens=chosen)
-        layer.attention.set_submodule("core", ContextAttention(here, layer.attention.core.kernel))
+        own = at if layer.depth is None or chosen is None else replace(at, tokens=chosen)
+        layer.attention.set_submodule("core", ContextAttention(own, layer.attention.core.kernel))
         if layer.depth is not None:
-            layer.depth.set_submodule("mask", ContextMask(here))
+            layer.depth.set_submodule("mask", ContextMask(own))
 
 
 class ContextModule(nn.Module):

@@ -140,10 +140,10 @@ def _explicit_backward(
     d_k, d_v = torch.zeros_like(k, dtype=total.dtype), torch.zeros_like(v, dtype=total.dtype)
     for start in range(0, q.shape[2], _ROWS):
         rows = slice(start, start + _ROWS)
-        some, of_some = q[:, :, rows], gradient[:, :, rows]
+        some, d_some = q[:, :, rows], gradient[:, :, rows]
         weights = (_scores(some, k, mask, causal, start) - total[:, :, rows].unsqueeze(-1)).exp()
-        d_scores = weights * ((of_some @ v.transpose(-1, -2)) - along[:, :, rows]) * scale
-        d_v += weights.to(v.dtype).transpose(-1, -2) @ of_some
+        d_scores = weights * ((d_some @ v.transpose(-1, -2)) - along[:, :, rows]) * scale
+        d_v += weights.to(v.dtype).transpose(-1, -2) @ d_some
         d_q[:, :, rows] = d_scores.to(k.dtype) @ k
         d_k += d_scores.to(q.dtype).transpose(-1, -2) @ some
     return d_q, d_k, d_v

@@ -63,7 +63,7 @@ def build_optimizer_shards(
     holders = ShardGroup(mesh, axis) if mesh.size(axis) > 1 else Holders()
     replica = mesh.index("replicate") == 0
     placements = [slot.placement for bucket in parameters.buckets for slot in bucket.slots]
-    here = Counter(placement.name for placement in placements)  # 2 if the first and last stages share an embedding
+    held = Counter(placement.name for placement in placements)  # 2 if the first and last stages share an embedding
     first = replica and holders.index == 0
     saves = {each.name for each in placements if first and (each.primary or each.replicas == "edp")}
     shards = []
@@ -73,7 +73,7 @@ def build_optimizer_shards(
             parts = tuple(
                 ShardPart(
                     placement.name, placement.global_shape, box, start,
-                    (replicas.copies if mixed else 1) * placement.copies // placement.stages * here[placement.name],
+                    (replicas.copies if mixed else 1) * placement.copies // placement.stages * held[placement.name],
                     placement.primary and replicas.copy == 0,
                 )
                 for slot, start, box in bucket.boxes(segment.start, segment.stop) for placement in [slot.placement]
