@@ -14,8 +14,6 @@ from shoal.base.errors import UsageError, did_you_mean
 from shoal.base.options import listed, parse
 from shoal.labs.bench.benchmark import Benchmark, describe_machine, show_progress
 
-WIDTH = 140  # width of tables if the output is not a terminal
-
 BENCHMARKS = {
     "step": "step.benchmark:StepBenchmark",
     "attention": "kernels:AttentionBenchmark",
@@ -48,7 +46,7 @@ def main(args: list[str]) -> int:
     name, *rest = args
     if name not in BENCHMARKS:
         raise UsageError(f"bench: '{name}' is unknown; {did_you_mean(name, BENCHMARKS)}")
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    console = Console(width=None if sys.stdout.isatty() else 140)
     benchmark = parse(f"shoal bench {name}", load_benchmark(name), rest)
     former = signal.signal(signal.SIGTERM, _exit)
     try:

@@ -168,9 +168,7 @@ def _prepare_backend(collective: Collective, each: int) -> Prepared:
     own = _input(each * (1 if collective in (Collective.GATHER, Collective.ALL_GATHER) else n))
     x, part, full = own.clone(), own.new_empty(each), own.new_empty(each * n)
 
-    def after(work: dist.Work | None, result: Tensor) -> Tensor:
-        if work is not None:
-            work.wait()
+    def after(finished: object, result: Tensor) -> Tensor:
         return result
 
     calls: dict[Collective, Callable[[], Tensor]] = {
@@ -249,22 +247,19 @@ class TransportBenchmark(Benchmark):
     def run(self, console: Console, notify: Notify) -> bool:
         if min(self.ranks) < 2:
             raise UsageError("bench transport --ranks 1: one rank exchanges nothing; use 2 or more.")
-        sizes = [size * 1024 for size in self.sizes]
-        timings = [timing for ranks in self.ranks for timing in time_transports(ranks, sizes, self.repeats)]
+        timings = [timing for ranks in self.ranks for timing in self.measure(ranks)]
         console.print(make_table("all-reduce between CPU ranks of one host", timings))
         return True
 
-
-def time_transports(ranks: int, sizes: Sequence[int], repeats: int) -> list[Row]:
-    """Time all `WAYS` in turns, on processes of one thread each."""
-    with Pool(ranks, setup=tune_process) as pool:
-        found = pool.run(time_all_reduces, ranks, sizes, repeats, timeout=TIME_LIMIT)[0]
-    rows: list[Row] = []
-    for size, seconds in found.items():
-        us = {way: 1e6 * median(times) for way, times in seconds.items()}
-        gains = {f"gloo / {way}": us["gloo"] / us[way] for way in WAYS[:2]}
-        rows.append({"ranks": ranks, "KiB": size // 1024, **{f"{way} us": us[way] for way in WAYS}, **gains})
-    return rows
+    def measure(self, ranks: int) -> Iterator[Row]:
+        """Time all `WAYS` in turns, on processes of one thread each."""
+        sizes = [size * 1024 for size in self.sizes]
+        with Pool(ranks, setup=tune_process) as pool:
+            found = pool.run(time_all_reduces, ranks, sizes, self.repeats, timeout=TIME_LIMIT)[0]
+        for size, seconds in found.items():
+            us = {way: 1e6 * median(times) for way, times in seconds.items()}
+            gains = {f"gloo / {way}": us["gloo"] / us[way] for way in WAYS[:2]}
+            yield {"ranks": ranks, "KiB": size // 1024, **{f"{way} us": us[way] for way in WAYS}, **gains}
 
 
 def time_all_reduces(

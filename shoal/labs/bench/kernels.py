@@ -70,9 +70,7 @@ class AttentionBenchmark(Benchmark):
             torch.autograd.grad(out, inputs, gradient)
             outputs[kernel] = out.detach()
 
-        seconds = time_in_turns(
-            {str(kernel): partial(attend, kernel) for kernel in KERNELS}, self.repeats, device=device
-        )
+        seconds = time_in_turns({kernel: partial(attend, kernel) for kernel in KERNELS}, self.repeats, device=device)
         fused, explicit = (outputs[kernel].float() for kernel in KERNELS)
         fused_ms, explicit_ms = (1e3 * median(seconds[kernel]) for kernel in KERNELS)
         return {

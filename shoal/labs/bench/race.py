@@ -37,10 +37,8 @@ PATIENCE = 10.0  # maximum time of each further step, as a multiple of the longe
 
 
 class RaceError(RuntimeError):
-    """A variant could not be built, failed or hung, or two variants computed different losses.
-
-    A note has the traceback or stack of the process that failed.
-    """
+    """A variant could not be built, failed or hung, which a note shows by its traceback or stack; or two variants
+    computed different losses."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,7 @@ class VariantProcesses(Pool):
         """Run the next ``steps`` steps.
 
         Raises:
-            RaceError: a rank failed, or the steps took so much longer than earlier ones that it must hang.
+            RaceError: a rank failed, or the steps took far longer than earlier ones and count as hung.
         """
         timeout = TIMEOUT + PATIENCE * steps * self._longest
         numbers = range(self._done, self._done + steps)

@@ -42,9 +42,6 @@ from shoal.spec.layout import ContextOrder, Layout
 from shoal.spec.number_formats import FORMATS
 from shoal.training.step.engine import Engine
 
-WAYS = {"ring": "ring", "bound": "all keys local"}
-"""The ring, and a bound: every rank already has all keys and values."""
-
 
 class ContextBenchmark(Benchmark):
     """Ring attention, forward and backward, against the same blocks without transfers; exit code 1 if it misses the
@@ -81,8 +78,8 @@ class ContextBenchmark(Benchmark):
         layout = Layout(cp=self.ranks, cp_order=self.order).describe()
         title = f"attention of {self.tokens:,} tokens on {layout}, forward and backward"
         console.print(make_table(title, [
-            {"": WAYS[way], "median ms": 1e3 * median(times), "fastest ms": 1e3 * min(times)}
-            for way, times in seconds.items()
+            {"": name, "median ms": 1e3 * median(seconds[way]), "fastest ms": 1e3 * min(seconds[way])}
+            for way, name in (("ring", "ring"), ("bound", "all keys local"))
         ]))  # fmt: skip
         ratios = [ring / bound for ring, bound in zip(seconds["ring"], seconds["bound"], strict=True)]
         low, high = quartiles(ratios)
@@ -101,7 +98,7 @@ class ContextBenchmark(Benchmark):
 
 @dataclass(frozen=True)
 class IdleRing(RingPosition):
-    """A ring without transfers: `local` has the keys and values of every position."""
+    """A ring without transfers, the bound: `local` has the keys and values of every position."""
 
     local: Mapping[int, Tensor] = field(default_factory=dict)
 
@@ -140,7 +137,7 @@ def _time(case: ContextBenchmark) -> dict[str, list[float]]:
         torch.autograd.grad(out, inputs, gradient)
 
     rings = {"ring": ring, "bound": IdleRing(ring.index, ring.size, ring.ranks, None, None, blocks)}
-    calls = {way: partial(attend, rings[way]) for way in WAYS}
+    calls = {way: partial(attend, each) for way, each in rings.items()}
     return time_in_turns(calls, case.repeats, prepare=lambda way: dist.barrier())
 
 

@@ -332,7 +332,7 @@ def test_all_variants_of_a_small_model_do_the_same_work(pool):
 
 
 def test_all_transports_are_timed():
-    (timing,) = collectives.time_transports(2, [4096], repeats=1)
+    (timing,) = collectives.TransportBenchmark(sizes=(4,), repeats=1).measure(2)
     assert timing["KiB"] == 4
     for way in collectives.WAYS[:2]:
         assert timing[f"gloo / {way}"] == timing["gloo us"] / timing[f"{way} us"] > 0

@@ -31,9 +31,7 @@ from shoal.training.check import check
 from shoal.training.step.engine import Engine
 from shoal.training.step.optimizer_step import NonFinite
 
-LENGTH = 64
-"""Tokens of a sequence in every experiment."""
-
+LENGTH = 64  # tokens of a sequence in every experiment
 VALIDATION = "validation loss, nats per token"
 
 Changes = Mapping[str, Mapping[str, Any]]
@@ -97,12 +95,8 @@ def build_run(
     model: Mapping[str, Any], *, seed: int, steps: int, micro_batch: int, learning_rate: float,
     validation_sequences: int = 64, changes: Changes = MappingProxyType({}),
 ) -> RunConfig:
-    """Build the config of one run: a small model on the default corpus, on the CPU.
-
-    Args:
-        model: changes to the model "tiny".
-        changes: other values, which take precedence.
-    """
+    """Build the config of one run on the CPU and the default corpus: the model "tiny" with the values of ``model``, and
+    other ``changes``, which take precedence."""
     values: dict[str, dict[str, Any]] = {
         "model": {"name": "tiny", **model},
         "parallel": {"micro_batch": micro_batch},
@@ -140,7 +134,6 @@ def draw(
         families: names of runs by panel title.
         reference: name drawn in grey in every panel.
         points: curve of a run; y is cut off at the largest value after its first eighth, which is the steepest part.
-        x, y: axis titles.
     """
     curves: dict[str, list[Points]] = {}
     for run in runs:
@@ -161,12 +154,7 @@ def draw(
 
 
 def list_losses(runs: Sequence[TrainedRun], facts: Sequence[str] = (), *, x: str = "step") -> list[Row]:
-    """Return every loss of every run, for a file.
-
-    Args:
-        facts: facts to add as columns.
-        x: heading of the column of x.
-    """
+    """Return every loss of every run, for a file, with columns of these facts and of x under this heading."""
     lines: list[Row] = []
     for run in runs:
         trained, validated = dict(run.losses), dict(run.validations)
@@ -188,12 +176,8 @@ def train_all(
     names: Sequence[str], seeds: int, configure: Callable[[str, int], RunConfig], notify: Notify, *,
     validations: int = 1,
 ) -> list[TrainedRun]:
-    """Train each name with each seed from 0, on one thread each and on all cores.
-
-    Args:
-        configure: function from a name and a seed to a config.
-        validations: number of evenly spaced validations, the last one after the last step.
-    """
+    """Train each name with each seed from 0, on one thread each and on all cores, with evenly spaced validations, the
+    last one after the last step. ``configure`` returns the config of a name and a seed."""
     jobs = {(name, seed): configure(name, seed) for seed in range(seeds) for name in names}
     for data in dict.fromkeys(config.data for config in jobs.values()):
         prepare(data)

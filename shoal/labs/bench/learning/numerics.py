@@ -43,8 +43,7 @@ FAMILIES = {
     "8 bits in the layers' products": ("fp8", "fp8, delayed", "fp8, rows", "fp8, blocks", "mxfp8"),
     "8 bits in the optimizer's states": ("adam8bit",),
 }
-FAILS = (LOST,)
-"""Runs that are expected to fail."""
+FAILS = (LOST,)  # runs that are expected to fail
 SHOWN = ("fp16-unscaled",)
 """Runs that are shown and not judged: whether they fail depends on the size of a model's gradients."""
 

@@ -107,7 +107,10 @@ class StepBenchmark(Benchmark):
         )}  # fmt: skip
         kinds = dict.fromkeys(name.split()[0] for name in every)
         names = choose_names(self.only, [*kinds, *every], "bench step --only")
-        _check_allocator()
+        # one side of a comparison uses the allocator's defaults
+        present = [name for name in (*allocator_environment(), "GLIBC_TUNABLES", "LD_PRELOAD") if os.environ.get(name)]
+        if present:
+            raise UsageError(f"the environment configures the allocator of every variant: unset {', '.join(present)}.")
         if self.ranks < 2:
             raise UsageError(f"bench step --ranks {self.ranks}: parallelism needs 2 or more.")
         races = [race for name, race in every.items() if name in names or name.split()[0] in names]
@@ -131,13 +134,6 @@ class StepBenchmark(Benchmark):
                     make_layout(work, variant.ranks, **{field: build.keywords[field] for field in fields})
                 except UsageError as error:
                     raise UsageError(f"bench step, {race.name}: {error}") from None
-
-
-def _check_allocator() -> None:
-    """Reject allocator settings in the environment, since one side of a comparison uses the system's defaults."""
-    present = [name for name in (*allocator_environment(), "GLIBC_TUNABLES", "LD_PRELOAD") if os.environ.get(name)]
-    if present:
-        raise UsageError(f"the environment configures the allocator of every variant: unset {', '.join(present)}.")
 
 
 def _print_table(rows: Sequence[Row], console: Console) -> None:

@@ -94,9 +94,8 @@ def fsdp(workload: Workload, rank: int, ranks: int, *, reshard: bool = True) -> 
     module = build_model(workload)
     mesh = init_device_mesh("cpu", (ranks,))
     assert module.embed and module.norm and module.head, "a full model has all of them"
-    fully_shard(module.embed, mesh=mesh, reshard_after_forward=reshard)
-    for layer in module.layers.values():
-        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+    for part in (module.embed, *module.layers.values()):
+        fully_shard(part, mesh=mesh, reshard_after_forward=reshard)
     fully_shard([module.norm, module.head], mesh=mesh, reshard_after_forward=False)
     fully_shard(module, mesh=mesh)
     return _build_loop(module, workload, rank, ranks)
@@ -152,15 +151,13 @@ def threaded(workload: Workload, rank: int, ranks: int, *, replicas: int) -> Ste
         with torch.no_grad():
             for copy in others:
                 torch._foreach_copy_(copy, root)
-        for parameters in weights:
-            for parameter in parameters:
-                parameter.grad = None
-        losses = threads.map(run, range(replicas), [Batch(*part) for part in parts])
-        total = sum(losses)
+        for module in modules:
+            module.zero_grad()
+        loss = sum(threads.map(run, range(replicas), [Batch(*part) for part in parts]))
         for copy in others:
             torch._foreach_add_(_gradients(root), _gradients(copy))
         optimizer.step()
-        return total
+        return loss
 
     return step
 
