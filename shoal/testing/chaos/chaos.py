@@ -53,8 +53,6 @@ LEFTOVERS = ("*.partial", ".staging*", PROCESSES_FILE)
 
 @dataclass
 class Trial:
-    """One fault and its outcome."""
-
     fault: str
     moment: str  # description of when it happened
     problems: list[str] = field(default_factory=list)  # none if the trial passed
