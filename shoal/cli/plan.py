@@ -13,6 +13,7 @@ from shoal.base.options import reject_unused
 from shoal.base.section import Section
 from shoal.base.units import parse_counts
 from shoal.report.planning import tables
+from shoal.report.planning.search_progress import search_progress
 from shoal.spec.layout import Layout
 
 
@@ -98,7 +99,7 @@ def run(options: PlanOptions) -> int:
 def _search(options: PlanOptions, planner: shoal.LayoutPlanner) -> int:
     if options.toml:
         tables.run_toml(options.model, planner.run, Layout())  # rejects an unsupported model before the search
-    with tables.search_progress("searching") as progress:
+    with search_progress("searching") as progress:
         plan = planner.plan(options.top, progress)
     estimates = [tables.build_estimate(plan, found) for found in plan.best]
     print("\n".join(tables.lines(options.model, plan, estimates)))
@@ -116,7 +117,7 @@ def _search(options: PlanOptions, planner: shoal.LayoutPlanner) -> int:
 
 
 def _ask(options: PlanOptions, planner: shoal.LayoutPlanner) -> int:
-    with tables.search_progress("asking") as progress:
+    with search_progress("asking") as progress:
         if options.fewest:
             fewest = planner.fewest(progress)
             print(tables.fewest_line(planner, fewest))
@@ -131,7 +132,7 @@ def _ask(options: PlanOptions, planner: shoal.LayoutPlanner) -> int:
 
 def _map(options: PlanOptions, planners: list[shoal.LayoutPlanner]) -> int:
     nodes = parse_counts(options.map, where="--map")
-    with tables.search_progress("mapping") as progress:
+    with search_progress("mapping") as progress:
         found = [planner.on_nodes(nodes, progress) for planner in planners]
     print("\n".join(tables.map_lines(planners, nodes, found)))
     if options.out:

@@ -72,9 +72,8 @@ class Description:
     are done. In a round a rank sends at most one message and receives at most one (the one-port model).
 
     Attributes:
-        root: the root of a broadcast, reduce, scatter or gather.
+        root: of a broadcast, reduce, scatter or gather.
         blocks: number of blocks.
-        rounds: the messages of each round.
     """
 
     collective: Collective

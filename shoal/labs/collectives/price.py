@@ -18,12 +18,7 @@ from shoal.labs.collectives.topology import Edge, Topology
 
 @dataclass(frozen=True)
 class Price:
-    """A time that is linear in the size S: the bytes of the largest input or output of one rank.
-
-    Attributes:
-        latency: s.
-        per_byte: s per byte of S.
-    """
+    """A time [s] that is linear in the size S: the bytes of the largest input or output of one rank."""
 
     latency: float = 0.0
     per_byte: float = 0.0
@@ -42,24 +37,16 @@ def price(description: Description, topology: Topology) -> Price:
 
 
 def price_round(messages: Round, share: Fraction, topology: Topology) -> Price:
-    """Price one round.
-
-    Args:
-        share: one block as a fraction of S.
-    """
-    load = _load(messages, share, topology)
+    """Price one round; ``share`` is one block as a fraction of S."""
+    load = traffic(messages, share, topology)
     latency = max(sum(topology.wires[edge].latency for edge in topology.route(m.source, m.target)) for m in messages)
     transfer = max(float(part) * topology.wires[edge].beta for edge, part in load.items())
     added = max((len(message.blocks) for message in messages if message.reduce), default=0)
     return Price(latency, transfer + float(added * share) * topology.gamma)
 
 
-def traffic(description: Description, topology: Topology) -> dict[Edge, Fraction]:
-    """Sum what crosses each link over all rounds, in units of S; links that carry nothing are left out."""
-    return _load(description.messages, description.share, topology)
-
-
-def _load(messages: Iterable[Message], share: Fraction, topology: Topology) -> dict[Edge, Fraction]:
+def traffic(messages: Iterable[Message], share: Fraction, topology: Topology) -> dict[Edge, Fraction]:
+    """Sum what crosses each link, in units of S; links that carry nothing are left out."""
     blocks: defaultdict[Edge, int] = defaultdict(int)
     for message in messages:
         for edge in topology.route(message.source, message.target):
@@ -74,9 +61,8 @@ class Bound:
     Each is a bound by itself; an algorithm need not reach all of them together.
 
     Attributes:
-        rounds: number of rounds, the factor of alpha.
-        volume: what some rank must send or receive, in units of S, the factor of beta.
-        reduced: what some rank must add, in units of S, the factor of gamma.
+        volume: what some rank must send or receive, in units of S.
+        reduced: what some rank must add, in units of S.
     """
 
     collective: Collective
@@ -111,12 +97,13 @@ def lower_bound(collective: Collective, ranks: int) -> Bound:
 
 
 def bus_bandwidth(collective: Collective, ranks: int, size: float, seconds: float) -> float:
-    """Return bytes/s of a rank if the collective moved only its lower bound (nccl-tests, doc/PERFORMANCE.md).
-
-    Args:
-        size: S [bytes]: the vector, or all that one rank scatters, gathers or exchanges.
-    """
+    """Return bytes/s of a rank if the collective moved only its lower bound (nccl-tests, doc/PERFORMANCE.md)."""
     return size / seconds * float(lower_bound(collective, ranks).volume)
+
+
+def sort_by_time(prices: Mapping[str, Price], size: float) -> list[str]:
+    """Return the algorithms, the fastest for ``size`` bytes first; times that differ by rounding alone are equal."""
+    return sorted(prices, key=lambda name: float(f"{prices[name].seconds(size):.9g}"))
 
 
 def fastest(prices: Mapping[str, Price]) -> list[tuple[float, str]]:

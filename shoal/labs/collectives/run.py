@@ -94,7 +94,7 @@ class _BlockBuffer:
             start += size
 
     def views(self, blocks: Sequence[int]) -> list[Tensor]:
-        """Return views of some blocks in their order: one view for adjacent blocks, none for empty ones."""
+        """Return views in the order of the blocks: one for adjacent blocks, none for empty ones."""
         spans: list[list[int]] = []
         for start, stop in (self.spans[block] for block in blocks):
             if start == stop:

@@ -18,9 +18,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from shoal.base.errors import UsageError, did_you_mean, nearest_divisors
-from shoal.labs.collectives import rooted, symmetric
+from shoal.labs.collectives import algorithms
+from shoal.labs.collectives.algorithms import Blocks, Parts, Ranks, Rounds, dual, join
 from shoal.labs.collectives.description import VECTORS, Collective, Description
-from shoal.labs.collectives.rooted import Blocks, Parts, Ranks, Rounds, dual, join
 
 
 @dataclass(frozen=True)
@@ -94,30 +94,30 @@ def _through_root(s: Setting, scatter: Callable[[Ranks, Parts], Rounds]) -> Roun
 
 
 BROADCAST = {
-    "flat": Algorithm(lambda s: rooted.flat_broadcast(s.order, s.blocks), "N - 1", "N - 1"),
-    "tree": Algorithm(lambda s: rooted.tree_broadcast(s.order, s.blocks), "log(N)", "log(N)"),
-    "ring": Algorithm(lambda s: rooted.ring_broadcast(s.order, s.blocks), "B + N - 2", "(B + N - 2) / B", cut="B"),
+    "flat": Algorithm(lambda s: algorithms.flat(s.order, [s.blocks] * s.ranks), "N - 1", "N - 1"),
+    "tree": Algorithm(lambda s: algorithms.tree_broadcast(s.order, s.blocks), "log(N)", "log(N)"),
+    "ring": Algorithm(lambda s: algorithms.ring_broadcast(s.order, s.blocks), "B + N - 2", "(B + N - 2) / B", cut="B"),
     "halving-doubling": Algorithm(
-        lambda s: symmetric.scatter_doubling_broadcast(s.order, s.blocks),
+        lambda s: algorithms.halving_doubling_broadcast(s.order, s.blocks),
         "2 * log(P) + F", "2 * (P - 1) / P + F", cut="P",
     ),
     "hierarchical": Algorithm(
-        lambda s: rooted.hierarchical_broadcast(s.nodes, s.blocks), "log(G) + log(L)", "log(G) + log(L)"
+        lambda s: algorithms.hierarchical_broadcast(s.nodes, s.blocks), "log(G) + log(L)", "log(G) + log(L)"
     ),
 }  # fmt: skip
 
 REDUCE = {name: _dual(algorithm, reduce=True) for name, algorithm in BROADCAST.items()} | {
     "halving-doubling": Algorithm(
-        lambda s: symmetric.halving_gather_reduce(s.order, s.blocks),
+        lambda s: algorithms.halving_doubling_broadcast(s.order, s.blocks, reduce=True),
         "2 * log(P) + F", "2 * (P - 1) / P + F", "(P - 1) / P + F", cut="P",
     )
 }  # fmt: skip
 
 SCATTER = {
-    "flat": Algorithm(lambda s: rooted.flat_scatter(s.order, s.own), "N - 1", "(N - 1) / N"),
-    "tree": Algorithm(lambda s: rooted.tree_scatter(s.order, s.own), "log(N)", "(N - 1) / N"),
-    "ring": Algorithm(lambda s: rooted.ring_scatter(s.order, s.own), "N - 1", "(N - 1) / N"),
-    "hierarchical": Algorithm(lambda s: rooted.hierarchical_scatter(s.nodes), "log(G) + log(L)", "(N - 1) / N"),
+    "flat": Algorithm(lambda s: algorithms.flat(s.order, s.own), "N - 1", "(N - 1) / N"),
+    "tree": Algorithm(lambda s: algorithms.tree_scatter(s.order, s.own), "log(N)", "(N - 1) / N"),
+    "ring": Algorithm(lambda s: algorithms.ring_scatter(s.order, s.own), "N - 1", "(N - 1) / N"),
+    "hierarchical": Algorithm(lambda s: algorithms.hierarchical_scatter(s.nodes), "log(G) + log(L)", "(N - 1) / N"),
 }
 
 GATHER = {name: _dual(algorithm) for name, algorithm in SCATTER.items()}
@@ -125,20 +125,21 @@ GATHER = {name: _dual(algorithm) for name, algorithm in SCATTER.items()}
 ALL_GATHER = {
     "flat": _chain(GATHER["flat"], BROADCAST["flat"], "2 * (N - 1)", "(N - 1) / N + N - 1", "0"),
     "tree": _chain(GATHER["tree"], BROADCAST["tree"], "2 * log(N)", "(N - 1) / N + log(N)", "0"),
-    "ring": Algorithm(lambda s: symmetric.ring_all_gather(s.order, s.own), "N - 1", "(N - 1) / N"),
+    "ring": Algorithm(lambda s: algorithms.ring_all_gather(s.order, s.own), "N - 1", "(N - 1) / N"),
     "recursive-doubling": Algorithm(
-        lambda s: symmetric.doubling_all_gather(s.order, s.own), "log(P) + 2 * F", "(N - 1) / N + 7 * F / 5", bound=True
+        lambda s: algorithms.doubling_all_gather(s.order, s.own),
+        "log(P) + 2 * F", "(N - 1) / N + 7 * F / 5", bound=True,
     ),
-    "bruck": Algorithm(lambda s: symmetric.bruck_all_gather(s.order, s.own), "log(N)", "(N - 1) / N"),
-    "pairwise": Algorithm(lambda s: symmetric.pairwise(s.order, lambda i, _: s.own[i]), "N - 1", "(N - 1) / N"),
-    "hierarchical": Algorithm(lambda s: symmetric.hierarchical_all_gather(s.nodes), "G + L - 2", "(N - 1) / N"),
-}
+    "bruck": Algorithm(lambda s: algorithms.bruck_all_gather(s.order, s.own), "log(N)", "(N - 1) / N"),
+    "pairwise": Algorithm(lambda s: algorithms.pairwise(s.order, lambda i, _: s.own[i]), "N - 1", "(N - 1) / N"),
+    "hierarchical": Algorithm(lambda s: algorithms.hierarchical_all_gather(s.nodes), "G + L - 2", "(N - 1) / N"),
+}  # fmt: skip
 
 REDUCE_SCATTER = {
     "flat": _chain(REDUCE["flat"], SCATTER["flat"], "2 * (N - 1)", "N - 1 + (N - 1) / N", "N - 1"),
     "tree": _chain(REDUCE["tree"], SCATTER["tree"], "2 * log(N)", "log(N) + (N - 1) / N", "log(N)"),
     "ring": Algorithm(  # the dual of a ring to the left, so that messages go to the right
-        lambda s: dual(symmetric.ring_all_gather(s.order[::-1], s.own[::-1]), reduce=True),
+        lambda s: dual(algorithms.ring_all_gather(s.order[::-1], s.own[::-1]), reduce=True),
         "N - 1", "(N - 1) / N", "(N - 1) / N",
     ),
     "recursive-halving": _dual(ALL_GATHER["recursive-doubling"], reduce=True),
@@ -152,10 +153,10 @@ ALL_REDUCE = {
         REDUCE_SCATTER["ring"], ALL_GATHER["ring"], "2 * (N - 1)", "2 * (N - 1) / N", "(N - 1) / N", cut="N"
     ),
     "recursive-doubling": Algorithm(
-        lambda s: symmetric.doubling_all_reduce(s.order, s.blocks), "log(P) + 2 * F", "log(P) + 2 * F", "log(P) + F"
+        lambda s: algorithms.doubling_all_reduce(s.order, s.blocks), "log(P) + 2 * F", "log(P) + 2 * F", "log(P) + F"
     ),
     "halving-doubling": Algorithm(
-        lambda s: symmetric.halving_doubling_all_reduce(s.order, s.blocks),
+        lambda s: algorithms.halving_doubling_all_reduce(s.order, s.blocks),
         "2 * log(P) + 2 * F", "2 * (P - 1) / P + 2 * F", "(P - 1) / P + F", cut="P",
     ),
     **{
@@ -163,19 +164,19 @@ ALL_REDUCE = {
         for name, rounds in {"bruck": "2 * log(N)", "pairwise": "2 * (N - 1)"}.items()
     },
     "hierarchical": Algorithm(
-        lambda s: symmetric.hierarchical_all_reduce(s.nodes, s.blocks),
+        lambda s: algorithms.hierarchical_all_reduce(s.nodes, s.blocks),
         "2 * (L - 1) + 2 * (G - 1)", "2 * (N - 1) / N", "(N - 1) / N", cut="N",
     ),
 }  # fmt: skip
 
 ALL_TO_ALL = {
-    "flat": Algorithm(lambda s: _through_root(s, rooted.flat_scatter), "2 * (N - 1)", "2 * (N - 1) * (N - 1) / N"),
-    "tree": Algorithm(lambda s: _through_root(s, rooted.tree_scatter), "2 * log(N)", "2 * (N - 1) * (N - 1) / N"),
-    "ring": Algorithm(lambda s: symmetric.ring_all_to_all(s.order, s.cargo), "N - 1", "(N - 1) / 2"),
-    "bruck": Algorithm(lambda s: symmetric.bruck_all_to_all(s.order, s.cargo), "log(N)", "log(N) / 2", bound=True),
-    "pairwise": Algorithm(lambda s: symmetric.pairwise(s.order, s.cargo), "N - 1", "(N - 1) / N"),
+    "flat": Algorithm(lambda s: _through_root(s, algorithms.flat), "2 * (N - 1)", "2 * (N - 1) * (N - 1) / N"),
+    "tree": Algorithm(lambda s: _through_root(s, algorithms.tree_scatter), "2 * log(N)", "2 * (N - 1) * (N - 1) / N"),
+    "ring": Algorithm(lambda s: algorithms.ring_all_to_all(s.order, s.cargo), "N - 1", "(N - 1) / 2"),
+    "bruck": Algorithm(lambda s: algorithms.bruck_all_to_all(s.order, s.cargo), "log(N)", "log(N) / 2", bound=True),
+    "pairwise": Algorithm(lambda s: algorithms.pairwise(s.order, s.cargo), "N - 1", "(N - 1) / N"),
     "hierarchical": Algorithm(
-        lambda s: symmetric.hierarchical_all_to_all(s.nodes, s.ranks), "L + G - 2", "(L - 1) / L + (G - 1) / G"
+        lambda s: algorithms.hierarchical_all_to_all(s.nodes, s.ranks), "L + G - 2", "(L - 1) / L + (G - 1) / G"
     ),
 }
 
@@ -210,9 +211,9 @@ def describe(
     """
     if collective not in TEXTBOOK:
         raise UsageError(f"unknown collective '{collective}'; {did_you_mean(collective, TEXTBOOK)}")
-    algorithms = TEXTBOOK[Collective(collective)]
-    if algorithm not in algorithms:
-        raise UsageError(f"{collective} has no algorithm '{algorithm}'; {did_you_mean(algorithm, algorithms)}")
+    known = TEXTBOOK[Collective(collective)]
+    if algorithm not in known:
+        raise UsageError(f"{collective} has no algorithm '{algorithm}'; {did_you_mean(algorithm, known)}")
     if ranks < 1:
         raise UsageError(f"{ranks} ranks; at least 1 is needed")
     if not 0 <= root < ranks:
@@ -223,7 +224,7 @@ def describe(
     segments = ranks if segments is None else segments
     if segments < 1:
         raise UsageError(f"{segments} segments; at least 1 is needed")
-    found = algorithms[algorithm]
+    found = known[algorithm]
     if collective in VECTORS:
         blocks = {"1": 1, "B": segments, "P": 1 << ranks.bit_length() - 1, "N": ranks}[found.cut]
     else:

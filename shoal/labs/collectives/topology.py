@@ -35,8 +35,6 @@ class Topology:
     """A network of ranks.
 
     Attributes:
-        name: name in titles.
-        wires: all links.
         route: returns the links from a source to another rank, in order.
         per_node: ranks of a node; 1 without nodes.
         out_of_node: bytes/s that a node can send to the others, if its ranks share the links out of it.
@@ -55,9 +53,10 @@ class Topology:
     def fastest(self) -> Wire:
         """The least latency and the largest bandwidth of the links on which messages leave a rank."""
         leaving = [wire for (source, _), wire in self.wires.items() if source.startswith("rank ") or " nic " in source]
-        if not leaving:
-            return Wire(0.0, float("inf"))
-        return Wire(min(wire.latency for wire in leaving), max(wire.bandwidth for wire in leaving))
+        return Wire(
+            min((wire.latency for wire in leaving), default=0.0),
+            max((wire.bandwidth for wire in leaving), default=float("inf")),
+        )
 
 
 def fully_connected(ranks: int, wire: Wire, gamma: float = 0.0) -> Topology:
@@ -108,7 +107,6 @@ def fat_tree(ranks: int, per_leaf: int, wire: Wire, oversubscription: float = 1.
     """Build two levels of switches: ranks under leaf switches, whose trunks meet in a spine.
 
     Args:
-        per_leaf: ranks under a leaf switch.
         oversubscription: total bandwidth of a leaf's ranks over that of its trunk; 1 is a full fat tree.
 
     Raises:
@@ -120,10 +118,9 @@ def fat_tree(ranks: int, per_leaf: int, wire: Wire, oversubscription: float = 1.
     trunk = Wire(0.0, per_leaf * wire.bandwidth / oversubscription, "trunk")
     wires: dict[Edge, Wire] = {}
     for rank in range(ranks):
-        wires[f"rank {rank}", f"leaf {rank // per_leaf}"] = wire
-        wires[f"leaf {rank // per_leaf}", f"rank {rank}"] = Wire(0.0, wire.bandwidth, wire.kind)
+        wires |= _both_ways(f"rank {rank}", f"leaf {rank // per_leaf}", wire)
     for leaf in range(ranks // per_leaf if ranks > per_leaf else 0):
-        wires[f"leaf {leaf}", "spine"] = wires["spine", f"leaf {leaf}"] = trunk
+        wires |= _both_ways(f"leaf {leaf}", "spine", trunk)
 
     def route(source: int, target: int) -> tuple[Edge, ...]:
         up, down = f"leaf {source // per_leaf}", f"leaf {target // per_leaf}"
@@ -150,15 +147,13 @@ def islands(
     _check_divides("--nics", nics, per_node)
     wires: dict[Edge, Wire] = {}
     for rank in range(ranks):
-        wires[f"rank {rank}", f"node {rank // per_node}"] = inside
-        wires[f"node {rank // per_node}", f"rank {rank}"] = Wire(0.0, inside.bandwidth, inside.kind)
+        wires |= _both_ways(f"rank {rank}", f"node {rank // per_node}", inside)
 
     def adapter(rank: int) -> str:
         return f"node {rank // per_node} nic {rank % per_node * nics // per_node}"
 
     for rank in range(ranks if ranks > per_node else 0):
-        wires[adapter(rank), "network"] = nic
-        wires["network", adapter(rank)] = Wire(0.0, nic.bandwidth, nic.kind)
+        wires |= _both_ways(adapter(rank), "network", nic)
 
     def route(source: int, target: int) -> tuple[Edge, ...]:
         if source // per_node == target // per_node:
@@ -168,6 +163,10 @@ def islands(
 
     name = f"islands of {per_node} with {nics} NICs"
     return Topology(name, ranks, wires, route, per_node, nics * nic.bandwidth, gamma)
+
+
+def _both_ways(lower: str, upper: str, wire: Wire) -> dict[Edge, Wire]:
+    return {(lower, upper): wire, (upper, lower): replace(wire, latency=0.0)}
 
 
 def _check_divides(option: str, size: int, total: int) -> None:

@@ -18,12 +18,11 @@ from shoal.base.options import reject_unused
 from shoal.base.units import BYTES, parse, show_bytes, show_seconds
 from shoal.labs.collectives.checker import check
 from shoal.labs.collectives.description import ROOTED, Collective, Description
-from shoal.labs.collectives.price import Bound, Price, bus_bandwidth, fastest, lower_bound, price, traffic
+from shoal.labs.collectives.price import Bound, Price, bus_bandwidth, fastest, lower_bound, price, sort_by_time, traffic
 from shoal.labs.collectives.textbook import TEXTBOOK, describe
 from shoal.labs.collectives.topology import Topology
-from shoal.labs.explain.figures import rounds as rounds_figure
 from shoal.labs.explain.network import NetworkOptions, build_network, check_network
-from shoal.labs.explain.rounds import draw_rounds
+from shoal.labs.explain.rounds import draw_figure, draw_rounds, draw_traffic
 from shoal.report.charts import draw_lines, new_figure, to_svg
 from shoal.report.svg import MARGIN, Canvas
 from shoal.report.tables import text_table
@@ -80,7 +79,7 @@ def explain(collective: Collective, options: CollectiveOptions, console: Console
     }
     prices = {name: price(description, topology) for name, description in descriptions.items()}
     bound = lower_bound(collective, ranks)
-    chosen = options.algorithm or min(prices, key=lambda name: float(f"{prices[name].seconds(size):.9g}"))
+    chosen = options.algorithm or sort_by_time(prices, size)[0]
     shown = descriptions[chosen]
     check(shown)
     where = f"{topology.name}, {options.describe_wire()}"
@@ -108,7 +107,6 @@ def _check(collective: Collective, options: CollectiveOptions) -> None:
 
 
 def _grid(ranks: int, dims: int) -> tuple[int, ...]:
-    """Return the most even grid with this number of ranks."""
     if dims == 1:
         return (ranks,)
     first = max(d for d in range(1, ranks + 1) if ranks % d == 0 and d**dims <= ranks)
@@ -123,7 +121,6 @@ def _formula(text: str, unit: str) -> str:
 
 
 def _facts(description: Description, topology: Topology, size: float) -> Table:
-    """Return a table with the counts of one algorithm and its busiest links."""
     algorithm = TEXTBOOK[description.collective][description.algorithm]
     time = price(description, topology)
     terms = [_formula(algorithm.rounds, "α"), _formula(algorithm.volume, "S β")]
@@ -137,7 +134,8 @@ def _facts(description: Description, topology: Topology, size: float) -> Table:
         ("total volume", f"{_share(description.total, size)} over {len(list(description.messages))} messages"),
         ("peak volume", f"{_share(description.busiest, size)} sent or received by the busiest rank"),
     ]  # fmt: skip
-    links = sorted(traffic(description, topology).items(), key=lambda item: -item[1] * topology.wires[item[0]].beta)
+    carried = traffic(description.messages, description.share, topology)
+    links = sorted(carried.items(), key=lambda item: -item[1] * topology.wires[item[0]].beta)
     loads: dict[tuple[Fraction, str], list[str]] = {}
     for (source, target), load in links:
         loads.setdefault((load, topology.wires[source, target].kind), []).append(f"{source} → {target}")
@@ -156,14 +154,12 @@ def _share(part: Fraction, size: float) -> str:
 def _comparison(
     descriptions: dict[str, Description], prices: dict[str, Price], bound: Bound, topology: Topology, size: float
 ) -> Table:
-    """Return a table of all algorithms and the lower bound."""
-    collective = next(iter(descriptions.values())).collective
     least = bound.seconds(size, topology)
     best = min(price.seconds(size) for price in prices.values())
     rows = []
-    for name, d in sorted(descriptions.items(), key=lambda item: float(f"{prices[item[0]].seconds(size):.9g}")):
-        seconds = prices[name].seconds(size)
-        bus = f"{show_bytes(bus_bandwidth(collective, d.ranks, size, seconds))}/s" if seconds else "–"
+    for name in sort_by_time(prices, size):
+        d, seconds = descriptions[name], prices[name].seconds(size)
+        bus = f"{show_bytes(bus_bandwidth(bound.collective, d.ranks, size, seconds))}/s" if seconds else "–"
         over = f"{seconds / least:.2f}" if least else "–"
         counts = (len(d.rounds), d.volume, d.reduced, d.total)
         cells = [name, *map(str, counts), show_seconds(seconds), bus, over]
@@ -174,18 +170,15 @@ def _comparison(
     return text_table(
         ("algorithm", "rounds", "S β", "S γ", "total / S", "time", "bus", "x bound"),
         [*rows, [], [Text(cell, "dim") for cell in limit]],
-        title=f"{collective} on {topology.name}, S = {show_bytes(size)}", lines=True,
+        title=f"{bound.collective} on {topology.name}, S = {show_bytes(size)}", lines=True,
     )  # fmt: skip
 
 
 def _crossovers(prices: dict[str, Price]) -> str:
-    """List the fastest algorithm by size."""
     envelope = fastest(prices)
-    parts = []
-    for i, (start, name) in enumerate(envelope):
-        stop = f" to {show_bytes(envelope[i + 1][0])}" if i + 1 < len(envelope) else " on"
-        parts.append(f"{name} from {show_bytes(start)}{stop}")
-    return "fastest: " + ", ".join(parts)
+    stops = [*(f"to {show_bytes(start)}" for start, _ in envelope[1:]), "on"]
+    parts = zip(envelope, stops, strict=True)
+    return "fastest: " + ", ".join(f"{name} from {show_bytes(start)} {stop}" for (start, name), stop in parts)
 
 
 # ---- figure ---------------------------------------------------------------------------------------------------------
@@ -200,11 +193,12 @@ def draw(
     title = f"{shown.collective} on {shown.ranks} ranks by {shown.algorithm}"
     seconds = show_seconds(prices[shown.algorithm].seconds(size))
     canvas.heading(title, f"S = {show_bytes(size)} on {where}: {seconds}")
-    canvas.place(MARGIN, 84, rounds_figure.draw_rounds(shown, topology, size, width=width - 2 * MARGIN))
-    below = 84 + rounds_figure.compute_height(shown) + 34
+    rounds, height = draw_figure(shown, topology, size, width - 2 * MARGIN)
+    canvas.place(MARGIN, 84, rounds)
+    below = 84 + height + 34
     if shown.ranks > 1:
         charts, (matrix, times) = new_figure(width - 2 * MARGIN, CHARTS, columns=2)
-        rounds_figure.draw_traffic(matrix, shown, size)
+        draw_traffic(matrix, shown, size)
         _draw_times(times, prices, bound, topology)
         canvas.embed(MARGIN, below, to_svg(charts))
     return canvas.document(width, below + CHARTS + 40, title)

@@ -23,7 +23,7 @@ def explain(options: CompatibilityOptions, console: Console) -> None:
     """Print the matrix, or one technique's part of it.
 
     Raises:
-        UsageError: there is no such technique.
+        UsageError: unknown technique.
     """
     if options.technique and options.technique not in TECHNIQUES:
         raise UsageError(

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from pydantic import PositiveInt
 from rich.console import Console
 from rich.table import Table
@@ -14,12 +18,14 @@ from rich.text import Text
 from shoal.base.section import Section
 from shoal.base.units import show_bytes
 from shoal.engine.parallel.context.causal_blocks import split_scores
-from shoal.engine.parallel.context.token_order import ORDERS, TokenAssignment, assign_tokens, count_tokens
+from shoal.engine.parallel.context.token_order import ORDERS, Chunks, TokenAssignment, assign_tokens, count_tokens
 from shoal.labs.explain.blocks import hue, label
-from shoal.labs.explain.figures.context import RingOrder, draw
 from shoal.planning.cost.micro_batch import MicroBatch
 from shoal.planning.cost.time.traffic import context_parallel, even_share
+from shoal.report.charts import new_figure, styled, to_svg
+from shoal.report.svg import mix
 from shoal.report.tables import text_table
+from shoal.report.timeline.palette import WHITE, ink
 from shoal.spec.catalog import model_shape
 from shoal.spec.catalog.models import ModelShape
 from shoal.spec.compatibility.sizes import check_layout
@@ -28,6 +34,8 @@ from shoal.spec.layout import ContextOrder, Layout
 CELLS = 64  # maximum of the sequence's bar in a terminal
 MILLION = 1_000_000
 ITEMSIZE = 2  # bytes of a number that the ring carries: bf16
+UNSEEN, LONGEST = "#f6f7f9", "#eef0f3"
+MOST_NUMBERED = 20  # largest number of tokens whose cells are numbered
 
 
 class ContextOptions(Section):
@@ -52,6 +60,23 @@ class ContextOptions(Section):
     """Also draw all orders to this file, .svg."""
 
 
+class RingOrder(NamedTuple):
+    """One order of tokens over the ring.
+
+    Attributes:
+        held: the chunks of each place, for a few tokens.
+        work: scores that each place computes in each step: [step][place].
+    """
+
+    held: Sequence[Chunks]
+    work: Sequence[Sequence[int]]
+
+    @property
+    def slowdown(self) -> float:
+        """Time of a ring that waits for its slowest place in each step, over the time of its mean work."""
+        return sum(map(max, self.work)) / (sum(map(sum, self.work)) / len(self.work[0]))
+
+
 def explain(options: ContextOptions, console: Console) -> Callable[[], str]:
     """Print which rank has and computes what. Returns a function that draws it.
 
@@ -63,8 +88,10 @@ def explain(options: ContextOptions, console: Console) -> Callable[[], str]:
     check_layout(layout, shape, global_batch=1, sequence_length=s)
     orders = {name: assign_tokens(layout.model_copy(update={"cp_order": name}), s) for name in ORDERS}
     # Few tokens represent all: with 4 for each place, a chunk of zig-zag has two.
-    drawn = {name: order(4 * layout.ring, layout.ring, 1) for name, order in ORDERS.items()}
-    rings = {name: RingOrder(name, drawn[name], count_scores(held)) for name, held in orders.items()}
+    rings = {
+        name: RingOrder(ORDERS[name](4 * layout.ring, layout.ring, 1), count_scores(held))
+        for name, held in orders.items()
+    }
     console.print(Text(f"{s:,} tokens on {layout.describe()}", style="bold"))
     console.print(_draw_bar(assign_tokens(layout, min(s, max(CELLS, 2 * layout.cp)))))
     work = rings[options.order].work
@@ -77,7 +104,7 @@ def explain(options: ContextOptions, console: Console) -> Callable[[], str]:
     console.print(Text(f"A rank sends for each layer of {options.model} and sequence, in bf16:"))
     for line in _list_bytes(shape, layout, s):
         console.print(Text(line), soft_wrap=True)
-    return partial(draw, list(rings.values()), s)
+    return partial(draw, rings, s)
 
 
 def count_scores(held: TokenAssignment) -> list[list[int]]:
@@ -116,7 +143,6 @@ def _make_table(held: TokenAssignment, work: Sequence[Sequence[int]], unit: int)
 
 
 def _format_chunks(chunks: tuple[range, ...]) -> str:
-    """Write chunks as ranges: 0-4095; 28672-32767."""
     runs = [f"{c[0]}-{c[-1]}" if c.step == 1 else f"{c[0]}, {c[0] + c.step}, ... {c[-1]}" for c in chunks[:4]]
     return "; ".join(runs) + (f"; and more, {count_tokens(chunks)} total" if len(chunks) > 4 else "")
 
@@ -134,3 +160,59 @@ def _list_bytes(shape: ModelShape, layout: Layout, s: int) -> list[str]:
         sent, _ = context_parallel(run, 1, even_share(run))
         lines.append(f"  heads for tokens and back  {show_bytes(sent['ulysses', 'all-to-all'])} in each direction")
     return lines
+
+
+# ---- figure ---------------------------------------------------------------------------------------------------------
+
+
+@styled
+def draw(orders: Mapping[ContextOrder, RingOrder], tokens: int) -> str:
+    """Draw all orders side by side as SVG."""
+    places = len(next(iter(orders.values())).held)
+    title = (
+        f"Causal attention of {tokens:,} tokens round a ring of {places} places\n"
+        "Rows are queries, columns keys: the colour is the place that computes a score, the number the step.\n"
+        "Below, the work of each place in each step, and in grey the time of the step."
+    )
+    figure, charts = new_figure(
+        330 * len(orders), 60 + 2 * max(320, 7 * places**2), rows=2, columns=len(orders), title=title
+    )
+    for (name, order), above, below in zip(orders.items(), charts, charts[len(orders) :], strict=False):
+        above.set_title(f"{name}\n{order.slowdown:.2f} times the mean work")
+        _draw_scores(above, order)
+        _draw_steps(below, order)
+    return to_svg(figure)
+
+
+def _draw_scores(axes: Axes, order: RingOrder) -> None:
+    places = len(order.held)
+    owner = {token: place for place, chunks in enumerate(order.held) for chunk in chunks for token in chunk}
+    n = len(owner)
+    cells = np.ones((n + 1, n + 1, 3))
+    for query in range(n):
+        ground = hue(owner[query] / places)
+        cells[query + 1, 0] = cells[0, query + 1] = to_rgb(ground)
+        for key in range(query + 1):
+            step = (owner[query] - owner[key]) % places
+            shade = mix(ground, WHITE, 0.62 * step / places)
+            cells[query + 1, key + 1] = to_rgb(shade)
+            if n <= MOST_NUMBERED:
+                axes.text(key + 1, query + 1, f"{step}", color=ink(shade), size=6.5, ha="center", va="center")
+        cells[query + 1, query + 2 :] = to_rgb(UNSEEN)
+    axes.imshow(cells)
+    axes.set_axis_off()
+
+
+def _draw_steps(axes: Axes, order: RingOrder) -> None:
+    places = len(order.held)
+    steps = np.arange(len(order.work))
+    axes.barh(steps, [max(work) for work in order.work], height=0.8, color=LONGEST)
+    for place in range(places):
+        at = steps + 0.8 * ((place + 0.5) / places - 0.5)
+        axes.barh(at, [work[place] for work in order.work], height=0.7 / places, color=hue(place / places))
+    axes.set_yticks(steps, [f"step {step}" for step in steps])
+    axes.invert_yaxis()
+    axes.xaxis.set_visible(False)
+    axes.grid(False)
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0)

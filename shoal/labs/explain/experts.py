@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple, cast
 
 from pydantic import NonNegativeInt, PositiveInt
 from rich.console import Console
@@ -23,7 +23,6 @@ from shoal.spec.layout import Layout, ZeroStage
 
 TILE_WIDTH, TILE_HEIGHT, GAP = 128.0, 74.0, 10.0
 SHOWN = 4  # largest number of experts listed in a tile
-ZERO_STAGES: tuple[ZeroStage, ...] = (0, 1, 2, 3)
 
 
 class PlacementOptions(Section):
@@ -54,13 +53,11 @@ class PlacementOptions(Section):
     """Also draw it into this file (.svg)."""
 
 
-@dataclass(frozen=True)
-class StageExperts:
+class StageExperts(NamedTuple):
     """The experts of one rank of a pipeline stage.
 
     Attributes:
         part: "1/2" if the rank has the first half of each expert, else empty.
-        replica, tensor: index along dp and tp.
         tokens_with: ranks that exchange tokens with it.
         same: ranks with the same experts, over which gradients are summed.
     """
@@ -68,8 +65,8 @@ class StageExperts:
     rank: int
     experts: range
     part: str
-    replica: int
-    tensor: int
+    dp: int
+    tp: int
     tokens_with: tuple[int, ...]
     same: tuple[int, ...]
 
@@ -104,19 +101,18 @@ def explain(options: PlacementOptions, console: Console) -> Callable[[], str]:
 
 
 def _check(options: PlacementOptions) -> tuple[ModelShape, Layout, Experts]:
-    zero = next((stage for stage in ZERO_STAGES if stage == options.zero), None)
-    if zero is None:
+    if options.zero > 3:
         raise UsageError(f"explain experts --zero {options.zero}: must be 0 to 3.")
     shape = model_shape(options.model)
     if shape.experts is None:
         raise UsageError(f"explain experts --model {options.model}: the model has no experts; try mixtral-8x7b.")
+    zero = cast("ZeroStage", options.zero)
     layout = Layout(dp=options.dp, tp=options.tp, ep=options.ep, etp=options.etp, zero=zero)
     check_layout(layout, shape, global_batch=options.dp, sequence_length=shape.max_sequence)
     return shape, layout, shape.experts
 
 
 def _list_others(ranks: tuple[int, ...]) -> str:
-    """List all ranks except the first."""
     others = ", ".join(map(str, ranks[1:]))
     return f"rank{'s' * (len(ranks) > 2)} {others}" if others else "no other rank"
 
@@ -137,7 +133,7 @@ def _cell(one: StageExperts, layout: Layout) -> Text:
     text.append(show_numbers(one.experts, SHOWN), style=f"bold {colour}")
     if one.part:
         text.append(f"\npart {one.part}")
-    text.append(f"\ndp{one.replica} tp{one.tensor}", style="dim")
+    text.append(f"\ndp{one.dp} tp{one.tp}", style="dim")
     return text
 
 
@@ -155,7 +151,7 @@ def draw(held: list[StageExperts], title: str, layout: Layout, per_node: int) ->
         canvas.rect(x, y, 7, TILE_HEIGHT, colour, rx=3)
         canvas.text(x + 16, y + 20, f"rank {one.rank}", size=11, fill=FAINT)
         canvas.text(x + 16, y + 40, f"experts {show_numbers(one.experts, SHOWN)}", size=13, font_weight=600)
-        words = f"dp {one.replica}, tp {one.tensor}" + (f"; part {one.part}" if one.part else "")
+        words = f"dp {one.dp}, tp {one.tp}" + (f"; part {one.part}" if one.part else "")
         canvas.text(x + 16, y + 60, words, size=11, fill=FAINT)
     bottom, words = 80 + rows * (TILE_HEIGHT + GAP), _describe_groups(held, layout)
     canvas.text(MARGIN, bottom + 16, words, fill=FAINT)

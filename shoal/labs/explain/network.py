@@ -62,7 +62,6 @@ class NetworkOptions(Section):
         return Wire(alpha, bandwidth, "link" if self.alpha or self.bandwidth else known.name)
 
     def describe_wire(self) -> str:
-        """Return the link as text."""
         wire = self.wire
         return f"{wire.kind} with α = {show_seconds(wire.latency)}, 1/β = {show_bytes(wire.bandwidth)}/s"
 
@@ -72,10 +71,7 @@ class NetworkOptions(Section):
 
 
 def check_network(options: NetworkOptions, topologies: tuple[str, ...], more: dict[str, tuple[str, ...]]) -> None:
-    """Reject an unknown topology, and options that the topology does not use.
-
-    Args:
-        more: additions to `READ_BY`.
+    """Reject an unknown topology, and options that it does not use by `READ_BY` and ``more``.
 
     Raises:
         UsageError: names the first such option.
@@ -88,10 +84,7 @@ def check_network(options: NetworkOptions, topologies: tuple[str, ...], more: di
 
 
 def build_network(options: NetworkOptions, ranks: int, shape: tuple[int, ...]) -> Topology:
-    """Build the topology that the options name.
-
-    Args:
-        shape: ranks along each dimension of a torus.
+    """Build the topology that the options name; ``shape`` is that of a torus.
 
     Raises:
         UsageError: the ranks do not divide into nodes.

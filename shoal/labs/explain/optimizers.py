@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from matplotlib.axes import Axes
 from pydantic import PositiveInt
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 from shoal.base.errors import UsageError, did_you_mean
 from shoal.base.section import Section
-from shoal.engine.optim.build import RULES
-from shoal.labs.explain.surfaces import SURFACES, RulePath, Surface, find_best_rate, walk
+from shoal.engine.optim.build import RULES, build
+from shoal.engine.optim.shards import Shards
+from shoal.engine.optim.sophia import Sophia
 from shoal.pipeline.from_layout import check_run
 from shoal.planning.cost.memory.state import state_bytes
 from shoal.planning.cost.parameters import StagePart
@@ -29,6 +31,73 @@ from shoal.spec.config.sections import OptimizerName
 from shoal.spec.layout import Layout
 from shoal.spec.number_formats import FORMATS
 
+Point = tuple[float, float]
+NAME = "layers.0.weight"  # makes Muon treat the two weights as a matrix of a layer, with one row
+
+
+class Surface(NamedTuple):
+    """A loss of two weights.
+
+    Attributes:
+        loss: [.., 2] -> [..].
+        hessian: [2] -> the diagonal of the second derivatives, [2].
+        box: area of the drawing (left, bottom, right, top).
+        levels: of the contours.
+    """
+
+    name: str
+    formula: str
+    loss: Callable[[Tensor], Tensor]
+    hessian: Callable[[Tensor], Tensor]
+    start: Point
+    box: tuple[float, float, float, float]
+    levels: tuple[float, ...]
+
+
+SURFACES = (
+    Surface(
+        "a narrow valley", "(x² + 20 y²) / 2",
+        lambda w: (w[..., 0] ** 2 + 20 * w[..., 1] ** 2) / 2,
+        lambda w: torch.tensor([1.0, 20.0], dtype=w.dtype),
+        (-2.0, 0.7), (-2.4, -1.4, 2.4, 1.4), (0.02, 0.1, 0.3, 0.7, 1.3, 2.2, 3.5, 5.5, 8.0, 12.0),
+    ),
+    Surface(
+        "a saddle", "x² / 2 - y² / 2 + y⁴ / 4",
+        lambda w: w[..., 0] ** 2 / 2 - w[..., 1] ** 2 / 2 + w[..., 1] ** 4 / 4,
+        lambda w: torch.stack((torch.ones_like(w[0]), 3 * w[1] ** 2 - 1)),
+        (-1.5, 0.01), (-1.9, -0.6, 1.7, 1.8), (-0.24, -0.2, -0.13, -0.05, 0.0, 0.1, 0.3, 0.6, 1.0, 1.5),
+    ),
+)
+"""The valley is flat along x and steep along y. At the saddle the gradient is zero, and the descent is along y: the
+start is 0.01 off the ridge, which plain descent leaves late."""
+
+
+class RulePath(NamedTuple):
+    """The weights before the first step and after each step, and the loss at each of these points."""
+
+    points: list[Point]
+    losses: list[float]
+
+
+def walk(surface: Surface, config: OptimizerConfig, steps: int) -> RulePath:
+    """Train two weights. Sophia gets the exact diagonal of the Hessian."""
+    weights = torch.tensor([surface.start], dtype=torch.float64)  # [1, 2]
+    gradient = torch.zeros_like(weights)
+    rule = build(config, Shards.from_parameters([(NAME, weights, gradient)], lambda name, tensor: 0.0))
+    points = [surface.start]
+    for _ in range(steps):
+        with torch.enable_grad():
+            point = weights[0].clone().requires_grad_()
+            (slope,) = torch.autograd.grad(surface.loss(point), point)
+        gradient[0].copy_(slope)
+        if isinstance(rule, Sophia) and rule.due:
+            rule.learn([surface.hessian(weights[0])])
+        rule.step(config.learning_rate)
+        points.append(tuple(weights[0].tolist()))
+    return RulePath(points, surface.loss(torch.tensor(points, dtype=torch.float64)).tolist())
+
+
+RATES = tuple(factor * 10.0**power for power in (-3, -2, -1) for factor in (1, 2, 5))
 GROUPS: tuple[tuple[str, tuple[OptimizerName | Literal["nesterov"], ...]], ...] = (
     ("with and without momentum", ("sgd", "momentum", "nesterov")),
     ("rates by element", ("adagrad", "adam", "radam", "sage")),
@@ -64,14 +133,14 @@ def explain(options: OptimizersOptions, console: Console) -> Callable[[], str]:
     if options.precision not in FORMATS:
         raise UsageError(f"--precision {options.precision}: {did_you_mean(options.precision, FORMATS)}")
     memory = bytes_per_parameter(options.model, options.precision)
-    ways = {surface.name: trace_rules(surface, options.steps, options.momentum) for surface in SURFACES}
-    console.print(_ways_table(ways, options.steps), "")
+    groups = trace_rules(options.steps, options.momentum)
+    console.print(_make_loss_table(groups, options.steps), "")
     rows = [(name, f"{size:.3f}") for name, size in memory.items()]
     title = f"states of {options.model}, {options.precision}"
     console.print(text_table(("rule", "bytes / parameter"), rows, title=title))
     if left_out := [name for name in RULES if name not in memory]:
         console.print(f"not supported in this precision: {', '.join(left_out)}")
-    return partial(draw, ways, memory, options)
+    return partial(draw, groups, memory, options)
 
 
 def bytes_per_parameter(model: str, precision: str) -> dict[str, float]:
@@ -98,34 +167,44 @@ def bytes_per_parameter(model: str, precision: str) -> dict[str, float]:
     return dict(sorted(counted.items(), key=lambda item: (item[1], item[0])))
 
 
-def trace_rules(surface: Surface, steps: int, momentum: float) -> list[list[RulePath]]:
-    """Return the paths of the rules of each of `GROUPS`, each with its best learning rate in the valley."""
+class TracedRule(NamedTuple):
+    """A rule with its learning rate, and its paths over `SURFACES`."""
+
+    name: str
+    rate: float
+    paths: list[RulePath]
+
+
+def trace_rules(steps: int, momentum: float) -> list[list[TracedRule]]:
+    """Trace the rules of each of `GROUPS`, each with the rate of `RATES` that has the least mean loss in the valley."""
+    def total_loss(config: OptimizerConfig) -> float:
+        return sum(min(loss, 1e9) for loss in walk(SURFACES[0], config, steps).losses)
+
     groups = []
     for _, names in GROUPS:
-        ways = []
+        rules = []
         for name in names:
-            config = OptimizerConfig(
+            best = min((OptimizerConfig(
                 name="momentum" if name == "nesterov" else name, nesterov=name == "nesterov", momentum=momentum,
-                weight_decay=0.0, hessian_every=1, hessian_scale=1.0,
-            )
-            rate = find_best_rate(SURFACES[0], config, steps)
-            ways.append(walk(surface, config.model_copy(update={"learning_rate": rate}), steps, name))
-        groups.append(ways)
+                weight_decay=0.0, hessian_every=1, hessian_scale=1.0, learning_rate=rate,
+            ) for rate in RATES), key=total_loss)  # fmt: skip
+            rules.append(TracedRule(name, best.learning_rate, [walk(surface, best, steps) for surface in SURFACES]))
+        groups.append(rules)
     return groups
 
 
 # ---- tables ---------------------------------------------------------------------------------------------------------
 
 
-def _ways_table(ways: Mapping[str, list[list[RulePath]]], steps: int) -> Table:
-    names = list(ways)
-    rows = []
-    for groups in zip(*ways.values(), strict=True):
-        for same in zip(*groups, strict=True):  # the paths of one rule, over each surface
-            first = same[0]
-            there = next((str(n) for n, loss in enumerate(first.losses) if loss <= first.losses[0] / 10), "–")
-            rows.append([first.label, f"{first.rate:g}", *(f"{way.losses[-1]:.2g}" for way in same), there])
+def _make_loss_table(groups: list[list[TracedRule]], steps: int) -> Table:
+    rows: list[list[str]] = []
+    for group in groups:
+        for rule in group:
+            losses = rule.paths[0].losses
+            tenth = next((str(n) for n, loss in enumerate(losses) if loss <= losses[0] / 10), "–")
+            rows.append([rule.name, f"{rule.rate:g}", *(f"{path.losses[-1]:.2g}" for path in rule.paths), tenth])
         rows.append([])
+    names = [surface.name for surface in SURFACES]
     headings = ("rule", "learning rate", *names, f"steps to a tenth in {names[0]}")
     title = f"loss after {steps} steps, with the best rate in the valley"
     return text_table(headings, rows[:-1], title=title, lines=True)
@@ -135,15 +214,15 @@ def _ways_table(ways: Mapping[str, list[list[RulePath]]], steps: int) -> Table:
 
 
 @styled
-def draw(ways: Mapping[str, list[list[RulePath]]], memory: Mapping[str, float], options: OptimizersOptions) -> str:
+def draw(groups: list[list[TracedRule]], memory: Mapping[str, float], options: OptimizersOptions) -> str:
     """Draw the paths over each surface in a row of charts, and below them the memory as bars."""
     figure, charts = new_figure(
         380 * len(GROUPS), 350 * (len(SURFACES) + 1), rows=len(SURFACES) + 1, columns=len(GROUPS),
         title=f"Update rules: {options.steps} steps from the ring to the dot",
     )  # fmt: skip
-    for surface in SURFACES:
-        for (title, _), group in zip(GROUPS, ways[surface.name], strict=True):
-            _draw_ways(charts.pop(0), surface, title, group)
+    for number in range(len(SURFACES)):
+        for (title, _), group in zip(GROUPS, groups, strict=True):
+            _draw_paths(charts.pop(0), number, title, group)
     bars, *others = charts
     for axes in others:
         axes.set_visible(False)
@@ -152,14 +231,15 @@ def draw(ways: Mapping[str, list[list[RulePath]]], memory: Mapping[str, float], 
     return to_svg(figure)
 
 
-def _draw_ways(axes: Axes, surface: Surface, title: str, group: Sequence[RulePath]) -> None:
+def _draw_paths(axes: Axes, number: int, title: str, group: list[TracedRule]) -> None:
+    surface = SURFACES[number]
     left, bottom, right, top = surface.box
     xs, ys = torch.linspace(left, right, 121), torch.linspace(bottom, top, 121)
     losses = surface.loss(torch.stack(torch.meshgrid(xs, ys, indexing="xy"), -1))  # [y, x]
     axes.contour(xs, ys, losses, levels=surface.levels, colors=FAINT, linewidths=0.6, alpha=0.6, linestyles="solid")
-    for way, colour in zip(group, COLOURS, strict=False):
-        x, y = zip(*way.points, strict=True)
-        axes.plot(x, y, color=colour, marker=".", linewidth=1.4, label=f"{way.label}, learning rate {way.rate:g}")
+    for rule, colour in zip(group, COLOURS, strict=False):
+        x, y = zip(*rule.paths[number].points, strict=True)
+        axes.plot(x, y, color=colour, marker=".", linewidth=1.4, label=f"{rule.name}, learning rate {rule.rate:g}")
         axes.plot(x[-1], y[-1], "o", color=colour, markersize=7)
     axes.plot(*surface.start, "o", color=INK, markerfacecolor="white", markersize=7)
     axes.set(xlim=(left, right), ylim=(bottom, top))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from pydantic import PositiveInt
 from rich.console import Console
@@ -16,38 +16,24 @@ SHORT = {FP64: "fp64", FP32: "fp32", FP16: "fp16", BF16: "bf16", E4M3: "e4m3", E
 
 
 class PerParameter(NamedTuple):
-    """Bytes of each kind of state per parameter, without sharding.
-
-    `accumulated` are sums of gradients in a wider format and `master` master weights, if separate.
-    """
+    """Bytes per parameter without sharding; ``accumulated`` are separate sums of gradients in a wider format."""
 
     weights: int
     gradients: int
-    accumulated: int
     master: int
     moments: int
+    accumulated: int = 0
 
     @property
     def total(self) -> int:
         return sum(self)
 
 
-def per_parameter(
-    formats: Formats, moments: int = 2, *, gradients: Literal["summed", "both", "none"] = "summed"
-) -> PerParameter:
-    """Return the state bytes per parameter in a precision.
-
-    Args:
-        moments: values that the optimizer keeps for each parameter.
-        gradients: which gradients count: "summed" (shoal accumulates directly into the sums), "both" (also a
-            micro-batch's own in the compute format, as in other software), or "none".
-    """
-    both = gradients == "both"
-    summed = formats.reduce.itemsize if gradients != "none" else 0
+def per_parameter(formats: Formats, moments: int = 2) -> PerParameter:
+    """Count the bytes in a precision and with a number of moments; gradients are added directly to their sums."""
     return PerParameter(
         weights=formats.compute.itemsize,
-        gradients=formats.compute.itemsize if both else summed,
-        accumulated=summed if both else 0,
+        gradients=formats.reduce.itemsize,
         master=formats.storage.itemsize if formats.master else 0,
         moments=moments * formats.state.itemsize,
     )
@@ -55,12 +41,12 @@ def per_parameter(
 
 RECIPES = {
     # Rajbhandari et al. 2020, section 3.1
-    "bf16, fp32 Adam": per_parameter(FORMATS["bf16-sums"]),
+    "bf16, fp32 Adam": PerParameter(2, 2, 4, 8),
     # Hugging Face, The Ultra-Scale Playbook; shoal never keeps both
-    "bf16, fp32 Adam, gradients in bf16 and fp32": per_parameter(FORMATS["bf16"], gradients="both"),
-    "all bf16": per_parameter(FORMATS["bf16-all"]),
+    "bf16, fp32 Adam, gradients in bf16 and fp32": PerParameter(2, 2, 4, 8, accumulated=4),
+    "all bf16": PerParameter(2, 2, 0, 4),
     # jax-ml/scaling-book, training
-    "bf16 weights, fp32 moments, no gradients": per_parameter(FORMATS["bf16-weights"], gradients="none"),
+    "bf16 weights, fp32 moments, no gradients": PerParameter(2, 0, 0, 8),
 }
 """Accounting of papers and courses, by name: 16, 20, 8 and 10 bytes."""
 
@@ -109,7 +95,8 @@ def _memory(title: str, options: PrecisionOptions, counted: dict[str, PerParamet
     rows = []
     for name, row in counted.items():
         models = (f"{n * row.total:,}" for n in options.billions)
-        rows.append((name, *(str(size or "") for size in row), str(row.total), *models))
+        sizes = (row.weights, row.gradients, row.accumulated, row.master, row.moments)
+        rows.append((name, *(str(size or "") for size in sizes), str(row.total), *models))
     models = (f"{n}B" for n in options.billions)
     headings = ("", "weights", "grads", "sums", "master", "moments", "bytes", *models)
     return text_table(headings, rows, title=title, gap=1)

@@ -9,6 +9,7 @@ tokenizers, and cannot be compared with each other.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pydantic import Field, PositiveFloat
 from rich.console import Console
@@ -21,15 +22,8 @@ from shoal.report.tables import text_table
 from shoal.spec.catalog import accelerators
 
 
-@dataclass(frozen=True)
-class Allocation:
-    """Optimal use of a compute budget.
-
-    Attributes:
-        parameters: N.
-        tokens: T.
-        loss: predicted loss [nats per token].
-    """
+class Allocation(NamedTuple):
+    """Optimal use of a compute budget: parameters N, tokens T and the predicted loss [nats per token]."""
 
     parameters: float
     tokens: float
@@ -106,12 +100,7 @@ def six_n_t(parameters: float, tokens: float) -> float:
 
 
 def training_seconds(flops: float, rate: float, devices: int = 1, utilisation: float = 1.0) -> float:
-    """Return the seconds to compute some FLOPs.
-
-    Args:
-        rate: FLOP/s of one device.
-        utilisation: attained fraction of the rate (MFU, if the FLOPs are model FLOPs).
-    """
+    """Return the seconds at ``rate`` FLOP/s of a device and a fraction of it, the MFU for FLOPs of the model."""
     return flops / (rate * devices * utilisation)
 
 
@@ -150,9 +139,8 @@ def _budgets(options: ScalingOptions) -> Table:
     for flops in options.flops:
         shown = (f"{flops:.3g}", f"{petaflop_days(flops):,.3g}")
         for name, law in LAWS.items():
-            best: Allocation = law(flops)
-            each = best.tokens / best.parameters
-            numbers = (f"{best.parameters:.3g}", f"{best.tokens:.3g}", f"{each:.3g}", f"{best.loss:.3f}")
+            n, t, loss = law(flops)
+            numbers = (f"{n:.3g}", f"{t:.3g}", f"{t / n:.3g}", f"{loss:.3f}")
             rows.append((*shown, name, *numbers))
             shown = ("", "")
     headings = ("budget", "petaFLOP/s-days", "law", "parameters", "tokens", "tokens each", "loss")
@@ -180,6 +168,5 @@ def _row(rate: float, utilisation: float, price: float | None = None) -> list[st
 
 
 def _show(number: float) -> str:
-    """Three digits of small numbers, all before the point of large ones."""
     return f"{number:.3g}" if number < 100 else f"{number:,.0f}"
 

@@ -7,7 +7,9 @@ from functools import partial
 from pathlib import Path
 
 from pydantic import PositiveInt
+from rich.columns import Columns
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -15,12 +17,12 @@ from shoal.base.errors import UsageError, did_you_mean
 from shoal.base.options import reject_unused
 from shoal.base.units import show_bytes, show_seconds
 from shoal.labs.autoshard.notation.moves import Move, count_sent
-from shoal.labs.autoshard.notation.network import MOST_RANKS, Links, Network, Rings
+from shoal.labs.autoshard.notation.network import MOST_RANKS, Links, Rings
 from shoal.labs.autoshard.notation.notation import Array, Expression, NamedMesh, parse, parse_mesh, parse_sizes
 from shoal.labs.autoshard.notation.product import REMEDIES, classify, list_products
-from shoal.labs.autoshard.notation.search import Route, RouteSearch, add_backward, find_forward
-from shoal.labs.explain.blocks import draw_arrays, make_memory_table
-from shoal.labs.explain.figures.blocks import Stage, State, figure
+from shoal.labs.autoshard.notation.route import Route
+from shoal.labs.autoshard.notation.search import RouteSearch, add_backward, find_forward
+from shoal.labs.explain.blocks import Stage, State, draw_array, figure, make_memory_table
 from shoal.labs.explain.network import NetworkOptions, build_network, check_network
 from shoal.report.tables import text_table
 from shoal.spec.catalog.accelerators import accelerator
@@ -79,12 +81,14 @@ def explain(text: str, options: ShardingOptions, console: Console) -> Callable[[
         options = options.model_copy(update={"topology": "full" if mesh.ranks <= MOST_RANKS else "rings"})
     check_network(options, TOPOLOGIES, {"per_node": ("fat-tree", "islands")})
     itemsize = ITEMSIZE[options.dtype]
-    plan = RouteSearch(mesh, sizes, itemsize, _network(options, mesh), _peak(options))
+    rings = options.topology == "rings"
+    network = Rings(mesh, options.wire) if rings else Links(mesh, build_network(options, mesh.ranks, mesh.shape))
+    plan = RouteSearch(mesh, sizes, itemsize, network, _peak(options))
     shown = [*expression.arrays, *([expression.result] if expression.result else [])]
     dims = ", ".join(f"{letter} = {size}" for letter, size in sizes.items())
-    console.print(f"[bold]{_plain(text)}[/] on {mesh.ranks} devices, {mesh}; {dims}; {options.dtype}", highlight=False)
+    console.print(f"[bold]{escape(text)}[/] on {mesh.ranks} devices, {mesh}; {dims}; {options.dtype}", highlight=False)
     console.print(make_memory_table(shown, mesh, sizes, itemsize))
-    console.print(draw_arrays(shown, mesh))
+    console.print(Columns([draw_array(array, mesh) for array in shown], padding=(0, 3)))
     if expression.result is None:
         return _draw(text, [([(shown[0], "")], [], [], "")], plan)
     if len(expression.arrays) == 1:
@@ -104,12 +108,6 @@ def _check(expression: Expression, options: ShardingOptions, mesh: NamedMesh) ->
         reject_unused(options, ("run", *network), "a single array is not moved; give its target, as -> A[I, Jx]")
 
 
-def _network(options: ShardingOptions, mesh: NamedMesh) -> Network:
-    if options.topology == "rings":
-        return Rings(mesh, options.wire)
-    return Links(mesh, build_network(options, mesh.ranks, mesh.shape))
-
-
 def _where(options: ShardingOptions, plan: RouteSearch) -> str:
     name = plan.network.topology.name if isinstance(plan.network, Links) else "rings, both directions of each"
     return f"{name}, {options.describe_wire()}; {options.accelerator}"
@@ -121,10 +119,6 @@ def _peak(options: ShardingOptions) -> float:
         known = ", ".join(device.peak_flops)
         raise UsageError(f"--dtype {options.dtype}: the catalog has no speed of {device.name} for it; it has {known}")
     return device.peak_flops[options.dtype]
-
-
-def _plain(text: str) -> str:
-    return text.replace("[", r"\[")
 
 
 # ---- one array -----------------------------------------------------------------------------------------------------
@@ -166,10 +160,9 @@ def _product(
     best = found[0][1]
     console.print()
     for route, product in zip(best, steps, strict=True):
-        given = (route.a, route.b)
-        title = f"{route.names[2]} = {route.names[0]}{given[0]} * {route.names[1]}{given[1]}: "
-        for case, why in classify(product, *given):
-            console.print(f"{_plain(title)}[bold]case {case}[/], {why}: {REMEDIES[case]}", highlight=False)
+        title = "{2} = {0}{a} * {1}{b}: ".format(*route.names, a=route.a, b=route.b)
+        for case, why in classify(product, route.a, route.b):
+            console.print(f"{escape(title)}[bold]case {case}[/], {why}: {REMEDIES[case]}", highlight=False)
     several = "legal ways to take the last product, each after the cheapest way to it,"
     what = "legal routes" if len(steps) == 1 else several
     console.print(f"\n{len(found)} {what} on {_where(options, plan)}, the cheapest first:", highlight=False)
@@ -177,23 +170,21 @@ def _product(
     if len(found) > options.routes:
         console.print(f"and {len(found) - options.routes} more (--routes {len(found)})", highlight=False)
     chain = add_backward(expression, best, plan) if options.backward or len(steps) > 1 else None
-    console.print(f"\n{'the cheapest, forward' if chain else 'the cheapest, step by step'}:")
-    console.print(_steps(best, plan))
-    console.print(_total(best, plan), highlight=False)
+    passes = {f"the cheapest, {'forward' if chain else 'step by step'}": best}
     if chain:
-        console.print("\nbackward:")
-        console.print(_steps(chain.backward, plan))
-        console.print(_total(chain.backward, plan), highlight=False)
+        passes["backward"] = chain.backward
+    for heading, routes in passes.items():
+        console.print(f"\n{heading}:")
+        console.print(_steps(routes, plan))
+        console.print(_total(routes, plan), highlight=False)
     if options.run:
         from shoal.labs.autoshard.notation.run import compare
 
         console.print(_run("product", plan, compare, best, chain, expression), highlight=False)
-    stages = [_stage(route, plan) for route in (*best, *(chain.backward if chain else ()))]
-    return _draw(expression.text, stages, plan)
+    return _draw(expression.text, [_stage(route, plan) for routes in passes.values() for route in routes], plan)
 
 
 def _routes(found: list[tuple[float, tuple[Route, ...]]], plan: RouteSearch) -> Table:
-    """Return a table with a row for each route, the first emphasised."""
     rows = []
     for number, (_, routes) in enumerate(found, 1):
         moves = tuple(move for route in routes for move in route.moves)
@@ -210,13 +201,11 @@ def _routes(found: list[tuple[float, tuple[Route, ...]]], plan: RouteSearch) -> 
 
 
 def _sent(route: Route) -> list[tuple[str, Move]]:
-    """List the moves that send something, each with its array."""
     parts = zip(route.names, (route.left, route.right, route.after), strict=True)
     return [(name, move) for name, moves in parts for move in moves if move.algorithm]
 
 
 def _steps(routes: tuple[Route, ...], plan: RouteSearch) -> Table:
-    """Return a table with a row for each step of the routes."""
     rows = []
     for route in routes:
         (left, right, out), (a, b) = route.names, route.multiplied
@@ -235,7 +224,6 @@ def _move_row(name: str, move: Move, plan: RouteSearch) -> tuple[str | Text, ...
 
 
 def _sent_bytes(moves: tuple[Move, ...], plan: RouteSearch) -> str:
-    """Return the bytes that each device sends."""
     device, _ = count_sent(moves, plan.mesh, plan.sizes)
     return show_bytes(device * plan.itemsize)
 
@@ -256,7 +244,6 @@ def _total(routes: tuple[Route, ...], plan: RouteSearch) -> str:
 
 
 def _states(name: str, moves: tuple[Move, ...], plan: RouteSearch) -> list[State]:
-    """List the states of an array, each with a text on how it got there."""
     return [
         (Array(name, move.after), f"{move}: {_sent_bytes((move,), plan)} each, {show_seconds(move.seconds)}"
          if move.algorithm else f"{move}")

@@ -28,7 +28,7 @@ SUBJECTS: dict[str, tuple[type[Section], Show]] = {
     "precision": (precision.PrecisionOptions, precision.explain),
     "scaling": (scaling.ScalingOptions, scaling.explain),
 }
-"""Options and function of each subject, by name."""
+"""Options and function of each subject."""
 
 PRODUCT = '"A[Ix, J] * B[J, Ky] -> C[Ix, Ky]"'
 """The other subject: any text with a bracket is an expression of sharded arrays."""

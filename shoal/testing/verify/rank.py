@@ -18,7 +18,14 @@ from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.data.batches import Batch, Dataset
 from shoal.pipeline.program import Op
 from shoal.testing.verify.faults import FAULTS
-from shoal.testing.verify.reference import ComparisonJob, StepTotals, step_file, synthetic, trace_file, with_experts
+from shoal.testing.verify.reference import (
+    ComparisonJob,
+    StepTotals,
+    step_file,
+    synthetic,
+    trace_file,
+    with_experts,
+)
 from shoal.testing.verify.trace import Choices, ForwardTrace, Tracer, largest, trace_errors
 from shoal.training.step.engine import Engine
 
@@ -30,7 +37,7 @@ class RankStep(StepTotals):
     Attributes:
         samples: for each micro-batch of this step, the indices of its samples in the global batch.
         differences: largest absolute differences by "gradient/NAME", "weight/NAME" or "in use/NAME", also of each
-            expert (`with_experts`).
+            expert by `expert_name`.
         trace: see `trace_errors`.
     """
 
@@ -41,6 +48,8 @@ class RankStep(StepTotals):
 
 @dataclass
 class RankReport:
+    """Results of one rank."""
+
     where: str  # the rank's number and coordinates
     replica: int  # its data-parallel replica
     held: list[tuple[str, tuple[int, ...], Box, bool]] = field(default_factory=list)
@@ -57,6 +66,7 @@ class RecordingDataset:
         self.vocab_size, self.samples, self.fingerprint = data.vocab_size, data.samples, data.fingerprint
 
     def batch(self, indices: Sequence[int]) -> Batch:
+        """See `Dataset.batch`."""
         self.asked.append(list(indices))
         return self.data.batch(indices)
 
@@ -125,7 +135,12 @@ def _unsharded_weights(engine: Engine) -> dict[str, list[Piece]]:
 
 
 def compare_pieces(file: safe_open, kind: str, name: str, pieces: Sequence[Piece]) -> dict[str, float]:
-    """Return the differences of this rank's pieces of a parameter from the reference's (`RankStep.differences`)."""
+    """Return the differences of this rank's pieces of a parameter from the reference's (`RankStep.differences`).
+
+    Args:
+        file: `step_file` of the reference.
+        kind: "gradient", "weight" or "in use".
+    """
     expected = file.get_slice(f"{'gradient' if kind == 'gradient' else 'weight'}/{name}")
     key = f"{kind}/{name}"
     found = {key: 0.0}

@@ -104,7 +104,7 @@ def test_messages_over_one_link_share_it():
 def test_neighbours_of_a_ring_do_not_share():
     d = describe("all-reduce", "ring", 8)
     assert price(d, ring(8, WIRE)) == price(d, fully_connected(8, WIRE))
-    assert set(traffic(d, ring(8, WIRE)).values()) == {Fraction(7, 4)}
+    assert set(traffic(d.messages, d.share, ring(8, WIRE)).values()) == {Fraction(7, 4)}
 
 
 def test_an_oversubscribed_trunk_is_shared():
@@ -121,9 +121,9 @@ def test_nics_are_shared_and_hierarchy_spares_them():
     ring_, tiers = (describe("all-reduce", name, 16, per_node=8) for name in ("pairwise", "hierarchical"))
     out = ("node 0 nic 0", "network")
     # Of a node's 8 ranks, each exchanges 1/16 S with each of the 8 outside, twice.
-    assert traffic(ring_, network)[out] == 8
+    assert traffic(ring_.messages, ring_.share, network)[out] == 8
     # Two nodes as two ranks of a ring: 2 (2 - 1) / 2.
-    assert traffic(tiers, network)[out] == 1
+    assert traffic(tiers.messages, tiers.share, network)[out] == 1
     assert price(tiers, network).seconds(1e8) < price(ring_, network).seconds(1e8) / 4
     assert lower_bound(Collective.ALL_REDUCE, 16).seconds(1e8, network) == pytest.approx(1e8 * BETA)
 

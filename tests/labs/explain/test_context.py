@@ -8,8 +8,7 @@ import pytest
 
 from shoal.cli.main import main
 from shoal.engine.parallel.context.token_order import assign_tokens
-from shoal.labs.explain.context import count_scores
-from shoal.labs.explain.figures.context import RingOrder
+from shoal.labs.explain.context import RingOrder, count_scores
 from shoal.spec.layout import Layout
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -40,8 +39,8 @@ def test_zig_zag_waits_for_nobody() -> None:
     for places in (2, 4, 8):
         layouts = {order: Layout(cp=places, cp_order=order) for order in ("zig-zag", "contiguous")}
         held = {order: assign_tokens(layout, 64 * places) for order, layout in layouts.items()}
-        assert RingOrder("", (), count_scores(held["zig-zag"])).slowdown == 1
-        assert RingOrder("", (), count_scores(held["contiguous"])).slowdown == pytest.approx(2 - 1 / places, rel=0.01)
+        assert RingOrder((), count_scores(held["zig-zag"])).slowdown == 1
+        assert RingOrder((), count_scores(held["contiguous"])).slowdown == pytest.approx(2 - 1 / places, rel=0.01)
 
 
 def test_the_drawing_has_every_score_once(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:

@@ -10,8 +10,7 @@ from shoal.cli.main import main
 from shoal.engine.models.transformer import Transformer
 from shoal.engine.optim.build import RULES, build
 from shoal.engine.optim.shards import Shards
-from shoal.labs.explain.optimizers import GROUPS, bytes_per_parameter
-from shoal.labs.explain.surfaces import SURFACES, walk
+from shoal.labs.explain.optimizers import GROUPS, SURFACES, bytes_per_parameter, walk
 from shoal.spec.catalog import model_shape
 from shoal.spec.config import OptimizerConfig
 from shoal.spec.optimizers import ELEMENTWISE

@@ -8,7 +8,7 @@ import pytest
 
 from shoal.cli.main import main
 from shoal.labs.autoshard.notation.notation import NamedMesh, Sharding
-from shoal.labs.explain.figures.blocks import directions
+from shoal.labs.explain.blocks import directions
 
 SVG = "{http://www.w3.org/2000/svg}"
 PRODUCT = "A[I, Jx] * B[Jx, K] -> C[I, K]"

@@ -8,7 +8,7 @@ from typing import Protocol
 from shoal.base.errors import UsageError
 from shoal.labs.autoshard.notation.notation import NamedMesh
 from shoal.labs.collectives.description import Collective, Message
-from shoal.labs.collectives.price import Price, price_round
+from shoal.labs.collectives.price import Price, price_round, sort_by_time
 from shoal.labs.collectives.textbook import TEXTBOOK, describe
 from shoal.labs.collectives.topology import Topology, Wire
 
@@ -16,6 +16,8 @@ MOST_RANKS = 64  # of a topology: every message of every group is priced
 
 
 class Network(Protocol):
+    """Prices collectives."""
+
     def price(self, collective: str, axes: str, size: float) -> tuple[float, str]:
         """Return seconds and algorithm for S of ``size`` bytes: the largest input or output of one rank."""
 
@@ -29,10 +31,13 @@ class Rings:
     less than a hop's latency for each hop to the farthest device, |x| / 2 along each axis (Austin et al. 2025,
     "Computation With Sharded Arrays" and "What Have We Learned?"). The part (|x| - 1) / |x| of V that really moves is
     taken as V, so that the time does not depend on the number of devices.
+
+    Attributes:
+        wire: one direction of a link.
     """
 
     mesh: NamedMesh
-    wire: Wire  # one direction of a link
+    wire: Wire
 
     def price(self, collective: str, axes: str, size: float) -> tuple[float, str]:
         """Return seconds, and the algorithm that sends the fewest bytes."""
@@ -73,8 +78,7 @@ class Links:
         if key not in self._prices:
             self._prices[key] = self._price_algorithms(*key)
         prices = self._prices[key]
-        # Among algorithms with equal costs up to rounding, the first is taken.
-        name = min(prices, key=lambda name: float(f"{prices[name].seconds(size):.9g}"))
+        name = sort_by_time(prices, size)[0]
         return prices[name].seconds(size), name
 
     def _price_algorithms(self, collective: str, axes: str) -> dict[str, Price]:

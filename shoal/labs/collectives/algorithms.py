@@ -1,20 +1,123 @@
-"""Collectives without a root: all-gather (its dual is reduce-scatter), all-reduce and all-to-all.
+"""The algorithms, as functions that return rounds of messages.
 
-``parts[i]`` are the blocks of the rank at position i. Rounds may be empty: `textbook.describe` drops these.
+Each function takes the ranks in order, the root first if the collective has one. ``parts[i]`` are the blocks of the
+rank at position i. A gather or reduce is the dual of a scatter or broadcast, a reduce-scatter of an all-gather. Rounds
+may be empty: `textbook.describe` drops these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, zip_longest
 
 from shoal.labs.collectives.description import Message
-from shoal.labs.collectives.rooted import Blocks, Nodes, Parts, Ranks, Rounds, dual, halves, join, merge, tree_scatter
+
+Ranks = Sequence[int]
+Blocks = tuple[int, ...]
+Parts = Sequence[Blocks]
+Rounds = list[list[Message]]
+
+
+def dual(rounds: Rounds, *, reduce: bool = False) -> Rounds:
+    """Reverse the order and direction of all messages (Chan et al. 2007, section 2).
+
+    A scatter becomes a gather. With ``reduce`` a broadcast becomes a reduce, and an all-gather in which a rank gets
+    each block once becomes a reduce-scatter: the tree on which a block spread is the tree on which it is summed.
+    """
+    return [[Message(m.target, m.source, m.blocks, reduce) for m in messages] for messages in reversed(rounds)]
+
+
+def merge(*several: Rounds) -> Rounds:
+    """Merge algorithms that run at the same time on different ranks."""
+    return [list(chain.from_iterable(messages)) for messages in zip_longest(*several, fillvalue=())]
+
+
+def join(parts: Iterable[Blocks]) -> Blocks:
+    """Concatenate the blocks of several ranks."""
+    return tuple(chain.from_iterable(parts))
+
+
+def halves(n: int) -> list[int]:
+    """Return the powers of two below n, the largest first.
+
+    >>> halves(6)
+    [4, 2, 1]
+    """
+    return [1 << k for k in reversed(range((n - 1).bit_length()))]
 
 
 def shift(ranks: Ranks, distance: int, parts: Parts) -> list[Message]:
     """Return a round in which every rank sends its part to the rank ``distance`` positions further."""
     n = len(ranks)
     return [Message(ranks[i], ranks[(i + distance) % n], parts[i]) for i in range(n)]
+
+
+# ---- scatter --------------------------------------------------------------------------------------------------------
+
+
+def flat(ranks: Ranks, parts: Parts) -> Rounds:
+    """The root sends each rank its part, one after another; in a broadcast each part is everything."""
+    return [[Message(ranks[0], ranks[i], parts[i])] for i in range(1, len(ranks))]
+
+
+def tree_scatter(ranks: Ranks, parts: Parts) -> Rounds:
+    """A binomial tree: a rank with a range of parts sends its upper half (Thakur, Rabenseifner & Gropp 2005, 4.1)."""
+    n = len(ranks)
+    return [
+        [
+            Message(ranks[i], ranks[i + half], join(parts[i + half : i + 2 * half]))
+            for i in range(0, n - half, 2 * half)
+        ]
+        for half in halves(n)
+    ]
+
+
+def ring_scatter(ranks: Ranks, parts: Parts) -> Rounds:
+    """A chain: the part of the farthest rank goes first, and a rank keeps the last part that it receives."""
+    last = len(ranks) - 1
+    return [
+        [Message(ranks[i], ranks[i + 1], parts[last - t + i]) for i in range(t + 1)]
+        for t in range(last)
+    ]
+
+
+# ---- broadcast ------------------------------------------------------------------------------------------------------
+
+
+def tree_broadcast(ranks: Ranks, blocks: Blocks) -> Rounds:
+    """A binomial tree: every round doubles the number of ranks with the data."""
+    scatter = tree_scatter(ranks, [blocks] * len(ranks))
+    return [[message._replace(blocks=blocks) for message in messages] for messages in scatter]
+
+
+def ring_broadcast(ranks: Ranks, blocks: Blocks) -> Rounds:
+    """A pipelined chain: every rank forwards each block as soon as it has it."""
+    n = len(ranks)
+    if n == 1:
+        return []
+    return [
+        [Message(ranks[i], ranks[i + 1], (blocks[t - i],)) for i in range(n - 1) if 0 <= t - i < len(blocks)]
+        for t in range(len(blocks) + n - 2)
+    ]
+
+
+# ---- inside the nodes and between them ------------------------------------------------------------------------------
+
+Nodes = Sequence[Ranks]
+"""The ranks of each node, the root's node first and in each node the root's position first."""
+
+
+def hierarchical_broadcast(nodes: Nodes, blocks: Blocks) -> Rounds:
+    """Broadcast to one rank of each node, then inside each node."""
+    leaders = [node[0] for node in nodes]
+    return [*tree_broadcast(leaders, blocks), *merge(*(tree_broadcast(node, blocks) for node in nodes))]
+
+
+def hierarchical_scatter(nodes: Nodes) -> Rounds:
+    """Scatter all parts of a node to one of its ranks, then inside each node."""
+    leaders = [node[0] for node in nodes]
+    inside = [tree_scatter(node, [(rank,) for rank in node]) for node in nodes]
+    return [*tree_scatter(leaders, [tuple(node) for node in nodes]), *merge(*inside)]
 
 
 # ---- all-gather -----------------------------------------------------------------------------------------------------
@@ -34,12 +137,13 @@ def doubling_all_gather(ranks: Ranks, parts: Parts) -> Rounds:
     holders, folded = fold(len(ranks))
     held = [join(parts[i : i + 1 + (i in folded)]) for i in holders]
     everything = join(parts)
-    rounds: Rounds = []
-    for distance in reversed(halves(len(holders))):
-        groups = [join(held[p // distance * distance :][:distance]) for p in range(len(holders))]
-        rounds.append([
-            Message(ranks[holders[p]], ranks[holders[p ^ distance]], groups[p]) for p in range(len(holders))
-        ])
+    rounds = [
+        [
+            Message(ranks[i], ranks[holders[p ^ distance]], join(held[p // distance * distance :][:distance]))
+            for p, i in enumerate(holders)
+        ]
+        for distance in reversed(halves(len(holders)))
+    ]
     enter = [Message(ranks[i + 1], ranks[i], parts[i + 1]) for i in folded]
     leave = [
         Message(ranks[i], ranks[i + 1], tuple(b for b in everything if b not in parts[i + 1])) for i in folded
@@ -101,21 +205,16 @@ def hierarchical_all_reduce(nodes: Nodes, blocks: Blocks) -> Rounds:
     return [*dual(gather, reduce=True), *merge(*between), *gather]
 
 
-def scatter_doubling_broadcast(ranks: Ranks, blocks: Blocks) -> Rounds:
-    """Scatter by a tree, then all-gather by recursive doubling (Thakur, Rabenseifner & Gropp 2005, 4.2)."""
+def halving_doubling_broadcast(ranks: Ranks, blocks: Blocks, *, reduce: bool = False) -> Rounds:
+    """Scatter by a tree, then all-gather by recursive doubling (Thakur, Rabenseifner & Gropp 2005, 4.2).
+
+    A reduce is the reverse: reduce-scatter by recursive halving, then gather by a tree (4.4).
+    """
     holders, folded = fold(len(ranks))
     inner, parts = [ranks[i] for i in holders], split(blocks, len(holders))
-    leave = [Message(ranks[i], ranks[i + 1], blocks) for i in folded]
-    return [*tree_scatter(inner, parts), *doubling_all_gather(inner, parts), leave]
-
-
-def halving_gather_reduce(ranks: Ranks, blocks: Blocks) -> Rounds:
-    """Reduce-scatter by recursive halving, then gather by a tree (Thakur, Rabenseifner & Gropp 2005, 4.4)."""
-    holders, folded = fold(len(ranks))
-    inner, parts = [ranks[i] for i in holders], split(blocks, len(holders))
-    enter = [Message(ranks[i + 1], ranks[i], blocks, True) for i in folded]
-    halving = dual(doubling_all_gather(inner, parts), reduce=True)
-    return [enter, *halving, *dual(tree_scatter(inner, parts))]
+    scatter = tree_scatter(inner, parts)
+    gather = [*doubling_all_gather(inner, parts), [Message(ranks[i], ranks[i + 1], blocks) for i in folded]]
+    return [*dual(gather, reduce=True), *dual(scatter)] if reduce else [*scatter, *gather]
 
 
 def fold(n: int) -> tuple[list[int], list[int]]:
@@ -131,9 +230,8 @@ def fold(n: int) -> tuple[list[int], list[int]]:
 def _folded(ranks: Ranks, blocks: Blocks, inner: Callable[[Ranks], Rounds]) -> Rounds:
     """Return an all-reduce on a power of two of the ranks; the others send everything before and receive the result."""
     holders, folded = fold(len(ranks))
-    enter = [Message(ranks[i + 1], ranks[i], blocks, True) for i in folded]
     leave = [Message(ranks[i], ranks[i + 1], blocks) for i in folded]
-    return [enter, *inner([ranks[i] for i in holders]), leave]
+    return [*dual([leave], reduce=True), *inner([ranks[i] for i in holders]), leave]
 
 
 def split(blocks: Blocks, parts: int) -> list[Blocks]:
@@ -151,11 +249,18 @@ Cargo = Callable[[int, int], Blocks]
 def pairwise(ranks: Ranks, cargo: Cargo) -> Rounds:
     """Every rank sends to every other directly, to another one in each round.
 
-    Pairs exchange if the ranks are a power of two; else every rank sends one position farther in each round.
+    Pairs exchange if the ranks are a power of two; else the ranks `rotate`.
     """
     n = len(ranks)
-    rounds = [[(i, i ^ t if n & (n - 1) == 0 else (i + t) % n) for i in range(n)] for t in range(1, n)]
-    return [[Message(ranks[i], ranks[j], cargo(i, j)) for i, j in pairs] for pairs in rounds]
+    if n & (n - 1):
+        return rotate(ranks, cargo)
+    return [[Message(ranks[i], ranks[i ^ t], cargo(i, i ^ t)) for i in range(n)] for t in range(1, n)]
+
+
+def rotate(ranks: Ranks, cargo: Cargo) -> Rounds:
+    """Every rank sends one position farther in each round."""
+    n = len(ranks)
+    return [shift(ranks, t, [cargo(i, (i + t) % n) for i in range(n)]) for t in range(1, n)]
 
 
 def ring_all_to_all(ranks: Ranks, cargo: Cargo) -> Rounds:
@@ -181,19 +286,10 @@ def bruck_all_to_all(ranks: Ranks, cargo: Cargo) -> Rounds:
 
 def hierarchical_all_to_all(nodes: Nodes, ranks: int) -> Rounds:
     """Send inside each node to the rank at the target's position, which then sends for its node."""
-    places, inside, between = range(len(nodes[0])), [], []
-    for shift in places[1:]:
-        pairs = [(p, (p + shift) % len(places)) for p in places]
-        inside.append([
-            Message(node[p], node[q], tuple(node[p] * ranks + to[q] for to in nodes))
-            for node in nodes
-            for p, q in pairs
-        ])
-    for shift in range(1, len(nodes)):
-        trips = [(node, nodes[(i + shift) % len(nodes)]) for i, node in enumerate(nodes)]
-        between.append([
-            Message(node[p], to[p], tuple(source * ranks + to[p] for source in node))
-            for node, to in trips
-            for p in places
-        ])
-    return [*inside, *between]
+    def inside(node: Ranks) -> Rounds:
+        return rotate(node, lambda p, q: tuple(node[p] * ranks + to[q] for to in nodes))
+
+    def between(rail: Ranks) -> Rounds:
+        return rotate(rail, lambda i, j: tuple(source * ranks + rail[j] for source in nodes[i]))
+
+    return [*merge(*map(inside, nodes)), *merge(*map(between, zip(*nodes, strict=True)))]

@@ -1,1 +1,0 @@
-"""The figures (SVG) of what is explained."""
