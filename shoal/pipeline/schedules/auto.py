@@ -77,8 +77,8 @@ def _rules(scheduler: GreedyScheduler, memory: int, patience: float, lead: int) 
     done, last = scheduler.done, len(scheduler.orders) - 1
 
     def may_begin(rank: int) -> bool:
-        room = scheduler.alive[rank] + 1 <= memory + ROUNDING
-        return room and (rank == last or done[F, rank] - done[F, rank + 1] <= lead)
+        fits = scheduler.alive[rank] + 1 <= memory + ROUNDING
+        return fits and (rank == last or done[F, rank] - done[F, rank + 1] <= lead)
 
     def choose(rank: int, now: float) -> Action | None:
         soonest = inf

@@ -86,8 +86,8 @@ def fill_gaps(scheduler: GreedyScheduler, orders: list[list[Action]], memory: fl
         if place[rank] < len(orders[rank]):
             action = orders[rank][place[rank]]
             reached = scheduler.reached(action.op, action.stage)
-            room = action.op is not F or scheduler.alive[rank] + 1 <= memory
-            if reached is not None and reached <= now and room:
+            fits = action.op is not F or scheduler.alive[rank] + 1 <= memory
+            if reached is not None and reached <= now and fits:
                 place[rank] += 1
                 return action
         return scheduler.owed(rank)

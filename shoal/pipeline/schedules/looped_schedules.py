@@ -70,22 +70,22 @@ def zero_bubble_with_memory(rank: int, ranks: int, microbatches: int, *, memory:
     """
     later = ranks - rank - 1
     ahead = later + min(later, memory - ranks)
-    return _split_backwards([range(microbatches)], [rank], ahead=ahead, behind=memory - 1 - ahead)
+    return _split_backwards([range(microbatches)], [rank], ahead=ahead, delay=memory - 1 - ahead)
 
 
 def interleaved_zb(rank: int, ranks: int, microbatches: int, virtual: int) -> list[Action]:
     """Interleaved 1F1B with split backwards: ZB-H1's bubble over ``virtual``, and 1F1B's memory on every rank."""
     rounds, stages = split_rounds(ranks, microbatches), range(rank, ranks * virtual, ranks)
-    return _split_backwards(rounds, stages, ahead=(virtual - 1) * len(rounds[0]) + ranks - rank - 1, behind=rank)
+    return _split_backwards(rounds, stages, ahead=(virtual - 1) * len(rounds[0]) + ranks - rank - 1, delay=rank)
 
 
-def _split_backwards(rounds: list[range], stages: Sequence[int], *, ahead: int, behind: int) -> list[Action]:
+def _split_backwards(rounds: list[range], stages: Sequence[int], *, ahead: int, delay: int) -> list[Action]:
     """Alternate a forward, the input half of an earlier micro-batch and the weight half of a still earlier one."""
     back = [(stage, m) for r in rounds for stage in reversed(stages) for m in r]
     return interleave(
         (0, [Action(Op.FORWARD, stage, m) for r in rounds for stage in stages for m in r]),
         (ahead, [Action(Op.BACKWARD_INPUT, stage, m) for stage, m in back]),
-        (ahead + behind, [Action(Op.BACKWARD_WEIGHT, stage, m) for stage, m in back]),
+        (ahead + delay, [Action(Op.BACKWARD_WEIGHT, stage, m) for stage, m in back]),
     )
 
 

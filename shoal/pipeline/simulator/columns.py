@@ -187,9 +187,9 @@ def live_before_backwards(
     """
     holder, stages = np.array(columns.program.stage_rank), columns.program.stages
     follows = np.arange(stages) % columns.program.depth > 0
-    here = follows & np.append(False, holder[1:] == holder[:-1])
-    change = columns.activation_changes(np.array(full) - passing * here, np.array(half))
-    messages = passing * _messages(columns, here, follows & ~here)
+    near = follows & np.append(False, holder[1:] == holder[:-1])
+    change = columns.activation_changes(np.array(full) - passing * near, np.array(half))
+    messages = passing * _messages(columns, near, follows & ~near)
     messages[columns.part >= 0] /= columns.program.sequence_slices
     before = _sums(change, columns) - np.where(columns.op == FORWARD, 0.0, change) + messages
     found = np.full((*HISTORY_SHAPE, stages), -np.inf)
@@ -199,26 +199,26 @@ def live_before_backwards(
     return found.reshape(-1, stages)
 
 
-def _messages(columns: Columns, here: np.ndarray, far: np.ndarray) -> np.ndarray:
+def _messages(columns: Columns, near: np.ndarray, far: np.ndarray) -> np.ndarray:
     """Return the number of messages that a rank holds during a pass, except those that the pass has consumed. [rows]
 
     Args:
-        here, far: [stages] whether the previous stage is on the same rank, and whether it is on another.
+        near, far: [stages] whether the previous stage is on the same rank, and whether it is on another.
     """
     stage, forward = columns.stage, columns.op == FORWARD
     backward = (columns.op == BACKWARD) | (columns.op == INPUT)
-    here_behind, far_behind = (np.append(of[1:], False) for of in (here, far))
+    next_near, next_far = (np.append(of[1:], False) for of in (near, far))
     found = np.zeros(columns.rows)
     passes = np.flatnonzero(columns.op <= COMPUTING)
-    comes = (forward & far[stage] | backward & far_behind[stage])[passes]
+    comes = (forward & far[stage] | backward & next_far[stage])[passes]
     same = columns.rank[passes[1:]] == columns.rank[passes[:-1]]
     found[passes[:-1]] += comes[1:] & same
     # Count the last message sent: for a forward, the stage already keeps it, or nothing.
-    sent = forward * -far_behind[stage].astype(int) + backward * far[stage]
+    sent = forward * -next_far[stage].astype(int) + backward * far[stage]
     sends = np.maximum.accumulate(np.where(sent != 0, np.arange(columns.rows), -1))
     sends = np.append(-1, sends[:-1])
     found += (sends >= columns.offset[columns.rank]) & (sent[sends] > 0)
-    made, taken = backward & here[stage], backward & here_behind[stage]
+    made, taken = backward & near[stage], backward & next_near[stage]
     total: np.ndarray = found + _sums(made.astype(int) - taken, columns) - made
     return total
 

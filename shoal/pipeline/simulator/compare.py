@@ -190,8 +190,8 @@ def _program(
     memory: float | None, kept_for_weight: float,
 ) -> Program:  # fmt: skip
     if name in AUTOMATIC:
-        room = max(1, round((memory or AUTOMATIC[name]) * pp))
-        orders = zb_auto(pp, microbatches, times, memory=room, kept=min(1.0, kept_for_weight))
+        limit = max(1, round((memory or AUTOMATIC[name]) * pp))
+        orders = zb_auto(pp, microbatches, times, memory=limit, kept=min(1.0, kept_for_weight))
         return Program(tuple(map(tuple, orders)), looped(pp, 1), microbatches)
     schedule = EVERY[name]
     virtual = schedule.virtual or virtual_stages or VIRTUAL

@@ -77,8 +77,8 @@ class Player:
         last = np.arange(rows)  # on a rank's lane: the row, or the last message after it
         for message, row in enumerate(waits_for[rows:].tolist(), rows):
             before[message], last[row] = last[row], message
-        behind = np.flatnonzero(before[:rows] != NOTHING)
-        before[behind] = last[behind - 1]
+        later = np.flatnonzero(before[:rows] != NOTHING)
+        before[later] = last[later - 1]
         return before
 
     def _sort(self, waits_for: np.ndarray, before: np.ndarray) -> None:
@@ -102,7 +102,7 @@ class Player:
         self.order = order  # [events] by sweep
         self.place = np.empty(events + 1, np.int32)  # [events + 1] positions in that order; the last is NOTHING's
         self.place[order], self.place[NOTHING] = np.arange(events), events
-        self.behind, self.needed = self.place[before[order]], self.place[waits_for[order]]
+        self.previous, self.needed = self.place[before[order]], self.place[waits_for[order]]
         self.sweeps = [slice(*cut) for cut in pairwise(np.cumsum([0, *map(len, sweeps)]).tolist())]
 
     def _deadlock(self, heads: np.ndarray) -> str:
@@ -127,12 +127,12 @@ class Player:
         meets = np.isin(self.columns.op, (REDUCE, GATHER))
         meets = np.append(meets, np.zeros(self.messages.shape[1], bool))[self.order]
         start, end, arrival = played = np.zeros((3, len(self.order) + 1, duration.shape[1]))
-        for here in self.sweeps:
-            begin = np.maximum(end[self.behind[here]], arrival[self.needed[here]], out=start[here])
-            if together and np.any(met := meets[here]):
+        for sweep in self.sweeps:
+            begin = np.maximum(end[self.previous[sweep]], arrival[self.needed[sweep]], out=start[sweep])
+            if together and np.any(met := meets[sweep]):
                 begin[met] = begin[met].max(axis=1, keepdims=True)
-            np.add(begin, duration[here], out=end[here])
-            np.add(end[here], latency[here], out=arrival[here])
+            np.add(begin, duration[sweep], out=end[sweep])
+            np.add(end[sweep], latency[sweep], out=arrival[sweep])
         return played
 
     # ---- entry point of the search -------------------------------------------------------------------------------
