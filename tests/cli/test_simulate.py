@@ -57,7 +57,7 @@ def test_printed_bubbles_are_compared_row_by_row(tmp_path: Path, capsys: pytest.
     assert main(["simulate", "--check", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[1].split() == ["first", "1F1B", "8", "24", "1", "24.31", "%", "24.31", "%", "-0.00"]
-    assert "mean absolute error: 0.005 points" in out
+    assert "mean absolute error: 0.005 percentage points" in out
 
 
 def test_times_of_a_machine_that_was_calibrated(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
