@@ -9,8 +9,7 @@ import shoal
 from shoal.base.files import check_writable
 from shoal.base.options import POSITIONAL
 from shoal.base.section import Section
-from shoal.labs.validate.page import write_page
-from shoal.labs.validate.tables import fit_lines, score_lines
+from shoal.labs.validate.tables import fit_lines, score_lines, write_page
 
 
 class ValidateOptions(Section):

@@ -69,12 +69,9 @@ def compare_schedules_on_cluster(
         check_layout_on_cluster(run)
         check_estimable(run)
         estimates.append(Estimate(run))
-    return [_play(name, estimate, blocking, disturbance) for name, estimate in zip(names, estimates, strict=True)]
-
-
-def _play(name: str, estimate: Estimate, blocking: bool, disturbance: Disturbance) -> PlayedSchedule:
-    layout, links = estimate.run.layout, replace(estimate.link, blocking=blocking)
-    timeline = simulate(
-        estimate.columns, estimate.durations, links, disturbance=disturbance, dp=layout.dp, tp=layout.tp
-    )
-    return PlayedSchedule(name, timeline, estimated_seconds=estimate.step_seconds)
+    played = []
+    for name, estimate in zip(names, estimates, strict=True):
+        links = replace(estimate.link, blocking=blocking)
+        timeline = simulate(estimate.columns, estimate.durations, links, disturbance=disturbance, dp=dp, tp=tp)
+        played.append(PlayedSchedule(name, timeline, estimated_seconds=estimate.step_seconds))
+    return played

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,7 +29,6 @@ from shoal.training.step.engine import Engine
 from shoal.training.step.engine_state import attention_kernel
 
 MOST_RANKS = 8  # started on one machine for a measurement
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ class DryRun:
         pp_index: the pipeline rank.
         counted: counts on fake tensors: parameters, bytes held, and for each step FLOPs, bytes sent and memory.
         measured: the same counts in a process of this machine, if it was started.
-        flops: FLOPs of a step by formula, if one exists.
+        flops: FLOPs of a step by formula.
         sent: bytes of a step by axis and kind of collective, by formula, if one exists.
     """
 
@@ -50,7 +48,7 @@ class DryRun:
     pp_index: int
     counted: Counted
     measured: Counted | None
-    flops: int | None
+    flops: int
     sent: Sent | None
 
     def lines(self) -> Iterator[str]:
@@ -58,7 +56,7 @@ class DryRun:
         counted, step, world = self.counted, self.counted.steps[-1], self.estimate.run.layout.world_size
         yield f"{counted.where} of {world:,}, step {len(counted.steps)} of the run: counted (by formula)"
         yield f"  parameters        {counted.parameters:,}"
-        yield f"  FLOPs             {sum(step.flops.values()):,}" + (f" ({self.flops:,})" if self.flops else "")
+        yield f"  FLOPs             {sum(step.flops.values()):,} ({self.flops:,})"
         memory = self.estimate.memory[self.pp_index]
         for name, size in counted.held.items():
             if name != "host":
@@ -124,8 +122,8 @@ def dry_run(
             measured = pool.run(_measure, world, config, run.shape, steps, timeout=600)[rank]
     mesh = DryMesh(config.parallel, rank)
     formulas = _formulas(config, estimate, mesh, as_here=measure)
-    flops, sent = _try_formula(formulas.flops), _try_formula(formulas.sent)
-    return DryRun(estimate, mesh.index("pp"), counted, measured, flops, sent)
+    sent = formulas.sent() if config.parallel.sync == "all-reduce" else None
+    return DryRun(estimate, mesh.index("pp"), counted, measured, formulas.flops(), sent)
 
 
 def _config(estimate: Estimate, config: RunConfig | None) -> RunConfig:
@@ -152,14 +150,6 @@ def _formulas(config: RunConfig, estimate: Estimate, mesh: Mesh, *, as_here: boo
     return RankCounts(
         one, program, mesh, run.policy, slices, by_parts=run.layout.overlaps_products(background=False)
     )
-
-
-def _try_formula(formula: Callable[[], T]) -> T | None:
-    """Evaluate a formula, or return None if none exists for the run."""
-    try:
-        return formula()
-    except ValueError:
-        return None
 
 
 def _measure(config: RunConfig, shape: ModelShape, steps: int) -> Counted:

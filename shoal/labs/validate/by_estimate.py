@@ -86,13 +86,6 @@ def _cluster(point: Point, constants: Calibration) -> Cluster:
     return Cluster(SOURCE, machine, nodes, per_node, inside, nic if nodes > 1 else None, per_node, constants=known)
 
 
-def as_engine_runs(points: Sequence[Point]) -> Runs:
-    """Return the points as if run by shoal's engine, but with their own constants."""
-    own = software_table()["shoal"]
-    facts = {name: getattr(own, name) for name in (*FACTS, "overlap_tensor", "reduced_apart")} | {"ties_first": 0}
-    return Runs.of([point.run | facts for point in points])
-
-
 @dataclass(frozen=True)
 class EstimatedSteps:
     """Step times by `shoal estimate`.
@@ -119,5 +112,7 @@ def simulate_points(points: Sequence[Point], constants: Calibration, most: int =
     found = [(p, run) for p, run in runs if run is not None]
     found = found[:: max(1, len(found) // most)]
     seconds = np.array([Estimate(run).step_seconds for _, run in found])
-    chosen = [p for p, _ in found]
-    return EstimatedSteps(chosen, seconds, step(as_engine_runs(chosen), constants).seconds if chosen else seconds)
+    chosen, own = [p for p, _ in found], software_table()["shoal"]
+    facts = {name: getattr(own, name) for name in (*FACTS, "overlap_tensor", "reduced_apart")} | {"ties_first": 0}
+    as_engine = Runs.of([point.run | facts for point in chosen])
+    return EstimatedSteps(chosen, seconds, step(as_engine, constants).seconds if chosen else seconds)

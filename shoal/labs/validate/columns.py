@@ -161,11 +161,6 @@ def tied(row: Row) -> bool:
     return not gated(row)
 
 
-def fused_norm(row: Row, software: str) -> bool:
-    """Whether a norm is one kernel: everywhere, except in one study that compares both."""
-    return software != "aleph-alpha" or "RMS" in (row.get("attn_kernel") or "")
-
-
 def gathers_kept(row: Row, default: bool) -> bool:
     """Whether gathered inputs are kept for backward: in nanotron's first jobs without a pipeline, else by default."""
     job = re.search(r" job (\d+)$", row.get("source_loc") or "")

@@ -2,12 +2,14 @@
 
 Every constant is positive. Its logarithm has a normal prior (standard deviation `Constant.sure`). A residual is the
 logarithm of estimated over measured; large ones count less (Cauchy's loss), so publication errors matter little.
+
+Cross-validation by model gives the 80 % intervals. A fold has all points of its models; a model is identified by its
+shape, whatever its name or file. Each fit starts at the priors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -16,20 +18,17 @@ from shoal.labs.validate.rows import Point
 from shoal.planning.cost.batched_runs import Runs
 from shoal.planning.cost.memory.published_software import footprint
 from shoal.planning.cost.time.step import step
-from shoal.spec.catalog.calibration import Calibration, constant_names
+from shoal.spec.catalog.calibration import SPREADS, Calibration, constant_names
+from shoal.spec.catalog.software import software_table
 
 WEIGHTS = {"A": 1.0, "B": 0.4, "M": 1.0, "C": 0.1}  # by quality
 SCALES = {"time": 0.08, "memory": 0.05}  # size of residuals above which they count less
 ITERATIONS = 60  # maximum
 FURTHEST = 0.7  # maximum change of a logarithm in an iteration
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """One number of the fit: a constant, or one element of it."""
-
-    name: str
-    index: int | None
+FOLDS = 8
+INSIDE = 0.8  # fraction of the measurements inside an interval
+FEW = 5  # weight of the errors of all software, in errors of one software
+SPREAD = ("spread_time", "spread_memory", "spread_scale")
 
 
 class Prior(NamedTuple):
@@ -56,7 +55,7 @@ def _memory(runs: Runs, kinds: np.ndarray, constants: Calibration) -> tuple[np.n
 
 
 class FitProblem:
-    """The residuals of some points."""
+    """The residuals of some points, as a function of the constants' logarithms."""
 
     def __init__(self, points: Sequence[Point], what: str, constants: Calibration):
         self.what, self.constants = what, constants
@@ -67,8 +66,8 @@ class FitProblem:
         self.bytes = np.array([p.bytes or np.nan for p in keep])
         self.oom = np.array([p.oom for p in keep])
         self.kinds = np.array([p.memory_kind for p in keep])
-        self.parameters = [
-            Parameter(name, index)
+        self.parameters = [  # a constant, or one element of it
+            (name, index)
             for name, of in constants.constants.items()
             if of.fitted == what
             for index in (sorted(set(self.runs.code(of.by))) if of.by else [None])
@@ -77,14 +76,13 @@ class FitProblem:
     def start(self) -> np.ndarray:
         """Return the logarithms of the current constants."""
         known = self.constants
-        values = [known[p.name] if p.index is None else known[p.name][p.index] for p in self.parameters]
+        values = [known[name] if index is None else known[name][index] for name, index in self.parameters]
         return np.log(np.array(values, float))
 
     @property
     def prior(self) -> Prior:
-        """The priors of the logarithms."""
-        of = [self.constants.constants[p.name] for p in self.parameters]
-        names = [constant_names(c.by)[p.index or 0] for c, p in zip(of, self.parameters, strict=True)]
+        of = [self.constants.constants[name] for name, _ in self.parameters]
+        names = [constant_names(c.by)[index or 0] for c, (_, index) in zip(of, self.parameters, strict=True)]
         return Prior(
             np.log([c.prior(name) for c, name in zip(of, names, strict=True)]), np.array([c.sure for c in of]),
             np.array([np.log(c.least) if c.least else -np.inf for c in of]),
@@ -94,12 +92,11 @@ class FitProblem:
     def constants_at(self, logs: np.ndarray) -> Calibration:
         """Return the constants with these logarithms."""
         values: dict[str, np.ndarray] = {}
-        for parameter, value in zip(self.parameters, np.exp(logs), strict=True):
-            if parameter.index is None:
-                values[parameter.name] = np.array(value)
+        for (name, index), value in zip(self.parameters, np.exp(logs), strict=True):
+            if index is None:
+                values[name] = np.array(value)
             else:
-                array = values.setdefault(parameter.name, self.constants[parameter.name].copy())
-                array[parameter.index] = value
+                values.setdefault(name, self.constants[name].copy())[index] = value
         return self.constants.with_values(values)
 
     def residuals(self, logs: np.ndarray, rows: np.ndarray | None = None) -> np.ndarray:
@@ -121,11 +118,10 @@ class FitProblem:
         """Return [residuals, parameters] by finite differences, over the points that each parameter affects."""
         everywhere = self.residuals(logs)
         found, count = np.zeros((len(everywhere), len(logs))), len(self.points)
-        for j, parameter in enumerate(self.parameters):
-            by = self.constants.constants[parameter.name].by
+        for j, (name, index) in enumerate(self.parameters):
             rows = np.arange(count)
-            if parameter.index is not None:
-                rows = np.flatnonzero(self.runs.code(by) == parameter.index)
+            if index is not None:
+                rows = np.flatnonzero(self.runs.code(self.constants.constants[name].by) == index)
             at = rows if self.what == "time" else np.concatenate([rows, rows + count])
             moved = logs + small * (np.arange(len(logs)) == j)
             found[at, j] = (self.residuals(moved, rows) - everywhere[at]) / small
@@ -190,11 +186,10 @@ def find_at_bounds(constants: Calibration, points: Sequence[Point]) -> list[str]
     for what in SCALES:
         problem = FitProblem(points, what, constants)
         logs, prior = problem.start(), problem.prior
-        for parameter, at, least, most in zip(problem.parameters, logs, prior.least, prior.most, strict=True):
+        for (name, index), at, least, most in zip(problem.parameters, logs, prior.least, prior.most, strict=True):
             if min(abs(at - least), abs(at - most)) < 1e-3:
-                name = parameter.name
-                if parameter.index is not None:
-                    name += f", {constant_names(constants.constants[name].by)[parameter.index]}"
+                if index is not None:
+                    name += f", {constant_names(constants.constants[name].by)[index]}"
                 bound = "lower" if abs(at - least) < 1e-3 else "upper"
                 lines.append(f"{name} is at its {bound} bound, {np.exp(at):.4g}")
     return lines
@@ -214,3 +209,90 @@ def to_tables(constants: Calibration, points: Sequence[Point]) -> dict:
             table["value"] = float(f"{float(constants[name]):.4g}")
         tables[name] = table
     return tables
+
+
+# ---- cross-validation ------------------------------------------------------------------------------------------------
+
+
+def assign_folds(points: Sequence[Point]) -> np.ndarray:
+    """Return the fold of each point, by the layers, hidden size and heads of its model: [points]."""
+    shapes = [tuple(p.run[name] for name in ("layers", "hidden", "heads")) for p in points]
+    fold = {shape: i * 7919 % FOLDS for i, shape in enumerate(sorted(set(shapes)))}
+    return np.array([fold[shape] for shape in shapes])
+
+
+def estimate_held_out(
+    points: Sequence[Point], constants: Calibration, folds: np.ndarray, iterations: int = ITERATIONS
+) -> np.ndarray:
+    """Run `estimate_points` on each fold with constants fitted to the other folds: [3, points]."""
+    found = np.zeros((3, len(points)))
+    for fold in sorted(set(folds)):
+        seen = fit_constants([p for p, f in zip(points, folds, strict=True) if f != fold], constants, iterations)
+        left = [p for p, f in zip(points, folds, strict=True) if f == fold]
+        found[:, folds == fold] = estimate_points(Runs.of([p.run for p in left]), left, seen)
+    return found
+
+
+def _index_scale(runs: Runs) -> np.ndarray:
+    """Return each run's index into `SPREADS`."""
+    return np.where(runs.ranks <= runs.per_node, 0, np.where(runs.ranks <= 128, 1, 2))
+
+
+def intervals(runs: Runs, constants: Calibration) -> tuple[np.ndarray, np.ndarray]:
+    """Return half of the 80 % intervals of each run's time and memory, of the logarithm."""
+    software = runs.code("software")
+    time = constants["spread_time"][software] * constants["spread_scale"][_index_scale(runs)]
+    return time, constants["spread_memory"][software]
+
+
+def fit_held_out_intervals(
+    points: Sequence[Point], constants: Calibration, found: np.ndarray, folds: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return `intervals` of each point from the errors of all other folds."""
+    widths = np.zeros((2, len(points)))
+    for fold in sorted(set(folds)):
+        others = folds != fold
+        known = fit_spreads([p for p, o in zip(points, others, strict=True) if o], constants, found[:, others])
+        left = Runs.of([p.run for p, o in zip(points, others, strict=True) if not o])
+        widths[:, ~others] = intervals(left, known)
+    return widths[0], widths[1]
+
+
+def fit_spreads(points: Sequence[Point], constants: Calibration, found: np.ndarray) -> Calibration:
+    """Set the widths of the 80 % intervals: quantiles of the errors by software, shrunk to those of all software.
+
+    Software without measurements gets the largest width.
+
+    Args:
+        found: estimates of the points by `estimate_held_out`.
+    """
+    runs = Runs.of([p.run for p in points])
+    graded = np.array([p.quality in "AM" for p in points])
+    measured = np.array([[p.seconds or np.nan, p.bytes or np.nan] for p in points]).T
+    errors = np.where(graded, np.abs(np.log(found[:2] / measured)), np.nan)
+    software, values = runs.code("software"), {}
+    for name, error in zip(SPREAD, errors, strict=False):
+        values[name] = _by_software(error, software, constants[name])
+    relative, scale = errors[0] / values["spread_time"][software], _index_scale(runs)
+    values["spread_scale"] = np.array([max(0.5, _width(relative[scale == i], 20, 1.0)) for i in range(len(SPREADS))])
+    return constants.with_values(values)
+
+
+def _by_software(errors: np.ndarray, software: np.ndarray, before: np.ndarray) -> np.ndarray:
+    everywhere = _width(errors, 1, before.max())
+    widths, reached = np.full(len(software_table()), everywhere), []
+    for code in set(software):
+        mine = errors[(software == code) & ~np.isnan(errors)]
+        if len(mine) >= FEW:
+            trust = len(mine) / (len(mine) + FEW)
+            widths[code] = np.exp(trust * np.log(_width(mine, FEW, everywhere)) + (1 - trust) * np.log(everywhere))
+            reached.append(code)
+    widest = widths[reached].max() if reached else everywhere
+    widths[[code for code in range(len(widths)) if code not in reached]] = widest
+    return widths
+
+
+def _width(errors: np.ndarray, least: int, default: float) -> float:
+    """Return the 80 % quantile of the known errors, or a default if there are fewer than ``least``."""
+    known = errors[~np.isnan(errors)]
+    return float(np.quantile(known, INSIDE)) if len(known) >= max(1, least) else float(default)

@@ -86,9 +86,8 @@ def simulate_printed(printed: PrintedBubble) -> Timeline:
     Raises:
         UsageError: the method is unknown.
     """
-    forward, backward_input, backward_weight, message = printed.times
-    v = printed.virtual
-    times = ActionTimes(forward / v, backward_input / v, backward_weight / v)
+    *passes, message = printed.times
+    times = ActionTimes(*(seconds / printed.virtual for seconds in passes))
     return simulate(_program(printed), times, MessageTimes(time=message))
 
 

@@ -152,7 +152,8 @@ def _model(row: Row, known: _Known, software: Software) -> dict[str, Any]:
         "tied": columns.tied(row), "experts": experts, "active": active,
         "recompute": RECOMPUTE.index(mode or software.recompute),
         "attention": ATTENTION.index(columns.attention(row, software.attention)),
-        "fused_norm": columns.fused_norm(row, software.name),
+        # A norm is one kernel everywhere, except in one study that compares both.
+        "fused_norm": software.name != "aleph-alpha" or "RMS" in (row.get("attn_kernel") or ""),
     }  # fmt: skip
 
 

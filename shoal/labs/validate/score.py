@@ -9,9 +9,8 @@ from functools import cached_property
 
 import numpy as np
 
-from shoal.labs.validate.fit import estimate_points
+from shoal.labs.validate.fit import estimate_points, intervals
 from shoal.labs.validate.rows import Point
-from shoal.labs.validate.unseen import intervals
 from shoal.planning.cost.batched_runs import Runs
 from shoal.spec.catalog.calibration import Calibration
 

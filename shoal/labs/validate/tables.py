@@ -1,9 +1,10 @@
-"""Tables of a validation, as lines of text."""
+"""Tables of a validation as lines of text, and its HTML page."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 
@@ -12,7 +13,9 @@ from shoal.labs.validate.fit import find_at_bounds
 from shoal.labs.validate.rows import Left
 from shoal.labs.validate.score import Errors, Scored, group_by, totals
 from shoal.labs.validate.validation import Validation
-from shoal.report.tables import table_lines
+from shoal.report.charts import draw_scatter, new_figure, to_svg
+from shoal.report.page import page
+from shoal.report.tables import html_table, html_tiles, table_lines
 
 HEADS = (
     "times", "median", "90 %", "bias", "in 80 %", "memory", "median", "90 %", "bias", "in 80 %", "did not fit",
@@ -102,3 +105,47 @@ def _rows(scores: Mapping[str, Scored]) -> list[str]:
         oom = [f"{count:,}", f"{precision:.3f}", f"{recall:.3f}"] if count else [""] * 3
         rows.append([name, *scored.time.cells(), *scored.memory.cells(), *oom])
     return table_lines(["", *HEADS], rows, right=1)
+
+
+def write_page(path: Path, scored: Scored, left: int) -> None:
+    """Write a page with estimates plotted against measurements, one dot for each published point."""
+    facts = [
+        (
+            f"{what}: median error of {errors.rows:,} {kind}; 90 % within {100 * errors.ninetieth:.0f} %",
+            f"{100 * errors.median:.1f} %",
+        )
+        for what, part in totals(scored).items()
+        for kind, errors in (("times", part.time), ("memory figures", part.memory))
+        if errors.rows
+    ]
+    graded = scored.where(lambda p: p.quality in "AM")
+    errors = ("median", "90 %", "bias")
+    sources = [
+        [name, *part.time.cells()[:-1], *part.memory.cells()[:-1]]
+        for name, part in group_by(scored, lambda p: f"{p.file}, {p.quality}").items()
+    ]
+    parts = [
+        html_tiles(facts),
+        "<h2>Step time, quality A</h2>",
+        _scatter(graded, graded.seconds, graded.measured_seconds, "s", "step time"),
+        "<h2>Memory, quality A and M</h2>",
+        _scatter(graded, graded.bytes / 1e9, graded.measured_bytes / 1e9, "GB", "memory"),
+        "<h2>By source</h2>",
+        html_table(sources, ("source", "times", *errors, "memory", *errors)),
+    ]
+    lead = f"{len(scored.points):,} published points, estimated; {left:,} could not be."
+    path.write_text(page("Validation", lead, parts), encoding="utf-8")
+
+
+def _scatter(scored: Scored, estimate: np.ndarray, measured: np.ndarray, unit: str, what: str) -> str:
+    """Plot estimates against measurements on logarithmic axes, a colour for each source."""
+    groups: dict[str, list[tuple[float, float]]] = {}
+    for point, x, y in zip(scored.points, measured, estimate, strict=True):
+        if not np.isnan(x):
+            groups.setdefault(point.file, []).append((x, y))
+    if not groups:
+        return f"<p>No {what} was published.</p>"
+    figure, (axes,) = new_figure(780, 540)
+    # The largest groups first, so that small ones lie over them.
+    draw_scatter(axes, dict(sorted(groups.items(), key=lambda item: -len(item[1]))), unit=unit, log=True)
+    return to_svg(figure, inline=True)

@@ -10,10 +10,16 @@ import tomli_w
 from shoal.base.errors import UsageError
 from shoal.base.files import write_whole
 from shoal.labs.validate.by_estimate import EstimatedSteps, simulate_points
-from shoal.labs.validate.fit import fit_constants, to_tables
+from shoal.labs.validate.fit import (
+    assign_folds,
+    estimate_held_out,
+    fit_constants,
+    fit_held_out_intervals,
+    fit_spreads,
+    to_tables,
+)
 from shoal.labs.validate.rows import Left, Point, read_folder
 from shoal.labs.validate.score import Scored, score
-from shoal.labs.validate.unseen import assign_folds, estimate_held_out, fit_held_out_intervals, fit_spreads
 from shoal.spec.catalog.calibration import Calibration, read_calibration
 
 HEAD = (
@@ -75,14 +81,9 @@ def validate_estimates(folder: Path, *, constants: Path | None = None, fit: bool
         raise UsageError(f"{folder}: no row of any CSV file there is a measured step; docs/validate.md has the columns")
     unseen = None
     if fit:
-        known, unseen = _fit(points, known)
+        folds = assign_folds(points)
+        held_out = estimate_held_out(points, known, folds)
+        seconds, size, part = held_out
+        unseen = Scored(points, seconds, size, part, *fit_held_out_intervals(points, known, held_out, folds))
+        known = fit_spreads(points, fit_constants(points, known), held_out)
     return Validation(points, left, known, score(points, known), simulate_points(points, known), unseen)
-
-
-def _fit(points: list[Point], constants: Calibration) -> tuple[Calibration, Scored]:
-    """Return constants fitted to all points, and the points estimated by fits that have not seen them."""
-    folds = assign_folds(points)
-    found = estimate_held_out(points, constants, folds)
-    seconds, size, part = found
-    unseen = Scored(points, seconds, size, part, *fit_held_out_intervals(points, constants, found, folds))
-    return fit_spreads(points, fit_constants(points, constants), found), unseen

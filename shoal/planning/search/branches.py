@@ -43,21 +43,9 @@ class Order(NamedTuple):
     full_backwards: bool
     limited: bool
 
-    @staticmethod
-    def of(schedule: str) -> Order:
-        return Order(schedule not in SPLIT_BACKWARD, schedule == "1f1b")
 
-
-class Ends(NamedTuple):
-    """Lower bounds of the end of the last computation.
-
-    Attributes:
-        ranks: [layouts, ranks] seconds, for each rank.
-        step: [layouts] seconds, for all of them.
-    """
-
-    ranks: np.ndarray
-    step: np.ndarray
+Ends = tuple[np.ndarray, np.ndarray]
+"""Lower bounds of the end of the last computation in seconds: of each rank [layouts, ranks], and of all [layouts]."""
 
 
 @lru_cache(maxsize=4096)
@@ -88,6 +76,7 @@ class Outline:
         kind: [stages] the kind of each stage.
         counts: [kinds, 5] multiplicities of the times in `StagePrices.linear`, for each kind.
         holder: [stages] the pipeline rank of each.
+        first_holders: pipeline ranks that hold a first stage.
         groups: groups of ranks with equal contents, as (the stage numbers of each rank, the contents of these stages).
     """
 
@@ -101,6 +90,7 @@ class Outline:
         self.kinds = [parts[keys.index(key)] for key in kinds]
         self.counts = np.array(list(kinds), float)
         self.holder, self.copies, self.depth = np.array(program.stage_rank), program.model_copies, program.depth
+        self.first_holders = self.holder[:: self.depth]
         self._by_rank = np.argsort(self.holder, kind="stable")
         self._starts = np.searchsorted(self.holder[self._by_rank], np.arange(program.ranks))
         for held in np.split(self._by_rank, self._starts[1:]):
@@ -116,11 +106,6 @@ class Outline:
     @property
     def first(self) -> list[StagePart]:
         return self.groups[0][1]
-
-    @property
-    def first_holders(self) -> np.ndarray:
-        """Pipeline ranks that hold a first stage."""
-        return self.holder[:: self.depth]
 
     def each(self, price: Callable[[StagePart], Any]) -> np.ndarray:
         """Evaluate a function for every stage; it returns one number or several. [..., stages]"""
@@ -157,9 +142,9 @@ class Outline:
             microbatches: [layouts] micro-batches of each replica.
         """
         *passes, launches = (linear @ self.counts.T)[:, :, self.kind].swapaxes(0, 1)
-        ends = self.ends(np.stack(passes), hops, microbatches, order)
+        ranks, step = self.ends(np.stack(passes), hops, microbatches, order)
         launched = self.sum_by_rank(self.through(microbatches) * launches)
-        return np.maximum(np.maximum(ends.ranks, launched).max(axis=1), ends.step)
+        return np.maximum(np.maximum(ranks, launched).max(axis=1), step)
 
     def ends(self, times: np.ndarray, hop: np.ndarray | float, microbatches: np.ndarray | int, order: Order) -> Ends:
         """Return lower bounds of when each rank, and each first stage, finishes its last computation.
@@ -184,7 +169,7 @@ class Outline:
             trip = np.cumsum((forward + upward)[:, ::-1], axis=1)[:, ::-1] + 2 * hop * (most - 1)
             trips, rest = np.divmod(np.reshape(microbatches, (-1, 1)) - 1, most)
             drained = np.maximum(drained, (begins + (trips + 1) * trip + rest * upward + left).max(axis=1))
-        return Ends(busy, np.maximum(drained, busy[:, self.first_holders].min(axis=1)))
+        return busy, np.maximum(drained, busy[:, self.first_holders].min(axis=1))
 
     def _before(self, values: np.ndarray) -> np.ndarray:
         """Sum over the previous stages of the same copy. [layouts, stages]"""
@@ -198,11 +183,12 @@ class Outline:
             ends: bounds of all the layouts, or one for all of them, without ZeRO's additions.
             added: [4, layouts, stages] seconds: per micro-batch; and for a stage's reduction, update and gather.
         """
-        passes, reduce, step, gather = self.sum_by_rank(added)
-        after = reduce + step.max(axis=1, keepdims=True) + gather
+        passes, reduce, update, gather = self.sum_by_rank(added)
+        after = reduce + update.max(axis=1, keepdims=True) + gather
+        ranks, step = ends
         through = microbatches // self.copies  # through the first stage
-        busy = (ends.ranks + through * passes + after).max(axis=1)
-        return np.maximum(busy, ends.step + after[:, self.first_holders].min(axis=1))
+        busy = (ranks + through * passes + after).max(axis=1)
+        return np.maximum(busy, step + after[:, self.first_holders].min(axis=1))
 
 
 # ---- branches --------------------------------------------------------------------------------------------------------
@@ -287,7 +273,6 @@ def branches(run: EstimatedRun, space: LayoutSpace, works: Iterable[WorkItem]) -
 
 
 def _in_order(least: np.ndarray, begin: int, works: Sequence[WorkItem], pipe: Pipe) -> Iterator[Branch]:
-    """Yield the branches of one pipeline's work items in order of their lower bound."""
     for i in np.argsort(least, kind="stable").tolist():
         yield Branch(float(least[i]), begin + i, works[i], pipe)
 
@@ -297,10 +282,11 @@ def _pipes(
 ) -> Iterator[Pipe]:
     """Yield a schedule's pipelines by split of the layers; pipelines with equal placement share an outline."""
     schedule = SCHEDULES[fields["schedule"]]
+    order = Order(schedule.name not in SPLIT_BACKWARD, schedule.name == "1f1b")
     placement = schedule.placement(pp, schedule.virtual or fields["virtual_stages"])
     for split in splits(run.shape, pp, pipeline_depth(pp, fields), space):
         layers = split["stage_layers"] or ()
         copies = schedule.model_copies
         if (key := (placement, copies, layers)) not in known:
             known[key] = Outline(run.shape, Program(((),) * pp, placement, 0, model_copies=copies, layers=layers))
-        yield Pipe(fields, split, known[key], Order.of(fields["schedule"]))
+        yield Pipe(fields, split, known[key], order)

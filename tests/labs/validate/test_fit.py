@@ -8,10 +8,17 @@ import pytest
 
 from shoal.base.errors import UsageError
 from shoal.cli.main import main
-from shoal.labs.validate.fit import find_at_bounds, fit_constants
+from shoal.labs.validate.fit import (
+    assign_folds,
+    estimate_held_out,
+    find_at_bounds,
+    fit_constants,
+    fit_held_out_intervals,
+    fit_spreads,
+    intervals,
+)
 from shoal.labs.validate.rows import read_row
 from shoal.labs.validate.score import score, totals
-from shoal.labs.validate.unseen import assign_folds, estimate_held_out, fit_held_out_intervals, fit_spreads, intervals
 from shoal.planning.cost.batched_runs import Runs
 from shoal.spec.catalog.calibration import GENERATIONS, Calibration, calibration, read_calibration
 from tests.labs.validate.published import MODELS, measured, points_of, sweep, write

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from shoal.planning.cost.batched_runs import Runs
 from shoal.planning.cost.memory.published_software import footprint
 from shoal.planning.cost.time.kernels import Kernels
-from shoal.planning.cost.time.step import shard_parameters, split_layers, step, weights_of_stage
+from shoal.planning.cost.time.step import shard_parameters, split_layers, step, weights_on_rank
 from shoal.spec.catalog.calibration import calibration
 
 LLAMA = {  # 8 B on 8 accelerators with 1 PFLOP/s
@@ -24,7 +24,8 @@ def seconds(**change: float) -> float:
 
 def test_a_layer_has_its_parameters() -> None:
     runs = Runs.of([LLAMA])
-    assert weights_of_stage(runs, split_layers(runs).most)[0] == pytest.approx(8.03e9, rel=0.001)
+    layer, ends = weights_on_rank(runs)
+    assert 32 * layer[0] + ends[0] == pytest.approx(8.03e9, rel=0.001)
 
 
 def test_utilisation_is_that_of_well_shaped_runs() -> None:
@@ -90,8 +91,9 @@ def test_experts_are_sharded_over_the_ranks_that_have_the_same_ones() -> None:
     """Of 8 ranks with ep 2, 4 have the same experts: each has a quarter of their states, an eighth of all others."""
     sparse = LLAMA | {"experts": 8, "active": 2, "ep": 2}
     runs = Runs.of([sparse, sparse | {"ep": 1}, LLAMA])
-    layers = split_layers(runs).most
-    weights = weights_of_stage(runs, layers)
+    _, layers, _ = split_layers(runs)
+    layer, ends = weights_on_rank(runs)
+    weights = layers * layer + ends
     matrices = 32 * 3 * 4096 * 14336
     share, dense = shard_parameters(runs, weights, layers), (weights[0] - 4 * matrices) / 8
     assert share[0] == pytest.approx(dense + 4 * matrices / 4)

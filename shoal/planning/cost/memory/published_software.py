@@ -48,7 +48,7 @@ class Footprint:
 def footprint(runs: Runs, constants: Calibration) -> Footprint:
     """Return the memory of every run."""
     r, c = runs, constants.numbers
-    k, stages, alone = Kernels(r, constants), split_layers(r), r.pp == 1
+    k, (first_layers, most_layers, last_layers), alone = Kernels(r, constants), split_layers(r), r.pp == 1
     kept, again = _layer(k)
     chunks = 1 + np.where(r.virtual > 1, (r.pp - 1) / (r.pp * r.virtual), 0.0)
     alive = np.where(alone, 1.0, np.minimum(r.microbatches, r.pp) * chunks * r.alive)
@@ -56,9 +56,9 @@ def footprint(runs: Runs, constants: Calibration) -> Footprint:
     waiting = np.where(alone, 1.0, np.minimum(r.microbatches, np.where(r.alive > 1, r.pp, 1.0)))
     logits = r.tokens * r.vocab / np.where(r.logits_whole > 0, 1, r.tp) * k.constant("logit_bytes", "software")
     held = again + k.constants["gather_buffers"] * _gathered(k)
-    first = _rank(k, stages.first, 1, alive, kept, held + np.where(alone, logits, 0.0))
-    second = _rank(k, stages.most, r.pp == 2, after, kept, np.where(r.pp > 2, held, 0.0))
-    last = _rank(k, stages.last, 1, waiting, kept, held + logits)
+    first = _rank(k, first_layers, 1, alive, kept, held + np.where(alone, logits, 0.0))
+    second = _rank(k, most_layers, r.pp == 2, after, kept, np.where(r.pp > 2, held, 0.0))
+    last = _rank(k, last_layers, 1, waiting, kept, held + logits)
     allocated, reserved, needed = np.maximum.reduce([first, second, last])
     beside = outside_allocator(r.memory, constants)
     return Footprint(allocated, reserved, first[1], reserved + beside, needed + beside, r.memory * c["usable"])

@@ -96,6 +96,9 @@ class StageMemory:
     Args:
         run: a run with a checked layout and schedule that fills the cluster.
         known: cache of stage counts; runs that differ only in layout may share it.
+
+    Attributes:
+        capacity, library_bytes, fragmentation: see `device_capacity`, `library_bytes` and `allocator_excess`.
     """
 
     def __init__(self, run: EstimatedRun, known: dict | None = None):
@@ -103,6 +106,10 @@ class StageMemory:
         self.known = {} if known is None else known
         self.calibration: Calibration = self.once("constants", lambda: cluster_calibration(run.cluster))
         self.constants = self.calibration.numbers
+        self.capacity, self.library_bytes, self.fragmentation = self.once("device", lambda: (
+            device_capacity(run.cluster, self.calibration), library_bytes(run.cluster, self.calibration),
+            allocator_excess(self.calibration),
+        ))  # fmt: skip
         self.forward = self.once(("pass", self.pass_key), lambda: MicroBatch(
             run.shape, run.layout, run.sequence_length, run.policy.compute.itemsize, run.attention,
             run.document_mask, eight=EightBits.of(run.policy, run.float8),
@@ -288,8 +295,6 @@ class StageMemory:
 
     def _above(self, part: StagePart, done: int, kind: Half) -> int:
         """Return the bytes freed after the backward of the last ``done`` layers of one micro-batch."""
-        if not done:
-            return 0
         key = ("above", kind, self.pass_key, self._layers(part), done)
         return self.once(key, lambda: above(self.forward, part, done, kind))
 
@@ -316,22 +321,9 @@ class StageMemory:
         key = ("moments", kind, self.pass_key, self._layers(part), part.first, part.last)
         return self.once(key, lambda: moments(self.forward, part, kind))
 
-    @cached_property
-    def library_bytes(self) -> float:
-        return library_bytes(self.run.cluster, self.calibration)
-
-    @cached_property
-    def capacity(self) -> float:
-        """Bytes of a device available to a process."""
-        return device_capacity(self.run.cluster, self.calibration)
-
     def with_holes(self, alive: float) -> float:
         """Return the bytes that the allocator reserves for this many bytes of activations."""
         return (1 + self.fragmentation) * alive
-
-    @cached_property
-    def fragmentation(self) -> float:
-        return allocator_excess(self.calibration)
 
 
 def device_capacity(cluster: Cluster, calibration: Calibration) -> float:

@@ -45,10 +45,10 @@ class Moment(NamedTuple):
 
 def moments(run: MicroBatch, part: StagePart, kind: Half = "full") -> list[Moment]:
     """Return the possible peaks of a pass of one micro-batch, without other messages of its rank."""
-    passing = run.hidden_bytes
+    passing, e, n = run.hidden_bytes, run.itemsize, run.tokens
     rows, h, full = -(-run.shape.vocab // run.layout.tp), run.shape.hidden, kind == "full"
     come = 0 if part.last else passing  # a gradient, consumed by the first half
-    table = run.itemsize * rows * h if run.itemsize < 4 else 0  # a gradient, before it is added
+    table = e * rows * h if e < 4 else 0  # a gradient, before it is added
     places = [run.shape.sparse(layer) for layer in reversed(part.layers)]
     # Per kind, the layer with the most layers below; a half may leave more than was saved, so the first counts too.
     ends = {sparse: (places.index(sparse), len(places) - 1 - places[::-1].index(sparse)) for sparse in set(places)}
@@ -68,10 +68,12 @@ def moments(run: MicroBatch, part: StagePart, kind: Half = "full") -> list[Momen
     found, gone = [], 0
     if part.last:
         gone = kept - (0 if full else between_backward_halves.head(run))
-        making = come + _output(run, rows)
+        # At the output matrix's input gradient, when the probabilities are freed.
+        making = come + (e - run.exact) * n * rows + e * n * h + _copied(run)
         # A matrix shared with another stage is reduced separately, as soon as its gradient is computed.
         complete = making if run.shape.tied and not part.first else come + 2 * passing - gone
-        found.append(Moment("loss", come + _loss(run, rows)))
+        # The loss works in place except for a cast of its gradient.
+        found.append(Moment("loss", come + (e if e < run.exact else 0) * n * rows))
         found += _both("head", making + table, complete) if full else [Moment("head", making)]
     for sparse, done in layers:
         gradient = come + (passing if part.last else 0) - gone - above(run, part, done, kind)
@@ -100,17 +102,6 @@ def above(run: MicroBatch, part: StagePart, done: int, kind: Half = "full") -> i
     layers = part.layers[len(part.layers) - done :]
     left = between_backward_halves.between(run, StagePart(layers, first=False, last=False)) if kind == "input" else 0
     return activations.layers_bytes(run, layers) - left
-
-
-def _loss(run: MicroBatch, rows: int) -> int:
-    """Return the bytes of the loss, which works in place except for a cast of its gradient."""
-    return (run.itemsize if run.itemsize < run.exact else 0) * run.tokens * rows
-
-
-def _output(run: MicroBatch, rows: int) -> int:
-    """Return the bytes at the output matrix's input gradient, when the probabilities are freed."""
-    e, n, h = run.itemsize, run.tokens, run.shape.hidden
-    return (e - run.exact) * n * rows + e * n * h + _copied(run)
 
 
 Block = list[tuple[int, int]]

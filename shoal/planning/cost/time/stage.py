@@ -359,18 +359,13 @@ class StagePrices(StageMemory):
         exchange = pieces * (holders.reduce_scatter(size) + holders.all_gather(size)) if holders.ranks > 1 else 0.0
         return found.busiest(holders.ranks, wide=wide) / rate + exchange
 
-    @cached_property
-    def hops(self) -> tuple[float, float]:
-        """Seconds for which a message to the next pipeline rank occupies its link, and then until its arrival."""
-        pipeline = self.group("pp")
-        return self.message / pipeline.hop, pipeline.hop_latency + self.constants["hop"]
-
     @property
     def hop(self) -> float:
         """Seconds of a message between two pipeline ranks, from sending to arrival."""
-        return sum(self.hops)
+        return float(self.link.time + self.link.latency)
 
     @cached_property
     def link(self) -> MessageTimes:
         """Message times from a pipeline rank to the next."""
-        return MessageTimes(*self.hops)
+        pipeline = self.group("pp")
+        return MessageTimes(self.message / pipeline.hop, pipeline.hop_latency + self.constants["hop"])

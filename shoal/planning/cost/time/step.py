@@ -11,7 +11,7 @@ by up to a full step, and also launches during the bubble.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,27 +22,17 @@ from shoal.spec.catalog.calibration import Calibration
 LAST_BUCKET = 0.05  # share of the gradients that is reduced last, with nothing to hide it
 
 
-@dataclass(frozen=True)
-class RankLayers:
-    """Layers of the relevant pipeline ranks.
-
-    Attributes:
-        first, most, last: layers of the first rank, of the second (the maximum), and of the last, which has the head.
-    """
-
-    first: np.ndarray
-    most: np.ndarray
-    last: np.ndarray
-
-
 def layer_weights(r: Runs) -> np.ndarray:
     """Return the matrix parameters of a layer that each token uses, over all tensor-parallel ranks."""
     q, kv = r.heads * r.head_dim, r.kv_heads * r.head_dim
     return r.hidden * (2 * q + 2 * kv + (2 + r.gated) * r.ffn * r.active)
 
 
-def split_layers(r: Runs) -> RankLayers:
-    """Return stages with equal numbers of layers (one less at the ends if uneven), or with equal costs."""
+def split_layers(r: Runs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the layers of the first rank, of the second (the maximum), and of the last, which has the head.
+
+    Stages have equal numbers of layers (one less at the ends if uneven), or equal costs.
+    """
     even = np.mod(r.layers, r.pp) == 0
     each = np.ceil(r.layers / r.pp)
     target = np.round((r.layers + r.vocab * r.hidden / layer_weights(r)) / r.pp, 6)
@@ -50,7 +40,8 @@ def split_layers(r: Runs) -> RankLayers:
     rest = np.maximum(r.layers - _up_to(np.round((r.pp - 1) * target, 6), r), 0)
     last = np.where(r.balanced > 0, rest, np.where(even, each, each - 1))
     first = np.where((r.balanced > 0) | even, most, np.maximum(each - 1, 1))
-    return RankLayers(*(np.where(r.pp == 1, r.layers, layers) for layers in (first, most, last)))
+    first, most, last = (np.where(r.pp == 1, r.layers, layers) for layers in (first, most, last))
+    return first, most, last
 
 
 def _up_to(share: np.ndarray, r: Runs) -> np.ndarray:
@@ -66,12 +57,6 @@ def weights_on_rank(r: Runs) -> tuple[np.ndarray, np.ndarray]:
     return layer / r.tp, ends * r.vocab * r.hidden / r.tp
 
 
-def weights_of_stage(r: Runs, layers: np.ndarray) -> np.ndarray:
-    """Return the parameters on one rank of a stage with some layers and one or both ends."""
-    layer, end = weights_on_rank(r)
-    return layers * layer + end
-
-
 def shard_parameters(r: Runs, weights: np.ndarray, layers: np.ndarray) -> np.ndarray:
     """Return the parameters of a rank's shard of some layers and ends; experts have fewer replicas."""
     experts = layers * r.hidden * (2 + r.gated) * r.ffn * r.experts / r.ep / r.tp
@@ -79,35 +64,28 @@ def shard_parameters(r: Runs, weights: np.ndarray, layers: np.ndarray) -> np.nda
     return (weights - experts) / np.maximum(r.shard, 1) + experts / np.maximum(r.shard / r.ep, 1)
 
 
-@dataclass(frozen=True)
-class StepTimes:
+class StepTimes(NamedTuple):
     """Seconds of a step by cause: arrays with one entry per run.
 
     Attributes:
         busy: all micro-batches on the slowest pipeline rank, messages between stages included; or their launches.
         bubble: that rank's waiting time, beyond launch time.
-        sharding: exposed gathers and reductions of ZeRO-3.
-        reduction: gradient reductions and parameter gathers after the last backward.
-        update: optimizer time.
-        fixed: other constant time of every step.
+        rest: ZeRO-3's exposed collectives, reductions and gathers after the last backward, update, and constant time.
     """
 
     busy: np.ndarray
     bubble: np.ndarray
-    sharding: np.ndarray
-    reduction: np.ndarray
-    update: np.ndarray
-    fixed: np.ndarray
+    rest: np.ndarray
 
     @property
     def seconds(self) -> np.ndarray:
-        return sum(vars(self).values())
+        return self.busy + self.bubble + self.rest
 
 
 def step(runs: Runs, constants: Calibration) -> StepTimes:
     """Return the step times of all runs."""
     r, c, k = runs, constants.numbers, Kernels(runs, constants)
-    stages, waits = split_layers(r), (r.pp > 1) & (r.ahead == 0)
+    (_, most_layers, last_layers), waits = split_layers(r), (r.pp > 1) & (r.ahead == 0)
     device, launching, host = k.forward + k.backward, k.launches_of_both, c["micro_batch"]
 
     def passing(layers: np.ndarray, head: np.ndarray | float, host: np.ndarray | float) -> np.ndarray:
@@ -115,32 +93,28 @@ def step(runs: Runs, constants: Calibration) -> StepTimes:
         computing = layers * device + head
         return np.where(waits, soft_max(computing, layers * launching + host, c["sharp"]), computing)
 
-    most = np.where(r.pp > 1, passing(stages.most, 0.0, host), 0.0)
+    most = np.where(r.pp > 1, passing(most_layers, 0.0, host), 0.0)
     hop = np.where(r.pp > 1, _hop(k), 0.0)
     shown = np.where(r.overlap_pipeline > 0, 1 - c["hide_pipeline"], 1.0)
-    slowest = np.maximum(most, passing(stages.last, k.head, host)) + 2 * hop * shown * r.virtual
+    slowest = np.maximum(most, passing(last_layers, k.head, host)) + 2 * hop * shown * r.virtual
     through = passing(r.layers, k.head, r.pp * host)  # through all stages
     bubble = np.maximum(through - slowest, 0.0) / r.virtual * r.warmup + 2 * (r.pp - 1) * hop
     # A host that does not wait launches while its device computes: the longer of the two full step times counts.
-    launched = r.microbatches * (np.maximum(stages.most, stages.last) * launching + host)
+    launched = r.microbatches * (np.maximum(most_layers, last_layers) * launching + host)
     launched, computed = np.where(waits, 0.0, launched), r.microbatches * slowest
     busy = np.maximum(computed, launched)
     bubble = np.maximum(computed + bubble, launched) - busy
-    weights = weights_of_stage(r, stages.most)
+    layer, end = weights_on_rank(r)
+    weights = most_layers * layer + end
     forward, backward = k.layer
-    sharding = _sharding(k, weights, stages.most * forward + k.head / 3, stages.most * backward + k.head * 2 / 3)
+    sharding = _sharding(k, weights, most_layers * forward + k.head / 3, most_layers * backward + k.head * 2 / 3)
     slower = 1 + c["stragglers"] * np.log2(np.maximum(r.ranks / r.per_node, 1))
     added = c["accumulate"] * (E + 2 * r.gradient_bytes) * weights  # bytes: gradient read, its sum read and written
     accumulate = np.where(r.zero < 3, added * r.microbatches / k.hbm, 0.0)
-    update = shard_parameters(r, weights, stages.most) * c["update"] / k.hbm
-    return StepTimes(
-        busy=(busy + accumulate) * slower,
-        bubble=bubble * slower,
-        sharding=r.microbatches * sharding * slower,
-        reduction=_reduction(k, weights, stages.most * k.backward),
-        update=update,
-        fixed=k.constant("fixed", "software"),
-    )
+    update = shard_parameters(r, weights, most_layers) * c["update"] / k.hbm
+    reduction = _reduction(k, weights, most_layers * k.backward)
+    rest = r.microbatches * sharding * slower + reduction + update + k.constant("fixed", "software")
+    return StepTimes((busy + accumulate) * slower, bubble * slower, rest)
 
 
 def _hop(k: Kernels) -> np.ndarray:
