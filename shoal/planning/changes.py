@@ -25,7 +25,12 @@ def find_changes(estimate: Estimate, most: int = 4) -> list[tuple[str, Estimate]
         most: maximum number of changes to return, fastest first.
     """
     run, found = estimate.run, list[tuple[str, Estimate]]()
-    for name, layout in _candidates(run.layout):
+    for name, change in _single_changes(run.layout):
+        layout = run.layout.model_copy(update=change)
+        if layout.tp == 1:
+            layout = layout.model_copy(update={"sequence_parallel": False, "tp_x": 1})
+        if layout == run.layout:
+            continue
         changed = replace(run, layout=layout)
         try:
             check_layout_on_cluster(changed)
@@ -37,17 +42,8 @@ def find_changes(estimate: Estimate, most: int = 4) -> list[tuple[str, Estimate]
     return sorted(found, key=lambda change: (change[1].step_seconds, change[0]))[:most]
 
 
-def _candidates(layout: Layout) -> Iterator[tuple[str, Layout]]:
-    """Yield layouts that differ in one choice, each with the name of the change."""
-    for name, change in _single_changes(layout):
-        changed = layout.model_copy(update=change)
-        if changed.tp == 1:
-            changed = changed.model_copy(update={"sequence_parallel": False, "tp_x": 1})
-        if changed != layout:
-            yield name, changed
-
-
 def _single_changes(layout: Layout) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the changed fields of layouts that differ in one choice, each with the name of the change."""
     for n in _twice_and_half(layout.micro_batch):
         yield f"micro_batch {n}", {"micro_batch": n}
     for n in (0, 1, 3):

@@ -82,7 +82,12 @@ def describe_run(
     precision = precision or (config.train.precision if config else "bf16")
     optimizer = optimizer or (config.optimizer.name if config else "adamw")
     check_names(precision, optimizer)
-    run = EstimatedRun(shape, layout, machine, s, batch, precision, optimizer, **_from_config(config))
+    more: dict[str, Any] = {} if config is None else {
+        "attention": "explicit" if config.train.attention == "explicit" else "sdpa",
+        "document_mask": config.data.document_mask, "hessian_every": config.optimizer.hessian_every,
+        "float8": config.float8,
+    }  # fmt: skip
+    run = EstimatedRun(shape, layout, machine, s, batch, precision, optimizer, **more)
     check_device(run)
     if run.eight_bits and config and config.float8.scales == "block":
         raise UsageError("float8.scales = block: such products are not estimated.\n  Leave it out, or measure.")
@@ -107,14 +112,3 @@ def _shape(model: str | None, config: RunConfig | None) -> ModelShape:
 
     vocab = load_tokenizer(config.data.tokenizer).vocab_size
     return config.model.shape(vocab=vocab, sequence_length=config.data.sequence_length)
-
-
-def _from_config(config: RunConfig | None) -> dict[str, Any]:
-    """Return the config fields that affect an estimate, except sizes and names."""
-    if config is None:
-        return {}
-    return {
-        "attention": "explicit" if config.train.attention == "explicit" else "sdpa",
-        "document_mask": config.data.document_mask, "hessian_every": config.optimizer.hessian_every,
-        "float8": config.float8,
-    }  # fmt: skip

@@ -22,34 +22,18 @@ PARTS = ("experts", "depths")
 
 
 def check_trained(run: EstimatedRun, layout: Layout, *, ranks: int | None = None) -> None:
-    """Reject a layout that `shoal train` would reject.
-
-    Args:
-        run: the run; its own layout is ignored.
-        ranks: required number of ranks.
-
-    Raises:
-        UsageError: the message names the invalid field, as in `shoal train`.
-    """
+    """Raise a `UsageError` if `shoal train` would reject a layout of the run, or it has not this number of ranks."""
     config = _config(run.precision, run.optimizer, run.global_batch, run.sequence_length)
     check_run(config.model_copy(update={"parallel": layout}), run.shape, ranks=ranks)
 
 
 def check_layout_on_cluster(run: EstimatedRun) -> None:
-    """Reject a run whose layout cannot be trained or does not fill the cluster.
-
-    Raises:
-        UsageError: the message names the invalid field.
-    """
+    """Raise a `UsageError` if the run's layout cannot be trained or does not fill the cluster."""
     check_trained(run, run.layout, ranks=run.cluster.size)
 
 
 def check_estimable(run: EstimatedRun) -> None:
-    """Reject a layout without a formula for its step time.
-
-    Raises:
-        UsageError: the message names the field.
-    """
+    """Raise a `UsageError` if no formula exists for the layout's step time."""
     layout = run.layout
     if layout.sync != "all-reduce":
         raise UsageError(
@@ -64,22 +48,14 @@ def check_estimable(run: EstimatedRun) -> None:
 
 
 def check_names(precision: str, optimizer: str) -> None:
-    """Reject an unknown precision or optimizer.
-
-    Raises:
-        UsageError: the message names the closest known one.
-    """
+    """Raise a `UsageError` that names the closest known precision or optimizer if one is unknown."""
     for option, given, known in (("precision", precision, FORMATS), ("optimizer", optimizer, OPTIMIZERS)):
         if given not in known:
             raise UsageError(f"--{option} {given}: unknown; {did_you_mean(given, known)}")
 
 
 def check_device(run: EstimatedRun) -> None:
-    """Reject number formats in which the cluster's accelerators cannot multiply.
-
-    Raises:
-        UsageError: the message names the accelerator and its formats.
-    """
+    """Raise a `UsageError` if the cluster's accelerators cannot multiply in the number format."""
     machine = run.cluster.accelerator
     if run.products in machine.peak_flops:
         return

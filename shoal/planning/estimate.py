@@ -14,7 +14,7 @@ import numpy as np
 from shoal.pipeline.from_layout import build_layout_program
 from shoal.pipeline.simulator import ActionTimes, Timeline, simulate
 from shoal.pipeline.simulator.columns import Columns, build_columns, live_before_backwards
-from shoal.planning.cost.flops import hardware_flops, model_flops
+from shoal.planning.cost.flops import hardware_flops
 from shoal.planning.cost.memory.stage import PeakMemory, alive_at
 from shoal.planning.cost.parameters import stage_parts
 from shoal.planning.cost.time.engine_layer import spread
@@ -145,7 +145,7 @@ class Estimate(StagePrices):
     @cached_property
     def mfu(self) -> float:
         """Model FLOPs utilisation: model FLOPs over the dense peak of all accelerators and the step time."""
-        done = model_flops(self.run.shape, self.run.sequence_length, self.run.tokens)
+        done = self.run.tokens * self.run.shape.flops_per_token(self.run.sequence_length)
         return done / (self.step_seconds * self.peak * self.run.layout.world_size)
 
     @cached_property

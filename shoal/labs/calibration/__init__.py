@@ -1,1 +1,1 @@
-"""What `shoal calibrate` measures of a machine, and how well an estimate with it foretells real steps."""
+"""What `shoal calibrate` measures of a machine, and how well an estimate with it predicts real steps."""

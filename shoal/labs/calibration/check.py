@@ -93,12 +93,7 @@ def list_layouts(ranks: int) -> list[Layout]:
 
 
 def compare(pool: Pool, chosen: list[Layout], rounds: int, say: Say, steps: int = STEPS) -> list[MeasuredLayout]:
-    """Measure all layouts alternately, and estimate them.
-
-    Args:
-        rounds: turns of each layout.
-        steps: measured steps of a turn, after one that does not count.
-    """
+    """Measure all layouts alternately, each in ``rounds`` turns, and estimate them."""
     seconds: list[list[float]] = [[] for _ in chosen]
     slowdowns: list[list[float]] = [[] for _ in chosen]
     for turn in range(rounds):

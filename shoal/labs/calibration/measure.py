@@ -107,15 +107,11 @@ def build_model_shape(layers: int, hidden: int) -> ModelShape:
 
 
 def measure(pool: Pool, cores: int, usable: int, ranks: list[int], rounds: int, say: Say) -> CoreMeasurements:
-    """Measure everything.
+    """Measure everything, on a pool of ranks with one thread each.
 
     Args:
-        pool: ranks with one thread each.
-        cores: ranks that compute at the same time.
-        usable: cores available.
+        cores: ranks that compute at the same time, of the ``usable`` ones.
         ranks: numbers of ranks to measure collectives for.
-        rounds: repetitions of each measurement.
-        say: called with the progress.
     """
     turns = []
     for turn in range(rounds):
@@ -240,12 +236,7 @@ def measure_waits(rounds: int) -> float:
 
 
 def time_split(size: tuple[int, int, int], rounds: int) -> dict[str, float]:
-    """Return the seconds of a micro-batch before the last of a step, by layout of `SPLIT`.
-
-    Args:
-        size: layers, hidden and tokens of the model, one of `SPLIT_MODELS`.
-        rounds: repetitions; the median is used.
-    """
+    """Return the median seconds of a micro-batch before the last of a step, for one of `SPLIT_MODELS`, by `SPLIT`."""
     layers, hidden, tokens = size
     ids = torch.randint(2048, (tokens // 128, 128))
     steps = {way: _split_step(layout, build_model_shape(layers, hidden), ids) for way, layout in SPLIT.items()}

@@ -31,12 +31,7 @@ SURE = {"products": 0.1, "passes": 1.0}
 
 
 def build_profile(found: CoreMeasurements, memory: float, source: str) -> dict[str, Any]:
-    """Return the tables of a catalog file.
-
-    Args:
-        memory: bytes that the ranks share.
-        source: the source of every entry.
-    """
+    """Return the tables of a catalog file, with the bytes that the ranks share and the source of every entry."""
     peaks, constants = fit_products(found)
     bandwidth = 2 * 4 * measure.COPIED / found.copy
     constants |= {"sharp": 1.0, "hbm": 1.0, "hide_data": 0.0, "hide_tensor": 0.0, "inside": 1.0, "contention": 1.0,

@@ -100,11 +100,7 @@ class FitProblem:
         return self.constants.with_values(values)
 
     def residuals(self, logs: np.ndarray, rows: np.ndarray | None = None) -> np.ndarray:
-        """Return log(estimated / measured); for memory also by how much a run is misjudged to fit or not.
-
-        Args:
-            rows: indices of the points to use (default: all).
-        """
+        """Return log(estimated / measured), of all points or some; for memory also how much a fit is misjudged."""
         constants, rows = self.constants_at(logs), np.arange(len(self.points)) if rows is None else rows
         runs, weight = self.runs.take(rows), self.weight[rows]
         if self.what == "time":
@@ -127,18 +123,15 @@ class FitProblem:
             found[at, j] = (self.residuals(moved, rows) - everywhere[at]) / small
         return found
 
-    def fit(self, iterations: int) -> Calibration:
-        """Levenberg-Marquardt with iteratively reweighted residuals."""
-        return self.constants_at(
-            minimise(self.residuals, self.jacobian, self.start(), self.prior, SCALES[self.what], iterations)
-        )
-
 
 def minimise(
     residuals: Callable[[np.ndarray], np.ndarray], jacobian: Callable[[np.ndarray], np.ndarray], x: np.ndarray,
     prior: Prior, scale: float, iterations: int,
 ) -> np.ndarray:  # fmt: skip
-    """Return the x that minimises the sum of 2 log(1 + r^2 / 2 scale^2) and ((x - expected) / sure)^2."""
+    """Return the x that minimises the sum of 2 log(1 + r^2 / 2 scale^2) and ((x - expected) / sure)^2.
+
+    Levenberg-Marquardt with iteratively reweighted residuals.
+    """
 
     def cost(r: np.ndarray, x: np.ndarray) -> float:
         return float(2 * np.log1p((r / scale) ** 2 / 2).sum() + (((x - prior.expected) / prior.sure) ** 2).sum())
@@ -176,7 +169,9 @@ def fit_constants(points: Sequence[Point], constants: Calibration, iterations: i
     for what in ("time", "memory"):
         problem = FitProblem(points, what, constants)
         if problem.points:
-            constants = problem.fit(iterations)
+            logs, scale = problem.start(), SCALES[what]
+            found = minimise(problem.residuals, problem.jacobian, logs, problem.prior, scale, iterations)
+            constants = problem.constants_at(found)
     return constants
 
 
@@ -259,12 +254,9 @@ def fit_held_out_intervals(
 
 
 def fit_spreads(points: Sequence[Point], constants: Calibration, found: np.ndarray) -> Calibration:
-    """Set the widths of the 80 % intervals: quantiles of the errors by software, shrunk to those of all software.
+    """Set the widths of the 80 % intervals: quantiles of `estimate_held_out`'s errors by software.
 
-    Software without measurements gets the largest width.
-
-    Args:
-        found: estimates of the points by `estimate_held_out`.
+    They are shrunk to the quantiles of all software. Software without measurements gets the largest width.
     """
     runs = Runs.of([p.run for p in points])
     graded = np.array([p.quality in "AM" for p in points])

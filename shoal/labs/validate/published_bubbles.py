@@ -81,11 +81,7 @@ def compute_kept(seq: int, hidden: int, heads: int) -> float:
 
 
 def simulate_printed(printed: PrintedBubble) -> Timeline:
-    """Simulate the same step.
-
-    Raises:
-        UsageError: the method is unknown.
-    """
+    """Simulate the same step; raise a `UsageError` if the method is unknown."""
     *passes, message = printed.times
     times = ActionTimes(*(seconds / printed.virtual for seconds in passes))
     return simulate(_program(printed), times, MessageTimes(time=message))

@@ -44,12 +44,7 @@ Grouped = tuple[Bucket, Bucket]  # of a unit: parameters with a bucket of their 
 
 
 class Size(NamedTuple):
-    """Properties that determine the bytes of a bucket.
-
-    Attributes:
-        allocated, elements: total elements with and without padding.
-        expert: True for expert parameters.
-    """
+    """Properties that determine the bytes of a bucket, as in `Members`."""
 
     allocated: int
     elements: int
@@ -121,12 +116,7 @@ def cut_buckets(layout: Layout, stage: Filled) -> tuple[list[int], list[int]]:
 def _filled(
     shape: ModelShape, splitting: tuple, part: StagePart, limit: float, itemsize: int, *index: int
 ) -> Filled:
-    """Return a stage's buckets, cached for all shard counts.
-
-    Args:
-        limit: minimum bytes of a bucket.
-        itemsize: bytes per element in the buckets.
-    """
+    """Return a stage's buckets of at least ``limit`` bytes, cached for all shard counts."""
     units = _members(shape, splitting, part, *index)
     found = list(_buckets(units, limit, itemsize))
     buckets = [bucket for bucket, _ in found]
@@ -139,10 +129,7 @@ def _filled(
         used[-1] = (*used[0], *(bucket for bucket in used[-1] if bucket not in used[0]))
     kinds: dict[Size, int] = {}  # in order of appearance
     kind = [kinds.setdefault(Size.of(bucket), len(kinds)) for bucket in buckets]
-    return Filled(
-        buckets, kind, list(kinds), [kind.count(k) for k in range(len(kinds))],
-        of_unit, used,
-    )  # fmt: skip
+    return Filled(buckets, kind, list(kinds), [kind.count(k) for k in range(len(kinds))], of_unit, used)
 
 
 def _members(shape: ModelShape, splitting: tuple, part: StagePart, *index: int) -> list[Grouped]:
@@ -176,10 +163,7 @@ def _grouped(shape: ModelShape, splitting: tuple, part: StagePart, *index: int) 
 
 
 def _buckets(units: Iterable[Grouped], limit: float, itemsize: int) -> Iterator[tuple[Bucket, list[int]]]:
-    """Yield buckets as filled by `shoal.engine.parallel.zero.zero_engine`, with the numbers of their units.
-
-    Experts have separate buckets.
-    """
+    """Yield buckets as filled by `shoal.engine.parallel.zero.zero_engine`, with the numbers of their units."""
     filling: dict[bool, tuple[Bucket, list[int]]] = {}
     filled: Counter[bool] = Counter()
     for number, (alone, together) in enumerate(units):

@@ -47,11 +47,6 @@ def layer_flops(shape: ModelShape, sequence_length: int, layer: int = 0) -> Laye
     return LayerFlops(n * found.projections // s, n * found.core // s, mlp)
 
 
-def model_flops(shape: ModelShape, sequence_length: int, tokens: float = 1) -> float:
-    """Return the model FLOPs of training on some tokens."""
-    return tokens * shape.flops_per_token(sequence_length)
-
-
 def hardware_flops(shape: ModelShape, sequence_length: int, recompute: Recompute, tokens: float = 1) -> float:
     """Return model FLOPs plus recomputation: of the attention core of each layer, or of all of each layer.
 
@@ -62,7 +57,7 @@ def hardware_flops(shape: ModelShape, sequence_length: int, recompute: Recompute
     for layer in range(shape.layers):
         once = layer_flops(shape, sequence_length, layer)
         again += {"none": 0, "selective": once.core, "full": once.forward}[recompute]
-    return model_flops(shape, sequence_length, tokens) + tokens * again
+    return tokens * shape.flops_per_token(sequence_length) + tokens * again
 
 
 # ---- full training runs --------------------------------------------------------------------------------------------

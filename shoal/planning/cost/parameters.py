@@ -85,10 +85,8 @@ def list_units(
     y_index, x_index = divmod(tp_index, x)  # grid indices; (tp_index, 0) in one dimension
     summed = ("tp" if x == 1 else "tp_y") if tp > 1 and layout.sequence_parallel else ""
 
-    def replicated(
-        name: str, *size: int
-    ) -> LocalParameter:  # except the hidden (last) dim, which a grid splits
-        *others, last = size
+    def replicated(name: str, *size: int) -> LocalParameter:
+        *others, last = size  # a grid splits the last dim, hidden
         box = Box((*(0 for _ in others), x_index * (last // x)), (*others, last // x))
         return LocalParameter(name, size, box, box.numel, summed, y)
 
@@ -108,18 +106,18 @@ def list_units(
         if bias:
             yield replicated(f"{name}.bias", h)
 
-    def grid_rows(name: str, size: int, parts: int) -> LocalParameter:  # on a grid
+    def grid_rows(name: str, size: int, parts: int) -> LocalParameter:
         copies, each = y // min(y, parts), size // min(y, parts)
         box = Box((y_index // copies * each, x_index * (h // x)), (each, h // x))
         return LocalParameter(name, (size, h), box, box.numel, f"tp_y/{copies}" if copies > 1 else "", copies)
 
-    def column_parallel(name: str, size: int, parts: int = tp) -> Iterator[LocalParameter]:  # column-parallel
+    def column_parallel(name: str, size: int, parts: int = tp) -> Iterator[LocalParameter]:
         weight = f"{name}.weight"
         yield rows(weight, size, h, parts=parts) if x == 1 else grid_rows(weight, size, parts)
         if bias:
             yield rows(f"{name}.bias", size, parts=parts)
 
-    def row_parallel(name: str, size: int) -> Iterator[LocalParameter]:  # row-parallel
+    def row_parallel(name: str, size: int) -> Iterator[LocalParameter]:
         yield columns(f"{name}.weight", h, size)
         if bias:
             yield replicated(f"{name}.bias", h)

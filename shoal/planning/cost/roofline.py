@@ -11,12 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class OperationCost:
-    """FLOPs and bytes of an operation.
-
-    Attributes:
-        flops: arithmetic.
-        bytes: bytes read and written, each operand once.
-    """
+    """FLOPs of an operation, and the bytes that it reads and writes, each operand once."""
 
     flops: float
     bytes: float
@@ -27,12 +22,7 @@ class OperationCost:
         return self.flops / self.bytes
 
     def seconds(self, peak: float, bandwidth: float) -> float:
-        """Return the roofline's time in seconds.
-
-        Args:
-            peak: FLOP/s.
-            bandwidth: bytes/s.
-        """
+        """Return the roofline's time in seconds, for a peak in FLOP/s and a bandwidth in bytes/s."""
         return max(self.flops / peak, self.bytes / bandwidth)
 
 
@@ -47,8 +37,3 @@ def matrix_product(m: float, k: int, n: int, itemsize: int = 2, result: int | No
     63
     """
     return OperationCost(2 * m * k * n, itemsize * (m * k + k * n) + (result or itemsize) * m * n)
-
-
-def ridge(peak: float, bandwidth: float) -> float:
-    """Return the FLOPs per byte above which arithmetic is the bound."""
-    return peak / bandwidth

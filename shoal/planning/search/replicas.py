@@ -20,12 +20,7 @@ from shoal.planning.search.space import Fields
 
 
 class ReplicaChoices:
-    """The shardings available for some degrees.
-
-    Args:
-        ways: the shardings, see `shardings`.
-        stages: stages of each sharding, with any micro-batch.
-    """
+    """The shardings available for some degrees (`shardings`), with the stages of each for any micro-batch."""
 
     def __init__(self, ways: Sequence[Fields], stages: Sequence[StagePrices]):
         self.ways, run = ways, stages[0].run
@@ -46,11 +41,7 @@ class ReplicaChoices:
         return self._held(plain, parts) + plain.library_bytes + plain.with_holes(alive)
 
     def at_worst(self, plain: StagePrices, parts: Sequence[StagePart], alive: Sequence[Alive]) -> np.ndarray:
-        """Return lower bounds of a rank's peak bytes, from the activations alive at the start of each pass. [ways]
-
-        Args:
-            alive: see `StagePrices.peak_memory`.
-        """
+        """Return lower bounds of a rank's peak bytes, with ``alive`` as in `StagePrices.peak_memory`. [ways]"""
         worst = 0.0
         for part, there in zip(parts, alive, strict=True):
             of_kind: dict[Half, float] = {}

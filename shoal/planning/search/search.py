@@ -24,7 +24,7 @@ from shoal.pipeline.program import build_program
 from shoal.pipeline.schedules import SCHEDULES
 from shoal.pipeline.simulator.columns import Columns, live_before_backwards
 from shoal.pipeline.simulator.player import Player
-from shoal.planning.cost.memory.activations import layers_bytes
+from shoal.planning.cost.memory import activations
 from shoal.planning.cost.memory.stage import PeakMemory, StageMemory
 from shoal.planning.cost.parameters import StagePart
 from shoal.planning.cost.time.stage import StagePrices
@@ -200,16 +200,9 @@ class Candidate(NamedTuple):
 
 
 class Search:
-    """State of a search.
+    """State of a search; `search` describes the arguments."""
 
-    Args:
-        run: its layout is ignored.
-        space: the search space.
-        count: number of layouts to find.
-        within: maximum seconds of a step.
-    """
-
-    def __init__(self, run: EstimatedRun, space: LayoutSpace, count: int, within: float = np.inf):
+    def __init__(self, run: EstimatedRun, space: LayoutSpace, count: int, within: float):
         self.run, self.space, self.count, self.limit = run, space, count, within
         self.plan = Plan(run)
         self.known = self.plan.known
@@ -271,7 +264,7 @@ class Search:
             return True
         plain = self._priced(degrees, way, {"zero": 0})
         part = StagePart(range(-(-shape.layers // degrees["pp"])), first=False, last=False)
-        kept = layers_bytes(plain.forward, part.layers)
+        kept = activations.total(activations.several(plain.forward, part.layers))
         return bool((self._replicas(degrees, way).reserved(plain, [part], kept) <= self.capacity).any())
 
     def _replicas(self, degrees: Fields, way: Fields) -> ReplicaChoices:
@@ -300,10 +293,10 @@ class Search:
         placed = self.placed[key]
         begun = first_rank(fields["schedule"], degrees["pp"], microbatches, len(outline.first))
         alive = float((begun @ placed.kept_first).max())
-        room = self.capacity * (1 + SLACK) - placed.empty
-        if not (plain.with_holes(alive) <= room).any():
+        free = self.capacity * (1 + SLACK) - placed.empty
+        if not (plain.with_holes(alive) <= free).any():
             return None
-        fits = plain.with_holes(alive + placed.working) <= room  # slower to evaluate
+        fits = plain.with_holes(alive + placed.working) <= free  # slower to evaluate
         if not fits.any():
             return None
         ends = outline.ends(placed.times[:, None], plain.hop, microbatches, order)

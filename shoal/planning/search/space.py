@@ -51,11 +51,7 @@ class LayoutSpace:
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
     def allows(self, name: str, value: Any, default: Any = None) -> bool:
-        """Return whether a field may have a value.
-
-        Args:
-            default: the meaning of None.
-        """
+        """Return whether a field may have a value; None means ``default``."""
         if name not in self.fixed:
             return True
         given = self.fixed[name]
@@ -113,10 +109,7 @@ def meshes(run: EstimatedRun, space: LayoutSpace) -> Iterator[Fields]:
 
 
 def _experts(shape: ModelShape, tp: int, space: LayoutSpace) -> list[tuple[int, int | None]]:
-    """Return choices of (ranks that experts are spread over, ranks that split each expert).
-
-    The second is None for the same split as other matrices, or 1.
-    """
+    """Return choices of (ranks that experts are spread over, ranks that split each: None as other matrices, or 1)."""
     if shape.experts is None:
         return [(1, None)]
     split = [etp for etp in space.among("etp", (None, 1)) if etp != tp]
@@ -139,12 +132,7 @@ def works(run: EstimatedRun, degrees: Fields, space: LayoutSpace) -> Iterator[Fi
 
 
 def pipelines(pp: int, microbatches: int, layers: int, space: LayoutSpace) -> Iterator[Fields]:
-    """Yield the schedules, with stages per rank for schedules that leave it open (one stage is another schedule's).
-
-    Args:
-        microbatches: micro-batches of each replica.
-        layers: layers of the model, at least the number of stages.
-    """
+    """Yield the schedules, with stages per rank for schedules that leave it open (one stage is another schedule's)."""
     names = [name for name in space.schedules if space.allows("schedule", name)]
     for name in names[:1] if pp == 1 else names:
         schedule = SCHEDULES[name]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from shoal.base.units import DAY, show_bytes, show_seconds
 from shoal.planning.changes import find_changes
-from shoal.planning.cost.flops import PUE, dollars, kilowatt_hours, model_flops, petaflop_days
+from shoal.planning.cost.flops import PUE, dollars, kilowatt_hours, petaflop_days
 from shoal.planning.estimate import Estimate
 
 ROUNDING = 1e-9  # relative to a step; omit smaller parts
@@ -60,7 +60,7 @@ def estimate_facts(
     machine = run.cluster.accelerator
     tokens = tokens or 20 * run.shape.parameters()
     seconds = step * tokens / run.tokens
-    flops = model_flops(run.shape, run.sequence_length, tokens)
+    flops = tokens * run.shape.flops_per_token(run.sequence_length)
     low, high = map(show_seconds, estimate.interval)
     least, most = map(show_bytes, estimate.memory_interval)
     found = [

@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 
 from shoal.base.units import show_bytes, show_seconds
-from shoal.planning.cost.roofline import OperationCost, matrix_product, ridge
+from shoal.planning.cost.roofline import OperationCost, matrix_product
 from shoal.planning.estimate import Estimate
 from shoal.planning.run import KINDS
 from shoal.report.charts import PAGE_WIDTH, draw_lines, new_figure, stacked_bars, to_svg
@@ -70,7 +70,7 @@ def roofline(estimate: Estimate) -> str:
     machine = estimate.run.cluster.accelerator
     peak, bandwidth = estimate.peak, machine.memory_bandwidth
     wide = machine.dense_flops(KINDS[estimate.run.policy.compute.name])  # of the head, if layers are in 8 bits
-    corner = ridge(peak, bandwidth)
+    corner = peak / bandwidth
     series = {f"ridge {corner:.0f} FLOPs/byte": [(0.1, 0.1 * bandwidth), (corner, peak), (1e5, peak)]}
     for name, work in operations(estimate).items():
         rate = min(wide if name == "head" else peak, work.intensity * bandwidth)

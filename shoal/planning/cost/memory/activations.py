@@ -4,8 +4,6 @@ Shapes: b sequences, s tokens, h hidden, a heads of width d, k key/value heads, 
 vocabulary, t tensor-parallel ranks (a grid of x y; in one dimension x is 1 and y is t). With context parallelism s is
 the fullest rank's part of a sequence. Each list entry is one tensor that autograd keeps on one rank. Tensors shared by
 several operations are counted once; weights, which are resident anyway, are not counted.
-
-The papers' closed forms, for GPT layers with 16-bit activations and dropout, are in `korthikanti`.
 """
 
 from __future__ import annotations
@@ -65,10 +63,7 @@ def after_attention(run: MicroBatch, sparse: bool, number: int = 0) -> list[Save
 
 
 def _router(run: MicroBatch) -> list[Saved]:
-    """Return the saved tensors of a mixture-of-depths router and its scatter.
-
-    k tokens of a sequence are chosen, evenly spread over ranks.
-    """
+    """Return the saved tensors of a mixture-of-depths router and its scatter of k tokens, evenly spread over ranks."""
     shape, e, x, taken = run.shape, run.itemsize, run.exact, run.chosen
     n, m, h, width = run.tokens_between, taken.tokens_between, shape.hidden, shape.mod.predictor
     cast = "" if x == e else ", fp32"
@@ -294,9 +289,6 @@ def stage(run: MicroBatch, layers: Sequence[int], *, first: bool, last: bool) ->
     """Return all tensors that one micro-batch keeps alive on a stage between its forward and its backward.
 
     In addition to autograd's tensors, this includes the stage's input and output, if they are separate tensors.
-
-    Args:
-        layers: layer numbers.
     """
     saved = context(run) + (embedding(run) if first else []) + several(run, layers) + (head(run) if last else [])
     hidden = run.hidden_bytes
@@ -307,19 +299,8 @@ def stage(run: MicroBatch, layers: Sequence[int], *, first: bool, last: bool) ->
     return saved
 
 
-def layers_bytes(run: MicroBatch, layers: Sequence[int]) -> int:
-    return sum([
-        count * total(layer(run, sparse=sparse, skips=skips, number=number))
-        for (sparse, skips, number), count in kinds(run, layers).items()
-    ])
-
-
 def several(run: MicroBatch, layers: Sequence[int]) -> list[Saved]:
-    """Return the saved tensors of some layers, without those shared by a stage; equal layers share an entry.
-
-    Args:
-        layers: layer numbers.
-    """
+    """Return the saved tensors of some layers, without those shared by a stage; equal layers share an entry."""
     return [
         Saved(what, shape, count * size)
         for (sparse, skips, number), count in kinds(run, layers).items()
@@ -332,12 +313,12 @@ def recomputed(run: MicroBatch, sparse: bool = False) -> int:
     """Return the recomputed bytes of one layer during its backward: the largest such layer, expert or dense."""
     if run.layout.recompute == "none":
         return 0
-    alike = run.shape.experts is None and run.shape.depths is None and not run.distinguishes_layers
+    equal = run.shape.experts is None and run.shape.depths is None and not run.distinguishes_layers
 
     def kept(kind: tuple[bool, bool, int], mode: Recompute) -> int:
         return total(layer(run, mode, sparse=kind[0], skips=kind[1], number=kind[2]))
 
-    every = kinds(run, range(1) if alike else range(run.shape.layers))
+    every = kinds(run, range(1) if equal else range(run.shape.layers))
     return max(kept(kind, "none") - kept(kind, run.layout.recompute) for kind in every if kind[0] == sparse)
 
 
@@ -347,23 +328,3 @@ def kinds(run: MicroBatch, layers: Sequence[int]) -> Counter[tuple[bool, bool, i
     if shape.experts is None and shape.depths is None and not run.distinguishes_layers:
         return Counter({(False, False, 0): len(layers)} if layers else ())
     return Counter((run.shape.sparse(i), run.shape.skips(i), i if run.distinguishes_layers else 0) for i in layers)
-
-
-def korthikanti(
-    s: int, b: int, h: int, a: int, t: int = 1, *, sequence_parallel: bool = False, recompute: Recompute = "none"
-) -> float:
-    """Return the bytes of one GPT layer's activations, 16-bit, with dropout (Korthikanti et al. 2022).
-
-    Equation 1: s b h (34 + 5 a s/h). Equation 2, tensor parallel: s b h (10 + 24/t + 5 a s/(h t)). Equation 4, with
-    sequence parallelism: the first over t. Selective recomputation removes the second term (section 5; equation 6, with
-    t: 34 s b h/t), full recomputation keeps only the input: 2 s b h (table 2).
-
-    >>> korthikanti(2048, 1, 12288, 96) / (2048 * 12288)  # GPT-3: 34 + 80
-    114.0
-    """
-    if recompute == "full":
-        return 2.0 * s * b * h
-    core = 5 * a * s / h if recompute == "none" else 0.0
-    if sequence_parallel:
-        return s * b * h * (34 + core) / t
-    return s * b * h * (10 + (24 + core) / t)

@@ -40,12 +40,7 @@ class Orthogonal(NamedTuple):
 
 
 class Moments:
-    """Counts the bytes of optimizer states, stage by stage.
-
-    Args:
-        optimizer: name in the config.
-        itemsize: bytes per element of its states.
-    """
+    """Counts the bytes of an optimizer's states, stage by stage, with ``itemsize`` bytes per element of a state."""
 
     def __init__(self, optimizer: str, itemsize: int):
         self.optimizer, self.itemsize, self.bytes = optimizer, itemsize, 0

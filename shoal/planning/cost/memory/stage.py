@@ -176,8 +176,7 @@ class StageMemory:
     def message_counts(self, part: StagePart, zero: int) -> tuple[int, int]:
         """Return the number of messages that gather a stage's parameters or reduce their gradients.
 
-        Returns:
-            The messages of non-expert and of expert parameters, for this ZeRO stage.
+        Counts the messages of non-expert and of expert parameters, for this ZeRO stage.
         """
         layout = self.run.layout
         split = (layout.bucket_bytes, *(getattr(layout, name) for name in SPLITTING))
@@ -221,7 +220,7 @@ class StageMemory:
 
         Args:
             alive: activations alive on each stage.
-            versions: weight versions.
+            versions: weight versions kept.
         """
         run, state, found = self.run, self.stage_state(parts), []
         each = [self.unsharded_bytes(part) for part in parts]
@@ -254,10 +253,7 @@ class StageMemory:
         return found
 
     def working(self, parts: Sequence[StagePart]) -> int:
-        """Return a lower bound (at least 0) of the net transient bytes of a backward on a rank.
-
-        The bound is the minimum over its stages, and over a full backward and the first half of one.
-        """
+        """Return a lower bound of the net transient bytes of a full backward, or of its first half, on a rank."""
         return max(0, min([self.peak_transient(part, kind) for part in parts for kind in PASSES[:2]]))
 
     def peak_transient(self, part: StagePart, kind: Half) -> int:
@@ -271,10 +267,7 @@ class StageMemory:
         """Return the bytes at each moment of a pass, also if the moment recurs in a lower layer.
 
         Each entry has the gathered parameters of the stage (see `Time`), the transient bytes, and the unsharded
-        gradients by micro-batch.
-
-        Args:
-            stays: bytes of its parameters that stay gathered from a forward until its backward.
+        gradients by micro-batch. ``stays`` is from `_stays`.
         """
         found: list[tuple[Sequence[int], int, Sequence[int]]] = []
         for moment in self._moments(part, kind):
@@ -306,11 +299,9 @@ class StageMemory:
 
     @staticmethod
     def _of_others(passing: Sequence[UnshardedBytes], stays: Sequence[int], i: int) -> tuple[list[int], list[int]]:
-        """Return the bytes of a rank's other stages at this time.
+        """Return the bytes of a rank's other stages: gradients being reduced, by micro-batch; and gathered parameters.
 
-        Returns:
-            Gradients being reduced, by micro-batch; and gathered parameters if none of these stages waits for its
-            backward, if some do, and if all do.
+        The latter are for none of these stages waiting for its backward, for some, and for all.
         """
         going = [sum(at.carried[nth] for j, at in enumerate(passing) if j != i) for nth in range(NTH)]
         each = [kept for j, kept in enumerate(stays) if j != i]

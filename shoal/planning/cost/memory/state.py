@@ -2,7 +2,7 @@
 
 Counts what `shoal.engine.parallel` builds on a rank, without building it: the parameters of its stages, their
 tensor-parallel split, their buckets, and the boundaries of ZeRO's equal shards. With P parameters on N ranks, in bf16
-with fp32 Adam, that is (Rajbhandari et al. 2020, figure 1; see `zero_bytes`)
+with fp32 Adam, that is (Rajbhandari et al. 2020, figure 1)
 
     stage 0: 16 P    stage 1: 4 P + 12 P/N    stage 2: 2 P + 14 P/N    stage 3: 16 P/N
 
@@ -81,16 +81,3 @@ def state_bytes(
     return StateBytes(
         parameters, gradients, moments.bytes, elements, experts, moments.passing, moments.estimating, moments.orthogonal
     )
-
-
-def zero_bytes(
-    parameters: float, ranks: int, stage: int, *, weights: int = 2, gradients: int = 2, rest: int = 12
-) -> float:
-    """Return ZeRO's bytes per rank in the paper's accounting (Rajbhandari et al. 2020, section 5; K = ``rest`` = 12).
-
-    >>> [zero_bytes(7.5e9, 64, stage) / 1e9 for stage in (0, 1, 2, 3)]
-    [120.0, 31.40625, 16.640625, 1.875]
-    """
-    shared = [rest, gradients, weights][:stage]
-    kept = [rest, gradients, weights][stage:]
-    return parameters * (sum(kept) + sum(shared) / ranks)

@@ -101,7 +101,7 @@ def above(run: MicroBatch, part: StagePart, done: int, kind: Half = "full") -> i
         return 0
     layers = part.layers[len(part.layers) - done :]
     left = between_backward_halves.between(run, StagePart(layers, first=False, last=False)) if kind == "input" else 0
-    return activations.layers_bytes(run, layers) - left
+    return activations.total(activations.several(run, layers)) - left
 
 
 Block = list[tuple[int, int]]
@@ -154,11 +154,7 @@ def _entry(run: MicroBatch, sparse: bool) -> int:
 
 
 def _in_dense(run: MicroBatch, kind: Half, ffn: int) -> tuple[int, int]:
-    """Return the bytes in a dense block before its first weight gradient is computed, and from then on.
-
-    Args:
-        ffn: width of the block.
-    """
+    """Return the bytes in a dense block of width ``ffn`` before its first weight gradient, and from then on."""
     shape, t, e, n = run.shape, run.layout.tp, run.itemsize, run.tokens
     wide, hidden = e * n * (ffn // t), e * n * shape.hidden
     gated = run.gated
@@ -262,11 +258,7 @@ def _forward(run: MicroBatch, sparse: bool) -> int:
 
 
 def _through(run: MicroBatch, ffn: int) -> int:
-    """Return the bytes in the forward of a feed-forward block that saves nothing.
-
-    Args:
-        ffn: width of the block.
-    """
+    """Return the bytes in the forward of a feed-forward block of width ``ffn`` that saves nothing."""
     hidden, wide = (run.itemsize * run.tokens * width for width in (run.shape.hidden, ffn // run.layout.tp))
     gated, gathered = run.gated, run.layout.sequence_parallel
     first = hidden * gathered + wide * (1 + gated)  # its input and the first products

@@ -124,10 +124,7 @@ def ring_group(cluster: Cluster, ranks: int, stride: int = 1) -> CommunicationGr
 
 
 def _in_torus(cluster: Cluster, link: Link, ranks: int, stride: int) -> CommunicationGroup[float]:
-    """Return a group in a torus; one that fills a dimension sends in both directions if the ends are connected.
-
-    Otherwise, it goes forth and back.
-    """
+    """Return a group in a torus: a ring along a full dimension with connected ends, else a path forth and back."""
     done, links, steps, fullest = 1, 0, 0, 0.0
     for size in reversed(cluster.torus):
         extent = min(done * size, stride * ranks) // max(done, stride)

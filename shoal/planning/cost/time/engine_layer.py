@@ -71,11 +71,7 @@ def memory_rate(cluster: Cluster) -> float:
 
 
 def product_rate(cluster: Cluster, kind: str) -> float:
-    """Return the FLOP/s that a large product attains in 16 or 32 bits.
-
-    Args:
-        kind: format of the products, as named in accelerators' peaks.
-    """
+    """Return the FLOP/s that a large product attains in 16 or 32 bits, for a format of the accelerator's peaks."""
     machine = cluster.accelerator
     part = cluster_calibration(cluster).tables["product"][GENERATIONS.index(machine.generation)]
     return machine.dense_flops(kind) * min(part, machine.matmul_efficiency)

@@ -108,13 +108,9 @@ def exposed_sharding(forward: V, backward: V, compute: V, constants: Mapping[str
 def exposed_reduction(
     reduction: V, size: V | float, backward: V | float, layout: Layout, constants: Mapping[str, float]
 ) -> V:
-    """Return the seconds of gradient reduction that the last micro-batch's backward does not hide.
+    """Return the seconds of the reduction of ``size`` bytes of gradients that the last backward does not hide.
 
     The reduction of the last bucket is always exposed.
-
-    Args:
-        reduction, backward: seconds of each.
-        size: bytes to reduce.
     """
     bucket = np.minimum(1.0, layout.bucket_bytes / np.maximum(1, size)) if layout.overlap else 1.0
     return np.maximum(reduction * bucket, reduction - constants["hide_data"] * backward)
@@ -214,10 +210,7 @@ class StagePrices(StageMemory):
         return 2 * group.all_to_all(rows * self.run.shape.hidden * self.forward.itemsize)
 
     def _spread(self, part: StagePart) -> list[tuple[int, int, CommunicationGroup, CommunicationGroup]]:
-        """Return a stage's parameter groups: (elements, messages, ranks that shard, ranks that replicate).
-
-        Experts have their own groups.
-        """
+        """Return a stage's groups of dense and expert parameters: (elements, messages, sharding, replicating ranks)."""
         state, (buckets, of_experts) = self.stage_state([part]), self.message_counts(part, self.run.layout.zero)
         found = [(state.elements - state.experts, buckets, self.group("shard"), self.group("replicate"))]
         if state.experts:
@@ -282,10 +275,7 @@ class StagePrices(StageMemory):
         return StageTimes(*[slower * seconds for seconds in found])
 
     def _adding(self, kinds: Kinds, first: bool, last: bool) -> float:
-        """Return the seconds to read each gradient of a stage, and to read and write its sum over micro-batches.
-
-        A tied embedding has one gradient.
-        """
+        """Return the seconds to read each gradient of a stage, and to read and write its sum over micro-batches."""
         shape, layout, policy = self.run.shape, self.run.layout, self.run.policy
         weights = (last + (first and not shape.tied)) * shape.vocab * shape.hidden / layout.tp
         for (sparse, _), count in kinds:

@@ -114,10 +114,7 @@ def _along_x(run: MicroBatch, part: StagePart, n: int, forward: Sent, backward: 
     """Add the bytes along x of a grid (`shoal.engine.parallel.tensor_2d`).
 
     A block's first products are reduce-scattered, and the inputs of its last ones are gathered. Norms sum one or two
-    values per token. The hidden state is unsharded at the model's ends.
-
-    Args:
-        n: tokens of all sequences.
+    values per token. The hidden state is unsharded at the model's ends. ``n`` is the tokens of all sequences.
     """
     shape, layout, layers = run.shape, run.layout, len(part.layers)
     x, llama, each = layout.tp_x, shape.family == "llama", run.itemsize * n * (layout.tp_x - 1)
@@ -160,8 +157,8 @@ def context_parallel(run: MicroBatch, layers: int, share: Share) -> tuple[Sent, 
         exchange   forward     (U - 1)/U of queries, keys, values and output   b T/U d (2 a + 2 max(k, U))
                    backward    the same
 
-    so for a fixed sequence the ring's bytes hardly depend on the number of ranks, and those of the exchange fall with
-    it. Recomputation sends again; selective recomputation ends with the core, whose output is not exchanged again.
+    so for a fixed sequence the ring's bytes hardly depend on the number of ranks, and the exchange's fall with it.
+    Recomputation sends again; selective recomputation ends with the core, whose output is not exchanged again.
     """
     forward, backward = Sent(), Sent()
     layout, d = run.layout, run.shape.head_dim
@@ -192,10 +189,7 @@ def context_parallel(run: MicroBatch, layers: int, share: Share) -> tuple[Sent, 
 def expert_parallel(run: MicroBatch, part: StagePart, tokens: int) -> tuple[Sent, Sent]:
     """Return the bytes of expert layers in a forward and a backward: scores of full sequences, and rows.
 
-    Assumes even routing without dropped tokens, as in `MicroBatch.routed`.
-
-    Args:
-        tokens: tokens of one sequence.
+    Assumes even routing without dropped tokens, as in `MicroBatch.routed`. ``tokens`` is for one sequence.
     """
     layout, shape = run.layout, run.shape
     forward, backward = Sent(), Sent()
