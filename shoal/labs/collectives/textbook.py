@@ -81,7 +81,6 @@ def _dual(algorithm: Algorithm, *, reduce: bool = False) -> Algorithm:
 
 
 def _chain(first: Algorithm, second: Algorithm, rounds: str, volume: str, reduced: str, cut: str = "1") -> Algorithm:
-    """Return one algorithm followed by another."""
     return Algorithm(lambda s: [*first.build(s), *second.build(s)], rounds, volume, reduced, cut)
 
 

@@ -140,7 +140,7 @@ def islands(
         nics: adapters of a node, each shared by the same number of its ranks (default: one for each rank).
 
     Raises:
-        UsageError: the ranks do not divide into nodes, or those of a node into adapters.
+        UsageError: the ranks do not divide into nodes, or the ranks of a node into adapters.
     """
     _check_divides("--per-node", per_node, ranks)
     nics = per_node if nics is None else nics

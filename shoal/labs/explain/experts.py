@@ -118,7 +118,6 @@ def _list_others(ranks: tuple[int, ...]) -> str:
 
 
 def _describe_groups(held: list[StageExperts], layout: Layout) -> str:
-    """Return the equation of the ranks, and the groups of rank 0."""
     one = held[0]
     return (
         f"edp {len(one.same)} x ep {layout.ep} x etp {layout.expert_tensor} = dp {layout.dp} x cp {layout.cp} x "

@@ -185,7 +185,7 @@ def _legend(canvas: Canvas, y: float, description: Description, size: float) -> 
 
 
 def _legend_text(canvas: Canvas, x: float, y: float, words: str) -> float:
-    """Write an entry of the legend; return the x of the next one."""
+    """Return the x of the next entry."""
     canvas.text(x, y, words, size=11.5, fill=FAINT)
     return x + 13 + 6.4 * len(words)
 
