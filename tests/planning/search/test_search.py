@@ -151,7 +151,7 @@ def test_no_bound_is_above_the_estimate(problem: tuple[EstimatedRun, LayoutSpace
     if not estimate.fits:
         assert search(run, one, count=1).best == []
         return
-    searching = Search(run, one, 1)
+    searching = Search(run, one, 1, float("inf"))
     searching.limit = estimate.step_seconds * (1 + 1e-9)  # any bound above it would leave the layout out
     searching.all()
     (found,) = searching.plan.best
