@@ -61,7 +61,7 @@ def run(options: AutoOptions) -> int:
     Raises:
         UsageError: an unknown name, a module without a graph, or a mesh that does not match the cluster.
     """
-    from shoal.labs.autoshard import execute, listing, operators, subject
+    from shoal.labs.autoshard import execute, listing, operators
     from shoal.labs.autoshard.intra.ilp import SECONDS, NothingFits
     from shoal.labs.autoshard.search import StagedPlan
 
@@ -74,10 +74,10 @@ def run(options: AutoOptions) -> int:
     if options.module:
         unused = ("model", "layers", "micro_batch", "sequence_length")
         reject_unused(options, unused, "--module makes its own module and inputs")
-        module, inputs = subject.load_module(options.module, check=options.check)
+        module, inputs = operators.load_module(options.module, check=options.check)
     else:
-        shape = subject.select_shape(options.model, options.layers, options.sequence_length)
-        module, inputs = subject.build_model(shape, options.micro_batch, options.sequence_length, check=options.check)
+        shape = operators.select_shape(options.model, options.layers, options.sequence_length)
+        module, inputs = operators.build_model(shape, options.micro_batch, options.sequence_length, check=options.check)
     try:
         found = shoal.plan_operators(
             module, inputs, cluster_name=options.cluster, mesh=options.mesh, stages=options.stages,

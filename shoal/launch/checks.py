@@ -177,7 +177,6 @@ def _check_checkpoints(config: RunConfig, shape: ModelShape, kept: AnyPath, *, f
 
 
 def checkpoint_bytes(config: RunConfig, shape: ModelShape) -> int:
-    """Return the bytes of a checkpoint's weights and moments."""
     policy, all_layers = FORMATS[config.train.precision], [StagePart(range(shape.layers))]
     states = state_bytes(shape, Layout(), policy, config.optimizer.name, all_layers).optimizer
     return shape.parameters() * policy.storage.itemsize + states

@@ -40,7 +40,6 @@ def find_devices(folder: Path, device: str, asked: int, server: PreforkServer | 
     """Return the devices that the next attempt can use, at most ``asked``.
 
     Args:
-        device: device type, ``cpu`` or ``cuda``.
         asked: number of ranks of the run without losses.
         server: forks the processes that test the devices; None skips the tests.
     """

@@ -44,8 +44,6 @@ class RankProcesses:
 
     Args:
         scratch: new folder for rendezvous, heartbeat records and ``payload.json``.
-        stop: stop requests, forwarded to the ranks.
-        limits: timeouts of silent and stuck ranks.
         survivable: whether the ranks continue after a signal killed one other than rank 0.
         notice: called regularly with the heartbeat records of all ranks.
         started: called once with the server's process id, ``scratch`` and the ranks' process ids.
@@ -132,7 +130,6 @@ class RankProcesses:
         return Ending(cause.code if cause.code > 0 else (128 - cause.code if cause.code else 1), cause, furthest)
 
     def _code(self) -> int:
-        """Return the exit code of an attempt that did not fail."""
         if all(process.returncode == 0 for process in self.processes) and self.processes:
             return 0
         stopped = any(process.returncode == PREEMPTED for process in self.processes) or not self.processes
@@ -152,7 +149,6 @@ class RankProcesses:
         return record is not None and record.phase is not Phase.DONE
 
     def _failed(self) -> bool:
-        """Return whether a rank ended in a way that ends the run."""
         survived = self.survivable and not self.stop.count
         return any(not (survived and rank and self.processes[rank].wait() < 0) for rank in self._bad())
 

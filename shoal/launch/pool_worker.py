@@ -45,7 +45,6 @@ def answer(pipe: Connection, path: list[str], call: bytes, group: tuple[int, int
     """Execute one call and send its return value, or immediately the traceback of its exception.
 
     Args:
-        path: module search path of the parent.
         call: pickled function and arguments.
         group: rank, number of ranks, rendezvous file, timeout of collectives, and whether the group is kept.
 
@@ -79,7 +78,6 @@ def answer(pipe: Connection, path: list[str], call: bytes, group: tuple[int, int
 
 
 def main() -> None:
-    """Serve the parent whose pipe is named in the environment."""
     serve(Connection(int(os.environ.pop(PIPE))))
 
 

@@ -76,7 +76,6 @@ class PreforkServer:
     Args:
         environment: environment of the server. Settings read at process start (threads, allocator) apply to all forks.
         log: log file of the server's errors; None uses this process's stderr.
-        preload: modules to import.
     """
 
     def __init__(self, environment: Mapping[str, str], log: Path | None = None, preload: Iterable[str] = ()):
@@ -156,8 +155,7 @@ class PreforkServer:
         return PreforkServerEnded(f"process {self.pid}, which starts the ranks, has ended.{where}")
 
     def listen(self, seconds: float | None) -> bool:
-        """Process messages from the server for at most ``seconds`` (None: wait for one); return False once it is gone.
-        """
+        """Process messages from the server for at most ``seconds`` (None: until one comes); return False at its end."""
         with self._lock:
             try:
                 while self._orders.poll(seconds):
@@ -184,7 +182,6 @@ def _pipe_variable(pipe: int | None) -> dict[str, str]:
 
 
 def end_processes(processes: Sequence[Process]) -> None:
-    """Kill the processes that still run, and wait for all."""
     for process in processes:
         process.send_signal(signal.SIGKILL)
     for process in processes:

@@ -1,7 +1,6 @@
 """Import everything that a rank needs, for servers that fork ranks.
 
-Importing torch costs a rank seconds of CPU time, and so do the 800 modules that torch imports when a model is first
-built.
+Torch costs a rank seconds of CPU time, and so do the 800 modules that it imports when a model is first built.
 """
 
 from __future__ import annotations

@@ -123,7 +123,6 @@ def scratch_folder() -> Path:
 
 
 def read_payload() -> dict[str, Any]:
-    """Read the data that the parent passes to all ranks."""
     return json.loads((scratch_folder() / "payload.json").read_text())
 
 

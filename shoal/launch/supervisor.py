@@ -43,9 +43,7 @@ class Supervisor:
     Args:
         payload: data passed to each rank (`shoal.launch.worker.run`).
         folder: existing run folder.
-        device: device type of every rank.
         survivable: whether the ranks themselves continue after one was killed.
-        module: module that each rank runs.
         server: existing prefork server, which is not closed.
     """
 

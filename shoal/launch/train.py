@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 from shoal.base.errors import UsageError
 from shoal.base.section import plain
@@ -41,7 +40,6 @@ def train(
     them, as the processes inherit a restrictive umask.
 
     Args:
-        config: config of the run.
         ranks: expected number of processes (default: the layout's).
         run_folder: folder of a new run, which must not exist (default: a new one under ``runs/``).
         resume: folder of a run to continue from its newest good checkpoint, on any layout.
@@ -101,7 +99,13 @@ def _train(
         "restarted": restarted,
     }
     if member is not None:
-        return _join(payload, member, stop)
+        from shoal.launch.worker import run
+
+        try:
+            return run(payload, member=member, stop=stop)
+        except (UsageError, OSError) as error:  # the command line prints it
+            record_end(make_shared_folder(member), member.rank, error)
+            raise
     prepare(config.data)
     if resumed is None:
         folder = new_run(config, run_folder)
@@ -129,14 +133,3 @@ def _check_run(
     if member is None or member.local_rank == 0:
         check_folders(config, shape, resumed or run_folder, resume=resumed is not None, ranks=local_ranks)
     return device.type
-
-
-def _join(payload: dict[str, Any], member: RankEnv, stop: StopRequests) -> int:
-    """Train as one of the ranks that another launcher started."""
-    from shoal.launch.worker import run
-
-    try:
-        return run(payload, member=member, stop=stop)
-    except (UsageError, OSError) as error:  # the command line prints it
-        record_end(make_shared_folder(member), member.rank, error)
-        raise

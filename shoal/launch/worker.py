@@ -48,7 +48,6 @@ def run(
             run starts at step 0 if nothing was saved.
         built: callback that receives the trainer before its first step.
         member: rank environment (default: detected).
-        stop: existing counter of stop requests.
     """
     replace_unencodable()
     outlive_readers()

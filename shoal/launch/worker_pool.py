@@ -1,7 +1,7 @@
 """Pool of worker processes that runs a function on n ranks in well under a second.
 
-Importing torch takes seconds, joining a process group takes milliseconds. The workers are therefore forks of a process
-that has imported torch; they are started once and kept, and each call gets a new process group of the requested size.
+The workers are forks of a process that has imported torch, which takes seconds. They are kept between calls, and each
+call gets a new process group of the requested size.
 
     def total() -> float:
         x = torch.ones(1)

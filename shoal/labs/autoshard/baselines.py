@@ -23,9 +23,8 @@ class Pin:
     """How one weight is split by hand.
 
     Attributes:
-        kept: the shardings in which it may be kept.
+        kept, state: the shardings in which it, and its optimizer state, may be kept.
         used: the one in which it is multiplied.
-        state: the shardings in which its optimizer state may be kept.
         gradient: whether its gradient is made in the sharding ``used``; else in any.
     """
 
@@ -74,7 +73,6 @@ def _other_axes(mesh: NamedMesh, axes: str) -> str:
 
 
 def _allow(builder: Builder, pins: dict[str, Pin]) -> Callable[[dict[str, OperatorSplit]], bool]:
-    """Make the predicate of choices that respect the pins."""
     reads: dict[str, Sharding] = {}  # the sharding in which a weight, or a view of it, must be read
     for name, pin in pins.items():
         views = builder.follow_root(name, OperatorSplit((), pin.used, pin.used))
@@ -117,7 +115,6 @@ def _pin(op: Operator, mesh: NamedMesh, dim: int | None, axes: str, zero: ZeroSt
 
 
 def _find_tensor_parallel_dim(name: str) -> int | None:
-    """Return the dim of a weight of shoal's own models that tensor parallelism splits."""
     module, _, part = name.rpartition(".")
     for pattern, style in TENSOR_PARALLEL.items():
         if matches(pattern, module) and isinstance(style, type):

@@ -47,7 +47,6 @@ class ShardedStep:
         self.values[name] = self.block(name, tensor, self.plan.sharding(name)).clone()
 
     def run(self, phase: str) -> None:
-        """Run every operator of a phase."""
         self.moved.clear()
         for op in self.ops.values():
             if op.kind == "call" and op.phase == phase:
@@ -128,7 +127,6 @@ class Difference(NamedTuple):
     """The difference of a plan on real ranks from one device.
 
     Attributes:
-        ranks: that ran it.
         largest: relative difference, in float64.
         name: of the tensor with this difference.
         compared: the compared tensors, in words.
@@ -146,7 +144,6 @@ class Difference(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """The difference in words."""
         words = "equal to one device" if self.exact else f"not equal to one device: {self.name} differs"
         largest = f"largest difference {self.largest:.1e} ({self.name})"
         return f"run on {self.ranks} ranks in float64, {words}: {self.compared}; {largest}"
@@ -186,7 +183,6 @@ def run_plan(found: OperatorPlan | StagedPlan, module: nn.Module, inputs: tuple[
 
 
 def single_stage(plan: ShardingPlan, forward: Forward) -> StagePlan:
-    """Make a plan of a full module the only stage."""
     sends = zip([node.name for node in forward.outputs], plan.graph.outputs, strict=True)
     return StagePlan(0, plan, tuple(sends))
 
@@ -199,8 +195,7 @@ def compare(
     Stages exchange unsharded tensors: the check is of their shardings and cuts.
 
     Args:
-        given: unsharded parameters, buffers, inputs and gradients of outputs.
-        expected: as from `reference`.
+        given, expected: from `reference`.
 
     Returns:
         The largest difference on this rank of each output and gradient of its stage, and of each parameter after a step
@@ -251,11 +246,7 @@ def compare(
 
 
 def _list_blocks(step: ShardedStep, made: Mapping[str, str]) -> list[tuple]:
-    """List this rank's blocks of outputs of a stage: (name, shape, box, block).
-
-    Args:
-        made: from the name of a tensor to the operator that makes it.
-    """
+    """List this rank's blocks of the outputs of a stage, by name and operator: (name, shape, box, block)."""
     found = []
     for name, op in made.items():
         box = block_box(step.plan.sharding(GIVEN + op), step.rank, step.ops[op].sizes, step.plan.mesh)

@@ -85,8 +85,6 @@ def for_train(
     """Write the best split by hand that `shoal train` accepts as the TOML of a run.
 
     Args:
-        model: of the catalog.
-        shape: of the planned part of it.
         batch: sequences per step.
         sequences: per micro-batch, over all devices.
     """

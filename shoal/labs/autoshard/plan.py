@@ -22,7 +22,6 @@ class Resharding:
     """Moves of one tensor.
 
     Attributes:
-        name: of the tensor.
         phase: forward, backward, or step: once per step, for all micro-batches.
         seconds: of all moves.
         sent: bytes that the busiest device sends.
@@ -104,17 +103,15 @@ class StagePlan:
     """A pipeline stage, or a full module as the only stage.
 
     Attributes:
-        rank: its first device.
         sends: its outputs, to later stages or of the module: (node of the forward pass, operator of the plan's graph).
     """
 
-    rank: int
+    rank: int  # its first device
     plan: ShardingPlan
     sends: tuple[tuple[str, str], ...]
 
 
 def build_plan(builder: Builder, problem: ShardingProblem, solution: Solution) -> ShardingPlan:
-    """Build the plan of a solution of a problem."""
     splits: dict[str, OperatorSplit] = {}
     for decision, choice in zip(problem.decisions, solution.chosen, strict=True):
         splits.update(decision.choices[choice])
@@ -129,7 +126,7 @@ def build_plan(builder: Builder, problem: ShardingProblem, solution: Solution) -
         path = moves.setdefault((name, before, after), prices.moves(op, before, after))
         if any(move.kind != SLICE for move in path):
             elements, _ = count_sent(path, prices.mesh, op.sizes)
-            seconds, sent = share * prices.move(op, before, after), elements * prices.itemsize_of(op)
+            seconds, sent = share * prices.move(op, before, after), elements * prices.get_itemsize(op)
             reshardings.append(Resharding(name, phase if share == 1 else "step", path, seconds, sent))
 
     for phase in (FORWARD, BACKWARD):

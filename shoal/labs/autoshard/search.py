@@ -14,6 +14,7 @@ from shoal.labs.autoshard.baselines import restrict_to_baselines
 from shoal.labs.autoshard.capture.forward import Forward
 from shoal.labs.autoshard.capture.graph import OperatorGraph
 from shoal.labs.autoshard.capture.layers import Layers
+from shoal.labs.autoshard.capture.trace import differentiate
 from shoal.labs.autoshard.intra.ilp import NothingFits, Solution, solve
 from shoal.labs.autoshard.intra.price import Prices
 from shoal.labs.autoshard.intra.problem import Builder, ShardingProblem
@@ -35,9 +36,7 @@ class OperatorPlan(NamedTuple):
     """A module split over all devices.
 
     Attributes:
-        plan: the best sharding of every operator that was found.
         baselines: the splits that people write by hand, on the same mesh.
-        machine: the cluster.
     """
 
     plan: ShardingPlan
@@ -49,12 +48,10 @@ class StagedPlan(NamedTuple):
     """A module cut into pipeline stages, each split over a part of the cluster.
 
     Attributes:
-        stages: in order.
-        assigned: the layers and the part of the cluster of each.
+        assigned: the layers and the part of the cluster of each stage.
         layers: number of clusters of operators, of which stages are made.
         seconds: of a step.
         single_seconds: of a step without stages; infinite if that does not fit.
-        machine: the cluster.
     """
 
     stages: list[StagePlan]
@@ -67,21 +64,14 @@ class StagedPlan(NamedTuple):
 
 @dataclass(frozen=True)
 class Target:
-    """The hardware and the training step that a module is planned for.
-
-    Attributes:
-        formats: number formats of training.
-        microbatches: per step.
-        capacity: bytes of a device.
-    """
+    """The hardware and the training step that a module is planned for."""
 
     cluster: Cluster
     formats: Formats
-    microbatches: int
-    capacity: float
+    microbatches: int  # per step
+    capacity: float  # of a device [bytes]
 
     def builder(self, graph: OperatorGraph, mesh: NamedMesh) -> Builder:
-        """Make the builder of a graph's problem on a mesh."""
         return Builder(graph, Prices.on(self.cluster, mesh, self.formats), self.microbatches)
 
     def solve(self, problem: ShardingProblem, in_flight: int = 1) -> Solution:
@@ -183,7 +173,7 @@ class StageSearch:
         key = (self.layers.key(first, last), part, self._in_flight(left))
         if key not in self._known:
             try:
-                self._known[key] = self._best(first, last, part, left)[2].cost
+                self._known[key] = self.best(first, last, part, left)[2].cost
             except NothingFits as nothing:
                 self._known[key], self.proven = inf, self.proven and nothing.proven
         return self._known[key] + self.receive_seconds(first, part)
@@ -195,28 +185,26 @@ class StageSearch:
         apart = cluster.per_node if cluster.nodes > 1 else 1
         return 2 * ring_group(attained(cluster), 2, apart).send(size) if size and cluster.size > 1 else 0.0
 
-    def plan(self, first: int, last: int, part: Part, left: int) -> ShardingPlan:
-        """Find the best sharding of some layers on a part, as the first of ``left`` stages.
-
-        Raises:
-            NothingFits: on no grid.
-        """
-        return build_plan(*self._best(first, last, part, left))
-
     def place(self, stages: tuple[AssignedStage, ...]) -> list[StagePlan]:
         """Plan every stage, and place them on consecutive devices: several nodes first, then the largest parts."""
         found, rank = {}, 0
         for number in sorted(range(len(stages)), key=lambda i: -stages[i].devices):
             stage = stages[number]
-            plan = self.plan(stage.first, stage.last, stage.part, len(stages) - number)
+            plan = build_plan(*self.best(stage.first, stage.last, stage.part, len(stages) - number))
             names = [node.name for node in self.layers.part(stage.first, stage.last).outputs]
             sends = tuple(zip(names, plan.graph.outputs, strict=True))
             found[number] = StagePlan(rank, plan, sends)
             rank += stage.devices
         return [found[number] for number in range(len(stages))]
 
-    def _best(self, first: int, last: int, part: Part, left: int) -> tuple[Builder, ShardingProblem, Solution]:
-        return self.target.best(self.layers.graph(first, last), list_grids(*part), self._in_flight(left))
+    def best(self, first: int, last: int, part: Part, left: int) -> tuple[Builder, ShardingProblem, Solution]:
+        """Find the cheapest solution of some layers on a part, as the first of ``left`` stages.
+
+        Raises:
+            NothingFits: no solution fits on any grid.
+        """
+        graph = differentiate(self.layers.part(first, last))
+        return self.target.best(graph, list_grids(*part), self._in_flight(left))
 
     def _in_flight(self, left: int) -> int:
         """Return how many micro-batches 1F1B keeps on the first of ``left`` stages."""

@@ -37,7 +37,6 @@ class AssignedStage:
 
     @property
     def devices(self) -> int:
-        """Number of devices of its part."""
         return self.part[0] * self.part[1]
 
 
@@ -60,14 +59,10 @@ def latency(stages: tuple[AssignedStage, ...], microbatches: int) -> float:
 
 
 def find_pipeline(
-    cost: Cost, layers: int, nodes: int, per_node: int, microbatches: int, most: int | None = None
+    cost: Cost, layers: int, nodes: int, per_node: int, microbatches: int, most: int
 ) -> tuple[AssignedStage, ...] | None:
-    """Find the fastest stages on all devices; None if nothing fits.
-
-    Args:
-        most: maximum number of stages.
-    """
-    choices, most = list_parts(nodes, per_node), min(most or layers, layers)
+    """Find the fastest stages, at most ``most``, on all devices; None if nothing fits."""
+    choices, most = list_parts(nodes, per_node), min(most, layers)
     cost = cache(cost)
     times = sorted({
         t for s in range(1, most + 1) for k in range(layers) for j in range(k + 1, layers + 1) for part in choices

@@ -20,8 +20,7 @@ from shoal.labs.autoshard.notation.moves import Move, count_sent
 from shoal.labs.autoshard.notation.network import MOST_RANKS, Links, Rings
 from shoal.labs.autoshard.notation.notation import Array, Expression, NamedMesh, parse, parse_mesh, parse_sizes
 from shoal.labs.autoshard.notation.product import REMEDIES, classify, list_products
-from shoal.labs.autoshard.notation.route import Route
-from shoal.labs.autoshard.notation.search import RouteSearch, add_backward, find_forward
+from shoal.labs.autoshard.notation.search import Route, RouteSearch, add_backward, find_forward
 from shoal.labs.explain.blocks import Stage, State, draw_array, figure, make_memory_table
 from shoal.labs.explain.network import NetworkOptions, build_network, check_network
 from shoal.report.tables import text_table

@@ -71,7 +71,6 @@ def _prefix(environment: Mapping[str, str]) -> str:
 
 
 def ended_path(folder: Path, rank: int) -> Path:
-    """Return the file that marks a rank as killed by a neighbour."""
     return folder / f"ended-{rank}"
 
 
@@ -91,12 +90,7 @@ def _is_abandoned(folder: Path) -> bool:
 
 
 class PeerWatch:
-    """Watcher of the other ranks of this host, in a thread that runs until the process ends.
-
-    Args:
-        folder: see `make_shared_folder`.
-        run_folder: folder of the run's events.
-    """
+    """Watcher of the other ranks of this host, in a thread that runs until the process ends."""
 
     def __init__(self, member: RankEnv, folder: Path, limits: FailoverConfig, run_folder: Path):
         self.member, self.folder, self.run_folder = member, folder, run_folder
@@ -147,8 +141,6 @@ class PeerWatch:
 
 @dataclass(frozen=True)
 class LastState:
-    """Last known state of one rank of an attempt."""
-
     attempt: str  # port and size of the rendezvous, equal on all hosts
     world_size: int
     rank: int
@@ -177,7 +169,6 @@ def read_previous_attempt(member: RankEnv) -> list[LastState]:
 
 
 def read_records(folder: Path) -> list[LastState]:
-    """Read the records of all ranks in a folder."""
     port, _, world_size = folder.name.split("-")[-3:]
     host, since_epoch = socket.gethostname(), time.time() - time.monotonic()
     every = []

@@ -87,5 +87,4 @@ class Ending:
 
     @property
     def usage(self) -> bool:
-        """Whether the attempt ended because of bad input."""
         return self.cause is not None and self.cause.code == 2 and bool(self.cause.report)

@@ -55,8 +55,6 @@ class _Watched:
 
 
 class Watchdog:
-    """Watchdog of the ranks of one attempt."""
-
     def __init__(self, limits: FailoverConfig):
         self.limits = limits
         self._watched: defaultdict[int, _Watched] = defaultdict(_Watched)
@@ -165,7 +163,6 @@ def locate_lost_rank(
 
     Args:
         records: heartbeat records of all ranks here that still run.
-        folder: folder of their stack files.
         alone: whether all ranks are on this host. If not, and all ranks here wait, the lost rank is on another host.
     """
     stuck = lost.rank < 0

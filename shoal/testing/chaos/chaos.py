@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -34,7 +35,6 @@ from shoal.pipeline.from_layout import build_layout_program
 from shoal.spec.config import RunConfig, save_config
 from shoal.testing.chaos.fault_injection import COMMITTING, DAMAGES, SAVING, VARIABLE, Planted, disturbed_path
 from shoal.testing.chaos.fault_types import KINDS, MOMENT_OPS, NEED_MOUNTS, REPAIRED, FaultType
-from shoal.testing.chaos.mounts import fill, mount
 from shoal.training.resilience.events import read_events
 from shoal.training.resilience.heartbeat import read, record_path
 from shoal.training.resilience.host_memory_dir import run_dir
@@ -47,13 +47,12 @@ ROUGH = 2e-3
 
 EXIT_SECONDS = 5.0  # in which the processes of a killed supervisor must exit
 POLL_SECONDS = 0.01
+OWN_MOUNTS = "SHOAL_CHAOS_MOUNTS"  # environment variable of the restarted command: whether it may mount file systems
 LEFTOVERS = ("*.partial", ".staging*", PROCESSES_FILE)
 
 
 @dataclass
 class Trial:
-    """One fault and its outcome."""
-
     fault: str
     moment: str  # description of when it happened
     problems: list[str] = field(default_factory=list)  # none if the trial passed
@@ -86,7 +85,6 @@ class Chaos:
             raise UsageError(f"the undisturbed run ended with code {code}.\n  Its log: {log}")
 
     def can_have(self, name: str) -> bool:
-        """Return whether this kind of fault is possible in this run."""
         if name == "bit-shard":
             return self.config.data.source != "synthetic"
         if name == "kill-collective":
@@ -274,11 +272,7 @@ class Chaos:
 def create_supervisor(
     config: RunConfig, folder: Path, server: PreforkServer, *, resume: bool = False, faulty: bool = False
 ) -> Supervisor:
-    """Create the supervisor of a run on this machine's CPU, and the run folder unless the run is resumed.
-
-    Args:
-        faulty: inject the faults listed in the environment.
-    """
+    """Create the supervisor of a run on this machine's CPU; with ``faulty``, inject the faults of the environment."""
     if not resume:
         new_run(config, folder)
     payload = {"config": plain(config), "folder": str(folder), "resume": resume, "made": True}
@@ -344,3 +338,36 @@ def steps_done(run: Path) -> int:
 def step_of_failure(run: Path) -> int:
     """Return the highest step at which a run recorded a failure; 0 if it failed before its first step."""
     return max((event.get("step", 0) for event in read_events(run) if event["event"] == "failure"), default=0)
+
+
+# ---- file systems ----------------------------------------------------------------------------------------------------
+
+
+def own_mounts() -> bool:
+    """Give this process a mount namespace of its own by restarting the `shoal` command; return whether it has one.
+
+    It has none if that is not permitted, or if the caller is not the `shoal` command.
+    """
+    if OWN_MOUNTS in os.environ:
+        return os.environ[OWN_MOUNTS] == "yes"
+    words = ["unshare", "--mount", *([] if os.getuid() == 0 else ["--map-root-user"])]
+    trial = [*words, "sh", "-c", 'd=$(mktemp -d) && mount -t tmpfs tmpfs "$d" && umount "$d" && rmdir "$d"']
+    if shutil.which("unshare") is None or subprocess.run(trial, capture_output=True).returncode:
+        return False
+    if Path(sys.argv[0]).name not in ("shoal", "__main__.py"):  # called by other code
+        return False
+    os.environ[OWN_MOUNTS] = "yes"
+    os.execvp("unshare", [*words, sys.executable, "-m", "shoal", *sys.argv[1:]])
+    raise AssertionError("replaced by the above")
+
+
+def mount(command: str) -> None:
+    """Run a shell command that changes the file systems visible to this process and its children."""
+    subprocess.run(["sh", "-c", command], check=True, capture_output=True)
+
+
+def fill(path: Path) -> None:
+    """Write until the disk is full."""
+    with open(path, "wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(1 << 16))

@@ -57,7 +57,6 @@ def disturbed_path(run: Path) -> Path:
 
 
 def plant(trainer: Trainer) -> None:
-    """Plant the faults of this rank in this attempt."""
     mine = (trainer.mesh.rank, int(os.environ.get("SHOAL_ATTEMPT", 0)))
     for values in json.loads(os.environ.get(VARIABLE, "[]")):
         if ((planted := Planted(**values)).rank, planted.attempt) == mine:

@@ -28,9 +28,8 @@ from shoal.launch.supervisor import PROCESSES_FILE
 from shoal.report.page import page
 from shoal.report.tables import html_table, text_table
 from shoal.spec.config import RunConfig
-from shoal.testing.chaos.chaos import Chaos, Trial, create_supervisor
+from shoal.testing.chaos.chaos import Chaos, Trial, create_supervisor, own_mounts
 from shoal.testing.chaos.fault_types import KINDS, NEED_MOUNTS
-from shoal.testing.chaos.mounts import own_mounts
 from shoal.training.check import check
 from shoal.training.resilience.events import read_events
 
@@ -73,7 +72,6 @@ class ChaosResult:
 
     @property
     def failed(self) -> int:
-        """Number of failed trials."""
         return sum(bool(trial.problems) for trial in self.trials)
 
     @property
@@ -99,11 +97,10 @@ def chaos(
     of this process are written to a log. Faults that cannot be tried here are listed on stderr.
 
     Args:
-        config: config of the run.
         trials: number of trials; they cycle through the faults.
         faults: comma-separated faults, or "all".
-        seed: random seed of the times of the faults.
-        folder: folder of the runs (default: a new temporary one).
+        seed: of the times of the faults.
+        folder: of the runs (default: a new temporary one).
         minutes: instead of trials, train once for this long and repeatedly kill a rank.
         every: with ``minutes``, seconds between two failures.
         show: print each trial and a table.
@@ -189,8 +186,7 @@ def _endure(
 
 @contextmanager
 def _killing_ranks(folder: Path, every: float, rng: random.Random) -> Iterator[list[int]]:
-    """Kill a rank of the run in a folder every ``every`` seconds during the context; yields the growing list of them.
-    """
+    """Kill a rank of the run in a folder every ``every`` seconds during the context; yield the growing list of them."""
     stop, kills = threading.Event(), list[int]()
 
     def act() -> None:
@@ -260,7 +256,6 @@ def count_by_fault(trials: Sequence[Trial]) -> list[tuple[str, ...]]:
 
 
 def describe_trial(number: int, trial: Trial) -> str:
-    """Return a line: fault, moment, cost and problems."""
     outcome = "; ".join(trial.problems) or "passed"
     lost = ", ".join(f"{steps:g}" for steps in trial.lost) or "-"
     seconds = ", ".join(f"{each:g}" for each in trial.seconds) or "-"
@@ -268,7 +263,6 @@ def describe_trial(number: int, trial: Trial) -> str:
 
 
 def write_page(path: Path, config: RunConfig, trials: Sequence[Trial]) -> None:
-    """Write a page with the table and every trial."""
     passed = sum(not trial.problems for trial in trials)
     lead = (
         f"{passed} of {len(trials)} faults survived by {config.model.name} on {config.parallel.describe()}: the run "

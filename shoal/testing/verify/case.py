@@ -63,9 +63,10 @@ def run_case(case: Case, pool: Pool, *, steps: int, inject: str = "") -> tuple[V
         rules = {PLAIN: _with_plain_rule(case.config)}
         job = ComparisonJob(rules, case.shape, steps, Path(folder), inject)
         facts = {PLAIN: run_reference(job, PLAIN)}
-        own = _clipping(case.config, facts[PLAIN][0].gradient_norm)
-        rules[own.optimizer.name] = own
-        facts[own.optimizer.name] = run_reference(job, own.optimizer.name)
+        own = case.config.optimizer
+        clip = {"clip_norm": min(own.clip_norm, facts[PLAIN][0].gradient_norm / 2)}  # clipping, if any, takes effect
+        rules[own.name] = case.config.model_copy(update={"optimizer": own.model_copy(update=clip)})
+        facts[own.name] = run_reference(job, own.name)
         # The ranks share this machine's cores, so they take a multiple of one device's time.
         timeout = 120 + 30 * (time.monotonic() - start)
         verdict = _compare(job, pool, facts, timeout)
@@ -95,9 +96,3 @@ def _with_plain_rule(config: RunConfig) -> RunConfig:
         schedule="constant", warmup_steps=0,
     )
     return config.model_copy(update={"optimizer": plain})
-
-
-def _clipping(config: RunConfig, norm: float) -> RunConfig:
-    """Return the run with its own rule, whose clipping (if any) is made to take effect at this gradient norm."""
-    clip = {"clip_norm": min(config.optimizer.clip_norm, norm / 2)}
-    return config.model_copy(update={"optimizer": config.optimizer.model_copy(update=clip)})

@@ -14,7 +14,7 @@ from shoal.engine.models.mixture_of_depths import COUNTS
 from shoal.spec.layout import Layout
 from shoal.spec.number_formats import FORMATS, FP64
 from shoal.testing.verify.rank import RankReport
-from shoal.testing.verify.reference import StepFacts, parameter_of
+from shoal.testing.verify.reference import StepFacts, strip_expert
 from shoal.testing.verify.trace import sum_by_layer, traced_modules
 
 
@@ -90,7 +90,7 @@ class Verdict:
     """Result of one verification.
 
     Attributes:
-        table: the largest relative error by (row, column); see `row_of`.
+        table: the largest relative error by (row, column); see `find_row`.
         findings: differences beyond tolerance, in the order of a step.
     """
 
@@ -99,19 +99,18 @@ class Verdict:
 
     @property
     def worst_gradient(self) -> float:
-        """Largest relative error of a gradient."""
         return max((e for (row, column), e in self.table.items() if column == "gradient"), default=0.0)
 
 
-def row_of(parameter: str) -> str:
+def find_row(parameter: str) -> str:
     """Return the row of a parameter in the table: its kind of module.
 
-    >>> row_of("layers.12.attention.q.weight"), row_of("layers.0.mlp_norm.weight"), row_of("embed.token.weight")
+    >>> find_row("layers.12.attention.q.weight"), find_row("layers.0.mlp_norm.weight"), find_row("embed.token.weight")
     ('attention q', 'norms', 'embed token')
     """
     if "norm" in parameter:
         return "norms"
-    return re.sub(r"^layers\.\d+\.|\.(weight|bias)$", "", parameter_of(parameter)).replace(".", " ")
+    return re.sub(r"^layers\.\d+\.|\.(weight|bias)$", "", strip_expert(parameter)).replace(".", " ")
 
 
 def judge(
@@ -123,7 +122,7 @@ def judge(
 ) -> Verdict:
     """Compare the results of all ranks with those of one device, by rule for each step."""
     verdict = Verdict()
-    parameters = [name for name in next(iter(facts.values()))[0].gradients if name == parameter_of(name)]
+    parameters = [name for name in next(iter(facts.values()))[0].gradients if name == strip_expert(name)]
     verdict.findings += _check_coverage(parameters, reports)
     for rule, steps in facts.items():
         for step, fact in enumerate(steps):
@@ -244,7 +243,6 @@ class _StepComparison:
                 self._find("routing", "", errors, f"routing: {what}", 0 if exact else self.gradient)
 
     def check_loss(self) -> None:
-        """Check the loss and the gradient norm that the run reports."""
         for phase, expected in (("loss", self.fact.loss), ("gradient norm", self.fact.gradient_norm)):
             attribute = phase.replace(" ", "_")
             got = {where: getattr(found, attribute) for where, found in self.ranks}
@@ -262,7 +260,7 @@ class _StepComparison:
             own = self.adaptive and kind != "gradient"
             allowed = self.tolerance.adaptive * self.amplified if own else self.gradient
             for name in order:
-                parameter = parameter_of(name)
+                parameter = strip_expert(name)
                 if name != parameter and self.precision != "fp64":  # rounding moves tokens to other experts
                     continue
                 floor = FLOORS[kind] * largest if name == parameter else EXPERT_FLOOR * references[parameter]
@@ -275,7 +273,7 @@ class _StepComparison:
                 if not errors:
                     continue
                 column = "gradient" if kind == "gradient" else f"weight {self.rule}"
-                self._note(row_of(name), column, errors)
+                self._note(find_row(name), column, errors)
                 what = {
                     "gradient": f"{'clipped ' * self.adaptive}gradient of {name}, summed over the ranks",
                     "weight": f"updated value of {name}",

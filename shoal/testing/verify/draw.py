@@ -25,7 +25,6 @@ def draw_run(choose: Choose, max_ranks: int = 8, *, routers: bool = True) -> Run
 
     Args:
         choose: selects an option (the simplest is first): ``random.Random(seed).choice``, or a draw of hypothesis.
-        max_ranks: maximum number of ranks.
         routers: whether layers may have experts or Mixture of Depths.
     """
     pp = choose([n for n in (1, 2, 3, 4) if n <= max_ranks])
@@ -135,11 +134,7 @@ def draw_run_with(optimizer: str, choose: Choose, max_ranks: int = 8) -> RunConf
 
 
 def _draw_experts(choose: Choose, parallel: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """Draw the experts of a model, or none, and write their parallel degrees into ``parallel``.
-
-    Args:
-        ranks: ranks of a pipeline stage.
-    """
+    """Draw the experts of a model, or none, and write their degrees on a stage's ranks into ``parallel``."""
     gate = choose(("",) * 4 + ("top-k", "switch", "gshard", "noisy-top-k", "expert-choice"))
     if not gate:
         return {}

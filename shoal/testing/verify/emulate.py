@@ -28,7 +28,6 @@ def emulate_updates(model: Transformer, program: Program, samples: list[list[Bat
     The caller updates the model before it continues.
 
     Args:
-        model: its parameters are the newest version.
         samples: single samples of each micro-batch, of all replicas.
     """
     params = dict(model.named_parameters())
@@ -54,7 +53,7 @@ def emulate_updates(model: Transformer, program: Program, samples: list[list[Bat
                 )
                 gradients = torch.autograd.grad(loss / tokens, list(weights.values()))
                 for name, gradient in zip(weights, gradients, strict=True):
-                    gradient_of(params[owner(name, model.shape)]).add_(gradient)
+                    get_gradient(params[owner(name, model.shape)]).add_(gradient)
                 total += loss.item()
         yield total
 
@@ -97,7 +96,7 @@ def accumulate_gradients(
     return total
 
 
-def gradient_of(parameter: Tensor) -> Tensor:
+def get_gradient(parameter: Tensor) -> Tensor:
     assert parameter.grad is not None
     return parameter.grad
 

@@ -50,7 +50,6 @@ class Fault:
     model: str = ""  # section of the model without which it has no effect: "experts", "depths", or ""
 
     def inject(self) -> AbstractContextManager:
-        """Inject the fault into this process for the duration of the context."""
         right = self.owner.__dict__[self.name]
         static = isinstance(right, staticmethod)
         function = right.__func__ if static else right
@@ -180,7 +179,7 @@ def dense_copies(right: Callable, parameters: RankParameters) -> Tensor:
             bucket.groups = groups
 
 
-def of_the_token_before(right: Callable, router, logits: Tensor, context) -> tuple:
+def choose_like_neighbour(right: Callable, router, logits: Tensor, context) -> tuple:
     choice, logits = right(router, logits, context)
     moved = choice._replace(weights=choice.weights.roll(1, dims=1), chosen=choice.chosen.roll(1, dims=1))
     return moved, logits
@@ -327,7 +326,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "neighbours-choice": Fault(
         "each token gets the experts of the previous token",
-        Router, "_choose", of_the_token_before, {}, model="experts",
+        Router, "_choose", choose_like_neighbour, {}, model="experts",
     ),
     "chosen-order": Fault(
         "mixture of depths: tokens are computed in the order of arrival from other ranks",

@@ -18,14 +18,7 @@ from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.data.batches import Batch, Dataset
 from shoal.pipeline.program import Op
 from shoal.testing.verify.faults import FAULTS
-from shoal.testing.verify.reference import (
-    ComparisonJob,
-    StepTotals,
-    step_file,
-    synthetic,
-    trace_file,
-    with_experts,
-)
+from shoal.testing.verify.reference import ComparisonJob, StepTotals, step_file, synthetic, trace_file, with_experts
 from shoal.testing.verify.trace import Choices, ForwardTrace, Tracer, largest, trace_errors
 from shoal.training.step.engine import Engine
 
@@ -37,7 +30,7 @@ class RankStep(StepTotals):
     Attributes:
         samples: for each micro-batch of this step, the indices of its samples in the global batch.
         differences: largest absolute differences by "gradient/NAME", "weight/NAME" or "in use/NAME", also of each
-            expert by `expert_name`.
+            expert (`with_experts`).
         trace: see `trace_errors`.
     """
 
@@ -48,8 +41,6 @@ class RankStep(StepTotals):
 
 @dataclass
 class RankReport:
-    """Results of one rank."""
-
     where: str  # the rank's number and coordinates
     replica: int  # its data-parallel replica
     held: list[tuple[str, tuple[int, ...], Box, bool]] = field(default_factory=list)
@@ -66,7 +57,6 @@ class RecordingDataset:
         self.vocab_size, self.samples, self.fingerprint = data.vocab_size, data.samples, data.fingerprint
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """See `Dataset.batch`."""
         self.asked.append(list(indices))
         return self.data.batch(indices)
 
@@ -135,12 +125,7 @@ def _unsharded_weights(engine: Engine) -> dict[str, list[Piece]]:
 
 
 def compare_pieces(file: safe_open, kind: str, name: str, pieces: Sequence[Piece]) -> dict[str, float]:
-    """Return the differences of this rank's pieces of a parameter from the reference's (`RankStep.differences`).
-
-    Args:
-        file: `step_file` of the reference.
-        kind: "gradient", "weight" or "in use".
-    """
+    """Return the differences of this rank's pieces of a parameter from the reference's (`RankStep.differences`)."""
     expected = file.get_slice(f"{'gradient' if kind == 'gradient' else 'weight'}/{name}")
     key = f"{kind}/{name}"
     found = {key: 0.0}

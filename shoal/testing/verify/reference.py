@@ -38,7 +38,7 @@ from shoal.spec.catalog import ModelShape
 from shoal.spec.compatibility.sizes import float8_layers
 from shoal.spec.config import OptimizerConfig, RunConfig
 from shoal.spec.number_formats import FORMATS
-from shoal.testing.verify.emulate import accumulate_gradients, count_tokens, emulate_updates, gradient_of
+from shoal.testing.verify.emulate import accumulate_gradients, count_tokens, emulate_updates, get_gradient
 from shoal.testing.verify.trace import Choices, Tracer
 from shoal.training.step.curvature import SHIFT
 
@@ -80,8 +80,8 @@ class StepFacts(StepTotals):
 
     Attributes:
         tokens: unmasked targets of each sample of the global batch.
-        gradients: largest absolute value of each parameter's clipped gradient, and of each expert's part of it, by
-            `expert_name`.
+        gradients: largest absolute value of each parameter's clipped gradient, and of each expert's part of it
+            (`with_experts`).
         weights: the same of each updated parameter.
     """
 
@@ -90,20 +90,14 @@ class StepFacts(StepTotals):
     weights: dict[str, float]
 
 
-def expert_name(name: str, expert: int) -> str:
-    """Return the name of one expert's part of a parameter."""
-    return f"{name}[{expert}]"
-
-
 def with_experts(name: str, tensor: Tensor, first: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Yield a parameter by name and, if its dim 0 is the experts, each expert's part, counting from ``first``."""
+    """Yield a parameter by name and, if its dim 0 is the experts, each part as ``NAME[EXPERT]``, from ``first`` on."""
     yield name, tensor
     if ".experts." in name:
-        yield from ((expert_name(name, expert), part) for expert, part in enumerate(tensor, first))
+        yield from ((f"{name}[{expert}]", part) for expert, part in enumerate(tensor, first))
 
 
-def parameter_of(name: str) -> str:
-    """Return the parameter of a name or an `expert_name`."""
+def strip_expert(name: str) -> str:
     return name.partition("[")[0]
 
 
@@ -113,8 +107,7 @@ def step_file(folder: Path, rule: str, step: int) -> Path:
 
 
 def trace_file(folder: Path) -> Path:
-    """Return the file of the traced step's activations, ``forward/MODULE`` and ``backward/MODULE``; dim 0 is samples.
-    """
+    """Return the file of the traced step's activations: ``forward/MODULE``, ``backward/MODULE``; dim 0 is samples."""
     return folder / "trace.safetensors"
 
 
@@ -169,14 +162,12 @@ def plain_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> Rule | P
     for parameter in named.values():
         parameter.grad = torch.zeros_like(parameter)
     return build(config, Shards.from_parameters(
-        ((name, p.detach(), gradient_of(p)) for name, p in named.items()),
+        ((name, p.detach(), get_gradient(p)) for name, p in named.items()),
         lambda name, p: weight_decay(config, p.shape), lambda name: rate_factor(config, name),
     ))
 
 
 class PlainTorch:
-    """torch's AdamW or SGD, parameter by parameter."""
-
     def __init__(self, model: torch.nn.Module, config: OptimizerConfig):
         groups = [
             {"params": [p], "weight_decay": config.weight_decay if p.dim() > 1 else 0.0,
@@ -217,7 +208,7 @@ def _train_step(
     for loss in losses:
         total += loss
         norms.append(_clip(model, config.optimizer.clip_norm))
-        gradients = {name: gradient_of(p).clone() for name, p in model.named_parameters()}
+        gradients = {name: get_gradient(p).clone() for name, p in model.named_parameters()}
         update(rate)
     for router in routers:
         router.rebalance(_tally(router)[SUMS:])
@@ -241,7 +232,7 @@ def _tally(counted: Router | MixtureOfDepths) -> Tensor:
 
 def _clip(model: Transformer, limit: float) -> float:
     """Clip the gradients to a norm, 0 for none; return the norm before."""
-    gradients = [gradient_of(p) for p in model.parameters()]
+    gradients = [get_gradient(p) for p in model.parameters()]
     norm = torch.stack([gradient.norm() for gradient in gradients]).norm().item()
     if limit and norm > limit:
         for gradient in gradients:
@@ -257,14 +248,8 @@ def _largest(tensors: dict[str, Tensor]) -> dict[str, float]:
 # ---- Sophia's curvature estimates: full parameters, one sample at a time ---------------------------------------------
 
 
-def estimate_curvature(
-    model: Transformer, config: RunConfig, batches: Sequence[Batch], step: int
-) -> list[Tensor]:
-    """Return the estimate of a step for each parameter in order, flattened.
-
-    Args:
-        batches: single samples of the step.
-    """
+def estimate_curvature(model: Transformer, config: RunConfig, batches: Sequence[Batch], step: int) -> list[Tensor]:
+    """Return the estimate of a step, from its single samples, for each parameter in order, flattened."""
     estimate = _from_drawn_labels if config.optimizer.name == "sophia-g" else _from_differences
     return [each.flatten() for each in estimate(model, config, batches, step)]
 
@@ -280,7 +265,7 @@ def _from_drawn_labels(model: Transformer, config: RunConfig, batches: Sequence[
         return F.cross_entropy(logits[0], labels[0], ignore_index=IGNORE, reduction="sum")
 
     accumulate_gradients(model, batches, compute_loss)
-    return [count_tokens(batches) * gradient_of(p) ** 2 for p in model.parameters()]
+    return [count_tokens(batches) * get_gradient(p) ** 2 for p in model.parameters()]
 
 
 def _from_differences(model: Transformer, config: RunConfig, batches: Sequence[Batch], step: int) -> list[Tensor]:
@@ -301,7 +286,7 @@ def _from_differences(model: Transformer, config: RunConfig, batches: Sequence[B
                 p.copy_(values + sign * size * direction)
         if sign:
             accumulate_gradients(model, batches, lambda i, batch: model(batch.tokens, batch.targets, batch.documents))
-            found.append([gradient_of(p).clone() for p in parameters.values()])
+            found.append([get_gradient(p).clone() for p in parameters.values()])
     return [u * (one - other) / (2 * size) for u, one, other in zip(directions, *found, strict=True)]
 
 
@@ -327,7 +312,6 @@ def _forward(module: nn.Linear, rounded, x: Tensor) -> Tensor:
 
 
 def _round(name: str, recipe: Recipe, history: AmaxHistory | None, what: int, x: Tensor) -> Tensor:
-    """Round a matrix to 8 bits, with scales along its rows."""
     kind, grain = recipe.kinds[what], recipe.grains[what]
     most = largest(x, grain)
     scale = None

@@ -71,17 +71,10 @@ class Tracer:
 
 @dataclass(frozen=True)
 class ForwardTrace:
-    """The samples and tokens of one forward."""
-
     samples: list[int]  # indices in the global batch
     microbatch: int
     tokens: Tensor | None  # this rank's tokens of each sample; None for all
     part: slice  # the slice of these that this forward takes
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether it takes all tokens of its samples."""
-        return self.tokens is None and self.part == slice(None)
 
     def select(self, reference: Tensor) -> Tensor:
         """Return this forward's part of a tensor of the global batch, [b, s, ...], or [b] for the loss."""
@@ -122,8 +115,9 @@ def trace_errors(
     errors = {}
     with safe_open(reference, "pt") as file:
         known = set(file.keys())
+        is_complete = all(each.tokens is None and each.part == slice(None) for each in passes)
         for key, values in tracer.taken().items():
-            if key not in known or (key == "forward/loss" and not all(each.is_complete for each in passes)):
+            if key not in known or (key == "forward/loss" and not is_complete):
                 continue
             full = file.get_tensor(key)
             differences = []

@@ -23,7 +23,7 @@ from shoal.pipeline.schedules import ASYNCHRONOUS
 from shoal.report.tables import text_table
 from shoal.spec.config import RunConfig, save_config
 from shoal.testing.verify.case import Case, prepare, run_case
-from shoal.testing.verify.compare import PLAIN, TOLERANCES, Mismatch, Verdict, row_of
+from shoal.testing.verify.compare import PLAIN, TOLERANCES, Mismatch, Verdict, find_row
 from shoal.testing.verify.draw import draw_run, draw_run_with
 from shoal.testing.verify.faults import FAULTS, Fault
 from shoal.testing.verify.reference import StepFacts
@@ -46,7 +46,6 @@ class Verification:
 
     @classmethod
     def from_verdicts(cls, verdicts: Sequence[Verdict]) -> Verification:
-        """Combine the verdicts, one for each layout."""
         differing, worst = sum(bool(v.findings) for v in verdicts), max(v.worst_gradient for v in verdicts)
         return cls(len(verdicts), differing, worst, tuple(finding for v in verdicts for finding in v.findings))
 
@@ -77,7 +76,6 @@ def verify(
         steps: training steps to compare.
         own_precision: compare in the run's precision, to its rounding, instead of float64 to 1e-9.
         inject: name of a fault to inject on the ranks, which should be found.
-        show: print the case, progress and verdicts.
 
     Raises:
         UsageError: the run cannot be verified here, or an unknown rule or fault.
@@ -231,7 +229,6 @@ def _verify_drawn(
 
 
 def print_case(console: Console, case: Case, steps: int) -> None:
-    """Print what will be compared."""
     config, layout = case.config, case.config.parallel
     microbatches = layout.microbatches(config.train.global_batch)
     console.print(f"[bold]layout[/]    {escape(layout.describe())}: {layout.equation()}, recompute {layout.recompute}")
@@ -252,7 +249,6 @@ def print_case(console: Console, case: Case, steps: int) -> None:
 def print_verdict(
     console: Console, case: Case, verdict: Verdict, facts: dict[str, list[StepFacts]], seconds: float
 ) -> None:
-    """Print the table of errors and the verdict."""
     tolerance = TOLERANCES[case.config.train.precision]
     if verdict.table:
         console.print(_count_tokens(case, facts))
@@ -292,7 +288,7 @@ def _tabulate_errors(case: Case, verdict: Verdict, facts: dict[str, list[StepFac
     own = case.config.optimizer.name
     columns = {"gradient": "gradient", "weight, plain SGD": f"weight {PLAIN}", f"weight, {own}": f"weight {own}"}
     rows = []
-    for row in dict.fromkeys(["loss", "gradient norm", *map(row_of, facts[PLAIN][0].gradients)]):
+    for row in dict.fromkeys(["loss", "gradient norm", *map(find_row, facts[PLAIN][0].gradients)]):
         errors = [verdict.table.get((row, column)) for column in columns.values()]
         rows.append([row, *("" if error is None else f"{error:.1e}" for error in errors)])
     return text_table(["", *columns], rows, title="largest relative error", lines=True)

@@ -9,6 +9,7 @@ from shoal.labs.autoshard.capture.forward import export_forward
 from shoal.labs.autoshard.capture.layers import Layers
 from shoal.labs.autoshard.capture.trace import differentiate
 from shoal.labs.autoshard.execute import compare, find_worst, reference
+from shoal.labs.autoshard.plan import build_plan
 from shoal.labs.autoshard.search import StageSearch
 from shoal.labs.autoshard.stages import AssignedStage
 from tests.labs.autoshard.modules import target, transformer
@@ -64,7 +65,7 @@ class Gated(nn.Module):
 def test_no_cut_is_made_inside_an_operator_with_several_outputs(pool):
     layers, difference = cut_once(pool, Gated(), at=-1)
     assert 1 < len(layers.ends) < len(layers.nodes)
-    assert set(layers.graph(0, 1).gradients) == {"both.weight", "both.bias"}, "of the module's own input there is none"
+    assert set(differentiate(layers.part(0, 1)).gradients) == {"both.weight", "both.bias"}, "the input has none"
     assert difference < 1e-10
 
 
@@ -98,12 +99,12 @@ def test_layers_cost_what_their_own_plan_takes(frozen):
     found = StageSearch(Layers(export_forward(*linears(frozen)), 4), target("2xA100", 4))
     for first, last in ((2, 4), (0, 2), (1, 2), (0, 1), (3, 4), (2, 3)):
         cost = found.cost(first, last, (1, 1), 1) - found.receive_seconds(first, (1, 1))
-        plan = found.plan(first, last, (1, 1), 1)
+        plan = build_plan(*found.best(first, last, (1, 1), 1))
         assert cost == pytest.approx(plan.seconds, rel=1e-9)
 
 
 def test_a_stage_keeps_what_it_was_sent():
     found = StageSearch(Layers(export_forward(*linears(range(0))), 4), target("4xA100", 4))
     tensor = 1024 * 256 * 2  # bytes in bf16
-    saved = [found.plan(first, last, (1, 1), 1).saved for first, last in ((0, 1), (1, 2), (1, 3))]
+    saved = [build_plan(*found.best(first, last, (1, 1), 1)).saved for first, last in ((0, 1), (1, 2), (1, 3))]
     assert saved == [0, tensor, 2 * tensor], "the module's own input is there for all micro-batches"

@@ -135,7 +135,6 @@ def get_schema(node: fx.Node) -> torch.FunctionSchema | None:
 
 
 def writes(node: fx.Node) -> bool:
-    """Whether an operator writes to its arguments."""
     schema = get_schema(node)
     return schema is not None and schema.is_mutable
 

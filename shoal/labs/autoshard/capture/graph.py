@@ -67,7 +67,6 @@ class Operator:
 
     @property
     def numel(self) -> int:
-        """The elements of its output."""
         return math.prod(self.shape)
 
     def call(self, tensors: tuple[Tensor, ...]) -> Any:
@@ -85,17 +84,15 @@ class OperatorGraph:
 
     Attributes:
         ops: in an order in which they can run.
-        outputs: of the forward pass.
         gradients: from a parameter or a boundary to the operator that makes its gradient.
     """
 
     ops: dict[str, Operator]
-    outputs: tuple[str, ...]
+    outputs: tuple[str, ...]  # of the forward pass
     gradients: dict[str, str]
 
     @property
     def parameters(self) -> list[Operator]:
-        """The sources of weights."""
         return [op for op in self.ops.values() if op.kind == "parameter"]
 
     def users(self) -> dict[str, list[Operator]]:

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor, fx
 
 from shoal.labs.autoshard.capture.forward import Forward, get_schema, operand
-from shoal.labs.autoshard.capture.graph import OperatorGraph
-from shoal.labs.autoshard.capture.trace import differentiate
 
 DELTA = 0.5  # a layer may have this part of the mean FLOPs more than the mean
 CUTS = 150  # candidates for cuts: the places that carry the fewest bytes
@@ -105,10 +103,6 @@ class Layers:
             new[node].meta = dict(node.meta)
         graph.output(tuple(new[node] for node in inside if any(user not in mine for user in node.users)))
         return Forward(fx.GraphModule(torch.nn.Module(), graph), sources, self.forward.values)
-
-    def graph(self, first: int, last: int) -> OperatorGraph:
-        """Build a training step of some layers, with the gradients of their boundaries."""
-        return differentiate(self.part(first, last))
 
     def key(self, first: int, last: int) -> tuple:
         """Make a key that is equal for layers with the same problem: operators, shapes, wiring and kinds of sources."""

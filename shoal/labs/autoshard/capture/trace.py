@@ -119,7 +119,8 @@ def _decompositions() -> dict:
     table[aten.addmm.default] = table[aten.baddbmm.default] = table[aten.addmv.default] = _add_product
     table[aten.mean.dim] = _mean
     table[aten.mean.default] = lambda x, dtype=None: _mean(x, list(range(x.dim())), dtype=dtype)
-    table[aten.var.correction], table[aten.var_mean.correction] = _var, _var_mean
+    table[aten.var_mean.correction] = _var_mean
+    table[aten.var.correction] = lambda *args, **options: _var_mean(*args, **options)[0]
     for name in KEPT_OPS:
         for kind in getattr(aten, name).overloads():
             table.pop(getattr(getattr(aten, name), kind), None)
@@ -150,10 +151,6 @@ def _layer_norm(x: Tensor, shape, weight: Tensor | None, bias: Tensor | None, ep
 def _add_product(x: Tensor, a: Tensor, b: Tensor, *, beta=1, alpha=1) -> Tensor:
     product = aten.bmm(a, b) if a.dim() == 3 else aten.mv(a, b) if b.dim() == 1 else aten.mm(a, b)
     return (product if alpha == 1 else product * alpha) + (x if beta == 1 else x * beta)
-
-
-def _var(x: Tensor, dim=None, *, correction=None, keepdim: bool = False) -> Tensor:
-    return _var_mean(x, dim, correction=correction, keepdim=keepdim)[0]
 
 
 # ---- from a trace ----------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ class Solution:
 
     Attributes:
         chosen: the index of the choice, for each decision.
-        cost: s.
+        cost: seconds.
         proven: whether no other solution costs less; False if the time limit ended the search.
     """
 

@@ -30,7 +30,6 @@ class ClusterNetwork:
     cluster: Cluster
 
     def price(self, collective: str, axes: str, size: float) -> tuple[float, str]:
-        """Return seconds, and the algorithm (`Network`)."""
         inner = max(self.mesh.axes.index(axis) for axis in axes)
         ring = ring_group(self.cluster, self.mesh.size(axes), math.prod(self.mesh.shape[inner + 1 :]))
         if collective == Collective.ALL_TO_ALL:
@@ -43,7 +42,6 @@ class Prices:
     """Seconds and bytes of one device.
 
     Attributes:
-        network: prices collectives.
         peak: FLOP/s that a device attains in products of large matrices.
         bandwidth: bytes/s that it attains of its memory.
         itemsize: bytes of a floating-point number.
@@ -71,17 +69,15 @@ class Prices:
             formats.reduce.itemsize, 2 * formats.state.itemsize + master,
         )  # fmt: skip
 
-    def itemsize_of(self, op: Operator) -> int:
+    def get_itemsize(self, op: Operator) -> int:
         """Return the bytes of an element of an operator's output."""
         return self.itemsize if op.dtype.is_floating_point else op.dtype.itemsize
 
     def local_numel(self, op: Operator, sharding: Sharding) -> float:
-        """Return the elements that a device holds of a tensor."""
         return op.numel / self.mesh.size("".join(axes for _, axes in sharding.dims))
 
     def local_bytes(self, op: Operator, sharding: Sharding) -> float:
-        """Return the bytes that a device holds of a tensor."""
-        return self.local_numel(op, sharding) * self.itemsize_of(op)
+        return self.local_numel(op, sharding) * self.get_itemsize(op)
 
     def move(self, op: Operator, before: Sharding, after: Sharding) -> float:
         """Return the seconds of the cheapest moves of a tensor; infinite if no moves lead there."""
@@ -91,7 +87,6 @@ class Prices:
         return math.inf if path is None else path.cost
 
     def moves(self, op: Operator, before: Sharding, after: Sharding) -> tuple[Move, ...]:
-        """Return the cheapest moves of a tensor."""
         return self._reach(op, before)[after].moves
 
     def work(self, op: Operator, flops: float, operands: list[tuple[Operator, Sharding]], made: Sharding) -> float:
@@ -104,7 +99,7 @@ class Prices:
         return OperationCost(flops, traffic).seconds(self.peak, self.bandwidth)
 
     def _reach(self, op: Operator, before: Sharding) -> dict[Sharding, Path]:
-        key = (op.shape, self.itemsize_of(op))
+        key = (op.shape, self.get_itemsize(op))
         if key not in self._searches:
             self._searches[key] = RouteSearch(self.mesh, op.sizes, key[1], self.network, self.peak)
         if (*key, before) not in self._reached:

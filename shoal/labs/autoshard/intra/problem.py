@@ -69,15 +69,12 @@ class TensorMoves:
     readers: tuple[tuple[int, tuple[frozenset[int], ...]], ...]
 
     def cost(self, chosen: list[int]) -> float:
-        """Return the seconds of one choice for each decision."""
         needed = set().union(*(needs[chosen[reader]] for reader, needs in self.readers))
         return float(sum(self.seconds[self.rows[chosen[self.source]], state] for state in needed))
 
 
 @dataclass
 class ShardingProblem:
-    """Decisions, and the moves between them."""
-
     decisions: list[Decision]
     moves: list[TensorMoves] = field(default_factory=list)
 
@@ -136,7 +133,6 @@ class Builder:
         self.kept = self._find_kept()
 
     def problem(self) -> ShardingProblem:
-        """Build the decisions with their costs, and the moves between them."""
         decisions = [self._build_decision(name) for name in self.members]
         number = {d.name: i for i, d in enumerate(decisions)}
         problem = ShardingProblem(decisions)
@@ -227,7 +223,7 @@ class Builder:
                     moved.add(key)
                     seconds += self.prices.move(operand, choice[operand.name].out, state)
             elements = self.prices.local_numel(op, split.out)
-            size = elements * self.prices.itemsize_of(op)
+            size = elements * self.prices.get_itemsize(op)
             memory += size if op.kind == "parameter" else 0.0
             memory += elements * self.prices.state_bytes if name.startswith(UPDATE) else 0.0
             if any(user.name.startswith(UPDATE) for user in self.users[name]):

@@ -35,8 +35,7 @@ class IterationSpace:
 
     Attributes:
         sizes: of each letter; the number of devices along it must divide it.
-        operands: the dims of each tensor that it reads.
-        out: the dims of its output.
+        operands, out: the dims of each tensor that it reads, and of its output.
         linear: operands that may be unreduced while the others are not; then the output is unreduced.
         together: it is linear in all operands together, as an addition is.
         flops: of all devices together.
@@ -56,11 +55,7 @@ class IterationSpace:
 
 
 def build_space(op: Operator, shapes: Shapes) -> IterationSpace | None:
-    """Build the iteration space of an operator; None if it has no rule.
-
-    Args:
-        shapes: of its operands.
-    """
+    """Build the iteration space of an operator, given the shapes of its operands; None if it has no rule."""
     if op.op in RULES:
         return RULES[op.op](op, shapes)
     if op.op in RESHAPES:

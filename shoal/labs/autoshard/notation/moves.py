@@ -30,7 +30,6 @@ class Move:
 
     Attributes:
         kind: a collective, or `SLICE`.
-        before: the sharding that it starts from.
         axes: its mesh axes, in the order in which they shard (or will shard) a dim.
         source: the dim that the axes leave, for an all-gather and an all-to-all.
         target: the dim that they shard afterwards, for a reduce-scatter, an all-to-all and a slice.

@@ -16,8 +16,6 @@ MOST_RANKS = 64  # of a topology: every message of every group is priced
 
 
 class Network(Protocol):
-    """Prices collectives."""
-
     def price(self, collective: str, axes: str, size: float) -> tuple[float, str]:
         """Return seconds and algorithm for S of ``size`` bytes: the largest input or output of one rank."""
 
@@ -31,13 +29,10 @@ class Rings:
     less than a hop's latency for each hop to the farthest device, |x| / 2 along each axis (Austin et al. 2025,
     "Computation With Sharded Arrays" and "What Have We Learned?"). The part (|x| - 1) / |x| of V that really moves is
     taken as V, so that the time does not depend on the number of devices.
-
-    Attributes:
-        wire: one direction of a link.
     """
 
     mesh: NamedMesh
-    wire: Wire
+    wire: Wire  # one direction of a link
 
     def price(self, collective: str, axes: str, size: float) -> tuple[float, str]:
         """Return seconds, and the algorithm that sends the fewest bytes."""

@@ -34,11 +34,9 @@ class NamedMesh:
 
     @property
     def ranks(self) -> int:
-        """Number of devices."""
         return math.prod(self.shape)
 
     def size(self, axes: str) -> int:
-        """Return the number of devices along some axes."""
         return math.prod(self.shape[self.axes.index(axis)] for axis in axes)
 
     def place(self, rank: int) -> dict[str, int]:
@@ -84,7 +82,6 @@ class Sharding:
 
     @cached_property
     def letters(self) -> str:
-        """The letters of the dims."""
         return "".join(letter for letter, _ in self.dims)
 
     @cached_property
@@ -102,7 +99,6 @@ class Sharding:
         return Sharding(tuple((letter, axes.get(letter, old)) for letter, old in self.dims), self.unreduced)
 
     def with_unreduced(self, axes: str) -> Sharding:
-        """Return the same with other unreduced axes."""
         return Sharding(self.dims, "".join(sorted(axes)))
 
     @property
@@ -111,7 +107,6 @@ class Sharding:
         return Sharding(self.dims)
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
-        """Return the global shape."""
         return tuple(sizes[letter] for letter in self.letters)
 
     def local_shape(self, sizes: Sizes, mesh: NamedMesh) -> tuple[int, ...]:
@@ -137,8 +132,6 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Array:
-    """A named array and its sharding."""
-
     name: str
     sharding: Sharding
 
@@ -162,7 +155,6 @@ class Expression:
     at: Mapping[tuple[int, str], int] = field(compare=False, default_factory=dict)
 
     def refuse(self, array: int, letter: str, message: str) -> UsageError:
-        """Make an error that points at a dim of an array."""
         return point_at(self.text, self.at[array, letter], message)
 
 
@@ -212,7 +204,6 @@ def parse(text: str, mesh: NamedMesh, sizes: Mapping[str, int], default: int | N
     """Parse an expression and check it against a mesh.
 
     Args:
-        sizes: of dims.
         default: size of the dims that ``sizes`` lacks; without it they are refused.
 
     Returns:

@@ -25,7 +25,6 @@ class ShardedProduct:
 
     @property
     def contracted(self) -> str:
-        """Dims that are summed over."""
         return "".join(letter for letter in self.left if letter in self.right and letter not in self.out)
 
     @property
@@ -40,7 +39,6 @@ class ShardedProduct:
 
     @property
     def einsum(self) -> str:
-        """The equation of `torch.einsum`."""
         return f"{self.left},{self.right}->{self.out}"
 
     def local(self, a: Sharding, b: Sharding) -> Sharding | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from shoal.base.boxes import Box
 from shoal.labs.autoshard.notation.moves import SLICE, Move
 from shoal.labs.autoshard.notation.notation import Array, Expression, NamedMesh, Sharding, Sizes
-from shoal.labs.autoshard.notation.route import ProductChain, Route
+from shoal.labs.autoshard.notation.search import ProductChain, Route
 from shoal.labs.collectives.description import Collective
 from shoal.labs.collectives.run import run_blocks, run_vector
 
@@ -45,7 +45,6 @@ class Runner:
     """One rank of a mesh, which runs routes; all ranks of the mesh run the same routes in the same order.
 
     Args:
-        mesh: of all ranks of the world, or of consecutive ones.
         first: the mesh's first rank in the default process group; without it the mesh is the world.
     """
 
@@ -66,7 +65,6 @@ class Runner:
         return a, b, self.move_all(route.after, torch.einsum(route.product.einsum, a, b))
 
     def move_all(self, moves: Sequence[Move], x: Tensor) -> Tensor:
-        """Return this rank's block after some moves, from its block before them."""
         for move in moves:
             x = self.move(move, x)
         return x

@@ -2,8 +2,7 @@
 
 A sharding is a state; a move leads from state to state and costs seconds (Dijkstra 1959 finds the cheapest path). A
 product can be taken in every pair of states that `ShardedProduct.local` allows, and leads to a state of its result. So
-a route is such a pair, with the cheapest moves before and after; all pairs are priced. A single
-collective is listed as well where several moves are cheaper.
+a route is such a pair, with the cheapest moves before and after; all pairs are priced.
 """
 
 from __future__ import annotations
@@ -17,23 +16,96 @@ from shoal.labs.autoshard.notation.moves import SLICE, Move, list_moves
 from shoal.labs.autoshard.notation.network import Network
 from shoal.labs.autoshard.notation.notation import Expression, NamedMesh, Sharding, Sizes
 from shoal.labs.autoshard.notation.product import ShardedProduct, list_products
-from shoal.labs.autoshard.notation.route import ProductChain, Route
 
 STEP = 1e-12  # s added to each move, so that of paths with equal times the one with fewer moves is taken
 
 
 @dataclass(frozen=True)
-class Path:
-    """The cheapest path to a state.
+class Route:
+    """A way to a product: moves of the left factor, moves of the right one, the local product, moves of the result.
 
     Attributes:
-        cost: s.
-        origin: the state that it starts from.
-        moves: from there.
+        names: of the left factor, the right one and the result.
+        a, b: the shardings that the factors start from.
+        flops: of one device.
+        compute: seconds of the local product.
     """
 
-    cost: float
-    origin: Sharding
+    names: tuple[str, str, str]
+    product: ShardedProduct
+    a: Sharding
+    b: Sharding
+    left: tuple[Move, ...]
+    right: tuple[Move, ...]
+    after: tuple[Move, ...]
+    flops: float
+    compute: float
+
+    @property
+    def multiplied(self) -> tuple[Sharding, Sharding]:
+        """The shardings of the factors when they are multiplied."""
+        return (self.left[-1].after if self.left else self.a, self.right[-1].after if self.right else self.b)
+
+    @property
+    def local(self) -> Sharding:
+        local = self.product.local(*self.multiplied)
+        assert local is not None, "the search multiplies only what can be"
+        return local
+
+    @property
+    def out(self) -> Sharding:
+        return self.after[-1].after if self.after else self.local
+
+    @property
+    def moves(self) -> tuple[Move, ...]:
+        return (*self.left, *self.right, *self.after)
+
+    @property
+    def communication(self) -> float:
+        """Seconds of the moves, one after another."""
+        return sum(move.seconds for move in self.moves)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of moves and product, nothing overlapped."""
+        return self.compute + self.communication
+
+
+@dataclass(frozen=True)
+class ProductChain:
+    """A chain of products, `In[Bx, D] * Win[D, Fy] * Wout[Fy, D] -> Out[Bx, D]`, with its backward pass.
+
+    With T0 = In and Ti = Ti-1 * Gi, the product rules give, from dTi,
+
+        dGi   = Ti-1 * dTi    contracted over the dims that Gi lacks, wanted in Gi's sharding
+        dTi-1 = dTi * Gi      contracted over the dims that Ti-1 lacks, wanted in Ti-1's sharding
+
+    so each gradient is a product of two sharded arrays again, with a route of its own. Factors wait for the backward
+    pass as they were given (a gathered weight is gathered again), intermediate results as they were multiplied. The
+    second of the two products may use dTi as the first one moved it.
+
+    Attributes:
+        forward: a route for each product, from left to right.
+        weights: for each of them, in the same order, the route of its right factor's gradient.
+        inputs: and of its left factor's.
+    """
+
+    forward: tuple[Route, ...]
+    weights: tuple[Route, ...]
+    inputs: tuple[Route, ...]
+
+    @property
+    def backward(self) -> tuple[Route, ...]:
+        pairs = zip(reversed(self.weights), reversed(self.inputs), strict=True)
+        return tuple(route for pair in pairs for route in pair)
+
+
+@dataclass(frozen=True)
+class Path:
+    """The cheapest path to a state."""
+
+    cost: float  # seconds
+    origin: Sharding  # the state that it starts from
     moves: tuple[Move, ...]
 
 
@@ -88,8 +160,7 @@ class RouteSearch:
         """Take a product in every pair of states in which it can be taken: seconds, and the route without moves after.
 
         Args:
-            a: paths to the states of the left factor, as from `reach`; their costs count.
-            b: paths to the states of the right one.
+            a, b: paths to the states of the left and the right factor, as from `reach`; their costs count.
         """
         for x, to_x in a.items():
             for y, to_y in b.items():

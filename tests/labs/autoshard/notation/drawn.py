@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from shoal.labs.autoshard.notation.network import Links, Rings
 from shoal.labs.autoshard.notation.notation import NamedMesh, Sharding
-from shoal.labs.autoshard.notation.route import Route
 from shoal.labs.autoshard.notation.run import Runner, difference, random_array, shard_array
-from shoal.labs.autoshard.notation.search import RouteSearch
+from shoal.labs.autoshard.notation.search import Route, RouteSearch
 from shoal.labs.collectives.topology import Wire, fully_connected
 
 SIZE = 16  # of every dim: it comes out even over any axes of up to 8 devices
