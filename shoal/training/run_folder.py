@@ -121,7 +121,7 @@ def _differences(first: RunConfig, config: RunConfig) -> Iterator[Difference]:
             yield name, value(config), value(first), "its data would not continue where it stopped"
     if first.checkpoint.folder != config.checkpoint.folder:
         yield ("checkpoint.folder", config.checkpoint.folder, first.checkpoint.folder,
-               f"its checkpoints are there; once they are moved, change it in {RUN_FILE} of the run")
+               f"its checkpoints are in this folder; after moving them, change it in {RUN_FILE} of the run")
     if first.optimizer.name != config.optimizer.name:
         yield "optimizer.name", config.optimizer.name, first.optimizer.name, "they keep different states"
     if not first.parallel.sync == config.parallel.sync == "all-reduce":

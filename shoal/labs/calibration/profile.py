@@ -1,7 +1,7 @@
 """Turn measurements of this machine into a catalog: an accelerator, a link and a node with its own constants.
 
 The constants of the cost model (`catalog/calibration.toml`) are fitted one group after another, with the earlier ones
-fixed: first those of matrix products, then those of attention, then those of layers and of collectives.
+fixed: first constants of matrix products, then of attention, then of layers and of collectives.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ def fit_products(found: CoreMeasurements) -> tuple[dict[str, float], dict[str, f
         flops = 2 * m * k * n
         # seconds / flops = (1 + a / m + b (1/k + 1/n)) / rate, all products weighted equally
         design = np.stack([np.ones_like(m), 1 / m, 1 / k + 1 / n], axis=1) * (flops / seconds)[:, None]
-        whole, rows, columns = solve(design, np.ones_like(m))
-        peaks[precision] = float(f"{1 / whole:.4g}")
+        full, rows, columns = solve(design, np.ones_like(m))
+        peaks[precision] = float(f"{1 / full:.4g}")
         if precision == "fp32":
-            short = rows / whole, columns / whole
+            short = rows / full, columns / full
     return peaks, {"product": 1.0, "short_m": short[0], "short_k": short[1]}
 
 
@@ -88,12 +88,12 @@ def fit_attention(found: CoreMeasurements, peak: float) -> dict[str, float]:
     def with_short(short: float) -> tuple[float, float, float]:
         # seconds peak / flops = (1 + narrow / d) (1 + short / s) / part
         design = np.stack([np.ones_like(d), 1 / d], axis=1) * ((1 + short / s) * flops / (seconds * peak))[:, None]
-        whole, narrow = solve(design, np.ones_like(d))
-        return float(np.linalg.norm(design @ [whole, narrow] - 1)), whole, narrow
+        full, narrow = solve(design, np.ones_like(d))
+        return float(np.linalg.norm(design @ [full, narrow] - 1)), full, narrow
 
     short = min(range(0, MOST_SHORT, 4), key=with_short)
-    _, whole, narrow = with_short(short)
-    return {"flash_2": 1 / whole, "narrow_head": narrow / whole, "short_sequence": float(short)}
+    _, full, narrow = with_short(short)
+    return {"flash_2": 1 / full, "narrow_head": narrow / full, "short_sequence": float(short)}
 
 
 def fit_layers(
@@ -206,7 +206,7 @@ def _kernels(
             "head_dim": shape.head_dim, "ffn": shape.ffn, "vocab": shape.vocab, "s": 128, "b": tokens / 128,
             "microbatches": 1, "peak": peak, "hbm": bandwidth / WIDE, "memory": 1.0, **split,
         })  # fmt: skip
-    return Kernels(Runs.of(rows), calibration().measured(constants))
+    return Kernels(Runs.from_rows(rows), calibration().measured(constants))
 
 
 def fit_link(found: CoreMeasurements) -> tuple[float, float]:

@@ -124,7 +124,7 @@ def figure(stages: Sequence[Stage], title: str, mesh: NamedMesh, sizes: Sizes, i
     canvas = Canvas()
     ways = zip(directions(mesh), ("to the right", "down", "by the plane"), strict=True)
     axes = ", ".join(f"{axis} {way}" for axis, way in ways if axis)
-    words = f"Devices: {axes}. In each the whole array, and coloured the block that it holds; hatched: a term of a sum"
+    words = f"Devices: {axes}. Each shows the full array, with its own block coloured; hatched: a term of a sum"
     canvas.heading(title, words)
     y, columns = 84.0, max(1, *(sum(bool(states) for states in stage[:3]) for stage in stages))
     across, down = wide + PANEL, high + HEAD + 14

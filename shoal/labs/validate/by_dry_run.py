@@ -87,7 +87,7 @@ def dry_run(
     of every collective, and memory action by action. Runs without a formula for their time can be counted too.
 
     Args:
-        layout: how the model is split; this and arguments not described here are those of `shoal.estimate`.
+        layout: how the model is split; see `shoal.estimate` for this and the other arguments.
         rank: the rank to count; ranks of the same pipeline rank differ little.
         steps: number of first steps to count.
         measure: also start all ranks on this machine (at most 8), and count this rank on real tensors.

@@ -114,5 +114,5 @@ def simulate_points(points: Sequence[Point], constants: Calibration, most: int =
     seconds = np.array([Estimate(run).step_seconds for _, run in found])
     chosen, own = [p for p, _ in found], software_table()["shoal"]
     facts = {name: getattr(own, name) for name in (*FACTS, "overlap_tensor", "reduced_apart")} | {"ties_first": 0}
-    as_engine = Runs.of([point.run | facts for point in chosen])
+    as_engine = Runs.from_rows([point.run | facts for point in chosen])
     return EstimatedSteps(chosen, seconds, step(as_engine, constants).seconds if chosen else seconds)

@@ -133,7 +133,7 @@ def zero_stage(row: Row) -> int:
 
 
 def shards(row: Row, stage: int, dp: float) -> float:
-    """Return the ranks that ZeRO shards over; PyTorch's hybrid sharding uses those of a node by default."""
+    """Return the ranks that ZeRO shards over; PyTorch's hybrid sharding uses the ranks of a node by default."""
     text = row.get("dp_mode") or ""
     found = re.search(r"shard group=(\d+)", text)
     group = float(found[1]) if found else (number(row, "gpus_per_node") or 8) if "HSDP" in text else dp
@@ -168,7 +168,7 @@ def gathers_kept(row: Row, default: bool) -> bool:
 
 
 def experts(row: Row) -> tuple[float, float, float | None]:
-    """Return the experts of a layer, those of a token (both with shared ones), and their width if it is not the ffn."""
+    """Return the experts of a layer, the experts of a token (both with shared ones), and their width if it is not the ffn."""
     count, active = number(row, "n_experts") or 1.0, number(row, "topk") or 1.0
     for name, (width, shared) in _EXPERTS.items():
         if name in (row.get("model") or "") and count > 1:

@@ -41,7 +41,7 @@ class Errors:
     inside: float = float("nan")
 
     @classmethod
-    def of(cls, estimate: np.ndarray, measured: np.ndarray, spread: np.ndarray) -> Errors:
+    def measure(cls, estimate: np.ndarray, measured: np.ndarray, spread: np.ndarray) -> Errors:
         """Compute the errors where ``measured`` is not NaN."""
         known = ~np.isnan(measured)
         if not known.any():
@@ -98,12 +98,12 @@ class Scored:
     @property
     def time(self) -> Errors:
         """Errors of step times."""
-        return Errors.of(self.seconds, self.measured_seconds, self.time_spread)
+        return Errors.measure(self.seconds, self.measured_seconds, self.time_spread)
 
     @property
     def memory(self) -> Errors:
         """Errors of memory."""
-        return Errors.of(self.bytes, self.measured_bytes, self.memory_spread)
+        return Errors.measure(self.bytes, self.measured_bytes, self.memory_spread)
 
     @property
     def out_of_memory(self) -> tuple[int, float, float]:
@@ -128,7 +128,7 @@ class Scored:
 
 def score(points: Sequence[Point], constants: Calibration) -> Scored:
     """Estimate every point."""
-    runs = Runs.of([p.run for p in points])
+    runs = Runs.from_rows([p.run for p in points])
     seconds, size, part = estimate_points(runs, points, constants)
     return Scored(points, seconds, size, part, *intervals(runs, constants))
 

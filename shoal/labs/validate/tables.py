@@ -65,11 +65,11 @@ def _steps(steps: EstimatedSteps) -> list[str]:
     """Return the errors of `shoal estimate` on the same measurements, and its difference from the closed forms."""
     if not steps.points:
         return []
-    errors = Errors.of(steps.seconds, np.array([p.seconds for p in steps.points]), np.zeros(len(steps.points)))
+    errors = Errors.measure(steps.seconds, np.array([p.seconds for p in steps.points]), np.zeros(len(steps.points)))
     return [
         f"By `shoal estimate`, {errors.rows:,} rows of quality A that it can express: median "
         f"{100 * errors.median:.1f} %, 90 % within {100 * errors.ninetieth:.1f} %, bias "
-        f"{100 * errors.bias:+.1f} %; from these closed forms, told what shoal's engine does, it differs by "
+        f"{100 * errors.bias:+.1f} %; it differs from these closed forms, with the facts of shoal's engine, by "
         f"{100 * steps.difference:.1f} %."
     ]
 

@@ -93,7 +93,7 @@ class Runs:
     kept_ffn: np.ndarray = _optional(4)
 
     @staticmethod
-    def of(rows: Sequence[Mapping[str, Any]]) -> Runs:
+    def from_rows(rows: Sequence[Mapping[str, Any]]) -> Runs:
         """Build from one mapping per run; it may omit optional fields, and names that are not fields are ignored."""
         defaults = {each.name: each.default for each in fields(Runs) if each.default is not MISSING}
         rows = [{**defaults, **row} for row in rows]

@@ -34,7 +34,7 @@ class Members(NamedTuple):
     expert: bool
 
     @staticmethod
-    def of(held: Iterable[LocalParameter]) -> Members:
+    def build(held: Iterable[LocalParameter]) -> Members:
         held = tuple(held)
         return Members(held, sum(h.allocated for h in held), sum(h.box.numel for h in held), held[0].expert)
 
@@ -51,7 +51,7 @@ class Size(NamedTuple):
     expert: bool
 
     @staticmethod
-    def of(bucket: Bucket) -> Size:
+    def from_bucket(bucket: Bucket) -> Size:
         return Size(
             sum(members.allocated for members in bucket), sum(members.elements for members in bucket), bucket[0].expert
         )
@@ -128,7 +128,7 @@ def _filled(
     if shape.tied and part.first and part.last:
         used[-1] = (*used[0], *(bucket for bucket in used[-1] if bucket not in used[0]))
     kinds: dict[Size, int] = {}  # in order of appearance
-    kind = [kinds.setdefault(Size.of(bucket), len(kinds)) for bucket in buckets]
+    kind = [kinds.setdefault(Size.from_bucket(bucket), len(kinds)) for bucket in buckets]
     return Filled(buckets, kind, list(kinds), [kind.count(k) for k in range(len(kinds))], of_unit, used)
 
 
@@ -159,7 +159,7 @@ def _grouped(shape: ModelShape, splitting: tuple, part: StagePart, *index: int) 
     for held in unit:
         if not held.alone:
             together.setdefault(held.expert, []).append(held)
-    return [Members.of([held]) for held in unit if held.alone], [*map(Members.of, together.values())]
+    return [Members.build([held]) for held in unit if held.alone], [*map(Members.build, together.values())]
 
 
 def _buckets(units: Iterable[Grouped], limit: float, itemsize: int) -> Iterator[tuple[Bucket, list[int]]]:

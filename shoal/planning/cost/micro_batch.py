@@ -35,7 +35,7 @@ class EightBits(NamedTuple):
     keep: tuple[str, ...] = ()
 
     @staticmethod
-    def of(formats: Formats, config: Float8Config) -> EightBits | None:
+    def from_formats(formats: Formats, config: Float8Config) -> EightBits | None:
         """Build from a precision; None if products are in the compute format."""
         if formats.products == "compute":
             return None

@@ -135,7 +135,7 @@ def chaos(
             return ChaosResult()
     place = Path(folder or tempfile.mkdtemp(prefix="shoal-chaos-"))
     place.mkdir(mode=0o700, parents=True, exist_ok=True)
-    log = place / "said.log"
+    log = place / "output.log"
     with _captured(log, show) as console, start_rank_server(config.parallel.world_size, place, "cpu") as server:
         if minutes is not None:
             return ChaosResult(place, long_run=_endure(config, place, server, console, minutes, every, seed))

@@ -1,4 +1,4 @@
-"""The verdict: results of the ranks against those of one device, as relative errors, in the order of a step."""
+"""The verdict: results of the ranks against one device's, as relative errors, in the order of a step."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def judge(
     facts: dict[str, list[StepFacts]],
     reports: list[RankReport],
 ) -> Verdict:
-    """Compare the results of all ranks with those of one device, by rule for each step."""
+    """Compare the results of all ranks with one device's, by rule for each step."""
     verdict = Verdict()
     parameters = [name for name in next(iter(facts.values()))[0].gradients if name == strip_expert(name)]
     verdict.findings += _check_coverage(parameters, reports)

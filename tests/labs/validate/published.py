@@ -39,7 +39,7 @@ def row(
 def measured(rows: Sequence[dict[str, str]], constants: Calibration, noise: float = 0.0) -> list[dict[str, str]]:
     """The rows with the times and the memory that these constants give, off by a random part."""
     points = [read_row(dict(r, step_time_s="1"), "made") for r in rows]
-    seconds, size, part = estimate_points(Runs.of([p.run for p in points]), points, constants)
+    seconds, size, part = estimate_points(Runs.from_rows([p.run for p in points]), points, constants)
     off = np.exp(noise * np.random.default_rng(0).standard_normal((2, len(rows))))
     return [
         dict(r, kind="measured_oom", status="oom")

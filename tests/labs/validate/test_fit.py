@@ -109,7 +109,7 @@ def test_an_interval_of_a_fold_is_of_the_errors_of_the_others() -> None:
     spread, _ = fit_held_out_intervals(points, calibration(), found, folds)
     assert (spread[worst] < 0.1).all(), "their own errors are no part of it"
     assert np.quantile(spread[~worst], 0.1) > 0.3, "but of that of all others"
-    wide, _ = intervals(Runs.of([p.run for p in points]), fit_spreads(points, calibration(), found))
+    wide, _ = intervals(Runs.from_rows([p.run for p in points]), fit_spreads(points, calibration(), found))
     assert (wide[worst] > 0.3).all()
 
 

@@ -50,7 +50,7 @@ def both(config: RunConfig) -> tuple[int, int]:
         engine.shape, layout, config.data.sequence_length, engine.policy.compute.itemsize,
         kernel=config.train.attention,
         masked=config.data.document_mask, fused_norm=engine.policy.compute.itemsize >= 4,
-        eight=EightBits.of(engine.policy.formats, config.float8),
+        eight=EightBits.from_formats(engine.policy.formats, config.float8),
     )
     part = rank_parts(engine.shape, engine.program, engine.mesh.index("pp"))[0]
     said = activations.stage(run, part.layers, first=part.first, last=part.last)

@@ -18,12 +18,12 @@ ROOM = {"memory": 1e15}  # so that nothing is taken back
 
 
 def allocated(**change: float) -> float:
-    return float(footprint(Runs.of([SPLIT | change]), calibration()).allocated[0])
+    return float(footprint(Runs.from_rows([SPLIT | change]), calibration()).allocated[0])
 
 
 def unread(constants: Calibration, **change: float) -> float:
     """Bytes that collectives on a stream of their own add to what is reserved."""
-    runs = Runs.of([SPLIT | change | {"reduced_apart": apart} for apart in (2, 0)])
+    runs = Runs.from_rows([SPLIT | change | {"reduced_apart": apart} for apart in (2, 0)])
     apart, none = footprint(runs, constants).reserved
     return float(apart - none)
 
@@ -51,25 +51,25 @@ def test_a_host_gains_more_in_a_backward_than_in_a_forward() -> None:
 
 def test_what_is_unread_is_taken_back_where_memory_ends() -> None:
     row = SPLIT | {"reduced_apart": 2, "peak": 1e9, "b": 4, **ROOM}
-    much = footprint(Runs.of([row]), calibration())
+    much = footprint(Runs.from_rows([row]), calibration())
     between = (much.needed[0] + much.process[0]) / 2 / float(calibration()["usable"])
     assert between > 80e9, "as much as others need beside the allocator"
-    little = footprint(Runs.of([row | {"memory": between}]), calibration())
+    little = footprint(Runs.from_rows([row | {"memory": between}]), calibration())
     assert little.fits[0] and little.needed[0] == much.needed[0]
     assert little.process[0] == pytest.approx(little.capacity[0])
 
 
 def test_holes_come_about_where_forwards_follow_backwards() -> None:
     few, many = ({"pp": 4, "dp": 4, "shard": 4, "microbatches": m, **ROOM} for m in (4, 5))
-    first, steady = footprint(Runs.of([SPLIT | few, SPLIT | many]), calibration()).reserved
+    first, steady = footprint(Runs.from_rows([SPLIT | few, SPLIT | many]), calibration()).reserved
     solid = calibration().with_values({"fragmentation": np.zeros_like(calibration()["fragmentation"])})
-    none = footprint(Runs.of([SPLIT | few, SPLIT | many]), solid).reserved
+    none = footprint(Runs.from_rows([SPLIT | few, SPLIT | many]), solid).reserved
     assert first == none[0] == none[1] < steady
 
 
 def test_buckets_are_kept_where_there_are_replicas() -> None:
     plain = LLAMA | {"zero": 0, "shard": 1, "bucket_copies": 2}
-    runs = Runs.of([plain | {"dp": 1}, plain | {"dp": 1, "bucket_copies": 0}, plain, plain | {"bucket_copies": 0}])
+    runs = Runs.from_rows([plain | {"dp": 1}, plain | {"dp": 1, "bucket_copies": 0}, plain, plain | {"bucket_copies": 0}])
     alone, without, several, bare = footprint(runs, calibration()).allocated
     assert alone == without == bare
     assert several - bare == pytest.approx(2 * 8.03e9, rel=0.001)
@@ -81,9 +81,9 @@ def test_ties_go_to_the_first_stage_where_software_cuts_so() -> None:
         "layers": 16, "hidden": 2048, "kv_heads": 32, "head_dim": 64, "ffn": 8192, "vocab": 131072, "pp": 4,
         "balanced": 1,
     }  # fmt: skip
-    first, _, last = split_layers(Runs.of([model, model | {"ties_first": 1}]))
+    first, _, last = split_layers(Runs.from_rows([model, model | {"ties_first": 1}]))
     assert (first == [5, 6]).all() and (last == [1, 0]).all()
-    first, _, _ = split_layers(Runs.of([model | {"pp": 8}, model | {"pp": 8, "ties_first": 1}]))
+    first, _, _ = split_layers(Runs.from_rows([model | {"pp": 8}, model | {"pp": 8, "ties_first": 1}]))
     assert np.ptp(first) == 0, "only ties are cut in another way"
 
 

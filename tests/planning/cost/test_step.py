@@ -19,11 +19,11 @@ LLAMA = {  # 8 B on 8 accelerators with 1 PFLOP/s
 
 
 def seconds(**change: float) -> float:
-    return float(step(Runs.of([LLAMA | change]), calibration()).seconds[0])
+    return float(step(Runs.from_rows([LLAMA | change]), calibration()).seconds[0])
 
 
 def test_a_layer_has_its_parameters() -> None:
-    runs = Runs.of([LLAMA])
+    runs = Runs.from_rows([LLAMA])
     layer, ends = weights_on_rank(runs)
     assert 32 * layer[0] + ends[0] == pytest.approx(8.03e9, rel=0.001)
 
@@ -52,7 +52,7 @@ def test_faster_hardware_is_never_slower(name: str, layout: dict, recompute: int
 @given(st.integers(1, 16), st.integers(0, 2), st.sampled_from([1, 2, 4, 8]))
 def test_more_to_do_takes_longer_and_needs_more(count: int, recompute: int, tp: int) -> None:
     given = LLAMA | {"microbatches": count, "recompute": recompute, "tp": tp}
-    runs = Runs.of([given, given | {"microbatches": count + 1}, given | {"b": 2}, given | {"layers": 40}])
+    runs = Runs.from_rows([given, given | {"microbatches": count + 1}, given | {"b": 2}, given | {"layers": 40}])
     times, sizes = step(runs, calibration()).seconds, footprint(runs, calibration()).reserved
     assert (times[1:] > times[0]).all()
     assert sizes[1] >= sizes[0] and (sizes[2:] > sizes[0]).all()
@@ -61,27 +61,27 @@ def test_more_to_do_takes_longer_and_needs_more(count: int, recompute: int, tp: 
 def test_rows_of_experts_travel() -> None:
     """There and back, forward and backward; what leaves a node by one adapter each takes longer."""
     sparse = LLAMA | {"experts": 16, "active": 2}
-    runs = Runs.of([sparse | {"ep": ep} for ep in (1, 8)] + [sparse | {"ep": 16, "dp": 16, "shard": 16}])
+    runs = Runs.from_rows([sparse | {"ep": ep} for ep in (1, 8)] + [sparse | {"ep": 16, "dp": 16, "shard": 16}])
     k = Kernels(runs, calibration())
     assert k.routed[0] == 0
     each = 2 * 8192 * 2 * 4096
     reached = runs.inside[1] * float(calibration()["inside"][2])
     assert k.routed[1] == pytest.approx(each * 7 / 8 / reached + float(k.group(runs.ep, 1).exchange_latency[1]))
     assert k.routed[2] > each / 2 / 50e9
-    alone = Kernels(Runs.of([sparse]), calibration())
+    alone = Kernels(Runs.from_rows([sparse]), calibration())
     assert k.forward[1] - alone.forward[0] == pytest.approx(2 * k.routed[1])
     assert k.backward[1] - alone.backward[0] == pytest.approx(2 * k.routed[1])
 
 
 def test_recomputation_trades_time_for_memory() -> None:
-    runs = Runs.of([LLAMA | {"recompute": mode, "attention": 0} for mode in (0, 1, 2)])
+    runs = Runs.from_rows([LLAMA | {"recompute": mode, "attention": 0} for mode in (0, 1, 2)])
     times, sizes = step(runs, calibration()).seconds, footprint(runs, calibration()).allocated
     assert (np.diff(times) > 0).all()
     assert (np.diff(sizes) < 0).all()
 
 
 def test_operators_are_between_a_layer_and_its_attention() -> None:
-    runs = Runs.of([LLAMA | {"recompute": mode} for mode in (0, 3, 2)])
+    runs = Runs.from_rows([LLAMA | {"recompute": mode} for mode in (0, 3, 2)])
     times, sizes = step(runs, calibration()).seconds, footprint(runs, calibration()).allocated
     assert (np.diff(times) > 0).all()
     assert (np.diff(sizes) < 0).all()
@@ -90,7 +90,7 @@ def test_operators_are_between_a_layer_and_its_attention() -> None:
 def test_experts_are_sharded_over_the_ranks_that_have_the_same_ones() -> None:
     """Of 8 ranks with ep 2, 4 have the same experts: each has a quarter of their states, an eighth of all others."""
     sparse = LLAMA | {"experts": 8, "active": 2, "ep": 2}
-    runs = Runs.of([sparse, sparse | {"ep": 1}, LLAMA])
+    runs = Runs.from_rows([sparse, sparse | {"ep": 1}, LLAMA])
     _, layers, _ = split_layers(runs)
     layer, ends = weights_on_rank(runs)
     weights = layers * layer + ends
@@ -111,7 +111,7 @@ def test_hybrid_sharding_reduces_shards_between_its_groups() -> None:
 def test_the_bubble_is_the_papers() -> None:
     """(p - 1)/m of the work, over the stages of a rank (Narayanan et al. 2021, section 2.2), without messages."""
     plain = LLAMA | {"pp": 8, "dp": 1, "shard": 1, "zero": 0, "vocab": 1, "overlap_pipeline": 1}
-    runs = Runs.of([plain, plain | {"virtual": 2}, plain | {"warmup": 1 / 3}, plain | {"warmup": 0}])
+    runs = Runs.from_rows([plain, plain | {"virtual": 2}, plain | {"warmup": 1 / 3}, plain | {"warmup": 0}])
     nothing = {"hop": np.float64(0), "hide_pipeline": np.float64(1), "accumulate": np.float64(0)}
     found = step(runs, calibration().with_values(nothing))
     hops = found.bubble[3]
@@ -122,19 +122,19 @@ def test_a_host_that_does_not_wait_launches_in_the_bubble() -> None:
     small = {"hidden": 512, "heads": 8, "kv_heads": 8, "head_dim": 64, "ffn": 1408, "vocab": 32000, "s": 256}
     pipeline = {"pp": 4, "dp": 2, "shard": 2, "tp": 1}
     ways = [LLAMA | pipeline | sizes | {"ahead": ahead} for sizes in (small, {}) for ahead in (0, 1)]
-    found, launched = step(Runs.of(ways), calibration()), Kernels(Runs.of(ways), calibration()).launches_of_both
+    found, launched = step(Runs.from_rows(ways), calibration()), Kernels(Runs.from_rows(ways), calibration()).launches_of_both
     assert found.busy[1] > 8 * 8 * launched[1] and found.bubble[1] == 0 < found.bubble[0]
     assert found.bubble[2] == pytest.approx(found.bubble[3], rel=0.01)  # where computing takes much longer
 
 
 def test_many_runs_are_what_each_is_alone() -> None:
     rows = [LLAMA, LLAMA | {"tp": 2, "pp": 4, "dp": 4}, LLAMA | {"zero": 3, "attention": 0}]
-    together = step(Runs.of(rows), calibration()).seconds
+    together = step(Runs.from_rows(rows), calibration()).seconds
     assert together == pytest.approx([seconds(**row) for row in rows], rel=1e-12)
 
 
 def test_collectives_of_a_node_and_of_many() -> None:
-    kernels = Kernels(Runs.of([LLAMA, LLAMA]), calibration())
+    kernels = Kernels(Runs.from_rows([LLAMA, LLAMA]), calibration())
     inside, outside = kernels.group(np.array([8.0, 16.0]), 1.0).all_gather(np.array([1e9, 1e9]))
     assert outside > inside > 7 / 8 * 1e9 / 450e9
     assert kernels.group(np.array([1.0, 1.0]), 1.0).all_reduce(np.array([1e9, 1e9])).max() == 0

@@ -22,7 +22,7 @@ def chaos(corpus, rank_server, tmp_path_factory) -> Chaos:
     """Ten steps on two replicas, with the output in a file."""
     folder = tmp_path_factory.mktemp("chaos")
     config = config_of(corpus, failover={"stragglers_every": 2})
-    log = folder / "said.log"
+    log = folder / "output.log"
     log.touch()
     return Chaos(config, folder, rank_server, log)
 

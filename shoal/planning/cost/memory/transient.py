@@ -78,26 +78,26 @@ def count_unsharded(shape: ModelShape, layout: Layout, policy: Formats, part: St
     """Return the unsharded parameters (ZeRO-3) and gradients (ZeRO-2 and 3) at each time of a stage's backward."""
     layout, compute, reduce = replica_layout(layout), policy.compute.itemsize, policy.reduce.itemsize
     stage = fill_buckets(shape, layout, part, reduce, 0, 0, 0)
-    chunks, wholes = ([sizes[kind] for kind in stage.kind] for sizes in cut_buckets(layout, stage))
+    chunks, full_sizes = ([sizes[kind] for kind in stage.kind] for sizes in cut_buckets(layout, stage))
     units, carried, stays = len(stage.used), (0, 0, 0), (0, 0)
     times: Sequence[Sequence[Time]] = [NOTHING] * units
     if layout.zero >= 2:
-        backward = _Backward(shape, layout, stage, wholes, chunks)
+        backward = _Backward(shape, layout, stage, full_sizes, chunks)
         alive = [backward.through(unit) for unit in reversed(range(units))][::-1]
         if (last := backward.on_its_way) is not None:
-            carried = (0, wholes[last] * reduce, (wholes[last] + chunks[last]) * reduce)
+            carried = (0, full_sizes[last] * reduce, (full_sizes[last] + chunks[last]) * reduce)
 
         def time(there: Alive) -> Time:
-            whole = sum([wholes[b] for b in there.whole]) * reduce
-            second = whole + sum([chunks[b] for b in there.sums]) * reduce
+            full = sum([full_sizes[b] for b in there.full]) * reduce
+            second = full + sum([chunks[b] for b in there.sums]) * reduce
             near, below = there.parameters
             _, on_its_way, with_sum = carried
-            gradients = (whole, second + there.first * on_its_way, second + there.first * with_sum)
+            gradients = (full, second + there.first * on_its_way, second + there.first * with_sum)
             return Time((near * compute, below * compute), gradients)
 
         times = [[time(there) for there in unit] for unit in alive]
         if layout.zero == 3:
-            last = sum(wholes[b] for b in stage.used[-1]) * compute
+            last = sum(full_sizes[b] for b in stage.used[-1]) * compute
             stays = (0, last) if layout.reshard_after_forward else (times[-1][WAITING].parameters[1],) * 2
     of_layers = times[part.first : part.first + len(part.layers)][::-1]
     sparse = map(shape.sparse, reversed(part.layers))
@@ -121,13 +121,13 @@ class Alive(NamedTuple):
 
     Attributes:
         parameters: elements of the gathered parameters, see `Time`.
-        whole: buckets with memory for unsharded gradients.
+        full: buckets with memory for unsharded gradients.
         sums: buckets whose sums have their own memory, from the second micro-batch on.
         first: no bucket is complete in this backward yet, so one of the previous backward may still be reduced.
     """
 
     parameters: tuple[int, int]
-    whole: set[int]
+    full: set[int]
     sums: set[int]
     first: bool
 
@@ -140,9 +140,9 @@ class _Backward:
     """
 
     def __init__(
-        self, shape: ModelShape, layout: Layout, stage: Filled, wholes: Sequence[int], chunks: Sequence[int]
+        self, shape: ModelShape, layout: Layout, stage: Filled, full_sizes: Sequence[int], chunks: Sequence[int]
     ):
-        self.layout, self.used, self.wholes, self.chunks = layout, stage.used, wholes, chunks
+        self.layout, self.used, self.full_sizes, self.chunks = layout, stage.used, full_sizes, chunks
         self.shared = shape.experts is not None and shape.experts.shared > 0
         # The gradient of a bias added after a sum over tp is the first of all.
         self.bias = self.shared and shape.family == "gpt" and layout.tp > 1
@@ -150,7 +150,7 @@ class _Backward:
         self.tied = set(stage.used[-1]) - set(stage.of_unit[-1])  # the embedding, which is used from head to end
         self.ends = {b: unit for unit in reversed(range(len(stage.used))) for b in stage.used[unit]}
         before = min(set(stage.used[0]) - self.experts, default=0)  # completed last in a backward
-        self.before = (wholes[before] + chunks[before]) * layout.overlap
+        self.before = (full_sizes[before] + chunks[before]) * layout.overlap
         self.filling: set[int] = set()
         self.on_its_way: int | None = None
         self.first = True
@@ -181,12 +181,12 @@ class _Backward:
         ahead = max(0, unit - self.layout.prefetch)
         every = 0 if not self.layout.reshard_after_forward else ahead
         near, below = (self.tied.union(*self.used[begin : unit + 1]) - gone for begin in (ahead, every))
-        return sum([self.wholes[b] for b in near]), sum([self.wholes[b] for b in below])
+        return sum([self.full_sizes[b] for b in near]), sum([self.full_sizes[b] for b in below])
 
     def _elements(self, there: Alive) -> int:
         """Return the elements of all gradients, including the previous backward's."""
-        whole, sums = sum([self.wholes[b] for b in there.whole]), sum([self.chunks[b] for b in there.sums])
-        return whole + sums + self.before * there.first
+        full, sums = sum([self.full_sizes[b] for b in there.full]), sum([self.chunks[b] for b in there.sums])
+        return full + sums + self.before * there.first
 
     def _step(self, needed: tuple[int, int], buckets: Sequence[int], unit: int) -> list[Alive]:
         """Compute gradients of some buckets, then reduce the ones that end here one after the other."""

@@ -89,7 +89,7 @@ def layer_times(run: EstimatedRun, shape: ModelShape, s: int) -> LayerTimes:
     ring = layout.cp > 1
     unfused = run.attention == "explicit" and not ring  # never in a ring
     share = cluster.nics * cluster.nic.bandwidth / cluster.per_node / wide if cluster.nic else inf
-    runs = Runs.of([{
+    runs = Runs.from_rows([{
         "layers": shape.layers, "hidden": shape.hidden, "heads": shape.heads, "kv_heads": shape.kv_heads,
         "head_dim": shape.head_dim, "ffn": shape.ffn, "vocab": shape.vocab, "gated": shape.family == "llama",
         "s": s, "b": layout.micro_batch, "microbatches": 1, "tp": layout.tp, "tp_x": layout.tp_x, "cp": layout.cp,
