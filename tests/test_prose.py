@@ -1,4 +1,4 @@
-"""Words and phrases that the code and the docs avoid, because readers stumble over them; each with a plain replacement."""
+"""Words that the code and the docs avoid because readers stumble over them, each with plain replacements."""
 
 import io
 import re

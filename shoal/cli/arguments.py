@@ -46,16 +46,13 @@ def parse_run(command: str, options: type[T], args: list[str], sections: Sequenc
         args = _complete_resume(args)
     file, args = split_run_file(args)
     base = (load_config(file) if file else RunConfig()).model_dump()
-    types = {"": options} | {name: _section_type(name) for name in sections or RunConfig.model_fields}
+    fields = RunConfig.model_fields
+    types = {"": options} | {name: type(fields[name].default) for name in sections or fields}
     if wants_help:
         _show_help(command, types, section, base)
     given = read(f"shoal {command}", COMMANDS[command].help, types, base, args)
     own = validate(options, given.pop(""), source="command line")
     return own, validate(RunConfig, base | given, source="command line")
-
-
-def _section_type(name: str) -> type[Section]:
-    return type(RunConfig.model_fields[name].default)
 
 
 def _split_section(args: list[str], option: str, sections: Sequence[str]) -> tuple[str, list[str]]:

@@ -23,16 +23,18 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "train": Command("shoal.cli.run.train", "Train a model: shoal train [RUN.toml] [--section.field VALUE ...]"),
+    "train": Command(
+        "shoal.cli.run.train", "Train a model: shoal train [RUN.toml] [--section.field VALUE ...]", "train"
+    ),
     "verify": Command(
-        "shoal.cli.run.verify",
-        "Prove that a layout computes what one device computes: shoal verify [RUN.toml] [--random N]",
+        "shoal.cli.run.train",
+        "Prove that a layout computes what one device computes: shoal verify [RUN.toml] [--random N]", "verify",
     ),
     "sample": Command(
-        "shoal.cli.run.sample", 'Generate text from a checkpoint: shoal sample RUN_FOLDER "def main("'
+        "shoal.cli.run.results", 'Generate text from a checkpoint: shoal sample RUN_FOLDER "def main("', "sample"
     ),
     "report": Command(
-        "shoal.cli.run.report", "Show how a run went, measured and simulated: shoal report RUN_FOLDER"
+        "shoal.cli.run.results", "Show how a run went, measured and simulated: shoal report RUN_FOLDER", "report"
     ),
     "data train-tokenizer": Command(
         "shoal.cli.run.data",
@@ -71,8 +73,8 @@ COMMANDS = {
         "shoal.cli.explain", "Show how one thing works and what it costs: shoal explain all-reduce", "main"
     ),
     "chaos": Command(
-        "shoal.cli.run.chaos",
-        "Inject faults into a run and check that it recovers: shoal chaos [RUN.toml] --trials 50",
+        "shoal.cli.run.train",
+        "Inject faults into a run and check that it recovers: shoal chaos [RUN.toml] --trials 50", "chaos",
     ),
     "checkpoint verify": Command(
         "shoal.cli.run.checkpoint", "Prove that a checkpoint is complete and undamaged: shoal checkpoint verify PATH",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -12,8 +13,6 @@ from shoal.base.options import reject_unused
 from shoal.base.section import Section
 from shoal.cli.arguments import is_given, parse_run, split_run_file
 from shoal.report.planning.estimate_lines import change_rows, estimate_facts, estimate_lines
-from shoal.spec.config import RunConfig
-from shoal.spec.layout import Layout
 
 DEFAULT_MODEL = "llama-3-8b"
 
@@ -63,22 +62,12 @@ class EstimateOptions(Section):
 
 
 def main(args: list[str]) -> int:
-    """Parse the command line and run."""
-    options, config = parse_run("estimate", EstimateOptions, args, ("parallel",))
-    from_file = config if split_run_file(args)[0] else None
-    return run(options, from_file, config.parallel, fill=not is_given("parallel", "dp", args))
-
-
-def run(options: EstimateOptions, config: RunConfig | None, layout: Layout, *, fill: bool) -> int:
     """Estimate or count, print, and write the page; return the exit code.
 
-    Args:
-        config: config from a run's TOML file, if given.
-        fill: fill the cluster with replicas, ignoring the dp of the layout.
-
     Raises:
-        UsageError: a name that is not in the catalog, or an invalid layout.
+        UsageError: bad options, a name that is not in the catalog, or an invalid layout.
     """
+    options, config = parse_run("estimate", EstimateOptions, args, ("parallel",))
     check_writable(options.out, "--out", ".html")
     if options.dry_run:
         reject_unused(options, ("tokens", "price"), "a dry run counts one rank's first steps, and prices no training")
@@ -86,37 +75,28 @@ def run(options: EstimateOptions, config: RunConfig | None, layout: Layout, *, f
         reject_unused(options, ("rank", "steps", "measure"), "only with --dry-run, which runs a rank's first steps")
     if options.catalog:
         shoal.add_catalog(options.catalog)
-    return _count(options, config, layout, fill) if options.dry_run else _estimate(options, config, layout, fill)
-
-
-def _estimate(options: EstimateOptions, config: RunConfig | None, layout: Layout, fill: bool) -> int:
-    model = options.model or (None if config else DEFAULT_MODEL)
-    estimate = shoal.estimate(
-        layout, model=model, cluster=options.cluster, config=config, fill=fill,
-        sequence_length=options.sequence_length, global_batch=options.global_batch,
-        precision=options.precision, optimizer=options.optimizer,
-    )  # fmt: skip
-    facts, changes = estimate_facts(estimate, options.tokens, options.price), change_rows(estimate)
-    print("\n".join(estimate_lines(estimate, facts, changes, model or "model")))
+    from_file = config if split_run_file(args)[0] else None
+    model = options.model or (None if from_file else DEFAULT_MODEL)
+    run: dict[str, Any] = {
+        "model": model, "cluster": options.cluster, "config": from_file, "fill": not is_given("parallel", "dp", args),
+        "sequence_length": options.sequence_length, "global_batch": options.global_batch,
+        "precision": options.precision, "optimizer": options.optimizer,
+    }  # fmt: skip
+    if options.dry_run:
+        counted = shoal.dry_run(
+            config.parallel, **run, rank=options.rank, steps=options.steps, measure=options.measure
+        )
+        print("\n".join(counted.lines()))
+    else:
+        estimate = shoal.estimate(config.parallel, **run)
+        facts, changes = estimate_facts(estimate, options.tokens, options.price), change_rows(estimate)
+        print("\n".join(estimate_lines(estimate, facts, changes, model or "model")))
     if options.out:
-        from shoal.report.planning.estimate_page import write_page  # slow import
+        from shoal.report.planning.estimate_page import write_memory_page, write_page  # slow import
 
-        write_page(options.out, estimate, facts, changes)
-        print(f"written: {options.out}")
-    return 0
-
-
-def _count(options: EstimateOptions, config: RunConfig | None, layout: Layout, fill: bool) -> int:
-    counted = shoal.dry_run(
-        layout, model=options.model, cluster=options.cluster, config=config, fill=fill,
-        sequence_length=options.sequence_length, global_batch=options.global_batch,
-        precision=options.precision, optimizer=options.optimizer,
-        rank=options.rank, steps=options.steps, measure=options.measure,
-    )  # fmt: skip
-    print("\n".join(counted.lines()))
-    if options.out:
-        from shoal.report.planning.memory_page import write_memory_page
-
-        write_memory_page(options.out, counted.estimate, counted.counted, counted.measured)
+        if options.dry_run:
+            write_memory_page(options.out, counted.estimate, counted.counted, counted.measured)
+        else:
+            write_page(options.out, estimate, facts, changes)
         print(f"written: {options.out}")
     return 0

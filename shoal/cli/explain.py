@@ -16,7 +16,10 @@ def main(args: list[str]) -> int:
         SystemExit: help was requested.
     """
     if not args or args[0] in ("-h", "--help"):
-        print(_help())
+        subjects = {**{name: options for name, (options, _) in SUBJECTS.items()}, PRODUCT: find_subject(PRODUCT)[0]}
+        print("Show how one thing works and what it costs: a collective, a sharded product, where experts are, ...\n")
+        print("shoal explain SUBJECT [--help]\n")
+        print(*listed({name: options.__doc__ or "" for name, options in subjects.items()}, 17), sep="\n")
         raise SystemExit(0)
     subject, *rest = args
     product = "[" in subject
@@ -26,10 +29,3 @@ def main(args: list[str]) -> int:
     options = parse(f"shoal explain {PRODUCT if product else subject}", find_subject(subject)[0], rest)
     shoal.explain(subject, **dict(options))
     return 0
-
-
-def _help() -> str:
-    subjects = {**{name: options for name, (options, _) in SUBJECTS.items()}, PRODUCT: find_subject(PRODUCT)[0]}
-    lines = listed({name: options.__doc__ or "" for name, options in subjects.items()}, 17)
-    what = "Show how one thing works and what it costs: a collective, a sharded product, where experts are, ..."
-    return "\n".join([f"{what}\n\nshoal explain SUBJECT [--help]\n", *lines])

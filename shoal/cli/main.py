@@ -42,7 +42,11 @@ def _run(args: list[str]) -> int:
         print(_usage())
         return 0
     if args == ["--version"]:
-        print(_versions())
+        from importlib.metadata import version
+
+        from shoal import __version__
+
+        print(f"shoal {__version__}\ntorch {version('torch')}")
         return 0
     name, words = _split_command(args)
     command = COMMANDS[name]
@@ -80,14 +84,6 @@ def _usage() -> str:
         "shoal COMMAND --help shows how to call it and its options, with their defaults.",
         "shoal --version shows the versions of shoal and torch.",
     ])
-
-
-def _versions() -> str:
-    from importlib.metadata import version
-
-    from shoal import __version__
-
-    return f"shoal {__version__}\ntorch {version('torch')}"
 
 
 def _refuse(error: UsageError) -> int:

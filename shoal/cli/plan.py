@@ -13,7 +13,6 @@ from shoal.base.options import reject_unused
 from shoal.base.section import Section
 from shoal.base.units import parse_counts
 from shoal.report.planning import tables
-from shoal.report.planning.search_progress import search_progress
 from shoal.spec.layout import Layout
 
 
@@ -99,7 +98,7 @@ def run(options: PlanOptions) -> int:
 def _search(options: PlanOptions, planner: shoal.LayoutPlanner) -> int:
     if options.toml:
         tables.run_toml(options.model, planner.run, Layout())  # rejects an unsupported model before the search
-    with search_progress("searching") as progress:
+    with tables.search_progress("searching") as progress:
         plan = planner.plan(options.top, progress)
     estimates = [tables.build_estimate(plan, found) for found in plan.best]
     print("\n".join(tables.lines(options.model, plan, estimates)))
@@ -117,7 +116,7 @@ def _search(options: PlanOptions, planner: shoal.LayoutPlanner) -> int:
 
 
 def _ask(options: PlanOptions, planner: shoal.LayoutPlanner) -> int:
-    with search_progress("asking") as progress:
+    with tables.search_progress("asking") as progress:
         if options.fewest:
             fewest = planner.fewest(progress)
             print(tables.fewest_line(planner, fewest))
@@ -132,7 +131,7 @@ def _ask(options: PlanOptions, planner: shoal.LayoutPlanner) -> int:
 
 def _map(options: PlanOptions, planners: list[shoal.LayoutPlanner]) -> int:
     nodes = parse_counts(options.map, where="--map")
-    with search_progress("mapping") as progress:
+    with tables.search_progress("mapping") as progress:
         found = [planner.on_nodes(nodes, progress) for planner in planners]
     print("\n".join(tables.map_lines(planners, nodes, found)))
     if options.out:

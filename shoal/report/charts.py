@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from html import escape
 from itertools import cycle
 from typing import Any
@@ -113,13 +112,9 @@ def draw_lines(
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if top < 1000 * bottom else (1,)))
     for axis, (label, show) in ((axes.xaxis, x), (axes.yaxis, y)):
         axis.set_label_text(label)
-        axis.set_major_formatter(FuncFormatter(partial(_show, show)))
+        axis.set_major_formatter(FuncFormatter(lambda value, _, show=show: show(value)))
         axis.set_minor_formatter(NullFormatter())
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
-
-
-def _show(show: Callable[[float], str], value: float, position: int) -> str:
-    return show(value)
 
 
 @styled

@@ -31,13 +31,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 
 @dataclass(frozen=True)
 class Fragment:
-    """A part of a page that needs files of ``assets/``.
-
-    Attributes:
-        html: the markup.
-        style: names of the style sheets.
-        script: names of the scripts.
-    """
+    """Markup of a part of a page, with the names of the style sheets and scripts of ``assets/`` that it needs."""
 
     html: str
     style: tuple[str, ...] = ()
@@ -48,9 +42,9 @@ def page(title: str, lead: str, parts: Sequence[Fragment | str]) -> str:
     """Return a page as one HTML file.
 
     Args:
-        title: its name, plain text.
-        lead: what it shows, in a sentence or two of plain text.
-        parts: what follows: markup, or fragments that need a style or a script.
+        title: plain text.
+        lead: what the page shows, in a sentence or two of plain text.
+        parts: markup, or fragments that need a style or a script.
     """
     fragments = [part for part in parts if isinstance(part, Fragment)]
     styles = dict.fromkeys(["style.css", *(name for part in fragments for name in part.style)])

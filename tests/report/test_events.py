@@ -3,7 +3,7 @@
 import pytest
 
 from shoal.cli.main import main
-from shoal.report.events import effective_facts, event_table
+from shoal.report.run import effective_facts, event_table
 from shoal.spec.config import save_config
 from shoal.training.resilience.events import write_event
 from tests.trainings.runs import small_config

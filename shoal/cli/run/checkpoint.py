@@ -10,9 +10,9 @@ from rich.console import Console
 import shoal
 from shoal.base.options import POSITIONAL
 from shoal.base.section import Section
+from shoal.report.tables import text_table
 
-PIPE_WIDTH = 160
-"""Columns if the output is not a terminal, so that names are not broken."""
+PIPE_WIDTH = 160  # columns if the output is not a terminal, so that names are not broken
 
 
 class CheckpointOptions(Section):
@@ -28,12 +28,15 @@ def verify(options: CheckpointOptions) -> int:
 
 
 def inspect(options: CheckpointOptions) -> int:
-    """Print one row per tensor."""
+    """Print a row for each tensor: name, dtype, global shape, bytes, and the numbers of boxes and files."""
     found = shoal.describe_checkpoint(options.path)
-    from shoal.report.run.tables import checkpoint_table
-
+    rows = [
+        (name, t.dtype, " x ".join(map(str, t.shape)) or "scalar", f"{t.bytes:,}", str(len(t.boxes)),
+         str(len({box.file for box in t.boxes})))
+        for name, t in found.tensors.items()
+    ]
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
-    console.print(checkpoint_table(found))
+    console.print(text_table(("tensor", "dtype", "shape", "bytes", "boxes", "files"), rows, words=(0, 1), lines=True))
     console.print(
         f"step {found.step}: {len(found.tensors)} tensors, {found.bytes:,} bytes in {len(found.files)} files"
     )

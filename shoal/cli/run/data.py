@@ -31,9 +31,14 @@ def train_tokenizer(options: TokenizerOptions, config: RunConfig) -> int:
 
 
 def inspect(options: InspectOptions, config: RunConfig) -> int:
-    """Print a summary of the corpus, and its first training sample as text."""
+    """Print a row for each split of the corpus, then its first training sample; unprintable characters are replaced."""
     found = shoal.describe_data(config.data)
-    from shoal.report.run.tables import data_lines
-
-    print("\n".join(data_lines(found)))
+    if found.corpus:
+        print(f"{found.corpus.corpus}\n{found.corpus.vocab_size:,} token ids ({found.tokenizer}), in {found.folder}\n")
+        print(f"{'':12}{'documents':>12}{'tokens':>16}{'bytes/token':>14}{'shards':>8}{'samples':>12}")
+        for name, split in found.corpus.splits.items():
+            ratio, shards, samples = split.bytes / max(1, split.tokens), len(split.shards), found.samples[name]
+            print(f"{name:12}{split.documents:>12,}{split.tokens:>16,}{ratio:>14.2f}{shards:>8}{samples:>12,}")
+    print(f"\nsample 0 of seed 0: {found.sample_tokens} tokens, {found.sample_targets} in the loss\n")
+    print("".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in found.sample))
     return 0

@@ -168,7 +168,7 @@ def gathers_kept(row: Row, default: bool) -> bool:
 
 
 def experts(row: Row) -> tuple[float, float, float | None]:
-    """Return the experts of a layer, the experts of a token (both with shared ones), and their width if it is not the ffn."""
+    """Return the experts of a layer and of a token (both with shared ones), and their width if it is not the ffn."""
     count, active = number(row, "n_experts") or 1.0, number(row, "topk") or 1.0
     for name, (width, shared) in _EXPERTS.items():
         if name in (row.get("model") or "") and count > 1:

@@ -13,15 +13,9 @@ ROUNDING = 1e-9  # relative to a step; omit smaller parts
 
 
 def estimate_lines(
-    estimate: Estimate, facts: list[tuple[str, str]], changes: list[tuple[str, str]], model: str = "model"
+    estimate: Estimate, facts: list[tuple[str, str]], changes: list[tuple[str, str]], model: str
 ) -> Iterator[str]:
-    """Yield the lines that `shoal estimate` prints.
-
-    Args:
-        facts: from `estimate_facts`.
-        changes: from `change_rows`.
-        model: name of the model.
-    """
+    """Yield the lines that `shoal estimate` prints, given `estimate_facts` and `change_rows`."""
     run, step = estimate.run, estimate.step_seconds
     yield f"{model}: {run.shape.parameters():,} parameters, {run.precision}, {run.optimizer}"
     yield f"{run.cluster.describe()}: {run.layout.equation()}, {run.layout.describe()}"

@@ -1,30 +1,33 @@
-"""HTML page of an estimate: memory of every pipeline rank, time breakdown, roofline and useful changes."""
+"""HTML pages of an estimate and of a dry run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from itertools import accumulate
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shoal.base.units import show_bytes, show_seconds
 from shoal.planning.cost.roofline import OperationCost, matrix_product
 from shoal.planning.estimate import Estimate
 from shoal.planning.run import KINDS
-from shoal.report.charts import PAGE_WIDTH, draw_lines, new_figure, stacked_bars, to_svg
+from shoal.report.charts import PAGE_WIDTH, draw_lines, new_figure, stacked_bars, styled, to_svg
 from shoal.report.page import page
 from shoal.report.planning.estimate_lines import bound
+from shoal.report.svg import FAINT
 from shoal.report.tables import html_table, html_tiles
+
+if TYPE_CHECKING:
+    from shoal.training.dry_run.dry_run import Counted
+
+KEPT, PEAK, MEASURED = "#4a7fc1", "#b9cde8", "#cb5a3c"
 
 
 def write_page(
     path: Path, estimate: Estimate, facts: Sequence[tuple[str, str]], changes: Sequence[tuple[str, str]]
 ) -> None:
-    """Write the page as one file.
-
-    Args:
-        facts: the run in numbers, as (name, value).
-        changes: layout changes with their effects.
-    """
+    """Write the page of an estimate as one file, given `estimate_facts` and `change_rows`."""
     run, memory = estimate.run, estimate.memory
     held = [(f"pp {rank}", list(vars(each).values()), "") for rank, each in enumerate(memory)]
     limit = estimate.capacity, f"{show_bytes(estimate.capacity)} of a device"
@@ -80,4 +83,37 @@ def roofline(estimate: Estimate) -> str:
         axes, "Roofline of one layer's operations", series, dots=True,
         x=("FLOPs per byte of memory", lambda x: f"{x:g}"), y=("FLOP/s, by the data sheet", lambda y: f"{y:.0e}"),
     )  # fmt: skip
+    return to_svg(figure, inline=True)
+
+
+def write_memory_page(path: Path, estimate: Estimate, counted: Counted, measured: Counted | None) -> None:
+    """Write the page of a dry run as one file: memory over a rank's first steps, per action, predicted and measured."""
+    rows = [(name, show_bytes(size)) for name, size in counted.held.items() if size]
+    layout = estimate.run.layout
+    lead = f"{counted.where} of {layout.world_size:,}; {layout.describe()}; {len(counted.steps)} steps."
+    parts = [
+        "<h2>Memory, action by action</h2>", memory_profile(counted, measured),
+        "<h2>Between steps</h2>", html_table(rows),
+    ]  # fmt: skip
+    path.write_text(page("Dry run", lead, parts), encoding="utf-8")
+
+
+@styled
+def memory_profile(counted: Counted, measured: Counted | None = None) -> str:
+    """Draw the bytes alive after each action (filled), the peak within it (pale) and the measured peak (line)."""
+    moments = [moment for step in counted.steps for moment in step.moments]
+    figure, (axes,) = new_figure(760, 330)
+    edges = [*range(len(moments) + 1)]
+    axes.stairs([m.peak for m in moments], edges, fill=True, color=PEAK, label="most in an action")
+    axes.stairs([m.alive for m in moments], edges, fill=True, color=KEPT, label="alive after it")
+    if measured:
+        peaks = [moment.peak for step in measured.steps for moment in step.moments]
+        axes.stairs(peaks, [*range(len(peaks) + 1)], color=MEASURED, linewidth=1.5, label="most, measured")
+    begins = [0, *accumulate(len(step.moments) for step in counted.steps)][:-1]
+    for begin in begins:
+        axes.axvline(begin, color=FAINT, linestyle=":", linewidth=1)
+    axes.set_xticks(begins, [f"step {i + 1}" for i in range(len(begins))], ha="left")
+    axes.yaxis.set_major_formatter(lambda size, _: show_bytes(size))
+    axes.set_ylim(bottom=0)
+    axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=3)
     return to_svg(figure, inline=True)

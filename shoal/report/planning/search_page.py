@@ -57,11 +57,7 @@ def _label(layout: Layout) -> str:
 def write_map(
     path: Path, planners: Sequence[LayoutPlanner], nodes: Sequence[int], found: Sequence[Sequence[Plan | None]]
 ) -> None:
-    """Write a figure with a cell for each model and number of nodes: the best mesh and its MFU; darker is higher.
-
-    Args:
-        found: plans for each planner and each number of nodes.
-    """
+    """Write a figure with a cell for each model and number of nodes: the best mesh and its MFU; darker is higher."""
     canvas = Canvas()
     width, height = CELL
     for column, count in enumerate(nodes):

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby
 
 import tomli_w
 
 from shoal.base.errors import UsageError
+from shoal.base.terminal import progress_bar
 from shoal.base.units import DAY, show_bytes, show_seconds
 from shoal.planning.cost.memory.stage import StageMemory
 from shoal.planning.estimable import model_section
 from shoal.planning.estimate import Estimate
 from shoal.planning.run import EstimatedRun
 from shoal.planning.search.planner import BudgetAnswer, LayoutPlanner
-from shoal.planning.search.search import Plan, PricedLayout
+from shoal.planning.search.search import Plan, PricedLayout, Progressing
 from shoal.planning.search.space import LEVELS
 from shoal.report.tables import table_lines
 from shoal.spec.layout import Layout
@@ -41,21 +43,17 @@ def lines(model: str, plan: Plan, estimates: Sequence[Estimate]) -> list[str]:
     ]  # fmt: skip
     low, high = map(show_seconds, estimates[0].interval)
     least, most = map(show_bytes, estimates[0].memory_interval)
+    try:
+        toml = ["The best, for `shoal train`:", "", *run_toml(model, run, plan.best[0].layout).splitlines()]
+    except UsageError as error:
+        toml = [str(error)]
     return [
         *head, *table_lines(["", "step", "MFU", "memory", "layout", "against the best"], rows), "",
         f"80 % intervals of the first: step {low} to {high}, memory {least} to {most}.", "",
         f"{plan.branches - plan.pruned:,} of {plan.branches:,} combinations of mesh, micro-batch and pipeline bounded, "
         f"{len(plan.players)} programs, {plan.played:,} layouts simulated: {plan.seconds:.1f} s",
-        "", *_for_train(model, run, plan.best[0].layout),
+        "", *toml,
     ]
-
-
-def _for_train(model: str, run: EstimatedRun, layout: Layout) -> list[str]:
-    """Return a run's TOML under its title, or why none exists."""
-    try:
-        return ["The best, for `shoal train`:", "", *run_toml(model, run, layout).splitlines()]
-    except UsageError as error:
-        return [str(error)]
 
 
 def words(layout: Layout) -> str:
@@ -118,6 +116,18 @@ def run_toml(model: str, run: EstimatedRun, layout: Layout) -> str:
     })
 
 
+@contextmanager
+def search_progress(what: str) -> Iterator[Progressing]:
+    """Show a progress bar of a search on stderr."""
+    with progress_bar(what) as show:
+
+        def progress(done: int, total: int, plan: Plan) -> None:
+            best = f", best {show_seconds(plan.best[0].seconds)}" if plan.best else ""
+            show(done / total, f"{done}/{total}{best}")
+
+        yield progress
+
+
 # ---- other questions -------------------------------------------------------------------------------------------------
 
 
@@ -177,11 +187,7 @@ def budget_lines(planner: LayoutPlanner, paid: BudgetAnswer) -> Iterator[str]:
 def map_lines(
     planners: Sequence[LayoutPlanner], nodes: Sequence[int], found: Sequence[Sequence[Plan | None]]
 ) -> list[str]:
-    """Return a table of the best layout of every model on every number of nodes.
-
-    Args:
-        found: plans for each planner and each number of nodes.
-    """
+    """Return a table of the best layout ``found`` for each planner's model on each number of nodes."""
     rows = [
         [planner.model, f"{count * planner.run.cluster.per_node:,}",
          f"{100 * best_mfu(plan):.1f} %" if plan else "", words(plan.found.layout) if plan else "does not fit"]

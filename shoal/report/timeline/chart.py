@@ -23,8 +23,6 @@ class Chart:
     """A named timeline with display data.
 
     Attributes:
-        name: title.
-        timeline: the timeline.
         kind: kind of replicas to show.
         seconds: True if times are in seconds; otherwise they are in units of the forward's time.
         activation: bytes that a micro-batch's forward saves on a stage, a number or [stages]; None counts activations.
@@ -160,24 +158,16 @@ def has_shades(charts: Sequence[Chart]) -> bool:
 
 
 def axis(end: float, most: int, *, seconds: bool) -> tuple[str, list[tuple[float, str]]]:
-    """Return a time axis from 0: its unit, and at most ``most`` round numbers with their relative positions."""
-    factor, unit = scale(end) if seconds else (1.0, "T")
-    marks = ticks(0.0, end * factor, max(2, most))
-    return unit, [(mark / (end * factor) if end else 0.0, f"{mark:.6g}") for mark in marks]
+    """Return a time axis from 0: its unit, and at most ``most`` round numbers with their relative positions.
 
-
-def scale(time: float) -> tuple[float, str]:
-    """Return the best unit for a time [s], and how many of it are a second."""
-    for factor, unit in ((1.0, "s"), (1e3, "ms")):
-        if time * factor >= 1:
-            return factor, unit
-    return 1e6, "µs"
-
-
-def ticks(begin: float, end: float, most: int) -> list[float]:
-    """Return at most ``most`` round times within a span, spaced by 1, 2 or 5 times a power of ten."""
-    if end <= begin or most < 1:
-        return [begin]
-    step = 10.0 ** np.floor(np.log10((end - begin) / most))
-    step = next(step * k for k in (1, 2, 5, 10) if (end - begin) / (step * k) <= most)
-    return [float(k * step) for k in range(int(np.ceil(begin / step - 1e-9)), int(np.floor(end / step + 1e-9)) + 1)]
+    The numbers are spaced by 1, 2 or 5 times a power of ten.
+    """
+    units = ((1.0, "s"), (1e3, "ms"), (1e6, "µs")) if seconds else ((1.0, "T"),)
+    factor, unit = next((each for each in units if end * each[0] >= 1), units[-1])
+    span, most = end * factor, max(2, most)
+    if not span:
+        return unit, [(0.0, "0")]
+    step = 10.0 ** np.floor(np.log10(span / most))
+    step = next(step * k for k in (1, 2, 5, 10) if span / (step * k) <= most)
+    marks = [k * step for k in range(int(span / step + 1e-9) + 1)]
+    return unit, [(mark / span, f"{mark:.6g}") for mark in marks]

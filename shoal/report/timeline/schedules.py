@@ -13,11 +13,7 @@ from shoal.report.timeline.chart import Chart
 
 
 def schedule_chart(played: PlayedSchedule, *, seconds: bool) -> Chart:
-    """Return a chart of the slowest replica.
-
-    Args:
-        seconds: times are in seconds.
-    """
+    """Return a chart of the slowest replica; ``seconds`` if its times are in seconds."""
     timeline, columns = played.timeline, played.timeline.columns
     share = columns.ranks / columns.program.depth
     facts = {

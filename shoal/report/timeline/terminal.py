@@ -96,7 +96,10 @@ def _cells(chart: Chart, rank: int, cells: int, end: float, *, coloured: bool) -
         paint = chart.paints[chart.paint[row]]
         if coloured:
             text = microbatch if digits <= length else ""
-            line.append(text.center(length), _style(paint, other=columns.microbatch[row] % 2 == 1))
+            ground = colour(paint)
+            if columns.microbatch[row] % 2:  # distinguish neighbouring micro-batches slightly
+                ground = mix(ground, BLACK, 0.07)
+            line.append(text.center(length), Style(color=ink(ground), bgcolor=ground))
         else:
             letter = _letter(paint)
             text = letter + microbatch if digits + 2 <= length else letter
@@ -126,13 +129,6 @@ def fill(chart: Chart, rank: int, cells: int, end: float) -> np.ndarray:
 def _letter(paint: Paint) -> str:
     """Return the letter of an action: lower case on a later stage of its rank, and in a second copy of the model."""
     return str(paint.op).lower() if paint.shade or paint.copy else str(paint.op)
-
-
-def _style(paint: Paint, *, other: bool) -> Style:
-    ground = colour(paint)
-    if other:  # distinguish neighbouring micro-batches slightly
-        ground = mix(ground, BLACK, 0.07)
-    return Style(color=ink(ground), bgcolor=ground)
 
 
 def _axis(label: int, cells: int, end: float, *, seconds: bool, width: int) -> Text:

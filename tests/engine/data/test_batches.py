@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.base.errors import UsageError
+from shoal.cli.run.data import InspectOptions, inspect
 from shoal.engine.data.batches import SyntheticDataset, open_dataset
 from shoal.engine.data.prepare import describe_data, prepare, train_tokenizer
 from shoal.engine.data.shards import TokenStream, open_shards
 from shoal.engine.data.tokenizer import BytesTokenizer
 from shoal.engine.models.loss import IGNORE
-from shoal.report.run.tables import data_lines
-from shoal.spec.config import DataConfig
+from shoal.spec.config import DataConfig, RunConfig
 
 END = BytesTokenizer.end_of_document
 
@@ -143,7 +143,7 @@ def test_batches_move_whole(config):
     assert {t.device.type for t in (batch.tokens, batch.targets, batch.documents)} == {"meta"}
 
 
-def test_train_a_tokenizer_then_look_through_it(config, tmp_path):
+def test_train_a_tokenizer_then_look_through_it(config, tmp_path, capsys):
     out = tmp_path / "tokenizer.json"
     tokenizer = train_tokenizer(config, vocab_size=280, out=out)
     assert (tokenizer.path, tokenizer.vocab_size) == (out, 280)
@@ -152,12 +152,14 @@ def test_train_a_tokenizer_then_look_through_it(config, tmp_path):
     dataset = open_dataset(trained, seed=0, split="train")
     assert dataset.vocab_size == found.corpus.vocab_size == 280
     assert found.samples["train"] == dataset.samples
-    shown = data_lines(found)
-    assert any(line.startswith("train ") and line.endswith(f" {dataset.samples:,}") for line in shown)
-    assert any("280 token ids" in line for line in shown) and found.sample in shown
-    synthetic = describe_data(config.model_copy(update={"source": "synthetic", "paths": ()}))
-    shown = "\n".join(data_lines(synthetic))
-    assert synthetic.corpus is None and "sample 0 of seed 0" in shown
+    inspect(InspectOptions(), RunConfig(data=trained))
+    shown = capsys.readouterr().out
+    assert any(line.startswith("train ") and line.endswith(f" {dataset.samples:,}") for line in shown.splitlines())
+    assert "280 token ids" in shown and found.sample in shown
+    synthetic = config.model_copy(update={"source": "synthetic", "paths": ()})
+    inspect(InspectOptions(), RunConfig(data=synthetic))
+    shown = capsys.readouterr().out
+    assert describe_data(synthetic).corpus is None and "sample 0 of seed 0" in shown
     assert all(letter.isprintable() or letter in "\n\t" for letter in shown)  # random bytes can move a cursor
 
 

@@ -69,7 +69,8 @@ def test_holes_come_about_where_forwards_follow_backwards() -> None:
 
 def test_buckets_are_kept_where_there_are_replicas() -> None:
     plain = LLAMA | {"zero": 0, "shard": 1, "bucket_copies": 2}
-    runs = Runs.from_rows([plain | {"dp": 1}, plain | {"dp": 1, "bucket_copies": 0}, plain, plain | {"bucket_copies": 0}])
+    changes = ({"dp": 1}, {"dp": 1, "bucket_copies": 0}, {}, {"bucket_copies": 0})
+    runs = Runs.from_rows([plain | change for change in changes])
     alone, without, several, bare = footprint(runs, calibration()).allocated
     assert alone == without == bare
     assert several - bare == pytest.approx(2 * 8.03e9, rel=0.001)

@@ -122,7 +122,8 @@ def test_a_host_that_does_not_wait_launches_in_the_bubble() -> None:
     small = {"hidden": 512, "heads": 8, "kv_heads": 8, "head_dim": 64, "ffn": 1408, "vocab": 32000, "s": 256}
     pipeline = {"pp": 4, "dp": 2, "shard": 2, "tp": 1}
     ways = [LLAMA | pipeline | sizes | {"ahead": ahead} for sizes in (small, {}) for ahead in (0, 1)]
-    found, launched = step(Runs.from_rows(ways), calibration()), Kernels(Runs.from_rows(ways), calibration()).launches_of_both
+    runs = Runs.from_rows(ways)
+    found, launched = step(runs, calibration()), Kernels(runs, calibration()).launches_of_both
     assert found.busy[1] > 8 * 8 * launched[1] and found.bubble[1] == 0 < found.bubble[0]
     assert found.bubble[2] == pytest.approx(found.bubble[3], rel=0.01)  # where computing takes much longer
 

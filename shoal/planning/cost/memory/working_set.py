@@ -225,7 +225,7 @@ class _RowBytes(NamedTuple):
     gathered: int
 
     @staticmethod
-    def count(run: MicroBatch) -> _RowBytes:
+    def build(run: MicroBatch) -> _RowBytes:
         shape, layout, rows = run.shape, run.layout, run.routed
         row, wide = run.itemsize * shape.hidden, run.itemsize * (shape.moe.ffn // layout.expert_tensor)
         return _RowBytes(
@@ -250,7 +250,7 @@ def _forward(run: MicroBatch, sparse: bool) -> int:
         return _routed(run) - _of_shared(run) if sparse else here + max(here, _summed(run))  # the output, and the sum
     if not sparse:
         return 2 * here + _through(run, run.shape.ffn)  # after attention, with its norm
-    rows, gated = _RowBytes.count(run), run.gated
+    rows, gated = _RowBytes.build(run), run.gated
     inside = 2 * rows.computed + (2 if gated else 1) * rows.wide
     routed = max(_routed(run), rows.sent + max(rows.exchanged(run.layout), inside))
     of = run.shape.moe
@@ -279,7 +279,7 @@ def _routed(run: MicroBatch) -> int:
     The peak is when results return from the experts while the sent rows are still alive, or when the tp ranks
     concatenate their tokens.
     """
-    rows, layout = _RowBytes.count(run), run.layout
+    rows, layout = _RowBytes.build(run), run.layout
     weighted = rows.sent + rows.own
     back = 2 * rows.sent + rows.come if layout.ep > 1 else 0
     if layout.expert_tensor > 1:
@@ -300,7 +300,7 @@ def _of_shared(run: MicroBatch) -> int:
 def _in_experts(run: MicroBatch, kind: Half, last: bool) -> Block:
     """Return the bytes in an expert block, whose experts run sequentially; in backward, shared experts come first."""
     shape, layout, e, experts = run.shape, run.layout, run.itemsize, run.shape.moe
-    own, sent, here, wide, *_ = rows = _RowBytes.count(run)
+    own, sent, here, wide, *_ = rows = _RowBytes.build(run)
     gated, shared = run.gated, experts.shared * experts.ffn
     matrix = e * shape.hidden * (experts.ffn // layout.expert_tensor) if e < 4 else 0
     y, heads = layout.tp_y, shape.head_dim * (shape.heads // layout.tp_y)

@@ -1,0 +1,301 @@
+"""Report of a run, as a page and in the terminal: curves, events, and its recorded step beside the simulated one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from matplotlib.ticker import MaxNLocator
+from rich.console import Console
+from rich.text import Text
+
+from shoal.base.errors import UsageError
+from shoal.base.files import check_writable
+from shoal.base.units import show_bytes, show_seconds
+from shoal.report.charts import COLOURS, Points, new_figure, styled, to_svg
+from shoal.report.histograms import histograms
+from shoal.report.page import HELP, Fragment, comparison, page, timelines
+from shoal.report.tables import html_table, html_tiles, text_table
+from shoal.report.timeline.chart import Chart
+from shoal.report.timeline.measured import MeasuredStep
+from shoal.report.timeline.palette import NAMES
+from shoal.report.timeline.terminal import show
+from shoal.report.timeline.write import KINDS, write
+from shoal.spec.config import RUN_FILE, RunConfig, load_config
+from shoal.training.records.histograms import read_histograms
+from shoal.training.records.metrics import StepMetrics, read_metrics
+from shoal.training.records.profile import read_profile
+from shoal.training.resilience.events import read_events
+
+PAGE = "report.html"
+NO_PROFILE = "No step was profiled: start or resume the run with --profile to see its timeline."
+HOW = (
+    "The simulation plays the same program with the mean recorded time of each op and stage, and with the median time "
+    "of the messages that a rank waited for. It therefore does not include the variation of these times. Played with "
+    "the times of each step, the remaining difference is the error of the simulation itself."
+)
+OWN_COLUMN = ("time", "event", "rank", "step", "report")
+LEFT_OUT = ("end", "restart")  # shown in the facts, and by the events that follow
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The recorded steps, and the charts of the simulated step and of the typical measured one."""
+
+    measured: MeasuredStep
+    charts: tuple[Chart, Chart]
+
+    @staticmethod
+    def simulate(measured: MeasuredStep) -> Comparison:
+        """Simulate the program with the measured times."""
+        step = measured.profile.ranks[0].steps[measured.typical] + 1
+        charts = (
+            Chart("simulated, with the mean times", measured.simulated()),
+            Chart(f"measured, step {step}", measured.timeline(measured.typical)),
+        )
+        return Comparison(measured, charts)
+
+    @property
+    def difference(self) -> float:
+        """Relative difference of the predicted step time from the mean measured one."""
+        return self.charts[0].timeline.step_time / self.measured.step_time - 1
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return the comparison in numbers, as (name, value)."""
+        simulated, measured = (chart.timeline for chart in self.charts)
+        slowest, busy, _ = max(self.measured.by_rank(), key=lambda entry: entry[1])
+        steps = len(self.measured.step_times)
+        return [
+            (f"measured step (mean of {steps})", show_seconds(self.measured.step_time)),
+            ("simulated step", show_seconds(simulated.step_time)),
+            ("difference", f"{100 * self.difference:+.1f} %"),
+            ("with each step's own times", f"{100 * self.measured.replayed:+.1f} %"),
+            ("bubble, measured / simulated", f"{100 * measured.bubble:.1f} / {100 * simulated.bubble:.1f} %"),
+            (f"a step's computations, busiest rank ({slowest.rank})", show_seconds(busy)),
+        ]
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """Data of a run's report.
+
+    Attributes:
+        file: file that the report was written to.
+        metrics: one record per logged step.
+        events: recorded failures, restarts and recoveries.
+        comparison: the recorded step beside the simulated one; None if no step was recorded.
+    """
+
+    folder: Path
+    file: Path
+    config: RunConfig
+    metrics: list[StepMetrics]
+    events: list[dict[str, Any]]
+    comparison: Comparison | None
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return the run in numbers, as (name, value)."""
+        last = self.metrics[-1]
+        validation = next((m.validation_loss for m in reversed(self.metrics) if m.validation_loss is not None), None)
+        facts = [("steps done", f"{last.step} of {last.steps}"), ("loss", f"{last.loss:.4f}")]
+        if validation is not None:
+            facts.append(("validation loss", f"{validation:.4f}"))
+        rates = [m.tokens_per_second for m in self.metrics[1:] or self.metrics]
+        facts.append(("tokens per second (median)", f"{median(rates):,.0f}"))
+        if last.mfu is not None:
+            facts.append(("model FLOPs utilisation", f"{100 * last.mfu:.1f} %"))
+        facts.append(("peak memory of a rank", show_bytes(max(m.memory_bytes for m in self.metrics))))
+        return facts + effective_facts(self.events)
+
+
+def write_report(run_folder: str | Path, out: str | Path | None = None) -> RunReport:
+    """Write the report of a run as a page, or its recorded step as a figure or a trace.
+
+    Args:
+        run_folder: folder of the run, which may still be active.
+        out: a page (.html), a figure (.svg, .png) or a trace (.json, .json.gz); figures and traces only show the
+            timelines. None for ``report.html`` in the run folder.
+
+    Returns:
+        The data of the report.
+
+    Raises:
+        UsageError: no such run, nothing has been logged yet, the file cannot be written, or a figure or trace is
+            requested and no step was recorded.
+
+    >>> import shoal
+    >>> report = shoal.write_report("runs/example")
+    >>> report.file.name, len(report.metrics), dict(report.facts())["steps done"]
+    ('report.html', 2, '2 of 2')
+    """
+    folder = Path(run_folder)
+    if not (folder / RUN_FILE).is_file():
+        raise UsageError(f"{folder} is not a run folder: it has no {RUN_FILE}.")
+    file = Path(out) if out else folder / PAGE
+    check_writable(file, "--out", *KINDS)
+    config, metrics, profile = load_config(folder / RUN_FILE), read_metrics(folder), read_profile(folder)
+    if not metrics:
+        raise UsageError(f"{folder}: nothing has been logged yet.\n  Wait for the first step.")
+    if profile is None and file.suffix != ".html":
+        raise UsageError(f"{file}: a figure or a trace needs timelines.\n  {NO_PROFILE}")
+    compared = Comparison.simulate(MeasuredStep.from_profile(profile)) if profile else None
+    report = RunReport(folder, file, config, metrics, read_events(folder), compared)
+    if file.suffix == ".html":
+        file.write_text(_html(report), encoding="utf-8")
+    elif compared:
+        write(file, compared.charts, title=folder.name, lead="")
+    return report
+
+
+# ---- facts and tables ------------------------------------------------------------------------------------------------
+
+
+def effective_facts(events: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Return the effective training time and its losses, as (name, value), over all completed starts of the run."""
+    ends = [event for event in events if event["event"] == "end"]
+    if not ends:
+        return []
+    seconds, counted, failures, lost = (
+        sum(event[name] for event in ends) for name in ("seconds", "counted", "failures", "lost")
+    )
+    facts = [("effective training time", f"{counted / max(seconds, 1e-9):.1%}")]
+    if failures:
+        facts += [("failures", f"{failures}"), ("repeated steps", f"{lost}")]
+    recoveries = [event["seconds"] for event in events if event["event"] == "recovered"]
+    if recoveries:
+        facts.append(("seconds to recover (mean)", f"{sum(recoveries) / len(recoveries):.1f}"))
+    return facts
+
+
+def event_table(events: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Return the headings, then a row for each event that is not shown elsewhere."""
+    rows = [["when", "what", "rank", "step", "how"]]
+    for event in events:
+        if event["event"] in LEFT_OUT:
+            continue
+        how = ", ".join(_format(name, value) for name, value in event.items() if name not in OWN_COLUMN)
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time"]))
+        rows.append([when, event["event"], *(str(event.get(name, "–")) for name in ("rank", "step")), how])
+    return rows
+
+
+def _format(name: str, value: object) -> str:
+    if name in ("how", "where"):
+        return str(value)
+    return f"{name.replace('_', ' ')} {value:g}" if isinstance(value, float) else f"{name.replace('_', ' ')} {value}"
+
+
+def op_table(measured: MeasuredStep) -> list[list[str]]:
+    """Return the headings, then a row for each op and stage."""
+    rows = [["action", "stage", "recorded", "median", "mean", "longest"]]
+    for op, stage, count, *times in measured.by_op():
+        lengths = (show_seconds(time) for time in times)
+        rows.append([NAMES[op], str(stage) if stage >= 0 else "–", f"{count:,}", *lengths])
+    return rows
+
+
+def rank_table(measured: MeasuredStep, most: int = 64) -> list[list[str]]:
+    """Return the headings, then a row for each rank; at most the ``most`` ranks that compute longest."""
+    found = sorted(measured.by_rank(), key=lambda entry: -entry[1])
+    shown = sorted(found[:most], key=lambda entry: entry[0].rank)
+    rows = [["rank", "pp", "dp", "tp", "computing a step", "waiting for messages", "idle share of the step"]]
+    for rank, busy, waiting in shown:
+        numbers = (str(n) for n in (rank.rank, rank.pp, rank.dp, rank.tp))
+        share = 1 - busy / measured.step_time
+        rows.append([*numbers, show_seconds(busy), show_seconds(waiting), f"{100 * share:.1f} %"])
+    return rows
+
+
+# ---- the terminal ----------------------------------------------------------------------------------------------------
+
+
+def print_report(console: Console, report: RunReport) -> None:
+    """Print facts, events, the timelines with their tables, and the name of the file."""
+    config, compared = report.config, report.comparison
+    console.print(Text(f"{report.folder.name}: {config.model.name}, {config.parallel.describe()}", style="bold"))
+    console.print(text_table(("", ""), report.facts(), words=(0, 1)))
+    if len(happened := event_table(report.events)) > 1:
+        console.print()
+        console.print(text_table(happened[0], happened[1:], words=(0, 1, 4)))
+    if compared is None:
+        console.print(Text(NO_PROFILE, style="yellow"))
+    else:
+        console.print()
+        show(console, compared.charts)
+        console.print()
+        for headings, *rows in (op_table(compared.measured), rank_table(compared.measured, 16)):
+            console.print(text_table(headings, rows), "")
+        console.print(text_table(("", ""), compared.facts(), words=(0, 1)))
+    console.print(Text(f"written: {report.file}"), soft_wrap=True)
+
+
+# ---- the page -------------------------------------------------------------------------------------------------------
+
+
+def _html(report: RunReport) -> str:
+    config, compared = report.config, report.comparison
+    lead = f"{config.model.name}, {config.parallel.describe()}, {config.train.precision}."
+    parts: list[Fragment | str] = [html_tiles(report.facts()), draw_curves(report.metrics)]
+    if len(happened := event_table(report.events)) > 1:
+        parts += ["<h2>Events</h2>", _table(happened)]
+    if recorded := read_histograms(report.folder):
+        parts.append(histograms(*recorded))
+    if compared:
+        parts += [
+            "<h2>One step: measured under simulated</h2>",
+            html_tiles(compared.facts()),
+            f"<p class=note>{escape(HOW)}</p>",
+            comparison(compared.charts, mark=False),
+            timelines(compared.charts),
+            HELP,
+            "<h2>Times of the actions</h2>",
+            _table(op_table(compared.measured)),
+            "<h2>The ranks</h2>",
+            _table(rank_table(compared.measured)),
+        ]
+    else:
+        parts.append(f"<h2>One step</h2><p>{escape(NO_PROFILE)}</p>")
+    return page(report.folder.name, lead, parts)
+
+
+def _table(table: list[list[str]]) -> str:
+    headings, *rows = table
+    return html_table(rows, headings)
+
+
+def draw_curves(metrics: Sequence[StepMetrics]) -> str:
+    """Draw loss (with validation as dots), throughput, gradient norm and memory of a run, as far as recorded."""
+
+    def points(read: Callable[[StepMetrics], float | None]) -> Points:
+        return [(m.step, value) for m in metrics if (value := read(m)) is not None]
+
+    charts = {
+        "gradient norm, before clipping": points(lambda m: m.gradient_norm),  # None in skipped steps
+        "loss scale": points(lambda m: m.loss_scale),
+        "staleness of updates, mean": points(lambda m: m.staleness),
+        "peak memory of the fullest rank, MiB": points(lambda m: m.memory_bytes / 2**20),
+    }
+    drawn = [
+        _draw("loss per token (dots: validation)", points(lambda m: m.loss), points(lambda m: m.validation_loss)),
+        _draw("tokens per second", points(lambda m: m.tokens_per_second), from_zero=True),
+        *(_draw(title, line, from_zero=True) for title, line in charts.items() if line),
+    ]
+    return f'<div class="charts">{"".join(drawn)}</div>'
+
+
+@styled
+def _draw(title: str, line: Points, dots: Points = (), *, from_zero: bool = False) -> str:
+    figure, (axes,) = new_figure(420, 200)
+    axes.plot(*zip(*line, strict=True), color=COLOURS[0], marker="o" if len(line) == 1 else "")
+    if dots:
+        axes.plot(*zip(*dots, strict=True), "o", color=COLOURS[1])
+    if from_zero:
+        axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    drawn = to_svg(figure, inline=True, title=f"{title} by step")
+    return f"<figure><figcaption>{escape(title)}</figcaption>{drawn}</figure>"

@@ -1,1 +1,0 @@
-"""What is shown of one run: how it went, measured and simulated; what its data and its checkpoints hold."""
