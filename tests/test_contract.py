@@ -23,16 +23,17 @@ def test_files_are_short_and_command_files_shorter() -> None:
     assert {name: n for name, n in lines.items() if name.startswith("cli/") and n > MOST_COMMAND_LINES} == {}
 
 
-def test_public_classes_have_names_of_their_own() -> None:
+def test_no_two_classes_share_a_name() -> None:
+    """A leading underscore makes no difference."""
     homes = defaultdict(list)
     for path in FILES:
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                homes[node.name].append(str(path.relative_to(SHOAL)))
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                homes[node.name.lstrip("_")].append(str(path.relative_to(SHOAL)))
     assert {name: places for name, places in homes.items() if len(places) > 1} == {}
 
 
-def test_every_wing_says_what_it_is() -> None:
+def test_every_package_says_what_it_is() -> None:
     """Three sentences: what it is, what is in it, what it may use."""
     for init in sorted(SHOAL.glob("*/__init__.py")):
         said = ast.get_docstring(ast.parse(init.read_text())) or ""

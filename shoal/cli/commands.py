@@ -24,17 +24,17 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command(
-        "shoal.cli.run.train", "Train a model: shoal train [RUN.toml] [--section.field VALUE ...]", "train"
+        "shoal.cli.run.train", "Train a model: shoal train [RUN.toml] [--section.field VALUE ...]"
     ),
     "verify": Command(
-        "shoal.cli.run.train",
-        "Prove that a layout computes what one device computes: shoal verify [RUN.toml] [--random N]", "verify",
+        "shoal.cli.run.verify",
+        "Prove that a layout computes what one device computes: shoal verify [RUN.toml] [--random N]",
     ),
     "sample": Command(
-        "shoal.cli.run.results", 'Generate text from a checkpoint: shoal sample RUN_FOLDER "def main("', "sample"
+        "shoal.cli.run.sample", 'Generate text from a checkpoint: shoal sample RUN_FOLDER "def main("'
     ),
     "report": Command(
-        "shoal.cli.run.results", "Show how a run went, measured and simulated: shoal report RUN_FOLDER", "report"
+        "shoal.cli.run.report", "Show how a run went, measured and simulated: shoal report RUN_FOLDER"
     ),
     "data train-tokenizer": Command(
         "shoal.cli.run.data",
@@ -73,8 +73,8 @@ COMMANDS = {
         "shoal.cli.explain", "Show how one thing works and what it costs: shoal explain all-reduce", "main"
     ),
     "chaos": Command(
-        "shoal.cli.run.train",
-        "Inject faults into a run and check that it recovers: shoal chaos [RUN.toml] --trials 50", "chaos",
+        "shoal.cli.run.chaos",
+        "Inject faults into a run and check that it recovers: shoal chaos [RUN.toml] --trials 50",
     ),
     "checkpoint verify": Command(
         "shoal.cli.run.checkpoint", "Prove that a checkpoint is complete and undamaged: shoal checkpoint verify PATH",

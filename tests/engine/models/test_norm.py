@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from shoal.engine.models.transformer import RMSNorm
+from shoal.engine.models.norm import RMSNorm
 
 
 @given(rows=st.integers(1, 5), h=st.integers(1, 40), eps=st.sampled_from([None, 1e-5]), seed=st.integers(0, 99))

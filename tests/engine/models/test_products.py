@@ -9,8 +9,8 @@ import torch
 from shoal.engine.models import products
 from shoal.engine.models.attention import AttentionCore
 from shoal.engine.models.experts.grouped import GroupedFunction
+from shoal.engine.models.norm import RMSNorm
 from shoal.engine.models.products import by_mkl, tune_products
-from shoal.engine.models.transformer import RMSNorm
 
 
 def precision() -> str:

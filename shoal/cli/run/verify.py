@@ -1,0 +1,37 @@
+"""`shoal verify`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import PositiveInt
+
+import shoal
+from shoal.base.section import Section
+from shoal.spec.config import RunConfig
+
+
+class VerifyOptions(Section):
+    random: PositiveInt | None = None
+    """Verify this many randomly drawn layouts instead of the given one."""
+
+    rule: str | None = None
+    """With --random: an update rule (or a comma-separated list, or all), each on this many layouts drawn for it."""
+
+    steps: PositiveInt = 3
+    """Training steps to compare."""
+
+    precision: Literal["fp64", "own"] = "fp64"
+    """fp64 compares to 1e-9; own uses the run's precision and compares to its rounding."""
+
+    inject: str | None = None
+    """Inject this fault, to check that it is found; an unknown name lists them."""
+
+
+def run(options: VerifyOptions, config: RunConfig) -> int:
+    """Compare and print; return 0 if everything agrees, 1 if something differs."""
+    found = shoal.verify(
+        config, random=options.random, rule=options.rule, steps=options.steps,
+        own_precision=options.precision == "own", inject=options.inject, show=True,
+    )
+    return 0 if found.same else 1
