@@ -52,7 +52,8 @@ def run(
     replace_unencodable()
     outlive_readers()
     member = member or detect_rank_env()
-    assert member is not None
+    if member is None:
+        raise UsageError("this process was started neither by shoal nor by torchrun or srun.")
     before = read_previous_attempt(member) if member.how != "local" and member.local_rank == 0 else []
     records = scratch_folder() if member.how == "local" else make_shared_folder(member)
     beat = Heartbeat(records and record_path(records, member.rank))

@@ -319,7 +319,9 @@ class Trainer:
             )
             return
         text = ""
-        if self.shape.parameters() <= SAMPLED_PARAMETERS:
+        if self.shape.experts is not None and self.shape.experts.gate == "expert-choice":
+            self.display.note("no sample: expert-choice routing needs complete sequences, not one token at a time")
+        elif self.shape.parameters() <= SAMPLED_PARAMETERS:
             seed = self.config.train.seed
             try:
                 text = sample(self.folder, SAMPLE_PROMPT, tokens=160, temperature=0.7, seed=seed)

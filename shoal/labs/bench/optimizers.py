@@ -179,19 +179,24 @@ def build_baseline(
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         optimizer = build_torch(config, parameters, way)
-        return lambda: (optimizer.step(), weights)[1]
+
+        def update() -> list[Tensor]:
+            optimizer.step()
+            return weights
+
+        return update if products else by_mkl()(update)
     loop = {"sage": _sage, "sophia-g": _sophia, "sophia-h": _sophia, "muon": _muon, "adam8bit": _adam8bit}[config.name]
     states: list[dict[str, Tensor]] = [{} for _ in sizes]
     steps = itertools.count(1)
 
-    def update() -> list[Tensor]:
+    def update_by_loop() -> list[Tensor]:
         step = next(steps)
         for w, g, state in zip(weights, gradients, states, strict=True):
             one = _adam if w.dim() != 2 and config.name in ("muon", "adam8bit") else loop
             one(w, g, state, step, weight_decay(config, tuple(w.shape)), config)
         return weights
 
-    return update if products else by_mkl()(update)
+    return update_by_loop if products else by_mkl()(update_by_loop)
 
 
 def build_torch(config: OptimizerConfig, parameters: Iterable[nn.Parameter], way: str) -> torch.optim.Optimizer:

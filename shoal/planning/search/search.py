@@ -216,13 +216,13 @@ class Search:
         """Visit all branches, in order of their lower bound."""
         self.plan.branches, every = branches(self.run, self.space, self._works())
         waiting: list[tuple[float, int, tuple]] = []
-        build_columns: dict[tuple, dict[int, BoundedBranch]] = {}  # waiting branches
+        by_program: dict[tuple, dict[int, BoundedBranch]] = {}  # waiting branches
 
         def look(until: float) -> None:
             """Simulate the waiting branches whose bound is below ``until``."""
             while waiting and waiting[0][0] < until and waiting[0][0] <= self.limit:
                 _, number, program = heappop(waiting)
-                if number in (same := build_columns[program]):
+                if number in (same := by_program[program]):
                     # Once a limit exists, simulate all other wanted branches of the same program as well.
                     now = [n for n in sorted(same) if n == number or same[n].least <= self.limit < np.inf]
                     self._play([same.pop(n) for n in now])
@@ -237,7 +237,7 @@ class Search:
             looked += 1
             if found := self._bound(branch):
                 heappush(waiting, (found.least, branch.number, branch.program))
-                build_columns.setdefault(branch.program, {})[branch.number] = found
+                by_program.setdefault(branch.program, {})[branch.number] = found
         look(np.inf)
         self.plan.pruned = self.plan.branches - looked
 

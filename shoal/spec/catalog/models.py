@@ -77,13 +77,15 @@ class ModelShape(Section):
     @property
     def moe(self) -> Experts:
         """`experts` of a model that has some (mixture of experts)."""
-        assert self.experts is not None, "the model has no experts"
+        if self.experts is None:
+            raise ValueError("the model has no experts")
         return self.experts
 
     @property
     def mod(self) -> Depths:
         """`depths` of a model in which layers skip tokens (mixture of depths)."""
-        assert self.depths is not None, "all tokens pass through all layers of the model"
+        if self.depths is None:
+            raise ValueError("all tokens pass through all layers of the model")
         return self.depths
 
     def parameters(self) -> int:

@@ -210,7 +210,7 @@ def _columns(width: int, steps: int, *, experts: bool) -> list[tuple[str, int, C
     if experts:
         columns[3] = ("dropped", 7, lambda m: f"{100 * (m.dropped or 0.0):.1f}%")
     if width >= WIDE:
-        columns.insert(2, ("validation", 10, lambda m: f"{m.validation_loss:.4f}" if m.validation_loss else ""))
+        columns.insert(2, ("validation", 10, lambda m: "" if m.validation_loss is None else f"{m.validation_loss:.4f}"))
     return columns
 
 

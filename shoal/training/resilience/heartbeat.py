@@ -79,7 +79,10 @@ class HeartbeatRecord:
 class _MappedRecord(ctypes.Structure):
     """File format: fields of 8 bytes, each read and written atomically."""
 
-    _fields_ = [(f.name, ctypes.c_double if f.type == "float" else ctypes.c_int64) for f in fields(HeartbeatRecord)]
+    _fields_ = [  # integers, then times: a supervisor may read records that an earlier version of shoal wrote
+        (f.name, ctypes.c_double if f.type == "float" else ctypes.c_int64)
+        for f in sorted(fields(HeartbeatRecord), key=lambda f: f.type == "float")
+    ]
 
 
 class Heartbeat:

@@ -1,6 +1,7 @@
 """A rank's record, written by it and read from outside."""
 
 import os
+import struct
 import subprocess
 import sys
 import time
@@ -9,7 +10,15 @@ from pathlib import Path
 import pytest
 
 from shoal.pipeline.program import Action, Op
-from shoal.training.resilience.heartbeat import PERIOD, Heartbeat, Phase, describe_action, read, record_path
+from shoal.training.resilience.heartbeat import (
+    PERIOD,
+    Heartbeat,
+    HeartbeatRecord,
+    Phase,
+    describe_action,
+    read,
+    record_path,
+)
 from tests.trainings.runs import ROOT, wait_for
 
 
@@ -74,3 +83,10 @@ def test_without_a_supervisor_it_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Heartbeat().phase(Phase.STEP)
     wait_for(lambda: not list(tmp_path.iterdir()), 1)
+
+
+def test_the_file_format_has_integers_before_times(tmp_path):
+    """Records of earlier versions are read after an upgrade, when a requeued job looks for its previous attempt."""
+    file = tmp_path / "beat"
+    file.write_bytes(struct.pack("=10q3d", 7, 5, Phase.STEP, 2, 20, 0, 1, 2, 3, 4, 1.5, 2.5, 3.5))
+    assert read(file) == HeartbeatRecord(7, 1.5, 2.5, 5, Phase.STEP, 2, 20, 3.5, 0, 1, 2, 3, 4)
