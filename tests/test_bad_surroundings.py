@@ -73,7 +73,7 @@ DISKS = {
         ("failover.memory_folder = '{}/disk' cannot be written: No space", "failover.memory_every = 0")),
     "small memory": (
         "true", ("--run-folder", "run", "--failover.memory_every", "1", "--failover.memory_folder", "disk"),
-        ("failover.memory_every: two copies", "take ", "kB in {}/disk", "197 kB are free", "failover.memory_folder")),
+        ("failover.memory_every: two copies", "need ", "kB in {}/disk", "has 197 kB free", "failover.memory_folder")),
 }  # fmt: skip
 """What is done on a disk of 192 kB, the words of a run, and what is said of them."""
 

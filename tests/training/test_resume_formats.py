@@ -54,5 +54,5 @@ def test_a_run_does_not_go_on_in_another_folder_of_checkpoints(corpus, tmp_path)
     config = small_config(corpus)
     new_run(config, tmp_path / "run")
     other = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"folder": "elsewhere"})})
-    with pytest.raises(UsageError, match=r"(?s)checkpoint.folder = 'elsewhere', was ''.*once they are moved"):
+    with pytest.raises(UsageError, match=r"(?s)checkpoint.folder = 'elsewhere', was ''.*after moving them"):
         check_resume(other, check(other), tmp_path / "run")
