@@ -52,7 +52,8 @@ def table_lines(headings: Sequence[str], rows: Iterable[Sequence[str]], *, right
     words = range(len(headings) if right is None else right)
     width = get_terminal_size().columns - 1 if sys.stdout.isatty() else UNLIMITED
     output = StringIO()
-    Console(file=output, width=width, color_system=None).print(text_table(headings, rows, words=words))
+    console = Console(file=output, width=width, color_system=None, force_terminal=False, force_jupyter=False)
+    console.print(text_table(headings, rows, words=words))
     return [line.rstrip() for line in output.getvalue().splitlines()]
 
 

@@ -101,7 +101,9 @@ class Checkpointer:
         plan = plan_save(state)
         if self._memory.numel() < plan.size:
             self._memory = torch.empty(plan.size, dtype=torch.uint8)
-        return plan, plan.copy(self._memory[: plan.size])
+        staged = plan.copy(self._memory[: plan.size])
+        plan.sources.clear()  # so that the write in the background does not keep the state alive
+        return plan, staged
 
     def quarantine(self, after: int) -> None:
         """Rename the checkpoints of later steps, so that no run resumes from them; they are kept."""

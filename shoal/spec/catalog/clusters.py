@@ -85,7 +85,7 @@ class Node(Section):
     """Constants of the calibrated cost model (`calibration.toml`) measured on this node."""
 
     reference: PositiveFloat | None = None
-    """Seconds of a reference computation on each core (`bench/calibration/measure.py`) when these were measured: the
+    """Seconds of a reference computation on each core (`labs/calibration/measure.py`) when these were measured: the
     speed of the machine at that time."""
 
     source: str

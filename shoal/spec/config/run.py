@@ -35,6 +35,7 @@ RENAMED_KEYS = {  # if several old keys are given, the first applies
 }
 RENAMED_OPTIONS = {
     "keep_going": "auto_resume",  # train
+    "no_keep_going": "no_auto_resume",
     "plant": "inject",  # verify
     "seq": "sequence_length",  # plan, plan auto
 }

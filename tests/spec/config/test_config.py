@@ -221,6 +221,6 @@ def test_old_options_are_still_read(capfd):
     assert main(["plan", "--seq", "0"]) == 2
     note, error = capfd.readouterr().err.splitlines()
     assert note == "note: --seq is now --sequence-length" and "sequence_length = 0" in error
-    assert [rename_option(word) for word in ("--keep-going", "keep_going", "--plant=x")] == [
-        "--auto-resume", "keep_going", "--inject=x"
+    assert [rename_option(word) for word in ("--no-keep-going", "keep_going", "--plant=x")] == [
+        "--no-auto-resume", "keep_going", "--inject=x"
     ]
