@@ -71,7 +71,7 @@ def choose_slices(layout: Layout, shape: ModelShape, *, microbatches: int, seque
         *cuts, _ = places(sequence_length // least * least, least)
         return best_slices([*cuts, sequence_length], flops(shape), layout.pp, microbatches)
     if isinstance(layout.sequence_slices, int):
-        return even_slices(sequence_length, layout.sequence_slices, layout.token_multiple)
+        return even_slices(sequence_length, layout.sequence_slices, layout.sequence_shards)
     return layout.sequence_slices
 
 
@@ -177,7 +177,7 @@ def _check_slices(layout: Layout, sequence_length: int | None) -> None:
     slices = layout.sequence_slices
     if slices == "auto" or sequence_length is None:
         return
-    multiple, least = layout.token_multiple, _least_slice(layout)
+    multiple, least = layout.sequence_shards, _least_slice(layout)
     share = f", each a multiple of tp {multiple} as sequence parallelism needs" if multiple > 1 else ""
     if layout.cp > 1:
         share += f", each at least {least} for cp {layout.cp}"
@@ -196,7 +196,7 @@ def _check_slices(layout: Layout, sequence_length: int | None) -> None:
 
 def _least_slice(layout: Layout) -> int:
     """Return the minimum tokens per slice such that every rank has a part of it."""
-    return layout.token_multiple * (2 * layout.cp if layout.cp > 1 else 1)
+    return layout.sequence_shards * (2 * layout.cp if layout.cp > 1 else 1)
 
 
 def splits_backward(program: Program) -> bool:

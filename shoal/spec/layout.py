@@ -189,13 +189,13 @@ class Layout(Section):
         return 1 if self.zero == 0 else self.dp_shard * self.cp
 
     @property
-    def ring(self) -> int:
+    def cp_ring(self) -> int:
         """Number of ring-attention members."""
         return self.cp // self.ulysses
 
     @property
-    def token_multiple(self) -> int:
-        """Divisor of the tokens per rank: tensor-parallel ranks that split the sequence."""
+    def sequence_shards(self) -> int:
+        """Tensor-parallel ranks that split the sequence; 1 without sequence parallelism."""
         return self.tp_y if self.sequence_parallel else 1
 
     @property
@@ -246,7 +246,7 @@ class Layout(Section):
             how = f"ZeRO-{self.zero}{shard}" if self.zero else "DDP" if self.sync == "all-reduce" else self.sync
             parts.append(f"dp {self.dp} ({how})")
         if self.cp > 1:
-            ring = f"ring {self.ring}, {self.cp_order}" if self.ring > 1 else ""
+            ring = f"ring {self.cp_ring}, {self.cp_order}" if self.cp_ring > 1 else ""
             how = ", ".join(filter(None, (ring, f"ulysses {self.ulysses}" if self.ulysses > 1 else "")))
             sharded = f", ZeRO-{self.zero}" if self.zero and self.dp == 1 else ""
             parts.append(f"cp {self.cp} ({how}{sharded})")

@@ -102,7 +102,7 @@ def apply_mixture_of_depths(
     """
     if chosen is None:
         return
-    parts = mesh.layout.token_multiple
+    parts = mesh.layout.sequence_shards
     axis = "sequence" if parts > 1 else "cp"
     group = mesh.group(axis)  # on every stage, even if none of its layers skips tokens
     for layer in model.layers.values():

@@ -89,7 +89,7 @@ def explain(options: ContextOptions, console: Console) -> Callable[[], str]:
     orders = {name: assign_tokens(layout.model_copy(update={"cp_order": name}), s) for name in ORDERS}
     # Few tokens represent all: with 4 for each place, a chunk of zig-zag has two.
     rings = {
-        name: RingOrder(ORDERS[name](4 * layout.ring, layout.ring, 1), count_scores(held))
+        name: RingOrder(ORDERS[name](4 * layout.cp_ring, layout.cp_ring, 1), count_scores(held))
         for name, held in orders.items()
     }
     console.print(Text(f"{s:,} tokens on {layout.describe()}", style="bold"))
@@ -150,10 +150,10 @@ def _format_chunks(chunks: tuple[range, ...]) -> str:
 def _list_bytes(shape: ModelShape, layout: Layout, s: int) -> list[str]:
     run, lines = MicroBatch(shape, layout, s, ITEMSIZE), []
     block, gradient = (show_bytes(each * run.ring_elements) for each in (run.itemsize, run.exact))
-    if layout.ring > 1:
+    if layout.cp_ring > 1:
         lines += [
-            f"  round the ring, forward    {layout.ring - 1} x {block} of keys and values",
-            f"  round the ring, backward   {layout.ring - 1} x {block} again and "
+            f"  round the ring, forward    {layout.cp_ring - 1} x {block} of keys and values",
+            f"  round the ring, backward   {layout.cp_ring - 1} x {block} again and "
             f"{gradient} of gradients (fp32)",
         ]
     if layout.ulysses > 1:

@@ -113,7 +113,7 @@ class RankCounts:
             if action.op in FORWARDS or action.op in BACKWARDS:
                 sent.add(self._pass(action))
             elif action.op in SENDS:
-                tokens = layout.micro_batch * self._share(self.spread, action.part).tokens // layout.token_multiple
+                tokens = layout.micro_batch * self._share(self.spread, action.part).tokens // layout.sequence_shards
                 sent["pp", "send"] += self.run.itemsize * tokens * self.run.hidden_local
         for stage in self.held:
             sent.add(self._data_parallel(stage))
@@ -158,7 +158,7 @@ class RankCounts:
 
         Each rank computes an equal share of the chosen tokens and has as many of its own chosen as in a dry run.
         """
-        parts = self.run.layout.token_multiple
+        parts = self.run.layout.sequence_shards
         here, ranks = self.mesh.index("cp") * parts + self.mesh.index("tp") % parts, self.run.layout.cp * parts
         if ranks == 1:
             return Sent(), Sent()
@@ -172,7 +172,7 @@ class RankCounts:
 
         Counts like `shoal.engine.parallel.mixture_of_depths`.
         """
-        parts, holders = self.run.layout.token_multiple, [0] * spread.tokens
+        parts, holders = self.run.layout.sequence_shards, [0] * spread.tokens
         for cp in range(self.run.layout.cp):
             places = [token for chunk in spread.chunks(cp) for token in chunk]
             for i, place in enumerate(places):

@@ -115,8 +115,8 @@ class MicroBatch:
         >>> [MicroBatch(tiny, Layout(cp=4, ulysses=u), s).s_local for u, s in ((1, 32), (1, 33), (2, 33))]
         [8, 9, 9]
         """
-        units = math.ceil(self.s / self.layout.token_multiple)
-        return math.ceil(math.ceil(units / self.layout.ring) / self.layout.ulysses) * self.layout.token_multiple
+        units = math.ceil(self.s / self.layout.sequence_shards)
+        return math.ceil(math.ceil(units / self.layout.cp_ring) / self.layout.ulysses) * self.layout.sequence_shards
 
     @cached_property
     def tokens(self) -> int:
@@ -126,7 +126,7 @@ class MicroBatch:
     @cached_property
     def tokens_between(self) -> int:
         """b s, or b s/y between the tensor-parallel regions if they split the sequence."""
-        return self.tokens // self.layout.token_multiple
+        return self.tokens // self.layout.sequence_shards
 
     @cached_property
     def chosen(self) -> MicroBatch:

@@ -97,7 +97,7 @@ def _check_tensor_parallel(layout: Layout, shape: ModelShape, sequence_length: i
         )
     if layout.tp_x > 1:
         _check_grid(layout, shape)
-    parts = layout.token_multiple
+    parts = layout.sequence_shards
     if sequence_length % parts:
         near = max(sequence_length, 2 * layout.cp * parts if layout.cp > 1 else 0)
         name = "tp" if layout.tp_x == 1 else "tp / tp_x ="
@@ -166,13 +166,13 @@ def _check_context_parallel(layout: Layout, shape: ModelShape, sequence_length: 
         raise UsageError(
             f"parallel.ulysses = {layout.ulysses} {why}\n  Fits cp {layout.cp}: {', '.join(map(str, fits))}."
         )
-    least = 2 * layout.cp * layout.token_multiple
+    least = 2 * layout.cp * layout.sequence_shards
     if layout.cp > 1 and sequence_length < least:
         each = " x tp" if layout.sequence_parallel else ""
         raise UsageError(
             f"data.sequence_length = {sequence_length} is too short for cp {layout.cp}: it needs 2 x cp{each} = "
             f"{least} tokens.\n  Use a longer sequence, or parallel.cp <= "
-            f"{max(1, sequence_length // (2 * layout.token_multiple))}."
+            f"{max(1, sequence_length // (2 * layout.sequence_shards))}."
         )
 
 
@@ -202,13 +202,13 @@ def _check_depths(layout: Layout, shape: ModelShape, sequence_length: int) -> No
     if shape.depths is None:
         return
     taken, field = shape.depths.taken(sequence_length), f"model.depths.capacity = {shape.depths.capacity}"
-    if taken % layout.token_multiple:
+    if taken % layout.sequence_shards:
         raise UsageError(
             f"{field} takes {taken} of {sequence_length} tokens, which is not a multiple of tp {layout.tp}, as "
             "sequence parallelism needs: each rank computes taken / tp of them.\n  Nearest that are: "
             f"{_nearest_multiples(taken, layout.tp)}; set model.depths.capacity to one of them / {sequence_length}."
         )
-    least = 2 * layout.cp * layout.token_multiple
+    least = 2 * layout.cp * layout.sequence_shards
     if layout.cp > 1 and taken < least:
         raise UsageError(
             f"{field} takes {taken} of {sequence_length} tokens, too few for cp {layout.cp}: it needs {least}, two "

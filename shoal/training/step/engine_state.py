@@ -96,7 +96,7 @@ class EngineState:
         lengths = self.spread.lengths(rank)
         return Runtime(
             program, self.stages, self.sync_mesh,
-            hidden_shape=(layout.micro_batch, sum(lengths) // layout.token_multiple, self.shape.hidden // layout.tp_x),
+            hidden_shape=(layout.micro_batch, sum(lengths) // layout.sequence_shards, self.shape.hidden // layout.tp_x),
             dtype=self.policy.compute, slices=lengths,
             tokens=token_positions(self.spread.chunks(rank), self.mesh.device) if layout.cp > 1 else None,
         )

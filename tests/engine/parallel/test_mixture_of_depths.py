@@ -62,7 +62,7 @@ def test_a_layout_computes_what_one_device_does(pool: Pool, name: str) -> None:
 def rows_there_and_back(layout: Layout, taken: torch.Tensor, s: int, k: int) -> tuple[list[float], int, float]:
     """Differences from what one process has, rows that this rank computes and does not hold, and bytes that it sent."""
     mesh = Mesh(layout, dist.get_rank())
-    parts, cpu = layout.token_multiple, torch.device("cpu")
+    parts, cpu = layout.sequence_shards, torch.device("cpu")
     whole, chosen = assign_tokens(layout, s), assign_tokens(layout, k)
     context = token_positions(chosen.chunks(mesh.index("cp")), cpu)
     group = mesh.group("sequence")

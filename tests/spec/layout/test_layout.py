@@ -83,7 +83,7 @@ def test_zero_shard_divides_dp():
 
 def test_context_parallel_ranks_count() -> None:
     layout = Layout(dp=2, cp=4, ulysses=2, zero=1, tp=2)
-    assert (layout.world_size, layout.ring, layout.shards, layout.shape) == (16, 2, 8, (1, 1, 2, 4, 2))
+    assert (layout.world_size, layout.cp_ring, layout.shards, layout.shape) == (16, 2, 8, (1, 1, 2, 4, 2))
     assert layout.equation() == "pp 1 x dp 2 x cp 4 x tp 2 = 16 ranks"
     assert layout.describe() == "dp 2 (ZeRO-1) x cp 4 (ring 2, zig-zag, ulysses 2) x tp 2"
     assert Layout(cp=2, ulysses=2, zero=3).describe() == "cp 2 (ulysses 2, ZeRO-3)"
@@ -311,7 +311,7 @@ def test_a_layout_covers_the_batch_or_says_what_would(case):
     assert math.prod(layout.shape) == layout.world_size == ranks
     assert len(layout.shape) == len(AXES)
     assert layout.dp_replicate * layout.dp_shard == layout.dp
-    assert layout.ring * layout.ulysses == layout.cp
+    assert layout.cp_ring * layout.ulysses == layout.cp
     assert shape.heads % (layout.tp * layout.ulysses) == shape.ffn % layout.tp == 0
     assert math.lcm(shape.kv_heads, layout.tp) in (shape.kv_heads, layout.tp)
 

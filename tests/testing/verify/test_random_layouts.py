@@ -70,7 +70,7 @@ def test_drawn_runs_are_valid_and_reach_every_corner() -> None:
         "layers not divisible": any(run.model.layers % run.parallel.pp for run in drawn),
         "sequence parallel": any(layout.sequence_parallel for layout in layouts),
         "context parallel, every order and kind": {
-            (layout.cp_order, layout.ulysses > 1) for layout in layouts if layout.ring > 1
+            (layout.cp_order, layout.ulysses > 1) for layout in layouts if layout.cp_ring > 1
         } | {("", True) for layout in layouts if layout.cp == layout.ulysses > 1} >= {
             *product(("zig-zag", "striped", "contiguous"), (False,)), ("zig-zag", True), ("", True),
         },

@@ -151,12 +151,12 @@ def assign_tokens(layout: Layout, sequence_length: int, slices: Sequence[int] = 
     held, start = [], 0
     for length in slices or (sequence_length,):
         ranks: list[Chunks] = []
-        for position in ORDERS[layout.cp_order](length, layout.ring, layout.token_multiple):
-            shares = even_slices(count_tokens(position), layout.ulysses, layout.token_multiple)
+        for position in ORDERS[layout.cp_order](length, layout.cp_ring, layout.sequence_shards):
+            shares = even_slices(count_tokens(position), layout.ulysses, layout.sequence_shards)
             ranks += [
                 tuple(range(chunk.start + start, chunk.stop + start, chunk.step) for chunk in share)
                 for share in split_chunks(position, shares)
             ]
         held.append(tuple(ranks))
         start += length
-    return TokenAssignment(layout.ring, layout.ulysses, tuple(held))
+    return TokenAssignment(layout.cp_ring, layout.ulysses, tuple(held))

@@ -194,9 +194,9 @@ def _round_ring(run: MicroBatch, sparse: bool, kind: Half) -> int:
     q, kv = n * shape.head_dim * shape.heads // layout.tp, run.ring_elements // 2
     copies = 0 if q == kv else 2 * e * (q + kv)  # keys and values per query head; sums of their gradients
     seen = q // 2 if layout.cp_order == "zig-zag" else q  # queries of the first place that see the others' keys
-    steps = [2 * e * kv * (layout.ring > 1) + 3 * e * q]  # with its own block, while the next one arrives
-    for step in range(1, min(layout.ring, 3)):
-        blocks, gradients = 1 + (step < layout.ring - 1), 1 if step == 1 else 3
+    steps = [2 * e * kv * (layout.cp_ring > 1) + 3 * e * q]  # with its own block, while the next one arrives
+    for step in range(1, min(layout.cp_ring, 3)):
+        blocks, gradients = 1 + (step < layout.cp_ring - 1), 1 if step == 1 else 3
         steps.append(2 * kv * (e * blocks + run.exact * gradients) + e * (seen + 2 * q))
     # As received, and with heads before tokens; with several ranks as exchanged, after the original is freed.
     output = 2 * e * q if layout.ulysses == 1 else e * q * (kind == "input")

@@ -105,7 +105,7 @@ def layer_times(run: EstimatedRun, shape: ModelShape, s: int) -> LayerTimes:
     }])  # fmt: skip
     calibration = cluster_calibration(cluster)
     c, k = calibration.numbers, Kernels(runs, calibration)
-    longer = 2 - 1 / layout.ring if layout.cp_order == "contiguous" else 1.0  # on the last place of an uneven ring
+    longer = 2 - 1 / layout.cp_ring if layout.cp_order == "contiguous" else 1.0  # on the last place of an uneven ring
     if run.document_mask and not unfused and not ring:  # a kernel that reads a mask does not skip the causal half
         longer = 2 * longer
     attention, attention_backward = k.attention[0] * longer, k.attention[1] * longer

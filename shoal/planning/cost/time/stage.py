@@ -182,7 +182,7 @@ class StagePrices(StageMemory):
             shape = shape.model_copy(update={"ffn": (experts.per_token + experts.shared) * experts.ffn})
         key = (
             "layer", sparse, skips, layout.micro_batch, layout.tp, layout.tp_x, layout.cp, layout.sequence_parallel,
-            layout.recompute, layout.cp_order == "contiguous" and layout.ring,
+            layout.recompute, layout.cp_order == "contiguous" and layout.cp_ring,
         )  # fmt: skip
         if key not in self.known:
             found = layer_times(run, shape, s)
@@ -297,10 +297,10 @@ class StagePrices(StageMemory):
         if layout.ulysses > 1:
             sent, _ = context_parallel(run, 1, even_share(run))
             exchange = self._ring(layout.ulysses, layout.tp).all_to_all(sent["ulysses", "all-to-all"])
-        if layout.ring == 1:
+        if layout.cp_ring == 1:
             return exchange, exchange
-        ring = self._ring(layout.ring, layout.tp * layout.ulysses)
-        each, steps = core / layout.ring, layout.ring - 1
+        ring = self._ring(layout.cp_ring, layout.tp * layout.ulysses)
+        each, steps = core / layout.cp_ring, layout.cp_ring - 1
         block, gradient = run.itemsize * run.ring_elements, run.exact * run.ring_elements
         forward = max(0.0, ring.send(block) - each)
         backward = max(0.0, ring.send(block + gradient) - ATTENTION_BACKWARD * each)

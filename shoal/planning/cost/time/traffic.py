@@ -122,7 +122,7 @@ def _along_x(run: MicroBatch, part: StagePart, n: int, forward: Sent, backward: 
     into = each * (q + 2 * keys + (1 + llama) * shape.ffn) // layout.tp * layers
     out = each * (q + shape.ffn) // layout.tp * layers
     ends = each * run.hidden_local
-    norm = all_reduced(run.exact * n // layout.token_multiple * (2 - llama), x)
+    norm = all_reduced(run.exact * n // layout.sequence_shards * (2 - llama), x)
     for sent, scatter, gather in (
         (forward, "reduce-scatter", "all-gather"), (backward, "all-gather", "reduce-scatter"),
     ):  # fmt: skip
@@ -143,7 +143,7 @@ def _skip(run: MicroBatch, part: StagePart) -> bool:
 def even_share(run: MicroBatch) -> Share:
     """Return the tokens of a pass if every context-parallel rank has as many as the fullest."""
     place = run.s_local * run.layout.ulysses
-    return Share(run.s_local, run.s_local, place, (place,) * run.layout.ring, place)
+    return Share(run.s_local, run.s_local, place, (place,) * run.layout.cp_ring, place)
 
 
 def context_parallel(run: MicroBatch, layers: int, share: Share) -> tuple[Sent, Sent]:
@@ -239,7 +239,7 @@ def depths(run: MicroBatch, layers: int, moved: int, ranks: int, fullest: int) -
         ranks: ranks that share sequences.
         fullest: maximum tokens of one sequence on any of them.
     """
-    axis, b = "sequence" if run.layout.token_multiple > 1 else "cp", run.layout.micro_batch
+    axis, b = "sequence" if run.layout.sequence_shards > 1 else "cp", run.layout.micro_batch
     once = Sent({
         (axis, "all-gather"): layers * (ranks - 1) * b * fullest * run.exact,
         (axis, "all-to-all"): layers * b * moved * run.itemsize * run.shape.hidden,

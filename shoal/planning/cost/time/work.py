@@ -65,7 +65,7 @@ def stage_flops(run: MicroBatch, part: StagePart, seen: Seen, chosen: Seen | Non
             total += _layer(run, seen, shape.sparse(layer))
             continue
         # The predictor's products; no gradient reaches its input, and matrix-vector products are not counted.
-        up = 2 * (n // run.layout.token_multiple) * shape.hidden * shape.mod.predictor
+        up = 2 * (n // run.layout.sequence_shards) * shape.hidden * shape.mod.predictor
         total += _layer(run.chosen, chosen or seen_alone(run.chosen), shape.sparse(layer)) + passes * up
     return total
 
