@@ -50,7 +50,17 @@ def test_no_banned_words(pattern: str) -> None:
     assert not found, f"write: {BANNED[pattern]}\n" + "\n".join(found)
 
 
-def test_public_functions_are_not_named_of() -> None:
+@pytest.mark.parametrize("word", ["whole", "wholes", "alike", "told", "room", "foreseen", "anew", "here", "there"])
+def test_no_banned_words_in_names(word: str) -> None:
+    found = set()
+    for file in CODE:
+        for token in tokenize.generate_tokens(io.StringIO(file.read_text(encoding="utf-8")).readline):
+            if token.type == tokenize.NAME and word in token.string.strip("_").split("_"):
+                found.add(f"{file.relative_to(ROOT)}: {token.string}")
+    assert not found, "\n".join(sorted(found))
+
+
+def test_functions_are_not_named_of() -> None:
     pattern = re.compile(r"^\s*def (\w+_of|of|of_\w+)\(", re.M)
     found = [f"{file.relative_to(ROOT)}: {name}" for file in CODE for name in pattern.findall(file.read_text())]
     assert not found, "a function is a verb:\n" + "\n".join(found)

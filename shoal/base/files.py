@@ -55,7 +55,7 @@ def try_to_write(path: Path, size: int = 1) -> None:
         file.write(bytes(size))
 
 
-def write_whole(path: Path, text: str, *, new: bool = False) -> None:
+def write_atomically(path: Path, text: str, *, new: bool = False) -> None:
     """Write a text file atomically; replace an existing file, or the target of a link.
 
     Args:

@@ -101,15 +101,15 @@ def check_memory(config: RunConfig, shape: ModelShape, device: torch.device, ran
     """Reject a model that does not fit in the memory of this machine, which has these ranks."""
     layout = config.parallel
     held = count_rank_memory(config, shape, device, one_host=len(ranks) == layout.world_size)
-    here = [held[rank * layout.pp // layout.world_size] for rank in ranks]
-    fullest = max(here, key=lambda rank: rank.total)
+    local = [held[rank * layout.pp // layout.world_size] for rank in ranks]
+    fullest = max(local, key=lambda rank: rank.total)
     what, where, available = "", "this machine", host_memory()
     if layout.offload != "none":  # only the engine knows where the rest is; the optimizer states are on the host
-        needed = sum(rank.optimizer for rank in here)
+        needed = sum(rank.optimizer for rank in local)
         what = f"offloaded optimizer's states alone need {show_bytes(needed)}, "
     elif device.type == "cpu":
-        needed = sum(rank.total for rank in here)
-        what = f"its {len(here)} ranks here need {show_bytes(needed)}, " if len(here) > 1 else ""
+        needed = sum(rank.total for rank in local)
+        what = f"its {len(local)} ranks here need {show_bytes(needed)}, " if len(local) > 1 else ""
     else:
         needed, where = fullest.total, torch.cuda.get_device_name(device)
         available = torch.cuda.get_device_properties(device).total_memory

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from shoal.base.errors import UsageError, redact
-from shoal.base.files import write_whole
+from shoal.base.files import write_atomically
 from shoal.engine.device import pick_device
 
 
@@ -132,7 +132,7 @@ def record_end(folder: Path | None, rank: int, error: BaseException) -> tuple[bo
     report = redact(str(error) if usage else "".join(traceback.format_exception(error)))
     if folder is not None:
         ended = {"when": time.monotonic(), "report": report, "usage": usage}
-        write_whole(failure_path(folder, rank), json.dumps(ended))  # atomic, in case a signal kills this process
+        write_atomically(failure_path(folder, rank), json.dumps(ended))  # atomic, in case a signal kills this process
     return usage, report
 
 

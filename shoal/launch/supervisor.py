@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from shoal.base.errors import UsageError
-from shoal.base.files import write_whole
+from shoal.base.files import write_atomically
 from shoal.base.section import plain
 from shoal.launch.checks import check_memory
 from shoal.launch.devices import find_devices, visible_devices_variable
@@ -189,7 +189,7 @@ class Supervisor:
             )
 
     def _write_processes(self, server: int, scratch: Path, ranks: list[int]) -> None:
-        write_whole(self.folder / PROCESSES_FILE, json.dumps({
+        write_atomically(self.folder / PROCESSES_FILE, json.dumps({
             "supervisor": os.getpid(), "prefork": server, "ranks": ranks, "attempt": self.attempt,
             "scratch": str(scratch),
         }))

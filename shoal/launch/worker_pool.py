@@ -186,12 +186,12 @@ class Pool:
         """Return ``number`` live workers that are waiting for a call."""
         self._workers = [worker for worker in self._workers if worker.process.poll() is None]
         while len(self._workers) < number:
-            here, there = Pipe()
+            own_end, worker_end = Pipe()
             environment = local_environment(self.size)
-            with there:
+            with worker_end:
                 server = self._server or shared_server()
-                process = server.start("shoal.launch.pool_worker", environment, pipe=there.fileno())
-            worker = _Worker(process, here, Path(self._folder.name, f"stack-{next(self._serial)}"))
+                process = server.start("shoal.launch.pool_worker", environment, pipe=worker_end.fileno())
+            worker = _Worker(process, own_end, Path(self._folder.name, f"stack-{next(self._serial)}"))
             worker.send((os.getcwd(), sys.path, worker.stack, pickle.dumps(self._setup)))
             self._workers.append(worker)
         deadline = time.monotonic() + START_SECONDS

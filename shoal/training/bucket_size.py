@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.base.errors import UsageError
-from shoal.base.files import read_json, write_whole
+from shoal.base.files import read_json, write_atomically
 from shoal.base.section import plain
 from shoal.engine.collectives.json_collectives import broadcast, world
 from shoal.engine.collectives.mesh import Mesh
@@ -53,7 +53,7 @@ def settle_bucket_size(
     best = min(seconds, key=seconds.__getitem__)
     if mesh.rank == 0:
         found = {"bucket_mb": best, "seconds": seconds, "measured on": _circumstances(config)}
-        write_whole(folder / BUCKET_FILE, json.dumps(found, indent=1) + "\n")
+        write_atomically(folder / BUCKET_FILE, json.dumps(found, indent=1) + "\n")
     times = ", ".join(f"{size:g}: {time * 1e3:.0f} ms" for size, time in seconds.items())
     return _with(config, best), f"bucket_mb = auto: {best:g} MiB (a step with {times})"
 

@@ -143,11 +143,11 @@ def _model_differences(config: RunConfig, folder: Path, shape: ModelShape) -> It
         saved = read_manifest(found.path).extra.get("model") if found else None
     except CheckpointError:  # damaged: the ranks fall back to an earlier one
         return
-    here = shape.model_dump(mode="json")
+    current = shape.model_dump(mode="json")
     if isinstance(saved, dict):
-        for name in sorted(saved.keys() | here.keys()):
-            if saved.get(name) != here.get(name):
-                yield f"model.{name}", here.get(name), saved.get(name), "its checkpoint holds another model"
+        for name in sorted(saved.keys() | current.keys()):
+            if saved.get(name) != current.get(name):
+                yield f"model.{name}", current.get(name), saved.get(name), "its checkpoint holds another model"
 
 
 def _check_checkpoint(config: RunConfig, folder: Path) -> None:

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 import shoal
-from shoal.base.section import docstrings, plain
+from shoal.base.section import plain
 from shoal.cli.arguments import parse_run
-from shoal.cli.commands import COMMANDS
 from shoal.cli.main import main
 from shoal.cli.run.train import TrainOptions
 from shoal.engine.checkpoint.manifest import Manifest, StoredFile, StoredTensor
@@ -362,74 +361,3 @@ def test_an_interrupt_is_quiet_and_a_bug_is_loud(monkeypatch, capsys):
     monkeypatch.setitem(vars(shoal), "train", raising(ZeroDivisionError()))
     with pytest.raises(ZeroDivisionError):
         main(["train"])
-
-
-# ---- help ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("words", [[], ["--help"], ["-h"]])
-def test_help_fits_one_screen_and_names_every_command(words, capsys):
-    assert main(words) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) <= 24
-    assert all(len(line) <= 80 for line in lines)
-    assert all(any(line.startswith(f"  {name}") for line in lines) for name in COMMANDS)
-
-
-def test_a_commands_help_shows_its_options_and_names_the_sections(capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["train", "--help"])
-    assert stop.value.code == 0
-    shown = capsys.readouterr().out
-    assert "--run-folder PATH" in shown and "--parallel.tp" not in shown and "None" not in shown
-    assert all(f"\n  {name} " in shown for name in RunConfig.model_fields)
-
-
-@pytest.mark.parametrize("name", RunConfig.model_fields)
-def test_help_of_a_section_shows_every_field_with_the_files_value(name, tmp_path, capsys):
-    file = tmp_path / "run.toml"
-    file.write_text("[train]\nsteps = 4321")
-    with pytest.raises(SystemExit) as stop:
-        main(["train", str(file), "--help", name])
-    assert stop.value.code == 0
-    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert ("(default: 4321)" in shown) == (name == "train")
-    for key, about in docstrings(RunConfig.model_fields[name].annotation).items():
-        assert f"--{name}.{key}".replace("_", "-") in shown
-        assert " ".join(about.split()) in shown
-
-
-def test_help_of_an_unknown_section_suggests_the_nearest(capsys):
-    assert main(["verify", "--help", "paralel"]) == 2
-    assert "--help paralel: no such section of the config; did you mean 'parallel'?" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "bench"])
-def test_every_commands_help_says_what_it_does(command, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main([*command.split(), "--help"])
-    assert stop.value.code == 0
-    assert COMMANDS[command].help.split(":")[0] in " ".join(capsys.readouterr().out.split())
-
-
-def test_starting_does_not_import_torch():
-    code = (
-        "import sys; from shoal.cli.main import main; from shoal.cli.arguments import parse_run; "
-        "from shoal.cli.run.train import TrainOptions; "
-        "main(['--help']); parse_run('train', TrainOptions, ['--parallel.tp', '2'], ('parallel',)); "
-        "assert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
-
-
-def test_python_m_shoal_is_the_same_command():
-    done = subprocess.run([sys.executable, "-m", "shoal", "data"], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "shoal: error: 'data' needs one of: train-tokenizer, inspect\n"
-
-
-@pytest.mark.parametrize("words", ["train --help", "estimate"])
-def test_a_closed_pipe_is_quiet(words: str):
-    command = f"{sys.executable} -m shoal {words} | head -c 20"
-    done = subprocess.run(command, shell=True, capture_output=True, text=True)
-    assert done.stderr == ""

@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 
 from shoal.base.errors import UsageError
-from shoal.base.files import expanded, read_bytes, try_to_write, write_whole
+from shoal.base.files import expanded, read_bytes, try_to_write, write_atomically
 
 END_OF_DOCUMENT = "<|endoftext|>"
 
@@ -166,7 +166,7 @@ def train_bpe(documents: Iterable[str], vocab_size: int, out: Path) -> FileToken
     tokenizer.train_from_iterator(chain((first,), documents), trainer)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(out, tokenizer.to_str(pretty=True), new=True)  # another process may have created it meanwhile
+        write_atomically(out, tokenizer.to_str(pretty=True), new=True)  # another process may have created it meanwhile
     except OSError as error:
         raise UsageError(f"cannot write {out}: {error.strerror}.") from None
     return FileTokenizer(out)

@@ -94,7 +94,7 @@ class Adam8bit(Rule):
 
     def _share(self) -> int:
         """Agree with the other holders on the blocks that are split between ranks; return their number."""
-        mine = {id(tile): _keys(tile) for _, tile in self.tiles if not _is_whole(tile)}
+        mine = {id(tile): _keys(tile) for _, tile in self.tiles if not _is_complete(tile)}
         found = self.shards.holders.collect([key for keys in mine.values() for key in keys])
         place = {key: i for i, key in enumerate(sorted({tuple(key) for keys in found for key in keys}))}
         for _, tile in self.tiles:
@@ -183,7 +183,7 @@ def _tiles(shard: Shard, part: ShardPart, codes: list[Tensor], exact: torch.dtyp
         )
 
 
-def _is_whole(tile: _Tile) -> bool:
+def _is_complete(tile: _Tile) -> bool:
     """Return whether a tile has all elements of its blocks; the last block of a row may be short."""
     first, blocks = tile.box.offset[-1], tile.box.shape[-1]
     return tile.starts and tile.weights.size(1) == min(blocks * WIDTH, tile.part.global_shape[-1] - first * WIDTH)

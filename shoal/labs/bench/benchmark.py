@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.base.errors import UsageError, did_you_mean
-from shoal.base.files import write_whole
+from shoal.base.files import write_atomically
 from shoal.base.section import Section
 from shoal.engine.device import usable_cores
 from shoal.report.tables import text_table
@@ -113,13 +113,13 @@ def all_met(rows: Sequence[Row]) -> bool:
 def write_records(records: Sequence[Row], out: Path) -> None:
     """Write records as CSV, or as JSON together with the machine they were measured on, by the file's extension."""
     if out.suffix == ".json":
-        write_whole(out, json.dumps({"machine": describe_machine(), "rows": records}, indent=1) + "\n")
+        write_atomically(out, json.dumps({"machine": describe_machine(), "rows": records}, indent=1) + "\n")
         return
     text = io.StringIO()
     writer = csv.DictWriter(text, records[0])
     writer.writeheader()
     writer.writerows(records)
-    write_whole(out, text.getvalue())
+    write_atomically(out, text.getvalue())
 
 
 def describe_machine() -> str:

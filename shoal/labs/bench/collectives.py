@@ -17,7 +17,7 @@ from rich.text import Text
 from torch import Tensor
 
 from shoal.base.errors import UsageError
-from shoal.base.files import check_writable, write_whole
+from shoal.base.files import check_writable, write_atomically
 from shoal.base.section import NonEmpty
 from shoal.base.units import BYTES, parse, show_bytes, show_seconds
 from shoal.engine.collectives.group import allocate
@@ -82,7 +82,7 @@ class CollectivesBenchmark(Benchmark):
                 if self.out:
                     write_records(rows, self.out)
                 if self.plot:
-                    write_whole(self.plot, draw(rows))
+                    write_atomically(self.plot, draw(rows))
         return True
 
 

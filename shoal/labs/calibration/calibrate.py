@@ -12,7 +12,7 @@ from typing import Any
 import tomli_w
 
 from shoal.base.errors import UsageError
-from shoal.base.files import write_whole
+from shoal.base.files import write_atomically
 from shoal.engine.device import host_memory, tune_process, usable_cores
 from shoal.labs.calibration.check import MeasuredLayout, compare, draw_layouts, pick
 from shoal.labs.calibration.measure import Say, measure
@@ -41,7 +41,7 @@ class MachineProfile:
 
     def write(self, path: Path) -> None:
         """Write the catalog file (TOML)."""
-        write_whole(path, tomli_w.dumps(self.tables))
+        write_atomically(path, tomli_w.dumps(self.tables))
 
     def describe(self) -> str:
         """Return the speeds in one line."""

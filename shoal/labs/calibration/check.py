@@ -11,7 +11,7 @@ from statistics import median
 import torch.distributed as dist
 from scipy.stats import spearmanr
 
-from shoal.base.files import write_whole
+from shoal.base.files import write_atomically
 from shoal.base.units import show_seconds
 from shoal.labs.bench.race import time_in_turns
 from shoal.labs.bench.step.workload import Workload, shoal_step
@@ -197,4 +197,4 @@ def write_scatter(path: Path, found: list[MeasuredLayout]) -> None:
         groups.setdefault(name, []).append((1000 * one.measured, 1000 * one.estimated))
     figure, (axes,) = new_figure(560, 460, title="Step times")
     draw_scatter(axes, groups, unit="ms")
-    write_whole(path, to_svg(figure))
+    write_atomically(path, to_svg(figure))

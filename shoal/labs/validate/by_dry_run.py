@@ -63,8 +63,9 @@ class DryRun:
                 yield f"  {name:<16}  {show_bytes(size):>8} ({show_bytes(getattr(memory, name))})"
         yield f"  peak of memory    {show_bytes(step.peak):>8} ({show_bytes(memory.allocated)})"
         if self.measured:
-            here = self.measured.steps[-1].peak
-            yield f"  the same run here {show_bytes(here):>8}, {100 * (step.peak / here - 1):+.2f} % was counted dry"
+            measured = self.measured.steps[-1].peak
+            error = 100 * (step.peak / measured - 1)
+            yield f"  the same run here {show_bytes(measured):>8}, {error:+.2f} % was counted dry"
         yield "collectives of the step"
         rows = []
         for (axis, kind), sent in sorted(step.sent.items()):
@@ -115,13 +116,13 @@ def dry_run(
         raise UsageError(f"--measure: {world} ranks; at most {MOST_RANKS} are started on one machine.\n  Leave it out.")
     estimate = Estimate(run)
     config = _config(estimate, config)
-    counted = execution.dry_run(config, run.shape, rank, steps=steps, as_here=measure)
+    counted = execution.dry_run(config, run.shape, rank, steps=steps, on_cpu=measure)
     measured = None
     if measure:
         with Pool(world) as pool:
             measured = pool.run(_measure, world, config, run.shape, steps, timeout=600)[rank]
     mesh = DryMesh(config.parallel, rank)
-    formulas = _formulas(config, estimate, mesh, as_here=measure)
+    formulas = _formulas(config, estimate, mesh, on_cpu=measure)
     sent = formulas.sent() if config.parallel.sync == "all-reduce" else None
     return DryRun(estimate, mesh.index("pp"), counted, measured, formulas.flops(), sent)
 
@@ -139,9 +140,9 @@ def _config(estimate: Estimate, config: RunConfig | None) -> RunConfig:
     )
 
 
-def _formulas(config: RunConfig, estimate: Estimate, mesh: Mesh, *, as_here: bool) -> RankCounts:
-    """Build the formulas of a rank's step, with torch's attention kernel on the CPU (``as_here``) or on CUDA."""
-    run, device = estimate.run, torch.device("cpu" if as_here else "cuda")
+def _formulas(config: RunConfig, estimate: Estimate, mesh: Mesh, *, on_cpu: bool) -> RankCounts:
+    """Build the formulas of a rank's step, with torch's attention kernel on the CPU (``on_cpu``) or on CUDA."""
+    run, device = estimate.run, torch.device("cpu" if on_cpu else "cuda")
     kernel = attention_kernel(config.train.attention, device, POLICIES[run.precision].compute)
     s = run.sequence_length
     slices = choose_slices(run.layout, run.shape, microbatches=run.microbatches, sequence_length=s)

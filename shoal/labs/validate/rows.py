@@ -25,7 +25,7 @@ VOCABULARY = 51200  # GPT-2's, padded, as Megatron-LM does
 HEAD = 128  # head dim if the number of heads is not stated
 FACTS = (  # fields of the software that the cost model uses
     "gradient_bytes", "reduce_bytes", "overlap_data", "overlap_pipeline", "ahead", "balanced", "dropout",
-    "unit_messages", "crowded", "bucket_copies", "shard_copies", "gathers_kept", "logits_whole", "kept_ffn",
+    "unit_messages", "crowded", "bucket_copies", "shard_copies", "gathers_kept", "unsplit_logits", "kept_ffn",
 )  # fmt: skip
 
 Left = dict[tuple[str, str], int]

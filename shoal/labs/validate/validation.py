@@ -8,7 +8,7 @@ from pathlib import Path
 import tomli_w
 
 from shoal.base.errors import UsageError
-from shoal.base.files import write_whole
+from shoal.base.files import write_atomically
 from shoal.labs.validate.by_estimate import EstimatedSteps, simulate_points
 from shoal.labs.validate.fit import (
     assign_folds,
@@ -51,7 +51,7 @@ class Validation:
 
     def write_constants(self, path: Path) -> None:
         """Write the constants as a TOML file for ``constants`` of `validate_estimates`."""
-        write_whole(path, HEAD + tomli_w.dumps(to_tables(self.constants, self.points)))
+        write_atomically(path, HEAD + tomli_w.dumps(to_tables(self.constants, self.points)))
 
 
 def validate_estimates(folder: Path, *, constants: Path | None = None, fit: bool = False) -> Validation:

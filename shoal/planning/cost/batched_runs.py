@@ -86,7 +86,7 @@ class Runs:
     shard_copies: np.ndarray = _optional(0)
     reduced_apart: np.ndarray = _optional(0)
     gathers_kept: np.ndarray = _optional(0)
-    logits_whole: np.ndarray = _optional(0)
+    unsplit_logits: np.ndarray = _optional(0)
     fused_norm: np.ndarray = _optional(1)  # 1 if a norm is one kernel
     ties_first: np.ndarray = _optional(0)  # 1 if stages are cut by cost, and a tie starts the next stage
     ahead: np.ndarray = _optional(0)  # 1 if the host does not wait for messages between stages

@@ -159,12 +159,12 @@ class RankCounts:
         Each rank computes an equal share of the chosen tokens and has as many of its own chosen as in a dry run.
         """
         parts = self.run.layout.sequence_shards
-        here, ranks = self.mesh.index("cp") * parts + self.mesh.index("tp") % parts, self.run.layout.cp * parts
+        own, ranks = self.mesh.index("cp") * parts + self.mesh.index("tp") % parts, self.run.layout.cp * parts
         if ranks == 1:
             return Sent(), Sent()
         of_token, of_chosen = self._holders(self.spread), self._holders(chosen)
         taken = evenly_taken(chosen.tokens, self.spread.tokens)
-        moved = sum((of_token[place] == here) != (rank == here) for place, rank in zip(taken, of_chosen, strict=True))
+        moved = sum((of_token[place] == own) != (rank == own) for place, rank in zip(taken, of_chosen, strict=True))
         return depths(self.run, layers, moved, ranks, self.spread.fullest // parts)
 
     def _holders(self, spread: TokenAssignment) -> list[int]:
@@ -205,7 +205,7 @@ class RankCounts:
         shards = {False: self.mesh.size("shard"), True: self.mesh.size("edp_shard")}
         return [filled.sizes[kind].chunk(shards[filled.sizes[kind].expert]) for kind in filled.kind]
 
-    def _here(self, bucket: Bucket, chunk: int) -> Iterator[tuple[LocalParameter, int]]:
+    def _local_elements(self, bucket: Bucket, chunk: int) -> Iterator[tuple[LocalParameter, int]]:
         """Yield the parameters of a bucket with the elements in this rank's shard."""
         start, index = 0, self.mesh.index("edp_shard" if bucket[0].expert else "shard")
         for held in in_order(bucket):
@@ -221,19 +221,19 @@ class RankCounts:
         """Return the elements in this rank's shards whose gradients also need a sum over a non-replica axis."""
         found: Counter[str] = Counter()
         for bucket, chunk in zip(stage.buckets, chunks, strict=True):
-            for held, here in self._here(bucket, chunk):
+            for held, local in self._local_elements(bucket, chunk):
                 if held.partial:
-                    found[held.partial] += here
+                    found[held.partial] += local
                 if self.program.model_copies > 1 and not held.alone:
-                    found[self._copies] += here
+                    found[self._copies] += local
         return found
 
     @property
     def _copies(self) -> str:
         """Return the axis along which the model copies of this rank's stages lie."""
-        here, program = self.mesh.index("pp"), self.program
+        pp_rank, program = self.mesh.index("pp"), self.program
         other = {program.stage_rank[(mine + program.depth) % program.stages] for mine in self.held}
-        return f"pp:{','.join(map(str, sorted({here} | other)))}"
+        return f"pp:{','.join(map(str, sorted({pp_rank} | other)))}"
 
     def _once(self) -> Sent:
         """Return the bytes of sums once per step or update: tied ends, losses, norms, token counts."""
@@ -258,8 +258,8 @@ class RankCounts:
         if shared and mesh.index("pp") in ends:
             of_stage, axis = self._filled(shared[0]), f"pp:{','.join(map(str, ends))}"
             elements = sum(
-                here for bucket, chunk in zip(of_stage.buckets, self._chunks(of_stage), strict=True)
-                for held, here in self._here(bucket, chunk) if held.alone
+                local for bucket, chunk in zip(of_stage.buckets, self._chunks(of_stage), strict=True)
+                for held, local in self._local_elements(bucket, chunk) if held.alone
             )
             sent[axis, "all-reduce"] += steps * all_reduced(elements * self.policy.reduce.itemsize, mesh.size(axis))
         return sent
@@ -282,32 +282,32 @@ def count_gathers(
     mine = [action for action in actions if action.stage == stage]
     keep = len(units) if not layout.reshard_after_forward else int(_backward_follows(mine))
     kept = range(len(units) - keep, len(units))
-    there: set[int] = set()
+    gathered: set[int] = set()
     found, version = [0] * (1 + max(bucket for unit in units for bucket in unit)), None
 
     def use(several: Sequence[int]) -> None:
-        for bucket in {bucket for unit in several for bucket in units[unit]} - there:
+        for bucket in {bucket for unit in several for bucket in units[unit]} - gathered:
             found[bucket] += 1
-            there.add(bucket)
+            gathered.add(bucket)
 
     for action in actions:
         if action.op is Op.STEP:  # the shards have changed
-            there.clear()
+            gathered.clear()
         if action.stage != stage or action.op not in FORWARDS | BACKWARDS:
             continue
         if action.version != version:  # other weights are used from here on
             version = action.version
-            there.clear()
+            gathered.clear()
         for unit in range(len(units)) if action.op in FORWARDS else range(len(units))[::-1]:
             if action.op in FORWARDS:
                 ahead = range(unit, min(unit + layout.prefetch + 1, len(units)))
                 use(ahead)
                 if unit not in kept:
-                    there -= set(units[unit]) - {bucket for other in ahead[1:] for bucket in units[other]}
+                    gathered -= set(units[unit]) - {bucket for other in ahead[1:] for bucket in units[other]}
             else:
                 use(range(unit, max(-1, unit - layout.prefetch - 1), -1))
                 first_used = set(units[unit]) - {bucket for other in range(unit) for bucket in units[other]}
-                there -= first_used
+                gathered -= first_used
     return found
 
 

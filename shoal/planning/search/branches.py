@@ -126,8 +126,8 @@ class Outline:
 
     def alive(self, most: np.ndarray) -> list[EqualRanks]:
         """Return all groups of equal ranks, with the given numbers alive. [times, stages]"""
-        there = np.flatnonzero(most.max(axis=1) >= 0)  # few of the times occur
-        times, most = [TIMES[i] for i in there], most[there]
+        reached = np.flatnonzero(most.max(axis=1) >= 0)  # few of the times occur
+        times, most = [TIMES[i] for i in reached], most[reached]
         found = [(parts, most[:, np.array(same)].max(axis=1).T.tolist()) for same, parts in self.groups]
         return [(parts, [alive_at(stage, times) for stage in of_stages]) for parts, of_stages in found]
 

@@ -43,9 +43,9 @@ class ReplicaChoices:
     def at_worst(self, plain: StagePrices, parts: Sequence[StagePart], alive: Sequence[Alive]) -> np.ndarray:
         """Return lower bounds of a rank's peak bytes, with ``alive`` as in `StagePrices.peak_memory`. [ways]"""
         worst = 0.0
-        for part, there in zip(parts, alive, strict=True):
+        for part, live in zip(parts, alive, strict=True):
             of_kind: dict[Half, float] = {}
-            for (kind, *_), most in there.items():
+            for (kind, *_), most in live.items():
                 of_kind[kind] = max(most, of_kind.get(kind, most))
             worst = max([worst, *(most + plain.peak_transient(part, kind) for kind, most in of_kind.items())])
         return self.reserved(plain, parts, worst)
@@ -58,10 +58,10 @@ class ReplicaChoices:
             found = np.zeros(self.zero.shape)
             every = np.sum([plain.stage_elements(part) for part in parts], axis=0)
             for elements, (cut, _) in zip(every, self.groups, strict=False):
-                here = elements / cut.ranks
-                masters = here * self.storage if self.storage != self.compute else 0.0
-                found += np.where(self.zero < 3, elements * self.compute + masters, here * self.storage)
-                found += np.where(self.zero < 2, elements, here) * self.reduce + here * self.moments
+                local = elements / cut.ranks
+                masters = local * self.storage if self.storage != self.compute else 0.0
+                found += np.where(self.zero < 3, elements * self.compute + masters, local * self.storage)
+                found += np.where(self.zero < 2, elements, local) * self.reduce + local * self.moments
             self.held[key] = found[:, 0]
         return self.held[key]
 

@@ -71,7 +71,7 @@ class Software(Section):
     gathers_kept: bool = False
     """Whether sequence parallelism stores the gathered inputs of each block for backward."""
 
-    logits_whole: bool = False
+    unsplit_logits: bool = False
     """Whether the loss reads full-vocabulary logits on every tensor-parallel rank."""
 
     kept_ffn: PositiveInt = 4

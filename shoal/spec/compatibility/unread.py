@@ -39,12 +39,12 @@ def _check_optimizer(config: RunConfig) -> None:
     optimizer = config.optimizer
     for chooser, readers in (("name", optimizers.READ_BY), ("schedule", optimizers.SCHEDULED_BY)):
         chosen = getattr(optimizer, chooser)
-        for setting, those in readers.items():
+        for setting, choices in readers.items():
             value = getattr(optimizer, setting)
-            if chosen not in those and value != _default(type(optimizer), setting):
+            if chosen not in choices and value != _default(type(optimizer), setting):
                 raise UsageError(
                     f"optimizer.{setting} = {value} with optimizer.{chooser} = '{chosen}', which does not read it."
-                    f"\n  Leave it out, or use optimizer.{chooser} {' or '.join(those)}."
+                    f"\n  Leave it out, or use optimizer.{chooser} {' or '.join(choices)}."
                 )
 
 

@@ -107,12 +107,12 @@ def rename_keys(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, A
     """
     for old, new in RENAMED_KEYS.items():
         (section, key), (target, name) = old.split("."), new.split(".")
-        there = values.get(section)
-        if not isinstance(there, dict) or key not in there or not isinstance(values.get(target, {}), dict):
+        given = values.get(section)
+        if not isinstance(given, dict) or key not in given or not isinstance(values.get(target, {}), dict):
             continue
-        values = values | {section: {k: v for k, v in there.items() if k != key}}
-        values[target] = {name: there[key]} | values.get(target, {})
-        if there[key] != defaults[target][name]:
+        values = values | {section: {k: v for k, v in given.items() if k != key}}
+        values[target] = {name: given[key]} | values.get(target, {})
+        if given[key] != defaults[target][name]:
             print_rename(old, new)
     return values
 

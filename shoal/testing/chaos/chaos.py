@@ -143,8 +143,8 @@ class Chaos:
 
     def _action(self, rank: int, ops: str, rng: random.Random) -> tuple[str, int]:
         actions = self.actions[rank * len(self.actions) // self.ranks]
-        here = sorted({op for op in actions if op in ops}) or ["F"]
-        op = rng.choice(here)
+        present = sorted({op for op in actions if op in ops}) or ["F"]
+        op = rng.choice(present)
         return op, rng.randrange(actions.count(op))
 
     # ---- runs --------------------------------------------------------------------------------------------------------

@@ -106,14 +106,14 @@ class CompressedEngine(ReplicaEngine):
 
     def __init__(self, config: RunConfig, shape: ModelShape, mesh: Mesh, samples: Dataset):
         super().__init__(config, shape, mesh, samples)
-        relaxed, here = config.relaxed, (self.flat, mesh.group("dp"))
+        relaxed, common = config.relaxed, (self.flat, mesh.group("dp"))
         match config.parallel.sync:
             case "powersgd":
-                self.method = PowerSGD(*here, relaxed.rank, config.train.seed)
+                self.method = PowerSGD(*common, relaxed.rank, config.train.seed)
             case "topk":
-                self.method = TopK(*here, relaxed.density)
+                self.method = TopK(*common, relaxed.density)
             case sync:
-                self.method = Quantised(*here, OneBit(relaxed.block) if sync == "onebit" else Int8(relaxed.block))
+                self.method = Quantised(*common, OneBit(relaxed.block) if sync == "onebit" else Int8(relaxed.block))
 
     def update(self, step: int, tokens: int, rate: float, stop: bool, action: Action, loss: Tensor) -> StepResult:
         """Update the weights with the compressed sum of the gradients. See `Engine.update`.
@@ -220,20 +220,20 @@ class AsyncEngine(ReplicaEngine):
 
     def _build_method(self) -> Method:
         config, relaxed = self.config, self.config.relaxed
-        here = (self.window, self.flat, self.optimizer)
+        common = (self.window, self.flat, self.optimizer)
         build = partial(build_optimizer, config.optimizer, compile=config.train.compile)
         match config.parallel.sync:
             case "hogwild":
-                return Hogwild(*here, build)
+                return Hogwild(*common, build)
             case "sgp":
-                return Push(*here, staleness=relaxed.staleness)
+                return Push(*common, staleness=relaxed.staleness)
             case "wagma":
                 return GroupAverage(
-                    *here, size=relaxed.group, staleness=relaxed.staleness, global_every=relaxed.global_every
+                    *common, size=relaxed.group, staleness=relaxed.staleness, global_every=relaxed.global_every
                 )
             case _:
                 aware, clip = relaxed.staleness_aware, config.optimizer.clip_norm
-                return Server(*here, build, bound=staleness_bound(config), aware=aware, clip=clip)
+                return Server(*common, build, bound=staleness_bound(config), aware=aware, clip=clip)
 
     def step(self, step: int, *, stop: bool = False, dry: bool = False) -> StepResult:
         """Run one step of this replica, after waiting as the method requires. See `Engine.step`."""

@@ -126,7 +126,7 @@ def _choose_spaced(scores: Tensor, k: int) -> Tensor:
         return torch.tensor(evenly_taken(k, scores.shape[1])).repeat(len(scores), 1)
 
 
-def dry_run(config: RunConfig, shape: ModelShape, rank: int, *, steps: int = 2, as_here: bool = False) -> Counted:
+def dry_run(config: RunConfig, shape: ModelShape, rank: int, *, steps: int = 2, on_cpu: bool = False) -> Counted:
     """Count the first steps of one rank.
 
     Routers have no scores. Every expert gets the same number of tokens, and none is dropped; layers that select tokens
@@ -134,7 +134,7 @@ def dry_run(config: RunConfig, shape: ModelShape, rank: int, *, steps: int = 2, 
 
     Args:
         config: counted without the compiler.
-        as_here: whether to count gloo's buffers and torch's CPU norms and attention, as if the ranks were processes of
+        on_cpu: whether to count gloo's buffers and torch's CPU norms and attention, as if the ranks were processes of
             this machine; otherwise NCCL, which needs no buffers, and single-operation norms and attention, as on CUDA.
 
     Raises:
@@ -142,10 +142,10 @@ def dry_run(config: RunConfig, shape: ModelShape, rank: int, *, steps: int = 2, 
     """
     if shape.experts and config.parallel.cp > 1:
         _check_even(config, shape)
-    fused = {} if as_here or config.train.attention != "auto" else {"attention": "sdpa"}
+    fused = {} if on_cpu or config.train.attention != "auto" else {"attention": "sdpa"}
     config = config.model_copy(update={"train": config.train.model_copy(update={"compile": False, **fused})})
-    mesh = DryMesh(config.parallel, rank, by_gloo=as_here)
-    with _faked(fused_norms=not as_here), Tracker() as tracker:
+    mesh = DryMesh(config.parallel, rank, by_gloo=on_cpu)
+    with _faked(fused_norms=not on_cpu), Tracker() as tracker:
         return count(DryEngine(config, shape, mesh, make_samples(config, shape)), tracker, steps)
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.base.errors import UsageError
-from shoal.base.files import read_json, write_whole
+from shoal.base.files import read_json, write_atomically
 from shoal.engine.collectives.ops import all_reduce
 from shoal.engine.models.transformer import Transformer
 from shoal.engine.parallel.apply import LocalStage
@@ -177,7 +177,7 @@ class Histograms:
                 tensors.append({"kind": kind, "name": name, "first": seen[0], "counts": counts})
         self.folder.mkdir(exist_ok=True)
         text = json.dumps({"step": step, "loss_scale": self.scale, "tensors": tensors}, separators=(",", ":"))
-        write_whole(self.folder / f"step-{step:08d}.json", text)
+        write_atomically(self.folder / f"step-{step:08d}.json", text)
 
 
 def read_histograms(folder: Path) -> tuple[int, list[Histogram]] | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.base.errors import UsageError
-from shoal.base.files import json_lines, read_json_lines, write_whole
+from shoal.base.files import json_lines, read_json_lines, write_atomically
 from shoal.spec.config.sections import MetricsConfig
 
 FILE_NAME = "metrics.jsonl"
@@ -112,7 +112,7 @@ class MetricsWriter:
             self._trackers.append(_mlflow(config.mlflow, folder, run))
         path = folder / FILE_NAME
         if path.exists():  # drop records of later steps and a truncated line
-            write_whole(path, json_lines(record.known() for record in read_metrics(folder, resume_step)))
+            write_atomically(path, json_lines(record.known() for record in read_metrics(folder, resume_step)))
         self._file = open(path, "a")  # noqa: SIM115 -- open as long as the writer
 
     def write(self, metrics: StepMetrics) -> None:

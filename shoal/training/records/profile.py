@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.base.errors import UsageError
-from shoal.base.files import json_lines, write_whole
+from shoal.base.files import json_lines, write_atomically
 from shoal.engine.collectives.group import host_identity
 from shoal.engine.collectives.json_collectives import all_gather, broadcast
 from shoal.engine.collectives.mesh import Mesh
@@ -84,7 +84,7 @@ class Profiler:
         }
         folder = self.folder / FOLDER
         folder.mkdir(exist_ok=True)
-        write_whole(folder / f"rank-{mesh.rank:05d}.jsonl", json_lines([header, *self._lines], compact=True))
+        write_atomically(folder / f"rank-{mesh.rank:05d}.jsonl", json_lines([header, *self._lines], compact=True))
         self._lines = []
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 import psutil
 
 from shoal.base.errors import UsageError
-from shoal.base.files import try_to_write, write_whole
+from shoal.base.files import try_to_write, write_atomically
 from shoal.base.units import show_bytes
 from shoal.spec.config import FailoverConfig
 
@@ -98,7 +98,7 @@ def claim(path: Path, run_folder: Path) -> None:
     pid = int(os.environ.get("SHOAL_OWNER") or os.getppid())  # restarts this rank: the supervisor, or the parent
     owner = {"host": socket.gethostname(), "pid": pid, "started": _started(pid), "run": str(run_folder)}
     try:
-        write_whole(path / OWNER, json.dumps(owner))
+        write_atomically(path / OWNER, json.dumps(owner))
     except OSError as error:
         raise _unusable(path, error) from None
 
@@ -120,8 +120,8 @@ def _orphans(path: Path) -> Iterator[tuple[Path, str]]:
     for other in path.parent.glob(f"{_prefix()}*"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # incomplete, or not a directory of shoal
             owner = json.loads((other / OWNER).read_text())
-            here = owner["host"] == socket.gethostname()  # False for a container that shares only the file system
-            if other != path and here and _started(owner["pid"]) != owner["started"]:
+            on_this_host = owner["host"] == socket.gethostname()  # False for a container that shares the file system
+            if other != path and on_this_host and _started(owner["pid"]) != owner["started"]:
                 yield other, str(owner["run"])
 
 

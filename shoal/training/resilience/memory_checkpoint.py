@@ -46,7 +46,7 @@ class RankTopology:
         names = list(dict.fromkeys(hosts))
         return RankTopology(hosts, [r // node_ranks if node_ranks else names.index(h) for r, h in enumerate(hosts)])
 
-    def first_here(self, rank: int) -> int:
+    def first_on_host(self, rank: int) -> int:
         """Return the first rank on the same host."""
         return self.hosts.index(self.hosts[rank])
 
@@ -55,10 +55,10 @@ class RankTopology:
         ring = sorted(set(self.nodes))
         if len(ring) == 1:
             return None
-        here = [r for r, node in enumerate(self.nodes) if node == self.nodes[rank]]
+        own = [r for r, node in enumerate(self.nodes) if node == self.nodes[rank]]
         next_node = ring[(ring.index(self.nodes[rank]) + 1) % len(ring)]
-        there = [r for r, node in enumerate(self.nodes) if node == next_node]
-        return there[here.index(rank) % len(there)]
+        next_ranks = [r for r, node in enumerate(self.nodes) if node == next_node]
+        return next_ranks[own.index(rank) % len(next_ranks)]
 
     def senders(self, rank: int) -> list[int]:
         """Return the ranks whose copies this rank keeps."""
@@ -90,7 +90,7 @@ class InMemoryCheckpointer:
         self._rank, self._world = get_rank(group), get_size(group)
         self.places = RankTopology.collect(group, node_ranks)
         self.attempt: str = broadcast(secrets.token_hex(4), group)
-        self._leads = self.places.first_here(self._rank) == self._rank
+        self._leads = self.places.first_on_host(self._rank) == self._rank
         if self._leads:
             make_run_dir(home)
             claim(home, run_folder)
@@ -115,8 +115,8 @@ class InMemoryCheckpointer:
         """
         plan = plan_save(state)
         sizes = broadcast(gather(plan.size, self._group), self._group)
-        here = [r for r in range(self._world) if self.places.hosts[r] == self.places.hosts[self._rank]]
-        check_free_memory(self._home, 2 * sum(sizes[r] for rank in here for r in (rank, *self.places.senders(rank))))
+        own = [r for r in range(self._world) if self.places.hosts[r] == self.places.hosts[self._rank]]
+        check_free_memory(self._home, 2 * sum(sizes[r] for rank in own for r in (rank, *self.places.senders(rank))))
         self._reserve(0, len(build_header(plan.slots)) + plan.size)
 
     def _reserve(self, turn: int, size: int) -> None:

@@ -104,9 +104,9 @@ def restore(
 def _saves_in_memory(home: Path, places: RankTopology, group: Group) -> tuple[dict[tuple[int, str], _Save], list[str]]:
     """Return saves by (step, attempt), on rank 0 only, and notes on damaged slots. Ranks of a host share the work."""
     rank = get_rank(group)
-    here = [r for r, host in enumerate(places.hosts) if host == places.hosts[rank]]
-    listed = broadcast(gather([str(f) for f in memory_slot.list_slots(home)] if rank == here[0] else [], group), group)
-    mine = [Path(folder) for folder in listed[here[0]][here.index(rank) :: len(here)]]
+    local = [r for r, host in enumerate(places.hosts) if host == places.hosts[rank]]
+    listed = broadcast(gather([str(f) for f in memory_slot.list_slots(home)] if rank == local[0] else [], group), group)
+    mine = [Path(folder) for folder in listed[local[0]][local.index(rank) :: len(local)]]
     intact, errors = memory_slot.read_all(mine)
     found = [(record.model_dump(mode="json"), str(folder)) for record, folder in intact]
     damaged = [f"in memory refused: {error}" for error in errors]
@@ -136,7 +136,7 @@ def _load_from_memory(
     common = broadcast(_prepare(save or _Save()) if rank == 0 else None, group)
     if "error" in common:
         raise CheckpointError(common["error"])
-    first = places.first_here(rank)
+    first = places.first_on_host(rank)
     folder = home / f"restoring-{broadcast(secrets.token_hex(4), group)}"
     try:
         if rank == first:
@@ -175,7 +175,7 @@ def _collect_files(
     every = broadcast(gather(needed, group), group)
     wanted: dict[int, set[str]] = defaultdict(set)  # files needed on a host, by its first rank
     for asking, files in enumerate(every):
-        wanted[places.first_here(asking)].update(files)
+        wanted[places.first_on_host(asking)].update(files)
     for first, files in sorted(wanted.items()):
         for file in sorted(files):
             near = [path for holder, path in holders[file] if places.hosts[holder] == places.hosts[first]]

@@ -49,7 +49,7 @@ CASES = {
         "bf16", "bf16-all", "fp16", "fp8", "mxfp8",
     )},
 }  # fmt: skip
-"""Layouts; optimizers, of those of our own; and formats. ZeRO-1 is in all of the latter two."""
+"""Layouts, shoal's own optimizers, and number formats; optimizers and formats are tested with ZeRO-1."""
 
 
 class ElsewhereMesh(DryMesh):

@@ -40,7 +40,7 @@ def real(config: RunConfig, steps: int) -> Counted:
 
 def dry(config: RunConfig, rank: int, steps: int = 2) -> Counted:
     case = prepare(config, own_precision=True, accumulate=False)
-    return dry_run(case.config, case.shape, rank, steps=steps, as_here=True)
+    return dry_run(case.config, case.shape, rank, steps=steps, on_cpu=True)
 
 
 @pytest.mark.parametrize(("parallel", "model"), [

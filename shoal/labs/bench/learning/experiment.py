@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from pydantic import PositiveInt
 
-from shoal.base.files import write_whole
+from shoal.base.files import write_atomically
 from shoal.base.section import plain
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.data.batches import Dataset, open_dataset
@@ -169,7 +169,7 @@ def write_files(out: Path | None, name: str, lines: Sequence[Row], picture: str)
     """Write the losses as CSV and SVG to a folder, if one is given."""
     if out is not None:
         write_records(lines, out / f"{name}.csv")
-        write_whole(out / f"{name}.svg", picture)
+        write_atomically(out / f"{name}.svg", picture)
 
 
 def train_all(

@@ -96,8 +96,8 @@ class Moments:
         """Return the bytes of a shard if every element has equally many; otherwise None."""
         if self.optimizer not in STATES or size.elements != size.allocated:
             return None
-        here = min(size.elements, (index + 1) * chunk) - min(size.elements, index * chunk)
-        return here * STATES[self.optimizer] * self.itemsize
+        local = min(size.elements, (index + 1) * chunk) - min(size.elements, index * chunk)
+        return local * STATES[self.optimizer] * self.itemsize
 
     def _go_through(self, bucket: Bucket, chunk: int, index: int) -> None:
         start = 0

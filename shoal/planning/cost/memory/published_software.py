@@ -54,7 +54,7 @@ def footprint(runs: Runs, constants: Calibration) -> Footprint:
     alive = np.where(alone, 1.0, np.minimum(r.microbatches, r.pp) * chunks * r.alive)
     after = np.where(r.pp > 2, np.minimum(r.microbatches, np.maximum(r.pp - 1, 1)) * chunks * r.alive, 0.0)
     waiting = np.where(alone, 1.0, np.minimum(r.microbatches, np.where(r.alive > 1, r.pp, 1.0)))
-    logits = r.tokens * r.vocab / np.where(r.logits_whole > 0, 1, r.tp) * k.constant("logit_bytes", "software")
+    logits = r.tokens * r.vocab / np.where(r.unsplit_logits > 0, 1, r.tp) * k.constant("logit_bytes", "software")
     held = again + k.constants["gather_buffers"] * _gathered(k)
     first = _rank(k, first_layers, 1, alive, kept, held + np.where(alone, logits, 0.0))
     second = _rank(k, most_layers, r.pp == 2, after, kept, np.where(r.pp > 2, held, 0.0))
@@ -96,13 +96,13 @@ def _layer(k: Kernels) -> tuple[np.ndarray, np.ndarray]:
     each = 2 + 3 * r.dropout + k.constants["kept_scores"] * (r.attention == 0)
     softmax = np.where(k.scores_in_memory, scores * each, 0.0)
     inside = np.where(r.gated > 0, r.kept_ffn, 2.0)
-    whole = hidden + heads + softmax + E * inside * r.tokens * r.ffn * r.active / r.tp
+    full = hidden + heads + softmax + E * inside * r.tokens * r.ffn * r.active / r.tp
     mode = r.code("recompute")
     start = E * between * r.hidden
     # Every second product of (q, k, v, output, gate, up, down), starting with q; and the attention core's output.
     products = E * (r.tokens * (2 * q + kv + r.ffn * r.active / r.tp) + r.gated * between * r.hidden)
-    kept = np.choose(mode, [whole, whole - softmax, start, start + products + 4 * r.tokens * r.heads / r.tp])
-    return kept, np.where(mode >= 2, whole, 0.0)
+    kept = np.choose(mode, [full, full - softmax, start, start + products + 4 * r.tokens * r.heads / r.tp])
+    return kept, np.where(mode >= 2, full, 0.0)
 
 
 def _rank(
@@ -125,9 +125,9 @@ def _rank(
     ends = ends * end
     weights = layers * layer + ends
     share, sharded = shard_parameters(r, weights, layers), r.zero > 0
-    whole = E + r.gradient_bytes + r.bucket_copies * (r.dp > 1)
+    full = E + r.gradient_bytes + r.bucket_copies * (r.dp > 1)
     cut = OPTIMIZER + r.shard_copies * sharded
-    states = np.where(r.zero == 3, share * (cut + 4), weights * whole + share * cut)
+    states = np.where(r.zero == 3, share * (cut + 4), weights * full + share * cut)
     states += np.where(r.zero == 3, E * (k.constant("gathered_layers", "software") * layer + ends / 2), 0.0)
     working, unread, update = layers * alive * kept + beside, _unread(k, layers, alive), share * c["update_bytes"]
     holes = np.where(r.microbatches > r.pp, k.constant("fragmentation", "software"), 0.0) * (working + unread)

@@ -87,7 +87,7 @@ class PeakMemory:
 
 def alive_at(most: Sequence[float], times: Sequence[PassContext] = TIMES) -> Alive:
     """Build one stage's map from an array of bytes by time; -inf marks times that do not occur."""
-    return {when: there for when, there in zip(times, most, strict=True) if there >= 0}
+    return {when: peak for when, peak in zip(times, most, strict=True) if peak >= 0}
 
 
 class StageMemory:
@@ -224,15 +224,15 @@ class StageMemory:
         """
         run, state, found = self.run, self.stage_state(parts), []
         each = [self.unsharded_bytes(part) for part in parts]
-        stays = [self._stays(there, at) for there, at in zip(each, alive, strict=True)]
-        for i, (part, there) in enumerate(zip(parts, each, strict=True)):
+        stays = [self._stays(unsharded, at) for unsharded, at in zip(each, alive, strict=True)]
+        for i, (part, unsharded) in enumerate(zip(parts, each, strict=True)):
             going, kept = self._of_others(each, stays, i)
             times: dict[Half, list[tuple[Sequence[int], int, Sequence[int]]]] = {}
             for when, most in self._merge_contexts(alive[i], stays[i], going, kept).items():
                 if when.kind not in times:
-                    times[when.kind] = self._times(part, there, when.kind, stays[i])
-                here = [(whole[when.after], more + made[when.nth]) for whole, more, made in times[when.kind]]
-                gathered, passing = max(here, key=sum)
+                    times[when.kind] = self._times(part, unsharded, when.kind, stays[i])
+                options = [(full[when.after], more + made[when.nth]) for full, more, made in times[when.kind]]
+                gathered, passing = max(options, key=sum)
                 holes = self.fragmentation * (most + self.peak_transient(part, when.kind))
                 found.append((most, gathered + kept[when.gathered], passing + going[when.others], holes))
         most, gathered, passing, holes = max(found, key=sum)
@@ -262,7 +262,7 @@ class StageMemory:
         return self.once(key, lambda: max(moment.bytes for moment in self._moments(part, kind)))
 
     def _times(
-        self, part: StagePart, there: UnshardedBytes, kind: Half, stays: int
+        self, part: StagePart, unsharded: UnshardedBytes, kind: Half, stays: int
     ) -> list[tuple[Sequence[int], int, Sequence[int]]]:
         """Return the bytes at each moment of a pass, also if the moment recurs in a lower layer.
 
@@ -272,17 +272,17 @@ class StageMemory:
         found: list[tuple[Sequence[int], int, Sequence[int]]] = []
         for moment in self._moments(part, kind):
             if moment.where != "layer":
-                places = [(0, there.end[moment.time] if moment.where == "end" else there.head[moment.time])]
+                places = [(0, unsharded.end[moment.time] if moment.where == "end" else unsharded.head[moment.time])]
             else:
                 counted = self._above(part, moment.done, kind)
                 places = [(self._above(part, turn.done, kind) - counted, turn.times[moment.time])
-                          for turn in there.layers if turn.sparse == moment.sparse]  # fmt: skip
+                          for turn in unsharded.layers if turn.sparse == moment.sparse]  # fmt: skip
             for gone, time in places:
                 gathered = (0, stays) if kind == "weight" or moment.where == "loss" else time.parameters
                 if kind == "forward":  # in a layer, or at its end
-                    gathered = (time.parameters if moment.where == "layer" else there.stays)[1:] * 2
+                    gathered = (time.parameters if moment.where == "layer" else unsharded.stays)[1:] * 2
                 # A full backward or its second half creates weight gradients.
-                made = there.carried if kind in ("input", "forward") else time.gradients
+                made = unsharded.carried if kind in ("input", "forward") else time.gradients
                 found.append((gathered, moment.bytes - gone, made))
         return found
 
@@ -292,10 +292,10 @@ class StageMemory:
         return self.once(key, lambda: above(self.forward, part, done, kind))
 
     @staticmethod
-    def _stays(there: UnshardedBytes, alive: Alive) -> int:
+    def _stays(unsharded: UnshardedBytes, alive: Alive) -> int:
         """Return the bytes of a stage's parameters that stay gathered from a forward until its backward."""
         backward_follows = all(when.after for when in alive if when.kind in ("full", "input"))
-        return there.stays[backward_follows]
+        return unsharded.stays[backward_follows]
 
     @staticmethod
     def _of_others(passing: Sequence[UnshardedBytes], stays: Sequence[int], i: int) -> tuple[list[int], list[int]]:

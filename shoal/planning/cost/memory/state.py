@@ -68,13 +68,13 @@ def state_bytes(
     moments = Moments(optimizer, policy.state.itemsize)
     for part in parts:
         stage = fill_buckets(shape, layout, part, reduce, tp_index, *expert_index[1:])
-        chunks, wholes = cut_buckets(layout, stage)
-        for size, count, chunk, whole in zip(stage.sizes, stage.counts, chunks, wholes, strict=True):
+        chunks, full_sizes = cut_buckets(layout, stage)
+        for size, count, chunk, full in zip(stage.sizes, stage.counts, chunks, full_sizes, strict=True):
             if zero < 3:
-                parameters += count * (whole * compute + (0 if storage == compute else chunk * storage))
+                parameters += count * (full * compute + (0 if storage == compute else chunk * storage))
             else:
                 parameters += count * chunk * storage
-            gradients += count * (whole if zero < 2 else chunk) * reduce
+            gradients += count * (full if zero < 2 else chunk) * reduce
             elements += count * size.elements
             experts += count * size.elements if size.expert else 0
         moments.add(stage, chunks, {False: index, True: expert_index[0]})

@@ -87,15 +87,15 @@ def count_unsharded(shape: ModelShape, layout: Layout, policy: Formats, part: St
         if (last := backward.on_its_way) is not None:
             carried = (0, full_sizes[last] * reduce, (full_sizes[last] + chunks[last]) * reduce)
 
-        def time(there: Alive) -> Time:
-            full = sum([full_sizes[b] for b in there.full]) * reduce
-            second = full + sum([chunks[b] for b in there.sums]) * reduce
-            near, below = there.parameters
+        def time(buckets: Alive) -> Time:
+            full = sum([full_sizes[b] for b in buckets.full]) * reduce
+            second = full + sum([chunks[b] for b in buckets.sums]) * reduce
+            near, below = buckets.parameters
             _, on_its_way, with_sum = carried
-            gradients = (full, second + there.first * on_its_way, second + there.first * with_sum)
+            gradients = (full, second + buckets.first * on_its_way, second + buckets.first * with_sum)
             return Time((near * compute, below * compute), gradients)
 
-        times = [[time(there) for there in unit] for unit in alive]
+        times = [[time(buckets) for buckets in unit] for unit in alive]
         if layout.zero == 3:
             last = sum(full_sizes[b] for b in stage.used[-1]) * compute
             stays = (0, last) if layout.reshard_after_forward else (times[-1][WAITING].parameters[1],) * 2
@@ -110,10 +110,10 @@ def _that_count(turns: Sequence[LayerBackward]) -> Iterable[LayerBackward]:
     """Yield the first and the last entry, and any with more bytes than the previous ones."""
     most = -1
     for turn in turns:
-        here = max(sum(time.gradients) for time in turn.times)
-        if here > most or turn is turns[-1]:
+        size = max(sum(time.gradients) for time in turn.times)
+        if size > most or turn is turns[-1]:
             yield turn
-        most = max(most, here)
+        most = max(most, size)
 
 
 class Alive(NamedTuple):
@@ -183,10 +183,10 @@ class _Backward:
         near, below = (self.tied.union(*self.used[begin : unit + 1]) - gone for begin in (ahead, every))
         return sum([self.full_sizes[b] for b in near]), sum([self.full_sizes[b] for b in below])
 
-    def _elements(self, there: Alive) -> int:
+    def _elements(self, buckets: Alive) -> int:
         """Return the elements of all gradients, including the previous backward's."""
-        full, sums = sum([self.full_sizes[b] for b in there.full]), sum([self.chunks[b] for b in there.sums])
-        return full + sums + self.before * there.first
+        full, sums = sum([self.full_sizes[b] for b in buckets.full]), sum([self.chunks[b] for b in buckets.sums])
+        return full + sums + self.before * buckets.first
 
     def _step(self, needed: tuple[int, int], buckets: Sequence[int], unit: int) -> list[Alive]:
         """Compute gradients of some buckets, then reduce the ones that end here one after the other."""

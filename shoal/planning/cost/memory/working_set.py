@@ -142,13 +142,13 @@ def _over(run: MicroBatch, sparse: bool) -> int:
 def _entry(run: MicroBatch, sparse: bool) -> int:
     """Return the bytes at attention's input in the first half of a layer's backward, with all that it leaves."""
     shape, layout, e, n = run.shape, run.layout, run.itemsize, run.tokens
-    here, hidden = run.hidden_bytes, e * n * shape.hidden
+    local, hidden = run.hidden_bytes, e * n * shape.hidden
     # Gradients of q, k and v were concatenated for one product; with biases (gpt) the parts stay, too.
     joined = run.gated and layout.tp_y <= shape.kv_heads and layout.tp_x == 1
     apart = e * n * shape.head_dim * (shape.heads + 2 * shape.kv_heads) // layout.tp * joined
-    summed = _copied(run) + here * layout.sequence_parallel  # over tp
+    summed = _copied(run) + local * layout.sequence_parallel  # over tp
     # The norm's input; and the residual gradient, if separate from the gradient of attention's output.
-    beside = here + here * layout.sequence_parallel
+    beside = local + local * layout.sequence_parallel
     left = activations.total(between_backward_halves.layer(run, sparse)) + beside + hidden + max(apart, summed)
     return left - activations.total(activations.layer(run, sparse=sparse))
 
@@ -164,19 +164,20 @@ def _in_dense(run: MicroBatch, kind: Half, ffn: int) -> tuple[int, int]:
         return 0, max(matrix, into)
     if kind == "input":  # the input of the last matrix stays
         matrix = into = 0
-    here = e * run.tokens_between * shape.hidden
+    local = e * run.tokens_between * shape.hidden
     stays = wide * (kind == "input")
     if t == 1:  # into the last matrix; through the activation; into the first ones
         first = hidden + into if gated else hidden + into - wide
         times = [wide + matrix, (2 * wide if gated else wide) + stays, first + stays]
         return 0, max(times)
-    whole = hidden if run.layout.sequence_parallel else 0  # the gathered gradient of the output
-    scattered = _copied(run) + here if whole else 0
+    gathered = hidden if run.layout.sequence_parallel else 0  # the gathered gradient of the output
+    scattered = _copied(run) + local if gathered else 0
     waiting = [
-        whole + _copied(run), whole + wide, whole + (3 if gated else 2) * wide, whole + hidden + wide * gated,
-        whole + hidden - wide * gated + scattered + (wide * (1 + gated) if stays else 0),
+        gathered + _copied(run), gathered + wide, gathered + (3 if gated else 2) * wide,
+        gathered + hidden + wide * gated,
+        gathered + hidden - wide * gated + scattered + (wide * (1 + gated) if stays else 0),
     ]
-    making = whole + hidden - wide * gated + max(matrix, into) + min(scattered, here)
+    making = gathered + hidden - wide * gated + max(matrix, into) + min(scattered, local)
     if kind == "input":
         return max(waiting), max(waiting)
     # The gradient of a bias added after the sum is the first of all.
@@ -245,16 +246,16 @@ class _RowBytes(NamedTuple):
 
 def _forward(run: MicroBatch, sparse: bool) -> int:
     """Return the transient bytes in the forward of a layer; with full recomputation, including unsaved tensors."""
-    here = run.hidden_bytes
+    local = run.hidden_bytes
     if run.layout.recompute != "full":
-        return _routed(run) - _of_shared(run) if sparse else here + max(here, _summed(run))  # the output, and the sum
+        return _routed(run) - _of_shared(run) if sparse else local + max(local, _summed(run))  # the output, and the sum
     if not sparse:
-        return 2 * here + _through(run, run.shape.ffn)  # after attention, with its norm
+        return 2 * local + _through(run, run.shape.ffn)  # after attention, with its norm
     rows, gated = _RowBytes.build(run), run.gated
     inside = 2 * rows.computed + (2 if gated else 1) * rows.wide
     routed = max(_routed(run), rows.sent + max(rows.exchanged(run.layout), inside))
     of = run.shape.moe
-    return 2 * here + max(routed, here + _through(run, of.shared * of.ffn) if of.shared else 0)
+    return 2 * local + max(routed, local + _through(run, of.shared * of.ffn) if of.shared else 0)
 
 
 def _through(run: MicroBatch, ffn: int) -> int:
@@ -284,8 +285,8 @@ def _routed(run: MicroBatch) -> int:
     back = 2 * rows.sent + rows.come if layout.ep > 1 else 0
     if layout.expert_tensor > 1:
         back = max(back, 2 * rows.computed + rows.gathered)
-    whole = rows.own + 2 * run.itemsize * run.tokens * run.shape.hidden if _in_parts(run) else 0
-    return max(weighted, back, whole)
+    split = rows.own + 2 * run.itemsize * run.tokens * run.shape.hidden if _in_parts(run) else 0
+    return max(weighted, back, split)
 
 
 def _in_parts(run: MicroBatch) -> bool:
@@ -300,7 +301,7 @@ def _of_shared(run: MicroBatch) -> int:
 def _in_experts(run: MicroBatch, kind: Half, last: bool) -> Block:
     """Return the bytes in an expert block, whose experts run sequentially; in backward, shared experts come first."""
     shape, layout, e, experts = run.shape, run.layout, run.itemsize, run.shape.moe
-    own, sent, here, wide, *_ = rows = _RowBytes.build(run)
+    own, sent, computed, wide, *_ = rows = _RowBytes.build(run)
     gated, shared = run.gated, experts.shared * experts.ffn
     matrix = e * shape.hidden * (experts.ffn // layout.expert_tensor) if e < 4 else 0
     y, heads = layout.tp_y, shape.head_dim * (shape.heads // layout.tp_y)
@@ -321,17 +322,19 @@ def _in_experts(run: MicroBatch, kind: Half, last: bool) -> Block:
         left = activations.total(between_backward_halves.block(run, shared)) if halved else 0
         before = e * run.tokens_between * shape.hidden + left - _of_shared(run)
     arriving = rows.exchanged(layout)
-    back = max(arriving, 2 * here + rows.gathered if layout.expert_tensor > 1 else 0)  # return of their gradients
+    back = max(arriving, 2 * computed + rows.gathered if layout.expert_tensor > 1 else 0)  # return of their gradients
     waiting = [2 * sent + own * _in_parts(run), arriving - sent]
     if halved:  # both factors of each weight gradient stay
-        inside = [here + wide, here + (3 if gated else 2) * wide, (3 * here - wide) if gated else 2 * here]
+        inside = [
+            computed + wide, computed + (3 if gated else 2) * wide, (3 * computed - wide) if gated else 2 * computed
+        ]  # fmt: skip
         waiting += [time - sent for time in inside]
-        leaving = here - wide * gated + back - sent  # when the experts' parameters are no longer needed
+        leaving = computed - wide * gated + back - sent  # when the experts' parameters are no longer needed
         rest = max(again + before + leaving, _entry(run, True) - run.hidden_bytes * last)
         return [*found, (again + before + max(waiting), WAITING), (rest, REST)]
-    making = [here + wide + matrix, 2 * wide if gated else wide, 2 * here - 3 * wide + matrix if gated
-              else here - wide + matrix]  # fmt: skip
-    complete = max(2 * here - 3 * wide if gated else here - wide, back - here - (4 if gated else 2) * wide)
+    making = [computed + wide + matrix, 2 * wide if gated else wide, 2 * computed - 3 * wide + matrix if gated
+              else computed - wide + matrix]  # fmt: skip
+    complete = max(2 * computed - 3 * wide if gated else computed - wide, back - computed - (4 if gated else 2) * wide)
     block = activations.total(activations.experts(run))
     attention = e * run.tokens * (2 * heads + 2 * keys) + e * run.tokens_between * shape.hidden + joined
     rest = attention - block

@@ -111,16 +111,17 @@ def ring_group(cluster: Cluster, ranks: int, stride: int = 1) -> CommunicationGr
         return CommunicationGroup(ranks, inf, inf, inf, 0.0, 0.0, 0.0, 0.0)
     if cluster.torus:
         return _in_torus(cluster, inside, ranks, stride)
-    here = gcd(cluster.per_node // stride, ranks) if stride < cluster.per_node else 1
-    nodes = ranks // here
+    local = gcd(cluster.per_node // stride, ranks) if stride < cluster.per_node else 1
+    nodes = ranks // local
     if nodes == 1 or cluster.nic is None:
         wide, shared = inside.bandwidth, cluster.at_once is not None
         return _group(ranks, wide, wide, wide, (ranks - 1, 0), (inside.latency, 0.0), through_memory=shared)
     share = cluster.nics * cluster.nic.bandwidth / cluster.per_node
-    near = inside.bandwidth if here > 1 else inf
-    exchange = (ranks - 1) / max((here - 1) / near, (ranks - here) / share)
-    bandwidth, latencies = min(here * share * (nodes / 2) ** -cluster.thin, near), (inside.latency, cluster.nic.latency)
-    return _group(ranks, bandwidth, exchange, min(share, near), (here - 1, nodes - 1), latencies)
+    near = inside.bandwidth if local > 1 else inf
+    exchange = (ranks - 1) / max((local - 1) / near, (ranks - local) / share)
+    bandwidth = min(local * share * (nodes / 2) ** -cluster.thin, near)
+    latencies = inside.latency, cluster.nic.latency
+    return _group(ranks, bandwidth, exchange, min(share, near), (local - 1, nodes - 1), latencies)
 
 
 def _in_torus(cluster: Cluster, link: Link, ranks: int, stride: int) -> CommunicationGroup[float]:

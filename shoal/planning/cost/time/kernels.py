@@ -56,18 +56,19 @@ class Kernels:
     def group(self, ranks: np.ndarray, stride: np.ndarray | float) -> CommunicationGroup[np.ndarray]:
         """Return groups of ranks, ``stride`` apart, among equal groups of the ranks between them."""
         r, c = self.runs, self.constants
-        here = np.clip(r.per_node // np.maximum(stride, 1), 1, ranks)
-        nodes = np.ceil(ranks / here)
+        local = np.clip(r.per_node // np.maximum(stride, 1), 1, ranks)
+        nodes = np.ceil(ranks / local)
         inside = r.inside * self.constant("inside", "generation")
         outside = r.nic * self.constant("outside", "network")  # each accelerator's own share of the adapters
-        out = here * outside * (nodes / 2) ** -self.constant("thin", "network")
-        out = np.minimum(out, np.where(here > 1, inside, inf))
-        near = np.where(r.through_memory > 0, np.ceil(np.log2(here)), here - 1)
+        out = local * outside * (nodes / 2) ** -self.constant("thin", "network")
+        out = np.minimum(out, np.where(local > 1, inside, inf))
+        near = np.where(r.through_memory > 0, np.ceil(np.log2(local)), local - 1)
         hop, far_hop = self.constant("latency_inside", "generation"), self.constant("latency_outside", "network")
         steps = near * hop + (nodes - 1) * far_hop
         meeting = c["collective_launch"] + c["wait"] * np.log2(np.maximum(ranks, 1))
         latency = np.where(ranks > 1, meeting + steps, 0.0)
-        bandwidth, slowest = np.where(nodes > 1, out, inside), np.maximum((here - 1) / inside, (ranks - here) / outside)
+        bandwidth = np.where(nodes > 1, out, inside)
+        slowest = np.maximum((local - 1) / inside, (ranks - local) / outside)
         exchange = np.where(slowest > 0, (ranks - 1) / np.where(slowest > 0, slowest, 1.0), inf)
         gathering = latency * (1 + r.through_memory)
         return CommunicationGroup(ranks, bandwidth, exchange, bandwidth, gathering, 2 * latency, latency, latency)

@@ -132,11 +132,11 @@ def _reduction(k: Kernels, weights: np.ndarray, backward: np.ndarray) -> np.ndar
     r = k.runs
     size, ranks = weights * r.reduce_bytes, r.dp * r.cp
     group = k.group(ranks, r.tp)
-    whole = np.where(r.zero > 0, group.all_gather(size), group.all_reduce(size))
+    total = np.where(r.zero > 0, group.all_gather(size), group.all_reduce(size))
     between = k.group(np.maximum(ranks / r.shard, 1), r.tp * r.shard).all_reduce(size / r.shard)
-    whole = np.where(r.zero == 3, between, whole)
+    total = np.where(r.zero == 3, between, total)
     hidden = np.where(r.overlap_data > 0, k.constants["hide_data"] * backward, 0.0)
-    left = np.maximum(whole - hidden, LAST_BUCKET * whole)
+    left = np.maximum(total - hidden, LAST_BUCKET * total)
     gather = k.group(r.shard, r.tp).all_gather(weights * E)
     return left + np.where((r.zero > 0) & (r.zero < 3), gather, 0.0)
 

@@ -200,7 +200,7 @@ def expert_parallel(run: MicroBatch, part: StagePart, tokens: int) -> tuple[Sent
     row = run.itemsize * shape.hidden
     own = layout.micro_batch * -(-tokens // t)
     score = experts.count * (2 if experts.gate == "noisy-top-k" else 1) * run.exact  # per token
-    whole = 0 if layout.sequence_parallel else (t - 1) * own * row
+    gathered = 0 if layout.sequence_parallel else (t - 1) * own * row
     choosing = Sent({
         ("tp", "all-gather"): (t - 1) * own * score,
         ("cp", "all-gather"): (layout.cp - 1) * run.tokens * score,
@@ -208,7 +208,7 @@ def expert_parallel(run: MicroBatch, part: StagePart, tokens: int) -> tuple[Sent
         ("etp", "all-gather"): (etp - 1) * COUNT * experts.count,
     })  # fmt: skip
     moving = Sent({("ep", "all-to-all"): 2 * rows.away * row, ("etp", "all-to-all"): 2 * (etp - 1) * rows.sent * row})
-    result = Sent({("tp", "all-gather"): whole})
+    result = Sent({("tp", "all-gather"): gathered})
     passes = [(forward, choosing), (forward, moving), (forward, result), (backward, moving), (backward, result)]
     if layout.recompute == "full":
         passes += [(backward, choosing), (backward, moving)]

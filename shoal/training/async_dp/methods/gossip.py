@@ -110,7 +110,7 @@ class Push(Method):
         self.window.set(self._posted + self.replica, step)
 
 
-def exponential(step: int, here: int, ranks: Sequence[int]) -> tuple[int, int]:
+def exponential(step: int, rank: int, ranks: Sequence[int]) -> tuple[int, int]:
     """Return the rank that ``here`` sends to in a step, and the one that it receives from.
 
     The directed exponential graph with one peer per step (Assran et al. 2019, section 3 and appendix A): hops of 1, 2,
@@ -119,7 +119,7 @@ def exponential(step: int, here: int, ranks: Sequence[int]) -> tuple[int, int]:
     >>> [exponential(step, 0, range(8)) for step in range(4)]
     [(1, 7), (2, 6), (4, 4), (1, 7)]
     """
-    n, place = len(ranks), ranks.index(here)
+    n, place = len(ranks), ranks.index(rank)
     hop = 1 << (step % hops(n))
     return ranks[(place + hop) % n], ranks[(place - hop) % n]
 
