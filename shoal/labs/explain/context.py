@@ -45,7 +45,7 @@ class ContextOptions(Section):
     """Context-parallel ranks."""
 
     ulysses: PositiveInt = 1
-    """Ranks that exchange tokens for heads; the ring has ranks / ulysses places."""
+    """Ranks that exchange tokens for heads; the ring has ranks / ulysses positions."""
 
     order: ContextOrder = "zig-zag"
     """zig-zag, striped or contiguous."""
@@ -64,8 +64,8 @@ class RingOrder(NamedTuple):
     """One order of tokens over the ring.
 
     Attributes:
-        held: the chunks of each place, for a few tokens.
-        work: scores that each place computes in each step: [step][place].
+        held: the chunks of each position, for a few tokens.
+        work: scores that each position computes in each step: [step][position].
     """
 
     held: Sequence[Chunks]
@@ -73,7 +73,7 @@ class RingOrder(NamedTuple):
 
     @property
     def slowdown(self) -> float:
-        """Time of a ring that waits for its slowest place in each step, over the time of its mean work."""
+        """Time of a ring that waits for its slowest position in each step, over the time of its mean work."""
         return sum(map(max, self.work)) / (sum(map(sum, self.work)) / len(self.work[0]))
 
 
@@ -87,7 +87,7 @@ def explain(options: ContextOptions, console: Console) -> Callable[[], str]:
     layout = Layout(cp=options.ranks, ulysses=options.ulysses, cp_order=options.order)
     check_layout(layout, shape, global_batch=1, sequence_length=s)
     orders = {name: assign_tokens(layout.model_copy(update={"cp_order": name}), s) for name in ORDERS}
-    # Few tokens represent all: with 4 for each place, a chunk of zig-zag has two.
+    # Few tokens represent all: with 4 for each position, a chunk of zig-zag has two.
     rings = {
         name: RingOrder(ORDERS[name](4 * layout.cp_ring, layout.cp_ring, 1), count_scores(held))
         for name, held in orders.items()
@@ -99,7 +99,7 @@ def explain(options: ContextOptions, console: Console) -> Callable[[], str]:
     console.print(Text(f"\nScores that a head computes in each step of the ring{', in millions' if many else ''}:"))
     console.print(_make_table(orders[options.order], work, MILLION if many else 1))
     for name, ring in rings.items():
-        console.print(Text(f"  {name:<12}waits for the slowest place: {ring.slowdown:.2f} times the mean work"))
+        console.print(Text(f"  {name:<12}waits for the slowest position: {ring.slowdown:.2f} times the mean work"))
     console.print()
     console.print(Text(f"A rank sends for each layer of {options.model} and sequence, in bf16:"))
     for line in _list_bytes(shape, layout, s):
@@ -108,13 +108,13 @@ def explain(options: ContextOptions, console: Console) -> Callable[[], str]:
 
 
 def count_scores(held: TokenAssignment) -> list[list[int]]:
-    """Count the scores of a head that each place computes in each step of the ring: [step][place]."""
-    places = range(held.ring)
+    """Count the scores of a head that each position computes in each step of the ring: [step][position]."""
+    positions = range(held.ring)
     slices = range(len(held.by_slice))
-    chunks = [held.ring_chunks(place, slices) for place in places]
+    chunks = [held.ring_chunks(position, slices) for position in positions]
     return [
-        [sum(block.scores for block in split_scores(chunks[i], chunks[(i - step) % held.ring])) for i in places]
-        for step in places
+        [sum(block.scores for block in split_scores(chunks[i], chunks[(i - step) % held.ring])) for i in positions]
+        for step in positions
     ]
 
 
@@ -130,15 +130,15 @@ def _draw_bar(held: TokenAssignment) -> Text:
 def _make_table(held: TokenAssignment, work: Sequence[Sequence[int]], unit: int) -> Table:
     ulysses = held.ulysses > 1
     rows = []
-    for place in range(held.ring):
-        ranks = held.ranks(place)
+    for position in range(held.ring):
+        ranks = held.ranks(position)
         who = [f"{ranks[0]} to {ranks[-1]}"] if ulysses else []
-        chunks = held.ring_chunks(place, range(len(held.by_slice)))
-        mine = [step[place] for step in work]
+        chunks = held.ring_chunks(position, range(len(held.by_slice)))
+        mine = [step[position] for step in work]
         shown = [f"{scores:,}" if unit == 1 else f"{scores / unit:,.1f}" for scores in (*mine, sum(mine))]
-        rows.append([str(place), *who, _format_chunks(chunks), *shown])
+        rows.append([str(position), *who, _format_chunks(chunks), *shown])
     steps = (f"step {step}" for step in range(held.ring))
-    headings = ["place", "ranks", "tokens", *steps, "total"] if ulysses else ["rank", "tokens", *steps, "total"]
+    headings = ["position", "ranks", "tokens", *steps, "total"] if ulysses else ["rank", "tokens", *steps, "total"]
     return text_table(headings, rows, words=(1, 2) if ulysses else (1,))
 
 
@@ -168,14 +168,14 @@ def _list_bytes(shape: ModelShape, layout: Layout, s: int) -> list[str]:
 @styled
 def draw(orders: Mapping[ContextOrder, RingOrder], tokens: int) -> str:
     """Draw all orders side by side as SVG."""
-    places = len(next(iter(orders.values())).held)
+    positions = len(next(iter(orders.values())).held)
     title = (
-        f"Causal attention of {tokens:,} tokens round a ring of {places} places\n"
-        "Rows are queries, columns keys: the colour is the place that computes a score, the number the step.\n"
-        "Below, the work of each place in each step, and in grey the time of the step."
+        f"Causal attention of {tokens:,} tokens over a ring of {positions} positions\n"
+        "Rows are queries, columns keys: the colour is the position that computes a score, the number the step.\n"
+        "Below, the work of each position in each step, and in grey the time of the step."
     )
     figure, charts = new_figure(
-        330 * len(orders), 60 + 2 * max(320, 7 * places**2), rows=2, columns=len(orders), title=title
+        330 * len(orders), 60 + 2 * max(320, 7 * positions**2), rows=2, columns=len(orders), title=title
     )
     for (name, order), above, below in zip(orders.items(), charts, charts[len(orders) :], strict=False):
         above.set_title(f"{name}\n{order.slowdown:.2f} times the mean work")
@@ -185,16 +185,16 @@ def draw(orders: Mapping[ContextOrder, RingOrder], tokens: int) -> str:
 
 
 def _draw_scores(axes: Axes, order: RingOrder) -> None:
-    places = len(order.held)
-    owner = {token: place for place, chunks in enumerate(order.held) for chunk in chunks for token in chunk}
+    positions = len(order.held)
+    owner = {token: position for position, chunks in enumerate(order.held) for chunk in chunks for token in chunk}
     n = len(owner)
     cells = np.ones((n + 1, n + 1, 3))
     for query in range(n):
-        ground = hue(owner[query] / places)
+        ground = hue(owner[query] / positions)
         cells[query + 1, 0] = cells[0, query + 1] = to_rgb(ground)
         for key in range(query + 1):
-            step = (owner[query] - owner[key]) % places
-            shade = mix(ground, WHITE, 0.62 * step / places)
+            step = (owner[query] - owner[key]) % positions
+            shade = mix(ground, WHITE, 0.62 * step / positions)
             cells[query + 1, key + 1] = to_rgb(shade)
             if n <= MOST_NUMBERED:
                 axes.text(key + 1, query + 1, f"{step}", color=ink(shade), size=6.5, ha="center", va="center")
@@ -204,12 +204,12 @@ def _draw_scores(axes: Axes, order: RingOrder) -> None:
 
 
 def _draw_steps(axes: Axes, order: RingOrder) -> None:
-    places = len(order.held)
+    positions = len(order.held)
     steps = np.arange(len(order.work))
     axes.barh(steps, [max(work) for work in order.work], height=0.8, color=LONGEST)
-    for place in range(places):
-        at = steps + 0.8 * ((place + 0.5) / places - 0.5)
-        axes.barh(at, [work[place] for work in order.work], height=0.7 / places, color=hue(place / places))
+    for position in range(positions):
+        at = steps + 0.8 * ((position + 0.5) / positions - 0.5)
+        axes.barh(at, [work[position] for work in order.work], height=0.7 / positions, color=hue(position / positions))
     axes.set_yticks(steps, [f"step {step}" for step in steps])
     axes.invert_yaxis()
     axes.xaxis.set_visible(False)

@@ -36,8 +36,8 @@ def write_page(path: Path, plan: Plan, estimates: Sequence[Estimate], reasons: S
         stacked_bars(NAMES, list(zip(names, times, steps, strict=True))),
         "<h2>Memory of the fullest rank</h2>",
         stacked_bars(list(vars(fullest[0])), list(zip(names, held, sizes, strict=True)),
-                     (estimates[0].capacity, "of a device")),
-        "<h2>Why the best is the best</h2>",
+                     (estimates[0].capacity, f"{show_bytes(estimates[0].capacity)} of a device")),
+        "<h2>Comparison with the best</h2>",
         html_table(rows, ("layout", "step", "MFU", "memory", "against the best")),
     ]  # fmt: skip
     path.write_text(page("Plan", lead, parts), encoding="utf-8")
