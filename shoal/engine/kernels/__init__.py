@@ -1,0 +1,5 @@
+"""Fused GPU kernels: each file has one operation, as a plain PyTorch reference and as a custom operator.
+
+On CUDA the operator launches its Triton program (`shoal.engine.kernels.programs`). Operators have fake and autograd
+registrations, so that they work under `torch.compile`, on fake tensors and in dry runs.
+"""
