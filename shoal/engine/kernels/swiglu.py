@@ -5,10 +5,14 @@ Backward writes the gradients of gate and up into one buffer, the layout that th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.library import custom_op
+
+from shoal.engine.kernels.example import Example
 
 
 def swiglu_reference(gate_up: Tensor) -> Tensor:
@@ -64,3 +68,9 @@ def _differentiate(ctx, gradient: Tensor) -> Tensor:
 
 
 swiglu.register_autograd(_differentiate, setup_context=_save)
+
+
+def examples() -> Iterator[Example]:
+    """Yield calls with a row of an odd length, and with one of several blocks."""
+    for f in (7, 1300):
+        yield Example(f"swiglu, f = {f}", swiglu, swiglu_reference, (torch.randn(3, 2, 2 * f),))
