@@ -1,6 +1,7 @@
-"""SwiGLU activation, silu(gate) * up, with gate and up in one buffer (Shazeer 2020, "GLU Variants", equation 6).
+"""SwiGLU activation, silu(gate) * up (Shazeer 2020, "GLU Variants", equation 6).
 
-Backward writes the gradients of gate and up into one buffer, the layout that the product before them needs.
+Gate and up are halves of one buffer, and then so are their gradients, which the product before them needs; or two
+tensors, results of two grouped products.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def swiglu_reference(gate_up: Tensor) -> Tensor:
 
 @custom_op("shoal::swiglu", mutates_args=())
 def swiglu(gate_up: Tensor) -> Tensor:
-    """Compute silu(gate) * up in float32: [.., 2 f], gate before up -> [.., f]."""
+    """Compute silu(gate) * up in float32 (float64 for float64): [.., 2 f], gate before up -> [.., f]."""
     return swiglu_reference(gate_up)
 
 
@@ -31,7 +32,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 def _(gate_up: Tensor) -> Tensor:
     from shoal.engine.kernels.programs import swiglu as programs
 
-    return programs.forward(gate_up)
+    return programs.forward(*gate_up.contiguous().flatten(0, -2).chunk(2, -1)).view(*gate_up.shape[:-1], -1)
 
 
 @swiglu.register_fake
@@ -42,16 +43,17 @@ def _(gate_up: Tensor) -> Tensor:
 @custom_op("shoal::swiglu_backward", mutates_args=())
 def swiglu_backward(gradient: Tensor, gate_up: Tensor) -> Tensor:
     """Compute the gradient of gate and up: [.., f], [.., 2 f] -> [.., 2 f]."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    s = torch.sigmoid(gate)
-    return torch.cat((gradient * up * s * (1 + gate * (1 - s)), gradient * gate * s), dim=-1)
+    return torch.cat(swiglu_pair_backward(gradient, *gate_up.chunk(2, dim=-1)), dim=-1)
 
 
 @swiglu_backward.register_kernel("cuda")
 def _(gradient: Tensor, gate_up: Tensor) -> Tensor:
     from shoal.engine.kernels.programs import swiglu as programs
 
-    return programs.backward(gradient, gate_up)
+    gate_up = gate_up.contiguous()
+    out = torch.empty_like(gate_up)
+    programs.backward(gradient, *gate_up.flatten(0, -2).chunk(2, -1), *out.flatten(0, -2).chunk(2, -1))
+    return out
 
 
 @swiglu_backward.register_fake
@@ -59,7 +61,7 @@ def _(gradient: Tensor, gate_up: Tensor) -> Tensor:
     return torch.empty_like(gate_up)
 
 
-def _save(ctx, inputs: tuple[Tensor], output: Tensor) -> None:
+def _save(ctx, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
@@ -70,7 +72,59 @@ def _differentiate(ctx, gradient: Tensor) -> Tensor:
 swiglu.register_autograd(_differentiate, setup_context=_save)
 
 
+# ---- gate and up in two tensors ----------------------------------------------------------------------------------
+
+
+@custom_op("shoal::swiglu_pair", mutates_args=())
+def swiglu_pair(gate: Tensor, up: Tensor) -> Tensor:
+    """Compute `swiglu` of two tensors: [m, f], [m, f] -> [m, f]."""
+    return F.silu(gate) * up
+
+
+@swiglu_pair.register_kernel("cuda")
+def _(gate: Tensor, up: Tensor) -> Tensor:
+    from shoal.engine.kernels.programs import swiglu as programs
+
+    return programs.forward(gate.contiguous(), up.contiguous())
+
+
+@swiglu_pair.register_fake
+def _(gate: Tensor, up: Tensor) -> Tensor:
+    return gate.new_empty(gate.shape)
+
+
+@custom_op("shoal::swiglu_pair_backward", mutates_args=())
+def swiglu_pair_backward(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the gradients of gate and of up."""
+    s = torch.sigmoid(gate)
+    return gradient * up * s * (1 + gate * (1 - s)), gradient * gate * s
+
+
+@swiglu_pair_backward.register_kernel("cuda")
+def _(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    from shoal.engine.kernels.programs import swiglu as programs
+
+    gate, up = gate.contiguous(), up.contiguous()
+    d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
+    programs.backward(gradient, gate, up, d_gate, d_up)
+    return d_gate, d_up
+
+
+@swiglu_pair_backward.register_fake
+def _(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return gate.new_empty(gate.shape), up.new_empty(up.shape)
+
+
+def _differentiate_pair(ctx, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    return swiglu_pair_backward(gradient.contiguous(), *ctx.saved_tensors)
+
+
+swiglu_pair.register_autograd(_differentiate_pair, setup_context=_save)
+
+
 def examples() -> Iterator[Example]:
     """Yield calls with a row of an odd length, and with one of several blocks."""
     for f in (7, 1300):
         yield Example(f"swiglu, f = {f}", swiglu, swiglu_reference, (torch.randn(3, 2, 2 * f),))
+        pair = torch.randn(2, 6, f)
+        yield Example(f"swiglu of two tensors, f = {f}", swiglu_pair, lambda a, b: F.silu(a) * b, (pair[0], pair[1]))

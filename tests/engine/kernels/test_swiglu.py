@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from shoal.engine.kernels.swiglu import swiglu, swiglu_reference
+from shoal.engine.kernels.swiglu import swiglu, swiglu_pair, swiglu_reference
 from tests.engine.kernels.triton_tools import OPERATOR_CHECKS, TARGETS, compile_program
 
-TYPES = {"gate_up": "*bf16", "gradient": "*bf16", "out": "*bf16", "f": "i32"}
+TYPES = dict.fromkeys(("gate", "up", "gradient", "out", "d_gate", "d_up"), "*bf16") | {"f": "i32", "stride": "i32"}
 
 
 @pytest.mark.parametrize("f", [7, 1300])
@@ -17,25 +17,36 @@ def test_programs_equal_float64(interpreted, f: int) -> None:
 def check_programs(f: int) -> None:
     from shoal.engine.kernels.programs import swiglu as programs
 
-    gate_up, gradient = torch.randn(3, 2, 2 * f), torch.randn(3, 2, f)
+    gate_up, gradient = torch.randn(6, 2 * f), torch.randn(6, f)
     exact = gate_up.double().requires_grad_()
     expected = swiglu_reference(exact)
     expected.backward(gradient.double())
-    torch.testing.assert_close(programs.forward(gate_up), expected.float())
-    torch.testing.assert_close(programs.backward(gradient, gate_up), exact.grad.float())
+    halves = gate_up.chunk(2, -1)
+    for kind, pair in {"halves": halves, "tensors": [half.contiguous() for half in halves]}.items():
+        out = torch.empty_like(gate_up) if kind == "halves" else torch.empty(2, 6, f)
+        d_pair = out.chunk(2, -1) if kind == "halves" else out.unbind()
+        torch.testing.assert_close(programs.forward(*pair), expected.float())
+        programs.backward(gradient, *pair, *d_pair)
+        torch.testing.assert_close(torch.cat(d_pair, -1), exact.grad.float())
+    found = programs.forward(*exact.detach().chunk(2, -1))
+    torch.testing.assert_close(found, expected.detach(), rtol=1e-14, atol=1e-14)
 
 
-def test_operator() -> None:
+def test_operators() -> None:
     """Registrations: schema, fake tensors and autograd."""
     sample = torch.randn(3, 10, dtype=torch.float64, requires_grad=True)
-    torch.library.opcheck(swiglu, (sample,), test_utils=OPERATOR_CHECKS)
-    assert torch.autograd.gradcheck(swiglu, (sample,))
+    pair = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True).unbind()
+    for operator, arguments in ((swiglu, (sample,)), (swiglu_pair, pair)):
+        torch.library.opcheck(operator, arguments, test_utils=OPERATOR_CHECKS)
+        assert torch.autograd.gradcheck(operator, arguments)
 
 
 @pytest.mark.parametrize("capability", TARGETS.values(), ids=TARGETS)
 @pytest.mark.parametrize("name", ["forward_program", "backward_program"])
 def test_programs_compile(name: str, capability: int) -> None:
+    import triton.language as tl
+
     from shoal.engine.kernels.programs import swiglu as programs
 
-    ptx = compile_program(getattr(programs, name), capability, TYPES, BLOCK=programs.BLOCK)
+    ptx = compile_program(getattr(programs, name), capability, TYPES, EXACT=tl.float32, BLOCK=programs.BLOCK)
     assert "ld.global.v4" in ptx  # 16 bytes at a time

@@ -1,7 +1,11 @@
-"""Triton programs of `shoal.engine.kernels.swiglu`: one program per row and block of columns."""
+"""Triton programs of `shoal.engine.kernels.swiglu`: one program per row and block of columns.
+
+Gate and up are two pointers with one distance between rows: halves of one buffer, or two tensors.
+"""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -10,41 +14,47 @@ BLOCK = 1024
 
 
 @triton.jit
-def forward_program(gate_up, out, f, BLOCK: tl.constexpr):
+def forward_program(gate, up, out, stride, f, EXACT: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < f
-    gate = tl.load(gate_up + row * 2 * f + column, mask=inside, other=0).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * f + f + column, mask=inside, other=0).to(tl.float32)
-    tl.store(out + row * f + column, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
+    a = tl.load(gate + row * stride + column, mask=inside, other=0).to(EXACT)
+    b = tl.load(up + row * stride + column, mask=inside, other=0).to(EXACT)
+    s = 1 / (1 + tl.exp(-a))  # `tl.sigmoid` has no float64
+    tl.store(out + row * f + column, (a * s * b).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def backward_program(gradient, gate_up, out, f, BLOCK: tl.constexpr):
+def backward_program(gradient, gate, up, d_gate, d_up, stride, f, EXACT: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < f
-    d_y = tl.load(gradient + row * f + column, mask=inside, other=0).to(tl.float32)
-    gate = tl.load(gate_up + row * 2 * f + column, mask=inside, other=0).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * f + f + column, mask=inside, other=0).to(tl.float32)
-    s = tl.sigmoid(gate)
-    d_gate, d_up = d_y * up * s * (1 + gate * (1 - s)), d_y * gate * s
-    tl.store(out + row * 2 * f + column, d_gate.to(out.dtype.element_ty), mask=inside)
-    tl.store(out + row * 2 * f + f + column, d_up.to(out.dtype.element_ty), mask=inside)
+    d_y = tl.load(gradient + row * f + column, mask=inside, other=0).to(EXACT)
+    a = tl.load(gate + row * stride + column, mask=inside, other=0).to(EXACT)
+    b = tl.load(up + row * stride + column, mask=inside, other=0).to(EXACT)
+    s = 1 / (1 + tl.exp(-a))
+    d_a, d_b = d_y * b * s * (1 + a * (1 - s)), d_y * a * s
+    tl.store(d_gate + row * stride + column, d_a.to(d_gate.dtype.element_ty), mask=inside)
+    tl.store(d_up + row * stride + column, d_b.to(d_up.dtype.element_ty), mask=inside)
 
 
-def forward(gate_up: Tensor) -> Tensor:
-    """Launch `forward_program`: [.., 2 f] -> [.., f]."""
-    gate_up = gate_up.contiguous()
-    f = gate_up.shape[-1] // 2
-    out = gate_up.new_empty(*gate_up.shape[:-1], f)
-    forward_program[(out.numel() // f, triton.cdiv(f, BLOCK))](gate_up, out, f, BLOCK=BLOCK)
+def forward(gate: Tensor, up: Tensor) -> Tensor:
+    """Launch `forward_program`: [m, f], both with the same row stride -> [m, f]."""
+    m, f = gate.shape
+    out = gate.new_empty(m, f)
+    if m:
+        forward_program[(m, triton.cdiv(f, BLOCK))](gate, up, out, gate.stride(0), f, EXACT=_exact(gate), BLOCK=BLOCK)
     return out
 
 
-def backward(gradient: Tensor, gate_up: Tensor) -> Tensor:
-    """Launch `backward_program`: [.., f], [.., 2 f] -> [.., 2 f]."""
-    gate_up = gate_up.contiguous()
-    f, out = gate_up.shape[-1] // 2, gate_up.new_empty(gate_up.shape)
-    backward_program[(gradient.numel() // f, triton.cdiv(f, BLOCK))](gradient, gate_up, out, f, BLOCK=BLOCK)
-    return out
+def backward(gradient: Tensor, gate: Tensor, up: Tensor, d_gate: Tensor, d_up: Tensor) -> None:
+    """Launch `backward_program`: write the gradients of [m, f], which have the row stride of gate and up."""
+    m, f = gate.shape
+    if m:
+        backward_program[(m, triton.cdiv(f, BLOCK))](
+            gradient, gate, up, d_gate, d_up, gate.stride(0), f, EXACT=_exact(gate), BLOCK=BLOCK
+        )
+
+
+def _exact(x: Tensor) -> tl.dtype:
+    return tl.float64 if x.dtype == torch.float64 else tl.float32
