@@ -9,7 +9,7 @@ from functools import partial
 from shoal.engine.optim.adafactor import Adafactor
 from shoal.engine.optim.adam8bit import Adam8bit
 from shoal.engine.optim.from_torch import TORCH, FromTorch
-from shoal.engine.optim.low_precision_state import Float32Rule
+from shoal.engine.optim.low_precision_state import Float32Rule, FusedAdam
 from shoal.engine.optim.muon import Muon
 from shoal.engine.optim.radam import RAdam
 from shoal.engine.optim.rule import Rule
@@ -50,6 +50,8 @@ def build_for(
     """Build the rule for weights, gradients and states in a policy's formats; ``seed`` is of stochastic rounding."""
     make = partial(build, compile=compile)
     if policy.formats.widened and config.name in ELEMENTWISE:  # other rules accept narrow gradients
+        if FusedAdam.suits(config.name, shards, policy.state):
+            return FusedAdam(config, shards, decoupled=config.name == "adamw", state=policy.state, seed=seed)
         return Float32Rule(config, shards, make, state=policy.state, seed=seed)
     if policy.formats.narrow:
         return Adam8bit(config, shards, seed)

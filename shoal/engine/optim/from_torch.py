@@ -80,6 +80,17 @@ class FromTorch(Rule):
                     # Without a fused kernel, the host reads it in every update.
                     states["step"] = torch.zeros((), device=parameter.device if fused else "cpu")
                 self.rule.state[parameter] = states
+        self.fuses_scale = fused and shards.device.type == "cuda"
+
+    def apply(self, learning_rate: float, scale: Tensor | float, skip: Tensor | None) -> None:
+        if not self.fuses_scale:
+            super().apply(learning_rate, scale, skip)
+            return
+        # Attributes of torch's gradient scaler: fused kernels divide by the first and do nothing if the second is 1.
+        if not isinstance(scale, Tensor):
+            scale = torch.full((), scale, device=self.shards.device)
+        self.rule.grad_scale, self.rule.found_inf = scale.float().reciprocal(), skip  # type: ignore[attr-defined]
+        self.update(learning_rate)
 
     def update(self, learning_rate: float) -> None:
         for group in self.rule.param_groups:

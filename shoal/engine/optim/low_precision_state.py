@@ -10,22 +10,29 @@ equally, and a resumed run continues with the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from shoal.base.boxes import Box, Piece, flat_range
-from shoal.engine.models.initial import positions, shift_right, stream_key
+from shoal.engine.device import to_device
+from shoal.engine.kernels.adamw import adamw_
+from shoal.engine.kernels.rounding import draw_bits, round_stochastically
+from shoal.engine.models.initial import positions, stream_key
 from shoal.engine.optim.from_torch import FromTorch
 from shoal.engine.optim.rule import Rule, to_pieces
 from shoal.engine.optim.shards import Shard, ShardPart, Shards
 from shoal.spec.config import OptimizerConfig
 
-_LOW = (1 << 16) - 1  # the bits of a float32 beyond bfloat16
 _BLOCK = {"cpu": 1 << 16, "cuda": 1 << 22}  # elements converted to float32 at a time
+
+TILE = 1 << 14  # elements of one program of the fused kernel
+_KINDS = ("weights", "exp_avg", "exp_avg_sq")
 
 Make = Callable[[OptimizerConfig, Shards], Rule]
 
@@ -106,34 +113,101 @@ class Float32Rule(Rule):
         return {kind: to_pieces(self.shards.shards, tensors) for kind, tensors in self.tensors.items()}
 
 
+class FusedAdam(Rule):
+    """`Float32Rule` with "adam" or "adamw" on CUDA: the same states and random bits, in one kernel per shard without
+    float32 copies.
+
+    Args:
+        decoupled: whether weight decay is AdamW's.
+        state: dtype of the moments.
+        seed: of stochastic rounding.
+    """
+
+    def __init__(self, config: OptimizerConfig, shards: Shards, *, decoupled: bool, state: torch.dtype, seed: int):
+        super().__init__(config, shards)
+        self.decoupled, self.seed = decoupled, seed
+        self.tensors = {kind: shards.zeros(state) for kind in _KINDS[1:]}
+        self.parts = [[part.name for part in shard.parts] for shard in shards.shards]
+        tiles = [[*_tiles(shard)] for shard in shards.shards]
+        self.aligned = [all(start % 16 == 0 and stop % 16 == 0 for start, stop, *_ in each) for each in tiles]
+        self.tiles = [torch.tensor(each, dtype=torch.int64, device=shards.device).view(-1, 7) for each in tiles]
+
+    @staticmethod
+    def suits(name: str, shards: Shards, state: torch.dtype) -> bool:
+        """Return whether a rule with this name and format of states runs as this kernel."""
+        formats = {state, *(x.dtype for shard in shards.shards for x in (shard.weights, shard.gradient))}
+        narrow = torch.bfloat16 in formats and formats <= {torch.bfloat16, torch.float32}
+        return name in ("adam", "adamw") and shards.device.type == "cuda" and narrow
+
+    def apply(self, learning_rate: float, scale: Tensor | float, skip: Tensor | None) -> None:
+        device, (beta1, beta2) = self.shards.device, self.config.betas
+        factor = scale.float() if isinstance(scale, Tensor) else torch.full((), scale, device=device)
+        skip = torch.zeros((), device=device) if skip is None else skip.float()
+        keys = [
+            [(stream_key(self.seed, f"{name}:{kind}:{self.count}") & 0xFFFFFFFF) for kind in _KINDS]
+            for parts in self.parts for name in parts
+        ]  # fmt: skip
+        table = to_device(torch.tensor(keys, dtype=torch.uint32).view(torch.int32).view(-1, 3), device)
+        for i, (shard, mine) in enumerate(zip(self.shards.shards, table.split([*map(len, self.parts)]), strict=True)):
+            adamw_(
+                shard.weights, shard.gradient, *(self.tensors[kind][i] for kind in _KINDS[1:]), self.tiles[i], mine,
+                factor, skip, learning_rate * shard.rate, shard.decay, beta1, beta2, self.config.eps, self.count,
+                self.decoupled, self.aligned[i],
+            )
+
+    def update(self, learning_rate: float) -> None:
+        self.apply(learning_rate, 1.0, None)
+
+    def states(self) -> dict[str, dict[str, list[Piece]]]:
+        return {kind: to_pieces(self.shards.shards, tensors) for kind, tensors in self.tensors.items()}
+
+
 def adamw_beside(config: OptimizerConfig, shards: Shards, seed: int = 0) -> Rule:
     """Build AdamW for the parameters that another rule does not update; it computes in float32 for any format of
     weights and gradients. ``seed`` is of the rounding of weights in bfloat16.
     """
     make, exact = partial(FromTorch, name="adamw"), torch.promote_types(shards.dtype, torch.float32)
+    if FusedAdam.suits("adamw", shards, exact):
+        return FusedAdam(config, shards, decoupled=True, state=exact, seed=seed)
     if all(x.dtype == exact for shard in shards.shards for x in (shard.weights, shard.gradient)):
         return make(config, shards)
     return Float32Rule(config, shards, make, state=exact, seed=seed)
 
 
-def draw_bits(key: int, positions: Tensor) -> Tensor:
-    """Return 32 random bits per int64 position, as int32: Wellons 2018, "Prospecting for Hash Functions" (lowbias32).
+# ---- tiles of the fused kernel ----------------------------------------------------------------------------------
 
-    Args:
-        key: a `stream_key` of the tensor and the update; its low 32 bits are used.
+
+def _tiles(shard: Shard) -> Iterator[tuple[int, ...]]:
+    """Yield the rows of `shoal.engine.kernels.adamw`'s table for a shard."""
+    for index, part in enumerate(shard.parts):
+        start = part.start
+        for rows, base, width, stride in matrices(part):
+            for first in range(0, rows * width, TILE):
+                row, column = divmod(first, width)
+                stop = min(first + TILE, rows * width)
+                if rows == 1:  # so that the row is less than 2^31 elements wide
+                    yield start + first, start + stop, base + column, 0, TILE, 0, index
+                else:
+                    yield start + first, start + stop, base + row * stride, column, width, stride, index
+            start += rows * width
+
+
+def matrices(part: ShardPart) -> Iterator[tuple[int, int, int, int]]:
+    """Split a part, in order, into matrices whose rows are contiguous in the parameter and equally far apart.
+
+    Yields:
+        (rows, position of the first element in the parameter, width of a row, distance between rows).
     """
-    x = (positions ^ key).to(torch.int32)
-    x = (x ^ shift_right(x, 16)) * 0x7FEB352D
-    x = (x ^ shift_right(x, 15)) * (0x846CA68B - (1 << 32))
-    return x ^ shift_right(x, 16)
-
-
-def round_stochastically(out: Tensor, x: Tensor, bits: Tensor) -> None:
-    """Round float32 ``x`` to bfloat16 ``out``: away from 0 with a probability equal to the fraction of a unit in the
-    last place.
-
-    Non-finite values are preserved. ``bits`` are random int32, one per element.
-    """
-    x = x.nan_to_num(torch.nan, torch.inf, -torch.inf)  # canonical NaN: adding bits keeps it NaN
-    rounded = (x.view(torch.int32) + (bits & _LOW)) & ~_LOW
-    out.copy_(rounded.view(torch.float32))
+    shape, offset, full = part.box.shape, part.box.offset, part.global_shape
+    strides = [math.prod(full[dim + 1 :]) for dim in range(len(full))]
+    inner = len(full) - 1  # the last dim of which a row has more than one element
+    while inner > 0 and shape[inner] == full[inner]:
+        inner -= 1
+    outer = max(0, inner - 1)  # rows lie along these dims
+    while 0 < outer < inner and shape[outer] == full[outer]:
+        outer -= 1
+    base = sum(at * stride for at, stride in zip(offset, strides, strict=True))
+    width, stride = math.prod(shape[inner:]), strides[inner - 1] if inner else 0
+    for place in product(*map(range, shape[:outer])):
+        moved = sum(at * stride for at, stride in zip(place, strides, strict=False))
+        yield math.prod(shape[outer:inner]), base + moved, width, stride

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 
+from torch import Tensor
+
 from shoal.engine.optim.from_torch import FromTorch
-from shoal.engine.optim.rule import split_blocks
+from shoal.engine.optim.rule import Rule, split_blocks
 from shoal.engine.optim.shards import Shards
 from shoal.spec.config import OptimizerConfig
+
+_TRACTABLE = 5  # rho above which the variance is tractable, as in the authors' code and torch; the paper has 4
 
 
 class RAdam(FromTorch):
@@ -22,11 +26,22 @@ class RAdam(FromTorch):
         super().__init__(config, shards, "adamw")
         self.decays = [group["weight_decay"] for group in self.rule.param_groups]
 
+    def _lengths(self) -> tuple[float, float]:
+        """Return rho infinity and rho of this update."""
+        beta2, t = self.config.betas[1], self.count
+        longest = 2 / (1 - beta2) - 1
+        return longest, longest - 2 * t * beta2**t / (1 - beta2**t)
+
+    def apply(self, learning_rate: float, scale: Tensor | float, skip: Tensor | None) -> None:
+        if self._lengths()[1] <= _TRACTABLE:
+            Rule.apply(self, learning_rate, scale, skip)
+        else:
+            super().apply(learning_rate, scale, skip)
+
     def update(self, learning_rate: float) -> None:
         beta2, t = self.config.betas[1], self.count
-        longest = 2 / (1 - beta2) - 1  # rho infinity
-        length = longest - 2 * t * beta2**t / (1 - beta2**t)
-        if length <= 5:  # as in the authors' code and torch; the paper has 4
+        longest, length = self._lengths()
+        if length <= _TRACTABLE:
             self._momentum(learning_rate)
             return
         rectified = math.sqrt(

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from shoal.base.boxes import Piece
+from shoal.engine.collectives.ops import to_host
+from shoal.engine.device import Mark
 from shoal.engine.optim.shards import Shard, Shards
 from shoal.spec.config import OptimizerConfig
 
@@ -22,10 +24,36 @@ class Rule(ABC):
     def __init__(self, config: OptimizerConfig, shards: Shards):
         self.config, self.shards = config, shards
         self.count = 0  # number of updates so far
+        self.reads: list[Mark] = []  # copies of weights or states in flight, such as a checkpoint's
 
-    def step(self, learning_rate: float) -> None:
-        """Apply one update."""
+    def step(self, learning_rate: float, scale: Tensor | float = 1.0, skip: Tensor | None = None) -> None:
+        """Apply one update.
+
+        Args:
+            scale: factor on the gradients. A tensor, float32 [] on the shards' device, is not read by the host.
+            skip: float32 []; if it is 1, as after an overflow, weights and states stay unchanged. `count` grows in
+                either case; correct it by ``resume_at(count - 1)`` once the skip is known.
+        """
+        self.wait_for_reads()
         self.count += 1
+        self.apply(learning_rate, scale, skip)
+
+    def wait_for_reads(self) -> None:
+        """Order later work after the copies in `reads`: call it before any change of weights or states."""
+        for mark in self.reads:
+            mark.wait()
+        self.reads.clear()
+
+    def apply(self, learning_rate: float, scale: Tensor | float, skip: Tensor | None) -> None:
+        """Apply update number ``self.count`` to scaled gradients, unless it is skipped.
+
+        Rules that need no pass for ``scale`` and no host for ``skip`` override this.
+        """
+        if skip is not None and to_host(skip):
+            return
+        if isinstance(scale, Tensor) or scale != 1:
+            for shard in self.shards.shards:
+                shard.gradient.mul_(scale)
         self.update(learning_rate)
 
     @abstractmethod

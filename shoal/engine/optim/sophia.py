@@ -27,19 +27,20 @@ class Sophia(Elementwise):
 
     def learn(self, estimates: Sequence[Tensor]) -> None:
         """Update the Hessian diagonal with a new estimate: one tensor per shard, with its layout (line 9)."""
+        self.wait_for_reads()
         for hessian, estimate in zip(self.tensors["hessian"], estimates, strict=True):
             hessian.lerp_(estimate, 1 - self.config.betas[1])
         self.estimated = True
 
-    def step(self, learning_rate: float) -> None:
-        """Apply one update.
+    def step(self, learning_rate: float, scale: Tensor | float = 1.0, skip: Tensor | None = None) -> None:
+        """Apply one update: see `Rule.step`.
 
         Raises:
             RuntimeError: a required estimate is missing.
         """
         if self.due:
             raise RuntimeError(f"update {self.count} of Sophia has no new estimate of the Hessian")
-        super().step(learning_rate)
+        super().step(learning_rate, scale, skip)
         self.estimated = False
 
     def numbers(self, rate: float, decay: float) -> tuple[float, ...]:

@@ -92,6 +92,7 @@ def hutchinson(engine: EngineState, step: int, batches: Sequence[Batch], tokens:
     """
     shards, seed = engine.optimizer.shards.shards, engine.config.train.seed
     size = SHIFT * _root_mean_square(engine)
+    engine.optimizer.wait_for_reads()
     kept = [shard.weights.clone() for shard in shards]
 
     def direction(shard: Shard) -> Tensor:
