@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from shoal.base.boxes import Box, Piece
+from shoal.engine.kernels.rounding import draw_bits, round_stochastically
 from shoal.engine.models.initial import positions, stream_key
-from shoal.engine.optim.low_precision_state import adamw_beside, draw_bits, round_stochastically
+from shoal.engine.optim.low_precision_state import adamw_beside
 from shoal.engine.optim.rule import BLOCK, Rule, to_pieces
 from shoal.engine.optim.shards import Shard, ShardPart, Shards
 from shoal.spec.config import OptimizerConfig

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.engine.kernels.rounding import draw_bits, round_stochastically
 from shoal.engine.models.initial import stream_key
-from shoal.engine.optim.low_precision_state import draw_bits, round_stochastically
 
 MANY = torch.arange(1 << 16)
 
