@@ -3,7 +3,7 @@
 import io
 import re
 import tokenize
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,8 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 CODE = sorted((ROOT / "shoal").rglob("*.py"))
 STRINGS = {tokenize.STRING, tokenize.COMMENT, getattr(tokenize, "FSTRING_MIDDLE", -1)}
+TYPES = {*STRINGS, tokenize.NAME}
+BANNED_IN_NAMES = {"whole", "wholes", "alike", "told", "room", "foreseen", "anew", "here", "there"}
 
 BANNED = {
     r"\bthose of\b": "repeat the noun",
@@ -32,32 +34,40 @@ BANNED = {
 }
 
 
-def texts(file: Path) -> Iterator[tuple[int, str]]:
-    """Yield the lines of a page, or of the strings and comments of a source file, with their numbers."""
-    text = file.read_text(encoding="utf-8")
-    if file.suffix != ".py":
-        yield from enumerate(text.splitlines(), 1)
-        return
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+@cache
+def texts() -> list[tuple[str, str]]:
+    """Return the lines of the pages, and of the strings and comments of the code, each with its place."""
+    found = []
+    for file in PAGES:
+        place = file.relative_to(ROOT)
+        found += [(f"{place}:{line}", text) for line, text in enumerate(file.read_text().splitlines(), 1)]
+    for place, token in tokens():
         if token.type in STRINGS:
-            yield from enumerate(token.string.splitlines(), token.start[0])
+            lines = enumerate(token.string.splitlines(), token.start[0])
+            found += [(f"{place}:{line}", text) for line, text in lines]
+    return found
+
+
+@cache
+def tokens() -> list[tuple[str, tokenize.TokenInfo]]:
+    """Return the tokens of the code, each with its file."""
+    found = []
+    for file in CODE:
+        place, source = str(file.relative_to(ROOT)), io.StringIO(file.read_text(encoding="utf-8"))
+        found += [(place, token) for token in tokenize.generate_tokens(source.readline) if token.type in TYPES]
+    return found
 
 
 @pytest.mark.parametrize("pattern", BANNED)
 def test_no_banned_words(pattern: str) -> None:
-    found = [f"{file.relative_to(ROOT)}:{line}: {text.strip()}"
-             for file in [*PAGES, *CODE] for line, text in texts(file) if re.search(pattern, text)]
+    found = [f"{place}: {text.strip()}" for place, text in texts() if re.search(pattern, text)]
     assert not found, f"write: {BANNED[pattern]}\n" + "\n".join(found)
 
 
-@pytest.mark.parametrize("word", ["whole", "wholes", "alike", "told", "room", "foreseen", "anew", "here", "there"])
-def test_no_banned_words_in_names(word: str) -> None:
-    found = set()
-    for file in CODE:
-        for token in tokenize.generate_tokens(io.StringIO(file.read_text(encoding="utf-8")).readline):
-            if token.type == tokenize.NAME and word in token.string.strip("_").split("_"):
-                found.add(f"{file.relative_to(ROOT)}: {token.string}")
-    assert not found, "\n".join(sorted(found))
+def test_no_banned_words_in_names() -> None:
+    names = {(place, token.string) for place, token in tokens() if token.type == tokenize.NAME}
+    found = sorted(f"{place}: {name}" for place, name in names if BANNED_IN_NAMES & set(name.strip("_").split("_")))
+    assert not found, "\n".join(found)
 
 
 def test_functions_are_not_named_of() -> None:

@@ -24,7 +24,7 @@ def off(
     batch = parallel.get("micro_batch", 1) * parallel.get("dp", 1) * microbatches
     sizes = {"hidden": 512, "heads": 8, "head_dim": 64, "kv_heads": 4, "vocab": 8192}
     config = build_config({
-        "model": {"name": "tiny", "layers": 3 * parallel.get("pp", 1), **sizes, **model}, "parallel": parallel,
+        "model": {"name": "tiny", "layers": 2 * parallel.get("pp", 1), **sizes, **model}, "parallel": parallel,
         "data": {"source": "synthetic", "sequence_length": s}, "train": {"global_batch": batch, **train},
     })  # fmt: skip
     layout, shape = config.parallel, config.model.shape(vocab=1, sequence_length=s)
