@@ -20,7 +20,7 @@ import torch
 from shoal.base.errors import UsageError
 from shoal.base.files import write_atomically
 from shoal.base.section import plain
-from shoal.launch.checks import check_memory
+from shoal.launch.checks.memory import check_memory
 from shoal.launch.devices import find_devices, visible_devices_variable
 from shoal.launch.elastic_layout import replan
 from shoal.launch.local_launcher import RankProcesses, start_rank_server

@@ -12,7 +12,8 @@ from shoal.base.terminal import outlive_readers
 from shoal.engine.data.corpus import check_read
 from shoal.engine.data.prepare import prepare
 from shoal.engine.device import pick_device
-from shoal.launch.checks import check_folders, check_memory
+from shoal.launch.checks.folders import check_folders
+from shoal.launch.checks.memory import check_memory
 from shoal.launch.rank_env import RankEnv, detect_rank_env, record_end
 from shoal.launch.supervisor import Supervisor
 from shoal.launch.torch_elastic import adapt_to_ranks, check_elastic, idle, refuse_again, should_resume

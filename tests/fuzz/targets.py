@@ -26,7 +26,7 @@ from shoal.engine.checkpoint.manifest import MANIFEST, MANIFEST_SUM, checksum
 from shoal.engine.data.batches import open_dataset
 from shoal.engine.data.tokenizer import load_tokenizer, train_bpe
 from shoal.engine.device import pick_device
-from shoal.launch.checks import check_memory
+from shoal.launch.checks.memory import check_memory
 from shoal.spec.config import RunConfig, build_config, load_config
 from shoal.training.check import check
 from tests.engine.checkpoint.cuts import cut, whole, write_checkpoint

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from shoal.base.errors import UsageError
-from shoal.launch import checks, torch_elastic
-from shoal.launch.checks import count_rank_memory
+from shoal.launch import torch_elastic
+from shoal.launch.checks import memory
+from shoal.launch.checks.memory import count_rank_memory
 from shoal.launch.rank_env import RankEnv
 from shoal.launch.torch_elastic import OWN_STORE, adapt_to_ranks, check_elastic, idle, should_resume
 from shoal.spec.config import build_config, save_config
@@ -192,7 +193,7 @@ def test_fewer_ranks_take_a_layout_that_memory_holds(monkeypatch):
     nearest = adapt_to_ranks(config, shape, member, auto_resume=True)
     assert nearest.parallel.dp == 2
     needed = 2 * count_rank_memory(nearest, shape, torch.device("cpu"))[0].total
-    monkeypatch.setattr(checks, "host_memory", lambda: needed - 1)
+    monkeypatch.setattr(memory, "host_memory", lambda: needed - 1)
     assert adapt_to_ranks(config, shape, member, auto_resume=True).parallel.dp == 1
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from shoal.launch.checks import RankMemory, count_rank_memory
+from shoal.launch.checks.memory import RankMemory, count_rank_memory
 from shoal.spec.config import RunConfig
 from shoal.spec.sync_methods import COMPRESSED, LOCAL, UNSYNCHRONISED
 from shoal.training.async_dp.engines import AsyncEngine, CompressedEngine, LocalEngine

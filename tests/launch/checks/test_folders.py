@@ -9,7 +9,8 @@ from shoal.base.errors import UsageError
 from shoal.engine.models.transformer import Transformer
 from shoal.engine.optim.build import RULES, build
 from shoal.engine.optim.shards import Shards
-from shoal.launch.checks import check_disk, checkpoint_bytes, count_rank_memory
+from shoal.launch.checks.folders import check_disk, checkpoint_bytes
+from shoal.launch.checks.memory import count_rank_memory
 from shoal.planning.cost.memory.optimizer_state import least
 from shoal.spec.config import build_config as config_of
 

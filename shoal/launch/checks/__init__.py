@@ -1,0 +1,1 @@
+"""Checks, before anything is created, that a run fits on this machine."""

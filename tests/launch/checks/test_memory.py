@@ -1,0 +1,82 @@
+"""What a run needs is counted before it starts; where it does not fit, layouts that do are named."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from shoal.base.errors import UsageError
+from shoal.launch.checks import memory
+from shoal.launch.checks.memory import check_memory, count_rank_memory
+from shoal.spec.config import RunConfig, build_config
+
+GPU = torch.device("cuda")
+
+
+@pytest.fixture
+def h100(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretend that the machine has H100s of 80 GB."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=85 * 10**9))
+
+
+def llama(name: str, **parallel: object) -> RunConfig:
+    return build_config({
+        "model": {"name": name}, "data": {"source": "synthetic", "sequence_length": 8192}, "parallel": parallel,
+        "train": {"precision": "bf16", "global_batch": 16},
+    })  # fmt: skip
+
+
+def check(config: RunConfig) -> None:
+    shape = config.model.shape(vocab=128256, sequence_length=8192)
+    check_memory(config, shape, GPU, range(config.parallel.world_size))
+
+
+@pytest.mark.parametrize("parallel", [
+    {"dp": 8}, {"dp": 8, "zero": 1, "micro_batch": 2}, {"dp": 2, "tp": 4, "micro_batch": 8},
+])
+def test_layouts_that_fit_are_named_and_do(h100: None, parallel: dict) -> None:
+    config = llama("llama-3-8b", **parallel)
+    with pytest.raises(UsageError, match="does not fit: the fullest rank needs") as error:
+        check(config)
+    assert "These options fit on 8 ranks" in str(error.value)
+    found = re.findall(r"^    (--.*)$", str(error.value), re.M)
+    assert 0 < len(found) <= memory.SUGGESTED
+    for options in found:
+        words = options.split()
+        changes = {
+            word.removeprefix("--parallel."): int(value) if value.isdigit() else value
+            for word, value in zip(words[::2], words[1::2], strict=True)
+        }
+        check(llama("llama-3-8b", **{**parallel, **changes}))
+
+
+def test_a_model_for_which_there_is_no_layout(h100: None) -> None:
+    with pytest.raises(UsageError, match="No layout that was tried on as many ranks fits"):
+        check(llama("llama-3-70b", dp=8, zero=3))
+
+
+def test_logits_and_libraries_count_on_a_gpu(h100: None) -> None:
+    config = llama("llama-3-8b", dp=8, zero=3, recompute="full")
+    shapes = [config.model.shape(vocab=vocab, sequence_length=8192) for vocab in (32000, 128256)]
+    small, large = (count_rank_memory(config, shape, GPU)[0] for shape in shapes)
+    assert small.libraries == large.libraries > 10**9
+    assert large.temporary + large.activations - small.temporary - small.activations > 8192 * (128256 - 32000) * 4
+    assert "CUDA and NCCL 1.8 GB" in str(large)
+
+
+def test_a_device_that_the_catalog_does_not_have_gets_the_lower_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an accelerator of tomorrow")
+    config = llama("llama-3-8b", dp=8, zero=3)
+    shape = config.model.shape(vocab=32000, sequence_length=8192)
+    assert count_rank_memory(config, shape, GPU)[0].libraries == 0
+
+
+def test_on_the_cpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = build_config({"parallel": {"dp": 2, "micro_batch": 4}, "train": {"global_batch": 8}})
+    shape = config.model.shape(vocab=259, sequence_length=256)
+    needed = sum(rank.total for rank in count_rank_memory(config, shape, torch.device("cpu"), one_host=True) * 2)
+    monkeypatch.setattr(memory, "host_memory", lambda: needed - 1)
+    with pytest.raises(UsageError, match=r"its 2 ranks here need .*\n  These options fit on 2 ranks:\n    --parallel"):
+        check_memory(config, shape, torch.device("cpu"), range(2))
