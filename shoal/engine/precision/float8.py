@@ -83,8 +83,8 @@ def compute_scale(most: Tensor, kind: Format, grain: Grain) -> Tensor:
     """
     if grain.scale == "mx":
         # frexp returns fractions in [1/2, 1): the exponent of the octave is one less
-        octave = torch.frexp(most).exponent - 1 - _octave(kind)
-        exponent = octave.clamp(*_MX_EXPONENTS)
+        above = torch.frexp(most).exponent - 1 - octave(kind)
+        exponent = above.clamp(*_MX_EXPONENTS)
         scale = torch.ldexp(torch.ones_like(most), -exponent)
     else:
         scale = (kind.largest / most).clamp(max=1 / torch.finfo(most.dtype).tiny)  # infinity x 0 would be NaN
@@ -101,7 +101,7 @@ def encode(x: Tensor, scale: Tensor, kind: Format, grain: Grain) -> Codes:
     return Codes(codes, scale, grain)
 
 
-def _octave(kind: Format) -> int:
+def octave(kind: Format) -> int:
     """Return the exponent of 2 of the format's maximum."""
     return {E4M3: 8, E5M2: 15}[kind]
 

@@ -18,7 +18,9 @@ TARGETS = {"sm_80": 80, "sm_90a": 90, "sm_100a": 100}  # A100, H100 and H200, B2
 OPERATOR_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")  # without a compilation of seconds
 
 
-def compile_program(program: Any, capability: int, types: dict[str, str], **constants: object) -> str:
+def compile_program(
+    program: Any, capability: int, types: dict[str, str], *, num_warps: int = 4, **constants: object
+) -> str:
     """Compile a program for a GPU and return its PTX.
 
     Args:
@@ -30,4 +32,5 @@ def compile_program(program: Any, capability: int, types: dict[str, str], **cons
     signature = {name: types.get(name, "constexpr") for name in program.arg_names}
     aligned: dict = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(program.arg_names) if name in types}
     source = ASTSource(fn=program, signature=signature, constexprs=dict(constants), attrs=aligned)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["ptx"]
+    target, options = GPUTarget("cuda", capability, 32), {"num_warps": num_warps}
+    return triton.compile(source, target=target, options=options).asm["ptx"]

@@ -1,0 +1,184 @@
+"""Triton programs of `shoal.engine.kernels.quantise`: one program per tile of 128 x 128 elements.
+
+Maxima are compared as the integers of their bits, which have the order of the non-negative numbers with NaN above
+infinity. So a NaN is never lost, and the order of the atomic operations does not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 128
+WARPS = 8  # 64 elements per thread
+MOST: tl.constexpr = tl.constexpr(2.0**126)  # a scale's maximum: its inverse is a normal number
+BIAS: tl.constexpr = tl.constexpr(127)  # of the exponents of float32 and E8M0
+
+
+@triton.jit
+def load_tile(x, m, k, TILE_M: tl.constexpr, TILE_K: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
+    column = tl.program_id(1).to(tl.int64) * TILE_K + tl.arange(0, TILE_K)
+    inside = (row < m)[:, None] & (column < k)[None, :]
+    return tl.load(x + row[:, None] * k + column[None, :], mask=inside, other=0).to(tl.float32), row, column, inside
+
+
+@triton.jit
+def magnitude_bits(values):
+    return tl.abs(values).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def invert(x):
+    return tl.div_rn(tl.full(x.shape, 1, tl.float32), x)
+
+
+@triton.jit
+def exact_scale(most, LARGEST: tl.constexpr):
+    scale = tl.minimum(invert(most) * LARGEST, MOST)  # as torch divides a number by a tensor
+    return tl.where(most == 0, 1.0, tl.where(most < float("inf"), scale, float("nan")))
+
+
+@triton.jit
+def to_codes(values, scale, kind, LARGEST: tl.constexpr):
+    scaled = tl.clamp(values * scale, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    return scaled.to(kind)
+
+
+@triton.jit
+def store_codes(along, across, codes, turned, row, column, inside, m, k):
+    tl.store(codes + row[:, None] * k + column[None, :], along, mask=inside)
+    tl.store(turned + column[:, None] * m + row[None, :], tl.trans(across), mask=tl.trans(inside))
+
+
+@triton.jit
+def maxima_program(x, maxima, m, k, BY_ROW: tl.constexpr, TILE: tl.constexpr):
+    values, row, column, _ = load_tile(x, m, k, TILE, TILE)
+    bits = magnitude_bits(values)
+    if BY_ROW:
+        tl.atomic_max(maxima + row, tl.max(bits, 1), mask=row < m)
+        tl.atomic_max(maxima + m + column, tl.max(bits, 0), mask=column < k)
+    else:
+        tl.atomic_max(maxima, tl.max(tl.max(bits, 1), 0))
+
+
+@triton.jit
+def quantise_program(
+    x, scales, codes, turned, inverse, turned_inverse, most, m, k,
+    LARGEST: tl.constexpr, BY_ROW: tl.constexpr, GIVEN: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    values, row, column, inside = load_tile(x, m, k, TILE, TILE)
+    kind = codes.dtype.element_ty
+    if BY_ROW:
+        scale = exact_scale(tl.load(scales + row, mask=row < m, other=0), LARGEST)
+        across = exact_scale(tl.load(scales + m + column, mask=column < k, other=0), LARGEST)
+        store_codes(
+            to_codes(values, scale[:, None], kind, LARGEST), to_codes(values, across[None, :], kind, LARGEST),
+            codes, turned, row, column, inside, m, k,
+        )  # fmt: skip
+        tl.store(inverse + row, invert(scale), mask=(row < m) & (tl.program_id(1) == 0))
+        tl.store(turned_inverse + column, invert(across), mask=(column < k) & (tl.program_id(0) == 0))
+    else:
+        first = tl.arange(0, 1)
+        scale = tl.load(scales + first)
+        if not GIVEN:
+            scale = exact_scale(scale, LARGEST)
+        along = to_codes(values, scale[:, None], kind, LARGEST)
+        store_codes(along, along, codes, turned, row, column, inside, m, k)
+        begins = (first + tl.program_id(0) + tl.program_id(1)) == 0
+        tl.store(inverse + first, invert(scale), mask=begins)
+        tl.store(turned_inverse + first, invert(scale), mask=begins)
+        if GIVEN:
+            tl.atomic_max(most, tl.max(tl.max(magnitude_bits(values), 1), 0))
+
+
+@triton.jit
+def block_scale(bits, LARGEST: tl.constexpr, OCTAVE: tl.constexpr, MX: tl.constexpr):
+    """Return the scales of blocks with these largest magnitudes, and the exponents of their inverses."""
+    if MX:  # the exponent of the octave; subnormal numbers have lower ones, which are all clamped
+        exponent = tl.maximum((bits >> 23) - BIAS - OCTAVE, -BIAS)
+        exponent = tl.where(bits == 0, 0, exponent)
+    else:  # the exponent of the exact scale, rounded down
+        scale = exact_scale(bits.to(tl.float32, bitcast=True), LARGEST)
+        exponent = -(scale.to(tl.int32, bitcast=True) >> 23) + BIAS
+    scale = ((-exponent + BIAS) << 23).to(tl.float32, bitcast=True)
+    return tl.where(bits < 0x7F800000, scale, float("nan")), exponent
+
+
+@triton.jit
+def store_scale(out, scale, exponent, row, block, m, blocks, MX: tl.constexpr):
+    """Store the inverses as products on hardware need them: [blocks, m], or E8M0 in tiles of 32 x 4 x 4."""
+    inside = (row < m)[:, None] & (block < blocks)[None, :]
+    if MX:
+        tile = (row // 128)[:, None] * tl.cdiv(blocks, 4) + (block // 4)[None, :]
+        place = tile * 512 + (row % 32 * 16 + row % 128 // 32 * 4)[:, None] + (block % 4)[None, :]
+        code = tl.where(scale == scale, exponent + BIAS, 255).to(tl.uint8)  # 255 is NaN
+        tl.store(out + place, code, mask=inside)
+    else:
+        inverse = tl.where(scale == scale, ((exponent + BIAS) << 23).to(tl.float32, bitcast=True), float("nan"))
+        tl.store(out + block[None, :] * m + row[:, None], inverse, mask=inside)
+
+
+@triton.jit
+def quantise_blocks_program(
+    x, codes, turned, inverse, turned_inverse, m, k, LARGEST: tl.constexpr, OCTAVE: tl.constexpr,
+    BLOCK: tl.constexpr, MX: tl.constexpr, SQUARE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    values, row, column, inside = load_tile(x, m, k, TILE, TILE)
+    kind = codes.dtype.element_ty
+    bits = magnitude_bits(values)
+    if SQUARE:  # the tile is the block
+        scale, exponent = block_scale(tl.max(tl.max(bits, 1), 0) + tl.zeros((1, 1), tl.int32), LARGEST, OCTAVE, MX)
+        along = to_codes(values, scale, kind, LARGEST)
+        store_codes(along, along, codes, turned, row, column, inside, m, k)
+        factor = tl.where(scale == scale, ((exponent + BIAS) << 23).to(tl.float32, bitcast=True), float("nan"))
+        one = tl.zeros((1, 1), tl.int64)
+        tl.store(inverse + one + tl.program_id(0) * tl.cdiv(k, TILE) + tl.program_id(1), factor)
+        tl.store(turned_inverse + one + tl.program_id(1) * tl.cdiv(m, TILE) + tl.program_id(0), factor)
+    else:
+        N: tl.constexpr = TILE // BLOCK
+        most = tl.max(tl.reshape(bits, (TILE, N, BLOCK)), 2)
+        scale, exponent = block_scale(most, LARGEST, OCTAVE, MX)  # [TILE, N]
+        spread = tl.reshape(tl.broadcast_to(scale[:, :, None], (TILE, N, BLOCK)), (TILE, TILE))
+        blocks = tl.program_id(1).to(tl.int64) * N + tl.arange(0, N)
+        store_scale(inverse, scale, exponent, row, blocks, m, tl.cdiv(k, BLOCK), MX)
+        most = tl.max(tl.reshape(bits, (N, BLOCK, TILE)), 1)
+        across, exponent = block_scale(tl.trans(most), LARGEST, OCTAVE, MX)
+        turned_spread = tl.reshape(tl.broadcast_to(tl.trans(across)[:, None, :], (N, BLOCK, TILE)), (TILE, TILE))
+        blocks = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
+        store_scale(turned_inverse, across, exponent, column, blocks, k, tl.cdiv(m, BLOCK), MX)
+        store_codes(
+            to_codes(values, spread, kind, LARGEST), to_codes(values, turned_spread, kind, LARGEST),
+            codes, turned, row, column, inside, m, k,
+        )  # fmt: skip
+
+
+def maxima(x: Tensor, found: Tensor, *, by_row: bool) -> None:
+    """Launch `maxima_program`: x [m, k], found [1] or [m + k], int32 zeros."""
+    m, k = x.shape
+    maxima_program[_tiles(m, k, TILE)](x, found, m, k, BY_ROW=by_row, TILE=TILE, num_warps=WARPS)
+
+
+def quantise(x: Tensor, scales: Tensor, out: Sequence[Tensor], *, largest: float, by_row: bool, given: bool) -> None:
+    """Launch `quantise_program`; ``out`` are its results, the last one int32 zeros."""
+    m, k = x.shape
+    quantise_program[_tiles(m, k, TILE)](
+        x, scales, *out, m, k, LARGEST=largest, BY_ROW=by_row, GIVEN=given, TILE=TILE, num_warps=WARPS
+    )
+
+
+def quantise_blocks(
+    x: Tensor, out: Sequence[Tensor], *, largest: float, octave: int, block: int, mx: bool, square: bool
+) -> None:
+    """Launch `quantise_blocks_program`; ``out`` are its results. Blocks have at most `TILE` elements."""
+    (m, k), tile = x.shape, block if square else TILE
+    quantise_blocks_program[_tiles(m, k, tile)](
+        x, *out, m, k, LARGEST=largest, OCTAVE=octave, BLOCK=block, MX=mx, SQUARE=square, TILE=tile, num_warps=WARPS
+    )
+
+
+def _tiles(m: int, k: int, tile: int) -> tuple[int, int]:
+    return triton.cdiv(m, tile), triton.cdiv(k, tile)

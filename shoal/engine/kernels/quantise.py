@@ -1,0 +1,154 @@
+"""Quantisation of matrices to 8 bits in the layouts of hardware products: codes, codes of the transpose, inverse scales.
+
+`shoal.engine.precision.float8` defines the numbers; here they are computed with one pass over the matrix (and one before
+it, where a scale depends on more than a block), with the operands of `torch._scaled_mm` as results:
+
+    codes     [m, k], and of the transpose [k, m], both contiguous
+    inverse   1 / scale: [1, 1]; [m, 1]; for 128 of a row [m, k/128] with stride (1, m); for squares [m/128, k/128];
+              for MX E8M0, swizzled in tiles of 128 rows and 4 blocks (cuBLAS, "1D block scaling factors layout")
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from shoal.engine.precision.float8 import ROW, TENSOR, Grain, compute_scale, encode, largest, octave
+from shoal.spec.number_formats import E4M3, E5M2
+
+FORMAT = {kind.name: kind for kind in (E4M3, E5M2)}
+TILE = 128  # rows and columns that one program works on; also the rows of a tile of MX scales
+
+
+@custom_op("shoal::maxima", mutates_args=())
+def maxima(x: Tensor, by_row: bool) -> Tensor:
+    """Return the largest magnitude of x [m, k], [1], or of each row and each column, [m + k]."""
+    return torch.cat((largest(x, ROW), largest(x.t(), ROW))).flatten() if by_row else largest(x, TENSOR).flatten()
+
+
+@maxima.register_kernel("cuda")
+def _(x: Tensor, by_row: bool) -> Tensor:
+    from shoal.engine.kernels.programs import quantise as programs
+
+    found = x.new_zeros(sum(x.shape) if by_row else 1, dtype=torch.int32)
+    programs.maxima(x.contiguous(), found, by_row=by_row)
+    return found.view(torch.float32)
+
+
+@maxima.register_fake
+def _(x: Tensor, by_row: bool) -> Tensor:
+    return x.new_empty(sum(x.shape) if by_row else 1, dtype=torch.float32)
+
+
+@custom_op("shoal::quantise", mutates_args=())
+def quantise(
+    x: Tensor, values: Tensor, kind: str, by_row: bool, given: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Quantise x [m, k] with one scale, or by rows of it and of its transpose.
+
+    Args:
+        values: result of `maxima`; or, if ``given``, the scale [1] itself.
+
+    Returns:
+        (codes, codes of the transpose, inverse, inverse of the transpose, largest magnitude if ``given``: [1], else
+        [0]).
+    """
+    format, grain = FORMAT[kind], ROW if by_row else TENSOR
+    most = (values[: len(x)], values[len(x) :]) if by_row else (values, values)
+    found = []
+    for matrix, along in zip((x, x.t()), most, strict=True):
+        scale = along.view(-1, 1) if given else compute_scale(along.view(-1, 1), format, grain)
+        found.append((encode(matrix, scale, format, grain).codes.contiguous(), scale.reciprocal()))
+    (codes, inverse), (turned, turned_inverse) = found
+    return codes, turned, inverse, turned_inverse, maxima(x, False) if given else x.new_empty(0, dtype=torch.float32)
+
+
+@quantise.register_kernel("cuda")
+def _(
+    x: Tensor, values: Tensor, kind: str, by_row: bool, given: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from shoal.engine.kernels.programs import quantise as programs
+
+    out, most = _empty(x, kind, by_row), x.new_zeros(int(given), dtype=torch.int32)
+    programs.quantise(
+        x.contiguous(), values, (*out, most), largest=FORMAT[kind].largest, by_row=by_row, given=given
+    )
+    return *out, most.view(torch.float32)
+
+
+@quantise.register_fake
+def _(
+    x: Tensor, values: Tensor, kind: str, by_row: bool, given: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return *_empty(x, kind, by_row), x.new_empty(int(given), dtype=torch.float32)
+
+
+@custom_op("shoal::quantise_blocks", mutates_args=())
+def quantise_blocks(x: Tensor, kind: str, rows: int, columns: int, scale: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Quantise x [m, k] by blocks of it, and of its transpose; arguments as in `Grain`.
+
+    Returns:
+        (codes, codes of the transpose, inverse, inverse of the transpose).
+    """
+    format, grain = FORMAT[kind], Grain(rows, columns, scale)
+    found = []
+    for matrix in (x, x.t()):
+        scales = compute_scale(largest(matrix, grain), format, grain)
+        found.append((encode(matrix, scales, format, grain).codes.contiguous(), _lay_out(scales.reciprocal(), grain)))
+    (codes, inverse), (turned, turned_inverse) = found
+    return codes, turned, inverse, turned_inverse
+
+
+@quantise_blocks.register_kernel("cuda")
+def _(x: Tensor, kind: str, rows: int, columns: int, scale: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from shoal.engine.kernels.programs import quantise as programs
+
+    grain, format = Grain(rows, columns, scale), FORMAT[kind]
+    out = _empty_blocks(x, kind, grain)
+    as_bytes = [each.view(torch.uint8) if each.dtype == torch.float8_e8m0fnu else each for each in out]
+    programs.quantise_blocks(
+        x.contiguous(), as_bytes, largest=format.largest, octave=octave(format), block=columns,
+        mx=scale == "mx", square=rows == columns,
+    )  # fmt: skip
+    return out
+
+
+@quantise_blocks.register_fake
+def _(x: Tensor, kind: str, rows: int, columns: int, scale: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _empty_blocks(x, kind, Grain(rows, columns, scale))
+
+
+def _lay_out(inverse: Tensor, grain: Grain) -> Tensor:
+    """Return inverse scales [m / rows, k / columns] in the layout of the module's docstring."""
+    if grain.scale != "mx":
+        return inverse if grain.rows > 1 else inverse.t().contiguous().t()
+    m, blocks = inverse.shape
+    padded = inverse.new_zeros(-(-m // TILE) * TILE, -(-blocks // 4) * 4)
+    padded[:m, :blocks] = inverse
+    tiles = padded.view(-1, 4, 32, padded.shape[1] // 4, 4)  # [row / 128, row / 32 % 4, row % 32, block / 4, block % 4]
+    return tiles.permute(0, 3, 2, 1, 4).flatten().to(torch.float8_e8m0fnu)
+
+
+def _empty(x: Tensor, kind: str, by_row: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (m, k), dtype = x.shape, getattr(torch, kind)
+    inverse = [x.new_empty(rows if by_row else 1, 1, dtype=torch.float32) for rows in (m, k)]
+    return x.new_empty(m, k, dtype=dtype), x.new_empty(k, m, dtype=dtype), inverse[0], inverse[1]
+
+
+def _empty_blocks(x: Tensor, kind: str, grain: Grain) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (m, k), dtype = x.shape, getattr(torch, kind)
+    return (
+        x.new_empty(m, k, dtype=dtype), x.new_empty(k, m, dtype=dtype),
+        _empty_scales(x, m, k, grain), _empty_scales(x, k, m, grain),
+    )  # fmt: skip
+
+
+def _empty_scales(x: Tensor, m: int, k: int, grain: Grain) -> Tensor:
+    if grain.scale == "mx":  # 0: rows that fill a tile have a scale, which no product uses
+        tiles = -(-m // TILE) * -(-k // (4 * grain.columns))
+        return x.new_zeros(4 * TILE * tiles, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    blocks = -(-k // grain.columns)
+    if grain.rows > 1:
+        return x.new_empty(-(-m // grain.rows), blocks, dtype=torch.float32)
+    return x.new_empty(blocks, m, dtype=torch.float32).t()

@@ -1,0 +1,154 @@
+"""Quantisation to 8 bits: the Triton programs against the reference of `shoal.engine.precision.float8`, bit for bit."""
+
+import math
+
+import pytest
+import torch
+
+from shoal.engine.kernels.quantise import FORMAT, _empty, _empty_blocks, maxima, quantise, quantise_blocks
+from shoal.engine.precision.float8 import Grain, octave
+from tests.engine.kernels.triton_tools import OPERATOR_CHECKS, TARGETS, compile_program
+
+KINDS = list(FORMAT)
+BLOCKS = [(1, 128, "power"), (128, 128, "power"), (1, 32, "mx"), (1, 16, "power"), (32, 32, "power")]
+
+
+def sample(m: int, k: int, dtype: torch.dtype, *, bad: bool = False) -> torch.Tensor:
+    """Rows of very different size, with zeros, halves between codes, tiny numbers, and perhaps some that are not finite."""
+    generator = torch.Generator().manual_seed(m + k)
+    x = torch.randn(m, k, generator=generator) * 10.0 ** torch.randint(-12, 12, (m, 1), generator=generator)
+    x[0, : k // 4], x[-1, k // 2 :] = 0, 0
+    x[m // 2, :] = torch.arange(k) / 16  # many are halfway between two codes
+    # Triton's interpreter converts no subnormal bfloat16.
+    x[m // 3, ::3] = 2.0**-125 if dtype == torch.bfloat16 else 2.0**-130
+    if bad:
+        x[3, 50], x[9, 100], x[129, 150] = math.inf, -math.inf, math.nan
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_programs_equal_the_reference(interpreted, dtype: torch.dtype) -> None:
+    interpreted(check_programs, sample(130, 200, dtype), KINDS)
+    interpreted(check_programs, sample(1, 40, dtype), KINDS[:1])
+
+
+def test_what_is_not_finite_stays_so(interpreted) -> None:
+    interpreted(check_programs, sample(130, 200, torch.bfloat16, bad=True), KINDS[:1])
+
+
+def check_programs(x: torch.Tensor, kinds: list[str]) -> None:
+    round_like_hardware()
+    for by_row in (False, True):
+        most = maxima(x, by_row)
+        equal([launch_maxima(x, by_row)], [most])
+        for kind in kinds:
+            equal(launch(x, most, kind, by_row, False), quantise(x, most, kind, by_row, False))
+    for kind in kinds:
+        scale = torch.tensor([3.0])
+        equal(launch(x, scale, kind, False, True), quantise(x, scale, kind, False, True))
+        for block in BLOCKS:
+            equal(launch_blocks(x, kind, *block), quantise_blocks(x, kind, *block))
+
+
+def round_like_hardware() -> None:
+    """Let Triton's interpreter convert to 8 bits as torch does, to nearest even, as the instruction of hardware does.
+
+    The interpreter's own conversion rounds halves up, and knows no NaN. `test_programs_compile` looks for the
+    instruction, which PTX defines to round to nearest even.
+    """
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def convert(self, source, kind, rounding):
+        dtype = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}[kind.scalar]
+        return TensorHandle(torch.from_numpy(source.data).to(dtype).view(torch.uint8).numpy(), kind.scalar)
+
+    InterpreterBuilder.create_fp_to_fp = convert
+
+
+def launch_maxima(x, by_row):
+    from shoal.engine.kernels.programs import quantise as programs
+
+    found = torch.zeros(sum(x.shape) if by_row else 1, dtype=torch.int32)
+    programs.maxima(x, found, by_row=by_row)
+    return found.view(torch.float32)
+
+
+def launch(x, values, kind, by_row, given):
+    from shoal.engine.kernels.programs import quantise as programs
+
+    out, most = _empty(x, kind, by_row), torch.zeros(int(given), dtype=torch.int32)
+    programs.quantise(x, values, (*out, most), largest=FORMAT[kind].largest, by_row=by_row, given=given)
+    return *out, most.view(torch.float32)
+
+
+def launch_blocks(x, kind, rows, columns, scale):
+    from shoal.engine.kernels.programs import quantise as programs
+
+    out, mx = _empty_blocks(x, kind, Grain(rows, columns, scale)), scale == "mx"
+    as_bytes = [*out[:2], *(each.view(torch.uint8) if mx else each for each in out[2:])]
+    programs.quantise_blocks(
+        x, as_bytes, largest=FORMAT[kind].largest, octave=octave(FORMAT[kind]), block=columns, mx=mx,
+        square=rows == columns,
+    )  # fmt: skip
+    return out
+
+
+def equal(found, expected) -> None:
+    for a, b in zip(found, expected, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype and (1 in a.shape or a.stride() == b.stride())
+        if a.dtype == torch.float8_e8m0fnu:
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        else:
+            assert torch.equal(a.double().nan_to_num(1e300), b.double().nan_to_num(1e300))
+
+
+def test_scales_of_mx_are_where_cublas_reads_them() -> None:
+    """Row r and block c of a tile of 128 x 4 are at 16 (r mod 32) + 4 (r div 32) + c; tiles in row-major order."""
+    x = torch.exp2(torch.arange(256 * 8).view(256, 8) % 101 - 50.0).repeat_interleave(32, 1)
+    scales = quantise_blocks(x, "float8_e4m3fn", 1, 32, "mx")[2].float()
+    for row, block in ((0, 0), (1, 0), (31, 3), (32, 0), (127, 7), (128, 4), (255, 5)):
+        place = (row // 128 * 2 + block // 4) * 512 + row % 32 * 16 + row % 128 // 32 * 4 + block % 4
+        assert scales[place] == x[row, 32 * block] * 2.0**-8
+
+
+def test_operators() -> None:
+    x = sample(40, 64, torch.bfloat16)
+    samples = [
+        (maxima, (x, False)), (maxima, (x, True)),
+        *((quantise, (x, maxima(x, by_row), "float8_e5m2", by_row, False)) for by_row in (False, True)),
+        (quantise, (x, torch.ones(1), "float8_e4m3fn", False, True)),
+        *((quantise_blocks, (x, "float8_e4m3fn", *block)) for block in BLOCKS),
+    ]  # fmt: skip
+    for operator, args in samples:
+        torch.library.opcheck(operator, args, test_utils=OPERATOR_CHECKS)
+
+
+E4M3, E5M2 = KINDS
+PROGRAMS = [  # on the GPUs whose products take their results; 8.0 has no 8-bit numbers, and its products are emulated
+    ("maxima", "sm_90a", E4M3, {"BY_ROW": True}),
+    ("quantise", "sm_90a", E5M2, {"BY_ROW": False, "GIVEN": True}),
+    ("quantise", "sm_100a", E4M3, {"BY_ROW": True, "GIVEN": False}),
+    ("quantise_blocks", "sm_90a", E5M2, {"BLOCK": 128, "MX": False, "SQUARE": False}),
+    ("quantise_blocks", "sm_90a", E4M3, {"BLOCK": 128, "MX": False, "SQUARE": True}),
+    ("quantise_blocks", "sm_100a", E4M3, {"BLOCK": 32, "MX": True, "SQUARE": False}),
+]
+
+
+@pytest.mark.parametrize(("name", "target", "kind", "options"), PROGRAMS)
+def test_programs_compile(name: str, target: str, kind: str, options: dict) -> None:
+    from shoal.engine.kernels.programs import quantise as programs
+
+    program, codes = getattr(programs, f"{name}_program"), {E4M3: "*fp8e4nv", E5M2: "*fp8e5"}[kind]
+    scales = "*u8" if options.get("MX") else "*fp32"
+    types = {
+        "x": "*bf16", "codes": codes, "turned": codes, "inverse": scales, "turned_inverse": scales,
+        "scales": "*fp32", "most": "*i32", "maxima": "*i32", "m": "i32", "k": "i32",
+    }  # fmt: skip
+    options = {"LARGEST": FORMAT[kind].largest, "OCTAVE": octave(FORMAT[kind]), "TILE": programs.TILE} | options
+    options = {name: value for name, value in options.items() if name in program.arg_names}
+    ptx = compile_program(program, TARGETS[target], types, num_warps=programs.WARPS, **options)
+    assert "ld.global.v4.b32" in ptx  # 16 bytes at a time, and of both results
+    if name != "maxima":
+        assert "st.global.v4.b32" in ptx
+        assert f"cvt.rn.satfinite.{'e4m3x2' if kind == E4M3 else 'e5m2x2'}.f32" in ptx
