@@ -1,7 +1,7 @@
-"""Quantisation of matrices to 8 bits in the layouts of hardware products: codes, codes of the transpose, inverse scales.
+"""Quantisation of matrices to 8 bits in the layouts of hardware products: codes, transposed codes, inverse scales.
 
-`shoal.engine.precision.float8` defines the numbers; here they are computed with one pass over the matrix (and one before
-it, where a scale depends on more than a block), with the operands of `torch._scaled_mm` as results:
+`shoal.engine.precision.float8` defines the numbers. Here one pass over the matrix computes them (and one before it,
+where a scale depends on more than a block), with the operands of `torch._scaled_mm` as results:
 
     codes     [m, k], and of the transpose [k, m], both contiguous
     inverse   1 / scale: [1, 1]; [m, 1]; for 128 of a row [m, k/128] with stride (1, m); for squares [m/128, k/128];
@@ -10,10 +10,14 @@ it, where a scale depends on more than a block), with the operands of `torch._sc
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from shoal.engine.kernels.example import Example
 from shoal.engine.precision.float8 import ROW, TENSOR, Grain, compute_scale, encode, largest, octave
 from shoal.spec.number_formats import E4M3, E5M2
 
@@ -152,3 +156,27 @@ def _empty_scales(x: Tensor, m: int, k: int, grain: Grain) -> Tensor:
     if grain.rows > 1:
         return x.new_empty(-(-m // grain.rows), blocks, dtype=torch.float32)
     return x.new_empty(blocks, m, dtype=torch.float32).t()
+
+
+def examples() -> Iterator[Example]:
+    """Yield calls whose codes and scales equal the reference's bit for bit, with rows of very different size."""
+    x = torch.randn(384, 512) * 10.0 ** torch.randint(-12, 12, (384, 1))
+
+    def by_scale(x: Tensor, *, by_row: bool) -> list[Tensor]:
+        return [each.float() for each in quantise(x, maxima(x, by_row), E4M3.name, by_row, False)[:4]]
+
+    def by_block(x: Tensor, *, block: tuple[int, int, str]) -> list[Tensor]:
+        return [each.float() for each in quantise_blocks(x, E5M2.name, *block)]
+
+    calls = {f"quantise, by row {by_row}": partial(by_scale, by_row=by_row) for by_row in (False, True)}
+    calls |= {f"quantise, blocks {block}": partial(by_block, block=block) for block in _BLOCKS}
+    for name, call in calls.items():
+        reference = partial(_narrow, call)
+        yield Example(name, call, reference, (x,), (torch.bfloat16,), gradients=(), tolerance=1e-12)
+
+
+_BLOCKS = [(1, 128, "power"), (128, 128, "power"), (1, 32, "mx")]
+
+
+def _narrow(call: Callable[[Tensor], list[Tensor]], x: Tensor) -> list[Tensor]:
+    return call(x.bfloat16())

@@ -14,7 +14,7 @@ BLOCKS = [(1, 128, "power"), (128, 128, "power"), (1, 32, "mx"), (1, 16, "power"
 
 
 def sample(m: int, k: int, dtype: torch.dtype, *, bad: bool = False) -> torch.Tensor:
-    """Rows of very different size, with zeros, halves between codes, tiny numbers, and perhaps some that are not finite."""
+    """Rows of very different size, with zeros, halves between codes, tiny numbers, perhaps not finite."""
     generator = torch.Generator().manual_seed(m + k)
     x = torch.randn(m, k, generator=generator) * 10.0 ** torch.randint(-12, 12, (m, 1), generator=generator)
     x[0, : k // 4], x[-1, k // 2 :] = 0, 0
