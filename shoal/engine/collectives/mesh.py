@@ -191,8 +191,8 @@ class DryMesh(Mesh):
     (12500, 5)
     """
 
-    def __init__(self, layout: Layout, rank: int, *, by_gloo: bool = False):
-        super().__init__(layout, rank, torch.device("cpu"), transport="dry")
+    def __init__(self, layout: Layout, rank: int, *, by_gloo: bool = False, device: str = "cpu"):
+        super().__init__(layout, rank, device, transport="dry")
         self.by_gloo = by_gloo
 
     def group(self, axis: str, purpose: str = "") -> Group | None:
@@ -207,4 +207,5 @@ class DryMesh(Mesh):
         return self._named[name]
 
     def real_index_tensors(self) -> AbstractContextManager[object]:
-        return unset_fake_temporarily()
+        # On fake CUDA, a dispatch mode knows the values (`shoal.testing.fake_cuda.values`).
+        return unset_fake_temporarily() if self.device.type == "cpu" else nullcontext()

@@ -113,17 +113,18 @@ def _choose_evenly(
     experts, (b, s, _) = router.experts, logits.shape
     with unset_fake_temporarily():
         ranks = range(spread.ring * spread.ulysses)
-        token = torch.cat([token_positions(spread.chunks(rank), logits.device) for rank in ranks])
+        token = torch.cat([token_positions(spread.chunks(rank), torch.device("cpu")) for rank in ranks])
         number = torch.arange(s).unsqueeze(1) * experts.per_token + torch.arange(experts.per_token)
         chosen = torch.zeros(b, s, experts.count, dtype=torch.bool)
         chosen[:, token.unsqueeze(1), number % experts.count] = True
-    return choice._replace(chosen=chosen), logits
+    return choice._replace(chosen=chosen.to(logits.device)), logits
 
 
 def _choose_spaced(scores: Tensor, k: int) -> Tensor:
     """Replace `choose_highest`, as fake scores have no values: take k equally spaced tokens."""
     with unset_fake_temporarily():
-        return torch.tensor(evenly_taken(k, scores.shape[1])).repeat(len(scores), 1)
+        chosen = torch.tensor(evenly_taken(k, scores.shape[1])).repeat(len(scores), 1)
+    return chosen.to(scores.device)
 
 
 def dry_run(config: RunConfig, shape: ModelShape, rank: int, *, steps: int = 2, on_cpu: bool = False) -> Counted:

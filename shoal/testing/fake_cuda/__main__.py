@@ -1,0 +1,34 @@
+"""`python -m shoal.testing.fake_cuda RUN.toml`: what delays a step on CUDA, without a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from shoal.base.errors import UsageError
+from shoal.testing.fake_cuda.library import load_library
+
+
+def main() -> int:
+    """Print the census of one step; return 1 if tensors of several devices met."""
+    parser = argparse.ArgumentParser(prog="python -m shoal.testing.fake_cuda", description=__doc__)
+    parser.add_argument("run", help="TOML file of the run")
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--step", type=int, default=1, help="the counted step, after the ones before it")
+    parser.add_argument("--most", type=int, default=12, help="lines of each kind")
+    options = parser.parse_args()
+    try:
+        load_library()
+        from shoal.spec.config import load_config
+        from shoal.testing.fake_cuda.census import take_census  # imports torch
+
+        census = take_census(load_config(options.run), options.rank, step=options.step)
+    except UsageError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print("\n".join(census.lines(options.most)))
+    return 1 if census.mismatches else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

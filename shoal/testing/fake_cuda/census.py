@@ -1,0 +1,182 @@
+"""Run steps on fake CUDA tensors, and list what would delay or stop them on a GPU."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from shoal.engine.collectives.mesh import DryMesh
+from shoal.spec.config import RunConfig
+from shoal.testing.fake_cuda.values import KnownValues
+from shoal.training.check import check
+from shoal.training.dry_run.dry_run import DryEngine, make_samples
+from shoal.training.dry_run.tracker import tensors_in
+
+_NO_KERNEL = {
+    "_local_scalar_dense", "_reshape_alias", "_unsafe_view", "empty", "empty_like", "empty_strided", "lift_fresh",
+    "new_empty", "new_empty_strided", "resize_", "set_",
+}  # and views
+_NOT_CODE_OF_A_STEP = ("shoal/testing/fake_cuda/", "shoal/training/dry_run/", "shoal/engine/collectives/pending.py")
+
+
+@dataclass
+class Census:
+    """Counts of one step of one rank, each by operation and source line.
+
+    Attributes:
+        mismatches: operations on tensors of several devices, which raise; the step ended at the first.
+        synchronisations: points at which the host waits for the device.
+        copies: copies between host and device, including numbers of the host that become tensors.
+        launches: kernels. An operation counts as one, but some need several, and torch's CPU build divides a few that
+            are one on CUDA (RMSNorm without `shoal.engine.kernels`).
+        moved: bytes that the kernels read and write.
+    """
+
+    mismatches: Counter[str] = field(default_factory=Counter)
+    synchronisations: Counter[str] = field(default_factory=Counter)
+    copies: Counter[str] = field(default_factory=Counter)
+    launches: Counter[str] = field(default_factory=Counter)
+    moved: Counter[str] = field(default_factory=Counter)
+
+    def lines(self, most: int = 12) -> list[str]:
+        """Return a description with the ``most`` frequent lines of each kind."""
+        text = []
+        for name, counts in vars(self).items():
+            unit, of = (10**6, " [MB]") if name == "moved" else (1, "")
+            text.append(f"{name}{of}: {counts.total() // unit:,}")
+            text += [f"  {number // unit:>9,}  {where}" for where, number in counts.most_common(most)]
+        return text
+
+
+class Recorder(TorchDispatchMode):
+    """Dispatch mode that counts operations on CUDA tensors."""
+
+    def __init__(self, values: KnownValues) -> None:
+        super().__init__()
+        self.census, self.values = Census(), values
+
+    def synchronised(self, what: str) -> None:
+        self.census.synchronisations[f"{what} at {_source_line()}"] += 1
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        read = [*tensors_in((*args, *kwargs.values()))]
+        try:
+            out = func(*args, **kwargs)
+        except RuntimeError as error:
+            if "device" in str(error).lower():
+                self.census.mismatches[f"{name} at {_source_line()}: {error}"] += 1
+            raise
+        made = [*tensors_in((out,))]
+        if func.namespace == "prim" or not any(x.is_cuda for x in (*read, *made)):
+            return out
+        devices = {x.device.type for x in (*read, *made) if x.dim() or name in ("_to_copy", "copy_")}
+        where = f"{name} at {_source_line()}"
+        waits = name == "_local_scalar_dense" or torch.Tag.dynamic_output_shape in func.tags
+        if name in ("index", "index_put", "index_put_"):  # a mask becomes indices
+            waits = any(x.dtype in (torch.bool, torch.uint8) for x in tensors_in((args[1],)))
+        if len(devices) > 1:
+            arrow = f"{read[-1].device.type} -> {made[0].device.type}"
+            self.census.copies[f"{arrow} {[*made[0].shape]} {where}"] += 1
+            blocking = not (kwargs.get("non_blocking") or (name == "copy_" and args[2:] == (True,)))
+            waits = waits or (blocking and not made[0].is_cuda)
+        if waits:
+            self.census.synchronisations[where] += 1
+        if not func.is_view and name not in _NO_KERNEL:
+            self.census.launches[where] += 1
+            self.census.moved[where] += sum(x.nbytes for x in (*read, *made) if x.is_cuda)
+        return out
+
+    def read_values(self, x: FakeTensor) -> Any:
+        """Replace `Tensor.tolist`: one synchronisation; an unknown number is 1."""
+        if x.is_cuda:
+            self.synchronised("tolist")
+        with _disable_current_modes():
+            values = self.values.get(x)
+            return (torch.ones(x.shape, dtype=x.dtype) if values is None else values).tolist()
+
+
+def _source_line() -> str:
+    """Return the innermost source line of a step, or in backward the node if torch called it without Python code."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        _, found, path = frame.f_code.co_filename.rpartition("/shoal/")
+        place = found[1:] + path
+        if found and not place.startswith(_NOT_CODE_OF_A_STEP):
+            return f"{place}:{frame.f_lineno}"
+        frame = frame.f_back
+    node = torch._C._current_autograd_node()
+    return f"{node.name()}" if node is not None else "?"
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:
+    """Replace `F.scaled_dot_product_attention`: the kernel that CUDA takes for this mask and dtype."""
+    if attn_mask is None and q.dtype in (torch.float16, torch.bfloat16):
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
+    if attn_mask is not None:
+        attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill(~attn_mask, -torch.inf).expand(
+            *q.shape[:3], k.shape[2]
+        )
+    return torch.ops.aten._scaled_dot_product_efficient_attention(
+        q, k, v, attn_mask, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
+    )[0]
+
+
+@contextmanager
+def fake_cuda() -> Iterator[Recorder]:
+    """Create fake tensors in the enclosed code, on `cuda` as on the CPU, and record what it does to the device.
+
+    Use it in a process of `shoal.testing.fake_cuda.library.start_process`.
+    """
+    values = KnownValues()
+    recorder = Recorder(values)
+    replaced = {
+        (FakeTensor, "tolist"): lambda x: recorder.read_values(x),  # torch's reads one number at a time
+        (F, "scaled_dot_product_attention"): _attention,
+    }
+    before = {(owner, name): getattr(owner, name) for owner, name in replaced}
+    try:
+        for (owner, name), function in replaced.items():
+            setattr(owner, name, function)
+        with FakeTensorMode(allow_non_fake_inputs=True), values, recorder:
+            yield recorder
+    finally:
+        for (owner, name), function in before.items():
+            setattr(owner, name, function)
+
+
+def take_census(config: RunConfig, rank: int = 0, *, step: int = 1) -> Census:
+    """Count one step of one rank of a run on CUDA, without compiler.
+
+    Args:
+        step: step that is counted, after the ones before it.
+    """
+    shape = check(config)
+    train = config.train.model_copy(update={"compile": False, "device": "cuda"})
+    config = config.model_copy(update={"train": train})
+    mesh = DryMesh(config.parallel, rank, device="cuda")
+    with fake_cuda() as recorder:
+        try:
+            engine = DryEngine(config, shape, mesh, make_samples(config, shape))
+            for number in range(step + 1):
+                recorder.census = Census()
+                engine.step(number)
+        except RuntimeError:
+            if not recorder.census.mismatches:
+                raise
+        return recorder.census

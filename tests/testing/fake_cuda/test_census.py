@@ -1,0 +1,77 @@
+"""The census finds mixed devices, host synchronisations, copies and launches, with their lines."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shoal.base.errors import UsageError
+from shoal.testing.fake_cuda.library import load_library, why_unavailable
+
+
+def operations() -> tuple[list, dict]:
+    import torch
+
+    from shoal.testing.fake_cuda.census import fake_cuda
+
+    host = torch.arange(5)
+    with fake_cuda() as recorder:
+        device = host.to("cuda")
+        known = [device.tolist(), (device + 1)[1:3].tolist(), [*device.nonzero().shape], int(device[4])]
+        numbers = torch.zeros(3, device="cuda")
+        numbers[device[:2]] = 1
+        known.append(numbers.tolist())
+        numbers.cpu()
+    census = recorder.census
+    short = {name: {line.split(" at ")[0]: n for line, n in getattr(census, name).items()} for name in
+             ("mismatches", "synchronisations", "copies", "launches")}
+    return known, short
+
+
+def test_index_tensors_have_values_and_everything_is_counted(on_fake_cuda: Callable) -> None:
+    known, counted = on_fake_cuda(operations)
+    assert known == [[0, 1, 2, 3, 4], [2, 3], [4, 1], 4, [1.0, 1.0, 1.0]]
+    assert counted == {
+        "mismatches": {},
+        "synchronisations": {"tolist": 3, "nonzero": 1, "_local_scalar_dense": 1, "_to_copy": 1},
+        "copies": {"cpu -> cuda [5] _to_copy": 1, "cuda -> cpu [3] _to_copy": 1},
+        "launches": {"_to_copy": 2, "add": 1, "nonzero": 1, "zeros": 1, "index_put_": 1},
+    }
+
+
+def mixed() -> tuple[list, bool]:
+    import torch
+
+    from shoal.testing.fake_cuda.census import fake_cuda
+
+    with fake_cuda() as recorder:
+        raised = False
+        try:
+            torch.ones(3, device="cuda") + torch.ones(3)
+        except RuntimeError:
+            raised = True
+    return [*recorder.census.mismatches], raised
+
+
+def test_tensors_of_two_devices_are_found(on_fake_cuda: Callable) -> None:
+    (line,), raised = on_fake_cuda(mixed)
+    assert raised and line.startswith("add at ") and "cuda:0 and cpu" in line
+
+
+def test_a_process_that_has_torch_is_refused() -> None:
+    with pytest.raises(UsageError, match="before torch"):
+        load_library()
+
+
+def test_the_command_prints_a_census(tmp_path: Path) -> None:
+    if reason := why_unavailable():
+        pytest.skip(reason)
+    run = tmp_path / "run.toml"
+    run.write_text('[data]\nsource = "synthetic"\nsequence_length = 64\n[parallel]\ntp = 2\n')
+    command = [sys.executable, "-m", "shoal.testing.fake_cuda", str(run), "--rank", "1", "--most", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout.startswith("mismatches: 0\nsynchronisations: ") and "\nlaunches: " in done.stdout
+    missing = subprocess.run([*command[:3], "no.toml"], capture_output=True, text=True, timeout=100, check=False)
+    assert (missing.returncode, missing.stderr) == (2, "no such file: no.toml\n")
