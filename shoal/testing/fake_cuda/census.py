@@ -59,7 +59,7 @@ class Census:
         return text
 
 
-class Recorder(TorchDispatchMode):
+class OperationRecorder(TorchDispatchMode):
     """Dispatch mode that counts operations on CUDA tensors."""
 
     def __init__(self, values: KnownValues) -> None:
@@ -138,13 +138,13 @@ def _attention(
 
 
 @contextmanager
-def fake_cuda() -> Iterator[Recorder]:
+def fake_cuda() -> Iterator[OperationRecorder]:
     """Create fake tensors in the enclosed code, on `cuda` as on the CPU, and record what it does to the device.
 
     Use it in a process of `shoal.testing.fake_cuda.library.start_process`.
     """
     values = KnownValues()
-    recorder = Recorder(values)
+    recorder = OperationRecorder(values)
     replaced = {
         (FakeTensor, "tolist"): lambda x: recorder.read_values(x),  # torch's reads one number at a time
         (F, "scaled_dot_product_attention"): _attention,

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from shoal.base.errors import UsageError
+from shoal.testing.fake_cuda.__main__ import main
 from shoal.testing.fake_cuda.library import load_library, why_unavailable
 
 
@@ -65,13 +66,13 @@ def test_a_process_that_has_torch_is_refused() -> None:
         load_library()
 
 
-def test_the_command_prints_a_census(tmp_path: Path) -> None:
+def test_the_command_prints_a_census(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     if reason := why_unavailable():
         pytest.skip(reason)
     run = tmp_path / "run.toml"
-    run.write_text('[data]\nsource = "synthetic"\nsequence_length = 64\n[parallel]\ntp = 2\n')
+    run.write_text('[data]\nsource = "synthetic"\nsequence_length = 64\n[train]\nglobal_batch = 1\n[parallel]\ntp = 2\nmicro_batch = 1\n')
     command = [sys.executable, "-m", "shoal.testing.fake_cuda", str(run), "--rank", "1", "--most", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
     assert done.stdout.startswith("mismatches: 0\nsynchronisations: ") and "\nlaunches: " in done.stdout
-    missing = subprocess.run([*command[:3], "no.toml"], capture_output=True, text=True, timeout=100, check=False)
-    assert (missing.returncode, missing.stderr) == (2, "no such file: no.toml\n")
+    assert main(["no.toml"]) == 2
+    assert capsys.readouterr().err == "no such file: no.toml\n"
