@@ -46,23 +46,33 @@ def init_world(
     store: dist.Store | None = None,
     device: torch.device | str = "cpu",
     timeout: float = COLLECTIVE_SECONDS,
+    *,
+    transport: str = "auto",
 ) -> None:
     """Join the default process group: gloo on CPU, NCCL (with gloo for host tensors) on CUDA.
+
+    The world is not bound to the device (``device_id``), so NCCL connects a group at its first collective, and each
+    pair of ranks at its first message: a pipeline, which has one group for each direction, gets a communicator for
+    every edge and direction (`shoal.engine.runtime.Runtime`). In a bound world all messages of a group share the
+    communicator of its collectives, where a receive posted ahead blocks the next send, and new groups are split from
+    the world's communicator, which ranks outside the group must do too. Barriers need no bound device: they use gloo.
 
     Args:
         store: rendezvous store; None reads ``MASTER_ADDR`` and ``MASTER_PORT``.
         device: device of this rank from `pick_device`; a CUDA device becomes the current one.
         timeout: timeout of every collective, seconds.
+        transport: the mesh's; with "staged" ranks on CUDA exchange host tensors only, so the group needs no NCCL.
 
     Raises:
         UsageError: the rendezvous port is in use.
     """
     device = torch.device(device)
     if device.type == "cuda":
+        os.environ.update(cuda_environment())  # before the first allocation and communicator, which read it
         torch.cuda.set_device(device if device.index is not None else torch.cuda.current_device())
     try:
         dist.init_process_group(
-            BACKENDS[device.type],
+            BACKENDS["cpu" if transport == "staged" else device.type],
             store=store,
             rank=rank,
             world_size=world_size,
@@ -84,32 +94,46 @@ def destroy_world() -> None:
         dist.destroy_process_group()
 
 
-def pick_device(choice: str, local_rank: int = 0, *, bound: bool = False) -> torch.device:
+def pick_device(
+    choice: str, local_rank: int = 0, *, bound: bool = False, shared: bool = False, setting: str = "train.device"
+) -> torch.device:
     """Return the device of one rank; ``auto`` takes CUDA if available, else the CPU.
 
     Args:
         choice: ``auto``, ``cpu`` or ``cuda``.
         local_rank: rank on this machine; it takes the CUDA device of the same index.
         bound: whether the rank may see only its own CUDA device, at index 0 (SLURM's ``--gpus-per-task=1``).
+        shared: whether more local ranks than CUDA devices share them in turn, which needs a staged transport
+            (`choose_transport`).
+        setting: name of the setting that made the choice, for the message.
 
     Raises:
         UsageError: ``cuda`` is unavailable, or more local ranks than CUDA devices exist.
     """
     if choice not in ("auto", "cpu", "cuda"):
-        raise UsageError(f"train.device = {choice!r}; allowed: auto, cpu, cuda")
+        raise UsageError(f"{setting} = {choice!r}; allowed: auto, cpu, cuda")
     if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     devices = torch.cuda.device_count()
     if devices == 0:
-        raise UsageError("train.device = 'cuda', but torch sees no CUDA device here.\n  Use train.device cpu or auto.")
+        raise UsageError(
+            f"{setting} = 'cuda', but torch sees no CUDA device here.\n  Use {setting} cpu or auto."
+        )
     if bound and devices == 1:
         local_rank = 0
+    if shared:
+        local_rank %= devices
     if local_rank >= devices:
         raise UsageError(
             f"local rank {local_rank} has no CUDA device: this machine has {devices}, one for each rank."
             f"\n  Start at most {devices} ranks per machine, or use train.device cpu."
         )
     return torch.device("cuda", local_rank)
+
+
+def choose_transport(device: torch.device, local_ranks: int) -> str:
+    """Return the mesh's transport: "staged" if ranks must share a CUDA device, which NCCL refuses, else "auto"."""
+    return "staged" if device.type == "cuda" and local_ranks > torch.cuda.device_count() else "auto"
 
 
 def synchronize(device: torch.device) -> None:
@@ -344,6 +368,30 @@ def die_with_parent(parent: int) -> None:
 def allocator_environment() -> dict[str, str]:
     """Return environment variables that configure the allocator of a new process (only glibc reads them)."""
     return {name: str(value) for name, (_, value) in _MALLOC.items()}
+
+
+def cuda_environment() -> dict[str, str]:
+    """Return the environment variables of ranks on CUDA devices, where the user has not set them.
+
+    The allocator's segments grow, as activations and gathered parameters of many sizes otherwise leave fragments that
+    fit nothing. A collective that fails or times out ends the process; NCCL's flight recorder then writes the rank's
+    newest collectives (`write_collective_traces`). Torch reads the variables at its first allocation and communicator:
+    c10/cuda/CUDAAllocatorConfig.h, ProcessGroupNCCL.hpp, FlightRecorder.hpp, with these names in torch 2.11 to 2.13.
+    """
+    variables = {
+        ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"): "expandable_segments:True",
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING",): "3",  # end the process; aborting communicators first can hang
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT",): "1",
+        ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "2000",  # collectives that are kept
+    }
+    return {names[0]: value for names, value in variables.items() if os.environ.keys().isdisjoint(names)}
+
+
+def write_collective_traces(folder: Path) -> None:
+    """Make NCCL's flight recorder write ``nccl-RANK`` into a folder, for ``torchfrtrace``; torch's default is /tmp."""
+    if os.environ.keys().isdisjoint(("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")):
+        folder.mkdir(exist_ok=True)
+        os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(folder / "nccl-")
 
 
 def tune_allocator() -> bool:

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 import torch
 import torch.distributed as dist
 
-from shoal.engine.device import destroy_world, init_world
+from shoal.engine.device import choose_transport, destroy_world, init_world, pick_device
 from shoal.launch.prefork import PIPE
 from shoal.launch.watch.watchdog import write_stack_when_asked
 
@@ -41,12 +41,15 @@ def serve(pipe: Connection) -> None:
             gc.freeze()
 
 
-def answer(pipe: Connection, path: list[str], call: bytes, group: tuple[int, int, str, float, bool] | None) -> bool:
+def answer(
+    pipe: Connection, path: list[str], call: bytes, group: tuple[int, int, str, str, float, bool] | None
+) -> bool:
     """Execute one call and send its return value, or immediately the traceback of its exception.
 
     Args:
         call: pickled function and arguments.
-        group: rank, number of ranks, rendezvous file, timeout of collectives, and whether the group is kept.
+        group: rank, number of ranks, device type, rendezvous file, timeout of collectives, and whether the group is
+            kept.
 
     Returns:
         Whether this process can take another call; not after a failed join, as torch matches groups by their number.
@@ -57,9 +60,11 @@ def answer(pipe: Connection, path: list[str], call: bytes, group: tuple[int, int
     try:
         fn, args = pickle.loads(call)
         if group is not None and not dist.is_initialized():
-            rank, ranks, store, timeout, _ = group
+            rank, ranks, choice, store, timeout, _ = group
+            device = pick_device(choice, rank, shared=True)
             fit = False
-            init_world(rank, ranks, dist.FileStore(store, ranks), "cpu", timeout)
+            transport = choose_transport(device, ranks)
+            init_world(rank, ranks, dist.FileStore(store, ranks), device, timeout, transport=transport)
             fit = True
         value = pickle.dumps(("finished", fn(*args)))
         if dist.is_initialized():

@@ -27,7 +27,13 @@ from pathlib import Path
 from subprocess import DEVNULL, Popen
 from typing import Any
 
-from shoal.engine.device import allocator_environment, cores_per_rank, die_with_parent, loopback
+from shoal.engine.device import (
+    allocator_environment,
+    cores_per_rank,
+    cuda_environment,
+    die_with_parent,
+    loopback,
+)
 
 LEFT_TO_RANKS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # signals that a job manager may send to all processes
 PIPE = "SHOAL_PIPE"  # environment variable with the file descriptor of a pipe passed to a process
@@ -189,13 +195,13 @@ def end_processes(processes: Sequence[Process]) -> None:
 
 
 def local_environment(ranks: int, device: str = "") -> dict[str, str]:
-    """Return this process's environment with defaults for local ranks: network interface, threads, CPU allocator."""
+    """Return this process's environment with defaults for local ranks: network interface, threads, the device's."""
     return {
         "OMP_NUM_THREADS": str(cores_per_rank(ranks)),
         "OMP_WAIT_POLICY": "passive",  # spinning threads would take cores from other processes
         "GLOO_SOCKET_IFNAME": loopback(),
         "NCCL_SOCKET_IFNAME": loopback(),
-        **(allocator_environment() if device == "cpu" else {}),
+        **(allocator_environment() if device == "cpu" else cuda_environment() if device == "cuda" else {}),
         **os.environ,
     }
 

@@ -16,7 +16,7 @@ from shoal.engine.collectives.group import ThrottledLink
 from shoal.engine.collectives.json_collectives import all_gather, broadcast, world
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.data.batches import Dataset, open_dataset
-from shoal.engine.device import allow_reproducible_products, destroy_world
+from shoal.engine.device import allow_reproducible_products, destroy_world, write_collective_traces
 from shoal.launch.rank_env import RankEnv, detect_rank_env, read_payload, scratch_folder
 from shoal.launch.rendezvous import become_rank, open_port_notice
 from shoal.launch.watch.peer_watch import LastState, PeerWatch, find_cause, make_shared_folder, read_previous_attempt
@@ -69,6 +69,8 @@ def run(
         folder = broadcast(made, world())
         if member.local_rank == 0:
             release(run_dir(Path(folder), config.failover))  # as in `shoal.launch.train`
+    if device.type == "cuda":
+        write_collective_traces(Path(folder) / "logs")
     seed = config.train.seed
     samples = {split: open_dataset(config.data, seed=seed, split=split) for split in ("train", "validation")}
     _agree_on_data(samples)

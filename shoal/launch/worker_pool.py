@@ -99,20 +99,22 @@ class _Worker:
 class Pool:
     """Worker processes for calls on up to ``size`` ranks, started when first needed and kept until closed.
 
-    No worker outlives the parent. The workers run on the CPU with one torch thread each.
+    No worker outlives the parent. Each has one torch thread.
 
     Args:
         size: maximum number of ranks of a call.
         setup: function called once in each new worker (such as `shoal.engine.device.tune_process`).
         keep_group: whether all calls use the same ranks, which then keep the first process group until a call fails.
         server: server that forks the workers, instead of `shared_server`.
+        device: "cpu" or "cuda": where the ranks of `run` compute. More ranks than CUDA devices share them, and need a
+            mesh with the transport of `shoal.engine.device.choose_transport`.
     """
 
     def __init__(
         self, size: int, setup: Callable[[], object] | None = None, *, keep_group: bool = False,
-        server: PreforkServer | None = None,
+        server: PreforkServer | None = None, device: str = "cpu",
     ):
-        self.size = size
+        self.size, self.device = size, device
         self._setup, self._keep_group, self._server = setup, keep_group, server
         self._workers: list[_Worker] = []
         self._folder = tempfile.TemporaryDirectory(prefix="shoal-pool-")
@@ -128,7 +130,7 @@ class Pool:
         self._folder.cleanup()
 
     def run(self, fn: Callable[..., Any], ranks: int, *args: Any, timeout: float = 60.0) -> list[Any]:
-        """Call ``fn(*args)`` on ranks ``0 .. ranks - 1`` of a new default process group (gloo).
+        """Call ``fn(*args)`` on ranks ``0 .. ranks - 1`` of a new default process group.
 
         Args:
             fn: a function defined at the top level of a module. It gets its rank from ``torch.distributed``.
@@ -148,7 +150,8 @@ class Pool:
             raise ValueError(f"ranks = {ranks}: this pool runs 1 to {self.size}")
         store = Path(self._folder.name, f"store-{next(self._serial)}")
         call = _pickled(fn, args)
-        calls = [(call, (rank, ranks, str(store), 0.75 * timeout, self._keep_group)) for rank in range(ranks)]
+        group = ranks, self.device, str(store), 0.75 * timeout, self._keep_group
+        calls = [(call, (rank, *group)) for rank in range(ranks)]
         try:
             return self._do(fn, calls, timeout)
         finally:
@@ -187,7 +190,7 @@ class Pool:
         self._workers = [worker for worker in self._workers if worker.process.poll() is None]
         while len(self._workers) < number:
             own_end, worker_end = Pipe()
-            environment = local_environment(self.size)
+            environment = local_environment(self.size, self.device)
             with worker_end:
                 server = self._server or shared_server()
                 process = server.start("shoal.launch.pool_worker", environment, pipe=worker_end.fileno())

@@ -1,10 +1,14 @@
 """Which device a rank gets."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from shoal.base.errors import UsageError
-from shoal.engine.device import pick_device
+from shoal.engine.device import choose_transport, cuda_environment, pick_device, write_collective_traces
 
 
 @pytest.fixture
@@ -36,8 +40,46 @@ def test_the_one_device_that_a_bound_rank_sees_is_its_own(see, choice):
     assert [pick_device(choice, rank, bound=True).index for rank in range(4)] == [0, 1, 2, 3]
 
 
+def test_local_ranks_may_share_devices_with_a_staged_transport(see):
+    see(2)
+    assert [pick_device("cuda", rank, shared=True).index for rank in range(5)] == [0, 1, 0, 1, 0]
+    assert [choose_transport(torch.device("cuda"), ranks) for ranks in (1, 2, 3)] == ["auto", "auto", "staged"]
+    assert choose_transport(torch.device("cpu"), 8) == "auto"
+
+
 def test_without_cuda_auto_is_the_cpu_and_cuda_is_refused(see):
     see(0)
     assert pick_device("auto", 7).type == "cpu"
     with pytest.raises(UsageError, match="torch sees no CUDA device here"):
         pick_device("cuda")
+
+
+def test_the_users_own_variables_of_cuda_ranks_take_precedence(monkeypatch, tmp_path):
+    kept = {"TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT"}
+    ours = kept | {"PYTORCH_ALLOC_CONF", "TORCH_FR_BUFFER_SIZE"}
+    older = {"PYTORCH_CUDA_ALLOC_CONF", "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"}
+    for name in (*ours, *older, "TORCH_FR_DUMP_TEMP_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    assert cuda_environment().keys() == ours
+    for name in older:
+        monkeypatch.setenv(name, "mine")
+    assert cuda_environment().keys() == kept
+    write_collective_traces(tmp_path / "logs")
+    assert not (tmp_path / "logs").exists()
+    monkeypatch.delenv("TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", "")  # restored at the end
+    monkeypatch.delenv("TORCH_FR_DUMP_TEMP_FILE")
+    write_collective_traces(tmp_path / "logs")
+    assert os.environ["TORCH_FR_DUMP_TEMP_FILE"] == f"{tmp_path}/logs/nccl-" and (tmp_path / "logs").is_dir()
+
+
+@pytest.mark.skipif(not hasattr(torch._C, "_accelerator_getAllocatorSettings"), reason="torch does not tell")
+def test_the_allocators_variable_is_read_after_the_import_of_torch():
+    code = (
+        "import torch, os; from shoal.engine.device import cuda_environment; os.environ.update(cuda_environment());"
+        "print(torch._C._accelerator_getAllocatorSettings())"
+    )
+    environment = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
+    assert subprocess.check_output([sys.executable, "-c", code], env=environment, text=True).strip() == (
+        "expandable_segments:True"
+    )

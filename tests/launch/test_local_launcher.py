@@ -365,5 +365,8 @@ def test_the_allocator_reuses_pages():
 def test_the_allocator_is_set_for_ranks_on_the_cpu_alone(device, monkeypatch):
     for name in allocator_environment():
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    assert ("PYTORCH_ALLOC_CONF" in local_environment(1, device)) == (device == "cuda")
     found = local_environment(1, device).keys() & allocator_environment().keys()
     assert found == (allocator_environment().keys() if device == "cpu" else set())

@@ -24,6 +24,9 @@ class VerifyOptions(Section):
     precision: Literal["fp64", "own"] = "fp64"
     """fp64 compares to 1e-9; own uses the run's precision and compares to its rounding."""
 
+    device: Literal["cpu", "cuda", "auto"] = "cpu"
+    """Where the ranks compute (auto: CUDA if available); more ranks than CUDA devices share them, for checking only."""
+
     inject: str | None = None
     """Inject this fault, to check that it is found; an unknown name lists them."""
 
@@ -32,6 +35,7 @@ def run(options: VerifyOptions, config: RunConfig) -> int:
     """Compare and print; return 0 if everything agrees, 1 if something differs."""
     found = shoal.verify(
         config, random=options.random, rule=options.rule, steps=options.steps,
-        own_precision=options.precision == "own", inject=options.inject, show=True,
+        own_precision=options.precision == "own", inject=options.inject,
+        device=options.device, show=True,
     )
     return 0 if found.same else 1

@@ -8,6 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from functools import cache
 from typing import TypeVar
 
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.engine.collectives.pending import DryTransport, Pending, Then
+from shoal.engine.collectives.pending import DryTransport, Pending, Then, Transport
 from shoal.engine.collectives.shm.progress import Progress
 from shoal.engine.collectives.shm.region import Region, host_identity
 from shoal.engine.collectives.shm.transport import SharedGroup
@@ -56,7 +57,8 @@ class Group:
     Attributes:
         ranks: global ranks of the group, in order.
         backend: torch's process group (gloo or NCCL); a dry run has none.
-        shared: shared-memory transport of CPU ranks on one host, or None; its traffic bypasses the backend.
+        shared: transport that tensors take instead of the backend: shared memory of CPU ranks on one host, or a staged
+            one (`shoal.engine.collectives.staged`); else None.
         sent: bytes sent by this rank, by kind of collective (see `count`).
         calls: number of collectives started, by kind and bytes of the input tensor.
         is_dry_run: whether the other ranks do not exist (dry run); their data is then missing.
@@ -69,7 +71,7 @@ class Group:
         ranks: Sequence[int],
         rank: int,
         backend: dist.ProcessGroup | None = None,
-        shared: SharedGroup | DryTransport | None = None,
+        shared: Transport | None = None,
         link: ThrottledLink | None = None,
     ):
         self.ranks, self._rank, self.shared, self.link = list(ranks), rank, shared, link
@@ -123,14 +125,18 @@ def leave_groups() -> None:
 
 
 def publish_host(device: torch.device) -> None:
-    """Publish this rank's host to the other ranks of the world, without waiting for them."""
+    """Publish this rank's host to the other ranks of the world, without waiting for them.
+
+    Args:
+        device: where the exchanged tensors are.
+    """
     if device.type == "cpu" and dist.get_backend() == "gloo":
         _store().set(f"shoal/host/{dist.get_rank()}", host_identity() or "")
 
 
 @cache
 def local_progress(device: torch.device) -> Progress | None:
-    """Return the shared-memory progress of a world whose ranks all compute on the CPUs of one host, else None.
+    """Return the shared-memory progress of a world whose ranks exchange tensors of the CPUs of one host, else None.
 
     Decided per world, not per group: shared memory makes no progress while a rank waits for the network, so mixing both
     can deadlock. For the same reason all groups share one instance: a wait on any operation advances all of them.
@@ -141,8 +147,17 @@ def local_progress(device: torch.device) -> Progress | None:
     hosts = {_store().get(f"shoal/host/{rank}").decode() for rank in range(dist.get_world_size())}
     if len(hosts) > 1 or hosts == {""}:
         return None
-    timeout = world()._get_backend(device).options._timeout
-    return Progress(timeout.total_seconds())
+    return Progress(_timeout().total_seconds())
+
+
+def _timeout() -> timedelta:
+    """Return the timeout of the world's collectives, of which every world has gloo's (`init_world`)."""
+    return world()._get_backend(torch.device("cpu")).options._timeout
+
+
+def create_backend(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """Create a process group of torch with the world's timeout, which torch does not pass on. Its ranks call this."""
+    return dist.new_group(list(ranks), _timeout(), use_local_synchronization=True)
 
 
 def world() -> dist.ProcessGroup:

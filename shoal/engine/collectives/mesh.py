@@ -5,6 +5,7 @@ No other code computes ranks, and no group is global: the mesh is passed to the 
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
@@ -14,8 +15,17 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from shoal.engine.collectives.group import Group, ThrottledLink, create_shared, local_progress, publish_host, world
-from shoal.engine.collectives.pending import DryTransport
+from shoal.engine.collectives.group import (
+    Group,
+    ThrottledLink,
+    create_backend,
+    create_shared,
+    local_progress,
+    publish_host,
+    world,
+)
+from shoal.engine.collectives.pending import DryTransport, Transport
+from shoal.engine.collectives.staged import StagedTransport
 from shoal.spec.layout import AXES, EXPERT_AXES, Layout, mesh_axes
 
 
@@ -31,7 +41,8 @@ class Mesh:
 
     Args:
         transport: "auto" uses shared memory between CPU ranks of one host; "backend" always uses the process group's
-            backend.
+            backend; "staged" exchanges the device's tensors through host memory, which lets ranks share a CUDA device
+            (`shoal.engine.device.choose_transport`).
     """
 
     def __init__(
@@ -42,8 +53,12 @@ class Mesh:
         self.rank = rank
         self.device = torch.device(device)
         self.transport, self.link = transport, link
-        if dist.is_initialized() and transport == "auto":
-            publish_host(self.device)
+        # Where exchanged tensors are.
+        self._exchanged_on = torch.device("cpu") if transport == "staged" else self.device
+        if dist.is_initialized() and transport in ("auto", "staged"):
+            publish_host(self._exchanged_on)
+        if transport == "staged" and rank == 0:
+            warnings.warn("ranks exchange tensors through host memory: for checking, not for speed", stacklevel=2)
         self.grid = torch.arange(layout.world_size).view(layout.shape)
         self._groups: dict[tuple[str, tuple[int, ...]], Group] = {}
         self._named: dict[tuple[str, str, tuple[int, ...]], Group] = {}  # the same, with separate counts per axis
@@ -136,12 +151,8 @@ class Mesh:
             if not purpose and len(ranks) == dist.get_world_size():
                 backend = world()
             else:
-                backend = dist.new_group(list(ranks), use_local_synchronization=True)
-            shared = None
-            if len(ranks) > 1 and self.transport == "auto" and (progress := local_progress(self.device)) is not None:
-                with torch.device("cpu"):  # the caller may use the meta device while building a model
-                    shared = create_shared(backend, progress)
-            self._groups[key] = Group(ranks, backend.rank(), backend, shared)
+                backend = create_backend(ranks)
+            self._groups[key] = Group(ranks, backend.rank(), backend, self._connect(backend))
         if outside:
             return None
         name = (axis, *key)
@@ -149,6 +160,19 @@ class Mesh:
             group = self._groups[key]
             self._named[name] = Group(ranks, group.rank(), group.backend, group.shared, self.link)
         return self._named[name]
+
+    def _connect(self, backend: dist.ProcessGroup) -> Transport | None:
+        """Return the transport of a group, or None if its tensors use the backend. Collective."""
+        if backend.size() == 1 or self.transport == "backend":
+            return None
+        shared = None
+        if (progress := local_progress(self._exchanged_on)) is not None:
+            with torch.device("cpu"):  # the caller may use the meta device while building a model
+                shared = create_shared(backend, progress)
+        if self.transport == "auto":
+            return shared
+        ranks = dist.get_process_group_ranks(backend)
+        return StagedTransport(Group(ranks, backend.rank(), backend, shared))
 
     def required_group(self, axis: str, purpose: str = "") -> Group:
         """Return the group along an axis with more than one rank; see `group`."""

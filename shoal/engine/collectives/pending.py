@@ -1,4 +1,4 @@
-"""Asynchronous collectives and messages, and the transport of dry runs, which moves nothing."""
+"""Asynchronous collectives and messages, transports of a group, and that of dry runs, which moves nothing."""
 
 from __future__ import annotations
 
@@ -24,6 +24,22 @@ class Transfer(Pending, Protocol):
 
     def is_completed(self) -> bool:
         """Return whether the message is known to be complete."""
+
+
+class Transport(Protocol):
+    """What moves a group's tensors instead of its backend; `shoal.engine.collectives.shm.transport` explains each."""
+
+    ranks: list[int]
+
+    def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending: ...
+
+    def all_gather(self, out: Tensor, part: Tensor) -> Pending: ...
+
+    def reduce_scatter(self, part: Tensor, full: Tensor) -> Pending: ...
+
+    def send(self, x: Tensor, to: int) -> Transfer: ...
+
+    def receive(self, x: Tensor, source: int) -> Transfer: ...
 
 
 @dataclass
@@ -54,8 +70,7 @@ class Done:
 class DryTransport:
     """Transport that moves nothing; receive buffers keep their contents.
 
-    Gathered index tensors are assumed equal on all ranks: the number of rows per expert. Has the methods of
-    `shoal.engine.collectives.shm.transport.SharedGroup`.
+    Gathered index tensors are assumed equal on all ranks: the number of rows per expert.
 
     Attributes:
         by_gloo: whether sums receive into a separate buffer, as over gloo (`shoal.engine.collectives.ops`); NCCL needs

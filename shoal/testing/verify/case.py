@@ -29,8 +29,11 @@ class Case:
     notes: tuple[str, ...] = ()  # how it differs from the given run
 
 
-def prepare(config: RunConfig, *, own_precision: bool, accumulate: bool = True) -> Case:
+def prepare(config: RunConfig, *, own_precision: bool, accumulate: bool = True, device: str = "cpu") -> Case:
     """Make a run comparable: float64 unless ``own_precision``, synthetic data, and two micro-batches if ``accumulate``.
+
+    Args:
+        device: "cpu" or "cuda": where the ranks compute. It must be that of the pool.
 
     Raises:
         UsageError: the layout does not fit the model or the batch.
@@ -40,7 +43,7 @@ def prepare(config: RunConfig, *, own_precision: bool, accumulate: bool = True) 
     )
     train, notes = config.train, []
     check_run(config, shape)
-    changed: dict = {"device": "cpu", "compile": False}
+    changed: dict = {"device": device, "compile": False}
     if train.compile:
         notes.append("compile is off: the layout is verified, not the compiler")
     if not own_precision:
@@ -56,19 +59,25 @@ def prepare(config: RunConfig, *, own_precision: bool, accumulate: bool = True) 
     return Case(config, shape, tuple(notes))
 
 
-def run_case(case: Case, pool: Pool, *, steps: int, inject: str = "") -> tuple[Verdict, dict[str, list[StepFacts]]]:
-    """Run both sides and locate the first difference, if any; return the verdict and one device's results by rule."""
+def run_case(
+    case: Case, pool: Pool, *, steps: int, inject: str = "", transport: str = ""
+) -> tuple[Verdict, dict[str, list[StepFacts]]]:
+    """Run both sides and locate the first difference, if any; return the verdict and one device's results by rule.
+
+    Args:
+        transport: of the ranks' mesh; "" takes that of `choose_transport`.
+    """
     with TemporaryDirectory(prefix="shoal-verify-") as folder:
         start = time.monotonic()
         rules = {PLAIN: _with_plain_rule(case.config)}
-        job = ComparisonJob(rules, case.shape, steps, Path(folder), inject)
+        job = ComparisonJob(rules, case.shape, steps, Path(folder), inject, transport)
         facts = {PLAIN: run_reference(job, PLAIN)}
         own = case.config.optimizer
         clip = {"clip_norm": min(own.clip_norm, facts[PLAIN][0].gradient_norm / 2)}  # clipping, if any, takes effect
         rules[own.name] = case.config.model_copy(update={"optimizer": own.model_copy(update=clip)})
         facts[own.name] = run_reference(job, own.name)
-        # The ranks share this machine's cores, so they take a multiple of one device's time.
-        timeout = 120 + 30 * (time.monotonic() - start)
+        # The ranks share this machine's cores, so they take a multiple of one device's time. On CUDA they may compile.
+        timeout = (120 if pool.device == "cpu" else 600) + 30 * (time.monotonic() - start)
         verdict = _compare(job, pool, facts, timeout)
         if verdict.findings and (first := verdict.findings[0]).step >= 0:
             # Run again up to the first step that differs, tracing every module. The traced difference comes first.

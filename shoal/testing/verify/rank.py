@@ -16,6 +16,7 @@ from safetensors import safe_open
 from shoal.base.boxes import Box, Piece
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.data.batches import Batch, Dataset
+from shoal.engine.device import choose_transport, pick_device
 from shoal.pipeline.program import Op
 from shoal.testing.verify.faults import FAULTS
 from shoal.testing.verify.reference import ComparisonJob, StepTotals, step_file, synthetic, trace_file, with_experts
@@ -63,11 +64,13 @@ class RecordingDataset:
 
 def compare(job: ComparisonJob) -> RankReport:
     """Run every rule of the job on this rank and compare each step."""
-    layout = next(iter(job.rules.values())).parallel
+    config = next(iter(job.rules.values()))
+    layout, rank = config.parallel, dist.get_rank()
+    device = pick_device(config.train.device, rank, shared=True)
     with FAULTS[job.inject].inject() if job.inject else nullcontext():
         # One mesh for all rules: groups are made once, since their names depend on how many a process has made.
-        mesh = Mesh(layout, dist.get_rank())
-        report = RankReport(mesh.describe(), dist.get_rank() // (layout.cp * layout.tp) % layout.dp)
+        mesh = Mesh(layout, rank, device, job.transport or choose_transport(device, layout.world_size))
+        report = RankReport(mesh.describe(), rank // (layout.cp * layout.tp) % layout.dp)
         for rule, config in job.rules.items():
             samples = RecordingDataset(synthetic(config, job.shape))
             engine = Engine(config, job.shape, mesh, samples)
@@ -89,8 +92,8 @@ def _compare_step(engine: Engine, job: ComparisonJob, rule: str, step: int, samp
     n = engine.config.train.global_batch
     # Samples of the next step may have been read too.
     places = [[index - step * n for index in indices] for indices in samples.asked if indices[0] // n == step]
-    routing = engine.routing.totals if engine.routing else None
-    depths = engine.depths.totals if engine.depths else None
+    routing = engine.routing.totals.cpu() if engine.routing else None
+    depths = engine.depths.totals.cpu() if engine.depths else None
     found = RankStep(result.loss, result.gradient_norm, routing, choices.taken(), depths, places)
     held = {
         "gradient": engine.parameters.reduced_gradients(), "weight": engine.weights(),
@@ -134,7 +137,7 @@ def compare_pieces(file: safe_open, kind: str, name: str, pieces: Sequence[Piece
             return {key: torch.inf}
         if piece.box.numel == 0:
             continue
-        difference = piece.tensor.double() - expected[piece.box.slices]
+        difference = piece.tensor.cpu().double() - expected[piece.box.slices]
         for one, part in with_experts(key, difference, piece.box.offset[0]):
             found[one] = max(found.get(one, 0.0), largest(part))
     return found

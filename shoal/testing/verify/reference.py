@@ -52,6 +52,7 @@ class ComparisonJob:
     steps: int
     folder: Path  # of the reference's files
     inject: str = ""  # a fault of `shoal.testing.verify.faults`
+    transport: str = ""  # of the ranks' mesh; "" takes that of `choose_transport`
     trace: bool = False  # whether to compare the activations of the last step
 
 

@@ -81,7 +81,7 @@ class ForwardTrace:
         mine = reference[self.samples]
         if mine.dim() == 1:
             return mine
-        return (mine if self.tokens is None else mine[:, self.tokens])[:, self.part]
+        return (mine if self.tokens is None else mine[:, self.tokens.cpu()])[:, self.part]
 
 
 def local_part(key: str, x: Tensor, mesh: Mesh, vocab: int) -> Tensor:
@@ -123,7 +123,7 @@ def trace_errors(
             differences = []
             for value, each in zip(values, passes, strict=False):
                 expected = local_part(key, each.select(full), mesh, vocab)
-                value = value.double() / (loss_scale if key.startswith("backward") else 1.0)
+                value = value.cpu().double() / (loss_scale if key.startswith("backward") else 1.0)
                 if key.endswith("/head"):  # a rank's last ids may be padding
                     value = value[..., : expected.shape[-1]]
                 differences.append(largest(value - expected) if value.shape == expected.shape else torch.inf)

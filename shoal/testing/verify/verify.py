@@ -10,13 +10,14 @@ from pathlib import Path
 from random import Random
 
 import psutil
+import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from shoal.base.errors import UsageError, did_you_mean
 from shoal.base.terminal import progress_bar
-from shoal.engine.device import tune_process
+from shoal.engine.device import pick_device, tune_process
 from shoal.engine.optim.build import RULES
 from shoal.launch.worker_pool import Pool
 from shoal.pipeline.schedules import ASYNCHRONOUS
@@ -63,9 +64,10 @@ def verify(
     steps: int = 3,
     own_precision: bool = False,
     inject: str | None = None,
+    device: str = "cpu",
     show: bool = False,
 ) -> Verification:
-    """Train a few steps on the ranks of a layout and on one device, on the CPU, and compare all results.
+    """Train a few steps on the ranks of a layout and on one device, which is the CPU, and compare all results.
 
     Args:
         config: the run; with ``random`` only its seed is used.
@@ -76,6 +78,8 @@ def verify(
         steps: training steps to compare.
         own_precision: compare in the run's precision, to its rounding, instead of float64 to 1e-9.
         inject: name of a fault to inject on the ranks, which should be found.
+        device: where the ranks compute: "cpu", "cuda" or "auto" (CUDA if available). If CUDA devices are fewer than
+            ranks, ranks share them and exchange tensors through host memory (`shoal.engine.collectives.staged`).
 
     Raises:
         UsageError: the run cannot be verified here, or an unknown rule or fault.
@@ -91,12 +95,13 @@ def verify(
     True
     """
     console = Console(highlight=False, soft_wrap=True) if show else Console(quiet=True, force_terminal=False)
+    device = pick_device(device, setting="device").type
     if random is None:
-        return _verify_run(console, config, rule, steps, own_precision, inject)
+        return _verify_run(console, config, rule, steps, own_precision, inject, device)
     if inject or own_precision:
         raise UsageError("--random draws its own runs in fp64: leave --inject and --precision own out.")
     rules = _rules(rule)
-    with Pool(_DRAWN_RANKS) as pool:
+    with Pool(_DRAWN_RANKS, device=device) as pool:
         found = [_verify_drawn(console, pool, random, steps, config.train.seed, name) for name in rules]
     return Verification.from_verdicts([verdict for verdicts in found for verdict in verdicts])
 
@@ -105,7 +110,8 @@ def verify(
 
 
 def _verify_run(
-    console: Console, config: RunConfig, rule: str | None, steps: int, own_precision: bool, inject: str | None
+    console: Console, config: RunConfig, rule: str | None, steps: int, own_precision: bool, inject: str | None,
+    device: str,
 ) -> Verification:
     if rule:
         raise UsageError(
@@ -117,7 +123,7 @@ def _verify_run(
             f"parallel.sync = '{config.parallel.sync}' is meant to compute something else than one device."
             "\n  Verify the layout with all-reduce; see docs/relaxed.md for the other methods."
         )
-    case = prepare(config, own_precision=own_precision)
+    case = prepare(config, own_precision=own_precision, device=device)
     _check_size(case)
     if inject:
         _check_fault(inject, case)
@@ -125,7 +131,7 @@ def _verify_run(
     if inject:
         console.print(f"[bold]injected[/]  {inject}: {FAULTS[inject].what}")
     start = time.monotonic()
-    with Pool(case.config.parallel.world_size, tune_process) as pool:  # as the ranks of the run
+    with Pool(case.config.parallel.world_size, tune_process, device=device) as pool:  # as the ranks of the run
         verdict, facts = run_case(case, pool, steps=steps, inject=inject or "")
     print_verdict(console, case, verdict, facts, time.monotonic() - start)
     if inject and not verdict.findings:
@@ -141,12 +147,12 @@ def _check_size(case: Case) -> None:
             "\n  Verify the same axes with smaller degrees: a difference at dp 64 also appears at dp 2 or 4."
         )
     # Each replica may hold everything (DDP), split over its tensor and pipeline ranks; with ZeRO less.
-    replicas = layout.dp * layout.cp
+    replicas = layout.dp * layout.cp if case.config.train.device == "cpu" else 0  # in host memory
     needed = case.shape.parameters() * _BYTES_PER_PARAMETER * (replicas + 1)
     available = psutil.virtual_memory().available
     if needed > available:
         raise UsageError(
-            f"model: {case.shape.parameters():,} parameters on {replicas} replicas and one device need about "
+            f"model: {case.shape.parameters():,} parameters on {replicas} replicas and the reference need about "
             f"{needed / 2**30:.0f} GiB in float64; {available / 2**30:.0f} GiB are free."
             "\n  Verify a smaller model of the same kind: --model.layers 4 --model.hidden 256 --model.heads 8 ..."
         )
@@ -204,7 +210,8 @@ def _verify_drawn(
                 show(i / count, f"{i} of {count}, {differing} differ")
             choose = Random(f"{key}{seed}:{i}").choice
             run = draw_run_with(optimizer, choose, _DRAWN_RANKS) if optimizer else draw_run(choose, _DRAWN_RANKS)
-            verdict, _ = run_case(prepare(run, own_precision=False, accumulate=False), pool, steps=steps)
+            case = prepare(run, own_precision=False, accumulate=False, device=pool.device)
+            verdict, _ = run_case(case, pool, steps=steps)
             verdicts.append(verdict)
             if verdict.findings:
                 differing += 1
@@ -242,6 +249,10 @@ def print_case(console: Console, case: Case, steps: int) -> None:
         f"[bold]compared[/]  {steps} steps in {config.train.precision} with plain SGD, and with {own}, "
         f"against {_reference(case)} in fp64"
     )
+    if config.train.device == "cuda":
+        ranks, devices = layout.world_size, torch.cuda.device_count()
+        shared = ", shared by ranks that exchange tensors through host memory" if ranks > devices else ""
+        console.print(f"[bold]devices[/]   {ranks} ranks on {min(ranks, devices)} of {devices} CUDA devices{shared}")
     for note in case.notes:
         console.print(f"[bold]note[/]      {escape(note)}")
 

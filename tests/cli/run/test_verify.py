@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from shoal.cli.main import main
 from shoal.spec.config import save_config
@@ -53,9 +54,12 @@ def test_drawn_layouts_of_two_rules(capsys: pytest.CaptureFixture) -> None:
         (["--rule", "sage"], "Give --random N too"),
         (["--parallel.dp", "64", "--train.global-batch", "256"], "at most 64"),
         (["--parallel.tp", "3"], "does not divide model.heads"),
+        (["--device", "cuda"], "torch sees no CUDA device"),
         (["--model.hidden", "65536", "--model.vocab", "1000000"], "GiB are free"),
     ],
 )
-def test_refusals(run_file: Path, options: list[str], message: str, capsys: pytest.CaptureFixture) -> None:
+def test_refusals(run_file: Path, options: list[str], message: str, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert main(["verify", str(run_file), *options]) == 2
     assert message in capsys.readouterr().err

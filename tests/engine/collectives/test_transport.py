@@ -1,4 +1,4 @@
-"""Collectives and transfers, the same tests for both transports: shared memory, and the backend (gloo)."""
+"""Collectives and transfers, the same tests for each transport: shared memory, the backend (gloo), and staged."""
 
 from __future__ import annotations
 
@@ -17,22 +17,25 @@ from shoal.engine.collectives import ops
 from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.shm import transport
+from shoal.engine.collectives.staged import StagedTransport
 from shoal.launch.worker_pool import Pool
 from shoal.spec.layout import Layout
 
-TRANSPORTS = ["auto", "backend"]
+TYPES = {"auto": transport.SharedGroup, "backend": type(None), "staged": StagedTransport}
+TRANSPORTS = list(TYPES)
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 DTYPES += [torch.int64, torch.int32, torch.uint8, torch.bool, torch.int8]
 SIZES = st.one_of(st.integers(0, 100), st.integers(0, 40_000), st.sampled_from([2**18, 2**18 + 1, 700_001]))
 
-both = pytest.mark.parametrize("transport", TRANSPORTS)
+each = pytest.mark.parametrize("transport", TRANSPORTS)
+both = pytest.mark.parametrize("transport", TRANSPORTS[:2])
 
 
 def mesh(transport: str, **layout: int) -> Mesh:
     made = Mesh(Layout(**(layout or {"tp": dist.get_world_size()})), dist.get_rank(), transport=transport)
     for axis in ("tp", "dp"):
         group = made.group(axis)
-        assert group is None or (group.shared is not None) == (transport == "auto")
+        assert group is None or type(group.shared) is TYPES[transport]
     return made
 
 
@@ -78,7 +81,7 @@ def collectives(transport: str, numels: list[int], dtype: torch.dtype) -> None:
             assert torch.equal(part, every[source, : shapes[source][0]])
 
 
-@both
+@each
 @settings(max_examples=6, deadline=None)
 @given(ranks=st.integers(2, 8), numels=st.lists(SIZES, min_size=1, max_size=4), dtype=st.sampled_from(DTYPES))
 def test_collectives(pool: Pool, transport: str, ranks: int, numels: list[int], dtype: torch.dtype) -> None:
@@ -86,7 +89,7 @@ def test_collectives(pool: Pool, transport: str, ranks: int, numels: list[int], 
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@both
+@each
 def test_collectives_of_every_dtype(pool: Pool, transport: str, dtype: torch.dtype) -> None:
     pool.run(collectives, 3, transport, [0, 1, 7, 100_003], dtype)
 
@@ -109,7 +112,7 @@ def sum_of_two(transport: str, numel: int) -> None:
 
 
 @pytest.mark.parametrize("beyond", [-1, 0, 1])
-@both
+@each
 def test_two_ranks_sum_what_is_large_to_the_same_bits(pool: Pool, transport: str, beyond: int) -> None:
     pool.run(sum_of_two, 2, transport, ops._EXCHANGED // 4 + beyond)
 
@@ -126,12 +129,12 @@ def parts_along(transport: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-@both
+@each
 def test_parts_along_any_dimension(pool: Pool, transport: str, ranks: int) -> None:
     pool.run(parts_along, ranks, transport)
 
 
-@both
+@each
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_sums_are_the_same_bits_on_every_rank(pool: Pool, transport: str, ranks: int) -> None:
     numels = [1, 17, 5000, 300_001]
@@ -154,9 +157,42 @@ def sub_groups(transport: str) -> tuple[float, float]:
     return x[0].item(), y[0].item()
 
 
-@both
+@each
 def test_sub_groups(pool: Pool, transport: str) -> None:
     assert pool.run(sub_groups, 4, transport) == [(11, 101), (11, 1010), (1100, 101), (1100, 1010)]
+
+
+def copies(numel: int) -> None:
+    """A staged operation reads its tensors when it starts, and writes its result in the wait."""
+    grid, n, rank = mesh("staged", tp=dist.get_world_size()), dist.get_world_size(), dist.get_rank()
+    group = grid.group("tp")
+    sent, arriving = torch.full((numel,), float(rank)), torch.full((numel,), -1.0)
+    messages = [ops.start_send(sent, (rank + 1) % n, group), ops.start_receive(arriving, (rank - 1) % n, group)]
+    x, full, gathered, part = torch.ones(numel), torch.ones(n * numel), torch.zeros(n * numel), torch.zeros(numel)
+    works = [
+        ops.start_all_reduce(x, group), ops.all_gather_flat(gathered, x, group),
+        ops.reduce_scatter_flat(part, full, group), *messages,
+    ]
+    for tensor in (sent, x, full):
+        tensor.fill_(7)
+    assert not gathered.any() and not part.any() and (arriving == -1).all()
+    for work in works:
+        work.wait()
+    assert (x == n).all() and (gathered == 1).all() and (part == n).all()
+    assert (arriving == (rank - 1) % n).all() and (sent == 7).all() and (full == 7).all()
+
+
+def test_a_staged_operation_copies_at_its_start_and_in_its_wait(pool: Pool) -> None:
+    pool.run(copies, 3, 1000)
+
+
+def timeouts() -> tuple[float, ...]:
+    groups = [mesh("backend", dp=2, tp=2).group(axis) for axis in ("world", "tp", "dp")]
+    return tuple(group.backend._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups)
+
+
+def test_every_group_has_the_timeout_of_the_world(pool: Pool) -> None:
+    assert pool.run(timeouts, 4, timeout=40.0) == [(30.0, 30.0, 30.0)] * 4
 
 
 # ---- in flight --------------------------------------------------------------------------------------------------
@@ -194,7 +230,7 @@ def in_flight(transport: str, seed: int, numel: int) -> None:
         assert right()
 
 
-@both
+@each
 @settings(max_examples=4, deadline=None)
 @given(ranks=st.integers(2, 8), seed=st.integers(0, 99), numel=st.sampled_from([1, 1000, 200_000]))
 def test_several_in_flight(pool: Pool, transport: str, ranks: int, seed: int, numel: int) -> None:
@@ -265,7 +301,7 @@ def round_trip(transport: str, numels: list[int], dtype: torch.dtype) -> None:
         work.wait()
 
 
-@both
+@each
 @settings(max_examples=4, deadline=None)
 @given(
     ranks=st.integers(2, 5),

@@ -33,12 +33,16 @@ class DataParallelGroups:
 
     Attributes:
         shard_group: the ranks over which the parameters are sharded.
+        reduce_group: the same ranks, for the sum of gradients. ZeRO-3 on CUDA has a second group for it: NCCL runs the
+            collectives of one group one after the other, and a gather that the next layer waits for would queue behind
+            the sum of the previous layer's gradients.
         replicate_group: the ranks that hold the same shard.
         shards, index: size of ``shard_group``, and this rank's index in it.
         copies, copy: size of ``replicate_group``, and this rank's index in it.
     """
 
     shard_group: Group | None
+    reduce_group: Group | None
     replicate_group: Group | None
     shards: int
     index: int
@@ -49,8 +53,9 @@ class DataParallelGroups:
     def along(axis: str, mesh: Mesh) -> DataParallelGroups:
         """Return the groups along an axis of a mesh."""
         shard, replicate = ("edp_shard", "edp_replicate") if axis == "edp" else ("shard", "replicate")
+        apart = "reduce" if mesh.layout.zero == 3 and mesh.device.type == "cuda" else ""
         return DataParallelGroups(
-            mesh.group(shard), mesh.group(replicate),
+            mesh.group(shard), mesh.group(shard, apart), mesh.group(replicate),
             mesh.size(shard), mesh.index(shard), mesh.size(replicate), mesh.index(replicate),
         )
 

@@ -221,7 +221,7 @@ class ShardedParameters:
     def _reduce(self, gradients: Gradients) -> None:
         """Start reducing a bucket's gradients over its shard group."""
         full, shard = gradients.take()
-        work, group = None, gradients.bucket.groups.shard_group
+        work, group = None, gradients.bucket.groups.reduce_group
         if group is not None:
             work = reduce_scatter_flat(shard, full, group)
         elif not same_memory(shard, full):

@@ -8,9 +8,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shoal.base.boxes import Box
+from shoal.engine.collectives.mesh import DryMesh
 from shoal.engine.parallel.placement import ParamPlacement
 from shoal.engine.parallel.zero.bucket import Bucket, DataParallelGroups, Member
 from shoal.engine.precision.policy import POLICIES
+from shoal.spec.layout import Layout
 
 
 @st.composite
@@ -32,11 +34,23 @@ def buckets(members: list, shards: int, *, keep_full: bool = True) -> list[Bucke
     """The bucket as each of the ranks that shard it has it."""
     return [
         Bucket(
-            list(members), DataParallelGroups(None, None, shards, i, 1, 0), POLICIES["fp64"], torch.device("cpu"),
+            list(members), DataParallelGroups(None, None, None, shards, i, 1, 0), POLICIES["fp64"], torch.device("cpu"),
             keep_full=keep_full,
         )
         for i in range(shards)
     ]
+
+
+def test_gathers_and_reductions_of_zero_3_on_cuda_use_two_groups() -> None:
+    def are_apart(zero: int, device: str) -> bool:
+        mesh = DryMesh(Layout(dp=4, zero=zero, zero_shard=2), 0)
+        mesh.device = torch.device(device)
+        groups = DataParallelGroups.along("replicas", mesh)
+        assert groups.reduce_group.ranks == groups.shard_group.ranks
+        return groups.reduce_group is not groups.shard_group
+
+    found = {(zero, device) for zero in (1, 2, 3) for device in ("cpu", "cuda") if are_apart(zero, device)}
+    assert found == {(3, "cuda")}
 
 
 @settings(max_examples=100, deadline=None)
