@@ -44,7 +44,7 @@ def _copy_back(x: Tensor, host: Tensor) -> Callable[[], object]:
 
 
 @dataclass
-class _Message:
+class _StagedMessage:
     """A message in flight between host buffers."""
 
     work: Transfer
@@ -82,10 +82,10 @@ class StagedTransport:
         host = host_buffer(part)
         return Then(reduce_scatter_flat(host, copy_to_host(full), self._host), _copy_back(part, host))
 
-    def send(self, x: Tensor, to: int) -> _Message:
+    def send(self, x: Tensor, to: int) -> _StagedMessage:
         host = copy_to_host(x)
-        return _Message(start_send(host, self.ranks[to], self._host), host)
+        return _StagedMessage(start_send(host, self.ranks[to], self._host), host)
 
-    def receive(self, x: Tensor, source: int) -> _Message:
+    def receive(self, x: Tensor, source: int) -> _StagedMessage:
         host = host_buffer(x)
-        return _Message(start_receive(host, self.ranks[source], self._host), host, x)
+        return _StagedMessage(start_receive(host, self.ranks[source], self._host), host, x)

@@ -33,9 +33,8 @@ class DataParallelGroups:
 
     Attributes:
         shard_group: the ranks over which the parameters are sharded.
-        reduce_group: the same ranks, for the sum of gradients. ZeRO-3 on CUDA has a second group for it: NCCL runs the
-            collectives of one group one after the other, and a gather that the next layer waits for would queue behind
-            the sum of the previous layer's gradients.
+        reduce_group: the same ranks, for the sum of gradients. ZeRO-3 on CUDA has a second group for it, as NCCL runs
+            the collectives of one group in sequence: a gather, which the next layer waits for, would wait for a sum.
         replicate_group: the ranks that hold the same shard.
         shards, index: size of ``shard_group``, and this rank's index in it.
         copies, copy: size of ``replicate_group``, and this rank's index in it.
