@@ -70,7 +70,10 @@ def test_the_command_prints_a_census(tmp_path: Path, capsys: pytest.CaptureFixtu
     if reason := why_unavailable():
         pytest.skip(reason)
     run = tmp_path / "run.toml"
-    run.write_text('[data]\nsource = "synthetic"\nsequence_length = 64\n[train]\nglobal_batch = 1\n[parallel]\ntp = 2\nmicro_batch = 1\n')
+    run.write_text(
+        '[data]\nsource = "synthetic"\nsequence_length = 64\n[train]\nglobal_batch = 1\n'
+        "[parallel]\ntp = 2\nmicro_batch = 1\n"
+    )
     command = [sys.executable, "-m", "shoal.testing.fake_cuda", str(run), "--rank", "1", "--most", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
     assert done.stdout.startswith("mismatches: 0\nsynchronisations: ") and "\nlaunches: " in done.stdout
