@@ -6,3 +6,16 @@ registrations, so that they work under `torch.compile`, on fake tensors and in d
 A module's function ``examples()`` yields one `Example` or more of each of its operators. The suite compares them with
 the reference in float64 on the CPU, and `shoal bench gpu --part 2` on the GPU.
 """
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def use_fused(x: Tensor) -> bool:
+    """Return whether an operation on x takes its fused operator: on CUDA, unless in float64, which programs round.
+
+    A dry run replaces this function, to count on the CPU what CUDA would do.
+    """
+    return x.is_cuda and x.dtype != torch.float64

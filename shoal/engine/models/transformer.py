@@ -29,7 +29,7 @@ from shoal.engine.models.feedforward import MLP, SwiGLU, project
 from shoal.engine.models.initial import Initial, fill
 from shoal.engine.models.loss import CrossEntropy
 from shoal.engine.models.mixture_of_depths import MixtureOfDepths
-from shoal.engine.models.norm import RMSNorm
+from shoal.engine.models.norm import RMSNorm, add_and_normalise
 from shoal.spec.catalog import ModelShape
 from shoal.spec.layout import Recompute
 
@@ -94,16 +94,16 @@ class Block(nn.Module):
     def _forward(self, x: Tensor, context: Context) -> Tensor:
         if self.depth is not None:
             return self.depth(x, context, self)
-        x = x + self.attention(self.attention_norm(x), context)
-        return x + self._feed_forward(x, context)
+        x, y = add_and_normalise(self.mlp_norm, x, self.attention(self.attention_norm(x), context))
+        return x + self._feed_forward(y, context)
 
     def residual_update(self, x: Tensor, context: Context) -> Tensor:
         """Return the layer's update of the residual stream."""
-        y = self.attention(self.attention_norm(x), context)
-        return y + self._feed_forward(x + y, context)
+        update = self.attention(self.attention_norm(x), context)
+        _, y = add_and_normalise(self.mlp_norm, x, update)
+        return update + self._feed_forward(y, context)
 
-    def _feed_forward(self, x: Tensor, context: Context) -> Tensor:
-        y = self.mlp_norm(x)
+    def _feed_forward(self, y: Tensor, context: Context) -> Tensor:
         return self.mlp(y, context.routing) if self.sparse else self.mlp(y)
 
 

@@ -48,7 +48,8 @@ class Tracer:
         self._microbatch += 1
 
     def _watch(self, name: str):
-        def after(module: nn.Module, args: tuple, output: Tensor) -> None:
+        def after(module: nn.Module, args: tuple, output: Tensor | tuple[Tensor, Tensor]) -> None:
+            output = output[-1] if isinstance(output, tuple) else output  # a norm may return its input's sum, too
             m = self._microbatch
             if m in self._taken.setdefault(f"forward/{name}", {}):
                 return  # recomputed in backward

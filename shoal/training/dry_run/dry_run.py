@@ -7,7 +7,7 @@ live bytes at every moment.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,7 +15,6 @@ from math import gcd
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -26,6 +25,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.base.errors import UsageError
+from shoal.engine import kernels
 from shoal.engine.collectives.mesh import DryMesh
 from shoal.engine.data.batches import Dataset, SyntheticDataset
 from shoal.engine.models.experts.gates import Choice
@@ -136,7 +136,7 @@ def dry_run(config: RunConfig, shape: ModelShape, rank: int, *, steps: int = 2, 
     Args:
         config: counted without the compiler.
         on_cpu: whether to count gloo's buffers and torch's CPU norms and attention, as if the ranks were processes of
-            this machine; otherwise NCCL, which needs no buffers, and single-operation norms and attention, as on CUDA.
+            this machine; otherwise NCCL, which needs no buffers, fused operators and torch's attention, as on CUDA.
 
     Raises:
         UsageError: context-parallel ranks do not send the same number of tokens to every expert.
@@ -146,7 +146,7 @@ def dry_run(config: RunConfig, shape: ModelShape, rank: int, *, steps: int = 2, 
     fused = {} if on_cpu or config.train.attention != "auto" else {"attention": "sdpa"}
     config = config.model_copy(update={"train": config.train.model_copy(update={"compile": False, **fused})})
     mesh = DryMesh(config.parallel, rank, by_gloo=on_cpu)
-    with _faked(fused_norms=not on_cpu), Tracker() as tracker:
+    with _faked(fused=not on_cpu), Tracker() as tracker:
         return count(DryEngine(config, shape, mesh, make_samples(config, shape)), tracker, steps)
 
 
@@ -211,35 +211,14 @@ class _Numberless(TorchDispatchMode):
             return 1.0 if args[0].is_floating_point() else 1
 
 
-class _FusedNorm(torch.autograd.Function):
-    """RMSNorm with the memory of CUDA's: saves its input, and 1/rms of each row in at least float32."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
-        exact = torch.promote_types(x.dtype, torch.float32)
-        ctx.save_for_backward(x, weight, x.new_empty(*x.shape[:-1], 1, dtype=exact))
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight)
-
-
-def _fused_norm(
-    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
-) -> Tensor:
-    return _FusedNorm.apply(input, weight)
-
-
 @contextmanager
-def _faked(*, fused_norms: bool) -> Iterator[None]:
-    """Create tensors without values in the enclosed code; RMSNorm is one operation on CUDA, several on the CPU."""
-    norm = F.rms_norm
-    if fused_norms:
-        F.rms_norm = _fused_norm
+def _faked(*, fused: bool) -> Iterator[None]:
+    """Create tensors without values in the enclosed code, and use fused operators as on CUDA."""
+    use_fused = kernels.use_fused
+    if fused:
+        kernels.use_fused = lambda x: x.dtype != torch.float64
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), _Numberless():
             yield
     finally:
-        F.rms_norm = norm
+        kernels.use_fused = use_fused

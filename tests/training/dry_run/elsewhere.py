@@ -119,7 +119,7 @@ def main(names: list[str]) -> int:
         shape = check(config)
         try:
             mesh = ElsewhereMesh(config.parallel, config.parallel.world_size - 1, device)
-            with dry_run._faked(fused_norms=True):
+            with dry_run._faked(fused=True):
                 engine = dry_run.DryEngine(config, shape, mesh, dry_run.make_samples(config, shape))
                 for step in range(2 if optimizer or train else 1):  # a later step finds the optimizer's states
                     engine.step(step)

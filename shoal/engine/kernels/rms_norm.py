@@ -1,0 +1,124 @@
+"""Residual addition and RMS normalisation in one pass: x + update, and it divided by its rms and scaled.
+
+(Zhang & Sennrich 2019, "Root mean square layer normalization", equation 4.) Backward adds the gradient of the residual
+stream in the same pass, and sums the gradient of the weight in two stages of fixed order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from shoal.engine.kernels.example import Example
+
+
+def rms_norm_reference(x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return (x + update, normalised) in plain PyTorch: [.., h] each."""
+    total = x if update is None else x + update
+    return total, total * (total.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+@custom_op("shoal::rms_norm", mutates_args=())
+def rms_norm(
+    x: Tensor, update: Tensor | None, weight: Tensor, eps: float, amax: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Add ``update`` to x, and normalise the sum.
+
+    Args:
+        x, update: [.., h]; without an update x itself is normalised.
+        weight: [h].
+        amax: whether to return the largest absolute value of each normalised row, which scales 8-bit codes.
+
+    Returns:
+        x + update [.., h], or [0] without an update; normalised [.., h]; 1/rms [..] and largest absolute value [..],
+        both in at least float32, the latter [0] without ``amax``.
+    """
+    total, y = rms_norm_reference(x, update, weight, eps)
+    exact = total.to(torch.promote_types(x.dtype, torch.float32))
+    largest = y.abs().amax(-1).to(exact.dtype) if amax else exact.new_empty(0)
+    inverse = (exact.square().mean(-1) + eps).rsqrt()
+    return x.new_empty(0) if update is None else total, y, inverse, largest
+
+
+@rms_norm.register_kernel("cuda")
+def _(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, amax: bool = False):
+    from shoal.engine.kernels.programs import rms_norm as programs
+
+    return programs.forward(x, update, weight, eps, amax)
+
+
+@rms_norm.register_fake
+def _(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, amax: bool = False):
+    exact = torch.promote_types(x.dtype, torch.float32)
+    total = x.new_empty(0 if update is None else x.shape)
+    rows = x.shape[:-1]
+    return total, x.new_empty(x.shape), x.new_empty(rows, dtype=exact), x.new_empty(rows if amax else 0, dtype=exact)
+
+
+@custom_op("shoal::rms_norm_backward", mutates_args=())
+def rms_norm_backward(
+    d_y: Tensor, d_total: Tensor | None, total: Tensor, weight: Tensor, inverse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute the gradients of the sum, which are those of x and of ``update``, and of the weight.
+
+    dx = r w dy - x r^3 / h ((w dy).x) + d_total with r = 1/rms, and dw = sum over rows of r dy x.
+
+    Args:
+        d_y, d_total: [.., h] gradients of the normalised sum and of the sum itself, the latter None if it is not used.
+        total, inverse: [.., h] the sum, and [..] 1/rms.
+    """
+    r = inverse.unsqueeze(-1)
+    scaled = d_y * weight
+    along = (scaled * total).sum(-1, keepdim=True) * r**3 / total.shape[-1]
+    d_x = scaled * r - total * along
+    d_weight = (d_y * total * r).flatten(0, -2).sum(0)
+    return (d_x if d_total is None else d_x + d_total).to(total.dtype), d_weight.to(weight.dtype)
+
+
+@rms_norm_backward.register_kernel("cuda")
+def _(d_y: Tensor, d_total: Tensor | None, total: Tensor, weight: Tensor, inverse: Tensor):
+    from shoal.engine.kernels.programs import rms_norm as programs
+
+    return programs.backward(d_y, d_total, total, weight, inverse)
+
+
+@rms_norm_backward.register_fake
+def _(d_y: Tensor, d_total: Tensor | None, total: Tensor, weight: Tensor, inverse: Tensor):
+    return total.new_empty(total.shape), torch.empty_like(weight)
+
+
+def _save(ctx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+    x, update, weight, *_ = inputs
+    total, _, inverse, largest = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(inverse, largest)
+    ctx.added = update is not None
+    ctx.save_for_backward(total if ctx.added else x, weight, inverse)
+
+
+def _differentiate(ctx, d_total: Tensor | None, d_y: Tensor | None, *_: Tensor | None):
+    if d_y is None:  # only the sum is used
+        return d_total, d_total if ctx.added else None, None, None, None
+    d_total = d_total.contiguous() if ctx.added and d_total is not None else None
+    d_x, d_weight = rms_norm_backward(d_y.contiguous(), d_total, *ctx.saved_tensors)
+    return d_x, d_x if ctx.added else None, d_weight, None, None
+
+
+rms_norm.register_autograd(_differentiate, setup_context=_save)
+
+
+def examples() -> Iterator[Example]:
+    """Yield calls with and without an update, with odd rows, and with more rows than a backward has programs."""
+    for rows, h in ((3, 7), (600, 1300)):
+        x, weight = torch.randn(2, rows, h), 1 + torch.randn(h) / 8
+        yield Example(
+            f"rms_norm, h = {h}", lambda x, w: rms_norm(x, None, w, 1e-5)[1],
+            lambda x, w: rms_norm_reference(x, None, w, 1e-5)[1], (x, weight),
+        )
+        yield Example(
+            f"rms_norm of a sum, h = {h}", lambda x, update, w: rms_norm(x, update, w, 1e-5)[:2],
+            lambda x, update, w: rms_norm_reference(x, update, w, 1e-5), (x, torch.randn_like(x), weight),
+        )
