@@ -62,7 +62,7 @@ def _(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, amax: bool =
 def rms_norm_backward(
     d_y: Tensor, d_total: Tensor | None, total: Tensor, weight: Tensor, inverse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of the sum, which are those of x and of ``update``, and of the weight.
+    """Compute the gradient of the sum, which x and ``update`` share, and of the weight.
 
     dx = r w dy - x r^3 / h ((w dy).x) + d_total with r = 1/rms, and dw = sum over rows of r dy x.
 

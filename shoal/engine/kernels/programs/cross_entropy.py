@@ -37,12 +37,12 @@ def gradient_program(logits, target, total, scale, n, columns, BLOCK: tl.constex
     """One program per row and block of columns."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    here = logits + row * n + column
-    value = tl.load(here, mask=column < columns, other=0).to(tl.float32)
+    place = logits + row * n + column
+    value = tl.load(place, mask=column < columns, other=0).to(tl.float32)
     of_row = tl.load(scale + row)
     softmax = tl.where(column < columns, tl.exp(value - tl.load(total + row)), 0.0)
     one_hot = tl.where(column == tl.load(target + row), 1.0, 0.0)
-    tl.store(here, ((softmax - one_hot) * of_row).to(logits.dtype.element_ty), mask=column < n)
+    tl.store(place, ((softmax - one_hot) * of_row).to(logits.dtype.element_ty), mask=column < n)
 
 
 def statistics(logits: Tensor, target: Tensor, columns: int) -> tuple[Tensor, Tensor]:
