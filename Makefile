@@ -1,16 +1,20 @@
-# Two commands for a newcomer: `make train` and `make test`. Each sets up .venv on its first use.
+# Two commands for a newcomer: `make train` and `make test`. Each sets up .venv on its first use. On a machine with a GPU
+# also `make gpu-test`.
 
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: train test lint clean
+.PHONY: train test gpu-test lint clean
 
 train: $(VENV)/.ready   ## train a small language model on 4 ranks (dp 2 x tp 2, ZeRO-1)
 	$(BIN)/shoal train examples/quickstart.toml
 
 test: lint              ## the whole suite, two files of tests at a time
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+gpu-test: $(VENV)/.ready ## correctness on this machine's GPU: smoke test, equality with the CPU, many ranks on one GPU
+	for part in 1 2 3; do $(BIN)/shoal bench gpu --part $$part --device cuda --out gpu-test || exit; done
 
 lint: $(VENV)/.ready    ## style, types, and the import rules
 	$(BIN)/ruff check shoal tests

@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -86,3 +87,13 @@ def test_their_commands_are_commands(tmp_path, capfd):
         assert words[0] == "shoal"
         assert main([str(tmp_path / "none.toml") if word.endswith(".toml") else word for word in words[1:]]) == 2
         assert "none.toml" in capfd.readouterr().err
+
+
+def test_the_image_copies_what_an_installation_needs():
+    """Without Docker: what is copied is there, and not ignored."""
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    copied = {word for line in lines if line.startswith("COPY ") for word in line.split()[1:-1]}
+    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert copied == kept and all((ROOT / name).exists() for name in copied)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert copied == {"pyproject.toml", "constraints.txt", "shoal", project["readme"], *project["license-files"]}
