@@ -213,7 +213,9 @@ def host_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Te
 
 def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy a small host tensor to the device; the host does not wait for the copy."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+    if device.type != "cuda":
+        return x.to(device)
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x).to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -241,6 +243,11 @@ class SideStream:
 
     def __init__(self, device: torch.device):
         self.stream = torch.Stream(device) if device.type == "cuda" else None
+
+    @property
+    def queues(self) -> bool:
+        """Whether work may be done later than `run` returns."""
+        return self.stream is not None
 
     def run(self, work: Callable[[], object]) -> Mark:
         """Call ``work`` so that it runs on this stream, after all work queued so far on the current stream.

@@ -51,6 +51,8 @@ class Rule(ABC):
         """
         if skip is not None and to_host(skip):
             return
+        if isinstance(scale, Tensor) and scale.device != self.shards.device:  # weights in host memory
+            scale = float(to_host(scale))
         if isinstance(scale, Tensor) or scale != 1:
             for shard in self.shards.shards:
                 shard.gradient.mul_(scale)

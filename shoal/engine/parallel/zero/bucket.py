@@ -18,7 +18,7 @@ from shoal.base.boxes import Box, Piece
 from shoal.engine.collectives.group import Group, allocate
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import Pending, all_gather_flat
-from shoal.engine.device import host_zeros
+from shoal.engine.device import Mark, SideStream, host_zeros
 from shoal.engine.parallel.placement import ENDS, ParamPlacement
 from shoal.engine.precision.policy import Policy
 
@@ -95,6 +95,26 @@ class ShardSegment:
         return slice(self.start, self.stop)
 
 
+class OffloadStreams:
+    """Streams of copies between host memory and the device, one for each direction."""
+
+    def __init__(self, device: torch.device):
+        self.to_device, self.to_host = SideStream(device), SideStream(device)
+
+
+@dataclass
+class _Upload:
+    """Copy of a shard to the device in flight, and the collectives that it starts."""
+
+    copied: Mark
+    collectives: list[Pending]
+
+    def wait(self) -> None:
+        self.copied.wait()
+        for work in self.collectives:
+            work.wait()
+
+
 class Bucket:
     """Flat storage of some parameters: all of them in `full`, this rank's shard in `master`.
 
@@ -105,6 +125,11 @@ class Bucket:
         keep_full: whether full parameters persist between uses (not in ZeRO-3).
         offload: whether `master` is in host memory. "optimizer" keeps the compute weights on the device, full or
             sharded (`shard`); "parameters" keeps only gathered parameters on the device.
+        streams: streams of the copies of an offloaded shard.
+
+    A CUDA device copies from page-locked memory in the format that it computes with: from `shadow`, a copy of the
+    master weights, if that is another format. The copy is queued where `gather` is called, one or more units ahead of
+    its use, and the current stream waits for it in `wait`.
     """
 
     def __init__(
@@ -116,6 +141,7 @@ class Bucket:
         *,
         keep_full: bool,
         offload: str = "none",
+        streams: OffloadStreams | None = None,
     ):
         self.slots: list[BucketSlot] = []
         self.numel = 0
@@ -137,11 +163,16 @@ class Bucket:
             self.master = self.mine(self.full)
         else:
             self.master = torch.zeros(self.chunk, dtype=policy.storage, device=device)
+        self.streams = streams or OffloadStreams(device)
+        queues = self.offloaded and self.streams.to_device.queues
+        self.shadow = host_zeros(self.chunk, policy.compute, device) if queues and policy.formats.master else None
         in_part = offload == "optimizer" and not keep_full
         self.shard = torch.zeros(self.chunk, dtype=policy.compute, device=device) if in_part else None
         self.segments = list(self._segments())
         self._version: Tensor | None = None  # the weights in use, if not the newest
         self._gathering: Pending | None = None
+        self._uploads = queues and self.shard is None  # whether each gather copies from host memory
+        self._copied = Mark()  # when the last copy from host memory is done
         self.gathered = True
         if not keep_full:
             self.free()
@@ -191,12 +222,32 @@ class Bucket:
             storage.resize_(self.full.numel() * self.full.element_size())
         mine = self.mine(self.full)
         source = self._stored if self.keep_full or self._version is None else self._version
+        if self._uploads:
+            host = self.shadow if self.shadow is not None and source is self.master else source
+            self._gathering = self._upload(mine, host)
+            return
         if not same_memory(mine, source):
             mine.copy_(source, non_blocking=True)
         if self.groups.shard_group is None:
             self.gathered = True
         else:
             self._gathering = all_gather_flat(self.full, mine, self.groups.shard_group)
+
+    def _upload(self, mine: Tensor, source: Tensor) -> Pending:
+        """Copy a shard from host memory, then start gathering, on the stream of such copies.
+
+        `full` was allocated on the current stream, after whose work so far the copy runs, and is freed only after
+        `wait`; its memory therefore needs no other record of the stream.
+        """
+        collectives: list[Pending] = []
+
+        def copy() -> None:
+            mine.copy_(source, non_blocking=True)
+            if self.groups.shard_group is not None:
+                collectives.append(all_gather_flat(self.full, mine, self.groups.shard_group))
+
+        self._copied = self.streams.to_device.run(copy)
+        return _Upload(self._copied, collectives)
 
     def wait(self) -> None:
         """Wait until the parameters are gathered."""
@@ -208,8 +259,16 @@ class Bucket:
         """Mark `full` as outdated after a change of the masters."""
         self.wait()
         self.gathered = False
+        self.release_host()
+        if self.shadow is not None:
+            self.shadow.copy_(self.master)
         if self.shard is not None:
-            self.shard.copy_(self.master)
+            shard, source = self.shard, self.master if self.shadow is None else self.shadow
+            self._copied = self.streams.to_device.run(lambda: shard.copy_(source, non_blocking=True))
+
+    def release_host(self) -> None:
+        """Wait on the host until no copy reads its memory, before weights in it change."""
+        self._copied.synchronize()
 
     def free(self) -> None:
         """Free the memory of `full` until the next `gather`."""
@@ -226,7 +285,10 @@ class Bucket:
 
     @property
     def _stored(self) -> Tensor:
-        return self.master if self.shard is None else self.shard
+        if self.shard is None:
+            return self.master
+        self._copied.wait()
+        return self.shard
 
     def swap_weights(self, version: Tensor | None) -> None:
         """Use a copy of `resident` as the parameters; None restores the weights that the optimizer updates."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from shoal.engine.collectives.group import allocate
-from shoal.engine.device import host_zeros
+from shoal.engine.device import Mark, host_zeros
 from shoal.engine.parallel.zero.bucket import Bucket, ShardSegment, join_adjacent
 
 Term = Callable[[Tensor, bool], object]
@@ -44,6 +45,7 @@ class Gradients:
         else:
             self.shard = torch.zeros(bucket.chunk, dtype=dtype, device=device)
         self.update = host_zeros(bucket.chunk, dtype, device) if bucket.offloaded else self.shard
+        self._fetched: Mark | None = None  # of the copy of ``shard`` to host memory in flight
         self.filled: set[int] = set()
         self.unreduced = True
         self._squares: dict[ShardSegment, Tensor] = {}
@@ -57,7 +59,7 @@ class Gradients:
 
     def begin(self) -> None:
         """Reset for a new step."""
-        self.filled, self.unreduced = set(), True
+        self.filled, self.unreduced, self._fetched = set(), True, None
         for slot in self.bucket.slots:
             slot.parameter.grad = None
 
@@ -95,15 +97,32 @@ class Gradients:
         return full, shard
 
     def on_reduced(self) -> None:
-        """Compute norms after a reduction, while ``shard`` is in the caches and other buckets are in flight."""
+        """Compute norms after a reduction, while ``shard`` is in the caches and other buckets are in flight.
+
+        Offloaded gradients start on their way to the host, unless they are partial sums.
+        """
         self._squares = {
             segment: _square(self.shard[segment.slice]) for segment in self.bucket.segments if not segment.sum_over
         }
+        if len(self._squares) == len(self.bucket.segments):
+            self._fetch()
+
+    def _fetch(self) -> None:
+        if self.update is not self.shard:
+            copy = partial(self.update.copy_, self.shard, non_blocking=True)
+            self._fetched = self.bucket.streams.to_host.run(copy)
 
     def finalise(self) -> None:
-        """Complete ``update``, including sums for which no norm was computed."""
-        if self.update is not self.shard:
-            self.update.copy_(self.shard)
+        """Complete ``update``, including sums for which no norm was computed; it may still be on its way."""
+        if self._fetched is None:
+            self._fetch()
+
+    def arrive(self) -> None:
+        """Wait until ``update`` is complete, on the host if it is there, and the host may change its weights."""
+        if self._fetched is not None:
+            self._fetched.synchronize()
+            self.bucket.release_host()
+            self._fetched = None
         self._version = self.update._version
 
     def square(self, segment: ShardSegment) -> Tensor:

@@ -101,6 +101,7 @@ class RankParameters:
             held: dict[str, list[Tensor]] = {"parameters": [bucket.full], "gradients": [gradients.shard], "host": []}
             held["parameters"] += [] if bucket.shard is None else [bucket.shard]
             held["host" if bucket.offloaded else "parameters"].append(bucket.master)
+            held["host"] += [] if bucket.shadow is None else [bucket.shadow]
             held["host" if bucket.offloaded else "gradients"].append(gradients.update)
             for kind, tensors in held.items():
                 for tensor in tensors:

@@ -34,7 +34,14 @@ from torch import Tensor, nn
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import Pending, all_reduce, broadcast_ints, reduce_scatter_flat, start_all_reduce
 from shoal.engine.parallel.placement import ENDS
-from shoal.engine.parallel.zero.bucket import Bucket, DataParallelGroups, Member, group_into_buckets, same_memory
+from shoal.engine.parallel.zero.bucket import (
+    Bucket,
+    DataParallelGroups,
+    Member,
+    OffloadStreams,
+    group_into_buckets,
+    same_memory,
+)
 from shoal.engine.parallel.zero.gradients import Gradients, Term
 from shoal.engine.precision.policy import Policy
 
@@ -68,10 +75,11 @@ class ShardedParameters:
         axes = {"replicas"} | {placement.replicas for unit in units for _, placement in unit}
         groups = {axis: DataParallelGroups.along(axis, mesh) for axis in sorted(axes)}
         limit = 0 if self.zero == 3 else mesh.layout.bucket_bytes
+        streams = OffloadStreams(mesh.device)
         self.buckets = [
             Bucket(
                 members, groups[members[0][1].replicas], policy, mesh.device,
-                keep_full=self.zero < 3, offload=mesh.layout.offload,
+                keep_full=self.zero < 3, offload=mesh.layout.offload, streams=streams,
             )
             for members in group_into_buckets(units, limit, policy.reduce.itemsize)
         ]
@@ -274,6 +282,8 @@ class ShardedParameters:
                 part.copy_(summed)
         for gradients in self.gradients:
             gradients.finalise()
+        for gradients in self.gradients:
+            gradients.arrive()
 
     def gather(self) -> None:
         """Gather updated parameters after the step, if full parameters persist."""
