@@ -118,7 +118,7 @@ class Gradients:
             self._fetch()
 
     def arrive(self) -> None:
-        """Wait until ``update`` is complete, on the host if it is there, and the host may change its weights."""
+        """Wait until ``update`` is complete; if offloaded, on the host, and until the host may change the weights."""
         if self._fetched is not None:
             self._fetched.synchronize()
             self.bucket.release_host()
