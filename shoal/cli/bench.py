@@ -15,6 +15,7 @@ from shoal.base.options import listed, parse
 from shoal.labs.bench.benchmark import Benchmark, describe_machine, show_progress
 
 BENCHMARKS = {
+    "gpu": "gpu.benchmark:GpuBenchmark",
     "step": "step.benchmark:StepBenchmark",
     "attention": "kernels:AttentionBenchmark",
     "slices": "sequences:SlicesBenchmark",

@@ -89,11 +89,11 @@ def make_table(title: str, rows: Sequence[Row], above: str = "") -> Table:
     for heading, group in groupby(rows, lambda row: row.get(above)):
         if heading:
             lines += [[], [Text(heading, "bold")]]
-        lines += [[_format_cell(row[name]) for name in columns] for row in group]
+        lines += [[format_cell(row[name]) for name in columns] for row in group]
     return text_table(columns, lines, title=title)
 
 
-def _format_cell(value: object) -> str | Text:
+def format_cell(value: object) -> str | Text:
     """Format numbers with four digits, and verdicts in colour."""
     if isinstance(value, float) and math.isfinite(value) and value:
         digits = 3 - math.floor(math.log10(abs(value)))

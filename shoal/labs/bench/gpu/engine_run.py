@@ -1,0 +1,189 @@
+"""Run the training engine of one rank on synthetic tokens, without trainer, data preparation or checkpoints."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from shoal.engine.collectives.mesh import Mesh
+from shoal.engine.data.batches import Batch, SyntheticDataset
+from shoal.engine.device import synchronize
+from shoal.labs.bench.benchmark import Row
+from shoal.labs.bench.gpu.ceilings import attained_flops
+from shoal.labs.bench.gpu.item import GpuSetting
+from shoal.planning.estimate import Estimate
+from shoal.planning.run import EstimatedRun
+from shoal.spec.catalog.clusters import cluster
+from shoal.spec.config import RunConfig
+from shoal.spec.config.run import build_config
+from shoal.training.check import check
+from shoal.training.step.engine import Engine
+
+REHEARSED = "h200-sxm"
+"""Accelerator of the estimates that a rehearsal shows."""
+
+
+class RepeatedDataset(SyntheticDataset):
+    """Random tokens that repeat after some samples; without them, as usual, all differ."""
+
+    repeats = 0
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        return super().batch([i % self.repeats for i in indices] if self.repeats else indices)
+
+
+def build_engine(config: RunConfig, device: torch.device, masked: float = 0.0, repeats: int = 0) -> Engine:
+    """Build the engine of a run on one rank, on random tokens.
+
+    Args:
+        masked: mean fraction of the tokens without a loss.
+        repeats: steps after which the samples repeat; 0 for never.
+    """
+    shape, data = check(config, ranks=1), config.data
+    samples = RepeatedDataset(
+        shape.vocab, data.sequence_length, config.train.seed, masked, documents=data.document_mask
+    )
+    samples.repeats = repeats * config.train.global_batch
+    return Engine(config, shape, Mesh(config.parallel, 0, device), samples)
+
+
+@dataclass(frozen=True)
+class RunPoint:
+    """A training run to time.
+
+    Attributes:
+        model: values of the config's section, with the vocabulary.
+        sequence: tokens of a sequence.
+        batch: sequences of a micro-batch.
+        changes: further config values by section.
+    """
+
+    model: Mapping[str, Any]
+    sequence: int
+    batch: int
+    compile: bool = False
+    microbatches: int = 4
+    changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @cached_property
+    def config(self) -> RunConfig:
+        """Build the config of a run in bf16, without warm-up of the learning rate."""
+        values: dict[str, dict[str, Any]] = {
+            "model": dict(self.model), "parallel": {"micro_batch": self.batch},
+            "data": {"source": "synthetic", "sequence_length": self.sequence},
+            "train": {
+                "global_batch": self.batch * self.microbatches, "precision": "bf16", "compile": self.compile,
+                "steps": 1000,
+            },
+            "optimizer": {"schedule": "constant", "warmup_steps": 0},
+        }  # fmt: skip
+        for section, changed in self.changes.items():
+            values[section] = {**values.get(section, {}), **changed}
+        return build_config(values)
+
+    def changed(self, **changes: Mapping[str, Any]) -> RunPoint:
+        """Return a copy with further config values by section."""
+        return replace(self, changes={**self.changes, **changes})
+
+    @property
+    def tokens(self) -> int:
+        return self.sequence * self.batch * self.microbatches
+
+    def estimate(self, setting: GpuSetting) -> Estimate:
+        """Return the cost model's estimate of this run."""
+        config, name = self.config, setting.accelerator.name if setting.accelerator else REHEARSED
+        return Estimate(EstimatedRun(
+            check(config), config.parallel, cluster(name), self.sequence, config.train.global_batch,
+            config.train.precision, config.optimizer.name, document_mask=config.data.document_mask,
+            float8=config.float8,
+        ))  # fmt: skip
+
+
+def time_each(
+    step: Callable[[int], object], setting: GpuSetting, warmup: int = 2, steps: int = 3, first: int = 0
+) -> list[float]:
+    """Return the seconds of single steps after a warm-up, in which the compiler runs and kernels are chosen."""
+    seconds, device = [], setting.torch_device
+    for number in range(setting.pick(warmup + steps, 2)):
+        synchronize(device)
+        begin = time.perf_counter()
+        step(first + number)
+        synchronize(device)
+        seconds.append(time.perf_counter() - begin)
+    return seconds[-setting.pick(steps, 1) :]
+
+
+def measure_point(setting: GpuSetting, point: RunPoint, trace: bool = False) -> Row:
+    """Time steps of a run; return its MFU, its kernels, its peak memory, and the estimates of both.
+
+    MFU counts attention in full, as the rest of shoal does, and in its causal half. "% of products" is the second over
+    the rate of the products of one layer, measured just before.
+    """
+    device, shape = setting.torch_device, check(point.config)
+    attained = attained_flops(shape, point.batch * point.sequence, device)
+    if not setting.rehearsal:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    engine = build_engine(point.config, device)
+    seconds = time_each(engine.step, setting)
+    step = median(seconds)
+    allocated, reserved = (
+        (None, None) if setting.rehearsal else (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
+    )
+    busy, launches = profile_step(engine, setting, len(seconds) + 2, setting.out / "trace.json.gz" if trace else None)
+    full = point.tokens * shape.flops_per_token(point.sequence)
+    causal = full - point.tokens * 6 * shape.layers * shape.heads * shape.head_dim * point.sequence
+    estimate = point.estimate(setting)
+    return {
+        "step ms": 1e3 * step, "tokens/s": point.tokens / step, "TFLOP/s": full / step / 1e12,
+        "MFU %": setting.share_of_peak(full / step, "bf16"), "causal %": setting.share_of_peak(causal / step, "bf16"),
+        "% of products": 100 * causal / step / attained,
+        "kernels ms": 1e3 * busy, "host-bound %": max(0.0, 100 * (1 - busy / step)), "launches": launches,
+        "estimated ms": 1e3 * estimate.step_seconds,
+        "allocated GB": allocated and allocated / 1e9, "estimated GB": estimate.fullest.allocated / 1e9,
+        "more": {
+            "layers": shape.layers, "s": point.sequence, "b": point.batch, "compiled": point.compile,
+            "microbatches": point.microbatches, "seconds": seconds, "attained_flops": attained,
+            "reserved GB": reserved and reserved / 1e9, "estimated reserved GB": estimate.fullest.reserved / 1e9,
+            "% of fp8 peak": setting.share_of_peak(full / step, "fp8") if engine.float8 else None,
+        },
+    }  # fmt: skip
+
+
+def profile_step(engine: Engine, setting: GpuSetting, step: int, trace: Path | None = None) -> tuple[float, int]:
+    """Return the seconds in which the device computes during a step, and the number of its kernels. In a rehearsal,
+    the operators of the CPU take the place of kernels."""
+    cuda = not setting.rehearsal
+    kinds = [ProfilerActivity.CPU] * (trace is not None or not cuda) + [ProfilerActivity.CUDA] * cuda
+    with profile(activities=kinds) as profiler:
+        engine.step(step)
+        synchronize(setting.torch_device)
+    if trace:
+        profiler.export_chrome_trace(str(trace))
+    wanted = DeviceType.CUDA if cuda else DeviceType.CPU
+    spans = sorted(
+        (event.time_range.start, event.time_range.end) for event in profiler.events() if event.device_type == wanted
+    )
+    return 1e-6 * covered(spans), len(spans)
+
+
+def covered(spans: list[tuple[float, float]]) -> float:
+    """Return the length of the union of intervals, sorted by start.
+
+    >>> covered([(0, 2), (1, 3), (5, 6)])
+    4.0
+    """
+    total, end = 0.0, float("-inf")
+    for start, stop in spans:
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total

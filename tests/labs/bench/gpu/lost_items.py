@@ -1,0 +1,31 @@
+"""Items that crash, hang, fail, miss their limit, or succeed."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+from shoal.labs.bench.gpu.item import GpuSetting
+
+
+def crash(setting: GpuSetting) -> Iterator[dict]:
+    yield {"value": 1}
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def hang(setting: GpuSetting) -> Iterator[dict]:
+    yield {"value": 2}
+    time.sleep(600)
+
+
+def fail(setting: GpuSetting) -> Iterator[dict]:
+    raise MemoryError("no memory for 5 GB")
+    yield
+
+
+def miss(setting: GpuSetting) -> Iterator[dict]:
+    yield {"value": 0.1234567890123, "limit": float("inf"), "passed": False}
+
+
+def succeed(setting: GpuSetting) -> Iterator[dict]:
+    yield {"value": 3, "passed": True}
