@@ -76,6 +76,24 @@ def to_host(x: Tensor) -> Any:
     return x.tolist()
 
 
+def start_to_host(x: Tensor) -> Callable[[], Any]:
+    """Start copying a collective's result to the host; the returned function waits for it, as `to_host`.
+
+    The wait is for the copy alone, not for work that was queued later.
+    """
+    if x.device.type == "cpu":
+        return x.tolist
+    copy = x.to("cpu", non_blocking=True)  # page-locked
+    copied = torch.Event(x.device)
+    copied.record()
+
+    def wait() -> Any:
+        copied.synchronize()
+        return to_host(copy)
+
+    return wait
+
+
 def in_host_memory(x: Tensor) -> Tensor:
     """Return the same values as `to_host`, as a CPU tensor."""
     return x.cpu()
@@ -231,6 +249,31 @@ def all_to_all(parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: 
     work = dist.all_to_all_single(received, sent, sizes, sent_sizes, group=group.backend, async_op=True)
     group.throttled(work).wait()
     return [part.view(tuple(shape)) for part, shape in zip(received.split(sizes), shapes, strict=True)]
+
+
+def start_all_to_all_rows(
+    x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group
+) -> tuple[Tensor, Pending]:
+    """Start sending the next ``send[i]`` rows of ``x`` to rank i and receiving ``receive[i]`` rows from it.
+
+    Returns:
+        (received rows, pending collective), without a copy of the rows that are sent.
+    """
+    mine, x = group.rank(), x.contiguous()
+    parts = x.split(list(send))
+    for rank, part in enumerate(parts):
+        if rank != mine:
+            group.count("all-to-all", part, 1)
+    out = x.new_empty(sum(receive), *x.shape[1:])
+    if group.shared is None:
+        work = dist.all_to_all_single(out, x, list(receive), list(send), group=group.backend, async_op=True)
+        return out, group.throttled(_Several([work], (x,)))
+    places = out.split(list(receive))
+    others = [rank for rank in range(group.size()) if rank != mine]
+    works: list[Pending] = [group.shared.send(parts[rank], rank) for rank in others]
+    works += [group.shared.receive(places[rank], rank) for rank in others]
+    places[mine].copy_(parts[mine])
+    return out, group.throttled(_Several(works, (x,)))
 
 
 # ---- autograd pairs --------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
     forward                                  backward
     `take_shard`          own part           all-gather
     `all_gather_uneven`   all-gather         own part
-    `exchange_rows`       all-to-all         reverse all-to-all
+    `exchange_rows`       all-to-all         reverse all-to-all (`ExchangedRows`: in flight)
     `gather_rows`         all-gather         reduce-scatter
     `scatter_rows`        reduce-scatter     all-gather
     `permute_rows`        permutation        inverse permutation
@@ -14,12 +14,14 @@ With a group of None, which has one rank, each is the identity.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from shoal.engine.collectives.group import Group
-from shoal.engine.collectives.ops import all_gather, all_to_all, all_to_all_dims, with_conjugate
+from shoal.engine.collectives.ops import all_gather, all_to_all, start_all_to_all_rows, with_conjugate
+from shoal.engine.collectives.pending import Pending
 
 
 def part_lengths(n: int, ranks: int) -> list[int]:
@@ -59,7 +61,69 @@ def all_gather_uneven(x: Tensor, group: Group | None, dim: int, lengths: Sequenc
 
 def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group | None) -> Tensor:
     """Exchange rows all-to-all: the next ``send[i]`` rows go to rank i, and ``receive[i]`` rows come from it."""
-    return all_to_all_dims(x, group, 0, 0, send, receive)
+    return ExchangedRows(x, send, receive, group).wait()
+
+
+class ExchangedRows:
+    """An `exchange_rows` in flight.
+
+    Backward starts the reverse exchange at the place of the wait, and waits for it at the place of the start: the
+    backward of operations in between runs meanwhile, because autograd prefers the operation that was called last.
+    """
+
+    def __init__(self, x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group | None):
+        self._exchange = None if group is None else _Exchange(group, send, receive)
+        self._rows: Tensor | None = x if self._exchange is None else _StartExchange.apply(x, self._exchange)
+
+    def wait(self) -> Tensor:
+        """Return the rows, once; this object then no longer holds them."""
+        rows, self._rows = self._rows, None
+        assert rows is not None, "rows are returned once"
+        return rows if self._exchange is None else _WaitForExchange.apply(rows, self._exchange)
+
+
+@dataclass
+class _Exchange:
+    """An exchange of rows, and the rows in flight, forward or backward."""
+
+    group: Group
+    send: Sequence[int]
+    receive: Sequence[int]
+    flight: tuple[Tensor, Pending] | None = None
+
+    def start(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        self.flight = start_all_to_all_rows(x, send, receive, self.group)
+        return self.flight[0]
+
+    def finish(self) -> Tensor:
+        assert self.flight is not None, "an exchange is started first"
+        (rows, pending), self.flight = self.flight, None
+        pending.wait()
+        return rows
+
+
+class _StartExchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, exchange: _Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.start(x, exchange.send, exchange.receive)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return ctx.exchange.finish(), None
+
+
+class _WaitForExchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows: Tensor, exchange: _Exchange) -> Tensor:
+        ctx.exchange = exchange
+        exchange.finish()
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        ctx.exchange.start(gradient, ctx.exchange.receive, ctx.exchange.send)
+        return gradient, None  # of the rows' shape, as autograd requires; `_StartExchange` returns what arrives
 
 
 def gather_rows(x: Tensor, counts: Sequence[int], group: Group | None) -> Tensor:

@@ -12,16 +12,18 @@ sequence, so the ranks of a replica first gather the scores.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
 from shoal.base.boxes import Box
 from shoal.engine.collectives.mesh import Mesh
-from shoal.engine.collectives.ops import all_gather, to_host
+from shoal.engine.collectives.ops import all_gather, start_to_host
 from shoal.engine.collectives.uneven import (
+    ExchangedRows,
     all_gather_uneven,
     exchange_rows,
     gather_rows,
@@ -30,7 +32,7 @@ from shoal.engine.collectives.uneven import (
     scatter_rows,
     take_shard,
 )
-from shoal.engine.models.experts.grouped import GroupedExperts, GroupedFunction
+from shoal.engine.models.experts.grouped import GroupedExperts, GroupedFunction, Groups
 from shoal.engine.models.experts.layer import MoE
 from shoal.engine.models.experts.router import TokenPlaces
 from shoal.engine.parallel.context.causal_blocks import token_positions
@@ -116,6 +118,9 @@ class TokenShares(TokenPlaces):
     def own(self, made: Tensor) -> Tensor:
         return made[:, self.local] if self.order is None else made.index_select(SEQUENCE, self.mine)
 
+    def full_length(self, s: int) -> int:
+        return sum(self.sizes)
+
 
 class DistributedExperts(GroupedExperts):
     """This rank's part of the experts, which exchanges tokens with the ranks of other experts."""
@@ -125,6 +130,7 @@ class DistributedExperts(GroupedExperts):
         self.sink, self.gate = sink, None
         self.ep, self.index, self.ep_size = mesh.group("ep"), mesh.index("ep"), mesh.size("ep")
         self.etp, self.etp_size = mesh.group("etp"), mesh.size("etp")
+        self.overlaps = self.ep is not None and mesh.device.type != "cpu"  # processors compute, or send
         self.placements: list[ParamPlacement] = []
         for part, parameter in list(unsplit.named_parameters()):
             n, *dims = parameter.shape
@@ -140,42 +146,58 @@ class DistributedExperts(GroupedExperts):
         """Return ``ep=4, etp=2``."""
         return f"ep={self.ep_size}, etp={self.etp_size}"
 
-    def product(self, x: Tensor, weight: nn.Parameter, counts: Sequence[int]) -> Tensor:
+    def product(self, x: Tensor, weight: nn.Parameter, groups: Groups) -> Tensor:
         """Compute `GroupedExperts.product`, with the weight gradient sent to the sink."""
         if self.sink.parameters is None:
-            return super().product(x, weight, counts)
-        return GroupedFunction.apply(x, weight, counts, partial(self.sink.add, [weight]))
+            return super().product(x, weight, groups)
+        return GroupedFunction.apply(x, weight, groups, partial(self.sink.add, [weight]))
 
-    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Apply each row's expert, given [E] rows per expert: [m, h], sorted by expert -> [m, h] in the same order."""
+    def announce(self, ends: Tensor) -> Callable[[Tensor], Callable[[], Tensor]]:
+        """Announce the end of each expert's rows, given [E] int32; see `GroupedExperts.announce`.
+
+        Ranks exchange their numbers of rows, and the host reads all that it needs at once, when the rows are sent. The
+        device meanwhile makes the rows, and computes the shared experts while they travel.
+        """
         if self.ep is None and self.etp is None:
-            return super().forward(rows, counts)
-        n = self.ep_size
+            return super().announce(ends)
+        n, t = self.ep_size, self.etp_size
+        counts = ends.diff(prepend=ends.new_zeros(1))
         per_rank = all_gather(counts.view(1, -1), self.ep).view(n, n, -1)  # [from, to, local expert]
         coming = per_rank[:, self.index].contiguous()  # [from, local expert]
-        everywhere = all_gather(coming.unsqueeze(0), self.etp)  # [etp, from, local expert]
-        send = counts.view(n, -1).sum(1).tolist()
-        receive = to_host(coming.sum(1))
-        gathered = to_host(everywhere.sum((1, 2)))
-        order = _by_expert(everywhere.flatten(0, 1))
-        # Reusing one name frees each tensor that backward does not need at the next step.
-        rows = exchange_rows(rows, send, receive, self.ep)
-        rows = gather_rows(rows, gathered, self.etp)
-        rows = permute_rows(rows, *order)
-        rows = self.blocks(rows, everywhere.sum((0, 1)).tolist())
-        rows = permute_rows(rows, *order[::-1])
-        rows = scatter_rows(rows, gathered, self.etp)
-        return exchange_rows(rows, receive, send, self.ep)
+        everywhere = all_gather(coming.unsqueeze(0), self.etp).view(t, n, -1)  # [etp, from, local expert]
+        local = everywhere.sum((0, 1), dtype=torch.int32)
+        read = start_to_host(torch.cat((counts.view(n, -1).sum(1), coming.sum(1), everywhere.sum((1, 2)), local)))
+
+        def start(rows: Tensor) -> Callable[[], Tensor]:
+            numbers = read()
+            send, receive, gathered, counts = (numbers[a:b] for a, b in pairwise((0, n, 2 * n, 2 * n + t, None)))
+            if sum(send) < len(rows):  # unused rows
+                rows = rows[: sum(send)]
+            exchanged = ExchangedRows(rows, send, receive, self.ep)
+
+            def finish() -> Tensor:
+                order = _by_expert(everywhere.flatten(0, 1), sum(counts))
+                # Reusing one name frees each tensor that backward does not need at the next step.
+                rows = gather_rows(exchanged.wait(), gathered, self.etp)
+                rows = permute_rows(rows, *order)
+                rows = self.blocks(rows, local.cumsum(0, dtype=torch.int32) if self.on_device else counts)
+                rows = permute_rows(rows, *order[::-1])
+                rows = scatter_rows(rows, gathered, self.etp)
+                return exchange_rows(rows, receive, send, self.ep)
+
+            return finish
+
+        return start
 
 
-def _by_expert(counts: Tensor) -> tuple[Tensor, Tensor]:
+def _by_expert(counts: Tensor, total: int) -> tuple[Tensor, Tensor]:
     """Return the permutation from rows sorted by (source, expert) to rows sorted by expert, and its inverse.
 
     Args:
-        counts: [sources, experts].
+        counts: [sources, experts], which sum to ``total``.
     """
     sizes = counts.t().flatten()
     starts = (counts.flatten().cumsum(0) - counts.flatten()).view_as(counts).t().flatten()
-    places = torch.arange(int(sizes.sum()), device=counts.device)
-    order = places + torch.repeat_interleave(starts - (sizes.cumsum(0) - sizes), sizes)
+    places = torch.arange(total, device=counts.device)
+    order = places + torch.repeat_interleave(starts - (sizes.cumsum(0) - sizes), sizes, output_size=total)
     return order, torch.empty_like(order).index_copy_(0, order, places)

@@ -185,8 +185,8 @@ def choose_like_neighbour(right: Callable, router, logits: Tensor, context) -> t
     return moved, logits
 
 
-def not_back(right: Callable, counts: Tensor) -> tuple[Tensor, Tensor]:
-    order, _ = right(counts)
+def not_back(right: Callable, counts: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    order, _ = right(counts, total)
     return order, torch.arange(len(order))
 
 

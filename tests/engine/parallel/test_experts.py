@@ -10,6 +10,7 @@ import torch.distributed as dist
 from shoal.base.errors import UsageError
 from shoal.base.section import plain
 from shoal.engine.checkpoint import Checkpointer, load
+from shoal.engine.collectives import uneven
 from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.uneven import (
@@ -20,6 +21,7 @@ from shoal.engine.collectives.uneven import (
     scatter_rows,
     take_shard,
 )
+from shoal.engine.models.experts.layer import MoE
 from shoal.engine.models.experts.router import SUMS
 from shoal.launch.worker_pool import Pool
 from shoal.spec.compatibility.sizes import check_layout
@@ -86,6 +88,61 @@ def rows_and_back() -> list[float]:
 def test_rows_of_any_number_arrive_and_their_gradients_come_back(pool: Pool) -> None:
     for differences in pool.run(rows_and_back, 3):
         assert max(differences) == 0
+
+
+# ---- overlap -------------------------------------------------------------------------------------------------------
+
+
+class Logged:
+    """A collective in flight that logs its wait."""
+
+    def __init__(self, work, log: list[str]):
+        self.work, self.log = work, log
+
+    def wait(self) -> None:
+        self.log.append("wait")
+        self.work.wait()
+
+
+def step_and_log(config: RunConfig, overlaps: bool) -> tuple[float, float, list[str]]:
+    """Loss and gradient norm of a step, and the order of exchanges and of the shared experts' passes."""
+    engine, log = engine_of(config), []
+    start = uneven.start_all_to_all_rows
+
+    def logged(*args):
+        log.append("start")
+        rows, work = start(*args)
+        return rows, Logged(work, log)
+
+    for module in (module for stage in engine.stages for module in stage.module.modules() if isinstance(module, MoE)):
+        module.experts.overlaps = overlaps
+        module.shared.register_forward_hook(lambda *args: log.append("shared"))
+        module.shared.register_full_backward_hook(lambda *args: log.append("shared"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(uneven, "start_all_to_all_rows", logged)
+        result = engine.step(0)
+    return result.loss, result.gradient_norm, log
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_rows_travel_during_the_shared_experts_passes(pool: Pool, recompute: str) -> None:
+    """On devices that compute and send at the same time; the result is the same."""
+    config = run_of(
+        {"dp": 2, "ep": 2, "micro_batch": 2, "recompute": recompute}, {"shared": 1, "every": 3}, global_batch=4,
+        precision="fp64",
+    )
+    exchange, shared = ["start", "wait"], ["shared"]
+    orders = {
+        True: (["start", "shared", "wait", *exchange], [*exchange, "start", "shared", "wait"]),
+        False: (2 * exchange + shared, shared + 2 * exchange),
+    }
+    results = []
+    for overlaps, (forward, backward) in orders.items():
+        for loss, norm, log in pool.run(step_and_log, 2, config, overlaps):
+            if overlaps or recompute == "none":  # a recomputation ends within the last block
+                assert log == forward + (forward if recompute == "full" else []) + backward
+            results.append((loss, norm))
+    assert len(set(results)) == 1
 
 
 # ---- bytes ---------------------------------------------------------------------------------------------------------

@@ -49,6 +49,18 @@ def capacity(experts: Experts, s: int) -> int | None:
     return min(s, _round_up(experts.capacity_factor * experts.per_token * s / experts.count))
 
 
+def _taken(experts: Experts, s: int) -> int:
+    """Return the tokens of a sequence that each expert takes if experts choose."""
+    return min(s, _round_up((experts.capacity_factor or 1.0) * experts.per_token * s / experts.count))
+
+
+def most_choices(experts: Experts, b: int, s: int, full: int) -> tuple[int, int]:
+    """Return the largest number of choices, in total and per token, of s tokens in each of b sequences of ``full``."""
+    if experts.gate == "expert-choice":
+        return b * experts.count * min(s, _taken(experts, full)), experts.count
+    return b * s * experts.per_token, experts.per_token
+
+
 def _round_up(tokens: float) -> int:
     """Round up, tolerating float error: 1.05 x 6 x 1280 / 8 is 1008, but evaluates to slightly more."""
     return math.ceil(round(tokens, 6))
@@ -128,8 +140,7 @@ def expert_choice(logits: Tensor, experts: Experts) -> Choice:
     A token's experts depend on later tokens, so such a model cannot generate token by token.
     """
     shares = logits.softmax(-1)
-    s = logits.shape[1]
-    take = min(s, _round_up((experts.capacity_factor or 1.0) * experts.per_token * s / experts.count))
+    take = _taken(experts, logits.shape[1])
     chosen = torch.zeros_like(shares, dtype=torch.bool).scatter_(1, sort_tokens(shares)[:, :take], True)
     unchosen = (~chosen.any(-1)).long()
     return Choice(shares * chosen, chosen, unchosen, shares.new_zeros(len(shares)))

@@ -1,23 +1,35 @@
 """Feed-forward blocks of all experts as grouped matrix products.
 
 Tokens are sorted by expert, so the rows of an expert are contiguous: no padding and no dropping (Gale et al. 2023,
-"MegaBlocks"). CUDA uses one grouped product. The CPU uses one product per expert, written into a shared result.
+"MegaBlocks"). CUDA uses one grouped product in bf16, which reads on the device where each expert's rows end. The CPU,
+and CUDA in other formats, use one product per expert, written into a shared result; the host then reads the ends.
+
+torch's grouped products (`aten/src/ATen/native/cuda/GroupMM.cu` of 2.11 to 2.13) need fewer than 1024 groups, int32 ends
+and row strides of a multiple of 16 bytes, but groups of any number of rows. They leave rows after the last end
+undefined, and gradients of weights without rows as well. Devices other than those of compute capability 9 and 10 have
+no such kernel: torch then reads the ends on the host at every product.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal.engine.collectives.ops import to_host
+from shoal.engine.kernels.group_gradients import add_group_gradients
+from shoal.engine.kernels.swiglu import swiglu_pair
 from shoal.engine.models.products import by_mkl
 from shoal.spec.catalog import ModelShape
 
-_ALIGN = 16  # bytes: torch's grouped products need rows that are a multiple of it
+_ALIGN = 16  # bytes
+
+Groups = Sequence[int] | Tensor
+"""Rows of each expert: their number on the host, or their ends on the device, int32 [E]."""
 
 
 class GroupedExperts(nn.Module):
@@ -26,7 +38,10 @@ class GroupedExperts(nn.Module):
     Attributes:
         gate, up: [E, f, h] (gate: llama only).
         down: [E, h, f].
+        overlaps: whether rows travel to other devices while this one computes.
     """
+
+    overlaps = False
 
     def __init__(self, shape: ModelShape):
         super().__init__()
@@ -36,20 +51,36 @@ class GroupedExperts(nn.Module):
         self.up = nn.Parameter(torch.empty(count, f, h))
         self.down = nn.Parameter(torch.empty(count, h, f))
 
-    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Apply each expert to its rows, given [E] rows per expert: [m, h], sorted by expert -> [m, h]."""
-        return self.blocks(rows, counts.tolist())
+    def announce(self, ends: Tensor) -> Callable[[Tensor], Callable[[], Tensor]]:
+        """Announce the end of each expert's rows, [E] int32, before the rows themselves are ready.
 
-    def product(self, x: Tensor, weight: nn.Parameter, counts: Sequence[int]) -> Tensor:
+        Returns:
+            A function that starts to send rows [m, h], sorted by expert, and returns a function that waits for them and
+            returns the experts' outputs in the same order, [m, h].
+        """
+        def start(rows: Tensor) -> Callable[[], Tensor]:
+            return lambda: self.blocks(rows, ends if self.on_device else count_rows(to_host(ends)))
+
+        return start
+
+    @property
+    def on_device(self) -> bool:
+        """Whether torch's grouped product takes these matrices: bf16 on CUDA, rows of a multiple of 16 bytes."""
+        weight = self.up
+        aligned = not any(n * weight.element_size() % _ALIGN for n in weight.shape[1:])
+        return weight.is_cuda and weight.dtype == torch.bfloat16 and aligned
+
+    def product(self, x: Tensor, weight: nn.Parameter, groups: Groups) -> Tensor:
         """Compute y[run e] = x[run e] weight[e]^T: [m, k], [E, n, k] -> [m, n]."""
-        return GroupedFunction.apply(x, weight, counts, None)
+        return GroupedFunction.apply(x, weight, groups, None)
 
-    def blocks(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+    def blocks(self, x: Tensor, groups: Groups) -> Tensor:
         """Apply the feed-forward blocks to rows that are on this rank."""
-        up = self.product(x, self.up, counts)
+        up = self.product(x, self.up, groups)
         if self.gate is None:
-            return self.product(F.gelu(up, approximate="tanh"), self.down, counts)
-        return self.product(F.silu(self.product(x, self.gate, counts)) * up, self.down, counts)
+            return self.product(F.gelu(up, approximate="tanh"), self.down, groups)
+        gate = self.product(x, self.gate, groups)
+        return self.product(swiglu_pair(gate, up) if x.is_cuda else F.silu(gate) * up, self.down, groups)
 
 
 class GroupedFunction(torch.autograd.Function):
@@ -57,19 +88,23 @@ class GroupedFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, weight: Tensor, counts: Sequence[int], add: Callable[[Callable], object] | None
+        ctx, x: Tensor, weight: Tensor, groups: Groups, add: Callable[[Callable], object] | None
     ) -> Tensor:
-        ctx.counts, ctx.add = counts, add
-        ctx.save_for_backward(x, weight)
-        return rows_product(x, weight.mT, counts)
+        ctx.counts, ctx.add = groups, add
+        on_device = isinstance(groups, Tensor)
+        if on_device:
+            ctx.counts = None
+        ctx.save_for_backward(x, weight, *((groups,) if on_device else ()))
+        return rows_product(x, weight.mT, groups)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        x, weight = ctx.saved_tensors
-        d_x = rows_product(gradient, weight, ctx.counts) if ctx.needs_input_grad[0] else None
+        x, weight, *ends = ctx.saved_tensors
+        groups = ends[0] if ends else ctx.counts
+        d_x = rows_product(gradient, weight, groups) if ctx.needs_input_grad[0] else None
         d_weight = None
         if ctx.needs_input_grad[1]:
-            term = partial(weight_product, gradient, x.detach(), ctx.counts)
+            term = partial(weight_product, gradient, x.detach(), groups)
             if ctx.add is None:
                 d_weight = torch.empty_like(weight)
                 term(d_weight, True)
@@ -78,28 +113,29 @@ class GroupedFunction(torch.autograd.Function):
         return d_x, d_weight, None, None
 
 
-def rows_product(x: Tensor, matrices: Tensor, counts: Sequence[int]) -> Tensor:
+def rows_product(x: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
     """Compute y[run e] = x[run e] matrices[e]: [m, k], [E, k, n] -> [m, n]."""
-    if _one_kernel(x, matrices):
-        return F.grouped_mm(x.contiguous(), matrices, offs=_ends(counts, x.device))
+    if isinstance(groups, Tensor):
+        return F.grouped_mm(x.contiguous(), matrices, offs=groups)
     y = x.new_empty(len(x), matrices.shape[-1])
     with by_mkl():
-        for run, matrix in zip(runs(counts), matrices.unbind(), strict=True):
+        for run, matrix in zip(runs(groups), matrices.unbind(), strict=True):
             if run.start < run.stop:
                 torch.mm(x[run], matrix, out=y[run])
     return y
 
 
-def weight_product(d_y: Tensor, x: Tensor, counts: Sequence[int], total: Tensor, fresh: bool) -> None:
+def weight_product(d_y: Tensor, x: Tensor, groups: Groups, total: Tensor, fresh: bool) -> None:
     """Compute total[e] (+)= d_y[run e]^T x[run e] in place, or overwrite if ``fresh``: [m, n], [m, k] -> [E, n, k]."""
-    if _one_kernel(x, d_y):
-        product = F.grouped_mm(d_y.contiguous().mT, x.contiguous(), offs=_ends(counts, x.device))
-        if 0 in counts:  # the kernel leaves the output of empty groups undefined
-            product[[e for e, count in enumerate(counts) if count == 0]] = 0
-        (total.copy_ if fresh else total.add_)(product)
+    if isinstance(groups, Tensor):
+        if len(x):
+            product = F.grouped_mm(d_y.contiguous().mT, x.contiguous(), offs=groups)
+            add_group_gradients(total, product, groups, fresh)
+        elif fresh:  # the kernel takes no operand without rows
+            total.zero_()
         return
     with by_mkl():
-        for run, part in zip(runs(counts), total.unbind(), strict=True):
+        for run, part in zip(runs(groups), total.unbind(), strict=True):
             if run.start == run.stop:
                 if fresh:
                     part.zero_()
@@ -121,13 +157,10 @@ def runs(counts: Sequence[int]) -> list[slice]:
     return [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
 
 
-def _ends(counts: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=device)
+def count_rows(ends: Sequence[int]) -> list[int]:
+    """Return the number of rows of each expert from their ends.
 
-
-def _one_kernel(*operands: Tensor) -> bool:
-    """Return whether torch's grouped product takes these: bf16 on CUDA, rows and columns multiples of 16 bytes."""
-    return all(
-        x.is_cuda and x.dtype == torch.bfloat16 and not any(n * x.element_size() % _ALIGN for n in x.shape[1:])
-        for x in operands
-    )
+    >>> count_rows([2, 2, 5])
+    [2, 0, 3]
+    """
+    return [end - start for start, end in pairwise([0, *ends])]

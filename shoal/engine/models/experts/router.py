@@ -80,6 +80,10 @@ class TokenPlaces:
         """Return the entries of this process's tokens: [b, s, ..]."""
         return made
 
+    def full_length(self, s: int) -> int:
+        """Return the tokens of a sequence of which this process routes ``s``."""
+        return s
+
 
 class Router(Tallied):
     """Router that scores every token against every expert and applies the gate.
@@ -126,6 +130,11 @@ class Router(Tallied):
         elif self.validated is not None:
             self.validated += self._counted(chosen, dropped, balance, z)
         return self.places.own(WithLoss.apply(choice.weights, loss, counted, self)), chosen
+
+    def most_choices(self, x: Tensor) -> tuple[int, int]:
+        """Return the largest number of choices of tokens [b, s, h], in total and per token."""
+        b, s, _ = x.shape
+        return gates.most_choices(self.experts, b, s, self.places.full_length(s))
 
     def begin_validation(self) -> None:
         """Start to count forward passes without a backward."""

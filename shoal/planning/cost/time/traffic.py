@@ -13,7 +13,7 @@ from typing import NamedTuple
 from shoal.planning.cost.micro_batch import MicroBatch
 from shoal.planning.cost.parameters import StagePart
 
-COUNT = 8  # bytes of a row count
+COUNT = 4  # bytes of a row count
 
 
 class Sent(dict[tuple[str, str], float]):

@@ -3,10 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from shoal.engine.models.experts import permutation as permutations
+from shoal.engine.models.experts.gates import most_choices
 from shoal.engine.models.experts.grouped import GroupedFunction
-from shoal.engine.models.experts.layer import MoE, _CopyTokens, _sum_by_token, _WeightedSum
+from shoal.engine.models.experts.layer import MoE
 from shoal.engine.models.experts.router import SUMS, RoutingContext
 from shoal.spec.catalog import Experts, ModelShape, model_shape
 
@@ -119,33 +120,31 @@ def test_the_bias_moves_towards_the_mean() -> None:
     assert layer.router.bias.tolist() == [-0.25, 0.25, 0.0, 0.25]
 
 
-def test_rows_are_summed_in_one_order_on_every_device() -> None:
-    """`index_add_` does so on the CPU alone. Both ways are the same sum."""
-    token = torch.randint(5, (40,), generator=torch.Generator().manual_seed(0))
-    rows = torch.randint(-9, 9, (40, 3)).double()
-    expected = torch.stack([rows[token == t].sum(0) for t in range(5)])
-    assert torch.equal(_sum_by_token(rows, token, 5), expected)
-    assert torch.equal(torch.ops.aten.embedding_dense_backward(rows, token, 5, -1, False), expected)
-    with Seen() as seen:
-        y, gradient = torch.randn(2, 40, 3, device="meta", requires_grad=True)
-        weight = torch.randn(40, device="meta", requires_grad=True)
-        x, token = torch.randn(5, 3, device="meta", requires_grad=True), token.to("meta")
-        _WeightedSum.apply(y, weight, token, 5).sum().backward()
-        _CopyTokens.apply(x, token).backward(gradient)
-    assert x.grad.shape == (5, 3)
-    assert not any("index_add" in name or "index_put" in name for name in seen.names), seen.names
+def test_no_gate_chooses_more_than_its_bounds() -> None:
+    """The device has as many rows; a capacity only lowers their number."""
+    for gate, k in GATES.items():
+        layer = layer_of(shape_of(gate=gate, per_token=k))
+        logits = torch.randn(3, 12, 8 if gate == "noisy-top-k" else 4, dtype=torch.float64)
+        chosen = layer.router._choose(logits, RoutingContext())[0].chosen
+        for part in (12, 5):
+            most, of_token = most_choices(layer.router.experts, 3, part, 12)
+            assert chosen[:, :part].sum() <= most and chosen[:, :part].sum(-1).max() <= of_token
+        assert chosen.sum() == most_choices(layer.router.experts, 3, 12, 12)[0]
 
 
-class Seen(TorchDispatchMode):
-    """The names of the operators that are called."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
+@pytest.mark.parametrize("gate", GATES)
+def test_device_and_host_permute_equally(gate: str) -> None:
+    """The layer with the permutation of devices, in place of the host's; unused rows exist with a capacity."""
+    shape = shape_of(gate=gate, per_token=GATES[gate], shared=1, capacity_factor=0.0 if gate == "noisy-top-k" else 0.7)
+    layer, x = layer_of(shape), torch.randn(2, 9, 6, dtype=torch.float64, requires_grad=True)
+    wanted, gradient = [x, *layer.parameters()], torch.randn(2, 9, 6, dtype=torch.float64)
+    results = []
+    for permutation in (permutations.permute, lambda chosen, most: permutations._DevicePermutation(chosen, *most)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("shoal.engine.models.experts.layer.permute", permutation)
+            y = layer(x, RoutingContext(sequences=2, samples=torch.tensor([3, 8])))
+            results.append([y.detach(), *torch.autograd.grad(y, wanted, gradient)])
+    torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 4], [0, 0, 7], [7, 0, 0], [0, 0, 0]])
