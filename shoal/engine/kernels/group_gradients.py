@@ -1,4 +1,4 @@
-"""Accumulation of the weight gradients of a grouped product, whose kernel leaves those of empty groups undefined."""
+"""Accumulation of the weight gradients of a grouped product, whose kernel leaves an empty group undefined."""
 
 from __future__ import annotations
 

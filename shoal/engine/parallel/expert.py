@@ -198,6 +198,7 @@ def _by_expert(counts: Tensor, total: int) -> tuple[Tensor, Tensor]:
     """
     sizes = counts.t().flatten()
     starts = (counts.flatten().cumsum(0) - counts.flatten()).view_as(counts).t().flatten()
+    ends = sizes.cumsum(0)
     places = torch.arange(total, device=counts.device)
-    order = places + torch.repeat_interleave(starts - (sizes.cumsum(0) - sizes), sizes, output_size=total)
+    order = places + (starts - (ends - sizes))[torch.searchsorted(ends, places, right=True)]
     return order, torch.empty_like(order).index_copy_(0, order, places)

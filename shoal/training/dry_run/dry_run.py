@@ -117,7 +117,7 @@ def _choose_evenly(
         number = torch.arange(s).unsqueeze(1) * experts.per_token + torch.arange(experts.per_token)
         chosen = torch.zeros(b, s, experts.count, dtype=torch.bool)
         chosen[:, token.unsqueeze(1), number % experts.count] = True
-    return choice._replace(chosen=chosen.to(logits.device)), logits
+    return choice._replace(chosen=chosen.to(logits.device, non_blocking=True)), logits
 
 
 def _choose_spaced(scores: Tensor, k: int) -> Tensor:

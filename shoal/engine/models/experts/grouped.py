@@ -4,10 +4,10 @@ Tokens are sorted by expert, so the rows of an expert are contiguous: no padding
 "MegaBlocks"). CUDA uses one grouped product in bf16, which reads on the device where each expert's rows end. The CPU,
 and CUDA in other formats, use one product per expert, written into a shared result; the host then reads the ends.
 
-torch's grouped products (`aten/src/ATen/native/cuda/GroupMM.cu` of 2.11 to 2.13) need fewer than 1024 groups, int32 ends
-and row strides of a multiple of 16 bytes, but groups of any number of rows. They leave rows after the last end
-undefined, and gradients of weights without rows as well. Devices other than those of compute capability 9 and 10 have
-no such kernel: torch then reads the ends on the host at every product.
+torch's grouped products (`aten/src/ATen/native/cuda/GroupMM.cu`) need under 1024 groups, int32 ends and row strides of
+a multiple of 16 bytes, but groups of any number of rows. They leave rows after the last end undefined, and gradients
+of weights without rows as well. Devices of other compute capabilities than 9 and 10 have no such kernel: torch then
+reads the ends on the host at every product.
 """
 
 from __future__ import annotations
