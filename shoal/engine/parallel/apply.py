@@ -103,10 +103,8 @@ def _build_stage(
             fused.append(model.loss)
         for module in fused:  # not `Module.compile`, which also compiles the hooks that gather parameters
             module.forward = torch.compile(module.forward, dynamic=False)
-    else:
+    if float8 or not compile:
         _receive_gradients(model, sink)
-    if float8:
-        apply_float8(model, float8, placements, mesh, sink)
     # Last, therefore outermost: parameters are gathered before a layer is entered, recomputed or not.
     unclaimed = _materialise(model, placements, policy.compute, mesh.device)
     units = _units(model)
@@ -114,6 +112,8 @@ def _build_stage(
     parameters = ShardedParameters(  # a tied head belongs to the first unit
         [[(p, unclaimed.pop(p)) for p in unit if p in unclaimed] for unit in owned], mesh, policy
     )
+    if float8:
+        apply_float8(model, float8, placements, parameters, sink)
     if not compile:  # the compiler has to see the full backward
         sink.connect(parameters, model)
     if layout.zero == 3:

@@ -7,39 +7,53 @@
 Accumulation and all other operations use the compute dtype. Where a scaling block spans features split by tensor
 parallelism, its absolute maximum is reduced over the axis, so scales equal the single-device ones. Blocks inside a
 rank's part need no communication.
+
+Weights are encoded at their first use after a change, and kept for all micro-batches of the step (not in ZeRO-3, where
+the weights themselves are not kept). Inputs are encoded once for all layers that share them.
+
+Codes are decoded before the product, in the compute dtype, except where the hardware multiplies them: then
+`shoal.engine.kernels.quantise` encodes a matrix and its transpose together, and the product is `torch._scaled_mm`. The
+public `torch.nn.functional.scaled_mm` has no e5m2 with scales of blocks.
+
+For the compiler, encoding an input and the products of a layer are one operator each: their scales and the kept weights
+are state that it does not see.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.library import custom_op
 
 from shoal.engine.collectives.group import Group
-from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import all_reduce
-from shoal.engine.device import has_float8_products
+from shoal.engine.kernels.quantise import maxima, quantise, quantise_blocks
 from shoal.engine.models.transformer import Transformer
 from shoal.engine.parallel.linear import Linear
 from shoal.engine.parallel.placement import ParamPlacement
 from shoal.engine.parallel.weight_grad import GradSink, add_gradient
-from shoal.engine.precision.float8 import ROW, TENSOR, Codes, Grain, compute_scale, encode, largest
+from shoal.engine.parallel.zero.bucket import Bucket
+from shoal.engine.parallel.zero.zero_engine import ShardedParameters
+from shoal.engine.precision.float8 import ROW, TENSOR, Codes, compute_scale, encode, largest
 from shoal.engine.precision.policy import Policy
 from shoal.engine.precision.recipe import GRADIENT, INPUT, WEIGHT, AmaxHistory, Recipe
 from shoal.spec.catalog import ModelShape
 from shoal.spec.compatibility.sizes import float8_layers
 from shoal.spec.config import Float8Config
-from shoal.spec.number_formats import E5M2
 
 TOKENS, IN, OUT = "tokens", "in", "out"
 DIMS = {INPUT: (TOKENS, IN), WEIGHT: (OUT, IN), GRADIENT: (TOKENS, OUT)}
-_ALIGN = 16  # elements: `torch._scaled_mm` requires matrix sides that are a multiple of it
+_ALIGN = 16  # bytes: of results that `torch._scaled_mm` writes in place
+
+Encoded = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""Codes and scales of a matrix, of its transpose, and its absolute maxima (of blocks or in total)."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +82,7 @@ class Float8:
 
     def native(self, compute: torch.dtype, device: torch.device) -> bool:
         """Return whether the device multiplies the 8-bit codes directly, without decoding them first."""
-        return has_float8_products(device) and all(_is_native(grain, compute) for grain in self.recipe.grains)
+        return self.recipe.is_native(compute, device)
 
     def end_step(self, world: Group | None) -> None:
         """Finish a step: reduce the recorded absolute maxima over all ranks."""
@@ -78,65 +92,104 @@ class Float8:
 
 
 def apply_float8(
-    model: Transformer, float8: Float8, placements: dict[str, ParamPlacement], mesh: Mesh, sink: GradSink
-) -> None:
-    """Replace linear layers, in place, by ones with 8-bit products; ``placements`` are by name of the weight."""
-    cache = _InputCache()
-    for name, module in model.named_modules():
-        if name in float8.layers:
-            assert isinstance(module, Linear)
-            split = placements[f"{name}.weight"]
-            along = next((dim for i, dim in enumerate((OUT, IN)) if split.box.shape[i] != split.global_shape[i]), "")
-            module.product = Float8Product(
-                name, float8.recipe, float8.history, cache, along, mesh.group("tp"), sink,
-                native=has_float8_products(mesh.device),
-            )
-
-
-class _InputCache:
-    """The last input of a model's layers and its encoding: q, k and v have the same input, as have gate and up."""
-
-    tensor: Callable[[], Tensor | None] = staticmethod(lambda: None)  # weak reference to the input
-    encoding: tuple[tuple[Codes, Codes], Tensor]
+    model: Transformer, float8: Float8, placements: dict[str, ParamPlacement], parameters: ShardedParameters,
+    sink: GradSink,
+) -> None:  # fmt: skip
+    """Replace products of linear layers, in place, by 8-bit ones; ``placements`` are by name of the weight."""
+    mesh, recipe = parameters.mesh, float8.recipe
+    layers = {name: module for name, module in model.named_modules() if name in float8.layers}
+    sides = [side for layer in layers.values() for side in layer.weight.shape]
+    fits = not any(side % recipe.alignment for side in sides)
+    native = fits and recipe.is_native(parameters.buckets[0].policy.compute, mesh.device)
+    for name, layer in layers.items():
+        assert isinstance(layer, Linear)
+        split = placements[f"{name}.weight"]
+        along = next((dim for i, dim in enumerate((OUT, IN)) if split.box.shape[i] != split.global_shape[i]), "")
+        bucket = parameters.buckets[parameters.places[layer.weight][0]]
+        product = Float8Product(name, recipe, float8.history, bucket, along, mesh.group("tp"), sink, native=native)
+        product.number, product.form = _register(product)
+        layer.product = product
 
 
 class Float8Product:
     """8-bit products of one linear layer.
 
     Args:
+        bucket: the bucket of its weight; None to encode inputs alone.
         split: the dimension of its weight that tensor parallelism splits over ``group``: "in", "out" or "".
-        native: whether the device multiplies 8-bit codes; otherwise they are decoded first.
+        native: whether the device multiplies 8-bit codes, for a suitable number of tokens; else they are decoded first.
+
+    Attributes:
+        number: of this layer in `_PRODUCTS`, as a tensor, so that layers share one compiled graph.
+        form: index in `_FORMS` of its recipe.
     """
 
+    number: Tensor
+    form: int
+
     def __init__(
-        self, name: str, recipe: Recipe, history: AmaxHistory | None, cache: _InputCache, split: str,
+        self, name: str, recipe: Recipe, history: AmaxHistory | None, bucket: Bucket | None, split: str,
         group: Group | None, sink: GradSink, *, native: bool,
-    ):
-        self.name, self.recipe, self.history, self.cache = name, recipe, history, cache
+    ):  # fmt: skip
+        self.name, self.recipe, self.history, self.bucket = name, recipe, history, bucket
         self.split, self.group = split, group
         self.sink, self.native = sink, native
 
-    def __call__(self, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
-        """Compute x W^T + bias: [.., in] -> [.., out]."""
-        along, turned = self._encode_input(x)
-        y = _Float8Linear.apply(self, x, weight, along.codes, along.scale, turned.codes, turned.scale)
+    def __call__(self, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, encoded: Encoded) -> Tensor:
+        """Compute x W^T + bias: [.., in] -> [.., out]; ``encoded`` is x from `encode_input`."""
+        if torch.compiler.is_compiling():
+            y = multiply_input(x, weight, *encoded, self.number, torch.is_grad_enabled())
+        else:
+            if torch.is_grad_enabled():
+                self.note(INPUT, encoded[-1])
+            y = _Float8Linear.apply(self, x, weight, *encoded[:-1])
         return y if bias is None else y + bias
 
-    def _encode_input(self, x: Tensor) -> tuple[Codes, Codes]:
-        if self.cache.tensor() is not x:
-            # Detached: encoding needs no autograd, because the product computes the gradient of x.
-            self.cache.encoding = self.encode(x.detach().flatten(0, -2), INPUT)
-            self.cache.tensor = weakref.ref(x)
-        codes, amax = self.cache.encoding
-        if torch.is_grad_enabled():
-            self.note(INPUT, amax)
-        return codes
+    def encode_input(self, x: Tensor) -> Encoded:
+        """Encode an input [.., in], also for other layers that share it."""
+        # Detached: encoding needs no autograd, because the product computes the gradient of x.
+        if torch.compiler.is_compiling():
+            return encode_input(x.detach(), self.number, self.form)
+        x = x.detach().flatten(0, -2)
+        return self.encode(x, INPUT, native=self.on_hardware(len(x)))
 
-    def encode(self, x: Tensor, what: int) -> tuple[tuple[Codes, Codes], Tensor]:
-        """Return the codes of a matrix and of its transpose, and the absolute maxima of its blocks."""
+    def on_hardware(self, tokens: int) -> bool:
+        """Return whether the device multiplies the codes of a micro-batch of so many tokens."""
+        return self.native and tokens % self.recipe.alignment == 0
+
+    # ---- products ----------------------------------------------------------------------------------------------
+
+    def forward(self, codes: Tensor, scale: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return x W^T, [tokens, out]."""
+        native = self.on_hardware(len(codes))
+        x = Codes(codes, scale, self.recipe.grains[INPUT], native)
+        return multiply(x, self.encode_weight(weight, turned=False, native=native), dtype, fast=True)
+
+    def backward_input(self, gradient: Codes, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return dY W, [tokens, in]."""
+        return multiply(gradient, self.encode_weight(weight, turned=True, native=gradient.for_hardware), dtype)
+
+    def encode_gradient(self, gradient: Tensor) -> tuple[Codes, Codes]:
+        """Return the codes of dY by output feature and of dY^T by token."""
+        gradient = gradient.flatten(0, -2)
+        grain, native = self.recipe.grains[GRADIENT], self.on_hardware(len(gradient))
+        codes, scale, turned, turned_scale, amax = self.encode(gradient, GRADIENT, native=native)
+        self.note(GRADIENT, amax)
+        return Codes(codes, scale, grain, native), Codes(turned, turned_scale, grain, native)
+
+    def restore_input(self, turned: Tensor, scale: Tensor) -> Codes:
+        """Return the saved codes of X^T by token."""
+        return Codes(turned, scale, self.recipe.grains[INPUT], self.on_hardware(turned.shape[1]))
+
+    # ---- encoding ----------------------------------------------------------------------------------------------
+
+    def encode(self, x: Tensor, what: int, *, native: bool) -> Encoded:
+        """Encode a matrix and its transpose; if ``native``, as operands of products on hardware."""
+        if native:
+            return self._encode_for_hardware(x, what)
         codes, amax = self._encode(x, what, DIMS[what])
         turned = codes.t() if self.recipe.is_square(what) else self._encode(x.t(), what, DIMS[what][::-1])[0]
-        return (codes, turned), amax
+        return codes.codes, codes.scale, turned.codes, turned.scale, amax
 
     def _encode(self, x: Tensor, what: int, dims: tuple[str, str]) -> tuple[Codes, Tensor]:
         kind, grain = self.recipe.kinds[what], self.recipe.grains[what]
@@ -151,43 +204,69 @@ class Float8Product:
             scale = torch.where(own.isfinite().all(), scale, torch.nan)
         return encode(x, scale, kind, grain), own
 
+    def _encode_for_hardware(self, x: Tensor, what: int) -> Encoded:
+        kind, grain = self.recipe.kinds[what].name, self.recipe.grains[what]
+        if grain.columns:
+            codes, turned, inverse, turned_inverse = quantise_blocks(x, kind, *grain)
+            return codes, inverse, turned, turned_inverse, inverse  # blocks have no history
+        by_row = grain == ROW
+        scale = self.history.scale(self.name, what) if self.history else None
+        if scale is not None:
+            codes, turned, inverse, _, amax = quantise(x, scale.view(1), kind, by_row, True)
+            inverse = torch.where(amax.isfinite(), inverse, torch.nan)  # as in `_encode`
+            return codes, inverse, turned, inverse, amax
+        amax = maxima(x, by_row)
+        if self.split in DIMS[what]:  # reduce the maxima over the split dimension
+            rows, _ = DIMS[what]
+            spanning = amax if not by_row else amax[len(x) :] if self.split == rows else amax[: len(x)]
+            all_reduce(spanning, self.group, dist.ReduceOp.MAX)
+        codes, turned, inverse, turned_inverse, _ = quantise(x, amax, kind, by_row, False)
+        return codes, inverse, turned, turned_inverse, amax
+
+    def encode_weight(self, weight: Tensor, *, turned: bool, native: bool) -> Codes:
+        """Return the codes of W along the input features, or of W^T along the output features."""
+        weight, grain, dims = weight.detach(), self.recipe.grains[WEIGHT], DIMS[WEIGHT]
+        together = native or self.recipe.is_square(WEIGHT)
+
+        def compute() -> tuple[Codes, Codes]:
+            if together:
+                codes, scale, across, across_scale, amax = self.encode(weight, WEIGHT, native=native)
+                both = Codes(codes, scale, grain, native), Codes(across, across_scale, grain, native)
+            else:
+                one, amax = self._encode(weight.t() if turned else weight, WEIGHT, dims[::-1] if turned else dims)
+                both = one, one
+            self.note(WEIGHT, amax)
+            return both
+
+        assert self.bucket is not None
+        key = self.name, native, turned and not together, self.history.changes if self.history else 0
+        return self.bucket.derive(key, compute)[turned]
+
     def note(self, what: int, amax: Tensor) -> None:
         """Record absolute maxima in the history, if the recipe has one."""
         if self.history:
             self.history.note(self.name, what, amax)
 
-    def encode_weight(self, weight: Tensor, *, turned: bool) -> Codes:
-        """Encode W along the input features, or W^T along the output features."""
-        across = turned and not self.recipe.is_square(WEIGHT)
-        dims = DIMS[WEIGHT]
-        codes, amax = self._encode(weight.t() if across else weight, WEIGHT, dims[::-1] if across else dims)
-        self.note(WEIGHT, amax)
-        return codes.t() if turned and not across else codes
 
-
-def multiply(a: Codes, b: Codes, dtype: torch.dtype, *, native: bool) -> Tensor:
+def multiply(a: Codes, b: Codes, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
     """Compute a b^T: [m, k], [n, k] -> [m, n].
 
     Args:
-        native: use `torch._scaled_mm` if it supports the codes: one scale per tensor or row, not e5m2 on both sides,
-            and sides that are multiples of 16.
+        fast: let hardware accumulate with fewer bits (14 on Hopper; DeepSeek-AI 2024, section 3.3.2), if it is faster.
     """
-    both_e5m2 = a.codes.dtype == b.codes.dtype == getattr(torch, E5M2.name)
-    supported = a.grain == b.grain and _is_native(a.grain, dtype)
-    fits = all(side % _ALIGN == 0 for side in (*a.codes.shape, *b.codes.shape))
-    if not (native and supported and fits and not both_e5m2):
+    if not a.for_hardware:
         return F.linear(a.values(dtype), b.values(dtype))
-    scale_a, scale_b = a.scale.reciprocal(), b.scale.reciprocal().t()
-    if a.grain == TENSOR:
-        scale_a, scale_b = scale_a.view(()), scale_b.view(())
+    scale_a, scale_b = _operand_scales(a, b)
     return torch._scaled_mm(
-        a.codes.contiguous(), b.codes.contiguous().t(), scale_a=scale_a, scale_b=scale_b, out_dtype=dtype
-    )
+        a.codes, b.codes.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=dtype,
+        use_fast_accum=fast and a.grain in (TENSOR, ROW),
+    )  # fmt: skip
 
 
-def _is_native(grain: Grain, dtype: torch.dtype) -> bool:
-    """Return whether `torch._scaled_mm` supports the scales and the result dtype."""
-    return (grain == TENSOR and dtype != torch.float64) or (grain == ROW and dtype == torch.bfloat16)
+def _operand_scales(a: Codes, b: Codes) -> tuple[Tensor, Tensor]:
+    if a.grain == TENSOR:
+        return a.scale.view(()), b.scale.view(())
+    return a.scale, b.scale if a.grain.scale == "mx" else b.scale.t()
 
 
 class _Float8Linear(torch.autograd.Function):
@@ -195,31 +274,128 @@ class _Float8Linear(torch.autograd.Function):
     def forward(
         ctx, layer: Float8Product, x: Tensor, weight: nn.Parameter,
         codes: Tensor, scale: Tensor, turned: Tensor, turned_scale: Tensor,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         ctx.layer, ctx.weight, ctx.shape, ctx.dtype = layer, weight, x.shape, x.dtype
         ctx.save_for_backward(weight, turned, turned_scale)
-        grain = layer.recipe.grains[INPUT]
-        x_codes, w_codes = Codes(codes, scale, grain), layer.encode_weight(weight, turned=False)
-        y = multiply(x_codes, w_codes, x.dtype, native=layer.native)
+        y = layer.forward(codes, scale, weight, x.dtype)
         return y.resize_(*x.shape[:-1], y.shape[-1])  # not a view: tensor-parallel ranks sum it in place
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
         layer, (weight, turned, turned_scale) = ctx.layer, ctx.saved_tensors
-        (along, across), amax = layer.encode(gradient.flatten(0, -2), GRADIENT)  # dY by output feature, dY^T by token
-        layer.note(GRADIENT, amax)
+        along, across = layer.encode_gradient(gradient)
         d_x = None
         if ctx.needs_input_grad[1]:
-            w_codes = layer.encode_weight(weight, turned=True)
-            d_x = multiply(along, w_codes, ctx.dtype, native=layer.native).view(ctx.shape)
+            d_x = layer.backward_input(along, weight, ctx.dtype).view(ctx.shape)
         if ctx.needs_input_grad[2]:  # else frozen
-            x = Codes(turned, turned_scale, layer.recipe.grains[INPUT])
-            term = partial(_add_multiplied, layer, across, x, ctx.dtype)
+            term = partial(_add_multiplied, across, layer.restore_input(turned, turned_scale), ctx.dtype)
             (layer.sink.add if d_x is None else layer.sink.defer_or_add)([ctx.weight], term)
         return None, d_x, None, None, None, None, None
 
 
-def _add_multiplied(
-    layer: Float8Product, a: Codes, b: Codes, dtype: torch.dtype, total: Tensor, fresh: bool
-) -> None:
-    add_gradient(multiply(a, b, dtype, native=layer.native), total, fresh)
+def _add_multiplied(a: Codes, b: Codes, dtype: torch.dtype, total: Tensor, fresh: bool) -> None:
+    if a.for_hardware and a.grain != ROW:  # with scales of rows, older devices have no results in float32
+        if fresh and total.storage_offset() * total.itemsize % _ALIGN == 0:
+            multiply_into(a.codes, b.codes, *_operand_scales(a, b), total)
+            return
+        dtype = total.dtype
+    add_gradient(multiply(a, b, dtype), total, fresh)
+
+
+@custom_op("shoal::float8_multiply_into", mutates_args=("total",))
+def multiply_into(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, total: Tensor) -> None:
+    """Compute a b^T into ``total``, as `multiply` does on hardware."""
+    torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=total.dtype, out=total)
+
+
+@multiply_into.register_fake
+def _(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, total: Tensor) -> None:
+    return None
+
+
+# ---- operators for the compiler ----------------------------------------------------------------------------------
+
+_NUMBERS = count()
+_PRODUCTS: weakref.WeakValueDictionary[int, Float8Product] = weakref.WeakValueDictionary()
+_FORMS: list[tuple[Recipe, bool]] = []
+
+
+def _register(product: Float8Product) -> tuple[Tensor, int]:
+    number, form = next(_NUMBERS), (product.recipe, product.native)
+    _PRODUCTS[number] = product
+    if form not in _FORMS:
+        _FORMS.append(form)
+    return torch.tensor(number), _FORMS.index(form)
+
+
+@custom_op("shoal::float8_encode_input", mutates_args=())
+def encode_input(x: Tensor, number: Tensor, form: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Call `Float8Product.encode_input` of the product with a number."""
+    return _separate(_PRODUCTS[int(number)].encode_input(x))
+
+
+@encode_input.register_fake
+def _(x: Tensor, number: Tensor, form: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    recipe, native = _FORMS[form]
+    alike = Float8Product("", recipe, None, None, "", None, GradSink(), native=native)
+    return _separate(alike.encode_input(x))
+
+
+def _separate(encoded: Encoded) -> Encoded:
+    """Return tensors that share no memory: the compiler allows no results that do."""
+    storages: set[int] = set()
+    found = []
+    for each in encoded:
+        storage = each.untyped_storage()._cdata
+        found.append(each.clone() if storage in storages else each)
+        storages.add(storage)
+    return tuple(found)  # type: ignore[return-value]
+
+
+@custom_op("shoal::float8_multiply", mutates_args=())
+def multiply_input(
+    x: Tensor, weight: Tensor, codes: Tensor, scale: Tensor, turned: Tensor, turned_scale: Tensor, amax: Tensor,
+    number: Tensor, trains: bool,
+) -> Tensor:  # fmt: skip
+    """Compute x W^T from the encoded x, as `Float8Product.__call__` does; ``trains`` if the history counts it."""
+    layer = _PRODUCTS[int(number)]
+    if trains:
+        layer.note(INPUT, amax)
+    y = layer.forward(codes, scale, weight, x.dtype)
+    return y.resize_(*x.shape[:-1], y.shape[-1])
+
+
+@multiply_input.register_fake
+def _(x: Tensor, weight: Tensor, *others: object) -> Tensor:
+    return x.new_empty(*x.shape[:-1], len(weight))
+
+
+@custom_op("shoal::float8_backward", mutates_args=())
+def multiply_backward(
+    gradient: Tensor, weight: Tensor, turned: Tensor, turned_scale: Tensor, number: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x and of W."""
+    layer = _PRODUCTS[int(number)]
+    along, across = layer.encode_gradient(gradient)
+    d_x = layer.backward_input(along, weight, gradient.dtype).view(*gradient.shape[:-1], weight.shape[1])
+    return d_x, multiply(across, layer.restore_input(turned, turned_scale), weight.dtype)
+
+
+@multiply_backward.register_fake
+def _(
+    gradient: Tensor, weight: Tensor, turned: Tensor, turned_scale: Tensor, number: Tensor
+) -> tuple[Tensor, Tensor]:
+    return gradient.new_empty(*gradient.shape[:-1], weight.shape[1]), torch.empty_like(weight)
+
+
+def _save(ctx, inputs: tuple, output: Tensor) -> None:
+    _, weight, _, _, turned, turned_scale, _, number, _ = inputs
+    ctx.save_for_backward(weight, turned, turned_scale, number)
+
+
+def _differentiate(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    d_x, d_weight = multiply_backward(gradient.contiguous(), *ctx.saved_tensors)
+    return d_x, d_weight, *(None,) * 7
+
+
+multiply_input.register_autograd(_differentiate, setup_context=_save)

@@ -17,8 +17,9 @@ reduce-scatter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -78,6 +79,16 @@ class TensorParallel:
         return positions.chunk(self.y.size())[self.y.rank()]
 
 
+class LinearProduct(Protocol):
+    """Alternative computation of a linear layer, such as one in 8 bits."""
+
+    def encode_input(self, x: Tensor) -> Any:
+        """Prepare an input [.., in], also for the products of other layers."""
+
+    def __call__(self, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, encoded: Any) -> Tensor:
+        """Compute x W^T + bias: [.., in] -> [.., out]."""
+
+
 # ---- linear layers ---------------------------------------------------------------------------------------------
 
 
@@ -85,12 +96,12 @@ class Linear(nn.Linear):
     """Linear layer, x W^T + b, with the parameters of the layer that it replaces.
 
     Attributes:
-        product: alternative computation of x W^T + b from (x, W, b or None), such as one in 8 bits.
+        product: alternative computation of x W^T + b.
     """
 
     weight: nn.Parameter
     at: TensorParallel | None = None
-    product: Callable[[Tensor, nn.Parameter, nn.Parameter | None], Tensor] | None = None
+    product: LinearProduct | None = None
 
     def __init__(self, unsplit: nn.Linear, sink: GradSink):
         super(nn.Linear, self).__init__()
@@ -126,12 +137,15 @@ def _fraction(n: int, local: int) -> str:
 
 def multiply(x: Tensor, layers: Sequence[Linear], comm: NoComm = NO_COMM, *, biased: bool = True) -> Sequence[Tensor]:
     """Compute x W^T (+ b) for each layer: [.., in] -> [.., out]; one autograd function if no layer sets ``product``."""
-    own = [layer.product for layer in layers]
     biases = [layer.bias if biased else None for layer in layers]
-    if any(own) and len(layers) > 1:
-        return [y for layer in layers for y in multiply(x, (layer,), comm, biased=biased)]
-    if own[0] is not None:
-        return [own[0](x, layers[0].weight, biases[0])]
+    first = next((layer.product for layer in layers if layer.product is not None), None)
+    if first is not None:
+        encoded = first.encode_input(x)
+        return [
+            layer.product(x, layer.weight, bias, encoded) if layer.product is not None
+            else multiply(x, (layer,), comm, biased=biased)[0]
+            for layer, bias in zip(layers, biases, strict=True)
+        ]  # fmt: skip
     sink = layers[0].sink
     if sink.parameters is None and comm is NO_COMM:
         return [F.linear(x, layer.weight, bias) for layer, bias in zip(layers, biases, strict=True)]

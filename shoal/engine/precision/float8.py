@@ -48,12 +48,15 @@ class Codes(NamedTuple):
 
     Attributes:
         codes: [m, k], float8.
-        scale: [m / rows, k / columns], the factors that the matrix was multiplied by.
+        scale: [m / rows, k / columns], the factors that the matrix was multiplied by. For products on hardware, their
+            inverses in the layout of `shoal.engine.kernels.quantise`.
+        for_hardware: whether codes and scale are an operand of a product on hardware, or are decoded.
     """
 
     codes: Tensor
     scale: Tensor
     grain: Grain
+    for_hardware: bool = False
 
     def t(self) -> Codes:
         """Return the transpose, for square blocks (or a single scale)."""

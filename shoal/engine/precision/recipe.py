@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from shoal.base.boxes import Box, Piece
+from shoal.engine.device import hardware_scales
 from shoal.engine.precision.float8 import ROW, TENSOR, Grain, compute_scale
 from shoal.spec.config import Float8Config
 from shoal.spec.number_formats import E4M3, E5M2, MX_BLOCK, Format, Products
 
+HARDWARE_BLOCK = 128  # elements of a row that share a scale in products on hardware
 INPUT, WEIGHT, GRADIENT = range(3)
 """Tensors of a linear layer: x, W, and the gradient of its output."""
 
@@ -45,6 +47,26 @@ class Recipe:
         history = config.history if config.amax == "delayed" else 0
         return Recipe(kinds, (grain,) * 3, history, config.margin)
 
+    @property
+    def scales(self) -> str:
+        """Name of the scales, as in `shoal.engine.device.hardware_scales`."""
+        grain = self.grains[INPUT]
+        return {"exact": "row" if grain.rows else "tensor", "power": "block", "mx": "mx"}[grain.scale]
+
+    def is_native(self, compute: torch.dtype, device: torch.device) -> bool:
+        """Return whether the device multiplies the codes; otherwise they are decoded first."""
+        formats = (torch.bfloat16, torch.float32) if self.scales == "tensor" else (torch.bfloat16,)
+        cut = self.scales == "block" and self.grains[INPUT].columns != HARDWARE_BLOCK
+        return self.scales in hardware_scales(device) and compute in formats and not cut
+
+    @property
+    def alignment(self) -> int:
+        """Number that the sides of matrices must be multiples of for products on hardware.
+
+        `torch._scaled_mm` needs 16. cuBLAS reads the scales of 4 blocks of a row together, and torch pads none.
+        """
+        return {"block": 4 * HARDWARE_BLOCK, "mx": 4 * MX_BLOCK}.get(self.scales, 16)
+
     def is_square(self, what: int) -> bool:
         """Return whether the codes of a tensor are also valid for its transpose."""
         return self.grains[what].rows == self.grains[what].columns
@@ -65,6 +87,7 @@ class AmaxHistory:
         self.now = torch.zeros(len(layers), 3, dtype=wide, device=device)
         self._scales = torch.zeros_like(self.now)
         self.known = [False] * len(layers)  # whether each has a history yet
+        self.changes = 0  # of the scales
 
     def note(self, layer: str, what: int, most: Tensor) -> None:
         """Record the maximum of one tensor in this step."""
@@ -85,6 +108,7 @@ class AmaxHistory:
 
     def restored(self) -> None:
         """Compute the scales from a history that was loaded or is empty."""
+        self.changes += 1
         self.known = (self.steps[:, 0] > 0).any(1).tolist()
         most = self.steps.amax(1)
         for what, (kind, grain) in enumerate(zip(self.recipe.kinds, self.recipe.grains, strict=True)):

@@ -98,8 +98,6 @@ CONFLICTS = (
              "Leave compile out"),
 
     # ---- number formats ----------------------------------------------------------------------------------------------
-    Conflict(f.FLOAT8, f.COMPILE, "the compiler does not see products whose scales are computed at run time",
-             "Leave train.compile out"),
     Conflict(f.FLOAT8, f.TOKEN_PIPELINE, "each slice of a sequence would have its own scales",
              "Use another schedule"),
     Conflict(f.FLOAT8, f.EXPERTS, "grouped products of experts have no 8-bit implementation", "Use bf16"),

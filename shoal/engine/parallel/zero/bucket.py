@@ -7,9 +7,10 @@ boxes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from shoal.engine.precision.policy import Policy
 _ALIGN = 64  # elements: aligns shards to vector registers and cache lines
 
 Member = tuple[nn.Parameter, ParamPlacement]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,7 @@ class Bucket:
         self.shard = torch.zeros(self.chunk, dtype=policy.compute, device=device) if in_part else None
         self.segments = list(self._segments())
         self._version: Tensor | None = None  # the weights in use, if not the newest
+        self._derived: dict[Hashable, tuple[int, Any]] = {}
         self._gathering: Pending | None = None
         self._uploads = queues and self.shard is None  # whether each gather copies from host memory
         self._copied = Mark()  # when the last copy from host memory is done
@@ -258,6 +261,7 @@ class Bucket:
     def mark_dirty(self) -> None:
         """Mark `full` as outdated after a change of the masters."""
         self.wait()
+        self._derived.clear()
         self.gathered = False
         self.release_host()
         if self.shadow is not None:
@@ -273,8 +277,22 @@ class Bucket:
     def free(self) -> None:
         """Free the memory of `full` until the next `gather`."""
         self.wait()
+        self._derived.clear()
         self.full.untyped_storage().resize_(0)
         self.gathered = False
+
+    def derive(self, key: Hashable, compute: Callable[[], T]) -> T:
+        """Return a value computed from the parameters in use, kept until they change.
+
+        They change in `mark_dirty`, `free` and `swap_weights`, and by any operation of torch on the flat buffer or on
+        views of it. In ZeRO-3 parameters are freed after each use, and nothing is kept.
+        """
+        if not self.keep_full:
+            return compute()
+        changes = (self.full if self._version is None else self._version)._version
+        if key not in self._derived or self._derived[key][0] != changes:
+            self._derived[key] = changes, compute()
+        return self._derived[key][1]
 
     # ---- versions of the weights -------------------------------------------------------------------------------
 
@@ -295,6 +313,7 @@ class Bucket:
         if version is self._version:
             return
         self._version = version
+        self._derived.clear()
         if not self.keep_full:
             self.free()  # forces a new gather at the next use
             return
