@@ -264,25 +264,6 @@ class SideStream:
         return Mark(self.stream.record_event())
 
 
-def hardware_scales(device: torch.device) -> frozenset[str]:
-    """Return the kinds of scales with which the device multiplies 8-bit matrices (`torch._scaled_mm`).
-
-    One per tensor or row needs CUDA with compute capability 8.9 (Ada, Hopper). cuBLAS has blocks of 128 on Hopper
-    alone, from CUDA 12.9 on, and MX (blocks of 32) on data-centre Blackwell. ROCm reports itself as CUDA, and its first
-    devices with 8-bit units use other 8-bit formats.
-    """
-    if device.type != "cuda" or torch.version.hip is not None:
-        return frozenset()
-    capability = torch.cuda.get_device_capability(device)
-    cuda = tuple(map(int, (torch.version.cuda or "0").split(".")))
-    found = {"tensor", "row"} if capability >= (8, 9) else set()
-    if capability[0] == 9 and cuda >= (12, 9):
-        found.add("block")
-    if capability[0] == 10:
-        found.add("mx")
-    return frozenset(found)
-
-
 def peak_flops(dtype: torch.dtype, device: torch.device, local_ranks: int = 1) -> float | None:
     """Return the peak FLOP/s of dense matrix products on this rank's device.
 

@@ -154,7 +154,7 @@ class Float8Product:
         return self.encode(x, INPUT, native=self.on_hardware(len(x)))
 
     def on_hardware(self, tokens: int) -> bool:
-        """Return whether the device multiplies the codes of a micro-batch of so many tokens."""
+        """Return whether the device multiplies the codes of a micro-batch with this many tokens."""
         return self.native and tokens % self.recipe.alignment == 0
 
     # ---- products ----------------------------------------------------------------------------------------------
@@ -337,8 +337,8 @@ def encode_input(x: Tensor, number: Tensor, form: int) -> tuple[Tensor, Tensor, 
 @encode_input.register_fake
 def _(x: Tensor, number: Tensor, form: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     recipe, native = _FORMS[form]
-    alike = Float8Product("", recipe, None, None, "", None, GradSink(), native=native)
-    return _separate(alike.encode_input(x))
+    product = Float8Product("", recipe, None, None, "", None, GradSink(), native=native)
+    return _separate(product.encode_input(x))
 
 
 def _separate(encoded: Encoded) -> Encoded:

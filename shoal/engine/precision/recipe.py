@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from shoal.base.boxes import Box, Piece
-from shoal.engine.device import hardware_scales
 from shoal.engine.precision.float8 import ROW, TENSOR, Grain, compute_scale
 from shoal.spec.config import Float8Config
 from shoal.spec.number_formats import E4M3, E5M2, MX_BLOCK, Format, Products
@@ -49,7 +48,7 @@ class Recipe:
 
     @property
     def scales(self) -> str:
-        """Name of the scales, as in `shoal.engine.device.hardware_scales`."""
+        """Name of the scales, as in `hardware_scales`."""
         grain = self.grains[INPUT]
         return {"exact": "row" if grain.rows else "tensor", "power": "block", "mx": "mx"}[grain.scale]
 
@@ -70,6 +69,25 @@ class Recipe:
     def is_square(self, what: int) -> bool:
         """Return whether the codes of a tensor are also valid for its transpose."""
         return self.grains[what].rows == self.grains[what].columns
+
+
+def hardware_scales(device: torch.device) -> frozenset[str]:
+    """Return the kinds of scales with which the device multiplies 8-bit matrices (`torch._scaled_mm`).
+
+    One per tensor or row needs CUDA with compute capability 8.9 (Ada, Hopper). cuBLAS has blocks of 128 on Hopper
+    alone, from CUDA 12.9 on, and MX (blocks of 32) on data-centre Blackwell. ROCm reports itself as CUDA, and its first
+    devices with 8-bit units use other 8-bit formats.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return frozenset()
+    capability = torch.cuda.get_device_capability(device)
+    cuda = tuple(map(int, (torch.version.cuda or "0").split(".")))
+    found = {"tensor", "row"} if capability >= (8, 9) else set()
+    if capability[0] == 9 and cuda >= (12, 9):
+        found.add("block")
+    if capability[0] == 10:
+        found.add("mx")
+    return frozenset(found)
 
 
 class AmaxHistory:

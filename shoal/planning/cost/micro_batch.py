@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property, wraps
@@ -167,6 +167,20 @@ class MicroBatch:
     def distinguishes_layers(self) -> bool:
         """True if patterns select which layers' products are in 8 bits."""
         return self.eight is not None and bool(self.eight.keep)
+
+    def weight_codes(self, layers: Sequence[int]) -> int:
+        """Return the bytes of the codes of these layers' weights and of their transposes, without scales."""
+        shape, eight = self.shape, self.eight
+        if eight is None:
+            return 0
+        queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        attention = {"q": queries, "k": keys, "v": keys, "out": queries}
+        widths = {f"attention.{name}": width for name, width in attention.items()}
+        widths |= {f"mlp.{name}": shape.ffn for name in (("gate", "up", "down") if self.gated else ("up", "down"))}
+        elements = shape.hidden * sum(
+            width for layer in layers for name, width in widths.items() if eight.takes(f"layers.{layer}.{name}")
+        )
+        return 2 * elements // self.layout.tp
 
     @property
     def gated(self) -> bool:

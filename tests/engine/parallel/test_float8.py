@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shoal.base.errors import UsageError
-from shoal.engine.device import hardware_scales
 from shoal.engine.parallel import float8
 from shoal.engine.parallel.float8 import Float8, Float8Product, _add_multiplied, multiply
 from shoal.engine.parallel.linear import Linear
 from shoal.engine.parallel.weight_grad import GradSink
 from shoal.engine.precision.float8 import ROW, TENSOR, Codes
 from shoal.engine.precision.policy import POLICIES
-from shoal.engine.precision.recipe import GRADIENT, WEIGHT, AmaxHistory, Recipe
+from shoal.engine.precision.recipe import GRADIENT, WEIGHT, AmaxHistory, Recipe, hardware_scales
 from shoal.pipeline.from_layout import check_run
+from shoal.planning.cost.micro_batch import EightBits, MicroBatch
 from shoal.spec.catalog import model_shape
 from shoal.spec.config import Float8Config, RunConfig, build_config
 from shoal.spec.number_formats import E4M3, E5M2
@@ -220,6 +220,24 @@ def test_only_products_that_are_made_in_8_bits_count_as_such(precision, settings
     run = Float8.from_policy(policy, Float8Config(**settings), model_shape("tiny"), torch.device("cpu"))
     assert run.native(policy.compute, device) == native
     assert not run.native(policy.compute, torch.device("cpu"))
+
+
+def test_kept_codes_are_what_the_estimate_counts(pool):
+    """Validation encodes the weights along the input features alone: half of the codes."""
+    config = in_float8(small_run({"tp": 2}, MODEL), "fp8", {"scales": "row", "keep": ("layers.0.*", "*.k")})
+    shape = config.model.shape(vocab=257, sequence_length=config.data.sequence_length)
+    eight = EightBits.from_formats(POLICIES["fp8"].formats, config.float8)
+    counted = MicroBatch(shape, config.parallel, 32, eight=eight).weight_codes(range(shape.layers))
+    for kept in pool.run(_kept_codes, 2, config):
+        assert 2 * kept == counted > 0
+
+
+def _kept_codes(config: RunConfig) -> int:
+    engine = engine_of(config)
+    engine.evaluate(engine.samples)
+    kept = {id(codes): codes for bucket in engine.parameters.buckets for _, pair in bucket._derived.values()
+            for codes in pair}
+    return sum(codes.codes.numel() for codes in kept.values())
 
 
 def test_weights_are_encoded_once_for_a_step(pool):
