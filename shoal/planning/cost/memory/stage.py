@@ -237,8 +237,8 @@ class StageMemory:
                 found.append((most, gathered + kept[when.gathered], passing + going[when.others], holes))
         most, gathered, passing, holes = max(found, key=sum)
         buffers = max(passing + state.estimating, state.updating - most - gathered)  # the update comes after them
-        kept = parts if run.layout.zero < 3 else ()  # a rank keeps the codes of weights that it keeps
-        codes = sum(self.forward.weight_codes(part.layers) for part in kept)
+        encoded = parts if run.layout.zero < 3 else ()  # a rank keeps the codes of weights that it keeps
+        codes = sum(self.forward.weight_codes(part.layers) for part in encoded)
         held = (
             state.parameters + codes, state.gradients, state.optimizer, most, gathered, buffers,
             (versions - 1) * state.elements * run.policy.compute.itemsize,
