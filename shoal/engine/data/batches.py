@@ -45,12 +45,9 @@ class Batch:
         return int((self.targets != IGNORE).sum())
 
     def to(self, device: torch.device | str) -> Batch:
-        """Return the batch on a device."""
-        documents = None if self.documents is None else self.documents.to(device)
+        """Return the batch on a device; documents stay on the host, where masks are made from them."""
         samples = None if self.samples is None else self.samples.to(device)
-        return replace(
-            self, tokens=self.tokens.to(device), targets=self.targets.to(device), documents=documents, samples=samples
-        )
+        return replace(self, tokens=self.tokens.to(device), targets=self.targets.to(device), samples=samples)
 
 
 class Dataset(Protocol):

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from shoal.engine.kernels.flash_attention import flash_attention
+from shoal.engine.models.attention_kernels import Kernel, sdpa_backends, takes_lengths
 from shoal.engine.models.cache import Slice
 from shoal.engine.models.experts.router import RoutingContext
 from shoal.engine.models.products import use_mkl_if_small, use_mkl_in_backward
-
-Kernel = Literal["sdpa", "explicit"]
+from shoal.engine.models.segments import Segments, document_segments, upload
 
 # Limits of the query blocks in explicit attention: more blocks skip more scores, but small products are slow.
 _MAX_BLOCKS, _MIN_ROWS = 4, 256
@@ -23,46 +25,62 @@ class Context(NamedTuple):
     """Inputs shared by all layers of one forward pass."""
 
     rotary: tuple[Tensor, Tensor] | None  # cos, sin: [s, d/2], or [b, 1, s, d/2] if positions differ between sequences
-    mask: Tensor | None  # [b or 1, 1, s, t] bool, True where attention is allowed; None is causal
+    mask: Tensor | Segments | None  # as `AttentionCore` takes it
     part: Slice | None = None  # cache of earlier tokens if the sequence comes in slices: t = start + s
     routing: RoutingContext = RoutingContext()
-    documents: Tensor | None = None  # [b, s] document numbers, separated by the mask
+    documents: Tensor | None = None  # [b, t] document numbers on the host, separated by the mask
 
 
 class AttentionCore(nn.Module):
     """Scaled dot-product attention, softmax(q k^T / sqrt(d)) v, causal or masked, with grouped query heads.
 
     Args:
-        kernel: "sdpa" for torch's fused kernels, "explicit" for matrix products and a softmax (`shoal bench attention`
-            measures both).
+        kernel: "sdpa" for fused kernels, of which `shoal.engine.models.attention_kernels` chooses, "explicit" for
+            matrix products and a softmax (`shoal bench attention` measures both).
     """
 
     def __init__(self, kernel: Kernel = "sdpa"):
         super().__init__()
         self.kernel = kernel
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Segments | None) -> Tensor:
         """Compute attention.
 
         Args:
-            q: [b, a, s, d].
+            q: [b, a, s, d] in any strides with contiguous heads.
             k, v: [b, k, t, d].
-            mask: [b or 1, 1, s, t] bool, True where attention is allowed. It must be causal. None means causal with t =
-                s.
+            mask: [b or 1, 1, s, t] bool, True where attention is allowed; it must be causal. `Segments` attend to
+                themselves alone. None is causal, with the queries as the last of the keys.
 
         Returns:
             [b, a, s, d].
         """
+        if isinstance(mask, Segments):
+            return flash_attention(q, k, v, True, *mask)[0]
         if self.kernel == "explicit":
             return explicit_attention(q, k, v, mask)
-        if q.is_cuda and (mask is not None or q.dtype == torch.float32):
-            # On CUDA, grouped heads with a mask or float32 fall back to the kernel that stores all scores.
-            k, v = per_head(q, k), per_head(q, v)
+        s, t = q.shape[2], k.shape[2]
+        if mask is None and s < t:
+            if takes_lengths(q.device, q.dtype, q.shape[3]):
+                return flash_attention(q, k, v, True)[0]
+            mask = causal_mask(s, t, q.device)[None, None]
+        if q.is_cuda:
+            return _attend_on_cuda(q, k, v, mask)
         with use_mkl_if_small(k):
             out = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
             )
         return use_mkl_in_backward(out, k)
+
+
+def _attend_on_cuda(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    backends = sdpa_backends(q.device, q.dtype, q.shape[3], "causal" if mask is None else "dense")
+    if not {SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION} & set(backends):  # the others know no groups
+        k, v = per_head(q, k), per_head(q, v)
+    with sdpa_kernel(backends, set_priority=True):
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
+        )
 
 
 def per_head(q: Tensor, k: Tensor) -> Tensor:
@@ -147,17 +165,31 @@ class Positions(nn.Module):
 
 
 class Mask(nn.Module):
-    """Attention mask of the input tokens."""
+    """Attention mask of the input tokens.
 
-    def forward(self, start: int, s: int, documents: Tensor | None, device: torch.device) -> Tensor | None:
+    Args:
+        kernel, head_dim: of the attention that reads the mask. Without a width it may read a dense mask alone.
+    """
+
+    def __init__(self, kernel: Kernel = "sdpa", head_dim: int | None = None):
+        super().__init__()
+        self.fused_width = head_dim if kernel == "sdpa" else None
+
+    def forward(self, start: int, s: int, documents: Tensor | None, x: Tensor) -> Tensor | Segments | None:
         """Return the mask for `AttentionCore` of s tokens that follow ``start`` others.
 
         Args:
-            documents: [b, t >= start + s] document number of each token; attention stays inside a document.
+            documents: [b, t >= start + s] document number of each token, on the host; attention stays inside a
+                document.
+            x: hidden states, whose device and number format decide between a dense mask and segments.
         """
-        if documents is not None:
-            return document_mask(documents[:, : start + s], s)
-        return causal_mask(s, start + s, device)[None, None] if start else None
+        by_lengths = self.fused_width is not None and takes_lengths(x.device, x.dtype, self.fused_width)
+        if documents is None:
+            return causal_mask(s, start + s, x.device)[None, None] if start and not by_lengths else None
+        documents = documents[:, : start + s]
+        if by_lengths:
+            return document_segments(documents, s, x.device)
+        return document_mask(upload(documents, x.device), s)
 
 
 def causal_mask(s: int, t: int, device: torch.device) -> Tensor:

@@ -48,10 +48,6 @@ class Slice:
         self._present.setdefault(attention, (k, v))
         return k, v
 
-    def past_length(self, attention: nn.Module) -> int:
-        """Return the number of earlier tokens whose keys and values are cached."""
-        return self.past[attention][0].shape[2] if attention in self.past else 0
-
     def roots(self) -> list[Tensor]:
         """Return the tensors passed to the next slice, which are extra roots of backward; empty for the last slice."""
         return [x for pair in self._present.values() for x in pair] if self._next else []

@@ -21,10 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.engine.models.attention import Context, Mask, causal_mask, rotary_table
+from shoal.engine.models.attention import Context, Mask, rotary_table
 from shoal.engine.models.cache import Slice
 from shoal.engine.models.experts.gates import sort_tokens
 from shoal.engine.models.experts.router import Tallied, TokenPlaces, WithLoss
+from shoal.engine.models.segments import upload
 from shoal.spec.catalog import ModelShape
 
 COUNTS = 3
@@ -126,10 +127,8 @@ class MixtureOfDepths(Tallied):
         index = (predicted[0] > 0).nonzero().squeeze(1)  # [n]
         if not len(index):
             return x
-        n, before = len(index), part.past_length(block.attention)
-        mask = causal_mask(n, before + n, x.device)[None, None] if before else None
         rotary = self._rotary((part.start + index).unsqueeze(0), x.dtype)
-        y = block.residual_update(x[:, index], context._replace(rotary=rotary, mask=mask))
+        y = block.residual_update(x[:, index], context._replace(rotary=rotary, mask=None))
         return _add_weighted(x, y.flatten(0, 1), self._weights(scores), index)
 
     def _weights(self, scores: Tensor) -> Tensor:
@@ -155,8 +154,8 @@ class MixtureOfDepths(Tallied):
     def _restrict_context(self, taken: Tensor, x: Tensor, context: Context) -> Context:
         """Return the context of the chosen tokens: their original positions, and attention among each other only."""
         attending = self.places.attending(taken)
-        documents = None if context.documents is None else context.documents.gather(1, taken)
-        mask = self.mask(0, attending.shape[1], documents, x.device)
+        documents = None if context.documents is None else upload(context.documents, x.device).gather(1, taken)
+        mask = self.mask(0, attending.shape[1], documents, x)
         return context._replace(rotary=self._rotary(attending, x.dtype), mask=mask, documents=documents)
 
     def _rotary(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:

@@ -141,7 +141,7 @@ class Transformer(nn.Module):
     ):
         super().__init__()
         self.shape, self.seed = shape, seed
-        self.positions, self.mask = Positions(), Mask()
+        self.positions, self.mask = Positions(), Mask(kernel, shape.head_dim)
         self.embed: Embedding | None = Embedding(shape)
         blocks = {str(i): Block(shape, i, kernel, recompute) for i in range(shape.layers)}
         self.layers = cast("dict[str, Block]", nn.ModuleDict(blocks))  # keyed by layer number in the full model
@@ -168,7 +168,8 @@ class Transformer(nn.Module):
         Args:
             tokens: [b, s] int64 ids.
             targets: [b, s] int64, `IGNORE` where the loss does not count.
-            documents: [b, s] document number of each token in packed sequences; attention stays inside a document.
+            documents: [b, s] ascending document numbers of the tokens of packed sequences, on the host; attention
+                stays inside a document.
             hidden: [b, s, h] output of the previous layers, required if ``embed`` is absent.
             part: the slice that the tokens form, if sequences come in slices; `documents` still covers all tokens.
             samples: [b] int64 sample index of each sequence in the data, which seeds random gates; None (validation,
@@ -185,7 +186,7 @@ class Transformer(nn.Module):
         assert x is not None, "hidden states, where the embedding is absent"
         if shape.family == "llama":
             rotary = rotary_table(positions, shape.head_dim, shape.rope_theta, x.dtype)
-        mask = self.mask(start, len(positions), documents, x.device)
+        mask = self.mask(start, len(positions), documents, x)
         context = Context(rotary, mask, part, RoutingContext(sequences, self.seed, samples), documents)
         if part is not None:
             part.stop = part.start + tokens.shape[1]

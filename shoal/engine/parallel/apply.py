@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shoal.engine.collectives.mesh import Mesh
-from shoal.engine.models.attention import Kernel
+from shoal.engine.models.attention_kernels import Kernel
 from shoal.engine.models.initial import fill
 from shoal.engine.models.transformer import Transformer, initial
 from shoal.engine.parallel.context.apply import apply_context_parallel

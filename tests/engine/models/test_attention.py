@@ -1,12 +1,15 @@
 """The attention core and rotary positions, for every size."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend
 
-from shoal.engine.models import attention
+from shoal.engine.models import attention, attention_kernels
 from shoal.engine.models.attention import (
     AttentionCore,
     causal_mask,
@@ -15,16 +18,21 @@ from shoal.engine.models.attention import (
     rotary_table,
     rotate,
 )
+from shoal.engine.models.attention_kernels import Accelerator
 
 SMALL = st.integers(1, 5)
+H200 = Accelerator((9, 0), 91900)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "masked", "heads"),
-    [(torch.float32, False, 8), (torch.float32, True, 8), (torch.bfloat16, True, 8), (torch.bfloat16, False, 4)],
-)
-def test_on_cuda_no_kernel_is_asked_for_groups_that_would_write_out_all_scores(monkeypatch, dtype, masked, heads):
-    """Flash attention alone knows groups, in narrow formats and without a mask."""
+    ("dtype", "masked", "heads", "first"),
+    [
+        (torch.float32, False, 8, "EFFICIENT_ATTENTION"), (torch.float32, True, 8, "EFFICIENT_ATTENTION"),
+        (torch.bfloat16, True, 8, "EFFICIENT_ATTENTION"), (torch.bfloat16, False, 4, "CUDNN_ATTENTION"),
+    ],
+)  # fmt: skip
+def test_on_cuda_key_heads_are_repeated_only_for_kernels_without_groups(monkeypatch, dtype, masked, heads, first):
+    """cuDNN and flash attention know groups, in narrow formats and without a mask."""
     given = {}
 
     def kernel(q, k, v, **how):
@@ -32,11 +40,15 @@ def test_on_cuda_no_kernel_is_asked_for_groups_that_would_write_out_all_scores(m
         return q
 
     monkeypatch.setattr(attention.F, "scaled_dot_product_attention", kernel)
+    given_backends = lambda backends, set_priority: given.update(backends=backends) or nullcontext()  # noqa: E731
+    monkeypatch.setattr(attention, "sdpa_kernel", given_backends)
+    monkeypatch.setattr(attention_kernels, "accelerator", lambda device: H200)
     with FakeTensorMode():
-        q, k = (torch.empty(2, n, 16, 4, dtype=dtype, device="cuda") for n in (8, 4))
+        q, k = (torch.empty(2, n, 16, 8, dtype=dtype, device="cuda") for n in (8, 4))
         mask = torch.empty(1, 1, 16, 16, dtype=torch.bool, device="cuda") if masked else None
         AttentionCore()(q, k, k, mask)
     assert given["heads"] == heads and given["enable_gqa"] == (heads == 4)
+    assert given["backends"][0].name == first and (dtype == torch.float32 or SDPBackend.MATH not in given["backends"])
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import all_to_all_dims
-from shoal.engine.models.attention import Kernel
+from shoal.engine.models.attention_kernels import Kernel, takes_lengths
 from shoal.engine.models.transformer import Transformer
 from shoal.engine.parallel.context.causal_blocks import CausalBlocks, token_positions
 from shoal.engine.parallel.context.ring import RingAttention, RingPosition
@@ -65,12 +65,13 @@ def apply_context_parallel(
         return
     at = ContextParallel(mesh.index("cp"), tokens, RingPosition.from_mesh(mesh), mesh.group("ulysses"))
     model.set_submodule("positions", ContextPositions(at))
-    model.set_submodule("mask", ContextMask(at))
+    fused_width = model.mask.fused_width
+    model.set_submodule("mask", ContextMask(at, fused_width))
     for layer in model.layers.values():
         own = at if layer.depth is None or chosen is None else replace(at, tokens=chosen)
         layer.attention.set_submodule("core", ContextAttention(own, layer.attention.core.kernel))
         if layer.depth is not None:
-            layer.depth.set_submodule("mask", ContextMask(own))
+            layer.depth.set_submodule("mask", ContextMask(own, fused_width))
 
 
 class ContextModule(nn.Module):
@@ -89,12 +90,22 @@ class ContextPositions(ContextModule):
 
 
 class ContextMask(ContextModule):
-    """`Mask` of this rank's tokens, as `CausalBlocks`."""
+    """`Mask` of this rank's tokens, as `CausalBlocks`.
 
-    def forward(self, start: int, s: int, documents: Tensor | None, device: torch.device) -> CausalBlocks:
+    Args:
+        fused_width: width of the heads of fused attention; None is explicit attention.
+    """
+
+    def __init__(self, at: ContextParallel, fused_width: int | None = None):
+        super().__init__(at)
+        self.fused_width = fused_width
+
+    def forward(self, start: int, s: int, documents: Tensor | None, x: Tensor) -> CausalBlocks:
         tokens, slices = self.at.tokens, self.at.slices(start, s)
         keys = [tokens.ring_chunks(position, range(slices.stop)) for position in range(tokens.ring)]
-        return CausalBlocks(tokens.ring_chunks(self.at.ring.index, slices), keys, documents)
+        by_lengths = self.fused_width is not None and takes_lengths(x.device, x.dtype, self.fused_width)
+        queries = tokens.ring_chunks(self.at.ring.index, slices)
+        return CausalBlocks(queries, keys, documents, x.device, by_lengths=by_lengths)
 
 
 class ContextAttention(ContextModule):

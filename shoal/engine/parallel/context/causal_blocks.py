@@ -1,19 +1,23 @@
 """Decompose causal attention between token chunks into full and causal blocks of scores.
 
 A kernel computes a rectangle of scores, or a causal square, and a pair of chunks (`token_order`) is fully visible,
-invisible, or cut by a diagonal. Only blocks that contain a document boundary therefore need a mask.
+invisible, or cut by a diagonal. Only blocks that contain a document boundary therefore need a mask, or the lengths of
+their documents if the kernel takes these. All of it is computed on the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.engine.models.segments import Segments, upload
 from shoal.engine.parallel.context.token_order import Chunks, count_tokens
 
 ROWS = 512  # queries per block at document boundaries: fewer skip more keys, but small products are slow
@@ -27,12 +31,14 @@ class ScoreBlock:
         rows, columns: ranges of queries and of keys.
         causal: whether query i sees the first i + 1 keys only; requires equal numbers of queries and keys.
         masked: whether documents hide some of the remaining scores.
+        segments: these documents, if the kernel takes lengths.
     """
 
     rows: slice
     columns: slice
     causal: bool = False
     masked: bool = False
+    segments: Segments | None = field(default=None, repr=False, compare=False)
 
     @property
     def scores(self) -> int:
@@ -41,6 +47,7 @@ class ScoreBlock:
         return n * (n + 1) // 2 if self.causal else n * t
 
 
+@lru_cache(maxsize=1024)
 def split_scores(queries: Chunks, keys: Chunks) -> list[ScoreBlock]:
     """Return blocks that cover every visible score once.
 
@@ -118,10 +125,17 @@ class CausalBlocks:
         queries: tokens of this position, in its order.
         keys: tokens of each position.
         documents: [b, sequence length] document of each token, if attention stays inside documents.
+        device: where attention is computed.
+        by_lengths: whether its kernel takes `Segments`.
     """
 
-    def __init__(self, queries: Chunks, keys: Sequence[Chunks], documents: Tensor | None):
-        self.queries, self.keys, self.documents = queries, tuple(keys), documents
+    def __init__(
+        self, queries: Chunks, keys: Sequence[Chunks], documents: Tensor | None,
+        device: torch.device | None = None, *, by_lengths: bool = False,
+    ):
+        self.queries, self.keys = queries, tuple(keys)
+        self.documents = None if documents is None else documents.cpu()
+        self.device, self.by_lengths = device or torch.device("cpu"), by_lengths
         self.key_lengths = [count_tokens(chunks) for chunks in keys]
         self._blocks: dict[int, list[ScoreBlock]] = {}
         self._documents: dict[int, Tensor] = {}  # of the keys of each position, and of the queries at -1
@@ -131,17 +145,39 @@ class CausalBlocks:
         if position not in self._blocks:
             found = split_scores(self.queries, self.keys[position])
             if self.documents is not None:
-                found = [seen for block in found for seen in self._split_documents(block, position)]
+                split = self._cut_by_lengths if self.by_lengths else self._split_documents
+                found = [seen for block in found for seen in split(block, position)]
             self._blocks[position] = found
         return self._blocks[position]
 
-    def mask(self, block: ScoreBlock, position: int) -> Tensor | None:
-        """Return the mask [b, 1, n, t] bool of a masked block, True where allowed; None for other blocks."""
-        if not block.masked:
-            return None
+    def mask(self, block: ScoreBlock, position: int) -> Tensor | Segments | None:
+        """Return the mask [b, 1, n, t] bool of a masked block, or its documents; None for other blocks."""
+        if not block.masked or block.segments is not None:
+            return block.segments
         queries, keys = self._documents_in(block, position)
         same = queries.unsqueeze(2) == keys.unsqueeze(1)
-        return (same.tril() if block.causal else same).unsqueeze(1)
+        return upload((same.tril() if block.causal else same).unsqueeze(1), self.device)
+
+    def _cut_by_lengths(self, block: ScoreBlock, position: int) -> Iterator[ScoreBlock]:
+        """Yield the part of a block that contains pairs from the same document, with its documents as segments."""
+        queries, keys = (x.numpy() for x in self._documents_in(block, position))
+        rows = np.flatnonzero(np.any([np.isin(a, b) for a, b in zip(queries, keys, strict=True)], axis=0)).tolist()
+        columns = np.flatnonzero(np.any([np.isin(b, a) for a, b in zip(queries, keys, strict=True)], axis=0)).tolist()
+        if not rows:
+            return
+        if not block.causal:  # a causal square stays square
+            block = replace(block, rows=_shift(slice(rows[0], rows[-1] + 1), block.rows.start),
+                            columns=_shift(slice(columns[0], columns[-1] + 1), block.columns.start))  # fmt: skip
+        if self._is_one_document(block, position):
+            yield block
+            return
+        each = zip(*(x.numpy() for x in self._documents_in(block, position)), strict=True)
+        lengths = [_document_lengths(*of_sequence, causal=block.causal) for of_sequence in each]
+        if not all(lengths):
+            yield from self._split_documents(block, position)
+            return
+        found = [pair for of_sequence in lengths for pair in of_sequence]
+        yield replace(block, masked=True, segments=Segments.from_lengths(found, self.device))
 
     def _split_documents(self, block: ScoreBlock, position: int) -> Iterator[ScoreBlock]:
         """Yield the parts of a block that contain pairs from the same document."""
@@ -189,3 +225,32 @@ def _split_rows(block: ScoreBlock) -> Iterator[ScoreBlock]:
         if first > block.columns.start:
             yield ScoreBlock(rows, slice(block.columns.start, first))
         yield ScoreBlock(rows, slice(first, first + rows.stop - rows.start), causal=True)
+
+
+def _document_lengths(queries: np.ndarray, keys: np.ndarray, *, causal: bool) -> list[tuple[int, int]]:
+    """Return the numbers of queries and keys of each document in a block of one sequence, for `Segments`.
+
+    With ``causal``, keys that no query of their document sees become a segment without queries.
+
+    Args:
+        queries, keys: [n] and [t] document numbers.
+
+    Returns:
+        The lengths; none if documents are not in ascending order, or a causal mask is not at the lower right of one.
+    """
+    if (np.diff(queries) < 0).any() or (np.diff(keys) < 0).any():
+        return []
+    found: list[tuple[int, int]] = []
+    for document in np.union1d(queries, keys):
+        (start, stop), (first, last) = (
+            np.searchsorted(x, (document, document + 1)).tolist() for x in (queries, keys)
+        )
+        used = last - first
+        if causal and start < stop and first < last:
+            if last < stop:
+                return []
+            used = max(0, stop - first)
+        found.append((stop - start, used))
+        if used < last - first:
+            found.append((0, last - first - used))
+    return found

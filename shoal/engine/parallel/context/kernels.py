@@ -12,12 +12,16 @@ Given l, the weights of a block are exp(scores - l), so backward needs no state 
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from shoal.engine.models.attention import Kernel, per_head
+from shoal.engine.kernels.flash_attention import flash_attention, flash_attention_backward
+from shoal.engine.models.attention import per_head
+from shoal.engine.models.attention_kernels import Kernel, takes_lengths
 from shoal.engine.models.products import use_mkl_if_small
+from shoal.engine.models.segments import Segments
 
 _ROWS = 256  # queries whose scores exist at once in explicit attention
 
@@ -25,14 +29,16 @@ _aten = torch.ops.aten
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, causal: bool = False, kernel: Kernel = "sdpa"
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Segments | None = None, *, causal: bool = False,
+    kernel: Kernel = "sdpa",
 ) -> tuple[Tensor, Tensor]:
     """Compute softmax(q k^T / sqrt(d)) v over a subset of the keys.
 
     Args:
         q: [b, a, n, d].
         k, v: [b, k, t, d]; query heads share key/value heads in groups.
-        mask: [b, 1, n, t] bool, True where attention is allowed; combined with causality if ``causal``.
+        mask: [b, 1, n, t] bool, True where attention is allowed, or segments that attend to themselves alone; combined
+            with causality if ``causal``.
         causal: query i sees the first i + 1 keys; requires n = t.
         kernel: "sdpa" for torch's fused kernels where supported, or "explicit".
 
@@ -40,12 +46,12 @@ def attend(
         The output [b, a, n, d], zeros where a query sees nothing, and the log-sum-exp [b, a, n] of the scores, -inf
         there, in at least float32.
     """
-    k, v = per_head(q, k), per_head(q, v)  # kernels that return the log-sum-exp do not support grouped heads
     which = _kernel(q, mask, kernel)
+    if isinstance(mask, Segments) or which == "flash":
+        return flash_attention(q, k, v, causal, *_segments(mask))
+    k, v = per_head(q, k), per_head(q, v)  # other kernels that return the log-sum-exp do not support grouped heads
     if which == "explicit":
         return _attend_explicitly(q, k, v, mask, causal)
-    if which == "flash":
-        return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
     bias = _bias(mask, q.dtype)
     with use_mkl_if_small(k):
         out, total = _aten._scaled_dot_product_flash_attention_for_cpu(
@@ -57,8 +63,8 @@ def attend(
 
 
 def attend_backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, total: Tensor, mask: Tensor | None = None,
-    *, causal: bool = False, kernel: Kernel = "sdpa",
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, total: Tensor,
+    mask: Tensor | Segments | None = None, *, causal: bool = False, kernel: Kernel = "sdpa",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the block's contribution to the gradients of q, k and v.
 
@@ -68,18 +74,12 @@ def attend_backward(
 
     Other arguments as in `attend`.
     """
-    groups = q.shape[1] // k.shape[1]
+    which, groups = _kernel(q, mask, kernel), q.shape[1] // k.shape[1]
+    if isinstance(mask, Segments) or which == "flash":
+        return flash_attention_backward(gradient, q, k, v, out, total, causal, *_segments(mask))
     k, v = per_head(q, k), per_head(q, v)
-    which = _kernel(q, mask, kernel)
     if which == "explicit":
         d_q, d_k, d_v = _explicit_backward(gradient, q, k, v, out, total, mask, causal)
-    elif which == "flash":
-        n, t = q.shape[2], k.shape[2]
-        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # for dropout, which is off
-        # The kernel ignores the strides of the log-sum-exp and assumes contiguous rows.
-        d_q, d_k, d_v = _aten._scaled_dot_product_flash_attention_backward(
-            gradient, q, k, v, out, total.contiguous(), None, None, n, t, 0.0, causal, seed, seed
-        )
     else:
         with use_mkl_if_small(k):
             d_q, d_k, d_v = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -90,14 +90,20 @@ def attend_backward(
     return d_q, d_k, d_v
 
 
-def _kernel(q: Tensor, mask: Tensor | None, kernel: Kernel) -> str:
-    """Return the name of torch's kernel that returns the log-sum-exp on this device, or of explicit attention."""
+def _kernel(q: Tensor, mask: Tensor | Segments | None, kernel: Kernel) -> Literal["explicit", "flash", "cpu"]:
+    """Return the kernel that returns the log-sum-exp.
+
+    It is flash attention on CUDA: cuDNN's log-sum-exp has a layout that depends on its version and on strides.
+    """
     if kernel == "explicit":
         return kernel
-    if q.device.type == "cpu":
-        return "cpu"
-    half, d = q.dtype in (torch.bfloat16, torch.float16), q.shape[-1]
-    return "flash" if half and mask is None and d % 8 == 0 and d <= 256 else "explicit"
+    if mask is None and takes_lengths(q.device, q.dtype, q.shape[3]):
+        return "flash"
+    return "cpu" if q.device.type == "cpu" else "explicit"
+
+
+def _segments(mask: Tensor | Segments | None) -> Segments | tuple[()]:
+    return mask if isinstance(mask, Segments) else ()
 
 
 def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import Pending, start_shift
-from shoal.engine.models.attention import Kernel
+from shoal.engine.models.attention_kernels import Kernel
 from shoal.engine.parallel.context.causal_blocks import CausalBlocks
 from shoal.engine.parallel.context.kernels import attend, attend_backward
 
@@ -89,7 +89,7 @@ class RingAttention(torch.autograd.Function):
         Returns:
             [b, a, n, d].
         """
-        q, held = q.contiguous(), torch.stack((k, v))
+        q, held = _packed(q), torch.stack((k, v))
         exact = torch.promote_types(q.dtype, torch.float32)
         b, a, n, d = q.shape
         # Heads inside tokens, as the next layer reads it, which saves a copy.
@@ -113,7 +113,7 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx, gradient: Tensor):
         q, held, out, total = ctx.saved_tensors
         ring, scores, kernel = ctx.ring, ctx.scores, ctx.kernel
-        gradient = gradient.contiguous()
+        gradient = _packed(gradient)
         d_q, home = torch.zeros_like(q, dtype=total.dtype), torch.zeros_like(held, dtype=total.dtype)
         lengths, coming, before = scores.key_lengths, None, None
         for position, (keys, values) in ring.circulate(held, lengths):
@@ -158,3 +158,8 @@ def merge(out: Tensor, total: Tensor, block_out: Tensor, block_total: Tensor) ->
 def _resized(block: Tensor, length: int) -> Tensor:
     """Return a buffer for a block of another length."""
     return block.new_empty(*block.shape[:3], length, block.shape[4])
+
+
+def _packed(x: Tensor) -> Tensor:
+    """Return x [b, a, s, d] as the device's kernel reads it without copies: heads inside tokens on CUDA."""
+    return x if x.is_cuda else x.contiguous()

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shoal.engine.collectives.mesh import Mesh
+from shoal.engine.models import attention_kernels
 from shoal.engine.models.attention import AttentionCore, document_mask
 from shoal.engine.parallel.context.apply import ContextAttention, ContextMask, ContextParallel
 from shoal.engine.parallel.context.causal_blocks import token_positions
@@ -32,6 +33,7 @@ class Case:
     kernel: str = "sdpa"
     dtype: torch.dtype = torch.float64
     slices: tuple[int, ...] = ()
+    lengths: bool = False
 
 
 def inputs(case: Case) -> tuple[list[torch.Tensor], torch.Tensor | None]:
@@ -52,7 +54,17 @@ def here(case: Case) -> ContextParallel:
 
 
 def errors(case: Case) -> list[float]:
-    """The largest differences of this rank's output, dq, dk and dv from those of the whole."""
+    """The largest differences of this rank's output, dq, dk and dv from those of the whole.
+
+    With ``lengths`` by the operator that calls flash attention on CUDA, in any format.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if case.lengths:
+            patch.setattr(attention_kernels, "choose_kernels", lambda *of: ("flash",))
+        return _errors(case)
+
+
+def _errors(case: Case) -> list[float]:
     (q, k, v, gradient), documents = inputs(case)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     mask = None if documents is None else document_mask(documents, case.s)
@@ -64,7 +76,7 @@ def errors(case: Case) -> list[float]:
     start, out = 0, []
     for length in at.tokens.lengths(at.rank) if case.slices else [len(mine)]:
         stop = start + length
-        mask = ContextMask(at)(start, length, documents, q.device)
+        mask = ContextMask(at, case.d if case.kernel == "sdpa" else None)(start, length, documents, q)
         attend = ContextAttention(at, case.kernel)
         out.append(attend(own[0][:, :, start:stop], own[1][:, :, :stop], own[2][:, :, :stop], mask))
         start = stop
@@ -89,7 +101,8 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(
         Layout(cp=cp, ulysses=ulysses, cp_order=order), b=draw(st.integers(1, 2)), s=s, a=kv * groups, k=kv,
         d=draw(st.sampled_from([2, 6, 8])), documents=draw(st.booleans()),
-        kernel=draw(st.sampled_from(["sdpa", "explicit"])), slices=(*slices, s - sum(slices)) if slices else (),
+        kernel=draw(st.sampled_from(["sdpa", "explicit"])), lengths=draw(st.booleans()),
+        slices=(*slices, s - sum(slices)) if slices else (),
     )
 
 
@@ -107,6 +120,16 @@ def test_chunks_longer_than_a_block_of_rows(pool: Pool, ulysses: int, documents:
     """Of which some hold no document's end, and some lie in two documents that a block of rows has none of."""
     case = Case(Layout(cp=2, ulysses=ulysses), b=1, s=2200, a=2, k=2, d=4, documents=documents, kernel=kernel)
     for found in pool.run(errors, 2, case):
+        assert max(found) < 1e-10
+
+
+@pytest.mark.parametrize("order", ["zig-zag", "striped", "contiguous"])
+@pytest.mark.parametrize(("cp", "ulysses", "b"), [(2, 1, 2), (3, 1, 1), (4, 2, 2)])
+def test_documents_as_lengths(pool: Pool, cp: int, ulysses: int, b: int, order: str) -> None:
+    case = Case(
+        Layout(cp=cp, ulysses=ulysses, cp_order=order), b=b, s=47, a=4, k=2, d=4, documents=True, lengths=True,
+    )  # fmt: skip
+    for found in pool.run(errors, cp, case):
         assert max(found) < 1e-10
 
 
@@ -128,7 +151,7 @@ def kept(case: Case) -> tuple[int, int]:
     own = [x[:, :, mine].detach().requires_grad_() for x in (q, k, v)]
     sizes = []
     for attend in (
-        lambda: ContextAttention(at, case.kernel)(*own, ContextMask(at)(0, len(mine), documents, q.device)),
+        lambda: ContextAttention(at, case.kernel)(*own, ContextMask(at)(0, len(mine), documents, q)),
         lambda: core(*(x.requires_grad_() for x in (q, k, v)), None),
     ):
         found = {}

@@ -1,0 +1,64 @@
+"""Segments of sequences that attend to themselves alone, as the lengths that FlashAttention takes instead of a mask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_ROUND = 128  # rows of a block of the kernel: its grid has the longest segment in blocks
+
+
+class Segments(NamedTuple):
+    """Cumulative lengths of segments, as `flash_attention` takes them.
+
+    Attributes:
+        q_ends, k_ends: [n + 1] int32 on the device. n is rounded up to a power of two by empty segments, so that
+            compiled code sees few sizes.
+        longest: [2] int32 on the host.
+    """
+
+    q_ends: Tensor
+    k_ends: Tensor
+    longest: Tensor
+
+    @classmethod
+    def from_lengths(cls, lengths: Sequence[tuple[int, int]], device: torch.device) -> Segments:
+        """Return segments of the given numbers of queries and of keys, copied to a device without waiting for it.
+
+        >>> Segments.from_lengths([(2, 3), (1, 1)], torch.device("cpu")).k_ends.tolist()
+        [0, 3, 4]
+        """
+        ends = np.zeros((2, 1 + (1 << (len(lengths) - 1).bit_length())), dtype=np.int32)
+        ends[:, 1 : len(lengths) + 1] = np.cumsum(np.array(lengths, dtype=np.int32), axis=0).T
+        ends[:, len(lengths) + 1 :] = ends[:, len(lengths), None]
+        longest = -(-np.diff(ends).max(axis=1) // _ROUND) * _ROUND
+        q_ends, k_ends = upload(torch.from_numpy(ends), device)
+        return cls(q_ends, k_ends, torch.from_numpy(longest.astype(np.int32)))
+
+
+def document_segments(documents: Tensor, s: int, device: torch.device) -> Segments:
+    """Return the documents of the last s tokens of each sequence as segments.
+
+    Args:
+        documents: [b, t] ascending document numbers, on the host. A document without one of the s tokens is a segment
+            without queries.
+    """
+    found = documents.numpy()
+    t = found.shape[1]
+    lengths: list[tuple[int, int]] = []
+    for row in found:
+        starts = np.concatenate(([0], np.flatnonzero(np.diff(row)) + 1, [t]))
+        queries = np.diff(np.maximum(starts, t - s))
+        lengths += zip(queries.tolist(), np.diff(starts).tolist(), strict=True)
+    return Segments.from_lengths(lengths, device)
+
+
+def upload(x: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device; a copy from the host to CUDA is not waited for."""
+    if device.type == "cuda" and x.device.type == "cpu":
+        x = x.pin_memory()
+    return x.to(device, non_blocking=True)
