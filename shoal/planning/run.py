@@ -21,7 +21,8 @@ class EstimatedRun:
 
     Attributes:
         attention: sdpa, torch's kernel (FlashAttention on accelerators), or explicit, unfused operations.
-        document_mask: attention stays inside documents: the kernel reads a mask, and skips no score.
+        document_mask: attention stays inside documents: without `by_lengths` the kernel reads a mask, and skips no
+            score.
         hessian_every: steps between Sophia's Hessian estimates.
         float8: how 8-bit products are computed; affects only the stored activations, not the time.
     """
@@ -46,6 +47,15 @@ class EstimatedRun:
     def eight_bits(self) -> bool:
         """True if the layers' products are computed in 8 bits; MXFP8 computes them in the compute format."""
         return self.policy.products == "float8"
+
+    @property
+    def by_lengths(self) -> bool:
+        """True if attention takes the lengths of documents instead of a mask: flash attention, on accelerators.
+
+        The rule is that of `shoal.engine.models.attention_kernels`; documents are priced as one, in full.
+        """
+        fits = self.shape.head_dim % 8 == 0 and self.shape.head_dim <= 256
+        return self.attention == "sdpa" and self.policy.compute.itemsize == 2 and fits and self.cluster.at_once is None
 
     @property
     def products(self) -> str:

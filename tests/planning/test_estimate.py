@@ -321,9 +321,9 @@ def test_a_runs_file_is_read_whole(tmp_path: Path) -> None:
         "parallel": {"dp": 8},
     }  # fmt: skip
 
-    def read(**changed: dict) -> Estimate:
+    def read(precision: str = "bf16", **changed: dict) -> Estimate:
         config = build_config({**values, **changed})
-        return Estimate(describe_run(config.parallel, cluster="8xH100", precision="bf16", config=config))
+        return Estimate(describe_run(config.parallel, cluster="8xH100", precision=precision, config=config))
 
     plain = read()
     assert plain.run.shape.vocab == 257, "bytes and an end"
@@ -334,7 +334,11 @@ def test_a_runs_file_is_read_whole(tmp_path: Path) -> None:
     written = read(train={"global_batch": 8, "attention": "explicit"})
     assert written.step_seconds > 1.1 * plain.step_seconds
     assert written.fullest.activations > 2 * plain.fullest.activations, "scores are kept"
-    masked = read(data={"sequence_length": 4096, "document_mask": True})
+    by_lengths = read(data={"sequence_length": 4096, "document_mask": True})
+    assert by_lengths.layer().attention == plain.layer().attention
+    assert by_lengths.fullest.activations == plain.fullest.activations
+    plain = read("fp32")
+    masked = read("fp32", data={"sequence_length": 4096, "document_mask": True})
     assert masked.layer().attention == pytest.approx(2 * plain.layer().attention)
     assert masked.fullest.activations > plain.fullest.activations, "and the mask"
 

@@ -85,6 +85,7 @@ class MicroBatch:
         itemsize: bytes of the compute dtype.
         kernel: attention kernel.
         masked: attention stays inside documents.
+        by_lengths: it takes their lengths instead of a mask, except of chosen tokens.
         fused_norm: RMSNorm is one operation (in torch on CUDA, and on the CPU from fp32 on); otherwise it keeps two
             copies in fp32.
         eight: which of the layers' products are in 8 bits, if any, and how.
@@ -98,6 +99,7 @@ class MicroBatch:
     masked: bool = False
     fused_norm: bool = True
     eight: EightBits | None = None
+    by_lengths: bool = False
 
     @cached_property
     def counted(self) -> dict[tuple, Any]:
@@ -131,7 +133,7 @@ class MicroBatch:
     @cached_property
     def chosen(self) -> MicroBatch:
         """The part of the micro-batch that a mixture-of-depths layer processes."""
-        return replace(self, s=self.shape.mod.taken(self.s))
+        return replace(self, s=self.shape.mod.taken(self.s), by_lengths=False)
 
     @cached_property
     def routed(self) -> RoutedRows:

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+import shoal.engine.kernels.flash_attention  # noqa: F401  # registers the operator
+
 
 def _attention(q: Tensor, k: Tensor, *_: Any, **__: Any) -> int:
     """Count two products of [s, d] and [d, t] for each query head, unmasked. q: [b, a, s, d]."""
@@ -29,6 +31,8 @@ COUNTS: dict[Any, Callable[..., int]] = {
     torch.ops.aten.baddbmm_: flop_registry[torch.ops.aten.baddbmm],
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    torch.ops.shoal.flash_attention: _attention,
+    torch.ops.shoal.flash_attention_backward: _attention_backward,
 }
 """FLOPs of one call, by operation: matrix products and convolutions (torch's table), and attention."""
 

@@ -125,7 +125,7 @@ def _attention(run: MicroBatch, mode: Recompute, number: int) -> list[Saved]:
     ]
     if mode == "none" and run.kernel == "sdpa":
         saved.append(Saved("log-sum-exp", "[b, a/t, s]", run.exact * n * heads))
-        if run.masked:
+        if run.masked and not run.by_lengths:
             saved.append(Saved("mask as numbers", "[b, 1, s, s]", e * n * run.s))
     elif mode == "none":
         saved.append(Saved("softmax", "[b, a/t, s, s]", e * run.layout.micro_batch * heads * scores(run.s)))
@@ -257,7 +257,7 @@ def context(run: MicroBatch) -> list[Saved]:
     shape, saved = run.shape, []
     if shape.family == "llama":
         saved.append(Saved("cos, sin", "[s, d/2]", 2 * run.itemsize * run.s_local * (shape.head_dim // 2)))
-    if run.masked and run.layout.recompute != "none" and run.layout.cp == 1:
+    if run.masked and not run.by_lengths and run.layout.recompute != "none" and run.layout.cp == 1:
         saved.append(Saved("mask", "[b, 1, s, s]", run.tokens * run.s))
     return saved
 

@@ -106,7 +106,8 @@ def layer_times(run: EstimatedRun, shape: ModelShape, s: int) -> LayerTimes:
     calibration = cluster_calibration(cluster)
     c, k = calibration.numbers, Kernels(runs, calibration)
     longer = 2 - 1 / layout.cp_ring if layout.cp_order == "contiguous" else 1.0  # on the last place of an uneven ring
-    if run.document_mask and not unfused and not ring:  # a kernel that reads a mask does not skip the causal half
+    masked = run.document_mask and not run.by_lengths
+    if masked and not unfused and not ring:  # a kernel that reads a mask does not skip the causal half
         longer = 2 * longer
     attention, attention_backward = k.attention[0] * longer, k.attention[1] * longer
     hidden = np.minimum(2 * k.exchange * c["hide_tensor"], k.products)
