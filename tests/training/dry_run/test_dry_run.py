@@ -84,6 +84,21 @@ def counted_alike(config: RunConfig, data: st.DataObject) -> RunConfig:
     return config.model_copy(update=changed)
 
 
+def test_documents_are_lengths_on_accelerators_and_masks_on_the_cpu() -> None:
+    """In bf16: the peak grows by some numbers per document, or by a mask; the FLOPs are those of one document."""
+    config = small_run({}, {"heads": 4, "kv_heads": 2, "head_dim": 16}, precision="bf16", attention="sdpa")
+    longer = config.data.model_copy(update={"sequence_length": 512})
+    masked, plain = (
+        config.model_copy(update={"data": longer.model_copy(update={"document_mask": documents})})
+        for documents in (True, False)
+    )
+    shape = config.model.shape(vocab=257, sequence_length=512)
+    for on_cpu, least, most in ((False, 1, 10_000), (True, 2 * 512 * 512, 10**8)):
+        one, other = (dry_run(each, shape, 0, steps=1, on_cpu=on_cpu).steps[0] for each in (masked, plain))
+        assert least <= one.peak - other.peak <= most
+        assert sum(one.flops.values()) == sum(other.flops.values())
+
+
 def test_estimates_of_curvature_are_part_of_a_step(pool: Pool) -> None:
     """Their passes come before the step's own, and hold more than these do."""
     config = small_run({"dp": 2, "zero": 1}, {"hidden": 64, "ffn": 96})
