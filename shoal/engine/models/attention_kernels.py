@@ -35,7 +35,7 @@ BACKENDS: dict[str, SDPBackend] = {
 }  # fmt: skip
 
 
-class Accelerator(NamedTuple):
+class CudaDevice(NamedTuple):
     """What the choice depends on: compute capability, and cuDNN's version (91501 is 9.15.1; 0 is none)."""
 
     capability: tuple[int, int]
@@ -43,7 +43,7 @@ class Accelerator(NamedTuple):
 
 
 def choose_kernels(
-    device: Accelerator | None, dtype: torch.dtype, head_dim: int, mask: MaskKind
+    device: CudaDevice | None, dtype: torch.dtype, head_dim: int, mask: MaskKind
 ) -> tuple[FusedKernel, ...]:
     """Return the kernels that may compute attention, in order of preference; () if none takes lengths.
 
@@ -66,20 +66,20 @@ def choose_kernels(
 
 
 @cache
-def accelerator(device: torch.device) -> Accelerator | None:
+def describe_device(device: torch.device) -> CudaDevice | None:
     """Return what the choice of kernels depends on; None for devices other than CUDA."""
     if device.type != "cuda":
         return None
-    return Accelerator(torch.cuda.get_device_capability(device), torch.backends.cudnn.version() or 0)
+    return CudaDevice(torch.cuda.get_device_capability(device), torch.backends.cudnn.version() or 0)
 
 
 @torch.compiler.assume_constant_result
 def sdpa_backends(device: torch.device, dtype: torch.dtype, head_dim: int, mask: MaskKind) -> list[SDPBackend]:
     """Return the kernels of `choose_kernels` for ``scaled_dot_product_attention`` on a CUDA device."""
-    return [BACKENDS[name] for name in choose_kernels(accelerator(device), dtype, head_dim, mask)]
+    return [BACKENDS[name] for name in choose_kernels(describe_device(device), dtype, head_dim, mask)]
 
 
 @torch.compiler.assume_constant_result
 def takes_lengths(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Return whether fused attention cuts sequences by lengths, and needs no dense mask."""
-    return "flash" in choose_kernels(accelerator(device), dtype, head_dim, "lengths")
+    return "flash" in choose_kernels(describe_device(device), dtype, head_dim, "lengths")

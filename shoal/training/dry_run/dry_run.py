@@ -29,7 +29,7 @@ from shoal.engine import kernels
 from shoal.engine.collectives.mesh import DryMesh
 from shoal.engine.data.batches import Dataset, SyntheticDataset
 from shoal.engine.models import attention_kernels
-from shoal.engine.models.attention_kernels import Accelerator
+from shoal.engine.models.attention_kernels import CudaDevice
 from shoal.engine.models.experts.gates import Choice
 from shoal.engine.models.experts.router import Router, RoutingContext, find_modules
 from shoal.engine.models.mixture_of_depths import MixtureOfDepths
@@ -216,12 +216,12 @@ class _Numberless(TorchDispatchMode):
 @contextmanager
 def _faked(*, fused: bool) -> Iterator[None]:
     """Create tensors without values in the enclosed code, and use fused operators as on CUDA."""
-    use_fused, accelerator = kernels.use_fused, attention_kernels.accelerator
+    use_fused, describe_device = kernels.use_fused, attention_kernels.describe_device
     if fused:
         kernels.use_fused = lambda x: x.dtype != torch.float64
-        attention_kernels.accelerator = lambda device: Accelerator((9, 0), 0)  # type: ignore[assignment]
+        attention_kernels.describe_device = lambda device: CudaDevice((9, 0), 0)  # type: ignore[assignment]
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), _Numberless():
             yield
     finally:
-        kernels.use_fused, attention_kernels.accelerator = use_fused, accelerator
+        kernels.use_fused, attention_kernels.describe_device = use_fused, describe_device

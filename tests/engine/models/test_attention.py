@@ -18,10 +18,10 @@ from shoal.engine.models.attention import (
     rotary_table,
     rotate,
 )
-from shoal.engine.models.attention_kernels import Accelerator
+from shoal.engine.models.attention_kernels import CudaDevice
 
 SMALL = st.integers(1, 5)
-H200 = Accelerator((9, 0), 91900)
+H200 = CudaDevice((9, 0), 91900)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_on_cuda_key_heads_are_repeated_only_for_kernels_without_groups(monkeypa
     monkeypatch.setattr(attention.F, "scaled_dot_product_attention", kernel)
     given_backends = lambda backends, set_priority: given.update(backends=backends) or nullcontext()  # noqa: E731
     monkeypatch.setattr(attention, "sdpa_kernel", given_backends)
-    monkeypatch.setattr(attention_kernels, "accelerator", lambda device: H200)
+    monkeypatch.setattr(attention_kernels, "describe_device", lambda device: H200)
     with FakeTensorMode():
         q, k = (torch.empty(2, n, 16, 8, dtype=dtype, device="cuda") for n in (8, 4))
         mask = torch.empty(1, 1, 16, 16, dtype=torch.bool, device="cuda") if masked else None

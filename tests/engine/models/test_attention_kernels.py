@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 
 from shoal.engine.models import attention, attention_kernels
 from shoal.engine.models.attention import Mask, causal_mask, document_mask
-from shoal.engine.models.attention_kernels import Accelerator, choose_kernels, takes_lengths
+from shoal.engine.models.attention_kernels import CudaDevice, choose_kernels, takes_lengths
 from shoal.engine.models.cache import Slice
 from shoal.engine.models.segments import Segments, document_segments
 from shoal.engine.models.transformer import Transformer, initialise
 from shoal.spec.catalog import model_shape
 
-A100, H200, B200, T4 = (Accelerator(of, 91900) for of in ((8, 0), (9, 0), (10, 0), (7, 5)))
+A100, H200, B200, T4 = (CudaDevice(of, 91900) for of in ((8, 0), (9, 0), (10, 0), (7, 5)))
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 CPU = torch.device("cpu")
 
@@ -145,7 +145,7 @@ def test_under_the_compiler(lengths) -> None:
 
 
 def test_the_order_of_kernels_under_the_compiler(monkeypatch) -> None:
-    monkeypatch.setattr(attention_kernels, "accelerator", lambda device: H200)
+    monkeypatch.setattr(attention_kernels, "describe_device", lambda device: H200)
     torch._dynamo.reset()
     fast = torch.compile(attention._attend_on_cuda, backend="eager", dynamic=False, fullgraph=True)
     q, k = torch.randn(1, 4, 12, 8).bfloat16(), torch.randn(1, 2, 12, 8).bfloat16()
