@@ -19,6 +19,7 @@ struct FakeGuard final : impl::DeviceGuardImplInterface {
   DeviceIndex deviceCount() const noexcept override { return 1; }
   Stream getStream(Device) const override { return stream; }
   Stream getDefaultStream(Device) const override { return stream; }
+  Stream getNewStream(Device, int) const override { return stream; }
   Stream exchangeStream(Stream) const override { return stream; }
   void record(void** event, const Stream&, const DeviceIndex, const EventFlag) const override { *event = (void*)this; }
   void block(void*, const Stream&) const override {}
