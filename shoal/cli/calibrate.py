@@ -14,6 +14,7 @@ from shoal.base.section import NonEmpty, Section
 from shoal.base.terminal import progress_bar
 from shoal.labs.calibration.calibrate import CHECK_ROUNDS, ROUNDS, check_profile
 from shoal.labs.calibration.check import format_check, is_right, lost_time, write_scatter
+from shoal.labs.calibration.from_gpu import write_gpu_catalog
 from shoal.labs.calibration.profile import NAME
 
 MOST_LOST = 0.05  # maximum slowdown of the picked layout, relative to the fastest
@@ -25,6 +26,9 @@ class CalibrateOptions(Section):
 
     out: Path = Path("here.toml")
     """The file to write; an existing file is not overwritten."""
+
+    from_gpu: Path | None = None
+    """Fit the constants of a GPU to the results in this folder of `shoal bench gpu` instead; parts 1 and 4 are used."""
 
     rounds: PositiveInt | None = None
     """Repetitions of each measurement; the median is used. Default: 9 for the machine, and 5 with check."""
@@ -57,7 +61,8 @@ def run(options: CalibrateOptions) -> int:
         UsageError: a file exists, or is missing; or an option has no effect.
     """
     for unread, names, why in (
-        (options.check, ("out", "ranks"), "only for a measurement; --check makes none"),
+        (options.check, ("out", "ranks", "from_gpu"), "only for a new file; --check makes none"),
+        (options.from_gpu, ("ranks", "rounds"), "only for a measurement of this machine's cores"),
         (not options.check, ("scatter", "pick", "layouts"), "only with --check"),
         (options.pick, ("layouts",), "--pick uses all layouts of that many ranks"),
     ):
@@ -68,6 +73,11 @@ def run(options: CalibrateOptions) -> int:
 
 def _measure(options: CalibrateOptions) -> int:
     check_writable(options.out, "--out", ".toml", new=True)
+    if options.from_gpu:
+        print(write_gpu_catalog(options.from_gpu, options.out))
+        print(f"written: {options.out}")
+        print(f"Next: shoal plan --catalog {options.out} --cluster 1x{NAME} --model llama-3.2-1b")
+        return 0
     begin = time.monotonic()
     with progress_bar("measuring") as say:
         found = shoal.calibrate(ranks=options.ranks, rounds=options.rounds or ROUNDS, say=say)

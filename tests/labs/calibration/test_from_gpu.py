@@ -1,0 +1,73 @@
+"""A catalog file from the results of `shoal bench gpu`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.base.errors import UsageError
+from shoal.cli.main import main
+from shoal.labs.calibration.from_gpu import write_gpu_catalog
+from shoal.spec.catalog.accelerators import accelerator
+from shoal.spec.catalog.calibration import GENERATIONS, calibration
+
+PEAK = accelerator("h200-sxm").dense_flops("bf16") / 1e12
+
+
+def write_part(folder: Path, part: int, rows: list[dict[str, Any]], **header: Any) -> None:
+    values = {"part": part, "date": "2026-01-01 00:00:00", "device": "NVIDIA H200", "versions": {"torch": "2.11"},
+              "rehearsal": False, **header}  # fmt: skip
+    text = "\n".join(json.dumps(value) for value in [values, *({"result": "", **row} for row in rows)])
+    (folder / f"part-{part}.jsonl").write_text(text)
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    """Results of a device whose large products attain 75 % of the peak, and attention 60 %."""
+    short = {name: float(calibration()[name][GENERATIONS.index("hopper")]) for name in ("short_m", "short_k")}
+    numbers = calibration().numbers
+    rows: list[dict[str, Any]] = []
+    for name, k, n in (("q, k, v", 4096, 6144), ("down", 14336, 4096)):
+        rate = 0.75 * PEAK / (1 + short["short_m"] / 8192 + short["short_k"] * (1 / k + 1 / n))
+        rates = {f"{way} TFLOP/s": rate for way in ("forward", "input gradient", "weight gradient")}
+        rows.append({"table": "products", "item": "bf16", "product": name, "m": 8192, "k": k, "n": n, **rates})
+    rows.append({**rows[0], "product": "square", "forward TFLOP/s": 0.8 * PEAK})
+    rows.append({"table": "memory", "item": "copies", "transfer": "copy in device memory", "GB/s": 4320.0})
+    flash = 0.6 * PEAK / ((1 + numbers["narrow_head"] / 128) * (1 + numbers["short_sequence"] / 4096))
+    rows.append({"table": "attention", "item": "flash", "sequence": 4096, "heads": "32/8 x 128",
+                 "forward TFLOP/s": flash / 2})  # fmt: skip
+    rows.append({**rows[-1], "item": "cudnn", "forward TFLOP/s": flash})
+    rows.append({"table": "attention", "item": "cudnn", "result": "unsupported: RuntimeError"})
+    write_part(tmp_path, 1, rows)
+    more = {"layers": 12, "microbatches": 4}
+    step = 1e3 * 12 * 4 * 4e-4 * (1 + numbers["launch_backward"])
+    write_part(tmp_path, 4, [
+        {"table": "small", "item": "gpt3-125m, eager", "host-bound %": 60.0, "step ms": step, "more": more},
+        {"table": "small", "item": "16 layers, eager", "host-bound %": 3.0, "step ms": 9 * step, "more": more},
+        {"table": "small", "item": "lost, eager", "result": "lost: hung"},
+    ])  # fmt: skip
+    return tmp_path
+
+
+def test_constants_are_recovered(results: Path, capsys: pytest.CaptureFixture) -> None:
+    out = results / "gpu.toml"
+    assert main(["calibrate", "--from-gpu", str(results), "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    for text in ("matmul_efficiency 0.8,", "product 0.75,", "hbm 0.9,", "flash_2 0.6,", "launch 0.0004"):
+        assert text in printed
+    run = ["--cluster", "1xhere", "--model", "llama-3.2-1b", "--global-batch", "1"]
+    assert main(["estimate", "--catalog", str(out), *run]) == 0
+    assert "here" in capsys.readouterr().out
+    assert main(["calibrate", "--from-gpu", str(results), "--out", str(out)]) == 2  # it exists
+
+
+def test_bad_results(results: Path) -> None:
+    with pytest.raises(UsageError, match="no part-1"):
+        write_gpu_catalog(results / "none", results / "gpu.toml")
+    write_part(results, 1, [], device="Voodoo 2")
+    with pytest.raises(UsageError, match="no node with the GPU 'Voodoo 2'"):
+        write_gpu_catalog(results, results / "gpu.toml")
+    write_part(results, 1, [], rehearsal=True)
+    with pytest.raises(UsageError, match="rehearsal"):
+        write_gpu_catalog(results, results / "gpu.toml")
