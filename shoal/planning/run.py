@@ -44,6 +44,11 @@ class EstimatedRun:
         return FORMATS[self.precision]
 
     @property
+    def fuses(self) -> bool:
+        """True if operators are fused (`shoal.engine.kernels`): on accelerators, unless in fp64."""
+        return bool(self.cluster.accelerator.devices) and self.policy.compute.itemsize < 8
+
+    @property
     def eight_bits(self) -> bool:
         """True if the layers' products are computed in 8 bits; MXFP8 computes them in the compute format."""
         return self.policy.products == "float8"

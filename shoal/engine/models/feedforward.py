@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal.engine import kernels
+from shoal.engine.kernels.swiglu import swiglu
 from shoal.spec.catalog import ModelShape
 
 
@@ -17,6 +19,15 @@ def project(x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
     return tuple(linear(x) for linear in linears) if together is None else together(x, linears)
 
 
+def project_joined(x: Tensor, *linears: nn.Linear) -> Tensor | None:
+    """Apply several linear layers to one input as one product for a fused operator: [.., in] -> [.., sum of out].
+
+    None if operators are not fused, or if the weights are not one matrix in memory.
+    """
+    joined = getattr(linears[0], "joined", None) if kernels.use_fused(x) else None
+    return None if joined is None else joined(x, linears)
+
+
 class SwiGLU(nn.Module):
     """Gated feed-forward block: down(silu(gate x) * up x) (Shazeer 2020)."""
 
@@ -27,6 +38,8 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(width, shape.hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        if (gate_up := project_joined(x, self.gate, self.up)) is not None:  # [b, s, 2 width]
+            return self.down(swiglu(gate_up))
         gate, up = project(x, self.gate, self.up)  # [b, s, width]
         return self.down(F.silu(gate) * up)
 

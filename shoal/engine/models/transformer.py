@@ -21,11 +21,12 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.base.boxes import Box
 from shoal.base.errors import UsageError
+from shoal.engine.kernels.rotary import rotate_packed
 from shoal.engine.models.attention import AttentionCore, Context, Kernel, Mask, Positions, rotary_table, rotate
 from shoal.engine.models.cache import Slice
 from shoal.engine.models.experts.layer import MoE
 from shoal.engine.models.experts.router import RoutingContext
-from shoal.engine.models.feedforward import MLP, SwiGLU, project
+from shoal.engine.models.feedforward import MLP, SwiGLU, project, project_joined
 from shoal.engine.models.initial import Initial, fill
 from shoal.engine.models.loss import CrossEntropy
 from shoal.engine.models.mixture_of_depths import MixtureOfDepths
@@ -53,17 +54,25 @@ class Attention(nn.Module):
         self.out = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=bias)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        q, k, v = (
-            y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [b, a or k, s, d]
-            for y in project(x, self.q, self.k, self.v)  # [b, s, heads d]
-        )
-        if context.rotary is not None:
-            q, k = rotate(q, *context.rotary), rotate(k, *context.rotary)
+        q, k, v = self._heads(x, context.rotary)  # [b, a or k, s, d]
         if context.part is not None:
             k, v = context.part.extend(self, k, v)  # [b, k, t, d]
         core = partial(recomputed, self.core) if self.recompute else self.core
         o = core(q, k, v, context.mask)  # [b, a, s, d]
         return self.out(o.transpose(1, 2).flatten(2))  # [b, s, h]
+
+    def _heads(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values by head, with rotated queries and keys."""
+        packed = project_joined(x, self.q, self.k, self.v) if rotary else None  # [b, s, (a + 2 k) d]
+        if rotary and packed is not None:
+            heads, kv_heads = (len(layer.weight) // self.head_dim for layer in (self.q, self.k))
+            q, k, v = (y.transpose(1, 2) for y in rotate_packed(packed, *rotary, heads, kv_heads))
+            return q, k, v
+        q, k, v = (
+            y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [b, a or k, s, d]
+            for y in project(x, self.q, self.k, self.v)  # [b, s, heads d]
+        )
+        return (rotate(q, *rotary), rotate(k, *rotary), v) if rotary else (q, k, v)
 
 
 def norm(shape: ModelShape) -> nn.Module:

@@ -53,7 +53,7 @@ def build_stages(
 
     Args:
         assignment: assignment of the tokens of a sequence to the context-parallel ranks.
-        compile: compile each layer, and the loss if it is not split.
+        compile: compile each layer, and on the CPU the loss if it is not split.
     """
     position, holders = mesh.index("pp"), program.stage_rank
     # Group creation is collective: every rank creates these groups at the same point.
@@ -99,7 +99,8 @@ def _build_stage(
     apply_mixture_of_depths(model, shape, mesh, assignment, chosen)
     if compile:
         fused: list[nn.Module] = list(model.layers.values())
-        if mesh.size("tp") == 1:  # a split loss contains a collective, which cannot be compiled
+        # A split loss contains a collective, which cannot be compiled; on CUDA the loss has operators of its own.
+        if mesh.size("tp") == 1 and mesh.device.type == "cpu":
             fused.append(model.loss)
         for module in fused:  # not `Module.compile`, which also compiles the hooks that gather parameters
             module.forward = torch.compile(module.forward, dynamic=False)

@@ -118,9 +118,20 @@ class Linear(nn.Linear):
         results = self.results(x, layers)
         return tuple(layer(x, y) for layer, y in zip(layers, results, strict=True))
 
-    def results(self, x: Tensor, layers: Sequence[Linear]) -> Sequence[Tensor]:
-        """Compute the outputs of several layers of one type for one input."""
-        return multiply(x, layers)
+    def joined(self, x: Tensor, layers: Sequence[Linear]) -> Tensor | None:
+        """Apply several layers to one input as one product: [.., in] -> [.., sum of out].
+
+        None if their weights are not one matrix, or if something needs each result: a bias, a hook, other products.
+        """
+        if any(layer.product or layer.bias is not None or layer._forward_hooks for layer in layers):
+            return None
+        if len(self.sink.group_adjacent([layer.weight for layer in layers])) > 1:
+            return None
+        return self.results(x, layers, joined=True)[0]
+
+    def results(self, x: Tensor, layers: Sequence[Linear], *, joined: bool = False) -> Sequence[Tensor]:
+        """Compute the outputs of several layers of one type for one input, as one tensor if ``joined``."""
+        return multiply(x, layers, joined=joined)
 
     def extra_repr(self) -> str:
         """Return ``in_features=64, out_features=128/4, bias=False, tp=4`` where a quarter of the outputs is local."""
@@ -135,8 +146,13 @@ def _fraction(n: int, local: int) -> str:
     return str(n) if n == local else f"{n}/{-(-n // local)}"
 
 
-def multiply(x: Tensor, layers: Sequence[Linear], comm: NoComm = NO_COMM, *, biased: bool = True) -> Sequence[Tensor]:
-    """Compute x W^T (+ b) for each layer: [.., in] -> [.., out]; one autograd function if no layer sets ``product``."""
+def multiply(
+    x: Tensor, layers: Sequence[Linear], comm: NoComm = NO_COMM, *, biased: bool = True, joined: bool = False
+) -> Sequence[Tensor]:
+    """Compute x W^T (+ b) for each layer: [.., in] -> [.., out]; one autograd function if no layer sets ``product``.
+
+    If ``joined``, the products with adjacent weights are one tensor [.., sum of out].
+    """
     biases = [layer.bias if biased else None for layer in layers]
     first = next((layer.product for layer in layers if layer.product is not None), None)
     if first is not None:
@@ -149,7 +165,7 @@ def multiply(x: Tensor, layers: Sequence[Linear], comm: NoComm = NO_COMM, *, bia
     sink = layers[0].sink
     if sink.parameters is None and comm is NO_COMM:
         return [F.linear(x, layer.weight, bias) for layer, bias in zip(layers, biases, strict=True)]
-    return LinearFunction.apply(sink, comm, len(layers), x, *(layer.weight for layer in layers), *biases)
+    return LinearFunction.apply(sink, comm, joined, len(layers), x, *(layer.weight for layer in layers), *biases)
 
 
 class ColumnLinear(Linear):
@@ -166,11 +182,11 @@ class ColumnLinear(Linear):
         """Return the number of parts of the output."""
         return self.at.size
 
-    def results(self, x: Tensor, layers: Sequence[Linear]) -> Sequence[Tensor]:
+    def results(self, x: Tensor, layers: Sequence[Linear], *, joined: bool = False) -> Sequence[Tensor]:
         """Compute outputs [b, s, out/tp] after one collective that gathers the shared input."""
         if self.at.overlap:
-            return multiply(x, layers, self.at.entry(self.tokenwise))
-        return multiply(self.at.gather_hidden(x), layers)
+            return multiply(x, layers, self.at.entry(self.tokenwise), joined=joined)
+        return multiply(self.at.gather_hidden(x), layers, joined=joined)
 
 
 class KVColumnLinear(ColumnLinear):
@@ -192,7 +208,7 @@ class RowLinear(Linear):
         box = Box((0, at.rank * part), (self.out_features, part))
         self.placements = [keep_box(self, name, "weight", box)]
 
-    def results(self, x: Tensor, layers: Sequence[Linear]) -> Sequence[Tensor]:
+    def results(self, x: Tensor, layers: Sequence[Linear], *, joined: bool = False) -> Sequence[Tensor]:
         """Compute the output: [b, s, in/tp] -> [b, s, out] or [b, s/tp, out]."""
         if self.at.overlap:
             (y,) = multiply(x, layers, self.at.exit(self.tokenwise), biased=False)

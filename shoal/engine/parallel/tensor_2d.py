@@ -101,7 +101,10 @@ class ColumnLinear2D(Linear):
         """Return the maximum number of parts of the output."""
         return self.at.size
 
-    def results(self, x: Tensor, layers: Sequence[Linear]) -> Sequence[Tensor]:
+    def joined(self, x: Tensor, layers: Sequence[Linear]) -> None:
+        """Return None: each product is reduced to this rank's units, which are not adjacent."""
+
+    def results(self, x: Tensor, layers: Sequence[Linear], *, joined: bool = False) -> Sequence[Tensor]:
         """Compute [b, s, h/x] (or [b, s/y, h/x]) -> [b, s, f/(x y)] per layer, with one collective along each axis."""
         at = self.at
         # Per layer, the number of neighbours that use the same units.
@@ -133,7 +136,7 @@ class RowLinear2D(Linear):
         if self.bias is not None:
             self.placements.append(_keep_hidden(self, name, "bias", at))
 
-    def results(self, x: Tensor, layers: Sequence[Linear]) -> Sequence[Tensor]:
+    def results(self, x: Tensor, layers: Sequence[Linear], *, joined: bool = False) -> Sequence[Tensor]:
         """Compute the output: [b, s, f/(x y)] -> [b, s, h/x] or [b, s/y, h/x]."""
         (y,) = multiply(gather_from(x, self.at.x, HIDDEN), layers, biased=False)
         y = self.at.reduce_output(y)

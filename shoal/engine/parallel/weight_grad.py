@@ -8,7 +8,8 @@ schedule runs it. Otherwise a tensor-parallel region defers it until the reducti
 (`GradSink.flush`), as Megatron-LM's linear layers do.
 
 Matrices with the same input (queries, keys and values; gate and up) are adjacent in their buffer and form one matrix
-without a copy: one product for dX and one for dW. Forward results are separate, as the next operation needs.
+without a copy: one product for dX and one for dW. Forward results are separate, unless the next operation takes them
+as one tensor, as fused operators do; backward then needs no concatenation of their gradients.
 
 Gradients of embeddings are deferred in the same way; of norms, only the accumulation is.
 """
@@ -23,6 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal.engine import kernels
+from shoal.engine.kernels.add_product import add_product
 from shoal.engine.parallel.zero.bucket import join_adjacent
 from shoal.engine.parallel.zero.gradients import Term
 from shoal.engine.parallel.zero.zero_engine import ShardedParameters
@@ -112,15 +115,21 @@ class LinearFunction(torch.autograd.Function):
     """Linear products x W_i^T + b_i of one input with several matrices."""
 
     @staticmethod
-    def forward(ctx, sink: GradSink, comm: NoComm, n: int, x: Tensor, *parameters: nn.Parameter | None):
-        """Return n results [.., out_i] of x [.., in], given n weights followed by n biases, each possibly None."""
+    def forward(
+        ctx, sink: GradSink, comm: NoComm, joined: bool, n: int, x: Tensor, *parameters: nn.Parameter | None
+    ):
+        """Return n results [.., out_i] of x [.., in], given n weights followed by n biases, each possibly None.
+
+        If ``joined``, which needs adjacent weights and no biases, the result is one tensor [.., sum of out_i].
+        """
         weights: tuple[nn.Parameter, ...] = parameters[:n]  # type: ignore[assignment]  # only biases may be None
         biases = parameters[n:]
         ctx.sink, ctx.comm, ctx.weights, ctx.biases = sink, comm, weights, biases
-        ctx.runs = sink.group_adjacent(weights)
-        x, results = comm.forward(x, [weight.t() for weight in weights])
+        ctx.runs, ctx.joined = sink.group_adjacent(weights), joined
+        factors = [join_adjacent(weights)] if joined else weights
+        x, results = comm.forward(x, [factor.t() for factor in factors])
         ctx.save_for_backward(x, *weights)  # recomputation replaces these by a new x and other views of the weights
-        for y, bias in zip(results, biases, strict=True):
+        for y, bias in zip(results, biases, strict=False):
             if bias is not None:
                 y += bias
         return tuple(results)
@@ -129,7 +138,7 @@ class LinearFunction(torch.autograd.Function):
     def backward(ctx, *gradients: Tensor):
         x, *weights = ctx.saved_tensors
         sink, n = ctx.sink, len(weights)
-        _, _, _, x_wanted, *wanted = ctx.needs_input_grad
+        _, _, _, _, x_wanted, *wanted = ctx.needs_input_grad
         direct: list[Tensor | None] = [None] * (2 * n)  # for autograd
 
         def add_terms(gradients: list[Tensor]) -> None:
@@ -145,16 +154,18 @@ class LinearFunction(torch.autograd.Function):
                 else:
                     sink.add(ctx.weights[run], term)
 
-        for i, (gradient, bias) in enumerate(zip(gradients, ctx.biases, strict=True)):
+        for i, (gradient, bias) in enumerate(zip(gradients, ctx.biases, strict=False)):
             if bias is None or not wanted[n + i]:
                 continue
             if sink.parameters is None:
                 direct[n + i] = gradient.flatten(0, -2).sum(0)
             else:
                 sink.add([bias], partial(_add_rows, gradient))
-        joined = [torch.cat(gradients[run], -1) if run.stop - run.start > 1 else gradients[run][0] for run in ctx.runs]
+        joined = [*gradients] if ctx.joined else [
+            torch.cat(gradients[run], -1) if run.stop - run.start > 1 else gradients[run][0] for run in ctx.runs
+        ]
         d_x = ctx.comm.backward(joined, [join_adjacent(weights[run]) for run in ctx.runs], add_terms, x_wanted)
-        return None, None, None, d_x, *direct
+        return None, None, None, None, d_x, *direct
 
 
 class EmbeddingFunction(torch.autograd.Function):
@@ -176,13 +187,13 @@ class EmbeddingFunction(torch.autograd.Function):
 
 
 def _add_product(gradient: Tensor, x: Tensor, total: Tensor, fresh: bool) -> None:
-    d_y, x = gradient.flatten(0, -2).t(), x.flatten(0, -2)
-    if total.dtype != x.dtype:  # bf16 products are accumulated in float32
-        add_gradient(d_y @ x, total, fresh)
-    elif fresh:
-        torch.mm(d_y, x, out=total)
+    d_y, x = gradient.flatten(0, -2), x.flatten(0, -2)
+    if total.dtype == x.dtype:
+        torch.mm(d_y.t(), x, out=total) if fresh else torch.addmm(total, d_y.t(), x, out=total)
+    elif kernels.use_fused(total):  # bf16 products are accumulated in float32
+        add_product(total, d_y, x, fresh)
     else:
-        torch.addmm(total, d_y, x, out=total)
+        add_gradient(d_y.t() @ x, total, fresh)
 
 
 def _add_rows(gradient: Tensor, total: Tensor, fresh: bool) -> None:

@@ -172,7 +172,7 @@ class LongContextBenchmark(Benchmark):
         })
         shape = config.model.shape(vocab=257, sequence_length=self.tokens)
         check_layout(config.parallel, shape, global_batch=1, sequence_length=self.tokens)
-        one = MicroBatch(shape, Layout(), self.tokens, FORMATS["fp32"].compute.itemsize)
+        one = MicroBatch(shape, Layout(), self.tokens, FORMATS["fp32"].compute.itemsize, fused=False)
         alone = activations.total(activations.stage(one, range(self.layers), first=True, last=True))
         with Pool(self.ranks, setup=tune_process) as pool:
             ranks = pool.run(_train, self.ranks, config, shape, self.steps, timeout=TIME_LIMIT)

@@ -86,8 +86,8 @@ class MicroBatch:
         kernel: attention kernel.
         masked: attention stays inside documents.
         by_lengths: it takes their lengths instead of a mask, except of chosen tokens.
-        fused_norm: RMSNorm is one operation (in torch on CUDA, and on the CPU from fp32 on); otherwise it keeps two
-            copies in fp32.
+        fused: operators are fused, as on CUDA (`shoal.engine.kernels`): RMSNorm keeps no copies in fp32, SwiGLU no
+            silu(gate), the loss no probabilities in fp32, and weight gradients are accumulated without temporaries.
         eight: which of the layers' products are in 8 bits, if any, and how.
     """
 
@@ -97,7 +97,7 @@ class MicroBatch:
     itemsize: int = 2
     kernel: Kernel = "sdpa"
     masked: bool = False
-    fused_norm: bool = True
+    fused: bool = True
     eight: EightBits | None = None
     by_lengths: bool = False
 
@@ -184,10 +184,25 @@ class MicroBatch:
         )
         return 2 * elements // self.layout.tp
 
+    def fuses_gate(self, *names: str) -> bool:
+        """Return whether SwiGLU reads gate and up from one product; names: these layers, if that may depend on it."""
+        plain = self.eight is None or bool(names) and not any(self.eight.takes(name) for name in names)
+        return self.fused and self.gated and self.layout.tp_x == 1 and plain
+
+    @property
+    def copies_gradients(self) -> bool:
+        """True if a weight gradient has its own memory before it is added to a wider sum."""
+        return self.itemsize < 4 and not (self.fused and self.eight is None)
+
     @property
     def gated(self) -> bool:
         """True if the feed-forward block has a gate (SwiGLU)."""
         return self.shape.family == "llama"
+
+    @property
+    def logit(self) -> int:
+        """Bytes that the loss keeps of a logit."""
+        return self.itemsize if self.fused else self.exact
 
     @property
     def exact(self) -> int:

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-import shoal.engine.kernels.flash_attention  # noqa: F401  # registers the operator
+import shoal.engine.kernels.add_product
+import shoal.engine.kernels.flash_attention  # noqa: F401  # both register operators
 
 
 def _attention(q: Tensor, k: Tensor, *_: Any, **__: Any) -> int:
@@ -25,9 +26,14 @@ def _attention_backward(_: Tensor, q: Tensor, k: Tensor, *__: Any, **___: Any) -
     return 8 * q.numel() * k.shape[2]
 
 
+def _product(_: Tensor, d_y: Tensor, x: Tensor, *__: Any, **___: Any) -> int:
+    return 2 * d_y.numel() * x.shape[1]
+
+
 COUNTS: dict[Any, Callable[..., int]] = {
     **flop_registry,
     torch.ops.aten.addmm_: flop_registry[torch.ops.aten.addmm],
+    torch.ops.shoal.add_product: _product,
     torch.ops.aten.baddbmm_: flop_registry[torch.ops.aten.baddbmm],
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,

@@ -6,6 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shoal.base.section import plain
+from shoal.engine import kernels
 from shoal.engine.runtime import take_tokens
 from shoal.launch.worker_pool import Pool
 from shoal.planning.cost.memory import activations
@@ -42,14 +43,20 @@ def kept(engine: Engine) -> dict[int, int]:
     return found
 
 
-def both(config: RunConfig) -> tuple[int, int]:
-    """Bytes kept on this rank, and those that the formulas say autograd keeps."""
+def both(config: RunConfig, fused: bool = False) -> tuple[int, int]:
+    """Bytes kept on this rank, with fused operators as on CUDA or without, and what the formulas say autograd keeps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "use_fused", lambda x: fused)
+        return _both(config, fused)
+
+
+def _both(config: RunConfig, fused: bool) -> tuple[int, int]:
     engine = engine_of(config)
     layout = config.parallel
     run = MicroBatch(
         engine.shape, layout, config.data.sequence_length, engine.policy.compute.itemsize,
         kernel=config.train.attention,
-        masked=config.data.document_mask, fused_norm=engine.policy.compute.itemsize >= 4,
+        masked=config.data.document_mask, fused=fused,
         eight=EightBits.from_formats(engine.policy.formats, config.float8),
     )
     part = rank_parts(engine.shape, engine.program, engine.mesh.index("pp"))[0]
@@ -121,12 +128,14 @@ def test_what_ranks_keep_of_some_tokens(pool: Pool, parallel: dict) -> None:
     st.sampled_from(["sdpa", "explicit"]),
     st.booleans(),
     st.sampled_from(["fp32", "bf16", "fp64", "fp8", "mxfp8"]),
+    st.booleans(),
 )
 def test_what_one_device_keeps(
-    pool: Pool, family: str, recompute: str, kernel: str, masked: bool, precision: str
+    pool: Pool, family: str, recompute: str, kernel: str, masked: bool, precision: str, fused: bool
 ) -> None:
     config = run_of(family, recompute, kernel, masked, precision)
-    ((found, said),) = pool.run(both, 1, config)
+    # Where torch's layer norm in bf16 keeps its statistics in bf16, CUDA keeps them in fp32.
+    ((found, said),) = pool.run(both, 1, config, fused and family == "tiny" and precision != "fp64")
     assert said == pytest.approx(found, rel=0.005)
 
 
@@ -161,6 +170,13 @@ def test_what_tensor_parallel_ranks_keep(
     config = run_of(family, recompute, "sdpa", False, "bf16", **parallel)
     for found, said in pool.run(both, tp, config):
         assert said == pytest.approx(found, rel=0.02)
+
+
+@pytest.mark.parametrize("parallel", [{"tp": 2}, {"tp": 4, "sequence_parallel": True}, {"tp": 4, "tp_x": 2}])
+def test_what_ranks_with_fused_operators_keep(pool: Pool, parallel: dict) -> None:
+    config = run_of("tiny", "none", "sdpa", False, "bf16", **parallel)
+    for found, said in pool.run(both, config.parallel.tp, config, True):
+        assert said == pytest.approx(found, rel=0.005)
 
 
 @pytest.mark.parametrize(("family", "precision", "kernel", "recompute", "parallel"), [

@@ -97,9 +97,9 @@ def _norm(run: MicroBatch) -> list[Saved]:
             Saved("normalised", "[b, s, h/x]", e * n * h),
         ]
     if run.shape.family == "gpt":
-        stat = e if not run.fused_norm else run.exact
+        stat = run.exact if run.fused else e
         return [Saved("norm input", "[b, s, h]", e * n * h), Saved("norm mean, 1/std", "[b, s]", 2 * stat * n)]
-    if run.fused_norm or e >= 4:
+    if run.fused or e >= 4:
         return [Saved("norm input", "[b, s, h]", e * n * h), Saved("norm 1/rms", "[b, s]", run.exact * n)]
     return [
         Saved("norm input, fp32", "[b, s, h]", 4 * n * h),
@@ -198,6 +198,8 @@ def _mlp(run: MicroBatch, width: int | None = None, number: int = 0) -> list[Sav
     *inside, last = ("up", "gelu(up)") if gpt else ("gate", "up", "silu(gate)", "silu(gate) up")
     name = f"layers.{number}.mlp"
     into = [f"{name}.{part}" for part in (("up",) if gpt else ("gate", "up"))]
+    if run.fuses_gate(*into):
+        inside.remove("silu(gate)")
     entering = multiplied(run, "mlp input", "[b, s, h/x]", run.hidden_local, into)
     leaving = _gathered(run, last, "f", f) or multiplied(run, last, "[b, s, f/t]", f, [f"{name}.down"])
     return [*entering, *(Saved(what, "[b, s, f/t]", e * n * f) for what in inside), *leaving]
@@ -279,7 +281,7 @@ def head(run: MicroBatch) -> list[Saved]:
     return [
         *_norm(run),
         Saved("head input", "[b, s, h]", run.itemsize * n * run.shape.hidden),
-        Saved("probabilities", "[b, s, v/t]", run.exact * n * rows),
+        Saved("logits" if run.fused else "probabilities", "[b, s, v/t]", run.logit * n * rows),
         Saved("targets, and whether they are here", "[b, s]", 9 * n),
         Saved("this rank's share", "[b, s]", run.exact * n),
     ]

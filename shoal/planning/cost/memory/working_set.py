@@ -56,7 +56,7 @@ def moments(run: MicroBatch, part: StagePart, kind: Half = "full") -> list[Momen
     if kind == "weight":  # all inputs exist, and stay until the end
         found = [Moment("layer", more, time, sparse, done) for sparse, done in layers
                  for more, time in in_block(run, sparse, kind, part.last)]  # fmt: skip
-        head, end = _both("head", table, 0), _both("end", table, 0)
+        head, end = _both("head", table * run.copies_gradients, 0), _both("end", table, 0)
         return found + head * part.last + end * part.first
     kept = activations.total(activations.head(run)) if part.last else 0
     if kind == "forward":  # at its end; and before it, minus the layer's output
@@ -69,12 +69,12 @@ def moments(run: MicroBatch, part: StagePart, kind: Half = "full") -> list[Momen
     if part.last:
         gone = kept - (0 if full else between_backward_halves.head(run))
         # At the output matrix's input gradient, when the probabilities are freed.
-        making = come + (e - run.exact) * n * rows + e * n * h + _copied(run)
+        making = come + (e - run.logit) * n * rows + e * n * h + _copied(run)
         # A matrix shared with another stage is reduced separately, as soon as its gradient is computed.
         complete = making if run.shape.tied and not part.first else come + 2 * passing - gone
         # The loss works in place except for a cast of its gradient.
-        found.append(Moment("loss", come + (e if e < run.exact else 0) * n * rows))
-        found += _both("head", making + table, complete) if full else [Moment("head", making)]
+        found.append(Moment("loss", come + (e if e < run.logit else 0) * n * rows))
+        found += _both("head", making + table * run.copies_gradients, complete) if full else [Moment("head", making)]
     for sparse, done in layers:
         gradient = come + (passing if part.last else 0) - gone - above(run, part, done, kind)
         found += [Moment("layer", gradient + more, time, sparse, done)
@@ -157,9 +157,9 @@ def _in_dense(run: MicroBatch, kind: Half, ffn: int) -> tuple[int, int]:
     """Return the bytes in a dense block of width ``ffn`` before its first weight gradient, and from then on."""
     shape, t, e, n = run.shape, run.layout.tp, run.itemsize, run.tokens
     wide, hidden = e * n * (ffn // t), e * n * shape.hidden
-    gated = run.gated
-    matrix = e * shape.hidden * (ffn // t) if e < 4 else 0
-    into = matrix * (2 if gated else 1)
+    gated = run.gated and not run.fuses_gate()  # silu(gate) is another saved tensor, and gradients are concatenated
+    matrix = e * shape.hidden * (ffn // t) * run.copies_gradients
+    into = matrix * (2 if run.gated else 1)
     if kind == "weight":
         return 0, max(matrix, into)
     if kind == "input":  # the input of the last matrix stays
@@ -168,12 +168,12 @@ def _in_dense(run: MicroBatch, kind: Half, ffn: int) -> tuple[int, int]:
     stays = wide * (kind == "input")
     if t == 1:  # into the last matrix; through the activation; into the first ones
         first = hidden + into if gated else hidden + into - wide
-        times = [wide + matrix, (2 * wide if gated else wide) + stays, first + stays]
+        times = [wide + matrix, (2 * wide if run.gated else wide) + stays, first + stays]
         return 0, max(times)
     gathered = hidden if run.layout.sequence_parallel else 0  # the gathered gradient of the output
     scattered = _copied(run) + local if gathered else 0
     waiting = [
-        gathered + _copied(run), gathered + wide, gathered + (3 if gated else 2) * wide,
+        gathered + _copied(run), gathered + wide, gathered + (3 if run.gated else 2) * wide,
         gathered + hidden + wide * gated,
         gathered + hidden - wide * gated + scattered + (wide * (1 + gated) if stays else 0),
     ]
@@ -181,7 +181,7 @@ def _in_dense(run: MicroBatch, kind: Half, ffn: int) -> tuple[int, int]:
     if kind == "input":
         return max(waiting), max(waiting)
     # The gradient of a bias added after the sum is the first of all.
-    return max(waiting), making if gated else max(*waiting, making)
+    return max(waiting), making if run.gated else max(*waiting, making)
 
 
 def _round_ring(run: MicroBatch, sparse: bool, kind: Half) -> int:
@@ -263,7 +263,7 @@ def _through(run: MicroBatch, ffn: int) -> int:
     hidden, wide = (run.itemsize * run.tokens * width for width in (run.shape.hidden, ffn // run.layout.tp))
     gated, gathered = run.gated, run.layout.sequence_parallel
     first = hidden * gathered + wide * (1 + gated)  # its input and the first products
-    between = (4 if gated else 2) * wide
+    between = (3 if run.fuses_gate() else 4 if gated else 2) * wide
     biased = run.layout.tp > 1 and not gated  # after the sum
     output = _summed(run) + run.hidden_bytes if gathered else hidden + run.hidden_bytes * biased
     return max(first, between, (3 if gated else 1) * wide + output)
@@ -306,7 +306,7 @@ def _in_experts(run: MicroBatch, kind: Half, last: bool) -> Block:
     matrix = e * shape.hidden * (experts.ffn // layout.expert_tensor) if e < 4 else 0
     y, heads = layout.tp_y, shape.head_dim * (shape.heads // layout.tp_y)
     keys = shape.head_dim * (shape.kv_heads // min(y, shape.kv_heads))
-    joined = e * shape.hidden * (heads + 2 * keys) if e < 4 else 0  # of attention's projections
+    joined = e * shape.hidden * (heads + 2 * keys) * run.copies_gradients  # of attention's projections
     if kind == "weight":
         most = max(matrix, _in_dense(run, kind, shared)[1] if shared else 0)
         return [(most, MAKING), (0, COMPLETE), (joined, REST), (0, ALL)]

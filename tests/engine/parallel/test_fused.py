@@ -1,0 +1,89 @@
+"""Steps with fused operators, by their references on the CPU, compute what steps without them compute."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shoal.engine import kernels
+from shoal.engine.models import feedforward, transformer
+from shoal.engine.models.experts.router import find_modules
+from shoal.launch.worker_pool import Pool
+from shoal.spec.config import RunConfig
+from tests.engine.parallel.counting import engine_of
+from tests.testing.verify.runs import small_run
+
+CALLS = {"swiglu": feedforward, "rotate_packed": transformer}
+
+
+def gradients(config: RunConfig, fused: bool) -> tuple[float, dict[str, Tensor], dict[str, int]]:
+    """Loss, gradients of this rank and number of calls of an operator in a step."""
+    calls = dict.fromkeys(CALLS, 0)
+
+    def count(name: str, operator: Any) -> Any:
+        def counted(*args: Any) -> Any:
+            calls[name] += 1
+            return operator(*args)
+
+        return counted
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "use_fused", lambda x: fused)
+        for name, module in CALLS.items():
+            patch.setattr(module, name, count(name, getattr(module, name)))
+        engine = engine_of(config)
+        loss = engine.step(0).loss
+    pieces = {
+        f"{name} {i}": piece.tensor.clone()
+        for name, parts in engine.parameters.reduced_gradients().items() for i, piece in enumerate(parts)
+    }
+    return loss, pieces, calls
+
+
+@pytest.mark.parametrize(("parallel", "model", "calls"), [
+    ({}, {}, 6),
+    ({"recompute": "full", "pp": 2, "schedule": "zb-h1"}, {"layers": 2}, 4),
+    ({"tp": 2, "sequence_parallel": True}, {"vocab": 259}, 6),
+    ({"tp": 4}, {}, 0),  # keys and values are held by two ranks each: not one matrix with the queries
+    ({"tp": 4, "tp_x": 2}, {}, 0),
+    ({"dp": 2, "zero": 3}, {"name": "tiny-gpt"}, 0),
+], ids=["one rank", "split backward", "tp", "tp > kv heads", "grid", "gpt"])  # fmt: skip
+def test_steps_are_equal(pool: Pool, parallel: dict[str, Any], model: dict[str, Any], calls: int) -> None:
+    config = small_run(parallel, model, precision="fp64")
+    ranks = config.parallel.world_size
+    plain = pool.run(gradients, ranks, config, False)
+    fused = pool.run(gradients, ranks, config, True)
+    for (loss, expected, none), (fused_loss, actual, called) in zip(plain, fused, strict=True):
+        assert fused_loss == pytest.approx(loss, rel=1e-12)
+        assert not any(none.values()) and called["rotate_packed"] == calls
+        for name, gradient in expected.items():
+            scale = gradient.abs().max().clamp_min(1e-6)
+            assert (actual[name] - gradient).abs().max() / scale < 1e-9, name
+
+
+def test_in_bf16_products_are_accumulated_in_float32(pool: Pool) -> None:
+    config = small_run({}, precision="bf16")
+    ((loss, expected, _),) = pool.run(gradients, 1, config, False)
+    ((fused_loss, actual, _),) = pool.run(gradients, 1, config, True)
+    assert fused_loss == pytest.approx(loss, rel=1e-3)
+    for name, gradient in expected.items():
+        assert actual[name].dtype == torch.float32
+        assert (actual[name] - gradient).norm() < 0.05 * gradient.norm() + 1e-6, name
+
+
+def forward_with_hooks(config: RunConfig) -> list[int]:
+    """Sizes of the outputs that hooks of queries see, with fused operators."""
+    engine = engine_of(config)
+    sizes: list[int] = []
+    for module in find_modules(engine.stages[0].module, transformer.Attention):
+        module.q.register_forward_hook(lambda module, args, output: sizes.append(output.shape[-1]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "use_fused", lambda x: True)
+        engine.step(0)
+    return sizes
+
+
+def test_a_hook_sees_the_result_of_its_layer(pool: Pool) -> None:
+    ((*sizes,),) = pool.run(forward_with_hooks, 1, small_run({}, {"layers": 1}))
+    assert sizes == [16, 16]
