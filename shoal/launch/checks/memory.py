@@ -78,7 +78,8 @@ def count_rank_memory(
     shares = one_host and device.type == "cpu" and config.train.transport == "auto" and host_identity() is not None
     forward = MicroBatch(
         shape, layout, config.data.sequence_length, policy.compute.itemsize, kernel,
-        fused=device.type == "cuda" and policy.compute.itemsize < 8, eight=EightBits.from_formats(policy, config.float8),
+        fused=device.type == "cuda" and policy.compute.itemsize < 8,
+        eight=EightBits.from_formats(policy, config.float8),
     )
     kept = np.zeros(program.stages)  # bytes kept from a forward until its backward
     for rank in range(layout.pp if layout.schedule != "terapipe" else 0):

@@ -186,7 +186,7 @@ class MicroBatch:
 
     def fuses_gate(self, *names: str) -> bool:
         """Return whether SwiGLU reads gate and up from one product; names: these layers, if that may depend on it."""
-        plain = self.eight is None or bool(names) and not any(self.eight.takes(name) for name in names)
+        plain = self.eight is None or (bool(names) and not any(map(self.eight.takes, names)))
         return self.fused and self.gated and self.layout.tp_x == 1 and plain
 
     @property
