@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ from unittest.mock import Mock
 import psutil
 import pytest
 
+from shoal.launch import worker_pool
 from shoal.launch.local_launcher import PRELOADED
 from shoal.launch.prefork import Child, PreforkServer, PreforkServerEnded
 from tests.trainings.runs import ROOT, alive, wait_for
@@ -146,3 +148,22 @@ def test_leaving_ends_everything(here):
         process = psutil.Process(report(here)["pid"])
     assert sys.platform != "linux" or not psutil.pid_exists(server.pid)
     wait_for(lambda: not alive(process), 5)
+
+
+IMPORTS = """
+import importlib, sys, torch
+torch.cuda._is_compiled, torch._C._cuda_getCurrentRawStream = lambda: True, None
+for name in ("is_available", "device_count", "current_device", "_lazy_init", "get_device_capability"):
+    def touch(*args, name=name):
+        raise SystemExit(f"torch.cuda.{name} is called by an import")
+    setattr(torch.cuda, name, touch)
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+"""
+
+
+def test_what_the_servers_import_touches_no_device():
+    """A fork of a process that has used CUDA cannot use it."""
+    modules = {*PRELOADED, *worker_pool.PRELOADED, "shoal.launch.worker", "shoal.testing.verify.rank"}
+    done = subprocess.run([sys.executable, "-c", IMPORTS, *modules], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
