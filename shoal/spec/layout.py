@@ -82,7 +82,8 @@ class Layout(Section):
     """Split the matrix products where a tensor-parallel region is entered and left, to overlap them with the
     collective of the other parts (docs/parallel.md): around the ring with sequence_parallel, else in two blocks of
     tokens. auto does so with sequence_parallel if transfers run in the background (CPU ranks' transfers do not),
-    unless layers are compiled or multiply in 8 bits."""
+    unless layers are compiled or multiply in 8 bits. true uses symmetric memory instead of the ring between GPUs of
+    one NVSwitch."""
 
     cp: Degree = 1
     """Context-parallel ranks: each holds a part of every sequence, and keys and values circulate between them (Liu et

@@ -30,6 +30,7 @@ from shoal.engine.collectives.ops import all_gather, copy_to, gather_from, reduc
 from shoal.engine.models.loss import IGNORE, SummedCrossEntropy
 from shoal.engine.parallel.overlap import SEQUENCE, ChunkedEntry, ChunkedExit, RingEntry, RingExit
 from shoal.engine.parallel.placement import ParamPlacement, keep_box
+from shoal.engine.parallel.symmetric import SymmetricEntry, SymmetricExit
 from shoal.engine.parallel.weight_grad import NO_COMM, EmbeddingFunction, GradSink, LinearFunction, NoComm
 from shoal.spec.catalog import ModelShape
 
@@ -42,6 +43,7 @@ class TensorParallel:
         y: the ranks that enter and leave a block together: all of them, or on a grid those along y.
         sink: receives the gradients of split parameters; flushed in backward during the collective of the entry.
         overlap: whether products and adjacent collectives are chunked and overlapped.
+        symmetric: whether, with sequence parallelism, they then use symmetric memory.
     """
 
     group: Group
@@ -52,6 +54,7 @@ class TensorParallel:
     sink: GradSink
     y: Group
     overlap: bool = False
+    symmetric: bool = False
 
     def gather_input(self, x: Tensor) -> Tensor:
         """Enter a block, whose ranks need all of x: [b, s, h] (or [b, s/tp, h]) -> [b, s, h]."""
@@ -68,11 +71,15 @@ class TensorParallel:
 
     def entry(self, tokenwise: bool) -> NoComm:
         """Return `gather_input` fused with the products after it; ``tokenwise`` if token order does not matter."""
-        return RingEntry(self.group, tokenwise) if self.sequence_parallel else ChunkedEntry(self.group)
+        if not self.sequence_parallel:
+            return ChunkedEntry(self.group)
+        return (SymmetricEntry if self.symmetric else RingEntry)(self.group, tokenwise)
 
     def exit(self, tokenwise: bool) -> NoComm:
         """Return `reduce_output` fused with the product before it."""
-        return RingExit(self.group, tokenwise) if self.sequence_parallel else ChunkedExit(self.group)
+        if not self.sequence_parallel:
+            return ChunkedExit(self.group)
+        return (SymmetricExit if self.symmetric else RingExit)(self.group, tokenwise)
 
     def own_positions(self, positions: Tensor) -> Tensor:
         """Return the positions of this rank's part of the sequence: [s] -> [s/tp]."""

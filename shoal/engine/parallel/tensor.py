@@ -20,6 +20,7 @@ from shoal.engine.parallel.linear import (
     VocabularyLoss,
 )
 from shoal.engine.parallel.placement import ParamPlacement, replicate
+from shoal.engine.parallel.symmetric import is_available
 from shoal.engine.parallel.tensor_2d import (
     ColumnLinear2D,
     Grid,
@@ -84,7 +85,9 @@ def apply_tensor_parallel(
             x, y = mesh.required_group("tp_x"), mesh.required_group("tp_y")
             placements = _replace(model, TENSOR_PARALLEL_2D, Grid(group, rank, size, in_parts, shape, sink, y, x=x))
         else:
-            at = TensorParallel(group, rank, size, in_parts, shape, sink, group, overlap)
+            asked = overlap and in_parts and mesh.layout.tp_overlap is True
+            symmetric = asked and is_available(group, mesh.device)
+            at = TensorParallel(group, rank, size, in_parts, shape, sink, group, overlap, symmetric)
             placements = _replace(model, TENSOR_PARALLEL, at)
     for name, parameter in model.named_parameters():
         if name not in placements:
