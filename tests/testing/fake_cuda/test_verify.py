@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def stage() -> tuple[dict, int, set[str]]:
+def stage() -> tuple[dict, set[str]]:
     import torch
 
     from shoal.engine.collectives import ops
@@ -25,17 +25,16 @@ def stage() -> tuple[dict, int, set[str]]:
     copies = Counter()
     for line, number in recorder.census.copies.items():
         copies[line.split(" copy_ at ")[0]] += number
-    return copies, recorder.census.synchronisations.total(), {str(out.device) for out in made}
+    return copies, {str(out.device) for out in made}
 
 
 def test_staged_operations_copy_to_the_host_and_back(on_fake_cuda: Callable) -> None:
-    copies, waits, devices = on_fake_cuda(stage)
+    copies, devices = on_fake_cuda(stage)
     assert devices == {"cuda:0"}
     assert copies == {
         "cuda -> cpu [8]": 4, "cuda -> cpu [16]": 1,  # what is summed, gathered and sent, and what is scattered
         "cpu -> cuda [8]": 3, "cpu -> cuda [16]": 1, "cpu -> cuda [5]": 1,
     }
-    assert waits == 5  # the host waits where an operation starts
 
 
 def compare(folder: Path) -> tuple[set, set]:
