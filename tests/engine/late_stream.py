@@ -8,7 +8,7 @@ import torch
 
 
 class LateMark:
-    """Stands for `shoal.engine.device.Mark`; waiting in either way does the work up to it."""
+    """Stands for `shoal.engine.streams.Mark`; waiting in either way does the work up to it."""
 
     def __init__(self, stream: LateStream, number: int):
         self.stream, self.number = stream, number
@@ -20,7 +20,7 @@ class LateMark:
 
 
 class LateStream:
-    """Stands for `shoal.engine.device.SideStream`: code that forgets to wait computes with old values."""
+    """Stands for `shoal.engine.streams.SideStream`: code that forgets to wait computes with old values."""
 
     queues = True
 

@@ -3,12 +3,15 @@
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from shoal.base.errors import UsageError
 from shoal.engine.device import choose_transport, cuda_environment, pick_device, write_collective_traces
+from shoal.engine.streams import SideStream, lock_pages
 
 
 @pytest.fixture
@@ -83,3 +86,32 @@ def test_the_allocators_variable_is_read_after_the_import_of_torch():
     assert subprocess.check_output([sys.executable, "-c", code], env=environment, text=True).strip() == (
         "expandable_segments:True"
     )
+
+
+def test_pages_are_locked_until_their_memory_is_freed(monkeypatch) -> None:
+    calls = []
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda *args: calls.append(("lock", *args)) or 0,
+        cudaHostUnregister=lambda *args: calls.append(("unlock", *args)) or 0,
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "check_error", lambda result: None)
+    memory = torch.empty(100, dtype=torch.uint8)
+    lock_pages(memory, torch.device("cpu"))
+    assert calls == []
+    lock_pages(memory, torch.device("cuda", 0))
+    view, address = memory[10:], memory.data_ptr()
+    assert calls == [("lock", address, 100, 1)]
+    del memory
+    assert len(calls) == 1, "a view is left"
+    del view
+    assert calls[1:] == [("unlock", address)]
+
+
+def test_a_side_stream_of_the_cpu_works_at_once() -> None:
+    done, stream = [], SideStream(torch.device("cpu"))
+    mark = stream.run(lambda: done.append(1))
+    assert done == [1] and not stream.queues
+    mark.wait()
+    mark.synchronize()

@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any
@@ -31,6 +32,7 @@ from shoal.engine.checkpoint.manifest import (
 from shoal.engine.checkpoint.storage import AnyPath
 from shoal.engine.checkpoint.write import SavePlan, State, plan_save, write_part
 from shoal.engine.collectives.json_collectives import Group, broadcast, gather, get_rank
+from shoal.engine.streams import Mark, SideStream, lock_pages
 
 LOCK = ".lock"
 SEEN_SECONDS = 10.0  # maximum delay until rank 0 sees another host's files in a shared folder
@@ -74,6 +76,7 @@ class Checkpointer:
         self._lock: IO[str] | None = None
         self._nonce = self._on_first_rank(lambda: self._open(fresh))
         self._memory = torch.empty(0, dtype=torch.uint8)  # reused copies of the pieces that this rank saves
+        self.copied = Mark()  # when the last save has copied the state, which may change only then
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[tuple[AnyPath, str]] | None = None
 
@@ -81,7 +84,7 @@ class Checkpointer:
         """Save a state; return the seconds for which the caller was blocked.
 
         Args:
-            state: this rank's pieces; tensors may change after this returns.
+            state: this rank's pieces; tensors may change after this returns, on CUDA by work that waits for `copied`.
             extra: other values needed to resume, as JSON (rank 0's are stored); `load` compares ``extra["model"]``
                 with the model of the resuming run.
             block: return only when the checkpoint is committed.
@@ -97,13 +100,21 @@ class Checkpointer:
             self.wait()
         return time.perf_counter() - begin
 
-    def _copy(self, state: State) -> tuple[SavePlan, torch.Tensor]:
+    def prepare(self, state: State) -> None:
+        """Allocate the staging memory of a state now rather than in its first save; with CUDA, page-locked."""
         plan = plan_save(state)
         if self._memory.numel() < plan.size:
             self._memory = torch.empty(plan.size, dtype=torch.uint8)
-        staged = plan.copy(self._memory[: plan.size])
-        plan.sources.clear()  # so that the write in the background does not keep the state alive
-        return plan, staged
+            lock_pages(self._memory, plan.device)
+
+    def _copy(self, state: State) -> tuple[SavePlan, torch.Tensor, Mark]:
+        """Start copying the state on a side stream."""
+        self.copied = Mark()
+        self.prepare(state)
+        plan = plan_save(state)
+        staged = self._memory[: plan.size]
+        self.copied = SideStream(plan.device).run(partial(plan.copy, staged))
+        return plan, staged, self.copied
 
     def quarantine(self, after: int) -> None:
         """Rename the checkpoints of later steps, so that no run resumes from them; they are kept."""
@@ -162,7 +173,9 @@ class Checkpointer:
             cleared = self._on_first_rank(lambda: self._clear(folder), failure)
 
         def write() -> tuple[dict, str]:
-            plan, data, extra = _result(staged)
+            plan, data, copied, extra = _result(staged)
+            copied.synchronize()
+            plan.sources.clear()  # so that the write does not keep the state alive
             folder.mkdir(parents=True, exist_ok=True)
             return write_part(folder, self._rank, plan, data).model_dump(mode="json"), extra
 

@@ -64,10 +64,17 @@ class SavePlan:
 
     @torch.no_grad()
     def copy(self, data: torch.Tensor) -> torch.Tensor:
-        """Copy all boxes into ``data``, uint8 [size], and return it."""
+        """Copy all boxes into ``data``, uint8 [size], and return it; queue it from CUDA into page-locked memory."""
         for slot, values in zip(self.slots, self.sources, strict=True):
-            data[slot.start : slot.stop].view(slot.dtype).view(slot.box.shape).copy_(values)
+            place = data[slot.start : slot.stop].view(slot.dtype).view(slot.box.shape)
+            place.copy_(values, non_blocking=True)
         return data
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the state; the CPU only if all of it is on the CPU."""
+        devices = {values.device for values in self.sources}
+        return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
 def plan_save(state: State, box_bytes: int = BOX_BYTES) -> SavePlan:

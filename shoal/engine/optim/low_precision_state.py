@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from shoal.base.boxes import Box, Piece, flat_range
-from shoal.engine.device import to_device
 from shoal.engine.kernels.adamw import adamw_
 from shoal.engine.kernels.rounding import draw_bits, round_stochastically
 from shoal.engine.models.initial import positions, stream_key
 from shoal.engine.optim.from_torch import FromTorch
 from shoal.engine.optim.rule import Rule, to_pieces
 from shoal.engine.optim.shards import Shard, ShardPart, Shards
+from shoal.engine.streams import to_device
 from shoal.spec.config import OptimizerConfig
 
 _BLOCK = {"cpu": 1 << 16, "cuda": 1 << 22}  # elements converted to float32 at a time

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from shoal.base.boxes import Piece
 from shoal.engine.collectives.ops import to_host
-from shoal.engine.device import Mark
 from shoal.engine.optim.shards import Shard, Shards
+from shoal.engine.streams import Mark
 from shoal.spec.config import OptimizerConfig
 
 BLOCK = 1 << 17  # elements: with a few states, a block stays in the caches between operations

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,12 @@ import torch.distributed as dist
 
 from shoal.engine.checkpoint.write import SavePlan, State, build_header, describe_part, plan_save
 from shoal.engine.collectives.json_collectives import Group, broadcast, gather, get_rank, get_size
+from shoal.engine.streams import Mark, SideStream
 from shoal.training.resilience import memory_slot
 from shoal.training.resilience.host_memory_dir import check_free_memory, claim, make_run_dir, release, remove_orphans
 from shoal.training.resilience.memory_slot import MemorySlot, SlotRecord
 
+CPU = torch.device("cpu")
 CHUNK = 16 << 20
 """Bytes per message; other traffic can proceed between two messages."""
 
@@ -74,6 +77,10 @@ class InMemoryCheckpointer:
         node_ranks: see `RankTopology.collect`.
         keep: save (step, attempt) that this run resumes from; removed after the next save. Other states of earlier
             attempts are removed immediately.
+        device: device of the state.
+
+    Attributes:
+        copied: see `shoal.engine.checkpoint.save.Checkpointer`.
     """
 
     def __init__(
@@ -84,6 +91,7 @@ class InMemoryCheckpointer:
         group: Group,
         node_ranks: int = 0,
         keep: tuple[int, str] | None = None,
+        device: torch.device = CPU,
         report: Callable[[str], None] = print,
     ):
         self._home, self._group, self._report = home, group, report
@@ -101,8 +109,13 @@ class InMemoryCheckpointer:
         node = home / f"node-{self.places.nodes[self._rank]:05d}"
         ranks = [self._rank, *self.places.senders(self._rank)]
         self._slots = [
-            {rank: MemorySlot(node / f"{self.attempt}-{rank:05d}-{i}", rank) for rank in ranks} for i in (0, 1)
+            {
+                rank: MemorySlot(node / f"{self.attempt}-{rank:05d}-{i}", rank, device if rank == self._rank else CPU)
+                for rank in ranks
+            }
+            for i in (0, 1)
         ]
+        self._stream, self.copied = SideStream(device), Mark()
         self._turn, self._first = 0, True
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="memory")
         self._pending: Future[tuple[bool, str]] | None = None
@@ -126,7 +139,7 @@ class InMemoryCheckpointer:
     def save(self, step: int, state: State, extra: dict[str, Any]) -> float:
         """Save this rank's pieces and JSON values; return the seconds for which the caller was blocked.
 
-        The tensors may change after the return.
+        The tensors may change after the return, on CUDA by work that waits for `copied`.
         """
         begin = time.perf_counter()
         self.wait()
@@ -136,10 +149,12 @@ class InMemoryCheckpointer:
         try:
             memory = slot.open(len(header) + plan.size)
             memory[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8) if header else 0
-            data = plan.copy(memory[len(header) :])
+            data = memory[len(header) :]
+            self.copied = self._stream.run(partial(plan.copy, data))
         except OSError as error:
             problem = f"rank {self._rank}: {error.strerror}"
-        self._pending = self._executor.submit(self._keep, step, header, plan, data, json.dumps(extra), problem)
+        values = json.dumps(extra)
+        self._pending = self._executor.submit(self._keep, step, header, plan, data, self.copied, values, problem)
         return time.perf_counter() - begin
 
     def wait(self) -> None:
@@ -171,19 +186,22 @@ class InMemoryCheckpointer:
     # ---- in the background -------------------------------------------------------------------------------------------
 
     def _keep(
-        self, step: int, header: bytes, plan: SavePlan, copied: torch.Tensor | None, extra: str, problem: str
-    ) -> tuple[bool, str]:
+        self, step: int, header: bytes, plan: SavePlan, data: torch.Tensor | None, copied: Mark, extra: str,
+        problem: str,
+    ) -> tuple[bool, str]:  # fmt: skip
         """Commit this rank's slot and exchange copies. A rank that failed still participates."""
+        copied.synchronize()
+        plan.sources.clear()  # so that the exchange does not keep the state alive
         mine = self._slots[self._turn]
         description = b""
-        if copied is not None:
+        if data is not None:
             record = SlotRecord(
                 attempt=self.attempt, step=step, rank=self._rank, world_size=self._world, extra=json.loads(extra),
-                part=describe_part(self._rank, header, plan, copied),
+                part=describe_part(self._rank, header, plan, data),
             )
             description = memory_slot.encode(record)
             mine[self._rank].commit(description)
-        size = len(header) + (0 if copied is None else plan.size)
+        size = len(header) + (0 if data is None else plan.size)
         ranks = broadcast(gather([size, len(description), problem], self._group), self._group)
         problems = [p for _, _, p in ranks if p]
         if not problems and self.places.receiver(0) is not None:

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from shoal.engine.checkpoint.load import check_part
 from shoal.engine.checkpoint.manifest import CheckpointError, RankPart
 from shoal.engine.checkpoint.write import file_name
+from shoal.engine.streams import lock_pages
 from shoal.training.resilience.host_memory_dir import PART, is_private
 
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # Linux: map all pages now, not on first write
@@ -42,10 +43,10 @@ class SlotRecord(BaseModel):
 
 
 class MemorySlot:
-    """Reusable memory for the state of ``rank``: a rank's own or its neighbour's copy."""
+    """Reusable memory for the state of ``rank``: a rank's own, on ``device``, or its neighbour's copy."""
 
-    def __init__(self, folder: Path, rank: int):
-        self.folder, self.file = folder, folder / file_name(rank)
+    def __init__(self, folder: Path, rank: int, device: torch.device):
+        self.device, self.folder, self.file = device, folder, folder / file_name(rank)
         self.memory = torch.empty(0, dtype=torch.uint8)
 
     def open(self, size: int) -> torch.Tensor:
@@ -63,6 +64,7 @@ class MemorySlot:
         if self.memory.numel() != size or not self.file.exists():
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.memory = _map_file(self.file, size)
+            lock_pages(self.memory, self.device)
 
     def commit(self, part: bytes) -> None:
         """Write the description atomically, which completes the slot."""

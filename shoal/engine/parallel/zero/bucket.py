@@ -19,9 +19,9 @@ from shoal.base.boxes import Box, Piece
 from shoal.engine.collectives.group import Group, allocate
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import Pending, all_gather_flat
-from shoal.engine.device import Mark, SideStream, host_zeros
 from shoal.engine.parallel.placement import ENDS, ParamPlacement
 from shoal.engine.precision.policy import Policy
+from shoal.engine.streams import Mark, SideStream, host_zeros
 
 _ALIGN = 64  # elements: aligns shards to vector registers and cache lines
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from shoal.engine.collectives.group import allocate
-from shoal.engine.device import Mark, host_zeros
 from shoal.engine.parallel.zero.bucket import Bucket, ShardSegment, join_adjacent
+from shoal.engine.streams import Mark, host_zeros
 
 Term = Callable[[Tensor, bool], object]
 """Function that adds one gradient in place to (accumulator, whether to overwrite it)."""

@@ -1,0 +1,86 @@
+"""Copies between a CUDA device and host memory: page-locked memory, and streams beside the computation."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+def host_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return flat zeros in host memory, page-locked if a CUDA device will copy from and to them."""
+    return torch.zeros(numel, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a small host tensor to the device; the host does not wait for the copy."""
+    if device.type != "cuda":
+        return x.to(device)
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x).to(device, non_blocking=True)
+
+
+def lock_pages(memory: torch.Tensor, device: torch.device) -> None:
+    """Page-lock host memory until it is freed, so that a CUDA device copies into it without the host waiting.
+
+    Unlike torch's page-locked tensors, whose sizes are powers of two, this takes no further memory.
+    """
+    if device.type != "cuda" or memory.numel() == 0:
+        return
+
+    def call(function: Callable[..., Any], *args: int) -> None:
+        with torch.cuda.device(device):  # a background thread would use the first device, and create a context on it
+            torch.cuda.check_error(function(*args))
+
+    runtime, address = torch.cuda.cudart(), memory.data_ptr()
+    call(runtime.cudaHostRegister, address, memory.nbytes, 1)  # 1: for all devices
+    unlock = weakref.finalize(memory.untyped_storage(), call, runtime.cudaHostUnregister, address)
+    unlock.atexit = False  # the process frees it, perhaps after the CUDA context
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A moment in the work of a stream of a CUDA device; None on the CPU, whose work is done when a call returns."""
+
+    event: torch.Event | None = None
+
+    def wait(self) -> None:
+        """Make later work on the current stream wait for this moment; the host does not wait."""
+        if self.event is not None:
+            self.event.wait()
+
+    def synchronize(self) -> None:
+        """Wait for this moment on the host."""
+        if self.event is not None:
+            self.event.synchronize()
+
+
+class SideStream:
+    """A stream of copies beside the computation of a CUDA device. On the CPU, work is done at once.
+
+    It keeps no memory alive: the tensors that the work uses must exist until `Mark.wait` or `Mark.synchronize`.
+    """
+
+    def __init__(self, device: torch.device):
+        self.stream = torch.Stream(device) if device.type == "cuda" else None
+
+    @property
+    def queues(self) -> bool:
+        """Whether work may be done later than `run` returns."""
+        return self.stream is not None
+
+    def run(self, work: Callable[[], object]) -> Mark:
+        """Call ``work`` so that it runs on this stream, after all work queued so far on the current stream.
+
+        Returns:
+            the moment at which it is done.
+        """
+        if self.stream is None:
+            work()
+            return Mark()
+        self.stream.wait_stream(torch.accelerator.current_stream(self.stream.device))
+        with self.stream:
+            work()
+        return Mark(self.stream.record_event())
