@@ -60,6 +60,7 @@ class Runtime:
             h/tp_x).
         slices: number of this rank's tokens in each slice of a sequence, if the program has slices.
         tokens: this rank's tokens of a sequence, [s]; None for all.
+        cuda_graphs: whether layers are recorded as CUDA graphs, which reuse their memory in the next step.
 
     Attributes:
         versions: the weight versions of each stage, in asynchronous pipelines.
@@ -76,13 +77,14 @@ class Runtime:
         dtype: torch.dtype,
         slices: Sequence[int] = (),
         tokens: Tensor | None = None,
+        cuda_graphs: bool = False,
     ):
         self.program, self.mesh = program, mesh
         self.stages = {stage.index: stage for stage in stages}
         self.actions = program.actions[mesh.index("pp")]
         self.last_weights = _last_weights(self.actions)
         self.hidden_shape, self.dtype, self.slices = hidden_shape, dtype, slices
-        self.tokens = tokens
+        self.tokens, self.cuda_graphs = tokens, cuda_graphs
         self.versions = {
             stage.index: WeightVersions(
                 stage.parameters.buckets, [(i, a) for i, a in enumerate(self.actions) if a.stage == stage.index]
@@ -146,6 +148,8 @@ class Runtime:
             The summed loss of all micro-batches, and the result of the last update.
         """
         self._reset()
+        if self.cuda_graphs:  # after the previous step's tensors are gone: without marks, each layer would begin a step
+            torch.compiler.cudagraph_mark_step_begin()
         batches = [take_tokens(batch, self.tokens) for batch in batches]
         updated = None
         for stage in self.stages.values():

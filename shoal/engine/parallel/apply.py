@@ -47,13 +47,15 @@ class LocalStage:
 
 def build_stages(
     shape: ModelShape, program: Program, mesh: Mesh, policy: Policy, assignment: TokenAssignment,
-    *, kernel: Kernel = "sdpa", seed: int = 0, compile: bool = False, float8: Float8 | None = None,
+    *, kernel: Kernel = "sdpa", seed: int = 0, compile: bool = False, cuda_graphs: bool = False,
+    float8: Float8 | None = None,
 ) -> tuple[list[LocalStage], RankParameters]:
     """Build the stages that a program places on this rank; `initialise` or a checkpoint fills them.
 
     Args:
         assignment: assignment of the tokens of a sequence to the context-parallel ranks.
         compile: compile each layer, and on the CPU the loss if it is not split.
+        cuda_graphs: record what is compiled as CUDA graphs; `Runtime` then has to mark its steps.
     """
     position, holders = mesh.index("pp"), program.stage_rank
     # Group creation is collective: every rank creates these groups at the same point.
@@ -70,7 +72,7 @@ def build_stages(
     stages = [
         _build_stage(
             shape, stage, program, mesh, policy, assignment,
-            copies=copies, kernel=kernel, seed=seed, compile=compile, float8=float8,
+            copies=copies, kernel=kernel, seed=seed, compile=compile, cuda_graphs=cuda_graphs, float8=float8,
         )
         for stage in program.rank_stages(position)
     ]
@@ -79,7 +81,7 @@ def build_stages(
 
 def _build_stage(
     shape: ModelShape, stage: int, program: Program, mesh: Mesh, policy: Policy, assignment: TokenAssignment, *,
-    copies: str, kernel: Kernel, seed: int, compile: bool, float8: Float8 | None,
+    copies: str, kernel: Kernel, seed: int, compile: bool, cuda_graphs: bool, float8: Float8 | None,
 ) -> LocalStage:
     """Build one stage and allocate this rank's shard of it."""
     layout, part, depth = mesh.layout, stage % program.depth, program.depth
@@ -103,7 +105,9 @@ def _build_stage(
         if mesh.size("tp") == 1 and mesh.device.type == "cpu":
             fused.append(model.loss)
         for module in fused:  # not `Module.compile`, which also compiles the hooks that gather parameters
-            module.forward = torch.compile(module.forward, dynamic=False)
+            module.forward = torch.compile(
+                module.forward, dynamic=False, mode="reduce-overhead" if cuda_graphs else None
+            )
     if float8 or not compile:
         _receive_gradients(model, sink)
     # Last, therefore outermost: parameters are gathered before a layer is entered, recomputed or not.

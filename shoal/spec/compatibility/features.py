@@ -96,6 +96,7 @@ def _set(field: str) -> Feature:
 
 ONE_REPLICA = _is("parallel.dp", 1)
 ZERO = _is("parallel.zero", 1, 2, 3)
+ZERO3 = _is("parallel.zero", 3)
 NO_ZERO = _is("parallel.zero", 0)
 BELOW_ZERO3 = _is("parallel.zero", 0, 1, 2)
 ZERO_SHARD = _set("parallel.zero_shard")
@@ -149,6 +150,8 @@ DEPTHS = Feature("model.depths", lambda run: run.shape.depths is not None)
 # ---- computing -------------------------------------------------------------------------------------------------------
 
 COMPILE = _is("train.compile", True)
+NO_COMPILE = _is("train.compile", False)
+CUDA_GRAPHS = _is("train.cuda_graphs", True)
 LOSS_SCALED = Feature("train.precision", lambda run: run.formats.scaled)
 FLOAT8 = Feature("train.precision", lambda run: run.formats.products != "compute")
 DELAYED_SCALES = _is("float8.amax", "delayed")
@@ -185,5 +188,6 @@ STRAGGLER_KNOB, PACE_KNOB, DEATH_KNOB = (_set(f"testing.{name}") for name in ("s
 SLOW_LINK = _set("testing.link_gbs")
 BACKEND_TRANSPORT = _is("train.transport", "backend")
 CUDA = _is("train.device", "cuda")
+CPU = _is("train.device", "cpu")
 UNEVEN_SAMPLER = _set("data.sampler")
 POOLED_SAMPLER = _is("data.sampler", "pool")

@@ -46,6 +46,7 @@ TECHNIQUES: Mapping[str, Example] = {
     "gossip, Hogwild!": {"parallel": {"dp": 2, "sync": "sgp"}},
     "activation recomputation": {"parallel": {"recompute": "full"}},
     "torch.compile": {"train": {"compile": True}},
+    "CUDA graphs": {"train": {"compile": True, "cuda_graphs": True}},
     "fp16 with loss scaling": {"train": {"precision": "fp16"}},
     "8-bit products (fp8)": {"train": {"precision": "fp8"}},
     "delayed fp8 scales": {"train": {"precision": "fp8"}, "float8": {"amax": "delayed"}},

@@ -97,6 +97,14 @@ CONFLICTS = (
     Conflict(f.COMPILE, f.DEPTHS, "the tokens of a layer are chosen at run time, and its router adds to backward",
              "Leave compile out"),
 
+    Conflict(f.CUDA_GRAPHS, f.NO_COMPILE, "graphs are recorded of compiled layers", "Set train.compile to true"),
+    Conflict(f.CUDA_GRAPHS, f.CPU, "the CPU has no graphs of kernels", "Leave train.cuda_graphs out"),
+    Conflict(f.CUDA_GRAPHS, f.ZERO3, "a graph needs weights that stay at one address, and it frees and gathers them",
+             "Use parallel.zero 2, or leave train.cuda_graphs out"),
+    Conflict(f.CUDA_GRAPHS, f.FLOAT8, "weights are encoded once a step, outside of the graphs",
+             "Leave train.cuda_graphs out"),
+    Conflict(f.CUDA_GRAPHS, f.TP, "layers contain collectives, which are not recorded", "Leave train.cuda_graphs out"),
+
     # ---- number formats ----------------------------------------------------------------------------------------------
     Conflict(f.FLOAT8, f.TOKEN_PIPELINE, "each slice of a sequence would have its own scales",
              "Use another schedule"),

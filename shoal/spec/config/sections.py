@@ -82,6 +82,10 @@ class TrainConfig(Section):
     compile: bool = False
     """Use torch.compile for each layer, the loss (unless split over ranks), and update rules that gain from it."""
 
+    cuda_graphs: bool = False
+    """With compile, record the kernels of each layer as CUDA graphs and replay them (torch's mode reduce-overhead), for
+    models so small that launching kernels takes longer than computing."""
+
     validate_every: NonNegativeInt = 100
     """Steps between validations; 0 validates only at the end."""
 

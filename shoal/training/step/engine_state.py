@@ -68,7 +68,7 @@ class EngineState:
         self.stages, self.parameters = build_stages(
             shape, self.program, self.sync_mesh, self.policy, self.spread,
             kernel=attention_kernel(train.attention, mesh.device, self.policy.compute), seed=train.seed,
-            compile=train.compile, float8=self.float8,
+            compile=train.compile, cuda_graphs=train.cuda_graphs, float8=self.float8,
         )
         self._initialise()
         self.routing = ExpertRouting(self.stages, self.program, mesh, shape) if shape.experts else None
@@ -97,7 +97,7 @@ class EngineState:
         return Runtime(
             program, self.stages, self.sync_mesh,
             hidden_shape=(layout.micro_batch, sum(lengths) // layout.sequence_shards, self.shape.hidden // layout.tp_x),
-            dtype=self.policy.compute, slices=lengths,
+            dtype=self.policy.compute, slices=lengths, cuda_graphs=self.config.train.cuda_graphs,
             tokens=token_positions(self.spread.chunks(rank), self.mesh.device) if layout.cp > 1 else None,
         )
 

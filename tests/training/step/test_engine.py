@@ -270,6 +270,42 @@ def test_compiled_layers_compute_the_same_on_two_ranks(pool, parallel):
     assert found[True][0][0] != found[True][0][1]  # the second loss is of weights that a compiled backward made
 
 
+def modes_and_marks(values) -> tuple[set, int, bool]:
+    """Modes of the compiler, steps marked in two of training and one of validation, and whether layers are wrapped."""
+    modes, marks = [], []
+    with (
+        patch.object(torch, "compile", lambda function, dynamic, mode: modes.append(mode) or function),
+        patch.object(torch.compiler, "cudagraph_mark_step_begin", lambda: marks.append(1)),
+    ):
+        engine, _ = engine_of(values)
+        for step in range(2):
+            engine.step(step)
+        engine.evaluate(engine.samples)
+    return set(modes), len(marks), len(modes) == 2  # a layer and the loss
+
+
+def test_layers_are_recorded_as_graphs(pool):
+    """The CPU has none: what is asked of torch, which frees the memory of a step's graphs at the next mark."""
+    for graphs, expected in ((True, ({"reduce-overhead"}, 3, True)), (False, ({None}, 0, True))):
+        train = {"compile": True, "cuda_graphs": graphs}
+        config = numbers_config({"micro_batch": 4}, train, layers=1)
+        assert pool.run(modes_and_marks, 1, plain(config)) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "train", "words"),
+    [
+        ({}, {}, "train.cuda_graphs = true with train.compile = false"),
+        ({}, {"compile": True, "device": "cpu"}, "the CPU has no graphs"),
+        ({"dp": 2, "zero": 3}, {"compile": True}, "weights that stay at one address"),
+        ({"tp": 2}, {"compile": True}, "collectives, which are not recorded"),
+    ],
+)
+def test_graphs_that_cannot_be_are_refused(parallel, train, words):
+    with pytest.raises(UsageError, match=words):
+        check(build_config({"parallel": parallel, "train": {"cuda_graphs": True, **train}}))
+
+
 def uneven_losses(values, steps: int) -> list[float]:
     with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
         engine, _ = engine_of(values)
