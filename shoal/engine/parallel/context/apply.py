@@ -19,9 +19,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
+from shoal.engine import kernels
 from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import all_to_all_dims
+from shoal.engine.models.attention import AttentionCore
 from shoal.engine.models.attention_kernels import Kernel, takes_lengths
 from shoal.engine.models.transformer import Transformer
 from shoal.engine.parallel.context.causal_blocks import CausalBlocks, token_positions
@@ -113,7 +115,7 @@ class ContextAttention(ContextModule):
 
     def __init__(self, at: ContextParallel, kernel: Kernel):
         super().__init__(at)
-        self.kernel = kernel
+        self.kernel, self.core = kernel, AttentionCore(kernel)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: CausalBlocks) -> Tensor:
         """Compute attention of this rank's tokens to all tokens that they see.
@@ -126,7 +128,11 @@ class ContextAttention(ContextModule):
         slices = at.slices(t - s, s)
         queries, keys = (at.tokens.ring_lengths(at.ring.index, some) for some in (slices, range(slices.stop)))
         q, k, v = heads_for_tokens(q, k, v, queries, keys, at.ulysses)
-        out = RingAttention.apply(q, k, v, at.ring, mask, self.kernel)
+        block = mask.only_block() if kernels.use_fused(q) else None
+        if block is None:
+            out = RingAttention.apply(q, k, v, at.ring, mask, self.kernel)
+        else:  # no partial results, so any kernel will do
+            out = self.core(q, k, v, mask.mask(block, 0))
         return tokens_for_heads(out, queries, at.ulysses)
 
 

@@ -150,6 +150,12 @@ class CausalBlocks:
             self._blocks[position] = found
         return self._blocks[position]
 
+    def only_block(self) -> ScoreBlock | None:
+        """Return the block of all scores if there is one: one position, with its tokens in order."""
+        blocks = self.blocks(0) if len(self.keys) == 1 else []
+        everything = slice(0, self.key_lengths[0])
+        return next((block for block in blocks if block.causal and block.rows == everything), None)
+
     def mask(self, block: ScoreBlock, position: int) -> Tensor | Segments | None:
         """Return the mask [b, 1, n, t] bool of a masked block, or its documents; None for other blocks."""
         if not block.masked or block.segments is not None:

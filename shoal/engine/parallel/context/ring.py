@@ -14,9 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shoal.engine import kernels
 from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import Pending, start_shift
+from shoal.engine.kernels.merge_attention import merge_attention_, merge_attention_reference
 from shoal.engine.models.attention_kernels import Kernel
 from shoal.engine.parallel.context.causal_blocks import CausalBlocks
 from shoal.engine.parallel.context.kernels import attend, attend_backward
@@ -143,16 +145,9 @@ class RingAttention(torch.autograd.Function):
 
 
 def merge(out: Tensor, total: Tensor, block_out: Tensor, block_total: Tensor) -> None:
-    """Merge the softmax over additional keys into an accumulated one, in place.
-
-    Args:
-        out: [b, a, n, d].
-        total: [b, a, n] accumulated log-sum-exp of the scores; -inf where nothing was seen.
-    """
-    share = torch.sigmoid(block_total - total)  # the new keys' share of the weights
-    share = share.masked_fill(block_total.isneginf(), 0.0).unsqueeze(-1)  # also if nothing was seen before
-    out.lerp_(block_out.to(out.dtype), share.to(out.dtype))
-    torch.logaddexp(total, block_total.to(total.dtype), out=total)
+    """Merge the softmax over additional keys into an accumulated one, in place; arguments of `merge_attention_`."""
+    fused = kernels.use_fused(out)
+    (merge_attention_ if fused else merge_attention_reference)(out, total, block_out, block_total)
 
 
 def _resized(block: Tensor, length: int) -> Tensor:
