@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -146,7 +147,8 @@ def check_memory(setting: GpuSetting) -> Iterator[Row]:
         yield {"result": "needs a GPU" if setting.rehearsal else "compute-sanitizer is absent"}
         return
     command = [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-m", __name__]
-    code = subprocess.run(command, check=False).returncode
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # so that neighbours in memory are other tensors
+    code = subprocess.run(["timeout", "150", *command], env=environment, check=False).returncode  # ends children too
     yield {"tool": "memcheck", "exit code": code, "passed": code == 0}
 
 

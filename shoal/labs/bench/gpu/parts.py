@@ -24,7 +24,7 @@ def first_contact(setting: GpuSetting) -> list[Item]:
             for scales in ("tensor", "row", "block")
         ),
         *(
-            Item("attention", kernel, ceilings.measure_attention, (kernel,), seconds=90)
+            Item("attention", kernel, ceilings.measure_attention, (kernel,), seconds=150)
             for kernel in ceilings.KERNELS
         ),
     ]
@@ -44,17 +44,17 @@ def equality_with_cpu(setting: GpuSetting) -> list[Item]:
 
 def ranks_on_one_device(setting: GpuSetting) -> list[Item]:
     """Part 3: layouts of many ranks on one device against one rank."""
-    names = [*ranks.LAYOUTS][: setting.pick(None, 1)]
-    return [
-        Item("collectives of one rank", "backend", ranks.check_backend),
-        *(Item("layouts against one device, fp64", name, ranks.verify_layout, (name,), 90) for name in names),
-        Item("layouts against one device, fp64", "drawn", ranks.verify_drawn, seconds=360),
-    ]
+    title, names = "layouts against one device, fp64", [*ranks.LAYOUTS]
+    layouts = [Item(title, name, ranks.verify_layout, (name,), 90) for name in names]
+    seeds, count = setting.pick((5, 6), (1, 1))
+    drawn = [Item(title, f"{count} drawn, seed {n}", ranks.verify_drawn, (count, n), 150) for n in range(seeds)]
+    first = Item("collectives of one rank", "backend", ranks.check_backend)
+    return [first, *layouts[:1], *drawn] if setting.rehearsal else [first, *layouts[:5], *drawn, *layouts[5:]]
 
 
 def _timed(title: str, name: str, point: RunPoint, *, trace: bool = False) -> Item:
     way = ", compiled" if point.compile else ", eager"
-    return Item(title, name + way, speed.time_point, (point, trace), seconds=150)
+    return Item(title, name + way, speed.time_point, (point, trace), seconds=240)
 
 
 SHAPES = "bf16, layers of Llama-3-8B"
@@ -107,11 +107,13 @@ def recipes_and_rules(setting: GpuSetting) -> list[Item]:
     offloads: dict[str, dict[str, Any]] = {
         "none": {}, "optimizer": {"offload": "optimizer"}, "parameters": {"offload": "parameters", "zero": 3},
     }  # fmt: skip
+
+    def points(compiled: bool) -> Iterator[Item]:
+        for name, changes in recipes.items():
+            yield _timed(RECIPES, name, speed.layer_point(setting, 4, 4096, 2, compile=compiled, **changes))
+
     return [
-        *(
-            _timed(RECIPES, name, speed.layer_point(setting, 4, 4096, 2, compile=way, **changes))
-            for name, changes in recipes.items() for way in setting.pick((True, False), (False,))
-        ),
+        *points(True),
         Item("loss of the recipes", "loss", speed.measure_loss_gap, ([*recipes],), seconds=240),
         *(
             _timed("mixture of experts, 4 layers", "8 of 64", replace(mixture, compile=way))
@@ -126,6 +128,7 @@ def recipes_and_rules(setting: GpuSetting) -> list[Item]:
                    speed.model_point(setting, "llama-3.2-1b", 4096, 2, parallel={"micro_batch": 2, **layout}))
             for name, layout in offloads.items()
         ),
+        *(() if setting.rehearsal else points(False)),
     ]  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp 2, zb-v": {"pp": 2, "schedule": "zb-v"}, "cp 2": {"cp": 2}, "ep 2": {"dp": 2, "ep": 2},
     **{f"dp 2, ZeRO-{zero}": {"dp": 2, "zero": zero} for zero in range(3)}, "tp 2": {"tp": 2},
 }  # fmt: skip
-DRAWN = 30
 
 
 def verify_layout(setting: GpuSetting, name: str) -> Iterator[Row]:
@@ -35,9 +33,9 @@ def verify_layout(setting: GpuSetting, name: str) -> Iterator[Row]:
     yield _judge(found)
 
 
-def verify_drawn(setting: GpuSetting) -> Iterator[Row]:
+def verify_drawn(setting: GpuSetting, count: int, seed: int) -> Iterator[Row]:
     """Compare randomly drawn layouts of up to 8 ranks with one device."""
-    count, config = setting.pick(DRAWN, 2), build_config({})
+    config = build_config({"train": {"seed": seed}})
     yield _judge(shoal.verify(config, random=count, steps=setting.pick(3, 1), device=setting.device, show=True))
 
 
@@ -49,8 +47,7 @@ def _judge(found: Verification) -> Row:
 
 def check_backend(setting: GpuSetting) -> Iterator[Row]:
     """Call the collectives of a world of one rank: NCCL on a GPU, gloo in a rehearsal."""
-    with NamedTemporaryFile() as file:
-        init_world(0, 1, dist.FileStore(file.name, 1), setting.torch_device, 60.0)
+    init_world(0, 1, dist.HashStore(), setting.torch_device, 60.0)
     x = torch.arange(8.0, device=setting.torch_device)
     out = torch.empty_like(x)
     for name, call in {

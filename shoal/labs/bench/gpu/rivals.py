@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from statistics import median
-from tempfile import NamedTemporaryFile
 
 import torch
 import torch.distributed as dist
@@ -63,8 +62,7 @@ def _fsdp(setting: GpuSetting, shape: ModelShape) -> tuple[nn.Module, Loss]:
     """FSDP2 with each block compiled, on shoal's plain model, as torchtitan does."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    with NamedTemporaryFile() as file:
-        init_world(0, 1, dist.FileStore(file.name, 1), setting.torch_device)
+    init_world(0, 1, dist.HashStore(), setting.torch_device)
     with torch.device(setting.torch_device):
         model = Transformer(shape)
     initialise(model, 0)
@@ -97,8 +95,8 @@ def _transformers(setting: GpuSetting, shape: ModelShape, *, liger: bool = False
             block.compile()
 
     def compute_loss(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(setting.device, torch.bfloat16):  # shift_labels: targets are next tokens already
-            return model(tokens, labels=targets, shift_labels=targets).loss * targets.numel()
+        with torch.autocast(setting.device, torch.bfloat16):  # it shifts its labels by itself
+            return model(tokens, labels=tokens).loss * targets.numel()
 
     return model, compute_loss
 

@@ -23,6 +23,7 @@ from shoal.spec.catalog import model_shape
 from shoal.spec.config import Float8Config
 from shoal.spec.config.sections import OptimizerName
 from shoal.spec.number_formats import FORMATS, FP64
+from shoal.training.check import check
 
 VOCAB = 128_256
 STEP_TOKENS = 32_768
@@ -123,7 +124,7 @@ def measure_checkpoint(setting: GpuSetting) -> Iterator[Row]:
     free = shutil.disk_usage(setting.out).free
     for layers in (16, 8, 4, 1):
         point = layer_point(setting, layers, 4096, 1)
-        size = BYTES_SAVED * point.estimate(setting).run.shape.parameters()
+        size = BYTES_SAVED * check(point.config).parameters()
         if 1.1 * size < free and 2.2 * size < host_memory():
             break
     engine = build_engine(point.config, setting.torch_device)
@@ -135,6 +136,8 @@ def measure_checkpoint(setting: GpuSetting) -> Iterator[Row]:
             stalled = saver.save(number, engine.state(), {"model": {}, "step": number})
             during = time_each(engine.step, setting, warmup=0, steps=5, first=10 * number)
             saver.wait()
+            for written in Path(folder).glob("step-*"):  # two may not fit on the disk
+                shutil.rmtree(written)
             yield {
                 "save": number, "GB": size / 1e9, "stalled s": stalled, "written in s": time.perf_counter() - begin,
                 "step ms": 1e3 * plain, "step while writing ms": 1e3 * median(during),
