@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -18,7 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from shoal.engine.collectives.mesh import DryMesh
 from shoal.spec.config import RunConfig
-from shoal.testing.fake_cuda.values import KnownValues
+from shoal.testing.fake_cuda.library import on_wait
+from shoal.testing.fake_cuda.values import KnownValues, is_on_cuda
+from shoal.training.async_dp.engines import engine_class
 from shoal.training.check import check
 from shoal.training.dry_run.dry_run import DryEngine, make_samples
 from shoal.training.dry_run.tracker import tensors_in
@@ -28,6 +31,7 @@ _NO_KERNEL = {
     "new_empty", "new_empty_strided", "resize_", "set_",
 }  # and views
 _NOT_CODE_OF_A_STEP = ("shoal/testing/fake_cuda/", "shoal/training/dry_run/", "shoal/engine/collectives/pending.py")
+_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 
 
 @dataclass
@@ -36,7 +40,7 @@ class Census:
 
     Attributes:
         mismatches: operations on tensors of several devices, which raise; the step ended at the first.
-        synchronisations: points at which the host waits for the device.
+        synchronisations: points at which the host waits for the device, such as a copy that is not ``non_blocking``.
         copies: copies between host and device, including numbers of the host that become tensors.
         launches: kernels. An operation counts as one, but some need several, and torch's CPU build divides a few that
             are one on CUDA (RMSNorm without `shoal.engine.kernels`).
@@ -79,29 +83,32 @@ class OperationRecorder(TorchDispatchMode):
             if "device" in str(error).lower():
                 self.census.mismatches[f"{name} at {_source_line()}: {error}"] += 1
             raise
-        made = [*tensors_in((out,))]
-        if func.namespace == "prim" or not any(x.is_cuda for x in (*read, *made)):
+        if func.namespace == "prim":  # a query of a tensor's device
             return out
-        devices = {x.device.type for x in (*read, *made) if x.dim() or name in ("_to_copy", "copy_")}
+        made = [*tensors_in((out,))]
+        on_cuda = [x for x in (*read, *made) if is_on_cuda(x)]
+        if not on_cuda:
+            return out
         where = f"{name} at {_source_line()}"
         waits = name == "_local_scalar_dense" or torch.Tag.dynamic_output_shape in func.tags
         if name in ("index", "index_put", "index_put_"):  # a mask becomes indices
             waits = any(x.dtype in (torch.bool, torch.uint8) for x in tensors_in((args[1],)))
-        if len(devices) > 1 and func.namespace != "shoal":  # whose operators read host tensors on the host
-            arrow = f"{read[-1].device.type} -> {made[0].device.type}"
-            self.census.copies[f"{arrow} {[*made[0].shape]} {where}"] += 1
-            blocking = not (kwargs.get("non_blocking") or (name == "copy_" and args[2:] == (True,)))
-            waits = waits or (blocking and not made[0].is_cuda)
+        copied = name in ("_to_copy", "copy_")
+        # Operators of shoal may read host tensors on the host.
+        if func.namespace != "shoal" and any((x.dim() or copied) and not is_on_cuda(x) for x in (*read, *made)):
+            kinds = ["cuda" if is_on_cuda(x) else "cpu" for x in (read[-1], made[0])]
+            self.census.copies[f"{' -> '.join(kinds)} {[*made[0].shape]} {where}"] += 1
+            waits = waits or not (kwargs.get("non_blocking") or (copied and args[2:] == (True,)))
         if waits:
             self.census.synchronisations[where] += 1
         if not func.is_view and name not in _NO_KERNEL:
             self.census.launches[where] += 1
-            self.census.moved[where] += sum(x.nbytes for x in (*read, *made) if x.is_cuda)
+            self.census.moved[where] += sum(x.nbytes for x in on_cuda)
         return out
 
     def read_values(self, x: FakeTensor) -> Any:
         """Replace `Tensor.tolist`: one synchronisation; an unknown number is 1."""
-        if x.is_cuda:
+        if is_on_cuda(x):
             self.synchronised("tolist")
         with _disable_current_modes():
             values = self.values.get(x)
@@ -109,16 +116,16 @@ class OperationRecorder(TorchDispatchMode):
 
 
 def _source_line() -> str:
-    """Return the innermost source line of a step, or in backward the node if torch called it without Python code."""
+    """Return the innermost source line of a step, or in backward the node if torch runs it without Python code."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
+    while frame is not None and frame.f_code is not _BACKWARD:
         _, found, path = frame.f_code.co_filename.rpartition("/shoal/")
         place = found[1:] + path
         if found and not place.startswith(_NOT_CODE_OF_A_STEP):
             return f"{place}:{frame.f_lineno}"
         frame = frame.f_back
-    node = torch._C._current_autograd_node()
-    return f"{node.name()}" if node is not None else "?"
+    node = torch._C._current_autograd_node() if frame else None
+    return node.name() if node else "?"
 
 
 def _attention(
@@ -148,14 +155,19 @@ def fake_cuda() -> Iterator[OperationRecorder]:
     replaced = {
         (FakeTensor, "tolist"): lambda x: recorder.read_values(x),  # torch's reads one number at a time
         (F, "scaled_dot_product_attention"): _attention,
-        (torch.cuda, "get_device_capability"): lambda device=None: (9, 0),
+        (FakeTensor, "record_stream"): lambda x, stream: None,
         (Tensor, "pin_memory"): lambda x, device=None: x,
+        (torch.cuda, "get_device_capability"): lambda device=None: (9, 0),
     }
     before = {(owner, name): getattr(owner, name) for owner, name in replaced}
     try:
         for (owner, name), function in replaced.items():
             setattr(owner, name, function)
-        with FakeTensorMode(allow_non_fake_inputs=True), values, recorder:
+        with (
+            torch.autograd.set_multithreading_enabled(False),  # one thread, whose modes and stack are known
+            on_wait(partial(recorder.synchronised, "wait")),
+            FakeTensorMode(allow_non_fake_inputs=True), values, recorder,
+        ):
             yield recorder
     finally:
         for (owner, name), function in before.items():
@@ -174,7 +186,8 @@ def take_census(config: RunConfig, rank: int = 0, *, step: int = 1) -> Census:
     mesh = DryMesh(config.parallel, rank, device="cuda")
     with fake_cuda() as recorder:
         try:
-            engine = DryEngine(config, shape, mesh, make_samples(config, shape))
+            kind = type("Fake", (DryEngine, engine_class(config.parallel.sync)), {})
+            engine = kind(config, shape, mesh, make_samples(config, shape))
             for number in range(step + 1):
                 recorder.census = Census()
                 engine.step(number)

@@ -3,8 +3,15 @@
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+// Called when the host waits for an event or a stream.
+extern "C" { void (*fake_cuda_waits)() = nullptr; }
+
 namespace {
 using namespace c10;
+
+void wait() {
+  if (fake_cuda_waits) fake_cuda_waits();
+}
 
 const Device device(DeviceType::CUDA, 0);
 const Stream stream(Stream::DEFAULT, device);
@@ -26,7 +33,8 @@ struct FakeGuard final : impl::DeviceGuardImplInterface {
   bool queryEvent(void*) const override { return true; }
   void destroyEvent(void*, const DeviceIndex) const noexcept override {}
   bool queryStream(const Stream&) const override { return true; }
-  void synchronizeStream(const Stream&) const override {}
+  void synchronizeEvent(void*) const override { wait(); }
+  void synchronizeStream(const Stream&) const override { wait(); }
   void recordDataPtrOnStream(const DataPtr&, const Stream&) const override {}
 };
 

@@ -9,7 +9,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
@@ -69,7 +71,19 @@ def load_library() -> None:
     """
     if "torch" in sys.modules:
         raise UsageError("fake CUDA must be loaded before torch: use a new process (start_process)")
-    ctypes.CDLL(str(build_library()), mode=ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(str(build_library()))
+
+
+@contextmanager
+def on_wait(call: Callable[[], None]) -> Iterator[None]:
+    """Call a function in the enclosed code whenever the host waits for an event or a stream of the device."""
+    hook = ctypes.c_void_p.in_dll(ctypes.CDLL(str(build_library())), "fake_cuda_waits")
+    function = ctypes.CFUNCTYPE(None)(call)
+    hook.value = ctypes.cast(function, ctypes.c_void_p).value
+    try:
+        yield
+    finally:
+        hook.value = None
 
 
 def start_process() -> ProcessPoolExecutor:
