@@ -55,7 +55,9 @@ class KnownValues(TorchDispatchMode):
             values = [self.get(x) for x in read]
             known = all(value is not None for value in values) and (bool(read) or _is_index(func, args, kwargs))
             if known and target != "meta" and torch.Tag.nondeterministic_seeded not in func.tags:
-                on_host = kwargs | {"device": "cpu"} if target == "cuda" else kwargs
+                on_host = {name: value for name, value in kwargs.items() if name != "pin_memory"}
+                if target == "cuda":
+                    on_host["device"] = "cpu"
                 computed = func(*tree_map_only(Tensor, self.get, args), **tree_map_only(Tensor, self.get, on_host))
                 if target == "cpu" and not any(isinstance(x, FakeTensor) for x in read):
                     return computed

@@ -36,7 +36,7 @@ def test_index_tensors_have_values_and_everything_is_counted(on_fake_cuda: Calla
     assert known == [[0, 1, 2, 3, 4], [2, 3], [4, 1], 4, [1.0, 1.0, 1.0]]
     assert counted == {
         "mismatches": {},
-        "synchronisations": {"tolist": 3, "nonzero": 1, "_local_scalar_dense": 1, "_to_copy": 1},
+        "synchronisations": {"tolist": 3, "nonzero": 1, "_local_scalar_dense": 1, "_to_copy": 2},
         "copies": {"cpu -> cuda [5] _to_copy": 1, "cuda -> cpu [3] _to_copy": 1},
         "launches": {"_to_copy": 2, "add": 1, "nonzero": 1, "zeros": 1, "index_put_": 1},
     }
