@@ -21,8 +21,11 @@ from shoal.engine.collectives.uneven import (
     scatter_rows,
     take_shard,
 )
+from shoal.engine.models.experts import layer, permutation
+from shoal.engine.models.experts.grouped import GroupedExperts
 from shoal.engine.models.experts.layer import MoE
 from shoal.engine.models.experts.router import SUMS
+from shoal.engine.parallel.expert import DistributedExperts
 from shoal.launch.worker_pool import Pool
 from shoal.spec.compatibility.sizes import check_layout
 from shoal.spec.config import RunConfig, build_config
@@ -143,6 +146,38 @@ def test_rows_travel_during_the_shared_experts_passes(pool: Pool, recompute: str
                 assert log == forward + (forward if recompute == "full" else []) + backward
             results.append((loss, norm))
     assert len(set(results)) == 1
+
+
+def run_steps(config: RunConfig, as_on_a_device: bool) -> list[float]:
+    """Losses and gradient norms of two steps, with the code of devices if asked."""
+    with pytest.MonkeyPatch.context() as patch:
+        if as_on_a_device:
+            patch.setattr(layer, "permute", lambda chosen, most: permutation._DevicePermutation(chosen, *most))
+            patch.setattr(GroupedExperts, "on_device", True)
+        engine = engine_of(config)
+        if as_on_a_device:
+            for module in (module for stage in engine.stages for module in stage.module.modules()):
+                if isinstance(module, DistributedExperts):
+                    module.overlaps = module.ep is not None
+        results = [engine.step(step) for step in range(2)]
+        return [value for result in results for value in (result.loss, result.gradient_norm)]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "experts"),
+    [
+        ({"recompute": "full"}, {"gate": "expert-choice", "balance_loss": 0.0, "bias_update": 0.0}),
+        ({"dp": 2, "ep": 2, "zero": 3}, {"capacity_factor": 0.6}),
+        ({"dp": 2, "tp": 2, "ep": 2, "etp": 2, "sequence_parallel": True}, {}),
+        ({"pp": 2, "dp": 2, "ep": 2, "schedule": "zb-h1", "micro_batch": 1}, {}),
+    ],
+)  # fmt: skip
+def test_the_code_of_devices_computes_the_same(pool: Pool, parallel: dict, experts: dict) -> None:
+    """Static numbers of rows, grouped products of ends, one read, overlap: with the operators' CPU implementations."""
+    config = run_of(parallel, {"shared": 1, "ffn": 16, **experts}, precision="fp32", global_batch=8)
+    expected, found = (pool.run(run_steps, config.parallel.world_size, config, way) for way in (False, True))
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5)
 
 
 # ---- bytes ---------------------------------------------------------------------------------------------------------

@@ -161,3 +161,28 @@ def test_runs_of_any_length(counts: list[int]) -> None:
         strict=True,
     ):
         torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 4], [0, 0, 7], [7, 0, 0], [0, 0, 0]])
+@pytest.mark.parametrize("unused", [0, 5])
+def test_one_grouped_product_of_ends_on_a_device(counts: list[int], unused: int) -> None:
+    """By torch's fallback for the CPU. Rows after the last end are NaN and reach nothing."""
+    if not sum(counts) and not unused:
+        return  # torch takes no matrix without rows
+    m = sum(counts)
+    x = torch.randn(m + unused, 8)
+    x[m:] = torch.nan
+    weight = torch.randn(3, 12, 8)
+    ends = torch.tensor(counts).cumsum(0, dtype=torch.int32)
+    gradient = torch.randn(m + unused, 12)
+    gradient[m:] = torch.nan
+    results = []
+    for groups in (ends, counts):
+        rows = m + unused if groups is ends else m
+        mine, matrices, sums = x[:rows].clone().requires_grad_(), weight.clone().requires_grad_(), torch.ones(3, 12, 8)
+        y = GroupedFunction.apply(mine, matrices, groups, None)
+        y.backward(gradient[:rows])
+        GroupedFunction.apply(mine, matrices, groups, lambda term: term(sums, False)).backward(gradient[:rows])  # noqa: B023
+        results.append([y[:m].detach(), mine.grad[:m], matrices.grad, sums])
+    torch.testing.assert_close(*results)
+    assert all(torch.isfinite(part).all() for part in results[0])
