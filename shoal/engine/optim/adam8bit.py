@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shoal.base.boxes import Box, Piece
+from shoal.engine.kernels.adam8bit import (
+    WIDTH,
+    adam8bit_,
+    dequantise,
+    dynamic_map,
+    largest,
+    nearest_codes,
+    quantise,
+    update_moments,
+    zero_code,
+)
 from shoal.engine.kernels.rounding import draw_bits, round_stochastically
 from shoal.engine.models.initial import positions, stream_key
 from shoal.engine.optim.low_precision_state import adamw_beside
@@ -19,10 +30,8 @@ from shoal.engine.optim.rule import BLOCK, Rule, to_pieces
 from shoal.engine.optim.shards import Shard, ShardPart, Shards
 from shoal.spec.config import OptimizerConfig
 
-WIDTH = 256  # consecutive elements in a row of the unsharded parameter
 _SMALLEST = 4096  # parameters with fewer elements keep full-precision moments, as in the authors' code
 _KINDS = ("exp_avg", "exp_avg_sq")
-_RAISED = 2.0**15  # scale that keeps values far below the smallest code normal in float16
 
 
 @dataclass
@@ -51,6 +60,7 @@ class _Tile:
     starts: bool
     first: int
     shared: Tensor | None = None
+    first_places: Tensor | None = None  # of each row, once it is needed
 
     def rows(self) -> Iterator[slice]:
         """Return slices of rows that fit in the caches; all rows on a GPU."""
@@ -58,11 +68,11 @@ class _Tile:
         many = max(1, BLOCK // columns) if self.weights.device.type == "cpu" else rows
         return (slice(start, start + many) for start in range(0, rows, many))
 
-    def places(self, rows: slice) -> Tensor:
-        """Return the flat indices of its elements in the unsharded parameter, [rows, columns]."""
+    def places(self, rows: slice, columns: int | None = None) -> Tensor:
+        """Return the flat indices of its elements in the unsharded parameter, [rows, columns]; of the first columns."""
         box, device = self.part.box, self.weights.device
         starts = positions(Box((*box.offset[:-1], self.first), (*box.shape[:-1], 1)), self.part.global_shape, device)
-        return starts.view(-1, 1)[rows] + torch.arange(self.weights.size(1), device=device)
+        return starts.view(-1, 1)[rows] + torch.arange(columns or self.weights.size(1), device=device)
 
 
 class Adam8bit(Rule):
@@ -81,7 +91,7 @@ class Adam8bit(Rule):
         self.large, self.small = kinds.get(True, empty), adamw_beside(config, kinds.get(False, empty), seed)
         self.codes = [
             [torch.full_like(shard.weights, zero, dtype=torch.uint8) for shard in self.large.shards]
-            for zero in (_zero_code(signed=True), _zero_code(signed=False))
+            for zero in (zero_code(signed=True), zero_code(signed=False))
         ]
         self.tiles = [
             (shard, tile)
@@ -90,8 +100,9 @@ class Adam8bit(Rule):
             for tile in _tiles(shard, part, [codes[i] for codes in self.codes], self.exact)
         ]
         self.blocks_shared = self._share()
-        self.levels = [dynamic_map(signed).to(shards.device, self.exact) for signed in (True, False)]
-        self.nearest = [_codes(signed).to(shards.device) for signed in (True, False)]
+        self.levels = torch.stack([dynamic_map(signed) for signed in (True, False)]).to(shards.device, self.exact)
+        self.nearest = torch.stack([nearest_codes(signed) for signed in (True, False)]).to(shards.device)
+        self.fused = shards.device.type == "cuda" and self.exact == torch.float32
 
     def _share(self) -> int:
         """Agree with the other holders on the blocks that are split between ranks; return their number."""
@@ -103,46 +114,82 @@ class Adam8bit(Rule):
                 tile.shared = torch.tensor([place[key] for key in mine[id(tile)]], device=self.shards.device)
         return len(place)
 
+    def apply(self, learning_rate: float, scale: Tensor | float, skip: Tensor | None) -> None:
+        if not self.fused or self.blocks_shared:  # shared blocks take several operations, which a skip would undo
+            super().apply(learning_rate, scale, skip)
+            return
+        self.small.step(learning_rate, scale, skip)
+        device = self.shards.device
+        factor = scale.float() if isinstance(scale, Tensor) else torch.full((), scale, device=device)
+        skipped = torch.zeros((), device=device) if skip is None else skip.float()
+        for shard, tile in self.tiles:
+            self._launch(shard, tile, learning_rate, factor, skipped)
+
     def update(self, learning_rate: float) -> None:
         self.small.step(learning_rate)
         table = torch.zeros(2, self.blocks_shared, dtype=self.exact, device=self.shards.device)
-        waiting: list[tuple[_Tile, list[Tensor]]] = []
+        waiting: list[tuple[_Tile, Sequence[Tensor]]] = []
+        one, none = table.new_ones(()), table.new_zeros(())
         for shard, tile in self.tiles:
             if tile.shared is not None:  # one block per row
-                moments = self._moments(shard, tile, slice(None), learning_rate)
-                for largest, moment in zip(table, moments, strict=True):  # tiles may share a block
-                    largest[tile.shared] = torch.maximum(largest[tile.shared], moment.abs().amax(1))
+                moments: Sequence[Tensor]
+                if self.fused:
+                    moments = self._launch(shard, tile, learning_rate, one, none).unbind()
+                else:
+                    moments = self._moments(shard, tile, slice(None), learning_rate)
+                for known, moment in zip(table, moments, strict=True):  # tiles may share a block
+                    known[tile.shared] = torch.maximum(known[tile.shared], moment.abs().amax(1))
                 waiting.append((tile, moments))
+                continue
+            if self.fused:
+                self._launch(shard, tile, learning_rate, one, none)
                 continue
             for rows in tile.rows():
                 for i, moment in enumerate(self._moments(shard, tile, rows, learning_rate)):
-                    scales = _blocked(moment).abs().amax(-1)
+                    scales = largest(moment)
                     tile.scales[i][rows] = scales
-                    tile.codes[i][rows] = _quantise(moment, scales, self.nearest[i])
+                    tile.codes[i][rows] = quantise(moment, scales, self.nearest[i])
         if self.blocks_shared:
             self.shards.holders.maximum(table)
         for tile, moments in waiting:
-            for i, (largest, moment) in enumerate(zip(table, moments, strict=True)):
-                scales = largest[tile.shared, None]
+            for i, (known, moment) in enumerate(zip(table, moments, strict=True)):
+                scales = known[tile.shared, None]
                 tile.scales[i].copy_(scales)
-                tile.codes[i].copy_(_quantise(moment, scales, self.nearest[i]))
+                tile.codes[i].copy_(quantise(moment, scales, self.nearest[i]))
+
+    def _launch(self, shard: Shard, tile: _Tile, learning_rate: float, scale: Tensor, skip: Tensor) -> Tensor:
+        """Update a tile by one operation; return the moments [2, rows, columns] if its blocks are split, else []."""
+        moments = tile.weights.new_empty((2, *tile.weights.shape) if tile.shared is not None else 0, dtype=self.exact)
+        if tile.first_places is None:
+            tile.first_places = tile.places(slice(None), columns=1).flatten()
+        adam8bit_(
+            tile.weights, tile.gradient, *tile.codes, *tile.scales, self.levels, self.nearest, tile.first_places,
+            moments, scale, skip, self._key(tile), *self._numbers(shard, learning_rate).values(),
+        )  # fmt: skip
+        return moments
+
+    def _numbers(self, shard: Shard, learning_rate: float) -> dict[str, Any]:
+        """Return the numbers of an update, in the order of the operator's arguments."""
+        beta1, beta2 = self.config.betas
+        rate = learning_rate * shard.rate
+        return {
+            "rate": rate, "decay": shard.decay, "beta1": beta1, "beta2": beta2, "eps": self.config.eps,
+            "count": self.count,
+        }  # fmt: skip
+
+    def _key(self, tile: _Tile) -> int:
+        return stream_key(self.seed, f"{tile.part.name}:weights:{self.count}")
 
     def _moments(self, shard: Shard, tile: _Tile, rows: slice, learning_rate: float) -> list[Tensor]:
         """Update some rows of the weights; return their new moments in full precision."""
-        beta1, beta2 = self.config.betas
         weights, gradient = (x[rows].to(self.exact) for x in (tile.weights, tile.gradient))
         mean, square = (
-            _dequantise(codes[rows], scales[rows], levels)
+            dequantise(codes[rows], scales[rows], levels)
             for codes, scales, levels in zip(tile.codes, tile.scales, self.levels, strict=True)
         )
-        mean.lerp_(gradient, 1 - beta1)
-        square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        rate = learning_rate * shard.rate
-        root = (square / (1 - beta2**self.count)).sqrt_().add_(self.config.eps)
-        weights.mul_(1 - rate * shard.decay).addcdiv_(mean, root, value=-rate / (1 - beta1**self.count))
+        update_moments(weights, gradient, mean, square, **self._numbers(shard, learning_rate))
         if tile.weights.dtype != self.exact:
-            key = stream_key(self.seed, f"{tile.part.name}:weights:{self.count}")
-            round_stochastically(tile.weights[rows], weights, draw_bits(key, tile.places(rows)))
+            round_stochastically(tile.weights[rows], weights, draw_bits(self._key(tile), tile.places(rows)))
         return [mean, square]
 
     def states(self) -> dict[str, dict[str, list[Piece]]]:
@@ -194,53 +241,3 @@ def _keys(tile: _Tile) -> list[tuple[str, int]]:
     """Return the keys of each row's only block: the parameter, and the block's index in it."""
     numbers = torch.arange(math.prod(tile.block_shape)).view(tile.block_shape)[tile.box.slices].flatten()
     return [(tile.part.name, number) for number in numbers.tolist()]
-
-
-# ---- codes -----------------------------------------------------------------------------------------------------
-
-
-@cache
-def dynamic_map(signed: bool) -> Tensor:
-    """Return the [256] values of the codes, ascending: dynamic tree quantisation (Dettmers 2016; section 1.3 of the
-    paper).
-
-    Each decade from 1e-7 to 1 has twice as many values as the one below; the unsigned map has twice as many in each.
-    """
-    values = [0.0, 1.0]
-    for decade in range(7):
-        borders = torch.linspace(0.1, 1, (1 if signed else 2) * 2**decade + 1, dtype=torch.float64)
-        middles = ((borders[:-1] + borders[1:]) / 2 * 10.0 ** (decade - 6)).tolist()
-        values += middles + ([-value for value in middles] if signed else [])
-    return torch.tensor(sorted(values), dtype=torch.float64)
-
-
-@cache
-def _codes(signed: bool) -> Tensor:
-    """Return a lookup table [65536] from the bits of a float16 to the code nearest to its value divided by `_RAISED`.
-    Values within a relative 2^-11 of the midpoint between two codes may get the other code."""
-    raised = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16).double().nan_to_num(0.0)
-    levels = dynamic_map(signed)
-    borders = (levels[1:] + levels[:-1]) / 2 - 1e-12  # ties go up, whatever the rounding of the midpoint
-    return torch.bucketize(raised / _RAISED, borders).to(torch.uint8)
-
-
-def _zero_code(signed: bool) -> int:
-    return int((dynamic_map(signed) == 0).nonzero())
-
-
-def _blocked(x: Tensor) -> Tensor:
-    """View x as [rows, blocks, WIDTH], or [rows, 1, columns] for less than a block."""
-    return x.unflatten(1, (-1, WIDTH)) if x.size(1) % WIDTH == 0 else x.unsqueeze(1)
-
-
-def _quantise(x: Tensor, scales: Tensor, nearest: Tensor) -> Tensor:
-    """Return the codes [rows, columns] of ``x`` with block ``scales`` [rows, blocks]; ``nearest`` is from `_codes`."""
-    scales = (scales / _RAISED).clamp(min=torch.finfo(x.dtype).tiny)
-    bits = (_blocked(x) / scales.unsqueeze(-1)).to(torch.float16).view(torch.int16).int() & 0xFFFF
-    return nearest.index_select(0, bits.reshape(-1)).view(x.shape)  # on the CPU ten times faster than [bits]
-
-
-def _dequantise(codes: Tensor, scales: Tensor, levels: Tensor) -> Tensor:
-    """Return the values [rows, columns] of codes; ``levels`` is from `dynamic_map`."""
-    values = levels.index_select(0, codes.int().reshape(-1)).view(codes.shape)
-    return _blocked(values).mul_(scales.unsqueeze(-1)).view(codes.shape)

@@ -19,8 +19,8 @@ from shoal.base.boxes import Box
 from shoal.base.errors import UsageError
 from shoal.base.section import NonEmpty
 from shoal.engine.device import tune_process
+from shoal.engine.kernels.adam8bit import WIDTH, dynamic_map
 from shoal.engine.models.products import by_mkl
-from shoal.engine.optim.adam8bit import WIDTH, dynamic_map
 from shoal.engine.optim.build import COMPILED, RULES, build, weight_decay
 from shoal.engine.optim.shards import Shard, ShardPart, Shards
 from shoal.engine.optim.sophia import Sophia

@@ -25,8 +25,8 @@ class Copies(TorchDispatchMode):
 
 
 def test_a_device_takes_a_shard_whole_and_has_its_tables(monkeypatch):
-    rounded, quantise = [], adam8bit._quantise
-    monkeypatch.setattr(adam8bit, "_quantise", lambda x, *rest: (rounded.append(x.shape), quantise(x, *rest))[1])
+    rounded, quantise = [], adam8bit.quantise
+    monkeypatch.setattr(adam8bit, "quantise", lambda x, *rest: (rounded.append(x.shape), quantise(x, *rest))[1])
     weights, gradient = torch.empty(2, 1024, 4 * BLOCK // 1024, device="meta")
     shards = Shards.from_parameters([("w", weights, gradient)], lambda name, w: 0.1)
     rule = build(OptimizerConfig(name="adam8bit"), shards)

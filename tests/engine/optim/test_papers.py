@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shoal.engine.optim.adam8bit import WIDTH, dynamic_map
+from shoal.engine.kernels.adam8bit import WIDTH, dynamic_map
 from shoal.engine.optim.build import build
 from shoal.engine.optim.muon import orthogonal
 from shoal.engine.optim.shards import Shards
