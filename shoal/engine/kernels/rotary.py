@@ -39,7 +39,7 @@ def rotate_packed(
     """Rotate the pairs (x[i], x[i + d/2]) of queries and keys by the angles of each position.
 
     Args:
-        packed: [b, s, (a + 2 k) d], with a ``heads`` and k ``kv_heads``.
+        packed: [b, s, (a + 2 k) d], with a ``heads`` and k ``kv_heads``; with 0 of these, queries or keys alone.
         cos, sin: [s, d/2], or [b, 1, s, d/2] if positions differ between sequences.
 
     Returns:
@@ -98,7 +98,7 @@ rotate_packed.register_autograd(_differentiate, setup_context=_save)
 
 def examples() -> Iterator[Example]:
     """Yield calls with shared positions and with positions of each sequence, and heads of an odd number and width."""
-    for heads, kv_heads, d, shared in ((4, 2, 16, True), (14, 3, 10, False)):
+    for heads, kv_heads, d, shared in ((4, 2, 16, True), (14, 3, 10, False), (3, 0, 16, True)):
         angles = torch.randn(5, d // 2) if shared else torch.randn(2, 1, 5, d // 2)
         packed = torch.randn(2, 5, (heads + 2 * kv_heads) * d)
         yield Example(

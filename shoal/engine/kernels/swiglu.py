@@ -77,7 +77,7 @@ swiglu.register_autograd(_differentiate, setup_context=_save)
 
 @custom_op("shoal::swiglu_pair", mutates_args=())
 def swiglu_pair(gate: Tensor, up: Tensor) -> Tensor:
-    """Compute `swiglu` of two tensors: [m, f], [m, f] -> [m, f]."""
+    """Compute `swiglu` of two tensors: [.., f], [.., f] -> [.., f]."""
     return F.silu(gate) * up
 
 
@@ -85,7 +85,8 @@ def swiglu_pair(gate: Tensor, up: Tensor) -> Tensor:
 def _(gate: Tensor, up: Tensor) -> Tensor:
     from shoal.engine.kernels.programs import swiglu as programs
 
-    return programs.forward(gate.contiguous(), up.contiguous())
+    gate, up = gate.contiguous(), up.contiguous()
+    return programs.forward(gate.flatten(0, -2), up.flatten(0, -2)).view_as(gate)
 
 
 @swiglu_pair.register_fake
@@ -106,7 +107,7 @@ def _(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
 
     gate, up = gate.contiguous(), up.contiguous()
     d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
-    programs.backward(gradient, gate, up, d_gate, d_up)
+    programs.backward(*(x.flatten(0, -2) for x in (gradient, gate, up, d_gate, d_up)))
     return d_gate, d_up
 
 

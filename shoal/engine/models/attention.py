@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from shoal.engine import kernels
 from shoal.engine.kernels.flash_attention import flash_attention
+from shoal.engine.kernels.rotary import rotate_packed
 from shoal.engine.models.attention_kernels import Kernel, sdpa_backends, takes_lengths
 from shoal.engine.models.cache import Slice
 from shoal.engine.models.experts.router import RoutingContext
@@ -131,6 +133,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if torch.compiler.is_compiling():  # the compiler fuses this form
         first, second = x.chunk(2, dim=-1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    if kernels.use_fused(x):
+        rotated, *_ = rotate_packed(x.transpose(1, 2).flatten(2), cos, sin, x.shape[1], 0)
+        return rotated.transpose(1, 2)
     return _Rotate.apply(x, cos, sin)
 
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.engine import kernels
-from shoal.engine.kernels.swiglu import swiglu
+from shoal.engine.kernels.swiglu import swiglu, swiglu_pair
 from shoal.spec.catalog import ModelShape
 
 
@@ -41,7 +41,7 @@ class SwiGLU(nn.Module):
         if (gate_up := project_joined(x, self.gate, self.up)) is not None:  # [b, s, 2 width]
             return self.down(swiglu(gate_up))
         gate, up = project(x, self.gate, self.up)  # [b, s, width]
-        return self.down(F.silu(gate) * up)
+        return self.down(swiglu_pair(gate, up) if kernels.use_fused(x) else F.silu(gate) * up)
 
 
 class MLP(nn.Module):

@@ -147,7 +147,9 @@ def _formulas(config: RunConfig, estimate: Estimate, mesh: Mesh, *, on_cpu: bool
     s = run.sequence_length
     slices = choose_slices(run.layout, run.shape, microbatches=run.microbatches, sequence_length=s)
     program = build_layout_program(run.layout, run.microbatches, len(slices))
-    one = replace(estimate.forward, kernel=kernel, by_lengths=run.by_lengths and not on_cpu)
+    one = replace(
+        estimate.forward, kernel=kernel, fused=run.fuses and not on_cpu, by_lengths=run.by_lengths and not on_cpu
+    )
     return RankCounts(
         one, program, mesh, run.policy, slices, by_parts=run.layout.overlaps_products(background=False)
     )

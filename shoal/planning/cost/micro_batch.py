@@ -184,10 +184,10 @@ class MicroBatch:
         )
         return 2 * elements // self.layout.tp
 
-    def fuses_gate(self, *names: str) -> bool:
-        """Return whether SwiGLU reads gate and up from one product; names: these layers, if that may depend on it."""
-        plain = self.eight is None or (bool(names) and not any(map(self.eight.takes, names)))
-        return self.fused and self.gated and self.layout.tp_x == 1 and plain
+    @property
+    def joins_gate(self) -> bool:
+        """True if SwiGLU reads gate and up from one product, and writes their gradients for one."""
+        return self.fused and self.gated and self.layout.tp_x == 1 and self.eight is None
 
     @property
     def copies_gradients(self) -> bool:

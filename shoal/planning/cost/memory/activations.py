@@ -198,7 +198,7 @@ def _mlp(run: MicroBatch, width: int | None = None, number: int = 0) -> list[Sav
     *inside, last = ("up", "gelu(up)") if gpt else ("gate", "up", "silu(gate)", "silu(gate) up")
     name = f"layers.{number}.mlp"
     into = [f"{name}.{part}" for part in (("up",) if gpt else ("gate", "up"))]
-    if run.fuses_gate(*into):
+    if run.fused and not gpt:
         inside.remove("silu(gate)")
     entering = multiplied(run, "mlp input", "[b, s, h/x]", run.hidden_local, into)
     leaving = _gathered(run, last, "f", f) or multiplied(run, last, "[b, s, f/t]", f, [f"{name}.down"])

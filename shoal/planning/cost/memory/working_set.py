@@ -157,7 +157,7 @@ def _in_dense(run: MicroBatch, kind: Half, ffn: int) -> tuple[int, int]:
     """Return the bytes in a dense block of width ``ffn`` before its first weight gradient, and from then on."""
     shape, t, e, n = run.shape, run.layout.tp, run.itemsize, run.tokens
     wide, hidden = e * n * (ffn // t), e * n * shape.hidden
-    gated = run.gated and not run.fuses_gate()  # silu(gate) is another saved tensor, and gradients are concatenated
+    gated = run.gated and not run.joins_gate  # silu(gate) is another saved tensor, and gradients are concatenated
     matrix = e * shape.hidden * (ffn // t) * run.copies_gradients
     into = matrix * (2 if run.gated else 1)
     if kind == "weight":
@@ -263,7 +263,7 @@ def _through(run: MicroBatch, ffn: int) -> int:
     hidden, wide = (run.itemsize * run.tokens * width for width in (run.shape.hidden, ffn // run.layout.tp))
     gated, gathered = run.gated, run.layout.sequence_parallel
     first = hidden * gathered + wide * (1 + gated)  # its input and the first products
-    between = (3 if run.fuses_gate() else 4 if gated else 2) * wide
+    between = (3 if run.fused and gated else 4 if gated else 2) * wide
     biased = run.layout.tp > 1 and not gated  # after the sum
     output = _summed(run) + run.hidden_bytes if gathered else hidden + run.hidden_bytes * biased
     return max(first, between, (3 if gated else 1) * wide + output)
