@@ -20,6 +20,7 @@ from torch.library import custom_op
 from shoal.engine.kernels.example import Example
 
 _aten = torch.ops.aten
+_TAGS = (torch.Tag.cudagraph_unsafe,)  # a recorded graph would keep the lengths that the host reads
 
 
 def flash_attention_reference(
@@ -57,7 +58,7 @@ def _number_tokens(ends: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     return segment, ends[1:][segment] - places
 
 
-@custom_op("shoal::flash_attention", mutates_args=())
+@custom_op("shoal::flash_attention", mutates_args=(), tags=_TAGS)
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, causal: bool,
     q_ends: Tensor | None = None, k_ends: Tensor | None = None, longest: Tensor | None = None,
@@ -107,7 +108,7 @@ def _(
     return _empty_like(q, q_ends), total
 
 
-@custom_op("shoal::flash_attention_backward", mutates_args=())
+@custom_op("shoal::flash_attention_backward", mutates_args=(), tags=_TAGS)
 def flash_attention_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, total: Tensor, causal: bool,
     q_ends: Tensor | None = None, k_ends: Tensor | None = None, longest: Tensor | None = None,

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 _ROUND = 128  # rows of a block of the kernel: its grid has the longest segment in blocks
+_LEAST = 16  # segments
 
 
 class Segments(NamedTuple):
     """Cumulative lengths of segments, as `flash_attention` takes them.
 
     Attributes:
-        q_ends, k_ends: [n + 1] int32 on the device. n is rounded up to a power of two by empty segments, so that
-            compiled code sees few sizes.
+        q_ends, k_ends: [n + 1] int32 on the device. n is rounded up to a power of two from 16 on by empty segments, as
+            code is compiled for each size.
         longest: [2] int32 on the host.
     """
 
@@ -29,10 +30,10 @@ class Segments(NamedTuple):
     def from_lengths(cls, lengths: Sequence[tuple[int, int]], device: torch.device) -> Segments:
         """Return segments of the given numbers of queries and of keys, copied to a device without waiting for it.
 
-        >>> Segments.from_lengths([(2, 3), (1, 1)], torch.device("cpu")).k_ends.tolist()
-        [0, 3, 4]
+        >>> Segments.from_lengths([(2, 3), (1, 1)], torch.device("cpu")).k_ends[:4].tolist()
+        [0, 3, 4, 4]
         """
-        ends = np.zeros((2, 1 + (1 << (len(lengths) - 1).bit_length())), dtype=np.int32)
+        ends = np.zeros((2, 1 + max(_LEAST, 1 << (len(lengths) - 1).bit_length())), dtype=np.int32)
         ends[:, 1 : len(lengths) + 1] = np.cumsum(np.array(lengths, dtype=np.int32), axis=0).T
         ends[:, len(lengths) + 1 :] = ends[:, len(lengths), None]
         longest = -(-np.diff(ends).max(axis=1) // _ROUND) * _ROUND

@@ -35,6 +35,8 @@ def test_operators(case: str) -> None:
     assert out.requires_grad and not total.requires_grad
     q, k, v, out = (x.detach() for x in (q, k, v, out))
     found = (torch.randn_like(out), q, k, v, out, total, *rest)
+    for name in ("flash_attention", "flash_attention_backward"):  # not in CUDA graphs
+        assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.shoal, name).default.tags
     torch.library.opcheck(flash_attention_backward, found, test_utils=("test_schema", "test_faketensor"))
 
 
