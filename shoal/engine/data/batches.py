@@ -15,6 +15,7 @@ from shoal.engine.data.order import SampleOrder
 from shoal.engine.data.shards import SPLITS, Split, TokenStream, open_shards
 from shoal.engine.data.tokenizer import load_tokenizer
 from shoal.engine.models.loss import IGNORE
+from shoal.engine.streams import to_device
 from shoal.spec.config import DataConfig
 
 T = TypeVar("T")
@@ -44,10 +45,12 @@ class Batch:
         """Return the number of targets that count in the loss."""
         return int((self.targets != IGNORE).sum())
 
-    def to(self, device: torch.device | str) -> Batch:
-        """Return the batch on a device; documents stay on the host, where masks are made from them."""
-        samples = None if self.samples is None else self.samples.to(device)
-        return replace(self, tokens=self.tokens.to(device), targets=self.targets.to(device), samples=samples)
+    def to(self, device: torch.device) -> Batch:
+        """Return the batch on a device, without waiting; documents stay on the host, where masks are made from them."""
+        samples = None if self.samples is None else to_device(self.samples, device)
+        return replace(
+            self, tokens=to_device(self.tokens, device), targets=to_device(self.targets, device), samples=samples
+        )
 
 
 class Dataset(Protocol):

@@ -19,6 +19,7 @@ from shoal.engine.data.batches import Batch, Dataset
 from shoal.engine.optim.schedule import learning_rate
 from shoal.engine.optim.sophia import Sophia
 from shoal.engine.runtime import Update
+from shoal.engine.streams import to_device
 from shoal.pipeline.from_layout import build_forwards
 from shoal.pipeline.program import Action
 from shoal.training.step.curvature import estimate
@@ -121,7 +122,9 @@ class Engine(EngineState):
         counts = torch.zeros(max(updates) + 1, dtype=torch.int64)
         for batch, update in zip(batches, updates, strict=True):
             counts[update] += batch.unmasked()
-        return to_host(all_reduce(counts.to(self.mesh.device), replicas))
+        if replicas is None:
+            return counts.tolist()
+        return to_host(all_reduce(to_device(counts, self.mesh.device), replicas))
 
     # ---- validation and metrics ----------------------------------------------------------------------------------
 
