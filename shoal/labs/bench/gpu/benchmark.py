@@ -59,7 +59,7 @@ class GpuBenchmark(Benchmark):
             for part in dict.fromkeys(self.part):
                 found = run_part(part, PARTS[part][1](setting), setting, self.minutes, notify, server)
                 for title, rows in found.tables().items():
-                    console.print(make_table(title, rows))
+                    console.print(make_table(title + found.note, rows))
                 failed += [f"part {part}: {row['table']}, {row['item']}: {row['result']}" for row in found.failed]
                 write_page(setting.out / "index.html", {n: read_run(setting.file(n)) for n in PARTS})
         console.print(*failed or ["no check failed"], sep="\n", markup=False)

@@ -144,7 +144,7 @@ def measure_point(setting: GpuSetting, point: RunPoint, trace: bool = False) -> 
     causal = full - point.tokens * 6 * shape.layers * shape.heads * shape.head_dim * point.sequence
     estimate = point.estimate(setting)
     return {
-        "step ms": 1e3 * step, "tokens/s": point.tokens / step, "TFLOP/s": full / step / 1e12,
+        "step ms": 1e3 * step, "TFLOP/s": full / step / 1e12,
         "MFU %": setting.share_of_peak(full / step, "bf16"), "causal %": setting.share_of_peak(causal / step, "bf16"),
         "% of products": 100 * causal / step / attained,
         "kernels ms": 1e3 * busy, "host-bound %": max(0.0, 100 * (1 - busy / step)), "launches": launches,
@@ -152,7 +152,8 @@ def measure_point(setting: GpuSetting, point: RunPoint, trace: bool = False) -> 
         "allocated GB": allocated and allocated / 1e9, "estimated GB": estimate.fullest.allocated / 1e9,
         "more": {
             "layers": shape.layers, "s": point.sequence, "b": point.batch, "compiled": point.compile,
-            "microbatches": point.microbatches, "seconds": seconds, "attained_flops": attained,
+            "microbatches": point.microbatches, "tokens/s": point.tokens / step, "seconds": seconds,
+            "attained_flops": attained,
             "reserved GB": reserved and reserved / 1e9, "estimated reserved GB": estimate.fullest.reserved / 1e9,
             "% of fp8 peak": setting.share_of_peak(full / step, "fp8") if engine.float8 else None,
         },

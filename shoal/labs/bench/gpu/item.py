@@ -119,6 +119,11 @@ class PartRun:
         return found
 
     @property
+    def note(self) -> str:
+        """Text for headings: whether this is a rehearsal."""
+        return " (rehearsal, tiny sizes)" if self.header["rehearsal"] else ""
+
+    @property
     def failed(self) -> list[dict[str, Any]]:
         """Rows that were lost or did not pass."""
         return [row for row in self.rows if row["result"].startswith(("failed", "lost"))]

@@ -42,7 +42,7 @@ def _section(run: PartRun) -> Iterator[str]:
     yield f"<p>{escape(header.get('trouble', ''))} <code>{escape(header['command'])}</code></p>"
     yield from _scatter(run)
     for title, rows in run.tables().items():
-        yield f"<h3>{escape(title)}</h3>"
+        yield f"<h3>{escape(title + run.note)}</h3>"
         if title in CHARTED and (bars := [_bar(row) for row in rows if row.get("TFLOP/s")]):
             yield stacked_bars(["TFLOP/s"], bars)
         yield html_table([[str(format_cell(cell)) for cell in row.values()] for row in rows], list(rows[0]))

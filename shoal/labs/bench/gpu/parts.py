@@ -93,7 +93,7 @@ def bf16_speed(setting: GpuSetting) -> list[Item]:
         *points(grid[1:]),
         *points([size for size in later if size != (8, 4096, 2)]),
     ]  # fmt: skip
-    return found if not setting.rehearsal else [*found[:2], *found[1 : 1 + len(setting.rivals)], *found[-1:]]
+    return found if not setting.rehearsal else [found[0], *found[2 : 2 + len(setting.rivals)], found[-1]]
 
 
 def recipes_and_rules(setting: GpuSetting) -> list[Item]:
