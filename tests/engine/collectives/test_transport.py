@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -184,6 +185,14 @@ def copies(numel: int) -> None:
 
 def test_a_staged_operation_copies_at_its_start_and_in_its_wait(pool: Pool) -> None:
     pool.run(copies, 3, 1000)
+
+
+def test_the_first_rank_says_that_staging_is_slow() -> None:
+    with pytest.warns(UserWarning, match="for checking, not for speed"):
+        Mesh(Layout(tp=2), 0, transport="staged")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Mesh(Layout(tp=2), 1, transport="staged")
 
 
 def timeouts() -> tuple[float, ...]:
