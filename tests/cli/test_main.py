@@ -163,7 +163,8 @@ def test_verify(called):
     ((config,), options) = calls[0]
     assert config.model.layers == 3
     assert options == {
-        "random": 200, "rule": None, "steps": 3, "own_precision": True, "inject": None, "show": True,
+        "random": 200, "rule": None, "steps": 3, "own_precision": True, "inject": None, "device": "cpu",
+        "show": True,
     }
 
 

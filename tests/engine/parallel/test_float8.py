@@ -130,6 +130,8 @@ def _spoilt_norm(config: RunConfig) -> str:
 @pytest.mark.parametrize("kinds", [(E4M3, E4M3), (E5M2, E4M3)])
 def test_native_products_are_the_emulated_ones(grain, dtype, near, kinds):
     """`torch._scaled_mm` runs on the CPU too."""
+    if grain == ROW and torch.__version__ < "2.12":
+        pytest.skip("torch 2.11 has no products with a scale per row on the CPU")
     a, b = torch.randn(32, 64), torch.randn(48, 64) * torch.logspace(0, 2, 48)[:, None]
     a, b = quantise(a, kinds[0], grain), quantise(b, kinds[1], grain)
     exact = a.values(torch.float64) @ b.values(torch.float64).t()
