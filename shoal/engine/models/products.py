@@ -58,8 +58,10 @@ def use_mkl_if_small(k: Tensor) -> AbstractContextManager:
 
 def use_mkl_in_backward(out: Tensor, k: Tensor) -> Tensor:
     """Apply `use_mkl_if_small` to the backward of the kernel's output, and return the output."""
+    if torch.compiler.is_compiling():  # which traces no `grad_fn`
+        return out
     node = out.grad_fn
-    if node is not None and _by_onednn and _few(k) and not torch.compiler.is_compiling():
+    if node is not None and _by_onednn and _few(k):
         node.register_prehook(lambda gradients: _choose(onednn=False))
         node.register_hook(lambda inputs, gradients: _choose(onednn=True))
     return out

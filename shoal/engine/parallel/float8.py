@@ -150,8 +150,7 @@ class Float8Product:
         # Detached: encoding needs no autograd, because the product computes the gradient of x.
         if torch.compiler.is_compiling():
             return encode_input(x.detach(), self.number, self.form)
-        x = x.detach().flatten(0, -2)
-        return self.encode(x, INPUT, native=self.on_hardware(len(x)))
+        return self.encode_tokens(x.detach().flatten(0, -2), INPUT)
 
     def on_hardware(self, tokens: int) -> bool:
         """Return whether the device multiplies the codes of a micro-batch with this many tokens."""
@@ -173,7 +172,7 @@ class Float8Product:
         """Return the codes of dY by output feature and of dY^T by token."""
         gradient = gradient.flatten(0, -2)
         grain, native = self.recipe.grains[GRADIENT], self.on_hardware(len(gradient))
-        codes, scale, turned, turned_scale, amax = self.encode(gradient, GRADIENT, native=native)
+        codes, scale, turned, turned_scale, amax = self.encode_tokens(gradient, GRADIENT)
         self.note(GRADIENT, amax)
         return Codes(codes, scale, grain, native), Codes(turned, turned_scale, grain, native)
 
@@ -182,6 +181,10 @@ class Float8Product:
         return Codes(turned, scale, self.recipe.grains[INPUT], self.on_hardware(turned.shape[1]))
 
     # ---- encoding ----------------------------------------------------------------------------------------------
+
+    def encode_tokens(self, x: Tensor, what: int) -> Encoded:
+        """Encode a matrix whose rows are tokens, and its transpose."""
+        return self.encode(x, what, native=self.on_hardware(len(x)))
 
     def encode(self, x: Tensor, what: int, *, native: bool) -> Encoded:
         """Encode a matrix and its transpose; if ``native``, as operands of products on hardware."""
@@ -213,7 +216,7 @@ class Float8Product:
         scale = self.history.scale(self.name, what) if self.history else None
         if scale is not None:
             codes, turned, inverse, _, amax = quantise(x, scale.view(1), kind, by_row, True)
-            inverse = torch.where(amax.isfinite(), inverse, torch.nan)  # as in `_encode`
+            inverse = torch.add(inverse, amax, alpha=0)  # NaN if x is not finite, as in `_encode`
             return codes, inverse, turned, inverse, amax
         amax = maxima(x, by_row)
         if self.split in DIMS[what]:  # reduce the maxima over the split dimension
@@ -330,15 +333,15 @@ def _register(product: Float8Product) -> tuple[Tensor, int]:
 
 @custom_op("shoal::float8_encode_input", mutates_args=())
 def encode_input(x: Tensor, number: Tensor, form: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Call `Float8Product.encode_input` of the product with a number."""
-    return _separate(_PRODUCTS[int(number)].encode_input(x))
+    """Encode an input [.., in] as the product with this number does."""
+    return _separate(_PRODUCTS[int(number)].encode_tokens(x.flatten(0, -2), INPUT))
 
 
 @encode_input.register_fake
 def _(x: Tensor, number: Tensor, form: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     recipe, native = _FORMS[form]
     product = Float8Product("", recipe, None, None, "", None, GradSink(), native=native)
-    return _separate(product.encode_input(x))
+    return _separate(product.encode_tokens(x.flatten(0, -2), INPUT))
 
 
 def _separate(encoded: Encoded) -> Encoded:

@@ -110,7 +110,7 @@ class AmaxHistory:
     def note(self, layer: str, what: int, most: Tensor) -> None:
         """Record the maximum of one tensor in this step."""
         place = self.now[self.index[layer], what]
-        torch.maximum(place, most.max(), out=place)
+        torch.maximum(place, most.max() if most.numel() > 1 else most.view(()), out=place)
 
     def scale(self, layer: str, what: int) -> Tensor | None:
         """Return the scale, [1, 1]; None in the first step."""
@@ -122,12 +122,16 @@ class AmaxHistory:
         newest = self.now.where(self.now.isfinite(), self.steps[:, 0])
         self.steps.copy_(torch.cat((newest.unsqueeze(1), self.steps[:, :-1]), dim=1))
         self.now.zero_()
-        self.restored()
+        self._update_scales(all(self.known))  # from then on, without reading the device
 
     def restored(self) -> None:
         """Compute the scales from a history that was loaded or is empty."""
+        self._update_scales(False)
+
+    def _update_scales(self, known: bool) -> None:
         self.changes += 1
-        self.known = (self.steps[:, 0] > 0).any(1).tolist()
+        if not known:
+            self.known = (self.steps[:, 0] > 0).any(1).tolist()
         most = self.steps.amax(1)
         for what, (kind, grain) in enumerate(zip(self.recipe.kinds, self.recipe.grains, strict=True)):
             self._scales[:, what] = compute_scale(most[:, what], kind, grain) * 2.0**-self.recipe.margin
