@@ -17,7 +17,8 @@ from shoal.engine.models.attention_kernels import Kernel, sdpa_backends, takes_l
 from shoal.engine.models.cache import Slice
 from shoal.engine.models.experts.router import RoutingContext
 from shoal.engine.models.products import use_mkl_if_small, use_mkl_in_backward
-from shoal.engine.models.segments import Segments, document_segments, upload
+from shoal.engine.models.segments import Segments, document_segments
+from shoal.engine.streams import to_device
 
 # Limits of the query blocks in explicit attention: more blocks skip more scores, but small products are slow.
 _MAX_BLOCKS, _MIN_ROWS = 4, 256
@@ -194,7 +195,9 @@ class Mask(nn.Module):
         documents = documents[:, : start + s]
         if by_lengths:
             return document_segments(documents, s, x.device)
-        return document_mask(upload(documents, x.device), s)
+        if documents.device != x.device:  # chosen tokens' are on the device
+            documents = to_device(documents, x.device)
+        return document_mask(documents, s)
 
 
 def causal_mask(s: int, t: int, device: torch.device) -> Tensor:

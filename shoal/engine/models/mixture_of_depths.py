@@ -25,7 +25,7 @@ from shoal.engine.models.attention import Context, Mask, rotary_table
 from shoal.engine.models.cache import Slice
 from shoal.engine.models.experts.gates import sort_tokens
 from shoal.engine.models.experts.router import Tallied, TokenPlaces, WithLoss
-from shoal.engine.models.segments import upload
+from shoal.engine.streams import to_device
 from shoal.spec.catalog import ModelShape
 
 COUNTS = 3
@@ -154,7 +154,7 @@ class MixtureOfDepths(Tallied):
     def _restrict_context(self, taken: Tensor, x: Tensor, context: Context) -> Context:
         """Return the context of the chosen tokens: their original positions, and attention among each other only."""
         attending = self.places.attending(taken)
-        documents = None if context.documents is None else upload(context.documents, x.device).gather(1, taken)
+        documents = None if context.documents is None else to_device(context.documents, x.device).gather(1, taken)
         mask = self.mask(0, attending.shape[1], documents, x)
         return context._replace(rotary=self._rotary(attending, x.dtype), mask=mask, documents=documents)
 

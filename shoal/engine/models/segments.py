@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.engine.streams import to_device
+
 _ROUND = 128  # rows of a block of the kernel: its grid has the longest segment in blocks
 _LEAST = 16  # segments
 
@@ -37,7 +39,7 @@ class Segments(NamedTuple):
         ends[:, 1 : len(lengths) + 1] = np.cumsum(np.array(lengths, dtype=np.int32), axis=0).T
         ends[:, len(lengths) + 1 :] = ends[:, len(lengths), None]
         longest = -(-np.diff(ends).max(axis=1) // _ROUND) * _ROUND
-        q_ends, k_ends = upload(torch.from_numpy(ends), device)
+        q_ends, k_ends = to_device(torch.from_numpy(ends), device)
         return cls(q_ends, k_ends, torch.from_numpy(longest.astype(np.int32)))
 
 
@@ -56,10 +58,3 @@ def document_segments(documents: Tensor, s: int, device: torch.device) -> Segmen
         queries = np.diff(np.maximum(starts, t - s))
         lengths += zip(queries.tolist(), np.diff(starts).tolist(), strict=True)
     return Segments.from_lengths(lengths, device)
-
-
-def upload(x: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on a device; a copy from the host to CUDA is not waited for."""
-    if device.type == "cuda" and x.device.type == "cpu":
-        x = x.pin_memory()
-    return x.to(device, non_blocking=True)

@@ -156,7 +156,6 @@ def fake_cuda() -> Iterator[OperationRecorder]:
         (FakeTensor, "tolist"): lambda x: recorder.read_values(x),  # torch's reads one number at a time
         (F, "scaled_dot_product_attention"): _attention,
         (FakeTensor, "record_stream"): lambda x, stream: None,
-        (Tensor, "pin_memory"): lambda x, device=None: x,
         (torch.cuda, "get_device_capability"): lambda device=None: (9, 0),
     }
     before = {(owner, name): getattr(owner, name) for owner, name in replaced}

@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.engine.models.segments import Segments, upload
+from shoal.engine.models.segments import Segments
 from shoal.engine.parallel.context.token_order import Chunks, count_tokens
+from shoal.engine.streams import to_device
 
 ROWS = 512  # queries per block at document boundaries: fewer skip more keys, but small products are slow
 
@@ -162,7 +163,7 @@ class CausalBlocks:
             return block.segments
         queries, keys = self._documents_in(block, position)
         same = queries.unsqueeze(2) == keys.unsqueeze(1)
-        return upload((same.tril() if block.causal else same).unsqueeze(1), self.device)
+        return to_device((same.tril() if block.causal else same).unsqueeze(1), self.device)
 
     def _cut_by_lengths(self, block: ScoreBlock, position: int) -> Iterator[ScoreBlock]:
         """Yield the part of a block that contains pairs from the same document, with its documents as segments."""
