@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -46,6 +46,8 @@ class Adafactor(Rule):
         self.matrix_shapes = {
             single: shape[-2:] for name, shape in shards.parameters.items() for single in _matrix_names(name, shape)
         }
+        numels = [math.prod(shape) for shape in self.matrix_shapes.values()]
+        self.numels = torch.tensor(numels, dtype=torch.float64, device=shards.device).unsqueeze(1)
         self.squares = {
             (part.name, part.box): torch.zeros(part.box.shape, dtype=shards.dtype, device=shards.device)
             for _, part in self.parts if not _is_matrix(part)
@@ -76,13 +78,16 @@ class Adafactor(Rule):
 
     def update(self, learning_rate: float) -> None:
         self._accumulate(1 - self.count**-_DECAY)
-        root_mean_squares = self._root_mean_squares()
+        update_size, weight_size = self._root_mean_squares().unbind(1)
+        shrunk, grown = (update_size / _THRESHOLD).clamp_(min=1), weight_size.clamp(min=_EPS_SCALE)
+        place = {name: i for i, name in enumerate(self.matrix_shapes)}
+        scales: dict[float, Sequence[Tensor]] = {}  # lines 4 and 9, by learning rate; they stay on the device
         for shard, part in self.parts:
-            update_size, weight_size = root_mean_squares[part.name]
             rate = learning_rate * shard.rate
-            scale = rate * max(_EPS_SCALE, weight_size) / max(1.0, update_size / _THRESHOLD)  # lines 4 and 9
+            if rate not in scales:
+                scales[rate] = (rate * grown / shrunk).unbind()
             # As tensors, since new float values would recompile the kernel.
-            numbers = torch.tensor([1 - rate * shard.decay, scale], dtype=torch.float64, device=self.shards.device)
+            numbers = shrunk.new_full((), 1 - rate * shard.decay), scales[rate][place[part.name]]
             by_row, by_column = self._factors(part)
             rows = zip(self._rows(shard.weights, part), self._gradients(shard, part), strict=True)
             for (weights, gradient), factor in zip(rows, self._split_rows(by_row, part), strict=True):
@@ -135,8 +140,8 @@ class Adafactor(Rule):
         each = self._rows_at_once and max(1, self._rows_at_once * matrix.size(0) // part.box.numel)
         return matrix.split(each or matrix.size(0))
 
-    def _root_mean_squares(self) -> dict[str, tuple[float, float]]:
-        """Return the RMS of the update and of the weights, by matrix or other parameter."""
+    def _root_mean_squares(self) -> Tensor:
+        """Return the RMS of the update and of the weights, [matrices and other parameters, 2] float64."""
         squares = self.factors.new_zeros(len(self.matrix_shapes), 2, dtype=torch.float64)
         place = {name: i for i, name in enumerate(self.matrix_shapes)}
         for shard, part in self.parts:
@@ -148,10 +153,7 @@ class Adafactor(Rule):
             for weights in self._rows(shard.weights, part):
                 total[1] += torch.linalg.vector_norm(weights).double().square() / part.copies
         self.shards.holders.sum(squares)
-        return {
-            name: (math.sqrt(update / math.prod(shape)), math.sqrt(weights / math.prod(shape)))
-            for (name, shape), (update, weights) in zip(self.matrix_shapes.items(), squares.tolist(), strict=True)
-        }
+        return (squares / self.numels).sqrt_()
 
     def states(self) -> dict[str, dict[str, list[Piece]]]:
         kinds: dict[str, dict[str, list[Piece]]] = {"row": {}, "column": {}, "exp_avg_sq": {}}

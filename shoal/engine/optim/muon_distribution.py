@@ -102,7 +102,7 @@ def assign_matrices(
 ) -> list[tuple[list[Matrix], ...]]:
     """Assign matrices to ranks: [round][rank].
 
-    Each matrix, largest first, goes to the rank with the least work.
+    Each matrix, largest first and those of a shape together, goes to the rank with the least work.
 
     Args:
         wide: whether products are in float32 or float64 (`orthogonal_flops`).
@@ -115,7 +115,7 @@ def assign_matrices(
     cost = partial(orthogonal_flops, wide=wide)
     work = [0] * ranks
     runs: list[list[list[Matrix]]] = [[] for _ in range(ranks)]
-    for matrix in sorted(matrices, key=lambda matrix: (-cost(matrix.shape), matrix)):
+    for matrix in sorted(matrices, key=lambda matrix: (-cost(matrix.shape), matrix.shape, matrix)):
         owner = work.index(min(work))
         work[owner] += cost(matrix.shape)
         if not runs[owner] or sum(m.numel for m in runs[owner][-1]) + matrix.numel > AT_ONCE:
