@@ -102,7 +102,7 @@ def assign_matrices(
 ) -> list[tuple[list[Matrix], ...]]:
     """Assign matrices to ranks: [round][rank].
 
-    Each matrix, largest first and those of a shape together, goes to the rank with the least work.
+    Matrices are sorted by work, then by shape; each goes to the rank with the least work.
 
     Args:
         wide: whether products are in float32 or float64 (`orthogonal_flops`).
