@@ -1,5 +1,6 @@
 """Steps with fused operators, by their references on the CPU, compute what steps without them compute."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,13 +12,14 @@ from shoal.engine.models import feedforward, transformer
 from shoal.engine.models.experts.router import find_modules
 from shoal.launch.worker_pool import Pool
 from shoal.spec.config import RunConfig
+from shoal.training.step import engine_state
 from tests.engine.parallel.counting import engine_of
 from tests.testing.verify.runs import small_run
 
 CALLS = {"swiglu": feedforward, "rotate_packed": transformer}
 
 
-def gradients(config: RunConfig, fused: bool) -> tuple[float, dict[str, Tensor], dict[str, int]]:
+def gradients(config: RunConfig, fused: bool, compile: bool = False) -> tuple[float, dict[str, Tensor], dict[str, int]]:
     """Loss, gradients of this rank and number of calls of an operator in a step."""
     calls = dict.fromkeys(CALLS, 0)
 
@@ -32,6 +34,10 @@ def gradients(config: RunConfig, fused: bool) -> tuple[float, dict[str, Tensor],
         patch.setattr(kernels, "use_fused", lambda x: fused)
         for name, module in CALLS.items():
             patch.setattr(module, name, count(name, getattr(module, name)))
+        if compile:  # captured and differentiated, but not made into C++
+            patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+            build = engine_state.build_stages
+            patch.setattr(engine_state, "build_stages", lambda *args, **kw: build(*args, **kw | {"compile": True}))
         engine = engine_of(config)
         loss = engine.step(0).loss
     pieces = {
@@ -70,6 +76,15 @@ def test_in_bf16_products_are_accumulated_in_float32(pool: Pool) -> None:
     for name, gradient in expected.items():
         assert actual[name].dtype == torch.float32
         assert (actual[name] - gradient).norm() < 0.05 * gradient.norm() + 1e-6, name
+
+
+def test_compiled_layers_hold_the_operators(pool: Pool) -> None:
+    train = {"precision": "fp32", "global_batch": 2}
+    ((loss, expected, _),) = pool.run(gradients, 1, small_run({}, {"layers": 1}, **train), False)
+    ((fused_loss, actual, _),) = pool.run(gradients, 1, small_run({}, {"layers": 1}, **train), True, True)
+    assert fused_loss == pytest.approx(loss, rel=1e-5)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(actual[name], gradient, rtol=1e-4, atol=1e-6)
 
 
 def forward_with_hooks(config: RunConfig) -> list[int]:
