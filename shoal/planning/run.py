@@ -50,8 +50,9 @@ class EstimatedRun:
 
     @property
     def eight_bits(self) -> bool:
-        """True if the layers' products are computed in 8 bits; MXFP8 computes them in the compute format."""
-        return self.policy.products == "float8"
+        """True if the layers' products are computed in 8 bits; MXFP8 is decoded first, except on Blackwell."""
+        native = "mxfp8" if self.cluster.accelerator.generation == "blackwell" else ""
+        return self.policy.products in ("float8", native)
 
     @property
     def by_lengths(self) -> bool:

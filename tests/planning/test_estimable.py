@@ -115,6 +115,8 @@ def test_products_in_8_bits_take_their_own_time() -> None:
     assert eight.step_seconds < plain.step_seconds and eight.mfu < plain.mfu
     blocks = Estimate(replace(wide, precision="mxfp8"))
     assert (blocks.step_seconds, blocks.peak) == (plain.step_seconds, plain.peak), "multiplied in bf16"
+    newer = {name: Estimate(replace(wide, cluster=cluster("8xB200"), precision=name)) for name in ("fp8", "mxfp8")}
+    assert newer["mxfp8"].peak == newer["fp8"].peak, "which multiplies blocks of 32"
 
 
 @pytest.mark.parametrize(
