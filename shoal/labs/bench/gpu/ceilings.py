@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from statistics import median
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +14,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shoal.engine.device import synchronize
+from shoal.engine.kernels.flash_attention import flash_attention
+from shoal.engine.models.segments import document_segments
 from shoal.labs.bench.benchmark import Row
 from shoal.labs.bench.gpu.item import GpuSetting, attempt
 from shoal.labs.bench.race import time_in_turns
@@ -173,7 +174,7 @@ def measure_attention(setting: GpuSetting, kernel: str) -> Iterator[Row]:
             yield attempt(row, measure)
 
 
-KERNELS = (*BACKENDS, "documents, varlen", "documents, flex", "documents, dense mask")
+KERNELS = (*BACKENDS, "documents, lengths", "documents, flex", "documents, dense mask")
 
 
 def _attention(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
@@ -187,25 +188,20 @@ def _attention(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Ten
                 return F.scaled_dot_product_attention(q, k, v, is_causal=True, **grouped)
 
         return attend
-    number = torch.arange(s, device=q.device) // DOCUMENT
+    documents = torch.arange(s) // DOCUMENT
+    if kernel == "documents, lengths":
+        segments = document_segments(documents.expand(b, s), s, q.device)
+        return lambda: flash_attention(q, k, v, True, *segments)[0]
+    number = documents.to(q.device)
     if kernel == "documents, dense mask":
         mask = (number[:, None] == number) & torch.ones(s, s, dtype=torch.bool, device=q.device).tril()
         return lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **grouped)
-    if kernel == "documents, flex":
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-        if not q.is_cuda:
-            raise NotImplementedError("backward of flex attention needs a GPU")
-        blocks = create_block_mask(
-            lambda b, h, i, j: (i >= j) & (number[i] == number[j]), None, None, s, s, device=q.device
-        )
-        compiled = torch.compile(flex_attention, dynamic=False)
-        return lambda: compiled(q, k, v, block_mask=blocks, **grouped)
-    from torch.nn.attention.varlen import varlen_attn
-
-    if "enable_gqa" not in inspect.signature(varlen_attn).parameters:  # before torch 2.13, grouped heads need none
-        grouped = {}
-    ends = torch.arange(0, b * s + 1, min(DOCUMENT, s), device=q.device, dtype=torch.int32)
-    packed = [x.transpose(1, 2).reshape(b * s, -1, x.shape[-1]) for x in (q, k, v)]
-    longest, attend_packed = min(DOCUMENT, s), cast(Any, varlen_attn)  # its arguments depend on torch's version
-    return lambda: attend_packed(*packed, ends, ends, longest, longest, window_size=(-1, 0), **grouped)
+    if not q.is_cuda:
+        raise NotImplementedError("backward of flex attention needs a GPU")
+    blocks = create_block_mask(
+        lambda b, h, i, j: (i >= j) & (number[i] == number[j]), None, None, s, s, device=q.device
+    )
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return lambda: compiled(q, k, v, block_mask=blocks, **grouped)

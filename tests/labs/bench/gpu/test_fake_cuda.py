@@ -34,7 +34,7 @@ def make_calls() -> tuple[dict[str, tuple], list[str]]:
         b = torch.randn(6144, 4096, device="cuda").to(torch.float8_e4m3fn).t()
         for scales in ("tensor", "row", "block"):
             shapes[scales] = tuple(ceilings._scaled_product(a, b, scales, True)().shape)
-        for kernel in (*ceilings.BACKENDS, "documents, varlen"):
+        for kernel in (*ceilings.BACKENDS, "documents, lengths"):
             q, k, v = (
                 torch.randn(2, n, 4096, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
                 for n in (32, 8, 8)
@@ -52,7 +52,7 @@ def test_calls_of_part_1(on_fake_cuda: Callable) -> None:
     shapes, mismatches = on_fake_cuda(make_calls)
     assert not mismatches
     assert {shapes[scales] for scales in ("tensor", "row", "block")} == {(8192, 6144)}
-    assert {shapes[kernel] for kernel in ("flash", "cudnn", "documents, varlen")} == {(2, 8, 4096, 128)}
+    assert {shapes[kernel] for kernel in ("flash", "cudnn", "documents, lengths")} == {(2, 8, 4096, 128)}
 
 
 def count_mismatches(configs: dict[str, RunConfig]) -> dict[str, list[str]]:
