@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -71,3 +72,46 @@ def test_runs_of_parts_4_and_5(on_fake_cuda: Callable) -> None:
     assert {"mxfp8", "bf16"} == {config.train.precision for config in configs.values()}
     found = on_fake_cuda(count_mismatches, configs)
     assert found == {name: [] for name in configs}
+
+
+def measure_as_on_a_gpu() -> tuple[dict, dict, dict]:
+    """Measure a run, an optimizer and this machine with the code for GPUs; only the profiler needs a real one."""
+    import torch
+
+    from shoal.engine.collectives.mesh import DryMesh
+    from shoal.labs.bench.gpu import ceilings, engine_run, item, speed
+    from shoal.testing.fake_cuda.census import fake_cuda
+    from shoal.training.check import check
+    from shoal.training.dry_run.dry_run import DryEngine, make_samples
+
+    def build_engine(config: RunConfig, device: torch.device, masked: float = 0.0, repeats: int = 0) -> DryEngine:
+        train = config.train.model_copy(update={"device": "cuda", "compile": False})
+        config, shape = config.model_copy(update={"train": train}), check(config)
+        return DryEngine(config, shape, DryMesh(config.parallel, 0, device="cuda"), make_samples(config, shape))
+
+    h200 = SimpleNamespace(name="NVIDIA H200", total_memory=141 * 10**9, multi_processor_count=132, major=9, minor=0)
+    fakes = {
+        "synchronize": None, "empty_cache": None, "reset_peak_memory_stats": None, "get_device_name": h200.name,
+        "max_memory_allocated": 10**9, "max_memory_reserved": 2 * 10**9, "memory_allocated": 10**9,
+        "get_device_properties": h200, "device_count": 1,
+    }  # fmt: skip
+    for name, value in fakes.items():
+        setattr(torch.cuda, name, lambda *_, value=value: value)
+    engine_run.build_engine = speed.build_engine = build_engine
+    engine_run.profile_step = lambda *_: (0.001, 300)
+    ceilings.SECONDS = 1e-6
+    setting = GpuSetting("cuda", Path())
+    speed.model_point = lambda *_, **changes: RunPoint(speed.TINY, 32, 1, changes=changes)
+    with fake_cuda():
+        (step,) = speed.time_point(setting, RunPoint(speed.TINY, 64, 2, compile=True))
+        (update,) = speed.measure_optimizer(setting, "adamw", "bf16")
+    return step, update, item.describe_machine(setting)
+
+
+def test_code_for_gpus(on_fake_cuda: Callable) -> None:
+    step, update, machine = on_fake_cuda(measure_as_on_a_gpu)
+    assert "result" not in step and "result" not in update, (step, update)
+    assert step["MFU %"] > step["causal %"] > 0 and step["allocated GB"] == 1 and step["launches"] == 300
+    assert step["estimated GB"] > 0 and step["more"]["reserved GB"] == 2 and len(step["more"]["seconds"]) == 3
+    assert update["states B/param"] == 8 and update["allocated B/param"] > 0
+    assert machine["device"] == "NVIDIA H200" and machine["capability"] == [9, 0] and machine["driver"]
