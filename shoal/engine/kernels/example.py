@@ -63,22 +63,30 @@ class Example:
         expected = run(self.reference, lambda x: x.double() if x.dtype == dtype else x)
         if actual.keys() != expected.keys():
             raise ValueError(f"{self.name}: the operator gives {[*actual]}, the reference {[*expected]}")
-        return {name: _relative_error(actual[name], value) for name, value in expected.items()}
+        return {name: relative_error(actual[name], value) for name, value in expected.items()}
 
     def allowed(self, dtype: torch.dtype) -> float:
         """Return the largest error that counts as rounding."""
         return self.tolerance or TOLERANCES[dtype]
 
 
-def _relative_error(actual: Tensor, expected: Tensor) -> float:
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Return the largest difference relative to the largest finite expected value; infinite for NaN or other shapes."""
     if actual.shape != expected.shape:
         return torch.inf
-    difference = (actual.cpu().double() - expected.double()).abs()
-    return float(difference.max() / expected.double().abs().max().clamp_min(1e-30)) if expected.numel() else 0.0
+    if not expected.numel():
+        return 0.0
+    actual, expected = actual.detach().cpu().double(), expected.detach().cpu().double()
+    difference = (actual - expected).abs().masked_fill(actual == expected, 0.0)  # equal infinities too
+    largest = expected.abs().masked_fill(~expected.isfinite(), 0.0).max().clamp_min(1e-30)
+    return float((difference.max() / largest).nan_to_num(torch.inf, torch.inf))
 
 
-def all_examples() -> Iterator[Example]:
-    """Yield the examples of all modules in this package."""
-    for module in pkgutil.iter_modules(kernels.__path__):
-        if not module.ispkg:
-            yield from getattr(importlib.import_module(f"{kernels.__name__}.{module.name}"), "examples", tuple)()
+def list_kernels() -> list[str]:
+    """Return the names of the modules in this package that may have examples."""
+    return [module.name for module in pkgutil.iter_modules(kernels.__path__) if not module.ispkg]
+
+
+def examples_of_kernel(name: str) -> Iterator[Example]:
+    """Yield the examples of one module."""
+    yield from getattr(importlib.import_module(f"{kernels.__name__}.{name}"), "examples", tuple)()

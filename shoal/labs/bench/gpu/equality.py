@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from shoal.engine.device import allow_reproducible_products, reproducible
-from shoal.engine.kernels.example import all_examples
+from shoal.engine.kernels.example import Example, examples_of_kernel, relative_error
 from shoal.labs.bench.benchmark import Row
 from shoal.labs.bench.gpu.engine_run import build_engine
 from shoal.labs.bench.gpu.item import GpuSetting, attempt
-from shoal.labs.bench.gpu.smoke import relative_error
 from shoal.spec.config.run import build_config
 from shoal.spec.config.sections import OptimizerName
 from shoal.spec.number_formats import FORMATS, FP64
@@ -126,18 +125,21 @@ def repeat_steps(setting: GpuSetting) -> Iterator[Row]:
             yield {"precision": precision, "model": name, "equal by default": three == four, "passed": same}
 
 
-def check_kernels(setting: GpuSetting) -> Iterator[Row]:
-    """Compare the operators of `shoal.engine.kernels` with their references in float64, forward and backward."""
+def check_kernel(setting: GpuSetting, name: str) -> Iterator[Row]:
+    """Compare the operators of a module of `shoal.engine.kernels` with their references in float64."""
     torch.manual_seed(0)
-    for example in all_examples():
+    for example in examples_of_kernel(name):
         for dtype in example.dtypes:
-            errors = example.errors(setting.torch_device, dtype)
-            worst = max(errors, key=lambda name: errors[name])
-            yield {
-                "operator": example.name, "format": str(dtype).removeprefix("torch."), "worst": worst,
-                "relative error": errors[worst], "allowed": example.allowed(dtype),
-                "passed": errors[worst] <= example.allowed(dtype),
-            }
+
+            def measure(example: Example = example, dtype: torch.dtype = dtype) -> Row:
+                errors = example.errors(setting.torch_device, dtype)
+                worst = max(errors, key=lambda name: errors[name])
+                allowed = example.allowed(dtype)
+                return {"worst": worst, "relative error": errors[worst], "allowed": allowed,
+                        "passed": errors[worst] <= allowed}  # fmt: skip
+
+            row = {"example": example.name, "format": str(dtype).removeprefix("torch.")}
+            yield attempt(row, measure, "failed")
 
 
 def check_memory(setting: GpuSetting) -> Iterator[Row]:

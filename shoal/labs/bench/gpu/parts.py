@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, get_args
 
+from shoal.engine.kernels.example import list_kernels
 from shoal.labs.bench.gpu import ceilings, equality, ranks, rivals, smoke, speed
 from shoal.labs.bench.gpu.engine_run import RunPoint
 from shoal.labs.bench.gpu.item import GpuSetting, Item
@@ -34,7 +35,7 @@ def equality_with_cpu(setting: GpuSetting) -> list[Item]:
     """Part 2: the same steps on the CPU and on the device, and kernels against float64."""
     title = f"{equality.STEPS} steps on the CPU and on the device, largest relative errors"
     return [
-        Item("kernels against float64", "kernels", equality.check_kernels, seconds=240),
+        *(Item("kernels against float64", name, equality.check_kernel, (name,), 120) for name in list_kernels()),
         *(Item(title, name, equality.compare_devices, (name,)) for name in equality.VARIANTS),
         Item("number formats against float64", "formats", equality.compare_precisions, seconds=90),
         Item("the same steps twice", "twice", equality.repeat_steps),

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import shoal
 from shoal.engine.device import allow_reproducible_products, reproducible
+from shoal.engine.kernels.example import relative_error
 from shoal.engine.models.attention import explicit_attention
 from shoal.engine.models.loss import CrossEntropy
 from shoal.engine.parallel.context.kernels import attend, attend_backward
@@ -24,13 +25,6 @@ from shoal.spec.config.run import build_config
 
 BF16 = 2e-2
 """Largest relative error that rounding to bf16 explains."""
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Return the largest difference, relative to the largest expected value."""
-    actual, expected = actual.detach(), expected.detach()
-    difference = (actual.double() - expected.double()).abs().max()
-    return float(difference / expected.double().abs().max().clamp_min(1e-30))
 
 
 def check_call(setting: GpuSetting, name: str) -> Iterator[Row]:
