@@ -102,17 +102,19 @@ class Checkpointer:
 
     def prepare(self, state: State) -> None:
         """Allocate the staging memory of a state now rather than in its first save; with CUDA, page-locked."""
-        plan = plan_save(state)
+        self._reserve(plan_save(state))
+
+    def _reserve(self, plan: SavePlan) -> torch.Tensor:
         if self._memory.numel() < plan.size:
             self._memory = torch.empty(plan.size, dtype=torch.uint8)
             lock_pages(self._memory, plan.device)
+        return self._memory[: plan.size]
 
     def _copy(self, state: State) -> tuple[SavePlan, torch.Tensor, Mark]:
         """Start copying the state on a side stream."""
         self.copied = Mark()
-        self.prepare(state)
         plan = plan_save(state)
-        staged = self._memory[: plan.size]
+        staged = self._reserve(plan)
         self.copied = SideStream(plan.device).run(partial(plan.copy, staged))
         return plan, staged, self.copied
 

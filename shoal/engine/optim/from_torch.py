@@ -87,9 +87,12 @@ class FromTorch(Rule):
             super().apply(learning_rate, scale, skip)
             return
         # Attributes of torch's gradient scaler: fused kernels divide by the first and do nothing if the second is 1.
-        if not isinstance(scale, Tensor):
-            scale = torch.full((), scale, device=self.shards.device)
-        self.rule.grad_scale, self.rule.found_inf = scale.float().reciprocal(), skip  # type: ignore[attr-defined]
+        divisor = None
+        if isinstance(scale, Tensor):
+            divisor = scale.float().reciprocal()
+        elif scale != 1:
+            divisor = torch.full((), 1 / scale, device=self.shards.device)
+        self.rule.grad_scale, self.rule.found_inf = divisor, skip  # type: ignore[attr-defined]
         self.update(learning_rate)
 
     def update(self, learning_rate: float) -> None:
