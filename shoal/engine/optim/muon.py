@@ -36,14 +36,40 @@ class Muon(Rule):
         self.matrices, self.rest = kinds.get(True, empty), adamw_beside(config, kinds.get(False, empty))
         self.momentum = self.matrices.zeros()
         self.rounds = list(plan_rounds(self.matrices))
+        self.skips_on_device = shards.device.type == "cuda"
+
+    def apply(self, learning_rate: float, scale: Tensor | float, skip: Tensor | None) -> None:
+        if not self.skips_on_device:
+            super().apply(learning_rate, scale, skip)
+            return
+        self.rest.step(learning_rate, scale, skip)
+        for shard in self.matrices.shards:
+            if skip is not None:  # the gradient may be NaN, which a factor of 0 would keep
+                shard.gradient.masked_fill_(skip != 0, 0)
+            if isinstance(scale, Tensor) or scale != 1:
+                shard.gradient.mul_(scale)
+        self._update_matrices(learning_rate, skip)
 
     def update(self, learning_rate: float) -> None:
         self.rest.step(learning_rate)
+        self._update_matrices(learning_rate, None)
+
+    def _update_matrices(self, learning_rate: float, skip: Tensor | None) -> None:
+        """Update the matrices; if ``skip`` is not 0, by nothing, with gradients of 0."""
+
+        def unless_skipped(value: float, otherwise: float) -> Tensor | float:
+            if skip is None:
+                return value
+            both = torch.full((2,), value, dtype=torch.float64, device=skip.device)
+            both[0] = otherwise
+            return torch.where(skip != 0, *both)
+
         shards, holders = self.matrices.shards, self.shards.holders
         rates = [learning_rate * shard.rate for shard in shards]
+        kept = unless_skipped(self.config.momentum, 1.0)
         for shard, momentum, rate in zip(shards, self.momentum, rates, strict=True):
-            momentum.mul_(self.config.momentum).add_(shard.gradient)
-            shard.weights.mul_(1 - rate * shard.decay)
+            momentum.mul_(kept).add_(shard.gradient)
+            shard.weights.mul_(unless_skipped(1 - rate * shard.decay, 1.0))
         pieces = [piece for each in self.rounds for piece, _ in each.pieces]
         empty = partial(torch.empty, dtype=self.shards.dtype, device=self.shards.device)
         full = empty(holders.ranks * max((p.stop - p.start for p in pieces), default=0))
@@ -63,7 +89,7 @@ class Muon(Rule):
             start = 0
             for shape, matrices in groupby(each.mine, lambda matrix: matrix.shape):
                 values = mine[start : start + sum(matrix.numel for matrix in matrices)].view(-1, *shape)
-                orthogonalise_(values, _MATCH * max(shape) ** 0.5)
+                orthogonalise_(values, unless_skipped(_MATCH * max(shape) ** 0.5, 0.0))
                 start += values.numel()
             for piece, moves in each.pieces:
                 buffer = full[: holders.ranks * (piece.stop - piece.start)]
@@ -79,7 +105,7 @@ class Muon(Rule):
         self.rest.resume_at(count)
 
 
-def orthogonalise_(matrices: Tensor, factor: float) -> None:
+def orthogonalise_(matrices: Tensor, factor: Tensor | float) -> None:
     """Replace each of some matrices, [g, n, m], by its `orthogonal` multiplied by a factor.
 
     GPUs take all in batched products; the CPU one after the other, in products of fewer FLOPs.

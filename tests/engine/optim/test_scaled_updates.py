@@ -17,7 +17,7 @@ def train(name: str, dtype: torch.dtype, *, scales: list, skips: list, fused: bo
     shards = Shards.from_parameters([("layers.0.w", weights, gradient)], lambda *_: 0.1)
     rule = build(OptimizerConfig(name=name), shards)
     if fused:
-        rule.fuses_scale = True
+        rule.fuses_scale = rule.skips_on_device = True
     for scale, skip in zip(scales, skips, strict=True):
         if isinstance(rule, Sophia) and rule.due:
             rule.learn([torch.rand(shard.weights.shape, generator=generator, dtype=dtype) for shard in shards.shards])
@@ -36,7 +36,7 @@ def train(name: str, dtype: torch.dtype, *, scales: list, skips: list, fused: bo
 
 
 @pytest.mark.parametrize(("name", "fused"), [*((n, False) for n in RULES), ("adamw", True), ("radam", True),
-                                             ("momentum", True), ("adagrad", True)])
+                                             ("momentum", True), ("adagrad", True), ("muon", True)])
 def test_a_scale_and_a_skip_on_the_device(name: str, fused: bool) -> None:
     """Tensors act as scaling on the host does, and as leaving an update out."""
     dtype = torch.float32 if fused or name == "adam8bit" else torch.float64
