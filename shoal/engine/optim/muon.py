@@ -60,9 +60,8 @@ class Muon(Rule):
         def unless_skipped(value: float, otherwise: float) -> Tensor | float:
             if skip is None:
                 return value
-            both = torch.full((2,), value, dtype=torch.float64, device=skip.device)
-            both[0] = otherwise
-            return torch.where(skip != 0, *both)
+            normal = torch.full((), value, dtype=torch.float64, device=skip.device)
+            return torch.where(skip != 0, torch.full_like(normal, otherwise), normal)
 
         shards, holders = self.matrices.shards, self.shards.holders
         rates = [learning_rate * shard.rate for shard in shards]
