@@ -173,7 +173,7 @@ def profile_step(engine: Engine, setting: GpuSetting, step: int, trace: Path | N
     wanted = DeviceType.CUDA if cuda else DeviceType.CPU
     spans = sorted(
         (event.time_range.start, event.time_range.end) for event in profiler.events()
-        if event.device_type == wanted and not event.is_user_annotation
+        if event.device_type == wanted and not getattr(event, "is_user_annotation", False)
     )  # fmt: skip
     return 1e-6 * covered(spans), len(spans)
 

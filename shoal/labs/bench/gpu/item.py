@@ -25,7 +25,7 @@ import torch
 
 import shoal
 from shoal.base.files import json_lines, read_json_lines
-from shoal.engine.device import cuda_environment, usable_cores
+from shoal.engine.device import usable_cores
 from shoal.labs.bench.benchmark import Notify, Row
 from shoal.launch.prefork import PreforkServer
 from shoal.launch.worker_pool import PRELOADED, Pool, RankError
@@ -142,8 +142,7 @@ def read_run(path: Path) -> PartRun | None:
 
 def start_server(setting: GpuSetting) -> PreforkServer:
     """Start the process that forks the items' processes; it never touches the device."""
-    environment = {} if setting.rehearsal else cuda_environment()
-    return PreforkServer({**os.environ, **environment}, setting.log, [*PRELOADED, "shoal.labs.bench.gpu.parts"])
+    return PreforkServer(os.environ, setting.log, [*PRELOADED, "shoal.labs.bench.gpu.parts"])
 
 
 def run_part(
@@ -154,7 +153,7 @@ def run_part(
     header = {"part": part, "command": " ".join(["shoal", *sys.argv[1:]]), "rehearsal": setting.rehearsal,
               "date": time.strftime("%Y-%m-%d %H:%M:%S"), "items": len(items)}  # fmt: skip
     try:
-        with Pool(1, server=server) as pool:
+        with Pool(1, server=server, device=setting.device) as pool:
             header |= pool.map(describe_machine, [setting], timeout=90.0)[0]
     except RankError as error:
         header["trouble"] = error.reason
@@ -165,11 +164,12 @@ def run_part(
         trouble = STOPPED
         if left > 0:
             try:
-                with Pool(1, server=server) as pool:
+                with Pool(1, server=server, device=setting.device) as pool:
                     pool.map(execute, [(part, setting, item)], timeout=min(item.seconds, left))
                 continue
             except (RankError, RuntimeError) as error:
-                trouble = f"lost: {error.reason if isinstance(error, RankError) else error}"
+                if time.monotonic() < end:
+                    trouble = f"lost: {error.reason if isinstance(error, RankError) else error}"
                 with setting.log.open("a") as file:
                     print(f"--- {item.title}, {item.name}\n{error}", file=file)
         _append(setting.file(part), {"table": item.title, "item": item.name, "result": trouble})
