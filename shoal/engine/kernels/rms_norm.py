@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
 from shoal.engine.kernels.example import Example
+from shoal.engine.operators import custom_op
 
 
 def rms_norm_reference(x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -21,7 +21,7 @@ def rms_norm_reference(x: Tensor, update: Tensor | None, weight: Tensor, eps: fl
     return total, total * (total.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
 
 
-@custom_op("shoal::rms_norm", mutates_args=())
+@custom_op("shoal::rms_norm")
 def rms_norm(
     x: Tensor, update: Tensor | None, weight: Tensor, eps: float, amax: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -58,7 +58,7 @@ def _(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, amax: bool =
     return total, x.new_empty(x.shape), x.new_empty(rows, dtype=exact), x.new_empty(rows if amax else 0, dtype=exact)
 
 
-@custom_op("shoal::rms_norm_backward", mutates_args=())
+@custom_op("shoal::rms_norm_backward")
 def rms_norm_backward(
     d_y: Tensor, d_total: Tensor | None, total: Tensor, weight: Tensor, inverse: Tensor
 ) -> tuple[Tensor, Tensor]:

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
 from shoal.engine.kernels.example import Example
+from shoal.engine.operators import custom_op
 
 
 def rotate_packed_reference(
@@ -32,7 +32,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-@custom_op("shoal::rotate_packed", mutates_args=())
+@custom_op("shoal::rotate_packed")
 def rotate_packed(
     packed: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -62,7 +62,7 @@ def _(packed: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int):
     return tuple(packed.new_empty(b, s, n, d) for n in (heads, kv_heads, kv_heads))
 
 
-@custom_op("shoal::rotate_packed_backward", mutates_args=())
+@custom_op("shoal::rotate_packed_backward")
 def rotate_packed_backward(d_q: Tensor, d_k: Tensor, d_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return the packed gradient [b, s, (a + 2 k) d] of the gradients of `rotate_packed`'s results."""
     _, s, _, d = d_q.shape

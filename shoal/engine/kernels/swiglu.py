@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.library import custom_op
 
 from shoal.engine.kernels.example import Example
+from shoal.engine.operators import custom_op
 
 
 def swiglu_reference(gate_up: Tensor) -> Tensor:
@@ -22,7 +22,7 @@ def swiglu_reference(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-@custom_op("shoal::swiglu", mutates_args=())
+@custom_op("shoal::swiglu")
 def swiglu(gate_up: Tensor) -> Tensor:
     """Compute silu(gate) * up in float32 (float64 for float64): [.., 2 f], gate before up -> [.., f]."""
     return swiglu_reference(gate_up)
@@ -40,7 +40,7 @@ def _(gate_up: Tensor) -> Tensor:
     return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
 
-@custom_op("shoal::swiglu_backward", mutates_args=())
+@custom_op("shoal::swiglu_backward")
 def swiglu_backward(gradient: Tensor, gate_up: Tensor) -> Tensor:
     """Compute the gradient of gate and up: [.., f], [.., 2 f] -> [.., 2 f]."""
     return torch.cat(swiglu_pair_backward(gradient, *gate_up.chunk(2, dim=-1)), dim=-1)
@@ -75,7 +75,7 @@ swiglu.register_autograd(_differentiate, setup_context=_save)
 # ---- gate and up in two tensors ----------------------------------------------------------------------------------
 
 
-@custom_op("shoal::swiglu_pair", mutates_args=())
+@custom_op("shoal::swiglu_pair")
 def swiglu_pair(gate: Tensor, up: Tensor) -> Tensor:
     """Compute `swiglu` of two tensors: [.., f], [.., f] -> [.., f]."""
     return F.silu(gate) * up
@@ -94,7 +94,7 @@ def _(gate: Tensor, up: Tensor) -> Tensor:
     return gate.new_empty(gate.shape)
 
 
-@custom_op("shoal::swiglu_pair_backward", mutates_args=())
+@custom_op("shoal::swiglu_pair_backward")
 def swiglu_pair_backward(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the gradients of gate and of up."""
     s = torch.sigmoid(gate)

@@ -45,14 +45,14 @@ def test_operator(add: bool) -> None:
     """Registrations: schema, fake tensors and autograd; without a gradient of the sum, too."""
     x, update, weight = (torch.randn(n, dtype=torch.float64, requires_grad=True) for n in ((3, 5), (3, 5), (5,)))
     arguments = (x, update if add else None, weight, 1e-5, True)
-    torch.library.opcheck(rms_norm, arguments, test_utils=OPERATOR_CHECKS)
+    torch.library.opcheck(rms_norm.definition, arguments, test_utils=OPERATOR_CHECKS)
     if add:
         assert torch.autograd.gradcheck(lambda *inputs: rms_norm(*inputs, 1e-5)[:2], (x, update, weight))
         assert torch.autograd.gradcheck(lambda *inputs: rms_norm(*inputs, 1e-5)[0], (x, update, weight))
     assert torch.autograd.gradcheck(lambda *inputs: rms_norm(*inputs, 1e-5)[1], (x, arguments[1], weight))
     _, y, inverse, _ = rms_norm(*arguments)
     torch.library.opcheck(
-        rms_norm_backward, (y.detach(), None, x.detach(), weight.detach(), inverse), test_utils=OPERATOR_CHECKS
+        rms_norm_backward.definition, (y.detach(), None, x.detach(), weight.detach(), inverse), test_utils=OPERATOR_CHECKS
     )
 
 

@@ -35,10 +35,10 @@ def test_operator() -> None:
     """Registrations: schema, fake tensors and autograd."""
     packed, cos, sin = (torch.randn(n, dtype=torch.float64) for n in ((2, 3, 16), (3, 2), (3, 2)))
     packed.requires_grad_()
-    torch.library.opcheck(rotate_packed, (packed, cos, sin, 2, 1), test_utils=OPERATOR_CHECKS)
+    torch.library.opcheck(rotate_packed.definition, (packed, cos, sin, 2, 1), test_utils=OPERATOR_CHECKS)
     assert torch.autograd.gradcheck(lambda x: rotate_packed(x, cos, sin, 2, 1), (packed,))
     gradients = [x.detach() for x in rotate_packed(packed, cos, sin, 2, 1)]
-    torch.library.opcheck(rotate_packed_backward, (*gradients, cos, sin), test_utils=OPERATOR_CHECKS)
+    torch.library.opcheck(rotate_packed_backward.definition, (*gradients, cos, sin), test_utils=OPERATOR_CHECKS)
 
 
 @pytest.mark.parametrize("capability", TARGETS.values(), ids=TARGETS)

@@ -37,7 +37,7 @@ def test_operators() -> None:
     sample = torch.randn(3, 10, dtype=torch.float64, requires_grad=True)
     pair = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True).unbind()
     for operator, arguments in ((swiglu, (sample,)), (swiglu_pair, pair)):
-        torch.library.opcheck(operator, arguments, test_utils=OPERATOR_CHECKS)
+        torch.library.opcheck(operator.definition, arguments, test_utils=OPERATOR_CHECKS)
         assert torch.autograd.gradcheck(operator, arguments)
 
 
