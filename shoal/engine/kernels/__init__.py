@@ -1,8 +1,8 @@
 """Fused GPU kernels: each file has one operation, as a plain PyTorch reference and as a custom operator.
 
 On CUDA the operator launches its Triton program (`shoal.engine.kernels.programs`). Operators have fake and autograd
-registrations, so that they work under `torch.compile`, on fake tensors and in dry runs. Those that every layer calls are
-made by `shoal.engine.operators`, which costs the host less than torch's own call.
+registrations, so that they work under `torch.compile`, on fake tensors and in dry runs. Operators that
+every layer calls are made by `shoal.engine.operators`, whose call costs the host less than torch's.
 
 A module's function ``examples()`` yields one `Example` or more of each of its operators. The suite compares them with
 the reference in float64 on the CPU, and `shoal bench gpu --part 2` on the GPU.

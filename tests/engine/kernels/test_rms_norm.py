@@ -51,9 +51,8 @@ def test_operator(add: bool) -> None:
         assert torch.autograd.gradcheck(lambda *inputs: rms_norm(*inputs, 1e-5)[0], (x, update, weight))
     assert torch.autograd.gradcheck(lambda *inputs: rms_norm(*inputs, 1e-5)[1], (x, arguments[1], weight))
     _, y, inverse, _ = rms_norm(*arguments)
-    torch.library.opcheck(
-        rms_norm_backward.definition, (y.detach(), None, x.detach(), weight.detach(), inverse), test_utils=OPERATOR_CHECKS
-    )
+    arguments = (y.detach(), None, x.detach(), weight.detach(), inverse)
+    torch.library.opcheck(rms_norm_backward.definition, arguments, test_utils=OPERATOR_CHECKS)
 
 
 @pytest.mark.parametrize("capability", TARGETS.values(), ids=TARGETS)
