@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 
-class Operator:
+class DirectOperator:
     """A custom operator without mutated inputs. Takes positional arguments.
 
     Attributes:
@@ -70,6 +70,6 @@ class _DirectCall(torch.autograd.Function):
         return None, None, None, *(found if isinstance(found, tuple) else (found,))
 
 
-def custom_op(name: str) -> Callable[[Callable[..., Any]], Operator]:
+def custom_op(name: str) -> Callable[[Callable[..., Any]], DirectOperator]:
     """Make an operator of its plain PyTorch reference."""
-    return lambda reference: Operator(name, reference)
+    return lambda reference: DirectOperator(name, reference)
