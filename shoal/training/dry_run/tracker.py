@@ -30,10 +30,16 @@ def _product(_: Tensor, d_y: Tensor, x: Tensor, *__: Any, **___: Any) -> int:
     return 2 * d_y.numel() * x.shape[1]
 
 
+def _grouped_product(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+    """Count a product of all rows: [m, k], [E, k, n], or [n, m], [m, k] for each row's group."""
+    return 2 * a.numel() * b.shape[-1]
+
+
 COUNTS: dict[Any, Callable[..., int]] = {
     **flop_registry,
     torch.ops.aten.addmm_: flop_registry[torch.ops.aten.addmm],
     torch.ops.shoal.add_product: _product,
+    torch.ops.aten._grouped_mm: _grouped_product,
     torch.ops.aten.baddbmm_: flop_registry[torch.ops.aten.baddbmm],
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal.engine import kernels
 from shoal.engine.collectives.ops import to_host
 from shoal.engine.kernels.group_gradients import add_group_gradients
 from shoal.engine.kernels.swiglu import swiglu_pair
@@ -68,7 +69,7 @@ class GroupedExperts(nn.Module):
         """Whether torch's grouped product takes these matrices: bf16 on CUDA, rows of a multiple of 16 bytes."""
         weight = self.up
         aligned = not any(n * weight.element_size() % _ALIGN for n in weight.shape[1:])
-        return weight.is_cuda and weight.dtype == torch.bfloat16 and aligned
+        return kernels.use_fused(weight) and weight.dtype == torch.bfloat16 and aligned
 
     def product(self, x: Tensor, weight: nn.Parameter, groups: Groups) -> Tensor:
         """Compute y[run e] = x[run e] weight[e]^T: [m, k], [E, n, k] -> [m, n]."""
@@ -79,8 +80,10 @@ class GroupedExperts(nn.Module):
         up = self.product(x, self.up, groups)
         if self.gate is None:
             return self.product(F.gelu(up, approximate="tanh"), self.down, groups)
-        gate = self.product(x, self.gate, groups)
-        return self.product(swiglu_pair(gate, up) if x.is_cuda else F.silu(gate) * up, self.down, groups)
+        # Results without a name are freed as soon as they are used.
+        if kernels.use_fused(x):
+            return self.product(swiglu_pair(self.product(x, self.gate, groups), up), self.down, groups)
+        return self.product(F.silu(self.product(x, self.gate, groups)) * up, self.down, groups)
 
 
 class GroupedFunction(torch.autograd.Function):

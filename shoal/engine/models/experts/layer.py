@@ -43,7 +43,7 @@ class MoE(nn.Module):
             A function that computes the weighted sum of the experts' outputs.
         """
         weights, chosen = self.router(x, context)  # [b, s, E]
-        permutation = permute(chosen.flatten(0, 1), self.router.most_choices(x))
+        permutation = permute(chosen.flatten(0, 1), x, self.router.most_choices(x))
         experts = self.experts.announce(permutation.ends)
         finish = experts(permutation.copy(x.flatten(0, 1)))
         return lambda: permutation.combine(finish(), weights.flatten(0, 1)).view_as(x)

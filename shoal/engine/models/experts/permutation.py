@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from shoal.engine import kernels
 from shoal.engine.kernels.permute import combine_rows, copy_rows, sort_choices
 
 
@@ -30,9 +31,10 @@ class Permutation(Protocol):
         """Sum each token's rows with their weights: [m, h], [n, E] -> [n, h]."""
 
 
-def permute(chosen: Tensor, most: tuple[int, int]) -> Permutation:
-    """Sort the chosen pairs of [n, E], of which there are at most ``most`` (in total, per token)."""
-    return _DevicePermutation(chosen, *most) if chosen.is_cuda else _HostPermutation(chosen)
+def permute(chosen: Tensor, x: Tensor, most: tuple[int, int]) -> Permutation:
+    """Sort the chosen pairs of [n, E], of which there are at most ``most`` (in total, per token), for tokens x."""
+    on_device = x.is_cuda or kernels.use_fused(x)  # float64 too
+    return _DevicePermutation(chosen, *most) if on_device else _HostPermutation(chosen)
 
 
 class _DevicePermutation:

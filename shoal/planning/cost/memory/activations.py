@@ -231,7 +231,8 @@ def experts(run: MicroBatch) -> list[Saved]:
     rows = run.routed
     scores = layout.micro_batch * run.s * of.count  # full sequences, on every rank
     h, f = run.shape.hidden, of.ffn // layout.expert_tensor
-    inside = ("up", "gelu(up)") if run.shape.family == "gpt" else ("gate", "up", "silu(gate)", "silu(gate) up")
+    silu = () if run.fused else ("silu(gate)",)
+    inside = ("up", "gelu(up)") if run.shape.family == "gpt" else ("gate", "up", *silu, "silu(gate) up")
     own = run.tokens_between if _router_keeps_all(run) else rows.own
     saved = [Saved("own tokens", "[b, s, h]", e * own * h)] if x == e else []
     if x != e:
@@ -242,7 +243,8 @@ def experts(run: MicroBatch) -> list[Saved]:
         Saved("chosen, wanted", "[b, s, E]", 2 * scores),
         Saved("sums over experts", "[b, s]", 2 * x * layout.micro_batch * run.s),
         Saved("part of choices", "[b, E]", x * layout.micro_batch * of.count),
-        Saved("token, expert, place", "[m]", 3 * 8 * rows.sent),
+        Saved("token, expert, place", "[m]", 3 * (4 if run.fused else 8) * rows.sent),
+        Saved("weights of rows", "[n, E]", x * rows.own * of.count) if run.fused else
         Saved("weight of rows", "[m]", e * rows.sent),
         Saved("rows of experts", "[m, h]", e * rows.computed * h),
         *(Saved(f"{what} of experts", "[m, f]", e * rows.computed * f) for what in inside),

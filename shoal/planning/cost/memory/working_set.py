@@ -215,14 +215,13 @@ class _RowBytes(NamedTuple):
         own: [n, h] tokens that the rank routes.
         sent, computed: [m, h] rows that it sends to experts, and rows that its experts compute.
         wide: [m, f] intermediate activations of these.
-        come, gathered: rows that come from other ranks of ep and of etp.
+        gathered: rows that come from other ranks of etp.
     """
 
     own: int
     sent: int
     computed: int
     wide: int
-    come: int
     gathered: int
 
     @staticmethod
@@ -230,16 +229,15 @@ class _RowBytes(NamedTuple):
         shape, layout, rows = run.shape, run.layout, run.routed
         row, wide = run.itemsize * shape.hidden, run.itemsize * (shape.moe.ffn // layout.expert_tensor)
         return _RowBytes(
-            rows.own * row, rows.sent * row, rows.computed * row, rows.computed * wide, int(rows.away * row),
-            rows.gathered * row,
-        )  # fmt: skip
+            rows.own * row, rows.sent * row, rows.computed * row, rows.computed * wide, rows.gathered * row
+        )
 
     def exchanged(self, layout: Layout) -> int:
         """Return the maximum bytes while rows travel one way, over ep and then over etp.
 
-        Counts received pieces, their concatenation, and the sent rows, which are still alive.
+        Counts received rows, over etp their pieces too, and the sent rows, which are still alive.
         """
-        to_rank = self.sent + self.come + self.sent if layout.ep > 1 else 0
+        to_rank = 2 * self.sent if layout.ep > 1 else 0
         to_expert = self.sent + self.gathered + self.computed if layout.expert_tensor > 1 else 0
         return max(to_rank, to_expert, 2 * self.computed if to_rank or to_expert else 0)  # and reordered
 
@@ -253,7 +251,8 @@ def _forward(run: MicroBatch, sparse: bool) -> int:
         return 2 * local + _through(run, run.shape.ffn)  # after attention, with its norm
     rows, gated = _RowBytes.build(run), run.gated
     inside = 2 * rows.computed + (2 if gated else 1) * rows.wide
-    routed = max(_routed(run), rows.sent + max(rows.exchanged(run.layout), inside))
+    leaves = run.layout.ep * run.layout.expert_tensor > 1  # the rows of tokens are freed once they are sent
+    routed = max(_routed(run), rows.exchanged(run.layout), inside + (0 if leaves else rows.sent))
     of = run.shape.moe
     return 2 * local + max(routed, local + _through(run, of.shared * of.ffn) if of.shared else 0)
 
@@ -277,14 +276,14 @@ def _summed(run: MicroBatch) -> int:
 def _routed(run: MicroBatch) -> int:
     """Return the transient bytes in the forward of an expert layer, beyond all that autograd saves.
 
-    The peak is when results return from the experts while the sent rows are still alive, or when the tp ranks
+    The peak is when results return from the experts, whose rows on this rank are saved later, or when the tp ranks
     concatenate their tokens.
     """
     rows, layout = _RowBytes.build(run), run.layout
-    weighted = rows.sent + rows.own
-    back = 2 * rows.sent + rows.come if layout.ep > 1 else 0
+    weighted = rows.own + (0 if run.fused else rows.sent)
+    back = rows.sent if layout.ep > 1 else 0
     if layout.expert_tensor > 1:
-        back = max(back, 2 * rows.computed + rows.gathered)
+        back = max(back, 2 * rows.computed + rows.gathered - rows.sent)
     split = rows.own + 2 * run.itemsize * run.tokens * run.shape.hidden if _in_parts(run) else 0
     return max(weighted, back, split)
 
@@ -303,7 +302,9 @@ def _in_experts(run: MicroBatch, kind: Half, last: bool) -> Block:
     shape, layout, e, experts = run.shape, run.layout, run.itemsize, run.shape.moe
     own, sent, computed, wide, *_ = rows = _RowBytes.build(run)
     gated, shared = run.gated, experts.shared * experts.ffn
+    silu = gated and not run.fused  # another saved tensor
     matrix = e * shape.hidden * (experts.ffn // layout.expert_tensor) if e < 4 else 0
+    matrix *= experts.count // layout.ep if run.fused else 1  # one grouped product, or one after the other
     y, heads = layout.tp_y, shape.head_dim * (shape.heads // layout.tp_y)
     keys = shape.head_dim * (shape.kv_heads // min(y, shape.kv_heads))
     joined = e * shape.hidden * (heads + 2 * keys) * run.copies_gradients  # of attention's projections
@@ -323,18 +324,22 @@ def _in_experts(run: MicroBatch, kind: Half, last: bool) -> Block:
         before = e * run.tokens_between * shape.hidden + left - _of_shared(run)
     arriving = rows.exchanged(layout)
     back = max(arriving, 2 * computed + rows.gathered if layout.expert_tensor > 1 else 0)  # return of their gradients
-    waiting = [2 * sent + own * _in_parts(run), arriving - sent]
+    waiting = [(1 if run.fused else 2) * sent + own * _in_parts(run), arriving - sent]
     if halved:  # both factors of each weight gradient stay
         inside = [
-            computed + wide, computed + (3 if gated else 2) * wide, (3 * computed - wide) if gated else 2 * computed
+            computed + wide, computed + (3 if gated else 2) * wide,
+            3 * computed - wide * silu if gated else 2 * computed,
         ]  # fmt: skip
         waiting += [time - sent for time in inside]
-        leaving = computed - wide * gated + back - sent  # when the experts' parameters are no longer needed
+        leaving = computed - wide * silu + back - sent  # when the experts' parameters are no longer needed
         rest = max(again + before + leaving, _entry(run, True) - run.hidden_bytes * last)
         return [*found, (again + before + max(waiting), WAITING), (rest, REST)]
-    making = [computed + wide + matrix, 2 * wide if gated else wide, 2 * computed - 3 * wide + matrix if gated
+    making = [computed + wide + matrix, 2 * wide if gated else wide, 2 * computed - (2 + silu) * wide + matrix if gated
               else computed - wide + matrix]  # fmt: skip
-    complete = max(2 * computed - 3 * wide if gated else computed - wide, back - computed - (4 if gated else 2) * wide)
+    complete = max(
+        2 * computed - (2 + silu) * wide if gated else computed - wide,
+        back - computed - (3 + silu if gated else 2) * wide,
+    )
     block = activations.total(activations.experts(run))
     attention = e * run.tokens * (2 * heads + 2 * keys) + e * run.tokens_between * shape.hidden + joined
     rest = attention - block
