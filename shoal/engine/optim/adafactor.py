@@ -78,17 +78,20 @@ class Adafactor(Rule):
 
     def update(self, learning_rate: float) -> None:
         self._accumulate(1 - self.count**-_DECAY)
-        update_size, weight_size = self._root_mean_squares().unbind(1)
+        factors = [self._factors(part) for _, part in self.parts]
+        update_size, weight_size = self._root_mean_squares(factors).unbind(1)
         shrunk, grown = (update_size / _THRESHOLD).clamp_(min=1), weight_size.clamp(min=_EPS_SCALE)
         place = {name: i for i, name in enumerate(self.matrix_shapes)}
-        scales: dict[float, Sequence[Tensor]] = {}  # lines 4 and 9, by learning rate; they stay on the device
-        for shard, part in self.parts:
+        # Numbers are tensors that stay on the device; new float values would also recompile the kernel.
+        scales: dict[float, Sequence[Tensor]] = {}  # lines 4 and 9, by learning rate
+        kept: dict[float, Tensor] = {}
+        for (shard, part), (by_row, by_column) in zip(self.parts, factors, strict=True):
             rate = learning_rate * shard.rate
             if rate not in scales:
                 scales[rate] = (rate * grown / shrunk).unbind()
-            # As tensors, since new float values would recompile the kernel.
-            numbers = shrunk.new_full((), 1 - rate * shard.decay), scales[rate][place[part.name]]
-            by_row, by_column = self._factors(part)
+            if (left := 1 - rate * shard.decay) not in kept:
+                kept[left] = shrunk.new_full((), left)
+            numbers = kept[left], scales[rate][place[part.name]]
             rows = zip(self._rows(shard.weights, part), self._gradients(shard, part), strict=True)
             for (weights, gradient), factor in zip(rows, self._split_rows(by_row, part), strict=True):
                 self._apply_update(weights, gradient, factor, by_column, *numbers)
@@ -140,13 +143,12 @@ class Adafactor(Rule):
         each = self._rows_at_once and max(1, self._rows_at_once * matrix.size(0) // part.box.numel)
         return matrix.split(each or matrix.size(0))
 
-    def _root_mean_squares(self) -> Tensor:
+    def _root_mean_squares(self, factors: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """Return the RMS of the update and of the weights, [matrices and other parameters, 2] float64."""
         squares = self.factors.new_zeros(len(self.matrix_shapes), 2, dtype=torch.float64)
         place = {name: i for i, name in enumerate(self.matrix_shapes)}
-        for shard, part in self.parts:
+        for (shard, part), (by_row, by_column) in zip(self.parts, factors, strict=True):
             total = squares[place[part.name]]
-            by_row, by_column = self._factors(part)
             rows = zip(self._gradients(shard, part), self._split_rows(by_row, part), strict=True)
             for gradient, factor in rows:
                 total[0] += self._update_norm(gradient, factor, by_column).double().square() / part.copies

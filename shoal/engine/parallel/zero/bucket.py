@@ -273,6 +273,7 @@ class Bucket:
     def release_host(self) -> None:
         """Wait on the host until no copy reads its memory, before weights in it change."""
         self._copied.synchronize()
+        self._copied = Mark()
 
     def free(self) -> None:
         """Free the memory of `full` until the next `gather`."""
