@@ -140,7 +140,7 @@ def test_a_split_shorter_than_a_sequence_is_refused(config):
 def test_batches_move_but_for_documents(config):
     """Masks are made from these on the host."""
     masked = config.model_copy(update={"document_mask": True})
-    batch = open_dataset(masked, seed=0, split="train").batch([0, 1]).to("meta")
+    batch = open_dataset(masked, seed=0, split="train").batch([0, 1]).to(torch.device("meta"))
     assert {t.device.type for t in (batch.tokens, batch.targets, batch.samples)} == {"meta"}
     assert batch.documents.device.type == "cpu"
 
