@@ -226,9 +226,9 @@ CASES = {
     "turns of a race that takes two": Bad(
         lambda p: ["bench", "step", "--quick", "--turns", "3"], ("--turns 3: --quick takes 2 turns",)),
     "a profile that is not written": Bad(
-        lambda p: ["calibrate", "--check", "here.toml", "--out", "a.toml"], ("--out a.toml: only for a new file; --check makes none",)),
+        lambda p: ["calibrate", "--check", "here.toml", "--out", "a.toml"], ("--out a.toml: only for a new file",)),
     "ranks that are not measured": Bad(
-        lambda p: ["calibrate", "--check", "here.toml", "--ranks", "3"], ("--ranks (3,): only for a new file; --check makes none",)),
+        lambda p: ["calibrate", "--check", "here.toml", "--ranks", "3"], ("--ranks (3,): only for a new file",)),
     "layouts that are not checked": Bad(lambda p: ["calibrate", "--layouts", "3"], ("--layouts 3: only with --check",)),
     "layouts beside all": Bad(
         lambda p: ["calibrate", "--check", "here.toml", "--layouts", "3", "--pick", "2"], ("--layouts 3: --pick",)),
