@@ -119,6 +119,8 @@ class GroupedFunction(torch.autograd.Function):
 def rows_product(x: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
     """Compute y[run e] = x[run e] matrices[e]: [m, k], [E, k, n] -> [m, n]."""
     if isinstance(groups, Tensor):
+        if len(x) == 0:  # the kernel takes no operand without rows
+            return x.new_empty(0, matrices.shape[-1])
         return F.grouped_mm(x.contiguous(), matrices, offs=groups)
     y = x.new_empty(len(x), matrices.shape[-1])
     with by_mkl():
@@ -134,7 +136,7 @@ def weight_product(d_y: Tensor, x: Tensor, groups: Groups, total: Tensor, fresh:
         if len(x):
             product = F.grouped_mm(d_y.contiguous().mT, x.contiguous(), offs=groups)
             add_group_gradients(total, product, groups, fresh)
-        elif fresh:  # the kernel takes no operand without rows
+        elif fresh:
             total.zero_()
         return
     with by_mkl():
