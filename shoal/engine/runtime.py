@@ -134,13 +134,15 @@ class Runtime:
         self._caches: dict[tuple[int, int], Slice] = {}  # newest slice per micro-batch and stage
         self._loss = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
 
-    def step(self, batches: Sequence[Batch], scale: np.ndarray, update: Update[R]) -> tuple[Tensor, R | None]:
+    def step(
+        self, batches: Sequence[Batch], scale: Sequence[float | Tensor] | np.ndarray, update: Update[R]
+    ) -> tuple[Tensor, R | None]:
         """Run the program once.
 
         Args:
             batches: this replica's micro-batches, on the device.
             scale: per micro-batch, the factor on its summed loss before backward: 1 / number of counted tokens in its
-                update, globally.
+                update, globally. A tensor is float64 [] on the device.
             update: called at each STEP with the action and the summed loss [nats] of this rank's forwards so far (0
                 without the last stage); it updates the weights.
 
@@ -200,7 +202,7 @@ class Runtime:
 
     # ---- computations ------------------------------------------------------------------------------------------
 
-    def _forward(self, action: Action, batch: Batch, scale: float) -> None:
+    def _forward(self, action: Action, batch: Batch, scale: float | Tensor) -> None:
         self._arrived(Op.RECV_FORWARD, action)
         stage, microbatch, number = place = action[1:4]
         hidden = self._hidden.pop(place, None)

@@ -84,3 +84,12 @@ class SideStream:
         with self.stream:
             work()
         return Mark(self.stream.record_event())
+
+
+def copy_later(x: torch.Tensor) -> tuple[torch.Tensor, Mark]:
+    """Copy a small tensor to host memory; the copy has its values after the mark."""
+    if not x.is_cuda:
+        return x, Mark()
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    host.copy_(x, non_blocking=True)
+    return host, Mark(torch.accelerator.current_stream(x.device).record_event())

@@ -37,6 +37,7 @@ from shoal.training.resilience.replicas import SilentFailure
 from shoal.training.resilience.silent_failure_checks import SilentFailureChecks
 from shoal.training.sample import sample
 from shoal.training.state_manager import StateManager
+from shoal.training.step.late_step import StartedStep
 from shoal.training.step.optimizer_step import NonFinite, StepResult
 from shoal.training.stop import StopRequests
 
@@ -58,6 +59,8 @@ class Trainer:
     Attributes:
         step: number of completed optimizer steps.
         source: description of the state that was resumed from.
+        reads_late: whether results are read one step late, as no setting looks at each of them.
+        unread: last step, if its result was not read yet.
     """
 
     def __init__(
@@ -105,6 +108,10 @@ class Trainer:
         self.writer = MetricsWriter(folder, self.step, config.metrics, plain(config)) if self.first else None
         self.validation_loss: float | None = None
         self.timer = StepTimer(mesh.device)
+        failover = config.failover
+        looked_at = self.timed or self.profiler or self.histograms or failover.spike_factor or failover.stragglers_every
+        self.reads_late = self.engine.starts_early and not looked_at
+        self.unread: StartedStep | None = None
         self.peak: float | None = None  # FLOP/s, summed over all ranks
 
     # ---- the loop ------------------------------------------------------------------------------------------------
@@ -124,12 +131,15 @@ class Trainer:
                     if self.profiler:
                         self.profiler.before_step(self.step)
                     with self.histograms.recording(self.step) if self.histograms else nullcontext():
-                        result = self.engine.step(self.step, stop=self.stop.count > 0)
-                self.timer.stop()
+                        result = self._step()
+                self.timer.stop(wait=result is not None)
                 if self.profiler:
                     self.profiler.after_step(self.step)
                 self.step += 1
                 self.beat.stepped(self.step, self.timer.all)
+                if result is None:
+                    self.display.progress(self.step, steps)
+                    continue
                 if self._check_and_maybe_rollback(result):
                     continue
                 stopped = result.stop and self.step < steps  # equal on all ranks, so all stop after the same step
@@ -140,6 +150,36 @@ class Trainer:
             if self.timed:
                 every = all_gather(asdict(self.timed.times), world() if self.mesh.layout.world_size > 1 else None)
                 self._show_times({rank: RankTimes(**times) for rank, times in enumerate(every)})
+
+    def _step(self) -> StepResult | None:
+        """Run a step. If it only starts, return None, or its result if something is due after it.
+
+        The result of the step before is read first, in which a failure, or a request to stop, is found one step late.
+
+        Raises:
+            NonFinite: on every rank; `step` is then the number of steps before the failed one.
+        """
+        stop = self.stop.count > 0
+        if not self.reads_late:
+            return self.engine.step(self.step, stop=stop)
+        before, started = self.unread, self.engine.start(self.step, stop=stop)
+        try:
+            asked = before is not None and before.read().stop
+        except NonFinite:
+            self.step -= 1
+            raise
+        due = asked or self._anything_due(self.step + 1)
+        self.unread = None if due else started
+        return started.read() if due else None
+
+    def _anything_due(self, step: int) -> bool:
+        """Return whether the result of a step is needed when it ends: something is logged, compared or saved."""
+        config = self.config
+        every = (
+            config.metrics.log_every, config.train.validate_every, config.checkpoint.every,
+            config.failover.memory_every, config.failover.check_replicas_every, config.failover.reexecute_every,
+        )
+        return step in (1, config.train.steps) or any(number and step % number == 0 for number in every)
 
     @contextmanager
     def _failures_explained(self) -> Iterator[None]:

@@ -103,6 +103,7 @@ class Adam8bit(Rule):
         self.levels = torch.stack([dynamic_map(signed) for signed in (True, False)]).to(shards.device, self.exact)
         self.nearest = torch.stack([nearest_codes(signed) for signed in (True, False)]).to(shards.device)
         self.fused = shards.device.type == "cuda" and self.exact == torch.float32
+        self.skips_on_device = self.fused and not self.blocks_shared
 
     def _share(self) -> int:
         """Agree with the other holders on the blocks that are split between ranks; return their number."""

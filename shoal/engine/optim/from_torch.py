@@ -80,7 +80,7 @@ class FromTorch(Rule):
                     # Without a fused kernel, the host reads it in every update.
                     states["step"] = torch.zeros((), device=parameter.device if fused else "cpu")
                 self.rule.state[parameter] = states
-        self.fuses_scale = fused and shards.device.type == "cuda"
+        self.skips_on_device = self.fuses_scale = fused and shards.device.type == "cuda"
 
     def apply(self, learning_rate: float, scale: Tensor | float, skip: Tensor | None) -> None:
         if not self.fuses_scale:

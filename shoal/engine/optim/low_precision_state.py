@@ -123,6 +123,8 @@ class FusedAdam(Rule):
         seed: of stochastic rounding.
     """
 
+    skips_on_device = True
+
     def __init__(self, config: OptimizerConfig, shards: Shards, *, decoupled: bool, state: torch.dtype, seed: int):
         super().__init__(config, shards)
         self.decoupled, self.seed = decoupled, seed

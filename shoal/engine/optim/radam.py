@@ -24,6 +24,7 @@ class RAdam(FromTorch):
 
     def __init__(self, config: OptimizerConfig, shards: Shards):
         super().__init__(config, shards, "adamw")
+        self.skips_on_device = False  # in the first updates
         self.decays = [group["weight_decay"] for group in self.rule.param_groups]
 
     def _lengths(self) -> tuple[float, float]:

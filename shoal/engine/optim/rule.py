@@ -19,7 +19,13 @@ BLOCK = 1 << 17  # elements: with a few states, a block stays in the caches betw
 
 
 class Rule(ABC):
-    """Base class of update rules: updates shards of parameters in place from their gradients."""
+    """Base class of update rules: updates shards of parameters in place from their gradients.
+
+    Attributes:
+        skips_on_device: whether `apply` never reads ``scale`` and ``skip`` on the host.
+    """
+
+    skips_on_device = False
 
     def __init__(self, config: OptimizerConfig, shards: Shards):
         self.config, self.shards = config, shards

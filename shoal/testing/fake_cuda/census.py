@@ -189,7 +189,7 @@ def take_census(config: RunConfig, rank: int = 0, *, step: int = 1) -> Census:
             engine = kind(config, shape, mesh, make_samples(config, shape))
             for number in range(step + 1):
                 recorder.census = Census()
-                engine.step(number)
+                (engine.start if engine.starts_early else engine.step)(number)
         except RuntimeError:
             if not recorder.census.mismatches:
                 raise

@@ -21,9 +21,10 @@ class StepTimer:
     def start(self) -> None:
         self.begin = time.perf_counter()
 
-    def stop(self) -> None:
-        """End the step, after the device has finished."""
-        synchronize(self.device)
+    def stop(self, *, wait: bool = True) -> None:
+        """End the step, after the device has finished; without ``wait`` its remaining time counts in the next one."""
+        if wait:
+            synchronize(self.device)
         self.last = time.perf_counter() - self.begin
         self.seconds += self.last
         self.all += self.last

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shoal.base.boxes import Piece
 from shoal.engine.collectives.group import Group
+from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import all_reduce, to_host
 from shoal.engine.data.batches import Batch, Dataset
 from shoal.engine.optim.schedule import learning_rate
@@ -22,8 +23,11 @@ from shoal.engine.runtime import Update
 from shoal.engine.streams import to_device
 from shoal.pipeline.from_layout import build_forwards
 from shoal.pipeline.program import Action
+from shoal.spec.catalog import ModelShape
+from shoal.spec.config import RunConfig
 from shoal.training.step.curvature import estimate
 from shoal.training.step.engine_state import EngineState
+from shoal.training.step.late_step import StartedStep, count_on_device, starts_early, update_on_device
 from shoal.training.step.optimizer_step import (
     NonFinite,
     StageUpdates,
@@ -34,7 +38,17 @@ from shoal.training.step.optimizer_step import (
 
 
 class Engine(EngineState):
-    """Training engine of one rank: steps, validation loss, and the state for checkpoints."""
+    """Training engine of one rank: steps, validation loss, and the state for checkpoints.
+
+    Attributes:
+        starts_early: whether `start` is possible, and `step` uses it.
+        failed: float32 [] on the device, 1 after a started step that was not finite; then no update changes anything.
+    """
+
+    def __init__(self, config: RunConfig, shape: ModelShape, mesh: Mesh, samples: Dataset):
+        super().__init__(config, shape, mesh, samples)
+        self.starts_early = starts_early(self)
+        self.failed = torch.zeros((), device=mesh.device)
 
     def step(self, step: int, *, stop: bool = False, dry: bool = False) -> StepResult:
         """Run one step.
@@ -47,6 +61,8 @@ class Engine(EngineState):
         Raises:
             NonFinite: on every rank, before any weight is changed (in an asynchronous pipeline, any of that stage).
         """
+        if self.starts_early and not dry:
+            return self.start(step, stop=stop).read()
         batches = self.get_batches(step)
         updates = [self.program.update_by_microbatch[m] for m in range(self.microbatches)]
         tokens = self.count_tokens(batches, updates, self.loss_replicas)
@@ -57,7 +73,7 @@ class Engine(EngineState):
         scale = np.array([loss_scale / max(1, tokens[update]) for update in updates])
         # Routers start the backward of their own losses, which are means over sequences.
         sequences = self.config.train.global_batch / loss_scale
-        batches = [replace(batch.to(self.mesh.device), sequences=sequences) for batch in batches]
+        batches = self._move(batches, sequences)
         if not dry and isinstance(self.optimizer, Sophia) and self.optimizer.due:
             self.optimizer.learn(estimate(self, step, batches, sum(tokens)))
         by_stage = StageUpdates(self, step) if self.program.updates > 1 else None
@@ -77,6 +93,29 @@ class Engine(EngineState):
             self.float8.end_step(self.mesh.group("world"))
         assert result is not None, "every program has an update"
         return result
+
+    def start(self, step: int, *, stop: bool = False) -> StartedStep:
+        """Launch one step without waiting for its result (`shoal.training.step.late_step`)."""
+        batches = self.get_batches(step)
+        unmasked = torch.tensor([sum(batch.unmasked() for batch in batches)])
+        counts = count_on_device(unmasked, self.loss_replicas, self.mesh.device)
+        for layer_counts in self.layer_counts:
+            layer_counts.begin()
+        rate = learning_rate(step, self.config.train.steps, self.config.optimizer)
+        scale = [counts[0].clamp(min=1).double().reciprocal()] * len(batches)
+
+        def update(action: Action, loss: Tensor) -> StartedStep:
+            self.complete_gradients()
+            for layer_counts in self.layer_counts:
+                layer_counts.count()
+            return update_on_device(self, step, counts, rate, stop, loss, self.failed)
+
+        _, started = self.runtime.step(self._move(batches, self.config.train.global_batch), scale, update)
+        assert started is not None, "every program has an update"
+        return started
+
+    def _move(self, batches: Sequence[Batch], sequences: float) -> list[Batch]:
+        return [replace(batch.to(self.mesh.device), sequences=sequences) for batch in batches]
 
     def update(self, step: int, tokens: int, rate: float, stop: bool, action: Action, loss: Tensor) -> StepResult:
         """Clip the gradients by their norm over all stages and update the weights.
@@ -169,6 +208,7 @@ class Engine(EngineState):
     def restored(self, updates: int) -> None:
         """Apply a state that was loaded after ``updates`` updates."""
         self.optimizer.resume_at(updates)
+        self.failed.zero_()
         if self.float8 and self.float8.history:
             self.float8.history.restored()
         self.parameters.gather()

@@ -24,14 +24,14 @@ class LayerCounts:
     Attributes:
         modules: local routers or predictors, whose tallies are counted.
         layers: indices of the counted layers in the model.
-        totals: [layers, numbers] of the last step, over all ranks and micro-batches.
+        totals: [layers, numbers] of the last step, over all ranks and micro-batches, on the device.
     """
 
     modules: Sequence[Any]
 
     def __init__(self, mesh: Mesh, layers: Sequence[int], numbers: int):
         self.mesh, self.layers = mesh, layers
-        self.totals = torch.zeros(len(layers), numbers, dtype=torch.float64)
+        self.totals = torch.zeros(len(layers), numbers, dtype=torch.float64, device=mesh.device)
 
     def begin(self) -> None:
         for module in self.modules:
@@ -43,11 +43,11 @@ class LayerCounts:
 
     def sum(self, counted: Iterable[tuple[int, Tensor | None]]) -> Tensor:
         """Sum pairs of (layer, numbers) over all ranks; returns [layers, numbers]. Collective."""
-        totals = torch.zeros_like(self.totals, device=self.mesh.device)
+        totals = torch.zeros_like(self.totals)
         for layer, numbers in counted:
             assert numbers is not None, "counting was begun"
             totals[self.layers.index(layer)] += numbers
-        return in_host_memory(all_reduce(totals, self.mesh.group("world")))
+        return all_reduce(totals, self.mesh.group("world"))
 
 
 class ExpertRouting(LayerCounts):
@@ -61,10 +61,10 @@ class ExpertRouting(LayerCounts):
         self.modules: list[Router] = [router for router, _ in routers]
         self.originals = [original for _, original in routers]  # not the second copy of a bidirectional pipeline
 
-    def rebalance(self) -> None:
-        """Update the biases from the counts of a step whose update was made."""
+    def rebalance(self, skip: Tensor | None = None) -> None:
+        """Update the biases from the counts of a step, unless its update was skipped (``skip`` of `Rule.step`)."""
         for router in self.modules:
-            router.rebalance(self.totals[self.layers.index(router.layer), SUMS:])
+            router.rebalance(self.totals[self.layers.index(router.layer), SUMS:], skip)
 
     def begin_validation(self) -> None:
         """Start counting forward passes without backward."""
@@ -76,11 +76,11 @@ class ExpertRouting(LayerCounts):
         totals = self.sum((router.layer, router.validated) for router in self.modules)
         for router in self.modules:
             router.validated = None
-        return expert_metrics(totals, self.shape, sequences, length)
+        return expert_metrics(in_host_memory(totals), self.shape, sequences, length)
 
     def metrics(self, sequences: int, length: int) -> dict[str, Any]:
         """Return the metrics of the last step. See `expert_metrics`."""
-        return expert_metrics(self.totals, self.shape, sequences, length)
+        return expert_metrics(in_host_memory(self.totals), self.shape, sequences, length)
 
     def state(self) -> dict[str, list[Piece]]:
         """Return the biases by their names in the full model."""
@@ -128,7 +128,7 @@ class DepthsRouting(LayerCounts):
 
     def metrics(self, sequences: int, length: int) -> dict[str, float]:
         """Return how well the last step's token selection was predicted, as fields of `StepMetrics`."""
-        right, found, expected, loss = self.totals.mean(0).tolist()
+        right, found, expected, loss = in_host_memory(self.totals).mean(0).tolist()
         tokens, chosen = sequences * length, sequences * self.depths.taken(length)
         return {
             "depth_accuracy": right / tokens, "depth_recall": found / chosen, "depth_expected": expected / tokens,

@@ -141,13 +141,16 @@ class Router(Tallied):
         self.validated = self._zeros()
 
     @torch.no_grad()
-    def rebalance(self, loads: Tensor) -> None:
+    def rebalance(self, loads: Tensor, skip: Tensor | None = None) -> None:
         """Raise the bias of experts with fewer tokens than the mean (Wang et al. 2024, algorithm 1); call once a step.
 
-        ``loads`` are the tokens per expert in the global batch, [E].
+        Args:
+            loads: tokens per expert in the global batch, [E].
+            skip: leave the bias unchanged if this is 1.
         """
         if self.bias is not None:
-            self.bias += self.experts.bias_update * torch.sign(loads.mean() - loads).to(self.bias)
+            change = self.experts.bias_update * torch.sign(loads.mean() - loads).to(self.bias)
+            self.bias += change if skip is None else change * (1 - skip)
 
     def _zeros(self) -> Tensor:
         return torch.zeros(SUMS + self.experts.count, dtype=torch.float64, device=self.weight.device)

@@ -1,0 +1,93 @@
+"""Steps that the host does not wait for: clipping and finiteness are decided on the device, and read one step late.
+
+Each rank launches the next step while the device computes this one. A loss or gradient norm that is not finite sets a
+flag on the device, and no later update changes weights or states, so that the host may learn of it afterwards. These
+read the device in each step and are therefore not started this way (`starts_early`):
+
+- loss scaling: the scale of the next step depends on the overflow in this one;
+- asynchronous pipelines and relaxed data parallelism: stages and replicas decide on their own;
+- delayed scales of fp8: their history would include values of a failed step;
+- update rules without a kernel that reads the flag (`Rule.skips_on_device`), and rules on weights in host memory.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal.engine.collectives.group import Group
+from shoal.engine.collectives.ops import all_reduce
+from shoal.engine.streams import Mark, copy_later, to_device
+from shoal.training.step.engine_state import EngineState
+from shoal.training.step.optimizer_step import NonFinite, StepResult
+
+
+def starts_early(engine: EngineState) -> bool:
+    """Return whether steps of this engine run without the host waiting."""
+    layout, history = engine.config.parallel, engine.float8 and engine.float8.history
+    exact = layout.sync == "all-reduce" and engine.program.updates == 1
+    return (
+        engine.mesh.device.type == "cuda" and exact and engine.optimizer.skips_on_device
+        and engine.loss_scale is None and not history
+    )
+
+
+@dataclass(frozen=True)
+class StartedStep:
+    """A step whose result is on its way to the host.
+
+    Attributes:
+        values: [loss sum, stop requests, squared gradient norm, tokens, flag], float64, on the host after ``copied``.
+    """
+
+    step: int
+    learning_rate: float
+    values: Tensor
+    copied: Mark
+
+    def read(self) -> StepResult:
+        """Wait for the result.
+
+        Raises:
+            NonFinite: on every rank; the weights are unchanged by this step and later ones.
+        """
+        self.copied.synchronize()
+        loss, stops, square, tokens, failed = self.values.tolist()
+        tokens = max(1, int(tokens))  # without targets, all gradients are zero
+        mean, norm = loss / tokens, math.sqrt(square) if square >= 0 else math.nan
+        if failed:
+            raise NonFinite(f"step {self.step}: loss {mean:g}, gradient norm {norm:g}")
+        return StepResult(mean, norm, self.learning_rate, tokens, stops > 0)
+
+
+def count_on_device(counts: Tensor, replicas: Group | None, device: torch.device) -> Tensor:
+    """Sum host counts over all ``replicas``, on the device."""
+    return all_reduce(to_device(counts, device), replicas)
+
+
+def update_on_device(
+    engine: EngineState, step: int, counts: Tensor, rate: float, stop: bool, loss: Tensor, failed: Tensor
+) -> StartedStep:
+    """Clip the gradients by their norm over all stages and update the weights, unless a step was not finite.
+
+    Args:
+        counts: [1] unmasked targets in the global batch.
+        loss: sum over this rank's micro-batches [nats].
+        failed: float32 [], 1 after the first step that was not finite; set in place.
+    """
+    loss = loss * (engine.mesh.index("tp") == 0)  # equal on all tensor-parallel ranks
+    mine = torch.stack((loss, torch.full_like(loss, stop), engine.parameters.square_norm()))
+    totals = all_reduce(mine, engine.mesh.group("world"))
+    failed.copy_(torch.maximum(failed, (~torch.isfinite(totals).all()).float()))
+    scale: Tensor | float = 1.0
+    if clip := engine.config.optimizer.clip_norm:
+        scale = (clip / totals[2].sqrt()).clamp(max=1).float()
+    engine.optimizer.step(rate, scale, failed)
+    engine.refresh_parameters()
+    if engine.routing:
+        engine.routing.rebalance(failed)
+    values, copied = copy_later(torch.cat((totals, counts.double(), failed.double().view(1))))
+    return StartedStep(step, rate, values, copied)
