@@ -200,6 +200,13 @@ def reproducible(device: torch.device) -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
+def add_in_float32(device: torch.device) -> None:
+    """Let 16-bit products add in float32 to the end; by default cuBLAS may round parts of a sum to 16 bits."""
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
 def allow_reproducible_products() -> None:
     """Set the environment that deterministic cuBLAS requires, before the process's first product."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
