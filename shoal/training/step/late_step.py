@@ -40,7 +40,7 @@ class StartedStep:
     """A step whose result is on its way to the host.
 
     Attributes:
-        values: [loss sum, stop requests, squared gradient norm, tokens, flag], float64, on the host after ``copied``.
+        values: [loss sum, stop requests, squared gradient norm, tokens, 1 - flag], float64, on the host after ``copied``.
     """
 
     step: int
@@ -55,10 +55,10 @@ class StartedStep:
             NonFinite: on every rank; the weights are unchanged by this step and later ones.
         """
         self.copied.synchronize()
-        loss, stops, square, tokens, failed = self.values.tolist()
+        loss, stops, square, tokens, good = self.values.tolist()
         tokens = max(1, int(tokens))  # without targets, all gradients are zero
         mean, norm = loss / tokens, math.sqrt(square) if square >= 0 else math.nan
-        if failed:
+        if not good:
             raise NonFinite(f"step {self.step}: loss {mean:g}, gradient norm {norm:g}")
         return StepResult(mean, norm, self.learning_rate, tokens, stops > 0)
 
@@ -89,5 +89,5 @@ def update_on_device(
     engine.refresh_parameters()
     if engine.routing:
         engine.routing.rebalance(failed)
-    values, copied = copy_later(torch.cat((totals, counts.double(), failed.double().view(1))))
+    values, copied = copy_later(torch.cat((totals, counts.double(), 1 - failed.double().view(1))))
     return StartedStep(step, rate, values, copied)
