@@ -40,8 +40,8 @@ class StartedStep:
     """A step whose result is on its way to the host.
 
     Attributes:
-        values: float64 [5] on the host after ``copied``: loss sum, stop requests, squared gradient norm, tokens, and 0 after
-            a failure.
+        values: float64 [5] on the host after ``copied``: loss sum, stop requests, squared gradient norm, tokens, and
+            0 after a failure.
     """
 
     step: int
