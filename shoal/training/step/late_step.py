@@ -17,22 +17,23 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed import ReduceOp
 
 from shoal.engine.collectives.group import Group
-from shoal.engine.collectives.ops import all_reduce
+from shoal.engine.collectives.ops import all_reduce, to_host
 from shoal.engine.streams import Mark, copy_later, to_device
 from shoal.training.step.engine_state import EngineState
 from shoal.training.step.optimizer_step import NonFinite, StepResult
 
 
 def starts_early(engine: EngineState) -> bool:
-    """Return whether steps of this engine run without the host waiting."""
-    layout, history = engine.config.parallel, engine.float8 and engine.float8.history
-    exact = layout.sync == "all-reduce" and engine.program.updates == 1
-    return (
-        engine.mesh.device.type == "cuda" and exact and engine.optimizer.skips_on_device
-        and engine.loss_scale is None and not history
-    )
+    """Return whether steps run without the host waiting, on all ranks. Collective."""
+    layout, device, history = engine.config.parallel, engine.mesh.device, engine.float8 and engine.float8.history
+    if device.type != "cuda" or layout.sync != "all-reduce" or engine.program.updates > 1 or engine.loss_scale or history:
+        return False
+    # Ranks must agree: one without shards may have another rule.
+    able = torch.tensor(float(engine.optimizer.skips_on_device), device=device)
+    return to_host(all_reduce(able, engine.mesh.group("world"), ReduceOp.MIN)) > 0
 
 
 @dataclass(frozen=True)
