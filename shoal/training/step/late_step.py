@@ -29,7 +29,8 @@ from shoal.training.step.optimizer_step import NonFinite, StepResult
 def starts_early(engine: EngineState) -> bool:
     """Return whether steps run without the host waiting, on all ranks. Collective."""
     layout, device, history = engine.config.parallel, engine.mesh.device, engine.float8 and engine.float8.history
-    if device.type != "cuda" or layout.sync != "all-reduce" or engine.program.updates > 1 or engine.loss_scale or history:
+    decides_itself = layout.sync != "all-reduce" or engine.program.updates > 1
+    if device.type != "cuda" or decides_itself or engine.loss_scale or history:
         return False
     # Ranks must agree: one without shards may have another rule.
     able = torch.tensor(float(engine.optimizer.skips_on_device), device=device)
