@@ -43,7 +43,7 @@ from shoal.engine.parallel.zero.bucket import Bucket
 from shoal.engine.parallel.zero.zero_engine import ShardedParameters
 from shoal.engine.precision.float8 import ROW, TENSOR, Codes, compute_scale, encode, largest
 from shoal.engine.precision.policy import Policy
-from shoal.engine.precision.recipe import GRADIENT, INPUT, WEIGHT, AmaxHistory, Recipe
+from shoal.engine.precision.recipe import GRADIENT, INPUT, WEIGHT, AmaxHistory, Recipe, find_unfit, parent_of
 from shoal.spec.catalog import ModelShape
 from shoal.spec.compatibility.sizes import float8_layers
 from shoal.spec.config import Float8Config
@@ -98,14 +98,15 @@ def apply_float8(
     """Replace products of linear layers, in place, by 8-bit ones; ``placements`` are by name of the weight."""
     mesh, recipe = parameters.mesh, float8.recipe
     layers = {name: module for name, module in model.named_modules() if name in float8.layers}
-    sides = [side for layer in layers.values() for side in layer.weight.shape]
-    fits = not any(side % recipe.alignment for side in sides)
-    native = fits and recipe.is_native(parameters.buckets[0].policy.compute, mesh.device)
+    unfit = {parent_of(name) for name in layers}
+    if recipe.is_native(parameters.buckets[0].policy.compute, mesh.device):
+        unfit = find_unfit({name: layer.weight.shape for name, layer in layers.items()}, recipe, warn=mesh.rank == 0)
     for name, layer in layers.items():
         assert isinstance(layer, Linear)
         split = placements[f"{name}.weight"]
         along = next((dim for i, dim in enumerate((OUT, IN)) if split.box.shape[i] != split.global_shape[i]), "")
         bucket = parameters.buckets[parameters.places[layer.weight][0]]
+        native = parent_of(name) not in unfit
         product = Float8Product(name, recipe, float8.history, bucket, along, mesh.group("tp"), sink, native=native)
         product.number, product.form = _register(product)
         layer.product = product
@@ -297,11 +298,13 @@ class _Float8Linear(torch.autograd.Function):
 
 
 def _add_multiplied(a: Codes, b: Codes, dtype: torch.dtype, total: Tensor, fresh: bool) -> None:
-    if a.for_hardware and a.grain != ROW:  # with scales of rows, older devices have no results in float32
-        if fresh and total.storage_offset() * total.itemsize % _ALIGN == 0:
-            multiply_into(a.codes, b.codes, *_operand_scales(a, b), total)
-            return
-        dtype = total.dtype
+    aligned = total.storage_offset() * total.itemsize % _ALIGN == 0
+    # With scales of rows, older devices have no results in float32.
+    if fresh and aligned and a.for_hardware and a.grain != ROW:
+        multiply_into(a.codes, b.codes, *_operand_scales(a, b), total)
+        return
+    # Rounded to bf16 as decoded products are: at most 2^-9 of an element, a small part of the error of 8-bit codes. The
+    # sum stays in float32. A product in float32 would move 4 bytes more an element and take twice the memory.
     add_gradient(multiply(a, b, dtype), total, fresh)
 
 

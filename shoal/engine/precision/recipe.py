@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -88,6 +89,30 @@ def hardware_scales(device: torch.device) -> frozenset[str]:
     if capability[0] == 10:
         found.add("mx")
     return frozenset(found)
+
+
+def parent_of(layer: str) -> str:
+    """Return the name of the attention or feed-forward block of a layer; its layers share the codes of an input."""
+    return layer.rpartition(".")[0]
+
+
+def find_unfit(shapes: dict[str, torch.Size], recipe: Recipe, *, warn: bool) -> set[str]:
+    """Return the blocks with a matrix whose sides products on hardware do not take.
+
+    Args:
+        shapes: of the matrices on this rank, by name of the layer.
+        warn: whether to warn of the first such layer of each kind of block.
+    """
+    unfit = {name: shape for name, shape in shapes.items() if any(side % recipe.alignment for side in shape)}
+    first = {parent_of(name).split(".")[-1]: name for name in reversed(unfit)} if warn else {}
+    for kind, name in sorted(first.items()):
+        layer, (rows, columns) = name.split(".")[-1], unfit[name]  # no number: stages of a rank warn once together
+        warnings.warn(
+            f"{kind}.{layer} has {rows} x {columns} weights on a rank, but this device multiplies 8-bit matrices with "
+            f"scales '{recipe.scales}' only if all sides are multiples of {recipe.alignment}: products of {kind} are "
+            "computed from decoded values, which is slower than in bf16", stacklevel=3,
+        )  # fmt: skip
+    return {parent_of(name) for name in unfit}
 
 
 class AmaxHistory:

@@ -187,9 +187,8 @@ def test_native_products_are_what_torch_takes_on_cuda(precision, settings, monke
         _add_multiplied(across, layer.restore_input(turned, turned_scale), torch.bfloat16, total, False)
         _add_multiplied(across, layer.restore_input(turned, turned_scale), torch.bfloat16, total, True)
         assert (y.shape, d_x.shape, y.device.type) == ((tokens, out), (tokens, width), "cuda")
-    by_row = settings.get("scales") == "row"
     assert [fast for _, _, fast, _ in taken[:3]] == [recipe.scales in ("tensor", "row"), False, False]
-    assert taken[2][3] == (torch.bfloat16 if by_row else torch.float32)
+    assert taken[2][3] == torch.bfloat16
     expected = {
         "tensor": [((), ())] * 3,
         "row": [((tokens, 1), (1, out)), ((tokens, 1), (1, width)), ((out, 1), (1, width))],

@@ -22,14 +22,25 @@ CASES = [
     ({"dp": 2, "zero": 3, "recompute": "full"}, "fp8", {"scales": "block", "block": 32}),
     ({"pp": 2, "schedule": "zb-h1"}, "mxfp8", {}),
 ]
+STEPS, MICRO_BATCHES = 3, 2
 
 
 @pytest.mark.parametrize(("parallel", "precision", "settings"), CASES, ids=str)
 def test_operands_of_hardware_give_the_emulated_step(pool, parallel, precision, settings):
-    config = in_float8(small_run(parallel, MODEL | {"layers": parallel.get("pp", 1)}), precision, settings)
+    compare(pool, parallel, precision, settings, MODEL["ffn"], blocks=2)
+
+
+def test_a_block_with_an_unfit_side_is_decoded_alone(pool):
+    compare(pool, {"tp": 2}, "fp8", {"scales": "row"}, 120, blocks=1)  # 60 on a rank, no multiple of 8
+
+
+def compare(pool, parallel, precision, settings, ffn, blocks):
+    model = MODEL | {"layers": parallel.get("pp", 1), "ffn": ffn}
+    config = in_float8(small_run(parallel, model), precision, settings)
     config = prepare(config, own_precision=False).config
     for emulated, native, products in pool.run(_both, config.parallel.world_size, config):
-        assert products
+        layers = {1: 4, 2: 7}[blocks]  # of attention, and of the feed-forward block
+        assert products == (3 + (parallel.get("recompute") == "full")) * layers * STEPS * MICRO_BATCHES
         torch.testing.assert_close(native, emulated, rtol=1e-12, atol=0)
 
 
@@ -53,7 +64,7 @@ def _both(config: RunConfig) -> tuple[Tensor, Tensor, int]:
 def _steps(config: RunConfig) -> Tensor:
     engine = engine_of(config)
     assert any(isinstance(getattr(m, "product", None), Float8Product) for m in engine.stages[0].module.modules())
-    results = [engine.step(step) for step in range(3)]
+    results = [engine.step(step) for step in range(STEPS)]
     return torch.tensor([(result.loss, result.gradient_norm) for result in results], dtype=torch.float64)
 
 

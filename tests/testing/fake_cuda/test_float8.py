@@ -14,21 +14,26 @@ RUN = {
 }
 
 
-def count_launches(settings: dict) -> tuple[list, list, dict]:
+def count_launches(settings: dict, ffn: int = 1024) -> tuple[list, list, dict, list]:
+    import warnings
+
     import torch
 
     from shoal.testing.fake_cuda import census
 
     train = {"precision": "fp8", "global_batch": MICRO_BATCHES}
-    config = build_config(RUN | {"train": train, "float8": settings})
-    with pytest.MonkeyPatch.context() as patch:
+    config = build_config(RUN | {"model": RUN["model"] | {"ffn": ffn}, "train": train, "float8": settings})
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
         patch.setattr(torch.version, "cuda", "13.0")
         found = census.take_census(config)
     launches: dict[str, int] = {}
     for line, count in found.launches.items():
         if "engine/parallel/float8.py" in line or "engine/precision" in line:
             launches[line.split(" at ")[0]] = launches.get(line.split(" at ")[0], 0) + count
-    return [*found.mismatches], [line for line in found.synchronisations if "precision" in line], launches
+    synchronisations = [line for line in found.synchronisations if "precision" in line]
+    said = [str(each.message) for each in warned if "8-bit" in str(each.message)]
+    return [*found.mismatches], synchronisations, launches, said
 
 
 @pytest.mark.parametrize(("settings", "encoding"), [
@@ -38,10 +43,20 @@ def count_launches(settings: dict) -> tuple[list, list, dict]:
     ({"scales": "block"}, ["quantise_blocks"]),
 ], ids=str)
 def test_matrices_are_encoded_once(on_fake_cuda: Callable, settings: dict, encoding: list) -> None:
-    mismatches, synchronisations, launches = on_fake_cuda(count_launches, settings)
-    assert not mismatches and not synchronisations
+    mismatches, synchronisations, launches, said = on_fake_cuda(count_launches, settings)
+    assert not mismatches and not synchronisations and not said
     matrices = LINEARS + MICRO_BATCHES * (INPUTS + LINEARS)
     assert {name: launches.get(name) for name in encoding} == dict.fromkeys(encoding, matrices)
     into = MICRO_BATCHES * LINEARS // 2 if settings.get("scales") != "row" else 0
     products = 3 * MICRO_BATCHES * LINEARS
     assert launches["_scaled_mm"] == products - into and launches.get("float8_multiply_into", 0) == into
+
+
+def test_a_side_that_hardware_does_not_take_is_named(on_fake_cuda: Callable) -> None:
+    """The feed-forward block is computed from decoded values, attention is not."""
+    mismatches, synchronisations, launches, said = on_fake_cuda(count_launches, {"scales": "block"}, 768)
+    assert not mismatches and not synchronisations
+    of_attention = 3 * MICRO_BATCHES * 4
+    assert launches["_scaled_mm"] + launches["float8_multiply_into"] == of_attention
+    (warning,) = said
+    assert warning.startswith("mlp.gate has 768 x 512 weights on a rank") and "multiples of 512" in warning
