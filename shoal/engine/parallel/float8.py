@@ -43,7 +43,7 @@ from shoal.engine.parallel.zero.bucket import Bucket
 from shoal.engine.parallel.zero.zero_engine import ShardedParameters
 from shoal.engine.precision.float8 import ROW, TENSOR, Codes, compute_scale, encode, largest
 from shoal.engine.precision.policy import Policy
-from shoal.engine.precision.recipe import GRADIENT, INPUT, WEIGHT, AmaxHistory, Recipe, find_unfit, parent_of
+from shoal.engine.precision.recipe import GRADIENT, INPUT, WEIGHT, AmaxHistory, Recipe, find_unfit, name_block
 from shoal.spec.catalog import ModelShape
 from shoal.spec.compatibility.sizes import float8_layers
 from shoal.spec.config import Float8Config
@@ -98,7 +98,7 @@ def apply_float8(
     """Replace products of linear layers, in place, by 8-bit ones; ``placements`` are by name of the weight."""
     mesh, recipe = parameters.mesh, float8.recipe
     layers = {name: module for name, module in model.named_modules() if name in float8.layers}
-    unfit = {parent_of(name) for name in layers}
+    unfit = {name_block(name) for name in layers}
     if recipe.is_native(parameters.buckets[0].policy.compute, mesh.device):
         unfit = find_unfit({name: layer.weight.shape for name, layer in layers.items()}, recipe, warn=mesh.rank == 0)
     for name, layer in layers.items():
@@ -106,7 +106,7 @@ def apply_float8(
         split = placements[f"{name}.weight"]
         along = next((dim for i, dim in enumerate((OUT, IN)) if split.box.shape[i] != split.global_shape[i]), "")
         bucket = parameters.buckets[parameters.places[layer.weight][0]]
-        native = parent_of(name) not in unfit
+        native = name_block(name) not in unfit
         product = Float8Product(name, recipe, float8.history, bucket, along, mesh.group("tp"), sink, native=native)
         product.number, product.form = _register(product)
         layer.product = product

@@ -91,7 +91,7 @@ def hardware_scales(device: torch.device) -> frozenset[str]:
     return frozenset(found)
 
 
-def parent_of(layer: str) -> str:
+def name_block(layer: str) -> str:
     """Return the name of the attention or feed-forward block of a layer; its layers share the codes of an input."""
     return layer.rpartition(".")[0]
 
@@ -104,7 +104,7 @@ def find_unfit(shapes: dict[str, torch.Size], recipe: Recipe, *, warn: bool) -> 
         warn: whether to warn of the first such layer of each kind of block.
     """
     unfit = {name: shape for name, shape in shapes.items() if any(side % recipe.alignment for side in shape)}
-    first = {parent_of(name).split(".")[-1]: name for name in reversed(unfit)} if warn else {}
+    first = {name_block(name).split(".")[-1]: name for name in reversed(unfit)} if warn else {}
     for kind, name in sorted(first.items()):
         layer, (rows, columns) = name.split(".")[-1], unfit[name]  # no number: stages of a rank warn once together
         warnings.warn(
@@ -112,7 +112,7 @@ def find_unfit(shapes: dict[str, torch.Size], recipe: Recipe, *, warn: bool) -> 
             f"scales '{recipe.scales}' only if all sides are multiples of {recipe.alignment}: products of {kind} are "
             "computed from decoded values, which is slower than in bf16", stacklevel=3,
         )  # fmt: skip
-    return {parent_of(name) for name in unfit}
+    return {name_block(name) for name in unfit}
 
 
 class AmaxHistory:
