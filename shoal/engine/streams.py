@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,7 +15,9 @@ import torch
 
 def host_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return flat zeros in host memory, page-locked if a CUDA device will copy from and to them."""
-    return torch.zeros(numel, dtype=dtype, pin_memory=device.type == "cuda")
+    zeros = torch.zeros(numel, dtype=dtype)
+    lock_pages(zeros, device, "an offloaded state")
+    return zeros
 
 
 def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -22,10 +27,11 @@ def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x).to(device, non_blocking=True)
 
 
-def lock_pages(memory: torch.Tensor, device: torch.device) -> None:
+def lock_pages(memory: torch.Tensor, device: torch.device, what: str) -> None:
     """Page-lock host memory until it is freed, so that a CUDA device copies into it without the host waiting.
 
-    Unlike torch's page-locked tensors, whose sizes are powers of two, this takes no further memory.
+    Unlike torch's page-locked tensors, whose sizes are powers of two, this takes no further memory. If the system
+    refuses, warn once for each ``what``, the content of the memory, which then stays pageable.
     """
     if device.type != "cuda" or memory.numel() == 0:
         return
@@ -35,9 +41,20 @@ def lock_pages(memory: torch.Tensor, device: torch.device) -> None:
             torch.cuda.check_error(function(*args))
 
     runtime, address = torch.cuda.cudart(), memory.data_ptr()
-    call(runtime.cudaHostRegister, address, memory.nbytes, 1)  # 1: for all devices
+    try:
+        call(runtime.cudaHostRegister, address, memory.nbytes, 1)  # 1: for all devices
+    except RuntimeError as error:
+        _warn_of_pageable(what, str(error))
+        with contextlib.suppress(RuntimeError):  # CUDA keeps the error, which the next launch reports as its own
+            torch.ones(1, device=device)
+        return
     unlock = weakref.finalize(memory.untyped_storage(), call, runtime.cudaHostUnregister, address)
     unlock.atexit = False  # the process frees it, perhaps after the CUDA context
+
+
+@cache
+def _warn_of_pageable(what: str, error: str) -> None:
+    warnings.warn(f"The memory of {what} is not page-locked ({error}): copies block the host.", stacklevel=3)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 
 from shoal.base.errors import UsageError
 from shoal.engine.device import choose_transport, cuda_environment, pick_device, write_collective_traces
-from shoal.engine.streams import SideStream, lock_pages
+from shoal.engine.streams import SideStream, host_zeros, lock_pages
 
 
 @pytest.fixture
@@ -98,15 +98,35 @@ def test_pages_are_locked_until_their_memory_is_freed(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "check_error", lambda result: None)
     memory = torch.empty(100, dtype=torch.uint8)
-    lock_pages(memory, torch.device("cpu"))
+    lock_pages(memory, torch.device("cpu"), "a test")
     assert calls == []
-    lock_pages(memory, torch.device("cuda", 0))
+    lock_pages(memory, torch.device("cuda", 0), "a test")
     view, address = memory[10:], memory.data_ptr()
     assert calls == [("lock", address, 100, 1)]
     del memory
     assert len(calls) == 1, "a view is left"
     del view
     assert calls[1:] == [("unlock", address)]
+
+
+def test_memory_that_cannot_be_locked_stays_pageable(monkeypatch, recwarn) -> None:
+    launches = []
+
+    def launch(*args, **kwargs) -> None:
+        launches.append(args)
+        raise RuntimeError("CUDA error: out of memory")
+
+    runtime = SimpleNamespace(cudaHostRegister=lambda *args: 2, cudaHostUnregister=None)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "check_error", lambda result: launch("out of memory (2)") if result else None)
+    monkeypatch.setattr(torch, "ones", launch)
+    first, second = (host_zeros(100, torch.float32, torch.device("cuda", 0)) for _ in range(2))
+    assert first.count_nonzero() == second.count_nonzero() == 0
+    assert launches.count((1,)) == 2, "each reads the error that CUDA keeps"
+    (warning,) = recwarn
+    assert "The memory of an offloaded state is not page-locked (CUDA error: out of memory)" in str(warning.message)
+    del first, second  # nothing to unlock
 
 
 def test_a_side_stream_of_the_cpu_works_at_once() -> None:

@@ -107,7 +107,7 @@ class Checkpointer:
     def _reserve(self, plan: SavePlan) -> torch.Tensor:
         if self._memory.numel() < plan.size:
             self._memory = torch.empty(plan.size, dtype=torch.uint8)
-            lock_pages(self._memory, plan.device)
+            lock_pages(self._memory, plan.device, "checkpoints in preparation")
         return self._memory[: plan.size]
 
     def _copy(self, state: State) -> tuple[SavePlan, torch.Tensor, Mark]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from shoal.engine import streams
 from shoal.engine.collectives.mesh import DryMesh
 from shoal.spec.config import RunConfig
 from shoal.testing.fake_cuda.library import on_wait
@@ -156,6 +157,7 @@ def fake_cuda() -> Iterator[OperationRecorder]:
         (FakeTensor, "tolist"): lambda x: recorder.read_values(x),  # torch's reads one number at a time
         (F, "scaled_dot_product_attention"): _attention,
         (FakeTensor, "record_stream"): lambda x, stream: None,
+        (streams, "lock_pages"): lambda memory, device, what: None,
         (torch.cuda, "get_device_capability"): lambda device=None: (9, 0),
     }
     before = {(owner, name): getattr(owner, name) for owner, name in replaced}

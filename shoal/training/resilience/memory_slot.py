@@ -64,7 +64,7 @@ class MemorySlot:
         if self.memory.numel() != size or not self.file.exists():
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.memory = _map_file(self.file, size)
-            lock_pages(self.memory, self.device)
+            lock_pages(self.memory, self.device, "checkpoints in host memory")
 
     def commit(self, part: bytes) -> None:
         """Write the description atomically, which completes the slot."""
