@@ -32,7 +32,8 @@ def swiglu(gate_up: Tensor) -> Tensor:
 def _(gate_up: Tensor) -> Tensor:
     from shoal.engine.kernels.programs import swiglu as programs
 
-    return programs.forward(*gate_up.contiguous().flatten(0, -2).chunk(2, -1)).view(*gate_up.shape[:-1], -1)
+    out = programs.forward(*gate_up.contiguous().flatten(0, -2).chunk(2, -1))
+    return out.view(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
 
 @swiglu.register_fake

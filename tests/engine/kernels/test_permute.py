@@ -14,7 +14,7 @@ from tests.engine.kernels.triton_tools import OPERATOR_CHECKS, TARGETS, compile_
 
 CASES = {
     "each token twice": (9, 3, 2, 7, 1.0), "dropped": (17, 12, 4, 1030, 0.3), "one expert": (5, 1, 1, 16, 1.0),
-    "none": (4, 3, 2, 8, 0.0), "any number": (33, 5, 5, 8, 0.6),
+    "none": (4, 3, 2, 8, 0.0), "no tokens": (0, 3, 2, 8, 1.0), "any number": (33, 5, 5, 8, 0.6),
 }  # tokens, experts, choices of a token, columns, chance of a choice
 
 

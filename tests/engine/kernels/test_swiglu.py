@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from shoal.engine.kernels.swiglu import swiglu, swiglu_pair, swiglu_reference
+from shoal.engine.kernels.swiglu import (
+    swiglu,
+    swiglu_backward,
+    swiglu_pair,
+    swiglu_pair_backward,
+    swiglu_reference,
+)
 from tests.engine.kernels.triton_tools import OPERATOR_CHECKS, TARGETS, compile_program
 
 TYPES = dict.fromkeys(("gate", "up", "gradient", "out", "d_gate", "d_up"), "*bf16") | {"f": "i32", "stride": "i32"}
@@ -30,6 +36,20 @@ def check_programs(f: int) -> None:
         torch.testing.assert_close(torch.cat(d_pair, -1), exact.grad.float())
     found = programs.forward(*exact.detach().chunk(2, -1))
     torch.testing.assert_close(found, expected.detach(), rtol=1e-14, atol=1e-14)
+
+
+def test_the_cuda_kernels_take_zero_rows(interpreted) -> None:
+    interpreted(check_zero_rows)
+
+
+def check_zero_rows() -> None:
+    gate_up, pair = torch.empty(2, 0, 10), (torch.empty(2, 0, 5), torch.empty(2, 0, 5))
+    for operator in (swiglu, swiglu_backward, swiglu_pair, swiglu_pair_backward):
+        arguments = (gate_up,) if operator in (swiglu, swiglu_backward) else pair
+        backward = operator in (swiglu_backward, swiglu_pair_backward)
+        found = operator._kernels["cuda"](*([pair[0]] * backward), *arguments)
+        expected = operator(*([pair[0]] * backward), *arguments)
+        torch.testing.assert_close(found, expected)
 
 
 def test_operators() -> None:

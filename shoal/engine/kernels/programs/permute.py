@@ -97,6 +97,8 @@ def sort_choices(chosen: Tensor, m: int, k: int) -> tuple[Tensor, Tensor, Tensor
     n, experts = chosen.shape
     position = chosen.t().to(torch.int32, memory_format=torch.contiguous_format).view(-1).cumsum(0, dtype=torch.int32)
     token, expert, rows, ends = (position.new_empty(size) for size in ((m,), (m,), (n, k), (experts,)))
+    if n == 0:
+        return token.fill_(-1), expert.fill_(-1), rows, ends.zero_()
     padded = triton.next_power_of_2(experts)
     tokens = max(1, TILE // padded)
     sort_program[(triton.cdiv(n, tokens),)](
@@ -138,6 +140,7 @@ def combine_rows_backward(
     gradient: Tensor, y: Tensor, weights: Tensor, token: Tensor, expert: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Launch `spread_program`."""
+    assert gradient.is_contiguous()
     y, weights, h = y.contiguous(), weights.contiguous(), y.shape[1]
     d_y, d_weights = y.new_empty(y.shape), torch.zeros_like(weights)
     if len(y):

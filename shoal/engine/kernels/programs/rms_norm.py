@@ -77,7 +77,10 @@ def backward(
     d_y: Tensor, d_total: Tensor | None, total: Tensor, weight: Tensor, inverse: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Launch `backward_program` and sum its partial sums; arguments and results as of the operator."""
+    assert d_y.is_contiguous() and (d_total is None or d_total.is_contiguous())
     total, h, rows = total.contiguous(), total.shape[-1], inverse.numel()
+    if rows == 0:
+        return total.new_empty(total.shape), torch.zeros_like(weight)
     each = triton.cdiv(rows, PROGRAMS)
     programs = triton.cdiv(rows, each)
     d_x, partial = total.new_empty(total.shape), total.new_empty(programs, h, dtype=torch.float32)

@@ -85,6 +85,7 @@ def forward(packed: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int)
 
 def backward(d_q: Tensor, d_k: Tensor, d_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Launch `backward_program`; arguments and results as of the operator."""
+    assert d_q.is_contiguous() and d_k.is_contiguous() and d_v.is_contiguous()
     (b, s, heads, d), kv_heads = d_q.shape, d_k.shape[2]
     every = heads + 2 * kv_heads
     out = d_q.new_empty(b, s, every * d)

@@ -49,6 +49,7 @@ def forward(gate: Tensor, up: Tensor) -> Tensor:
 
 def backward(gradient: Tensor, gate: Tensor, up: Tensor, d_gate: Tensor, d_up: Tensor) -> None:
     """Launch `backward_program`: write the gradients of [m, f], which have the row stride of gate and up."""
+    assert gradient.is_contiguous()
     m, f = gate.shape
     if m:
         backward_program[(m, triton.cdiv(f, BLOCK))](
