@@ -15,7 +15,9 @@ from torch import Tensor
 
 from shoal.base.boxes import Box
 
-_BLOCK = 1 << 18  # elements per step: the scratch memory fits in the cache and is small for any shard
+# Elements per step.
+_BLOCK = 1 << 18  # the scratch memory fits in the cache and is small for any shard
+_CUDA_BLOCK = 1 << 24  # ~30 launches each; scratch memory of several times 128 MiB, before any activations
 
 
 class Initial(NamedTuple):
@@ -36,7 +38,8 @@ def fill(out: Tensor, *, name: str, global_shape: tuple[int, ...], box: Box, ini
         out.fill_(initial.mean)
         return
     key = stream_key(seed, name)
-    rows_at_once = max(1, _BLOCK // max(1, math.prod(box.shape[1:])))
+    block = _CUDA_BLOCK if out.is_cuda else _BLOCK
+    rows_at_once = max(1, block // max(1, math.prod(box.shape[1:])))
     for row in range(0, box.shape[0], rows_at_once):
         rows = min(rows_at_once, box.shape[0] - row)
         part = Box((box.offset[0] + row, *box.offset[1:]), (rows, *box.shape[1:]))

@@ -12,7 +12,7 @@ from torch import Tensor
 from shoal.base.boxes import Piece
 from shoal.engine.collectives.ops import to_host
 from shoal.engine.optim.shards import Shard, Shards
-from shoal.engine.streams import Mark
+from shoal.engine.streams import Mark, to_device
 from shoal.spec.config import OptimizerConfig
 
 BLOCK = 1 << 17  # elements: with a few states, a block stays in the caches between operations
@@ -107,7 +107,7 @@ class Elementwise(Rule):
             weights, states = shard.weights, [self.tensors[name][i] for name in self.STATES]
             numbers = self.numbers(learning_rate * shard.rate, shard.decay)
             if self._compiled is not None:  # as tensors, since new float values would trigger recompilation
-                as_tensors = torch.tensor(numbers, dtype=torch.float64, device=self.shards.device)
+                as_tensors = to_device(torch.tensor(numbers, dtype=torch.float64), self.shards.device)
                 self._compiled(weights, shard.gradient.to(weights.dtype), states, as_tensors.unbind())
                 continue
             for some, gradient, *rest in split_blocks(weights, shard.gradient, *states):
