@@ -31,6 +31,9 @@ passed through; the number of values seen on this rank (equal order on ranks wit
 class ValueWatch:
     """Pass each value of a step on this rank, forward and backward, to a function.
 
+    Its hooks need the result of each linear layer. So a watched step computes apart what CUDA otherwise computes as one
+    product for a fused operator (`shoal.engine.parallel.linear.Linear.joined`), and its values may differ by rounding.
+
     Args:
         see: function of the sort key, the module or parameter, and the value.
     """
@@ -99,7 +102,9 @@ def locate_nonfinite(engine: Engine, step: int, error: NonFinite) -> str:
     if not found and not error.untouched:
         return f"{error}. A rerun with the current weights is finite on every rank."
     if not found:
-        return f"{error}. A rerun is finite on every rank: the fault was not in weights, data or code."
+        apart = " (except operators on joined products, which a rerun computes apart)"
+        code = f"code{apart if engine.mesh.device.type == 'cuda' else ''}"
+        return f"{error}. A rerun is finite on every rank: the fault was not in weights, data or {code}."
     earliest, _, what = min(found, key=itemgetter(0))
     ranks = [rank for when, rank, _ in found if when == earliest]
     named = " and ".join(ranks[:NAMED]) + (f" and {len(ranks) - NAMED} more" if len(ranks) > NAMED else "")

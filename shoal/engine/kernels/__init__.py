@@ -17,6 +17,8 @@ from torch import Tensor
 def use_fused(x: Tensor) -> bool:
     """Return whether an operation on x takes its fused operator: on CUDA, unless in float64, which programs round.
 
-    A dry run replaces this function, to count on the CPU what CUDA would do.
+    A choice between operations of torch that differ only in speed on a device (attention backends, layouts in memory, a
+    sort or several maxima) asks `Tensor.is_cuda` instead, in every format. Programs that compute in float64, too, ask
+    for either. A dry run replaces this function, to count on the CPU what CUDA would do.
     """
     return x.is_cuda and x.dtype != torch.float64

@@ -77,7 +77,7 @@ def adam8bit_(
 def _(*args) -> None:
     from shoal.engine.kernels.programs import adam8bit as programs
 
-    programs.update(*args)
+    programs.update(*args, width=WIDTH)
 
 
 @adam8bit_.register_fake

@@ -36,7 +36,7 @@ def _(x: Tensor, by_row: bool) -> Tensor:
     from shoal.engine.kernels.programs import quantise as programs
 
     found = x.new_zeros(sum(x.shape) if by_row else 1, dtype=torch.int32)
-    programs.maxima(x.contiguous(), found, by_row=by_row)
+    programs.maxima(x.contiguous(), found, by_row=by_row, tile=TILE)
     return found.view(torch.float32)
 
 
@@ -76,7 +76,7 @@ def _(
 
     out, most = _empty(x, kind, by_row), x.new_zeros(int(given), dtype=torch.int32)
     programs.quantise(
-        x.contiguous(), values, (*out, most), largest=FORMAT[kind].largest, by_row=by_row, given=given
+        x.contiguous(), values, (*out, most), largest=FORMAT[kind].largest, by_row=by_row, given=given, tile=TILE
     )
     return *out, most.view(torch.float32)
 
@@ -113,7 +113,7 @@ def _(x: Tensor, kind: str, rows: int, columns: int, scale: str) -> tuple[Tensor
     as_bytes = [each.view(torch.uint8) if each.dtype == torch.float8_e8m0fnu else each for each in out]
     programs.quantise_blocks(
         x.contiguous(), as_bytes, largest=format.largest, octave=octave(format), block=columns,
-        mx=scale == "mx", square=rows == columns,
+        mx=scale == "mx", square=rows == columns, tile=TILE,
     )  # fmt: skip
     return out
 

@@ -25,7 +25,7 @@ class CrossEntropy(nn.Module):
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the loss; overwrites logits of >= 32 bits. logits: [b, s, v]; targets: [b, s] ids or `IGNORE`."""
-        if torch.compiler.is_compiling():  # on the CPU
+        if torch.compiler.is_compiling():  # on the CPU: `shoal.engine.parallel.apply` compiles no loss on CUDA
             logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
             return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
         return SummedCrossEntropy.apply(logits, targets, targets != IGNORE, logits.shape[-1], None)

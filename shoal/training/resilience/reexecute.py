@@ -48,7 +48,10 @@ def reexecute(engine: Engine, step: int, group: Group, where: Where = "same") ->
 
 
 def trace(engine: Engine, step: int, shift: int = 0) -> Trace:
-    """Run a step without its update, with the samples of replica + ``shift``, and hash its values on this rank."""
+    """Run a step without its update, with the samples of replica + ``shift``, and hash its values on this rank.
+
+    Both traces are watched, so both compute products apart that training joins on CUDA (`ValueWatch`).
+    """
     seen: list[tuple[When, str]] = []
     hashes: list[Tensor] = []
 

@@ -1,6 +1,7 @@
 """8-bit Adam in one kernel for each matrix."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -66,7 +67,7 @@ def test_program_equals_the_rule_of_the_cpu(interpreted, cuts: list[int], dtype:
 def check_program(cuts: list[int], dtype: torch.dtype) -> None:
     from shoal.engine.kernels.programs import adam8bit as programs
 
-    adam8bit.adam8bit_ = programs.update
+    adam8bit.adam8bit_ = partial(programs.update, width=WIDTH)
     compare(dtype, cuts)
 
 
@@ -94,7 +95,7 @@ def test_program_compiles(capability: int) -> None:
         **dict.fromkeys(("mean_scales", "square_scales", "levels", "moments", "scale", "skip"), "*fp32"),
         **dict.fromkeys(("key", "rows", "columns", "blocks", "stride"), "i32"), "nearest": "*u8", "starts": "*i64",
     }  # fmt: skip
-    constants = {"BLOCKS": programs.BLOCKS, "WIDTH": programs.WIDTH}
+    constants = {"BLOCKS": programs.BLOCKS, "WIDTH": WIDTH}
     ptx = compile_program(program, capability, types, SHARED=False, **constants)
     assert "ld.global.v4" in ptx  # 16 bytes at a time
     one = {"rows": 1, "blocks": 1}  # Triton makes numbers that are 1 constants

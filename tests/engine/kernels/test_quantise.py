@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from shoal.engine.kernels.quantise import FORMAT, _empty, _empty_blocks, maxima, quantise, quantise_blocks
+from shoal.engine.kernels.quantise import FORMAT, TILE, _empty, _empty_blocks, maxima, quantise, quantise_blocks
 from shoal.engine.precision.float8 import Grain, octave
 from tests.engine.kernels.triton_tools import OPERATOR_CHECKS, TARGETS, compile_program
 
@@ -70,7 +70,7 @@ def launch_maxima(x, by_row):
     from shoal.engine.kernels.programs import quantise as programs
 
     found = torch.zeros(sum(x.shape) if by_row else 1, dtype=torch.int32)
-    programs.maxima(x, found, by_row=by_row)
+    programs.maxima(x, found, by_row=by_row, tile=TILE)
     return found.view(torch.float32)
 
 
@@ -78,7 +78,7 @@ def launch(x, values, kind, by_row, given):
     from shoal.engine.kernels.programs import quantise as programs
 
     out, most = _empty(x, kind, by_row), torch.zeros(int(given), dtype=torch.int32)
-    programs.quantise(x, values, (*out, most), largest=FORMAT[kind].largest, by_row=by_row, given=given)
+    programs.quantise(x, values, (*out, most), largest=FORMAT[kind].largest, by_row=by_row, given=given, tile=TILE)
     return *out, most.view(torch.float32)
 
 
@@ -89,7 +89,7 @@ def launch_blocks(x, kind, rows, columns, scale):
     as_bytes = [*out[:2], *(each.view(torch.uint8) if mx else each for each in out[2:])]
     programs.quantise_blocks(
         x, as_bytes, largest=FORMAT[kind].largest, octave=octave(FORMAT[kind]), block=columns, mx=mx,
-        square=rows == columns,
+        square=rows == columns, tile=TILE,
     )  # fmt: skip
     return out
 
@@ -145,7 +145,7 @@ def test_programs_compile(name: str, target: str, kind: str, options: dict) -> N
         "x": "*bf16", "codes": codes, "turned": codes, "inverse": scales, "turned_inverse": scales,
         "scales": "*fp32", "most": "*i32", "maxima": "*i32", "m": "i32", "k": "i32",
     }  # fmt: skip
-    options = {"LARGEST": FORMAT[kind].largest, "OCTAVE": octave(FORMAT[kind]), "TILE": programs.TILE} | options
+    options = {"LARGEST": FORMAT[kind].largest, "OCTAVE": octave(FORMAT[kind]), "TILE": TILE} | options
     options = {name: value for name, value in options.items() if name in program.arg_names}
     ptx = compile_program(program, TARGETS[target], types, num_warps=programs.WARPS, **options)
     assert "ld.global.v4.b32" in ptx  # 16 bytes at a time, and of both results

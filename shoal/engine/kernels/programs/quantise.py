@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 128
 WARPS = 8  # 64 elements per thread
 MOST: tl.constexpr = tl.constexpr(2.0**126)  # a scale's maximum: its inverse is a normal number
 BIAS: tl.constexpr = tl.constexpr(127)  # of the exponents of float32 and E8M0
@@ -156,25 +155,27 @@ def quantise_blocks_program(
         )  # fmt: skip
 
 
-def maxima(x: Tensor, found: Tensor, *, by_row: bool) -> None:
+def maxima(x: Tensor, found: Tensor, *, by_row: bool, tile: int) -> None:
     """Launch `maxima_program`: x [m, k], found [1] or [m + k], int32 zeros."""
     m, k = x.shape
-    maxima_program[_tiles(m, k, TILE)](x, found, m, k, BY_ROW=by_row, TILE=TILE, num_warps=WARPS)
+    maxima_program[_tiles(m, k, tile)](x, found, m, k, BY_ROW=by_row, TILE=tile, num_warps=WARPS)
 
 
-def quantise(x: Tensor, scales: Tensor, out: Sequence[Tensor], *, largest: float, by_row: bool, given: bool) -> None:
+def quantise(
+    x: Tensor, scales: Tensor, out: Sequence[Tensor], *, largest: float, by_row: bool, given: bool, tile: int
+) -> None:
     """Launch `quantise_program`; ``out`` are its results, the last one int32 zeros."""
     m, k = x.shape
-    quantise_program[_tiles(m, k, TILE)](
-        x, scales, *out, m, k, LARGEST=largest, BY_ROW=by_row, GIVEN=given, TILE=TILE, num_warps=WARPS
+    quantise_program[_tiles(m, k, tile)](
+        x, scales, *out, m, k, LARGEST=largest, BY_ROW=by_row, GIVEN=given, TILE=tile, num_warps=WARPS
     )
 
 
 def quantise_blocks(
-    x: Tensor, out: Sequence[Tensor], *, largest: float, octave: int, block: int, mx: bool, square: bool
+    x: Tensor, out: Sequence[Tensor], *, largest: float, octave: int, block: int, mx: bool, square: bool, tile: int
 ) -> None:
-    """Launch `quantise_blocks_program`; ``out`` are its results. Blocks have at most `TILE` elements."""
-    (m, k), tile = x.shape, block if square else TILE
+    """Launch `quantise_blocks_program`; ``out`` are its results. Blocks have at most ``tile`` elements."""
+    (m, k), tile = x.shape, block if square else tile
     quantise_blocks_program[_tiles(m, k, tile)](
         x, *out, m, k, LARGEST=largest, OCTAVE=octave, BLOCK=block, MX=mx, SQUARE=square, TILE=tile, num_warps=WARPS
     )

@@ -1,4 +1,4 @@
-"""Triton functions of stochastic rounding: the bits of `shoal.engine.optim.low_precision_state`."""
+"""Triton functions of stochastic rounding: the bits of `shoal.engine.kernels.rounding`."""
 
 from __future__ import annotations
 
