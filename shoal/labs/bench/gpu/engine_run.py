@@ -27,6 +27,7 @@ from shoal.spec.config import RunConfig
 from shoal.spec.config.run import build_config
 from shoal.training.check import check
 from shoal.training.step.engine import Engine
+from shoal.training.step.late_step import StartedStep
 
 REHEARSED = "h200-sxm"
 """Accelerator of the estimates that a rehearsal shows."""
@@ -109,17 +110,42 @@ class RunPoint:
 
 
 def time_each(
-    step: Callable[[int], object], setting: GpuSetting, warmup: int = 2, steps: int = 3, first: int = 0
+    step: Callable[[int], object], setting: GpuSetting, warmup: int = 2, steps: int = 3, first: int = 0,
+    together: int = 1,
 ) -> list[float]:
-    """Return the seconds of single steps after a warm-up, in which the compiler runs and kernels are chosen."""
+    """Return the seconds of steps after a warm-up, in which the compiler runs and kernels are chosen.
+
+    Args:
+        together: steps that are timed as one, so that the host may launch the next before the device is done.
+    """
+    warmup, steps, together = setting.pick(warmup, 1), setting.pick(steps, 1), setting.pick(together, 1)
     seconds, device = [], setting.torch_device
-    for number in range(setting.pick(warmup + steps, 2)):
+    for number in range(first, first + warmup):
+        step(number)
+    for number in range(first + warmup, first + warmup + steps * together, together):
         synchronize(device)
         begin = time.perf_counter()
-        step(first + number)
+        for i in range(together):
+            step(number + i)
         synchronize(device)
-        seconds.append(time.perf_counter() - begin)
-    return seconds[-setting.pick(steps, 1) :]
+        seconds.append((time.perf_counter() - begin) / together)
+    return seconds
+
+
+class StepRunner:
+    """Run steps as the trainer does: each result is read after the next step has started, if the engine allows it."""
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self.unread: StartedStep | None = None
+
+    def __call__(self, step: int) -> None:
+        if not self.engine.starts_early:
+            self.engine.step(step)
+            return
+        before, self.unread = self.unread, self.engine.start(step)
+        if before is not None:
+            before.read()
 
 
 def measure_point(setting: GpuSetting, point: RunPoint, trace: bool = False) -> Row:
@@ -134,12 +160,12 @@ def measure_point(setting: GpuSetting, point: RunPoint, trace: bool = False) -> 
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     engine = build_engine(point.config, device)
-    seconds = time_each(engine.step, setting)
+    seconds = time_each(StepRunner(engine), setting, together=2)
     step = median(seconds)
     allocated, reserved = (
         (None, None) if setting.rehearsal else (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
     )
-    busy, launches = profile_step(engine, setting, len(seconds) + 2, setting.out / "trace.json.gz" if trace else None)
+    busy, launches = profile_step(engine, setting, 999, setting.out / "trace.json.gz" if trace else None)
     full = point.tokens * shape.flops_per_token(point.sequence)
     causal = full - point.tokens * 6 * shape.layers * shape.heads * shape.head_dim * point.sequence
     estimate = point.estimate(setting)
