@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import warnings
 import weakref
 from collections.abc import Callable
@@ -15,9 +16,17 @@ import torch
 
 def host_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return flat zeros in host memory, page-locked if a CUDA device will copy from and to them."""
-    zeros = torch.zeros(numel, dtype=dtype)
+    if device.type != "cuda" or numel == 0:
+        return torch.zeros(numel, dtype=dtype)
+    zeros = map_zeros(numel, dtype)
     lock_pages(zeros, device, "an offloaded state")
     return zeros
+
+
+def map_zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return flat zeros in pages of their own: CUDA may refuse to lock a page twice, for two tensors that share it."""
+    pages = mmap.mmap(-1, numel * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype)
 
 
 def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:

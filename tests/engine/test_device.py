@@ -1,5 +1,6 @@
 """Which device a rank gets."""
 
+import mmap
 import os
 import subprocess
 import sys
@@ -123,6 +124,7 @@ def test_memory_that_cannot_be_locked_stays_pageable(monkeypatch, recwarn) -> No
     monkeypatch.setattr(torch, "ones", launch)
     first, second = (host_zeros(100, torch.float32, torch.device("cuda", 0)) for _ in range(2))
     assert first.count_nonzero() == second.count_nonzero() == 0
+    assert first.numel() == 100 and first.data_ptr() % mmap.PAGESIZE == 0, "no page is shared"
     assert launches.count((1,)) == 2, "each reads the error that CUDA keeps"
     (warning,) = recwarn
     assert "The memory of an offloaded state is not page-locked (CUDA error: out of memory)" in str(warning.message)

@@ -158,6 +158,7 @@ def fake_cuda() -> Iterator[OperationRecorder]:
         (F, "scaled_dot_product_attention"): _attention,
         (FakeTensor, "record_stream"): lambda x, stream: None,
         (streams, "lock_pages"): lambda memory, device, what: None,
+        (streams, "map_zeros"): lambda numel, dtype: torch.zeros(numel, dtype=dtype),
         (torch.cuda, "get_device_capability"): lambda device=None: (9, 0),
     }
     before = {(owner, name): getattr(owner, name) for owner, name in replaced}
