@@ -22,40 +22,34 @@ def rms_norm_reference(x: Tensor, update: Tensor | None, weight: Tensor, eps: fl
 
 
 @custom_op("shoal::rms_norm")
-def rms_norm(
-    x: Tensor, update: Tensor | None, weight: Tensor, eps: float, amax: bool = False
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def rms_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """Add ``update`` to x, and normalise the sum.
 
     Args:
         x, update: [.., h]; without an update x itself is normalised.
         weight: [h].
-        amax: whether to return the largest absolute value of each normalised row, which scales 8-bit codes.
 
     Returns:
-        x + update [.., h], or [0] without an update; normalised [.., h]; 1/rms [..] and largest absolute value [..],
-        both in at least float32, the latter [0] without ``amax``.
+        x + update [.., h], or [0] without an update; normalised [.., h]; 1/rms [..], in at least float32.
     """
     total, y = rms_norm_reference(x, update, weight, eps)
     exact = total.to(torch.promote_types(x.dtype, torch.float32))
-    largest = y.abs().amax(-1).to(exact.dtype) if amax else exact.new_empty(0)
     inverse = (exact.square().mean(-1) + eps).rsqrt()
-    return x.new_empty(0) if update is None else total, y, inverse, largest
+    return x.new_empty(0) if update is None else total, y, inverse
 
 
 @rms_norm.register_kernel("cuda")
-def _(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, amax: bool = False):
+def _(x: Tensor, update: Tensor | None, weight: Tensor, eps: float):
     from shoal.engine.kernels.programs import rms_norm as programs
 
-    return programs.forward(x, update, weight, eps, amax)
+    return programs.forward(x, update, weight, eps)
 
 
 @rms_norm.register_fake
-def _(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, amax: bool = False):
+def _(x: Tensor, update: Tensor | None, weight: Tensor, eps: float):
     exact = torch.promote_types(x.dtype, torch.float32)
     total = x.new_empty(0 if update is None else x.shape)
-    rows = x.shape[:-1]
-    return total, x.new_empty(x.shape), x.new_empty(rows, dtype=exact), x.new_empty(rows if amax else 0, dtype=exact)
+    return total, x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=exact)
 
 
 @custom_op("shoal::rms_norm_backward")
@@ -92,19 +86,19 @@ def _(d_y: Tensor, d_total: Tensor | None, total: Tensor, weight: Tensor, invers
 
 def _save(ctx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
     x, update, weight, *_ = inputs
-    total, _, inverse, largest = output
+    total, _, inverse = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(inverse, largest)
+    ctx.mark_non_differentiable(inverse)
     ctx.added = update is not None
     ctx.save_for_backward(total if ctx.added else x, weight, inverse)
 
 
 def _differentiate(ctx, d_total: Tensor | None, d_y: Tensor | None, *_: Tensor | None):
     if d_y is None:  # only the sum is used
-        return d_total, d_total if ctx.added else None, None, None, None
+        return d_total, d_total if ctx.added else None, None, None
     d_total = d_total.contiguous() if ctx.added and d_total is not None else None
     d_x, d_weight = rms_norm_backward(d_y.contiguous(), d_total, *ctx.saved_tensors)
-    return d_x, d_x if ctx.added else None, d_weight, None, None
+    return d_x, d_x if ctx.added else None, d_weight, None
 
 
 rms_norm.register_autograd(_differentiate, setup_context=_save)

@@ -30,7 +30,7 @@ class RMSNorm(nn.RMSNorm):
         """Normalise the last dimension of x, [.., h]; or (on CUDA) return x + update, and that normalised."""
         eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
         if kernels.use_fused(x):
-            total, y, *_ = rms_norm(x, update, self.weight, eps)
+            total, y, _ = rms_norm(x, update, self.weight, eps)
             return y if update is None else (total, y)
         plain = x.dtype in (torch.float32, torch.float64) and self.weight is not None
         if torch.compiler.is_compiling() or not plain or x.device.type != "cpu":

@@ -7,7 +7,7 @@ from shoal.engine.kernels.rms_norm import rms_norm, rms_norm_backward, rms_norm_
 from tests.engine.kernels.triton_tools import OPERATOR_CHECKS, TARGETS, compile_program
 
 POINTERS = ("x", "update", "weight", "total", "y", "d_y", "d_total", "d_x")
-TYPES = dict.fromkeys(POINTERS, "*bf16") | dict.fromkeys(("inverse", "amax", "d_weights"), "*fp32")
+TYPES = dict.fromkeys(POINTERS, "*bf16") | dict.fromkeys(("inverse", "d_weights"), "*fp32")
 TYPES |= {"eps": "fp32", "h": "i32", "rows": "i32", "each": "i32"}
 
 
@@ -24,7 +24,7 @@ def check_programs(rows: int, h: int, add: bool, dtype: torch.dtype) -> None:
     programs.PROGRAMS = 2  # this process only interprets: some programs take several rows
     x, update, d_y, d_total = (torch.randn(rows, h).to(dtype) for _ in range(4))
     update, weight = update if add else None, (1 + torch.randn(h) / 8).to(dtype)
-    total, y, inverse, amax = programs.forward(x, update, weight, 1e-5, True)
+    total, y, inverse = programs.forward(x, update, weight, 1e-5)
     # As in training, backward reads the sum in its own format.
     summed = (total if add else x).double().requires_grad_()
     scale = weight.double().requires_grad_()
@@ -32,7 +32,6 @@ def check_programs(rows: int, h: int, add: bool, dtype: torch.dtype) -> None:
     if add:
         torch.testing.assert_close(total, (x.double() + update.double()).to(dtype))
     torch.testing.assert_close(y, expected.detach().to(dtype))
-    assert torch.equal(amax, y.abs().amax(-1).float())
     torch.autograd.backward([expected, summed], [d_y.double(), d_total.double() * add])
     d_x, d_weight = programs.backward(d_y, d_total if add else None, total if add else x, weight, inverse)
     rounding = {"rtol": 1.6e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
@@ -44,21 +43,21 @@ def check_programs(rows: int, h: int, add: bool, dtype: torch.dtype) -> None:
 def test_operator(add: bool) -> None:
     """Registrations: schema, fake tensors and autograd; without a gradient of the sum, too."""
     x, update, weight = (torch.randn(n, dtype=torch.float64, requires_grad=True) for n in ((3, 5), (3, 5), (5,)))
-    arguments = (x, update if add else None, weight, 1e-5, True)
+    arguments = (x, update if add else None, weight, 1e-5)
     torch.library.opcheck(rms_norm.definition, arguments, test_utils=OPERATOR_CHECKS)
     if add:
         assert torch.autograd.gradcheck(lambda *inputs: rms_norm(*inputs, 1e-5)[:2], (x, update, weight))
         assert torch.autograd.gradcheck(lambda *inputs: rms_norm(*inputs, 1e-5)[0], (x, update, weight))
     assert torch.autograd.gradcheck(lambda *inputs: rms_norm(*inputs, 1e-5)[1], (x, arguments[1], weight))
-    _, y, inverse, _ = rms_norm(*arguments)
+    _, y, inverse = rms_norm(*arguments)
     arguments = (y.detach(), None, x.detach(), weight.detach(), inverse)
     torch.library.opcheck(rms_norm_backward.definition, arguments, test_utils=OPERATOR_CHECKS)
 
 
 @pytest.mark.parametrize("capability", TARGETS.values(), ids=TARGETS)
-@pytest.mark.parametrize(("name", "constants"), [("forward_program", {"AMAX": True}), ("backward_program", {})])
-def test_programs_compile(name: str, constants: dict, capability: int) -> None:
+@pytest.mark.parametrize("name", ["forward_program", "backward_program"])
+def test_programs_compile(name: str, capability: int) -> None:
     from shoal.engine.kernels.programs import rms_norm as programs
 
-    ptx = compile_program(getattr(programs, name), capability, TYPES, ADD=True, BLOCK=4096, **constants)
+    ptx = compile_program(getattr(programs, name), capability, TYPES, ADD=True, BLOCK=4096)
     assert "ld.global.v4" in ptx  # 16 bytes at a time

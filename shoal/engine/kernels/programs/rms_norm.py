@@ -13,9 +13,7 @@ same order on every GPU; two programs for each multiprocessor of an H100."""
 
 
 @triton.jit
-def forward_program(
-    x, update, weight, total, y, inverse, amax, eps, h, ADD: tl.constexpr, AMAX: tl.constexpr, BLOCK: tl.constexpr
-):
+def forward_program(x, update, weight, total, y, inverse, eps, h, ADD: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < h
@@ -28,10 +26,7 @@ def forward_program(
     r = 1 / tl.sqrt(tl.sum(value * value, axis=0) / h + eps)
     tl.store(inverse + row, r)
     scale = tl.load(weight + column, mask=inside, other=0).to(tl.float32)
-    normalised = (value * r * scale).to(y.dtype.element_ty)
-    tl.store(y + row * h + column, normalised, mask=inside)
-    if AMAX:
-        tl.store(amax + row, tl.max(tl.abs(normalised.to(tl.float32)), axis=0))
+    tl.store(y + row * h + column, (value * r * scale).to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -59,18 +54,15 @@ def backward_program(
     tl.store(d_weights + program.to(tl.int64) * h + column, d_weight, mask=inside)
 
 
-def forward(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, amax: bool) -> tuple[Tensor, ...]:
+def forward(x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, ...]:
     """Launch `forward_program`; arguments and results as of the operator."""
     x = x.contiguous()
     update = update if update is None else update.contiguous()
     h, rows = x.shape[-1], x.shape[:-1]
     total, y = x.new_empty(0 if update is None else x.shape), x.new_empty(x.shape)
     inverse = x.new_empty(rows, dtype=torch.float32)
-    largest = x.new_empty(rows if amax else 0, dtype=torch.float32)
-    forward_program[(rows.numel(),)](
-        x, update, weight, total, y, inverse, largest, eps, h, ADD=update is not None, AMAX=amax, **_sizes(h)
-    )
-    return total, y, inverse, largest
+    forward_program[(rows.numel(),)](x, update, weight, total, y, inverse, eps, h, ADD=update is not None, **_sizes(h))
+    return total, y, inverse
 
 
 def backward(
