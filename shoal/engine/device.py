@@ -69,6 +69,7 @@ def init_world(
     if device.type == "cuda":
         os.environ.update(cuda_environment())  # before the first allocation and communicator, which read it
         torch.cuda.set_device(device if device.index is not None else torch.cuda.current_device())
+        round_only_results()
     try:
         dist.init_process_group(
             BACKENDS["cpu" if transport == "staged" else device.type],
@@ -200,11 +201,15 @@ def reproducible(device: torch.device) -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def add_in_float32(device: torch.device) -> None:
-    """Let 16-bit products add in float32 to the end; by default cuBLAS may round parts of a sum to 16 bits."""
-    if device.type == "cuda":
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+def round_only_results() -> None:
+    """Let products on CUDA round nothing but their results, on every rank, whatever was set in this process before.
+
+    float32 products do not round their inputs to TF32, which `tune_process` on the CPU also allows on CUDA, and 16-bit
+    products add in float32 to the end, where cuBLAS by default may round parts of a sum to 16 bits.
+    """
+    torch.set_float32_matmul_precision("highest")  # after `allow_tf32 = False` torch refuses to report the precision
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 def allow_reproducible_products() -> None:

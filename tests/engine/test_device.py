@@ -9,9 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shoal.base.errors import UsageError
-from shoal.engine.device import choose_transport, cuda_environment, pick_device, write_collective_traces
+from shoal.engine.device import choose_transport, cuda_environment, init_world, pick_device, write_collective_traces
 from shoal.engine.streams import SideStream, host_zeros, lock_pages
 
 
@@ -137,3 +138,21 @@ def test_a_side_stream_of_the_cpu_works_at_once() -> None:
     assert done == [1] and not stream.queues
     mark.wait()
     mark.synchronize()
+
+
+def test_ranks_on_cuda_round_nothing_but_results_of_products(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr("shoal.engine.device.cuda_environment", dict)
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: None)
+    settings, before = torch.backends.cuda.matmul, torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")  # as in a process that was configured for products on the CPU
+        settings.allow_bf16_reduced_precision_reduction = settings.allow_fp16_reduced_precision_reduction = True
+        init_world(0, 1, dist.HashStore(), torch.device("cpu"))
+        assert torch.get_float32_matmul_precision() == "medium"
+        init_world(0, 1, dist.HashStore(), torch.device("cuda", 0))
+        assert torch.get_float32_matmul_precision() == "highest" and not settings.allow_tf32
+        assert not settings.allow_bf16_reduced_precision_reduction
+        assert not settings.allow_fp16_reduced_precision_reduction
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -89,7 +89,7 @@ class ExpertsBenchmark(Benchmark):
             raise UsageError(f"bench experts --per-token {self.per_token}: more than --experts {min(self.experts)}.")
         if uneven := [count for count in self.experts if self.width % count]:
             raise UsageError(f"bench experts --width {self.width} is not a multiple of --experts {uneven[0]}.")
-        tune_process()  # for both, as in training
+        tune_process(products=device.type == "cpu")  # for both, as in training
         timings = [self.measure(count, device) for count in self.experts]
         title = f"{self.tokens} tokens, k {self.per_token}, h {self.hidden}, {self.precision} on {device.type}"
         console.print(make_table(title, timings))

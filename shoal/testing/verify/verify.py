@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -131,7 +132,8 @@ def _verify_run(
     if inject:
         console.print(f"[bold]injected[/]  {inject}: {FAULTS[inject].what}")
     start = time.monotonic()
-    with Pool(case.config.parallel.world_size, tune_process, device=device) as pool:  # as the ranks of the run
+    setup = partial(tune_process, products=device == "cpu")  # as the ranks of the run
+    with Pool(case.config.parallel.world_size, setup, device=device) as pool:
         verdict, facts = run_case(case, pool, steps=steps, inject=inject or "")
     print_verdict(console, case, verdict, facts, time.monotonic() - start)
     if inject and not verdict.findings:

@@ -12,7 +12,6 @@ import torch
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.data.batches import Batch, Dataset, Prefetcher
 from shoal.engine.data.order import OverlappingShards
-from shoal.engine.device import add_in_float32
 from shoal.engine.optim.build import build_for
 from shoal.engine.parallel.apply import build_stages, initialise
 from shoal.engine.parallel.context.causal_blocks import token_positions
@@ -49,7 +48,6 @@ class EngineState:
     """
 
     def __init__(self, config: RunConfig, shape: ModelShape, mesh: Mesh, samples: Dataset):
-        add_in_float32(mesh.device)
         self.config, self.shape, self.mesh, self.samples = config, shape, mesh, samples
         layout, train = config.parallel, config.train
         self.policy = POLICIES[train.precision]

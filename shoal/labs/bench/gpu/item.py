@@ -13,6 +13,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ import torch
 
 import shoal
 from shoal.base.files import json_lines, read_json_lines
-from shoal.engine.device import usable_cores
+from shoal.engine.device import round_only_results, usable_cores
 from shoal.labs.bench.benchmark import Notify, Row
 from shoal.launch.prefork import PreforkServer
 from shoal.launch.worker_pool import PRELOADED, Pool, RankError
@@ -36,7 +37,7 @@ PACKAGES = (
     "torch", "triton", "numpy", "pydantic", "tyro", "safetensors", "transformers", "liger-kernel", "flash-attn",
     "nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "nvidia-nccl-cu13", "nvidia-nccl-cu12",
 )
-TOOLS = ("compute-sanitizer", "nsys", "ncu", "g++")
+TOOLS = ("compute-sanitizer", "nsys", "ncu", "g++", "gcc", "clang", "cc")
 STOPPED = "not run: the time of the part was used up"
 
 
@@ -187,6 +188,7 @@ def execute(order: tuple[int, GpuSetting, Item]) -> None:
     if not setting.rehearsal:
         torch.set_num_threads(usable_cores())
         torch.cuda.set_device(setting.torch_device)
+        round_only_results()  # as on a rank
     for row in item.measure(setting, *item.args):
         verdict = {True: "passed", False: "failed", None: ""}[row.get("passed")]
         values = {key: _plain(value) for key, value in row.items() if key != "passed"}
@@ -212,6 +214,9 @@ def describe_machine(setting: GpuSetting) -> dict[str, Any]:
         except PackageNotFoundError:
             versions[name] = "absent"
     found |= {"versions": versions, "tools": {name: shutil.which(name) or "absent" for name in TOOLS}}
+    # Triton builds its launcher with them at the first kernel: the compiler in CC, else gcc or clang.
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    found["tools"] |= {"CC": os.environ.get("CC", "not set"), "Python.h": str(header) if header.exists() else "absent"}
     if setting.rehearsal:
         return found | {"device": f"CPU, {platform.machine()}", "driver": ""}
     properties = torch.cuda.get_device_properties(0)

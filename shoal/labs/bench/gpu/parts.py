@@ -45,12 +45,19 @@ def equality_with_cpu(setting: GpuSetting) -> list[Item]:
 
 def ranks_on_one_device(setting: GpuSetting) -> list[Item]:
     """Part 3: layouts of many ranks on one device against one rank."""
-    title, names = "layouts against one device, fp64", [*ranks.LAYOUTS]
-    layouts = [Item(title, name, ranks.verify_layout, (name,), 90) for name in names]
+    title, names = "layouts against one device", [*ranks.LAYOUTS]
+    chosen, later = setting.pick((names[:7], names[7:]), (names[:1], []))
+
+    def layouts(names: list[str]) -> Iterator[Item]:
+        for precision in ranks.PRECISIONS:
+            for name in names:
+                yield Item(f"{title}, {precision}", name, ranks.verify_layout, (name, precision), 120)
+
     seeds, count = setting.pick((5, 6), (1, 1))
-    drawn = [Item(title, f"{count} drawn, seed {n}", ranks.verify_drawn, (count, n), 150) for n in range(seeds)]
-    first = Item("collectives of one rank", "backend", ranks.check_backend)
-    return [first, *layouts[:1], *drawn] if setting.rehearsal else [first, *layouts[:5], *drawn, *layouts[5:]]
+    drawn = [
+        Item(f"{title}, fp64", f"{count} drawn, seed {n}", ranks.verify_drawn, (count, n), 150) for n in range(seeds)
+    ]
+    return [Item("collectives of one rank", "backend", ranks.check_backend), *layouts(chosen), *drawn, *layouts(later)]
 
 
 def _timed(title: str, name: str, point: RunPoint, *, trace: bool = False) -> Item:

@@ -16,6 +16,7 @@ from torch import Tensor
 import shoal
 from shoal.engine.device import allow_reproducible_products, reproducible
 from shoal.engine.kernels.example import relative_error
+from shoal.engine.kernels.swiglu import swiglu, swiglu_reference
 from shoal.engine.models.attention import explicit_attention
 from shoal.engine.models.loss import CrossEntropy
 from shoal.engine.parallel.context.kernels import attend, attend_backward
@@ -36,6 +37,12 @@ def check_call(setting: GpuSetting, name: str) -> Iterator[Row]:
     torch.manual_seed(0)
     error, allowed = call(setting)
     yield {"relative error": error, "allowed": allowed, "passed": error <= allowed}
+
+
+def _triton(setting: GpuSetting) -> tuple[float, float]:
+    """One of the smallest Triton kernels: the first one also builds Triton's launcher, with the C compiler."""
+    x = torch.randn(3, 128, device=setting.torch_device)
+    return relative_error(swiglu(x), swiglu_reference(x.double())), 1e-5
 
 
 def _loss_in_place(setting: GpuSetting) -> tuple[float, float]:
@@ -149,6 +156,7 @@ def _side_stream_copy(setting: GpuSetting) -> tuple[float, float]:
 
 
 CALLS: dict[str, tuple[Callable[[GpuSetting], tuple[float, float]], bool]] = {
+    "Triton kernel": (_triton, False),
     "softmax over its own input, vocabulary 128k": (_loss_in_place, False),
     "_scaled_mm, scales without dimensions": (_scales_of_one_number, True),
     "attention pieces and their backward": (_attention_pieces, False),
