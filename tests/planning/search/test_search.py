@@ -248,7 +248,7 @@ def test_a_large_cluster_in_seconds() -> None:
     begin = time.process_time()
     plan = search(run)
     assert time.process_time() - begin < 5  # 2.3 on a machine in its slow hours, with nothing else to do
-    assert len(plan.best) == 10 and plan.played < 500
+    assert len(plan.best) == 10 and plan.played < 700
     assert [f.seconds for f in plan.best] == sorted(f.seconds for f in plan.best)
     for found in plan.best[:3]:
         estimate = Estimate(EstimatedRun(**{**vars(run), "layout": found.layout}))
