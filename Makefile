@@ -10,8 +10,8 @@ BIN    := $(VENV)/bin
 train: $(VENV)/.ready   ## train a small language model on 4 ranks (dp 2 x tp 2, ZeRO-1)
 	$(BIN)/shoal train examples/quickstart.toml
 
-test: lint              ## the whole suite, two files of tests at a time
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+test: lint              ## the full suite, three files of tests at a time: on two cores, tests that wait leave time to others
+	$(BIN)/python -m pytest -n 3 --dist loadfile
 
 gpu-test: $(VENV)/.ready ## correctness on this machine's GPU: smoke test, equality with the CPU, many ranks on one GPU
 	for part in 1 2 3; do $(BIN)/shoal bench gpu --part $$part --device cuda --out gpu-test || exit; done

@@ -69,7 +69,7 @@ def draw(choose: Choose) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]
 
 
 @settings(
-    max_examples=4, deadline=None, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+    max_examples=3, deadline=None, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
 )
 @given(st.data())
 def test_a_peak_is_what_a_dry_run_counts(data: st.DataObject) -> None:

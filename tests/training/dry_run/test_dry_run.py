@@ -109,7 +109,7 @@ def test_estimates_of_curvature_are_part_of_a_step(pool: Pool) -> None:
     assert here.peak == pytest.approx(min(step.peak for step in there), rel=0.02)  # as above
 
 
-@settings(max_examples=4, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+@settings(max_examples=3, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 @given(runs(), st.data())
 def test_formulas_say_what_any_rank_of_any_layout_does(config: RunConfig, data: st.DataObject) -> None:
     """FLOPs, bytes sent by axis and kind, and bytes held; with experts, and layers that some tokens pass through."""
