@@ -177,7 +177,7 @@ def test_the_calls_on_cuda_give_what_the_operator_promises(monkeypatch, case: st
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5)), min_size=1, max_size=5), st.booleans())
 def test_any_segments(lengths: list[tuple[int, int]], causal: bool) -> None:
-    """Of one sequence; many without queries or without keys."""
+    """One sequence is cut into segments, of which many have no queries or no keys."""
     ends = [torch.tensor([0, *x], dtype=torch.int32).cumsum(0).int() for x in zip(*lengths, strict=True)]
     n, t = (int(x[-1]) for x in ends)
     if not n * t:

@@ -298,7 +298,7 @@ def test_kept_codes_are_those_of_the_weights_in_use(pool, parallel, settings):
 
 
 def _stale(config: RunConfig) -> int:
-    """Number of products with other codes than those of the weight at that time."""
+    """Count the products whose codes are not the codes of the current weight."""
     engine, wrong = engine_of(config), 0
     kept = Float8Product.encode_weight
 

@@ -85,7 +85,7 @@ def counted_alike(config: RunConfig, data: st.DataObject) -> RunConfig:
 
 
 def test_documents_are_lengths_on_accelerators_and_masks_on_the_cpu() -> None:
-    """In bf16: the peak grows by some numbers per document, or by a mask; the FLOPs are those of one document."""
+    """In bf16, a document adds a few numbers to the peak on accelerators; on the CPU, a mask. FLOPs stay equal."""
     config = small_run({}, {"heads": 4, "kv_heads": 2, "head_dim": 16}, precision="bf16", attention="sdpa")
     longer = config.data.model_copy(update={"sequence_length": 512})
     masked, plain = (

@@ -55,7 +55,7 @@ def here(case: Case) -> ContextParallel:
 
 
 def errors(case: Case) -> list[float]:
-    """The largest differences of this rank's output, dq, dk and dv from those of the whole.
+    """Return the largest differences of this rank's output, dq, dk and dv from one device's.
 
     With ``lengths`` by the operators that call fused kernels on CUDA, in any format.
     """
