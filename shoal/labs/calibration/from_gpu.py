@@ -35,11 +35,13 @@ def write_gpu_catalog(folder: Path, out: Path) -> str:
         The constants in one line.
 
     Raises:
-        UsageError: the folder has no readable run of part 1, or that of a rehearsal or of a GPU that is not in the catalog.
+        UsageError: the folder has no readable run of part 1, or one of a rehearsal or of a GPU that the catalog lacks.
     """
     first, speed = (read_run(folder / f"part-{part}.jsonl") for part in (1, 4))
     if first is None:
-        raise UsageError(f"--from-gpu {folder}: it has no readable run in part-1.jsonl.\n  Run shoal bench gpu --part 1 --out {folder}")
+        raise UsageError(
+            f"--from-gpu {folder}: it has no readable run in part-1.jsonl.\n  Run shoal bench gpu --part 1 --out {folder}"
+        )
     if any(run and run.header["rehearsal"] for run in (first, speed)):
         raise UsageError(f"--from-gpu {folder}: it is a rehearsal on the CPU, whose times are no GPU's.")
     gpu = match(device := str(first.header.get("device")))
