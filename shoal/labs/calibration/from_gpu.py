@@ -40,7 +40,8 @@ def write_gpu_catalog(folder: Path, out: Path) -> str:
     first, speed = (read_run(folder / f"part-{part}.jsonl") for part in (1, 4))
     if first is None:
         raise UsageError(
-            f"--from-gpu {folder}: it has no readable run in part-1.jsonl.\n  Run shoal bench gpu --part 1 --out {folder}"
+            f"--from-gpu {folder}: it has no readable run in part-1.jsonl."
+            f"\n  Run shoal bench gpu --part 1 --out {folder}"
         )
     if any(run and run.header["rehearsal"] for run in (first, speed)):
         raise UsageError(f"--from-gpu {folder}: it is a rehearsal on the CPU, whose times are no GPU's.")
