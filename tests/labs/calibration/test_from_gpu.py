@@ -63,8 +63,12 @@ def test_constants_are_recovered(results: Path, capsys: pytest.CaptureFixture) -
 
 
 def test_bad_results(results: Path) -> None:
-    with pytest.raises(UsageError, match="no part-1"):
-        write_gpu_catalog(results / "none", results / "gpu.toml")
+    damaged = results / "damaged"
+    damaged.mkdir()
+    (damaged / "part-1.jsonl").write_text('{"kind": broken')
+    for folder in (results / "none", damaged):
+        with pytest.raises(UsageError, match="no readable run in part-1"):
+            write_gpu_catalog(folder, results / "gpu.toml")
     write_part(results, 1, [], device="Voodoo 2")
     with pytest.raises(UsageError, match="no node with the GPU 'Voodoo 2'"):
         write_gpu_catalog(results, results / "gpu.toml")
