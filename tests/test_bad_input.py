@@ -225,6 +225,8 @@ CASES = {
         lambda p: ["bench", "experts", "--learning", "--tokens", "9"], ("--tokens 9: it configures the measurement",)),
     "turns of a race that takes two": Bad(
         lambda p: ["bench", "step", "--quick", "--turns", "3"], ("--turns 3: --quick takes 2 turns",)),
+    "a part of bench gpu that does not exist": Bad(
+        lambda p: ["bench", "gpu", "--part", "9"], ("part = 9: input should be less than or equal to 6",)),
     "a profile that is not written": Bad(
         lambda p: ["calibrate", "--check", "here.toml", "--out", "a.toml"], ("--out a.toml: only for a new file",)),
     "ranks that are not measured": Bad(

@@ -49,7 +49,11 @@ def validate(section: type[T], values: dict[str, Any], *, source: str, prefix: s
         return section.model_validate_json(json.dumps(values, default=_as_json), strict=True)
     except ValidationError as error:
         found: dict[str, list[str]] = {}
-        for each in error.errors():
+        errors = error.errors()
+        items = {each["loc"][:-1] for each in errors}
+        for each in errors:
+            if each["type"] == "too_short" and each["loc"] in items:
+                continue  # pydantic counts only the items that are right
             start, what = _explain(section, each, outer)
             found.setdefault(start, []).append(what)  # a field with several types has one message for each
         lines = [f"{source}: {start}{', or '.join(dict.fromkeys(whats))}" for start, whats in found.items()]

@@ -8,10 +8,10 @@ import pytest
 from annotated_types import Ge, Gt, Le, Lt
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import BaseModel
+from pydantic import BaseModel, PositiveInt
 
 from shoal.base.errors import UsageError
-from shoal.base.section import docstrings, plain
+from shoal.base.section import NonEmpty, Section, docstrings, plain, validate
 from shoal.cli.main import main
 from shoal.spec.catalog import model_shape
 from shoal.spec.config import DataConfig, RunConfig, build_config, load_config, save_config
@@ -131,6 +131,20 @@ def test_all_that_is_wrong_is_said_at_once():
     assert [line.split(":")[1].split()[0] for line in str(error.value).splitlines()] == [
         "parallel.pp", "train.steps", "there",
     ]  # fmt: skip
+
+
+class WithList(Section):
+    """A section with a list that needs an item."""
+
+    numbers: NonEmpty[PositiveInt] = (1,)
+
+
+@pytest.mark.parametrize(("numbers", "error"), [([-1], "greater than 0"), ([], "at least 1 item")])
+def test_a_wrong_item_does_not_make_a_list_too_short(numbers, error):
+    with pytest.raises(UsageError) as raised:
+        validate(WithList, {"numbers": numbers}, source="run.toml")
+    (line,) = str(raised.value).splitlines()
+    assert error in line
 
 
 @pytest.mark.parametrize("name", ["nothing.toml", "."])
