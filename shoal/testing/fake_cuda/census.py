@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -32,6 +33,7 @@ _NO_KERNEL = {
     "new_empty", "new_empty_strided", "resize_", "set_",
 }  # and views
 _NOT_CODE_OF_A_STEP = ("shoal/testing/fake_cuda/", "shoal/training/dry_run/", "shoal/engine/collectives/pending.py")
+_ROOT = f"{Path(__file__).parents[3]}/"  # a checkout may itself be in a folder named shoal
 _BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 
 
@@ -120,9 +122,9 @@ def _source_line() -> str:
     """Return the innermost source line of a step, or in backward the node if torch runs it without Python code."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code is not _BACKWARD:
-        _, found, path = frame.f_code.co_filename.rpartition("/shoal/")
-        place = found[1:] + path
-        if found and not place.startswith(_NOT_CODE_OF_A_STEP):
+        path = frame.f_code.co_filename
+        place = path.removeprefix(_ROOT)
+        if path.startswith(f"{_ROOT}shoal/") and not place.startswith(_NOT_CODE_OF_A_STEP):
             return f"{place}:{frame.f_lineno}"
         frame = frame.f_back
     node = torch._C._current_autograd_node() if frame else None
