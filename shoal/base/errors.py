@@ -20,6 +20,13 @@ class UsageError(Exception):
     """
 
 
+class DivergenceError(RuntimeError):
+    """Error for NaN or infinite values in training, which a restart would most likely compute again.
+
+    The ranks' parent prints only the message, without a traceback.
+    """
+
+
 def did_you_mean(given: str, allowed: Iterable[str]) -> str:
     """Return the end of an error message: the nearest allowed name, or all of them.
 

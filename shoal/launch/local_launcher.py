@@ -12,10 +12,12 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from shoal.base.errors import redact
+from shoal.base.journal import Journal
 from shoal.launch.prefork import PreforkServer, PreforkServerEnded, Process, end_processes, local_environment
 from shoal.launch.rank_env import failure_path
 from shoal.launch.watch import watchdog
@@ -23,7 +25,7 @@ from shoal.launch.watch.rank_failure import Ending, Failure
 from shoal.spec.config import FailoverConfig
 from shoal.training.resilience import heartbeat
 from shoal.training.resilience.heartbeat import HeartbeatRecord, Phase
-from shoal.training.stop import PREEMPTED, StopRequests
+from shoal.training.stop import PREEMPTED, REQUESTED, StopRequests
 
 PRELOADED = (
     "shoal.launch.preload", "shoal.training.trainer", "shoal.training.async_dp.trainers", "shoal.training.check",
@@ -94,8 +96,7 @@ class RankProcesses:
             "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks), "SHOAL_SCRATCH": str(self.scratch),
             "SHOAL_OWNER": str(os.getpid()), **environment,
         }
-        with open(self._log(rank), "a") as log:  # append: keep the output of earlier launches
-            log.write(self.header)
+        Journal(self._log(rank)).append(self.header)  # after the output of earlier launches
         self.processes.append(self.server.start(module, variables, self._log(rank), heard=rank == 0))
 
     def _watch(self) -> Ending:
@@ -171,7 +172,9 @@ class RankProcesses:
         if not path.exists():
             return Failure(rank, code, record=record)
         recorded = json.loads(path.read_text())
-        return Failure(rank, code, recorded["when"], recorded["report"], record=record)
+        return Failure(
+            rank, code, recorded["when"], recorded["report"], record=record, diverged=recorded.get("diverged", False)
+        )
 
     def print_cause(self, ending: Ending) -> None:
         """Print the cause of a failure to stderr, unless the end was requested."""
@@ -181,9 +184,13 @@ class RankProcesses:
         if ending.usage:  # the error message suffices
             print(f"shoal: error: {cause.report.rstrip()}", file=sys.stderr)
             return
+        if cause.diverged:
+            print(cause.report.rstrip(), file=sys.stderr)
+            return
         others = "; the other ranks were stopped" if len(self.processes) > 1 else ""
         log = self._log(cause.rank)
-        written = log.read_text(errors="replace").rpartition(self.header)[2]
+        content = log.read_text(errors="replace") if log.exists() else ""  # none for a rank that could not be started
+        written = content.rpartition(self.header)[2]
         report = cause.report or redact("\n".join(written.splitlines()[-TAIL_LINES:]))
         print(f"rank {cause.rank} {cause.how}{cause.where}{others}. Its log: {log}", file=sys.stderr)
         if report.strip():
@@ -201,7 +208,8 @@ class RankProcesses:
         records = self._records()
         self.notice(records)
         signs = {
-            rank: watchdog.Sign(record if process.poll() is None else None, *watchdog.process_state(process.pid))
+            rank: watchdog.Sign(record, *watchdog.process_state(process.pid)) if process.poll() is None
+            else watchdog.Sign(None, "", 0.0)
             for rank, (process, record) in enumerate(zip(self.processes, records, strict=True))
         }
         # A killed rank may not have exited yet; asked again, it would give no stack.
@@ -218,6 +226,8 @@ class RankProcesses:
             self._send(signal.SIGTERM if self._passed == 1 else signal.SIGKILL)
 
     def _send(self, signum: int) -> None:
+        with suppress(OSError):
+            (self.scratch / REQUESTED).touch()
         for process in self.processes:
             process.send_signal(signum)  # ignores processes that have exited
 

@@ -250,7 +250,10 @@ def become(module: str, environment: dict[str, str], log: str | None, heard: boo
     """Set up session, output, environment and arguments of a fork like a new process's."""
     os.setsid()
     if log is not None:
-        end = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        try:
+            end = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        except OSError:  # a full disk
+            end = os.open(os.devnull, os.O_WRONLY)
         os.dup2(end, 2)
         if not heard:
             os.dup2(end, 1)

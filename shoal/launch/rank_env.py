@@ -7,13 +7,14 @@ import os
 import re
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from shoal.base.errors import UsageError, redact
+from shoal.base.errors import DivergenceError, UsageError, redact
 from shoal.base.files import write_atomically
 from shoal.engine.device import pick_device
 
@@ -128,11 +129,12 @@ def read_payload() -> dict[str, Any]:
 
 def record_end(folder: Path | None, rank: int, error: BaseException) -> tuple[bool, str]:
     """Record what ended a rank, for its parent or the next attempt; return whether it was bad input, and the report."""
-    usage = isinstance(error, UsageError)
-    report = redact(str(error) if usage else "".join(traceback.format_exception(error)))
+    usage, diverged = isinstance(error, UsageError), isinstance(error, DivergenceError)
+    report = redact(str(error) if usage or diverged else "".join(traceback.format_exception(error)))
     if folder is not None:
-        ended = {"when": time.monotonic(), "report": report, "usage": usage}
-        write_atomically(failure_path(folder, rank), json.dumps(ended))  # atomic, in case a signal kills this process
+        ended = {"when": time.monotonic(), "report": report, "usage": usage, "diverged": diverged}
+        with suppress(OSError):  # a full disk: the parent then reports how the process ended
+            write_atomically(failure_path(folder, rank), json.dumps(ended))  # atomic, as a signal may kill this process
     return usage, report
 
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-import sys
-import tempfile
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ import torch
 
 from shoal.base.errors import UsageError
 from shoal.base.files import write_atomically
+from shoal.base.journal import warn
 from shoal.base.section import plain
 from shoal.launch.checks.memory import check_memory
 from shoal.launch.devices import find_devices, visible_devices_variable
@@ -31,6 +30,7 @@ from shoal.training.check import check
 from shoal.training.resilience.effective_time import EffectiveTime
 from shoal.training.resilience.events import write_event
 from shoal.training.resilience.heartbeat import HeartbeatRecord
+from shoal.training.resilience.owned_folders import temporary_folder
 from shoal.training.stop import PREEMPTED, StopRequests
 
 PROCESSES_FILE = "processes.json"
@@ -68,6 +68,7 @@ class Supervisor:
         self._recovery: tuple[float, int] | None = None  # pending recovery: start time, steps done at the failure
         self._begun = False
         self.began = 0  # steps done at the start of the newest attempt
+        self._diverged = -1  # steps done at the last divergence
         self._layout = config.parallel  # layout of the previous attempt
         self._server = server
 
@@ -75,8 +76,7 @@ class Supervisor:
         """Train to the end, restarting as needed; return the exit code."""
         self.logs.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack, StopRequests() as self.stop:
-            self.scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-launch-")))
-            stack.callback((self.folder / PROCESSES_FILE).unlink, missing_ok=True)
+            stack.callback(self._remove_processes)
             while True:
                 ending = self._attempt(stack)
                 if not self._should_restart(ending):
@@ -94,8 +94,9 @@ class Supervisor:
             self._server = stack.enter_context(start_rank_server(asked, self.logs, self.device))
         config, variables = self._plan()
         ranks = config.parallel.world_size
-        scratch = self.scratch / f"attempt-{self.attempt}"
-        scratch.mkdir()
+        scratch = stack.enter_context(
+            temporary_folder("shoal-launch", self.folder, self.config.failover.memory_folder, self.folder)
+        )
         payload = self.payload | {"config": plain(config)}
         if self.attempt:
             payload |= {"resume": True, "restarted": True}
@@ -151,6 +152,14 @@ class Supervisor:
         if self.stop.count or ending.usage:
             return False
         limit = self.config.failover.restarts
+        if cause.diverged and ending.furthest == self._diverged:
+            self._print(
+                f"not restarting: the run has diverged again after step {ending.furthest}, so no restart helps."
+                "\n  Lower optimizer.learning_rate or optimizer.clip_norm, or check the data of this step."
+            )
+            return False
+        if cause.diverged:
+            self._diverged = ending.furthest
         if limit and self.attempt == 0 and ending.furthest < 0 and not cause.sure:
             self._print("not restarting: the first attempt failed before step 1")
             return False
@@ -189,10 +198,18 @@ class Supervisor:
             )
 
     def _write_processes(self, server: int, scratch: Path, ranks: list[int]) -> None:
-        write_atomically(self.folder / PROCESSES_FILE, json.dumps({
+        processes = {
             "supervisor": os.getpid(), "prefork": server, "ranks": ranks, "attempt": self.attempt,
             "scratch": str(scratch),
-        }))
+        }
+        try:
+            write_atomically(self.folder / PROCESSES_FILE, json.dumps(processes))
+        except OSError as error:  # only tools read it
+            self._print(f"{self.folder / PROCESSES_FILE} cannot be written: {error.strerror}. The run continues.")
+
+    def _remove_processes(self) -> None:
+        with suppress(OSError):
+            (self.folder / PROCESSES_FILE).unlink()
 
     def _report_end(self, code: int) -> None:
         counted, seconds = self.time.counted, self.time.seconds
@@ -209,4 +226,4 @@ class Supervisor:
             )
 
     def _print(self, what: str) -> None:
-        print(what, file=sys.stderr, flush=True)
+        warn(what)

@@ -27,7 +27,7 @@ from shoal.training.resilience.events import write_event
 from shoal.training.resilience.heartbeat import Heartbeat, Phase, record_path
 from shoal.training.resilience.host_memory_dir import release, run_dir
 from shoal.training.run_folder import new_run
-from shoal.training.stop import PREEMPTED, StopRequests
+from shoal.training.stop import PREEMPTED, REQUESTED, StopRequests
 from shoal.training.trainer import Trainer
 
 PARTING_SECONDS = 3.0
@@ -54,6 +54,8 @@ def run(
     member = member or detect_rank_env()
     if member is None:
         raise UsageError("this process was started neither by shoal nor by torchrun or srun.")
+    if member.how == "local":
+        stop = StopRequests(scratch_folder() / REQUESTED)
     before = read_previous_attempt(member) if member.how != "local" and member.local_rank == 0 else []
     records = scratch_folder() if member.how == "local" else make_shared_folder(member)
     beat = Heartbeat(records and record_path(records, member.rank))

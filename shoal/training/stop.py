@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import signal
+from pathlib import Path
 from types import FrameType, TracebackType
 
 PREEMPTED = 75
 """Exit code of a run that was stopped and can be resumed: EX_TEMPFAIL of <sysexits.h>."""
 
 
+REQUESTED = "stop"
+"""File beside the heartbeats of a run's ranks that their parent creates before it asks them to stop."""
+
+
 class StopRequests:
-    """Counter of signals that request a stop. As a context manager, it restores the previous handlers on exit."""
+    """Counter of signals that request a stop. As a context manager, it restores the previous handlers on exit.
+
+    Args:
+        requested: file without which a signal is ignored: one rank that stops ends the run of all.
+    """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
-    def __init__(self):
+    def __init__(self, requested: Path | None = None):
+        self.requested = requested
         self.count = 0
         self.preempted = False  # by a signal other than Ctrl-C's: the run will be restarted
 
@@ -33,5 +44,9 @@ class StopRequests:
             signal.signal(signum, handler)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        if self.requested is not None and not self.requested.exists():
+            name = signal.Signals(signum).name
+            os.write(2, f"{name} ignored: only the parent of the ranks can stop the run\n".encode())
+            return
         self.count += 1
         self.preempted |= signum != signal.SIGINT

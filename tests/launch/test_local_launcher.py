@@ -195,6 +195,14 @@ def test_the_cause_is_found_among_its_consequences(codes, random):
         assert ending.code == 128 + signal.SIGKILL and codes[ending.cause.rank] == -signal.SIGKILL
 
 
+def test_a_rank_that_cannot_be_started_has_no_log_and_its_cause_is_shown(tmp_path, capfd):
+    server = Mock(start=Mock(side_effect=OSError("cannot create another process: try again")))
+    ranks = RankProcesses(tmp_path / "gone", tmp_path, "cpu", StopRequests(), server, FailoverConfig())
+    ranks.print_cause(ranks.run("program", 2, {}))
+    shown = capfd.readouterr().err
+    assert "rank 0 could not be started" in shown and "cannot create another process" in shown
+
+
 def test_a_log_goes_on_where_the_last_launch_died(folder, server, capfd):
     for act in ("raise", "die"):
         launch(server, {"folder": str(folder), "act": act}, folder / "logs")

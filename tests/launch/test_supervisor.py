@@ -95,6 +95,37 @@ def test_what_raises_before_its_first_step_is_not_restarted(supervised, corpus, 
     assert len(events(folder, "failure")) == 1 and "the first attempt failed before step 1" in capfd.readouterr().err
 
 
+def test_a_rank_that_stops_before_its_first_heartbeat_is_named(supervised, undisturbed, corpus, capfd):
+    """The others wait for it in the rendezvous."""
+    code, folder = supervised(config_of(corpus), "stop@start:1:")
+    said = capfd.readouterr().err
+    assert code == 0 and curve(folder) == curve(undisturbed)
+    [failure] = events(folder, "failure")
+    assert failure["rank"] == 1 and "restart 1 of at most 2" in said
+    assert re.search(r"rank 1 is stopped \(SIGSTOP\) since 2[\d.]+ s and was ended before its first heartbeat; ", said)
+
+
+def test_a_run_that_diverges_is_restarted_once(supervised, corpus, capfd):
+    code, folder = supervised(config_of(corpus, optimizer={"learning_rate": 1e30, "warmup_steps": 0}))
+    said = capfd.readouterr().err
+    assert code == 1 and len(events(folder, "failure")) == 2
+    first = re.match(r"step (\d+): .*First on .*\nrestarting ", said)
+    assert first and f"the run has diverged again after step {first[1]}, so no" in said and "Traceback" not in said
+
+
+def test_a_stray_signal_to_one_rank_stops_no_run(supervised, undisturbed, corpus, tmp_path):
+    def send() -> None:
+        wait_for(lambda: logged(tmp_path / "run") >= 3)
+        os.kill(json.loads((tmp_path / "run" / PROCESSES_FILE).read_text())["ranks"][1], signal.SIGTERM)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    code, folder = supervised(config_of(corpus, testing={"min_step_seconds": 0.05}))
+    thread.join()
+    assert code == 0 and curve(folder) == curve(undisturbed)
+    assert "SIGTERM ignored: only the parent of the ranks can stop the run" in (folder / "logs/rank-1.log").read_text()
+
+
 def test_a_rank_lost_after_the_last_step_costs_none(supervised, undisturbed, corpus):
     code, folder = supervised(config_of(corpus), "exit@end:1:")
     assert code == 0 and curve(folder) == curve(undisturbed)
@@ -151,6 +182,8 @@ def test_a_killed_supervisor_leaves_nobody_and_loses_nothing(corpus, tmp_path, u
     process.communicate()
     gone = [psutil.Process(pid) for pid in (who["prefork"], *who["ranks"]) if psutil.pid_exists(pid)]
     wait_for(lambda: not any(alive(one) for one in gone), 5)
+    assert Path(who["scratch"]).is_dir()
     code, said = shoal("train", "--resume", folder)
     assert code == 0 and "resumed after step 4" in said, said
+    assert not Path(who["scratch"]).exists()  # which the next start removes
     assert same_bits(checkpoints(folder)[STEPS], checkpoints(undisturbed)[STEPS])

@@ -88,7 +88,7 @@ def plant() -> None:
         build(trainer, *args, **options)
         if fault and fault.endswith(f"@end:{os.environ['RANK']}:"):  # after all steps
             trainer.barrier = lambda: fail(fault.partition("@")[0])
-        elif fault and "@end" not in fault:
+        elif fault and "@end" not in fault and "@start" not in fault:
             lost = json.loads(os.environ.get("LOST_DEVICES", "[]"))
             Fault(trainer, fault, lost[attempt] if lost else None)
 
@@ -97,4 +97,6 @@ def plant() -> None:
 
 if __name__ == "__main__":
     plant()
+    if os.environ.get("FAULT") == f"stop@start:{os.environ.get('RANK')}:" and os.environ["SHOAL_ATTEMPT"] == "0":
+        fail("stop")  # before the first sign of life
     sys.exit(main() if sys.argv[1:] else run(read_payload()))

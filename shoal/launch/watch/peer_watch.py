@@ -32,7 +32,7 @@ from shoal.launch.watch.rank_failure import Failure
 from shoal.spec.config import FailoverConfig
 from shoal.training.resilience.events import write_event
 from shoal.training.resilience.heartbeat import Phase, read, record_path
-from shoal.training.resilience.host_memory_dir import is_private
+from shoal.training.resilience.owned_folders import is_private
 
 LOOK_SECONDS = 0.5
 FOLDER_PREFIX = f"shoal-beats-{os.getuid()}-"

@@ -20,6 +20,7 @@ class Failure:
         report: traceback recorded by the rank, or stack collected from it.
         trouble: why it was killed, if it did not end by itself.
         record: its last heartbeat.
+        diverged: whether it found NaN or infinite values (`DivergenceError`); the report is then the diagnosis.
     """
 
     rank: int
@@ -28,6 +29,7 @@ class Failure:
     report: str = ""
     trouble: str = ""
     record: HeartbeatRecord | None = None
+    diverged: bool = False
 
     @property
     def order(self) -> tuple[bool, float]:

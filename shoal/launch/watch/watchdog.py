@@ -29,6 +29,7 @@ from shoal.training.resilience.heartbeat import HeartbeatRecord, Phase
 STACK_SIGNAL = signal.SIGUSR2  # makes a rank write its stack (`faulthandler`)
 STACK_SECONDS = 3.0  # timeout of the stack: a rank on a busy machine may have to wait for a core
 STOPPED_SECONDS = 2.0
+START_SECONDS = 60.0  # from the start of a process to its first heartbeat, without CPU use
 BUSY = 0.2  # of a core; threads that wait for the interpreter's lock use less
 LONGEST_GAP = 1.0  # maximum time between two checks that counts
 SLOW_SECONDS = 0.9 * COLLECTIVE_SECONDS  # before the collective's timeout, as the ranks waiting in it are not the cause
@@ -39,8 +40,8 @@ WAITING = re.compile(r"shoal/engine/collectives/|torch/distributed/")  # files i
 class Sign(NamedTuple):
     """Observation of one rank at one moment."""
 
-    record: HeartbeatRecord | None
-    state: str  # the kernel's letter, ``T`` if stopped; "" if unknown
+    record: HeartbeatRecord | None  # None before the first heartbeat, and for a process that has ended
+    state: str  # the kernel's letter, ``T`` if stopped; "" if unknown, and for a process that has ended
     processor: float  # CPU time used [s]
 
 
@@ -74,13 +75,17 @@ class Watchdog:
         gap = 0.0 if self._looked is None else min(now - self._looked, LONGEST_GAP)
         self._looked = now
         for rank, sign in signs.items():
-            if sign.record is None or (silent is not None and rank not in silent):
+            ended = sign.record is None and sign.state in ("", "Z")
+            if ended or (silent is not None and rank not in silent):
                 continue
-            if what := self._silence(self._watched[rank], sign, sign.record.alive, gap):
-                return Failure(rank, -signal.SIGKILL, sign.record.alive, trouble=what)
+            if what := self._silence(self._watched[rank], sign, gap):
+                since = sign.record.alive if sign.record else now - self._watched[rank].quiet
+                return Failure(rank, -signal.SIGKILL, since, trouble=what)
         return self._stall([sign.record for sign in signs.values() if sign.record is not None], gap)
 
-    def _silence(self, watched: _Watched, sign: Sign, alive: float, gap: float) -> str:
+    def _silence(self, watched: _Watched, sign: Sign, gap: float) -> str:
+        alive = sign.record.alive if sign.record else 0.0
+        limit = self.limits.heartbeat_timeout_seconds if sign.record else START_SECONDS
         if alive != watched.alive:
             watched.alive, watched.processor, watched.quiet, watched.idle = alive, sign.processor, 0.0, 0.0
             return ""
@@ -91,7 +96,7 @@ class Watchdog:
             watched.idle = 0.0
         if sign.state in ("T", "t") and watched.quiet >= STOPPED_SECONDS:
             return "is stopped (SIGSTOP)"
-        return "is silent" if watched.idle >= self.limits.heartbeat_timeout_seconds else ""
+        return "is silent" if watched.idle >= limit else ""
 
     def _stall(self, records: list[HeartbeatRecord], gap: float) -> Failure | None:
         counts = [record.count for record in records]
@@ -166,6 +171,9 @@ def locate_lost_rank(
         alone: whether all ranks are on this host. If not, and all ranks here wait, the lost rank is on another host.
     """
     stuck = lost.rank < 0
+    seconds = time.monotonic() - lost.when
+    if not stuck and lost.rank not in records:
+        return replace(lost, trouble=f"{lost.trouble} since {seconds:.1f} s and was ended before its first heartbeat")
     pids = {rank: record.pid for rank, record in records.items() if stuck or rank == lost.rank}
     found = collect_stacks(pids, {rank: stack_path(folder, rank) for rank in pids}, wake=not stuck)
     if stuck and not alone and all(map(is_waiting, found.values())):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shoal.base.boxes import Piece
+from shoal.base.errors import DivergenceError
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import all_reduce, to_host
 from shoal.engine.collectives.shm.window import Window
@@ -42,7 +43,7 @@ COLUMNS = ("steps", "loss", "tokens", "norm", "computing", "total", "updates", "
 COPIES = 24  # space of the window in copies of the weights per replica; an upper bound over the methods
 
 
-class Diverged(RuntimeError):
+class Diverged(DivergenceError):
     """Error for a NaN or infinite loss or gradient norm of one replica, unknown to the other replicas."""
 
 

@@ -98,7 +98,8 @@ class Heartbeat:
         else:
             path.unlink(missing_ok=True)  # an earlier rank may still have it mapped
             with open(path, "xb+") as file:
-                file.truncate(size)
+                file.write(bytes(size))  # space of a full disk: without it, a mark would raise SIGBUS
+                file.flush()
                 self._map = mmap.mmap(file.fileno(), size)
         self._record = _MappedRecord.from_buffer(self._map)
         self._record.begun = self._record.op = -1

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import shutil
 import socket
@@ -26,11 +25,12 @@ from pathlib import Path
 import psutil
 
 from shoal.base.errors import UsageError
-from shoal.base.files import try_to_write, write_atomically
+from shoal.base.files import try_to_write
 from shoal.base.units import show_bytes
 from shoal.spec.config import FailoverConfig
+from shoal.training.resilience.owned_folders import claim, find_orphans, is_private
 
-OWNER, PART = "owner.json", "part.json"
+PART = "part.json"
 
 
 def run_dir(run_folder: Path, config: FailoverConfig) -> Path:
@@ -84,21 +84,10 @@ def _unusable(path: Path, error: OSError) -> UsageError:
     )
 
 
-def is_private(path: Path) -> bool:
-    """Return whether the path is a directory (not a link) that only this user can access; /dev/shm is open to all."""
+def claim_run_dir(path: Path, run_folder: Path) -> None:
+    """Record the process whose lifetime the run shares: the supervisor that restarts this rank, or the parent."""
     try:
-        found = path.lstat()
-    except OSError:
-        return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
-
-
-def claim(path: Path, run_folder: Path) -> None:
-    """Record the process whose lifetime the run shares."""
-    pid = int(os.environ.get("SHOAL_OWNER") or os.getppid())  # restarts this rank: the supervisor, or the parent
-    owner = {"host": socket.gethostname(), "pid": pid, "started": _started(pid), "run": str(run_folder)}
-    try:
-        write_atomically(path / OWNER, json.dumps(owner))
+        claim(path, run_folder, int(os.environ.get("SHOAL_OWNER") or os.getppid()))
     except OSError as error:
         raise _unusable(path, error) from None
 
@@ -117,21 +106,7 @@ def remove_orphans(path: Path) -> Iterator[str]:
 
 def _orphans(path: Path) -> Iterator[tuple[Path, str]]:
     """Yield (directory, run) of other runs whose owners are known to be dead."""
-    for other in path.parent.glob(f"{_prefix()}*"):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # incomplete, or not a directory of shoal
-            owner = json.loads((other / OWNER).read_text())
-            on_this_host = owner["host"] == socket.gethostname()  # False for a container that shares the file system
-            if other != path and on_this_host and _started(owner["pid"]) != owner["started"]:
-                yield other, str(owner["run"])
-
-
-def _started(pid: int) -> float | None:
-    """Return the start time of a process, which detects reused process ids; None if it is dead."""
-    try:
-        process = psutil.Process(pid)
-        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
-    except psutil.NoSuchProcess:
-        return None
+    return (found for found in find_orphans(path.parent, _prefix()) if found[0] != path)
 
 
 def check_free_memory(path: Path, needed: int) -> None:

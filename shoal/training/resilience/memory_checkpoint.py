@@ -27,7 +27,13 @@ from shoal.engine.checkpoint.write import SavePlan, State, build_header, describ
 from shoal.engine.collectives.json_collectives import Group, broadcast, gather, get_rank, get_size
 from shoal.engine.streams import Mark, SideStream
 from shoal.training.resilience import memory_slot
-from shoal.training.resilience.host_memory_dir import check_free_memory, claim, make_run_dir, release, remove_orphans
+from shoal.training.resilience.host_memory_dir import (
+    check_free_memory,
+    claim_run_dir,
+    make_run_dir,
+    release,
+    remove_orphans,
+)
 from shoal.training.resilience.memory_slot import MemorySlot, SlotRecord
 
 CPU = torch.device("cpu")
@@ -101,7 +107,7 @@ class InMemoryCheckpointer:
         self._leads = self.places.first_on_host(self._rank) == self._rank
         if self._leads:
             make_run_dir(home)
-            claim(home, run_folder)
+            claim_run_dir(home, run_folder)
             memory_slot.drop(home, self.attempt, keep)
             for line in remove_orphans(home):
                 report(line)

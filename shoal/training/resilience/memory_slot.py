@@ -17,7 +17,8 @@ from shoal.engine.checkpoint.load import check_part
 from shoal.engine.checkpoint.manifest import CheckpointError, RankPart
 from shoal.engine.checkpoint.write import file_name
 from shoal.engine.streams import lock_pages
-from shoal.training.resilience.host_memory_dir import PART, is_private
+from shoal.training.resilience.host_memory_dir import PART
+from shoal.training.resilience.owned_folders import is_private
 
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # Linux: map all pages now, not on first write
 

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shoal.base.errors import DivergenceError
 from shoal.engine.collectives.json_collectives import all_gather, world
 from shoal.engine.collectives.ops import all_reduce, to_host
 from shoal.pipeline.program import Action
 from shoal.training.step.engine_state import EngineState
 
 
-class NonFinite(RuntimeError):
+class NonFinite(DivergenceError):
     """Error for a loss or gradient norm that is NaN or infinite.
 
     Attributes:

@@ -14,6 +14,7 @@ from shoal.engine.collectives.ops import to_host
 from shoal.launch.watch.watchdog import (
     LONGEST_GAP,
     SLOW_SECONDS,
+    START_SECONDS,
     STOPPED_SECONDS,
     Sign,
     Watchdog,
@@ -76,6 +77,15 @@ def test_a_stopped_rank_is_found_in_two_seconds(rank, slow):
     trouble, after = watch(Watchdog(LIMITS), 60, sign, gap=slow)
     assert (trouble.rank, trouble.trouble) == (rank, "is stopped (SIGSTOP)")
     assert STOPPED_SECONDS <= after <= STOPPED_SECONDS + 2 * slow
+
+
+@pytest.mark.parametrize(("state", "after", "what"), [
+    ("T", STOPPED_SECONDS, "is stopped (SIGSTOP)"), ("S", START_SECONDS, "is silent"), ("", 0, ""), ("Z", 0, ""),
+])
+def test_a_rank_is_watched_before_its_first_heartbeat_and_not_after_its_end(state, after, what):
+    well = [Sign(record(count=0), "S", 0.0), Sign(None, state, 0.0)]
+    found, seconds = watch(Watchdog(LIMITS), 90, lambda now: [Sign(record(now, int(now)), "S", now), well[1]])
+    assert (found.rank, found.trouble) == (1, what) and after <= seconds <= after + 1 if what else found is None
 
 
 def test_silence_counts_only_while_the_processor_is_idle():

@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from shoal.base.errors import UsageError
-from shoal.training.resilience import host_memory_dir, memory_slot
+from shoal.training.resilience import host_memory_dir, memory_slot, owned_folders
 from shoal.training.resilience.memory_checkpoint import InMemoryCheckpointer
 from tests.training.resilience.states import go_on, keep, pieces_of
 
@@ -47,9 +47,9 @@ def test_what_dead_owners_left_is_swept_up_and_what_the_living_have_is_not(tmp_p
     for name, owner in {"dead": int(dead.stdout), "alive": os.getpid(), "mine": int(dead.stdout)}.items():
         monkeypatch.setenv("SHOAL_OWNER", str(owner))
         folders[name] = tmp_path / f"shoal-{os.getuid()}-{name}"
-        monkeypatch.setattr(host_memory_dir, "_started", lambda pid, known=host_memory_dir._started: known(pid) or 1.0)
+        monkeypatch.setattr(owned_folders, "start_time", lambda pid, known=owned_folders.start_time: known(pid) or 1.0)
         host_memory_dir.make_run_dir(folders[name])
-        host_memory_dir.claim(folders[name], tmp_path / name)
+        host_memory_dir.claim_run_dir(folders[name], tmp_path / name)
         monkeypatch.undo()
     (tmp_path / "shoal-other").mkdir()
     (tmp_path / f"shoal-{os.getuid()}-strange").mkdir()

@@ -1,0 +1,50 @@
+"""Files of lines that grow during a run: a full disk delays the lines, and never ends the run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+MOST_PENDING = 16 << 20  # bytes of lines that wait for space; later ones are dropped
+
+
+def warn(text: str) -> None:
+    """Print a note to stderr, which may be on a full disk too."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+class Journal:
+    """Append lines to a file. Lines that cannot be written are kept and written with the next ones.
+
+    Several processes may append to one file: lines are written in one call, so that they do not interleave.
+
+    Args:
+        report: called with a note for the user when writing first fails.
+    """
+
+    def __init__(self, path: Path, report: Callable[[str], None] = warn):
+        self.path, self._report = path, report
+        self._pending, self._failed = bytearray(), False
+
+    def append(self, lines: str = "") -> None:
+        """Append complete lines, after those that wait. The kernel has them at the return: a killed process loses none.
+
+        After a partial write to a full disk, the rest of the line follows with the next call.
+        """
+        if len(self._pending) < MOST_PENDING:
+            self._pending += lines.encode()
+        try:
+            end = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            try:
+                while self._pending:
+                    del self._pending[: os.write(end, self._pending)]
+            finally:
+                os.close(end)
+        except OSError as error:
+            if not self._failed:
+                self._failed = True
+                self._report(f"{self.path} cannot be written: {error.strerror}. The run continues and tries again.")
