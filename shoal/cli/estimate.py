@@ -36,6 +36,9 @@ class EstimateOptions(Section):
     optimizer: str | None = None
     """The update rule (default: the file's, else adamw)."""
 
+    software: str = "shoal"
+    """The software that trains: shoal, megatron-core, torchtitan, nanotron, ... (shoal/spec/catalog/software.toml)."""
+
     tokens: PositiveFloat | None = None
     """Tokens of the complete training, such as 15e12 (default: 20 per parameter)."""
 
@@ -70,7 +73,8 @@ def main(args: list[str]) -> int:
     options, config = parse_run("estimate", EstimateOptions, args, ("parallel",))
     check_writable(options.out, "--out", ".html")
     if options.dry_run:
-        reject_unused(options, ("tokens", "price"), "a dry run counts one rank's first steps, and prices no training")
+        unused = ("tokens", "price", "software")
+        reject_unused(options, unused, "a dry run counts one rank's first steps by shoal, and prices no training")
     else:
         reject_unused(options, ("rank", "steps", "measure"), "only with --dry-run, which runs a rank's first steps")
     if options.catalog:
@@ -88,7 +92,7 @@ def main(args: list[str]) -> int:
         )
         print("\n".join(counted.lines()))
     else:
-        estimate = shoal.estimate(config.parallel, **run)
+        estimate = shoal.estimate(config.parallel, **run, software=options.software)
         facts, changes = estimate_facts(estimate, options.tokens, options.price), change_rows(estimate)
         print("\n".join(estimate_lines(estimate, facts, changes, model or "model")))
     if options.out:

@@ -35,6 +35,9 @@ class PlanOptions(Section):
     optimizer: str = "adamw"
     """The update rule."""
 
+    software: str = "shoal"
+    """The software that trains, as in `shoal estimate`; its own config of the best layout is printed where known."""
+
     fix: str = ""
     """Comma-separated layout fields with fixed values: tp=8,recompute=full, stage_layers=7/8/8/9."""
 
@@ -81,12 +84,15 @@ def run(options: PlanOptions) -> int:
     if asked:
         unread = ("top", "toml") if options.map else ("top", "toml", "out")
         reject_unused(options, unread, f"--{asked[0].replace('_', '-')} lists no layouts of one search")
+    if options.software != "shoal":
+        reject_unused(options, ("toml",), "`shoal train` runs what shoal is planned for")
     if options.catalog:
         shoal.add_catalog(options.catalog)
     planners = [
         shoal.LayoutPlanner(
             model, options.cluster, global_batch=options.global_batch, sequence_length=options.sequence_length,
             precision=options.precision, optimizer=options.optimizer, fixed=options.fix,
+            software=options.software,
         )
         for model in (options.model.split(",") if options.map else [options.model])
     ]  # fmt: skip

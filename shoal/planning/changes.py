@@ -8,13 +8,14 @@ from typing import Any
 
 from shoal.base.errors import UsageError
 from shoal.planning.estimable import check_layout_on_cluster
-from shoal.planning.estimate import Estimate
+from shoal.planning.estimate import Estimate, StepEstimate
+from shoal.planning.software_estimate import estimate_run
 from shoal.spec.layout import Layout
 
 FASTER = 0.99  # maximum relative step time that counts as faster
 
 
-def find_changes(estimate: Estimate, most: int = 4) -> list[tuple[str, Estimate]]:
+def find_changes(estimate: StepEstimate, most: int = 4) -> list[tuple[str, StepEstimate]]:
     """Find the most useful layout changes, each with the estimate of the changed run.
 
     A change qualifies if the run then fits and is faster. If the run does not fit, any change that makes it fit
@@ -24,17 +25,19 @@ def find_changes(estimate: Estimate, most: int = 4) -> list[tuple[str, Estimate]
         estimate: estimate of the current run.
         most: maximum number of changes to return, fastest first.
     """
-    run, found = estimate.run, list[tuple[str, Estimate]]()
+    known = estimate.known if isinstance(estimate, Estimate) else None
+    run, found = estimate.run, list[tuple[str, StepEstimate]]()
     for name, change in _single_changes(run.layout):
         layout = run.layout.model_copy(update=change)
         if layout.tp == 1:
             layout = layout.model_copy(update={"sequence_parallel": False, "tp_x": 1})
-        if layout == run.layout:
+        possible = {None, *run.software.schedules, *run.software.zero_stages}
+        if layout == run.layout or not {change.get("schedule"), change.get("zero")} <= possible:
             continue
         changed = replace(run, layout=layout)
         try:
             check_layout_on_cluster(changed)
-            other = Estimate(changed, known=estimate.known)
+            other = estimate_run(changed, known)
         except UsageError:
             continue
         if other.fits and (not estimate.fits or other.step_seconds < FASTER * estimate.step_seconds):

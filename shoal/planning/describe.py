@@ -6,10 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.base.errors import UsageError
 from shoal.planning.estimable import check_device, check_estimable, check_layout_on_cluster, check_names
-from shoal.planning.estimate import Estimate
+from shoal.planning.estimate import StepEstimate
 from shoal.planning.run import EstimatedRun
+from shoal.planning.software_estimate import estimate_run
 from shoal.spec.catalog import ModelShape, model_shape
+from shoal.spec.catalog.clusters import Cluster
 from shoal.spec.catalog.clusters import cluster as cluster_of
+from shoal.spec.catalog.software import Software, find_software
 from shoal.spec.layout import Layout
 
 if TYPE_CHECKING:
@@ -20,24 +23,27 @@ TOKENS_PER_STEP = 4 * 2**20
 
 
 def estimate(
-    layout: Layout, *, model: str | None = None, cluster: str = "8xH100", config: RunConfig | None = None,
-    sequence_length: int | None = None, global_batch: int | None = None, precision: str | None = None,
-    optimizer: str | None = None, fill: bool | None = None,
-) -> Estimate:  # fmt: skip
+    layout: Layout, *, model: str | ModelShape | None = None, cluster: str | Cluster = "8xH100",
+    config: RunConfig | None = None, sequence_length: int | None = None, global_batch: int | None = None,
+    precision: str | None = None, optimizer: str | None = None, fill: bool | None = None,
+    software: str | Software = "shoal",
+) -> StepEstimate:  # fmt: skip
     """Estimate the time of a training step with its breakdown, and the memory of every pipeline rank.
 
     Runs nothing and does not import torch.
 
     Args:
         layout: parallel layout.
-        model: catalog name (default: the config's model, else llama-3-8b).
-        cluster: cluster name, such as 8xH100, 64x8xH100-IB400 or v5p-4096.
+        model: catalog name, or a shape (default: the config's model, else llama-3-8b).
+        cluster: cluster name, such as 8xH100, 64x8xH100-IB400 or v5p-4096, or a description of one.
         config: a run's config, the source of arguments that are not given.
         sequence_length: tokens per sequence (default: the config's, else the model's maximum training length).
         global_batch: sequences per step (default: the config's, else about 4 M tokens).
         precision: precision, see ``train.precision`` (default: the config's, else bf16).
         optimizer: the update rule (default: the config's, else adamw).
         fill: fill the cluster with replicas (default: if the layout does not set dp).
+        software: the software that trains, by its name in the catalog (``shoal/spec/catalog/software.toml``), or a
+            description of one.
 
     Returns:
         The estimate: ``step_seconds``, ``breakdown`` in seconds, ``mfu``, ``memory`` in bytes, ``fits``, ...
@@ -55,22 +61,24 @@ def estimate(
     """
     run = describe_run(
         layout, model=model, cluster=cluster, config=config, sequence_length=sequence_length,
-        global_batch=global_batch, precision=precision, optimizer=optimizer, fill=fill,
+        global_batch=global_batch, precision=precision, optimizer=optimizer, fill=fill, software=software,
     )  # fmt: skip
     check_estimable(run)
-    return Estimate(run)
+    return estimate_run(run)
 
 
 def describe_run(
-    layout: Layout, *, model: str | None = None, cluster: str = "8xH100", config: RunConfig | None = None,
-    sequence_length: int | None = None, global_batch: int | None = None, precision: str | None = None,
-    optimizer: str | None = None, fill: bool | None = None,
+    layout: Layout, *, model: str | ModelShape | None = None, cluster: str | Cluster = "8xH100",
+    config: RunConfig | None = None, sequence_length: int | None = None, global_batch: int | None = None,
+    precision: str | None = None, optimizer: str | None = None, fill: bool | None = None,
+    software: str | Software = "shoal",
 ) -> EstimatedRun:  # fmt: skip
     """Build a trainable run from names; see `estimate` for arguments and errors."""
     shape = _shape(model, config)
     s = sequence_length or (config.data.sequence_length if config else shape.max_sequence)
     shape = with_positions(shape, s)
-    machine = cluster_of(cluster)
+    machine = cluster_of(cluster) if isinstance(cluster, str) else cluster
+    software = find_software(software) if isinstance(software, str) else software
     each = layout.pp * layout.cp * layout.tp
     if fill is None:
         fill = "dp" not in layout.model_fields_set
@@ -87,7 +95,7 @@ def describe_run(
         "document_mask": config.data.document_mask, "hessian_every": config.optimizer.hessian_every,
         "float8": config.float8,
     }  # fmt: skip
-    run = EstimatedRun(shape, layout, machine, s, batch, precision, optimizer, **more)
+    run = EstimatedRun(shape, layout, machine, s, batch, precision, optimizer, software=software, **more)
     check_device(run)
     if run.eight_bits and config and config.float8.scales == "block":
         raise UsageError("float8.scales = block: such products are not estimated.\n  Leave it out, or measure.")
@@ -105,7 +113,9 @@ def with_positions(shape: ModelShape, sequence_length: int) -> ModelShape:
     return shape.model_copy(update={"max_sequence": max(shape.max_sequence, sequence_length)})
 
 
-def _shape(model: str | None, config: RunConfig | None) -> ModelShape:
+def _shape(model: str | ModelShape | None, config: RunConfig | None) -> ModelShape:
+    if isinstance(model, ModelShape):
+        return model
     if model or config is None:
         return model_shape(model or DEFAULT_MODEL)
     from shoal.engine.data.tokenizer import load_tokenizer

@@ -9,6 +9,7 @@ from typing import get_args
 from shoal.base.errors import UsageError, did_you_mean
 from shoal.base.section import validate
 from shoal.pipeline.from_layout import check_run
+from shoal.planning.cost.batched_runs import SCHEDULES
 from shoal.planning.run import EstimatedRun
 from shoal.spec.catalog import ModelShape, model_names, model_shape, tables
 from shoal.spec.config import OptimizerConfig, RunConfig, build_config
@@ -29,7 +30,10 @@ def check_trained(run: EstimatedRun, layout: Layout, *, ranks: int | None = None
 
 def check_layout_on_cluster(run: EstimatedRun) -> None:
     """Raise a `UsageError` if the run's layout cannot be trained or does not fill the cluster."""
-    check_trained(run, run.layout, ranks=run.cluster.size)
+    if run.software.name == "shoal":
+        check_trained(run, run.layout, ranks=run.cluster.size)
+    else:
+        check_software(run)
 
 
 def check_estimable(run: EstimatedRun) -> None:
@@ -45,6 +49,27 @@ def check_estimable(run: EstimatedRun) -> None:
             "parallel.schedule = terapipe: what a slice of a sequence takes is not estimated."
             "\n  Choose another schedule, or measure; shoal simulate plays it with times that you give."
         )
+
+
+def check_software(run: EstimatedRun) -> None:
+    """Raise a `UsageError` if no closed form exists for a run of other software than shoal."""
+    layout, shape, name = run.layout, run.shape, run.software.name
+    if layout.world_size != run.cluster.size:
+        size = run.cluster.size
+        raise UsageError(f"{layout.equation()}, but the cluster has {size}.\n  Give another dp, tp, pp or cp.")
+    if run.global_batch < layout.dp * layout.micro_batch:
+        least = layout.dp * layout.micro_batch
+        given = f"--global-batch {run.global_batch}"
+        raise UsageError(f"{given}: less than a micro-batch of each replica.\n  Give at least {least} sequences.")
+    checked = {
+        "parallel.schedule": (layout.schedule, tuple(SCHEDULES)), "parallel.tp_x": (layout.tp_x, (1,)),
+        "parallel.stage_layers": (layout.stage_layers, (None,)), "--optimizer": (run.optimizer, ("adamw", "adam")),
+        "--precision": (run.precision, ("bf16", "fp16", "fp8", "mxfp8")), "model.depths": (shape.depths, (None,)),
+    }  # fmt: skip
+    for what, (value, known) in checked.items():
+        if value not in known:
+            shown = ", ".join("not given" if each is None else str(each) for each in known)
+            raise UsageError(f"{what} = {value}: not estimated for --software {name}; allowed: {shown}")
 
 
 def check_names(precision: str, optimizer: str) -> None:

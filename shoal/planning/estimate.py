@@ -6,6 +6,7 @@ program.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from functools import cached_property
 from math import exp, log2
 
@@ -22,8 +23,72 @@ from shoal.planning.cost.time.stage import ATTENTION_BACKWARD, StagePrices, Stag
 from shoal.planning.run import EstimatedRun
 
 
-class Estimate(StagePrices):
-    """Estimated time and memory of a run's step.
+class StepEstimate(ABC):
+    """Estimated time and memory of a run's step, by any software.
+
+    Attributes:
+        run: the run.
+        capacity: bytes of a device that a process can use.
+    """
+
+    run: EstimatedRun
+    capacity: float
+
+    @property
+    @abstractmethod
+    def step_seconds(self) -> float:
+        """Seconds of one step."""
+
+    @property
+    @abstractmethod
+    def breakdown(self) -> dict[str, float]:
+        """Seconds of a step on the busiest pipeline rank by cause (`NAMES`); they add up to the step time."""
+
+    @property
+    @abstractmethod
+    def memory(self) -> list[PeakMemory]:
+        """Peak memory of every pipeline rank."""
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """80 % interval of the step time, from the errors of this software's estimates, or of other software's."""
+        factor = exp(spread(self.run))
+        return self.step_seconds / factor, self.step_seconds * factor
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation: model FLOPs over the dense peak of all accelerators and the step time."""
+        return self._utilisation(self.run.tokens * self.run.shape.flops_per_token(self.run.sequence_length))
+
+    @property
+    def hfu(self) -> float:
+        """Hardware FLOPs utilisation: like `mfu`, with hardware FLOPs."""
+        run = self.run
+        return self._utilisation(hardware_flops(run.shape, run.sequence_length, run.layout.recompute, run.tokens))
+
+    def _utilisation(self, done: float) -> float:
+        run = self.run
+        return done / (self.step_seconds * run.cluster.accelerator.dense_flops(run.products) * run.layout.world_size)
+
+    @property
+    def fullest(self) -> PeakMemory:
+        """Memory of the pipeline rank that needs most."""
+        return max(self.memory, key=lambda memory: memory.reserved)
+
+    @property
+    def memory_interval(self) -> tuple[float, float]:
+        """80 % interval of the fullest rank's reserved bytes."""
+        factor = exp(spread(self.run, "memory"))
+        return self.fullest.reserved / factor, self.fullest.reserved * factor
+
+    @property
+    def fits(self) -> bool:
+        """True if every rank fits in its device's memory."""
+        return bool(self.fullest.reserved <= self.capacity)
+
+
+class Estimate(StagePrices, StepEstimate):
+    """Estimated time and memory of a run's step by shoal's own engine.
 
     Args:
         run: a run with a checked layout and schedule that fills the cluster.
@@ -104,12 +169,6 @@ class Estimate(StagePrices):
 
     # ---- breakdown -----------------------------------------------------------------------------------------------
 
-    @property
-    def interval(self) -> tuple[float, float]:
-        """80 % interval of the step time, from the errors of estimates for other software."""
-        factor = exp(spread(self.run.cluster))
-        return self.step_seconds / factor, self.step_seconds * factor
-
     @cached_property
     def breakdown(self) -> dict[str, float]:
         """Seconds of a step on the busiest pipeline rank by cause; they add up to the step time.
@@ -142,19 +201,6 @@ class Estimate(StagePrices):
         of["launches"] += self.step_seconds - self._played_seconds
         return of
 
-    @cached_property
-    def mfu(self) -> float:
-        """Model FLOPs utilisation: model FLOPs over the dense peak of all accelerators and the step time."""
-        done = self.run.tokens * self.run.shape.flops_per_token(self.run.sequence_length)
-        return done / (self.step_seconds * self.peak * self.run.layout.world_size)
-
-    @cached_property
-    def hfu(self) -> float:
-        """Hardware FLOPs utilisation: like `mfu`, with hardware FLOPs."""
-        layout = self.run.layout
-        done = hardware_flops(self.run.shape, self.run.sequence_length, layout.recompute, self.run.tokens)
-        return done / (self.step_seconds * self.peak * layout.world_size)
-
     # ---- memory --------------------------------------------------------------------------------------------------
 
     @cached_property
@@ -169,22 +215,6 @@ class Estimate(StagePrices):
             self.peak_memory([self.parts[s] for s in stages], [alive_at(before[s]) for s in stages], copies)
             for stages, copies in zip(held, versions, strict=True)
         ]
-
-    @property
-    def fullest(self) -> PeakMemory:
-        """Memory of the pipeline rank that needs most."""
-        return max(self.memory, key=lambda memory: memory.reserved)
-
-    @property
-    def memory_interval(self) -> tuple[float, float]:
-        """80 % interval of the fullest rank's reserved bytes."""
-        factor = exp(spread(self.run.cluster, "memory"))
-        return self.fullest.reserved / factor, self.fullest.reserved * factor
-
-    @property
-    def fits(self) -> bool:
-        """True if every rank fits in its device's memory."""
-        return bool(self.fullest.reserved <= self.capacity)
 
 
 NAMES = (

@@ -7,6 +7,7 @@ from typing import Literal
 
 from shoal.spec.catalog import ModelShape
 from shoal.spec.catalog.clusters import Cluster
+from shoal.spec.catalog.software import Software, find_software
 from shoal.spec.config import Float8Config, OptimizerConfig
 from shoal.spec.layout import Layout
 from shoal.spec.number_formats import FORMATS, Formats
@@ -20,6 +21,7 @@ class EstimatedRun:
     """A run to estimate.
 
     Attributes:
+        software: the software that trains: shoal itself, or another (`shoal estimate --software`).
         attention: sdpa, torch's kernel (FlashAttention on accelerators), or explicit, unfused operations.
         document_mask: attention stays inside documents: without `by_lengths` the kernel reads a mask, and skips no
             score.
@@ -38,6 +40,7 @@ class EstimatedRun:
     document_mask: bool = False
     hessian_every: int = OptimizerConfig.model_fields["hessian_every"].default
     float8: Float8Config = field(default_factory=Float8Config)
+    software: Software = field(default_factory=lambda: find_software("shoal"))
 
     @property
     def policy(self) -> Formats:

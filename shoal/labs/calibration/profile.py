@@ -15,8 +15,8 @@ from scipy.optimize import nnls
 
 from shoal.labs.calibration import measure
 from shoal.labs.calibration.measure import CoreMeasurements, build_model_shape
-from shoal.planning.cost.batched_runs import Runs
-from shoal.planning.cost.time.kernels import E, Kernels
+from shoal.planning.cost.batched_runs import E, Runs
+from shoal.planning.cost.time.kernels import Kernels
 from shoal.spec.catalog.calibration import calibration
 
 NAME = "here"  # the machine's name in its profile

@@ -115,13 +115,11 @@ def recomputed(row: Row) -> str | None:
     return next((mode for mode in ("selective", "full") if text.startswith(mode)), None)
 
 
-def bubble(row: Row) -> tuple[float, float]:
-    """Return the bubble and the live micro-batches of a schedule, relative to 1F1B's.
-
-    Qi et al. 2023 (Zero Bubble Pipeline Parallelism), table 1: ZB-H1 a third, ZB-H2 none with twice the activations.
-    """
+def schedule(row: Row, virtual: int) -> str:
+    """Return shoal's name of the schedule."""
     text = (row.get("schedule") or "").lower()
-    return (1 / 3, 1.0) if "zb-1p" in text else (0.0, 2.0) if "zb-2p" in text else (1.0, 1.0)
+    named = next((name for word, name in (("zb-1p", "zb-h1"), ("zb-2p", "zb-h2")) if word in text), "1f1b")
+    return "interleaved-1f1b" if virtual > 1 and named == "1f1b" else named
 
 
 def zero_stage(row: Row) -> int:
@@ -167,13 +165,13 @@ def gathers_kept(row: Row, default: bool) -> bool:
     return int(job[1]) < _GATHERED_AGAIN and (number(row, "pp") or 1) == 1 if job else default
 
 
-def experts(row: Row) -> tuple[float, float, float | None]:
-    """Return the experts of a layer and of a token (both with shared ones), and their width if it is not the ffn."""
-    count, active = number(row, "n_experts") or 1.0, number(row, "topk") or 1.0
+def experts(row: Row) -> tuple[int, int, int, float | None]:
+    """Return the routed experts of a layer and of a token, the shared ones, and their width if it is not the ffn."""
+    count, active = int(number(row, "n_experts") or 1), int(number(row, "topk") or 1)
     for name, (width, shared) in _EXPERTS.items():
         if name in (row.get("model") or "") and count > 1:
-            return count + shared, active + shared, width
-    return count, active, None
+            return count, active, shared, width
+    return count, active, 0, None
 
 
 def memory(row: Row) -> tuple[float | None, str]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shoal.labs.validate.rows import Point
+from shoal.labs.validate.rows import Point, stack
 from shoal.planning.cost.batched_runs import Runs
 from shoal.planning.cost.memory.published_software import footprint
 from shoal.planning.cost.time.step import step
@@ -60,7 +60,7 @@ class FitProblem:
     def __init__(self, points: Sequence[Point], what: str, constants: Calibration):
         self.what, self.constants = what, constants
         keep = [p for p in points if p.seconds or (what == "memory" and (p.bytes or p.oom))]
-        self.points, self.runs = keep, Runs.from_rows([p.run for p in keep])
+        self.points, self.runs = keep, stack(keep)
         self.weight = np.array([WEIGHTS.get(p.quality, 0.1) for p in keep])
         self.seconds = np.array([p.seconds or np.nan for p in keep])
         self.bytes = np.array([p.bytes or np.nan for p in keep])
@@ -192,7 +192,7 @@ def find_at_bounds(constants: Calibration, points: Sequence[Point]) -> list[str]
 
 def to_tables(constants: Calibration, points: Sequence[Point]) -> dict:
     """Return the tables of `calibration.toml`; only constants that affect these points get a value."""
-    runs = Runs.from_rows([p.run for p in points])
+    runs = stack(points)
     tables = {}
     for name, of in constants.constants.items():
         table = of.model_dump(exclude_none=True, exclude={"value"})
@@ -211,7 +211,7 @@ def to_tables(constants: Calibration, points: Sequence[Point]) -> dict:
 
 def assign_folds(points: Sequence[Point]) -> np.ndarray:
     """Return the fold of each point, by the layers, hidden size and heads of its model: [points]."""
-    shapes = [tuple(p.run[name] for name in ("layers", "hidden", "heads")) for p in points]
+    shapes = [(p.run.shape.layers, p.run.shape.hidden, p.run.shape.heads) for p in points]
     fold = {shape: i * 7919 % FOLDS for i, shape in enumerate(sorted(set(shapes)))}
     return np.array([fold[shape] for shape in shapes])
 
@@ -224,7 +224,7 @@ def estimate_held_out(
     for fold in sorted(set(folds)):
         seen = fit_constants([p for p, f in zip(points, folds, strict=True) if f != fold], constants, iterations)
         left = [p for p, f in zip(points, folds, strict=True) if f == fold]
-        found[:, folds == fold] = estimate_points(Runs.from_rows([p.run for p in left]), left, seen)
+        found[:, folds == fold] = estimate_points(stack(left), left, seen)
     return found
 
 
@@ -248,7 +248,7 @@ def fit_held_out_intervals(
     for fold in sorted(set(folds)):
         others = folds != fold
         known = fit_spreads([p for p, o in zip(points, others, strict=True) if o], constants, found[:, others])
-        left = Runs.from_rows([p.run for p, o in zip(points, others, strict=True) if not o])
+        left = stack([p for p, o in zip(points, others, strict=True) if not o])
         widths[:, ~others] = intervals(left, known)
     return widths[0], widths[1]
 
@@ -258,7 +258,7 @@ def fit_spreads(points: Sequence[Point], constants: Calibration, found: np.ndarr
 
     They are shrunk to the quantiles of all software. Software without measurements gets the largest width.
     """
-    runs = Runs.from_rows([p.run for p in points])
+    runs = stack(points)
     graded = np.array([p.quality in "AM" for p in points])
     measured = np.array([[p.seconds or np.nan, p.bytes or np.nan] for p in points]).T
     errors = np.where(graded, np.abs(np.log(found[:2] / measured)), np.nan)

@@ -6,28 +6,30 @@ Each row becomes a `Point`, or is counted with the reason why it is none.
 from __future__ import annotations
 
 import csv
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from shoal.base.errors import UsageError
 from shoal.labs.validate import columns
 from shoal.labs.validate.columns import Row, number, stated
-from shoal.planning.cost.batched_runs import ATTENTION, RECOMPUTE
-from shoal.spec.catalog.calibration import GENERATIONS, NETWORKS
-from shoal.spec.catalog.clusters import link
-from shoal.spec.catalog.software import Software, software_named, software_table
+from shoal.planning.cost.batched_runs import Runs, describe_row
+from shoal.planning.describe import describe_run
+from shoal.planning.run import EstimatedRun
+from shoal.spec.catalog import Experts, ModelShape
+from shoal.spec.catalog.clusters import Cluster, Link, link
+from shoal.spec.catalog.software import Software, software_named
+from shoal.spec.layout import Layout
 
 STEPS = ("measured", "measured_oom", "measured_memory", "example_log")  # kinds of rows: a full step of a full model
 SHAPE = ("layers", "hidden", "seq", "n_gpus")
 COLUMNS = ("row_id", "kind", "status", "heads", *SHAPE)
 VOCABULARY = 51200  # GPT-2's, padded, as Megatron-LM does
 HEAD = 128  # head dim if the number of heads is not stated
-FACTS = (  # fields of the software that the cost model uses
-    "gradient_bytes", "reduce_bytes", "overlap_data", "overlap_pipeline", "ahead", "balanced", "dropout",
-    "unit_messages", "crowded", "bucket_copies", "shard_copies", "gathers_kept", "unsplit_logits", "kept_ffn",
-)  # fmt: skip
-
+SOURCE = "a published row"
 Left = dict[tuple[str, str], int]
 """Number of rows that are no points, by (file, reason)."""
 
@@ -44,7 +46,8 @@ class Point:
         row: id of the row.
         file, model, quality: as published.
         gpus: number of accelerators.
-        run: fields of `shoal.planning.cost.batched_runs.Runs`.
+        call: arguments of `shoal.estimate`.
+        run: the run that it estimates.
         seconds, bytes: measurements, if any.
         memory_kind: allocated, reserved, first (reserved on the first rank) or process; empty without bytes.
         oom: whether it ran out of memory.
@@ -56,7 +59,8 @@ class Point:
     model: str
     quality: str
     gpus: int
-    run: dict[str, Any]
+    call: dict[str, Any]
+    run: EstimatedRun
     seconds: float | None
     bytes: float | None
     memory_kind: str
@@ -69,7 +73,7 @@ def read_row(row: Row, file: str) -> Point:
 
     Raises:
         Inexpressible: the row cannot become a point; says why.
-        UsageError: the accelerator has no peak in the catalog.
+        UsageError: `shoal.estimate` refuses it, or the accelerator has no peak in the catalog.
     """
     if row.get("kind") not in STEPS:
         raise Inexpressible(f"kind {row.get('kind') or 'not stated'}")
@@ -79,18 +83,24 @@ def read_row(row: Row, file: str) -> Point:
         raise Inexpressible(f"{', '.join(missing)} not stated")
     known = _Known(row)
     software = software_named(row.get("framework") or "", number(row, "year") or 2025)
-    batch, run = _parallel(row, known)
-    run |= _model(row, known, software) | _hardware(row, software)
-    gpus = int(stated(row, "n_gpus"))
+    layout, batch = _layout(row, known, software)
+    cluster, gpus = _cluster(row), int(stated(row, "n_gpus"))
+    half = cluster.accelerator.half
+    s = int(stated(row, "seq"))
     size, kind = columns.memory(row)
-    seconds, oom = columns.seconds(row, batch * run["s"], gpus), row.get("status") == "oom"
+    seconds, oom = columns.seconds(row, batch * s, gpus), row.get("status") == "oom"
     if seconds is None and size is None and not oom:
         raise Inexpressible("neither time nor memory")
+    call: dict[str, Any] = {
+        "layout": layout, "model": _shape(row, known), "cluster": cluster, "sequence_length": s,
+        "global_batch": round(batch), "precision": "fp8" if columns.eight_bits(row) else half, "fill": False,
+        "software": _software(row, software),
+    }  # fmt: skip
     row_id, model, quality = (row.get(name) or "" for name in ("row_id", "model", "quality"))
     if oom:
         seconds = size = None
     assumed = tuple(dict.fromkeys(known.assumed))
-    return Point(row_id, file, model, quality, gpus, run, seconds, size, kind, oom, assumed)
+    return Point(row_id, file, model, quality, gpus, call, describe_run(**call), seconds, size, kind, oom, assumed)
 
 
 class _Known:
@@ -106,15 +116,15 @@ class _Known:
         return default if value is None else value
 
 
-def _parallel(row: Row, known: _Known) -> tuple[float, dict[str, Any]]:
-    """Return the global batch, and the fields of the layout."""
+def _layout(row: Row, known: _Known, software: Software) -> tuple[Layout, float]:
+    """Return the layout and the global batch."""
     gpus = stated(row, "n_gpus")
     if gpus > 8 and number(row, "tp") is None:
         raise Inexpressible("tp not stated")
     tp, pp, cp = (number(row, name) or 1.0 for name in ("tp", "pp", "cp"))
     stage = columns.zero_stage(row)
     dp = number(row, "dp") or gpus / (tp * pp * cp)
-    shard = columns.shards(row, stage, dp) * (cp if stage == 3 else 1)
+    shard = columns.shards(row, stage, dp)
     if stage == 3 and dp * tp * pp * cp < gpus:  # dp counts replicas, each sharded inside
         shard = gpus / (dp * tp * pp * cp)
         dp *= shard
@@ -126,58 +136,69 @@ def _parallel(row: Row, known: _Known) -> tuple[float, dict[str, Any]]:
             raise Inexpressible("global_batch not stated")
         batch = each * count * dp
     each = each or known("micro_batch", max(1.0, batch / (dp * count)) if count else 1.0)
-    warmup, alive = columns.bubble(row)
-    return batch, {
-        "tp": tp, "pp": pp, "cp": cp, "dp": dp, "zero": stage, "shard": shard, "ep": number(row, "ep") or 1,
-        "virtual": max(1.0, known("vpp", 1)) if pp > 1 else 1, "warmup": warmup, "alive": alive, "b": each,
-        "microbatches": max(1.0, batch / (dp * each)), "sequence_parallel": row.get("sp") == "y",
-    }  # fmt: skip
-
-
-def _model(row: Row, known: _Known, software: Software) -> dict[str, Any]:
-    """Return the fields of the model, of its kernels and of recomputation."""
     mode = columns.recomputed(row)
     if mode is None:
         raise Inexpressible(f"recompute: {row.get('recompute')}")
     if not mode:
         known.assumed.append("recompute")
+    virtual = int(known("vpp", 1)) if pp > 1 else 1
+    return Layout.model_validate({
+        "dp": dp, "zero": stage, "zero_shard": shard if stage and shard < dp else None, "tp": tp, "pp": pp, "cp": cp,
+        "ep": number(row, "ep") or 1, "sequence_parallel": row.get("sp") == "y", "micro_batch": each,
+        "recompute": {"": software.recompute, "operators": "selective"}.get(mode, mode),
+        "virtual_stages": virtual if virtual > 1 else None, "schedule": columns.schedule(row, virtual),
+    }), batch  # fmt: skip
+
+
+def _shape(row: Row, known: _Known) -> ModelShape:
     hidden = stated(row, "hidden")
     heads = known("heads", max(1, round(hidden / HEAD)))
     gated = columns.gated(row)
-    experts, active, width = columns.experts(row)
-    return {
-        "layers": stated(row, "layers"), "hidden": hidden, "heads": heads, "gated": gated, "s": stated(row, "seq"),
-        "kv_heads": number(row, "kv_heads") or heads, "head_dim": number(row, "head_dim") or hidden / heads,
-        "ffn": width or known("ffn", 8 * hidden / 3 if gated else 4 * hidden), "vocab": known("vocab", VOCABULARY),
-        "tied": columns.tied(row), "experts": experts, "active": active,
-        "recompute": RECOMPUTE.index(mode or software.recompute),
-        "attention": ATTENTION.index(columns.attention(row, software.attention)),
-        # A norm is one kernel everywhere, except in one study that compares both.
-        "fused_norm": software.name != "aleph-alpha" or "RMS" in (row.get("attn_kernel") or ""),
+    count, active, shared, width = columns.experts(row)
+    ffn = known("ffn", 8 * hidden / 3 if gated else 4 * hidden)
+    experts = Experts(count=count, per_token=active, ffn=int(width or ffn), shared=shared) if count > 1 else None
+    integers = {
+        "layers": stated(row, "layers"), "hidden": hidden, "heads": heads, "kv_heads": number(row, "kv_heads") or heads,
+        "head_dim": number(row, "head_dim") or hidden / heads, "ffn": ffn, "vocab": known("vocab", VOCABULARY),
+        "max_sequence": stated(row, "seq"),
     }  # fmt: skip
+    return ModelShape.model_validate({
+        "family": "llama" if gated else "gpt", "tied": columns.tied(row), "experts": experts,
+        **{name: max(1, round(value)) for name, value in integers.items()},
+    })  # fmt: skip
 
 
-def _hardware(row: Row, software: Software) -> dict[str, Any]:
-    """Return the fields of accelerators, links and software."""
+def _software(row: Row, software: Software) -> Software:
+    """Return the software with what the row says of its kernels and versions."""
+    mode, fixed = columns.recomputed(row), columns.has_fixed_pipeline(row)
+    return software.model_copy(update={
+        "attention": columns.attention(row, software.attention),
+        "selective": {"selective": "core", "operators": "operators"}.get(mode or "", software.selective),
+        "fused_norm": software.fused_norm or "RMS" in (row.get("attn_kernel") or ""),
+        "reduced_apart": software.reduced_apart * fixed, "ties_first": software.balanced and not fixed,
+        "gathers_kept": columns.gathers_kept(row, software.gathers_kept),
+        "overlap_tensor": software.overlap_tensor and "vanilla" not in (row.get("note") or ""),
+    })  # fmt: skip
+
+
+def _cluster(row: Row) -> Cluster:
+    """Return the accelerators and links."""
     found = columns.machine(row)
     if found is None:
         raise Inexpressible(f"accelerator {row.get('gpu') or 'not stated'} is not in the catalog")
-    machine, node = found
-    per_node, peak = columns.per_node(row, node), machine.dense_flops(machine.half)
-    memory = number(row, "gpu_mem_gb")
-    return {name: getattr(software, name) for name in FACTS} | {
-        "software": list(software_table()).index(software.name), "generation": GENERATIONS.index(machine.generation),
-        "network": NETWORKS.index(columns.network(row)), "peak": peak, "attainable": machine.matmul_efficiency,
-        "peak8": machine.peak_flops.get("fp8", peak),
-        "fp8": columns.eight_bits(row), "hbm": machine.memory_bandwidth,
-        "memory": memory * 1e9 if memory else machine.memory_bytes,
-        "inside": link(node.inside).bandwidth, "nic": columns.leaving(row, node, per_node), "per_node": per_node,
-        "crowded": software.crowded and columns.network(row) == "efa-slow",
-        "reduced_apart": software.reduced_apart * columns.has_fixed_pipeline(row),
-        "ties_first": software.balanced and not columns.has_fixed_pipeline(row),
-        "gathers_kept": columns.gathers_kept(row, software.gathers_kept),
-        "overlap_tensor": software.overlap_tensor and "vanilla" not in (row.get("note") or ""),
-    }  # fmt: skip
+    (machine, node), gpus = found, int(stated(row, "n_gpus"))
+    switched, memory = int(columns.per_node(row, node)), number(row, "gpu_mem_gb")
+    per_node = max(n for n in range(1, min(switched, gpus) + 1) if gpus % n == 0)
+    if memory:
+        machine = machine.model_copy(update={"memory_bytes": memory * 1e9})
+    leaving = columns.leaving(row, node, switched)
+    nic = Link(name=columns.network(row), bandwidth=leaving, latency=0.0, source=SOURCE) if gpus > per_node else None
+    return Cluster(SOURCE, machine, gpus // per_node, per_node, link(node.inside), nic, per_node)
+
+
+def stack(points: Iterable[Point]) -> Runs:
+    """Return the runs of points as arrays."""
+    return Runs.from_rows([describe_row(point.run) for point in points])
 
 
 def read_folder(folder: Path) -> tuple[list[Point], Left]:
@@ -192,7 +213,7 @@ def read_folder(folder: Path) -> tuple[list[Point], Left]:
             for row in reader:
                 try:
                     points.append(read_row(row, path.stem))
-                except (Inexpressible, UsageError) as reason:
-                    key = path.stem, str(reason)
+                except (Inexpressible, UsageError, ValidationError) as reason:
+                    key = path.stem, str(reason).partition("\n")[0]
                     left[key] = left.get(key, 0) + 1
     return points, left

@@ -10,16 +10,13 @@ from functools import cached_property
 import numpy as np
 
 from shoal.labs.validate.fit import estimate_points, intervals
-from shoal.labs.validate.rows import Point
-from shoal.planning.cost.batched_runs import Runs
-from shoal.spec.catalog.calibration import Calibration
+from shoal.labs.validate.rows import Point, stack
+from shoal.planning.describe import estimate
+from shoal.planning.software_estimate import SoftwareEstimate
+from shoal.spec.catalog.calibration import Calibration, calibration
 
 GRADED = "AM"  # qualities in the totals; M has memory only
 SMALL = 128  # accelerators that separate the totals of small and large runs
-SAME = (  # equal fields of runs that differ in layout alone
-    "layers", "hidden", "heads", "vocab", "s", "software", "attention", "fused_norm", "fp8", "peak", "hbm", "memory",
-    "inside", "nic", "per_node", "network",
-)  # fmt: skip
 NEAR = 1.05  # times the best measured time: a good prediction of the best
 
 
@@ -118,19 +115,35 @@ class Scored:
         families: dict[tuple, list[int]] = defaultdict(list)
         for i, p in enumerate(self.points):
             if p.seconds:
-                batch = p.run["b"] * p.run["microbatches"] * p.run["dp"]
-                families[p.file, p.model, p.gpus, batch, *(p.run[name] for name in SAME)].append(i)
+                run, made = p.run, p.run.cluster
+                kernels = run.software.name, run.software.attention, run.software.fused_norm
+                shape = run.shape.model_dump_json(exclude={"ffn"})
+                nic = made.nic and (made.nic.name, made.nic.bandwidth)
+                families[
+                    p.file, p.model, p.gpus, run.global_batch, shape, run.sequence_length, run.precision, kernels,
+                    made.accelerator.name, made.memory_bytes, made.per_node, nic,
+                ].append(i)
         several = [np.array(found) for found in families.values() if len(found) >= 3]
         times = self.measured_seconds
         good = sum(times[f[np.argmin(self.seconds[f])]] <= NEAR * times[f].min() for f in several)
         return int(good), len(several)
 
 
-def score(points: Sequence[Point], constants: Calibration) -> Scored:
-    """Estimate every point."""
-    runs = Runs.from_rows([p.run for p in points])
-    seconds, size, part = estimate_points(runs, points, constants)
-    return Scored(points, seconds, size, part, *intervals(runs, constants))
+def score(points: Sequence[Point], constants: Calibration | None = None) -> Scored:
+    """Estimate every point with `shoal.estimate`, or all together by the same closed forms with other constants."""
+    runs = stack(points)
+    if constants is not None:
+        seconds, size, part = estimate_points(runs, points, constants)
+    else:
+        found = []
+        for p in points:
+            said = estimate(**p.call)
+            assert isinstance(said, SoftwareEstimate), "publications are of other software"
+            bytes_of = {"allocated": "allocated", "first": "first_reserved", "process": "process"}
+            size = getattr(said.footprint, bytes_of.get(p.memory_kind, "reserved"))
+            found.append((said.step_seconds, float(size[0]), said.fullest.reserved / said.capacity))
+        seconds, size, part = np.array(found).T
+    return Scored(points, seconds, size, part, *intervals(runs, constants or calibration()))
 
 
 def group_by(scored: Scored, key: Callable[[Point], str]) -> dict[str, Scored]:

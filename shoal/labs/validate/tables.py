@@ -8,10 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from shoal.labs.validate.by_estimate import EstimatedSteps
 from shoal.labs.validate.fit import find_at_bounds
 from shoal.labs.validate.rows import Left
-from shoal.labs.validate.score import Errors, Scored, group_by, totals
+from shoal.labs.validate.score import Scored, group_by, totals
 from shoal.labs.validate.validation import Validation
 from shoal.report.charts import draw_scatter, new_figure, to_svg
 from shoal.report.page import page
@@ -41,7 +40,7 @@ def score_lines(found: Validation, worst: int = 0) -> list[str]:
     Args:
         worst: number of rows with the largest errors to list for each file.
     """
-    return [*_score(found.scored, found.left), *_steps(found.steps), *(_worst(found.scored, worst) if worst else ())]
+    return [*_score(found.scored, found.left), *(_worst(found.scored, worst) if worst else ())]
 
 
 def _score(scored: Scored, left: Left) -> list[str]:
@@ -61,19 +60,6 @@ def _score(scored: Scored, left: Left) -> list[str]:
     return lines
 
 
-def _steps(steps: EstimatedSteps) -> list[str]:
-    """Return the errors of `shoal estimate` on the same measurements, and its difference from the closed forms."""
-    if not steps.points:
-        return []
-    errors = Errors.measure(steps.seconds, np.array([p.seconds for p in steps.points]), np.zeros(len(steps.points)))
-    return [
-        f"By `shoal estimate`, {errors.rows:,} rows of quality A that it can express: median "
-        f"{100 * errors.median:.1f} %, 90 % within {100 * errors.ninetieth:.1f} %, bias "
-        f"{100 * errors.bias:+.1f} %; it differs from these closed forms, with the facts of shoal's engine, by "
-        f"{100 * steps.difference:.1f} %."
-    ]
-
-
 def _worst(scored: Scored, count: int) -> list[str]:
     """Return the rows with the largest errors of each file."""
     lines = []
@@ -83,9 +69,7 @@ def _worst(scored: Scored, count: int) -> list[str]:
         order = sorted(range(len(errors)), key=lambda i: 1 - max(errors[i], 1 / errors[i]))
         for i in order[:count]:
             p, run = part.points[i], part.points[i].run
-            layout = ", ".join(
-                f"{name} {run[name]:g}" for name in ("dp", "tp", "pp", "cp", "zero", "b", "microbatches", "s")
-            )
+            layout = f"{run.layout.describe()}, {run.microbatches} x {run.layout.micro_batch} x {run.sequence_length}"
             lines.append(f"  {p.row} {p.model}: {layout}: {part.seconds[i]:.3g} s, measured {p.seconds:.3g}")
     return lines
 

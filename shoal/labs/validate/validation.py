@@ -9,7 +9,6 @@ import tomli_w
 
 from shoal.base.errors import UsageError
 from shoal.base.files import write_atomically
-from shoal.labs.validate.by_estimate import EstimatedSteps, simulate_points
 from shoal.labs.validate.fit import (
     assign_folds,
     estimate_held_out,
@@ -38,7 +37,6 @@ class Validation:
         left: number of rows that are no points, by file and reason.
         constants: constants of the scored cost model.
         scored: the points with their estimates.
-        steps: the same measurements estimated by `shoal estimate`.
         unseen: after a fit, each model's points with constants fitted to other models; else None.
     """
 
@@ -46,7 +44,6 @@ class Validation:
     left: Left
     constants: Calibration
     scored: Scored
-    steps: EstimatedSteps
     unseen: Scored | None = None
 
     def write_constants(self, path: Path) -> None:
@@ -86,4 +83,5 @@ def validate_estimates(folder: Path, *, constants: Path | None = None, fit: bool
         seconds, size, part = held_out
         unseen = Scored(points, seconds, size, part, *fit_held_out_intervals(points, known, held_out, folds))
         known = fit_spreads(points, fit_constants(points, known), held_out)
-    return Validation(points, left, known, score(points, known), simulate_points(points, known), unseen)
+    own = None if constants is None and not fit else known
+    return Validation(points, left, known, score(points, own), unseen)

@@ -15,11 +15,26 @@ from typing import Any
 
 import numpy as np
 
+from shoal.planning.run import KINDS, EstimatedRun
+from shoal.spec.catalog.calibration import GENERATIONS, NETWORKS
+from shoal.spec.catalog.clusters import Cluster
+from shoal.spec.catalog.software import software_table
+
 RECOMPUTE = ("none", "selective", "full", "operators")
 """What a backward recomputes: nothing; the attention core; a layer; or a layer except every second product and
 attention."""
 ATTENTION = ("unfused", "fused-softmax", "flash-1", "flash-2", "flash-3")
 """Attention kernels, oldest first."""
+SCHEDULES = {"1f1b": (1.0, 1.0), "interleaved-1f1b": (1.0, 1.0), "zb-h1": (1 / 3, 1.0), "zb-h2": (0.0, 2.0)}
+"""Bubble and live micro-batches of schedules with a closed form, relative to 1F1B's (Qi et al. 2023, Zero Bubble
+Pipeline Parallelism, table 1); interleaving also divides the bubble by the stages of a rank."""
+E = 2.0  # bytes of an element during computation: bf16 or fp16
+FACTS = (
+    "gradient_bytes", "reduce_bytes", "overlap_data", "overlap_tensor", "overlap_pipeline", "balanced", "dropout",
+    "unit_messages", "bucket_copies", "shard_copies", "reduced_apart", "gathers_kept", "unsplit_logits", "fused_norm",
+    "ties_first", "ahead", "kept_ffn",
+)
+"""Fields of `Runs` that are properties of the software, with the same names in `Software`."""
 
 
 def _optional(default: float) -> Any:
@@ -99,6 +114,16 @@ class Runs:
         rows = [{**defaults, **row} for row in rows]
         return Runs(*(np.array([float(row[each.name]) for row in rows]) for each in fields(Runs)))
 
+    @staticmethod
+    def vary(row: Mapping[str, Any], columns: Mapping[str, np.ndarray]) -> Runs:
+        """Build runs that differ from one row in some columns alone."""
+        count = len(next(iter(columns.values())))
+        one = Runs.from_rows([row])
+        return Runs(*(
+            np.asarray(columns[name], float) if name in columns else np.repeat(value, count)
+            for name, value in vars(one).items()
+        ))  # fmt: skip
+
     @property
     def size(self) -> int:
         return len(self.layers)
@@ -123,3 +148,56 @@ class Runs:
     def code(self, name: str) -> np.ndarray:
         """Return a field as integers."""
         return getattr(self, name).astype(int)
+
+
+def network_name(cluster: Cluster) -> str:
+    """Return a cluster's kind of network in the calibration, by the name of its link; InfiniBand if it has none."""
+    name = cluster.nic.name if cluster.nic else ""
+    known = [kind for kind in NETWORKS if kind in name]
+    return max(known, key=len) if known else "roce" if "ethernet" in name else "infiniband"
+
+
+def describe_row(run: EstimatedRun) -> dict[str, Any]:
+    """Return a run as a row of `Runs`: model, layout, cluster and software.
+
+    Layers with and without experts count by their mean.
+    """
+    shape, layout, cluster, software = run.shape, run.layout, run.cluster, run.software
+    machine, wide = cluster.accelerator, run.policy.compute.itemsize / E
+    warmup, alive = SCHEDULES.get(layout.schedule, (1.0, 1.0))
+    kernel = "unfused" if run.attention == "explicit" and layout.cp == 1 else software.attention
+    operators = layout.recompute == "selective" and software.selective == "operators"
+    network = network_name(cluster)
+    virtual = (layout.virtual_stages or 2) if layout.schedule == "interleaved-1f1b" and layout.pp > 1 else 1
+    row = {name: getattr(software, name) for name in FACTS}
+    return row | {
+        "layers": shape.layers, "hidden": shape.hidden, "heads": shape.heads, "kv_heads": shape.kv_heads,
+        "head_dim": shape.head_dim, "vocab": shape.vocab, "gated": shape.family == "llama", "tied": shape.tied,
+        **_experts(run), "s": run.sequence_length, "b": layout.micro_batch,
+        "microbatches": max(1.0, run.global_batch / (layout.dp * layout.micro_batch)),
+        "tp": layout.tp, "tp_x": layout.tp_x, "pp": layout.pp, "virtual": virtual, "dp": layout.dp, "cp": layout.cp,
+        "ep": layout.ep, "zero": layout.zero, "shard": layout.shards, "sequence_parallel": layout.sequence_parallel,
+        "recompute": RECOMPUTE.index("operators" if operators else layout.recompute), "warmup": warmup, "alive": alive,
+        "software": list(software_table()).index(software.name), "attention": ATTENTION.index(kernel),
+        "crowded": software.crowded and network == "efa-slow",
+        "generation": GENERATIONS.index(machine.generation), "network": NETWORKS.index(network),
+        "peak": machine.dense_flops(KINDS[run.policy.compute.name]), "attainable": machine.matmul_efficiency,
+        "fp8": run.eight_bits, "peak8": machine.dense_flops("fp8") if run.eight_bits else 0.0,
+        "hbm": machine.memory_bandwidth / wide, "memory": cluster.memory_bytes,
+        "inside": cluster.inside.bandwidth / wide if cluster.inside else inf,
+        "nic": cluster.nics * cluster.nic.bandwidth / cluster.per_node / wide if cluster.nic else inf,
+        "per_node": cluster.per_node, "through_memory": cluster.at_once is not None,
+    }  # fmt: skip
+
+
+def _experts(run: EstimatedRun) -> dict[str, float]:
+    """Return the experts of a layer and of a token, shared ones included, and their width; means over layers."""
+    shape, experts = run.shape, run.shape.experts
+    if experts is None:
+        return {"experts": 1, "active": 1, "ffn": shape.ffn}
+    sparse = len(experts.layers(shape.layers)) / shape.layers
+    dense = (1 - sparse) * shape.ffn / experts.ffn
+    return {
+        "experts": sparse * (experts.count + experts.shared) + dense * run.layout.ep,
+        "active": sparse * (experts.per_token + experts.shared) + dense, "ffn": experts.ffn,
+    }  # fmt: skip

@@ -15,11 +15,13 @@ from shoal.planning.cost.memory.stage import StageMemory
 from shoal.planning.describe import with_positions
 from shoal.planning.estimable import check_device, check_names, check_trained
 from shoal.planning.run import EstimatedRun
-from shoal.planning.search.search import Plan, Progressing, search
+from shoal.planning.search.plan import Plan, Progressing
+from shoal.planning.search.search import search
 from shoal.planning.search.space import LayoutSpace, check_fixed, layouts
 from shoal.spec.catalog import model_shape
 from shoal.spec.catalog.clusters import Cluster
 from shoal.spec.catalog.clusters import cluster as cluster_of
+from shoal.spec.catalog.software import Software, find_software
 from shoal.spec.layout import MOST_RANKS, Layout
 
 MOST_NODES = 4096  # maximum number of nodes that `fewest` tries
@@ -72,7 +74,7 @@ class LayoutPlanner:
     def __init__(
         self, model: str = "llama-3-8b", cluster: str = "8xH100", *, global_batch: int | str = "4M",
         sequence_length: int = 4096, precision: str = "bf16", optimizer: str = "adamw",
-        fixed: str | Mapping[str, Any] = "",
+        fixed: str | Mapping[str, Any] = "", software: str | Software = "shoal",
     ):  # fmt: skip
         shape = with_positions(model_shape(model), sequence_length)
         check_names(precision, optimizer)
@@ -82,7 +84,10 @@ class LayoutPlanner:
         sequences = _sequences(global_batch, sequence_length)
         self.model = model
         self.fixed = fixed if isinstance(fixed, str) else ",".join(f"{name}={value}" for name, value in fixed.items())
-        self.run = EstimatedRun(shape, Layout(), machine, sequence_length, sequences, precision, optimizer)
+        software = find_software(software) if isinstance(software, str) else software
+        self.run = EstimatedRun(
+            shape, Layout(), machine, sequence_length, sequences, precision, optimizer, software=software
+        )
         check_device(self.run)
         check_trained(self.run, Layout(micro_batch=self.run.global_batch))  # requirements independent of the layout
         self.space = LayoutSpace(fixed=check_fixed(fixed))
@@ -232,6 +237,7 @@ class LayoutPlanner:
 def plan(
     model: str = "llama-3-8b", cluster: str = "8xH100", *, global_batch: int | str = "4M", sequence_length: int = 4096,
     precision: str = "bf16", optimizer: str = "adamw", fixed: str | Mapping[str, Any] = "", count: int = 10,
+    software: str | Software = "shoal",
 ) -> Plan:  # fmt: skip
     """Find the fastest layouts of a model on a cluster that fit its memory.
 
@@ -244,6 +250,7 @@ def plan(
         optimizer: optimizer name.
         fixed: fixed fields of the layout, as a mapping or as text: "tp=8,recompute=full".
         count: number of layouts to list.
+        software: the software that trains, see `shoal.estimate`.
 
     Returns:
         The plan; ``best`` has the layouts with their step time in seconds and their memory, the fastest first. It is
@@ -259,7 +266,7 @@ def plan(
     """
     planner = LayoutPlanner(
         model, cluster, global_batch=global_batch, sequence_length=sequence_length, precision=precision,
-        optimizer=optimizer, fixed=fixed,
+        optimizer=optimizer, fixed=fixed, software=software,
     )  # fmt: skip
     return planner.plan(count)
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heappop, heappush
 from typing import NamedTuple
@@ -25,67 +25,17 @@ from shoal.pipeline.schedules import SCHEDULES
 from shoal.pipeline.simulator.columns import Columns, live_before_backwards
 from shoal.pipeline.simulator.player import Player
 from shoal.planning.cost.memory import activations
-from shoal.planning.cost.memory.stage import PeakMemory, StageMemory
+from shoal.planning.cost.memory.stage import StageMemory
 from shoal.planning.cost.parameters import StagePart
 from shoal.planning.cost.time.stage import StagePrices
 from shoal.planning.estimate import Estimate
 from shoal.planning.run import EstimatedRun
 from shoal.planning.search.branches import SLACK, Branch, EqualRanks, Outline, WorkItem, branches, first_rank
+from shoal.planning.search.other_software import search_software
+from shoal.planning.search.plan import Plan, PricedLayout, Progressing, family, order
 from shoal.planning.search.replicas import ReplicaChoices
-from shoal.planning.search.space import LEVELS, Fields, LayoutSpace, build_layout, meshes, shardings, works
+from shoal.planning.search.space import Fields, LayoutSpace, build_layout, meshes, shardings, works
 from shoal.spec.layout import Layout
-
-FAMILY = (
-    "dp", "tp", "cp", "ulysses", "ep", "etp", "pp", "schedule", "virtual_stages", "micro_batch", "recompute",
-)  # fmt: skip
-Progressing = Callable[[int, int, "Plan"], None]
-
-
-class PricedLayout(NamedTuple):
-    """A layout with its estimated cost.
-
-    Attributes:
-        seconds: step time.
-        layout: the complete layout.
-        memory: memory of the fullest rank.
-    """
-
-    seconds: float
-    layout: Layout
-    memory: PeakMemory
-
-
-@dataclass
-class Plan:
-    """Result of a search.
-
-    Attributes:
-        run: the run that was searched for, without a layout.
-        best: the fastest layout that fits of each mesh, pipeline, micro-batch and recomputation, fastest first.
-        players: players of programs, by pipeline ranks, micro-batches, schedule and stages on each rank.
-        known: cached counts of their stages, see `StagePrices`.
-        played: number of simulated layouts.
-        branches, pruned: number of branches, and how many of them were excluded by their time.
-        seconds: duration of the search.
-    """
-
-    run: EstimatedRun
-    best: list[PricedLayout] = field(default_factory=list)
-    players: dict[tuple, Player] = field(default_factory=dict)
-    known: dict = field(default_factory=dict)
-    played: int = 0
-    branches: int = 0
-    pruned: int = 0
-    seconds: float = 0.0
-
-    @property
-    def found(self) -> PricedLayout:
-        return self.best[0]
-
-
-def family(layout: Layout) -> tuple:
-    """Return the fields that distinguish layouts of a list; in all others each layout is the best of its kind."""
-    return tuple(getattr(layout, name) for name in FAMILY)
 
 
 def search(
@@ -103,6 +53,8 @@ def search(
     Raises:
         UsageError: the model is a mixture of depths (only some tokens pass through a layer).
     """
+    if run.software.name != "shoal":
+        return search_software(run, space or LayoutSpace(), count=count, within=within, progress=progress)
     if run.shape.depths is not None:
         raise UsageError(
             "model.depths: layouts of layers that only some tokens pass through are estimated, but not searched."
@@ -376,9 +328,3 @@ class Search:
         self.plan.best = sorted([*others, found], key=order)[: self.count]
         if len(self.plan.best) == self.count:
             self.limit = self.plan.best[-1].seconds * (1 + SLACK)
-
-
-def order(found: PricedLayout) -> tuple:
-    """Sort key: by time, then memory, then name."""
-    names = tuple(str(getattr(found.layout, name)) for name in LEVELS)
-    return (float(f"{found.seconds:.9g}"), float(f"{found.memory.reserved:.9g}"), names)

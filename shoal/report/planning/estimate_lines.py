@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from shoal.base.units import DAY, show_bytes, show_seconds
 from shoal.planning.changes import find_changes
 from shoal.planning.cost.flops import PUE, dollars, kilowatt_hours, petaflop_days
-from shoal.planning.estimate import Estimate
+from shoal.planning.estimate import StepEstimate
 
 ROUNDING = 1e-9  # relative to a step; omit smaller parts
 
 
 def estimate_lines(
-    estimate: Estimate, facts: list[tuple[str, str]], changes: list[tuple[str, str]], model: str
+    estimate: StepEstimate, facts: list[tuple[str, str]], changes: list[tuple[str, str]], model: str
 ) -> Iterator[str]:
     """Yield the lines that `shoal estimate` prints, given `estimate_facts` and `change_rows`."""
     run, step = estimate.run, estimate.step_seconds
@@ -42,7 +42,7 @@ def estimate_lines(
 
 
 def estimate_facts(
-    estimate: Estimate, tokens: float | None = None, price: float | None = None
+    estimate: StepEstimate, tokens: float | None = None, price: float | None = None
 ) -> list[tuple[str, str]]:
     """Return the run in numbers, as (name, value).
 
@@ -81,7 +81,7 @@ def estimate_facts(
     return found
 
 
-def bound(estimate: Estimate) -> str:
+def bound(estimate: StepEstimate) -> str:
     """Return the run's bottleneck in a sentence."""
     if not estimate.fits:
         what = max(vars(estimate.fullest).items(), key=lambda held: held[1])[0]
@@ -92,7 +92,7 @@ def bound(estimate: Estimate) -> str:
     return f"Bound by {first}{then}. Effects of single changes:"
 
 
-def change_rows(estimate: Estimate) -> list[tuple[str, str]]:
+def change_rows(estimate: StepEstimate) -> list[tuple[str, str]]:
     """Return the most useful layout changes, as (change, effect)."""
     found = [
         (name, f"{show_seconds(other.step_seconds)} a step "

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from shoal.base.units import show_bytes, show_seconds
 from shoal.planning.cost.roofline import OperationCost, matrix_product
-from shoal.planning.estimate import Estimate
+from shoal.planning.estimate import Estimate, StepEstimate
 from shoal.planning.run import KINDS
 from shoal.report.charts import PAGE_WIDTH, draw_lines, new_figure, stacked_bars, styled, to_svg
 from shoal.report.page import page
@@ -25,7 +25,7 @@ KEPT, PEAK, MEASURED = "#4a7fc1", "#b9cde8", "#cb5a3c"
 
 
 def write_page(
-    path: Path, estimate: Estimate, facts: Sequence[tuple[str, str]], changes: Sequence[tuple[str, str]]
+    path: Path, estimate: StepEstimate, facts: Sequence[tuple[str, str]], changes: Sequence[tuple[str, str]]
 ) -> None:
     """Write the page of an estimate as one file, given `estimate_facts` and `change_rows`."""
     run, memory = estimate.run, estimate.memory
@@ -39,7 +39,7 @@ def write_page(
         stacked_bars(list(vars(memory[0])), held, limit),
         "<h2>One step of the busiest</h2>",
         stacked_bars(spent, [("", list(estimate.breakdown.values()), "")]),
-        "<h2>Roofline</h2>", roofline(estimate),
+        *(("<h2>Roofline</h2>", roofline(estimate)) if isinstance(estimate, Estimate) else ()),
         "<h2>What bounds it, and what to change</h2>", f"<p>{escape(bound(estimate))}</p>", html_table(changes),
     ]  # fmt: skip
     path.write_text(page("Estimate", lead, parts), encoding="utf-8")

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shoal.base.units import show_bytes, show_seconds
-from shoal.planning.estimate import NAMES, Estimate
+from shoal.planning.estimate import NAMES, StepEstimate
+from shoal.planning.search.plan import Plan
 from shoal.planning.search.planner import LayoutPlanner
-from shoal.planning.search.search import Plan
 from shoal.report.charts import COLOURS, stacked_bars
 from shoal.report.page import page
 from shoal.report.planning.tables import best_mfu
@@ -19,7 +19,7 @@ from shoal.spec.layout import Layout
 CELL, NAME = (118, 62), 120
 
 
-def write_page(path: Path, plan: Plan, estimates: Sequence[Estimate], reasons: Sequence[str]) -> None:
+def write_page(path: Path, plan: Plan, estimates: Sequence[StepEstimate], reasons: Sequence[str]) -> None:
     """Write the page as one file."""
     run, fullest = plan.run, [estimate.fullest for estimate in estimates]
     names = [_label(estimate.run.layout) for estimate in estimates]

@@ -14,16 +14,18 @@ from shoal.base.terminal import progress_bar
 from shoal.base.units import DAY, show_bytes, show_seconds
 from shoal.planning.cost.memory.stage import StageMemory
 from shoal.planning.estimable import model_section
-from shoal.planning.estimate import Estimate
+from shoal.planning.estimate import Estimate, StepEstimate
 from shoal.planning.run import EstimatedRun
+from shoal.planning.search.plan import Plan, PricedLayout, Progressing
 from shoal.planning.search.planner import BudgetAnswer, LayoutPlanner
-from shoal.planning.search.search import Plan, PricedLayout, Progressing
 from shoal.planning.search.space import LEVELS
+from shoal.planning.software_estimate import estimate_run
+from shoal.report.planning.other_software import config_lines
 from shoal.report.tables import table_lines
 from shoal.spec.layout import Layout
 
 
-def lines(model: str, plan: Plan, estimates: Sequence[Estimate]) -> list[str]:
+def lines(model: str, plan: Plan, estimates: Sequence[StepEstimate]) -> list[str]:
     """Return the report of a search for a model, given the estimates of its results."""
     run = plan.run
     head = [
@@ -43,15 +45,23 @@ def lines(model: str, plan: Plan, estimates: Sequence[Estimate]) -> list[str]:
     ]  # fmt: skip
     low, high = map(show_seconds, estimates[0].interval)
     least, most = map(show_bytes, estimates[0].memory_interval)
+    best = replace(run, layout=plan.best[0].layout)
     try:
-        toml = ["The best, for `shoal train`:", "", *run_toml(model, run, plan.best[0].layout).splitlines()]
+        if run.software.name != "shoal":
+            toml = list(config_lines(best))
+        else:
+            toml = ["The best, for `shoal train`:", "", *run_toml(model, run, best.layout).splitlines()]
     except UsageError as error:
         toml = [str(error)]
+    searched = (
+        f"{plan.branches - plan.pruned:,} of {plan.branches:,} combinations of mesh, micro-batch and pipeline bounded, "
+        f"{len(plan.players)} programs, {plan.played:,} layouts simulated"
+        if plan.players else f"{plan.played:,} layouts of {run.software.name} priced"
+    )
     return [
         *head, *table_lines(["", "step", "MFU", "memory", "layout", "against the best"], rows), "",
         f"80 % intervals of the first: step {low} to {high}, memory {least} to {most}.", "",
-        f"{plan.branches - plan.pruned:,} of {plan.branches:,} combinations of mesh, micro-batch and pipeline bounded, "
-        f"{len(plan.players)} programs, {plan.played:,} layouts simulated: {plan.seconds:.1f} s",
+        f"{searched}: {plan.seconds:.1f} s",
         "", *toml,
     ]
 
@@ -70,16 +80,18 @@ def words(layout: Layout) -> str:
     return ", ".join([layout.describe(), *more])
 
 
-def build_estimate(plan: Plan, found: PricedLayout) -> Estimate:
+def build_estimate(plan: Plan, found: PricedLayout) -> StepEstimate:
     """Build the full estimate of a layout found by a search, from its simulated program."""
     layout = found.layout
     run = replace(plan.run, layout=layout)
+    if not plan.players:
+        return estimate_run(run)
     columns = plan.players[layout.pp, run.microbatches, layout.schedule, layout.virtual_stages].columns
     program = replace(columns.program, layers=layout.stage_layers or (), actions=((),) * layout.pp)
     return Estimate(run, replace(columns, program=program), plan.known)
 
 
-def reasons(plan: Plan, estimates: Sequence[Estimate]) -> list[str]:
+def reasons(plan: Plan, estimates: Sequence[StepEstimate]) -> list[str]:
     """Return, for each layout of the list, what takes longer and what less than in the first."""
     best = estimates[0].breakdown
     found = [f"tokens per second {plan.run.tokens / plan.best[0].seconds:,.0f}"]

@@ -1,4 +1,4 @@
-"""Memory and overlap behaviour of training software, by the names used in publications."""
+"""What training software does: memory, overlap, kernels. By its own name, and by the names used in publications."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Literal
 from pydantic import NonNegativeInt, PositiveInt
 
 from shoal.base.section import Section
-from shoal.spec.catalog.tables import entries
+from shoal.spec.catalog.tables import entries, find
+from shoal.spec.layout import ZeroStage
 
 AttentionKernel = Literal["unfused", "fused-softmax", "flash-1", "flash-2", "flash-3"]
 
@@ -49,6 +50,16 @@ class Software(Section):
     balanced: bool = False
     """Whether stages are balanced by cost, including the head."""
 
+    ties_first: bool = False
+    """Whether a layer that meets a balanced stage's share exactly belongs to that stage, not to the next."""
+
+    fused_norm: bool = True
+    """Whether a norm is one kernel."""
+
+    selective: Literal["core", "operators"] = "core"
+    """What selective recomputation recomputes: attention's core (Korthikanti et al. 2022), or all except every second
+    product and attention (torchtitan's policy)."""
+
     dropout: bool = False
     """Whether dropout masks are stored."""
 
@@ -81,6 +92,12 @@ class Software(Section):
     recompute: Literal["none", "selective", "full"] = "none"
     """Recomputation, if a publication does not name it."""
 
+    zero_stages: tuple[ZeroStage, ...] = (0, 1)
+    """ZeRO stages that it has, for a search."""
+
+    schedules: tuple[str, ...] = ("1f1b", "interleaved-1f1b")
+    """Pipeline schedules that it has, for a search."""
+
     source: str
     """Source of the facts."""
 
@@ -88,6 +105,18 @@ class Software(Section):
 def software_table() -> Mapping[str, Software]:
     """Return all entries by name, in the order of the file."""
     return entries("software", Software)
+
+
+def find_software(name: str) -> Software:
+    """Return an entry by its name.
+
+    Raises:
+        UsageError: the name is not in the catalog.
+
+    >>> find_software("torchtitan").selective
+    'operators'
+    """
+    return find(name, software_table(), "--software")
 
 
 def software_named(text: str, year: float = 2025) -> Software:

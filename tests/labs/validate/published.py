@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from shoal.labs.validate.fit import estimate_points
-from shoal.labs.validate.rows import Point, read_row
-from shoal.planning.cost.batched_runs import Runs
+from shoal.labs.validate.rows import Point, read_row, stack
 from shoal.spec.catalog.calibration import Calibration
 
 MODELS = {"small": (16, 3072, 24), "middle": (24, 4096, 32), "large": (40, 5120, 40)}
@@ -39,7 +38,7 @@ def row(
 def measured(rows: Sequence[dict[str, str]], constants: Calibration, noise: float = 0.0) -> list[dict[str, str]]:
     """The rows with the times and the memory that these constants give, off by a random part."""
     points = [read_row(dict(r, step_time_s="1"), "made") for r in rows]
-    seconds, size, part = estimate_points(Runs.from_rows([p.run for p in points]), points, constants)
+    seconds, size, part = estimate_points(stack(points), points, constants)
     off = np.exp(noise * np.random.default_rng(0).standard_normal((2, len(rows))))
     return [
         dict(r, kind="measured_oom", status="oom")

@@ -17,9 +17,8 @@ from shoal.labs.validate.fit import (
     fit_spreads,
     intervals,
 )
-from shoal.labs.validate.rows import read_row
+from shoal.labs.validate.rows import read_row, stack
 from shoal.labs.validate.score import score, totals
-from shoal.planning.cost.batched_runs import Runs
 from shoal.spec.catalog.calibration import GENERATIONS, Calibration, calibration, read_calibration
 from tests.labs.validate.published import MODELS, measured, points_of, sweep, write
 
@@ -109,7 +108,7 @@ def test_an_interval_of_a_fold_is_of_the_errors_of_the_others() -> None:
     spread, _ = fit_held_out_intervals(points, calibration(), found, folds)
     assert (spread[worst] < 0.1).all(), "their own errors are no part of it"
     assert np.quantile(spread[~worst], 0.1) > 0.3, "but of that of all others"
-    wide, _ = intervals(Runs.from_rows([p.run for p in points]), fit_spreads(points, calibration(), found))
+    wide, _ = intervals(stack(points), fit_spreads(points, calibration(), found))
     assert (wide[worst] > 0.3).all()
 
 

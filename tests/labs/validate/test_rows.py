@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from shoal.base.errors import UsageError
 from shoal.labs.validate import columns
 from shoal.labs.validate.rows import Inexpressible, read_folder, read_row
 from shoal.labs.validate.score import score
-from shoal.planning.cost.batched_runs import ATTENTION, RECOMPUTE
-from shoal.spec.catalog.calibration import GENERATIONS, NETWORKS, calibration
+from shoal.planning.cost.batched_runs import ATTENTION, RECOMPUTE, describe_row
+from shoal.spec.catalog.calibration import NETWORKS, calibration
 from shoal.spec.catalog.clusters import nodes
 from tests.labs.validate.published import COLUMNS, row, write
 
@@ -19,10 +20,11 @@ def test_a_row_is_what_it_says() -> None:
     point = read_row(row("large", (4, 2, 2), 2, step_time_s=3.5, mem_gb=40, mem_kind="peak GiB"), "file")
     assert point.seconds == 3.5
     assert point.bytes == 40 * 2**30
-    assert (point.run["dp"], point.run["tp"], point.run["pp"], point.run["b"]) == (4, 2, 2, 2)
-    assert point.run["microbatches"] == 64 / (4 * 2)
-    assert point.run["shard"] == 4
-    assert GENERATIONS[point.run["generation"]] == "hopper"
+    layout = point.run.layout
+    assert (layout.dp, layout.tp, layout.pp, layout.micro_batch, layout.shards) == (4, 2, 2, 2, 4)
+    assert point.run.microbatches == 64 / (4 * 2)
+    assert point.run.cluster.accelerator.generation == "hopper"
+    assert point.run.software.name == "megatron-core"
     assert not point.assumed
 
 
@@ -53,13 +55,14 @@ def test_what_is_not_stated_is_assumed_and_said() -> None:
     ("mode", "ranks"), [("FSDP", 64), ("HSDP", 8), ("HSDP, shard group=16", 16), ("ZeRO-1, optimizer shard group=4", 4)]
 )
 def test_how_many_ranks_have_a_share(mode: str, ranks: int) -> None:
-    assert read_row(row(layout=(64, 1, 1), dp_mode=mode, zero_stage=3, step_time_s=1), "file").run["shard"] == ranks
+    point = read_row(row(layout=(64, 1, 1), dp_mode=mode, zero_stage=3, step_time_s=1), "file")
+    assert point.run.layout.shards == ranks
 
 
 def test_what_is_computed_again_has_a_name() -> None:
     said = {"none": "none", "selective": "selective", "selective (op-level SAC)": "operators", "full": "full"}
-    found = {text: read_row(row(recompute=text, step_time_s=1), "file").run["recompute"] for text in said}
-    assert {text: RECOMPUTE[mode] for text, mode in found.items()} == said
+    found = {text: describe_row(read_row(row(recompute=text, step_time_s=1), "file").run) for text in said}
+    assert {text: RECOMPUTE[run["recompute"]] for text, run in found.items()} == said
 
 
 @pytest.mark.parametrize(
@@ -78,7 +81,8 @@ def test_what_is_computed_again_has_a_name() -> None:
 )
 def test_which_kernel_attention_is(text: str, framework: str, kind: str) -> None:
     run = read_row(row(attn_kernel=text, framework=framework, year=2023, step_time_s=1), "file").run
-    assert ATTENTION[run["attention"]] == kind
+    assert run.software.attention == kind
+    assert kind in ATTENTION
 
 
 @pytest.mark.parametrize(
@@ -92,7 +96,8 @@ def test_which_kernel_attention_is(text: str, framework: str, kind: str) -> None
     ],
 )
 def test_what_a_published_accelerator_is(gpu: str, memory: str, peak: float, bandwidth: float, per_node: int) -> None:
-    run = read_row(row(gpu=gpu, gpu_mem_gb=memory, step_time_s=1), "file").run
+    given = row(gpu=gpu, gpu_mem_gb=memory, layout=(72, 1, 1), global_batch=72, step_time_s=1)
+    run = describe_row(read_row(given, "file").run)
     assert (run["peak"], run["hbm"], run["per_node"]) == (peak, bandwidth, per_node)
 
 
@@ -130,11 +135,14 @@ def test_any_row_is_estimated_or_has_a_reason(garbled: dict[str, str]) -> None:
     given_row = row("large", (4, 2, 2), 2, step_time_s=3.5, mem_gb=40, mem_kind="peak GiB") | garbled
     try:
         point = read_row(given_row, "file")
-    except (Inexpressible, UsageError) as reason:
+    except (Inexpressible, UsageError, ValidationError) as reason:
         assert str(reason)
         return
-    scored = score([point], calibration())
-    assert np.isfinite([scored.seconds[0], scored.bytes[0], scored.part[0]]).all()
+    together, alone = score([point], calibration()), score([point])
+    for scored in (together, alone):
+        assert np.isfinite([scored.seconds[0], scored.bytes[0], scored.part[0]]).all()
+    assert alone.seconds == pytest.approx(together.seconds), "what is scored is what an estimate says"
+    assert alone.bytes == pytest.approx(together.bytes) and alone.part == pytest.approx(together.part)
 
 
 def test_a_folder_keeps_count(tmp_path) -> None:

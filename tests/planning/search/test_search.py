@@ -18,8 +18,9 @@ from shoal.planning.cost.time.stage import StagePrices
 from shoal.planning.estimable import check_trained
 from shoal.planning.estimate import Estimate
 from shoal.planning.run import EstimatedRun
+from shoal.planning.search.plan import PricedLayout, family, order
 from shoal.planning.search.replicas import ReplicaChoices
-from shoal.planning.search.search import PricedLayout, Search, family, order, search
+from shoal.planning.search.search import Search, search
 from shoal.planning.search.space import (
     LEVELS,
     LayoutSpace,

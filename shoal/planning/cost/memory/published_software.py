@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shoal.planning.cost.batched_runs import Runs
+from shoal.planning.cost.batched_runs import E, Runs
 from shoal.planning.cost.memory.stage import GB, outside_allocator
-from shoal.planning.cost.time.kernels import E, Kernels
+from shoal.planning.cost.time.kernels import Kernels
 from shoal.planning.cost.time.step import shard_parameters, split_layers, weights_on_rank
 from shoal.spec.catalog.calibration import Calibration
 
@@ -31,6 +31,8 @@ class Footprint:
         process: reserved plus context and libraries: the value in `nvidia-smi`.
         needed: like ``process``, without what the allocator reclaims before it reports out of memory.
         capacity: accelerator memory available to a process.
+        ranks: the first pipeline rank, the second (the largest in the middle), and the last.
+        beside: bytes outside torch's allocator.
     """
 
     allocated: np.ndarray
@@ -39,10 +41,55 @@ class Footprint:
     process: np.ndarray
     needed: np.ndarray
     capacity: np.ndarray
+    ranks: tuple[RankBytes, RankBytes, RankBytes]
+    beside: np.ndarray
 
     @property
     def fits(self) -> np.ndarray:
         return self.needed <= self.capacity
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """Bytes on one pipeline rank by use; arrays with one entry per run.
+
+    Attributes:
+        parameters, gradients, optimizer: states.
+        activations: kept for the backward.
+        gathered: unsharded parameters and gradients of ZeRO-3.
+        working: transient in a pass.
+        updating: transient in an update.
+        holes: unused between blocks.
+        unread: freed, but still read by pending collectives.
+        base: workspaces.
+    """
+
+    parameters: np.ndarray
+    gradients: np.ndarray
+    optimizer: np.ndarray
+    activations: np.ndarray
+    gathered: np.ndarray
+    working: np.ndarray
+    updating: np.ndarray
+    holes: np.ndarray
+    unread: np.ndarray
+    base: np.ndarray
+
+    @property
+    def states(self) -> np.ndarray:
+        return self.parameters + self.gradients + self.optimizer + self.gathered
+
+    @property
+    def allocated(self) -> np.ndarray:
+        return self.states + np.maximum(self.activations + self.working, self.updating)
+
+    @property
+    def needed(self) -> np.ndarray:
+        return self.states + self.activations + self.working + self.updating + self.holes + self.base
+
+    def reserved(self, available: np.ndarray) -> np.ndarray:
+        """Return the bytes that torch's allocator reserves, of those available to it."""
+        return np.minimum(self.needed + self.unread, np.maximum(self.needed, available))
 
 
 def footprint(runs: Runs, constants: Calibration) -> Footprint:
@@ -59,9 +106,13 @@ def footprint(runs: Runs, constants: Calibration) -> Footprint:
     first = _rank(k, first_layers, 1, alive, kept, held + np.where(alone, logits, 0.0))
     second = _rank(k, most_layers, r.pp == 2, after, kept, np.where(r.pp > 2, held, 0.0))
     last = _rank(k, last_layers, 1, waiting, kept, held + logits)
-    allocated, reserved, needed = np.maximum.reduce([first, second, last])
-    beside = outside_allocator(r.memory, constants)
-    return Footprint(allocated, reserved, first[1], reserved + beside, needed + beside, r.memory * c["usable"])
+    beside, capacity, ranks = outside_allocator(r.memory, constants), r.memory * c["usable"], (first, second, last)
+    allocated, needed = (np.maximum.reduce([getattr(rank, name) for rank in ranks]) for name in ("allocated", "needed"))
+    reserves = [rank.reserved(capacity - beside) for rank in ranks]
+    reserved = np.maximum.reduce(reserves)
+    return Footprint(
+        allocated, reserved, reserves[0], reserved + beside, needed + beside, capacity, ranks, beside
+    )
 
 
 def _gathered(k: Kernels) -> np.ndarray:
@@ -108,8 +159,8 @@ def _layer(k: Kernels) -> tuple[np.ndarray, np.ndarray]:
 def _rank(
     k: Kernels, layers: np.ndarray, ends: np.ndarray | int, alive: np.ndarray, kept: np.ndarray,
     beside: np.ndarray,
-) -> np.ndarray:
-    """Return the bytes allocated, reserved and needed (`Footprint`) on a rank of a stage. [3, runs]
+) -> RankBytes:  # fmt: skip
+    """Return the bytes on a rank of a stage.
 
     Fragmentation occurs if forwards follow backwards; before that, memory is freed in allocation order. When memory
     runs out, the allocator waits for all pending reads (pytorch/pytorch#19222).
@@ -125,13 +176,13 @@ def _rank(
     ends = ends * end
     weights = layers * layer + ends
     share, sharded = shard_parameters(r, weights, layers), r.zero > 0
-    full = E + r.gradient_bytes + r.bucket_copies * (r.dp > 1)
-    cut = OPTIMIZER + r.shard_copies * sharded
-    states = np.where(r.zero == 3, share * (cut + 4), weights * full + share * cut)
-    states += np.where(r.zero == 3, E * (k.constant("gathered_layers", "software") * layer + ends / 2), 0.0)
-    working, unread, update = layers * alive * kept + beside, _unread(k, layers, alive), share * c["update_bytes"]
-    holes = np.where(r.microbatches > r.pp, k.constant("fragmentation", "software"), 0.0) * (working + unread)
-    needed = states + working + holes + update + c["base"] * GB
-    available = r.memory * c["usable"] - outside_allocator(r.memory, k.calibration)
-    reserved = np.minimum(needed + unread, np.maximum(needed, available))
-    return np.stack([states + np.maximum(working, update), reserved, needed])
+    replicated = r.zero < 3
+    gradients = np.where(replicated, weights * (r.gradient_bytes + r.bucket_copies * (r.dp > 1)), share * 4)
+    gathered = np.where(replicated, 0.0, E * (k.constant("gathered_layers", "software") * layer + ends / 2))
+    activations, unread = layers * alive * kept, _unread(k, layers, alive)
+    holes = np.where(r.microbatches > r.pp, k.constant("fragmentation", "software"), 0.0)
+    return RankBytes(
+        np.where(replicated, E * weights, 0.0), gradients, share * (OPTIMIZER + r.shard_copies * sharded), activations,
+        gathered, beside, share * c["update_bytes"], holes * (activations + beside + unread), unread,
+        np.full(r.size, c["base"] * GB),
+    )

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import inf
 from typing import NamedTuple
 
 import numpy as np
 
-from shoal.planning.cost.batched_runs import ATTENTION, RECOMPUTE, Runs
-from shoal.planning.cost.time.kernels import E, Kernels
-from shoal.planning.run import KINDS, EstimatedRun
+from shoal.planning.cost.batched_runs import E, Runs, describe_row, network_name
+from shoal.planning.cost.time.kernels import Kernels
+from shoal.planning.run import EstimatedRun
 from shoal.spec.catalog import ModelShape
 from shoal.spec.catalog.calibration import GENERATIONS, NETWORKS, SPREADS, cluster_calibration
 from shoal.spec.catalog.clusters import Cluster
@@ -40,12 +39,6 @@ class LayerTimes(NamedTuple):
     launches_backward: float
     head: float
     loss: float
-
-
-def network_name(cluster: Cluster) -> str:
-    """Return the name of a cluster's network in the calibration: InfiniBand, RoCE (Ethernet) or EFA."""
-    name = cluster.nic.name if cluster.nic else ""
-    return "roce" if "ethernet" in name else "efa" if "efa" in name else "infiniband"
 
 
 def attained(cluster: Cluster) -> Cluster:
@@ -84,25 +77,12 @@ def layer_times(run: EstimatedRun, shape: ModelShape, s: int) -> LayerTimes:
         shape: the run's, with the width of the layer's feed-forward block; experts are ignored.
         s: tokens of a sequence that pass through the layer.
     """
-    cluster, layout, itemsize = run.cluster, run.layout, run.policy.compute.itemsize
-    machine, wide, kind = cluster.accelerator, itemsize / E, KINDS[run.policy.compute.name]
-    ring = layout.cp > 1
+    cluster, layout = run.cluster, run.layout
+    wide, ring = run.policy.compute.itemsize / E, layout.cp > 1
     unfused = run.attention == "explicit" and not ring  # never in a ring
-    share = cluster.nics * cluster.nic.bandwidth / cluster.per_node / wide if cluster.nic else inf
-    runs = Runs.from_rows([{
-        "layers": shape.layers, "hidden": shape.hidden, "heads": shape.heads, "kv_heads": shape.kv_heads,
-        "head_dim": shape.head_dim, "ffn": shape.ffn, "vocab": shape.vocab, "gated": shape.family == "llama",
-        "s": s, "b": layout.micro_batch, "microbatches": 1, "tp": layout.tp, "tp_x": layout.tp_x, "cp": layout.cp,
-        "sequence_parallel": layout.sequence_parallel, "recompute": RECOMPUTE.index(layout.recompute),
-        "overlap_tensor": 1, "attention": ATTENTION.index("unfused" if unfused else "flash-2"),
-        "peak": machine.dense_flops(kind), "attainable": machine.matmul_efficiency,
-        "fp8": run.eight_bits, "peak8": machine.dense_flops("fp8") if run.eight_bits else 0.0,
-        "hbm": machine.memory_bandwidth / wide, "memory": cluster.memory_bytes,
-        "inside": cluster.inside.bandwidth / wide if cluster.inside else inf, "nic": share,
-        "per_node": cluster.per_node, "generation": GENERATIONS.index(machine.generation),
-        "through_memory": cluster.at_once is not None, "network": NETWORKS.index(network_name(cluster)),
-        "software": list(software_table()).index("shoal"),
-    }])  # fmt: skip
+    runs = Runs.from_rows([
+        describe_row(run) | {"ffn": shape.ffn, "experts": 1, "active": 1, "s": s, "microbatches": 1}
+    ])
     calibration = cluster_calibration(cluster)
     c, k = calibration.numbers, Kernels(runs, calibration)
     longer = 2 - 1 / layout.cp_ring if layout.cp_order == "contiguous" else 1.0  # on the last place of an uneven ring
@@ -123,9 +103,9 @@ def layer_times(run: EstimatedRun, shape: ModelShape, s: int) -> LayerTimes:
     return LayerTimes(*(float(seconds[0]) for seconds in found))
 
 
-def spread(cluster: Cluster, kind: str = "time") -> float:
+def spread(run: EstimatedRun, kind: str = "time") -> float:
     """Return half of the 80 % interval of an estimate's logarithm."""
-    c = cluster_calibration(cluster).tables
+    c, cluster = cluster_calibration(run.cluster).tables, run.cluster
     scale = "node" if cluster.nodes == 1 else "small" if cluster.size <= 128 else "large"
-    width = c[f"spread_{kind}"][list(software_table()).index("shoal")]
+    width = c[f"spread_{kind}"][list(software_table()).index(run.software.name)]
     return width * c["spread_scale"][SPREADS.index(scale)] if kind == "time" else width

@@ -11,11 +11,10 @@ from math import inf
 
 import numpy as np
 
-from shoal.planning.cost.batched_runs import Runs
+from shoal.planning.cost.batched_runs import E, Runs
 from shoal.planning.cost.time.communication import CommunicationGroup
 from shoal.spec.catalog.calibration import Calibration
 
-E = 2.0  # bytes of an element during computation: bf16 or fp16
 FLASH = 2  # from this index of `ATTENTION` on, scores never reach memory
 
 

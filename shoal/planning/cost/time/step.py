@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shoal.planning.cost.batched_runs import Runs
-from shoal.planning.cost.time.kernels import E, Kernels, soft_max
+from shoal.planning.cost.batched_runs import E, Runs
+from shoal.planning.cost.time.kernels import Kernels, soft_max
 from shoal.spec.catalog.calibration import Calibration
 
 LAST_BUCKET = 0.05  # share of the gradients that is reduced last, with nothing to hide it
@@ -39,7 +39,7 @@ def split_layers(r: Runs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     most = np.minimum(np.where(r.balanced > 0, _up_to(target, r), each), r.layers)
     rest = np.maximum(r.layers - _up_to(np.round((r.pp - 1) * target, 6), r), 0)
     last = np.where(r.balanced > 0, rest, np.where(even, each, each - 1))
-    first = np.where((r.balanced > 0) | even, most, np.maximum(each - 1, 1))
+    first = np.where((r.balanced > 0) | even | (r.pp == 2), most, np.maximum(each - 1, 1))
     first, most, last = (np.where(r.pp == 1, r.layers, layers) for layers in (first, most, last))
     return first, most, last
 
@@ -70,16 +70,20 @@ class StepTimes(NamedTuple):
     Attributes:
         busy: all micro-batches on the slowest pipeline rank, messages between stages included; or their launches.
         bubble: that rank's waiting time, beyond launch time.
-        rest: ZeRO-3's exposed collectives, reductions and gathers after the last backward, update, and constant time.
+        sharing: ZeRO-3's exposed collectives, reductions and gathers after the last backward.
+        update: optimizer.
+        fixed: constant time.
     """
 
     busy: np.ndarray
     bubble: np.ndarray
-    rest: np.ndarray
+    sharing: np.ndarray
+    update: np.ndarray
+    fixed: np.ndarray
 
     @property
     def seconds(self) -> np.ndarray:
-        return self.busy + self.bubble + self.rest
+        return self.busy + self.bubble + self.sharing + self.update + self.fixed
 
 
 def step(runs: Runs, constants: Calibration) -> StepTimes:
@@ -113,8 +117,36 @@ def step(runs: Runs, constants: Calibration) -> StepTimes:
     accumulate = np.where(r.zero < 3, added * r.microbatches / k.hbm, 0.0)
     update = shard_parameters(r, weights, most_layers) * c["update"] / k.hbm
     reduction = _reduction(k, weights, most_layers * k.backward)
-    rest = r.microbatches * sharding * slower + reduction + update + k.constant("fixed", "software")
-    return StepTimes((busy + accumulate) * slower, bubble * slower, rest)
+    sharing = r.microbatches * sharding * slower + reduction
+    return StepTimes((busy + accumulate) * slower, bubble * slower, sharing, update, k.constant("fixed", "software"))
+
+
+def explain_step(k: Kernels, times: StepTimes) -> dict[str, np.ndarray]:
+    """Return the seconds of a step by cause, on the slowest pipeline rank; they add up to the step.
+
+    What computing does not explain is the host's: launches, and what every step takes besides.
+    """
+    r, c = k.runs, k.constants
+    (_, most, last), m = split_layers(r), r.microbatches
+    ends = last * (k.forward + k.backward) + k.head >= most * (k.forward + k.backward)
+    layers, head = np.where(ends, last, most) * m, np.where(ends, m, 0.0)
+    rows, hop = r.vocab / r.tp, np.where(r.pp > 1, _hop(k), 0.0)
+    product = 3 * k.product(r.tokens, r.hidden, rows, k.rate)
+    shown = np.where(r.overlap_pipeline > 0, 1 - c["hide_pipeline"], 1.0)
+    messages = 2 * hop * (m * shown * r.virtual)
+    found = {
+        "matrix products": layers * 3 * k.products + head * product,
+        "attention": layers * sum(k.attention),
+        "element by element": layers * 3 * k.elements + head * (k.head - product - k.exchange),
+        "recomputation": layers * k.again,
+        "tensor parallelism": layers * (k.forward + k.backward - 3 * k.products - sum(k.attention) - 3 * k.elements
+                                        - 4 * k.routed - k.again) + head * k.exchange,
+        "expert parallelism": layers * 4 * k.routed,
+        "messages between stages": messages,
+    }  # fmt: skip
+    found |= {"gathers and reductions": times.sharing, "optimizer": times.update, "bubble": times.bubble}
+    found = {name: np.maximum(seconds, 0.0) for name, seconds in found.items()}  # differences may round below it
+    return found | {"launches": np.maximum(times.seconds - sum(found.values()), 0.0)}
 
 
 def _hop(k: Kernels) -> np.ndarray:

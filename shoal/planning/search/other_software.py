@@ -1,0 +1,107 @@
+"""Search for layouts of other software than shoal: all of them, priced together in closed form."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from math import inf
+
+import numpy as np
+
+from shoal.planning.cost.batched_runs import SCHEDULES, Runs, describe_row
+from shoal.planning.cost.memory.published_software import footprint
+from shoal.planning.cost.time.step import step
+from shoal.planning.run import EstimatedRun
+from shoal.planning.search.plan import Plan, PricedLayout, Progressing, family, order
+from shoal.planning.search.space import (
+    Fields,
+    LayoutSpace,
+    build_layout,
+    meshes,
+    pipelines,
+    shardings,
+    works,
+)
+from shoal.planning.software_estimate import SoftwareEstimate
+from shoal.spec.catalog.calibration import cluster_calibration
+
+TIES = 1e-6  # relative: layouts that take equally long
+
+
+def search_software(
+    run: EstimatedRun, space: LayoutSpace, *, count: int, within: float = inf, progress: Progressing | None = None
+) -> Plan:
+    """Find the fastest layouts that fit, of those with a closed form; see `shoal.planning.search.search.search`.
+
+    Only what the software has is searched: its ZeRO stages, 1F1B and interleaved stages, zero bubbles where it has
+    them. Context parallelism is one kind.
+    """
+    begin, constants, plan = time.perf_counter(), cluster_calibration(run.cluster), Plan(run)
+    space = replace(
+        space, schedules=tuple(name for name in run.software.schedules if name in SCHEDULES), uneven=False
+    )
+    found: dict[tuple, PricedLayout] = {}
+    every = list(meshes(run, space))
+    for done, degrees in enumerate(every, 1):
+        levels = list(_choices(run, degrees, space))
+        if not levels:
+            continue
+        runs = Runs.vary(describe_row(run), _columns(run, levels))
+        plan.branches += len(levels)
+        fits = np.flatnonzero(footprint(runs, constants).fits)
+        seconds = step(runs.take(fits), constants).seconds if len(fits) else np.zeros(0)
+        for i in np.argsort(seconds, kind="stable")[: 4 * count]:
+            if seconds[i] > within:
+                break
+            layout = build_layout(space, *levels[fits[i]])
+            best = found.get(family(layout))
+            if best is None or seconds[i] < best.seconds * (1 - TIES):
+                memory = SoftwareEstimate(replace(run, layout=layout)).fullest
+                found[family(layout)] = PricedLayout(float(seconds[i]), layout, memory)
+        plan.best = sorted(found.values(), key=order)[:count]
+        if progress:
+            progress(done, len(every), plan)
+    plan.played, plan.seconds = plan.branches, time.perf_counter() - begin
+    return plan
+
+
+def _choices(run: EstimatedRun, degrees: Fields, space: LayoutSpace) -> Iterator[tuple[Fields, ...]]:
+    """Yield the layouts of a mesh, level by level."""
+    if degrees["ulysses"] > 1 or degrees["etp"] is not None or degrees["tp"] > run.cluster.per_node:
+        return  # the closed forms do not distinguish the first two; tensor parallelism stays inside a node
+    shards = [s for s in shardings(degrees, space) if s["zero"] in run.software.zero_stages]
+    shards = [s for s in shards if s.get("reshard_after_forward", True)]
+    for work in works(run, degrees, space):
+        microbatches = run.global_batch // (degrees["dp"] * work["micro_batch"])
+        for pipe in pipelines(degrees["pp"], microbatches, run.shape.layers, space):
+            depth = degrees["pp"] * (pipe["virtual_stages"] or 1)
+            if not run.software.balanced and run.shape.layers % depth and (run.shape.layers + 2) % depth:
+                continue  # stages have equal numbers of layers, or of layers, embedding and head
+            for shard in shards:
+                yield degrees, work, pipe, shard
+
+
+def _columns(run: EstimatedRun, levels: list[tuple[Fields, ...]]) -> dict[str, np.ndarray]:
+    """Return the columns of `Runs` that depend on the layout."""
+    first, rows = levels[0][0], []
+    for _, work, pipe, shard in levels:
+        warmup, alive = SCHEDULES[pipe["schedule"]]
+        zero = shard["zero"]
+        shards = (shard["zero_shard"] or first["dp"]) * first["cp"] if zero else 1
+        recompute = _RECOMPUTED[run.software.selective][work["recompute"]]
+        rows.append((
+            work["micro_batch"], run.global_batch / (first["dp"] * work["micro_batch"]), work["sequence_parallel"],
+            recompute, pipe["virtual_stages"] or 1, warmup, alive, zero, shards,
+        ))  # fmt: skip
+    names = (
+        "b", "microbatches", "sequence_parallel", "recompute", "virtual", "warmup", "alive", "zero", "shard",
+    )  # fmt: skip
+    columns = dict(zip(names, np.array(rows, float).T, strict=True))
+    same = {name: first[name] for name in ("dp", "tp", "pp", "cp", "ep")}
+    return columns | {name: np.full(len(levels), float(value)) for name, value in same.items()}
+
+
+_RECOMPUTED = {
+    "core": {"none": 0, "selective": 1, "full": 2}, "operators": {"none": 0, "selective": 3, "full": 2}
+}  # indices into `RECOMPUTE`  # fmt: skip

@@ -1,0 +1,89 @@
+"""Estimates and plans for other software than shoal."""
+
+from dataclasses import replace
+
+import pytest
+
+import shoal
+from shoal.base.errors import UsageError
+from shoal.cli.main import main
+from shoal.planning.describe import describe_run
+from shoal.planning.search.planner import LayoutPlanner
+from shoal.planning.search.space import build_layout
+from shoal.planning.software_estimate import SoftwareEstimate, estimate_run
+from shoal.spec.catalog.software import find_software, software_table
+from shoal.spec.layout import Layout
+
+
+@pytest.mark.parametrize("name", [name for name in software_table() if name != "shoal"])
+@pytest.mark.parametrize(
+    "layout", [Layout(tp=8, pp=4, zero=1, sequence_parallel=True), Layout(zero=3), Layout(pp=8, recompute="selective")]
+)
+def test_the_parts_of_a_step_are_the_step(name: str, layout: Layout) -> None:
+    found = shoal.estimate(layout, model="llama-3-8b", cluster="8x8xH100", software=name)
+    assert isinstance(found, SoftwareEstimate)
+    assert sum(found.breakdown.values()) == pytest.approx(found.step_seconds)
+    assert all(seconds >= 0 for seconds in found.breakdown.values())
+    assert len(found.memory) == layout.pp
+    assert found.fullest.reserved == pytest.approx(float(found.footprint.needed[0]))
+    assert found.fits == bool(found.footprint.fits[0])
+    assert 0.05 < found.mfu <= found.hfu < 0.8
+
+
+def test_software_changes_the_answer_as_it_should() -> None:
+    def seconds(name: str, **change: object) -> float:
+        software = find_software(name).model_copy(update=change)
+        layout = Layout(tp=8, pp=2, zero=1, sequence_parallel=True)
+        return shoal.estimate(layout, model="llama-3-8b", cluster="4x8xH100", software=software).step_seconds
+
+    assert seconds("megatron-core", overlap_tensor=False) > seconds("megatron-core")
+    assert seconds("megatron-core", overlap_data=False) > seconds("megatron-core")
+    assert seconds("megatron-core", attention="unfused") > seconds("megatron-core")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"software": "megatron"}, "--software 'megatron' is not in the catalog; did you mean"),
+        ({"software": "nanotron", "optimizer": "muon"}, "--optimizer = muon: not estimated for --software nanotron"),
+        ({"software": "nanotron", "layout": Layout(pp=2, schedule="zb-v")}, "allowed: 1f1b, interleaved-1f1b"),
+        ({"software": "nanotron", "layout": Layout(dp=3)}, "the cluster has 8"),
+        ({"software": "nanotron", "global_batch": 4}, "Give at least 8 sequences"),
+    ],
+)
+def test_what_has_no_closed_form_is_refused(given: dict, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        shoal.estimate(**{"layout": Layout(), "cluster": "8xH100"} | given)
+
+
+def test_a_plan_is_the_best_of_all_estimates() -> None:
+    planner = LayoutPlanner("llama-3-8b", "2x8xH100", global_batch=64, software="megatron-core")
+    plan = planner.plan(4)
+    assert [one.seconds for one in plan.best] == sorted(one.seconds for one in plan.best)
+    for one in plan.best:
+        estimate = estimate_run(replace(plan.run, layout=one.layout))
+        assert estimate.step_seconds == pytest.approx(one.seconds) and estimate.fits
+        assert one.layout.zero in (0, 1)
+    levels = {"dp": 8, "tp": 2, "pp": 1, "micro_batch": 1, "sequence_parallel": True, "zero": 1}
+    some = replace(plan.run, layout=build_layout(planner.space, levels))
+    assert estimate_run(some).step_seconds >= plan.found.seconds or not estimate_run(some).fits
+
+
+def test_commands_answer_for_other_software(tmp_path, capsys: pytest.CaptureFixture) -> None:
+    run = "--model llama-3-8b --cluster 2x8xH100 --global-batch 64".split()
+    page = tmp_path / "page.html"
+    layout = ["--parallel.zero", "3", "--sequence-length", "4096"]
+    assert main(["estimate", *run, *layout, "--software", "torchtitan", "--out", str(page)]) == 0
+    assert "gathers and reductions" in capsys.readouterr().out and "<svg" in page.read_text()
+    assert main(["plan", *run, "--software", "megatron-core", "--out", str(page)]) == 0
+    said = capsys.readouterr().out
+    assert "--tensor-model-parallel-size" in said and "layouts of megatron-core priced" in said
+    assert main(["plan", *run, "--software", "torchtitan"]) == 0
+    assert "[parallelism]" in capsys.readouterr().out
+    assert main(["plan", *run, "--software", "torchtitan", "--toml", str(tmp_path / "run.toml")]) == 2
+    assert "--toml" in capsys.readouterr().err
+
+
+def test_shoal_is_the_default() -> None:
+    run = describe_run(Layout(), model="llama-3-8b", cluster="8xH100")
+    assert run.software.name == "shoal" and not isinstance(estimate_run(run), SoftwareEstimate)
