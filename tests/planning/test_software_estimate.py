@@ -70,7 +70,7 @@ def test_a_plan_is_the_best_of_all_estimates() -> None:
 
 
 def test_commands_answer_for_other_software(tmp_path, capsys: pytest.CaptureFixture) -> None:
-    run = "--model llama-3-8b --cluster 2x8xH100 --global-batch 64".split()
+    run = ["--model", "llama-3-8b", "--cluster", "2x8xH100", "--global-batch", "64"]
     page = tmp_path / "page.html"
     layout = ["--parallel.zero", "3", "--sequence-length", "4096"]
     assert main(["estimate", *run, *layout, "--software", "torchtitan", "--out", str(page)]) == 0
