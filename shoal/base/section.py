@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from textwrap import dedent
-from typing import Annotated, Any, TypeVar, get_origin
+from typing import Annotated, Any, ClassVar, TypeVar, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -30,6 +30,8 @@ class Section(BaseModel):
     """Base class of sections: immutable, with unknown keys rejected. The docstring below a field describes it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, allow_inf_nan=False)
+
+    documented_in: ClassVar[type[BaseModel] | None] = None  # another section with the docstrings of the same fields
 
 
 def validate(section: type[T], values: dict[str, Any], *, source: str, prefix: str = "") -> T:
@@ -126,6 +128,7 @@ def plain(config: BaseModel) -> dict[str, Any]:
 def docstrings(section: type[BaseModel]) -> dict[str, str]:
     """Return the docstring below each field. pydantic can collect them too, but for all classes at import."""
     found: dict[str, str] = {}
+    section = getattr(section, "documented_in", None) or section
     for kind in reversed(section.__mro__[: section.__mro__.index(BaseModel)]):
         (tree,) = ast.parse(dedent(inspect.getsource(kind))).body
         assert isinstance(tree, ast.ClassDef)
@@ -133,4 +136,4 @@ def docstrings(section: type[BaseModel]) -> dict[str, str]:
             match field, below:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(about))):
                     found[name] = inspect.cleandoc(about)
-    return found | {name: field.description for name, field in section.model_fields.items() if field.description}
+    return found

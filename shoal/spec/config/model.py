@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field, create_model
 
 from shoal.base.errors import UsageError
-from shoal.base.section import Section, docstrings
+from shoal.base.section import Section
 from shoal.spec.catalog import Depths, Experts, ModelShape, model_shape
 
 _EXPERTS_PER_TOKEN = {"switch": 1, "gshard": 2}  # default number of experts per token of these gates
@@ -17,15 +17,16 @@ _EXPERTS_PER_TOKEN = {"switch": 1, "gshard": 2}  # default number of experts per
 def _override(of: type[BaseModel]) -> Callable[[type[Section]], type[Section]]:
     """Add the fields of a part of `ModelShape` to a section, all optional."""
     fields: dict[str, Any] = {}
-    for name, about in docstrings(of).items():
-        field = of.model_fields[name]
+    for name, field in of.model_fields.items():
         kind: Any = Annotated[(field.annotation, Field(), *field.metadata)]
-        fields[name] = (kind | None, Field(None, description=about))
+        fields[name] = (kind | None, None)
 
     def with_fields(section: type[Section]) -> type[Section]:
-        return create_model(
+        made = create_model(
             section.__name__, __base__=section, __doc__=section.__doc__, __module__=section.__module__, **fields
         )
+        made.documented_in = of
+        return made
 
     return with_fields
 
