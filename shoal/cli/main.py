@@ -13,6 +13,10 @@ from shoal.base.errors import UsageError, did_you_mean, from_os_error, redact
 from shoal.base.terminal import replace_unencodable
 from shoal.cli.commands import COMMANDS
 
+READ_AT_IMPORT = {"OMP_WAIT_POLICY": "passive", "OPENBLAS_NUM_THREADS": "1"}
+"""Environment that torch's and numpy's libraries read when imported: threads that spin would take cores from other
+processes, and a process without any can be forked (`shoal.launch.forked_process`)."""
+
 READER_GONE = 141
 """Exit code of a shell for a command that SIGPIPE ended."""
 
@@ -24,6 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 success, 1 failure or a failed check, 2 bad input, 130 interrupted, 141 stdout's reader has exited.
     """
     args = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        os.environ.update({name: value for name, value in READ_AT_IMPORT.items() if name not in os.environ})
     replace_unencodable()
     try:
         code = _run(args)

@@ -37,8 +37,8 @@ LOOK_SECONDS = 0.1  # between checks of the heartbeats
 TAIL_LINES = 30
 
 
-def start_rank_server(ranks: int, log_folder: Path, device: str) -> PreforkServer:
-    return PreforkServer(local_environment(ranks, device), log_folder / "prefork.log", PRELOADED)
+def start_rank_server(ranks: int, device: str) -> PreforkServer:
+    return PreforkServer(local_environment(ranks, device), preload=PRELOADED, may_fork=device == "cpu")
 
 
 class RankProcesses:

@@ -2,10 +2,10 @@
 
 Importing torch and the trainer takes seconds of CPU time per process. The server does it once and then only waits; each
 fork has its own environment, session and log. Forking is safe, as the server has a single thread, computes nothing and
-never touches a device.
+never touches a device. Where its parent is such a process too, the server is a fork of it; else a new interpreter.
 
 The parent requests processes and receives their exit codes over a socket. The forks die with the server, and the server
-with its parent, however it ends.
+with its parent, however it ends. A server that no longer answers is killed.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
@@ -34,8 +36,11 @@ from shoal.engine.device import (
     die_with_parent,
     loopback,
 )
+from shoal.launch.forked_process import JOB_SIGNALS, ForkedProcess, is_safe_to_fork
 
-LEFT_TO_RANKS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # signals that a job manager may send to all processes
+READ_AT_START = "OMP_WAIT_POLICY"  # environment variable that OpenMP reads once, when torch is imported
+START_SECONDS = 180.0  # for the first answer of a server that has to import torch, on a busy machine
+ANSWER_SECONDS = 20.0  # for any other answer: the server only waits for orders
 PIPE = "SHOAL_PIPE"  # environment variable with the file descriptor of a pipe passed to a process
 
 
@@ -61,7 +66,7 @@ class Child:
 
     def wait(self) -> int:
         while self.returncode is None:
-            self._server.listen(None)
+            self._server.listen(1.0)
         return self.returncode
 
     def send_signal(self, signum: int) -> None:
@@ -80,24 +85,38 @@ class PreforkServer:
     On systems whose libraries do not support forking (macOS) no server exists, and `start` starts new interpreters.
 
     Args:
-        environment: environment of the server. Settings read at process start (threads, allocator) apply to all forks.
+        environment: environment of the server, if it is a new interpreter. Settings read at process start (threads,
+            allocator) then apply to all forks.
         log: log file of the server's errors; None uses this process's stderr.
+        may_fork: whether a fork of this process will do. Not for ranks on CUDA devices, as this process may have asked
+            the driver for them.
     """
 
-    def __init__(self, environment: Mapping[str, str], log: Path | None = None, preload: Iterable[str] = ()):
+    def __init__(
+        self, environment: Mapping[str, str], log: Path | None = None, preload: Iterable[str] = (), *,
+        may_fork: bool = True,
+    ):
         self.log, self.pid = log, 0
         if not sys.platform.startswith("linux"):
             return
         self._orders, theirs = Pipe()
         in_main = threading.current_thread() is threading.main_thread()
         parent = os.getpid() if in_main else 0  # the kernel would kill the server at the end of the starting thread
+        same = environment.get(READ_AT_START) == os.environ.get(READ_AT_START)
         with theirs, open(log or os.devnull, "a") as file:
-            self._process = Popen(
-                [sys.executable, "-m", "shoal.launch.prefork", str(theirs.fileno()), str(parent), *preload],
-                env=dict(environment), stdin=DEVNULL, stderr=file if log else None,
-                pass_fds=(theirs.fileno(),), start_new_session=True,
-            )
+            stderr = file.fileno() if log else None
+            if may_fork and same and is_safe_to_fork():
+                run = partial(run_server, theirs, parent, preload, self._orders)
+                self._process: Popen | ForkedProcess = ForkedProcess(run, stderr)
+            else:
+                self._process = Popen(
+                    [sys.executable, "-m", "shoal.launch.prefork", str(theirs.fileno()), str(parent), *preload],
+                    env=dict(environment), stdin=DEVNULL, stderr=stderr, pass_fds=(theirs.fileno(),),
+                    start_new_session=True,
+                )
         self.pid = self._process.pid
+        self._heard = self._asked = time.monotonic()  # when it last answered, and was last asked to
+        self._patience = START_SECONDS  # until its first answer
         self._lock = threading.RLock()  # guards the connection
         self._answers: list[Child | OSError] = []
         self._children: dict[int, Child] = {}
@@ -141,10 +160,11 @@ class PreforkServer:
         with self._lock:
             try:
                 self._orders.send((module, dict(environment), log and str(log), heard, pipe is not None))
+                self._asked = time.monotonic()
                 if pipe is not None:
                     send_handle(self._orders, pipe, self.pid)
                 while not self._answers:
-                    if not self.listen(None):
+                    if not self.listen(1.0):
                         raise self._is_gone()
             except OSError:
                 raise self._is_gone() from None
@@ -160,20 +180,41 @@ class PreforkServer:
         where = f" Its log: {self.log}" if self.log else ""
         return PreforkServerEnded(f"process {self.pid}, which starts the ranks, has ended.{where}")
 
-    def listen(self, seconds: float | None) -> bool:
-        """Process messages from the server for at most ``seconds`` (None: until one comes); return False at its end."""
+    def listen(self, seconds: float) -> bool:
+        """Process messages from the server until one comes, at most for ``seconds``; return False at its end."""
         with self._lock:
             try:
                 while self._orders.poll(seconds):
                     self._read(*self._orders.recv())
                     seconds = 0.0
-            except (EOFError, ConnectionResetError):
-                for child in self._children.values():
-                    child.returncode = -signal.SIGKILL if child.returncode is None else child.returncode
-                return False
+                self._kill_if_silent()
+            except (EOFError, OSError):
+                return self._end()
             return True
 
-    def _read(self, what: str, value: Any, code: int = 0) -> None:
+    def _end(self) -> bool:
+        """Reap the server, whose forks the kernel has killed, so that `ended` says so at once; return False."""
+        self._process.kill()
+        self._process.wait()
+        for child in self._children.values():
+            child.returncode = -signal.SIGKILL if child.returncode is None else child.returncode
+        return False
+
+    def _kill_if_silent(self) -> None:
+        """Ask the server from time to time whether it is there; kill it if it owes an answer for too long."""
+        now = time.monotonic()
+        if self._asked <= self._heard:
+            if now - self._heard > ANSWER_SECONDS / 4:
+                self._orders.send(None)
+                self._asked = now
+        elif now - self._asked > self._patience:
+            print(f"process {self.pid}, which starts the ranks, does not answer; it is killed", file=sys.stderr)
+            self._process.kill()
+
+    def _read(self, what: str, value: Any = None, code: int = 0) -> None:
+        self._heard, self._patience = time.monotonic(), ANSWER_SECONDS
+        if what == "here":
+            return
         if what == "ended":
             self._children.pop(value).returncode = code
         elif what == "started":
@@ -209,6 +250,33 @@ def local_environment(ranks: int, device: str = "") -> dict[str, str]:
 # ---- the server ------------------------------------------------------------------------------------------------------
 
 
+def run_server(
+    orders: Connection, parent: int, preload: Iterable[str], parents_end: Connection | None = None
+) -> None:
+    """Run the server until its parent is gone and, in its forks, the requested modules.
+
+    Signals to all processes of a job are meant for the forks. They are blocked rather than ignored, so that a signal
+    sent to a fork before it has installed its handlers stays pending.
+
+    Args:
+        parent: process with which the kernel ends this one; 0 for none.
+        parents_end: the other end of the connection, if this process inherited it.
+    """
+    if parents_end is not None:
+        parents_end.close()
+    signal.pthread_sigmask(signal.SIG_BLOCK, JOB_SIGNALS)
+    if parent:
+        die_with_parent(parent)
+    for name in preload:
+        importlib.import_module(name)
+    try:
+        order = serve(orders)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return
+    become(*order)
+    runpy.run_module(order[0], run_name="__main__", alter_sys=True)
+
+
 def serve(orders: Connection) -> tuple[str, dict[str, str], str | None, bool]:
     """Serve fork requests until the parent is gone (EOFError, OSError); return, in each fork, `become`'s arguments."""
     wake, woken = socket.socketpair()
@@ -226,7 +294,10 @@ def serve(orders: Connection) -> tuple[str, dict[str, str], str | None, bool]:
             _report_ended(orders)
         if orders not in ready:
             continue
-        module, environment, log, heard, has_pipe = orders.recv()
+        if (order := orders.recv()) is None:
+            orders.send(("here",))
+            continue
+        module, environment, log, heard, has_pipe = order
         pipe = recv_handle(orders) if has_pipe else None
         try:
             pid = os.fork()
@@ -236,7 +307,7 @@ def serve(orders: Connection) -> tuple[str, dict[str, str], str | None, bool]:
             if pid == 0:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_RANKS)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, JOB_SIGNALS)
                 for end in (orders, wake, woken):
                     end.close()
                 die_with_parent(server)
@@ -270,23 +341,5 @@ def _report_ended(orders: Connection) -> None:
             orders.send(("ended", ended[0], os.waitstatus_to_exitcode(ended[1])))
 
 
-def main() -> None:
-    """Run the server and, in its forks, the requested modules."""
-    # Signals to all processes of a job are meant for the forks. They are blocked rather than ignored, so that a signal
-    # sent to a fork before it has installed its handlers stays pending.
-    signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_RANKS)
-    orders = Connection(int(sys.argv[1]))
-    if parent := int(sys.argv[2]):
-        die_with_parent(parent)
-    for name in sys.argv[3:]:
-        importlib.import_module(name)
-    try:
-        order = serve(orders)
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        return
-    become(*order)
-    runpy.run_module(order[0], run_name="__main__", alter_sys=True)
-
-
 if __name__ == "__main__":
-    main()
+    run_server(Connection(int(sys.argv[1])), int(sys.argv[2]), sys.argv[3:])

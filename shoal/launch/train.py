@@ -14,6 +14,7 @@ from shoal.engine.data.prepare import prepare
 from shoal.engine.device import pick_device
 from shoal.launch.checks.folders import check_folders
 from shoal.launch.checks.memory import check_memory
+from shoal.launch.local_launcher import start_rank_server
 from shoal.launch.rank_env import RankEnv, detect_rank_env, record_end
 from shoal.launch.supervisor import Supervisor
 from shoal.launch.torch_elastic import adapt_to_ranks, check_elastic, idle, refuse_again, should_resume
@@ -107,13 +108,15 @@ def _train(
         except (UsageError, OSError) as error:  # the command line prints it
             record_end(make_shared_folder(member), member.rank, error)
             raise
-    prepare(config.data)
-    if resumed is None:
-        folder = new_run(config, run_folder)
-        release(run_dir(folder, config.failover))  # states that a deleted run of the same name left in memory
-    assert folder is not None
-    payload |= {"folder": str(folder), "made": True}
-    return Supervisor(config, payload, folder, device, survivable=survives_rank_loss(config)).run()
+    with start_rank_server(config.parallel.world_size, device) as server:  # before data is prepared by several threads
+        prepare(config.data)
+        if resumed is None:
+            folder = new_run(config, run_folder)
+            release(run_dir(folder, config.failover))  # states that a deleted run of the same name left in memory
+        assert folder is not None
+        payload |= {"folder": str(folder), "made": True}
+        survivable = survives_rank_loss(config)
+        return Supervisor(config, payload, folder, device, survivable=survivable, server=server).run()
 
 
 def _check_run(

@@ -83,14 +83,11 @@ destroy_world()
 PARENT = """
 import json, os, sys
 from pathlib import Path
-from shoal.launch import prefork
 from shoal.launch.local_launcher import start_rank_server
 from tests.launch.test_local_launcher import launch
-from tests.trainings.forked import fork_server
-prefork.Popen = fork_server
 payload = json.loads(os.environ["PAYLOAD"])
 folder = Path(payload["folder"])
-with start_rank_server(2, folder, "cpu") as server:
+with start_rank_server(2, "cpu") as server:
     sys.exit(launch(server, payload, folder / "logs"))
 """
 
@@ -111,10 +108,10 @@ def folder(path, tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(path, tmp_path_factory) -> Iterator[PreforkServer]:
+def server(path) -> Iterator[PreforkServer]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", path)
-        with start_rank_server(2, tmp_path_factory.mktemp("server"), "cpu") as server:
+        with start_rank_server(2, "cpu") as server:
             yield server
 
 
@@ -132,7 +129,7 @@ def launch(server: PreforkServer, payload: dict[str, str], logs: Path) -> int:
 def forked(server: PreforkServer, module: str, folder: Path, act: str, **environment: object) -> Command:
     """``python -m MODULE`` as a process of its own, and for the parent of ranks also its server, without imports."""
     payload = json.dumps({"folder": str(folder), "act": act})
-    given = {name: str(value) for name, value in environment.items()}
+    given = {"OMP_WAIT_POLICY": "passive"} | {name: str(value) for name, value in environment.items()}
     log = Path(tempfile.mkstemp(dir=folder, suffix=".log")[1])
     return Command(server.start(module, {**os.environ, "PAYLOAD": payload, **given}, log, heard=False), log)
 
@@ -154,7 +151,7 @@ def all_gone(pids: list[int], seconds: float = 5) -> bool:
 
 
 def test_ranks_meet_and_finish(folder, capfd):
-    with start_rank_server(2, folder, "cpu") as server:  # here, since its stdout is that of now
+    with start_rank_server(2, "cpu") as server:  # here, since its stdout is that of now
         assert launch(server, {"folder": str(folder), "act": "finish"}, folder / "logs") == 0
     for rank, report in enumerate(reports(folder)):
         assert (report["rank"], report["world_size"], report["how"], report["total"]) == (rank, 2, "local", 2.0)

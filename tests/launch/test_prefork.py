@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import psutil
 import pytest
 
-from shoal.launch import worker_pool
+from shoal.launch import prefork, worker_pool
 from shoal.launch.local_launcher import PRELOADED
 from shoal.launch.prefork import Child, PreforkServer, PreforkServerEnded
 from tests.trainings.runs import ROOT, alive, wait_for
@@ -122,6 +122,54 @@ def test_a_killed_server_takes_its_ranks_along_and_says_so(own, here):
     wait_for(lambda: not alive(process), 5)
     with pytest.raises(PreforkServerEnded, match="has ended"):
         fork(own, here, "0")
+
+
+def test_a_server_that_is_stopped_is_killed_and_its_ranks_with_it(own, here, monkeypatch, capfd):
+    monkeypatch.setattr(prefork, "ANSWER_SECONDS", 0.4)
+    rank = fork(own, here, "sleep")
+    process = psutil.Process(report(here)["pid"])
+    os.kill(own.pid, signal.SIGSTOP)
+    assert rank.wait() == -signal.SIGKILL and own.ended
+    assert "does not answer; it is killed" in capfd.readouterr().err
+    wait_for(lambda: not alive(process), 5)
+
+
+def test_a_server_that_dies_while_it_imports_is_told_at_once(here):
+    """Its end must be known when the next one is started: the kernel closes the connection before it is reaped."""
+    with started(here) as own:
+        os.kill(own.pid, signal.SIGKILL)
+        with pytest.raises(PreforkServerEnded):
+            fork(own, here, "0")
+        assert own.ended
+
+
+FORKING = """
+import os, sys
+from pathlib import Path
+import shoal.launch.preload
+from shoal.launch.prefork import PreforkServer
+end = open("registered", "w")
+import atexit
+atexit.register(end.write, "once ")
+with PreforkServer(os.environ, preload=["shoal.training.trainer"]) as server:
+    command = Path(f"/proc/{server.pid}/cmdline").read_bytes()
+    assert command == Path("/proc/self/cmdline").read_bytes(), command  # no second interpreter
+    children = [server.start("forked", {**os.environ, "ACT": act, "REPORT": f"{act}.json"}, Path(f"{act}.log"))
+                for act in ("0", "7", "raise")]
+    assert [child.wait() for child in children] == [0, 7, 1]
+"""
+
+
+def test_a_process_of_one_thread_forks_its_server(here, monkeypatch):
+    monkeypatch.chdir(here)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", FORKING], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "ArithmeticError: a rank's own" in (here / "raise.log").read_text()
+    assert (here / "registered").read_text() == "once "  # not by the forks
+    said = report(here, "7")
+    assert (said["name"], said["sum"], said["handlers"]) == ("__main__", 1000.0, [True] * 3)
+    assert not any("socket" in file for file in said["fds"])
 
 
 def test_what_it_cannot_import_is_in_its_log(here, monkeypatch):

@@ -1,7 +1,7 @@
 """Commands as forks of one process that has imported what they need: a test does not pay for imports.
 
 The code that runs is that of ``python -m shoal`` or of torchrun, in a process and a session of its own; what is left
-out is starting an interpreter, for the command, for the server of its ranks and for torchrun's workers. That is in
+out is starting an interpreter, for the command and for torchrun's workers. That is in
 `test_local_launcher` (ranks that meet), in `tests.cli.run.test_train` (torchrun), in `tests.base.test_terminal` (the
 reader of a command) and in the tests of bad input.
 """
@@ -16,19 +16,17 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import IO
 
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 from torch.distributed.run import main as torchrun
 
 from shoal.cli.main import main as shoal
-from shoal.launch import prefork
+from shoal.launch.forked_process import JOB_SIGNALS, ForkedProcess
 from shoal.launch.local_launcher import PRELOADED
 from shoal.launch.prefork import Child, PreforkServer
 
@@ -99,81 +97,34 @@ def command(
     log = Path(tempfile.mkstemp(dir=folder(), suffix=".log")[1])
     order = json.dumps({"words": words, "cwd": str(cwd), "agent": agent, "terminal": terminal})
     forks = commands(environment["PYTHONPATH"])
-    child = forks.start("tests.trainings.forked", {**environment, ORDER: order}, log, heard=False)
+    environment = {**environment, ORDER: order, "OMP_WAIT_POLICY": "passive"}  # as `commands` has
+    child = forks.start("tests.trainings.forked", environment, log, heard=False)
     return Command(child, log)
 
 
 # ---- in the fork -----------------------------------------------------------------------------------------------------
 
 
-class Fork(Polled):
-    """A process of its own that calls a function: the part of `subprocess.Popen` that who starts it needs."""
-
-    def __init__(self, run: Callable[[], object], environment: Mapping[str, str]):
-        self.returncode: int | None = None
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self.pid = os.fork()
-        if self.pid:
-            return
-        code = 1
-        try:
-            atexit._clear()  # what the command registered is not this process's to do
-            os.setsid()
-            os.environ.clear()
-            os.environ.update(environment)
-            run()
-            code = 0
-        except SystemExit as error:
-            code = error.code or 0
-        except BaseException:
-            sys.excepthook(*sys.exc_info())  # a rank's own records what ended it
-        finally:
-            threading._shutdown()
-            atexit._run_exitfuncs()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
-        return self.returncode
-
-    def kill(self) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
-
-
-def fork_server(words: list[str], env: Mapping[str, str], stderr: IO[str] | None, **_: object) -> Fork:
-    """What forks a command's ranks."""
-
-    def run() -> None:
-        if stderr is not None:
-            os.dup2(stderr.fileno(), 2)
-        sys.argv = words[2:]
-        prefork.main()
-
-    return Fork(run, env)
-
-
-def fork_worker(args: tuple[str, ...], env: Mapping[str, str], **_: object) -> Fork:
+class Worker(ForkedProcess, Polled):
     """A worker of torchrun: ``python -u -m MODULE WORDS``."""
-    module, *words = args[args.index("-m") + 1 :]
 
-    def run() -> None:
-        for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):  # which the agent handles
-            signal.signal(signum, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        for descriptor in map(int, os.listdir("/proc/self/fd")):
-            if descriptor > 2:  # as `subprocess` does: else the agent's connections would outlive it
-                with suppress(OSError):  # that of the list itself
-                    os.close(descriptor)
-        sys.argv = [module, *words]
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    wait = Polled.wait
 
-    return Fork(run, env)
+    def __init__(self, args: tuple[str, ...], env: Mapping[str, str], **_: object):
+        module, *words = args[args.index("-m") + 1 :]
+
+        def run() -> None:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, JOB_SIGNALS)
+            for descriptor in map(int, os.listdir("/proc/self/fd")):
+                if descriptor > 2:  # as `subprocess` does: else the agent's connections would outlive it
+                    with suppress(OSError):  # that of the list itself
+                        os.close(descriptor)
+            os.environ.clear()
+            os.environ.update(env)
+            sys.argv = [module, *words]
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+        super().__init__(run)
 
 
 def main() -> int:
@@ -188,9 +139,8 @@ def main() -> int:
         os.close(opened)
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115 -- for good
     if order["agent"]:
-        subprocess_handler.Popen = fork_worker
+        subprocess_handler.Popen = Worker
         return torchrun([*order["agent"], *order["words"]])
-    prefork.Popen = fork_server
     sys.argv = ["shoal", *order["words"]]
     return shoal(order["words"])
 

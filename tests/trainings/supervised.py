@@ -32,11 +32,11 @@ def config_of(corpus: Path, **sections: dict[str, Any]) -> RunConfig:
 
 
 @pytest.fixture(scope="session")
-def rank_server(tmp_path_factory) -> Iterator[PreforkServer]:
+def rank_server() -> Iterator[PreforkServer]:
     """With shoal and these tests on its path."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
-        with start_rank_server(2, tmp_path_factory.mktemp("server"), "cpu") as server:
+        with start_rank_server(2, "cpu") as server:
             yield server
 
 

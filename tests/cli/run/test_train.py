@@ -69,8 +69,7 @@ def test_the_folder_of_the_run(base_run, base_config):
     assert sorted(path.name for path in folder.iterdir()) == [
         "checkpoints", "events.jsonl", "logs", "metrics.jsonl", "run.toml", "tensorboard"]
     assert load_config(folder / "run.toml") == load_config(base_config)
-    logs = ["prefork.log", *(f"rank-{rank}.log" for rank in range(4))]
-    assert sorted(path.name for path in (folder / "logs").iterdir()) == logs
+    assert sorted(path.name for path in (folder / "logs").iterdir()) == [f"rank-{rank}.log" for rank in range(4)]
     assert sorted(checkpoints(folder)) == list(range(4, 41, 4))
     for path in checkpoints(folder).values():
         verify(path)

@@ -1,0 +1,100 @@
+"""A process forked from this one, which has everything imported and needs no second for it."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+
+JOB_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # those that a job manager may send to all its processes
+
+
+def is_safe_to_fork() -> bool:
+    """Return whether a fork of this process works like a new one: on Linux, as long as it has only this thread.
+
+    Threads do not exist in a fork, but the locks that they hold do. Those of OpenMP start with the first operator that
+    uses them, and a fork would wait for them for ever. Other systems' libraries do not support forking.
+    """
+    return sys.platform.startswith("linux") and len(os.listdir("/proc/self/task")) == 1
+
+
+class ForkedProcess:
+    """Fork of this process that calls a function and exits, with the part of `subprocess.Popen` that its parent needs.
+
+    It has a session and signal handlers of its own, an empty stdin, and does nothing that was registered for the end of
+    this process. `JOB_SIGNALS` are blocked in it, so that none is lost: ``run`` unblocks them if it wants them.
+
+    Args:
+        run: what the fork does. Its exceptions are printed like those of a program.
+        stderr: file descriptor that replaces stderr.
+    """
+
+    def __init__(self, run: Callable[[], object], stderr: int | None = None):
+        self.returncode: int | None = None
+        sys.stdout.flush()
+        sys.stderr.flush()
+        gc.collect()  # finalizers of garbage run here, not a second time in the fork
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, JOB_SIGNALS)
+        try:
+            self.pid = os.fork()
+            if self.pid == 0:
+                _run_and_exit(run, stderr)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def poll(self) -> int | None:
+        """Return the exit code, negative for a signal; None while the process runs."""
+        return self.returncode if self.returncode is not None else self._reap(os.WNOHANG)
+
+    def wait(self) -> int:
+        """Wait for the end; return the exit code."""
+        code = self.returncode if self.returncode is not None else self._reap(0)
+        assert code is not None
+        return code
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def _reap(self, options: int) -> int | None:
+        pid, status = os.waitpid(self.pid, options)
+        self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+
+def _run_and_exit(run: Callable[[], object], stderr: int | None) -> None:
+    """Do in a fork what an interpreter does for a program, from its start to its end; never return."""
+    code = 1
+    try:
+        atexit._clear()
+        os.setsid()
+        empty = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(empty, 0)
+        os.close(empty)
+        if stderr is not None:
+            os.dup2(stderr, 2)
+        signal.set_wakeup_fd(-1)
+        for signum in (*JOB_SIGNALS, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(signum, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        run()
+        code = 0
+    except SystemExit as error:
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+        else:
+            code = error.code or 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # that of a rank records what ended it
+    finally:
+        try:
+            threading._shutdown()  # type: ignore[attr-defined]  # as `multiprocessing` does
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
