@@ -29,7 +29,7 @@ class ForkedProcess:
     this process. `JOB_SIGNALS` are blocked in it, so that none is lost: ``run`` unblocks them if it wants them.
 
     Args:
-        run: what the fork does. Its exceptions are printed like those of a program.
+        run: what the fork does. An exception is printed, and its exit code is 1.
         stderr: file descriptor that replaces stderr.
     """
 

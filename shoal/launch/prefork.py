@@ -201,7 +201,7 @@ class PreforkServer:
         return False
 
     def _kill_if_silent(self) -> None:
-        """Ask the server from time to time whether it is there; kill it if it owes an answer for too long."""
+        """Ask the server for an answer from time to time; kill it if it owes one for too long."""
         now = time.monotonic()
         if self._asked <= self._heard:
             if now - self._heard > ANSWER_SECONDS / 4:
