@@ -92,6 +92,19 @@ def destroy_world() -> None:
     leave_groups()
     if dist.is_initialized():
         dist.destroy_process_group()
+    # Torch names groups by their number. A rank whose rendezvous failed must count like one that never tried.
+    dist.distributed_c10d._world.group_count = 0
+
+
+def abort_device_groups() -> None:
+    """End the collectives that this process's CUDA devices execute, so that the thread that waits for them goes on.
+
+    For another thread. Gloo cannot be aborted.
+    """
+    if torch.cuda.is_initialized() and dist.is_initialized():
+        for group in list(dist.distributed_c10d._world.pg_names):
+            if dist.get_backend(group) != "gloo":
+                group.abort()
 
 
 def pick_device(

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -18,7 +19,8 @@ from pathlib import Path
 
 from shoal.base.errors import redact
 from shoal.base.journal import Journal
-from shoal.launch.prefork import PreforkServer, PreforkServerEnded, Process, end_processes, local_environment
+from shoal.launch.generations import LEAVE
+from shoal.launch.prefork import PreforkServer, PreforkServerEnded, end_processes, local_environment
 from shoal.launch.rank_env import failure_path
 from shoal.launch.watch import watchdog
 from shoal.launch.watch.rank_failure import Ending, Failure
@@ -32,7 +34,8 @@ PRELOADED = (
     "torch.utils.tensorboard",
 )
 GRACE_SECONDS = 3.0  # between SIGTERM and SIGKILL of a dead rank's peers, in which the root cause may still be reported
-POLL_SECONDS = 0.05
+HELD_SECONDS = 1.0  # in which a survivor leaves that is stopped or has not finished its start
+POLL_SECONDS = 0.02
 LOOK_SECONDS = 0.1  # between checks of the heartbeats
 TAIL_LINES = 30
 
@@ -41,11 +44,41 @@ def start_rank_server(ranks: int, device: str) -> PreforkServer:
     return PreforkServer(local_environment(ranks, device), preload=PRELOADED, may_fork=device == "cpu")
 
 
+class RankProcess:
+    """Process of a rank, which takes orders through a pipe (`shoal.launch.generations`)."""
+
+    def __init__(
+        self, server: PreforkServer, module: str, environment: Mapping[str, str], log: Path, *, heard: bool
+    ):
+        received, self._orders = os.pipe()
+        try:
+            self.process = server.start(module, environment, log, heard=heard, pipe=received)
+        except BaseException:
+            os.close(self._orders)
+            raise
+        finally:
+            os.close(received)
+        weakref.finalize(self, os.close, self._orders)
+        self.pid, self.poll, self.wait = self.process.pid, self.process.poll, self.process.wait
+        self.send_signal = self.process.send_signal
+
+    @property
+    def returncode(self) -> int | None:
+        return self.process.returncode
+
+    def tell(self, order: Mapping[str, str]) -> None:
+        """Send the environment of the next generation, or `LEAVE`; nothing if the process has ended."""
+        with suppress(BrokenPipeError):
+            os.write(self._orders, json.dumps(dict(order)).encode() + b"\n")
+
+
 class RankProcesses:
     """Processes of the ranks of one attempt, managed by their parent.
 
     Args:
         scratch: new folder for rendezvous, heartbeat records and ``payload.json``.
+        kept: processes of the previous attempt that take part again, by rank.
+        keeps: whether the survivors of a lost rank keep their processes (`survivors`).
         survivable: whether the ranks continue after a signal killed one other than rank 0.
         notice: called regularly with the heartbeat records of all ranks.
         started: called once with the server's process id, ``scratch`` and the ranks' process ids.
@@ -61,20 +94,26 @@ class RankProcesses:
         limits: FailoverConfig,
         *,
         survivable: bool = False,
+        kept: Mapping[int, RankProcess] | None = None,
+        keeps: bool = False,
         notice: Callable[[list[HeartbeatRecord | None]], None] = lambda records: None,
         started: Callable[[int, Path, list[int]], None] = lambda server, scratch, ranks: None,
     ):
         self.log_folder, self.scratch, self.device, self.survivable = log_folder, scratch, device, survivable
         self.stop, self.server, self.limits, self.notice, self.started = stop, server, limits, notice, started
         self.header = f"---- started {time.strftime('%Y-%m-%d %H:%M:%S')} by process {os.getpid()} ----\n"
-        self.processes: list[Process] = []
+        self.kept, self.keeps = dict(kept or {}), keeps
+        self.processes: list[RankProcess] = []
+        self.survivors: dict[int, RankProcess] = {}  # after the loss of a rank: processes that can take part again
         self.lost: Failure | None = None  # rank killed by the watchdog
+        self._seen: dict[int, float] = {}  # when the end of a rank was noticed
+        self._left_since = float("inf")  # since when a rank has left its groups
         self._passed = 0  # stop requests already forwarded to the ranks
         self._looked = 0.0
 
     def run(self, module: str, ranks: int, environment: Mapping[str, str]) -> Ending:
         """Start the ranks and wait for their end."""
-        self.watchdog = watchdog.Watchdog(self.limits)
+        self.watchdog, self._began = watchdog.Watchdog(self.limits), time.monotonic()
         try:
             for rank in range(ranks):
                 if self.stop.count:
@@ -86,7 +125,8 @@ class RankProcesses:
             cause = Failure(len(self.processes), 1, time.monotonic(), str(error), "could not be started")
             return Ending(1, cause, -1)
         finally:
-            end_processes(self.processes)
+            all_processes = {*self.processes, *self.kept.values()}
+            end_processes([each.process for each in all_processes - {*self.survivors.values()}])
             if sys.stdout.isatty():
                 print("\x1b[?25h", end="", flush=True)  # a killed rank 0 leaves the cursor hidden by its progress bar
 
@@ -96,14 +136,19 @@ class RankProcesses:
             "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks), "SHOAL_SCRATCH": str(self.scratch),
             "SHOAL_OWNER": str(os.getpid()), **environment,
         }
-        Journal(self._log(rank)).append(self.header)  # after the output of earlier launches
-        self.processes.append(self.server.start(module, variables, self._log(rank), heard=rank == 0))
+        if (process := self.kept.get(rank)) is not None:
+            process.tell(variables)
+        else:
+            Journal(self._log(rank)).append(self.header)  # after the output of earlier launches
+            process = RankProcess(self.server, module, variables, self._log(rank), heard=rank == 0)
+        self.processes.append(process)
 
     def _watch(self) -> Ending:
         ended = self._ended()
         while len(ended) < len(self.processes) and not self._failed():
             self._pass_on()
             self._look()
+            self._end_if_apart()
             time.sleep(POLL_SECONDS)
             ended |= self._ended()
         self._look(at_once=True)
@@ -114,21 +159,62 @@ class RankProcesses:
                     print(f"rank {rank} {self._failure(rank).how}; the others continued without it", file=sys.stderr)
             return Ending(self._code(), None, furthest)
         ended |= self._ended()  # again: the cause ended first, but may have been polled just before
-        self._send(signal.SIGTERM)
-        deadline = time.monotonic() + GRACE_SECONDS
-        while len(self._ended()) < len(self.processes) and time.monotonic() < deadline:
-            # A process closes its connections before it has exited, so its peers may exit first.
-            ended |= self._fallen()
-            if any(self._failure(rank).sure for rank in ended & self._bad()):
+        if self.keeps and any(self._failure(rank).sure for rank in ended & self._bad()):
+            self._let_leave()
+        else:
+            self._send(signal.SIGTERM)
+            self._wait(GRACE_SECONDS, lambda: any(
+                self._failure(rank).sure for rank in (ended | self._fallen()) & self._bad()
+            ))
+        ended |= self._fallen()
+        survivors = {
+            rank: process for rank, process in enumerate(self.processes) if process.poll() is None and self._left(rank)
+        }
+        end_processes([each.process for rank, each in enumerate(self.processes) if rank not in survivors])
+        # Ranks that ended after our signals count only if they recorded an exception of their own.
+        failures = [self._failure(rank) for rank in range(len(self.processes)) if rank not in survivors]
+        bad = self._bad()
+        causes = [f for f in failures if f.rank in bad and (f.rank in ended or f.report)]
+        if self.keeps and any(cause.sure for cause in causes):
+            self.survivors = survivors
+        else:
+            end_processes([each.process for each in survivors.values()])
+            causes += [failure for rank in survivors if (failure := self._failure(rank)).report]
+        cause = min(causes, key=lambda failure: failure.order)
+        return Ending(cause.code if cause.code > 0 else (128 - cause.code if cause.code else 1), cause, furthest)
+
+    def _let_leave(self) -> None:
+        """Tell the survivors to leave their groups, and wait until they have."""
+        for process in self.processes:
+            process.tell(LEAVE)
+        begin = time.monotonic()
+        self._wait(self.limits.recovery_timeout_seconds, lambda: not self._leaving(time.monotonic() - begin))
+
+    def _leaving(self, waited: float) -> list[int]:
+        """Return the survivors that may still leave after ``waited`` seconds; not stopped ones, and those that started,
+        which have little to keep."""
+        found = []
+        for rank, process in enumerate(self.processes):
+            record = heartbeat.read(heartbeat.record_path(self.scratch, rank))
+            if process.poll() is not None or self._left(rank):
+                continue
+            held = record is None or record.phase is Phase.START or watchdog.process_state(process.pid)[0] in ("T", "t")
+            if not held or waited < HELD_SECONDS:
+                found.append(rank)
+        return found
+
+    def _wait(self, seconds: float, done: Callable[[], bool]) -> None:
+        """Wait until all ranks have ended or left, or until ``done``."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not done():
+            if all(rank in self._seen or self._left(rank) for rank in range(len(self.processes))):
                 break
             time.sleep(POLL_SECONDS)
-        ended |= self._fallen()
-        end_processes(self.processes)
-        # Ranks that ended after our signals count only if they recorded an exception of their own.
-        failures = [self._failure(rank) for rank in range(len(self.processes))]
-        bad = self._bad()
-        cause = min((f for f in failures if f.rank in bad and (f.rank in ended or f.report)), key=lambda f: f.order)
-        return Ending(cause.code if cause.code > 0 else (128 - cause.code if cause.code else 1), cause, furthest)
+
+    def _left(self, rank: int) -> bool:
+        """Return whether a rank has left its groups, after the loss of another."""
+        record = heartbeat.read(heartbeat.record_path(self.scratch, rank))
+        return record is not None and record.phase is Phase.LEFT
 
     def _code(self) -> int:
         if all(process.returncode == 0 for process in self.processes) and self.processes:
@@ -150,11 +236,19 @@ class RankProcesses:
         return record is not None and record.phase is not Phase.DONE
 
     def _failed(self) -> bool:
+        now = time.monotonic()
+        left = any(rank not in self._seen and self._left(rank) for rank in range(len(self.processes)))
+        self._left_since = min(self._left_since, now) if left else float("inf")
+        if now > self._left_since + GRACE_SECONDS:  # connections were lost, though no rank has ended
+            return True
         survived = self.survivable and not self.stop.count
         return any(not (survived and rank and self.processes[rank].wait() < 0) for rank in self._bad())
 
     def _ended(self) -> set[int]:
-        return {rank for rank, process in enumerate(self.processes) if process.poll() is not None}
+        ended = {rank for rank, process in enumerate(self.processes) if process.poll() is not None}
+        for rank in ended:
+            self._seen.setdefault(rank, time.monotonic())
+        return ended
 
     def _fallen(self) -> set[int]:
         """Return ranks that ended for reasons of their own: by a signal other than ours, or by an early normal exit."""
@@ -170,7 +264,7 @@ class RankProcesses:
             return replace(self.lost, code=code)
         path = failure_path(self.scratch, rank)
         if not path.exists():
-            return Failure(rank, code, record=record)
+            return Failure(rank, code, self._seen.get(rank, float("inf")), record=record)
         recorded = json.loads(path.read_text())
         return Failure(
             rank, code, recorded["when"], recorded["report"], record=record, diverged=recorded.get("diverged", False)
@@ -188,6 +282,8 @@ class RankProcesses:
             print(cause.report.rstrip(), file=sys.stderr)
             return
         others = "; the other ranks were stopped" if len(self.processes) > 1 else ""
+        if self.survivors:
+            others = f"; {len(self.survivors)} of {len(self.processes)} ranks keep their processes"
         log = self._log(cause.rank)
         content = log.read_text(errors="replace") if log.exists() else ""  # none for a rank that could not be started
         written = content.rpartition(self.header)[2]
@@ -218,6 +314,18 @@ class RankProcesses:
             self.lost = watchdog.locate_lost_rank(trouble, living, self.scratch)
             assert self.lost is not None  # all ranks are on this host
             self.processes[self.lost.rank].send_signal(signal.SIGKILL)
+
+    def _end_if_apart(self) -> None:
+        """Give up kept processes that do not meet the new ones in time: the next attempt starts all ranks anew."""
+        limit = self.limits.recovery_timeout_seconds
+        if not self.kept or self.lost or time.monotonic() - self._began < limit:
+            return
+        records = self._records()
+        apart = [rank for rank, record in enumerate(records) if record is None or not record.joined]
+        if apart:
+            how = f"did not join the others within {limit:g} s and was ended,"
+            self.keeps, self.lost = False, Failure(apart[0], -signal.SIGKILL, trouble=how, record=records[apart[0]])
+            self.processes[apart[0]].send_signal(signal.SIGKILL)
 
     def _pass_on(self) -> None:
         """Forward stop requests: SIGTERM for the first, SIGKILL for the second."""

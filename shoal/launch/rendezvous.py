@@ -11,6 +11,7 @@ import faulthandler
 import os
 import socket
 import sys
+import time
 from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
@@ -26,13 +27,14 @@ from shoal.engine.device import COLLECTIVE_SECONDS, cores_per_rank, die_with_par
 from shoal.launch.rank_env import RankEnv, record_end, scratch_folder, stack_path
 from shoal.launch.watch.watchdog import write_stack_when_asked
 
+MEET_SECONDS = 0.005  # between looks for the other ranks
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # the first variable that is set takes effect
 
 
 def become_rank(
     member: RankEnv, device: str, threads: int = 0, *, timeout: float = COLLECTIVE_SECONDS, records: Path | None = None
 ) -> None:
-    """Make this process one rank of the world. Call it first, and only once.
+    """Make this process one rank of the world. Call it first, and again only after it has left the world.
 
     From then on an uncaught exception is recorded for the parent and ends the process immediately, without waiting for
     background threads. So leave the process group only on success; peers then fail after the cause.
@@ -103,7 +105,13 @@ def create_store(member: RankEnv, timeout: float) -> dist.Store | None:
         UsageError: the port is in use, or a variable names an interface that does not exist.
     """
     if member.how == "local":
-        return dist.FileStore(str(scratch_folder() / "store"), member.world_size)
+        store = dist.FileStore(str(scratch_folder() / "store"), member.world_size)
+        # In Python, where a rank can still be told to leave: a peer may end before it comes.
+        store.set(f"shoal/present/{member.rank}", "")
+        present, deadline = [f"shoal/present/{rank}" for rank in range(member.world_size)], time.monotonic() + timeout
+        while not store.check(present) and time.monotonic() < deadline:
+            time.sleep(MEET_SECONDS)
+        return store
     if member.how == "torchrun":
         return None
     host, port = member.master

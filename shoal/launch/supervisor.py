@@ -22,8 +22,8 @@ from shoal.base.section import plain
 from shoal.launch.checks.memory import check_memory
 from shoal.launch.devices import find_devices, visible_devices_variable
 from shoal.launch.elastic_layout import replan
-from shoal.launch.local_launcher import RankProcesses, start_rank_server
-from shoal.launch.prefork import PreforkServer
+from shoal.launch.local_launcher import RankProcess, RankProcesses, start_rank_server
+from shoal.launch.prefork import PreforkServer, end_processes
 from shoal.launch.watch.rank_failure import Ending
 from shoal.spec.config import RunConfig
 from shoal.training.check import check
@@ -66,6 +66,7 @@ class Supervisor:
         self.failures, self.lost = 0, 0
         self.recoveries: list[float] = []  # duration of each [s]
         self._recovery: tuple[float, int] | None = None  # pending recovery: start time, steps done at the failure
+        self._kept: dict[int, RankProcess] = {}  # processes of the survivors of a lost rank
         self._begun = False
         self.began = 0  # steps done at the start of the newest attempt
         self._diverged = -1  # steps done at the last divergence
@@ -77,6 +78,7 @@ class Supervisor:
         self.logs.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack, StopRequests() as self.stop:
             stack.callback(self._remove_processes)
+            stack.callback(self._end_kept)
             while True:
                 ending = self._attempt(stack)
                 if not self._should_restart(ending):
@@ -92,7 +94,10 @@ class Supervisor:
         if self._server is None or self._server.ended:
             asked = self.config.parallel.world_size
             self._server = stack.enter_context(start_rank_server(asked, self.device))
+        layout = self._layout
         config, variables = self._plan()
+        if config.parallel != layout or variables:
+            self._end_kept()
         ranks = config.parallel.world_size
         scratch = stack.enter_context(
             temporary_folder("shoal-launch", self.folder, self.config.failover.memory_folder, self.folder)
@@ -103,12 +108,23 @@ class Supervisor:
         (scratch / "payload.json").write_text(json.dumps(payload))
         self._begun = False
         processes = RankProcesses(
-            self.logs, scratch, self.device, self.stop, self._server, self.config.failover,
-            survivable=self.survivable, notice=self._notice, started=self._write_processes,
+            self.logs, scratch, self.device, self.stop, self._server, self.config.failover, kept=self._kept,
+            keeps=self._keeps(), survivable=self.survivable, notice=self._notice, started=self._write_processes,
         )
         ending = processes.run(self.module, ranks, {"SHOAL_ATTEMPT": str(self.attempt), **variables})
+        self._kept = processes.survivors
         processes.print_cause(ending)
         return ending
+
+    def _keeps(self) -> bool:
+        """Return whether the survivors of a lost rank keep their processes."""
+        failover = self.config.failover
+        all_reduce = self.config.parallel.sync == "all-reduce"
+        return all_reduce and failover.restarts > 0 and failover.recovery_timeout_seconds > 0
+
+    def _end_kept(self) -> None:
+        end_processes([each.process for each in self._kept.values()])
+        self._kept = {}
 
     def _plan(self) -> tuple[RunConfig, dict[str, str]]:
         """Return the run on the available devices, and the variables that select them.
@@ -172,9 +188,16 @@ class Supervisor:
             return False
         since = cause.when if cause.trouble else cause.record.alive if cause.record else time.monotonic()
         self._recovery = since, ending.furthest
+        if 1 < self.fruitless == limit:  # the last try replaces all processes
+            self._end_kept()
         self._print(f"restarting from the newest state (restart {self.fruitless} of at most {limit} without progress)")
-        write_event(self.folder, "restart", attempt=self.attempt + 1)
+        write_event(self.folder, "restart", attempt=self.attempt + 1, kind=self._kind)
         return True
+
+    @property
+    def _kind(self) -> str:
+        """Kind of the recovery: some processes stay, or all are started anew."""
+        return "in process" if self._kept else "restart"
 
     # ---- what is noticed ---------------------------------------------------------------------------------------
 
@@ -194,7 +217,8 @@ class Supervisor:
             self.recoveries.append(seconds)
             self.lost += lost
             write_event(
-                self.folder, "recovered", attempt=self.attempt, step=first.begun, lost=lost, seconds=round(seconds, 2)
+                self.folder, "recovered", attempt=self.attempt, step=first.begun, lost=lost, seconds=round(seconds, 2),
+                kind=self._kind,
             )
 
     def _write_processes(self, server: int, scratch: Path, ranks: list[int]) -> None:

@@ -17,7 +17,8 @@ from shoal.engine.collectives.json_collectives import all_gather, broadcast, wor
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.data.batches import Dataset, open_dataset
 from shoal.engine.device import allow_reproducible_products, destroy_world, write_collective_traces
-from shoal.launch.rank_env import RankEnv, detect_rank_env, read_payload, scratch_folder
+from shoal.launch.generations import Abandoned, Orders, become, forget, is_peer_loss, leave_world
+from shoal.launch.rank_env import RankEnv, detect_rank_env, read_payload, record_end, scratch_folder
 from shoal.launch.rendezvous import become_rank, open_port_notice
 from shoal.launch.watch.peer_watch import LastState, PeerWatch, find_cause, make_shared_folder, read_previous_attempt
 from shoal.spec.config import build_config
@@ -33,87 +34,133 @@ from shoal.training.trainer import Trainer
 PARTING_SECONDS = 3.0
 
 
-def run(
-    payload: dict[str, Any],
-    built: Callable[[Trainer], None] | None = None,
-    *,
-    member: RankEnv | None = None,
-    stop: StopRequests | None = None,
-) -> int:
-    """Train as one rank; return the exit code.
+class Generation:
+    """One start of this rank, from joining the world to leaving it.
 
     Args:
         payload: "config" as plain values; "folder" of the run, or None for a new name; "resume", whether to continue
             the run; "made", whether the folder exists; "restarted", whether this follows a failure, in which case the
             run starts at step 0 if nothing was saved.
-        built: callback that receives the trainer before its first step.
-        member: rank environment (default: detected).
+        stop: see `Trainer`.
     """
+
+    def __init__(self, payload: dict[str, Any], member: RankEnv, stop: StopRequests | None = None):
+        self.payload, self.member, self.stop = payload, member, stop
+        self.before: list[LastState] = []
+        if member.how != "local" and member.local_rank == 0:
+            self.before = read_previous_attempt(member)
+        self.records = scratch_folder() if member.how == "local" else make_shared_folder(member)
+        self.beat = Heartbeat(self.records and record_path(self.records, member.rank))
+        self.trainer: Trainer | None = None
+
+    def run(self, built: Callable[[Trainer], None] | None = None) -> int:
+        """Train; return the exit code.
+
+        Args:
+            built: callback that receives the trainer before its first step.
+        """
+        payload, member = self.payload, self.member
+        config = build_config(payload["config"])
+        if config.failover.reexecute_every:
+            allow_reproducible_products()
+        become_rank(member, config.train.device, config.train.threads, records=self.records)
+        self.beat.phase(Phase.START)  # its second mark: it has joined
+        device, link = member.device(config.train.device), ThrottledLink.from_gbs(config.testing.link_gbs)
+        mesh = Mesh(config.parallel, member.rank, device, config.train.transport, link)
+        folder = payload["folder"]
+        if not payload.get("made") and not payload["resume"]:
+            made = str(new_run(config, Path(folder) if folder else None)) if member.rank == 0 else ""
+            folder = broadcast(made, world())
+            if member.local_rank == 0:
+                release(run_dir(Path(folder), config.failover))  # as in `shoal.launch.train`
+        if device.type == "cuda":
+            write_collective_traces(Path(folder) / "logs")
+        seed = config.train.seed
+        samples = {split: open_dataset(config.data, seed=seed, split=split) for split in ("train", "validation")}
+        _agree_on_data(samples)
+        self.trainer = trainer = trainer_class(config)(
+            config,
+            check(config),
+            mesh,
+            samples,
+            Path(folder),
+            resume=payload["resume"],
+            restarted=payload.get("restarted", False),
+            beat=self.beat,
+            local_ranks=member.local_world_size,
+            stop=self.stop,
+        )
+        if payload.get("restarted") and member.how != "local":  # locally, the supervisor reports failures
+            self._report_previous(Path(folder))
+        if open_port := open_port_notice(member):
+            trainer.display.note(open_port)
+        neighbours = None
+        if self.records is not None and member.how != "local":
+            neighbours = PeerWatch(member, self.records, config.failover, Path(folder))
+        if built is not None:
+            built(trainer)
+        trainer.run()
+        trainer.barrier()
+        self.beat.phase(Phase.DONE)
+        if neighbours is not None:
+            neighbours.leave()
+        destroy_world()
+        trainer.finalize()  # no rank waits for this one any more
+        if trainer.step == config.train.steps or (member.how == "slurm" and member.rank):
+            return 0
+        if member.how == "slurm":  # SLURM ends a step at its first failing task: only rank 0 fails, after the others
+            time.sleep(PARTING_SECONDS)
+        return PREEMPTED
+
+    def _report_previous(self, folder: Path) -> None:
+        assert self.trainer is not None
+        every = all_gather([asdict(last) for last in self.before], world())
+        if self.member.rank == 0:
+            if lost := find_cause([LastState(**last) for last in chain.from_iterable(every)]):
+                write_event(folder, "failure", **lost)
+                self.trainer.display.note(f"in the attempt before, rank {lost['rank']} {lost['how']}")
+            ranks, how = self.member.world_size, self.member.how
+            write_event(folder, "resumed", step=self.trainer.step, ranks=ranks, how=how)
+
+    def abandon(self, error: BaseException) -> None:
+        """Leave the world after the loss of another rank, of which ``error`` is the consequence."""
+        if self.records is not None and not isinstance(error, Abandoned):
+            record_end(self.records, self.member.rank, error)
+        trainer, self.trainer = self.trainer, None
+        if trainer is not None:
+            trainer.abandon()
+        del trainer
+        forget(error)
+        leave_world()
+        self.beat.phase(Phase.LEFT)
+
+
+def run(payload: dict[str, Any], *, member: RankEnv, stop: StopRequests | None = None) -> int:
+    """Train as a rank of torchrun or SLURM; return the exit code."""
     replace_unencodable()
     outlive_readers()
-    member = member or detect_rank_env()
-    if member is None:
-        raise UsageError("this process was started neither by shoal nor by torchrun or srun.")
-    if member.how == "local":
-        stop = StopRequests(scratch_folder() / REQUESTED)
-    before = read_previous_attempt(member) if member.how != "local" and member.local_rank == 0 else []
-    records = scratch_folder() if member.how == "local" else make_shared_folder(member)
-    beat = Heartbeat(records and record_path(records, member.rank))
-    config = build_config(payload["config"])
-    if config.failover.reexecute_every:
-        allow_reproducible_products()
-    become_rank(member, config.train.device, config.train.threads, records=records)
-    device, link = member.device(config.train.device), ThrottledLink.from_gbs(config.testing.link_gbs)
-    mesh = Mesh(config.parallel, member.rank, device, config.train.transport, link)
-    folder = payload["folder"]
-    if not payload.get("made") and not payload["resume"]:
-        made = str(new_run(config, Path(folder) if folder else None)) if member.rank == 0 else ""
-        folder = broadcast(made, world())
-        if member.local_rank == 0:
-            release(run_dir(Path(folder), config.failover))  # as in `shoal.launch.train`
-    if device.type == "cuda":
-        write_collective_traces(Path(folder) / "logs")
-    seed = config.train.seed
-    samples = {split: open_dataset(config.data, seed=seed, split=split) for split in ("train", "validation")}
-    _agree_on_data(samples)
-    trainer = trainer_class(config)(
-        config,
-        check(config),
-        mesh,
-        samples,
-        Path(folder),
-        resume=payload["resume"],
-        restarted=payload.get("restarted", False),
-        beat=beat,
-        local_ranks=member.local_world_size,
-        stop=stop,
-    )
-    if payload.get("restarted") and member.how != "local":  # locally, the supervisor reports failures
-        every = all_gather([asdict(last) for last in before], world())
-        if member.rank == 0:
-            if lost := find_cause([LastState(**last) for last in chain.from_iterable(every)]):
-                write_event(Path(folder), "failure", **lost)
-                trainer.display.note(f"in the attempt before, rank {lost['rank']} {lost['how']}")
-            write_event(Path(folder), "resumed", step=trainer.step, ranks=member.world_size, how=member.how)
-    if open_port := open_port_notice(member):
-        trainer.display.note(open_port)
-    neighbours = None
-    if records is not None and member.how != "local":
-        neighbours = PeerWatch(member, records, config.failover, Path(folder))
-    if built is not None:
-        built(trainer)
-    trainer.run()
-    trainer.barrier()
-    beat.phase(Phase.DONE)
-    if neighbours is not None:
-        neighbours.leave()
-    destroy_world()
-    trainer.finalize()  # no rank waits for this one any more
-    if trainer.step == config.train.steps or (member.how == "slurm" and member.rank):
-        return 0
-    if member.how == "slurm":  # SLURM ends a step at its first failing task: only rank 0 fails, after the others
-        time.sleep(PARTING_SECONDS)
-    return PREEMPTED
+    return Generation(payload, member, stop).run()
+
+
+def run_generations(built: Callable[[Trainer], None] | None = None) -> int:
+    """Train as a rank that the supervisor has started, until the run ends; return the exit code. See `Generation`."""
+    replace_unencodable()
+    outlive_readers()
+    orders = Orders()
+    while True:
+        generation: Generation | None = None
+        try:
+            with orders.generation():
+                member = detect_rank_env()
+                assert member is not None
+                generation = Generation(read_payload(), member, StopRequests(scratch_folder() / REQUESTED))
+                return generation.run(built)
+        except (Exception, Abandoned) as error:
+            if generation is None or not is_peer_loss(error):
+                raise
+            generation.abandon(error)
+        become(orders.next())
+        generation.beat.close()
 
 
 def _agree_on_data(samples: dict[str, Dataset]) -> None:
@@ -134,4 +181,4 @@ def _agree_on_data(samples: dict[str, Dataset]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(read_payload()))
+    sys.exit(run_generations())

@@ -107,6 +107,12 @@ class StateManager:
         if self.memory:
             self.memory.close()
 
+    def abandon(self) -> None:
+        """Stop saving without the other ranks, one of which was lost."""
+        self.disk.abandon()
+        if self.memory:
+            self.memory.abandon()
+
     # ---- restore -------------------------------------------------------------------------------------------------
 
     def resume(self, *, restarted: bool) -> Restored | None:

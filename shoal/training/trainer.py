@@ -339,6 +339,12 @@ class Trainer:
             if opened:
                 opened.close()
 
+    def abandon(self) -> None:
+        """End without the other ranks, one of which was lost; another trainer goes on from the newest saved state."""
+        self.states.abandon()
+        if self.writer:
+            self.writer.close()
+
     def _show_times(self, times: dict[int, RankTimes | None]) -> None:
         """Show the compute and wait time of each rank; None for a rank that died."""
         self.display.console.print(times_table(times))

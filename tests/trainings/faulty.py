@@ -16,8 +16,7 @@ import time
 from shoal.base.errors import UsageError
 from shoal.cli.main import main
 from shoal.launch.devices import LOST_FILE
-from shoal.launch.rank_env import read_payload
-from shoal.launch.worker import run
+from shoal.launch.worker import run_generations
 from shoal.training.trainer import Trainer
 
 
@@ -99,4 +98,4 @@ if __name__ == "__main__":
     plant()
     if os.environ.get("FAULT") == f"stop@start:{os.environ.get('RANK')}:" and os.environ["SHOAL_ATTEMPT"] == "0":
         fail("stop")  # before the first sign of life
-    sys.exit(main() if sys.argv[1:] else run(read_payload()))
+    sys.exit(main() if sys.argv[1:] else run_generations())

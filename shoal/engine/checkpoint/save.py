@@ -160,9 +160,13 @@ class Checkpointer:
         try:
             self.wait()
         finally:
-            self._executor.shutdown()
-            if self._lock is not None:
-                self._lock.close()
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Release the folder without the other ranks, one of which was lost; a save in flight is committed or fails."""
+        self._executor.shutdown()
+        if self._lock is not None:
+            self._lock.close()
 
     # ---- in the background -------------------------------------------------------------------------------------------
 

@@ -301,6 +301,10 @@ class FailoverConfig(Section):
     """Seconds without progress on any rank, and at least three times the slowest step, after which a run is declared
     stuck. Before the first step, during validation and while saving the limit is nine minutes."""
 
+    recovery_timeout_seconds: NonNegativeFloat = 10.0
+    """Seconds in which the survivors of a lost rank must leave their step, and must meet the new ranks. Survivors keep
+    their processes; one that takes longer is replaced too. 0 starts all ranks anew after every failure."""
+
     replan: bool = True
     """Restart on fewer devices after a loss, and on all of them when they return, with the layout nearest to parallel.
     Without it, a run that lacks devices ends."""

@@ -22,8 +22,7 @@ import torch
 
 from shoal.engine.checkpoint import list_checkpoints, save
 from shoal.launch.devices import LOST_FILE
-from shoal.launch.rank_env import read_payload
-from shoal.launch.worker import run
+from shoal.launch.worker import run_generations
 from shoal.pipeline.program import Action
 from shoal.training.trainer import Trainer
 
@@ -186,4 +185,4 @@ def damage(files: list[Path], how: str, rng: random.Random) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(run(read_payload(), plant))
+    sys.exit(run_generations(plant))

@@ -38,9 +38,10 @@ class Phase(IntEnum):
     SAVE = 3
     END = 4  # after the last step
     DONE = 5  # finished; the process may exit
+    LEFT = 6  # a peer was lost: it has left all groups and waits for the next generation
 
     def __str__(self) -> str:
-        return ("starting", "in a step", "validating", "saving", "ending", "done")[self]
+        return ("starting", "in a step", "validating", "saving", "ending", "done", "waiting for the others")[self]
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,11 @@ class HeartbeatRecord:
         if not 0 <= self.op < len(OPS):
             return None
         return Action(OPS[self.op], self.stage, self.microbatch, self.part, self.version)
+
+    @property
+    def joined(self) -> bool:
+        """Whether it has made a mark since the start of its process: it has joined the world."""
+        return self.count > 1
 
     @property
     def where(self) -> str:
@@ -106,6 +112,7 @@ class Heartbeat:
         self._mark()
         self._record.alive = time.monotonic()
         self._record.pid = os.getpid()  # last: readers ignore a record without pid
+        self._closed = threading.Event()
         if path is not None:
             threading.Thread(target=self._beat, name="beat", daemon=True).start()
 
@@ -144,9 +151,12 @@ class Heartbeat:
         self._record.count += 1
         self._record.marked = time.monotonic()
 
+    def close(self) -> None:
+        """End the heartbeats of this record; the process goes on with another."""
+        self._closed.set()
+
     def _beat(self) -> None:
-        while True:
-            time.sleep(PERIOD)
+        while not self._closed.wait(PERIOD):
             self._record.alive = time.monotonic()
 
 

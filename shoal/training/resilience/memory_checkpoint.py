@@ -189,6 +189,10 @@ class InMemoryCheckpointer:
         if self._leads:
             release(self._home)
 
+    def abandon(self) -> None:
+        """Stop without the other ranks, one of which was lost; the saved states stay."""
+        self._executor.shutdown()
+
     # ---- in the background -------------------------------------------------------------------------------------------
 
     def _keep(

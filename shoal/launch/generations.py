@@ -1,0 +1,133 @@
+"""Generations of one rank's process: when a peer is lost, it leaves its groups and joins the next generation.
+
+Process, imports, device context, allocator and compiled code stay; the model is built again and takes the newest saved
+state. The supervisor sends orders through a pipe: the environment of the next generation as JSON, or an empty one to
+leave the current one. A rank that is told to leave is interrupted by a signal, or by the failure of its collective:
+every rank that leaves closes its connections, so waits in gloo end one after the other. NCCL is aborted.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from queue import SimpleQueue
+from types import FrameType
+
+import torch.distributed as dist
+
+from shoal.base.errors import UsageError
+from shoal.engine.collectives.shm.progress import PeerLost
+from shoal.engine.device import abort_device_groups, destroy_world
+from shoal.launch.prefork import PIPE
+
+LEAVE: dict[str, str] = {}  # order to leave the current generation
+LOG = "SHOAL_LOG"  # variable of an order: file for the output of a process that was a spare
+SPARE = "SHOAL_SPARE"  # variable of a process that starts without a rank
+INTERRUPT = signal.SIGURG  # ignored by default, and used by no library
+AGAIN_SECONDS = 0.1  # until another interrupt: a callback may have swallowed the exception
+
+
+class Abandoned(BaseException):
+    """Raised in the main thread when the supervisor ends a generation."""
+
+
+class Orders:
+    """Receiver of the supervisor's orders, in a thread. Create it in the main thread.
+
+    Raises:
+        UsageError: this process has no supervisor.
+    """
+
+    def __init__(self) -> None:
+        self._next: SimpleQueue[dict[str, str]] = SimpleQueue()
+        self._inside = False  # whether the main thread is in a generation
+        self._given, self._entered = int("RANK" in os.environ), 0  # generations, of which a spare has none yet
+        self._main = threading.main_thread().ident or 0
+        signal.signal(INTERRUPT, self._on_signal)
+        pipe = os.environ.pop(PIPE, "")
+        if not pipe:
+            raise UsageError("this process was started neither by shoal nor by torchrun or srun.")
+        threading.Thread(target=self._receive, args=(int(pipe),), name="orders", daemon=True).start()
+
+    @contextmanager
+    def generation(self) -> Iterator[None]:
+        """Let orders interrupt the enclosed code, by `Abandoned`."""
+        self._inside = True
+        self._entered += 1
+        try:
+            yield
+        finally:
+            self._inside = False
+
+    def next(self) -> dict[str, str]:
+        """Wait for the next generation; return its environment."""
+        self._inside = False
+        return self._next.get()
+
+    def _receive(self, pipe: int) -> None:
+        with open(pipe) as lines:
+            for line in lines:
+                if order := json.loads(line):
+                    self._given += 1
+                    self._next.put(order)
+                else:
+                    self._interrupt()
+
+    def _interrupt(self) -> None:
+        """Interrupt the main thread until it has left the newest generation, which it may not have entered yet."""
+        while self._inside or self._entered < self._given:
+            abort_device_groups()
+            signal.pthread_kill(self._main, INTERRUPT)
+            time.sleep(AGAIN_SECONDS)
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        if self._inside:
+            raise Abandoned
+
+
+def is_peer_loss(error: BaseException | None) -> bool:
+    """Return whether an exception may be the consequence of another rank's end.
+
+    >>> is_peer_loss(PeerLost("all-reduce of [4] over ranks [0, 1]: rank 1 has ended")), is_peer_loss(KeyError("x"))
+    (True, False)
+    """
+    while error is not None:
+        by_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
+        if by_gloo or isinstance(error, Abandoned | PeerLost | dist.DistError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def forget(error: BaseException | None) -> None:
+    """Release what the frames of an exception, and of those before it, refer to."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def leave_world() -> None:
+    """Leave all groups and free the memory of the generation, to which nothing else may refer."""
+    gc.collect()
+    destroy_world()
+
+
+def become(order: Mapping[str, str]) -> None:
+    """Take the environment of a generation, and its log if this process was a spare."""
+    os.environ.update(order)
+    if log := os.environ.pop(LOG, ""):
+        end = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(end, 2)
+        if os.environ["RANK"] != "0":
+            os.dup2(end, 1)
+        os.close(end)
