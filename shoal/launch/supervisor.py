@@ -78,12 +78,11 @@ class Supervisor:
         self.logs.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack, StopRequests() as self.stop:
             stack.callback(self._remove_processes)
-            stack.callback(self._end_kept)
-            while True:
-                ending = self._attempt(stack)
-                if not self._should_restart(ending):
-                    break
-                self.attempt += 1
+            try:
+                while self._should_restart(ending := self._attempt(stack)):
+                    self.attempt += 1
+            finally:
+                self._end_kept()
             code = PREEMPTED if ending.cause and self.stop.preempted else ending.code
             self._report_end(code)
             return code

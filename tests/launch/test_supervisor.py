@@ -40,7 +40,7 @@ TOGETHER = {"ended": list(FAULTS)[:6], "lost": list(FAULTS)[6:]}  # of one run, 
 
 @pytest.mark.parametrize("faults", TOGETHER.values(), ids=TOGETHER)
 def test_a_lost_rank_is_named_and_nothing_is_lost(faults, supervised, undisturbed, corpus, capfd):
-    limit = len(faults)
+    limit = len(faults) + 1  # the last restart without progress would replace all
     limits = {"restarts": limit, "silence_seconds": 2, "stall_seconds": 2}
     code, folder = supervised(config_of(corpus, failover=limits), ",".join(faults))
     said = capfd.readouterr().err
@@ -55,15 +55,53 @@ def test_a_lost_rank_is_named_and_nothing_is_lost(faults, supervised, undisturbe
         step = int(fault.partition("@")[2].split(":")[0])
         assert (failure["rank"], failure["step"]) == (int(rank), step - 1)
         assert (recovered["step"], recovered["lost"]) == (4, step - 1 - 4)
+        assert recovered["kind"] == ("restart" if fault.startswith("raise") else "in process")
         assert recovered["seconds"] < 20
         if fault.startswith(("stop", "stall")):
             assert "faulty.py" in failure["report"]  # where it stood
         if fault.startswith("stall"):  # and not the one that waits for it
             assert "stuck_here" in failure["report"]
-    assert all(f"restart {i} of at most {limit} without progress" in said for i in range(1, limit + 1))
-    assert end["code"] == 0 and end["failures"] == limit and 0 < end["effective"] < 1
+    assert all(f"restart {i} of at most {limit} without progress" in said for i in range(1, limit))
+    assert end["code"] == 0 and end["failures"] == limit - 1 and 0 < end["effective"] < 1
     assert f"effective training time {end['effective']:.1%}" in said
     assert not (folder / PROCESSES_FILE).exists() and not list((folder / "checkpoints").glob(".staging*"))
+
+
+def replaced(folder: Path) -> list[int]:
+    """Return how many processes each rank has had."""
+    return [log.read_text().count("---- started") for log in sorted((folder / "logs").glob("rank-*"))]
+
+
+def test_survivors_keep_their_processes(supervised, corpus, capfd):
+    """Two ranks are lost at once, one during the recovery, one with another that is stopped, and rank 0 twice."""
+    config = config_of(
+        corpus, parallel={"tp": 2}, failover={"memory_every": 2, "node_ranks": 2, "restarts": 5}, checkpoint={"every": 0}
+    )
+    code, undisturbed = supervised(config, name="undisturbed")
+    assert code == 0
+    faults = ["kill@4:1:F&kill@4:2:F", "kill@0:0:", "kill@6:3:R&stop@6:1:B", "kill@8:0:S"]
+    code, folder = supervised(config, ",".join(faults))
+    said = capfd.readouterr().err
+    assert code == 0, said
+    assert curve(folder) == curve(undisturbed)
+    assert same_bits(checkpoints(folder)[STEPS], checkpoints(undisturbed)[STEPS])
+    assert [event["rank"] for event in events(folder, "failure")][1:] == [0, 3, 0]
+    assert [event["kind"] for event in events(folder, "restart")] == ["in process"] * len(faults), said
+    assert replaced(folder) == [3, 3, 2, 2]
+    assert not any(event["lost"] > 3 for event in events(folder, "recovered"))
+
+
+@pytest.mark.parametrize(("seconds", "processes"), [(1e-3, [2, 3]), (0, [2, 2])], ids=["late", "off"])
+def test_survivors_that_are_too_late_are_replaced(seconds, processes, supervised, undisturbed, corpus):
+    code, folder = supervised(config_of(corpus, failover={"recovery_timeout_seconds": seconds}), "kill@6:1:B")
+    assert code == 0 and curve(folder) == curve(undisturbed)
+    assert [event["kind"] for event in events(folder, "recovered")] == ["restart"] and replaced(folder) == processes
+
+
+def test_the_last_restart_without_progress_replaces_all(supervised, corpus):
+    code, folder = supervised(config_of(corpus), "kill@6:1:B", always=True)
+    assert code == 128 + signal.SIGKILL
+    assert [event["kind"] for event in events(folder, "restart")] == ["in process", "restart"]
 
 
 def test_before_the_first_checkpoint_it_begins_anew(supervised, undisturbed, corpus):

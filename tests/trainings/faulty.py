@@ -2,11 +2,12 @@
 `launch`.
 
 FAULT is KIND@STEP:RANK:OP, as in ``kill@5:1:B``: what rank 1 does when its fifth step comes to its first backward. Of
-several with commas each is of one attempt, in order; with FAULT_ALWAYS the first one is of every attempt. ``@+2`` is
+several with commas each is of one attempt, in order, and of several with & all are of the same; with FAULT_ALWAYS the first one is of every attempt. ``@+2`` is
 the second step of the attempt. LOST_DEVICES is a JSON list of what `LOST_FILE` is to hold when each happens.
 """
 
 import ctypes
+import gc
 import json
 import os
 import signal
@@ -81,7 +82,9 @@ def plant() -> None:
     def init(trainer: Trainer, *args, **options) -> None:
         made = os.environ.get("SHOAL_ATTEMPT") or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         attempt = 0 if "FAULT_ALWAYS" in os.environ else int(made)
-        fault = dict(enumerate(os.environ.get("FAULT", "").split(","))).get(attempt)
+        faults = dict(enumerate(os.environ.get("FAULT", "").split(","))).get(attempt, "").split("&")
+        fault = next((one for one in faults if f":{os.environ['RANK']}:" in one), "")
+        assert sum(isinstance(one, Trainer) for one in gc.get_objects()) == 1, "the trainer before stayed in memory"
         if fault and fault.endswith(f"@0:{os.environ['RANK']}:"):  # before all steps
             fail(fault.partition("@")[0])
         build(trainer, *args, **options)

@@ -28,7 +28,8 @@ def config_of(corpus: Path, **sections: dict[str, Any]) -> RunConfig:
     }
     for name, changes in sections.items():
         values[name] = values.get(name, {}) | changes
-    return small_config(corpus, {"dp": 2, "zero": 1, "micro_batch": 1}, **values)
+    parallel = {"dp": 2, "zero": 1, "micro_batch": 1} | values.pop("parallel", {})
+    return small_config(corpus, parallel, **values)
 
 
 @pytest.fixture(scope="session")
