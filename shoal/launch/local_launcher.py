@@ -19,7 +19,7 @@ from pathlib import Path
 
 from shoal.base.errors import redact
 from shoal.base.journal import Journal
-from shoal.launch.generations import LEAVE
+from shoal.launch.recovery.generations import LEAVE
 from shoal.launch.prefork import PreforkServer, PreforkServerEnded, end_processes, local_environment
 from shoal.launch.rank_env import failure_path
 from shoal.launch.watch import watchdog
@@ -45,7 +45,7 @@ def start_rank_server(ranks: int, device: str) -> PreforkServer:
 
 
 class RankProcess:
-    """Process of a rank, which takes orders through a pipe (`shoal.launch.generations`)."""
+    """Process of a rank, which takes orders through a pipe (`shoal.launch.recovery.generations`)."""
 
     def __init__(
         self, server: PreforkServer, module: str, environment: Mapping[str, str], log: Path, *, heard: bool

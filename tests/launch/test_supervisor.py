@@ -74,9 +74,8 @@ def replaced(folder: Path) -> list[int]:
 
 def test_survivors_keep_their_processes(supervised, corpus, capfd):
     """Two ranks are lost at once, one during the recovery, one with another that is stopped, and rank 0 twice."""
-    config = config_of(
-        corpus, parallel={"tp": 2}, failover={"memory_every": 2, "node_ranks": 2, "restarts": 5}, checkpoint={"every": 0}
-    )
+    limits = {"memory_every": 2, "node_ranks": 2, "restarts": 5}
+    config = config_of(corpus, parallel={"tp": 2}, failover=limits, checkpoint={"every": 0})
     code, undisturbed = supervised(config, name="undisturbed")
     assert code == 0
     faults = ["kill@4:1:F&kill@4:2:F", "kill@0:0:", "kill@6:3:R&stop@6:1:B", "kill@8:0:S"]

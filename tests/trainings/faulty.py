@@ -2,8 +2,9 @@
 `launch`.
 
 FAULT is KIND@STEP:RANK:OP, as in ``kill@5:1:B``: what rank 1 does when its fifth step comes to its first backward. Of
-several with commas each is of one attempt, in order, and of several with & all are of the same; with FAULT_ALWAYS the first one is of every attempt. ``@+2`` is
-the second step of the attempt. LOST_DEVICES is a JSON list of what `LOST_FILE` is to hold when each happens.
+several with commas each is of one attempt, in order; those with & are of the same one; with FAULT_ALWAYS the first is
+of every attempt. ``@+2`` is the second step of the attempt. LOST_DEVICES is a JSON list of what `LOST_FILE` is to hold
+when each happens.
 """
 
 import ctypes

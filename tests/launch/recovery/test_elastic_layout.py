@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from shoal.base.errors import UsageError
 from shoal.launch.devices import LOST_FILE, find_failing_devices, read_lost_devices, visible_devices_variable
-from shoal.launch.elastic_layout import replan
+from shoal.launch.recovery.elastic_layout import replan
 from shoal.spec.catalog import model_shape
 from shoal.spec.compatibility.sizes import check_layout
 from shoal.spec.config import RunConfig, build_config

@@ -1,0 +1,1 @@
+"""Recovery from lost ranks and devices: generations of a process, layouts for fewer devices."""
