@@ -19,9 +19,9 @@ from pathlib import Path
 
 from shoal.base.errors import redact
 from shoal.base.journal import Journal
-from shoal.launch.recovery.generations import LEAVE
 from shoal.launch.prefork import PreforkServer, PreforkServerEnded, end_processes, local_environment
 from shoal.launch.rank_env import failure_path
+from shoal.launch.recovery.generations import LEAVE
 from shoal.launch.watch import watchdog
 from shoal.launch.watch.rank_failure import Ending, Failure
 from shoal.spec.config import FailoverConfig

@@ -21,9 +21,9 @@ from shoal.base.journal import warn
 from shoal.base.section import plain
 from shoal.launch.checks.memory import check_memory
 from shoal.launch.devices import find_devices, visible_devices_variable
-from shoal.launch.recovery.elastic_layout import replan
 from shoal.launch.local_launcher import RankProcess, RankProcesses, start_rank_server
 from shoal.launch.prefork import PreforkServer, end_processes
+from shoal.launch.recovery.elastic_layout import replan
 from shoal.launch.watch.rank_failure import Ending
 from shoal.spec.config import RunConfig
 from shoal.training.check import check

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from shoal.base.errors import UsageError
 from shoal.engine.device import COLLECTIVE_SECONDS
 from shoal.launch.checks.memory import check_memory
-from shoal.launch.recovery.elastic_layout import replan
 from shoal.launch.rank_env import RankEnv
+from shoal.launch.recovery.elastic_layout import replan
 from shoal.launch.watch.peer_watch import read_previous_attempt
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RUN_FILE, RunConfig

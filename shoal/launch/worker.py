@@ -17,8 +17,8 @@ from shoal.engine.collectives.json_collectives import all_gather, broadcast, wor
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.data.batches import Dataset, open_dataset
 from shoal.engine.device import allow_reproducible_products, destroy_world, write_collective_traces
-from shoal.launch.recovery.generations import Abandoned, Orders, become, forget, is_peer_loss, leave_world
 from shoal.launch.rank_env import RankEnv, detect_rank_env, read_payload, record_end, scratch_folder
+from shoal.launch.recovery.generations import Abandoned, Orders, become, forget, is_peer_loss, leave_world
 from shoal.launch.rendezvous import become_rank, open_port_notice
 from shoal.launch.watch.peer_watch import LastState, PeerWatch, find_cause, make_shared_folder, read_previous_attempt
 from shoal.spec.config import build_config
