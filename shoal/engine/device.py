@@ -97,7 +97,7 @@ def destroy_world() -> None:
 
 
 def abort_device_groups() -> None:
-    """End the collectives that this process's CUDA devices execute, so that the thread that waits for them goes on.
+    """End the collectives that this process's CUDA devices execute, so that the thread that waits for them continues.
 
     For another thread. Gloo cannot be aborted.
     """

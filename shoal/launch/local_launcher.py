@@ -316,7 +316,7 @@ class RankProcesses:
             self.processes[self.lost.rank].send_signal(signal.SIGKILL)
 
     def _end_if_apart(self) -> None:
-        """Give up kept processes that do not meet the new ones in time: the next attempt starts all ranks anew."""
+        """Give up kept processes that do not meet the new ones in time: the next attempt replaces all ranks."""
         limit = self.limits.recovery_timeout_seconds
         if not self.kept or self.lost or time.monotonic() - self._began < limit:
             return

@@ -106,7 +106,7 @@ def create_store(member: RankEnv, timeout: float) -> dist.Store | None:
     """
     if member.how == "local":
         store = dist.FileStore(str(scratch_folder() / "store"), member.world_size)
-        # In Python, where a rank can still be told to leave: a peer may end before it comes.
+        # Wait in Python, where an order to leave interrupts a rank: a peer may end before it comes.
         store.set(f"shoal/present/{member.rank}", "")
         present, deadline = [f"shoal/present/{rank}" for rank in range(member.world_size)], time.monotonic() + timeout
         while not store.check(present) and time.monotonic() < deadline:

@@ -195,7 +195,7 @@ class Supervisor:
 
     @property
     def _kind(self) -> str:
-        """Kind of the recovery: some processes stay, or all are started anew."""
+        """Kind of the recovery: some processes stay, or all are replaced."""
         return "in process" if self._kept else "restart"
 
     # ---- what is noticed ---------------------------------------------------------------------------------------

@@ -340,7 +340,7 @@ class Trainer:
                 opened.close()
 
     def abandon(self) -> None:
-        """End without the other ranks, one of which was lost; another trainer goes on from the newest saved state."""
+        """End without the other ranks, one of which was lost; another trainer resumes from the newest state."""
         self.states.abandon()
         if self.writer:
             self.writer.close()

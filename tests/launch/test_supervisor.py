@@ -90,11 +90,12 @@ def test_survivors_keep_their_processes(supervised, corpus, capfd):
     assert not any(event["lost"] > 3 for event in events(folder, "recovered"))
 
 
-@pytest.mark.parametrize(("seconds", "processes"), [(1e-3, [2, 3]), (0, [2, 2])], ids=["late", "off"])
+@pytest.mark.parametrize(("seconds", "processes"), [(1e-3, {2, 3}), (0, {2})], ids=["late", "off"])
 def test_survivors_that_are_too_late_are_replaced(seconds, processes, supervised, undisturbed, corpus):
     code, folder = supervised(config_of(corpus, failover={"recovery_timeout_seconds": seconds}), "kill@6:1:B")
     assert code == 0 and curve(folder) == curve(undisturbed)
-    assert [event["kind"] for event in events(folder, "recovered")] == ["restart"] and replaced(folder) == processes
+    assert [event["kind"] for event in events(folder, "recovered")] == ["restart"]
+    assert replaced(folder)[0] == 2 and replaced(folder)[1] in processes  # 3 if the survivor left in time but met none
 
 
 def test_the_last_restart_without_progress_replaces_all(supervised, corpus):

@@ -2,7 +2,7 @@
 
 Process, imports, device context, allocator and compiled code stay; the model is built again and takes the newest saved
 state. The supervisor sends orders through a pipe: the environment of the next generation as JSON, or an empty one to
-leave the current one. A rank that is told to leave is interrupted by a signal, or by the failure of its collective:
+leave the current one. A signal interrupts a rank that computes; a rank that waits for others gets an error:
 every rank that leaves closes its connections, so waits in gloo end one after the other. NCCL is aborted.
 """
 

@@ -303,7 +303,7 @@ class FailoverConfig(Section):
 
     recovery_timeout_seconds: NonNegativeFloat = 10.0
     """Seconds in which the survivors of a lost rank must leave their step, and must meet the new ranks. Survivors keep
-    their processes; one that takes longer is replaced too. 0 starts all ranks anew after every failure."""
+    their processes; one that takes longer is replaced too. 0 replaces all ranks after every failure."""
 
     replan: bool = True
     """Restart on fewer devices after a loss, and on all of them when they return, with the layout nearest to parallel.

@@ -152,7 +152,7 @@ class Heartbeat:
         self._record.marked = time.monotonic()
 
     def close(self) -> None:
-        """End the heartbeats of this record; the process goes on with another."""
+        """End the heartbeats of this record; the process continues with another."""
         self._closed.set()
 
     def _beat(self) -> None:
