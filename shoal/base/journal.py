@@ -1,11 +1,11 @@
-"""Files of lines that grow during a run: a full disk delays the lines, and never ends the run."""
+"""Records of a run on a disk that may be full or gone: they are delayed or skipped, and never end the run."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 MOST_PENDING = 16 << 20  # bytes of lines that wait for space; later ones are dropped
@@ -15,6 +15,20 @@ def warn(text: str) -> None:
     """Print a note to stderr, which may be on a full disk too."""
     with suppress(OSError):
         print(text, file=sys.stderr, flush=True)
+
+
+_reported: set[Path] = set()
+
+
+@contextmanager
+def best_effort(path: Path, report: Callable[[str], None] = warn) -> Iterator[None]:
+    """Skip the enclosed writing of ``path`` if the system refuses it, and report this once."""
+    try:
+        yield
+    except OSError as error:
+        if path not in _reported:
+            _reported.add(path)
+            report(f"{path} cannot be written: {error.strerror or error}. The run continues and tries again.")
 
 
 class Journal:
@@ -28,7 +42,7 @@ class Journal:
 
     def __init__(self, path: Path, report: Callable[[str], None] = warn):
         self.path, self._report = path, report
-        self._pending, self._failed = bytearray(), False
+        self._pending = bytearray()
 
     def append(self, lines: str = "") -> None:
         """Append complete lines, after those that wait. The kernel has them at the return: a killed process loses none.
@@ -37,14 +51,10 @@ class Journal:
         """
         if len(self._pending) < MOST_PENDING:
             self._pending += lines.encode()
-        try:
+        with best_effort(self.path, self._report):
             end = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
             try:
                 while self._pending:
                     del self._pending[: os.write(end, self._pending)]
             finally:
                 os.close(end)
-        except OSError as error:
-            if not self._failed:
-                self._failed = True
-                self._report(f"{self.path} cannot be written: {error.strerror}. The run continues and tries again.")

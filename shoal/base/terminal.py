@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
@@ -42,7 +43,7 @@ def replace_unencodable() -> None:
 
 def outlive_readers() -> None:
     """Continue without output when the reader of stdout or stderr exits, as in `shoal train | head`. If stdout's
-    reader exits, a note is printed on stderr."""
+    reader exits, a note is printed on stderr. What does not fit on a full disk is dropped."""
     sys.stdout, sys.stderr = _lasting(sys.stdout, _report_closed), _lasting(sys.stderr, lambda: None)
 
 
@@ -76,4 +77,8 @@ class _Lasting(io.FileIO):
             os.dup2(nowhere, self.fileno())
             os.close(nowhere)
             self.on_close()
+            return memoryview(content).nbytes
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+                raise
             return memoryview(content).nbytes

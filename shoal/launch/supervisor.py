@@ -17,7 +17,7 @@ import torch
 
 from shoal.base.errors import UsageError
 from shoal.base.files import write_atomically
-from shoal.base.journal import warn
+from shoal.base.journal import best_effort, warn
 from shoal.base.section import plain
 from shoal.launch.checks.memory import check_memory
 from shoal.launch.devices import find_devices, visible_devices_variable
@@ -225,10 +225,8 @@ class Supervisor:
             "supervisor": os.getpid(), "prefork": server, "ranks": ranks, "attempt": self.attempt,
             "scratch": str(scratch),
         }
-        try:
+        with best_effort(self.folder / PROCESSES_FILE):  # only tools read it
             write_atomically(self.folder / PROCESSES_FILE, json.dumps(processes))
-        except OSError as error:  # only tools read it
-            self._print(f"{self.folder / PROCESSES_FILE} cannot be written: {error.strerror}. The run continues.")
 
     def _remove_processes(self) -> None:
         with suppress(OSError):

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from shoal.base.errors import UsageError
 from shoal.base.files import read_json, write_atomically
+from shoal.base.journal import best_effort
 from shoal.base.section import plain
 from shoal.engine.collectives.json_collectives import broadcast, world
 from shoal.engine.collectives.mesh import Mesh
@@ -53,7 +54,8 @@ def settle_bucket_size(
     best = min(seconds, key=seconds.__getitem__)
     if mesh.rank == 0:
         found = {"bucket_mb": best, "seconds": seconds, "measured on": _circumstances(config)}
-        write_atomically(folder / BUCKET_FILE, json.dumps(found, indent=1) + "\n")
+        with best_effort(folder / BUCKET_FILE):  # without it, a resumed run measures again
+            write_atomically(folder / BUCKET_FILE, json.dumps(found, indent=1) + "\n")
     times = ", ".join(f"{size:g}: {time * 1e3:.0f} ms" for size, time in seconds.items())
     return _with(config, best), f"bucket_mb = auto: {best:g} MiB (a step with {times})"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from shoal.training.resilience.restore import Restored, restore
 from shoal.training.resilience.spikes import Skips
 from shoal.training.run_folder import check_steps_left, get_checkpoint_folder
 from shoal.training.step.engine import Engine
+
+RETRY_SECONDS = (1.0, 4.0, 10.0)
+"""Pauses between tries of the last save."""
 
 
 class StateManager:
@@ -61,15 +65,40 @@ class StateManager:
         self.memory: InMemoryCheckpointer | None = None
         self._stalled, self._saved = 0.0, -1
         if fresh:
-            self._begin(None)
+            self._begin(None, fresh=True)
 
     # ---- save ----------------------------------------------------------------------------------------------------
 
     def save(self, step: int, *, block: bool) -> None:
-        """Save the state after ``step`` steps to disk; if that save was already started, only wait for it."""
+        """Save the state after ``step`` steps to disk; if that save was already started, only wait for it.
+
+        A failed save is reported, and the next one replaces it.
+        """
+        try:
+            self._save(step, block=block)
+        except CheckpointError as error:
+            self.report(f"{error}\n  The run continues.")
+
+    def save_last(self, step: int) -> None:
+        """Save the state after ``step`` steps to disk before the run ends; try several times.
+
+        Raises:
+            CheckpointError: all tries failed.
+        """
+        for pause in RETRY_SECONDS:
+            try:
+                self._save(step, block=True)
+                return
+            except CheckpointError as error:
+                self.report(f"{error}\n  Next try in {pause:g} s.")
+                time.sleep(pause)
+        self._save(step, block=True)
+
+    def _save(self, step: int, *, block: bool) -> None:
+        self._wait_for_disk()
         if self._saved == step:
-            self.disk.wait()
             return
+        self._saved = -1
         self._stalled += self.disk.save(step, self.engine.state(), self._extra(step), block=block)
         self._protect(self.disk.copied)
         self._saved = step
@@ -92,9 +121,17 @@ class StateManager:
 
     def wait(self) -> None:
         """Wait until all saves are complete."""
-        self.disk.wait()
+        self._wait_for_disk()
         if self.memory:
             self.memory.wait()
+
+    def _wait_for_disk(self) -> None:
+        """Wait for the save in flight; report its failure."""
+        try:
+            self.disk.wait()
+        except CheckpointError as error:
+            self._saved = -1
+            self.report(f"{error}\n  The run continues.")
 
     def take_stalled(self) -> float:
         """Return the seconds for which saving stalled the training since the last call."""
@@ -184,24 +221,30 @@ class StateManager:
         self.group = group
         self.disk.regroup(group)
 
-    def _begin(self, restored: Restored | None) -> None:
-        """Start saving states."""
+    def _begin(self, restored: Restored | None, *, fresh: bool = False) -> None:
+        """Start saving states. Only a new run is refused for lack of memory."""
         self._stalled = 0.0
         self._saved = restored.step if restored and restored.save is None else -1  # newest step on disk
         if self.config.checkpoint.every and self.engine.mesh.device.type == "cuda":  # page-locking takes seconds
             self.disk.prepare(self.engine.state())
         if not self.config.failover.memory_every:
             return
-        self.memory = InMemoryCheckpointer(
-            run_dir(self.folder, self.config.failover),
-            self.folder,
-            group=self._new_group(),
-            node_ranks=self.config.failover.node_ranks,
-            keep=restored.save if restored else None,
-            device=self.engine.mesh.device,
-            report=self.report,
-        )
-        self.memory.prepare(self.engine.state())
+        try:
+            memory = InMemoryCheckpointer(
+                run_dir(self.folder, self.config.failover),
+                self.folder,
+                group=self._new_group(),
+                node_ranks=self.config.failover.node_ranks,
+                keep=restored.save if restored else None,
+                device=self.engine.mesh.device,
+                report=self.report,
+            )
+            memory.prepare(self.engine.state())
+            self.memory = memory
+        except UsageError as error:
+            if fresh:
+                raise
+            self.report(f"no states are saved in memory until the next restart: {error}")
 
     def _extra(self, step: int) -> dict[str, Any]:
         """Return the values that are saved with the tensors."""

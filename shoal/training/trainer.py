@@ -105,7 +105,8 @@ class Trainer:
             self.profiler = Profiler(self.engine.runtime, mesh, profiled, folder, self.states.group)
         every = config.metrics.histograms
         self.histograms = Histograms(self.engine, every, folder) if every else None
-        self.writer = MetricsWriter(folder, self.step, config.metrics, plain(config)) if self.first else None
+        self.writer: MetricsWriter | None = None
+        self._open_writer()
         self.validation_loss: float | None = None
         self.timer = StepTimer(mesh.device)
         failover = config.failover
@@ -145,7 +146,7 @@ class Trainer:
                 stopped = result.stop and self.step < steps  # equal on all ranks, so all stop after the same step
                 self._after_step(result, last=stopped or self.step == steps)
             self.beat.phase(Phase.END)
-            self.states.save(self.step, block=True)
+            self.states.save_last(self.step)
             self._close()
             if self.timed:
                 every = all_gather(asdict(self.timed.times), world() if self.mesh.layout.world_size > 1 else None)
@@ -269,6 +270,16 @@ class Trainer:
             self.writer.write(metrics)
         self.display.step(metrics)
 
+    def _open_writer(self) -> None:
+        """Open the records of metrics on rank 0, without later steps."""
+        if not self.first:
+            return
+        if self.writer:
+            self.writer.close()
+        self.writer = MetricsWriter(
+            self.folder, self.step, self.config.metrics, plain(self.config), self.display.note
+        )
+
     def _peak_flops(self) -> float | None:
         """Return the summed peak FLOP/s of all ranks; None if any rank's is unknown. Collective."""
         float8, compute = self.engine.float8, self.engine.policy.compute
@@ -308,9 +319,7 @@ class Trainer:
         self.states.invalidate(found.step)
         self.step = found.step
         self.guard.restore(self.step, found.extra)
-        if self.writer:
-            self.writer.close()
-            self.writer = MetricsWriter(self.folder, self.step, self.config.metrics, plain(self.config))
+        self._open_writer()
         self.states.save(self.step, block=True)
         self.states.remember(self.step)
         self.display.note(

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 
 from shoal.base.errors import UsageError
 from shoal.cli.main import main
@@ -36,6 +37,16 @@ def fail(kind: str) -> None:
             raise UsageError("the planted fault")
         case "stall":
             stuck_here()
+        case "fill":  # the disks FULL, and be lost
+            for disk in os.environ["FULL"].split(":"):
+                with suppress(OSError), open(f"{disk}/filler", "wb", buffering=0) as filler:
+                    while filler.write(bytes(1 << 16)):
+                        pass
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "free":
+            for disk in os.environ["FULL"].split(":"):
+                with suppress(FileNotFoundError):  # a later micro-batch
+                    os.remove(f"{disk}/filler")
         case "hold":  # the lock of the interpreter, so that not even a thread gives a sign of life, and sleep
             while True:
                 ctypes.PyDLL(None).sleep(1000)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,8 @@ def load(
     convert: bool = False,
     ignore_prefixes: tuple[str, ...] = (),
     optional_prefixes: tuple[str, ...] = (),
+    manifest: Manifest | None = None,
+    files: Mapping[str, AnyPath] | None = None,
 ) -> dict[str, Any]:
     """Fill the tensors of ``state`` in place from a checkpoint of any layout; return its ``extra``.
 
@@ -60,6 +62,8 @@ def load(
             ``"optimizer."``.
         optional_prefixes: prefixes of tensors that may also be missing in the checkpoint, or have another shape there;
             these stay unchanged.
+        manifest: content of the checkpoint (default: read from ``path``).
+        files: locations of the files that this rank needs (default: in ``path``).
 
     Raises:
         CheckpointError: naming the file or tensor: another model, set of tensors, shape or dtype; or damage.
@@ -67,7 +71,7 @@ def load(
     every = set(broadcast(sorted(set().union(*gather(sorted(state), group))), group))
     problem, extra = "", {}
     try:
-        manifest = read_manifest(path)
+        manifest = manifest or read_manifest(path)
         extra = manifest.extra
         check_model(path, extra.get("model"), model)
         state = {name: pieces for name, pieces in state.items()
@@ -75,10 +79,10 @@ def load(
         every = {name for name in every if not name.startswith(optional_prefixes)}
         _check_names(path, set(manifest.tensors), every, (*ignore_prefixes, *optional_prefixes))
         _check_tensors(path, manifest, state, convert)
-        _fill(path, manifest, state)
-    except CheckpointError as error:
+        _fill(path, manifest, state, files)
+    except (CheckpointError, OSError) as error:
         problem = str(error)
-    _raise_together([problem] if problem else [], group)
+    raise_together([problem] if problem else [], group)
     return extra
 
 
@@ -91,9 +95,9 @@ def verify(path: AnyPath, *, group: Group = None) -> None:
     try:
         manifest = read_manifest(path)
         problems = _problems(path, manifest, sorted(manifest.files)[get_rank(group) :: get_size(group)])
-    except CheckpointError as error:
+    except (CheckpointError, OSError) as error:
         problems = [str(error)]
-    _raise_together(problems, group)
+    raise_together(problems, group)
 
 
 def check_part(folder: AnyPath, part: RankPart) -> None:
@@ -261,14 +265,15 @@ def touched(manifest: Manifest, state: State) -> dict[str, list[tuple[str, Store
 
 
 @torch.no_grad()
-def _fill(path: AnyPath, manifest: Manifest, state: State) -> None:
+def _fill(path: AnyPath, manifest: Manifest, state: State, files: Mapping[str, AnyPath] | None) -> None:
     """Copy the intersections of stored boxes and local pieces, one file at a time."""
     wanted = touched(manifest, state)
     filled = dict.fromkeys(state, 0)
     for file, boxes in sorted(wanted.items()):
-        read_box = _open(path / file, manifest.files[file])
+        place = path / file if files is None else files[file]
+        read_box = _open(place, manifest.files[file])
         for name, stored, pieces in boxes:
-            values = _read(path / file, read_box, name, stored, DTYPES[manifest.tensors[name].dtype])
+            values = _read(place, read_box, name, stored, DTYPES[manifest.tensors[name].dtype])
             for piece in pieces:
                 common = piece.box.intersect(stored.box)
                 assert common is not None  # `touched` only returns overlapping pieces
@@ -335,7 +340,7 @@ def _problems(path: AnyPath, manifest: Manifest | RankPart, files: list[str]) ->
     return problems
 
 
-def _raise_together(problems: list[str], group: Group) -> None:
+def raise_together(problems: list[str], group: Group) -> None:
     """Raise the errors of all ranks on every rank, without duplicates."""
     found = [problem for rank in gather(problems, group) for problem in rank]
     if found := broadcast(list(dict.fromkeys(found)), group):

@@ -191,11 +191,12 @@ class Checkpointer:
 
     def _on_first_rank(self, action: Callable[[], Any], failure: str = "") -> Any:
         """Run an action on rank 0; return its result, or raise its error, on every rank."""
-        outcome = broadcast(self._attempt(action) if self._rank == 0 else None, self._group)
-        if failure and outcome["error"]:
-            last = "" if (found := newest(self._folder)) is None else f"\n  The newest checkpoint is {found.path}."
+        outcome = self._attempt(action) if self._rank == 0 else {}
+        if failure and outcome.get("error"):
+            found = self._attempt(lambda: newest(self._folder))["result"]  # unknown if the disk is gone
+            last = f"\n  The newest checkpoint is {found.path}." if found else ""
             outcome["error"] = failure + outcome["error"] + last
-        return _result(outcome)
+        return _result(broadcast(outcome, self._group))
 
     def _clear(self, folder: AnyPath) -> str:
         """Clear the folder of a new checkpoint in an object store; return a note for the user."""
@@ -260,10 +261,16 @@ class Checkpointer:
     # ---- helpers -----------------------------------------------------------------------------------------------------
 
     def _open(self, fresh: bool) -> str:
-        check_folder(self._folder, fresh=fresh)
-        self._lock = _lock_folder(self._folder)
-        for name in filter(UNCOMMITTED.fullmatch, storage.list_names(self._folder)):  # left by a run that was killed
-            storage.remove(self._folder / name)
+        if fresh:
+            check_folder(self._folder, fresh=True)
+        try:
+            self._lock = _lock_folder(self._folder)
+            for name in filter(UNCOMMITTED.fullmatch, storage.list_names(self._folder)):  # left by a killed run
+                storage.remove(self._folder / name)
+        except UnwritableFolder as error:
+            if fresh:
+                raise
+            self._report(str(error))  # the run can continue from memory, and the disk may return
         return secrets.token_hex(4)
 
     @staticmethod
@@ -311,8 +318,12 @@ def _lock_folder(folder: AnyPath) -> IO[str]:
     return lock
 
 
-def _unwritable(folder: AnyPath, error: OSError) -> CheckpointError:
-    return CheckpointError(
+class UnwritableFolder(CheckpointError):
+    """Error for a folder of checkpoints that the system does not let this process write."""
+
+
+def _unwritable(folder: AnyPath, error: OSError) -> UnwritableFolder:
+    return UnwritableFolder(
         f"checkpoints cannot be written into {folder}: {error.strerror or error}."
         "\n  Name another folder by checkpoint.folder, or make this one writable."
     )
@@ -329,10 +340,18 @@ def _name(step: int) -> str:
 
 
 def _check_files(folder: AnyPath, parts: Iterable[RankPart]) -> None:
-    """Check that the files of every rank exist: ranks may have separate local folders of this name."""
+    """Check that the files of every rank exist: ranks may have separate local folders of this name, and a disk may go.
+
+    Raises:
+        CheckpointError: a file is missing or cannot be read.
+    """
     deadline = time.monotonic() + SEEN_SECONDS
     for name, written in chain.from_iterable(part.files.items() for part in parts):
         while _size(folder / name) != written.bytes:
+            if isinstance(folder, Path) and not folder.is_dir():
+                raise CheckpointError(
+                    f"{folder} is gone: its disk was removed, or the folder was deleted.\n  Restore it."
+                )
             if time.monotonic() > deadline:
                 raise CheckpointError(
                     f"rank 0 does not see {folder / name} as its rank wrote it: all ranks must save into one folder."
@@ -344,5 +363,5 @@ def _check_files(folder: AnyPath, parts: Iterable[RankPart]) -> None:
 def _size(path: AnyPath) -> int:
     try:
         return storage.size(path)
-    except OSError:
+    except FileNotFoundError:
         return -1

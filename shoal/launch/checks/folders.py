@@ -47,12 +47,12 @@ def check_folders(
         _check_run_folder(folder, fresh=not resume)
         _check_checkpoints(config, shape, get_checkpoint_folder(config, folder or RUNS), fresh=not resume)
     if config.failover.memory_every:
-        needed = 0  # unknown for a run on several machines, whose ranks check their own parts later
+        needed: int | None = 0  # unknown for a run on several machines, whose ranks check their own parts later
         if len(ranks) == config.parallel.world_size:
             # Two copies, and two more of the neighbours' states if this machine simulates several nodes.
             copies = 4 if 0 < config.failover.node_ranks < len(ranks) else 2
             needed = copies * checkpoint_bytes(config, shape)
-        check_run_dir(run_dir(folder or RUNS, config.failover), needed)
+        check_run_dir(run_dir(folder or RUNS, config.failover), None if resume else needed)
 
 
 def _check_run_folder(folder: Path | None, *, fresh: bool) -> None:

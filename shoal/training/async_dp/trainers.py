@@ -162,7 +162,9 @@ class AsyncTrainer(Trainer):
         self._validate()
         if self.first:
             self._log_until(self.step)
-        if self.step < planned or self.step == self.config.train.steps or self._due(self.config.checkpoint.every):
+        if self.step < planned or self.step == self.config.train.steps:
+            self.states.save_last(self.step)
+        elif self._due(self.config.checkpoint.every):
             self.states.save(self.step, block=True)
         self._meet()
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from shoal.base.errors import UsageError
 from shoal.base.files import read_json, write_atomically
+from shoal.base.journal import best_effort
 from shoal.engine.collectives.ops import all_reduce
 from shoal.engine.models.transformer import Transformer
 from shoal.engine.parallel.apply import LocalStage
@@ -175,9 +176,10 @@ class Histograms:
             if seen := [i for i, n in enumerate(row) if n]:
                 counts = row[seen[0] : seen[-1] + 1]
                 tensors.append({"kind": kind, "name": name, "first": seen[0], "counts": counts})
-        self.folder.mkdir(exist_ok=True)
         text = json.dumps({"step": step, "loss_scale": self.scale, "tensors": tensors}, separators=(",", ":"))
-        write_atomically(self.folder / f"step-{step:08d}.json", text)
+        with best_effort(self.folder):
+            self.folder.mkdir(exist_ok=True)
+            write_atomically(self.folder / f"step-{step:08d}.json", text)
 
 
 def read_histograms(folder: Path) -> tuple[int, list[Histogram]] | None:

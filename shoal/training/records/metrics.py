@@ -6,14 +6,18 @@ resumes from, so that no step occurs twice.
 
 from __future__ import annotations
 
+import os
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from shoal.base.errors import UsageError
-from shoal.base.files import json_lines, read_json_lines, write_atomically
+from shoal.base.files import json_lines, read_json_lines
+from shoal.base.journal import Journal, best_effort, warn
 from shoal.spec.config.sections import MetricsConfig
 
 FILE_NAME = "metrics.jsonl"
@@ -95,37 +99,43 @@ class MetricsWriter:
     Args:
         resume_step: records of later steps are dropped; 0 drops all.
         run: settings of the run, for trackers that store them.
+        report: called with a note for the user when a record cannot be written; it is written with a later one.
 
     Raises:
         UsageError: a tracker is not installed.
     """
 
-    def __init__(self, folder: Path, resume_step: int, config: MetricsConfig, run: dict[str, Any]):
+    def __init__(
+        self, folder: Path, resume_step: int, config: MetricsConfig, run: dict[str, Any],
+        report: Callable[[str], None] = warn,
+    ):
         check_trackers(config)
-        folder.mkdir(parents=True, exist_ok=True)
-        self._trackers: list[_TrackerSession] = []
+        openers: list[Callable[[int], _TrackerSession]] = []
         if config.tensorboard:
-            self._trackers.append(_tensorboard(folder, resume_step))
+            openers.append(partial(_tensorboard, folder))
         if config.wandb:
-            self._trackers.append(_wandb(config.wandb, folder, run))
+            openers.append(partial(_wandb, config.wandb, folder, run))
         if config.mlflow:
-            self._trackers.append(_mlflow(config.mlflow, folder, run))
+            openers.append(partial(_mlflow, config.mlflow, folder, run))
         path = folder / FILE_NAME
-        if path.exists():  # drop records of later steps and a truncated line
-            write_atomically(path, json_lines(record.known() for record in read_metrics(folder, resume_step)))
-        self._file = open(path, "a")  # noqa: SIM115 -- open as long as the writer
+        with best_effort(path, report):
+            folder.mkdir(parents=True, exist_ok=True)
+            if path.exists():  # drop records of later steps and a truncated line; this needs no space on the disk
+                kept = len(read_metrics(folder, resume_step))
+                os.truncate(path, sum(map(len, path.read_bytes().splitlines(keepends=True)[:kept])))
+        self._trackers = [_Tracker(opener, resume_step, report) for opener in openers]
+        self._journal = Journal(path, report)
 
     def write(self, metrics: StepMetrics) -> None:
         """Append one record. It is handed to the kernel before the return, so a killed process loses none."""
-        self._file.write(json_lines([metrics.known()]))
-        self._file.flush()
-        for write, _ in self._trackers:
-            write(metrics.step, metrics.values())
+        self._journal.append(json_lines([metrics.known()]))
+        for tracker in self._trackers:
+            tracker.write(metrics.step, metrics.values())
 
     def close(self) -> None:
-        self._file.close()
-        for _, close in self._trackers:
-            close()
+        self._journal.append()
+        for tracker in self._trackers:
+            tracker.close()
 
 
 def check_trackers(config: MetricsConfig) -> None:
@@ -157,6 +167,47 @@ _TrackerSession = tuple[Callable[[int, dict[str, float]], None], Callable[[], No
 """Functions that write the values of a step and close the tracker."""
 
 
+class _Tracker:
+    """One tracker. If it fails, its records wait for the next one, with which it is opened again.
+
+    Args:
+        opener: function of the number of steps before the first record.
+    """
+
+    def __init__(self, opener: Callable[[int], _TrackerSession], resume_step: int, report: Callable[[str], None]):
+        self._open, self._report, self._failed = opener, report, False
+        self._pending: deque[tuple[int, dict[str, float]]] = deque(maxlen=10_000)
+        self._session: _TrackerSession | None = None
+        try:
+            self._session = opener(resume_step)
+        except OSError as error:
+            self._fail(error)
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        self._pending.append((step, values))
+        try:
+            if self._session is None:
+                self._session = self._open(step - 1)
+            while self._pending:
+                self._session[0](*self._pending[0])
+                self._pending.popleft()
+        except Exception as error:  # each library has its own exceptions
+            self._session = None
+            self._fail(error)
+
+    def close(self) -> None:
+        try:
+            if self._session is not None:
+                self._session[1]()
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        if not self._failed:
+            self._failed = True
+            self._report(f"a tracker of metrics failed: {error}. The run continues and tries again.")
+
+
 def _tensorboard(folder: Path, resume_step: int) -> _TrackerSession:
     from torch.utils.tensorboard import SummaryWriter
 
@@ -170,14 +221,14 @@ def _tensorboard(folder: Path, resume_step: int) -> _TrackerSession:
     return write, writer.close
 
 
-def _wandb(project: str, folder: Path, run: dict[str, Any]) -> _TrackerSession:
+def _wandb(project: str, folder: Path, run: dict[str, Any], resume_step: int) -> _TrackerSession:
     import wandb
 
     session = wandb.init(project=project, name=folder.name, dir=folder, config=run, id=folder.name, resume="allow")
     return (lambda step, values: session.log(values, step=step)), session.finish
 
 
-def _mlflow(experiment: str, folder: Path, run: dict[str, Any]) -> _TrackerSession:
+def _mlflow(experiment: str, folder: Path, run: dict[str, Any], resume_step: int) -> _TrackerSession:
     import mlflow
 
     mlflow.set_experiment(experiment)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from shoal.base.errors import UsageError
 from shoal.base.files import json_lines, write_atomically
+from shoal.base.journal import best_effort
 from shoal.engine.collectives.group import host_identity
 from shoal.engine.collectives.json_collectives import all_gather, broadcast
 from shoal.engine.collectives.mesh import Mesh
@@ -83,8 +84,9 @@ class Profiler:
             "actions": self.runtime.actions,
         }
         folder = self.folder / FOLDER
-        folder.mkdir(exist_ok=True)
-        write_atomically(folder / f"rank-{mesh.rank:05d}.jsonl", json_lines([header, *self._lines], compact=True))
+        with best_effort(folder):
+            folder.mkdir(exist_ok=True)
+            write_atomically(folder / f"rank-{mesh.rank:05d}.jsonl", json_lines([header, *self._lines], compact=True))
         self._lines = []
 
 

@@ -39,13 +39,18 @@ def run_dir(run_folder: Path, config: FailoverConfig) -> Path:
     return config.memory_folder / f"{_prefix()}{name}"
 
 
-def check_run_dir(path: Path, needed: int) -> None:
+def check_run_dir(path: Path, needed: int | None) -> None:
     """Reject host memory without ``needed`` bytes for a run's state, before anything is created.
+
+    Args:
+        needed: None for a run that resumes: its states may fill the memory, and it can continue without.
 
     Raises:
         UsageError: the file system is missing, not writable or too small, or the directory belongs to another user.
     """
     _check_folder(path)
+    if needed is None:
+        return
     try:
         try_to_write(path.parent)
     except OSError as error:

@@ -23,8 +23,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shoal.base.errors import UsageError
 from shoal.engine.checkpoint.write import SavePlan, State, build_header, describe_part, plan_save
-from shoal.engine.collectives.json_collectives import Group, broadcast, gather, get_rank, get_size
+from shoal.engine.collectives.json_collectives import Group, all_gather, broadcast, gather, get_rank, get_size
 from shoal.engine.streams import Mark, SideStream
 from shoal.training.resilience import memory_slot
 from shoal.training.resilience.host_memory_dir import (
@@ -87,6 +88,9 @@ class InMemoryCheckpointer:
 
     Attributes:
         copied: see `shoal.engine.checkpoint.save.Checkpointer`.
+
+    Raises:
+        UsageError: on every rank: a host's memory cannot be used.
     """
 
     def __init__(
@@ -105,13 +109,17 @@ class InMemoryCheckpointer:
         self.places = RankTopology.collect(group, node_ranks)
         self.attempt: str = broadcast(secrets.token_hex(4), group)
         self._leads = self.places.first_on_host(self._rank) == self._rank
+        problem = ""
         if self._leads:
-            make_run_dir(home)
-            claim_run_dir(home, run_folder)
-            memory_slot.drop(home, self.attempt, keep)
-            for line in remove_orphans(home):
-                report(line)
-        gather(None, group)  # the directory now exists
+            try:
+                make_run_dir(home)
+                memory_slot.drop(home, self.attempt, keep)
+                claim_run_dir(home, run_folder)
+                for line in remove_orphans(home):
+                    report(line)
+            except UsageError as error:
+                problem = str(error)
+        self._raise_first(problem)
         node = home / f"node-{self.places.nodes[self._rank]:05d}"
         ranks = [self._rank, *self.places.senders(self._rank)]
         self._slots = [
@@ -130,13 +138,23 @@ class InMemoryCheckpointer:
         """Check that the host has enough memory for all its ranks, and reserve memory for the first save.
 
         Raises:
-            UsageError: the host has too little memory (on its ranks only).
+            UsageError: on every rank: a host has too little memory.
         """
         plan = plan_save(state)
         sizes = broadcast(gather(plan.size, self._group), self._group)
         own = [r for r in range(self._world) if self.places.hosts[r] == self.places.hosts[self._rank]]
-        check_free_memory(self._home, 2 * sum(sizes[r] for rank in own for r in (rank, *self.places.senders(rank))))
+        problem = ""
+        try:
+            check_free_memory(self._home, 2 * sum(sizes[r] for rank in own for r in (rank, *self.places.senders(rank))))
+        except UsageError as error:
+            problem = str(error)
+        self._raise_first(problem)
         self._reserve(0, len(build_header(plan.slots)) + plan.size)
+
+    def _raise_first(self, problem: str) -> None:
+        """Raise the first rank's error on every rank."""
+        if found := [each for each in all_gather(problem, self._group) if each]:
+            raise UsageError(found[0])
 
     def _reserve(self, turn: int, size: int) -> None:
         with contextlib.suppress(OSError):  # the save reports it
@@ -210,7 +228,7 @@ class InMemoryCheckpointer:
                 part=describe_part(self._rank, header, plan, data),
             )
             description = memory_slot.encode(record)
-            mine[self._rank].commit(description)
+            problem = self._commit(self._rank, description)
         size = len(header) + (0 if data is None else plan.size)
         ranks = broadcast(gather([size, len(description), problem], self._group), self._group)
         problems = [p for _, _, p in ranks if p]
@@ -244,10 +262,17 @@ class InMemoryCheckpointer:
         for work in works:
             if work is not None:  # None for a rank that sends to itself
                 work.wait()
-        for rank, (_, text) in into.items():
-            mine[rank].commit(text.numpy().tobytes())
-        gather(None, self._group)
-        return []
+        committed = [self._commit(rank, text.numpy().tobytes()) for rank, (_, text) in into.items()]
+        problem = "; ".join(filter(None, committed))
+        return [p for p in broadcast(gather(problem, self._group), self._group) if p]
+
+    def _commit(self, rank: int, description: bytes) -> str:
+        """Complete a slot of this node; return a problem."""
+        try:
+            self._slots[self._turn][rank].commit(description)
+        except OSError as error:
+            return f"rank {self._rank}: {error.strerror}"
+        return ""
 
 
 def split_messages(*tensors: torch.Tensor) -> list[torch.Tensor]:

@@ -96,9 +96,15 @@ def read(folder: Path) -> SlotRecord:
     """Read the description of a slot and verify its checksum.
 
     Raises:
-        CheckpointError: the description is damaged.
+        CheckpointError: the description is damaged or cannot be read.
+        FileNotFoundError: the slot is empty.
     """
-    digest, _, text = (folder / PART).read_bytes().partition(b"\n")
+    try:
+        digest, _, text = (folder / PART).read_bytes().partition(b"\n")
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{folder / PART} cannot be read: {error.strerror}.") from None
     if hashlib.sha256(text).hexdigest().encode() != digest:
         raise CheckpointError(f"{folder / PART} is damaged.")
     try:
@@ -136,8 +142,9 @@ def newest_step(home: Path) -> int | None:
 
 
 def drop(home: Path, attempt: str, keep: tuple[int, str] | None = None) -> None:
-    """Remove complete and incomplete slots of earlier attempts, except the save ``keep`` (step, attempt)."""
-    for folder in home.glob("node-*/*"):
+    """Remove slots of earlier attempts, complete or not, except the save ``keep`` (step, attempt); and what a restore
+    that was killed has received."""
+    for folder in (*home.glob("node-*/*"), *home.glob("restoring-*")):
         if folder.name.startswith(f"{attempt}-"):
             continue
         with contextlib.suppress(FileNotFoundError, CheckpointError):
@@ -149,5 +156,7 @@ def drop(home: Path, attempt: str, keep: tuple[int, str] | None = None) -> None:
 def forget(home: Path, after: int) -> None:
     """Empty the slots of steps after ``after``; their mapped memory is reused."""
     for folder in list_slots(home):
-        if read(folder).step > after:
-            (folder / PART).unlink()
+        with contextlib.suppress(CheckpointError):  # a damaged slot is no state
+            if read(folder).step <= after:
+                continue
+        (folder / PART).unlink(missing_ok=True)

@@ -36,6 +36,9 @@ def claim(path: Path, run_folder: Path, pid: int) -> None:
         OSError: the folder cannot be written.
     """
     owner = {"host": socket.gethostname(), "pid": pid, "started": start_time(pid), "run": str(run_folder)}
+    with contextlib.suppress(OSError, ValueError):
+        if json.loads((path / OWNER).read_text()) == owner:
+            return
     write_atomically(path / OWNER, json.dumps(owner))
 
 

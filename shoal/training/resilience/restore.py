@@ -1,13 +1,15 @@
 """Resume from the newest state, in memory or on disk, on any layout.
 
 A save in memory is a checkpoint whose files are spread over several hosts, some in two copies. The ranks exchange lists
-of their files, and the newest save with every rank's part is assembled on each host: local files are linked, and other
-files that its ranks need are sent over the network. It is then loaded like any checkpoint.
+of their files, and the newest save with every rank's part is loaded like any checkpoint: from local files, and from
+other files that a host's ranks need, which are sent over the network. A state that cannot be used is reported, and the
+next one taken: local files are not written, so a full memory does not prevent it.
 """
 
 from __future__ import annotations
 
 import secrets
+import shutil
 from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,9 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shoal.base.errors import UsageError
 from shoal.engine.checkpoint import CheckpointError, list_checkpoints, load, storage, verify
-from shoal.engine.checkpoint.load import touched
-from shoal.engine.checkpoint.manifest import merge, read_manifest, write_manifest
+from shoal.engine.checkpoint.load import raise_together, touched
+from shoal.engine.checkpoint.manifest import merge
 from shoal.engine.checkpoint.storage import AnyPath
 from shoal.engine.checkpoint.write import State, file_name
 from shoal.engine.collectives.json_collectives import Group, broadcast, gather, get_rank
@@ -76,13 +79,14 @@ def restore(
     """
     places = RankTopology.collect(group)
     saves, notes = _saves_in_memory(home, places, group)
-    listed = broadcast([(step, path.name) for step, path in list_checkpoints(checkpoints)], group)
-    order = broadcast(
-        sorted(
-            [(step, 1, attempt) for step, attempt in saves] + [(step, 0, name) for step, name in listed], reverse=True
-        ),
-        group,
-    )
+    order, problem = [(step, 1, attempt) for step, attempt in saves], ""
+    try:
+        if get_rank(group) == 0:
+            order += [(step, 0, path.name) for step, path in list_checkpoints(checkpoints)]
+    except Exception as error:  # a disk that is gone; each object-store library has its own exceptions
+        problem = f"checkpoints in {checkpoints} cannot be listed: {error}"
+    order, problem = broadcast((sorted(order, reverse=True), problem), group)
+    notes += [problem] if problem else []
     for step, in_memory, name in order:
         if before is not None and step > before:
             continue
@@ -136,22 +140,15 @@ def _load_from_memory(
     common = broadcast(_prepare(save or _Save()) if rank == 0 else None, group)
     if "error" in common:
         raise CheckpointError(common["error"])
-    first = places.first_on_host(rank)
+    records = [SlotRecord.model_validate(values) for values in common["records"]]
+    manifest = merge(records[0].step, records[0].extra, [record.part for record in records])
+    holders = {file_name(int(owner)): copies for owner, copies in common["holders"].items()}
     folder = home / f"restoring-{broadcast(secrets.token_hex(4), group)}"
     try:
-        if rank == first:
-            records = [SlotRecord.model_validate(values) for values in common["records"]]
-            make_run_dir(home)
-            folder.mkdir(mode=0o700)
-            write_manifest(folder, merge(records[0].step, records[0].extra, [record.part for record in records]))
-        gather(None, group)
-        holders = {file_name(int(owner)): copies for owner, copies in common["holders"].items()}
-        _collect_files(folder, places, sorted(touched(read_manifest(folder), state)), holders, group)
-        return _load(folder, state, group=group, model=model)
+        files = _collect_files(folder, places, sorted(touched(manifest, state)), holders, group)
+        return _load(home, state, group=group, model=model, manifest=manifest, files=files)
     finally:
-        gather(None, group)
-        if rank == first:
-            storage.remove(folder)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _prepare(save: _Save) -> dict[str, Any]:
@@ -169,31 +166,46 @@ def _prepare(save: _Save) -> dict[str, Any]:
 
 def _collect_files(
     folder: Path, places: RankTopology, needed: list[str], holders: dict[str, list[tuple[int, str]]], group: Group
-) -> None:
-    """Link or receive into ``folder`` every file that a rank on this host needs (``needed``: by this rank)."""
+) -> dict[str, Path]:
+    """Return the paths of the needed files on this host; those that only other hosts have are received into ``folder``.
+
+    Args:
+        needed: by this rank. All ranks of a host use one copy.
+
+    Raises:
+        CheckpointError: on every rank: a file could not be read, or this host has no space for it.
+    """
     rank = get_rank(group)
     every = broadcast(gather(needed, group), group)
     wanted: dict[int, set[str]] = defaultdict(set)  # files needed on a host, by its first rank
     for asking, files in enumerate(every):
         wanted[places.first_on_host(asking)].update(files)
+    found, problems = {}, []
     for first, files in sorted(wanted.items()):
         for file in sorted(files):
-            near = [path for holder, path in holders[file] if places.hosts[holder] == places.hosts[first]]
-            to = folder / file
-            if near:
-                if rank == first:
-                    to.hardlink_to(Path(near[0]) / file)
-                continue
+            here = [path for holder, path in holders[file] if places.hosts[holder] == places.hosts[first]]
             holder, path = holders[file][0]
-            if rank == holder:
-                _send(Path(path) / file, first, group)
-            elif rank == first:
-                _receive(to, holder, group)
-    gather(None, group)
+            if places.first_on_host(rank) == first:
+                found[file] = (Path(here[0]) if here else folder) / file
+            if here:
+                continue
+            try:
+                if rank == holder:
+                    _send(Path(path) / file, first, group)
+                elif rank == first:
+                    _receive(folder / file, holder, group)
+            except (OSError, UsageError) as error:
+                problems.append(f"rank {rank}: {error}")
+    raise_together(problems, group)
+    return found
 
 
 def _send(path: Path, to: int, group: Group) -> None:
-    data = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+    try:
+        data = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+    except OSError:
+        dist.send(torch.tensor([-1]), group=group, group_dst=to)
+        raise
     dist.send(torch.tensor([data.numel()]), group=group, group_dst=to)
     for part in split_messages(data):
         dist.send(part, group=group, group_dst=to)
@@ -202,7 +214,10 @@ def _send(path: Path, to: int, group: Group) -> None:
 def _receive(path: Path, source: int, group: Group) -> None:
     size = torch.zeros(1, dtype=torch.int64)
     dist.recv(size, group=group, group_src=source)
-    data = torch.empty(int(size), dtype=torch.uint8)
+    data = torch.empty(max(0, int(size)), dtype=torch.uint8)
     for part in split_messages(data):
         dist.recv(part, group=group, group_src=source)
-    storage.write(path, [memoryview(data.numpy().data)])
+    if int(size) >= 0:
+        make_run_dir(path.parent.parent)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        storage.write(path, [memoryview(data.numpy().data)])

@@ -1,6 +1,7 @@
 """The `Checkpointer`: asynchronous, one save in flight, keeps the newest, deletes only its own, survives failures."""
 
 import math
+import shutil
 import threading
 
 import pytest
@@ -101,6 +102,14 @@ def test_what_a_rank_wrote_elsewhere_is_no_checkpoint_and_costs_none(make, tmp_p
     with pytest.raises(CheckpointError, match="all ranks must save into one folder"):
         checkpointer.save(2, weights(2), {}, block=True)
     assert steps(tmp_path) == [1] and loaded(tmp_path / "step-00000001") == 1
+
+
+def test_a_disk_that_goes_away_is_named_and_no_folder_of_other_ranks(make, tmp_path, monkeypatch):
+    checkpointer, commit = make(keep=1), Checkpointer._commit
+    monkeypatch.setattr(Checkpointer, "_commit", lambda self, folder, *rest: (
+        shutil.rmtree(folder), commit(self, folder, *rest))[1])
+    with pytest.raises(CheckpointError, match=r"saving step 2 failed: .*staging-step-00000002.* is gone: its disk was"):
+        checkpointer.save(2, weights(2), {}, block=True)
 
 
 def test_a_run_that_went_back_does_not_lose_its_new_checkpoint_to_old_later_ones(make, tmp_path):

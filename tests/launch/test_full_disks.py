@@ -1,0 +1,60 @@
+"""Disks fill up in the middle of a run: it restarts, goes on and ends as if they had not."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from shoal.engine.data.prepare import prepare
+from shoal.spec.config import save_config
+from shoal.training.resilience.events import read_events
+from tests.trainings.runs import ROOT, checkpoints, curve, same_bits
+from tests.trainings.supervised import STEPS, config_of
+
+IN_A_NAMESPACE = """
+import shutil, subprocess, sys
+from pathlib import Path
+from shoal.base.section import plain
+from shoal.launch.local_launcher import start_rank_server
+from shoal.launch.supervisor import Supervisor
+from shoal.spec.config import load_config
+from shoal.training.run_folder import new_run
+
+place, copy = map(Path, sys.argv[1:])
+for disk in ("memory", "run"):
+    (place / disk).mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", place / disk], check=True)
+config = load_config(place / "config.toml")
+folder = new_run(config, place / "run" / "run")
+payload = {"config": plain(config), "folder": str(folder), "resume": False, "made": True}
+with start_rank_server(2, place, "cpu") as server:
+    code = Supervisor(
+        config, payload, folder, "cpu", survivable=False, module="tests.trainings.faulty", server=server
+    ).run()
+shutil.copytree(folder, copy)
+sys.exit(code)
+"""
+
+
+def test_full_disks_cost_nothing_but_the_saves_meanwhile(corpus, undisturbed, tmp_path):
+    """The run folder's and the memory's fill up in step 7 with the loss of a rank, and have space again in step 10."""
+    config = config_of(corpus, failover={"memory_every": 3, "memory_folder": str(tmp_path / "memory")})
+    prepare(config.data)
+    save_config(config, tmp_path / "config.toml")
+    unshare = ("unshare", "--mount", *(() if os.getuid() == 0 else ("--map-root-user",)))
+    if subprocess.run([*unshare, "mount", "-t", "tmpfs", "tmpfs", tmp_path], capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here, not even in a namespace of its own")
+    full = {"FULL": f"{tmp_path}/memory:{tmp_path}/run", "FAULT": "fill@7:1:B,free@10:0:B", "PYTHONPATH": str(ROOT)}
+    run, words = tmp_path / "copy", (sys.executable, "-c", IN_A_NAMESPACE, tmp_path)
+    done = subprocess.run(
+        [*unshare, *words, run], cwd=ROOT, timeout=120, capture_output=True, text=True, env={**os.environ, **full}
+    )
+    said = done.stderr + done.stdout
+    assert done.returncode == 0, said
+    assert curve(run) == curve(undisturbed)
+    assert same_bits(checkpoints(run)[STEPS], checkpoints(undisturbed)[STEPS]) and 8 not in checkpoints(run)
+    assert "saving step 8 failed" in said and said.count("processes.json cannot be written: No space") == 1
+    assert [event["event"] for event in read_events(run)] == ["failure", "restart", "recovered", "end"]
+    assert read_events(run)[2]["step"] == 6 and "resumed after step 6, from memory" in said
+    assert "Traceback" not in said, said
