@@ -123,7 +123,7 @@ class MetricsWriter:
             if path.exists():  # drop records of later steps and a truncated line; this needs no space on the disk
                 kept = len(read_metrics(folder, resume_step))
                 os.truncate(path, sum(map(len, path.read_bytes().splitlines(keepends=True)[:kept])))
-        self._trackers = [_Tracker(opener, resume_step, report) for opener in openers]
+        self._trackers = [_RetriedTracker(opener, resume_step, report) for opener in openers]
         self._journal = Journal(path, report)
 
     def write(self, metrics: StepMetrics) -> None:
@@ -167,7 +167,7 @@ _TrackerSession = tuple[Callable[[int, dict[str, float]], None], Callable[[], No
 """Functions that write the values of a step and close the tracker."""
 
 
-class _Tracker:
+class _RetriedTracker:
     """One tracker. If it fails, its records wait for the next one, with which it is opened again.
 
     Args:
