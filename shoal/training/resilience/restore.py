@@ -183,11 +183,11 @@ def _collect_files(
     found, problems = {}, []
     for first, files in sorted(wanted.items()):
         for file in sorted(files):
-            here = [path for holder, path in holders[file] if places.hosts[holder] == places.hosts[first]]
+            near = [path for holder, path in holders[file] if places.hosts[holder] == places.hosts[first]]
             holder, path = holders[file][0]
             if places.first_on_host(rank) == first:
-                found[file] = (Path(here[0]) if here else folder) / file
-            if here:
+                found[file] = (Path(near[0]) if near else folder) / file
+            if near:
                 continue
             try:
                 if rank == holder:
