@@ -90,7 +90,7 @@ def _build_stage(
     with torch.device("meta"):
         model = Transformer(shape, kernel=kernel, recompute=layout.recompute, seed=seed)
     keep_stage(model, part, assign_layers(shape, program))  # first: parts of other stages need not be split
-    sink = GradSink(defer=mesh.size("tp") > 1 and not overlap)
+    sink = GradSink(defer=mesh.size("tp") > 1 and not overlap and not compile)
     placements = apply_tensor_parallel(model, shape, mesh, sink, overlap=overlap)
     chosen = assign_chosen(shape, mesh, assignment)
     placements |= apply_expert_parallel(model, shape, mesh, sink, assignment, chosen)
@@ -108,8 +108,7 @@ def _build_stage(
             module.forward = torch.compile(
                 module.forward, dynamic=False, mode="reduce-overhead" if cuda_graphs else None
             )
-    if float8 or not compile:
-        _receive_gradients(model, sink)
+    _receive_gradients(model, sink)
     # Last, therefore outermost: parameters are gathered before a layer is entered, recomputed or not.
     unclaimed = _materialise(model, placements, policy.compute, mesh.device)
     units = _units(model)
@@ -119,7 +118,7 @@ def _build_stage(
     )
     if float8:
         apply_float8(model, float8, placements, parameters, sink)
-    if not compile:  # the compiler has to see the full backward
+    if not cuda_graphs:  # a recorded backward cannot first overwrite a buffer and later add to it
         sink.connect(parameters, model)
     if layout.zero == 3:
         needed = [

@@ -21,10 +21,8 @@ are state that it does not see.
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -38,8 +36,9 @@ from shoal.engine.kernels.quantise import maxima, quantise, quantise_blocks
 from shoal.engine.models.transformer import Transformer
 from shoal.engine.parallel.linear import Linear
 from shoal.engine.parallel.placement import ParamPlacement
-from shoal.engine.parallel.weight_grad import GradSink, add_gradient
+from shoal.engine.parallel.weight_grad import GradSink, add_gradient, find_owner, make_key
 from shoal.engine.parallel.zero.bucket import Bucket
+from shoal.engine.parallel.zero.gradients import Term
 from shoal.engine.parallel.zero.zero_engine import ShardedParameters
 from shoal.engine.precision.float8 import ROW, TENSOR, Codes, compute_scale, encode, largest
 from shoal.engine.precision.policy import Policy
@@ -108,7 +107,7 @@ def apply_float8(
         bucket = parameters.buckets[parameters.places[layer.weight][0]]
         native = name_block(name) not in unfit
         product = Float8Product(name, recipe, float8.history, bucket, along, mesh.group("tp"), sink, native=native)
-        product.number, product.form = _register(product)
+        product.weight, product.key, product.form = layer.weight, make_key(product, mesh.device), _register(product)
         layer.product = product
 
 
@@ -121,11 +120,13 @@ class Float8Product:
         native: whether the device multiplies 8-bit codes, for a suitable number of tokens; else they are decoded first.
 
     Attributes:
-        number: of this layer in `_PRODUCTS`, as a tensor, so that layers share one compiled graph.
+        weight: its weight.
+        key: by which operators find it.
         form: index in `_FORMS` of its recipe.
     """
 
-    number: Tensor
+    weight: nn.Parameter
+    key: Tensor
     form: int
 
     def __init__(
@@ -139,7 +140,7 @@ class Float8Product:
     def __call__(self, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, encoded: Encoded) -> Tensor:
         """Compute x W^T + bias: [.., in] -> [.., out]; ``encoded`` is x from `encode_input`."""
         if torch.compiler.is_compiling():
-            y = multiply_input(x, weight, *encoded, self.number, torch.is_grad_enabled())
+            y = multiply_input(x, weight, *encoded, self.key, torch.is_grad_enabled())
         else:
             if torch.is_grad_enabled():
                 self.note(INPUT, encoded[-1])
@@ -150,7 +151,7 @@ class Float8Product:
         """Encode an input [.., in], also for other layers that share it."""
         # Detached: encoding needs no autograd, because the product computes the gradient of x.
         if torch.compiler.is_compiling():
-            return encode_input(x.detach(), self.number, self.form)
+            return encode_input(x.detach(), self.key, self.form)
         return self.encode_tokens(x.detach().flatten(0, -2), INPUT)
 
     def on_hardware(self, tokens: int) -> bool:
@@ -177,9 +178,10 @@ class Float8Product:
         self.note(GRADIENT, amax)
         return Codes(codes, scale, grain, native), Codes(turned, turned_scale, grain, native)
 
-    def restore_input(self, turned: Tensor, scale: Tensor) -> Codes:
-        """Return the saved codes of X^T by token."""
-        return Codes(turned, scale, self.recipe.grains[INPUT], self.on_hardware(turned.shape[1]))
+    def gradient_term(self, gradient: Codes, turned: Tensor, scale: Tensor, dtype: torch.dtype) -> Term:
+        """Return the term dY^T X of the weight's gradient, given dY^T by token and the saved codes of X^T by token."""
+        x = Codes(turned, scale, self.recipe.grains[INPUT], self.on_hardware(turned.shape[1]))
+        return partial(_add_multiplied, gradient, x, dtype)
 
     # ---- encoding ----------------------------------------------------------------------------------------------
 
@@ -292,7 +294,7 @@ class _Float8Linear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             d_x = layer.backward_input(along, weight, ctx.dtype).view(ctx.shape)
         if ctx.needs_input_grad[2]:  # else frozen
-            term = partial(_add_multiplied, across, layer.restore_input(turned, turned_scale), ctx.dtype)
+            term = layer.gradient_term(across, turned, turned_scale, ctx.dtype)
             (layer.sink.add if d_x is None else layer.sink.defer_or_add)([ctx.weight], term)
         return None, d_x, None, None, None, None, None
 
@@ -321,27 +323,24 @@ def _(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, total: Tensor) -> 
 
 # ---- operators for the compiler ----------------------------------------------------------------------------------
 
-_NUMBERS = count()
-_PRODUCTS: weakref.WeakValueDictionary[int, Float8Product] = weakref.WeakValueDictionary()
 _FORMS: list[tuple[Recipe, bool]] = []
 
 
-def _register(product: Float8Product) -> tuple[Tensor, int]:
-    number, form = next(_NUMBERS), (product.recipe, product.native)
-    _PRODUCTS[number] = product
+def _register(product: Float8Product) -> int:
+    form = product.recipe, product.native
     if form not in _FORMS:
         _FORMS.append(form)
-    return torch.tensor(number), _FORMS.index(form)
+    return _FORMS.index(form)
 
 
 @custom_op("shoal::float8_encode_input", mutates_args=())
-def encode_input(x: Tensor, number: Tensor, form: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Encode an input [.., in] as the product with this number does."""
-    return _separate(_PRODUCTS[int(number)].encode_tokens(x.flatten(0, -2), INPUT))
+def encode_input(x: Tensor, key: Tensor, form: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Encode an input [.., in] as the product with this key does."""
+    return _separate(find_owner(key).encode_tokens(x.flatten(0, -2), INPUT))
 
 
 @encode_input.register_fake
-def _(x: Tensor, number: Tensor, form: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _(x: Tensor, key: Tensor, form: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     recipe, native = _FORMS[form]
     product = Float8Product("", recipe, None, None, "", None, GradSink(), native=native)
     return _separate(product.encode_tokens(x.flatten(0, -2), INPUT))
@@ -361,10 +360,10 @@ def _separate(encoded: Encoded) -> Encoded:
 @custom_op("shoal::float8_multiply", mutates_args=())
 def multiply_input(
     x: Tensor, weight: Tensor, codes: Tensor, scale: Tensor, turned: Tensor, turned_scale: Tensor, amax: Tensor,
-    number: Tensor, trains: bool,
+    key: Tensor, trains: bool,
 ) -> Tensor:  # fmt: skip
     """Compute x W^T from the encoded x, as `Float8Product.__call__` does; ``trains`` if the history counts it."""
-    layer = _PRODUCTS[int(number)]
+    layer = find_owner(key)
     if trains:
         layer.note(INPUT, amax)
     y = layer.forward(codes, scale, weight, x.dtype)
@@ -378,30 +377,29 @@ def _(x: Tensor, weight: Tensor, *others: object) -> Tensor:
 
 @custom_op("shoal::float8_backward", mutates_args=())
 def multiply_backward(
-    gradient: Tensor, weight: Tensor, turned: Tensor, turned_scale: Tensor, number: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x and of W."""
-    layer = _PRODUCTS[int(number)]
+    gradient: Tensor, weight: Tensor, turned: Tensor, turned_scale: Tensor, key: Tensor
+) -> Tensor:
+    """Accumulate the gradient of W, and return the gradient of x."""
+    layer = find_owner(key)
     along, across = layer.encode_gradient(gradient)
     d_x = layer.backward_input(along, weight, gradient.dtype).view(*gradient.shape[:-1], weight.shape[1])
-    return d_x, multiply(across, layer.restore_input(turned, turned_scale), weight.dtype)
+    layer.sink.add([layer.weight], layer.gradient_term(across, turned, turned_scale, gradient.dtype))
+    return d_x
 
 
 @multiply_backward.register_fake
-def _(
-    gradient: Tensor, weight: Tensor, turned: Tensor, turned_scale: Tensor, number: Tensor
-) -> tuple[Tensor, Tensor]:
-    return gradient.new_empty(*gradient.shape[:-1], weight.shape[1]), torch.empty_like(weight)
+def _(gradient: Tensor, weight: Tensor, turned: Tensor, turned_scale: Tensor, key: Tensor) -> Tensor:
+    return gradient.new_empty(*gradient.shape[:-1], weight.shape[1])
 
 
 def _save(ctx, inputs: tuple, output: Tensor) -> None:
-    _, weight, _, _, turned, turned_scale, _, number, _ = inputs
-    ctx.save_for_backward(weight, turned, turned_scale, number)
+    _, weight, _, _, turned, turned_scale, _, key, _ = inputs
+    ctx.save_for_backward(weight, turned, turned_scale, key)
 
 
 def _differentiate(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    d_x, d_weight = multiply_backward(gradient.contiguous(), *ctx.saved_tensors)
-    return d_x, d_weight, *(None,) * 7
+    assert ctx.needs_input_grad[0], "without a gradient of x the compiler would drop the gradient of the weight"
+    return multiply_backward(gradient.contiguous(), *ctx.saved_tensors), *(None,) * 8
 
 
 multiply_input.register_autograd(_differentiate, setup_context=_save)

@@ -19,8 +19,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -31,7 +33,14 @@ from shoal.engine.models.loss import IGNORE, SummedCrossEntropy
 from shoal.engine.parallel.overlap import SEQUENCE, ChunkedEntry, ChunkedExit, RingEntry, RingExit
 from shoal.engine.parallel.placement import ParamPlacement, keep_box
 from shoal.engine.parallel.symmetric import SymmetricEntry, SymmetricExit
-from shoal.engine.parallel.weight_grad import NO_COMM, EmbeddingFunction, GradSink, LinearFunction, NoComm
+from shoal.engine.parallel.weight_grad import (
+    NO_COMM,
+    EmbeddingFunction,
+    GradSink,
+    LinearFunction,
+    NoComm,
+    multiply_adjacent,
+)
 from shoal.spec.catalog import ModelShape
 
 
@@ -56,12 +65,14 @@ class TensorParallel:
     overlap: bool = False
     symmetric: bool = False
 
+    @torch.compiler.disable  # it would compile collectives again whenever their count of bytes changes
     def gather_input(self, x: Tensor) -> Tensor:
         """Enter a block, whose ranks need all of x: [b, s, h] (or [b, s/tp, h]) -> [b, s, h]."""
         if self.sequence_parallel:
             return gather_from(x, self.y, SEQUENCE, self.sink.flush)
         return copy_to(x, self.y, self.sink.flush)
 
+    @torch.compiler.disable
     def reduce_output(self, x: Tensor) -> Tensor:
         """Leave a block by summing the partial outputs: [b, s, h] -> [b, s, h] or [b, s/tp, h]."""
         return scatter_to(x, self.y, SEQUENCE) if self.sequence_parallel else reduce_from(x, self.y)
@@ -104,11 +115,15 @@ class Linear(nn.Linear):
 
     Attributes:
         product: alternative computation of x W^T + b.
+        follows: whether the weight is adjacent in memory to the weight of the layer before this one in the model.
+        key: by which operators find this layer.
     """
 
     weight: nn.Parameter
     at: TensorParallel | None = None
     product: LinearProduct | None = None
+    follows = False
+    key: Tensor
 
     def __init__(self, unsplit: nn.Linear, sink: GradSink):
         super(nn.Linear, self).__init__()
@@ -132,7 +147,7 @@ class Linear(nn.Linear):
         """
         if any(layer.product or layer.bias is not None or layer._forward_hooks for layer in layers):
             return None
-        if len(self.sink.group_adjacent([layer.weight for layer in layers])) > 1:
+        if len(_group_adjacent(layers)) > 1:
             return None
         return self.results(x, layers, joined=True)[0]
 
@@ -172,7 +187,32 @@ def multiply(
     sink = layers[0].sink
     if sink.parameters is None and comm is NO_COMM:
         return [F.linear(x, layer.weight, bias) for layer, bias in zip(layers, biases, strict=True)]
+    if torch.compiler.is_compiling():
+        return _multiply_compiled(x, layers, biases, joined=joined)
     return LinearFunction.apply(sink, comm, joined, len(layers), x, *(layer.weight for layer in layers), *biases)
+
+
+def _multiply_compiled(
+    x: Tensor, layers: Sequence[Linear], biases: Sequence[Tensor | None], *, joined: bool
+) -> Sequence[Tensor]:
+    """Compute `multiply` by operators that the compiler sees as one product each."""
+    results: list[Tensor] = []
+    for run in _group_adjacent(layers):
+        rows = [len(layer.weight) for layer in run]
+        y = multiply_adjacent(x, [layer.key for layer in run], sum(rows))
+        results += [y] if joined or len(run) == 1 else y.split(rows, -1)
+    return [y if bias is None else y + bias for y, bias in zip(results, biases, strict=False)]
+
+
+def _group_adjacent(layers: Sequence[Linear]) -> list[list[Linear]]:
+    """Group layers whose weights are one matrix in memory, and all trained or all frozen."""
+    groups = [[layers[0]]]
+    for before, layer in pairwise(layers):
+        if layer.follows and layer.weight.requires_grad == before.weight.requires_grad:
+            groups[-1].append(layer)
+        else:
+            groups.append([layer])
+    return groups
 
 
 class ColumnLinear(Linear):

@@ -47,18 +47,22 @@ class Grid(TensorParallel):
 
     x: Group = field(kw_only=True)
 
+    @torch.compiler.disable
     def gather_hidden(self, x: Tensor) -> Tensor:
         """Gather the hidden state: [b, s, h/x] or [b, s/y, h/x] -> [b, s, h]."""
         return gather_from(self.gather_input(x), self.x, HIDDEN)
 
+    @torch.compiler.disable
     def reduce_hidden(self, x: Tensor) -> Tensor:
         """Reduce to this rank's part: [b, s, h] -> [b, s, h/x] or [b, s/y, h/x]."""
         return self.reduce_output(scatter_to(x, self.x, HIDDEN))
 
+    @torch.compiler.disable
     def total(self, sums: Tensor) -> Tensor:
         """Sum over x the sums of each rank's part of h; every rank's results depend on the total."""
         return copy_to(reduce_from(sums, self.x), self.x)
 
+    @torch.compiler.disable
     def own_units(self, partial_sums: Sequence[Tensor], users: Sequence[int]) -> list[Tensor]:
         """Reduce partial sums [b, s, f/y] of a block's first products to this rank's units, in one collective.
 

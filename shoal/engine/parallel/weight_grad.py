@@ -12,17 +12,25 @@ without a copy: one product for dX and one for dW. Forward results are separate,
 as one tensor, as fused operators do; backward then needs no concatenation of their gradients.
 
 Gradients of embeddings are deferred in the same way; of norms, only the accumulation is.
+
+In compiled layers an operator takes the place of the autograd function. Its backward gives the weight gradients to the
+sink while it computes dX, and returns dX alone: where the buffers are, and what they hold already, is state that the
+compiler does not see.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.library import custom_op
 
 from shoal.engine import kernels
 from shoal.engine.kernels.add_product import add_product
@@ -34,7 +42,7 @@ from shoal.engine.parallel.zero.zero_engine import ShardedParameters
 class GradSink:
     """Destination of the weight gradients of one stage; with ``defer``, gradients of linear layers wait for `flush`.
 
-    Before `connect`, and always under the compiler, autograd computes these gradients.
+    Before `connect` autograd computes these gradients.
     """
 
     def __init__(self, *, defer: bool = False):
@@ -45,10 +53,13 @@ class GradSink:
     def connect(self, parameters: ShardedParameters, model: nn.Module) -> None:
         """Send gradients of a model's matrices to the buffers of its parameters from now on."""
         self.parameters = parameters
-        parameters.expect(Counter(
-            matrix for module in model.modules() if getattr(module, "sink", None) is self
-            for matrix in module.parameters(recurse=False) if matrix.dim() > 1
-        ))
+        owners: list[Any] = [module for module in model.modules() if getattr(module, "sink", None) is self]
+        matrices = [(owner, p) for owner in owners for p in owner.parameters(recurse=False) if p.dim() > 1]
+        parameters.expect(Counter(matrix for _, matrix in matrices))
+        for (_, before), (owner, matrix) in pairwise(matrices):
+            owner.follows = parameters.are_adjacent((before, matrix))
+        for owner in owners:
+            owner.key = make_key(owner, parameters.mesh.device)
 
     def add(self, weights: Sequence[nn.Parameter], term: Term) -> None:
         """Accumulate a gradient term of a parameter, or of several adjacent matrices."""
@@ -181,6 +192,74 @@ class EmbeddingFunction(torch.autograd.Function):
     def backward(ctx, gradient: Tensor):
         ctx.sink.add([ctx.weight], partial(_add_looked_up, gradient, *ctx.saved_tensors))
         return None, None, None
+
+
+# ---- the same for the compiler -----------------------------------------------------------------------------------
+
+_OWNERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def make_key(owner: object, device: torch.device) -> Tensor:
+    """Return a tensor by whose memory operators find an object.
+
+    With a number of it, each layer would be compiled again. With a key in host memory, the compiler would assume that
+    results are not aligned.
+    """
+    key = torch.empty(1, device=device)
+    _OWNERS[key.untyped_storage()._cdata] = owner
+    return key
+
+
+def find_owner(key: Tensor) -> Any:
+    """Return the object of a key."""
+    return _OWNERS[key.untyped_storage()._cdata]
+
+
+@custom_op("shoal::linear", mutates_args=())
+def multiply_adjacent(x: Tensor, keys: Sequence[Tensor], rows: int) -> Tensor:
+    """Compute x W^T with the weights of adjacent linear layers: [.., in] -> [.., rows].
+
+    The input has to require a gradient: the compiler keeps the backward for it.
+
+    Args:
+        keys: of the layers.
+        rows: of all weights together.
+    """
+    return x @ join_adjacent([find_owner(key).weight for key in keys]).t()
+
+
+@multiply_adjacent.register_fake
+def _(x: Tensor, keys: Sequence[Tensor], rows: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], rows)
+
+
+@custom_op("shoal::linear_backward", mutates_args=())
+def give_gradients(gradient: Tensor, x: Tensor, keys: Sequence[Tensor]) -> Tensor:
+    """Accumulate the gradients of the weights, and return the gradient of x."""
+    layers = [find_owner(key) for key in keys]
+    weights = [layer.weight for layer in layers]
+    d_x = gradient @ join_adjacent(weights)
+    layers[0].sink.add(weights, partial(_add_product, gradient, x))
+    return d_x
+
+
+@give_gradients.register_fake
+def _(gradient: Tensor, x: Tensor, keys: Sequence[Tensor]) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _save(ctx, inputs: tuple, output: Tensor) -> None:
+    x, keys, _ = inputs
+    ctx.save_for_backward(x, *keys)
+
+
+def _differentiate(ctx, gradient: Tensor):
+    assert ctx.needs_input_grad[0], "without a gradient of x the compiler would drop the gradients of the weights"
+    x, *keys = ctx.saved_tensors
+    return give_gradients(gradient, x, keys), [None] * len(keys), None
+
+
+multiply_adjacent.register_autograd(_differentiate, setup_context=_save)
 
 
 # Gradient terms: functions of (accumulator, whether to overwrite it) that update it in place.

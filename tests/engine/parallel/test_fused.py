@@ -10,13 +10,14 @@ from torch import Tensor
 from shoal.engine import kernels
 from shoal.engine.models import feedforward, transformer
 from shoal.engine.models.experts.router import find_modules
+from shoal.engine.parallel import weight_grad
 from shoal.launch.worker_pool import Pool
 from shoal.spec.config import RunConfig
 from shoal.training.step import engine_state
 from tests.engine.parallel.counting import engine_of
 from tests.testing.verify.runs import small_run
 
-CALLS = {"swiglu": feedforward, "rotate_packed": transformer}
+CALLS = {"swiglu": feedforward, "rotate_packed": transformer, "find_owner": weight_grad}
 
 
 def gradients(config: RunConfig, fused: bool, compile: bool = False) -> tuple[float, dict[str, Tensor], dict[str, int]]:
@@ -78,12 +79,17 @@ def test_in_bf16_products_are_accumulated_in_float32(pool: Pool) -> None:
         assert (actual[name] - gradient).norm() < 0.05 * gradient.norm() + 1e-6, name
 
 
-def test_compiled_layers_hold_the_operators(pool: Pool) -> None:
-    train = {"precision": "fp32", "global_batch": 2}
-    ((loss, expected, _),) = pool.run(gradients, 1, small_run({}, {"layers": 1}, **train), False)
-    ((fused_loss, actual, _),) = pool.run(gradients, 1, small_run({}, {"layers": 1}, **train), True, True)
-    assert fused_loss == pytest.approx(loss, rel=1e-5)
+@pytest.mark.parametrize(("fused", "precision"), [(True, "bf16"), (False, "fp32")])
+def test_compiled_layers_hold_the_operators(pool: Pool, fused: bool, precision: str) -> None:
+    """Also the ones that give the gradients of weights to their buffers; adjacent matrices are one product."""
+    config = small_run({}, {"layers": 2}, precision=precision, global_batch=2)
+    ((loss, expected, _),) = pool.run(gradients, 1, config, fused)
+    ((compiled_loss, actual, called),) = pool.run(gradients, 1, config, fused, True)
+    layers, matrices = 2, 7
+    assert called["find_owner"] == 2 * layers * matrices  # forward and backward
+    assert compiled_loss == pytest.approx(loss, rel=1e-5)
     for name, gradient in expected.items():
+        assert actual[name].dtype == torch.float32
         torch.testing.assert_close(actual[name], gradient, rtol=1e-4, atol=1e-6)
 
 
