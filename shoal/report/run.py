@@ -102,7 +102,8 @@ class RunReport:
         """Return the run in numbers, as (name, value)."""
         last = self.metrics[-1]
         validation = next((m.validation_loss for m in reversed(self.metrics) if m.validation_loss is not None), None)
-        facts = [("steps done", f"{last.step} of {last.steps}"), ("loss", f"{last.loss:.4f}")]
+        loss = "-" if last.loss is None else f"{last.loss:.4f}"
+        facts = [("steps done", f"{last.step} of {last.steps}"), ("loss", loss)]
         if validation is not None:
             facts.append(("validation loss", f"{validation:.4f}"))
         rates = [m.tokens_per_second for m in self.metrics[1:] or self.metrics]

@@ -21,6 +21,7 @@ from shoal.engine.checkpoint.manifest import read_manifest
 from shoal.engine.checkpoint.storage import AnyPath, to_path
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RUN_FILE, RUNS, RunConfig, load_config, save_config
+from shoal.training.records.metrics import read_metrics
 from shoal.training.resilience.host_memory_dir import run_dir
 from shoal.training.resilience.memory_slot import newest_step
 
@@ -151,11 +152,14 @@ def _model_differences(config: RunConfig, folder: Path, shape: ModelShape) -> It
 
 
 def _check_checkpoint(config: RunConfig, folder: Path) -> None:
-    """Require a state to continue from and remaining steps. The ranks handle damaged states."""
+    """Require remaining steps, and a state to continue from if the run has ever saved one. The ranks handle damage."""
     found, kept = newest(get_checkpoint_folder(config, folder)), newest_step(run_dir(folder, config.failover))
-    if found is None and kept is None:
+    every, logged = config.checkpoint.every, read_metrics(folder)
+    done = logged[-1].step if logged else 0
+    if found is None and kept is None and (done >= 2 * every > 0 or done >= config.train.steps):
         raise CheckpointError(
-            f"--resume {folder}: it holds no good checkpoint (the run stopped before its first).\n  Start a new run."
+            f"--resume {folder}: it holds no good checkpoint, though step {done} was done: they were removed or "
+            "could not be saved.\n  Put them back, or start a new run."
         )
     if found is None or (kept or 0) >= found.step:  # the ranks decide, as they see the memory of all hosts
         return

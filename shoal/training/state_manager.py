@@ -153,13 +153,15 @@ class StateManager:
     # ---- restore -------------------------------------------------------------------------------------------------
 
     def resume(self, *, restarted: bool) -> Restored | None:
-        """Load the newest good state; return None if a restart finds none.
+        """Load the newest good state; return None if none was saved, or if a restart finds none that is good.
 
         Raises:
-            UsageError: no good checkpoint exists, all steps are done, or the data has changed.
+            UsageError: all checkpoints are damaged, all steps are done, or the data has changed.
         """
         found, refused = self.restore()
-        if found is None and not restarted:
+        if found is None and not restarted and not refused:
+            self.report("the run ended before its first checkpoint: it starts with its first step again")
+        if found is None and not restarted and refused:
             raise CheckpointError(
                 "\n  ".join([f"--resume {self.folder}: it holds no good checkpoint.", *refused, "Start a new run."])
             )

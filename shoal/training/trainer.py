@@ -242,7 +242,7 @@ class Trainer:
         self._record_metrics(
             self.step,
             steps * self.config.train.global_batch * length / seconds,
-            loss=result.loss,
+            loss=result.loss if result.tokens else None,
             learning_rate=result.learning_rate,
             gradient_norm=None if result.skipped else result.gradient_norm,
             loss_scale=result.loss_scale if scale else None,
@@ -340,6 +340,9 @@ class Trainer:
             self.config, parameters=self.shape.parameters(), device=self.mesh.device.type,
             threads=torch.get_num_threads(), folder=self.folder,
         )
+        asked, used = self.config.train.validation_sequences, self.engine.validation_sequences
+        if used != asked:
+            self.display.note(f"each validation takes {used} sequences: {asked} rounded up to full passes")
         if self.step:
             self.display.note(f"resumed after step {self.step}, {self.source}")
 

@@ -9,6 +9,8 @@ import tomllib
 import pytest
 
 from shoal.cli.main import main
+from shoal.training.check import check
+from shoal.training.run_folder import check_resume, new_run
 from shoal.training.stop import PREEMPTED
 from tests.trainings.runs import (
     FOUR_RANKS,
@@ -231,13 +233,23 @@ def test_a_damaged_newest_checkpoint_is_told_and_the_one_before_is_used(half):
     assert any(path.name.startswith("set-aside-step-00000020") for path in (half / "checkpoints").iterdir())
 
 
-def test_without_a_checkpoint_it_says_so(half, capfd):
+def test_without_its_checkpoints_it_says_so(half, capfd):
     for path in checkpoints(half).values():
         shutil.rmtree(path)
     before = contents(half)
     assert main(["train", "--resume", str(half)]) == 2
-    assert "holds no good checkpoint (the run stopped before its first)" in capfd.readouterr().err
+    assert "holds no good checkpoint, though step 40 was done" in capfd.readouterr().err
     assert contents(half) == before
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_starts_again(corpus, pool, tmp_path, capfd):
+    config = small_config(corpus, {"micro_batch": 2}, train={"steps": 3, "validate_every": 0})
+    folder = new_run(config, tmp_path / "run")
+    right = train_in(pool, config, tmp_path / "right")
+    (folder / "metrics.jsonl").write_text((right / "metrics.jsonl").read_text().splitlines(keepends=True)[0] + "{torn")
+    check_resume(config, check(config), folder)
+    train_in(pool, config, folder, resume=True)
+    assert curve(folder) == curve(right)
 
 
 def test_the_run_keeps_the_config_that_it_was_started_with(survivor, base_config):

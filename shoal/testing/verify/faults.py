@@ -36,6 +36,7 @@ from shoal.engine.weight_versions import WeightVersions
 from shoal.pipeline import partition
 from shoal.pipeline.program import Op, Program
 from shoal.training.step.engine import Engine
+from shoal.training.step.engine_state import EngineState
 
 
 @dataclass(frozen=True)
@@ -283,6 +284,11 @@ FAULTS: dict[str, Fault] = {
     "same-samples": Fault(
         "every replica reads the same samples",
         Mesh, "index", lambda right, mesh, axis: 0 if axis == "dp" else right(mesh, axis), {"dp": 2},
+    ),
+    "next-samples": Fault(
+        "a replica reads the samples of the next step",
+        EngineState, "make_batches",
+        lambda right, engine, step: right(engine, step + engine.mesh.index("dp")), {"dp": 2},
     ),
     "wrong-group": Fault(
         "gradients are reduced over the tensor-parallel group instead of the data-parallel one",

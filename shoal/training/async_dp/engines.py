@@ -124,9 +124,8 @@ class CompressedEngine(ReplicaEngine):
                 unless a sum of finite gradients overflowed.
         """
         self.complete_gradients()
-        tokens = max(1, tokens)
         loss_sum, stopped, (square,) = sum_totals(self, loss, stop, self.parameters.square_norm())
-        mean = loss_sum / tokens
+        mean = loss_sum / max(1, tokens)
         if not (math.isfinite(mean) and math.isfinite(square)):  # NaNs would persist in the error-feedback buffers
             raise NonFinite(f"step {step}: loss {mean:g}, sum of the replicas' squared gradient norms {square:g}")
         self.method.sum()
@@ -167,20 +166,20 @@ class LocalEngine(ReplicaEngine):
             Diverged: before any weight changes, on the ranks of one replica.
         """
         self.complete_gradients()
-        tokens = max(1, tokens)
         mine = torch.stack((loss * (self.mesh.index("tp") == 0), self.parameters.square_norm()))
         total, square = to_host(all_reduce(mine, self.sync_mesh.group("world")))
         if not (math.isfinite(total) and math.isfinite(square)):
-            raise Diverged(f"step {step}: replica {self.replica} has loss {total / tokens:g}; the others continue")
+            loss_text = f"loss {total / max(1, tokens):g}"
+            raise Diverged(f"step {step}: replica {self.replica} has {loss_text}; the others continue")
         norm = math.sqrt(square)
         self.clip_and_step(norm, rate)
         self._since += torch.tensor((total, tokens, norm, 1, stop), dtype=torch.float64, device=loss.device)
-        result = StepResult(total / tokens, norm, rate, tokens, met=False)
+        result = StepResult(total / max(1, tokens), norm, rate, tokens, met=False)
         if self.method.due(step + 1, self.config.train.steps):
             self.method.average()
             loss_sum, count, norms, steps, stops = to_host(all_reduce(self._since, self.mesh.group("world")))
             self._since.zero_()
-            result = StepResult(loss_sum / count, norms / steps, rate, round(count), stop=stops > 0)
+            result = StepResult(loss_sum / max(1, count), norms / steps, rate, round(count), stop=stops > 0)
         self.refresh_parameters()
         return result
 
@@ -254,15 +253,22 @@ class AsyncEngine(ReplicaEngine):
             raise Diverged(f"step {step}: replica {self.replica} has loss {mean:g}, gradient norm {norm:g}")
         if self.method.clips and (factor := clip_factor(self, norm)) != 1:
             self.parameters.scale(factor)
+        self.method.loss = float(loss)
         self.method.update(step, rate, tokens)
         self.refresh_parameters()
         return StepResult(mean, norm, rate, tokens, stop, met=False)
+
+    @property
+    def validation_sequences(self) -> int:
+        """Number of samples of a validation: rounded up to full micro-batches."""
+        n = self.config.parallel.micro_batch
+        return -(-self.config.train.validation_sequences // n) * n
 
     def evaluate(self, samples: Dataset) -> float:
         """Return the validation loss, computed by the living replicas. See `Engine.evaluate`."""
         index, size = (0, 1) if self.living is None else (self.living.rank(), self.living.size())
         n = self.config.parallel.micro_batch
-        passes = range(index, -(-self.config.train.validation_sequences // n), size)
+        passes = range(index, self.validation_sequences // n, size)
         batches = [samples.batch(range(m * n, (m + 1) * n)).to(self.mesh.device) for m in passes]
         sums = torch.zeros(2, dtype=torch.float64)
         if batches:

@@ -86,7 +86,7 @@ class AsyncTrainer(Trainer):
             self.beat.stepped(ticket.step + 1, self.timed.times.total)
             self._report(result, self.timed.times)
             if self.first:
-                self._show_progress(result)
+                self._show_progress(ticket.step + 1, result)
 
     def _report(self, result: StepResult, times: RankTimes) -> None:
         """Add this replica's results to its row of the board."""
@@ -94,31 +94,34 @@ class AsyncTrainer(Trainer):
         row += torch.tensor([1, result.loss * result.tokens, result.tokens, result.gradient_norm, 0, 0, 0, 0, 0])
         row[4:] = torch.tensor([times.computing, times.total, stale.updates, stale.total, stale.most])
 
-    def _show_progress(self, result: StepResult) -> None:
-        """Log once the replicas have together done enough steps since the last log."""
+    def _show_progress(self, own: int, result: StepResult) -> None:
+        """Log once the replicas have together done enough steps since the last log; ``own`` are done by this one."""
         every, board, queue = self.config.metrics.log_every, self.engine.board, self.engine.queue
         done = board[self.engine.window.living(), 0]
         shares = int(board[:, 0].sum()) // self.engine.replicas if queue.common else int(done.mean())
-        step, self.rate = self.started + shares, result.learning_rate
+        step, self.rate = own if self.engine.method.together else self.started + shares, result.learning_rate
         if step // every > self.logged_step // every and step < queue.limit:
             self._log_until(step)
         self.display.progress(step, self.config.train.steps)
 
     def _log_until(self, step: int) -> None:
-        """Log the changes of the board since the last log."""
+        """Log the totals of the step if all replicas make it together, else the changes of the board."""
+        totals = self.engine.method.wait_for_totals(step)
         now, board, replicas = time.perf_counter(), self.engine.board.clone(), self.engine.replicas
         gained = dict(zip(COLUMNS, (board - self.logged).sum(0).tolist(), strict=True))
         seconds = max(now - self.logged_at, 1e-9)
         self.logged, self.logged_at, self.logged_step = board, now, step
-        if not gained["tokens"]:
+        if not gained["steps"]:
             return
+        loss = gained["loss"] / gained["tokens"] if gained["tokens"] else None
+        loss, norm = totals or (loss, gained["norm"] / gained["steps"])
         per_share = self.config.data.sequence_length * self.config.train.global_batch / replicas
         self._record_metrics(
             step,
             gained["steps"] * per_share / seconds,
-            loss=gained["loss"] / gained["tokens"],
+            loss=loss,
             learning_rate=self.rate,
-            gradient_norm=gained["norm"] / gained["steps"],
+            gradient_norm=norm,
             memory_bytes=peak_memory(self.mesh.device),
             seconds_left=(self.config.train.steps - step) * replicas * seconds / gained["steps"],
             staleness=gained["stale"] / gained["updates"] if gained["updates"] else None,

@@ -97,7 +97,8 @@ class Display:
         known = ""
         if (last := self._last) is not None:
             speed, left = short(last.tokens_per_second), duration(last.seconds_left)
-            known = f"loss {last.loss:.4f}  {speed} tokens/s  {left} left"
+            loss = "-" if last.loss is None else f"{last.loss:.4f}"
+            known = f"loss {loss}  {speed} tokens/s  {left} left"
         self._bar.update(self._bar.task_ids[0], completed=step, description=known, refresh=True)
 
     def validation(self, loss: float, step: int, dropped: float | None = None) -> None:
@@ -198,7 +199,7 @@ def _columns(width: int, steps: int, *, experts: bool) -> list[tuple[str, int, C
     """Return title, width and text of the columns of a step's line: 80 characters in all, below a million steps."""
     columns: list[tuple[str, int, Callable[[StepMetrics], str]]] = [
         ("step", max(4, len(str(steps))), lambda m: str(m.step)),
-        ("loss", 6, lambda m: f"{m.loss:.4f}"[:6]),
+        ("loss", 6, lambda m: "-" if m.loss is None else f"{m.loss:.4f}"[:6]),
         ("tokens/s", 8, lambda m: short(m.tokens_per_second)),
         ("per rank", 8, lambda m: short(m.tokens_per_second_per_rank)),
         ("MFU", 5, lambda m: "-" if m.mfu is None else f"{100 * m.mfu:.1f}%"),

@@ -30,7 +30,7 @@ class StepMetrics:
     Attributes:
         step: optimizer steps done, from 1.
         steps: total steps of the run.
-        loss: training loss [nats per unmasked token].
+        loss: training loss [nats per unmasked token]; None for a batch without targets.
         learning_rate: learning rate of this step.
         tokens_per_second: over all ranks, since the last logged step; per rank, divided by the world size.
         memory_bytes: peak memory of a rank, maximum over ranks.
@@ -58,7 +58,7 @@ class StepMetrics:
 
     step: int
     steps: int
-    loss: float
+    loss: float | None
     learning_rate: float
     tokens_per_second: float
     tokens_per_second_per_rank: float
@@ -157,7 +157,7 @@ def read_metrics(folder: Path, last_step: int | None = None) -> list[StepMetrics
     names = {field.name for field in fields(StepMetrics)}
 
     def parse(record: dict[str, Any]) -> StepMetrics:
-        return StepMetrics(**{name: value for name, value in record.items() if name in names})
+        return StepMetrics(**{"loss": None} | {name: value for name, value in record.items() if name in names})
 
     records = read_json_lines(folder / FILE_NAME, parse, "record of a step")
     return [record for record in records if last_step is None or record.step <= last_step]

@@ -125,7 +125,7 @@ class SilentFailureChecks:
 
     def spike(self, result: StepResult) -> Spike | None:
         """Return a spike of the step's loss or gradient norm, if any; equal on all ranks."""
-        return self.spikes.look(result.loss, result.gradient_norm) if self.spikes else None
+        return self.spikes.look(result.loss, result.gradient_norm) if self.spikes and result.tokens else None
 
     def may_roll_back(self) -> bool:
         """Return whether one more rollback is allowed, and count it."""

@@ -132,8 +132,7 @@ class Engine(EngineState):
         """
         self.complete_gradients()
         loss_sum, stopped, (square,) = sum_totals(self, loss, stop, self.parameters.square_norm())
-        tokens = max(1, tokens)  # without targets, all gradients are zero
-        mean, norm = loss_sum / tokens, math.sqrt(square) if square >= 0 else math.nan
+        mean, norm = loss_sum / max(1, tokens), math.sqrt(square) if square >= 0 else math.nan
         scale, scaled_by = self.loss_scale, self.loss_scale.value if self.loss_scale else 1.0
         overflowed = not math.isfinite(norm)
         if not math.isfinite(mean) or (overflowed and (scale is None or scale.exhausted)):
@@ -167,14 +166,20 @@ class Engine(EngineState):
 
     # ---- validation and metrics ----------------------------------------------------------------------------------
 
-    def evaluate(self, samples: Dataset) -> float:
-        """Return the validation loss: mean [nats per token] of the first ``validation_sequences`` samples.
+    @property
+    def validation_sequences(self) -> int:
+        """Number of samples of a validation: as configured, rounded up to full passes."""
+        per_pass = self.config.parallel.micro_batch * self.config.parallel.dp
+        return -(-self.config.train.validation_sequences // per_pass) * per_pass
 
-        The number of samples is rounded up to full passes. Sets ``validated`` to the expert metrics of these passes.
+    def evaluate(self, samples: Dataset) -> float:
+        """Return the validation loss: mean [nats per token] of the first `validation_sequences` samples.
+
+        Sets ``validated`` to the expert metrics of these passes.
         """
         layout = self.config.parallel
         n, per_pass = layout.micro_batch, layout.micro_batch * layout.dp
-        passes = -(-self.config.train.validation_sequences // per_pass)
+        passes = self.validation_sequences // per_pass
         first = [m * per_pass + self.mesh.index("dp") * n for m in range(passes)]
         batches = [samples.batch(range(start, start + n)) for start in first]
         tokens = max(1, *self.count_tokens(batches, [0] * passes, self.mesh.group("dp")))

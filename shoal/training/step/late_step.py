@@ -59,11 +59,10 @@ class StartedStep:
         """
         self.copied.synchronize()
         loss, stops, square, tokens, good = self.values.tolist()
-        tokens = max(1, int(tokens))  # without targets, all gradients are zero
-        mean, norm = loss / tokens, math.sqrt(square) if square >= 0 else math.nan
+        mean, norm = loss / max(1, tokens), math.sqrt(square) if square >= 0 else math.nan
         if not good:
             raise NonFinite(f"step {self.step}: loss {mean:g}, gradient norm {norm:g}")
-        return StepResult(mean, norm, self.learning_rate, tokens, stops > 0)
+        return StepResult(mean, norm, self.learning_rate, int(tokens), stops > 0)
 
 
 def count_on_device(counts: Tensor, replicas: Group | None, device: torch.device) -> Tensor:

@@ -32,11 +32,11 @@ class StepResult:
     """Result of one step, equal on all ranks.
 
     Attributes:
-        loss: mean over the unmasked tokens of the global batch [nats].
+        loss: mean over the unmasked tokens of the global batch [nats]; 0 without any.
         gradient_norm: norm over the full model before clipping (mean over the updates, if several); not finite if the
             step was skipped.
         learning_rate: learning rate of the update.
-        tokens: unmasked targets in the global batch, at least 1.
+        tokens: unmasked targets in the global batch.
         stop: whether any rank was asked to stop.
         loss_scale: factor on the loss; 1 without loss scaling.
         skipped: whether the update was skipped because a gradient overflowed.
@@ -105,8 +105,7 @@ class StageUpdates:
         """
         mesh = self.engine.mesh
         loss_sum, stopped, squares = sum_totals(self.engine, loss, stop, *self.square_norms)
-        tokens = max(1, tokens)
-        mean = loss_sum / tokens
+        mean = loss_sum / max(1, tokens)
         if not all(map(math.isfinite, (mean, *squares))):
             failed = (self.failed, -mesh.index("pp"), mesh.describe())
             found = all_gather(failed, world() if mesh.layout.world_size > 1 else None)

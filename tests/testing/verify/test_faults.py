@@ -34,6 +34,7 @@ EXPECTED = {
     "chunk-order": ("forward", "layers.0.attention"),
     "key-gradients-stay": ("backward", "layers.2.attention_norm"),
     "same-samples": ("samples", ""),
+    "next-samples": ("samples", ""),
     "wrong-group": ("gradient", "head.weight"),
     "mean-over-replicas": ("gradient", "head.weight"),
     "zero1-stale": ("in use", "embed.token.weight"),

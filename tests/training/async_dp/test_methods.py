@@ -132,6 +132,13 @@ def test_without_its_relaxation_each_method_is_the_synchronous_run(name, pool, e
     assert apart(name, WHOLE, pool, exact) < 1e-9
 
 
+def test_a_bulk_synchronous_server_has_the_same_bits_each_time(pool):
+    """Four replicas come in any order."""
+    one, other = (pool.run(train, 4, config_of("ps-bsp", ADAM, WHOLE, BATCH, dp=4), 0.3) for _ in range(2))
+    assert all(torch.equal(a, b) for mine, right in zip(one, other, strict=True)
+               for a, b in zip(mine, right, strict=True))
+
+
 class Lopsided(SyntheticDataset):
     """Every second sample, all of the second of two replicas, has no targets."""
 

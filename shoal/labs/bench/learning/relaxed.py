@@ -7,6 +7,7 @@ and the straggler's to a multiple of it: the comparison shows how long the other
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -167,7 +168,7 @@ def _read(folder: Path, method: str, seed: int, config: RunConfig) -> TrainedRun
     for record in records:
         seconds += (record.step - before) * tokens / record.tokens_per_second
         before = record.step
-        losses.append((seconds, record.loss))
+        losses.append((seconds, record.loss if record.loss is not None else math.nan))
     validation = records[-1].validation_loss
     assert validation is not None, "a run ends with a validation"
     return TrainedRun(method, seed, losses, [(seconds, validation)], {"seconds": seconds})

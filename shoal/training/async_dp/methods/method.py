@@ -72,22 +72,32 @@ class Method(ReplicaMethod):
         optimizer: this replica's optimizer.
 
     Attributes:
+        together: whether all replicas make each step together.
         clips: whether the engine clips this replica's gradient by its own norm.
         staleness: measured staleness, for methods that define it.
+        loss: this replica's loss in the current step, summed over its tokens [nats].
         made: saved number of optimizer updates; differs between replicas that do different numbers of steps.
     """
 
-    clips = True
+    clips, together = True, False
 
     def __init__(self, window: Window, flat: Flat, optimizer: Rule):
         self.window, self.flat, self.optimizer = window, flat, optimizer
         self.replica, self.replicas = window.index, window.size
         self.staleness = Staleness()
+        self.loss = 0.0
         self.made = torch.zeros(1, dtype=torch.int64)
 
     def before(self, step: int) -> bool:
         """Wait if the method requires it and refresh the weights; return whether they changed."""
         return False
+
+    def wait_for_totals(self, step: int) -> tuple[float | None, float] | None:
+        """Wait for a step of all replicas; return its loss (None without targets) and gradient norm, before clipping.
+
+        Returns None if the replicas do not make steps together.
+        """
+        return None
 
     @abstractmethod
     def update(self, step: int, rate: float, tokens: int) -> None:

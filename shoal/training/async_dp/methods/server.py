@@ -3,8 +3,8 @@
 The server is shared memory with one shard per worker, each with a lock and an update counter; the pushing worker does
 the server's work. Pushes start at different shards, so that workers rarely queue.
 
-bulk-synchronous  (ps-bsp)    The gradients of a step are summed, and the last worker applies one update. All wait for
-                              it: equal to the synchronous run up to rounding.
+bulk-synchronous  (ps-bsp)    The gradients of a step are summed in the order of the workers, and the last one applies
+                              one update. All wait for it: equal to the synchronous run up to rounding.
 stale-synchronous (ps-ssp)    Each push is applied immediately. A worker that is s steps ahead of the slowest waits for
                               it (Ho et al. 2013, section 3).
 asynchronous      (ps-async)  As stale-synchronous, without a bound.
@@ -27,6 +27,8 @@ from shoal.spec.config import RunConfig
 from shoal.training.async_dp.methods.flat import Flat
 from shoal.training.async_dp.methods.method import Method, MethodStates, States, move_weights
 
+WAITS = "ps-bsp waits for every worker in every step"
+
 
 class Server(Method):
     """Parameter-server method of one worker, with the server's shared memory.
@@ -44,7 +46,7 @@ class Server(Method):
     ):
         super().__init__(window, flat, optimizer)
         self.bound, self.aware, self.clip = bound, aware, clip
-        self.clips = bound != 0
+        self.clips, self.together = bound != 0, bound == 0
         self.weights = self.shared()
         shards = move_weights(optimizer.shards, flat.weights, self.weights)
         self.parts = _balanced(shards, self.replicas)
@@ -54,6 +56,8 @@ class Server(Method):
         self.optimizer = next(iter(self.rules.values()))
         self.sums = self.shared(flat.gradients) if bound == 0 else []
         self.tokens = window.tensor(1, torch.float64)
+        self.totals = window.tensor(3, torch.float64)  # loss sum, tokens and gradient norm of the newest step
+        self._losses = window.tensor(1, torch.float64)  # loss sum of the step so far
         self._locks, self._versions = window.locks(self.replicas), window.counters(self.replicas)
         self._clocks, self._pushed = window.counters(self.replicas), window.counters(1)
         self._pulled = dict.fromkeys(self.rules, 0)
@@ -70,8 +74,7 @@ class Server(Method):
         self.window.set(self._clocks + self.replica, step)
         everyone = range(self.replicas)
         if self.bound == 0:
-            what = "ps-bsp waits for every worker in every step"
-            self.window.until(lambda: self._version(0) >= step, everyone, what)
+            self.window.until(lambda: self._version(0) >= step, everyone, WAITS)
         elif (bound := self.bound) is not None:
             self.window.until(lambda: step - self.slowest() <= bound)
         for k in self.rules:
@@ -81,6 +84,13 @@ class Server(Method):
                     if self.parts[part.name] == k:
                         part.view(self.flat.weights).copy_(part.view(self.weights))
         return True
+
+    def wait_for_totals(self, step: int) -> tuple[float | None, float] | None:
+        if not self.together:
+            return None
+        self.window.until(lambda: self._version(0) >= step, range(self.replicas), WAITS)
+        loss, tokens, norm = self.totals.tolist()
+        return loss / tokens if tokens else None, norm
 
     def slowest(self) -> int:
         """Return the number of steps done by the slowest living worker."""
@@ -112,10 +122,13 @@ class Server(Method):
         self.staleness.add(sum(found) / len(found), max(found))
 
     def _add(self, rate: float, tokens: int) -> None:
-        """Add to the sum of the step; the last worker updates all shards."""
+        """Add to the sum of the step after the workers before this one; the last worker updates all shards."""
+        everyone = range(self.replicas)
+        self.window.until(lambda: self.window.get(self._pushed) == self.replica, everyone, WAITS)
         with self.window.lock(self._locks):
             torch._foreach_add_(self.sums, self.flat.gradients, alpha=tokens)
             self.tokens += tokens
+            self._losses += self.loss
             pushed = self.window.get(self._pushed) + 1
             self.window.set(self._pushed, pushed % self.replicas)
             if pushed < self.replicas:
@@ -123,8 +136,10 @@ class Server(Method):
             for total, gradients in zip(self.sums, self.flat.gradients, strict=True):
                 torch.div(total, self.tokens.clamp(min=1).to(total.dtype), out=gradients)
                 total.zero_()
-            self.tokens.zero_()
             norm = sum(float(torch.linalg.vector_norm(g).double().square()) for g in self.flat.gradients) ** 0.5
+            self.totals.copy_(torch.tensor((float(self._losses), float(self.tokens), norm)))
+            self.tokens.zero_()
+            self._losses.zero_()
             if self.clip and norm > self.clip:
                 torch._foreach_mul_(self.flat.gradients, self.clip / norm)
             version = self._version(0)
