@@ -24,7 +24,7 @@ from shoal.training.async_dp.engines import survives_rank_loss
 from shoal.training.check import check
 from shoal.training.records.metrics import check_trackers
 from shoal.training.resilience.host_memory_dir import release, run_dir
-from shoal.training.run_folder import check_resume, new_run
+from shoal.training.run_folder import check_resume, new_run, with_own_tokenizer
 from shoal.training.stop import StopRequests
 
 
@@ -83,6 +83,8 @@ def _train(
         raise UsageError(
             f"--run-folder {run_folder} and --resume {resume} name two folders: a resumed run stays in its own."
         )
+    if resume is not None:
+        config = with_own_tokenizer(config, resume)
     if auto_resume and run_folder is None:
         raise UsageError("--auto-resume needs --run-folder, by which the run is found when the job is started again.")
     if member is not None:

@@ -27,7 +27,7 @@ from shoal.training.check import check
 from shoal.training.resilience.events import write_event
 from shoal.training.resilience.heartbeat import Heartbeat, Phase, record_path
 from shoal.training.resilience.host_memory_dir import release, run_dir
-from shoal.training.run_folder import new_run
+from shoal.training.run_folder import list_changes, new_run
 from shoal.training.stop import PREEMPTED, REQUESTED, StopRequests
 from shoal.training.trainer import Trainer
 
@@ -92,6 +92,11 @@ class Generation:
         )
         if payload.get("restarted") and member.how != "local":  # locally, the supervisor reports failures
             self._report_previous(Path(folder))
+        elif payload["resume"] and not payload.get("restarted") and member.rank == 0:
+            write_event(
+                Path(folder), "resumed", step=trainer.step, ranks=member.world_size, how=member.how,
+                layout=config.parallel.describe(), changed=list_changes(Path(folder), config),
+            )
         if open_port := open_port_notice(member):
             trainer.display.note(open_port)
         neighbours = None

@@ -40,6 +40,7 @@ HOW = (
     "the times of each step, the remaining difference is the error of the simulation itself."
 )
 OWN_COLUMN = ("time", "event", "rank", "step", "report")
+MARKED = ("resumed", "recovered", "rolled back")
 LEFT_OUT = ("end", "restart")  # shown in the facts, and by the events that follow
 
 
@@ -241,7 +242,7 @@ def print_report(console: Console, report: RunReport) -> None:
 def _html(report: RunReport) -> str:
     config, compared = report.config, report.comparison
     lead = f"{config.model.name}, {config.parallel.describe()}, {config.train.precision}."
-    parts: list[Fragment | str] = [html_tiles(report.facts()), draw_curves(report.metrics)]
+    parts: list[Fragment | str] = [html_tiles(report.facts()), draw_curves(report.metrics, report.events)]
     if len(happened := event_table(report.events)) > 1:
         parts += ["<h2>Events</h2>", _table(happened)]
     if recorded := read_histograms(report.folder):
@@ -269,8 +270,12 @@ def _table(table: list[list[str]]) -> str:
     return html_table(rows, headings)
 
 
-def draw_curves(metrics: Sequence[StepMetrics]) -> str:
-    """Draw loss (with validation as dots), throughput, gradient norm and memory of a run, as far as recorded."""
+def draw_curves(metrics: Sequence[StepMetrics], events: Sequence[dict[str, Any]] = ()) -> str:
+    """Draw loss (with validation as dots), throughput, gradient norm and memory of a run, as far as recorded.
+
+    Dotted lines mark the steps after which it was resumed, restarted or rolled back.
+    """
+    marks = sorted({event["step"] for event in events if event["event"] in MARKED and "step" in event})
 
     def points(read: Callable[[StepMetrics], float | None]) -> Points:
         return [(m.step, value) for m in metrics if (value := read(m)) is not None]
@@ -282,19 +287,24 @@ def draw_curves(metrics: Sequence[StepMetrics]) -> str:
         "peak memory of the fullest rank, MiB": points(lambda m: m.memory_bytes / 2**20),
     }
     drawn = [
-        _draw("loss per token (dots: validation)", points(lambda m: m.loss), points(lambda m: m.validation_loss)),
-        _draw("tokens per second", points(lambda m: m.tokens_per_second), from_zero=True),
-        *(_draw(title, line, from_zero=True) for title, line in charts.items() if line),
+        _draw("loss per token (dots: validation)", points(lambda m: m.loss), points(lambda m: m.validation_loss),
+              marks=marks),
+        _draw("tokens per second", points(lambda m: m.tokens_per_second), from_zero=True, marks=marks),
+        *(_draw(title, line, from_zero=True, marks=marks) for title, line in charts.items() if line),
     ]
     return f'<div class="charts">{"".join(drawn)}</div>'
 
 
 @styled
-def _draw(title: str, line: Points, dots: Points = (), *, from_zero: bool = False) -> str:
+def _draw(
+    title: str, line: Points, dots: Points = (), *, from_zero: bool = False, marks: Sequence[int] = ()
+) -> str:
     figure, (axes,) = new_figure(420, 200)
     axes.plot(*zip(*line, strict=True), color=COLOURS[0], marker="o" if len(line) == 1 else "")
     if dots:
         axes.plot(*zip(*dots, strict=True), "o", color=COLOURS[1])
+    for step in marks:
+        axes.axvline(step, color="grey", linestyle=":", linewidth=0.8)
     if from_zero:
         axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -1,8 +1,9 @@
 """Run folder: its content, and checks that no run writes into another run's folder.
 
-    run.toml        config that the run was started with
+    run.toml        config that the run was started with, with absolute paths
+    tokenizer.json  copy of its tokenizer
     metrics.jsonl   one line per logged step; tensorboard/ beside it
-    events.jsonl    failures, restarts and recoveries, and the effective training time
+    events.jsonl    failures, restarts and recoveries, what each resume changed, and the effective training time
     checkpoints/    step-00000100/ ...
     logs/           output of each rank
 """
@@ -10,12 +11,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 from pathlib import Path
 
 from shoal.base.errors import UsageError
+from shoal.base.files import expanded
+from shoal.base.section import plain
 from shoal.engine.checkpoint import CheckpointError, newest, verify
 from shoal.engine.checkpoint.manifest import read_manifest
 from shoal.engine.checkpoint.storage import AnyPath, to_path
@@ -47,7 +51,9 @@ def new_run(config: RunConfig, folder: Path | None) -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not is_free(folder):
             raise FileExistsError
-        save_config(config, folder / RUN_FILE, new=True)
+        save_config(with_absolute_paths(config), folder / RUN_FILE, new=True)
+        if config.data.tokenizer != "bytes":
+            shutil.copyfile(expanded(config.data.tokenizer, "data.tokenizer"), folder / TOKENIZER_FILE)
     except FileExistsError:
         raise taken(folder) from None
     except OSError as error:
@@ -55,6 +61,40 @@ def new_run(config: RunConfig, folder: Path | None) -> Path:
             f"--run-folder {folder} cannot be written: {error.strerror}.\n  Name a folder that can."
         ) from None
     return folder
+
+
+def with_absolute_paths(config: RunConfig) -> RunConfig:
+    """Return the config with absolute paths, so that a run continues from any folder."""
+    data, kept = config.data, config.checkpoint
+    return config.model_copy(update={
+        "data": data.model_copy(update={
+            "paths": tuple(map(_absolute, data.paths)), "cache": Path(_absolute(str(data.cache))),
+            "tokenizer": data.tokenizer if data.tokenizer == "bytes" else _absolute(data.tokenizer),
+        }),
+        "checkpoint": kept.model_copy(update={"folder": _absolute(kept.folder)}),
+        "failover": config.failover.model_copy(update={"memory_folder": config.failover.memory_folder.absolute()}),
+    })
+
+
+def _absolute(path: str) -> str:
+    return path if not path or "://" in path or path.startswith("~") else os.path.abspath(path)
+
+
+def with_own_tokenizer(config: RunConfig, folder: Path) -> RunConfig:
+    """Return the config with the run's copy of the tokenizer, if its file has been moved."""
+    name, own = config.data.tokenizer, folder / TOKENIZER_FILE
+    if name == "bytes" or expanded(name, "data.tokenizer").is_file() or not own.is_file():
+        return config
+    return config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": str(own)})})
+
+
+def list_changes(folder: Path, config: RunConfig) -> dict[str, object]:
+    """Return the fields in which a config differs from the one that the run was started with, with the new values."""
+    first, now = (plain(each) for each in (load_config(folder / RUN_FILE), with_absolute_paths(config)))
+    return {
+        f"{section}.{name}": value for section, values in now.items() for name, value in values.items()
+        if first[section].get(name) != value
+    }
 
 
 def is_free(folder: Path) -> bool:
@@ -120,7 +160,7 @@ def _differences(first: RunConfig, config: RunConfig) -> Iterator[Difference]:
     for name, value in order.items():
         if value(first) != value(config):
             yield name, value(config), value(first), "its data would not continue where it stopped"
-    if first.checkpoint.folder != config.checkpoint.folder:
+    if _absolute(first.checkpoint.folder) != _absolute(config.checkpoint.folder):
         yield ("checkpoint.folder", config.checkpoint.folder, first.checkpoint.folder,
                f"its checkpoints are in this folder; after moving them, change it in {RUN_FILE} of the run")
     if first.optimizer.name != config.optimizer.name:
@@ -179,5 +219,7 @@ def check_steps_left(folder: Path, done: int, steps: int) -> None:
         )
 
 
-_DATA_ORDER = ("source", "paths", "field", "dataset", "tokenizer", "sequence_length", "document_mask",
-               "validation_fraction", "sampler", "overlap")
+TOKENIZER_FILE = "tokenizer.json"
+# Paths and tokenizer may move: the fingerprint of their content is compared when a state is loaded.
+_DATA_ORDER = ("source", "field", "dataset", "sequence_length", "document_mask", "validation_fraction", "sampler",
+               "overlap")

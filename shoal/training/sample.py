@@ -19,7 +19,7 @@ from shoal.engine.models.experts.router import Router, find_modules
 from shoal.engine.models.transformer import Transformer
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RUN_FILE, load_config
-from shoal.training.run_folder import get_checkpoint_folder
+from shoal.training.run_folder import get_checkpoint_folder, with_own_tokenizer
 
 
 def sample(
@@ -44,7 +44,7 @@ def sample(
     run_folder = Path(run_folder)
     if not (run_folder / RUN_FILE).is_file():
         raise UsageError(f"{run_folder} is not the folder of a run ({RUN_FILE} is missing).")
-    config = load_config(run_folder / RUN_FILE)
+    config = with_own_tokenizer(load_config(run_folder / RUN_FILE), run_folder)
     tokenizer = load_tokenizer(config.data.tokenizer)
     start = tokenizer.encode(prompt).tolist()
     if not start:

@@ -5,9 +5,15 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from shoal.base.errors import UsageError
-from shoal.spec.config import RUN_FILE, RunConfig, build_config, load_config
+from shoal.engine.data.prepare import train_tokenizer
+from shoal.report.run import draw_curves, write_report
+from shoal.spec.config import RUN_FILE, RunConfig, build_config, load_config, save_config
 from shoal.training import run_folder
-from shoal.training.run_folder import new_run
+from shoal.training.records.metrics import read_metrics
+from shoal.training.resilience.events import read_events
+from shoal.training.run_folder import new_run, with_absolute_paths
+from shoal.training.sample import sample
+from tests.trainings.runs import shoal, small_config
 
 
 def test_starts_within_one_second_get_folders_of_their_own(tmp_path, monkeypatch):
@@ -28,7 +34,7 @@ def test_of_two_starts_into_one_folder_the_second_is_refused(tmp_path, monkeypat
     first = build_config({"train": {"seed": 1}})
 
     def save(config, path, **options):
-        if config is not first:
+        if config != first:
             new_run(first, folder)
         return original(config, path, **options)
 
@@ -37,6 +43,41 @@ def test_of_two_starts_into_one_folder_the_second_is_refused(tmp_path, monkeypat
     with pytest.raises(UsageError, match="exists already"):
         new_run(RunConfig(), folder)
     assert load_config(folder / RUN_FILE) == first
+
+
+def test_a_run_continues_from_any_folder_after_its_text_and_tokenizer_have_moved(corpus, tmp_path):
+    """Started in one folder with relative paths, resumed in another on another layout: a section of the record."""
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "some.jsonl").write_bytes((corpus / "shoal.jsonl").read_bytes())
+    config = small_config(
+        corpus, data={"paths": ["text"], "cache": "cache"}, train={"steps": 2, "validate_every": 0},
+        checkpoint={"asynchronous": False}, metrics={"tensorboard": False},
+    )
+    absolute = with_absolute_paths(config.model_copy(update={"data": config.data.model_copy(update={
+        "paths": (str(tmp_path / "text"),), "cache": tmp_path / "cache"})}))
+    train_tokenizer(absolute.data, vocab_size=280, out=tmp_path / "own.json")
+    save_config(config, tmp_path / "own.toml")
+    code, said = shoal("train", "own.toml", "--data.tokenizer", "own.json", "--run-folder", "run", cwd=tmp_path)
+    assert code == 0, said
+    (tmp_path / "text").rename(tmp_path / "moved")
+    (tmp_path / "own.json").unlink()
+    (tmp_path / "run").rename(tmp_path / "away")
+    folder = tmp_path / "away"
+    assert sample(folder, "def", tokens=2).startswith("def")
+    code, said = shoal(
+        "train", "--resume", folder, "--data.paths", tmp_path / "moved", "--train.steps", "4", "--parallel.dp", "2"
+    )
+    assert code == 0 and "resumed after step 2" in said, said
+    resumed = next(event for event in read_events(folder) if event["event"] == "resumed")
+    assert (resumed["step"], resumed["ranks"]) == (2, 2)
+    assert {name: resumed["changed"][name] for name in ("train.steps", "parallel.dp")} == {
+        "train.steps": 4, "parallel.dp": 2}
+    assert "stroke-dasharray" in draw_curves(read_metrics(folder), read_events(folder))
+    write_report(folder)
+    with open(tmp_path / "moved" / "some.jsonl", "a") as file:
+        file.write('{"text": "another"}\n')
+    code, said = shoal("train", "--resume", folder, "--data.paths", tmp_path / "moved", "--train.steps", "5")
+    assert code == 2 and "the text or its tokenizer has changed" in said
 
 
 def test_a_file_in_its_place_is_refused(tmp_path):
