@@ -21,7 +21,7 @@ from shoal.base.errors import redact
 from shoal.base.journal import Journal
 from shoal.launch.prefork import PreforkServer, PreforkServerEnded, end_processes, local_environment
 from shoal.launch.rank_env import failure_path
-from shoal.launch.recovery.generations import LEAVE
+from shoal.launch.recovery.generations import LEAVE, LOG
 from shoal.launch.watch import watchdog
 from shoal.launch.watch.rank_failure import Ending, Failure
 from shoal.spec.config import FailoverConfig
@@ -78,6 +78,7 @@ class RankProcesses:
     Args:
         scratch: new folder for rendezvous, heartbeat records and ``payload.json``.
         kept: processes of the previous attempt that take part again, by rank.
+        spares: processes without a rank, of which the first ones replace those that are not kept.
         keeps: whether the survivors of a lost rank keep their processes (`survivors`).
         survivable: whether the ranks continue after a signal killed one other than rank 0.
         notice: called regularly with the heartbeat records of all ranks.
@@ -95,6 +96,7 @@ class RankProcesses:
         *,
         survivable: bool = False,
         kept: Mapping[int, RankProcess] | None = None,
+        spares: list[RankProcess] | None = None,
         keeps: bool = False,
         notice: Callable[[list[HeartbeatRecord | None]], None] = lambda records: None,
         started: Callable[[int, Path, list[int]], None] = lambda server, scratch, ranks: None,
@@ -102,7 +104,7 @@ class RankProcesses:
         self.log_folder, self.scratch, self.device, self.survivable = log_folder, scratch, device, survivable
         self.stop, self.server, self.limits, self.notice, self.started = stop, server, limits, notice, started
         self.header = f"---- started {time.strftime('%Y-%m-%d %H:%M:%S')} by process {os.getpid()} ----\n"
-        self.kept, self.keeps = dict(kept or {}), keeps
+        self.kept, self.spares, self.keeps = dict(kept or {}), [] if spares is None else spares, keeps
         self.processes: list[RankProcess] = []
         self.survivors: dict[int, RankProcess] = {}  # after the loss of a rank: processes that can take part again
         self.lost: Failure | None = None  # rank killed by the watchdog
@@ -140,6 +142,11 @@ class RankProcesses:
             process.tell(variables)
         else:
             Journal(self._log(rank)).append(self.header)  # after the output of earlier launches
+            while self.spares and process is None:
+                if (spare := self.spares.pop(0)).poll() is None:
+                    spare.tell(variables | {LOG: str(self._log(rank))})
+                    process = spare
+        if process is None:
             process = RankProcess(self.server, module, variables, self._log(rank), heard=rank == 0)
         self.processes.append(process)
 

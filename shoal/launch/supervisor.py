@@ -22,7 +22,7 @@ from shoal.base.section import plain
 from shoal.launch.checks.memory import check_memory
 from shoal.launch.devices import find_devices, visible_devices_variable
 from shoal.launch.local_launcher import RankProcess, RankProcesses, start_rank_server
-from shoal.launch.prefork import PreforkServer, end_processes
+from shoal.launch.prefork import PreforkServer, PreforkServerEnded, end_processes, local_environment
 from shoal.launch.recovery.elastic_layout import replan
 from shoal.launch.watch.rank_failure import Ending
 from shoal.spec.config import RunConfig
@@ -67,6 +67,7 @@ class Supervisor:
         self.recoveries: list[float] = []  # duration of each [s]
         self._recovery: tuple[float, int] | None = None  # pending recovery: start time, steps done at the failure
         self._kept: dict[int, RankProcess] = {}  # processes of the survivors of a lost rank
+        self._spares: list[RankProcess] = []  # processes that wait for the place of a lost rank
         self._begun = False
         self.began = 0  # steps done at the start of the newest attempt
         self._diverged = -1  # steps done at the last divergence
@@ -83,6 +84,7 @@ class Supervisor:
                     self.attempt += 1
             finally:
                 self._end_kept()
+                end_processes([spare.process for spare in self._spares])
             code = PREEMPTED if ending.cause and self.stop.preempted else ending.code
             self._report_end(code)
             return code
@@ -108,6 +110,7 @@ class Supervisor:
         self._begun = False
         processes = RankProcesses(
             self.logs, scratch, self.device, self.stop, self._server, self.config.failover, kept=self._kept,
+            spares=self._spares,
             keeps=self._keeps(), survivable=self.survivable, notice=self._notice, started=self._write_processes,
         )
         ending = processes.run(self.module, ranks, {"SHOAL_ATTEMPT": str(self.attempt), **variables})
@@ -124,6 +127,15 @@ class Supervisor:
     def _end_kept(self) -> None:
         end_processes([each.process for each in self._kept.values()])
         self._kept = {}
+
+    def _start_spares(self) -> None:
+        """Start missing spares, as far as the system can."""
+        self._spares[:] = [spare for spare in self._spares if spare.poll() is None]
+        environment = local_environment(self.config.parallel.world_size, self.device)
+        with suppress(PreforkServerEnded, OSError):
+            while self._server and len(self._spares) < self.config.failover.spares:
+                log = self.logs / "spares.log"
+                self._spares.append(RankProcess(self._server, self.module, environment, log, heard=True))
 
     def _plan(self) -> tuple[RunConfig, dict[str, str]]:
         """Return the run on the available devices, and the variables that select them.
@@ -209,6 +221,7 @@ class Supervisor:
         if not self._begun:
             self.time.begun(first.begun)
             self._begun, self.began = True, first.begun
+            self._start_spares()
         self.time.stepped(first.steps, first.seconds)
         if self._recovery and first.steps > first.begun:
             (since, furthest), self._recovery = self._recovery, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.data.batches import Dataset, open_dataset
 from shoal.engine.device import allow_reproducible_products, destroy_world, write_collective_traces
 from shoal.launch.rank_env import RankEnv, detect_rank_env, read_payload, record_end, scratch_folder
-from shoal.launch.recovery.generations import Abandoned, Orders, become, forget, is_peer_loss, leave_world
+from shoal.launch.recovery.generations import Abandoned, Orders, forget, is_peer_loss, leave_world
 from shoal.launch.rendezvous import become_rank, open_port_notice
 from shoal.launch.watch.peer_watch import LastState, PeerWatch, find_cause, make_shared_folder, read_previous_attempt
 from shoal.spec.config import build_config
@@ -152,6 +153,8 @@ def run_generations(built: Callable[[Trainer], None] | None = None) -> int:
     replace_unencodable()
     outlive_readers()
     orders = Orders()
+    if "RANK" not in os.environ:  # a spare
+        orders.next()
     while True:
         generation: Generation | None = None
         try:
@@ -164,7 +167,7 @@ def run_generations(built: Callable[[Trainer], None] | None = None) -> int:
             if generation is None or not is_peer_loss(error):
                 raise
             generation.abandon(error)
-        become(orders.next())
+        orders.next()
         generation.beat.close()
 
 

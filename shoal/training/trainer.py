@@ -113,7 +113,8 @@ class Trainer:
         looked_at = self.timed or self.profiler or self.histograms or failover.spike_factor or failover.stragglers_every
         self.reads_late = self.engine.starts_early and not looked_at
         self.unread: StartedStep | None = None
-        self.peak: float | None = None  # FLOP/s, summed over all ranks
+        self.peak: float | None = None  # FLOP/s, summed over all ranks; measured only when the first step is logged
+        self.measured = False
 
     # ---- the loop ------------------------------------------------------------------------------------------------
 
@@ -121,7 +122,6 @@ class Trainer:
         """Train to the last step or until a stop request, then save the state."""
         self.stop.listen()
         self._show_banner()
-        self.peak = self._peak_flops()
         stopped, steps = False, self.config.train.steps
         with self.display:
             while self.step < steps and not stopped:
@@ -230,6 +230,8 @@ class Trainer:
     # ---- around the step -----------------------------------------------------------------------------------------
 
     def _log(self, result: StepResult) -> None:
+        if not self.measured:
+            self.peak, self.measured = self._peak_flops(), True
         most = torch.tensor(float(peak_memory(self.mesh.device)), device=self.mesh.device)
         memory = to_host(all_reduce(most, self.mesh.group("world"), dist.ReduceOp.MAX))
         steps, seconds = self.timer.lap()

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from shoal.launch.local_launcher import RankProcess
 from shoal.launch.supervisor import PROCESSES_FILE
 from shoal.spec.config import save_config
 from shoal.training.resilience.events import read_events
@@ -88,6 +89,20 @@ def test_survivors_keep_their_processes(supervised, corpus, capfd):
     assert [event["kind"] for event in events(folder, "restart")] == ["in process"] * len(faults), said
     assert replaced(folder) == [3, 3, 2, 2]
     assert not any(event["lost"] > 3 for event in events(folder, "recovered"))
+
+
+def test_spares_take_the_place_of_lost_ranks(supervised, undisturbed, corpus, monkeypatch):
+    """Also of rank 0, whose output is heard, and of a spare that died itself."""
+    started: list[RankProcess] = []
+    build = RankProcess.__init__
+    monkeypatch.setattr(RankProcess, "__init__", lambda self, *a, **o: (started.append(self), build(self, *a, **o))[0])
+    faults = "kill@6:1:B,kill@7:0:F,kill@8:1:S"
+    code, folder = supervised(config_of(corpus, failover={"spares": 1, "restarts": 5}), faults)
+    assert code == 0 and curve(folder) == curve(undisturbed)
+    assert same_bits(checkpoints(folder)[STEPS], checkpoints(undisturbed)[STEPS])
+    assert [event["kind"] for event in events(folder, "recovered")] == ["in process"] * 3
+    assert len(started) == 2 + 3 + 1 and replaced(folder)[:2] == [2, 3]  # two ranks, and a new spare each time
+    assert not any(psutil.pid_exists(one.pid) and alive(psutil.Process(one.pid)) for one in started)
 
 
 @pytest.mark.parametrize(("seconds", "processes"), [(1e-3, {2, 3}), (0, {2})], ids=["late", "off"])

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from queue import SimpleQueue
 from types import FrameType
@@ -30,7 +30,6 @@ from shoal.launch.prefork import PIPE
 
 LEAVE: dict[str, str] = {}  # order to leave the current generation
 LOG = "SHOAL_LOG"  # variable of an order: file for the output of a process that was a spare
-SPARE = "SHOAL_SPARE"  # variable of a process that starts without a rank
 INTERRUPT = signal.SIGURG  # ignored by default, and used by no library
 AGAIN_SECONDS = 0.1  # until another interrupt: a callback may have swallowed the exception
 
@@ -67,10 +66,18 @@ class Orders:
         finally:
             self._inside = False
 
-    def next(self) -> dict[str, str]:
-        """Wait for the next generation; return its environment."""
-        self._inside = False
-        return self._next.get()
+    def next(self) -> None:
+        """Wait for the next generation and take its environment, and its log if this process was a spare."""
+        order = self._next.get()
+        os.environ.update(order)
+        if log := os.environ.pop(LOG, ""):
+            end = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os.dup2(end, 2)
+            if order["RANK"] != "0":
+                os.dup2(end, 1)
+            os.close(end)
 
     def _receive(self, pipe: int) -> None:
         with open(pipe) as lines:
@@ -118,16 +125,3 @@ def leave_world() -> None:
     """Leave all groups and free the memory of the generation, to which nothing else may refer."""
     gc.collect()
     destroy_world()
-
-
-def become(order: Mapping[str, str]) -> None:
-    """Take the environment of a generation, and its log if this process was a spare."""
-    os.environ.update(order)
-    if log := os.environ.pop(LOG, ""):
-        end = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os.dup2(end, 2)
-        if os.environ["RANK"] != "0":
-            os.dup2(end, 1)
-        os.close(end)

@@ -305,6 +305,9 @@ class FailoverConfig(Section):
     """Seconds in which the survivors of a lost rank must leave their step, and must meet the new ranks. Survivors keep
     their processes; one that takes longer is replaced too. 0 replaces all ranks after every failure."""
 
+    spares: NonNegativeInt = 0
+    """Processes that wait, with all imports done, for the place of a lost rank. They hold no device and no state."""
+
     replan: bool = True
     """Restart on fewer devices after a loss, and on all of them when they return, with the layout nearest to parallel.
     Without it, a run that lacks devices ends."""
