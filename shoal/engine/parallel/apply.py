@@ -54,7 +54,7 @@ def build_stages(
 
     Args:
         assignment: assignment of the tokens of a sequence to the context-parallel ranks.
-        compile: compile each layer, and on the CPU the loss if it is not split.
+        compile: compile each layer, except its experts, and on the CPU the loss if it is not split.
         cuda_graphs: record what is compiled as CUDA graphs; `Runtime` then has to mark its steps.
     """
     position, holders = mesh.index("pp"), program.stage_rank
@@ -100,14 +100,19 @@ def _build_stage(
     apply_context_parallel(model, mesh, assignment, chosen)
     apply_mixture_of_depths(model, shape, mesh, assignment, chosen)
     if compile:
-        fused: list[nn.Module] = list(model.layers.values())
+        compiled: list[tuple[nn.Module, str]] = []
+        for layer in model.layers.values():
+            if layer.sparse:  # the rows of each expert vary; experts have fused operators and grouped products
+                layer.mlp.forward = torch.compiler.disable(layer.mlp.forward)
+            # The compiler takes recomputation as it is in one graph alone, which collectives and experts interrupt.
+            inside = layer.recompute and (layer.sparse or mesh.size("tp") > 1)
+            compiled.append((layer, "_forward" if inside else "forward"))
         # A split loss contains a collective, which cannot be compiled; on CUDA the loss has operators of its own.
         if mesh.size("tp") == 1 and mesh.device.type == "cpu":
-            fused.append(model.loss)
-        for module in fused:  # not `Module.compile`, which also compiles the hooks that gather parameters
-            module.forward = torch.compile(
-                module.forward, dynamic=False, mode="reduce-overhead" if cuda_graphs else None
-            )
+            compiled.append((model.loss, "forward"))
+        for module, name in compiled:  # not `Module.compile`, which also compiles the hooks that gather parameters
+            mode = "reduce-overhead" if cuda_graphs else None
+            setattr(module, name, torch.compile(getattr(module, name), dynamic=False, mode=mode))
     _receive_gradients(model, sink)
     # Last, therefore outermost: parameters are gathered before a layer is entered, recomputed or not.
     unclaimed = _materialise(model, placements, policy.compute, mesh.device)

@@ -92,8 +92,6 @@ CONFLICTS = (
     Conflict(f.COMPILE, f.SPLIT, "it computes the gradients of weights and of activations separately, and a compiled "
              "layer computes both together",
              "Leave train.compile out, or use a schedule with unsplit backwards, such as 1f1b or interleaved-1f1b"),
-    Conflict(f.COMPILE, f.EXPERTS, "the number of rows of each expert varies, and each new number would be "
-             "compiled again", "Leave compile out"),
     Conflict(f.COMPILE, f.DEPTHS, "the tokens of a layer are chosen at run time, and its router adds to backward",
              "Leave compile out"),
 
@@ -103,6 +101,7 @@ CONFLICTS = (
              "Use parallel.zero 2, or leave train.cuda_graphs out"),
     Conflict(f.CUDA_GRAPHS, f.FLOAT8, "weights are encoded once a step, outside of the graphs",
              "Leave train.cuda_graphs out"),
+    Conflict(f.CUDA_GRAPHS, f.EXPERTS, "the number of rows of each expert varies", "Leave train.cuda_graphs out"),
     Conflict(f.CUDA_GRAPHS, f.TP, "layers contain collectives, which are not recorded", "Leave train.cuda_graphs out"),
 
     # ---- number formats ----------------------------------------------------------------------------------------------

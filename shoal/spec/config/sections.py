@@ -80,7 +80,8 @@ class TrainConfig(Section):
     """The attention kernel; auto chooses the one measured fastest for the device and dtype."""
 
     compile: bool = False
-    """Use torch.compile for each layer, the loss (unless split over ranks), and update rules that gain from it."""
+    """Use torch.compile for each layer (experts excepted), the loss (unless split over ranks), and update rules that
+    gain from it."""
 
     cuda_graphs: bool = False
     """With compile, record the kernels of each layer as CUDA graphs and replay them (torch's mode reduce-overhead), for

@@ -82,15 +82,27 @@ def test_in_bf16_products_are_accumulated_in_float32(pool: Pool) -> None:
 @pytest.mark.parametrize(("fused", "precision"), [(True, "bf16"), (False, "fp32")])
 def test_compiled_layers_hold_the_operators(pool: Pool, fused: bool, precision: str) -> None:
     """Also the ones that give the gradients of weights to their buffers; adjacent matrices are one product."""
-    config = small_run({}, {"layers": 2}, precision=precision, global_batch=2)
+    config = small_run({}, {"layers": 1}, precision=precision, global_batch=2)
     ((loss, expected, _),) = pool.run(gradients, 1, config, fused)
     ((compiled_loss, actual, called),) = pool.run(gradients, 1, config, fused, True)
-    layers, matrices = 2, 7
+    layers, matrices = 1, 7
     assert called["find_owner"] == 2 * layers * matrices  # forward and backward
     assert compiled_loss == pytest.approx(loss, rel=1e-5)
     for name, gradient in expected.items():
         assert actual[name].dtype == torch.float32
         torch.testing.assert_close(actual[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("parallel", [{"dp": 2, "ep": 2}, {"tp": 2, "recompute": "full"}], ids=str)
+def test_experts_between_compiled_parts_of_a_layer(pool: Pool, parallel: dict[str, Any]) -> None:
+    experts = {"count": 4, "per_token": 2, "ffn": 12, "shared": 1, "balance_loss": 0.1, "bias_update": 0.01}
+    config = small_run(parallel, {"layers": 1, "experts": experts}, precision="fp64")
+    plain = pool.run(gradients, 2, config, True)
+    compiled = pool.run(gradients, 2, config, True, True)
+    for (loss, expected, _), (compiled_loss, actual, called) in zip(plain, compiled, strict=True):
+        assert compiled_loss == pytest.approx(loss, rel=1e-12) and called["find_owner"]
+        for name, gradient in expected.items():
+            torch.testing.assert_close(actual[name], gradient, rtol=1e-9, atol=1e-12)
 
 
 def forward_with_hooks(config: RunConfig) -> list[int]:

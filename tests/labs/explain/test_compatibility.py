@@ -51,7 +51,7 @@ def test_the_matrix_marks_what_is_refused() -> None:
 
 def test_one_technique_is_told_with_remedies() -> None:
     text = printed(technique="torch.compile")
-    assert "works with data parallelism (DDP)" in text and "not with mixture of experts" in text
+    assert "works with data parallelism (DDP)" in text and "not with histograms" in text
     assert "Leave train.compile out" in text
     with pytest.raises(UsageError, match="did you mean"):
         explain(CompatibilityOptions(technique="torch.compil"), Console(quiet=True))
