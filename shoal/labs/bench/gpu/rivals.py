@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -83,10 +84,11 @@ def _transformers(setting: GpuSetting, shape: ModelShape, *, liger: bool = False
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
         apply_liger_kernel_to_llama()
+    attention: dict[str, Any] = {"attn_implementation": "sdpa"}  # of the base class: type checkers do not know it
     config = LlamaConfig(
         vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.ffn, num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads, use_cache=False,
-        tie_word_embeddings=shape.tied, attn_implementation="sdpa",
+        tie_word_embeddings=shape.tied, **attention,
     )  # fmt: skip
     with torch.device(setting.torch_device):
         model = LlamaForCausalLM(config)
