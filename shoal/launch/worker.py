@@ -76,6 +76,9 @@ class Generation:
                 release(run_dir(Path(folder), config.failover))  # as in `shoal.launch.train`
         if device.type == "cuda":
             write_collective_traces(Path(folder) / "logs")
+        neighbours = None
+        if self.records is not None and member.how != "local":  # from here on: loading may hang too
+            neighbours = PeerWatch(member, self.records, config.failover, Path(folder))
         seed = config.train.seed
         samples = {split: open_dataset(config.data, seed=seed, split=split) for split in ("train", "validation")}
         _agree_on_data(samples)
@@ -100,9 +103,6 @@ class Generation:
             )
         if open_port := open_port_notice(member):
             trainer.display.note(open_port)
-        neighbours = None
-        if self.records is not None and member.how != "local":
-            neighbours = PeerWatch(member, self.records, config.failover, Path(folder))
         if built is not None:
             built(trainer)
         trainer.run()

@@ -1,5 +1,6 @@
 """What is printed ends no run."""
 
+import io
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from shoal.base.terminal import outlive_readers
 from shoal.training.records.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -36,6 +38,19 @@ def test_a_reader_that_goes_away_ends_nothing(unbuffered):
     assert (speaker.returncode, said.splitlines()) == (
         0, ["the reader of stdout has gone; this process continues without printing", "it came to its end"],
     )
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device without space")
+@pytest.mark.parametrize("buffered", [True, False])
+def test_output_to_a_full_disk_is_dropped(buffered, monkeypatch):
+    with open("/dev/full", "wb", buffering=-1 if buffered else 0) as full:
+        plain = io.TextIOWrapper(full, line_buffering=True)
+        monkeypatch.setattr(sys, "stdout", plain)
+        monkeypatch.setattr(sys, "stderr", sys.stderr)  # which is replaced too
+        outlive_readers()
+        for _ in range(3):
+            print("a line", flush=True)
+        plain.detach()
 
 
 def test_it_may_be_the_reader_of_stderr_too():

@@ -101,6 +101,28 @@ def tracked(folder, monkeypatch, extra) -> list[tuple[str, tuple, dict]]:
     return package.calls
 
 
+def test_a_tracker_that_fails_gets_its_records_later(tmp_path, monkeypatch):
+    written, said, full = [], [], OSError(28, "No space left on device")
+
+    class Writer:
+        def __init__(self, folder, purge_step):
+            self.good = len(said) != 1 or written.append("opened again")
+
+        def add_scalar(self, name, value, step):
+            if step == 2 and not said:
+                raise full
+            written.extend([step] if name == "loss" else [])
+
+        def close(self):
+            raise full
+
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", Writer)
+    with closing(MetricsWriter(tmp_path, 0, MetricsConfig(), {}, said.append)) as writer:
+        for step in (1, 2, 3):
+            writer.write(replace(SAMPLE, step=step))
+    assert written == [1, "opened again", 2, 3] and len(said) == 1 and "No space left" in said[0]
+
+
 SECOND = SAMPLE.values() | {"loss": 5.0, "validation_loss": 2.5}
 
 
