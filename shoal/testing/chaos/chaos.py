@@ -33,7 +33,15 @@ from shoal.launch.prefork import PreforkServer
 from shoal.launch.supervisor import PROCESSES_FILE, Supervisor
 from shoal.pipeline.from_layout import build_layout_program
 from shoal.spec.config import RunConfig, save_config
-from shoal.testing.chaos.fault_injection import COMMITTING, DAMAGES, SAVING, VARIABLE, Planted, disturbed_path
+from shoal.testing.chaos.fault_injection import (
+    COMMITTING,
+    DAMAGES,
+    SAVING,
+    START,
+    VARIABLE,
+    Planted,
+    disturbed_path,
+)
 from shoal.testing.chaos.fault_types import KINDS, MOMENT_OPS, NEED_MOUNTS, REPAIRED, FaultType
 from shoal.training.resilience.events import read_events
 from shoal.training.resilience.heartbeat import read, record_path
@@ -58,6 +66,7 @@ class Trial:
     problems: list[str] = field(default_factory=list)  # none if the trial passed
     lost: list[int] = field(default_factory=list)  # repeated steps of each restart
     seconds: list[float] = field(default_factory=list)  # from the last heartbeat to the next step, of each own restart
+    in_process: int = 0  # restarts in which survivors kept their processes
     reached: int | None = None  # steps done before the run was resumed by hand; None if it was not
 
 
@@ -89,6 +98,8 @@ class Chaos:
             return self.config.data.source != "synthetic"
         if name == "kill-collective":
             return any("R" in actions for actions in self.actions)
+        if name in ("kill-two", "kill-recovery"):
+            return self.ranks > 1
         if name in ("lost-node", "returned-node"):
             return self.ranks > 1 and self.config.parallel.sync == "all-reduce"
         return True
@@ -104,9 +115,9 @@ class Chaos:
         else:
             planted = self.draw(name, rng)
             op, rank = planted[0].op, planted[0].rank
-            where = op if op in SAVING else f"{op} {planted[0].nth}"
+            where = op if op in (*SAVING, START) else f"{op} {planted[0].nth}"
             trial = Trial(name, f"rank {rank}, step {planted[0].step + 1}, {where}")
-            code = self._supervise(folder, planted)
+            code = self._supervise(folder, planted, own_server=kind.effect == "kill-parent")
             self._expect(trial, kind, code)
             if code and not trial.problems:
                 trial.reached = step_of_failure(folder)
@@ -131,8 +142,16 @@ class Chaos:
         step = rng.randrange(first, max(first + 1, last))
         if kind.moment in SAVING:
             return [Planted(kind.effect, rank, min(step, max(0, last - 1)), kind.moment, fraction=rng.random())]
+        if kind.moment == START:
+            return [Planted(kind.effect, rank, 0, START)]
         op, nth = self._action(rank, MOMENT_OPS[kind.moment], rng)
         fault = Planted(kind.effect, rank, step, op, nth, fraction=rng.random(), seed=rng.randrange(2**31))
+        if name in ("kill-two", "kill-recovery"):
+            other = rng.choice([each for each in range(self.ranks) if each != rank])
+            if name == "kill-recovery":
+                return [fault, Planted(kind.effect, other, 0, START, attempt=1)]
+            op, nth = self._action(other, MOMENT_OPS[kind.moment], rng)
+            return [fault, replace(fault, rank=other, op=op, nth=nth)]
         if name == "lost-node":
             return [replace(fault, lost_devices=[rank])]
         if name == "returned-node":
@@ -149,11 +168,15 @@ class Chaos:
 
     # ---- runs --------------------------------------------------------------------------------------------------------
 
-    def _supervise(self, folder: Path, faults: Sequence[Planted] = (), *, resume: bool = False) -> int:
+    def _supervise(
+        self, folder: Path, faults: Sequence[Planted] = (), *, resume: bool = False, own_server: bool = False
+    ) -> int:
         """Run to the end; return the exit code of `shoal train`."""
         os.environ[VARIABLE] = json.dumps([asdict(fault) for fault in faults])
         try:
-            supervisor = create_supervisor(self.config, folder, self.server, resume=resume, faulty=bool(faults))
+            supervisor = create_supervisor(
+                self.config, folder, None if own_server else self.server, resume=resume, faulty=bool(faults)
+            )
             code = supervisor.run()
             self.began = supervisor.began
             return code
@@ -243,6 +266,7 @@ class Chaos:
         events = read_events(folder)
         trial.lost = [event["lost"] for event in events if event["event"] == "recovered"]
         trial.seconds = [event["seconds"] for event in events if event["event"] == "recovered"]
+        trial.in_process = sum(event["event"] == "recovered" and event["kind"] == "in process" for event in events)
         if trial.reached is not None:
             trial.lost.append(max(0, trial.reached - self.began))
         # An incomplete save cannot be resumed, so a failure may cost the steps of two intervals.
@@ -270,7 +294,7 @@ class Chaos:
 
 
 def create_supervisor(
-    config: RunConfig, folder: Path, server: PreforkServer, *, resume: bool = False, faulty: bool = False
+    config: RunConfig, folder: Path, server: PreforkServer | None, *, resume: bool = False, faulty: bool = False
 ) -> Supervisor:
     """Create the supervisor of a run on this machine's CPU; with ``faulty``, inject the faults of the environment."""
     if not resume:

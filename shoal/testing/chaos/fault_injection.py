@@ -38,7 +38,7 @@ class Planted:
     effect: str  # see `InjectedFault.act`
     rank: int
     step: int
-    op: str  # of the action in which it happens; STAGING or COMMITTING: in the first checkpoint from this step on
+    op: str  # of the action in which it happens; STAGING, COMMITTING: in the first checkpoint from this step on; START
     nth: int = 0  # index among the step's actions with this op
     fraction: float = 0.0  # delay within the action, relative to the duration of the previous one of its kind
     attempt: int = 0
@@ -47,6 +47,7 @@ class Planted:
 
 
 SAVING = STAGING, COMMITTING = "staging", "committing"
+START = "start"  # before the first step of an attempt
 DAMAGES = ("flip", "truncate", "remove")  # of a file; each is also an effect
 
 
@@ -70,7 +71,9 @@ class InjectedFault:
         self.step, self.count = -1, 0
         self.begun, self.lasted = 0.0, 0.0
         trainer.engine.runtime.recorders.insert(0, self)  # first, so that the other recorders measure its delays
-        if planted.op == STAGING:
+        if planted.op == START:
+            self.act()
+        elif planted.op == STAGING:
             self._around(save, "write_part")
         elif planted.op == COMMITTING:
             self._around(trainer.states.disk, "_commit")
@@ -126,6 +129,9 @@ class InjectedFault:
         match self.planted.effect:
             case "kill":
                 kill_self()
+            case "kill-parent":  # the prefork server, with which all ranks die
+                os.kill(os.getppid(), signal.SIGKILL)
+                signal.pause()
             case "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "exit":

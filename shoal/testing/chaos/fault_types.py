@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal.testing.chaos.fault_injection import COMMITTING, RAISED, STAGING
+from shoal.testing.chaos.fault_injection import COMMITTING, RAISED, STAGING, START
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class FaultType:
     """
 
     effect: str  # see `Planted`; "" if it comes from outside the ranks
-    moment: str  # a key of `MOMENT_OPS`, STAGING or COMMITTING; "" if it comes from outside
+    moment: str  # a key of `MOMENT_OPS`, STAGING, COMMITTING or START; "" if it comes from outside
     message: str  # pattern of the expected message, in which RANK is the rank
     late: bool = False  # only after the run has saved checkpoints
     codes: tuple[int, ...] = (0,)
@@ -25,6 +25,7 @@ class FaultType:
 
 
 KILLED = r"rank RANK was killed by SIGKILL"
+ANY_KILLED = r"rank \d+ was killed by SIGKILL"  # of several, the one that ended first
 KINDS = {
     "kill-forward": FaultType("kill", "forward", KILLED),
     "kill-backward": FaultType("kill", "backward", KILLED),
@@ -32,6 +33,10 @@ KINDS = {
     "kill-optimizer": FaultType("kill", "optimizer", KILLED),
     "kill-staging": FaultType("kill", STAGING, KILLED),
     "kill-committing": FaultType("kill", COMMITTING, r"rank 0 was killed by SIGKILL"),
+    "kill-start": FaultType("kill", START, r"rank RANK was killed by SIGKILL starting"),
+    "kill-two": FaultType("kill", "any", ANY_KILLED),
+    "kill-recovery": FaultType("kill", "any", ANY_KILLED + r"(.|\n)*" + ANY_KILLED),
+    "kill-prefork": FaultType("kill-parent", "any", ANY_KILLED),
     "kill-supervisor": FaultType("", "", "", late=True),
     "stop": FaultType("stop", "any", r"rank RANK is stopped \(SIGSTOP\)"),
     "exit-0": FaultType("exit", "any", r"rank RANK exited with code 0, though it was not done"),

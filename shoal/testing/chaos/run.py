@@ -33,7 +33,9 @@ from shoal.testing.chaos.fault_types import KINDS, NEED_MOUNTS
 from shoal.training.check import check
 from shoal.training.resilience.events import read_events
 
-COLUMNS = ("fault", "tried", "survived", "steps lost, mean", "most", "seconds to recover, mean", "most")
+COLUMNS = ("fault", "tried", "survived", "steps lost, mean", "most", "recoveries in process", *(
+    f"seconds to recover, {name}" for name in ("least", "median", "99 %", "most")
+))
 
 
 @dataclass(frozen=True)
@@ -246,11 +248,12 @@ def count_by_fault(trials: Sequence[Trial]) -> list[tuple[str, ...]]:
     for name in [*names, "all"]:
         mine = [trial for trial in trials if name in (trial.fault, "all")]
         lost = [steps for trial in mine for steps in trial.lost]
-        seconds = [each for trial in mine for each in trial.seconds]
+        seconds = sorted(each for trial in mine for each in trial.seconds)
         rows.append((
             name, str(len(mine)), str(sum(not trial.problems for trial in mine)),
             f"{mean(lost):.1f}" if lost else "-", str(max(lost)) if lost else "-",
-            f"{mean(seconds):.1f}" if seconds else "-", f"{max(seconds):.1f}" if seconds else "-",
+            f"{sum(trial.in_process for trial in mine)} of {len(seconds)}" if seconds else "-",
+            *(f"{seconds[round(share * (len(seconds) - 1))]:.1f}" if seconds else "-" for share in (0, 0.5, 0.99, 1)),
         ))
     return rows
 

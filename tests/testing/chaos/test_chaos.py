@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shoal.cli.main import main
 from shoal.spec.config import save_config
 from shoal.testing.chaos.chaos import ROUGH, Chaos, Trial, compare_checkpoints, last_checkpoint
-from shoal.testing.chaos.fault_injection import COMMITTING, STAGING, damage
+from shoal.testing.chaos.fault_injection import COMMITTING, STAGING, START, damage
 from shoal.testing.chaos.fault_types import KINDS, NEED_MOUNTS
 from shoal.testing.chaos.run import count_by_fault
 from tests.trainings.runs import shoal
@@ -35,14 +35,14 @@ def test_every_moment_that_is_drawn_comes(chaos, name, seed):
         assert 0 <= planted.rank < chaos.ranks and 0 <= planted.step < STEPS and 0 <= planted.fraction <= 1
         if planted.op in (STAGING, COMMITTING):
             assert planted.step < STEPS - chaos.config.checkpoint.every  # another save follows
-        else:
+        elif planted.op != START:
             assert planted.nth < chaos.actions[0].count(planted.op)
         if kind.late:
             assert planted.step >= 2 * chaos.config.checkpoint.every
 
 
 @pytest.mark.parametrize("name", ["kill-staging", "kill-committing", "nan", "bit-checkpoint", "missing-file",
-                                  "bit-shard", "returned-node", "slow"])
+                                  "bit-shard", "returned-node", "slow", "kill-two", "kill-recovery"])
 def test_a_trial_passes(name, chaos, capfd):
     """Faults that a rank inflicts on itself or its files; `test_supervisor` has the others. A truncated checkpoint is
     found as one with a wrong bit is, and a returned node was lost before."""
@@ -91,11 +91,13 @@ def test_damage_is_done_once(how, tmp_path):
 
 def test_the_table_counts():
     trials = [
-        Trial("stop", "", [], [1, 2], [3.0, 5.0]), Trial("stop", "", ["bad"], [6], [4.0]), Trial("slow", ""),
+        Trial("stop", "", [], [1, 2], [3.0, 5.0]), Trial("stop", "", ["bad"], [6], [4.0], in_process=1),
+        Trial("slow", ""),
     ]
     assert count_by_fault(trials) == [
-        ("stop", "2", "1", "3.0", "6", "4.0", "5.0"), ("slow", "1", "1", "-", "-", "-", "-"),
-        ("all", "3", "2", "3.0", "6", "4.0", "5.0"),
+        ("stop", "2", "1", "3.0", "6", "1 of 3", "3.0", "4.0", "5.0", "5.0"),
+        ("slow", "1", "1", "-", "-", "-", "-", "-", "-", "-"),
+        ("all", "3", "2", "3.0", "6", "1 of 3", "3.0", "4.0", "5.0", "5.0"),
     ]
 
 
