@@ -42,7 +42,16 @@ from shoal.engine.parallel.zero.gradients import Term
 from shoal.engine.parallel.zero.zero_engine import ShardedParameters
 from shoal.engine.precision.float8 import ROW, TENSOR, Codes, compute_scale, encode, largest
 from shoal.engine.precision.policy import Policy
-from shoal.engine.precision.recipe import GRADIENT, INPUT, WEIGHT, AmaxHistory, Recipe, find_unfit, name_block
+from shoal.engine.precision.recipe import (
+    GRADIENT,
+    INPUT,
+    WEIGHT,
+    AmaxHistory,
+    Recipe,
+    find_unfit,
+    name_block,
+    warn_of_tokens,
+)
 from shoal.spec.catalog import ModelShape
 from shoal.spec.compatibility.sizes import float8_layers
 from shoal.spec.config import Float8Config
@@ -107,6 +116,7 @@ def apply_float8(
         bucket = parameters.buckets[parameters.places[layer.weight][0]]
         native = name_block(name) not in unfit
         product = Float8Product(name, recipe, float8.history, bucket, along, mesh.group("tp"), sink, native=native)
+        product.warns = mesh.rank == 0
         product.weight, product.key, product.form = layer.weight, make_key(product, mesh.device), _register(product)
         layer.product = product
 
@@ -123,7 +133,10 @@ class Float8Product:
         weight: its weight.
         key: by which operators find it.
         form: index in `_FORMS` of its recipe.
+        warns: whether this rank warns of numbers of tokens that products on hardware do not take.
     """
+
+    warns = False
 
     weight: nn.Parameter
     key: Tensor
@@ -156,7 +169,10 @@ class Float8Product:
 
     def on_hardware(self, tokens: int) -> bool:
         """Return whether the device multiplies the codes of a micro-batch with this many tokens."""
-        return self.native and tokens % self.recipe.alignment == 0
+        fits = tokens % self.recipe.alignment == 0
+        if self.native and not fits and self.warns:
+            warn_of_tokens(tokens, self.recipe)
+        return self.native and fits
 
     # ---- products ----------------------------------------------------------------------------------------------
 
@@ -376,9 +392,7 @@ def _(x: Tensor, weight: Tensor, *others: object) -> Tensor:
 
 
 @custom_op("shoal::float8_backward", mutates_args=())
-def multiply_backward(
-    gradient: Tensor, weight: Tensor, turned: Tensor, turned_scale: Tensor, key: Tensor
-) -> Tensor:
+def multiply_backward(gradient: Tensor, weight: Tensor, turned: Tensor, turned_scale: Tensor, key: Tensor) -> Tensor:
     """Accumulate the gradient of W, and return the gradient of x."""
     layer = find_owner(key)
     along, across = layer.encode_gradient(gradient)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -113,6 +114,16 @@ def find_unfit(shapes: dict[str, torch.Size], recipe: Recipe, *, warn: bool) -> 
             "computed from decoded values, which is slower than in bf16", stacklevel=3,
         )  # fmt: skip
     return {name_block(name) for name in unfit}
+
+
+@cache
+def warn_of_tokens(tokens: int, recipe: Recipe) -> None:
+    """Warn once that products on hardware do not take a micro-batch of this many tokens."""
+    warnings.warn(
+        f"a micro-batch has {tokens} tokens on a rank, but this device multiplies 8-bit matrices with scales "
+        f"'{recipe.scales}' only if their number is a multiple of {recipe.alignment}: products are of decoded "
+        "values, which is slower than in bf16", stacklevel=4,
+    )  # fmt: skip
 
 
 class AmaxHistory:

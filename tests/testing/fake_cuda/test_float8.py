@@ -14,7 +14,7 @@ RUN = {
 }
 
 
-def count_launches(settings: dict, ffn: int = 1024) -> tuple[list, list, dict, list]:
+def count_launches(settings: dict, ffn: int = 1024, tokens: int = 512) -> tuple[list, list, dict, list]:
     import warnings
 
     import torch
@@ -22,7 +22,8 @@ def count_launches(settings: dict, ffn: int = 1024) -> tuple[list, list, dict, l
     from shoal.testing.fake_cuda import census
 
     train = {"precision": "fp8", "global_batch": MICRO_BATCHES}
-    config = build_config(RUN | {"model": RUN["model"] | {"ffn": ffn}, "train": train, "float8": settings})
+    model, data = RUN["model"] | {"ffn": ffn}, RUN["data"] | {"sequence_length": tokens}
+    config = build_config(RUN | {"model": model, "data": data, "train": train, "float8": settings})
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         patch.setattr(torch.version, "cuda", "13.0")
@@ -60,3 +61,10 @@ def test_a_side_that_hardware_does_not_take_is_named(on_fake_cuda: Callable) -> 
     assert launches["_scaled_mm"] + launches["float8_multiply_into"] == of_attention
     (warning,) = said
     assert warning.startswith("mlp.gate has 768 x 512 weights on a rank") and "multiples of 512" in warning
+
+
+def test_a_number_of_tokens_that_hardware_does_not_take_is_named_once(on_fake_cuda: Callable) -> None:
+    *_, launches, said = on_fake_cuda(count_launches, {"scales": "row"}, 1024, 24)
+    assert "_scaled_mm" not in launches
+    (warning,) = said
+    assert warning.startswith("a micro-batch has 24 tokens on a rank") and "multiple of 16" in warning
