@@ -59,7 +59,14 @@ JSONL = ("--data.source", "jsonl")
 CASES = {
     # ---- the config
     "a file that is not there": Bad(lambda p: ["train", "/no/such.toml"], ("no such file: /no/such.toml",)),
-    "a folder for a config": Bad(lambda p: ["train", p.folder], ("no such file",)),
+    "a folder for a config": Bad(lambda p: ["train", p.folder], ("it is a folder",)),
+    "a key of 20,000 dots": file("a" + ".a" * 20_000 + " = 1", "nested too deep"),
+    "a schedule with a field of 200 kB": Bad(
+        lambda p: ["simulate", "--csv", p.write("long.csv", "0F0" * 70_000)], ("field larger than field limit",)),
+    "a pipeline of a billion ranks": Bad(
+        lambda p: ["simulate", "--pp", "1000000000"], ("--pp 1000000000", "is not simulated")),
+    "a billion disturbed replicas": Bad(
+        lambda p: ["simulate", "--dp", "1000000000", "--jitter", "0.1"], ("--dp 1000000000", "is not simulated")),
     "a binary config": file(bytes(range(256)), "is not TOML: "),
     "a config nested too deep": file("a = " + "[" * 9000, "nested too deep"),
     "a number of 5,000 digits": file("[train]\nsteps = " + "9" * 5000, "is not TOML: "),

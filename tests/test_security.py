@@ -213,6 +213,34 @@ def test_a_shard_cannot_leave_its_folder(how, place, tmp_path):
         open_dataset(config, seed=0, split="train")
 
 
+LINKED = ("metrics.jsonl", "events.jsonl", "processes.json", "logs/rank-0.log", "logs", "tensorboard", "profile",
+          "histograms", "checkpoints")  # fmt: skip
+
+
+def test_no_link_in_a_run_folder_is_written_through(place, tmp_path, capfd):
+    outside = tmp_path / "outside"
+    shutil.copytree(place.run(), outside)
+    (outside / "profile").mkdir()
+    (outside / "profile" / "rank-00000.jsonl").write_text("theirs")
+    before = {path: (path.lstat().st_mtime_ns, path.is_file() and path.read_bytes()) for path in outside.rglob("*")}
+    for name in LINKED:
+        folder = place.copy(f"linked-{name.replace('/', '-')}")
+        path = folder / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        path.parent.mkdir(exist_ok=True)
+        path.symlink_to(outside / name)
+        words = ["train", "--resume", folder, "--train.steps", "3", "--metrics.profile", "--metrics.profile_after", "1"]
+        assert main([str(word) for word in words]) == 2
+        assert f"{path} is a symbolic link" in capfd.readouterr().err
+    (folder := place.copy("linked-report")).joinpath("report.html").symlink_to(outside / "run.toml")
+    assert main(["report", str(folder)]) == 2
+    assert "report.html: it is a symbolic link" in capfd.readouterr().err
+    (tmp_path / "mine").symlink_to(place.copy("linked-whole"))  # which the user named
+    assert main(["report", str(tmp_path / "mine")]) == 0
+    after = {path: (path.lstat().st_mtime_ns, path.is_file() and path.read_bytes()) for path in outside.rglob("*")}
+    assert after == before
+
+
 # ---- what is written -------------------------------------------------------------------------------------------------
 
 SECRETS = {

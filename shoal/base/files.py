@@ -1,20 +1,34 @@
-"""Read and write small files, with one clear error for each kind of failure, and check paths before work starts."""
+"""Read and write small files, with one clear error for each kind of failure, and check paths before work starts.
+
+All files that shoal reads pass `open_to_read`, and all that it writes pass `open_to_append` or `write_atomically`: only
+regular files are opened, and no link is written through.
+"""
 
 from __future__ import annotations
 
+import csv
+import errno
+import io
 import json
 import os
 import stat
 import tempfile
 import tomllib
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
 from shoal.base.errors import UsageError
+from shoal.base.terminal import warn
 
 T = TypeVar("T")
-LARGEST = 64 << 20  # bytes: limit of files that are read into memory
+LARGEST = 64 << 20  # bytes: limit of a file that is read into memory, and of one line of a longer file
+LONGEST = 1 << 30  # bytes: limit of a file that is read line by line
+MOST_DAMAGED = 1000  # lines: a file with more is something else
+DEEPEST = 32  # nested tables of a TOML file
+LINK = "it is a symbolic link, which is not followed: remove it"
 
 
 def check_writable(path: Path | None, option: str, *suffixes: str, new: bool = False) -> None:
@@ -34,8 +48,12 @@ def check_writable(path: Path | None, option: str, *suffixes: str, new: bool = F
         raise UsageError(f"{option} {path}: give a file ending in {' or '.join(suffixes)}.")
     if not path.parent.is_dir():
         raise UsageError(f"{option} {path}: there is no folder {path.parent}.\n  Make it, or name another file.")
+    if path.is_symlink():
+        raise UsageError(f"{option} {path}: it is a symbolic link, which is not followed.\n  Name its target.")
     if path.is_dir():
         raise UsageError(f"{option} {path}: it is a folder.\n  Name a file in it.")
+    if path.exists() and not path.is_file():
+        raise UsageError(f"{option} {path}: it is a device or a pipe.\n  Name a file.")
     if new and path.exists():
         raise UsageError(f"{option} {path}: the file exists, and is not overwritten.\n  Choose another name.")
 
@@ -55,32 +73,96 @@ def try_to_write(path: Path, size: int = 1) -> None:
         file.write(bytes(size))
 
 
-def write_atomically(path: Path, text: str, *, new: bool = False) -> None:
-    """Write a text file atomically; replace an existing file, or the target of a link.
+def open_to_append(path: str | Path) -> io.BufferedWriter:
+    """Open a regular file at its end; create it, private to the user, if it does not exist.
+
+    Raises:
+        OSError: a link, a folder, a pipe or a device, or it cannot be written.
+    """
+    return open(path, "ab", opener=_open_regular)
+
+
+def write_atomically(path: Path, content: str | bytes, *, new: bool = False) -> None:
+    """Write a file atomically, in place of an existing one.
 
     Args:
         new: fail if the file exists.
 
     Raises:
-        OSError: it cannot be written, or it exists and ``new`` is set; an existing file is unchanged.
+        OSError: it is a link or no regular file, it cannot be written, or it exists and ``new`` is set; an existing
+            file is unchanged.
     """
-    path = Path(os.path.realpath(path))
+    mode = None
+    if os.path.lexists(path) and not new:
+        found = path.lstat()
+        _check_regular(path, found)
+        mode = stat.S_IMODE(found.st_mode)
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
+        partial.unlink(missing_ok=True)  # of a killed process that had the same number
+        with partial.open("xb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())  # before it replaces the existing file
         if new:
             os.link(partial, path)
             partial.unlink()
             return
-        if path.exists():
-            partial.chmod(stat.S_IMODE(path.stat().st_mode))
+        if mode is not None:
+            partial.chmod(mode)
         partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
+    except BaseException as error:
+        if isinstance(error, OSError):
+            error.filename, error.filename2 = str(path), None
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
         raise
+
+
+def make_folder(path: Path) -> Path:
+    """Create a folder, with its parents, unless it exists, and return it.
+
+    Raises:
+        OSError: it is a link, which may lead to files of others, or cannot be created.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, LINK, str(path))
+    return path
+
+
+def open_to_read(path: str | Path) -> io.BufferedReader:
+    """Open a regular file, or the target of a link, for reading.
+
+    Raises:
+        OSError: it cannot be read, or is a folder, a pipe or a device, which may never end; does not wait for one.
+    """
+    return open(path, "rb", opener=_open_regular)
+
+
+def _open_regular(path: str | os.PathLike[str], flags: int) -> int:
+    """Open a file without waiting for the other end of a pipe; do not follow a link to a file that is written."""
+    if flags & os.O_ACCMODE != os.O_RDONLY:
+        flags |= os.O_NOFOLLOW
+    try:
+        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno == errno.ELOOP and flags & os.O_NOFOLLOW:
+            error.strerror = LINK
+        raise
+    try:
+        _check_regular(path, os.fstat(descriptor))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _check_regular(path: str | os.PathLike[str], found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        kinds = {stat.S_IFLNK: LINK, stat.S_IFDIR: "it is a folder", stat.S_IFIFO: "it is a pipe"}
+        kind = kinds.get(stat.S_IFMT(found.st_mode), "it is a device or a socket")
+        raise OSError(errno.EINVAL, kind, os.fspath(path))
 
 
 def expanded(path: str | Path, option: str) -> Path:
@@ -101,17 +183,26 @@ def read_bytes(path: str | Path, *, most: int = LARGEST) -> bytes:
     Raises:
         UsageError: no such file, one that cannot be read, or more than ``most`` bytes.
     """
-    path = Path(path)
     try:
-        if not path.is_file():  # a pipe or a device may never end
-            raise UsageError(f"no such file: {path}")
-        with path.open("rb") as file:
+        with open_to_read(path) as file:
             content = file.read(most + 1)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}.") from None
+    except FileNotFoundError:
+        raise UsageError(f"no such file: {path}") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL or a surrogate in its name
+        raise UsageError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
     if len(content) > most:
         raise UsageError(f"{path} is larger than the {most >> 20} MiB that such a file can have.")
     return content
+
+
+def read_tail(path: str | Path, most: int) -> str:
+    """Read the last ``most`` bytes of a log, which others may be writing; "" if it cannot be read."""
+    try:
+        with open_to_read(path) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - most))
+            return file.read(most).decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def read_text(path: str | Path) -> str:
@@ -121,7 +212,7 @@ def read_text(path: str | Path) -> str:
 
 def read_toml(path: str | Path) -> dict[str, Any]:
     """Read the values of a TOML file; raises `UsageError` as `read_bytes` does, or if it is not TOML."""
-    return _parsed(path, "TOML", tomllib.loads)
+    return _parsed(path, "TOML", _parse_toml)
 
 
 def read_json(path: str | Path) -> Any:
@@ -129,30 +220,65 @@ def read_json(path: str | Path) -> Any:
     return _parsed(path, "JSON", json.loads)
 
 
-def read_json_lines(
-    path: Path, parse: Callable[[Any], T], what: str, *, skip_torn: bool = False
-) -> list[T]:
-    """Read the values of a JSON Lines file in order; empty if the file does not exist.
-
-    A torn last line, from a writer that was killed, is skipped.
-
-    Args:
-        parse: converts the JSON value of a line.
-        what: name of one value, for messages.
-        skip_torn: skip torn lines anywhere, in a file that several processes appended to.
+def read_csv(path: str | Path) -> list[dict[str, str]]:
+    """Read the rows of a CSV file by the names in its first row; a missing cell is "".
 
     Raises:
-        UsageError: another line is not JSON, or `parse` raised a ValueError, TypeError or AttributeError.
+        UsageError: as `read_bytes`, or it is not CSV.
     """
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    found = []
-    for number, line in enumerate(lines, 1):
-        try:
-            found.append(parse(json.loads(line)))
-        except (ValueError, TypeError, AttributeError) as error:
-            if isinstance(error, ValueError) and (skip_torn or number == len(lines)):
-                continue
-            raise UsageError(f"{path}, line {number}: it is no {what}.\n  Remove the line.") from None
+    names, *rows = _parsed(path, "CSV", parse_csv) or [[]]
+    return [dict(zip_longest(names, row[: len(names)], fillvalue="")) for row in rows if row]
+
+
+def parse_csv(text: str) -> list[list[str]]:
+    """Parse the rows of CSV text.
+
+    Raises:
+        ValueError: it is not CSV, or has a field beyond the csv module's limit.
+    """
+    try:
+        return list(csv.reader(io.StringIO(text, newline="")))
+    except csv.Error as error:
+        raise ValueError(str(error)) from None
+
+
+def read_json_lines(path: Path, parse: Callable[[Any], T], what: str) -> list[T]:
+    """Read the values of a JSON Lines file in order; empty if the file does not exist.
+
+    Damaged lines (a full disk, a crash of the machine) are left out, with one note on stderr. A last line without its
+    end is left out without a note: its writer was killed, or is still writing it.
+
+    Args:
+        parse: converts the JSON value of a line. It raises ValueError, TypeError, LookupError or AttributeError for a
+            wrong value.
+        what: name of one value, for messages.
+
+    Raises:
+        UsageError: the file cannot be read, is too large, or has lines, but none that is a ``what``.
+    """
+    found: list[T] = []
+    damaged: list[int] = []
+    number = 0
+    try:
+        with open_to_read(path) as file:
+            while (line := file.readline(LARGEST + 1)) and len(damaged) <= MOST_DAMAGED:
+                number += 1
+                if len(line) > LARGEST or file.tell() > LONGEST:
+                    raise UsageError(f"{path} has more than {LONGEST >> 20} MiB, or {LARGEST >> 20} MiB in a line.")
+                try:
+                    found.append(parse(json.loads(line)))
+                except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError):
+                    if line.endswith(b"\n"):
+                        damaged.append(number)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}.") from None
+    if damaged and (not found or len(damaged) > MOST_DAMAGED):
+        raise UsageError(f"{path}, line {damaged[0]}: it is no {what}, as are all others.\n  Move the file elsewhere.")
+    if damaged:
+        more = f", and {len(damaged) - 1} more" if len(damaged) > 1 else ""
+        warn(f"{path}: left out line {damaged[0]}, which is no {what}{more}.")
     return found
 
 
@@ -160,6 +286,18 @@ def json_lines(values: Iterable[Any], *, compact: bool = False) -> str:
     """Format values as JSON lines, without spaces if compact."""
     separators = (",", ":") if compact else None
     return "".join(f"{json.dumps(value, separators=separators)}\n" for value in values)
+
+
+def _parse_toml(text: str) -> dict[str, Any]:
+    values = tomllib.loads(text)
+    tables: list[tuple[Any, int]] = [(values, 0)]
+    while tables:
+        table, depth = tables.pop()
+        if depth > DEEPEST:
+            raise RecursionError
+        inside = table.values() if isinstance(table, dict) else table if isinstance(table, list) else ()
+        tables += ((value, depth + 1) for value in inside)
+    return values
 
 
 def _parsed(path: str | Path, kind: str, parse: Callable[[str], T]) -> T:

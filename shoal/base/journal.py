@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
+from shoal.base.files import open_to_append
+from shoal.base.terminal import warn
+
 MOST_PENDING = 16 << 20  # bytes of lines that wait for space; later ones are dropped
-
-
-def warn(text: str) -> None:
-    """Print a note to stderr, which may be on a full disk too."""
-    with suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
 
 
 _reported: set[Path] = set()
@@ -51,10 +47,6 @@ class Journal:
         """
         if len(self._pending) < MOST_PENDING:
             self._pending += lines.encode()
-        with best_effort(self.path, self._report):
-            end = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-            try:
-                while self._pending:
-                    del self._pending[: os.write(end, self._pending)]
-            finally:
-                os.close(end)
+        with best_effort(self.path, self._report), open_to_append(self.path) as file:
+            while self._pending:
+                del self._pending[: os.write(file.fileno(), self._pending)]

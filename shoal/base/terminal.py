@@ -1,14 +1,15 @@
-"""Terminal output: a progress bar, and printing that never aborts a run."""
+"""Terminal output: a progress bar, safe text, and printing that never aborts a run."""
 
 from __future__ import annotations
 
 import errno
 import io
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
@@ -16,6 +17,26 @@ if TYPE_CHECKING:
 
 
 DELAY = 1.0  # seconds before a progress bar appears
+UNSAFE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters but tab and newline: escape sequences begin with them
+    "\xad\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e0fff]"
+)
+"""Characters that a terminal obeys rather than shows: controls, changes of direction, invisible ones, surrogates."""
+
+
+def printable(text: str) -> str:
+    """Escape what a terminal would obey in a text from a file, a model or another program.
+
+    >>> printable("red \\x1b[31m, and back \\u202eto front")
+    'red \\\\x1b[31m, and back \\\\u202eto front'
+    """
+    return text if text.isascii() and text.isprintable() else UNSAFE.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def warn(text: str) -> None:
+    """Print a note to stderr, which may be on a full disk too."""
+    with suppress(OSError):
+        print(printable(text), file=sys.stderr, flush=True)
 
 
 @contextmanager

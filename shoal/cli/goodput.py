@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 import shoal
-from shoal.base.files import check_writable
+from shoal.base.files import check_writable, write_atomically
 from shoal.base.options import reject_unused
 from shoal.base.section import Section
 from shoal.base.units import HOUR, parse_counts
@@ -76,6 +76,6 @@ def run(options: GoodputOptions) -> int:
     print("\n".join(goodput_lines(forecasts)))
     if options.out:
         figure = goodput_figure([forecast.job for forecast in forecasts], options.seed)
-        options.out.write_text(figure, encoding="utf-8")
+        write_atomically(options.out, figure)
         print(f"written: {options.out}")
     return 0

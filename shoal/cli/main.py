@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import get_type_hints
 
 from shoal.base.errors import UsageError, did_you_mean, from_os_error, redact
-from shoal.base.terminal import replace_unencodable
+from shoal.base.terminal import printable, replace_unencodable
 from shoal.cli.commands import COMMANDS
 
 READ_AT_IMPORT = {"OMP_WAIT_POLICY": "passive", "OPENBLAS_NUM_THREADS": "1"}
@@ -93,7 +93,7 @@ def _usage() -> str:
 
 
 def _refuse(error: UsageError) -> int:
-    print(f"shoal: error: {redact(str(error))}", file=sys.stderr)
+    print(f"shoal: error: {printable(redact(str(error)))}", file=sys.stderr)
     return 2
 
 

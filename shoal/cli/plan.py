@@ -8,7 +8,7 @@ from pydantic import PositiveFloat, PositiveInt
 
 import shoal
 from shoal.base.errors import UsageError
-from shoal.base.files import check_writable
+from shoal.base.files import check_writable, write_atomically
 from shoal.base.options import reject_unused
 from shoal.base.section import Section
 from shoal.base.units import parse_counts
@@ -111,7 +111,7 @@ def _search(options: PlanOptions, planner: shoal.LayoutPlanner) -> int:
     if not plan.best:
         return 1
     if options.toml:
-        options.toml.write_text(tables.run_toml(options.model, planner.run, plan.best[0].layout))
+        write_atomically(options.toml, tables.run_toml(options.model, planner.run, plan.best[0].layout))
         print(f"written: {options.toml}")
     if options.out:
         from shoal.report.planning.search_page import write_page  # slow import

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from shoal.base.errors import UsageError
+from shoal.base.files import read_text
 from shoal.launch.prefork import PreforkServer, PreforkServerEnded
 from shoal.launch.worker_pool import Pool, RankError
 
@@ -26,10 +27,8 @@ def read_lost_devices(folder: Path) -> set[int]:
     """Return the devices marked as lost in the run folder; raise `UsageError` if the file is not a list of numbers."""
     path = folder / LOST_FILE
     try:
-        found = json.loads(path.read_text() or "[]")
-    except FileNotFoundError:
-        return set()
-    except json.JSONDecodeError:
+        found = json.loads(read_text(path) or "[]") if os.path.lexists(path) else []
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, list) or not all(type(device) is int and device >= 0 for device in found):
         raise UsageError(f"{path} must hold a JSON list of the lost devices, such as [3]. Correct or delete it.")

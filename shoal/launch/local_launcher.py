@@ -18,7 +18,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from shoal.base.errors import redact
+from shoal.base.files import read_json, read_tail
 from shoal.base.journal import Journal
+from shoal.base.terminal import warn
 from shoal.launch.prefork import PreforkServer, PreforkServerEnded, end_processes, local_environment
 from shoal.launch.rank_env import failure_path
 from shoal.launch.recovery.generations import LEAVE, LOG
@@ -37,7 +39,7 @@ GRACE_SECONDS = 3.0  # between SIGTERM and SIGKILL of a dead rank's peers, in wh
 HELD_SECONDS = 1.0  # in which a survivor leaves that is stopped or has not finished its start
 POLL_SECONDS = 0.02
 LOOK_SECONDS = 0.1  # between checks of the heartbeats
-TAIL_LINES = 30
+TAIL_LINES, TAIL_BYTES = 30, 1 << 20  # of a rank's log, shown after its failure
 
 
 def start_rank_server(ranks: int, device: str) -> PreforkServer:
@@ -272,7 +274,7 @@ class RankProcesses:
         path = failure_path(self.scratch, rank)
         if not path.exists():
             return Failure(rank, code, self._seen.get(rank, float("inf")), record=record)
-        recorded = json.loads(path.read_text())
+        recorded = read_json(path)
         return Failure(
             rank, code, recorded["when"], recorded["report"], record=record, diverged=recorded.get("diverged", False)
         )
@@ -283,21 +285,20 @@ class RankProcesses:
         if cause is None or (self.stop.count and cause.code in (-signal.SIGTERM, -signal.SIGKILL)):
             return
         if ending.usage:  # the error message suffices
-            print(f"shoal: error: {cause.report.rstrip()}", file=sys.stderr)
+            warn(f"shoal: error: {cause.report.rstrip()}")
             return
         if cause.diverged:
-            print(cause.report.rstrip(), file=sys.stderr)
+            warn(cause.report.rstrip())
             return
         others = "; the other ranks were stopped" if len(self.processes) > 1 else ""
         if self.survivors:
             others = f"; {len(self.survivors)} of {len(self.processes)} ranks keep their processes"
         log = self._log(cause.rank)
-        content = log.read_text(errors="replace") if log.exists() else ""  # none for a rank that could not be started
-        written = content.rpartition(self.header)[2]
+        written = read_tail(log, TAIL_BYTES).rpartition(self.header)[2]
         report = cause.report or redact("\n".join(written.splitlines()[-TAIL_LINES:]))
         print(f"rank {cause.rank} {cause.how}{cause.where}{others}. Its log: {log}", file=sys.stderr)
         if report.strip():
-            print(report.rstrip(), file=sys.stderr)
+            warn(report.rstrip())
 
     def _records(self) -> list[HeartbeatRecord | None]:
         return [heartbeat.read(heartbeat.record_path(self.scratch, rank)) for rank in range(len(self.processes))]

@@ -27,8 +27,9 @@ from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from subprocess import DEVNULL, Popen
-from typing import Any
+from typing import IO, Any
 
+from shoal.base.files import open_to_append
 from shoal.engine.device import (
     allocator_environment,
     cores_per_rank,
@@ -103,7 +104,7 @@ class PreforkServer:
         in_main = threading.current_thread() is threading.main_thread()
         parent = os.getpid() if in_main else 0  # the kernel would kill the server at the end of the starting thread
         same = environment.get(READ_AT_START) == os.environ.get(READ_AT_START)
-        with theirs, open(log or os.devnull, "a") as file:
+        with theirs, _open_log(log) as file:
             stderr = file.fileno() if log else None
             if may_fork and same and is_safe_to_fork():
                 run = partial(run_server, theirs, parent, preload, self._orders)
@@ -111,7 +112,7 @@ class PreforkServer:
             else:
                 self._process = Popen(
                     [sys.executable, "-m", "shoal.launch.prefork", str(theirs.fileno()), str(parent), *preload],
-                    env=dict(environment), stdin=DEVNULL, stderr=stderr, pass_fds=(theirs.fileno(),),
+                    env=safe_environment(environment), stdin=DEVNULL, stderr=stderr, pass_fds=(theirs.fileno(),),
                     start_new_session=True,
                 )
         self.pid = self._process.pid
@@ -151,15 +152,15 @@ class PreforkServer:
             OSError: the system could not create another process.
         """
         if not self.pid:
-            with open(log or os.devnull, "a") as file:
+            with _open_log(log) as file:
                 return Popen(
-                    [sys.executable, "-m", module], env={**environment, **_pipe_variable(pipe)}, stdin=DEVNULL,
-                    stdout=None if heard else file, stderr=file if log else None,
+                    [sys.executable, "-m", module], env=safe_environment(environment) | _pipe_variable(pipe),
+                    stdin=DEVNULL, stdout=None if heard else file, stderr=file if log else None,
                     pass_fds=() if pipe is None else (pipe,), start_new_session=True,
                 )
         with self._lock:
             try:
-                self._orders.send((module, dict(environment), log and str(log), heard, pipe is not None))
+                self._orders.send((module, safe_environment(environment), log and str(log), heard, pipe is not None))
                 self._asked = time.monotonic()
                 if pipe is not None:
                     send_handle(self._orders, pipe, self.pid)
@@ -224,8 +225,22 @@ class PreforkServer:
             self._answers.append(OSError(f"cannot create another process: {value}"))
 
 
+def _open_log(log: str | Path | None) -> IO[bytes]:
+    return open(os.devnull, "ab") if log is None else open_to_append(log)
+
+
 def _pipe_variable(pipe: int | None) -> dict[str, str]:
     return {} if pipe is None else {PIPE: str(pipe)}
+
+
+def safe_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a child interpreter that finds this shoal, and imports nothing from its current folder
+    (as with ``python -P``)."""
+    root = str(Path(__file__).parents[2])
+    path = [folder for folder in environment.get("PYTHONPATH", "").split(os.pathsep) if folder]  # "" is the current one
+    if root not in (*path, *sys.path[1:]):  # shoal came from the current folder
+        path.append(root)
+    return {**environment, "PYTHONSAFEPATH": "1"} | ({"PYTHONPATH": os.pathsep.join(path)} if path else {})
 
 
 def end_processes(processes: Sequence[Process]) -> None:
@@ -322,13 +337,13 @@ def become(module: str, environment: dict[str, str], log: str | None, heard: boo
     os.setsid()
     if log is not None:
         try:
-            end = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        except OSError:  # a full disk
-            end = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(end, 2)
-        if not heard:
-            os.dup2(end, 1)
-        os.close(end)
+            file: IO[bytes] = open_to_append(log)
+        except OSError:  # a full disk, or a link
+            file = _open_log(None)
+        with file:
+            os.dup2(file.fileno(), 2)
+            if not heard:
+                os.dup2(file.fileno(), 1)
     os.environ.clear()
     os.environ.update(environment)
     random.seed()

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from shoal.base.errors import DivergenceError, UsageError, redact
-from shoal.base.files import write_atomically
+from shoal.base.files import read_json, write_atomically
 from shoal.engine.device import pick_device
 
 
@@ -124,7 +124,7 @@ def scratch_folder() -> Path:
 
 
 def read_payload() -> dict[str, Any]:
-    return json.loads((scratch_folder() / "payload.json").read_text())
+    return read_json(scratch_folder() / "payload.json")
 
 
 def record_end(folder: Path | None, rank: int, error: BaseException) -> tuple[bool, str]:

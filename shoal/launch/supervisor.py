@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from shoal.base.errors import UsageError
-from shoal.base.files import write_atomically
-from shoal.base.journal import best_effort, warn
+from shoal.base.files import make_folder, write_atomically
+from shoal.base.journal import best_effort
 from shoal.base.section import plain
+from shoal.base.terminal import warn
 from shoal.launch.checks.memory import check_memory
 from shoal.launch.devices import find_devices, visible_devices_variable
 from shoal.launch.local_launcher import RankProcess, RankProcesses, start_rank_server
@@ -76,7 +77,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Train to the end, restarting as needed; return the exit code."""
-        self.logs.mkdir(parents=True, exist_ok=True)
+        make_folder(self.logs)
         with ExitStack() as stack, StopRequests() as self.stop:
             stack.callback(self._remove_processes)
             try:

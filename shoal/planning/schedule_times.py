@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from shoal.base.section import validate
 from shoal.pipeline.schedules import EVERY
-from shoal.pipeline.simulator.compare import PlayedSchedule, check_arguments, schedule_name
+from shoal.pipeline.simulator.compare import PlayedSchedule, check_arguments, check_size, schedule_name
 from shoal.pipeline.simulator.engine import Disturbance, simulate
 from shoal.planning.describe import DEFAULT_MODEL
 from shoal.planning.estimable import check_estimable, check_layout_on_cluster, check_names
@@ -57,6 +57,7 @@ def compare_schedules_on_cluster(
     check_names(precision, "adamw")
     shape, machine = model_shape(model or DEFAULT_MODEL), cluster_of(cluster)
     disturbance = Disturbance(stragglers or {}, slow_links or {}, jitter, seed)
+    check_size(pp, microbatches, dp, disturbance, virtual_stages or 1)
     estimates = []
     for name in names:
         fields = {

@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.text import Text
 
 from shoal.base.errors import UsageError
-from shoal.base.files import check_writable
+from shoal.base.files import check_writable, write_atomically
+from shoal.base.terminal import printable
 from shoal.base.units import show_bytes, show_seconds
 from shoal.report.charts import COLOURS, Points, new_figure, styled, to_svg
 from shoal.report.histograms import histograms
@@ -148,7 +149,7 @@ def write_report(run_folder: str | Path, out: str | Path | None = None) -> RunRe
     compared = Comparison.simulate(MeasuredStep.from_profile(profile)) if profile else None
     report = RunReport(folder, file, config, metrics, read_events(folder), compared)
     if file.suffix == ".html":
-        file.write_text(_html(report), encoding="utf-8")
+        write_atomically(file, _html(report))
     elif compared:
         write(file, compared.charts, title=folder.name, lead="")
     return report
@@ -219,7 +220,8 @@ def rank_table(measured: MeasuredStep, most: int = 64) -> list[list[str]]:
 def print_report(console: Console, report: RunReport) -> None:
     """Print facts, events, the timelines with their tables, and the name of the file."""
     config, compared = report.config, report.comparison
-    console.print(Text(f"{report.folder.name}: {config.model.name}, {config.parallel.describe()}", style="bold"))
+    title = f"{report.folder.name}: {config.model.name}, {config.parallel.describe()}"
+    console.print(Text(printable(title), style="bold"))
     console.print(text_table(("", ""), report.facts(), words=(0, 1)))
     if len(happened := event_table(report.events)) > 1:
         console.print()
@@ -233,7 +235,7 @@ def print_report(console: Console, report: RunReport) -> None:
         for headings, *rows in (op_table(compared.measured), rank_table(compared.measured, 16)):
             console.print(text_table(headings, rows), "")
         console.print(text_table(("", ""), compared.facts(), words=(0, 1)))
-    console.print(Text(f"written: {report.file}"), soft_wrap=True)
+    console.print(Text(printable(f"written: {report.file}")), soft_wrap=True)
 
 
 # ---- the page -------------------------------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from shoal.base.terminal import printable
+
 UNLIMITED = 10_000  # width of a table that is not printed on a terminal
 
 
@@ -29,15 +31,15 @@ def text_table(
         lines: draw lines between columns.
     """
     table = Table(
-        title=title and Text(title), title_justify="left", title_style="bold", header_style="bold",
+        title=title and Text(printable(title)), title_justify="left", title_style="bold", header_style="bold",
         box=box.HEAVY_HEAD if lines else None, pad_edge=lines, padding=(0, 1) if lines else (0, gap, 0, 0),
         show_header=any(headings),
     )  # fmt: skip
     for i, heading in enumerate(headings):
-        table.add_column(Text(heading), justify="left" if i in words else "right", overflow="fold")
+        table.add_column(Text(printable(heading)), justify="left" if i in words else "right", overflow="fold")
     for row in rows:
         if row:
-            table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+            table.add_row(*(Text(printable(cell)) if isinstance(cell, str) else cell for cell in row))
         else:
             table.add_section()
     return table

@@ -110,6 +110,24 @@ def taken(folder: Path) -> UsageError:
     )
 
 
+def reject_links(folder: Path) -> None:
+    """Reject a run folder in which a file or folder that shoal writes is a link, which may lead to files of others.
+
+    Raises:
+        UsageError: naming the link.
+    """
+    for path in (*(folder / name for name in WRITTEN), *(folder / "logs").glob("*")):
+        if path.is_symlink():
+            mend = "Set checkpoint.folder instead" if path.name == "checkpoints" else "Remove it"
+            raise UsageError(
+                f"{path} is a symbolic link, and a run writes through none.\n  {mend}, or name another run folder."
+            )
+
+
+WRITTEN = ("metrics.jsonl", "events.jsonl", "processes.json", "checkpoints", "logs", "tensorboard", "profile",
+           "histograms", "wandb")  # fmt: skip
+
+
 def _fresh_folder(config: RunConfig) -> Path:
     stem, number = f"{time.strftime('%Y%m%d-%H%M%S')}-{config.model.name}", 0
     while True:

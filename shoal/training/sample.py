@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from itertools import chain
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from shoal.base.boxes import Box, Piece
 from shoal.base.errors import UsageError
+from shoal.base.terminal import warn
 from shoal.engine.checkpoint import CheckpointError, load, newest_good
 from shoal.engine.checkpoint.storage import AnyPath
 from shoal.engine.data.tokenizer import load_tokenizer
@@ -51,7 +51,7 @@ def sample(
         raise UsageError("the prompt is empty; give at least one character.")
     found, refused = newest_good(get_checkpoint_folder(config, run_folder))
     for error in refused:
-        print(f"checkpoint refused: {error}", file=sys.stderr)
+        warn(f"checkpoint refused: {error}")
     if found is None:
         raise CheckpointError(f"{run_folder} has no good checkpoint to sample from.")
     shape = config.model.shape(vocab=tokenizer.vocab_size, sequence_length=config.data.sequence_length)

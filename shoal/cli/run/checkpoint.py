@@ -10,6 +10,7 @@ from rich.console import Console
 import shoal
 from shoal.base.options import POSITIONAL
 from shoal.base.section import Section
+from shoal.base.terminal import printable
 from shoal.report.tables import text_table
 
 PIPE_WIDTH = 160  # columns if the output is not a terminal, so that names are not broken
@@ -23,7 +24,7 @@ class CheckpointOptions(Section):
 def verify(options: CheckpointOptions) -> int:
     """Read and check every byte; damage is an error."""
     shoal.verify_checkpoint(options.path)
-    print(f"{options.path}: complete and undamaged")
+    print(f"{printable(options.path)}: complete and undamaged")
     return 0
 
 

@@ -8,6 +8,7 @@ from pydantic import Field
 
 import shoal
 from shoal.base.section import Section
+from shoal.base.terminal import printable
 from shoal.spec.config import RunConfig
 
 
@@ -31,14 +32,15 @@ def train_tokenizer(options: TokenizerOptions, config: RunConfig) -> int:
 
 
 def inspect(options: InspectOptions, config: RunConfig) -> int:
-    """Print a row for each split of the corpus, then its first training sample; unprintable characters are replaced."""
+    """Print a row for each split of the corpus, then its first training sample; unsafe characters are escaped."""
     found = shoal.describe_data(config.data)
     if found.corpus:
-        print(f"{found.corpus.corpus}\n{found.corpus.vocab_size:,} token ids ({found.tokenizer}), in {found.folder}\n")
+        ids = f"{found.corpus.vocab_size:,} token ids ({found.tokenizer}), in {found.folder}"
+        print(printable(f"{found.corpus.corpus}\n{ids}\n"))
         print(f"{'':12}{'documents':>12}{'tokens':>16}{'bytes/token':>14}{'shards':>8}{'samples':>12}")
         for name, split in found.corpus.splits.items():
             ratio, shards, samples = split.bytes / max(1, split.tokens), len(split.shards), found.samples[name]
             print(f"{name:12}{split.documents:>12,}{split.tokens:>16,}{ratio:>14.2f}{shards:>8}{samples:>12,}")
     print(f"\nsample 0 of seed 0: {found.sample_tokens} tokens, {found.sample_targets} in the loss\n")
-    print("".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in found.sample))
+    print(printable(found.sample))
     return 0

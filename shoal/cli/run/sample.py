@@ -10,6 +10,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 import shoal
 from shoal.base.options import POSITIONAL
 from shoal.base.section import Section
+from shoal.base.terminal import printable
 
 
 class SampleOptions(Section):
@@ -31,7 +32,8 @@ class SampleOptions(Section):
 
 def run(options: SampleOptions) -> int:
     """Generate text and print it."""
-    print(shoal.sample(
+    text = shoal.sample(
         options.run_folder, options.prompt, tokens=options.tokens, temperature=options.temperature, seed=options.seed
-    ))
+    )
+    print(printable(text))
     return 0

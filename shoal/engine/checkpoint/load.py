@@ -17,6 +17,7 @@ from shoal.engine.checkpoint import storage
 from shoal.engine.checkpoint.manifest import (
     DTYPE_NAMES,
     DTYPES,
+    MOST_BYTES,
     CheckpointError,
     Committed,
     Manifest,
@@ -150,7 +151,10 @@ def load_checkpoint(
     torch.Size([32, 32])
     """
     folder = to_path(path)
-    saved = {name: each for name, each in read_manifest(folder).tensors.items() if name.startswith(prefix)}
+    manifest = read_manifest(folder)
+    saved = {name: each for name, each in manifest.tensors.items() if name.startswith(prefix)}
+    for file in sorted({box.file for each in saved.values() for box in each.boxes}):
+        _open(folder / file, manifest.files[file])  # before memory is allocated
     try:
         tensors = {
             name: torch.empty(each.shape, dtype=DTYPES[each.dtype], device=device) for name, each in saved.items()
@@ -289,11 +293,14 @@ def _open(path: AnyPath, expected: StoredFile) -> ReadBox:
     try:
         if not storage.is_inside_folder(path):
             raise unusable(path, "is a link out of the checkpoint's folder, or no file")
-        size, header = storage.size(path), storage.read(path, expected.header_bytes)
+        size = storage.size(path)
+        if size != expected.bytes:
+            raise unusable(path, f"is damaged: {size} bytes, but {expected.bytes} were written")
+        if expected.header_bytes > min(size, MOST_BYTES):
+            raise unusable(path, f"is damaged: a header of {expected.header_bytes} bytes in a file of {size}")
+        header = storage.read(path, expected.header_bytes)
     except OSError as error:
         raise unusable(path, f"cannot be read: {error.strerror}") from None
-    if size != expected.bytes:
-        raise unusable(path, f"is damaged: {size} bytes, but {expected.bytes} were written")
     if checksum(header) != expected.header:
         raise unusable(path, "is damaged: its header is not the one that was written")
     try:
@@ -332,11 +339,15 @@ def _problems(path: AnyPath, manifest: Manifest | RankPart, files: list[str]) ->
         except CheckpointError as error:
             problems.append(str(error))
             continue
+        damaged = []
         for name, box in boxes[file]:
             try:
                 _read(path / file, read_box, name, box, DTYPES[manifest.tensors[name].dtype])
-            except CheckpointError as error:
-                problems.append(str(error))
+            except CheckpointError:
+                damaged.append(f"tensor '{name}' at {key('', box.box)}")
+        if damaged:
+            more = f", nor {len(damaged) - 1} others of {len(boxes[file])}" if len(damaged) > 1 else ""
+            problems.append(str(unusable(path / file, f"is damaged: {damaged[0]} is not what was written{more}")))
     return problems
 
 

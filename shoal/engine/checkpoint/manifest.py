@@ -158,6 +158,7 @@ class Manifest(_ManifestModel):
                     raise ValueError(f"tensor '{name}': a box has another number of dims than its shape {tensor.shape}")
                 if box.file not in self.files:
                     raise ValueError(f"tensor '{name}' is stored in {box.file}, which is not in the list of files")
+            check_cover(name, tensor.shape, [box.box for box in tensor.boxes])
         return self
 
 

@@ -304,7 +304,7 @@ def check_folder(folder: AnyPath, *, fresh: bool) -> None:
         raise _unwritable(folder, error) from None
 
 
-def _lock_folder(folder: AnyPath) -> IO[str]:
+def _lock_folder(folder: AnyPath) -> IO[Any]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = storage.lock(folder / LOCK)

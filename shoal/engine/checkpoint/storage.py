@@ -16,12 +16,13 @@ import shutil
 import stat
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from fsspec import available_protocols
 from upath import UPath
 
 from shoal.base.errors import UsageError
+from shoal.base.files import open_to_append, open_to_read
 
 WRITE_BYTES = 16 << 20  # bytes per system call: other threads can run in between, and Linux accepts at most 2 GiB
 
@@ -96,7 +97,7 @@ def size(path: AnyPath) -> int:
 def read(path: AnyPath, count: int) -> bytes:
     """Read the first ``count`` bytes of a file, or all if it is shorter."""
     try:
-        with path.open("rb") as file:
+        with path.open("rb") if isinstance(path, UPath) else open_to_read(path) as file:
             return file.read(count)
     except FileNotFoundError:
         raise _missing(path) from None
@@ -106,7 +107,7 @@ def open_ranges(path: AnyPath) -> Callable[[int, int], bytearray | memoryview]:
     """Return a function that reads bytes ``start:stop`` of a file; on a disk, the file is mapped, not copied."""
     if isinstance(path, UPath):
         return lambda start, stop: bytearray(path.fs.cat_file(path.path, start=start, end=stop))
-    with path.open("rb") as file:
+    with open_to_read(path) as file:
         mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
     return lambda start, stop: mapped[start:stop]
 
@@ -173,7 +174,7 @@ def remove(path: AnyPath) -> None:
         path.fs.rm(path.path, recursive=True)
 
 
-def lock(path: AnyPath) -> IO[str] | None:
+def lock(path: AnyPath) -> IO[Any] | None:
     """Hold a lock file until the result is closed or the process ends; None if another process holds it.
 
     Uses a POSIX record lock, which child processes do not inherit, so that an orphan cannot keep it. An object store
@@ -181,7 +182,7 @@ def lock(path: AnyPath) -> IO[str] | None:
     """
     if isinstance(path, UPath):
         return io.StringIO()
-    file = path.open("a")
+    file = open_to_append(path)
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import io
 import json
 import os
 import re
 import sysconfig
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from shoal.base.errors import UsageError, did_you_mean
-from shoal.base.files import expanded, read_text
+from shoal.base.files import expanded, open_to_read, read_bytes, read_text, write_atomically
 from shoal.spec.config import DataConfig
 
 if TYPE_CHECKING:
@@ -89,15 +89,12 @@ class FileCorpus:
         content = xxhash.xxh3_128(reader)
         for path in self.files:
             try:
-                with open(path, "rb") as file:
+                with open_to_read(path) as file:
                     content.update(hashlib.file_digest(file, xxhash.xxh3_128).digest())
             except OSError as error:
                 raise UsageError(f"cannot read {path}: {error.strerror}.") from None
         memo.mkdir(parents=True, exist_ok=True)
-        handle, staged = tempfile.mkstemp(dir=memo)
-        with open(handle, "w") as file:
-            file.write(content.hexdigest())
-        os.replace(staged, remembered)
+        write_atomically(remembered, content.hexdigest())
         return content.hexdigest()
 
 
@@ -216,13 +213,13 @@ def _stdlib_files() -> tuple[Path, ...]:
 
 def _read_source(path: Path) -> Iterator[str]:
     try:
-        yield path.read_bytes().decode()
+        yield read_bytes(path).decode()
     except UnicodeDecodeError:
         return  # a few sources intentionally declare another encoding
 
 
 def _read_text(path: Path) -> Iterator[str]:
-    with open(path, encoding="utf-8", newline="") as file:
+    with io.TextIOWrapper(open_to_read(path), encoding="utf-8", newline="") as file:
         try:
             while lines := file.readlines(LONGEST_TEXT):
                 text = "".join(lines)
@@ -238,7 +235,7 @@ def _read_text(path: Path) -> Iterator[str]:
 
 
 def _read_jsonl(path: Path, field: str) -> Iterator[str]:
-    with open(path, "rb") as file:
+    with open_to_read(path) as file:
         for number, line in enumerate(file, start=1):
             if line.isspace():
                 continue

@@ -31,7 +31,7 @@ from pydantic import (
 )
 
 from shoal.base.errors import UsageError
-from shoal.base.files import expanded, read_bytes
+from shoal.base.files import expanded, open_to_append, read_bytes, write_atomically
 from shoal.engine.data.corpus import Corpus, open_corpus
 from shoal.engine.data.tokenizer import Tokenizer
 from shoal.spec.config import DataConfig
@@ -209,7 +209,7 @@ def _build(folder: Path, corpus: Corpus, tokenizer: Tokenizer, validation_fracti
             dtype=dtype,
             splits={split: writer.close() for split, writer in writers.items()},
         )
-        (staging / "manifest.json").write_text(manifest.model_dump_json(indent=1))
+        write_atomically(staging / "manifest.json", manifest.model_dump_json(indent=1))
         try:
             staging.rename(folder)
         except OSError:
@@ -293,7 +293,7 @@ def _damaged(path: Path, why: str) -> UsageError:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[bool]:
     """Hold a file lock, which the system releases when the process dies; yields False if locks are unsupported."""
-    with open(path, "w") as file:
+    with open_to_append(path) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from shoal.base.errors import UsageError, did_you_mean
-from shoal.base.files import check_writable
+from shoal.base.files import check_writable, write_atomically
 from shoal.base.section import Section, validate
 from shoal.labs.collectives.description import Collective
 from shoal.labs.explain import collective, compatibility, context, experts, optimizers, precision, scaling, sharding
@@ -59,7 +59,7 @@ def explain(subject: str, console: Console | None = None, **options: Any) -> Non
     check_writable(out, "--out", ".svg")
     draw = show(settings, console)
     if out and draw:
-        out.write_text(draw(), encoding="utf-8")
+        write_atomically(out, draw())
         console.print(Text(f"drawn: {out}"), soft_wrap=True)
 
 

@@ -6,13 +6,13 @@ the same times, ranks and micro-batches; nothing is fitted.
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.base.errors import UsageError
+from shoal.base.files import read_csv
 from shoal.pipeline import program as pipeline
 from shoal.pipeline.program import Program
 from shoal.pipeline.schedules import SCHEDULES
@@ -61,8 +61,10 @@ def read_printed(folder: Path) -> list[PrintedBubble]:
     file = folder / FILE
     if not file.is_file():
         raise UsageError(f"{folder} has no {FILE}, the table of printed bubble rates")
-    with file.open(newline="") as lines:
-        printed = [_parse(row, match) for row in csv.DictReader(lines) if (match := NOTE.search(row["note"]))]
+    try:
+        printed = [_parse(row, match) for row in read_csv(file) if (match := NOTE.search(row["note"]))]
+    except (ValueError, LookupError) as error:
+        raise UsageError(f"{file}: a row cannot be read: {type(error).__name__}: {error}") from None
     if not printed:
         raise UsageError(f"{file}: no row has a printed bubble rate with its times")
     return printed

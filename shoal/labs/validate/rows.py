@@ -5,7 +5,6 @@ Each row becomes a `Point`, or is counted with the reason why it is none.
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from shoal.base.errors import UsageError
+from shoal.base.files import read_csv
 from shoal.labs.validate import columns
 from shoal.labs.validate.columns import Row, number, stated
 from shoal.planning.cost.batched_runs import Runs, describe_row
@@ -206,14 +206,13 @@ def read_folder(folder: Path) -> tuple[list[Point], Left]:
     points: list[Point] = []
     left: Left = {}
     for path in sorted(folder.glob("*.csv")):
-        with path.open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            if not set(COLUMNS) <= set(reader.fieldnames or ()):
-                continue
-            for row in reader:
-                try:
-                    points.append(read_row(row, path.stem))
-                except (Inexpressible, UsageError, ValidationError) as reason:
-                    key = path.stem, str(reason).partition("\n")[0]
-                    left[key] = left.get(key, 0) + 1
+        rows = read_csv(path)
+        if not rows or not set(COLUMNS) <= set(rows[0]):
+            continue
+        for row in rows:
+            try:
+                points.append(read_row(row, path.stem))
+            except (Inexpressible, UsageError, ValidationError) as reason:
+                key = path.stem, str(reason).partition("\n")[0]
+                left[key] = left.get(key, 0) + 1
     return points, left

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from shoal.base.files import write_atomically
 from shoal.labs.validate.fit import find_at_bounds
 from shoal.labs.validate.rows import Left
 from shoal.labs.validate.score import Scored, group_by, totals
@@ -118,7 +119,7 @@ def write_page(path: Path, scored: Scored, left: int) -> None:
         html_table(sources, ("source", "times", *errors, "memory", *errors)),
     ]
     lead = f"{len(scored.points):,} published points, estimated; {left:,} could not be."
-    path.write_text(page("Validation", lead, parts), encoding="utf-8")
+    write_atomically(path, page("Validation", lead, parts))
 
 
 def _scatter(scored: Scored, estimate: np.ndarray, measured: np.ndarray, unit: str, what: str) -> str:

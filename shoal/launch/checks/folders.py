@@ -23,7 +23,7 @@ from shoal.spec.config import RUNS, RunConfig
 from shoal.spec.layout import Layout
 from shoal.spec.number_formats import FORMATS
 from shoal.training.resilience.host_memory_dir import check_run_dir, run_dir
-from shoal.training.run_folder import get_checkpoint_folder, is_free, taken
+from shoal.training.run_folder import get_checkpoint_folder, is_free, reject_links, taken
 
 BESIDE = 64 << 10  # minimum bytes that a run writes besides its checkpoints: config, metrics, events, logs
 
@@ -59,6 +59,8 @@ def _check_run_folder(folder: Path | None, *, fresh: bool) -> None:
     try:
         if fresh and folder is not None and not is_free(folder):
             raise taken(folder)
+        if folder is not None:
+            reject_links(folder)
         try_to_write(folder or RUNS, BESIDE)
     except OSError as error:
         mend = "Free space, or name" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "Name"

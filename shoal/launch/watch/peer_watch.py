@@ -10,7 +10,6 @@ the next attempt gather the records of their hosts and name the rank that caused
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -26,6 +25,8 @@ from typing import Any
 
 import psutil
 
+from shoal.base.errors import UsageError
+from shoal.base.files import read_json
 from shoal.launch.rank_env import RankEnv, failure_path
 from shoal.launch.watch import watchdog
 from shoal.launch.watch.rank_failure import Failure
@@ -177,8 +178,8 @@ def read_records(folder: Path) -> list[LastState]:
         if record is None:
             continue
         recorded: dict[str, Any] = {}
-        with contextlib.suppress(FileNotFoundError):
-            recorded = json.loads(failure_path(folder, rank).read_text())
+        with contextlib.suppress(UsageError):  # most often there is none
+            recorded = read_json(failure_path(folder, rank))
         every.append(LastState(
             f"{port} {world_size}", int(world_size), rank, host, since_epoch + recorded.get("when", record.alive),
             record.where, record.steps if record.begun >= 0 else None, record.phase is Phase.DONE,

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shoal.base.errors import redact
+from shoal.base.files import open_to_append, read_tail
 from shoal.engine.device import COLLECTIVE_SECONDS
 from shoal.launch.rank_env import stack_path
 from shoal.launch.watch.rank_failure import Failure
@@ -27,6 +28,7 @@ from shoal.spec.config import FailoverConfig
 from shoal.training.resilience.heartbeat import HeartbeatRecord, Phase
 
 STACK_SIGNAL = signal.SIGUSR2  # makes a rank write its stack (`faulthandler`)
+MOST_STACKS = 16 << 20  # bytes read of a file of stacks
 STACK_SECONDS = 3.0  # timeout of the stack: a rank on a busy machine may have to wait for a core
 STOPPED_SECONDS = 2.0
 START_SECONDS = 60.0  # from the start of a process to its first heartbeat, without CPU use
@@ -135,7 +137,7 @@ def process_state(pid: int) -> tuple[str, float]:
 
 def write_stack_when_asked(path: Path) -> None:
     """Make this process append the stacks of its threads to a file whenever it receives `STACK_SIGNAL`."""
-    faulthandler.register(STACK_SIGNAL, open(path, "a"), all_threads=True)  # noqa: SIM115 -- for good
+    faulthandler.register(STACK_SIGNAL, open_to_append(path), all_threads=True)  # for good
 
 
 def collect_stacks(pids: dict[int, int], files: dict[int, Path], wake: bool = False) -> dict[int, str]:
@@ -158,7 +160,7 @@ def collect_stacks(pids: dict[int, int], files: dict[int, Path], wake: bool = Fa
 
 
 def _content(path: Path) -> str:
-    return path.read_text(errors="replace") if path.exists() else ""
+    return read_tail(path, MOST_STACKS)
 
 
 def locate_lost_rank(

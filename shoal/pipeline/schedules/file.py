@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shoal.base.errors import UsageError
-from shoal.base.files import read_text
+from shoal.base.files import parse_csv, read_text
 from shoal.pipeline.checker import check_program
 from shoal.pipeline.program import COMPUTE, Action, Op, Program, ProgramError, Schedule, build_program
 
@@ -125,7 +125,11 @@ def _check_copies(name: str, placement: Sequence[int], copies: int, ranks: int) 
 def _orders(text: str, name: str) -> list[list[Action]]:
     orders: list[list[Action]] = []
     seen: dict[Action, str] = {}
-    for rank, cells in enumerate(csv.reader(io.StringIO(text))):
+    try:
+        rows = parse_csv(text)
+    except ValueError as error:
+        raise UsageError(f"schedule file {name} is not CSV: {error}") from None
+    for rank, cells in enumerate(rows):
         order: list[Action] = []
         for column, cell in enumerate(cells):
             place = f"row {rank + 1}, cell {column + 1}"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.base.errors import UsageError, did_you_mean
+from shoal.base.files import read_text
 from shoal.pipeline.from_layout import VIRTUAL
 from shoal.pipeline.program import Program, StageDurations, build_program
 from shoal.pipeline.schedules import EVERY
@@ -29,6 +30,7 @@ ALIASES = {
     "breadth-first": "looped-bfs",
 }
 SLICES = 4
+MOST_PASSES = 1 << 22  # of a simulated step, which takes a minute
 """Default number of slices per sequence for schedules that slice."""
 
 
@@ -112,6 +114,8 @@ def compare_schedules(
     for _, program in read:
         pp, microbatches = program.ranks, program.microbatches
 
+    check_size(pp, microbatches, dp, disturbance, (virtual_stages or VIRTUAL) * (slices or 1))
+
     def programs() -> Iterator[tuple[str, Program]]:
         yield from read
         for name in names:
@@ -172,17 +176,26 @@ def check_arguments(
             raise UsageError(f"--{option} {given}: only for {', '.join(users)}, not {', '.join(names) or file}")
 
 
+def check_size(pp: int, microbatches: int, dp: int, disturbance: Disturbance, cells: int = 1) -> None:
+    """Reject a step that is too large to simulate in minutes.
+
+    Args:
+        cells: forward passes of a rank for each micro-batch.
+    """
+    replicas = dp if disturbance.jitter else 1 + len(disturbance.stragglers) + len(disturbance.slow_links)
+    if pp * max(pp, microbatches * cells) * min(dp, replicas) > MOST_PASSES:  # links are a table of pp x pp
+        raise UsageError(
+            f"--pp {pp} --microbatches {microbatches} --dp {dp}: a step with more than {MOST_PASSES:,} forward passes "
+            "or links is not simulated.\n  Lower one of them."
+        )
+
+
 def _plain(name: str) -> str:
     return re.sub("[-_ ]", "", name.lower())
 
 
 def _read(file: Path) -> tuple[str, Program]:
-    try:
-        return file.stem, load_csv(file.read_text(encoding="utf-8"), str(file))
-    except OSError as error:
-        raise UsageError(f"--csv {file}: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise UsageError(f"--csv {file}: it is no text") from None
+    return file.stem, load_csv(read_text(file), str(file))
 
 
 def _program(

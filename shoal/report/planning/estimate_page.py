@@ -8,6 +8,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shoal.base.files import write_atomically
 from shoal.base.units import show_bytes, show_seconds
 from shoal.planning.cost.roofline import OperationCost, matrix_product
 from shoal.planning.estimate import Estimate, StepEstimate
@@ -42,7 +43,7 @@ def write_page(
         *(("<h2>Roofline</h2>", roofline(estimate)) if isinstance(estimate, Estimate) else ()),
         "<h2>What bounds it, and what to change</h2>", f"<p>{escape(bound(estimate))}</p>", html_table(changes),
     ]  # fmt: skip
-    path.write_text(page("Estimate", lead, parts), encoding="utf-8")
+    write_atomically(path, page("Estimate", lead, parts))
 
 
 def operations(estimate: Estimate) -> dict[str, OperationCost]:
@@ -95,7 +96,7 @@ def write_memory_page(path: Path, estimate: Estimate, counted: Counted, measured
         "<h2>Memory, action by action</h2>", memory_profile(counted, measured),
         "<h2>Between steps</h2>", html_table(rows),
     ]  # fmt: skip
-    path.write_text(page("Dry run", lead, parts), encoding="utf-8")
+    write_atomically(path, page("Dry run", lead, parts))
 
 
 @styled

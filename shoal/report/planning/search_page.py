@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from shoal.base.files import write_atomically
 from shoal.base.units import show_bytes, show_seconds
 from shoal.planning.estimate import NAMES, StepEstimate
 from shoal.planning.search.plan import Plan
@@ -40,7 +41,7 @@ def write_page(path: Path, plan: Plan, estimates: Sequence[StepEstimate], reason
         "<h2>Comparison with the best</h2>",
         html_table(rows, ("layout", "step", "MFU", "memory", "against the best")),
     ]  # fmt: skip
-    path.write_text(page("Plan", lead, parts), encoding="utf-8")
+    write_atomically(path, page("Plan", lead, parts))
 
 
 def _degrees(layout: Layout) -> str:
@@ -68,7 +69,7 @@ def write_map(
         for column, plan in enumerate(plans):
             _map_cell(canvas, NAME + column * width, y, plan)
     size = (NAME + len(nodes) * width + 6, 32 + len(planners) * height + 6)
-    path.write_text(canvas.document(*size, "The best layout by model and number of nodes"), encoding="utf-8")
+    write_atomically(path, canvas.document(*size, "The best layout by model and number of nodes"))
 
 
 def _map_cell(canvas: Canvas, x: float, y: float, plan: Plan | None) -> None:

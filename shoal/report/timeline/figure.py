@@ -5,6 +5,7 @@ Lengths are in points (1/72 inch): a two-column page is 504 wide, one column 240
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
+from shoal.base.files import write_atomically
 from shoal.report.svg import INK
 from shoal.report.timeline.chart import Chart, axis, has_shades, legend
 from shoal.report.timeline.palette import WHITE, colour, ink
@@ -147,9 +149,11 @@ def write_figure(path: Path, charts: Sequence[Chart]) -> None:
     """Write a figure as SVG or PNG, by the file name's suffix."""
     drawn = figure(charts)
     if path.suffix == ".svg":
-        path.write_text(svg(drawn), encoding="utf-8")
+        write_atomically(path, svg(drawn))
     else:
-        png(drawn).save(path, dpi=(DPI, DPI), optimize=True)
+        content = io.BytesIO()
+        png(drawn).save(content, "PNG", dpi=(DPI, DPI), optimize=True)
+        write_atomically(path, content.getvalue())
 
 
 def svg(drawn: Figure) -> str:

@@ -11,6 +11,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from shoal.base.terminal import printable
 from shoal.report.svg import mix
 from shoal.report.tables import text_table
 from shoal.report.timeline.chart import Chart, axis, has_shades, legend, table
@@ -170,4 +171,4 @@ def _coloured(console: Console) -> bool:
 
 
 def _print(console: Console, text: str, style: str = "") -> None:
-    console.print(Text(text, style=style), overflow="fold")
+    console.print(Text(printable(text), style=style), overflow="fold")

@@ -13,17 +13,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from shoal.base.files import write_atomically
 from shoal.pipeline.program import Op
 from shoal.report.timeline.chart import Chart
 
 COMPUTE, TO_NEXT, TO_PREVIOUS = 1, 2, 3
 TRACKS = {COMPUTE: "compute", TO_NEXT: "send activations", TO_PREVIOUS: "send gradients"}
 
+
 def write_trace(path: Path, charts: Sequence[Chart]) -> None:
     """Write a trace; gzipped if the name ends in .gz, which Perfetto also reads."""
     text = json.dumps({"traceEvents": list(events(charts)), "displayTimeUnit": "ms"}, separators=(",", ":"))
     data = text.encode()
-    path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
+    write_atomically(path, gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
 
 
 def events(charts: Sequence[Chart]) -> Iterator[dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from shoal.base.files import check_writable
+from shoal.base.files import check_writable, write_atomically
 from shoal.report.page import HELP, comparison, page, timelines
 from shoal.report.timeline.chart import Chart
 from shoal.report.timeline.figure import write_figure
@@ -28,7 +28,7 @@ def write(path: Path, charts: Sequence[Chart], *, title: str, lead: str) -> None
     """
     check_writable(path, "--out", *KINDS)
     if path.suffix == ".html":
-        path.write_text(page(title, lead, [comparison(charts), timelines(charts), HELP]), encoding="utf-8")
+        write_atomically(path, page(title, lead, [comparison(charts), timelines(charts), HELP]))
     elif path.suffix in (".svg", ".png"):
         write_figure(path, charts)
     else:

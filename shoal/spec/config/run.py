@@ -9,7 +9,7 @@ from typing import Any
 
 import tomli_w
 
-from shoal.base.files import read_toml
+from shoal.base.files import read_toml, write_atomically
 from shoal.base.section import Section, plain, validate
 from shoal.spec.config import sections
 from shoal.spec.config.model import ModelConfig
@@ -95,8 +95,12 @@ def save_config(config: RunConfig, path: Path, *, new: bool = False) -> None:
     ...     load_config(Path(folder) / "run.toml") == config
     True
     """
-    with open(path, "x" if new else "w") as file:
-        file.write(tomli_w.dumps(plain(config)))
+    content = tomli_w.dumps(plain(config))
+    if not new:
+        return write_atomically(path, content)
+    with open(path, "x") as file:
+        file.write(content)
+    return None
 
 
 def rename_keys(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:

@@ -24,12 +24,13 @@ from pathlib import Path
 import psutil
 
 from shoal.base.errors import UsageError
+from shoal.base.files import read_json
 from shoal.base.section import plain
 from shoal.engine.checkpoint import CheckpointError, list_checkpoints, verify
 from shoal.engine.checkpoint.load import load_checkpoint
 from shoal.engine.checkpoint.manifest import newest, read_manifest
 from shoal.engine.data.prepare import prepare
-from shoal.launch.prefork import PreforkServer
+from shoal.launch.prefork import PreforkServer, safe_environment
 from shoal.launch.supervisor import PROCESSES_FILE, Supervisor
 from shoal.pipeline.from_layout import build_layout_program
 from shoal.spec.config import RunConfig, save_config
@@ -192,7 +193,8 @@ class Chaos:
         trial = Trial("kill-supervisor", f"step {step}")
         toml = self.folder / "run.toml"
         save_config(self.config, toml)
-        parent = subprocess.Popen([sys.executable, "-m", "shoal", "train", str(toml), "--run-folder", str(folder)])
+        words = [sys.executable, "-m", "shoal", "train", str(toml), "--run-folder", str(folder)]
+        parent = subprocess.Popen(words, env=safe_environment(os.environ))
         saved = folder / "checkpoints"
         wait_until(lambda: parent.poll() is not None or (steps_done(folder) >= step and list_checkpoints(saved)))
         if parent.poll() is not None:
@@ -352,8 +354,8 @@ def compare_checkpoints(one: Path | None, other: Path | None, rounding: float | 
 def steps_done(run: Path) -> int:
     """Return the steps that a live run has completed; -1 before it began."""
     try:
-        scratch = Path(json.loads((run / PROCESSES_FILE).read_text())["scratch"])
-    except (OSError, ValueError):
+        scratch = Path(read_json(run / PROCESSES_FILE)["scratch"])
+    except (UsageError, LookupError, TypeError):
         return -1
     record = read(record_path(scratch, 0))
     return -1 if record is None or record.begun < 0 else record.steps
@@ -381,7 +383,7 @@ def own_mounts() -> bool:
     if Path(sys.argv[0]).name not in ("shoal", "__main__.py"):  # called by other code
         return False
     os.environ[OWN_MOUNTS] = "yes"
-    os.execvp("unshare", [*words, sys.executable, "-m", "shoal", *sys.argv[1:]])
+    os.execvpe("unshare", [*words, sys.executable, "-m", "shoal", *sys.argv[1:]], safe_environment(os.environ))
     raise AssertionError("replaced by the above")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
@@ -21,6 +20,7 @@ from statistics import mean
 from rich.console import Console
 
 from shoal.base.errors import UsageError, did_you_mean
+from shoal.base.files import read_json, write_atomically
 from shoal.engine.data.prepare import prepare
 from shoal.launch.local_launcher import start_rank_server
 from shoal.launch.prefork import PreforkServer
@@ -194,11 +194,11 @@ def _killing_ranks(folder: Path, every: float, rng: random.Random) -> Iterator[l
     def act() -> None:
         while not stop.wait(every):
             try:
-                ranks = json.loads((folder / PROCESSES_FILE).read_text())["ranks"]
+                ranks = read_json(folder / PROCESSES_FILE)["ranks"]
                 pid = rng.choice(ranks)
                 os.kill(pid, signal.SIGKILL)
                 kills.append(pid)
-            except (OSError, ValueError, IndexError):
+            except (UsageError, OSError, LookupError, TypeError):
                 continue  # between two attempts
 
     thread = threading.Thread(target=act, daemon=True)
@@ -273,4 +273,4 @@ def write_page(path: Path, config: RunConfig, trials: Sequence[Trial]) -> None:
     )
     each = [(trial.fault, trial.moment, "; ".join(trial.problems) or "passed") for trial in trials]
     parts = [html_table(count_by_fault(trials), COLUMNS), "<h2>Every trial</h2>", html_table(each)]
-    path.write_text(page("Faults", lead, parts), encoding="utf-8")
+    write_atomically(path, page("Faults", lead, parts))

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.base.errors import UsageError
-from shoal.base.files import read_json, write_atomically
+from shoal.base.files import make_folder, read_json, write_atomically
 from shoal.base.journal import best_effort
 from shoal.engine.collectives.ops import all_reduce
 from shoal.engine.models.transformer import Transformer
@@ -178,7 +178,7 @@ class Histograms:
                 tensors.append({"kind": kind, "name": name, "first": seen[0], "counts": counts})
         text = json.dumps({"step": step, "loss_scale": self.scale, "tensors": tensors}, separators=(",", ":"))
         with best_effort(self.folder):
-            self.folder.mkdir(exist_ok=True)
+            make_folder(self.folder)
             write_atomically(self.folder / f"step-{step:08d}.json", text)
 
 
@@ -199,7 +199,7 @@ def read_histograms(folder: Path) -> tuple[int, list[Histogram]] | None:
             after = [0] * (BINS - len(before) - len(counts))
             tensors.append(Histogram(str(tensor["kind"]), str(tensor["name"]), (*before, *counts, *after)))
         return int(found["step"]), tensors
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise UsageError(
             f"{files[-1]} is not a record of histograms: {type(error).__name__}: {error}"
             "\n  Remove it: the report does not need it."

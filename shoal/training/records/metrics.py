@@ -6,7 +6,8 @@ resumes from, so that no step occurs twice.
 
 from __future__ import annotations
 
-import os
+import json
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -16,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from shoal.base.errors import UsageError
-from shoal.base.files import json_lines, read_json_lines
-from shoal.base.journal import Journal, best_effort, warn
+from shoal.base.files import json_lines, make_folder, open_to_append, open_to_read, read_json_lines
+from shoal.base.journal import Journal, best_effort
+from shoal.base.terminal import warn
 from shoal.spec.config.sections import MetricsConfig
 
 FILE_NAME = "metrics.jsonl"
@@ -119,10 +121,9 @@ class MetricsWriter:
             openers.append(partial(_mlflow, config.mlflow, folder, run))
         path = folder / FILE_NAME
         with best_effort(path, report):
-            folder.mkdir(parents=True, exist_ok=True)
-            if path.exists():  # drop records of later steps and a truncated line; this needs no space on the disk
-                kept = len(read_metrics(folder, resume_step))
-                os.truncate(path, sum(map(len, path.read_bytes().splitlines(keepends=True)[:kept])))
+            make_folder(folder.resolve())  # the user may have linked the run folder itself
+            if path.exists():
+                _drop_later(path, resume_step)
         self._trackers = [_RetriedTracker(opener, resume_step, report) for opener in openers]
         self._journal = Journal(path, report)
 
@@ -138,6 +139,22 @@ class MetricsWriter:
             tracker.close()
 
 
+def _drop_later(path: Path, resume_step: int) -> None:
+    """Cut a file at the first record of a later step, or at a truncated line; this needs no space on the disk."""
+    end = 0
+    with open_to_read(path) as file:
+        for line in file if resume_step else ():
+            try:
+                later = _parse(json.loads(line)).step > resume_step
+            except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+                later = not line.endswith(b"\n")  # a damaged line stays where it is
+            if later:
+                break
+            end += len(line)
+    with open_to_append(path) as file:
+        file.truncate(end)
+
+
 def check_trackers(config: MetricsConfig) -> None:
     """Raise `UsageError` for the first tracker whose package is not installed, without importing it."""
     for package, value in (("wandb", config.wandb), ("mlflow", config.mlflow)):
@@ -149,18 +166,33 @@ def check_trackers(config: MetricsConfig) -> None:
 
 
 def read_metrics(folder: Path, last_step: int | None = None) -> list[StepMetrics]:
-    """Read the records of a run in order, up to and including ``last_step``; a truncated last line is ignored.
+    """Read the records of a run in order, up to and including ``last_step``, without damaged lines.
 
     Raises:
-        UsageError: a line is not a record.
+        UsageError: the file cannot be read, or no line is a record.
     """
-    names = {field.name for field in fields(StepMetrics)}
-
-    def parse(record: dict[str, Any]) -> StepMetrics:
-        return StepMetrics(**{"loss": None} | {name: value for name, value in record.items() if name in names})
-
-    records = read_json_lines(folder / FILE_NAME, parse, "record of a step")
+    records = read_json_lines(folder / FILE_NAME, _parse, "record of a step")
     return [record for record in records if last_step is None or record.step <= last_step]
+
+
+def _parse(record: dict[str, Any]) -> StepMetrics:
+    known = {field.name: record[field.name] for field in fields(StepMetrics) if record.get(field.name) is not None}
+    for name, value in known.items():
+        wanted = (int,) if name in COUNTS else (int, float)
+        rows = value if name == "expert_load" else [[value]]
+        if not all(type(number) in wanted and _is_plausible(number) for row in rows for number in row):
+            raise ValueError(f"{name} is no number, or too large")
+    if not known["step"] >= 1:
+        raise ValueError("steps begin at 1")
+    return StepMetrics(**{"loss": None} | known)
+
+
+def _is_plausible(number: float) -> bool:
+    return not LARGEST < abs(number) < math.inf
+
+
+COUNTS = ("step", "steps")
+LARGEST = 1e30  # larger numbers are damage; infinity and NaN are not, which a diverging run may log
 
 
 _TrackerSession = tuple[Callable[[int, dict[str, float]], None], Callable[[], None]]
@@ -212,7 +244,7 @@ def _tensorboard(folder: Path, resume_step: int) -> _TrackerSession:
     from torch.utils.tensorboard import SummaryWriter
 
     # TensorBoard then hides records that an earlier process wrote from this step on.
-    writer = SummaryWriter(folder / "tensorboard", purge_step=resume_step + 1 if resume_step else None)
+    writer = SummaryWriter(make_folder(folder / "tensorboard"), purge_step=resume_step + 1 if resume_step else None)
 
     def write(step: int, values: dict[str, float]) -> None:
         for name, value in values.items():
@@ -224,6 +256,7 @@ def _tensorboard(folder: Path, resume_step: int) -> _TrackerSession:
 def _wandb(project: str, folder: Path, run: dict[str, Any], resume_step: int) -> _TrackerSession:
     import wandb
 
+    make_folder(folder / "wandb")
     session = wandb.init(project=project, name=folder.name, dir=folder, config=run, id=folder.name, resume="allow")
     return (lambda step, values: session.log(values, step=step)), session.finish
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.base.errors import UsageError
-from shoal.base.files import json_lines, write_atomically
+from shoal.base.files import json_lines, make_folder, read_text, write_atomically
 from shoal.base.journal import best_effort
 from shoal.engine.collectives.group import host_identity
 from shoal.engine.collectives.json_collectives import all_gather, broadcast
@@ -43,8 +43,9 @@ class Profiler:
     def __init__(self, runtime: Runtime, mesh: Mesh, steps: range, folder: Path, group: dist.ProcessGroup | None):
         self.runtime, self.mesh, self.steps, self.folder = runtime, mesh, steps, folder
         if mesh.rank == 0:
-            for path in (folder / FOLDER).glob("rank-*"):  # never mix ranks and steps of two starts of a run
-                path.unlink()
+            with best_effort(folder / FOLDER):
+                for path in make_folder(folder / FOLDER).glob("rank-*"):  # never mix ranks and steps of two starts
+                    path.unlink()
         self._timer = ActionTimer(mesh.device)
         self._offset = clock_offset(group) if group else 0.0
         self._offset -= broadcast(time.perf_counter(), group)  # start time
@@ -85,7 +86,7 @@ class Profiler:
         }
         folder = self.folder / FOLDER
         with best_effort(folder):
-            folder.mkdir(exist_ok=True)
+            make_folder(folder)
             write_atomically(folder / f"rank-{mesh.rank:05d}.jsonl", json_lines([header, *self._lines], compact=True))
         self._lines = []
 
@@ -160,7 +161,7 @@ def read_profile(folder: Path) -> Profile | None:
         return None
     try:
         return _profile(paths)
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OSError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise UsageError(
             f"{folder / FOLDER} cannot be read as a profile: {type(error).__name__}: {error}"
             "\n  Record it again (shoal train --profile), or remove the folder: the report does not need it."
@@ -170,7 +171,7 @@ def read_profile(folder: Path) -> Profile | None:
 def _profile(paths: Sequence[Path]) -> Profile:
     headers, ranks = [], []
     for path in paths:
-        header, *lines = map(json.loads, path.read_text().splitlines())  # written atomically, so never truncated
+        header, *lines = map(json.loads, read_text(path).splitlines())  # written atomically, so never truncated
         actions = tuple(Action(Op(op), *numbers) for op, *numbers in header["actions"])
         begin, arrived, end = times = tuple(
             [[float(time) for time in line[name]] for line in lines] for name in ("begin", "arrived", "end")

@@ -23,8 +23,21 @@ def write_event(folder: Path, event: str, **values: Any) -> None:
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
-    """Return all events in order, without lines that a crash of the machine truncated."""
-    return read_json_lines(folder / FILE_NAME, dict, "event", skip_torn=True)
+    """Return all events in order, without damaged ones."""
+    return read_json_lines(folder / FILE_NAME, _parse, "event")
+
+
+def _parse(event: dict[str, Any]) -> dict[str, Any]:
+    numbers = [event["time"], *(event[name] for name in SUMMED.get(event["event"], ()))]
+    if not all(type(number) in (int, float) and 0 <= number <= LATEST for number in numbers):
+        raise ValueError("wrong numbers")
+    return event
+
+
+SUMMED = {"end": ("seconds", "counted", "failures", "lost"), "recovered": ("seconds",)}
+"""Numbers that a report sums over events."""
+
+LATEST = 2.0**37  # seconds since 1970, in the year 6325: the last times that every calendar shows
 
 
 _journal = lru_cache(maxsize=64)(Journal)

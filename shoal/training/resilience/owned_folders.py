@@ -14,7 +14,8 @@ from pathlib import Path
 
 import psutil
 
-from shoal.base.files import try_to_write, write_atomically
+from shoal.base.errors import UsageError
+from shoal.base.files import read_json, try_to_write, write_atomically
 
 OWNER = "owner.json"
 SCRATCH_BYTES = 1 << 20  # free space that a temporary folder needs: heartbeats, stacks and reports of the ranks
@@ -45,8 +46,8 @@ def claim(path: Path, run_folder: Path, pid: int) -> None:
 def find_orphans(folder: Path, prefix: str) -> Iterator[tuple[Path, str]]:
     """Yield the private folders of this prefix whose owners are known to be dead, with their runs."""
     for path in folder.glob(f"{prefix}*"):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # incomplete, or not a folder of shoal
-            owner = json.loads((path / OWNER).read_text())
+        with contextlib.suppress(UsageError, LookupError, TypeError):  # incomplete, or not a folder of shoal
+            owner = read_json(path / OWNER)
             on_this_host = owner["host"] == socket.gethostname()  # False for a container that shares the file system
             if is_private(path) and on_this_host and start_time(owner["pid"]) != owner["started"]:
                 yield path, str(owner["run"])

@@ -54,7 +54,7 @@ def test_what_is_not_a_terminal_gets_plain_lines_that_fit(width):
     assert "tiny, 10.4M parameters, 4,096 tokens per step" in shown
     assert "dp 2 (ZeRO-1) x tp 2 x pp 2 (1f1b) = 8 ranks" in shown
     assert "runs/one" in shown
-    assert "  def main(x):\n    �[31mreturn [bold]x[/bold]\n" in shown
+    assert "  def main(x):\n    \\x1b[31mreturn [bold]x[/bold]\n" in shown
     assert "step 45: validation loss 2.2500 nats per token, experts dropped 6.2%" in shown
     assert "finished in 3m04s: validation loss 1.8750 nats per token" in shown
     (row,) = [line.split() for line in lines if line.split()[:1] == ["10"]]

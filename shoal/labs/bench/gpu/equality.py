@@ -17,6 +17,7 @@ from shoal.engine.kernels.example import Example, examples_of_kernel, relative_e
 from shoal.labs.bench.benchmark import Row
 from shoal.labs.bench.gpu.engine_run import build_engine
 from shoal.labs.bench.gpu.item import GpuSetting, attempt
+from shoal.launch.prefork import safe_environment
 from shoal.spec.config.run import build_config
 from shoal.spec.config.sections import OptimizerName
 from shoal.spec.number_formats import FORMATS, FP64
@@ -149,7 +150,8 @@ def check_memory(setting: GpuSetting) -> Iterator[Row]:
         yield {"result": "needs a GPU" if setting.rehearsal else "compute-sanitizer is absent"}
         return
     command = [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-m", __name__]
-    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # so that neighbours in memory are other tensors
+    # Without the cache, neighbours in memory are other tensors.
+    environment = safe_environment(os.environ) | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     code = subprocess.run(["timeout", "150", *command], env=environment, check=False).returncode  # ends children too
     yield {"tool": "memcheck", "exit code": code, "passed": code == 0}
 

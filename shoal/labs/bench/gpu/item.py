@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import torch
 
 import shoal
-from shoal.base.files import json_lines, read_json_lines
+from shoal.base.files import json_lines, open_to_append, read_json_lines
 from shoal.engine.device import round_only_results, usable_cores
 from shoal.labs.bench.benchmark import Notify, Row
 from shoal.launch.prefork import PreforkServer
@@ -133,7 +133,7 @@ class PartRun:
 def read_run(path: Path) -> PartRun | None:
     """Return the newest run in a part's file; None without any."""
     found: PartRun | None = None
-    for value in read_json_lines(path, dict, "row of a benchmark", skip_torn=True):
+    for value in read_json_lines(path, dict, "row of a benchmark"):
         if "part" in value:
             found = PartRun(value)
         elif found:
@@ -171,8 +171,8 @@ def run_part(
             except (RankError, RuntimeError) as error:
                 if time.monotonic() < end:
                     trouble = f"lost: {error.reason if isinstance(error, RankError) else error}"
-                with setting.log.open("a") as file:
-                    print(f"--- {item.title}, {item.name}\n{error}", file=file)
+                with open_to_append(setting.log) as file:
+                    file.write(f"--- {item.title}, {item.name}\n{error}\n".encode())
         _append(setting.file(part), {"table": item.title, "item": item.name, "result": trouble})
     found = read_run(setting.file(part))
     assert found, "the header was just written"
@@ -183,7 +183,7 @@ def execute(order: tuple[int, GpuSetting, Item]) -> None:
     """Run one item in this process, and append its rows to the part's file."""
     part, setting, item = order
     for stream in (1, 2):  # what torch, the compiler and commands print belongs in the log
-        with setting.log.open("a") as log:
+        with open_to_append(setting.log) as log:
             os.dup2(log.fileno(), stream)
     if not setting.rehearsal:
         torch.set_num_threads(usable_cores())
@@ -241,5 +241,5 @@ def _plain(value: Any) -> Any:
 
 
 def _append(path: Path, value: dict[str, Any]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json_lines([value]))
+    with open_to_append(path) as file:
+        file.write(json_lines([value]).encode())

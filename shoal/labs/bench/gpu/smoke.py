@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +22,7 @@ from shoal.engine.parallel.context.kernels import attend, attend_backward
 from shoal.labs.bench.benchmark import Row
 from shoal.labs.bench.gpu.item import GpuSetting
 from shoal.spec.config.run import build_config
+from shoal.training.records.metrics import read_metrics
 
 BF16 = 2e-2
 """Largest relative error that rounding to bf16 explains."""
@@ -190,13 +190,13 @@ def train_tiny(setting: GpuSetting) -> Iterator[Row]:
                     values["testing"] = {}
                 config = build_config(values)
                 code = shoal.train(config, resume=folder) if more else shoal.train(config, run_folder=folder)
-                lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+                lines = read_metrics(folder)
                 yield {
-                    "run": way, "steps": lines[-1]["step"], "loss": lines[-1]["loss"],
-                    "seconds": time.monotonic() - begin, "passed": code == 0 and lines[-1]["step"] == steps + more,
+                    "run": way, "steps": lines[-1].step, "loss": lines[-1].loss,
+                    "seconds": time.monotonic() - begin, "passed": code == 0 and lines[-1].step == steps + more,
                 }
                 if not more:
-                    losses.append(lines[-1]["loss"])
+                    losses.append(lines[-1].loss or 0.0)
     if len(losses) > 1:
         yield {"run": "difference after the SIGKILL", "loss": losses[1] - losses[0],
                "passed": abs(losses[1] - losses[0]) < 1e-3}  # fmt: skip
