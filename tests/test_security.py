@@ -10,6 +10,8 @@ import os
 import pickle
 import shutil
 import stat
+import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from shoal.base.errors import UsageError, redact
 from shoal.cli.main import main
 from shoal.engine.checkpoint import CheckpointError, load, verify
 from shoal.engine.data.batches import open_dataset
+from shoal.launch.prefork import safe_environment
 from shoal.spec.config import build_config, load_config
 from shoal.training.check import check
 from tests.engine.checkpoint.cuts import whole, write_checkpoint
@@ -309,3 +312,55 @@ def test_an_address_with_a_password_is_refused_in_a_config():
     message = r"checkpoint.folder = 'ftp://\[credentials\]@host/x' contains .* the password"
     with pytest.raises(UsageError, match=message):
         check(build_config({"checkpoint": {"folder": "ftp://ann:planted@host/x"}}))
+
+
+# ---- hostile files ---------------------------------------------------------------------------------------------------
+
+
+def test_sizes_that_a_manifest_claims_are_compared_before_anything_is_allocated(checkpoint, capsys):
+    path, outside, manifest = checkpoint
+    outside.rename(path / "rank-00000.safetensors")
+    entry, tensor = manifest["files"]["rank-00000.safetensors"], manifest["tensors"]["w"]
+    for claim in (
+        lambda: entry.update(header_bytes=2**40), lambda: tensor.update(shape=[2**62]),
+        lambda: tensor["boxes"][0].update(shape=[2**62]),
+    ):  # fmt: skip
+        claim()
+        seal(path, manifest)
+        for command in ("verify", "inspect"):
+            code = main(["checkpoint", command, str(path)])
+            assert code == 2 or (command, entry["header_bytes"]) == ("inspect", 2**40)
+        with pytest.raises(UsageError):
+            shoal.load_checkpoint(path)
+
+
+def test_what_a_terminal_would_obey_is_escaped(tmp_path, capsys):
+    path = write_checkpoint(tmp_path / "step-00000001", [whole({"w\x1b]0;title\x07\u202e": torch.ones(4)})])
+    assert main(["checkpoint", "inspect", str(path)]) == 0
+    assert main(["checkpoint", "verify", str(tmp_path / "a\x1b[2Jb")]) == 2
+    said = capsys.readouterr()
+    assert r"\x1b]0;title\x07\u202e" in said.out and r"a\x1b[2Jb" in said.err
+    assert "\x1b" not in said.out + said.err
+
+
+def test_a_damaged_file_is_one_message(tmp_path):
+    path = write_checkpoint(tmp_path / "step-00000001", [whole({f"w{i}": torch.ones(4) for i in range(5)})])
+    file = path / "rank-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-80] + bytes([7]) * 80)
+    with pytest.raises(CheckpointError) as error:
+        verify(path)
+    assert "tensor 'w0' at [0:4] is not what was written, nor 4 others of 5" in str(error.value)
+    assert str(error.value).count("\n") == 1
+
+
+def test_nothing_is_imported_from_the_current_folder(tmp_path):
+    for name in ("rich", "psutil", "pydantic", "tyro"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(9)")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    done = subprocess.run(
+        [sys.executable, "-m", "shoal", "simulate"], cwd=tmp_path, capture_output=True,
+        env=environment | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    command = [sys.executable, "-c", "import rich, sys; sys.exit(0)"]
+    assert subprocess.run(command, cwd=tmp_path, env=safe_environment(environment)).returncode == 0

@@ -27,7 +27,7 @@ T = TypeVar("T")
 LARGEST = 64 << 20  # bytes: limit of a file that is read into memory, and of one line of a longer file
 LONGEST = 1 << 30  # bytes: limit of a file that is read line by line
 MOST_DAMAGED = 1000  # lines: a file with more is something else
-DEEPEST = 32  # nested tables of a TOML file
+DEEPEST, MOST_DOTS = 32, 1000  # nested tables of a TOML file, and dots in one key
 LINK = "it is a symbolic link, which is not followed: remove it"
 
 
@@ -289,6 +289,8 @@ def json_lines(values: Iterable[Any], *, compact: bool = False) -> str:
 
 
 def _parse_toml(text: str) -> dict[str, Any]:
+    if any(line.partition("=")[0].count(".") > MOST_DOTS for line in text.splitlines()):
+        raise RecursionError  # tomllib takes time by the square of the dots
     values = tomllib.loads(text)
     tables: list[tuple[Any, int]] = [(values, 0)]
     while tables:
