@@ -41,8 +41,8 @@ class PlanOptions(Section):
     fix: str = ""
     """Comma-separated layout fields with fixed values: tp=8,recompute=full, stage_layers=7/8/8/9."""
 
-    top: PositiveInt = 10
-    """Number of layouts to list."""
+    explain: bool = False
+    """Also show what each part of the listed steps takes, in seconds."""
 
     fewest: bool = False
     """Find the smallest number of the cluster's devices on which the model fits, instead."""
@@ -82,7 +82,7 @@ def run(options: PlanOptions) -> int:
     if not options.budget:
         reject_unused(options, ("tokens", "price"), "only with --budget, the price of a complete training")
     if asked:
-        unread = ("top", "toml") if options.map else ("top", "toml", "out")
+        unread = ("toml", "explain") if options.map else ("toml", "explain", "out")
         reject_unused(options, unread, f"--{asked[0].replace('_', '-')} lists no layouts of one search")
     if options.software != "shoal":
         reject_unused(options, ("toml",), "`shoal train` runs what shoal is planned for")
@@ -105,19 +105,23 @@ def _search(options: PlanOptions, planner: shoal.LayoutPlanner) -> int:
     if options.toml:
         tables.run_toml(options.model, planner.run, Layout())  # rejects an unsupported model before the search
     with tables.search_progress("searching") as progress:
-        plan = planner.plan(options.top, progress)
-    estimates = [tables.build_estimate(plan, found) for found in plan.best]
-    print("\n".join(tables.lines(options.model, plan, estimates)))
+        plan = planner.plan(progress)
+    estimates = [tables.build_estimate(plan, found) for found in plan.listed] if plan.best else []
+    listed = tables.lines(options.model, plan, estimates)
     if not plan.best:
+        print("\n".join(listed))
         return 1
     if options.toml:
         write_atomically(options.toml, tables.run_toml(options.model, planner.run, plan.best[0].layout))
-        print(f"written: {options.toml}")
+        listed.append(f"written: {options.toml}")
     if options.out:
         from shoal.report.planning.search_page import write_page  # slow import
 
-        write_page(options.out, plan, estimates, tables.reasons(plan, estimates))
-        print(f"written: {options.out}")
+        write_page(options.out, options.model, plan, estimates, tables.reasons(plan, estimates))
+        listed.append(f"written: {options.out}")
+    if options.explain:
+        listed += tables.explain_lines(plan, estimates)
+    print("\n".join(listed))  # after the files: `| head` may end this process
     return 0
 
 

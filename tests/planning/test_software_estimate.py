@@ -8,6 +8,7 @@ import shoal
 from shoal.base.errors import UsageError
 from shoal.cli.main import main
 from shoal.planning.describe import describe_run
+from shoal.planning.search.kinds import TIE
 from shoal.planning.search.planner import LayoutPlanner
 from shoal.planning.search.space import build_layout
 from shoal.planning.software_estimate import SoftwareEstimate, estimate_run
@@ -58,15 +59,15 @@ def test_what_has_no_closed_form_is_refused(given: dict, message: str) -> None:
 
 def test_a_plan_is_the_best_of_all_estimates() -> None:
     planner = LayoutPlanner("llama-3-8b", "2x8xH100", global_batch=64, software="megatron-core")
-    plan = planner.plan(4)
-    assert [one.seconds for one in plan.best] == sorted(one.seconds for one in plan.best)
+    plan = planner.plan()
+    assert plan.found.seconds <= (1 + TIE) * min(one.seconds for one in plan.best)
     for one in plan.best:
         estimate = estimate_run(replace(plan.run, layout=one.layout))
         assert estimate.step_seconds == pytest.approx(one.seconds) and estimate.fits
         assert one.layout.zero in (0, 1)
     levels = {"dp": 8, "tp": 2, "pp": 1, "micro_batch": 1, "sequence_parallel": True, "zero": 1}
     some = replace(plan.run, layout=build_layout(planner.space, levels))
-    assert estimate_run(some).step_seconds >= plan.found.seconds or not estimate_run(some).fits
+    assert estimate_run(some).step_seconds >= min(one.seconds for one in plan.best) or not estimate_run(some).fits
 
 
 def test_commands_answer_for_other_software(tmp_path, capsys: pytest.CaptureFixture) -> None:

@@ -21,11 +21,11 @@ from shoal.planning.cost.memory.stage import TIMES, Alive, alive_at
 from shoal.planning.cost.parameters import StagePart, stage_parts
 from shoal.planning.cost.time.stage import StagePrices
 from shoal.planning.run import EstimatedRun
+from shoal.planning.search.kinds import SLACK, pipeline_complexity
 from shoal.planning.search.space import Fields, LayoutSpace, pipeline_depth, pipelines, splits
 from shoal.spec.catalog import ModelShape
 from shoal.spec.schedules import SPLIT_BACKWARD
 
-SLACK = 1e-9  # relative rounding error between a bound and a time
 CHANGE = {op: (op in FORWARDS) - (op in WEIGHTS) for op in Op}
 """Change in the number of micro-batches alive."""
 EqualRanks = tuple[list[StagePart], list[Alive]]
@@ -202,12 +202,14 @@ class WorkItem(NamedTuple):
         way: the micro-batch, how it is split and what is recomputed.
         microbatches: micro-batches of each replica.
         plain: its stages, without ZeRO.
+        complexity: of its mesh (`shoal.planning.search.kinds`).
     """
 
     degrees: Fields
     way: Fields
     microbatches: int
     plain: StagePrices
+    complexity: int
 
 
 class Pipe(NamedTuple):
@@ -218,12 +220,14 @@ class Pipe(NamedTuple):
         split: layers of the stages.
         outline: outline, shared by all pipelines with equal stage placement.
         order: properties of the schedule that bounds need.
+        complexity: of the schedule and the split.
     """
 
     fields: Fields
     split: Fields
     outline: Outline
     order: Order
+    complexity: int
 
 
 class Branch(NamedTuple):
@@ -238,6 +242,11 @@ class Branch(NamedTuple):
     number: int
     work: WorkItem
     pipe: Pipe
+
+    @property
+    def complexity(self) -> int:
+        """Complexity of its layouts, without the sharding of state."""
+        return self.work.complexity + self.pipe.complexity
 
     @property
     def program(self) -> tuple:
@@ -289,4 +298,4 @@ def _pipes(
         copies = schedule.model_copies
         if (key := (placement, copies, layers)) not in known:
             known[key] = Outline(run.shape, Program(((),) * pp, placement, 0, model_copies=copies, layers=layers))
-        yield Pipe(fields, split, known[key], order)
+        yield Pipe(fields, split, known[key], order, pipeline_complexity(fields | split, pp))

@@ -13,7 +13,8 @@ from shoal.planning.cost.batched_runs import SCHEDULES, Runs, describe_row
 from shoal.planning.cost.memory.published_software import footprint
 from shoal.planning.cost.time.step import step
 from shoal.planning.run import EstimatedRun
-from shoal.planning.search.plan import Plan, PricedLayout, Progressing, family, order
+from shoal.planning.search.kinds import Shelf
+from shoal.planning.search.plan import Plan, PricedLayout, Progressing
 from shoal.planning.search.space import (
     Fields,
     LayoutSpace,
@@ -26,11 +27,9 @@ from shoal.planning.search.space import (
 from shoal.planning.software_estimate import SoftwareEstimate
 from shoal.spec.catalog.calibration import cluster_calibration
 
-TIES = 1e-6  # relative: layouts that take equally long
-
 
 def search_software(
-    run: EstimatedRun, space: LayoutSpace, *, count: int, within: float = inf, progress: Progressing | None = None
+    run: EstimatedRun, space: LayoutSpace, *, diverse: bool, within: float = inf, progress: Progressing | None = None
 ) -> Plan:
     """Find the fastest layouts that fit, of those with a closed form; see `shoal.planning.search.search.search`.
 
@@ -41,7 +40,7 @@ def search_software(
     space = replace(
         space, schedules=tuple(name for name in run.software.schedules if name in SCHEDULES), uneven=False
     )
-    found: dict[tuple, PricedLayout] = {}
+    shelf = Shelf(run, diverse=diverse, within=within)
     every = list(meshes(run, space))
     for done, degrees in enumerate(every, 1):
         levels = list(_choices(run, degrees, space))
@@ -51,17 +50,16 @@ def search_software(
         plan.branches += len(levels)
         fits = np.flatnonzero(footprint(runs, constants).fits)
         seconds = step(runs.take(fits), constants).seconds if len(fits) else np.zeros(0)
-        for i in np.argsort(seconds, kind="stable")[: 4 * count]:
-            if seconds[i] > within:
+        for i in np.argsort(seconds, kind="stable"):
+            if seconds[i] > shelf.limit:
                 break
             layout = build_layout(space, *levels[fits[i]])
-            best = found.get(family(layout))
-            if best is None or seconds[i] < best.seconds * (1 - TIES):
-                memory = SoftwareEstimate(replace(run, layout=layout)).fullest
-                found[family(layout)] = PricedLayout(float(seconds[i]), layout, memory)
-        plan.best = sorted(found.values(), key=order)[:count]
+            if seconds[i] <= shelf.limits[shelf.level(layout)].max():
+                estimate = SoftwareEstimate(replace(run, layout=layout))
+                shelf.keep(PricedLayout(float(seconds[i]), layout, estimate.fullest), estimate.capacity)
         if progress:
             progress(done, len(every), plan)
+    plan.best = shelf.list()
     plan.played, plan.seconds = plan.branches, time.perf_counter() - begin
     return plan
 

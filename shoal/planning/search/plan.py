@@ -12,9 +12,6 @@ from shoal.planning.run import EstimatedRun
 from shoal.planning.search.space import LEVELS
 from shoal.spec.layout import Layout
 
-FAMILY = (
-    "dp", "tp", "cp", "ulysses", "ep", "etp", "pp", "schedule", "virtual_stages", "micro_batch", "recompute",
-)  # fmt: skip
 Progressing = Callable[[int, int, "Plan"], None]
 
 
@@ -25,11 +22,13 @@ class PricedLayout(NamedTuple):
         seconds: step time.
         layout: the complete layout.
         memory: memory of the fullest rank.
+        role: why it is listed: recommended, fastest, more memory free, simpler, usual.
     """
 
     seconds: float
     layout: Layout
     memory: PeakMemory
+    role: str = ""
 
 
 @dataclass
@@ -38,7 +37,8 @@ class Plan:
 
     Attributes:
         run: the run that was searched for, without a layout.
-        best: the fastest layout that fits of each mesh, pipeline, micro-batch and recomputation, fastest first.
+        best: the recommended layout, then others; see `shoal.planning.search.kinds.Shelf.list`.
+        usual: the usual layout for a model of this size (`shoal.planning.search.usual`), also if it does not fit.
         players: players of programs, by pipeline ranks, micro-batches, schedule and stages on each rank.
         known: cached counts of their stages, see `StagePrices`.
         played: number of simulated layouts.
@@ -48,6 +48,7 @@ class Plan:
 
     run: EstimatedRun
     best: list[PricedLayout] = field(default_factory=list)
+    usual: PricedLayout | None = None
     players: dict[tuple, Player] = field(default_factory=dict)
     known: dict = field(default_factory=dict)
     played: int = 0
@@ -56,13 +57,15 @@ class Plan:
     seconds: float = 0.0
 
     @property
+    def listed(self) -> list[PricedLayout]:
+        """The best layouts, and the usual one if it is none of them."""
+        usual = self.usual
+        beside = usual and all(found.layout != usual.layout for found in self.best)
+        return [*self.best, usual] if usual and beside else self.best
+
+    @property
     def found(self) -> PricedLayout:
         return self.best[0]
-
-
-def family(layout: Layout) -> tuple:
-    """Return the fields that distinguish layouts of a list; in all others each layout is the best of its kind."""
-    return tuple(getattr(layout, name) for name in FAMILY)
 
 
 def order(found: PricedLayout) -> tuple:

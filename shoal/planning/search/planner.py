@@ -18,6 +18,7 @@ from shoal.planning.run import EstimatedRun
 from shoal.planning.search.plan import Plan, Progressing
 from shoal.planning.search.search import search
 from shoal.planning.search.space import LayoutSpace, check_fixed, layouts
+from shoal.planning.search.usual import find_usual
 from shoal.spec.catalog import model_shape
 from shoal.spec.catalog.clusters import Cluster
 from shoal.spec.catalog.clusters import cluster as cluster_of
@@ -92,11 +93,10 @@ class LayoutPlanner:
         check_trained(self.run, Layout(micro_batch=self.run.global_batch))  # requirements independent of the layout
         self.space = LayoutSpace(fixed=check_fixed(fixed))
 
-    def plan(self, count: int = 10, progress: Progressing | None = None) -> Plan:
-        """Find the fastest layouts that fit.
+    def plan(self, progress: Progressing | None = None) -> Plan:
+        """Find the best layouts that fit, of each kind.
 
         Args:
-            count: number of layouts to list.
             progress: called with branches done, all branches, and the results so far.
 
         Raises:
@@ -110,12 +110,15 @@ class LayoutPlanner:
                 f"{run.global_batch:,} sequences of {run.sequence_length:,} tokens, whatever the memory."
                 "\n  Fix fewer fields, or change --cluster, --global-batch or --sequence-length."
             )
-        return search(run, self.space, count=count, progress=progress)
+        plan = search(run, self.space, progress=progress)
+        if not self.fixed and run.shape.depths is None and (usual := find_usual(run)):
+            plan.usual = usual
+        return plan
 
     def best_on(self, cluster: Cluster, progress: Progressing | None = None, within: float = inf) -> Plan | None:
         """Find the fastest layout on another cluster; None if none fits within ``within`` seconds per step."""
         run = replace(self.run, cluster=cluster)
-        plan = search(run, self.space, count=1, within=within, progress=progress)
+        plan = search(run, self.space, diverse=False, within=within, progress=progress)
         return plan if plan.best else None
 
     def sized(self, nodes: int, per_node: int | None = None) -> Cluster:
@@ -236,7 +239,7 @@ class LayoutPlanner:
 
 def plan(
     model: str = "llama-3-8b", cluster: str = "8xH100", *, global_batch: int | str = "4M", sequence_length: int = 4096,
-    precision: str = "bf16", optimizer: str = "adamw", fixed: str | Mapping[str, Any] = "", count: int = 10,
+    precision: str = "bf16", optimizer: str = "adamw", fixed: str | Mapping[str, Any] = "",
     software: str | Software = "shoal",
 ) -> Plan:  # fmt: skip
     """Find the fastest layouts of a model on a cluster that fit its memory.
@@ -249,18 +252,17 @@ def plan(
         precision: precision, see ``train.precision``.
         optimizer: optimizer name.
         fixed: fixed fields of the layout, as a mapping or as text: "tp=8,recompute=full".
-        count: number of layouts to list.
         software: the software that trains, see `shoal.estimate`.
 
     Returns:
-        The plan; ``best`` has the layouts with their step time in seconds and their memory, the fastest first. It is
-        empty if nothing fits.
+        The plan; ``best`` has layouts of different kinds with their step time in seconds, their memory and their role,
+        the recommended one first. It is empty if nothing fits.
 
     Raises:
         UsageError: an unknown name, or no layout can split the model and the batch over the cluster.
 
     >>> import shoal
-    >>> best = shoal.plan("llama-3.2-1b", "2xH100", global_batch=8, sequence_length=1024, count=1).best[0]
+    >>> best = shoal.plan("llama-3.2-1b", "2xH100", global_batch=8, sequence_length=1024).best[0]
     >>> best.layout.world_size
     2
     """
@@ -268,7 +270,7 @@ def plan(
         model, cluster, global_batch=global_batch, sequence_length=sequence_length, precision=precision,
         optimizer=optimizer, fixed=fixed, software=software,
     )  # fmt: skip
-    return planner.plan(count)
+    return planner.plan()
 
 
 def _sequences(given: int | str, sequence_length: int) -> int:

@@ -16,6 +16,7 @@ from shoal.planning.cost.memory.working_set import Half
 from shoal.planning.cost.parameters import StagePart
 from shoal.planning.cost.time.communication import CommunicationGroup
 from shoal.planning.cost.time.stage import StagePrices, exposed_reduction, exposed_sharding
+from shoal.planning.search.kinds import shard_complexity
 from shoal.planning.search.space import Fields
 
 
@@ -24,6 +25,7 @@ class ReplicaChoices:
 
     def __init__(self, ways: Sequence[Fields], stages: Sequence[StagePrices]):
         self.ways, run = ways, stages[0].run
+        self.complexity = np.array([shard_complexity(way, run.layout.pp) for way in ways])
         self.zero = np.array([[way["zero"]] for way in ways])  # [ways, 1]
         self.reshard = np.array([[way.get("reshard_after_forward", True)] for way in ways])
         axes = [("shard", "replicate"), ("edp_shard", "edp_replicate")][: 2 if run.shape.experts else 1]

@@ -3,8 +3,9 @@
 The search is best-first over `shoal.planning.search.space`. Each work item with each pipeline is a branch with a lower
 bound (`shoal.planning.search.branches`). In order of this bound, a branch gets a tighter one, from the memory of its
 first rank and the time that ZeRO adds, and is queued again with it. Then its layouts are simulated
-(`shoal.pipeline.simulator`) together with others of the same program, until all remaining bounds exceed the last entry
-of the list. No bound exceeds the estimate, so the result equals that of pricing every layout.
+(`shoal.pipeline.simulator`) together with others of the same program, until all remaining bounds exceed the fastest
+known layout that is no more complex (`shoal.planning.search.kinds`). No bound exceeds the estimate, so the result
+equals that of pricing every layout.
 """
 
 from __future__ import annotations
@@ -30,23 +31,23 @@ from shoal.planning.cost.parameters import StagePart
 from shoal.planning.cost.time.stage import StagePrices
 from shoal.planning.estimate import Estimate
 from shoal.planning.run import EstimatedRun
-from shoal.planning.search.branches import SLACK, Branch, EqualRanks, Outline, WorkItem, branches, first_rank
+from shoal.planning.search.branches import Branch, EqualRanks, Outline, WorkItem, branches, first_rank
+from shoal.planning.search.kinds import SLACK, Shelf, mesh_complexity
 from shoal.planning.search.other_software import search_software
-from shoal.planning.search.plan import Plan, PricedLayout, Progressing, family, order
+from shoal.planning.search.plan import Plan, PricedLayout, Progressing, order
 from shoal.planning.search.replicas import ReplicaChoices
 from shoal.planning.search.space import Fields, LayoutSpace, build_layout, meshes, shardings, works
-from shoal.spec.layout import Layout
 
 
 def search(
-    run: EstimatedRun, space: LayoutSpace | None = None, *, count: int = 10, within: float = np.inf,
+    run: EstimatedRun, space: LayoutSpace | None = None, *, diverse: bool = True, within: float = np.inf,
     progress: Progressing | None = None,
 ) -> Plan:  # fmt: skip
-    """Find the fastest layouts that fit.
+    """Find the best layouts that fit.
 
     Args:
         run: its layout is ignored.
-        count: number of layouts to list, each with a different mesh, pipeline, micro-batch or recomputation.
+        diverse: find the best of each kind; otherwise only the fastest, which takes less time.
         within: maximum seconds of a step; a lower limit ends an unsuccessful search sooner.
         progress: called with branches done, all branches, and the results so far.
 
@@ -54,14 +55,14 @@ def search(
         UsageError: the model is a mixture of depths (only some tokens pass through a layer).
     """
     if run.software.name != "shoal":
-        return search_software(run, space or LayoutSpace(), count=count, within=within, progress=progress)
+        return search_software(run, space or LayoutSpace(), diverse=diverse, within=within, progress=progress)
     if run.shape.depths is not None:
         raise UsageError(
             "model.depths: layouts of layers that only some tokens pass through are estimated, but not searched."
             "\n  Search for the model without it, and estimate the best (shoal estimate)."
         )
     begin = time.perf_counter()
-    searching = Search(run, space or LayoutSpace(), count, within)
+    searching = Search(run, space or LayoutSpace(), diverse, within)
     collecting = gc.isenabled()
     gc.disable()  # no garbage is created here, and the collector would repeatedly scan all cached data
     try:
@@ -69,6 +70,7 @@ def search(
     finally:
         if collecting:
             gc.enable()
+    searching.plan.best = searching.shelf.list()
     searching.plan.seconds = time.perf_counter() - begin
     return searching.plan
 
@@ -124,13 +126,22 @@ class BoundedBranch(NamedTuple):
     Attributes:
         least: lower bound of the step time in seconds for all its layouts.
         of_way: [ways] the same for each way to shard; infinite if it does not fit.
+        margin: [ways] whether it may fit with a margin.
+        levels: [ways] complexity.
         placed: its work item, placed on stages.
     """
 
     least: float
     branch: Branch
     of_way: np.ndarray
+    margin: np.ndarray
+    levels: np.ndarray
     placed: PlacedModel
+
+    def wanted(self, shelf: Shelf) -> np.ndarray:
+        """Return which ways to shard may be kept. [ways]"""
+        limits = shelf.limits[self.levels]
+        return (self.of_way <= limits[:, 0]) | (self.margin & (self.of_way <= limits[:, 1]))
 
 
 class Candidate(NamedTuple):
@@ -142,6 +153,7 @@ class Candidate(NamedTuple):
         seconds: [6, stages] times, see `Player.step_times`.
         launched: minimum seconds in which a host launches a step.
         alive: activations alive on its ranks (`Outline.alive`).
+        complexity: its complexity (`shoal.planning.search.kinds`).
     """
 
     levels: tuple[Fields, ...]
@@ -149,19 +161,19 @@ class Candidate(NamedTuple):
     seconds: np.ndarray
     launched: float
     alive: list[EqualRanks]
+    complexity: int
 
 
 class Search:
     """State of a search; `search` describes the arguments."""
 
-    def __init__(self, run: EstimatedRun, space: LayoutSpace, count: int, within: float):
-        self.run, self.space, self.count, self.limit = run, space, count, within
-        self.plan = Plan(run)
+    def __init__(self, run: EstimatedRun, space: LayoutSpace, diverse: bool, within: float):
+        self.run, self.space = run, space
+        self.plan, self.shelf = Plan(run), Shelf(run, diverse=diverse, within=within)
         self.known = self.plan.known
         self.priced: dict[tuple, StagePrices] = {}
         self.replicas: dict[tuple, ReplicaChoices] = {}
         self.placed: dict[tuple[StagePrices, Outline], PlacedModel] = {}
-        self.families: dict[tuple, PricedLayout] = {}
         self.capacity = StageMemory(run, self.known).capacity
 
     def all(self, progress: Progressing | None = None) -> None:
@@ -172,20 +184,24 @@ class Search:
 
         def look(until: float) -> None:
             """Simulate the waiting branches whose bound is below ``until``."""
-            while waiting and waiting[0][0] < until and waiting[0][0] <= self.limit:
+            while waiting and waiting[0][0] < until and waiting[0][0] <= self.shelf.limit:
                 _, number, program = heappop(waiting)
                 if number in (same := by_program[program]):
-                    # Once a limit exists, simulate all other wanted branches of the same program as well.
-                    now = [n for n in sorted(same) if n == number or same[n].least <= self.limit < np.inf]
+                    # Once a layout is known, simulate all other wanted branches of the same program as well.
+                    rest = same if self.shelf.cells else (number,)
+                    now = [n for n in sorted(rest) if n == number or same[n].wanted(self.shelf).any()]
                     self._play([same.pop(n) for n in now])
                     if progress:
-                        progress(looked, self.plan.branches, self.plan)
+                        progress(passed, self.plan.branches, self.plan)
 
-        looked = 0
+        passed = looked = 0
         for branch in every:
             look(branch.least)
-            if branch.least > self.limit:
+            if branch.least > self.shelf.limit:
                 break
+            passed += 1
+            if branch.least > self.shelf.limits[branch.complexity * self.shelf.diverse].max():
+                continue
             looked += 1
             if found := self._bound(branch):
                 heappush(waiting, (found.least, branch.number, branch.program))
@@ -196,12 +212,12 @@ class Search:
     def _works(self) -> Iterator[WorkItem]:
         """Yield the work items for which some rank could hold its share of the layers."""
         for degrees in meshes(self.run, self.space):
-            full: set[tuple] = set()
+            full, level = set[tuple](), mesh_complexity(degrees, self.run.cluster)
             for way in works(self.run, degrees, self.space):
                 kind = way["sequence_parallel"], way["recompute"]
                 if kind not in full and self._may_fit(degrees, way):
                     plain = self._priced(degrees, way, {"zero": 0})
-                    yield WorkItem(degrees, way, plain.run.microbatches, plain)
+                    yield WorkItem(degrees, way, plain.run.microbatches, plain, level)
                 else:
                     full.add(kind)  # larger micro-batches, which come later, do not fit either
 
@@ -239,7 +255,7 @@ class Search:
 
     def _bound(self, branch: Branch) -> BoundedBranch | None:
         """Return the tighter bound, or None if the branch does not fit or is too slow."""
-        (degrees, way, microbatches, plain), (fields, _, outline, order) = branch.work, branch.pipe
+        (degrees, way, microbatches, plain, _), (fields, _, outline, order, _) = branch.work, branch.pipe
         if (key := (plain, outline)) not in self.placed:
             self.placed[key] = PlacedModel(plain, outline, self._replicas(degrees, way))
         placed = self.placed[key]
@@ -254,8 +270,11 @@ class Search:
         ends = outline.ends(placed.times[:, None], plain.hop, microbatches, order)
         of_way = outline.with_added(ends, placed.added, microbatches) * (1 - SLACK)
         of_way = np.maximum(np.where(fits, of_way, np.inf), branch.least)  # the host may be the limit
-        least = float(of_way.min())
-        return BoundedBranch(least, branch, of_way, placed) if least <= self.limit else None
+        margin = plain.with_holes(alive + placed.working) <= free - (1 - self.shelf.part) * self.capacity
+        levels = self.shelf.diverse * (branch.complexity + placed.replicas.complexity)
+        found = BoundedBranch(0.0, branch, of_way, margin, levels, placed)
+        wanted = of_way[found.wanted(self.shelf)]
+        return found._replace(least=float(wanted.min())) if len(wanted) else None
 
     def _play(self, together: Sequence[BoundedBranch]) -> None:
         """Simulate the layouts of some branches of one program, and keep the best that fit."""
@@ -269,30 +288,32 @@ class Search:
         self.plan.played += len(found)
         steps = [self._step(candidate, float(least)) for least, candidate in zip(seconds, found, strict=True)]
         for i in np.argsort(steps, kind="stable"):
-            layout = build_layout(self.space, *found[i].levels)
-            if self._wanted(layout, steps[i]):  # otherwise skip the memory, which is slow to compute
+            if steps[i] <= self.shelf.limits[found[i].complexity].max():  # otherwise skip the memory: it is slow
                 each = (found[i].stages.peak_memory(*of) for of in found[i].alive)
                 memory = max(each, key=lambda memory: memory.reserved)
                 if memory.reserved <= self.capacity:
-                    self._keep(PricedLayout(steps[i], layout, memory))
+                    layout = build_layout(self.space, *found[i].levels)
+                    self.shelf.keep(PricedLayout(steps[i], layout, memory), self.capacity)
+                    self.plan.best = [min(self.shelf.cells.values(), key=order)]
 
     def _step(self, candidate: Candidate, least: float) -> float:
         """Return the seconds of a step, including the case of fewer cores than ranks."""
-        if self.run.cluster.at_once is None or least > self.limit:
+        if self.run.cluster.at_once is None or least > self.shelf.limit:
             return least
         run = replace(self.run, layout=build_layout(self.space, *candidate.levels))
         return Estimate(run, known=self.known).step_seconds
 
     def _candidates(self, bounded: BoundedBranch, columns: Columns) -> Iterator[Candidate]:
-        (_, branch, of_way, placed), (degrees, way, microbatches, plain) = bounded, bounded.branch.work
-        ways = np.flatnonzero(of_way <= self.limit).tolist()
+        branch, placed, (degrees, way, microbatches, plain, _) = bounded.branch, bounded.placed, bounded.branch.work
+        ways = np.flatnonzero(bounded.wanted(self.shelf)).tolist()
         if not ways:
             return
         outline, between = branch.pipe.outline, branch.pipe.outline.each(plain.split_backward_bytes)
         alive = outline.alive(live_before_backwards(columns, placed.kept, between, plain.message))
         fits = np.array([placed.replicas.at_worst(plain, *of) for of in alive]).max(axis=0)
         through = outline.through(microbatches)[0]
-        for shards in (placed.replicas.ways[i] for i in ways if fits[i] <= self.capacity * (1 + SLACK)):
+        for i in (i for i in ways if fits[i] <= self.capacity * (1 + SLACK)):
+            shards, level = placed.replicas.ways[i], int(bounded.levels[i])
             stages = self._priced(degrees, way, shards)
             priced = [stages.stage_times(part) for part in outline.kinds]
             times = np.array([each.passes for each in priced]).T[:, outline.kind]
@@ -301,7 +322,7 @@ class Search:
             longest = np.full_like(step, outline.sum_by_rank(step).max())
             levels = (degrees, way, branch.pipe.fields, branch.pipe.split, shards)
             seconds, launched = np.stack([*times, reduce, longest, gather]), outline.sum_by_rank(host).max()
-            yield Candidate(levels, stages, seconds, float(launched), alive)
+            yield Candidate(levels, stages, seconds, float(launched), alive, level)
 
     def _player(self, branch: Branch) -> Player:
         """Return the player of the branch's program, built once."""
@@ -312,19 +333,3 @@ class Search:
             )
             self.plan.players[branch.program] = Player(program)
         return self.plan.players[branch.program]
-
-    def _wanted(self, layout: Layout, seconds: float) -> bool:
-        """Return whether a layout with this step time would be listed, if it fits."""
-        known = self.families.get(family(layout))
-        return seconds <= self.limit and (known is None or seconds * (1 - SLACK) <= known.seconds)
-
-    def _keep(self, found: PricedLayout) -> None:
-        which = family(found.layout)
-        known = self.families.get(which)
-        if known and order(known) <= order(found):
-            return
-        self.families[which] = found
-        others = [other for other in self.plan.best if family(other.layout) != which]
-        self.plan.best = sorted([*others, found], key=order)[: self.count]
-        if len(self.plan.best) == self.count:
-            self.limit = self.plan.best[-1].seconds * (1 + SLACK)

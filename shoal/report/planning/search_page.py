@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Sequence
+from datetime import date
+from html import escape
 from pathlib import Path
 
+from shoal.base.errors import UsageError
 from shoal.base.files import write_atomically
 from shoal.base.units import show_bytes, show_seconds
 from shoal.planning.estimate import NAMES, StepEstimate
@@ -12,7 +17,7 @@ from shoal.planning.search.plan import Plan
 from shoal.planning.search.planner import LayoutPlanner
 from shoal.report.charts import COLOURS, stacked_bars
 from shoal.report.page import page
-from shoal.report.planning.tables import best_mfu
+from shoal.report.planning.tables import best_mfu, run_toml
 from shoal.report.svg import FAINT, INK, Canvas, mix
 from shoal.report.tables import html_table
 from shoal.spec.layout import Layout
@@ -20,10 +25,11 @@ from shoal.spec.layout import Layout
 CELL, NAME = (118, 62), 120
 
 
-def write_page(path: Path, plan: Plan, estimates: Sequence[StepEstimate], reasons: Sequence[str]) -> None:
+def write_page(path: Path, model: str, plan: Plan, estimates: Sequence[StepEstimate], reasons: Sequence[str]) -> None:
     """Write the page as one file."""
     run, fullest = plan.run, [estimate.fullest for estimate in estimates]
-    names = [_label(estimate.run.layout) for estimate in estimates]
+    roles = [found.role for found in plan.listed]
+    names = [f"{role}: {_label(e.run.layout)}" for role, e in zip(roles, estimates, strict=True)]
     steps, sizes = [show_seconds(e.step_seconds) for e in estimates], [show_bytes(f.reserved) for f in fullest]
     times = [list(estimate.breakdown.values()) for estimate in estimates]
     held = [list(vars(memory).values()) for memory in fullest]
@@ -31,17 +37,24 @@ def write_page(path: Path, plan: Plan, estimates: Sequence[StepEstimate], reason
         (name, step, f"{100 * estimate.mfu:.1f} %", size, reason)
         for name, step, estimate, size, reason in zip(names, steps, estimates, sizes, reasons, strict=True)
     ]
-    lead = f"{run.cluster.describe()}; {run.global_batch:,} x {run.sequence_length:,} tokens a step."
+    lead = (f"{model}, {run.precision}, {run.optimizer}; {run.cluster.describe()}; {run.global_batch:,} sequences of "
+            f"{run.sequence_length:,} tokens a step; {date.today()}.")  # fmt: skip
+    try:
+        toml = run_toml(model, run, plan.found.layout) if run.software.name == "shoal" else ""
+    except UsageError as error:
+        toml = str(error)
     parts = [
         "<h2>Time of a step, on the busiest pipeline rank</h2>",
         stacked_bars(NAMES, list(zip(names, times, steps, strict=True))),
         "<h2>Memory of the fullest rank</h2>",
         stacked_bars(list(vars(fullest[0])), list(zip(names, held, sizes, strict=True)),
                      (estimates[0].capacity, f"{show_bytes(estimates[0].capacity)} of a device")),
-        "<h2>Comparison with the best</h2>",
-        html_table(rows, ("layout", "step", "MFU", "memory", "against the best")),
+        "<h2>Comparison with the recommended</h2>",
+        html_table(rows, ("layout", "step", "MFU", "memory", "against the recommended")),
+        f"<h2>The recommended layout, for shoal train</h2><pre>{escape(toml)}</pre>" if toml else "",
+        f"<h2>Command</h2><pre>shoal {escape(shlex.join(sys.argv[1:]))}</pre>",
     ]  # fmt: skip
-    write_atomically(path, page("Plan", lead, parts))
+    write_atomically(path, page(f"Plan of {model}", lead, parts))
 
 
 def _degrees(layout: Layout) -> str:

@@ -14,8 +14,9 @@ from shoal.base.terminal import progress_bar
 from shoal.base.units import DAY, show_bytes, show_seconds
 from shoal.planning.cost.memory.stage import StageMemory
 from shoal.planning.estimable import model_section
-from shoal.planning.estimate import Estimate, StepEstimate
+from shoal.planning.estimate import NAMES, Estimate, StepEstimate
 from shoal.planning.run import EstimatedRun
+from shoal.planning.search.kinds import TIE
 from shoal.planning.search.plan import Plan, PricedLayout, Progressing
 from shoal.planning.search.planner import BudgetAnswer, LayoutPlanner
 from shoal.planning.search.space import LEVELS
@@ -23,6 +24,21 @@ from shoal.planning.software_estimate import estimate_run
 from shoal.report.planning.other_software import config_lines
 from shoal.report.tables import table_lines
 from shoal.spec.layout import Layout
+
+ABOUT = {
+    "matrix products": "products of the layers and of the head, forward and backward",
+    "attention": "scores, softmax and weighted values, forward and backward",
+    "element by element": "norms, activations, residuals, loss: bound by the memory's bandwidth",
+    "recomputation": "forwards that run again in the backward",
+    "tensor parallelism": "sums and gathers of activations over tp ranks that products do not hide",
+    "context parallelism": "keys and values (or heads) that travel between cp ranks",
+    "expert parallelism": "tokens that travel to their experts and back",
+    "gathers and reductions": "parameters gathered and gradients reduced over replicas, as far as exposed",
+    "optimizer": "the update: reads and writes of states",
+    "launches": "kernels that the host launches too late",
+    "messages between stages": "activations and gradients sent from stage to stage, as far as waited for",
+    "bubble": "waiting for other pipeline stages",
+}  # of each of `NAMES`
 
 
 def lines(model: str, plan: Plan, estimates: Sequence[StepEstimate]) -> list[str]:
@@ -37,11 +53,11 @@ def lines(model: str, plan: Plan, estimates: Sequence[StepEstimate]) -> list[str
         limit = show_bytes(StageMemory(run).capacity)
         return [*head, f"No searched layout fits in {limit}.",
                 "  `shoal plan --fewest` finds the number of devices that it needs."]  # fmt: skip
-    every = zip(plan.best, estimates, reasons(plan, estimates), strict=True)
+    every = zip(plan.listed, estimates, reasons(plan, estimates), strict=True)
     rows = [
-        [str(number), show_seconds(found.seconds), f"{100 * estimate.mfu:.1f} %", show_bytes(found.memory.reserved),
+        [found.role, show_seconds(found.seconds), f"{100 * estimate.mfu:.1f} %", show_bytes(found.memory.reserved),
          words(found.layout), reason]
-        for number, (found, estimate, reason) in enumerate(every, 1)
+        for found, estimate, reason in every
     ]  # fmt: skip
     low, high = map(show_seconds, estimates[0].interval)
     least, most = map(show_bytes, estimates[0].memory_interval)
@@ -50,7 +66,7 @@ def lines(model: str, plan: Plan, estimates: Sequence[StepEstimate]) -> list[str
         if run.software.name != "shoal":
             toml = list(config_lines(best))
         else:
-            toml = ["The best, for `shoal train`:", "", *run_toml(model, run, best.layout).splitlines()]
+            toml = ["The recommended, for `shoal train`:", "", *run_toml(model, run, best.layout).splitlines()]
     except UsageError as error:
         toml = [str(error)]
     searched = (
@@ -59,8 +75,9 @@ def lines(model: str, plan: Plan, estimates: Sequence[StepEstimate]) -> list[str
         if plan.players else f"{plan.played:,} layouts of {run.software.name} priced"
     )
     return [
-        *head, *table_lines(["", "step", "MFU", "memory", "layout", "against the best"], rows), "",
-        f"80 % intervals of the first: step {low} to {high}, memory {least} to {most}.", "",
+        *head, *table_lines(["", "step", "MFU", "memory", "layout", "against the recommended"], rows), "",
+        f"80 % intervals of the recommended: step {low} to {high}, memory {least} to {most}. Steps within "
+        f"{100 * TIE:.0f} % of each other are ties; of these the simplest is recommended.", "",
         f"{searched}: {plan.seconds:.1f} s",
         "", *toml,
     ]
@@ -84,18 +101,19 @@ def build_estimate(plan: Plan, found: PricedLayout) -> StepEstimate:
     """Build the full estimate of a layout found by a search, from its simulated program."""
     layout = found.layout
     run = replace(plan.run, layout=layout)
-    if not plan.players:
+    player = plan.players.get((layout.pp, run.microbatches, layout.schedule, layout.virtual_stages))
+    if player is None:
         return estimate_run(run)
-    columns = plan.players[layout.pp, run.microbatches, layout.schedule, layout.virtual_stages].columns
+    columns = player.columns
     program = replace(columns.program, layers=layout.stage_layers or (), actions=((),) * layout.pp)
     return Estimate(run, replace(columns, program=program), plan.known)
 
 
 def reasons(plan: Plan, estimates: Sequence[StepEstimate]) -> list[str]:
-    """Return, for each layout of the list, what takes longer and what less than in the first."""
+    """Return, for each listed layout, whether it fits, and what takes longer and what less than in the first."""
     best = estimates[0].breakdown
     found = [f"tokens per second {plan.run.tokens / plan.best[0].seconds:,.0f}"]
-    for rival, estimate in zip(plan.best[1:], estimates[1:], strict=True):
+    for rival, estimate in zip(plan.listed[1:], estimates[1:], strict=True):
         other = estimate.breakdown
         more = {name: other[name] - best[name] for name in best}
         enough = [name for name in more if abs(more[name]) > 1e-3 * plan.best[0].seconds]
@@ -103,8 +121,17 @@ def reasons(plan: Plan, estimates: Sequence[StepEstimate]) -> list[str]:
         change = ", ".join(f"{name} {'+' if more[name] > 0 else '-'}{show_seconds(abs(more[name]))}" for name in ranked)
         bytes_more = rival.memory.reserved - plan.best[0].memory.reserved
         change = change or f"memory {'+' if bytes_more > 0 else '-'}{show_bytes(abs(bytes_more))}"
-        found.append(f"+{100 * (rival.seconds / plan.best[0].seconds - 1):.1f} %: {change}")
+        needs = "" if estimate.fits else f"does not fit in {show_bytes(estimate.capacity)}; "
+        found.append(f"{needs}{100 * (rival.seconds / plan.best[0].seconds - 1):+.1f} %: {change}")
     return found
+
+
+def explain_lines(plan: Plan, estimates: Sequence[StepEstimate]) -> list[str]:
+    """Return a table of what each part of the listed steps takes on the busiest pipeline rank."""
+    parts = [name for name in NAMES if any(e.breakdown[name] > 1e-4 * e.step_seconds for e in estimates)]
+    rows = [[name, *(show_seconds(e.breakdown[name]) for e in estimates), ABOUT[name]] for name in parts]
+    rows.append(["step", *(show_seconds(e.step_seconds) for e in estimates), "seconds from one update to the next"])
+    return ["", *table_lines(["seconds of a step", *(found.role for found in plan.listed), "what it is"], rows)]
 
 
 def run_toml(model: str, run: EstimatedRun, layout: Layout) -> str:

@@ -167,8 +167,8 @@ def _dp(ranks: int) -> Layout:
 
 
 def test_a_search_prices_turns_as_an_estimate_does(here: Path) -> None:
-    plan = search(build_run(Layout(dp=4), "here"), LayoutSpace(("1f1b", "zb-v"), most_virtual=2), count=5)
-    assert len(plan.best) == 5
+    plan = search(build_run(Layout(dp=4), "here"), LayoutSpace(("1f1b", "zb-v"), most_virtual=2))
+    assert plan.best
     for one in plan.best:
         assert one.seconds == pytest.approx(Estimate(build_run(one.layout, "here")).step_seconds, rel=1e-9)
 

@@ -18,7 +18,8 @@ from shoal.planning.cost.time.stage import StagePrices
 from shoal.planning.estimable import check_trained
 from shoal.planning.estimate import Estimate
 from shoal.planning.run import EstimatedRun
-from shoal.planning.search.plan import PricedLayout, family, order
+from shoal.planning.search.kinds import TIE, Shelf, complexity
+from shoal.planning.search.plan import PricedLayout
 from shoal.planning.search.replicas import ReplicaChoices
 from shoal.planning.search.search import Search, search
 from shoal.planning.search.space import (
@@ -48,21 +49,17 @@ SCHEDULES = ("1f1b", "interleaved-1f1b", "gpipe", "looped-bfs", "zb-h1", "zb-h2"
              "v-min", "dualpipe", "dualpipev")  # fmt: skip
 
 
-def brute_force(run: EstimatedRun, space: LayoutSpace, count: int) -> tuple[list[PricedLayout], int]:
-    """Every layout, by the estimate alone; and how many do not fit."""
-    families: dict[tuple, PricedLayout] = {}
+def brute_force(run: EstimatedRun, space: LayoutSpace) -> tuple[list[PricedLayout], int]:
+    """The list of every layout, by the estimate alone; and how many do not fit."""
     known: dict = {}
-    too_large = 0
+    shelf, too_large = Shelf(run, diverse=True), 0
     for layout in layouts(run, space):
         estimate = Estimate(EstimatedRun(**{**vars(run), "layout": layout}), known=known)
         if not estimate.fits:
             too_large += 1
             continue
-        found = PricedLayout(estimate.step_seconds, layout, estimate.fullest)
-        which = family(layout)
-        if which not in families or order(found) < order(families[which]):
-            families[which] = found
-    return sorted(families.values(), key=order)[:count], too_large
+        shelf.keep(PricedLayout(estimate.step_seconds, layout, estimate.fullest), estimate.capacity)
+    return shelf.list(), too_large
 
 
 def with_memory(run: EstimatedRun, space: LayoutSpace, part: float) -> EstimatedRun:
@@ -111,11 +108,16 @@ def problems(draw: st.DrawFn, most_ranks: int = 8) -> tuple[EstimatedRun, Layout
 @given(problems(most_ranks=6))
 def test_the_search_finds_what_brute_force_finds(problem: tuple[EstimatedRun, LayoutSpace]) -> None:
     run, space = problem
-    exact, too_large = brute_force(run, space, 5)
+    exact, too_large = brute_force(run, space)
     assert exact and too_large, "memory decides"
-    found = search(run, space, count=5).best
+    found = search(run, space).best
+    assert [f.role for f in found] == [f.role for f in exact]
     assert [f.seconds for f in found] == pytest.approx([f.seconds for f in exact], rel=1e-8)
-    assert len({family(f.layout) for f in found}) == len(found)
+    fastest = search(run, space, diverse=False).found
+    assert fastest.seconds == pytest.approx(min(f.seconds for f in exact), rel=1e-8)
+    levels = [complexity(vars(f.layout), run.cluster) for f in found]
+    assert all(level < levels[0] for f, level in zip(found, levels, strict=True) if f.role == "simpler")
+    assert found[0].seconds <= (1 + TIE) * fastest.seconds
     for one in found:  # of equally fast layouts either may be listed
         estimate = Estimate(EstimatedRun(**{**vars(run), "layout": one.layout}))
         assert estimate.fits and estimate.step_seconds == pytest.approx(one.seconds, rel=1e-9)
@@ -135,9 +137,8 @@ def test_what_passes_between_two_stages_of_one_rank_is_there_once() -> None:
         run = replace(run, cluster=replace(run.cluster, accelerator=run.cluster.accelerator.model_copy(update=memory)))
     assert Estimate(run).fits
     fields = {name: getattr(layout, name) for name in LEVELS}
-    assert [found.layout for found in search(run, LayoutSpace((layout.schedule,), fixed=fields), count=1).best] == [
-        layout
-    ]
+    space = LayoutSpace((layout.schedule,), fixed=fields)
+    assert [found.layout for found in search(run, space, diverse=False).best] == [layout]
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
@@ -150,12 +151,11 @@ def test_no_bound_is_above_the_estimate(problem: tuple[EstimatedRun, LayoutSpace
     fields = {name: getattr(layout, name) for name in LEVELS}
     one = LayoutSpace(**{**vars(space), "schedules": (layout.schedule,), "fixed": fields})
     if not estimate.fits:
-        assert search(run, one, count=1).best == []
+        assert search(run, one).best == []
         return
-    searching = Search(run, one, 1, float("inf"))
-    searching.limit = estimate.step_seconds * (1 + 1e-9)  # any bound above it would leave the layout out
+    searching = Search(run, one, False, estimate.step_seconds * (1 + 1e-9))  # a bound above it would leave it out
     searching.all()
-    (found,) = searching.plan.best
+    (found,) = searching.shelf.list()
     assert found.layout == layout
     assert found.seconds == pytest.approx(estimate.step_seconds, rel=1e-9)
     assert found.memory.reserved == pytest.approx(estimate.fullest.reserved, rel=1e-9)
@@ -249,8 +249,8 @@ def test_a_large_cluster_in_seconds() -> None:
     begin = time.process_time()
     plan = search(run)
     assert time.process_time() - begin < 5  # 2.3 on a machine in its slow hours, with nothing else to do
-    assert len(plan.best) == 10 and plan.played < 700
-    assert [f.seconds for f in plan.best] == sorted(f.seconds for f in plan.best)
+    assert [f.role for f in plan.best] == ["recommended", "fastest", "simpler"] and plan.played < 400
+    assert [f.layout.schedule for f in plan.best][::2] == ["interleaved-1f1b", "1f1b"], "no V for less than an error"
     for found in plan.best[:3]:
         estimate = Estimate(EstimatedRun(**{**vars(run), "layout": found.layout}))
         assert estimate.fits and estimate.step_seconds == pytest.approx(found.seconds, rel=1e-9)

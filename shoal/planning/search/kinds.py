@@ -1,0 +1,137 @@
+"""Kinds of layouts: how complex they are, whether they leave memory free, and which of them a plan lists.
+
+A search keeps the fastest layout of each complexity, of all that fit and of those that fit with a margin. Layouts whose
+times are closer than estimates can tell apart are ties, and the simplest of them is recommended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import exp
+from typing import Any
+
+import numpy as np
+
+from shoal.planning.cost.time.engine_layer import spread
+from shoal.planning.run import EstimatedRun
+from shoal.planning.search.plan import PricedLayout, order
+from shoal.spec.catalog.clusters import Cluster
+from shoal.spec.layout import Layout
+
+TIE = 0.05
+"""Relative difference of two step times that estimates cannot tell apart: in 85 groups of published layouts of one
+model on one cluster, estimated and measured ratios differ by 4.8 % in the median and by at most 9.1 % in four of five
+pairs."""
+SLOWEST = 1.2
+"""Layouts that take longer than this, relative to the fastest, are not listed."""
+MOST_COMPLEX = 16
+SCHEDULES = {"1f1b": 0, "gpipe": 0, "interleaved-1f1b": 1, "looped-bfs": 1, "zb-h1": 2}
+"""Complexity of a pipeline schedule; 3 for all others, which split backwards or hold a model twice."""
+SLACK = 1e-9  # relative rounding error between a bound and a time
+
+
+def mesh_complexity(fields: Mapping[str, Any], cluster: Cluster) -> int:
+    """Return the complexity of a layout's mesh: one for each axis but dp, and more for what is unusual.
+
+    Args:
+        fields: fields of a layout.
+    """
+    axes = sum(fields[axis] > 1 for axis in ("tp", "cp", "ep", "pp"))
+    across = 4 * (fields["tp"] > cluster.per_node)  # every layer waits for the network between nodes
+    return axes + across + (fields["cp"] > fields["ulysses"] > 1)
+
+
+def pipeline_complexity(fields: Mapping[str, Any], pp: int) -> int:
+    """Return the complexity of a schedule and of the split of layers."""
+    return SCHEDULES.get(fields["schedule"], 3) + (fields["stage_layers"] is not None) if pp > 1 else 0
+
+
+def shard_complexity(fields: Mapping[str, Any], pp: int) -> int:
+    """Return the complexity that the sharding of state over replicas adds."""
+    unusual = fields["zero"] >= 2 and pp > 1
+    return unusual + (fields.get("zero_shard") is not None) + (not fields.get("reshard_after_forward", True))
+
+
+def complexity(fields: Mapping[str, Any], cluster: Cluster) -> int:
+    """Return the complexity of a layout, of which ``fields`` has all that are searched."""
+    pp = fields["pp"]
+    return mesh_complexity(fields, cluster) + pipeline_complexity(fields, pp) + shard_complexity(fields, pp)
+
+
+class Shelf:
+    """The fastest layouts found so far: of each complexity, or of all.
+
+    Args:
+        run: its layout is ignored.
+        diverse: keep the fastest of each complexity; otherwise only the fastest.
+        within: seconds of a step; slower layouts are not kept.
+
+    Attributes:
+        part: part of a device's memory that a layout with a margin needs at most: then it also fits at the upper end of
+            the estimate's 80 % interval.
+        cells: the layouts, by complexity and whether they fit with a margin.
+        limits: [complexities, 2] seconds of a layout that would be kept, of any that fits and with a margin.
+    """
+
+    def __init__(self, run: EstimatedRun, *, diverse: bool, within: float = np.inf):
+        self.cluster, self.diverse = run.cluster, diverse
+        self.part = exp(-spread(run, "memory"))
+        self.cells: dict[tuple[int, int], PricedLayout] = {}
+        self.limits = np.full((MOST_COMPLEX + 1, 2), within)
+        if not diverse:
+            self.limits[:, 1] = -np.inf
+
+    @property
+    def limit(self) -> float:
+        """Seconds of the slowest layout that would be kept."""
+        return float(self.limits.max())
+
+    def level(self, layout: Layout) -> int:
+        """Return the complexity of a layout, or 0 if all are alike."""
+        return complexity(vars(layout), self.cluster) if self.diverse else 0
+
+    def keep(self, found: PricedLayout, capacity: float) -> None:
+        """Keep a layout that fits into ``capacity`` bytes, if it is the fastest of its complexity."""
+        level = self.level(found.layout)
+        for margin in range(1 + (self.diverse and found.memory.reserved <= self.part * capacity)):
+            known = self.cells.get((level, margin))
+            if known is None or order(found) < order(known):
+                self.cells[level, margin] = found
+                limits = self.limits[level:, margin]
+                np.minimum(limits, found.seconds * (1 + SLACK), out=limits)
+        np.minimum(self.limits, SLOWEST * found.seconds, out=self.limits)
+
+    def list(self) -> list[PricedLayout]:
+        """Return the recommended layout, the fastest, the fastest with a margin, and simpler ones, each with its role.
+
+        The recommended layout is the simplest of those that tie with the fastest. Simpler layouts are slower; one that
+        ties with an even simpler one is left out.
+        """
+        if not self.cells:
+            return []
+        cells = sorted(self.cells.items(), key=lambda cell: (cell[0][0], -cell[0][1], order(cell[1])))
+        ranked = [found for _, found in cells]  # the simplest first
+        fastest = min(ranked, key=order)
+        if not self.diverse:
+            return [fastest]
+        chosen = _simplest_tie(ranked)
+        rows = {str(chosen.layout): chosen._replace(role="recommended")}
+        rows.setdefault(str(fastest.layout), fastest._replace(role="fastest"))
+        roomy = [found for (_, margin), found in cells if margin and found.seconds <= SLOWEST * fastest.seconds]
+        if roomy and chosen not in roomy:
+            first = _simplest_tie(roomy)
+            rows.setdefault(str(first.layout), first._replace(role="more memory free"))
+        simpler, before = [], np.inf
+        for found in ranked[: ranked.index(chosen)]:
+            if found.seconds <= SLOWEST * fastest.seconds and found.seconds * (1 + TIE) <= before:
+                simpler.append(found._replace(role="simpler"))
+                before = found.seconds
+        for found in reversed(simpler):
+            rows.setdefault(str(found.layout), found)
+        return list(rows.values())
+
+
+def _simplest_tie(ranked: Sequence[PricedLayout]) -> PricedLayout:
+    """Return the first of the layouts that tie with the fastest."""
+    fastest = min(found.seconds for found in ranked)
+    return next(found for found in ranked if found.seconds <= (1 + TIE) * fastest)
