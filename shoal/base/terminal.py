@@ -56,6 +56,12 @@ def progress_bar(what: str) -> Iterator[Callable[[float, str], None]]:
         )
 
 
+def red(text: str) -> str:
+    """Return text in bold red if stdout is a terminal that shows colours."""
+    shown = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    return f"\x1b[1;31m{text}\x1b[0m" if shown else text
+
+
 def replace_unencodable() -> None:
     """Replace characters that stdout's encoding lacks with "?", as a model's output may contain them."""
     if isinstance(sys.stdout, io.TextIOWrapper):

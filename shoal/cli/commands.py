@@ -52,7 +52,8 @@ COMMANDS = {
         "Play a pipeline schedule before it is run: shoal simulate --schedule zb-v --pp 8 --compare 1f1b,zb-h1",
     ),
     "estimate": Command(
-        "shoal.cli.estimate", "Predict time and memory of a step: shoal estimate --cluster 8xH100", "main"
+        "shoal.cli.estimate", "Predict time and memory of a step: shoal estimate --cluster 8xH100 --parallel.zero 3",
+        "main",
     ),
     "plan": Command(
         "shoal.cli.plan", "Find the fastest layout for a cluster: shoal plan --model llama-3-70b --cluster 64x8xH100"

@@ -27,8 +27,8 @@ class EstimateOptions(Section):
     sequence_length: PositiveInt | None = None
     """Tokens per sequence (default: the file's, else the longest that the model was trained for)."""
 
-    global_batch: PositiveInt | None = None
-    """Sequences per step (default: the file's, else about 4 M tokens)."""
+    global_batch: str | None = None
+    """Sequences per step (1024), or tokens with K or M (4M is 4 x 1024 x 1024; default: the file's, else about 4M)."""
 
     precision: str | None = None
     """Number formats, with the names of `shoal train`: bf16, fp16, fp8, fp32, ... (default: the file's, else bf16)."""
@@ -65,7 +65,7 @@ class EstimateOptions(Section):
 
 
 def main(args: list[str]) -> int:
-    """Estimate or count, print, and write the page; return the exit code.
+    """Estimate or count, print, and write the page; return the exit code, 1 if the run does not fit.
 
     Raises:
         UsageError: bad options, a name that is not in the catalog, or an invalid layout.
@@ -86,15 +86,17 @@ def main(args: list[str]) -> int:
         "sequence_length": options.sequence_length, "global_batch": options.global_batch,
         "precision": options.precision, "optimizer": options.optimizer,
     }  # fmt: skip
+    listed, code = list[str](), 0
     if options.dry_run:
         counted = shoal.dry_run(
             config.parallel, **run, rank=options.rank, steps=options.steps, measure=options.measure
         )
-        print("\n".join(counted.lines()))
+        listed += counted.lines()
     else:
         estimate = shoal.estimate(config.parallel, **run, software=options.software)
         facts, changes = estimate_facts(estimate, options.tokens, options.price), change_rows(estimate)
-        print("\n".join(estimate_lines(estimate, facts, changes, model or "model")))
+        listed += estimate_lines(estimate, facts, changes, model or "model")
+        code = 0 if estimate.fits else 1
     if options.out:
         from shoal.report.planning.estimate_page import write_memory_page, write_page  # slow import
 
@@ -102,5 +104,6 @@ def main(args: list[str]) -> int:
             write_memory_page(options.out, counted.estimate, counted.counted, counted.measured)
         else:
             write_page(options.out, estimate, facts, changes)
-        print(f"written: {options.out}")
-    return 0
+        listed.append(f"written: {options.out}")
+    print("\n".join(listed))  # after the file: `| head` may end this process
+    return code

@@ -23,11 +23,11 @@ class PlanOptions(Section):
     cluster: str = "8xH100"
     """8xH100, 64x8xH100-IB400, v5p-4096, as in `shoal estimate`."""
 
-    global_batch: str = "4M"
-    """Global batch per step: sequences (1024), or tokens with K or M (4M is 4 x 1024 x 1024)."""
+    global_batch: str | None = None
+    """Sequences per step (1024), or tokens with K or M (4M is 4 x 1024 x 1024; default: about 4M)."""
 
-    sequence_length: PositiveInt = 4096
-    """Tokens per sequence."""
+    sequence_length: PositiveInt | None = None
+    """Tokens per sequence (default: the longest that the model was trained for)."""
 
     precision: str = "bf16"
     """Number formats, with the names of `shoal train`: bf16, fp32, ..."""
@@ -51,7 +51,7 @@ class PlanOptions(Section):
     """Budget in dollars: find the number of nodes, up to the cluster's, that trains fastest within it, instead."""
 
     tokens: PositiveFloat | None = None
-    """Tokens of the complete training, for --budget (default: 20 per parameter)."""
+    """Tokens of the complete training, such as 15e12 (default: 20 per parameter)."""
 
     price: PositiveFloat | None = None
     """Price in dollars per device and hour (default: the catalog's list price)."""
@@ -79,11 +79,11 @@ def run(options: PlanOptions) -> int:
     asked = [name for name in ("fewest", "budget", "what_if", "map") if getattr(options, name)]
     if len(asked) > 1:
         raise UsageError("--fewest, --budget, --what-if and --map are questions of their own.\n  Ask one at a time.")
-    if not options.budget:
-        reject_unused(options, ("tokens", "price"), "only with --budget, the price of a complete training")
     if asked:
+        question = f"--{asked[0].replace('_', '-')}"
+        reject_unused(options, () if options.budget else ("tokens", "price"), f"{question} prices no training")
         unread = ("toml", "explain") if options.map else ("toml", "explain", "out")
-        reject_unused(options, unread, f"--{asked[0].replace('_', '-')} lists no layouts of one search")
+        reject_unused(options, unread, f"{question} lists no layouts of one search")
     if options.software != "shoal":
         reject_unused(options, ("toml",), "`shoal train` runs what shoal is planned for")
     if options.catalog:
@@ -107,22 +107,19 @@ def _search(options: PlanOptions, planner: shoal.LayoutPlanner) -> int:
     with tables.search_progress("searching") as progress:
         plan = planner.plan(progress)
     estimates = [tables.build_estimate(plan, found) for found in plan.listed] if plan.best else []
-    listed = tables.lines(options.model, plan, estimates)
-    if not plan.best:
-        print("\n".join(listed))
-        return 1
-    if options.toml:
+    listed = tables.lines(options.model, plan, estimates, options.tokens, options.price)
+    if options.toml and plan.best:
         write_atomically(options.toml, tables.run_toml(options.model, planner.run, plan.best[0].layout))
         listed.append(f"written: {options.toml}")
-    if options.out:
+    if options.out and plan.best:
         from shoal.report.planning.search_page import write_page  # slow import
 
         write_page(options.out, options.model, plan, estimates, tables.reasons(plan, estimates))
         listed.append(f"written: {options.out}")
-    if options.explain:
+    if options.explain and plan.best:
         listed += tables.explain_lines(plan, estimates)
     print("\n".join(listed))  # after the files: `| head` may end this process
-    return 0
+    return 0 if plan.best else 1
 
 
 def _ask(options: PlanOptions, planner: shoal.LayoutPlanner) -> int:

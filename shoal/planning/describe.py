@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from shoal.base.errors import UsageError
@@ -24,7 +25,7 @@ TOKENS_PER_STEP = 4 * 2**20
 
 def estimate(
     layout: Layout, *, model: str | ModelShape | None = None, cluster: str | Cluster = "8xH100",
-    config: RunConfig | None = None, sequence_length: int | None = None, global_batch: int | None = None,
+    config: RunConfig | None = None, sequence_length: int | None = None, global_batch: int | str | None = None,
     precision: str | None = None, optimizer: str | None = None, fill: bool | None = None,
     software: str | Software = "shoal",
 ) -> StepEstimate:  # fmt: skip
@@ -38,7 +39,7 @@ def estimate(
         cluster: cluster name, such as 8xH100, 64x8xH100-IB400 or v5p-4096, or a description of one.
         config: a run's config, the source of arguments that are not given.
         sequence_length: tokens per sequence (default: the config's, else the model's maximum training length).
-        global_batch: sequences per step (default: the config's, else about 4 M tokens).
+        global_batch: sequences per step, or tokens as "512K" or "4M" (default: the config's, else about 4 M tokens).
         precision: precision, see ``train.precision`` (default: the config's, else bf16).
         optimizer: the update rule (default: the config's, else adamw).
         fill: fill the cluster with replicas (default: if the layout does not set dp).
@@ -69,7 +70,7 @@ def estimate(
 
 def describe_run(
     layout: Layout, *, model: str | ModelShape | None = None, cluster: str | Cluster = "8xH100",
-    config: RunConfig | None = None, sequence_length: int | None = None, global_batch: int | None = None,
+    config: RunConfig | None = None, sequence_length: int | None = None, global_batch: int | str | None = None,
     precision: str | None = None, optimizer: str | None = None, fill: bool | None = None,
     software: str | Software = "shoal",
 ) -> EstimatedRun:  # fmt: skip
@@ -86,7 +87,8 @@ def describe_run(
         layout = layout.model_copy(update={"dp": machine.size // each})
     per_pass = layout.dp * layout.micro_batch
     default = max(1, round(TOKENS_PER_STEP / s / per_pass)) * per_pass
-    batch = global_batch or (config.train.global_batch if config else default)
+    sequences = parse_batch(global_batch, s) if global_batch is not None else 0
+    batch = sequences or (config.train.global_batch if config else default)
     precision = precision or (config.train.precision if config else "bf16")
     optimizer = optimizer or (config.optimizer.name if config else "adamw")
     check_names(precision, optimizer)
@@ -104,6 +106,28 @@ def describe_run(
         raise UsageError(f"{given}: host memory is not estimated.\n  Leave it out, or measure.")
     check_layout_on_cluster(run)
     return run
+
+
+def parse_batch(given: int | str, sequence_length: int) -> int:
+    """Return the sequences of a global batch given in sequences, as 1024, or in tokens, as 512K or 4M.
+
+    Raises:
+        UsageError: neither, or no multiple of the sequence length.
+    """
+    text = str(given)
+    unit = {"K": 2**10, "M": 2**20}.get(text[-1:].upper(), 0)
+    number = text[:-1] if unit else text
+    if not re.fullmatch("[0-9]{1,15}", number) or not int(number):
+        raise UsageError(f"--global-batch {text}: give sequences, as 1024, or tokens, as 4M")
+    if not unit:
+        return int(number)
+    tokens = int(number) * unit
+    if tokens % sequence_length:
+        raise UsageError(
+            f"--global-batch {text} = {tokens:,} tokens is no multiple of --sequence-length {sequence_length}."
+            f"\n  Give sequences, as {max(1, tokens // sequence_length)}."
+        )
+    return tokens // sequence_length
 
 
 def with_positions(shape: ModelShape, sequence_length: int) -> ModelShape:

@@ -302,9 +302,10 @@ def test_what_cannot_be_is_refused(options: dict, layout: dict, says: str) -> No
 def test_the_command(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     words = "estimate --model llama-3-70b --cluster 64x8xH100 --parallel.tp 8 --parallel.pp 4 --parallel.zero 1"
-    assert main([*words.split(), "--out", str(page)]) == 0
+    assert main([*words.split(), "--out", str(page)]) == 1
     said = capsys.readouterr().out
-    for word in ("MFU", "memory of the fullest rank", "bubble", "cost", "energy", "Changes that fit"):
+    assert said.startswith("Does not fit: needs") and " a step (" in said.splitlines()[1]
+    for word in ("MFU", "memory of the fullest rank", "bubble", "cost", "energy", "Layouts that fit"):
         assert word in said
     html = page.read_text()
     assert html.count("<svg") == 3 and "ridge 295 FLOPs/byte" in html
@@ -367,7 +368,7 @@ def test_an_answer_does_not_wait_for_what_it_does_not_need(words: str) -> None:
     forbidden = {"torch", "scipy"}
     code = (
         "import sys; from shoal.__main__ import main; code = main(); "
-        f"sys.exit(code or ', '.join(sys.modules.keys() & {forbidden}) or 0)"
+        f"sys.exit(code == 2 or ', '.join(sys.modules.keys() & {forbidden}) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", code, *words.split()], check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-300:]

@@ -58,7 +58,7 @@ def test_what_has_no_closed_form_is_refused(given: dict, message: str) -> None:
 
 
 def test_a_plan_is_the_best_of_all_estimates() -> None:
-    planner = LayoutPlanner("llama-3-8b", "2x8xH100", global_batch=64, software="megatron-core")
+    planner = LayoutPlanner("llama-3-8b", "2x8xH100", global_batch=64, sequence_length=4096, software="megatron-core")
     plan = planner.plan()
     assert plan.found.seconds <= (1 + TIE) * min(one.seconds for one in plan.best)
     for one in plan.best:

@@ -1,7 +1,7 @@
 """Kinds of layouts: how complex they are, whether they leave memory free, and which of them a plan lists.
 
 A search keeps the fastest layout of each complexity, of all that fit and of those that fit with a margin. Layouts whose
-times are closer than estimates can tell apart are ties, and the simplest of them is recommended.
+times are closer than the error of estimates are ties, and the simplest of them is recommended.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from shoal.spec.catalog.clusters import Cluster
 from shoal.spec.layout import Layout
 
 TIE = 0.05
-"""Relative difference of two step times that estimates cannot tell apart: in 85 groups of published layouts of one
-model on one cluster, estimated and measured ratios differ by 4.8 % in the median and by at most 9.1 % in four of five
-pairs."""
+"""Relative difference of two step times that estimates cannot rank: in 85 groups of published layouts of one model on
+one cluster, estimated and measured ratios differ by 4.8 % in the median and by at most 9.1 % for 80 % of the pairs."""
 SLOWEST = 1.2
 """Layouts that take longer than this, relative to the fastest, are not listed."""
 MOST_COMPLEX = 16
@@ -87,7 +86,7 @@ class Shelf:
         return float(self.limits.max())
 
     def level(self, layout: Layout) -> int:
-        """Return the complexity of a layout, or 0 if all are alike."""
+        """Return the complexity of a layout, or 0 if only the fastest is kept."""
         return complexity(vars(layout), self.cluster) if self.diverse else 0
 
     def keep(self, found: PricedLayout, capacity: float) -> None:

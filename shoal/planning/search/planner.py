@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf
@@ -12,7 +11,7 @@ from shoal.base.errors import UsageError
 from shoal.base.units import HOUR
 from shoal.planning.cost.flops import dollars, layer_flops
 from shoal.planning.cost.memory.stage import StageMemory
-from shoal.planning.describe import with_positions
+from shoal.planning.describe import TOKENS_PER_STEP, parse_batch, with_positions
 from shoal.planning.estimable import check_device, check_names, check_trained
 from shoal.planning.run import EstimatedRun
 from shoal.planning.search.plan import Plan, Progressing
@@ -73,16 +72,20 @@ class LayoutPlanner:
     """
 
     def __init__(
-        self, model: str = "llama-3-8b", cluster: str = "8xH100", *, global_batch: int | str = "4M",
-        sequence_length: int = 4096, precision: str = "bf16", optimizer: str = "adamw",
+        self, model: str = "llama-3-8b", cluster: str = "8xH100", *, global_batch: int | str | None = None,
+        sequence_length: int | None = None, precision: str = "bf16", optimizer: str = "adamw",
         fixed: str | Mapping[str, Any] = "", software: str | Software = "shoal",
     ):  # fmt: skip
+        sequence_length = sequence_length or model_shape(model).max_sequence
         shape = with_positions(model_shape(model), sequence_length)
         check_names(precision, optimizer)
         machine = cluster_of(cluster)
         if machine.size > MOST_RANKS:
             raise UsageError(f"--cluster {cluster}: {machine.size:,} devices; a layout has at most {MOST_RANKS:,}.")
-        sequences = _sequences(global_batch, sequence_length)
+        if global_batch is None:
+            sequences = max(1, round(TOKENS_PER_STEP / sequence_length))
+        else:
+            sequences = parse_batch(global_batch, sequence_length)
         self.model = model
         self.fixed = fixed if isinstance(fixed, str) else ",".join(f"{name}={value}" for name, value in fixed.items())
         software = find_software(software) if isinstance(software, str) else software
@@ -238,17 +241,17 @@ class LayoutPlanner:
 
 
 def plan(
-    model: str = "llama-3-8b", cluster: str = "8xH100", *, global_batch: int | str = "4M", sequence_length: int = 4096,
-    precision: str = "bf16", optimizer: str = "adamw", fixed: str | Mapping[str, Any] = "",
-    software: str | Software = "shoal",
+    model: str = "llama-3-8b", cluster: str = "8xH100", *, global_batch: int | str | None = None,
+    sequence_length: int | None = None, precision: str = "bf16", optimizer: str = "adamw",
+    fixed: str | Mapping[str, Any] = "", software: str | Software = "shoal",
 ) -> Plan:  # fmt: skip
     """Find the fastest layouts of a model on a cluster that fit its memory.
 
     Args:
         model: catalog name.
         cluster: cluster name, such as 8xH100, 64x8xH100-IB400 or v5p-4096.
-        global_batch: sequences per step, or tokens as "512K" or "4M" (4 x 1024 x 1024).
-        sequence_length: tokens per sequence.
+        global_batch: sequences per step, or tokens as "512K" or "4M" (4 x 1024 x 1024; default: about 4M).
+        sequence_length: tokens per sequence (default: the longest that the model was trained for).
         precision: precision, see ``train.precision``.
         optimizer: optimizer name.
         fixed: fixed fields of the layout, as a mapping or as text: "tp=8,recompute=full".
@@ -271,20 +274,3 @@ def plan(
         optimizer=optimizer, fixed=fixed, software=software,
     )  # fmt: skip
     return planner.plan()
-
-
-def _sequences(given: int | str, sequence_length: int) -> int:
-    text = str(given)
-    unit = {"K": 2**10, "M": 2**20}.get(text[-1:].upper(), 0)
-    number = text[:-1] if unit else text
-    if not re.fullmatch("[0-9]{1,15}", number) or not int(number):
-        raise UsageError(f"--global-batch {text}: give sequences, as 1024, or tokens, as 4M")
-    if not unit:
-        return int(number)
-    tokens = int(number) * unit
-    if tokens % sequence_length:
-        raise UsageError(
-            f"--global-batch {text} = {tokens:,} tokens is no multiple of --sequence-length {sequence_length}."
-            f"\n  Give sequences, as {max(1, tokens // sequence_length)}."
-        )
-    return tokens // sequence_length

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
+from shoal.base.terminal import red
 from shoal.base.units import DAY, show_bytes, show_seconds
 from shoal.planning.changes import find_changes
 from shoal.planning.cost.flops import PUE, dollars, kilowatt_hours, petaflop_days
 from shoal.planning.estimate import StepEstimate
+from shoal.planning.software_estimate import estimate_run
 
+FACTS_OF_A_STEP = 4  # rows of `estimate_facts` before the complete training's
 ROUNDING = 1e-9  # relative to a step; omit smaller parts
 
 
@@ -17,12 +21,17 @@ def estimate_lines(
 ) -> Iterator[str]:
     """Yield the lines that `shoal estimate` prints, given `estimate_facts` and `change_rows`."""
     run, step = estimate.run, estimate.step_seconds
+    width = max(len(name) for name, _ in facts)
+    if not estimate.fits:
+        yield red(bound(estimate))
+        for change, effect in changes:
+            yield f"  {change:<{width}}  {effect}"
+        yield ""
     yield f"{model}: {run.shape.parameters():,} parameters, {run.precision}, {run.optimizer}"
     yield f"{run.cluster.describe()}: {run.layout.equation()}, {run.layout.describe()}"
     yield (f"{run.global_batch:,} sequences of {run.sequence_length:,} tokens a step, {run.microbatches} micro-batches "
            f"of {run.layout.micro_batch}")  # fmt: skip
     yield ""
-    width = max(len(name) for name, _ in facts)
     for name, value in facts:
         yield f"  {name:<{width}}  {value}"
     yield ""
@@ -35,10 +44,11 @@ def estimate_lines(
     for name, size in vars(estimate.fullest).items():
         if size > 0:
             yield f"  {name:<{width}}  {show_bytes(size):>8}"
-    yield ""
-    yield bound(estimate)
-    for change, effect in changes:
-        yield f"  {change:<{width}}  {effect}"
+    if estimate.fits:
+        yield ""
+        yield bound(estimate)
+        for change, effect in changes:
+            yield f"  {change:<{width}}  {effect}"
 
 
 def estimate_facts(
@@ -86,17 +96,24 @@ def bound(estimate: StepEstimate) -> str:
     if not estimate.fits:
         what = max(vars(estimate.fullest).items(), key=lambda held: held[1])[0]
         needed, capacity = show_bytes(estimate.fullest.reserved), show_bytes(estimate.capacity)
-        return f"Does not fit: needs {needed}, has {capacity}; the largest part is '{what}'. Changes that fit:"
+        return f"Does not fit: needs {needed}, has {capacity}; the largest part is '{what}'. Layouts that fit:"
     (first, most), (second, next_most), *_ = sorted(estimate.breakdown.items(), key=lambda part: -part[1])
     then = f", then by {second}" if next_most > most / 10 else ""
     return f"Bound by {first}{then}. Effects of single changes:"
 
 
 def change_rows(estimate: StepEstimate) -> list[tuple[str, str]]:
-    """Return the most useful layout changes, as (change, effect)."""
+    """Return the most useful layout changes, as (change, effect); if none fits, what a search recommends."""
+    every = find_changes(estimate)
+    if not estimate.fits and not every and estimate.run.shape.depths is None:
+        from shoal.planning.search.search import search  # slow import
+        from shoal.planning.search.space import LayoutSpace
+
+        best = search(estimate.run, LayoutSpace()).best
+        every = [(found.layout.describe(), estimate_run(replace(estimate.run, layout=found.layout))) for found in best]
     found = [
         (name, f"{show_seconds(other.step_seconds)} a step "
          f"({100 * (other.step_seconds / estimate.step_seconds - 1):+.0f} %), {show_bytes(other.fullest.reserved)}")
-        for name, other in find_changes(estimate)
+        for name, other in every
     ]  # fmt: skip
-    return found or [("", "no tried change is faster" if estimate.fits else "no tried single change fits")]
+    return found or [("", "no tried change is faster" if estimate.fits else "none, on this cluster with this batch")]

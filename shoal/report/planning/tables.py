@@ -10,7 +10,7 @@ from itertools import groupby
 import tomli_w
 
 from shoal.base.errors import UsageError
-from shoal.base.terminal import progress_bar
+from shoal.base.terminal import progress_bar, red
 from shoal.base.units import DAY, show_bytes, show_seconds
 from shoal.planning.cost.memory.stage import StageMemory
 from shoal.planning.estimable import model_section
@@ -21,6 +21,7 @@ from shoal.planning.search.plan import Plan, PricedLayout, Progressing
 from shoal.planning.search.planner import BudgetAnswer, LayoutPlanner
 from shoal.planning.search.space import LEVELS
 from shoal.planning.software_estimate import estimate_run
+from shoal.report.planning.estimate_lines import FACTS_OF_A_STEP, estimate_facts
 from shoal.report.planning.other_software import config_lines
 from shoal.report.tables import table_lines
 from shoal.spec.layout import Layout
@@ -41,8 +42,10 @@ ABOUT = {
 }  # of each of `NAMES`
 
 
-def lines(model: str, plan: Plan, estimates: Sequence[StepEstimate]) -> list[str]:
-    """Return the report of a search for a model, given the estimates of its results."""
+def lines(
+    model: str, plan: Plan, estimates: Sequence[StepEstimate], tokens: float | None = None, price: float | None = None
+) -> list[str]:
+    """Return the report of a search for a model, given the estimates of its results; see `estimate_facts`."""
     run = plan.run
     head = [
         f"{model}: {run.shape.parameters():,} parameters, {run.precision}, {run.optimizer}",
@@ -51,8 +54,8 @@ def lines(model: str, plan: Plan, estimates: Sequence[StepEstimate]) -> list[str
     ]
     if not plan.best:
         limit = show_bytes(StageMemory(run).capacity)
-        return [*head, f"No searched layout fits in {limit}.",
-                "  `shoal plan --fewest` finds the number of devices that it needs."]  # fmt: skip
+        return [red(f"No searched layout fits in {limit}."),
+                "  `shoal plan --fewest` finds the number of devices that it needs.", "", *head]  # fmt: skip
     every = zip(plan.listed, estimates, reasons(plan, estimates), strict=True)
     rows = [
         [found.role, show_seconds(found.seconds), f"{100 * estimate.mfu:.1f} %", show_bytes(found.memory.reserved),
@@ -78,6 +81,7 @@ def lines(model: str, plan: Plan, estimates: Sequence[StepEstimate]) -> list[str
         *head, *table_lines(["", "step", "MFU", "memory", "layout", "against the recommended"], rows), "",
         f"80 % intervals of the recommended: step {low} to {high}, memory {least} to {most}. Steps within "
         f"{100 * TIE:.0f} % of each other are ties; of these the simplest is recommended.", "",
+        *(f"{name}: {value}" for name, value in estimate_facts(estimates[0], tokens, price)[FACTS_OF_A_STEP:]), "",
         f"{searched}: {plan.seconds:.1f} s",
         "", *toml,
     ]

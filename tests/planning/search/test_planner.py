@@ -15,7 +15,7 @@ SMALL = "--global-batch 30 --sequence-length 512 --fix recompute=none,micro-batc
 
 
 def planner(*names: str, global_batch: int, space: LayoutSpace = FEW) -> LayoutPlanner:
-    found = LayoutPlanner(*names, global_batch=global_batch)
+    found = LayoutPlanner(*names, global_batch=global_batch, sequence_length=4096)
     found.space = space
     return found
 
