@@ -20,12 +20,14 @@ import torch
 
 import shoal
 from shoal.base.errors import UsageError, redact
+from shoal.base.files import json_lines
 from shoal.cli.main import main
 from shoal.engine.checkpoint import CheckpointError, load, verify
 from shoal.engine.data.batches import open_dataset
 from shoal.launch.prefork import safe_environment
 from shoal.spec.config import build_config, load_config
 from shoal.training.check import check
+from shoal.training.resilience.events import read_events
 from tests.engine.checkpoint.cuts import whole, write_checkpoint
 from tests.place import CONFIG, Place
 from tests.trainings.runs import ROOT
@@ -364,3 +366,11 @@ def test_nothing_is_imported_from_the_current_folder(tmp_path):
     assert done.returncode == 0, done.stderr
     command = [sys.executable, "-c", "import rich, sys; sys.exit(0)"]
     assert subprocess.run(command, cwd=tmp_path, env=safe_environment(environment)).returncode == 0
+
+
+@pytest.mark.parametrize("damage", [{"event": 1}, {"event": "\ud800"}, {"time": None}, {"seconds": float("inf")}])
+def test_a_damaged_event_is_left_out(damage, tmp_path, capsys):
+    event = {"time": 1.0, "event": "end", "seconds": 3.0, "counted": 2.0, "failures": 1, "lost": 1}
+    (tmp_path / "events.jsonl").write_text(json_lines([event, event | damage]))
+    assert read_events(tmp_path) == [event]
+    assert "left out line 2" in capsys.readouterr().err

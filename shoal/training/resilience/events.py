@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from functools import lru_cache
 from pathlib import Path
@@ -28,6 +29,9 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
 
 
 def _parse(event: dict[str, Any]) -> dict[str, Any]:
+    json.dumps(event, ensure_ascii=False).encode()  # raises ValueError for what is not Unicode
+    if type(event["event"]) is not str:
+        raise ValueError("not the name of an event")
     numbers = [event["time"], *(event[name] for name in SUMMED.get(event["event"], ()))]
     if not all(type(number) in (int, float) and 0 <= number <= LATEST for number in numbers):
         raise ValueError("wrong numbers")
