@@ -25,7 +25,8 @@ from shoal.engine.models.products import tune_products
 from shoal.spec.catalog.accelerators import match
 
 COLLECTIVE_SECONDS = 600.0  # maximum wait for other ranks
-_PRODUCT = 1024  # side of a measured product: large enough for the peak rate of a core, and quick
+_PRODUCT, _PRODUCT_OF_ONE = 1024, 768  # side of a measured product, of one thread: large enough for the peak rate
+_MEASURED_SECONDS = 0.06  # CPU time of measured products: two or more where the kernel is fast, else one is enough
 _KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8"}
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # on CUDA, gloo still carries host tensors
 
@@ -253,14 +254,15 @@ def _measure_flops(dtype: torch.dtype, threads: int) -> float:
     It uses CPU time instead of wall time, so other load on the machine does not lower the peak.
     """
     # Same operand order as in a linear layer: otherwise fp16 has no fast CPU kernel (3 against 17 GFLOP/s).
-    a, b = torch.rand(_PRODUCT, _PRODUCT).to(dtype), torch.rand(_PRODUCT, _PRODUCT).to(dtype).t()
+    side = _PRODUCT_OF_ONE if threads == 1 else _PRODUCT
+    a, b = torch.rand(side, side).to(dtype), torch.rand(side, side).to(dtype).t()
     out = a @ b
-    best = float("inf")
-    for _ in range(6):
+    seconds: list[float] = []
+    while sum(seconds) < _MEASURED_SECONDS:
         begin = time.process_time()
         torch.mm(a, b, out=out)
-        best = min(best, time.process_time() - begin)
-    return 2 * _PRODUCT**3 / best * threads
+        seconds.append(time.process_time() - begin)
+    return 2 * side**3 / min(seconds) * threads
 
 
 def peak_memory(device: torch.device) -> int:

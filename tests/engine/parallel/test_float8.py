@@ -56,8 +56,9 @@ def in_float8(config: RunConfig, precision: str, settings: dict) -> RunConfig:
     return config.model_copy(update={"train": train, "float8": Float8Config(**settings)})
 
 
-@pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
-@pytest.mark.parametrize(("precision", "settings"), CASES, ids=str)
+@pytest.mark.parametrize(("precision", "settings", "parallel"), [
+    (*case, layout) for case, layout in zip(CASES, (*LAYOUTS[::-1], *LAYOUTS[::-1], LAYOUTS[1]), strict=True)
+], ids=str)
 def test_every_grain_on_layouts(pool, precision, settings, parallel):
     config = in_float8(small_run(parallel, MODEL), precision, settings)
     verdict, _ = run_case(prepare(config, own_precision=False), pool, steps=3 if "history" in settings else 2)

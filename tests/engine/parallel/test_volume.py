@@ -35,8 +35,7 @@ def of_parameters(sent: Counter) -> float:
     return sum(size for (axis, _), size in sent.items() if axis in ("shard", "replicate"))
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize(("zero", "ranks"), [(0, 2), (0, 3), (1, 4), (2, 3)])
 def test_stages_0_to_2_send_twice_the_parameters(pool: Pool, zero: int, ranks: int) -> None:
     """2P(N-1)/N: an all-reduce, or its two halves. The rest of a step is its count of tokens, its loss and its norm."""
     for sent, buckets, size in pool.run(volume, ranks, run_of(ranks, 1, zero=zero)):
@@ -46,7 +45,7 @@ def test_stages_0_to_2_send_twice_the_parameters(pool: Pool, zero: int, ranks: i
         assert sum(sent.values()) - of_parameters(sent) <= 2 * (8 + 3 * 8)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_stage_3_sends_three_times_the_parameters(pool: Pool, ranks: int) -> None:
     """3P(N-1)/N, but the last unit's once less: its backward follows its forward, so that it stays gathered."""
     for sent, buckets, _ in pool.run(volume, ranks, run_of(ranks, 1, zero=3)):
@@ -55,8 +54,7 @@ def test_stage_3_sends_three_times_the_parameters(pool: Pool, ranks: int) -> Non
         assert sent["shard", "reduce-scatter"] == sum(buckets) * share
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 3])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(("ranks", "ahead"), [(2, 0), (3, 1), (2, 3)])
 def test_stage_3_sends_twice_the_parameters_if_they_stay_gathered(pool: Pool, ranks: int, ahead: int) -> None:
     config = run_of(ranks, 3, zero=3, reshard_after_forward=False, prefetch=ahead)
     for sent, buckets, _ in pool.run(volume, ranks, config):
@@ -111,8 +109,7 @@ def tensor_run(ranks: int, **parallel) -> RunConfig:
     return config.model_copy(update={"data": config.data.model_copy(update={"sequence_length": TOKENS})})
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize(("ranks", "overlap"), [(2, True), (3, False), (4, True)])
 def test_a_layer_of_tensor_parallelism_sends_four_all_reduces(pool: Pool, ranks: int, overlap: bool) -> None:
     """Of [b, s, h], two forward and two backward, 2(n-1)/n of it each; one more for the embedding, one for the head."""
     config = tensor_run(ranks, tp_overlap=overlap)
@@ -123,7 +120,7 @@ def test_a_layer_of_tensor_parallelism_sends_four_all_reduces(pool: Pool, ranks:
         assert sent["all-gather"] == 2 * TOKENS * 4 * (ranks - 1)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_a_ring_sends_what_the_collectives_do(pool: Pool, ranks: int) -> None:
     """With sequence parallelism a layer gathers twice and scatters twice in each direction, (n-1)/n of [b, s, h] each;
     around the ring these are messages of one part."""
@@ -150,8 +147,9 @@ def grid_volume(config: RunConfig) -> dict[str, Counter]:
     return found
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
-@pytest.mark.parametrize(("family", "ranks", "x"), [("tiny", 4, 2), ("tiny-gpt", 8, 2), ("tiny", 8, 4)])
+@pytest.mark.parametrize(("family", "ranks", "x", "sequence_parallel"), [
+    ("tiny", 4, 2, False), ("tiny-gpt", 8, 2, True), ("tiny", 8, 4, True),
+])
 def test_a_grid_sends_what_the_formula_says(
     pool: Pool, family: str, ranks: int, x: int, sequence_parallel: bool
 ) -> None:
@@ -188,7 +186,7 @@ def test_a_grid_sends_less_the_more_ranks_there_are() -> None:
     assert volume(8, 8) < volume(8, 1) / 2
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero", [1, 3])
 def test_replicas_of_a_grid_send_what_the_axes_would_alone(pool: Pool, zero: int) -> None:
     config = tensor_run(4, dp=2, tp_x=2, zero=zero)
     config = config.model_copy(update={"train": config.train.model_copy(update={"global_batch": 2})})
@@ -200,14 +198,14 @@ def test_replicas_of_a_grid_send_what_the_axes_would_alone(pool: Pool, zero: int
         assert of_parameters(sent) == ((3 if zero == 3 else 2) * sum(buckets) - last) / 2
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize(
-    ("form", "kinds"),
+    ("form", "kinds", "zero"),
     [
-        ({}, ("all-reduce", "all-gather")),
-        ({"sequence_parallel": True, "tp_overlap": True}, ("send", "all-gather", "reduce-scatter")),
+        ({}, ("all-reduce", "all-gather"), 1),
+        ({}, ("all-reduce", "all-gather"), 3),
+        ({"sequence_parallel": True, "tp_overlap": True}, ("send", "all-gather", "reduce-scatter"), 2),
     ],
-    ids=["all-reduce", "ring"],
+    ids=["all-reduce, ZeRO-1", "all-reduce, ZeRO-3", "ring, ZeRO-2"],
 )
 def test_of_weights_split_two_ways_each_axis_sends_what_it_would_alone(
     pool: Pool, form: dict, kinds: tuple[str, ...], zero: int

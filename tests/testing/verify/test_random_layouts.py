@@ -18,7 +18,7 @@ from tests.testing.verify.runs import runs, small_run
 
 
 @settings(
-    max_examples=5,  # `shoal verify --random N` draws more
+    max_examples=3,  # `shoal verify --random N` draws more
     deadline=None,
     derandomize=True,
     phases=(Phase.explicit, Phase.generate, Phase.shrink),

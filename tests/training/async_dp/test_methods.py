@@ -77,17 +77,17 @@ WHOLE = {"rank": 64, "density": 1.0, "local_steps": 1, "staleness": 0, "group": 
 SAME = {  # sync: (replicas, optimizer, share of masked targets, tp): uneven where the method weighs by tokens
     "powersgd": (2, ADAM, 0.3, 1),
     "powersgd, tp": (2, ADAM, 0.3, 2),
-    "topk": (4, ADAM, 0.3, 1),
+    "topk": (3, ADAM, 0.3, 1),
     "onebit": (3, ADAM, 0.3, 1),
     "onebit, tp": (2, ADAM, 0.3, 2),
-    "int8": (4, ADAM, 0.3, 1),
-    "local-sgd": (4, SGD, 0.0, 1),
+    "int8": (3, ADAM, 0.3, 1),
+    "local-sgd": (2, SGD, 0.0, 1),
     "local-sgd, tp": (2, SGD, 0.0, 2),
     "diloco": (2, SGD, 0.0, 1),
     "diloco, int8": (4, SGD, 0.0, 1),
     "sgp": (2, SGD, 0.0, 1),
     "wagma": (4, SGD, 0.0, 1),
-    "ps-bsp": (4, ADAM, 0.3, 1),
+    "ps-bsp": (3, ADAM, 0.3, 1),
     "ps-ssp": (2, ADAM, 0.3, 1),
     "ps-async": (1, ADAM, 0.3, 1),
     "hogwild": (1, ADAM, 0.3, 1),
@@ -194,7 +194,7 @@ def in_bf16(config: RunConfig) -> tuple[list[float], bool]:
 @pytest.mark.parametrize("sync", ["all-reduce", *COMPRESSED, *LOCAL, *UNSYNCHRONISED])
 def test_what_computes_in_bf16_learns(sync, pool):
     ranks = 1 if sync == "hogwild" else 2  # another could write after this rank's last step
-    few = {"train": {"precision": "bf16", "steps": 15}}
+    few = {"train": {"precision": "bf16", "steps": 12}}
     relaxed = {"local_steps": 3, "staleness": 0, "density": 0.2}
     for losses, same in pool.run(in_bf16, ranks, config_of(sync, ADAM, relaxed, few, dp=ranks)):
         assert same
@@ -272,7 +272,7 @@ def sent_bytes(config: RunConfig) -> tuple[float, list[int]]:
     return engine.mesh.sent().total() - before, [tensor.numel() for tensor in engine.method.tensors]
 
 
-@pytest.mark.parametrize("ranks", [2, 6])
+@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(("sync", "least"), [("powersgd", 3), ("topk", 50), ("onebit", 30), ("int8", 6)])
 def test_less_is_sent(sync, least, ranks, pool):
     config = config_of(sync, SGD, {"rank": 1, "density": 0.01}, {"train": {"global_batch": ranks}}, dp=ranks)

@@ -51,13 +51,13 @@ def dry(config: RunConfig, rank: int, steps: int = 2) -> Counted:
 ])
 def test_a_dry_rank_does_what_a_rank_does(pool: Pool, parallel: dict, model: dict) -> None:
     config = small_run(parallel, {"hidden": 64, "ffn": 96, **model})
-    ranks = pool.run(real, 4, config, 8)
+    ranks = pool.run(real, 4, config, 6)
     for rank in (0, 3):  # which differ in every axis
         here, there = dry(config, rank), ranks[rank]
         assert (here.where, here.parameters, here.held) == (there.where, there.parameters, there.held)
         ours, theirs = here.steps[-1], there.steps[-1]
         assert (ours.flops, ours.sent, ours.calls) == (theirs.flops, theirs.sent, theirs.calls)
-        # Threads of gloo free a tensor with a delay, long on a busy machine: compare with the least of seven steps.
+        # Threads of gloo free a tensor with a delay, long on a busy machine: compare with the least of five steps.
         for moment, *others in zip(ours.moments, *(step.moments for step in there.steps[1:]), strict=True):
             assert all(moment.action == other.action for other in others)
             assert moment.peak == pytest.approx(min(other.peak for other in others), rel=0.02)
@@ -109,7 +109,7 @@ def test_estimates_of_curvature_are_part_of_a_step(pool: Pool) -> None:
     assert here.peak == pytest.approx(min(step.peak for step in there), rel=0.02)  # as above
 
 
-@settings(max_examples=3, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+@settings(max_examples=2, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 @given(runs(), st.data())
 def test_formulas_say_what_any_rank_of_any_layout_does(config: RunConfig, data: st.DataObject) -> None:
     """FLOPs, bytes sent by axis and kind, and bytes held; with experts, and layers that some tokens pass through."""
