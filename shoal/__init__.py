@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from shoal.spec.layout import Layout as Layout
     from shoal.testing.chaos.run import chaos as chaos
     from shoal.testing.verify.verify import verify as verify
+    from shoal.training.hugging_face import export_hf as export_hf
+    from shoal.training.hugging_face import import_hf as import_hf
     from shoal.training.sample import sample as sample
 
 _HOMES = {
@@ -72,6 +74,7 @@ _HOMES = {
     "shoal.spec.layout": ("Layout",),
     "shoal.testing.chaos.run": ("chaos",),
     "shoal.testing.verify.verify": ("verify",),
+    "shoal.training.hugging_face": ("export_hf", "import_hf"),
     "shoal.training.sample": ("sample",),
 }
 """The public names of each module."""

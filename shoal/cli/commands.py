@@ -44,6 +44,15 @@ COMMANDS = {
     "data inspect": Command(
         "shoal.cli.run.data", "Show what a run's data holds: shoal data inspect [RUN.toml]", "inspect", ("data",)
     ),
+    "import hf": Command(
+        "shoal.cli.run.hugging_face",
+        "Write the config of a run that starts with a Hugging Face model: shoal import hf FOLDER --out run.toml",
+        "import_hf",
+    ),
+    "export hf": Command(
+        "shoal.cli.run.hugging_face",
+        "Write a run's model as a Hugging Face folder: shoal export hf RUN_FOLDER --out FOLDER", "export_hf",
+    ),
     "bench": Command(
         "shoal.cli.bench", "Measure shoal against torch's own implementations: shoal bench step", "main"
     ),

@@ -21,7 +21,7 @@ from shoal.launch.torch_elastic import adapt_to_ranks, check_elastic, idle, refu
 from shoal.launch.watch.peer_watch import make_shared_folder
 from shoal.spec.config import RunConfig
 from shoal.training.async_dp.engines import survives_rank_loss
-from shoal.training.check import check
+from shoal.training.check import check, check_weights
 from shoal.training.records.metrics import check_trackers
 from shoal.training.resilience.host_memory_dir import release, run_dir
 from shoal.training.run_folder import check_resume, new_run, with_own_tokenizer
@@ -128,6 +128,7 @@ def _check_run(
     """Reject an impossible run before anything is created; return the device type of this process."""
     if resumed is None:
         check_read(config.data)
+        check_weights(config)
     shape = check(config, ranks=member.world_size if member else ranks)
     check_trackers(config.metrics)
     choice, last = config.train.device, config.parallel.world_size - 1

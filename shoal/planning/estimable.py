@@ -7,19 +7,17 @@ from functools import cache
 from typing import get_args
 
 from shoal.base.errors import UsageError, did_you_mean
-from shoal.base.section import validate
+from shoal.base.section import plain
 from shoal.pipeline.from_layout import check_run
 from shoal.planning.cost.batched_runs import SCHEDULES
 from shoal.planning.run import EstimatedRun
-from shoal.spec.catalog import ModelShape, model_names, model_shape, tables
+from shoal.spec.catalog import ModelShape, model_shape, tables
 from shoal.spec.config import OptimizerConfig, RunConfig, build_config
-from shoal.spec.config.model import ModelConfig
 from shoal.spec.layout import Layout
 from shoal.spec.number_formats import FORMATS
 
 OPTIMIZERS = get_args(OptimizerConfig.model_fields["name"].annotation)
 OVERRIDES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "tied")
-PARTS = ("experts", "depths")
 
 
 def check_trained(run: EstimatedRun, layout: Layout, *, ranks: int | None = None) -> None:
@@ -102,35 +100,14 @@ def _config(precision: str, optimizer: str, global_batch: int, sequence_length: 
     })
 
 
-def model_section(name: str, shape: ModelShape, sequence_length: int) -> dict:
-    """Return the config section that creates this model from shoal's own catalog.
+def model_section(name: str, shape: ModelShape) -> dict:
+    """Return the config section that creates this model without a user's catalog.
 
     Args:
         name: name in the catalog that was read.
-
-    Raises:
-        UsageError: a user-defined model has a property that no model of shoal's catalog has and no field overrides.
     """
     if name not in tables.own("models"):
         given, known = shape.model_dump(), model_shape(name).model_dump()
         return {"name": name, "vocab": shape.vocab, **{f: given[f] for f in OVERRIDES if given[f] != known[f]}}
-    values = shape.model_dump(exclude_none=True)
-    given = {field: values[field] for field in (*OVERRIDES, *PARTS) if field in values}
-    for base in model_names():
-        if base in tables.own("models") or model_shape(base).family != shape.family:
-            continue
-        section = {"name": base, **given}
-        try:
-            config = validate(ModelConfig, section, source="config", prefix="model")
-            made = config.shape(vocab=shape.vocab, sequence_length=sequence_length)
-        except UsageError:
-            continue
-        length = shape.max_sequence if shape.family == "llama" else made.max_sequence  # no llama tensor depends on it
-        if made.model_copy(update={"max_sequence": length}) == shape:
-            return section
-    settled = ("norm_eps", "rope_theta") if shape.family == "llama" else ("norm_eps", "max_sequence")
-    has = ", ".join(f"{field} = {getattr(shape, field)}" for field in settled)
-    raise UsageError(
-        f"--model {name}: `shoal train` takes {' and '.join(settled)} from shoal's own catalog alone, where no such "
-        f"model has {has}.\n  It cannot be written as a run; leave --toml out."
-    )
+    own = f"own-{name}" if name in tables.shipped("models") else name
+    return {"name": own, **plain(shape)}

@@ -8,6 +8,8 @@ from fnmatch import fnmatchcase
 import torch
 
 from shoal.base.errors import UsageError, redact
+from shoal.base.files import expanded
+from shoal.engine.checkpoint.hugging_face import HFWeights, read_hf_config
 from shoal.engine.checkpoint.storage import to_path
 from shoal.engine.collectives.shm.region import host_identity
 from shoal.engine.data.tokenizer import load_tokenizer
@@ -16,6 +18,7 @@ from shoal.engine.models.transformer import Transformer
 from shoal.pipeline.from_layout import check_run
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RunConfig
+from shoal.spec.config.model import ModelConfig
 from shoal.spec.sync_methods import UNSYNCHRONISED
 from shoal.training.fault_knobs import FaultKnobs
 
@@ -39,6 +42,27 @@ def check(config: RunConfig, ranks: int | None = None) -> ModelShape:
     check_rates(config, shape)
     to_path(config.checkpoint.folder)
     return shape
+
+
+def check_weights(config: RunConfig) -> None:
+    """Check the model folder that a run starts with: its model is the run's, and each tensor is there.
+
+    Raises:
+        UsageError: naming the field of the model, or the tensor.
+    """
+    if config.model.weights is None:
+        return
+    vocab = load_tokenizer(config.data.tokenizer).vocab_size
+    shape = config.model.shape(vocab=vocab, sequence_length=config.data.sequence_length)
+    folder = expanded(config.model.weights, "model.weights")
+    stored = ModelConfig(name="of a folder", **read_hf_config(folder)).shape(vocab=1, sequence_length=1)
+    ours, theirs = (each.model_dump(exclude={"experts", "max_sequence"}) for each in (shape, stored))
+    for field in (field for field in ours if ours[field] != theirs[field]):
+        raise UsageError(f"model.{field} = {ours[field]!r}, but the model of model.weights = '{folder}' has "
+                         f"{theirs[field]!r}.\n  `shoal import hf {folder}` writes the fields of its model.")
+    with torch.device("meta"):
+        parameters = {name: tuple(p.shape) for name, p in Transformer(shape).named_parameters()}
+    HFWeights(folder, shape).check(parameters)
 
 
 def check_secrets(config: RunConfig) -> None:

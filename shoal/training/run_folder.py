@@ -205,7 +205,7 @@ def _model_differences(config: RunConfig, folder: Path, shape: ModelShape) -> It
     current = shape.model_dump(mode="json")
     if isinstance(saved, dict):
         for name in sorted(saved.keys() | current.keys()):
-            if saved.get(name) != current.get(name):
+            if (saved.get(name) or None) != (current.get(name) or None):  # an older checkpoint lacks newer parts
                 yield f"model.{name}", current.get(name), saved.get(name), "its checkpoint holds another model"
 
 

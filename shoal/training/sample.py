@@ -12,13 +12,14 @@ from shoal.base.boxes import Box, Piece
 from shoal.base.errors import UsageError
 from shoal.base.terminal import warn
 from shoal.engine.checkpoint import CheckpointError, load, newest_good
+from shoal.engine.checkpoint.manifest import Committed
 from shoal.engine.checkpoint.storage import AnyPath
-from shoal.engine.data.tokenizer import load_tokenizer
+from shoal.engine.data.tokenizer import Tokenizer, load_tokenizer
 from shoal.engine.models.cache import Slice
 from shoal.engine.models.experts.router import Router, find_modules
 from shoal.engine.models.transformer import Transformer
 from shoal.spec.catalog import ModelShape
-from shoal.spec.config import RUN_FILE, load_config
+from shoal.spec.config import RUN_FILE, RunConfig, load_config
 from shoal.training.run_folder import get_checkpoint_folder, with_own_tokenizer
 
 
@@ -41,20 +42,11 @@ def sample(
     >>> shoal.sample("runs/example", "def main(", tokens=5, seed=1).startswith("def main(")
     True
     """
-    run_folder = Path(run_folder)
-    if not (run_folder / RUN_FILE).is_file():
-        raise UsageError(f"{run_folder} is not the folder of a run ({RUN_FILE} is missing).")
-    config = with_own_tokenizer(load_config(run_folder / RUN_FILE), run_folder)
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    config, shape, tokenizer = describe_run(run_folder)
     start = tokenizer.encode(prompt).tolist()
     if not start:
         raise UsageError("the prompt is empty; give at least one character.")
-    found, refused = newest_good(get_checkpoint_folder(config, run_folder))
-    for error in refused:
-        warn(f"checkpoint refused: {error}")
-    if found is None:
-        raise CheckpointError(f"{run_folder} has no good checkpoint to sample from.")
-    shape = config.model.shape(vocab=tokenizer.vocab_size, sequence_length=config.data.sequence_length)
+    found = find_good_checkpoint(config, run_folder)
     if shape.experts is not None and shape.experts.gate == "expert-choice":
         raise UsageError(f"{run_folder}: its experts choose among all tokens of a sequence, also later ones, so it "
                          "cannot generate one token after another.")
@@ -67,6 +59,30 @@ def sample(
         stop=tokenizer.end_of_document, generator=generator,
     )
     return tokenizer.decode(ids.tolist())
+
+
+def describe_run(run_folder: str | Path) -> tuple[RunConfig, ModelShape, Tokenizer]:
+    """Return the config of a run, its model and its tokenizer; raise `UsageError` without a run in the folder."""
+    if not (file := Path(run_folder, RUN_FILE)).is_file():
+        raise UsageError(f"{run_folder} is not the folder of a run ({RUN_FILE} is missing).")
+    config = with_own_tokenizer(load_config(file), Path(run_folder))
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    shape = config.model.shape(vocab=tokenizer.vocab_size, sequence_length=config.data.sequence_length)
+    return config, shape, tokenizer
+
+
+def find_good_checkpoint(config: RunConfig, run_folder: str | Path) -> Committed:
+    """Return the newest good checkpoint of a run, and print the damaged ones that are newer.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    found, refused = newest_good(get_checkpoint_folder(config, Path(run_folder)))
+    for error in refused:
+        warn(f"checkpoint refused: {error}")
+    if found is None:
+        raise CheckpointError(f"{run_folder} has no good checkpoint.")
+    return found
 
 
 def load_model(path: AnyPath, shape: ModelShape) -> Transformer:

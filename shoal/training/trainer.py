@@ -92,6 +92,8 @@ class Trainer:
         data, report = samples["train"].fingerprint, self.display.note
         self.states = StateManager(config, shape, self.engine, folder, data, fresh=not resume, report=report)
         restored = self.states.resume(restarted=restarted) if resume else None
+        if restored is None and config.model.weights is not None:
+            self.engine.read_weights(config.model.weights)
         self.step = restored.step if restored else 0
         self.source = restored.source if restored else ""
         self.knobs = FaultKnobs.read(config.testing, mesh.layout.world_size, begin=self.step, restarted=restarted)

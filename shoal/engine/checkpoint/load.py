@@ -213,9 +213,9 @@ def check_model(path: AnyPath, saved: Any, wanted: dict[str, Any] | None) -> Non
     differ = [
         f"{field}: {saved.get(field)!r} saved, {wanted.get(field)!r} in this run"
         for field in sorted(saved.keys() | wanted.keys())
-        if saved.get(field) != wanted.get(field)
+        if (saved.get(field) or None) != (wanted.get(field) or None)  # an older checkpoint lacks newer parts
     ]
-    if differ:  # a field omitted on both sides does not differ
+    if differ:
         raise CheckpointError(f"{path} holds another model than this run's:\n  " + "\n  ".join(differ))
 
 

@@ -72,6 +72,7 @@ class FileTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.end_of_document = self._find_end(path)
+        self.end_name = self._tokenizer.id_to_token(self.end_of_document)
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self.fingerprint = xxhash.xxh3_128_hexdigest(content)
 

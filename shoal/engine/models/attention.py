@@ -19,6 +19,7 @@ from shoal.engine.models.experts.router import RoutingContext
 from shoal.engine.models.products import use_mkl_if_small, use_mkl_in_backward
 from shoal.engine.models.segments import Segments, document_segments
 from shoal.engine.streams import to_device
+from shoal.spec.catalog import RopeScaling
 
 # Limits of the query blocks in explicit attention: more blocks skip more scores, but small products are slow.
 _MAX_BLOCKS, _MIN_ROWS = 4, 256
@@ -121,10 +122,17 @@ def explicit_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> 
     return torch.cat(blocks, dim=3).view(b, a, s, d)
 
 
-def rotary_table(positions: Tensor, d: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rotary_table(
+    positions: Tensor, d: int, theta: float, dtype: torch.dtype, scaling: RopeScaling | None = None
+) -> tuple[Tensor, Tensor]:
     """Return cos and sin of position [s] times frequency, each [s, d/2] (Su et al. 2021, section 3.2.2)."""
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     frequencies = theta ** (-torch.arange(0, d, 2, device=positions.device, dtype=exact) / d)
+    if scaling is not None:
+        turns = scaling.original_max_sequence * frequencies / (2 * math.pi)
+        low, high = scaling.low_frequency, scaling.high_frequency
+        kept = ((turns - low) / (high - low)).clamp(0, 1)  # part of a frequency that is not divided
+        frequencies = kept * frequencies + (1 - kept) * frequencies / scaling.factor
     angles = torch.outer(positions.to(exact), frequencies)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 

@@ -94,7 +94,7 @@ class MixtureOfDepths(Tallied):
         super().__init__()
         assert shape.depths is not None
         self.depths, self.layer = shape.depths, layer
-        self.rotary = (shape.head_dim, shape.rope_theta) if shape.family == "llama" else None
+        self.shape = shape
         self.router = nn.Parameter(torch.empty(shape.hidden))
         self.predictor_up = nn.Parameter(torch.empty(shape.depths.predictor, shape.hidden))
         self.predictor_down = nn.Parameter(torch.empty(shape.depths.predictor))
@@ -160,9 +160,10 @@ class MixtureOfDepths(Tallied):
 
     def _rotary(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         """Return cos and sin of [b, n] positions, each [b, 1, n, d/2]."""
-        if self.rotary is None:
+        shape = self.shape
+        if shape.family != "llama":
             return None
-        cos, sin = rotary_table(positions.flatten(), *self.rotary, dtype)
+        cos, sin = rotary_table(positions.flatten(), shape.head_dim, shape.rope_theta, dtype, shape.rope_scaling)
         return cos.view(*positions.shape, -1).unsqueeze(1), sin.view(*positions.shape, -1).unsqueeze(1)
 
     def _zeros(self) -> Tensor:

@@ -53,9 +53,9 @@ class RMSNormFunction(torch.autograd.Function):
         """Compute dx = r w dy - x r^3 / h ((dy x).w) and dw = sum over rows of r dy x."""
         x, weight, inverse = ctx.saved_tensors
         h = x.shape[-1]
-        products = (gradient * x).view(-1, h)  # dy x: [rows, h]
+        products = (gradient * x).reshape(-1, h)  # dy x: [rows, h]
         with by_mkl():  # oneDNN takes five times as long for a vector
-            d_weight = products.t() @ inverse.view(-1)
+            d_weight = products.t() @ inverse.reshape(-1)
             along = (products @ weight).view_as(inverse).mul_(inverse.pow(3)).div_(-h)
         d_x = (gradient * weight).mul_(inverse).addcmul_(x, along)
         return d_x, d_weight, None

@@ -1,6 +1,7 @@
 """Decoder-only transformer in the families llama and gpt.
 
-- ``llama``: RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases (Touvron et al. 2023).
+- ``llama``: RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases (Touvron et al. 2023); with biases of
+  queries, keys and values it is Qwen2, with norms of queries and keys Qwen3.
 - ``gpt``: LayerNorm, learned positions, GELU, biases, tied head (Radford et al. 2019; Brown et al. 2020).
 
 Shapes in comments: b sequences, s tokens, h hidden, a heads, k key/value heads, d head width, v vocabulary.
@@ -45,13 +46,15 @@ class Attention(nn.Module):
         super().__init__()
         if shape.latent is not None:
             raise UsageError("model: multi-head latent attention is counted, but not trained.\n  Choose another model.")
-        bias = shape.family == "gpt"
+        bias = shape.family == "gpt" or shape.qkv_bias
         self.head_dim, self.recompute = shape.head_dim, recompute
         self.q = nn.Linear(shape.hidden, shape.heads * shape.head_dim, bias=bias)
         self.k = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=bias)
         self.v = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=bias)
+        self.q_norm = RMSNorm(shape.head_dim, eps=shape.norm_eps) if shape.qk_norm else None
+        self.k_norm = RMSNorm(shape.head_dim, eps=shape.norm_eps) if shape.qk_norm else None
         self.core = AttentionCore(kernel)
-        self.out = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=bias)
+        self.out = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=shape.family == "gpt")
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         q, k, v = self._heads(x, context.rotary)  # [b, a or k, s, d]
@@ -63,15 +66,18 @@ class Attention(nn.Module):
 
     def _heads(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values by head, with rotated queries and keys."""
-        packed = project_joined(x, self.q, self.k, self.v) if rotary else None  # [b, s, (a + 2 k) d]
+        plain = rotary and self.q_norm is None
+        packed = project_joined(x, self.q, self.k, self.v) if plain else None  # [b, s, (a + 2 k) d]
         if rotary and packed is not None:
             heads, kv_heads = (len(layer.weight) // self.head_dim for layer in (self.q, self.k))
             q, k, v = (y.transpose(1, 2) for y in rotate_packed(packed, *rotary, heads, kv_heads))
             return q, k, v
         q, k, v = (
-            y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [b, a or k, s, d]
-            for y in project(x, self.q, self.k, self.v)  # [b, s, heads d]
+            y.unflatten(-1, (-1, self.head_dim)) for y in project(x, self.q, self.k, self.v)  # [b, s, a or k, d]
         )
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))  # [b, a or k, s, d]
         return (rotate(q, *rotary), rotate(k, *rotary), v) if rotary else (q, k, v)
 
 
@@ -194,7 +200,7 @@ class Transformer(nn.Module):
         x = hidden if self.embed is None else self.embed(tokens, positions)
         assert x is not None, "hidden states, where the embedding is absent"
         if shape.family == "llama":
-            rotary = rotary_table(positions, shape.head_dim, shape.rope_theta, x.dtype)
+            rotary = rotary_table(positions, shape.head_dim, shape.rope_theta, x.dtype, shape.rope_scaling)
         mask = self.mask(start, len(positions), documents, x)
         context = Context(rotary, mask, part, RoutingContext(sequences, self.seed, samples), documents)
         if part is not None:

@@ -75,7 +75,8 @@ def apply_tensor_parallel(
 
     Returns:
         Placement of each parameter, by name. Parameters without a rule are replicated. With sequence parallelism their
-        gradients are partial sums, because each rank sees its own part of the sequence.
+        gradients are partial sums, because each rank sees its own part of the sequence; the gradients of norms of
+        queries and keys always are, because each rank sees its own heads.
     """
     group, rank, size = mesh.group("tp"), mesh.index("tp"), mesh.size("tp")
     in_parts, placements = mesh.layout.sequence_parallel, dict[str, ParamPlacement]()
@@ -91,7 +92,8 @@ def apply_tensor_parallel(
             placements = _replace(model, TENSOR_PARALLEL, at)
     for name, parameter in model.named_parameters():
         if name not in placements:
-            placements[name] = replicate(name, parameter, mesh, partial=in_parts)
+            by_head = mesh.size("tp") > 1 and name.endswith(("q_norm.weight", "k_norm.weight"))
+            placements[name] = replicate(name, parameter, mesh, partial=in_parts or by_head)
     return {name: placements[name] for name, _ in model.named_parameters()}
 
 

@@ -111,7 +111,12 @@ def list_units(
         box = Box((y_index // copies * each, x_index * (h // x)), (each, h // x))
         return LocalParameter(name, (size, h), box, box.numel, f"tp_y/{copies}" if copies > 1 else "", copies)
 
-    def column_parallel(name: str, size: int, parts: int = tp) -> Iterator[LocalParameter]:
+    def head_norm(name: str) -> LocalParameter:
+        return LocalParameter(name, (d := (shape.head_dim,)), Box.full(d), *d, "tp" if tp > 1 else "", tp)
+
+    def column_parallel(
+        name: str, size: int, parts: int = tp, bias: bool = bias
+    ) -> Iterator[LocalParameter]:
         weight = f"{name}.weight"
         yield rows(weight, size, h, parts=parts) if x == 1 else grid_rows(weight, size, parts)
         if bias:
@@ -129,9 +134,13 @@ def list_units(
             yield replicated(f"layers.{i}.depth.predictor_up", width, h)
             yield replicated(f"layers.{i}.depth.predictor_down", width)
         yield from norm(f"layers.{i}.attention_norm")
-        yield from column_parallel(f"layers.{i}.attention.q", q)
-        yield from column_parallel(f"layers.{i}.attention.k", kv, group)
-        yield from column_parallel(f"layers.{i}.attention.v", kv, group)
+        biased = bias or shape.qkv_bias
+        yield from column_parallel(f"layers.{i}.attention.q", q, bias=biased)
+        yield from column_parallel(f"layers.{i}.attention.k", kv, group, biased)
+        yield from column_parallel(f"layers.{i}.attention.v", kv, group, biased)
+        if shape.qk_norm:
+            yield head_norm(f"layers.{i}.attention.q_norm.weight")
+            yield head_norm(f"layers.{i}.attention.k_norm.weight")
         yield from row_parallel(f"layers.{i}.attention.out", q)
         yield from norm(f"layers.{i}.mlp_norm")
         if not shape.sparse(i):

@@ -151,7 +151,7 @@ def run_toml(model: str, run: EstimatedRun, layout: Layout) -> str:
         for name, value in chosen.items() if value is not None and value != getattr(defaults, name)
     }
     return tomli_w.dumps({
-        "model": model_section(model, run.shape, run.sequence_length),
+        "model": model_section(model, run.shape),
         "parallel": parallel,
         "data": {"sequence_length": run.sequence_length},
         "train": {"global_batch": run.global_batch, "precision": run.precision},

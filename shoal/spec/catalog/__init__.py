@@ -3,13 +3,14 @@
 from shoal.spec.catalog.accelerators import Accelerator, accelerator, accelerators, match
 from shoal.spec.catalog.clusters import link
 from shoal.spec.catalog.experts import Depths, Experts
-from shoal.spec.catalog.models import ModelShape, model_names, model_shape
+from shoal.spec.catalog.models import ModelShape, RopeScaling, model_names, model_shape
 
 __all__ = [
     "Accelerator",
     "Depths",
     "Experts",
     "ModelShape",
+    "RopeScaling",
     "accelerator",
     "accelerators",
     "link",

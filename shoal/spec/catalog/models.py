@@ -4,12 +4,33 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import PositiveInt
+from pydantic import PositiveFloat, PositiveInt
 
 from shoal.base.errors import did_you_mean
 from shoal.base.section import Section
 from shoal.spec.catalog.experts import Depths, Experts
 from shoal.spec.catalog.tables import entry, find, table, wrong
+
+
+class RopeScaling(Section):
+    """Rotary frequencies for sequences longer than those of most of the training (Dubey et al. 2024, section 3.4.3).
+
+    Waves longer than original_max_sequence / low_frequency are slowed down by the factor, those shorter than
+    original_max_sequence / high_frequency stay, and the ones between are interpolated, as in the code released with
+    Llama 3.1.
+    """
+
+    factor: PositiveFloat
+    """Factor by which the longest waves are slowed down."""
+
+    low_frequency: PositiveFloat = 1.0
+    """Turns over original_max_sequence of the fastest wave that gets the full factor."""
+
+    high_frequency: PositiveFloat = 4.0
+    """Turns over original_max_sequence of the slowest wave that stays as it is."""
+
+    original_max_sequence: PositiveInt = 8192
+    """Longest sequence of the training before."""
 
 
 class Latent(Section):
@@ -65,6 +86,15 @@ class ModelShape(Section):
     rope_theta: float = 10000.0
     """Base of the rotary frequencies (Su et al. 2021); llama only."""
 
+    rope_scaling: RopeScaling | None = None
+    """Rescaled rotary frequencies (Llama 3.1 and later); llama only."""
+
+    qkv_bias: bool = False
+    """Whether queries, keys and values have biases in the llama family too (Qwen2)."""
+
+    qk_norm: bool = False
+    """Whether each head of queries and keys passes through an RMSNorm before it is rotated (Qwen3); llama only."""
+
     experts: Experts | None = None
     """Experts that replace the feed-forward blocks of some layers; they have no biases, in either family."""
 
@@ -96,8 +126,9 @@ class ModelShape(Section):
         if self.latent is not None:
             layer += self.latent.query_rank + self.latent.key_value_rank  # norms of latent attention
         block = h * f * self._matrices_of_block()
+        layer += (q + 2 * kv) * (gpt or self.qkv_bias) + 2 * self.head_dim * self.qk_norm
         if gpt:
-            layer, block = layer + q + 2 * kv + h, block + f + h  # including the biases
+            layer, block = layer + h, block + f + h  # including the biases
         total = self.layers * (layer + block) + (2 * h + self.max_sequence * h if gpt else h)
         if (experts := self.experts) is not None:
             routers = (2 if experts.gate == "noisy-top-k" else 1) * h * experts.count

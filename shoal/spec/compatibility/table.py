@@ -55,6 +55,7 @@ CONFLICTS = (
              "Set parallel.tp to 2 or more, or leave tp_overlap out"),
     Conflict(f.GRID, f.EXPERTS, "their ranks take tokens along one dimension", "Leave tp_x or experts out"),
     Conflict(f.GRID, f.DEPTHS, "its routers score complete hidden states", "Leave tp_x or depths out"),
+    Conflict(f.GRID, f.QK_NORM, "its ranks share the heads of a norm along one dimension", "Leave tp_x or qk_norm out"),
     Conflict(f.GRID, f.TP_OVERLAP, "it overlaps the products of one dimension", "Leave tp_x or tp_overlap out"),
     *_each((f.TP_OVERLAP, f.GRID), (f.COMPILE,), "the compiler takes products and collectives as they are, in one "
            "dimension", "Leave one of them out"),
@@ -136,6 +137,8 @@ CONFLICTS = (
              "independently", "Set optimizer.clip_norm = 0"),
 
     # ---- relaxed data parallelism ------------------------------------------------------------------------------------
+    Conflict(f.WEIGHTS, f.RELAXED, "its replicas copy the initial weights before those of a folder are read",
+             "Start with the default sync, and resume with another"),
     Conflict(f.RELAXED, f.ZERO, "each replica keeps all of its own weights and moments", "Use parallel.zero 0"),
     Conflict(f.RELAXED, f.CP, "its exchanges and checkpoints need ranks with full sequences",
              "Use parallel.cp 1"),

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, create_model
+from pydantic import BaseModel, Field, PositiveFloat, create_model
 
 from shoal.base.errors import UsageError
 from shoal.base.section import Section
-from shoal.spec.catalog import Depths, Experts, ModelShape, model_shape
+from shoal.spec.catalog import Depths, Experts, ModelShape, RopeScaling, model_names, model_shape
+
+NEEDED = ("family", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "max_sequence", "tied")
+"""Fields that together give a model that is not in the catalog."""
 
 _EXPERTS_PER_TOKEN = {"switch": 1, "gshard": 2}  # default number of experts per token of these gates
 
@@ -41,6 +45,11 @@ class DepthsConfig(Section):
     """Override any part of `Depths`; capacity makes some layers process only part of the tokens."""
 
 
+@_override(RopeScaling)
+class RopeScalingConfig(Section):
+    """Override any part of `RopeScaling`; factor rescales the rotary frequencies of a model without rescaled ones."""
+
+
 Width = Annotated[int, Field(gt=0, le=2**24)]
 
 
@@ -48,7 +57,13 @@ class ModelConfig(Section):
     """A shape from the catalog, any part of which can be overridden."""
 
     name: str = "tiny"
-    """A model in the catalog: tiny, gpt2-124m, llama-3.2-1b, ..."""
+    """A model in the catalog: tiny, gpt2-124m, llama-3.2-1b, ...; or a new name, if the shape is given in full."""
+
+    weights: Path | None = None
+    """Folder of a model in Hugging Face's format, whose weights a new run starts with (docs/hugging-face.md)."""
+
+    family: Literal["llama", "gpt"] | None = None
+    """Override: the kind of norms, positions and feed-forward blocks; llama also covers Mistral, Qwen2 and Qwen3."""
 
     layers: Annotated[int, Field(gt=0, le=2**14)] | None = None
     """Override: number of transformer layers."""
@@ -74,6 +89,24 @@ class ModelConfig(Section):
     tied: bool | None = None
     """Override: share the embedding with the output head."""
 
+    norm_eps: PositiveFloat | None = None
+    """Override: added to the variance in the norms."""
+
+    rope_theta: PositiveFloat | None = None
+    """Override: base of the rotary frequencies."""
+
+    max_sequence: Width | None = None
+    """Override: longest sequence, the number of learned positions of a gpt model."""
+
+    qkv_bias: bool | None = None
+    """Override: biases of queries, keys and values in the llama family (Qwen2)."""
+
+    qk_norm: bool | None = None
+    """Override: a norm of each head of queries and keys (Qwen3)."""
+
+    rope_scaling: RopeScalingConfig = RopeScalingConfig()
+    """Override: rotary frequencies for longer sequences (Llama 3.1 and later)."""
+
     experts: ExpertsConfig = ExpertsConfig()
     """Override: experts that replace feed-forward blocks; see docs/experts.md."""
 
@@ -89,9 +122,10 @@ class ModelConfig(Section):
         Raises:
             UsageError: unknown name, heads that do not fit, or a vocabulary smaller than the tokenizer's.
         """
-        base = model_shape(self.name)
-        changed = {k: v for k, v in self.model_dump(exclude={"name", "experts", "depths"}).items() if v is not None}
+        parts = {"name", "weights", "rope_scaling", "experts", "depths"}
+        changed = {k: v for k, v in self.model_dump(exclude=parts).items() if v is not None}
         changed.setdefault("vocab", vocab)
+        base = ModelShape(**changed) if self._is_complete() else model_shape(self.name)
         if "heads" in changed and "kv_heads" not in changed:
             changed["kv_heads"] = changed["heads"]
         hidden, heads = changed.get("hidden", base.hidden), changed.get("heads", base.heads)
@@ -100,19 +134,42 @@ class ModelConfig(Section):
                 raise UsageError(f"model.hidden = {hidden} is not a multiple of model.heads = {heads}.\n"
                                  f"  Change one of them, or set model.head_dim.")
             changed["head_dim"] = hidden // heads
-        if base.family == "gpt":
-            changed["max_sequence"] = max(base.max_sequence, sequence_length)
         shape = base.model_copy(update=changed)
-        shape = shape.model_copy(update={"experts": self._experts(shape), "depths": self._depths(shape)})
+        if shape.family == "gpt":
+            shape = shape.model_copy(update={"max_sequence": max(shape.max_sequence, sequence_length)})
+        shape = shape.model_copy(update={
+            "rope_scaling": self._rope_scaling(shape), "experts": self._experts(shape), "depths": self._depths(shape),
+        })
         if shape.heads % shape.kv_heads:
             raise UsageError(f"model.kv_heads = {shape.kv_heads} does not divide model.heads = {shape.heads}: "
                              "each key/value head serves heads / kv_heads query heads.")
+        for name in ("rope_scaling", "qkv_bias", "qk_norm"):
+            if shape.family != "llama" and getattr(shape, name):
+                raise UsageError(f"model.{name}, but model {self.name} is of the family gpt.\n  Leave it out.")
         if shape.head_dim % 2 and shape.family == "llama":
             raise UsageError(f"model.head_dim = {shape.head_dim} is odd: rotary positions turn pairs of numbers.")
         if shape.vocab < vocab:
             raise UsageError(f"model.vocab = {shape.vocab} is smaller than the tokenizer's {vocab} ids.\n"
                              "  Leave model.vocab out, or make it larger.")
         return shape
+
+    def _is_complete(self) -> bool:
+        """Return whether the fields give a model that is not in the catalog."""
+        return self.name not in model_names() and all(getattr(self, field) is not None for field in NEEDED)
+
+    def _rope_scaling(self, shape: ModelShape) -> RopeScaling | None:
+        given = self.rope_scaling.model_dump(exclude_none=True)
+        if shape.rope_scaling is None and not given:
+            return None
+        if shape.rope_scaling is None and "factor" not in given:
+            name, value = next(iter(given.items()))
+            raise UsageError(f"model.rope_scaling.{name} = {value}, but model {self.name} does not rescale its rotary "
+                             "frequencies.\n  Set model.rope_scaling.factor.")
+        scaling = RopeScaling(**(shape.rope_scaling.model_dump() if shape.rope_scaling else {}) | given)
+        if scaling.low_frequency >= scaling.high_frequency:
+            raise UsageError(f"model.rope_scaling.low_frequency = {scaling.low_frequency:g} is not below "
+                             f"high_frequency = {scaling.high_frequency:g}.\n  Make it smaller.")
+        return scaling
 
     def _experts(self, shape: ModelShape) -> Experts | None:
         given = self.experts.model_dump(exclude_none=True)

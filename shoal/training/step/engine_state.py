@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
+from shoal.engine.checkpoint.hugging_face import HFWeights
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.data.batches import Batch, Dataset, Prefetcher
 from shoal.engine.data.order import OverlappingShards
@@ -89,6 +91,15 @@ class EngineState:
 
     def _initialise(self) -> None:
         initialise(self.parameters, self.shape, self.config.train.seed)
+
+    @torch.no_grad()
+    def read_weights(self, folder: Path) -> None:
+        """Replace the initial weights by a model folder's, of which each rank reads its own pieces."""
+        weights = HFWeights(folder, self.shape)
+        for name, pieces in self.parameters.weights().items():
+            for piece in pieces:
+                weights.fill(name, piece)
+        self.parameters.gather()
 
     def build_runtime(self, program: Program) -> Runtime:
         """Build the runtime that executes a program on this rank's stages."""

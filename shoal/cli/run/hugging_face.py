@@ -1,0 +1,48 @@
+"""`shoal import hf` and `shoal export hf`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import PositiveInt
+
+import shoal
+from shoal.base.options import POSITIONAL
+from shoal.base.section import Section
+
+
+class ImportOptions(Section):
+    folder: Annotated[Path, POSITIONAL]
+    """Folder of a model: config.json and safetensors, and a tokenizer.json if it has one."""
+
+    out: Path | None = None
+    """File to write instead of the terminal."""
+
+    sequence_length: PositiveInt = 1024
+    """Tokens per sequence of the run."""
+
+
+class ExportOptions(Section):
+    run_folder: Annotated[Path, POSITIONAL]
+    """A run folder that holds a checkpoint."""
+
+    out: Path
+    """New folder to write: transformers' from_pretrained reads it."""
+
+    dtype: Literal["saved", "float32", "bfloat16", "float16"] = "saved"
+    """Number format of the weights; saved keeps the checkpoint's."""
+
+
+def import_hf(options: ImportOptions) -> int:
+    """Print or write the TOML of a run that starts with the model."""
+    text = shoal.import_hf(options.folder, options.out, sequence_length=options.sequence_length)
+    print(text if options.out is None else f"written: {options.out}\nNext: name your text in [data], and "
+          f"shoal train {options.out}")
+    return 0
+
+
+def export_hf(options: ExportOptions) -> int:
+    """Write the newest good checkpoint as a model folder."""
+    print(shoal.export_hf(options.run_folder, options.out, dtype=options.dtype))
+    return 0

@@ -1,0 +1,236 @@
+"""Weights in Hugging Face's format: safetensors files, of which each rank reads only its own boxes.
+
+The names are transformers' of the families in `shoal.spec.hugging_face`. Only safetensors are read, no pickle, and no
+code of a model folder is run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from shoal.base.boxes import Box, Piece
+from shoal.base.errors import UsageError
+from shoal.base.files import read_json, write_atomically
+from shoal.engine.checkpoint.load import load
+from shoal.engine.checkpoint.manifest import DTYPES, read_manifest
+from shoal.engine.checkpoint.storage import AnyPath
+from shoal.spec.catalog import ModelShape
+from shoal.spec.hugging_face import model_fields
+
+INDEX = "model.safetensors.index.json"
+ONE_FILE = "model.safetensors"
+SHARD_BYTES = 5_000_000_000  # of one exported file, as transformers writes them
+
+_LLAMA = {
+    "embed.token": "model.embed_tokens", "norm": "model.norm", "head": "lm_head",
+    "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm",
+    **{f"attention.{part}": f"self_attn.{part}_proj" for part in "qkv"}, "attention.out": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm",
+    **{f"mlp.{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
+}
+_MIXTRAL = {
+    "mlp.router": "block_sparse_moe.gate", "mlp.experts.gate": "block_sparse_moe.experts.{}.w1",
+    "mlp.experts.up": "block_sparse_moe.experts.{}.w3", "mlp.experts.down": "block_sparse_moe.experts.{}.w2",
+}
+_QWEN3_MOE = {
+    "mlp.router": "mlp.gate",
+    **{f"mlp.experts.{part}": f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")},
+}
+_GPT2 = {
+    "embed.token": "transformer.wte", "embed.position": "transformer.wpe", "norm": "transformer.ln_f",
+    "head": "lm_head", "attention_norm": "ln_1", "mlp_norm": "ln_2",
+    **{f"attention.{part}": "attn.c_attn" for part in "qkv"}, "attention.out": "attn.c_proj",
+    "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj",
+}  # fmt: skip
+
+
+class HFTensor(NamedTuple):
+    """Where a parameter, or one expert of it, is in Hugging Face's format.
+
+    Attributes:
+        transposed: whether a matrix is stored [in, out] (GPT-2).
+        start: first of its outputs in a tensor that joins several parameters (GPT-2's q, k, v).
+    """
+
+    name: str
+    transposed: bool = False
+    start: int = 0
+
+
+def hf_tensor(name: str, shape: ModelShape, expert: int = 0) -> HFTensor:
+    """Return where a parameter of a model is.
+
+    >>> from shoal.spec.catalog import model_shape
+    >>> hf_tensor("layers.3.attention.q.weight", model_shape("tiny"))
+    HFTensor(name='model.layers.3.self_attn.q_proj.weight', transposed=False, start=0)
+    """
+    gpt = shape.family == "gpt"
+    names = _GPT2 if gpt else _LLAMA | (_QWEN3_MOE if shape.qk_norm else _MIXTRAL) if shape.experts else _LLAMA
+    module, _, kind = name.rpartition(".")
+    if ".experts." in name:  # the parameter itself has the name of a layer of one expert
+        module, kind = name, "weight"
+    prefix = ""
+    if module.startswith("layers."):
+        _, layer, module = module.split(".", 2)
+        prefix = f"{'transformer.h' if gpt else 'model.layers'}.{layer}."
+    joined = gpt and module in ("attention.q", "attention.k", "attention.v")
+    start = "qkv".index(module[-1]) * shape.hidden if joined else 0
+    matrix = kind == "weight" and module.startswith(("attention.", "mlp."))
+    return HFTensor(f"{prefix}{names[module].format(expert)}.{kind}", gpt and matrix, start)
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read_hf_config(folder: Path) -> dict[str, Any]:
+    """Return ``config.json`` of a model folder as fields of the config section `model`.
+
+    Raises:
+        UsageError: no such file, or a model that shoal does not compute.
+    """
+    path = folder / "config.json"
+    return model_fields(_read_object(path), str(path))
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    values = read_json(path)
+    if not isinstance(values, dict):
+        raise UsageError(f"{path}: it must hold a JSON object.")
+    return values
+
+
+class HFWeights:
+    """The weights of a model folder.
+
+    Raises:
+        UsageError: no safetensors, a missing tensor, or one of another shape than the model's.
+    """
+
+    def __init__(self, folder: Path, shape: ModelShape):
+        self.folder, self.shape = folder, shape
+        self.files = _files_of_tensors(folder)
+        self._opened = cache(lambda file: safe_open(folder / file, "pt"))
+
+    def check(self, parameters: Mapping[str, tuple[int, ...]]) -> None:
+        """Check that every parameter is stored with its shape, by the headers of the files."""
+        for name, size in parameters.items():
+            for expert in range(size[0] if ".experts." in name else 1):
+                at = hf_tensor(name, self.shape, expert)
+                found = tuple(self._slice(at.name).get_shape())
+                wanted = size[1:] if ".experts." in name else size[::-1] if at.transposed else size
+                joined = tuple(3 * n if n == self.shape.hidden and i == len(wanted) - 1 else n
+                               for i, n in enumerate(wanted)) if "c_attn" in at.name else wanted
+                if found != joined:
+                    raise UsageError(f"{self.folder}: tensor '{at.name}' has the shape {found}, this model {joined}.")
+
+    def fill(self, name: str, piece: Piece) -> None:
+        """Read one piece of a parameter into its tensor."""
+        box = piece.box
+        if ".experts." not in name:
+            piece.tensor.copy_(self._read(hf_tensor(name, self.shape), box))
+            return
+        of_one = Box(box.offset[1:], box.shape[1:])
+        for i in range(box.shape[0]):
+            piece.tensor[i].copy_(self._read(hf_tensor(name, self.shape, box.offset[0] + i), of_one))
+
+    def _read(self, at: HFTensor, box: Box) -> Tensor:
+        slices = tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
+        first = slice(slices[0].start + at.start, slices[0].stop + at.start)
+        if at.transposed:
+            return self._slice(at.name)[slices[1], first].t()
+        return self._slice(at.name)[(first, *slices[1:])]
+
+    def _slice(self, name: str) -> Any:
+        for known in (name, name.removeprefix("transformer.")):  # the first GPT-2 files lack the prefix
+            if known in self.files:
+                try:
+                    return self._opened(self.files[known]).get_slice(known)
+                except (SafetensorError, OSError) as error:
+                    raise UsageError(f"{self.folder / self.files[known]}: it cannot be read: {error}") from None
+        raise UsageError(f"{self.folder}: no file has the tensor '{name}'.")
+
+
+def _files_of_tensors(folder: Path) -> dict[str, str]:
+    """Return the name of the file of each tensor."""
+    if (folder / INDEX).exists():
+        index = _read_object(folder / INDEX).get("weight_map")
+        if isinstance(index, dict) and all(isinstance(f, str) and Path(f).name == f for f in index.values()):
+            return index
+        raise UsageError(f"{folder / INDEX}: weight_map must map tensors to files of this folder.")
+    path = folder / ONE_FILE
+    try:
+        with safe_open(path, "pt") as file:
+            return dict.fromkeys(file.keys(), ONE_FILE)
+    except (SafetensorError, OSError) as error:
+        raise UsageError(f"{path}: it cannot be read: {error}\n  Name a folder with config.json and the weights as "
+                         "safetensors; other formats are not read.") from None
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+def export_weights(checkpoint: AnyPath, shape: ModelShape, folder: Path, dtype: torch.dtype | None = None) -> str:
+    """Write the weights of a checkpoint into a new folder, file by file.
+
+    Args:
+        dtype: number format of the weights; None keeps the checkpoint's.
+
+    Returns:
+        The number format of the weights, as torch names it.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged.
+    """
+    saved = {name.removeprefix("model."): each for name, each in read_manifest(checkpoint).tensors.items()
+             if name.startswith("model.") and not (shape.tied and name == "model.head.weight")}
+    formats = {name: dtype or DTYPES[each.dtype] for name, each in saved.items()}
+    sizes = {name: formats[name].itemsize * Box.full(each.shape).numel for name, each in saved.items()}
+    shards = list(_shards(sizes))
+    index: dict[str, str] = {}
+    for number, names in enumerate(shards, 1):
+        file = ONE_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        tensors = {name: torch.empty(saved[name].shape, dtype=formats[name]) for name in names}
+        state = {f"model.{n}": [Piece(tuple(t.shape), Box.full(tuple(t.shape)), t)] for n, t in tensors.items()}
+        load(checkpoint, state, convert=True, ignore_prefixes=("",))
+        renamed = _rename(tensors, shape)
+        save_file(renamed, folder / file, metadata={"format": "pt"})
+        index |= dict.fromkeys(renamed, file)
+    if len(shards) > 1:
+        total = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": index}
+        write_atomically(folder / INDEX, json.dumps(total, indent=2))
+    return str(max(formats.values(), key=lambda each: each.itemsize)).removeprefix("torch.")
+
+
+def _shards(sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    """Yield the names of the parameters of each file: whole layers, so that joined tensors are in one."""
+    names: list[str] = []
+    for unit in dict.fromkeys(map(_unit, sizes)):
+        of_unit = [name for name in sizes if _unit(name) == unit]
+        if names and sum(sizes[name] for name in (*names, *of_unit)) > SHARD_BYTES:
+            yield names
+            names = []
+        names += of_unit
+    yield names
+
+
+def _unit(name: str) -> str:
+    return ".".join(name.split(".")[:2]) if name.startswith("layers.") else name
+
+
+def _rename(tensors: Mapping[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
+    parts: dict[str, list[Tensor]] = {}
+    for name, tensor in sorted(tensors.items(), key=lambda item: hf_tensor(item[0], shape).start):
+        for expert, each in enumerate(tensor) if ".experts." in name else ((0, tensor),):
+            at = hf_tensor(name, shape, expert)
+            parts.setdefault(at.name, []).append(each.t() if at.transposed else each)
+    return {name: torch.cat(each, dim=-1).contiguous() if len(each) > 1 else each[0].clone(
+        memory_format=torch.contiguous_format) for name, each in parts.items()}

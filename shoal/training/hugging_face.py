@@ -1,0 +1,107 @@
+"""Models from and to Hugging Face's format: the TOML of a run that starts with one, and a run's model as a folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import tomli_w
+import torch
+
+from shoal.base.errors import UsageError
+from shoal.base.files import check_writable, write_atomically
+from shoal.engine.checkpoint.hugging_face import HFWeights, export_weights, read_hf_config
+from shoal.engine.data.tokenizer import BytesTokenizer, Tokenizer
+from shoal.spec.config import build_config
+from shoal.spec.hugging_face import hf_config
+from shoal.training.sample import describe_run, find_good_checkpoint
+
+BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
+"""Files that go along from the folder that a run started with."""
+
+
+def import_hf(folder: str | Path, out: str | Path | None = None, *, sequence_length: int = 1024) -> str:
+    """Return the TOML of a run that starts with the weights of a model folder, and write it to a new file.
+
+    Args:
+        folder: ``config.json`` and safetensors of a family in docs/hugging-face.md; ``tokenizer.json`` if it has one.
+
+    Raises:
+        UsageError: another family, other files, or ``out`` exists.
+
+    >>> import shoal
+    >>> _ = shoal.export_hf("runs/example", "models/example")
+    >>> print(shoal.import_hf("models/example").splitlines()[1])
+    name = "example"
+    """
+    folder = Path(folder).expanduser().absolute()
+    check_writable(Path(out) if out else None, "--out", ".toml", new=True)
+    fields = read_hf_config(folder)
+    values = {
+        "model": {"name": folder.name, "weights": str(folder), **fields},
+        "data": {"sequence_length": min(sequence_length, fields["max_sequence"])},
+    }
+    if (folder / "tokenizer.json").is_file():
+        values["data"] |= {"tokenizer": str(folder / "tokenizer.json")}
+    shape = build_config(values).model.shape(vocab=1, sequence_length=1)
+    HFWeights(folder, shape)  # its files are readable
+    text = tomli_w.dumps(values)
+    if out:
+        write_atomically(Path(out), text, new=True)
+    return text
+
+
+def export_hf(run_folder: str | Path, out: str | Path, *, dtype: str = "saved") -> str:
+    """Write the newest good checkpoint of a run as a new folder that transformers' ``from_pretrained`` reads.
+
+    The folder appears under its name when it is complete. A tokenizer goes along if the run has one of its own.
+
+    Args:
+        dtype: "saved", or the number format of the weights as torch names it.
+
+    Returns:
+        What was written, in a line.
+
+    Raises:
+        UsageError: no run, no good checkpoint, a model that transformers does not have, or ``out`` exists.
+
+    >>> import shoal
+    >>> shoal.export_hf("runs/example", "exported")
+    'exported: LlamaForCausalLM, step 2, float32; no tokenizer (the run reads bytes)'
+    """
+    out = Path(out)
+    config, shape, tokenizer = describe_run(run_folder)
+    if os.path.lexists(out):
+        raise UsageError(f"--out {out} exists already, and nothing is overwritten.\n  Name a new folder.")
+    hf_config(shape, "", str(run_folder))  # before anything is read
+    found = find_good_checkpoint(config, run_folder)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    except OSError as error:
+        raise UsageError(f"--out {out} cannot be made: {error.strerror}.") from None
+    try:
+        written = export_weights(found.path, shape, made, None if dtype == "saved" else getattr(torch, dtype))
+        described = hf_config(shape, written, str(run_folder))
+        write_atomically(made / "config.json", json.dumps(described, indent=2))
+        tokens = _write_tokenizer(tokenizer, config.model.weights, made)
+        made.rename(out)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+    return f"{out}: {described['architectures'][0]}, step {found.step}, {written}; {tokens}"
+
+
+def _write_tokenizer(tokenizer: Tokenizer, weights: Path | None, made: Path) -> str:
+    for file in BESIDE:
+        if weights is not None and (weights / file).is_file():
+            shutil.copyfile(weights / file, made / file)
+    if isinstance(tokenizer, BytesTokenizer):
+        return "no tokenizer (the run reads bytes)"
+    shutil.copyfile(tokenizer.path, made / "tokenizer.json")
+    if not (made / "tokenizer_config.json").exists():
+        values = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.end_name}
+        write_atomically(made / "tokenizer_config.json", json.dumps(values, indent=2))
+    return "with its tokenizer"

@@ -1,0 +1,178 @@
+"""Models from transformers and back: the same logits, the same training on any layout, and clear errors."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+
+import shoal
+from shoal.base.boxes import Box, Piece
+from shoal.cli.main import main
+from shoal.engine.checkpoint import hugging_face
+from shoal.engine.checkpoint.hugging_face import HFWeights, read_hf_config
+from shoal.engine.data.batches import open_dataset
+from shoal.engine.models.transformer import Transformer
+from shoal.spec.config import build_config
+from shoal.spec.config.model import ModelConfig
+from shoal.training.check import check_weights
+from tests.trainings.runs import train_in
+
+WIDE = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 64,
+}  # fmt: skip
+SCALING = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+MODELS = {
+    "llama": ("Llama", WIDE | {"tie_word_embeddings": False}),
+    "llama-3.1": ("Llama", WIDE | {"rope_parameters": SCALING, "tie_word_embeddings": True, "head_dim": 16}),
+    "mistral": ("Mistral", WIDE | {"sliding_window": None}),
+    "qwen2": ("Qwen2", WIDE),
+    "qwen3": ("Qwen3", WIDE | {"head_dim": 16}),
+    "mixtral": ("Mixtral", WIDE | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "qwen3-moe": ("Qwen3Moe", WIDE | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+                                      "norm_topk_prob": False}),
+    "gpt2": ("GPT2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 300}),
+}  # fmt: skip
+LAYOUTS = {
+    "llama-3.1": {"dp": 2, "zero": 3, "tp": 2, "sequence_parallel": True},
+    "qwen2": {"tp": 4},  # two ranks hold each head of keys, with its biases
+    "qwen3": {"pp": 2, "tp": 2, "schedule": "1f1b"},
+    "qwen3-moe": {"dp": 2, "ep": 2, "zero": 1},
+    "gpt2": {"cp": 2, "dp": 2},
+}
+STEPS, BATCH, RATE = 5, 8, 1e-3
+
+
+def build(name: str, folder: Path):
+    kind, values = MODELS[name]
+    config = getattr(transformers, f"{kind}Config")(**values)
+    torch.manual_seed(1)
+    model = getattr(transformers, f"{kind}LMHeadModel" if name == "gpt2" else f"{kind}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # norms and biases that show where they are left out
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    model.save_pretrained(folder)
+    return model
+
+
+def logits_of(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
+    """What shoal's model computes with the weights of a folder."""
+    shape = ModelConfig(name="x", **read_hf_config(folder)).shape(vocab=1, sequence_length=1)
+    model, weights = Transformer(shape), HFWeights(folder, shape)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            weights.fill(name, Piece(tuple(p.shape), Box.full(tuple(p.shape)), p))
+        return model(tokens)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_transformers(name, tmp_path):
+    theirs = build(name, tmp_path / "model")
+    tokens = torch.randint(300, (2, 40))
+    with torch.no_grad():
+        wanted = theirs(tokens).logits
+    torch.testing.assert_close(logits_of(tmp_path / "model", tokens), wanted, rtol=0, atol=1e-5 * wanted.abs().max())
+
+
+def config_of(folder: Path, parallel: dict):
+    fields = read_hf_config(folder)
+    if "experts" in fields:  # transformers adds no such loss unless asked
+        fields["experts"]["balance_loss"] = 0.0
+    return build_config({
+        "model": {"name": "imported", "weights": str(folder), **fields}, "parallel": {"micro_batch": 2, **parallel},
+        "data": {"source": "synthetic", "sequence_length": 32},
+        "train": {"steps": STEPS, "global_batch": BATCH, "threads": 1, "device": "cpu"},
+        "optimizer": {"learning_rate": RATE, "eps": 1e-5,  # GPT-2's biases of keys have no gradient but rounding's
+                      "schedule": "constant", "warmup_steps": 0, "weight_decay": 0.0,
+                      "clip_norm": 0.0},
+        "metrics": {"tensorboard": False},
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_imported_trained_on_a_layout_and_exported(name, pool, tmp_path):
+    """As transformers' model with torch's AdamW on one device; and what is exported is what was trained."""
+    theirs = build(name, tmp_path / "model")
+    config = config_of(tmp_path / "model", LAYOUTS[name])
+    check_weights(config)
+    train_in(pool, config, tmp_path / "run")
+    data = open_dataset(config.data, seed=config.train.seed, split="train")
+    rule = torch.optim.AdamW(theirs.parameters(), lr=RATE, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.0)
+    for step in range(STEPS):
+        batch = data.batch(range(step * BATCH, (step + 1) * BATCH))
+        F.cross_entropy(theirs(batch.tokens).logits.flatten(0, 1), batch.targets.flatten()).backward()
+        rule.step()
+        rule.zero_grad()
+    assert main(["export", "hf", str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 0
+    exported = type(theirs).from_pretrained(tmp_path / "out")
+    for (key, wanted), got in zip(theirs.named_parameters(), exported.parameters(), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=2e-2 * STEPS * RATE, msg=lambda m, key=key: f"{key}: {m}")
+    tokens = torch.randint(300, (2, 32))
+    with torch.no_grad():
+        torch.testing.assert_close(logits_of(tmp_path / "out", tokens), exported(tokens).logits, rtol=0, atol=1e-5)
+
+
+def test_the_commands(tmp_path, capsys, monkeypatch):
+    """Import, train, export in two files with a tokenizer, and import again."""
+    build("qwen3", tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    assert main(["import", "hf", "model", "--out", "run.toml"]) == 0
+    words = ["--data.source", "synthetic", "--data.sequence-length", "32", "--train.steps", "1"]
+    assert main(["data", "train-tokenizer", "--data.source", "text", "--data.paths", str(Path(__file__)),
+                 "--vocab-size", "290", "--out", "tokens.json"]) == 0
+    assert main(["train", "run.toml", *words, "--data.tokenizer", "tokens.json", "--run-folder", "run"]) == 0
+    monkeypatch.setattr(hugging_face, "SHARD_BYTES", 60_000)
+    assert main(["export", "hf", "run", "--out", "out", "--dtype", "bfloat16"]) == 0
+    assert "Qwen3ForCausalLM, step 1, bfloat16; with its tokenizer" in capsys.readouterr().out
+    assert len(list(Path("out").glob("model-*.safetensors"))) == 2
+    exported = transformers.AutoModelForCausalLM.from_pretrained("out", dtype="auto")
+    tokenizer = transformers.AutoTokenizer.from_pretrained("out")
+    assert exported.dtype == torch.bfloat16 and tokenizer.eos_token == "<|endoftext|>"
+    assert tokenizer.decode(tokenizer.encode("def main(")) == "def main("
+    assert main(["import", "hf", "out"]) == 0
+    assert 'tokenizer = "' in capsys.readouterr().out
+    assert main(["export", "hf", "run", "--out", "out"]) == 2 and "nothing is overwritten" in capsys.readouterr().err
+    assert not list(Path().glob(".out*"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"model_type": "gemma3"}, "model_type = 'gemma3' is not a family"),
+        ({"model_type": ["llama"]}, "is not a family"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu', but shoal computes"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "rope_type = 'yarn'"),
+        ({"num_hidden_layers": None, "hidden_size": None}, "config.json"),
+        ({"model_type": "mistral", "sliding_window": 16}, "sliding_window = 16"),
+        ({"num_hidden_layers": 3}, "no file has the tensor 'model.layers.2."),
+        ({"intermediate_size": 64}, "has the shape (48, 32), this model (64, 32)"),
+    ],
+)
+def test_another_model_is_refused(changes, says, tmp_path, capsys):
+    build("llama", model := tmp_path / "model")
+    values = json.loads((model / "config.json").read_text())
+    config = config_of(model, {"micro_batch": 2})
+    (model / "config.json").write_text(json.dumps(values | changes))
+    try:
+        config = config_of(model, {"micro_batch": 2})
+    except shoal.UsageError as error:
+        assert says in str(error)
+        assert main(["import", "hf", str(model)]) == 2
+        return
+    with pytest.raises(shoal.UsageError) as refused:
+        check_weights(config)
+    assert says in str(refused.value)
+
+
+def test_the_model_of_the_folder_is_that_of_the_run(tmp_path):
+    build("llama", model := tmp_path / "model")
+    config = config_of(model, {})
+    changed = config.model_copy(update={"model": config.model.model_copy(update={"rope_theta": 77.0})})
+    with pytest.raises(shoal.UsageError, match=r"model\.rope_theta = 77\.0, but the model of model.weights"):
+        check_weights(changed)
