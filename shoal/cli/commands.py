@@ -46,7 +46,7 @@ COMMANDS = {
     ),
     "import hf": Command(
         "shoal.cli.run.hugging_face",
-        "Write the config of a run that starts with a Hugging Face model: shoal import hf FOLDER --out run.toml",
+        "Write the config of a run of a Hugging Face model: shoal import hf FOLDER --out run.toml",
         "import_hf",
     ),
     "export hf": Command(

@@ -87,8 +87,7 @@ def _usage() -> str:
     lines += [f"  {name:<22}{command.help.split(': shoal ')[0]}" for name, command in COMMANDS.items()]
     return "\n".join([
         *lines, "",
-        "shoal COMMAND --help shows how to call it and its options, with their defaults.",
-        "shoal --version shows the versions of shoal and torch.",
+        "shoal COMMAND --help shows its options and defaults; shoal --version, versions.",
     ])
 
 

@@ -45,7 +45,7 @@ def check(config: RunConfig, ranks: int | None = None) -> ModelShape:
 
 
 def check_weights(config: RunConfig) -> None:
-    """Check the model folder that a run starts with: its model is the run's, and each tensor is there.
+    """Check the model folder that a run starts with: its model is the run's, and it has every tensor.
 
     Raises:
         UsageError: naming the field of the model, or the tensor.

@@ -24,6 +24,10 @@ SECTIONS = tuple(RunConfig.model_fields)
 TYPED = {
     "model.name": ("gpt2-124m", ["gpt2-124m"]),
     "model.tied": (True, ["True"]),
+    "model.family": ("gpt", ["gpt"]),
+    "model.weights": (Path("/tmp/x y"), ["/tmp/x y"]),
+    "model.qkv_bias": (True, ["True"]),
+    "model.qk_norm": (True, ["True"]),
     "parallel.sync": ("diloco", ["diloco"]),
     "parallel.zero": (3, ["3"]),
     "parallel.schedule": ("gpipe", ["gpipe"]),
@@ -77,7 +81,7 @@ def typed(name, default):
 
 FIELDS = [
     f"{name}.{key}" for name, s in RunConfig.model_fields.items() for key in s.annotation.model_fields
-    if f"{name}.{key}" not in ("model.experts", "model.depths")
+    if f"{name}.{key}" not in ("model.experts", "model.depths", "model.rope_scaling")
 ]
 
 

@@ -211,7 +211,7 @@ def export_weights(checkpoint: AnyPath, shape: ModelShape, folder: Path, dtype: 
 
 
 def _shards(sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """Yield the names of the parameters of each file: whole layers, so that joined tensors are in one."""
+    """Yield the names of the parameters of each file: complete layers, so that joined tensors are in one."""
     names: list[str] = []
     for unit in dict.fromkeys(map(_unit, sizes)):
         of_unit = [name for name in sizes if _unit(name) == unit]

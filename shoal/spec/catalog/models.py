@@ -13,7 +13,7 @@ from shoal.spec.catalog.tables import entry, find, table, wrong
 
 
 class RopeScaling(Section):
-    """Rotary frequencies for sequences longer than those of most of the training (Dubey et al. 2024, section 3.4.3).
+    """Rotary frequencies for sequences longer than in most of the training (Dubey et al. 2024, section 3.4.3).
 
     Waves longer than original_max_sequence / low_frequency are slowed down by the factor, those shorter than
     original_max_sequence / high_frequency stay, and the ones between are interpolated, as in the code released with

@@ -137,7 +137,7 @@ CONFLICTS = (
              "independently", "Set optimizer.clip_norm = 0"),
 
     # ---- relaxed data parallelism ------------------------------------------------------------------------------------
-    Conflict(f.WEIGHTS, f.RELAXED, "its replicas copy the initial weights before those of a folder are read",
+    Conflict(f.WEIGHTS, f.RELAXED, "its replicas copy their weights before a folder is read",
              "Start with the default sync, and resume with another"),
     Conflict(f.RELAXED, f.ZERO, "each replica keeps all of its own weights and moments", "Use parallel.zero 0"),
     Conflict(f.RELAXED, f.CP, "its exchanges and checkpoints need ranks with full sequences",
