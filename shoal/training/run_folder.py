@@ -65,8 +65,9 @@ def new_run(config: RunConfig, folder: Path | None) -> Path:
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
     """Return the config with absolute paths, so that a run continues from any folder."""
-    data, kept = config.data, config.checkpoint
+    data, kept, weights = config.data, config.checkpoint, config.model.weights
     return config.model_copy(update={
+        "model": config.model.model_copy(update={"weights": weights and Path(_absolute(str(weights)))}),
         "data": data.model_copy(update={
             "paths": tuple(map(_absolute, data.paths)), "cache": Path(_absolute(str(data.cache))),
             "tokenizer": data.tokenizer if data.tokenizer == "bytes" else _absolute(data.tokenizer),

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from shoal.base.files import expanded
 from shoal.engine.checkpoint.hugging_face import HFWeights
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.data.batches import Batch, Dataset, Prefetcher
@@ -95,7 +96,7 @@ class EngineState:
     @torch.no_grad()
     def read_weights(self, folder: Path) -> None:
         """Replace the initial weights by a model folder's, of which each rank reads its own pieces."""
-        weights = HFWeights(folder, self.shape)
+        weights = HFWeights(expanded(folder, "model.weights"), self.shape)
         for name, pieces in self.parameters.weights().items():
             for piece in pieces:
                 weights.fill(name, piece)
