@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shoal.base.errors import UsageError
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.parallel import float8
-from shoal.engine.parallel.float8 import Float8, Float8Product, _add_multiplied, multiply
+from shoal.engine.parallel.float8 import Float8, Float8Product, multiply
 from shoal.engine.parallel.linear import Linear
 from shoal.engine.parallel.weight_grad import GradSink
 from shoal.engine.precision.float8 import ROW, TENSOR, Codes
@@ -185,8 +185,8 @@ def test_native_products_are_what_torch_takes_on_cuda(precision, settings, monke
         along, across = layer.encode_gradient(gradient)
         d_x = layer.backward_input(along, weight, torch.bfloat16)
         total = torch.empty(out, width, device="cuda")
-        _add_multiplied(across, layer.restore_input(turned, turned_scale), torch.bfloat16, total, False)
-        _add_multiplied(across, layer.restore_input(turned, turned_scale), torch.bfloat16, total, True)
+        layer.gradient_term(across, turned, turned_scale, torch.bfloat16)(total, False)
+        layer.gradient_term(across, turned, turned_scale, torch.bfloat16)(total, True)
         assert (y.shape, d_x.shape, y.device.type) == ((tokens, out), (tokens, width), "cuda")
     assert [fast for _, _, fast, _ in taken[:3]] == [recipe.scales in ("tensor", "row"), False, False]
     assert taken[2][3] == torch.bfloat16
