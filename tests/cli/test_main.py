@@ -13,7 +13,7 @@ from shoal.base.section import plain
 from shoal.cli.arguments import parse_run
 from shoal.cli.main import main
 from shoal.cli.run.train import TrainOptions
-from shoal.engine.checkpoint.manifest import Manifest, StoredFile, StoredTensor
+from shoal.engine.checkpoint.manifest import Manifest, StoredBox, StoredFile, StoredTensor
 from shoal.engine.data.prepare import DataContents
 from shoal.spec.config import RUN_FILE, RunConfig, save_config
 from shoal.spec.config.model import DepthsConfig, ExpertsConfig
@@ -188,7 +188,7 @@ def test_data(called, capsys):
     calls = called("describe_data", DataContents("bytes", None, None, {}, 64, 60, "a\x1b[2Jb"))
     assert main(["data", "inspect", "--data.sequence-length", "64"]) == 0
     assert calls[-1][0][0].sequence_length == 64
-    assert capsys.readouterr().out == "\nsample 0 of seed 0: 64 tokens, 60 in the loss\n\na\ufffd[2Jb\n"
+    assert capsys.readouterr().out == "\nsample 0 of seed 0: 64 tokens, 60 in the loss\n\na\\x1b[2Jb\n"
 
 
 def test_bench_forwards_everything(monkeypatch):
@@ -211,9 +211,10 @@ def test_checkpoint_verify(called, capsys):
 
 
 def test_checkpoint_inspect(called, capsys):
+    box = StoredBox(file="rank-00000.safetensors", offset=(0, 0), shape=(3, 2), checksum="")
     calls = called("describe_checkpoint", Manifest(
         step=10, extra={}, files={"rank-00000.safetensors": StoredFile(bytes=24, header_bytes=0, header="")},
-        tensors={"w": StoredTensor(shape=(3, 2), dtype="F32", boxes=[])},
+        tensors={"w": StoredTensor(shape=(3, 2), dtype="F32", boxes=[box])},
     ))
     assert main(["checkpoint", "inspect", "x/step-10"]) == 0
     assert calls == [(("x/step-10",), {})]

@@ -106,7 +106,7 @@ def test_times_of_a_machine_that_was_calibrated(tmp_path: Path, capsys: pytest.C
         ("--cluster 2xH100 --model tiny", "but 2 were given"),
         ("--cluster 4xH100 --model tiny --schedule zb-2p", "there is no such schedule"),
         ("--model tiny", "--model tiny: only with --cluster"),
-        ("--csv nowhere.csv", "--csv nowhere.csv: No such file"),
+        ("--csv nowhere.csv", "no such file: nowhere.csv"),
         ("--check nowhere", "nowhere has no zero_bubble.csv"),
     ],
 )

@@ -118,6 +118,6 @@ def test_a_run_that_diverges_ends_loudly_once_and_keeps_its_last_good_state(base
     (line,) = [line for line in output.splitlines() if "The weights are unchanged and saved." in line]
     step = curve(folder)[-1][0]
     assert f"step {step}: loss" in line and re.search(r"First on rank \d .*(forward|backward): the ", line)
-    assert output.count("Traceback") == 1 and "the other ranks were stopped" in output
+    assert "Traceback" not in output
     assert max(checkpoints(folder)) == step
     assert all(torch.isfinite(values).all() for values in stored(checkpoints(folder)[step]).values())

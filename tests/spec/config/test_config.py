@@ -147,9 +147,9 @@ def test_a_wrong_item_does_not_make_a_list_too_short(numbers, error):
     assert error in line
 
 
-@pytest.mark.parametrize("name", ["nothing.toml", "."])
-def test_a_missing_file_is_named(tmp_path, name):
-    with pytest.raises(UsageError, match="no such file: "):
+@pytest.mark.parametrize(("name", "says"), [("nothing.toml", "no such file: "), (".", "it is a folder")])
+def test_a_missing_file_is_named(tmp_path, name, says):
+    with pytest.raises(UsageError, match=says):
         load_config(tmp_path / name)
 
 
