@@ -199,7 +199,8 @@ class Supervisor:
                 self._print(f"not restarting: {limit} restarts made no progress past step {max(0, self.furthest)}")
             return False
         since = cause.when if cause.trouble else cause.record.alive if cause.record else time.monotonic()
-        self._recovery = since, ending.furthest
+        if self._recovery is None:  # else the recovery itself has failed, and the time goes on
+            self._recovery = min(since, time.monotonic()), ending.furthest
         if 1 < self.fruitless == limit:  # the last try replaces all processes
             self._end_kept()
         self._print(f"restarting from the newest state (restart {self.fruitless} of at most {limit} without progress)")
