@@ -61,7 +61,10 @@ class ForkedProcess:
             os.kill(self.pid, signal.SIGKILL)
 
     def _reap(self, options: int) -> int | None:
-        pid, status = os.waitpid(self.pid, options)
+        try:
+            pid, status = os.waitpid(self.pid, options)
+        except ChildProcessError:  # this process was started with SIGCHLD ignored: the kernel has reaped it
+            pid, status = self.pid, 0
         self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 

@@ -71,14 +71,20 @@ def model_fields(config: Config, where: str) -> dict[str, Any]:
     if family is None:
         raise UsageError(f"{where}: model_type = {kind!r} is not a family that shoal trains.\n"
                          f"  These are: {', '.join(FAMILIES)}.")
+    if config.get("quantization_config"):
+        raise UsageError(f"{where}: quantization_config: quantised weights are not read.\n"
+                         "  Name a folder with the weights in float32, bfloat16 or float16.")
     for name, only in family.fixed.items():
         if config.get(name, only) not in (only, None):
             raise UsageError(f"{where}: {name} = {config[name]!r}, but shoal computes {kind} with {only!r} alone.")
     try:
         fields = _gpt_fields(config) if kind == "gpt2" else _llama_fields(config, family, where)
-    except (KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"{where}: it lacks, or has a wrong value of, {error}.") from None
-    if missing := [name for name, value in fields.items() if value is None]:
+    except KeyError as error:
+        raise UsageError(f"{where}: it has no value for {error}.") from None
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise UsageError(f"{where}: one of its values is wrong: {error}.") from None
+    parts = fields | fields.get("rope_scaling", {}) | fields.get("experts", {})
+    if missing := [name for name, value in parts.items() if value is None]:
         raise UsageError(f"{where}: it has no value for {', '.join(missing)}.")
     return fields
 
@@ -125,7 +131,8 @@ def _llama_fields(config: Config, family: HFFamily, where: str) -> dict[str, Any
         fields["experts"] = {
             "count": config.get(count) or config["num_local_experts"], "per_token": config[EXPERTS_PER_TOKEN],
             "ffn": config[width],
-            "normalise": config.get("norm_topk_prob", True), "balance_loss": config.get("router_aux_loss_coef", 0.0),
+            "normalise": count == "num_local_experts" or config["norm_topk_prob"],  # Mixtral always
+            "balance_loss": config.get("router_aux_loss_coef", 0.0),
         }  # fmt: skip
     return fields
 

@@ -85,7 +85,8 @@ def export_hf(run_folder: str | Path, out: str | Path, *, dtype: str = "saved") 
         raise UsageError(f"--out {out} cannot be made: {error.strerror}.") from None
     try:
         written = export_weights(found.path, shape, made, None if dtype == "saved" else getattr(torch, dtype))
-        described = hf_config(shape, written, str(run_folder))
+        ends = {"bos_token_id": None, "eos_token_id": tokenizer.end_of_document}  # not the family's default tokens
+        described = hf_config(shape, written, str(run_folder)) | ends
         write_atomically(made / "config.json", json.dumps(described, indent=2))
         tokens = _write_tokenizer(tokenizer, config.model.weights, made)
         made.rename(out)

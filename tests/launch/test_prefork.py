@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from shoal.launch import prefork, worker_pool
+from shoal.launch.forked_process import ForkedProcess
 from shoal.launch.local_launcher import PRELOADED
 from shoal.launch.prefork import Child, PreforkServer, PreforkServerEnded
 from tests.trainings.runs import ROOT, alive, wait_for
@@ -215,3 +216,12 @@ def test_what_the_servers_import_touches_no_device():
     modules = {*PRELOADED, *worker_pool.PRELOADED, "shoal.launch.worker", "shoal.testing.verify.rank"}
     done = subprocess.run([sys.executable, "-c", IMPORTS, *modules], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_fork_that_the_kernel_has_reaped_has_ended(monkeypatch):
+    """A process manager may start shoal with SIGCHLD ignored."""
+    monkeypatch.setattr(os, "waitpid", Mock(side_effect=ChildProcessError))
+    fork = ForkedProcess.__new__(ForkedProcess)
+    fork.pid, fork.returncode = 1, None
+    assert fork.poll() == 0 and fork.wait() == 0
+    fork.kill()

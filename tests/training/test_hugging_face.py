@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from safetensors.torch import load_file, save_file
 
 import shoal
 from shoal.base.boxes import Box, Piece
@@ -133,6 +134,7 @@ def test_the_commands(tmp_path, capsys, monkeypatch):
     assert len(list(Path("out").glob("model-*.safetensors"))) == 2
     exported = transformers.AutoModelForCausalLM.from_pretrained("out", dtype="auto")
     tokenizer = transformers.AutoTokenizer.from_pretrained("out")
+    assert exported.config.eos_token_id == tokenizer.eos_token_id
     assert exported.dtype == torch.bfloat16 and tokenizer.eos_token == "<|endoftext|>"
     assert tokenizer.decode(tokenizer.encode("def main(")) == "def main("
     assert main(["import", "hf", "out"]) == 0
@@ -152,6 +154,11 @@ def test_the_commands(tmp_path, capsys, monkeypatch):
         ({"model_type": "mistral", "sliding_window": 16}, "sliding_window = 16"),
         ({"num_hidden_layers": 3}, "no file has the tensor 'model.layers.2."),
         ({"intermediate_size": 64}, "has the shape (48, 32), this model (64, 32)"),
+        ({"max_position_embeddings": "long"}, "config.json: config: model.max_sequence = 'long'"),
+        ({"num_attention_heads": 0, "head_dim": None}, "config.json: one of its values is wrong"),
+        ({"rope_parameters": {"rope_theta": 10**400}}, "config.json: one of its values is wrong"),
+        ({"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": None}, "no value for per_token"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantised weights are not read"),
     ],
 )
 def test_another_model_is_refused(changes, says, tmp_path, capsys):
@@ -168,6 +175,15 @@ def test_another_model_is_refused(changes, says, tmp_path, capsys):
     with pytest.raises(shoal.UsageError) as refused:
         check_weights(config)
     assert says in str(refused.value)
+
+
+def test_quantised_weights_are_refused(tmp_path):
+    build("llama", model := tmp_path / "model")
+    config = config_of(model, {})
+    stored = load_file(model / "model.safetensors")
+    save_file(stored | {"lm_head.weight": stored["lm_head.weight"].to(torch.int8)}, model / "model.safetensors")
+    with pytest.raises(shoal.UsageError, match=r"'lm_head.weight' is stored as I8; F64, F32"):
+        check_weights(config)
 
 
 def test_the_model_of_the_folder_is_that_of_the_run(tmp_path):

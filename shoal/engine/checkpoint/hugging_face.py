@@ -24,10 +24,12 @@ from shoal.engine.checkpoint.load import load
 from shoal.engine.checkpoint.manifest import DTYPES, read_manifest
 from shoal.engine.checkpoint.storage import AnyPath
 from shoal.spec.catalog import ModelShape
+from shoal.spec.config import build_config
 from shoal.spec.hugging_face import model_fields
 
 INDEX = "model.safetensors.index.json"
 ONE_FILE = "model.safetensors"
+READ = ("F64", "F32", "BF16", "F16")  # number formats of weights; the others need scales
 SHARD_BYTES = 5_000_000_000  # of one exported file, as transformers writes them
 
 _LLAMA = {
@@ -95,10 +97,15 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
     """Return ``config.json`` of a model folder as fields of the config section `model`.
 
     Raises:
-        UsageError: no such file, or a model that shoal does not compute.
+        UsageError: no such file, a wrong value in it, or a model that shoal does not compute.
     """
     path = folder / "config.json"
-    return model_fields(_read_object(path), str(path))
+    fields = model_fields(_read_object(path), str(path))
+    try:
+        build_config({"model": {"name": folder.name or "model", **fields}})
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from None
+    return fields
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -121,11 +128,15 @@ class HFWeights:
         self._opened = cache(lambda file: safe_open(folder / file, "pt"))
 
     def check(self, parameters: Mapping[str, tuple[int, ...]]) -> None:
-        """Check that every parameter is stored with its shape, by the headers of the files."""
+        """Check that every parameter is stored with its shape and as plain numbers, by the headers of the files."""
         for name, size in parameters.items():
             for expert in range(size[0] if ".experts." in name else 1):
                 at = hf_tensor(name, self.shape, expert)
-                found = tuple(self._slice(at.name).get_shape())
+                stored = self._slice(at.name)
+                if (kind := stored.get_dtype()) not in READ:
+                    raise UsageError(f"{self.folder}: tensor '{at.name}' is stored as {kind}; "
+                                     f"{', '.join(READ)} are read.")
+                found = tuple(stored.get_shape())
                 wanted = size[1:] if ".experts." in name else size[::-1] if at.transposed else size
                 joined = tuple(3 * n if n == self.shape.hidden and i == len(wanted) - 1 else n
                                for i, n in enumerate(wanted)) if "c_attn" in at.name else wanted
