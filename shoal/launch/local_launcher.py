@@ -37,7 +37,8 @@ PRELOADED = (
 )
 GRACE_SECONDS = 3.0  # between SIGTERM and SIGKILL of a dead rank's peers, in which the root cause may still be reported
 HELD_SECONDS = 1.0  # in which a survivor leaves that is stopped or has not finished its start
-POLL_SECONDS = 0.02
+POLL_SECONDS = 0.02  # between checks of the processes; the end of one is heard at once
+LEAVE_SECONDS = 0.005  # the same, while survivors leave
 LOOK_SECONDS = 0.1  # between checks of the heartbeats
 TAIL_LINES, TAIL_BYTES = 30, 1 << 20  # of a rank's log, shown after its failure
 
@@ -83,7 +84,7 @@ class RankProcesses:
         spares: processes without a rank, of which the first ones replace those that are not kept.
         keeps: whether the survivors of a lost rank keep their processes (`survivors`).
         survivable: whether the ranks continue after a signal killed one other than rank 0.
-        notice: called regularly with the heartbeat records of all ranks.
+        notice: called regularly with the heartbeat records of all ranks; returns whether it waits for a change.
         started: called once with the server's process id, ``scratch`` and the ranks' process ids.
     """
 
@@ -100,7 +101,7 @@ class RankProcesses:
         kept: Mapping[int, RankProcess] | None = None,
         spares: list[RankProcess] | None = None,
         keeps: bool = False,
-        notice: Callable[[list[HeartbeatRecord | None]], None] = lambda records: None,
+        notice: Callable[[list[HeartbeatRecord | None]], bool] = lambda records: False,
         started: Callable[[int, Path, list[int]], None] = lambda server, scratch, ranks: None,
     ):
         self.log_folder, self.scratch, self.device, self.survivable = log_folder, scratch, device, survivable
@@ -113,20 +114,20 @@ class RankProcesses:
         self._seen: dict[int, float] = {}  # when the end of a rank was noticed
         self._left_since = float("inf")  # since when a rank has left its groups
         self._passed = 0  # stop requests already forwarded to the ranks
-        self._looked = 0.0
+        self._looked, self._waited_for = 0.0, False
 
     def run(self, module: str, ranks: int, environment: Mapping[str, str]) -> Ending:
         """Start the ranks and wait for their end."""
         self.watchdog, self._began = watchdog.Watchdog(self.limits), time.monotonic()
         try:
-            for rank in range(ranks):
+            for rank in sorted(range(ranks), key=self.kept.__contains__):  # new ones first, as they take longest
                 if self.stop.count:
                     break
                 self._start(module, rank, ranks, environment)
             self.started(self.server.pid, self.scratch, [process.pid for process in self.processes])
             return self._watch()
         except (PreforkServerEnded, OSError) as error:
-            cause = Failure(len(self.processes), 1, time.monotonic(), str(error), "could not be started")
+            cause = Failure(rank, 1, time.monotonic(), str(error), "could not be started")
             return Ending(1, cause, -1)
         finally:
             all_processes = {*self.processes, *self.kept.values()}
@@ -150,7 +151,7 @@ class RankProcesses:
                     process = spare
         if process is None:
             process = RankProcess(self.server, module, variables, self._log(rank), heard=rank == 0)
-        self.processes.append(process)
+        self.processes.insert(rank, process)
 
     def _watch(self) -> Ending:
         ended = self._ended()
@@ -158,7 +159,7 @@ class RankProcesses:
             self._pass_on()
             self._look()
             self._end_if_apart()
-            time.sleep(POLL_SECONDS)
+            self._pause(POLL_SECONDS)
             ended |= self._ended()
         self._look(at_once=True)
         furthest = max((record.steps for record in self._records() if record and record.begun >= 0), default=-1)
@@ -218,7 +219,12 @@ class RankProcesses:
         while time.monotonic() < deadline and not done():
             if all(rank in self._seen or self._left(rank) for rank in range(len(self.processes))):
                 break
-            time.sleep(POLL_SECONDS)
+            self._pause(LEAVE_SECONDS)
+
+    def _pause(self, seconds: float) -> None:
+        """Wait for some seconds, or until the server reports the end of a process."""
+        if not self.server.pid or not self.server.listen(seconds):
+            time.sleep(seconds)
 
     def _left(self, rank: int) -> bool:
         """Return whether a rank has left its groups, after the loss of another."""
@@ -306,11 +312,11 @@ class RankProcesses:
     def _look(self, *, at_once: bool = False) -> None:
         """Regularly call ``notice`` and kill a lost rank."""
         now = time.monotonic()
-        if now - self._looked < LOOK_SECONDS and not at_once:
+        if now - self._looked < (0.0 if self._waited_for else LOOK_SECONDS) and not at_once:
             return
         self._looked = now
         records = self._records()
-        self.notice(records)
+        self._waited_for = self.notice(records)
         signs = {
             rank: watchdog.Sign(record, *watchdog.process_state(process.pid)) if process.poll() is None
             else watchdog.Sign(None, "", 0.0)

@@ -199,7 +199,7 @@ class Supervisor:
                 self._print(f"not restarting: {limit} restarts made no progress past step {max(0, self.furthest)}")
             return False
         since = cause.when if cause.trouble else cause.record.alive if cause.record else time.monotonic()
-        if self._recovery is None:  # else the recovery itself has failed, and the time goes on
+        if self._recovery is None:  # else the recovery itself has failed, and its time continues
             self._recovery = min(since, time.monotonic()), ending.furthest
         if 1 < self.fruitless == limit:  # the last try replaces all processes
             self._end_kept()
@@ -214,11 +214,11 @@ class Supervisor:
 
     # ---- what is noticed ---------------------------------------------------------------------------------------
 
-    def _notice(self, records: list[HeartbeatRecord | None]) -> None:
-        """Update the effective time, and detect when the run has recovered."""
+    def _notice(self, records: list[HeartbeatRecord | None]) -> bool:
+        """Update the effective time, and detect when the run has recovered; return whether it still has to."""
         begun = [record for record in records if record is not None and record.begun >= 0]
         if not begun:
-            return
+            return self._recovery is not None
         first = max(begun, key=lambda record: record.steps)
         if not self._begun:
             self.time.begun(first.begun)
@@ -234,6 +234,7 @@ class Supervisor:
                 self.folder, "recovered", attempt=self.attempt, step=first.begun, lost=lost, seconds=round(seconds, 2),
                 kind=self._kind,
             )
+        return self._recovery is not None
 
     def _write_processes(self, server: int, scratch: Path, ranks: list[int]) -> None:
         processes = {

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from shoal.training.resilience.replicas import SilentFailure
 from shoal.training.resilience.silent_failure_checks import SilentFailureChecks
 from shoal.training.sample import sample
 from shoal.training.state_manager import StateManager
+from shoal.training.step.engine import Engine
 from shoal.training.step.late_step import StartedStep
 from shoal.training.step.optimizer_step import NonFinite, StepResult
 from shoal.training.stop import StopRequests
@@ -87,11 +89,15 @@ class Trainer:
             mesh = mesh.with_layout(config.parallel)
             self.display.note(found)
         self.config, self.mesh, relaxed = config, mesh, config.parallel.sync != "all-reduce"
-        self.engine = engine_class(config.parallel.sync)(config, shape, mesh, samples["train"])
+        late = resume and not relaxed  # initial values are needed only if nothing can be restored
+        kind = partial(Engine, initial=False) if late else engine_class(config.parallel.sync)
+        self.engine = kind(config, shape, mesh, samples["train"])
         self.engine.runtime.recorders.append(self.beat)
         data, report = samples["train"].fingerprint, self.display.note
         self.states = StateManager(config, shape, self.engine, folder, data, fresh=not resume, report=report)
         restored = self.states.resume(restarted=restarted) if resume else None
+        if restored is None and late:
+            self.engine.initialise()
         if restored is None and config.model.weights is not None:
             self.engine.read_weights(config.model.weights)
         self.step = restored.step if restored else 0

@@ -32,7 +32,7 @@ from shoal.engine.checkpoint.manifest import (
 )
 from shoal.engine.checkpoint.storage import AnyPath, to_path
 from shoal.engine.checkpoint.write import State
-from shoal.engine.collectives.json_collectives import Group, broadcast, gather, get_rank, get_size
+from shoal.engine.collectives.json_collectives import Group, all_gather, broadcast, get_rank, get_size
 
 ReadBox = Callable[[str], bytearray | memoryview]
 
@@ -69,7 +69,7 @@ def load(
     Raises:
         CheckpointError: naming the file or tensor: another model, set of tensors, shape or dtype; or damage.
     """
-    every = set(broadcast(sorted(set().union(*gather(sorted(state), group))), group))
+    every = set().union(*all_gather(sorted(state), group))
     problem, extra = "", {}
     try:
         manifest = manifest or read_manifest(path)
@@ -353,6 +353,5 @@ def _problems(path: AnyPath, manifest: Manifest | RankPart, files: list[str]) ->
 
 def raise_together(problems: list[str], group: Group) -> None:
     """Raise the errors of all ranks on every rank, without duplicates."""
-    found = [problem for rank in gather(problems, group) for problem in rank]
-    if found := broadcast(list(dict.fromkeys(found)), group):
+    if found := dict.fromkeys(problem for rank in all_gather(problems, group) for problem in rank):
         raise CheckpointError("\n".join(found))

@@ -31,19 +31,20 @@ def gather(value: Any, group: Group) -> list[Any]:
     """Return every rank's value, in rank order, on rank 0; an empty list on other ranks."""
     if group is None:
         return [value]
-    data = _encode(value)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(get_size(group))]
-    dist.all_gather(sizes, torch.tensor([data.numel()]), group=group)
-    padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
-    padded[: data.numel()] = data
+    padded, sizes = _pad(_encode(value), group)
     parts = [torch.empty_like(padded) for _ in sizes] if get_rank(group) == 0 else []
     dist.gather(padded, parts or None, group=group, group_dst=0)
-    return [json.loads(bytes(part[: int(size)].numpy())) for part, size in zip(parts, sizes, strict=False)]
+    return _decode(parts, sizes) if parts else []
 
 
 def all_gather(value: Any, group: Group) -> list[Any]:
     """Return every rank's value, in rank order, on every rank."""
-    return broadcast(gather(value, group), group)
+    if group is None:
+        return [value]
+    padded, sizes = _pad(_encode(value), group)
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded, group=group)
+    return _decode(parts, sizes)
 
 
 def broadcast(value: Any, group: Group) -> Any:
@@ -61,3 +62,16 @@ def broadcast(value: Any, group: Group) -> Any:
 
 def _encode(value: Any) -> torch.Tensor:
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _pad(data: torch.Tensor, group: Group) -> tuple[torch.Tensor, list[int]]:
+    """Pad a rank's bytes to the longest rank's; return them with the length of each rank's."""
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(get_size(group))]
+    dist.all_gather(sizes, torch.tensor([data.numel()]), group=group)
+    padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
+    padded[: data.numel()] = data
+    return padded, [int(size) for size in sizes]
+
+
+def _decode(parts: list[torch.Tensor], sizes: list[int]) -> list[Any]:
+    return [json.loads(bytes(part[:size].numpy())) for part, size in zip(parts, sizes, strict=True)]

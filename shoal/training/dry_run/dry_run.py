@@ -96,7 +96,7 @@ class MemoryRecorder:
 class DryEngine(Engine):
     """Engine whose parameters have no values."""
 
-    def _initialise(self) -> None:
+    def initialise(self) -> None:
         self.parameters.gather()
         for stage in self.stages:
             for router in find_modules(stage.module, Router):

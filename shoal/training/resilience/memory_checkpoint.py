@@ -52,7 +52,7 @@ class RankTopology:
     @staticmethod
     def collect(group: Group, node_ranks: int = 0) -> RankTopology:
         """Gather the topology of a group of nodes of ``node_ranks``; 0 treats each host as a node. Collective."""
-        hosts = broadcast(gather(socket.gethostname(), group), group)
+        hosts = all_gather(socket.gethostname(), group)
         names = list(dict.fromkeys(hosts))
         return RankTopology(hosts, [r // node_ranks if node_ranks else names.index(h) for r, h in enumerate(hosts)])
 
@@ -141,7 +141,7 @@ class InMemoryCheckpointer:
             UsageError: on every rank: a host has too little memory.
         """
         plan = plan_save(state)
-        sizes = broadcast(gather(plan.size, self._group), self._group)
+        sizes = all_gather(plan.size, self._group)
         own = [r for r in range(self._world) if self.places.hosts[r] == self.places.hosts[self._rank]]
         problem = ""
         try:
@@ -203,7 +203,7 @@ class InMemoryCheckpointer:
         """Wait for the last save and free the memory."""
         self.wait()
         self._executor.shutdown()
-        broadcast(gather(None, self._group), self._group)  # all ranks have stopped writing
+        all_gather(None, self._group)  # all ranks have stopped writing
         if self._leads:
             release(self._home)
 
@@ -230,7 +230,7 @@ class InMemoryCheckpointer:
             description = memory_slot.encode(record)
             problem = self._commit(self._rank, description)
         size = len(header) + (0 if data is None else plan.size)
-        ranks = broadcast(gather([size, len(description), problem], self._group), self._group)
+        ranks = all_gather([size, len(description), problem], self._group)
         problems = [p for _, _, p in ranks if p]
         if not problems and self.places.receiver(0) is not None:
             problems = self._exchange(mine, description, [(data, text) for data, text, _ in ranks])
@@ -251,7 +251,7 @@ class InMemoryCheckpointer:
                 into[rank] = (mine[rank].open(sizes[rank][0]), torch.empty(sizes[rank][1], dtype=torch.uint8))
         except OSError as error:
             problem = f"rank {self._rank}: {error.strerror}"
-        if problems := [p for p in broadcast(gather(problem, self._group), self._group) if p]:
+        if problems := [p for p in all_gather(problem, self._group) if p]:
             return problems
         text = torch.frombuffer(bytearray(description), dtype=torch.uint8)
         receiver = self.places.receiver(self._rank)
@@ -264,7 +264,7 @@ class InMemoryCheckpointer:
                 work.wait()
         committed = [self._commit(rank, text.numpy().tobytes()) for rank, (_, text) in into.items()]
         problem = "; ".join(filter(None, committed))
-        return [p for p in broadcast(gather(problem, self._group), self._group) if p]
+        return [p for p in all_gather(problem, self._group) if p]
 
     def _commit(self, rank: int, description: bytes) -> str:
         """Complete a slot of this node; return a problem."""

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from shoal.engine.checkpoint.load import check_part
 from shoal.engine.checkpoint.manifest import CheckpointError, RankPart
 from shoal.engine.checkpoint.write import file_name
 from shoal.engine.streams import lock_pages
@@ -118,18 +117,16 @@ def list_slots(home: Path) -> list[Path]:
     return sorted(path.parent for path in home.glob(f"node-*/*/{PART}")) if is_private(home) else []
 
 
-def read_all(folders: list[Path]) -> tuple[list[tuple[SlotRecord, Path]], list[CheckpointError]]:
-    """Read slots and verify every byte; return undamaged ones and errors. A slot that disappears is in neither."""
-    intact, damaged = [], []
-    for folder in folders:
+def read_all(home: Path) -> tuple[list[tuple[SlotRecord, Path]], list[CheckpointError]]:
+    """Read the descriptions of this host's slots; return them and errors. A slot that disappears is in neither."""
+    found, damaged = [], []
+    for folder in list_slots(home):
         with contextlib.suppress(FileNotFoundError):
             try:
-                record = read(folder)
-                check_part(folder, record.part)
-                intact.append((record, folder))
+                found.append((read(folder), folder))
             except CheckpointError as error:
                 damaged.append(error)
-    return intact, damaged
+    return found, damaged
 
 
 def newest_step(home: Path) -> int | None:

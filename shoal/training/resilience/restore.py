@@ -21,11 +21,11 @@ import torch.distributed as dist
 
 from shoal.base.errors import UsageError
 from shoal.engine.checkpoint import CheckpointError, list_checkpoints, load, storage, verify
-from shoal.engine.checkpoint.load import raise_together, touched
+from shoal.engine.checkpoint.load import check_part, raise_together, touched
 from shoal.engine.checkpoint.manifest import merge
 from shoal.engine.checkpoint.storage import AnyPath
 from shoal.engine.checkpoint.write import State, file_name
-from shoal.engine.collectives.json_collectives import Group, broadcast, gather, get_rank
+from shoal.engine.collectives.json_collectives import Group, all_gather, broadcast, gather, get_rank
 from shoal.training.resilience import memory_slot
 from shoal.training.resilience.host_memory_dir import make_run_dir
 from shoal.training.resilience.memory_checkpoint import RankTopology, split_messages
@@ -79,15 +79,15 @@ def restore(
     """
     places = RankTopology.collect(group)
     saves, notes = _saves_in_memory(home, places, group)
-    order, problem = [(step, 1, attempt) for step, attempt in saves], ""
+    order = [(step, 1, attempt) for step, attempt in saves]
     try:
         if get_rank(group) == 0:
             order += [(step, 0, path.name) for step, path in list_checkpoints(checkpoints)]
     except Exception as error:  # a disk that is gone; each object-store library has its own exceptions
-        problem = f"checkpoints in {checkpoints} cannot be listed: {error}"
-    order, problem = broadcast((sorted(order, reverse=True), problem), group)
-    notes += [problem] if problem else []
-    for step, in_memory, name in order:
+        notes.append(f"checkpoints in {checkpoints} cannot be listed: {error}")
+    order, notes = broadcast((sorted(order), notes), group)
+    while order:
+        step, in_memory, name = order.pop()
         if before is not None and step > before:
             continue
         try:
@@ -98,7 +98,11 @@ def restore(
             verify(path, group=group)
             return Restored(step, _load(path, state, group=group, model=model), None, f"from {path}"), notes
         except CheckpointError as error:
-            notes.append(f"{'in memory' if in_memory else 'checkpoint'} refused: {error}")
+            damaged, left = _drop_damaged(saves.get((step, name)), places, group) if in_memory else ([], False)
+            tier = "in memory" if in_memory else "checkpoint"
+            notes += [f"{tier} refused: {line}" for line in damaged or [str(error)]]
+            if damaged and left:
+                order.append((step, in_memory, name))
     return None, notes
 
 
@@ -106,23 +110,52 @@ def restore(
 
 
 def _saves_in_memory(home: Path, places: RankTopology, group: Group) -> tuple[dict[tuple[int, str], _Save], list[str]]:
-    """Return saves by (step, attempt), on rank 0 only, and notes on damaged slots. Ranks of a host share the work."""
+    """Return saves by (step, attempt), and notes on damaged descriptions, on rank 0 only.
+
+    The files are not read: `load` verifies what it uses, and a large state is not read twice.
+    """
     rank = get_rank(group)
-    local = [r for r, host in enumerate(places.hosts) if host == places.hosts[rank]]
-    listed = broadcast(gather([str(f) for f in memory_slot.list_slots(home)] if rank == local[0] else [], group), group)
-    mine = [Path(folder) for folder in listed[local[0]][local.index(rank) :: len(local)]]
-    intact, errors = memory_slot.read_all(mine)
+    intact, errors = memory_slot.read_all(home) if places.first_on_host(rank) == rank else ([], [])
     found = [(record.model_dump(mode="json"), str(folder)) for record, folder in intact]
-    damaged = [f"in memory refused: {error}" for error in errors]
     saves: dict[tuple[int, str], _Save] = defaultdict(_Save)
-    for holder, slots in enumerate(gather(found, group)):
+    notes: list[str] = []
+    for holder, (slots, damaged) in enumerate(gather((found, [str(error) for error in errors]), group)):
+        notes += [f"in memory refused: {error}" for error in damaged]
         for values, folder in slots:
             record = SlotRecord.model_validate(values)
             save = saves[record.save]
             save.records[record.rank] = record
             save.holders[record.rank].append((holder, folder))
-    notes = broadcast([line for lines in gather(damaged, group) for line in lines], group)
     return saves, notes
+
+
+def _drop_damaged(save: _Save | None, places: RankTopology, group: Group) -> tuple[list[str], bool]:
+    """Verify every byte of a save's copies, and drop the damaged ones. Ranks of a host share the work.
+
+    Args:
+        save: the save on rank 0; ignored on other ranks.
+
+    Returns:
+        A line for each damaged copy, and whether a copy is left. Equal on all ranks.
+    """
+    rank, copies = get_rank(group), save.holders if save else {}
+    every = [(owner, holder, path) for owner, held in copies.items() for holder, path in held]
+    every = broadcast(every, group)
+    on_host = [copy for copy in every if places.hosts[copy[1]] == places.hosts[rank]]
+    local = [r for r, host in enumerate(places.hosts) if host == places.hosts[rank]]
+    damaged = []
+    for owner, holder, path in on_host[local.index(rank) :: len(local)]:
+        try:
+            check_part(Path(path), memory_slot.read(Path(path)).part)
+        except (CheckpointError, FileNotFoundError) as error:
+            damaged.append((owner, holder, path, str(error)))
+    found = [copy for copies in all_gather(damaged, group) for copy in copies]
+    if save:
+        for owner, holder, path, _ in found:
+            save.holders[owner].remove((holder, path))
+            if not save.holders[owner]:
+                del save.records[owner]
+    return [line for *_, line in found], len(found) < len(every)
 
 
 def _load_from_memory(
@@ -143,7 +176,7 @@ def _load_from_memory(
     records = [SlotRecord.model_validate(values) for values in common["records"]]
     manifest = merge(records[0].step, records[0].extra, [record.part for record in records])
     holders = {file_name(int(owner)): copies for owner, copies in common["holders"].items()}
-    folder = home / f"restoring-{broadcast(secrets.token_hex(4), group)}"
+    folder = home / f"restoring-{common['token']}"
     try:
         files = _collect_files(folder, places, sorted(touched(manifest, state)), holders, group)
         return _load(home, state, group=group, model=model, manifest=manifest, files=files)
@@ -161,7 +194,8 @@ def _prepare(save: _Save) -> dict[str, Any]:
         merge(some.step, some.extra, [record.part for record in save.records.values()])
     except CheckpointError as error:
         return {"error": f"step {some.step}: {error}"}
-    return {"records": [r.model_dump(mode="json") for _, r in sorted(save.records.items())], "holders": save.holders}
+    records = [record.model_dump(mode="json") for _, record in sorted(save.records.items())]
+    return {"records": records, "holders": save.holders, "token": secrets.token_hex(4)}
 
 
 def _collect_files(
@@ -176,7 +210,7 @@ def _collect_files(
         CheckpointError: on every rank: a file could not be read, or this host has no space for it.
     """
     rank = get_rank(group)
-    every = broadcast(gather(needed, group), group)
+    every = all_gather(needed, group)
     wanted: dict[int, set[str]] = defaultdict(set)  # files needed on a host, by its first rank
     for asking, files in enumerate(every):
         wanted[places.first_on_host(asking)].update(files)

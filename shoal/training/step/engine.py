@@ -45,8 +45,10 @@ class Engine(EngineState):
         failed: float32 [] on the device, 1 after a started step that was not finite; then no update changes anything.
     """
 
-    def __init__(self, config: RunConfig, shape: ModelShape, mesh: Mesh, samples: Dataset):
-        super().__init__(config, shape, mesh, samples)
+    def __init__(
+        self, config: RunConfig, shape: ModelShape, mesh: Mesh, samples: Dataset, *, initial: bool = True
+    ):
+        super().__init__(config, shape, mesh, samples, initial=initial)
         self.starts_early = starts_early(self)
         self.failed = torch.zeros((), device=mesh.device)
 

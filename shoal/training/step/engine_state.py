@@ -39,6 +39,7 @@ class EngineState:
 
     Args:
         samples: training data; equal on every rank.
+        initial: whether to compute the initial values; without them the parameters are undefined.
 
     Attributes:
         sync_mesh: ranks that are synchronised in every step. With parallel.sync this is one replica, and the method
@@ -50,7 +51,9 @@ class EngineState:
         validated: metrics of the expert routers in the last validation.
     """
 
-    def __init__(self, config: RunConfig, shape: ModelShape, mesh: Mesh, samples: Dataset):
+    def __init__(
+        self, config: RunConfig, shape: ModelShape, mesh: Mesh, samples: Dataset, *, initial: bool = True
+    ):
         self.config, self.shape, self.mesh, self.samples = config, shape, mesh, samples
         layout, train = config.parallel, config.train
         self.policy = POLICIES[train.precision]
@@ -73,7 +76,8 @@ class EngineState:
             kernel=attention_kernel(train.attention, mesh.device, self.policy.compute), seed=train.seed,
             compile=train.compile, cuda_graphs=train.cuda_graphs, float8=self.float8,
         )
-        self._initialise()
+        if initial:
+            self.initialise()
         self.routing = ExpertRouting(self.stages, self.program, mesh, shape) if shape.experts else None
         self.depths = DepthsRouting(self.stages, mesh, shape) if shape.depths else None
         self.layer_counts = [counts for counts in (self.routing, self.depths) if counts]
@@ -90,7 +94,8 @@ class EngineState:
         self.replica_offset = 0
         self.skip(Skips())
 
-    def _initialise(self) -> None:
+    def initialise(self) -> None:
+        """Fill the parameters with the initial values of the run's seed."""
         initialise(self.parameters, self.shape, self.config.train.seed)
 
     @torch.no_grad()
