@@ -181,7 +181,8 @@ def event_table(events: Sequence[dict[str, Any]]) -> list[list[str]]:
     for event in events:
         if event["event"] in LEFT_OUT:
             continue
-        how = ", ".join(_format(name, value) for name, value in event.items() if name not in OWN_COLUMN)
+        how = ", ".join(_format(name, value) for name, value in event.items()
+                        if name not in OWN_COLUMN and value != {})
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time"]))
         rows.append([when, event["event"], *(str(event.get(name, "–")) for name in ("rank", "step")), how])
     return rows
@@ -190,6 +191,8 @@ def event_table(events: Sequence[dict[str, Any]]) -> list[list[str]]:
 def _format(name: str, value: object) -> str:
     if name in ("how", "where"):
         return str(value)
+    if isinstance(value, dict):  # fields that a resume changed
+        value = ", ".join(f"{field} = {new}" for field, new in value.items())
     return f"{name.replace('_', ' ')} {value:g}" if isinstance(value, float) else f"{name.replace('_', ' ')} {value}"
 
 

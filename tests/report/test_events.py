@@ -36,6 +36,8 @@ def test_each_event_is_a_row_that_says_all_but_the_stack():
         ["recovered", "–", "4", "attempt 1, lost 2, seconds 4.25"],
         ["rolled_back", "–", "8", "spike 3.5"],
     ]
+    resumed = [{"time": 1e9, "event": "resumed", "changed": changed} for changed in ({}, {"train.steps": 4})]
+    assert [row[-1] for row in event_table(resumed)[1:]] == ["", "changed train.steps = 4"]
 
 
 @pytest.mark.parametrize("some", [True, False])
