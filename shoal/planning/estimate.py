@@ -18,9 +18,21 @@ from shoal.pipeline.simulator.columns import Columns, build_columns, live_before
 from shoal.planning.cost.flops import hardware_flops
 from shoal.planning.cost.memory.stage import PeakMemory, alive_at
 from shoal.planning.cost.parameters import stage_parts
-from shoal.planning.cost.time.engine_layer import spread
 from shoal.planning.cost.time.stage import ATTENTION_BACKWARD, StagePrices, StageTimes
 from shoal.planning.run import EstimatedRun
+from shoal.spec.catalog.accuracy import Accuracy, Kind, find_accuracy, size_name
+
+
+def accuracy_key(run: EstimatedRun) -> tuple[str, str, bool]:
+    """Return what distinguishes the accuracy of estimates: software, size, and whether the run has rarer parts."""
+    special = run.shape.experts is not None or run.eight_bits or run.layout.cp > 1
+    return run.software.name, size_name(run.cluster.nodes, run.cluster.size), special
+
+
+def find_width(kind: Kind, run: EstimatedRun) -> float:
+    """Return half of the 80 % interval of the logarithm of a run's time or memory."""
+    software, size, special = accuracy_key(run)
+    return find_accuracy(kind, software, size, special=special).width
 
 
 class StepEstimate(ABC):
@@ -52,8 +64,13 @@ class StepEstimate(ABC):
     @property
     def interval(self) -> tuple[float, float]:
         """80 % interval of the step time, from the errors of this software's estimates, or of other software's."""
-        factor = exp(spread(self.run))
+        factor = exp(find_width("time", self.run))
         return self.step_seconds / factor, self.step_seconds * factor
+
+    def accuracy(self, kind: Kind = "time") -> Accuracy:
+        """Return the errors of such estimates on held-out measurements."""
+        software, size, special = accuracy_key(self.run)
+        return find_accuracy(kind, software, size, special=special)
 
     @property
     def mfu(self) -> float:
@@ -78,7 +95,7 @@ class StepEstimate(ABC):
     @property
     def memory_interval(self) -> tuple[float, float]:
         """80 % interval of the fullest rank's reserved bytes."""
-        factor = exp(spread(self.run, "memory"))
+        factor = exp(find_width("memory", self.run))
         return self.fullest.reserved / factor, self.fullest.reserved * factor
 
     @property

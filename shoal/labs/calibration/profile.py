@@ -185,7 +185,7 @@ def _both(k: Kernels) -> np.ndarray:
     r, c = k.runs, k.constants
     layer = 3 * (k.products + k.elements) + BACKWARD * k.attention[0] + (1 + c["launch_backward"]) * k.launches
     head = 3 * k.product(r.tokens, r.hidden, r.vocab / r.tp, k.rate)
-    loss = 4 * k.constant("passes_loss", "software") * r.tokens * r.vocab / r.tp / (k.hbm * WIDE)
+    loss = 4 * k.constant("passes_loss") * r.tokens * r.vocab / r.tp / (k.hbm * WIDE)
     return r.layers * (layer + 4 * k.exchange) + 2 * k.exchange + head + loss + c["micro_batch"]
 
 

@@ -6,6 +6,8 @@ import math
 import re
 from collections.abc import Mapping
 
+from shoal.planning.cost.flops import hardware_flops
+from shoal.planning.run import EstimatedRun
 from shoal.spec.catalog.accelerators import Accelerator, accelerator
 from shoal.spec.catalog.clusters import Node, link, nodes
 
@@ -62,16 +64,21 @@ def per_node(row: Row, node: Node) -> float:
 def network(row: Row) -> str:
     """Return the kind of network between nodes, one of `NETWORKS`.
 
-    Some jobs print the bandwidth of an all-gather over all nodes. On EFA it falls from 160 GB/s on 2 nodes to 6 on 64
-    in slow jobs, and from 225 to 44 in others; the threshold here separates them.
+    nanotron's jobs print what an all-gather over all nodes attains: in some 225 GB/s on 2 nodes to 44 on 64, in others
+    160 to 6. The others are as slow as messages through the hosts' TCP; the line between both is here.
     """
     text = (row.get("interconnect") or "").lower()
     kind = next((kind for word, kind in _NETWORKS if word in text), "infiniband")
     printed = re.search(r"measured in run=[\d.]*/([\d.]+)/", row.get("note") or "")
     nodes = (number(row, "n_gpus") or 1) / (number(row, "gpus_per_node") or 8)
-    if kind == "efa" and printed and nodes > 1 and float(printed[1]) < 312 / nodes**0.65:
-        return "efa-slow"
-    return kind
+    slow = kind == "efa" and printed and nodes > 1 and float(printed[1]) < 312 / nodes**0.65
+    return "tcp" if slow else kind
+
+
+def slices(row: Row) -> int:
+    """Return the number of slices of pods."""
+    found = re.match(r"(\d+) slice", row.get("interconnect") or "")
+    return int(found[1]) if found else 1
 
 
 def leaving(row: Row, node: Node, per_node: float) -> float:
@@ -112,6 +119,10 @@ def recomputed(row: Row) -> str | None:
         return "none"
     if "op-level" in text:  # torchtitan's, of torch.utils.checkpoint's selective policies
         return "operators"
+    if text.startswith("minimal"):  # MaxText's: products are kept, attention's core is not
+        return "selective"
+    if text.startswith("qkv_proj"):  # MaxText's: of a layer, queries, keys and values are kept
+        return "full"
     return next((mode for mode in ("selective", "full") if text.startswith(mode)), None)
 
 
@@ -189,9 +200,33 @@ def has_fixed_pipeline(row: Row) -> bool:
     return "after_pp_fix=False" not in (row.get("note") or "")
 
 
+def timed(row: Row) -> bool:
+    """Whether a row's time counts: not of quality M, nor of a broken pipeline."""
+    return row.get("quality") != "M" and (has_fixed_pipeline(row) or (number(row, "pp") or 1) == 1)
+
+
 def seconds(row: Row, tokens: float, gpus: float) -> float | None:
-    """Return the seconds of a step; None if not published, or if the pipeline was broken."""
-    if row.get("quality") == "M" or not (has_fixed_pipeline(row) or (number(row, "pp") or 1) == 1):
-        return None
+    """Return the seconds of a step; None if neither time nor throughput is published."""
     rate = number(row, "tokens_per_s_per_gpu")
     return number(row, "step_time_s") or (tokens / (rate * gpus) if rate else None)
+
+
+def flop_rate(row: Row, peak: float) -> float | None:
+    """Return the published FLOP/s of an accelerator, by its TFLOP/s, else by its utilisation; see `counted_flops`."""
+    done, part = number(row, "tflops_per_gpu"), number(row, "mfu_pct") or number(row, "hfu_pct")
+    return done * 1e12 if done else part / 100 * peak if part else None
+
+
+def counted_flops(row: Row, run: EstimatedRun) -> float:
+    """Return the FLOPs of a step by the definition of the row's source.
+
+    Model FLOPs with attention in full (PaLM's, Megatron-LM's `num_floating_point_operations`, MaxText's before its pull
+    request 1988), except NeMo's calculators, which count the causal half of llama's attention (`flops_formulas.py`:
+    6 s/h), and publications that count recomputation.
+    """
+    shape, s = run.shape, run.sequence_length
+    only_hardware = number(row, "hfu_pct") and not number(row, "mfu_pct")
+    if only_hardware or "hardware" in (row.get("flops_convention") or "").lower():
+        return hardware_flops(shape, s, run.layout.recompute, run.tokens)
+    half = 6 * shape.layers * shape.heads * shape.head_dim * s if "NeMo" in (row.get("framework") or "") else 0
+    return run.tokens * (shape.flops_per_token(s) - half)

@@ -3,32 +3,31 @@
 Every constant is positive. Its logarithm has a normal prior (standard deviation `Constant.sure`). A residual is the
 logarithm of estimated over measured; large ones count less (Cauchy's loss), so publication errors matter little.
 
-Cross-validation by model gives the 80 % intervals. A fold has all points of its models; a model is identified by its
-shape, whatever its name or file. Each fit starts at the priors.
+The errors of what a fit has not seen, by model, cluster and software, give the intervals that every estimate prints.
+Each fit starts at the priors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
 from shoal.labs.validate.rows import Point, stack
-from shoal.planning.cost.batched_runs import Runs
+from shoal.planning.cost.batched_runs import Runs, network_name
 from shoal.planning.cost.memory.published_software import footprint
 from shoal.planning.cost.time.step import step
-from shoal.spec.catalog.calibration import SPREADS, Calibration, constant_names
-from shoal.spec.catalog.software import software_table
+from shoal.planning.estimate import accuracy_key, find_width
+from shoal.spec.catalog.accuracy import SIZES, Kind
+from shoal.spec.catalog.calibration import Calibration, Constant, constant_names
 
 WEIGHTS = {"A": 1.0, "B": 0.4, "M": 1.0, "C": 0.1}  # by quality
 SCALES = {"time": 0.08, "memory": 0.05}  # size of residuals above which they count less
 ITERATIONS = 60  # maximum
 FURTHEST = 0.7  # maximum change of a logarithm in an iteration
-FOLDS = 8
 INSIDE = 0.8  # fraction of the measurements inside an interval
-FEW = 5  # weight of the errors of all software, in errors of one software
-SPREAD = ("spread_time", "spread_memory", "spread_scale")
+FEW = 5  # measurements that errors of their own need
 
 
 class Prior(NamedTuple):
@@ -59,7 +58,7 @@ class FitProblem:
 
     def __init__(self, points: Sequence[Point], what: str, constants: Calibration):
         self.what, self.constants = what, constants
-        keep = [p for p in points if p.seconds or (what == "memory" and (p.bytes or p.oom))]
+        keep = [p for p in points if self.uses(p)]
         self.points, self.runs = keep, stack(keep)
         self.weight = np.array([WEIGHTS.get(p.quality, 0.1) for p in keep])
         self.seconds = np.array([p.seconds or np.nan for p in keep])
@@ -70,8 +69,17 @@ class FitProblem:
             (name, index)
             for name, of in constants.constants.items()
             if of.fitted == what
-            for index in (sorted(set(self.runs.code(of.by))) if of.by else [None])
+            for index in (self._fitted(of) if of.by else [None])
         ]
+
+    def uses(self, point: Point) -> bool:
+        """Return whether a point has a measurement of this kind, or fits where others do not."""
+        return bool(point.seconds or (self.what == "memory" and (point.bytes or point.oom)))
+
+    def _fitted(self, of: Constant) -> list[int]:
+        """Return the keys of a constant that have a value of their own and that some run has."""
+        names = constant_names(of.by)
+        return [i for i in sorted(set(self.runs.code(of.by))) if isinstance(of.value, dict) and names[i] in of.value]
 
     def start(self) -> np.ndarray:
         """Return the logarithms of the current constants."""
@@ -190,101 +198,111 @@ def find_at_bounds(constants: Calibration, points: Sequence[Point]) -> list[str]
     return lines
 
 
-def to_tables(constants: Calibration, points: Sequence[Point]) -> dict:
-    """Return the tables of `calibration.toml`; only constants that affect these points get a value."""
-    runs = stack(points)
+def to_tables(constants: Calibration) -> dict:
+    """Return the tables of `calibration.toml`, with the same keys."""
     tables = {}
     for name, of in constants.constants.items():
         table = of.model_dump(exclude_none=True, exclude={"value"})
         if of.by:
             names = constant_names(of.by)
-            reached = sorted(set(runs.code(of.by))) if of.fitted else range(len(names))
-            table["value"] = {names[i]: float(f"{constants[name][i]:.4g}") for i in reached}
+            own = of.value if isinstance(of.value, dict) else {}
+            table["value"] = {key: float(f"{constants[name][names.index(key)]:.4g}") for key in own}
         else:
             table["value"] = float(f"{float(constants[name]):.4g}")
         tables[name] = table
     return tables
 
 
-# ---- cross-validation ------------------------------------------------------------------------------------------------
+# ---- what a fit has not seen -----------------------------------------------------------------------------------------
+
+SPLITS: dict[str, Callable[[Point], Hashable]] = {
+    "model": lambda p: (p.run.shape.layers, p.run.shape.hidden, p.run.shape.heads),
+    "cluster": lambda p: (p.file, p.run.cluster.accelerator.name, p.run.cluster.nodes > 1, network_name(p.run.cluster)),
+    "software": lambda p: p.run.software.name,
+}
+"""What is left out together: a model by its shape, whatever its name or file; a cluster; a software."""
 
 
-def assign_folds(points: Sequence[Point]) -> np.ndarray:
-    """Return the fold of each point, by the layers, hidden size and heads of its model: [points]."""
-    shapes = [(p.run.shape.layers, p.run.shape.hidden, p.run.shape.heads) for p in points]
-    fold = {shape: i * 7919 % FOLDS for i, shape in enumerate(sorted(set(shapes)))}
-    return np.array([fold[shape] for shape in shapes])
+def assign_groups(points: Sequence[Point], split: str) -> np.ndarray:
+    """Return the group of each point in one of `SPLITS`: [points]."""
+    keys = [SPLITS[split](point) for point in points]
+    numbers = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+    return np.array([numbers[key] for key in keys])
 
 
-def estimate_held_out(
-    points: Sequence[Point], constants: Calibration, folds: np.ndarray, iterations: int = ITERATIONS
-) -> np.ndarray:
-    """Run `estimate_points` on each fold with constants fitted to the other folds: [3, points]."""
-    found = np.zeros((3, len(points)))
-    for fold in sorted(set(folds)):
-        seen = fit_constants([p for p, f in zip(points, folds, strict=True) if f != fold], constants, iterations)
-        left = [p for p, f in zip(points, folds, strict=True) if f == fold]
-        found[:, folds == fold] = estimate_points(stack(left), left, seen)
+def leave_out(points: Sequence[Point], constants: Calibration, groups: np.ndarray) -> np.ndarray:
+    """Return log(estimated / measured) of each point with constants fitted to the other groups: [2, points].
+
+    The rows are times and memory; NaN where not measured. Each fit is one Newton step from the constants that are
+    fitted to all points (the infinitesimal jackknife: Giordano et al. 2019, "A Swiss Army infinitesimal jackknife").
+    """
+    found = np.full((2, len(points)), np.nan)
+    for kind, what in enumerate(SCALES):
+        problem = FitProblem(points, what, constants)
+        at = np.array([i for i, p in enumerate(points) if problem.uses(p)])
+        if not len(at):
+            continue
+        logs, prior, scale, count = problem.start(), problem.prior, SCALES[what], len(at)
+        r, slopes = problem.residuals(logs), problem.jacobian(logs)
+        weight = 1 / (1 + (r / scale) ** 2 / 2) / scale**2
+        pull = (logs - prior.expected) / prior.sure**2
+        of_row = np.tile(groups[at], len(r) // count)
+        curvature = (slopes * weight[:, None]).T @ slopes + np.diag(1 / prior.sure**2)
+        slope = slopes.T @ (weight * r) + pull
+        free = (logs > prior.least + 1e-3) & (logs < prior.most - 1e-3)
+        errors = r[:count] / problem.weight
+        for group in set(groups[at].tolist()):
+            mine, change = of_row == group, np.zeros(len(logs))
+            own = slopes[mine] * weight[mine, None]
+            rest = (curvature - own.T @ slopes[mine])[np.ix_(free, free)]
+            change[free] = np.linalg.solve(rest, -(slope - own.T @ r[mine])[free])
+            moved = np.clip(logs + np.clip(change, -FURTHEST, FURTHEST), prior.least, prior.most)
+            some = np.flatnonzero(mine[:count])
+            errors[some] = problem.residuals(moved, some)[: len(some)] / problem.weight[some]
+        measured = problem.seconds if what == "time" else problem.bytes
+        found[kind, at] = np.where(np.isnan(measured), np.nan, errors)
     return found
 
 
-def _index_scale(runs: Runs) -> np.ndarray:
-    """Return each run's index into `SPREADS`."""
-    return np.where(runs.ranks <= runs.per_node, 0, np.where(runs.ranks <= 128, 1, 2))
+def measure_accuracy(points: Sequence[Point], errors: Mapping[str, np.ndarray]) -> dict[str, list[dict[str, Any]]]:
+    """Return the tables of `accuracy.toml`, from the errors that `leave_out` found for each of `SPLITS`.
 
-
-def intervals(runs: Runs, constants: Calibration) -> tuple[np.ndarray, np.ndarray]:
-    """Return half of the 80 % intervals of each run's time and memory, of the logarithm."""
-    software = runs.code("software")
-    time = constants["spread_time"][software] * constants["spread_scale"][_index_scale(runs)]
-    return time, constants["spread_memory"][software]
-
-
-def fit_held_out_intervals(
-    points: Sequence[Point], constants: Calibration, found: np.ndarray, folds: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return `intervals` of each point from the errors of all other folds."""
-    widths = np.zeros((2, len(points)))
-    for fold in sorted(set(folds)):
-        others = folds != fold
-        known = fit_spreads([p for p, o in zip(points, others, strict=True) if o], constants, found[:, others])
-        left = stack([p for p, o in zip(points, others, strict=True) if not o])
-        widths[:, ~others] = intervals(left, known)
-    return widths[0], widths[1]
-
-
-def fit_spreads(points: Sequence[Point], constants: Calibration, found: np.ndarray) -> Calibration:
-    """Set the widths of the 80 % intervals: quantiles of `estimate_held_out`'s errors by software.
-
-    They are shrunk to the quantiles of all software. Software without measurements gets the largest width.
+    A software's own errors are of models and of clusters left out. Errors of unknown software are of each software left
+    out; each counts as much as any other.
     """
-    runs = stack(points)
-    graded = np.array([p.quality in "AM" for p in points])
-    measured = np.array([[p.seconds or np.nan, p.bytes or np.nan] for p in points]).T
-    errors = np.where(graded, np.abs(np.log(found[:2] / measured)), np.nan)
-    software, values = runs.code("software"), {}
-    for name, error in zip(SPREAD, errors, strict=False):
-        values[name] = _by_software(error, software, constants[name])
-    relative, scale = errors[0] / values["spread_time"][software], _index_scale(runs)
-    values["spread_scale"] = np.array([max(0.5, _width(relative[scale == i], 20, 1.0)) for i in range(len(SPREADS))])
-    return constants.with_values(values)
+    tables: dict[str, list[dict[str, Any]]] = {}
+    keys = [accuracy_key(p.run) for p in points]
+    for row, kind in enumerate(SCALES):
+        known = np.concatenate([errors["model"][row], errors["cluster"][row]])
+        tables[kind], names = [], sorted({key[0] for key in keys})
+        for software in names:
+            kinds = [("", None), *((size, special) for size in ("", *SIZES) for special in (False, True))]
+            for size, special in kinds:
+                mine = [k[0] == software and size in ("", k[1]) and special in (None, k[2]) for k in keys]
+                some = known[np.tile(np.array(mine), 2)]
+                some = some[~np.isnan(some)]
+                if len(some) // 2 >= (FEW if special is None else 2 * FEW):
+                    tables[kind].append(_summarise(some, software, size, special, len(some) // 2))
+        unseen = [errors["software"][row][np.array([key[0] == name for key in keys])] for name in names]
+        unseen = [some[~np.isnan(some)] for some in unseen]
+        levels = [np.quantile(some, np.linspace(0.005, 0.995, 100)) for some in unseen if len(some) >= FEW]
+        if levels:
+            tables[kind].append(_summarise(np.concatenate(levels), "", "", None, sum(map(len, unseen))))
+    return tables
 
 
-def _by_software(errors: np.ndarray, software: np.ndarray, before: np.ndarray) -> np.ndarray:
-    everywhere = _width(errors, 1, before.max())
-    widths, reached = np.full(len(software_table()), everywhere), []
-    for code in set(software):
-        mine = errors[(software == code) & ~np.isnan(errors)]
-        if len(mine) >= FEW:
-            trust = len(mine) / (len(mine) + FEW)
-            widths[code] = np.exp(trust * np.log(_width(mine, FEW, everywhere)) + (1 - trust) * np.log(everywhere))
-            reached.append(code)
-    widest = widths[reached].max() if reached else everywhere
-    widths[[code for code in range(len(widths)) if code not in reached]] = widest
-    return widths
+def _summarise(errors: np.ndarray, software: str, size: str, special: bool | None, rows: int) -> dict[str, Any]:
+    relative = np.exp(errors) - 1
+    sizes = np.abs(relative)
+    found = {"median": np.median(sizes), "ninetieth": np.quantile(sizes, 0.9), "bias": np.median(relative),
+             "width": np.quantile(np.abs(errors), INSIDE)}  # fmt: skip
+    of: dict[str, Any] = {"software": software} | ({"size": size} if size else {})
+    return of | ({} if special is None else {"special": special}) | {"rows": rows} | {
+        name: float(f"{value:.3g}") for name, value in found.items()
+    }
 
 
-def _width(errors: np.ndarray, least: int, default: float) -> float:
-    """Return the 80 % quantile of the known errors, or a default if there are fewer than ``least``."""
-    known = errors[~np.isnan(errors)]
-    return float(np.quantile(known, INSIDE)) if len(known) >= max(1, least) else float(default)
+def intervals(points: Sequence[Point]) -> tuple[np.ndarray, np.ndarray]:
+    """Return half of the 80 % intervals of each point's time and memory, of the logarithm."""
+    time, memory = ([find_width(kind, p.run) for p in points] for kind in get_args(Kind))
+    return np.array(time), np.array(memory)

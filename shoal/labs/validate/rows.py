@@ -6,7 +6,7 @@ Each row becomes a `Point`, or is counted with the reason why it is none.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from shoal.planning.cost.batched_runs import Runs, describe_row
 from shoal.planning.describe import describe_run
 from shoal.planning.run import EstimatedRun
 from shoal.spec.catalog import Experts, ModelShape
-from shoal.spec.catalog.clusters import Cluster, Link, link
+from shoal.spec.catalog.clusters import Cluster, Link, cluster, link
 from shoal.spec.catalog.software import Software, software_named
 from shoal.spec.layout import Layout
 
@@ -81,26 +81,32 @@ def read_row(row: Row, file: str) -> Point:
         raise Inexpressible(f"status {row.get('status') or 'not stated'}")
     if missing := [name for name in SHAPE if not number(row, name)]:
         raise Inexpressible(f"{', '.join(missing)} not stated")
+    if "lora" in (row.get("model") or "").lower():
+        raise Inexpressible("LoRA: trains adapters, without the gradients of the model's weights")
     known = _Known(row)
     software = software_named(row.get("framework") or "", number(row, "year") or 2025)
     layout, batch = _layout(row, known, software)
-    cluster, gpus = _cluster(row), int(stated(row, "n_gpus"))
-    half = cluster.accelerator.half
+    machines, gpus = _cluster(row), int(stated(row, "n_gpus"))
+    half = machines.accelerator.half
     s = int(stated(row, "seq"))
     size, kind = columns.memory(row)
-    seconds, oom = columns.seconds(row, batch * s, gpus), row.get("status") == "oom"
-    if seconds is None and size is None and not oom:
-        raise Inexpressible("neither time nor memory")
+    oom = row.get("status") == "oom"
     call: dict[str, Any] = {
-        "layout": layout, "model": _shape(row, known), "cluster": cluster, "sequence_length": s,
+        "layout": layout, "model": _shape(row, known), "cluster": machines, "sequence_length": s,
         "global_batch": round(batch), "precision": "fp8" if columns.eight_bits(row) else half, "fill": False,
         "software": _software(row, software),
     }  # fmt: skip
+    run, seconds = describe_run(**call), columns.seconds(row, batch * s, gpus)
+    if seconds is None and (rate := columns.flop_rate(row, machines.accelerator.dense_flops(half))):
+        seconds = columns.counted_flops(row, run) / (rate * gpus)
+    seconds = seconds if columns.timed(row) else None
+    if seconds is None and size is None and not oom:
+        raise Inexpressible("neither time nor memory")
     row_id, model, quality = (row.get(name) or "" for name in ("row_id", "model", "quality"))
     if oom:
         seconds = size = None
     assumed = tuple(dict.fromkeys(known.assumed))
-    return Point(row_id, file, model, quality, gpus, call, describe_run(**call), seconds, size, kind, oom, assumed)
+    return Point(row_id, file, model, quality, gpus, call, run, seconds, size, kind, oom, assumed)
 
 
 class _Known:
@@ -128,6 +134,9 @@ def _layout(row: Row, known: _Known, software: Software) -> tuple[Layout, float]
     if stage == 3 and dp * tp * pp * cp < gpus:  # dp counts replicas, each sharded inside
         shard = gpus / (dp * tp * pp * cp)
         dp *= shard
+    if "DP column may not equal" in (row.get("note") or ""):
+        dp = known("dp of the table", gpus / (tp * pp * cp))
+        shard = dp if stage else 1.0
     if dp < 1 or abs(dp * tp * pp * cp - gpus) > 0.5:
         raise Inexpressible("dp x tp x pp x cp is not the number of accelerators")
     batch, count, each = (number(row, name) for name in ("global_batch", "num_microbatches", "micro_batch"))
@@ -187,6 +196,10 @@ def _cluster(row: Row) -> Cluster:
     if found is None:
         raise Inexpressible(f"accelerator {row.get('gpu') or 'not stated'} is not in the catalog")
     (machine, node), gpus = found, int(stated(row, "n_gpus"))
+    if node.dimensions:
+        slices = columns.slices(row)
+        pod = cluster(f"{node.name}-{gpus // slices * node.cores_per_chip}")
+        return replace(pod, nodes=slices, nic=link(node.nic or "dcn") if slices > 1 else None, nics=pod.per_node)
     switched, memory = int(columns.per_node(row, node)), number(row, "gpu_mem_gb")
     per_node = max(n for n in range(1, min(switched, gpus) + 1) if gpus % n == 0)
     if memory:

@@ -13,7 +13,7 @@ from shoal.labs.validate.fit import estimate_points, intervals
 from shoal.labs.validate.rows import Point, stack
 from shoal.planning.describe import estimate
 from shoal.planning.software_estimate import SoftwareEstimate
-from shoal.spec.catalog.calibration import Calibration, calibration
+from shoal.spec.catalog.calibration import Calibration
 
 GRADED = "AM"  # qualities in the totals; M has memory only
 SMALL = 128  # accelerators that separate the totals of small and large runs
@@ -86,6 +86,10 @@ class Scored:
         """NaN where not published."""
         return np.array([p.bytes or np.nan for p in self.points])
 
+    @property
+    def measured(self) -> tuple[np.ndarray, np.ndarray]:
+        return self.measured_seconds, self.measured_bytes
+
     def where(self, keep: Callable[[Point], bool]) -> Scored:
         """Select points."""
         chosen = np.array([keep(p) for p in self.points], bool)
@@ -143,7 +147,7 @@ def score(points: Sequence[Point], constants: Calibration | None = None) -> Scor
             size = getattr(said.footprint, bytes_of.get(p.memory_kind, "reserved"))
             found.append((said.step_seconds, float(size[0]), said.fullest.reserved / said.capacity))
         seconds, size, part = np.array(found).T
-    return Scored(points, seconds, size, part, *intervals(runs, constants or calibration()))
+    return Scored(points, seconds, size, part, *intervals(points))
 
 
 def group_by(scored: Scored, key: Callable[[Point], str]) -> dict[str, Scored]:

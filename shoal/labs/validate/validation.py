@@ -5,18 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import tomli_w
 
 from shoal.base.errors import UsageError
 from shoal.base.files import write_atomically
-from shoal.labs.validate.fit import (
-    assign_folds,
-    estimate_held_out,
-    fit_constants,
-    fit_held_out_intervals,
-    fit_spreads,
-    to_tables,
-)
+from shoal.labs.validate.fit import SPLITS, assign_groups, fit_constants, leave_out, measure_accuracy, to_tables
 from shoal.labs.validate.rows import Left, Point, read_folder
 from shoal.labs.validate.score import Scored, score
 from shoal.spec.catalog.calibration import Calibration, read_calibration
@@ -25,6 +19,12 @@ HEAD = (
     "# The constants of the calibrated cost model (shoal/planning/cost): what each means,\n"
     "# and what the fit found. Made by `shoal validate DIR --fit FILE`. `value` has what the measurements reached;\n"
     "# elsewhere `expected` counts.\n\n"
+)
+
+
+ACCURACY = (
+    "# Errors of estimates on published measurements that a fit had not seen: whole models and clusters, and for\n"
+    "# unknown software whole software left out. Made by `shoal validate DIR --fit FILE`.\n\n"
 )
 
 
@@ -38,6 +38,7 @@ class Validation:
         constants: constants of the scored cost model.
         scored: the points with their estimates.
         unseen: after a fit, each model's points with constants fitted to other models; else None.
+        accuracy: after a fit, the tables of `accuracy.toml`; else None.
     """
 
     points: list[Point]
@@ -45,10 +46,13 @@ class Validation:
     constants: Calibration
     scored: Scored
     unseen: Scored | None = None
+    accuracy: dict | None = None
 
     def write_constants(self, path: Path) -> None:
-        """Write the constants as a TOML file for ``constants`` of `validate_estimates`."""
-        write_atomically(path, HEAD + tomli_w.dumps(to_tables(self.constants, self.points)))
+        """Write the constants as TOML for ``constants`` of `validate_estimates`, and their accuracy beside it."""
+        write_atomically(path, HEAD + tomli_w.dumps(to_tables(self.constants)))
+        if self.accuracy:
+            write_atomically(path.with_stem(f"{path.stem}-accuracy"), ACCURACY + tomli_w.dumps(self.accuracy))
 
 
 def validate_estimates(folder: Path, *, constants: Path | None = None, fit: bool = False) -> Validation:
@@ -76,12 +80,12 @@ def validate_estimates(folder: Path, *, constants: Path | None = None, fit: bool
     points, left = read_folder(folder)
     if not points:
         raise UsageError(f"{folder}: no row of any CSV file there is a measured step; docs/validate.md has the columns")
-    unseen = None
-    if fit:
-        folds = assign_folds(points)
-        held_out = estimate_held_out(points, known, folds)
-        seconds, size, part = held_out
-        unseen = Scored(points, seconds, size, part, *fit_held_out_intervals(points, known, held_out, folds))
-        known = fit_spreads(points, fit_constants(points, known), held_out)
     own = None if constants is None and not fit else known
-    return Validation(points, left, known, score(points, own), unseen)
+    if not fit:
+        return Validation(points, left, known, score(points, own))
+    known = fit_constants(points, known)
+    errors = {split: leave_out(points, known, assign_groups(points, split)) for split in SPLITS}
+    scored = score(points, known)
+    seconds, size = (np.exp(e) * m for e, m in zip(errors["model"], scored.measured, strict=True))
+    unseen = Scored(points, seconds, size, scored.part, scored.time_spread, scored.memory_spread)
+    return Validation(points, left, known, scored, unseen, measure_accuracy(points, errors))

@@ -30,10 +30,10 @@ SCHEDULES = {"1f1b": (1.0, 1.0), "interleaved-1f1b": (1.0, 1.0), "zb-h1": (1 / 3
 Pipeline Parallelism, table 1); interleaving also divides the bubble by the stages of a rank."""
 E = 2.0  # bytes of an element during computation: bf16 or fp16
 FACTS = (
-    "gradient_bytes", "reduce_bytes", "overlap_data", "overlap_tensor", "overlap_pipeline", "balanced", "dropout",
-    "unit_messages", "bucket_copies", "shard_copies", "reduced_apart", "gathers_kept", "unsplit_logits", "fused_norm",
-    "ties_first", "ahead", "kept_ffn",
-)
+    "gradient_bytes", "reduce_bytes", "overlap_data", "overlap_gather", "overlap_tensor", "overlap_pipeline",
+    "balanced", "dropout", "unit_messages", "bucket_copies", "shard_copies", "reduced_apart", "gathers_kept",
+    "unsplit_logits", "fused_norm", "ties_first", "ahead", "fused_loss", "kept_ffn",
+)  # fmt: skip
 """Fields of `Runs` that are properties of the software, with the same names in `Software`."""
 
 
@@ -86,17 +86,18 @@ class Runs:
     nic: np.ndarray = _optional(inf)  # its share of the bandwidth out of the node
     network: np.ndarray = _optional(0)
     per_node: np.ndarray = _optional(8)  # accelerators
+    axes: np.ndarray = _optional(1)  # dimensions of a torus of accelerators; 1 on a switch
     through_memory: np.ndarray = _optional(0)  # 1 if ranks communicate through shared memory
     # Properties of the software, as in `shoal.spec.catalog.software`.
     gradient_bytes: np.ndarray = _optional(4)
     reduce_bytes: np.ndarray = _optional(4)
     overlap_data: np.ndarray = _optional(1)
+    overlap_gather: np.ndarray = _optional(0)
     overlap_tensor: np.ndarray = _optional(0)
     overlap_pipeline: np.ndarray = _optional(0)
     balanced: np.ndarray = _optional(0)
     dropout: np.ndarray = _optional(0)
     unit_messages: np.ndarray = _optional(1)
-    crowded: np.ndarray = _optional(0)
     bucket_copies: np.ndarray = _optional(0)
     shard_copies: np.ndarray = _optional(0)
     reduced_apart: np.ndarray = _optional(0)
@@ -105,6 +106,7 @@ class Runs:
     fused_norm: np.ndarray = _optional(1)  # 1 if a norm is one kernel
     ties_first: np.ndarray = _optional(0)  # 1 if stages are cut by cost, and a tie starts the next stage
     ahead: np.ndarray = _optional(0)  # 1 if the host does not wait for messages between stages
+    fused_loss: np.ndarray = _optional(0)
     kept_ffn: np.ndarray = _optional(4)
 
     @staticmethod
@@ -179,14 +181,13 @@ def describe_row(run: EstimatedRun) -> dict[str, Any]:
         "ep": layout.ep, "zero": layout.zero, "shard": layout.shards, "sequence_parallel": layout.sequence_parallel,
         "recompute": RECOMPUTE.index("operators" if operators else layout.recompute), "warmup": warmup, "alive": alive,
         "software": list(software_table()).index(software.name), "attention": ATTENTION.index(kernel),
-        "crowded": software.crowded and network == "efa-slow",
         "generation": GENERATIONS.index(machine.generation), "network": NETWORKS.index(network),
         "peak": machine.dense_flops(KINDS[run.policy.compute.name]), "attainable": machine.matmul_efficiency,
         "fp8": run.eight_bits, "peak8": machine.dense_flops("fp8") if run.eight_bits else 0.0,
         "hbm": machine.memory_bandwidth / wide, "memory": cluster.memory_bytes,
-        "inside": cluster.inside.bandwidth / wide if cluster.inside else inf,
+        "inside": cluster.inside.bandwidth * (2 if cluster.torus else 1) / wide if cluster.inside else inf,
         "nic": cluster.nics * cluster.nic.bandwidth / cluster.per_node / wide if cluster.nic else inf,
-        "per_node": cluster.per_node, "through_memory": cluster.at_once is not None,
+        "per_node": cluster.per_node, "axes": max(1, len(cluster.torus)), "through_memory": cluster.at_once is not None,
     }  # fmt: skip
 
 

@@ -69,6 +69,7 @@ def estimate_facts(
     least, most = map(show_bytes, estimate.memory_interval)
     found = [
         ("step", f"{show_seconds(step)}; 80 % interval {low} to {high}"),
+        ("accuracy of such a time", estimate.accuracy().describe()),
         ("tokens per second", f"{run.tokens / step:,.0f} ({run.tokens / step / run.cluster.size:,.0f} a device)"),
         ("MFU, of the dense peak", f"{100 * estimate.mfu:.1f} % ({100 * estimate.hfu:.1f} % with what is recomputed)"),
         ("memory of the fullest rank", f"{show_bytes(estimate.fullest.allocated)} allocated, "

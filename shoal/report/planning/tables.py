@@ -80,7 +80,8 @@ def lines(
     return [
         *head, *table_lines(["", "step", "MFU", "memory", "layout", "against the recommended"], rows), "",
         f"80 % intervals of the recommended: step {low} to {high}, memory {least} to {most}. Steps within "
-        f"{100 * TIE:.0f} % of each other are ties; of these the simplest is recommended.", "",
+        f"{100 * TIE:.0f} % of each other are ties; of these the simplest is recommended.",
+        f"Accuracy of such a time: {estimates[0].accuracy().describe()}.", "",
         *(f"{name}: {value}" for name, value in estimate_facts(estimates[0], tokens, price)[FACTS_OF_A_STEP:]), "",
         f"{searched}: {plan.seconds:.1f} s",
         "", *toml,

@@ -20,17 +20,15 @@ if TYPE_CHECKING:
     import numpy as np
 
 GENERATIONS = ("volta", "ampere", "hopper", "blackwell", "cdna", "tpu", "other")
-NETWORKS = ("infiniband", "roce", "efa", "omni-path", "efa-slow")
-"""Kinds of networks between nodes. efa-slow is for jobs whose measured collectives slowed down with each added node."""
-SPREADS = ("node", "small", "large")
-"""Scales with separate error estimates: one node, up to 128 accelerators, and more."""
+NETWORKS = ("infiniband", "roce", "efa", "omni-path", "tcp")
+"""Kinds of networks between nodes; tcp is any whose messages pass through the hosts' CPUs."""
 
 
 Value = float | tuple[float, ...]
 
 
 class Constant(Section):
-    """One constant: a single number, or one per generation, network, software or scale."""
+    """One constant: a single number, or one per generation, network or software."""
 
     meaning: str
     """Description of the constant."""
@@ -38,7 +36,7 @@ class Constant(Section):
     unit: str = "1"
     """Unit of the values."""
 
-    by: Literal["", "generation", "network", "software", "scale"] = ""
+    by: Literal["", "generation", "network", "software"] = ""
     """Key of a table of values, empty for a single number. Keys without a value use `expected`."""
 
     expected: NonNegativeFloat | dict[str, NonNegativeFloat]
@@ -93,7 +91,6 @@ def constant_names(by: str) -> tuple[str, ...]:
         "generation": GENERATIONS,
         "network": NETWORKS,
         "software": tuple(software_table()),
-        "scale": SPREADS,
     }[by]
 
 
@@ -127,6 +124,13 @@ class Calibration:
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self._arrays[name]
+
+    def at(self, name: str, *, generation: str = "other", network: str = "infiniband") -> float:
+        """Return a constant's value for a generation of accelerators, a network, or shoal itself."""
+        by, value = self.constants[name].by, self.values[name]
+        if not isinstance(value, tuple):
+            return value
+        return value[constant_names(by).index({"generation": generation, "network": network}.get(by, "shoal"))]
 
     def measured(self, values: Mapping[str, float]) -> Calibration:
         """Return a copy with measured values, each for all keys of its constant.

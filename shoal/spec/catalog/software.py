@@ -38,6 +38,9 @@ class Software(Section):
     overlap_data: bool = False
     """Whether gradients are reduced during backward."""
 
+    overlap_gather: bool = False
+    """Whether ZeRO-1 gathers updated parameters during forward."""
+
     overlap_tensor: bool = False
     """Whether tensor-parallel reductions overlap with weight gradients."""
 
@@ -66,9 +69,6 @@ class Software(Section):
     unit_messages: PositiveInt = 1
     """Collectives per layer for its parameters under ZeRO-3."""
 
-    crowded: bool = False
-    """Whether tensor-parallel peers slow its kernel launches in jobs with a slow network (observed, not explained)."""
-
     bucket_copies: NonNegativeInt = 0
     """Bytes per parameter in the buckets that replicas reduce; none without replicas."""
 
@@ -84,6 +84,9 @@ class Software(Section):
 
     unsplit_logits: bool = False
     """Whether the loss reads full-vocabulary logits on every tensor-parallel rank."""
+
+    fused_loss: bool = False
+    """Whether the loss writes the gradient of the logits in their place."""
 
     kept_ffn: PositiveInt = 4
     """Tensors of [b, s, f] that a gated block stores: gate, up, the activation and the product. A fused kernel stores

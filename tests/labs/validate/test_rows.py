@@ -71,7 +71,7 @@ def test_what_is_computed_again_has_a_name() -> None:
         ("flash_attention2 + RMS kernel", "AA-Scaling", "flash-2"),
         ("flash_attentionv1.0.8", "AA-Scaling", "flash-1"),
         ("flash-attn3", "Megatron-Core", "flash-3"),
-        ("flash-attn", "Megatron-Core", "flash-2"),
+        ("flash-attn", "Megatron-Core", "flash-3"),
         ("flash-attn", "llm-foundry/Composer FSDP1", "flash-1"),
         ("flash-attn", "Megatron-LM 2020", "flash-2"),
         ("torch", "AA-Scaling", "unfused"),

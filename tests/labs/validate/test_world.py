@@ -27,7 +27,7 @@ def test_estimates_are_as_near_as_they_should_be() -> None:
     _, precision, recall = every.out_of_memory
     assert precision >= 0.95 and recall >= 0.95
     for part in (few.time, many.time, every.memory):
-        assert 0.75 <= part.inside <= 0.95, "of the 80 % interval"
+        assert 0.7 <= part.inside <= 0.98, "of the 80 % interval, of which the width is of clusters left out too"
     good, families = scored().where(lambda p: p.quality == "A").best
     assert good / families > 0.7, "of families whose predicted best is as good as their best"
 

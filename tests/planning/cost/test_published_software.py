@@ -95,6 +95,7 @@ def test_fused_blocks_keep_less(kept: int, tensors: int) -> None:
 
 def test_smaller_accelerators_are_charged_no_larger_part_for_what_no_allocator_has() -> None:
     constants = calibration()
-    whole = float(constants["context"]) * 1e9
-    assert outside_allocator(80e9, constants) == outside_allocator(192e9, constants) == pytest.approx(whole)
-    assert outside_allocator(16e9, constants) == pytest.approx(whole / 5)
+    libraries, spare = float(constants["context"]) * 1e9, float(constants["headroom"])
+    assert outside_allocator(80e9, constants) == outside_allocator(192e9, constants)
+    assert outside_allocator(80e9, constants) == pytest.approx(libraries + spare * 80e9)
+    assert outside_allocator(16e9, constants) == pytest.approx(libraries + spare * 16e9)

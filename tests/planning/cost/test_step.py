@@ -65,7 +65,7 @@ def test_rows_of_experts_travel() -> None:
     k = Kernels(runs, calibration())
     assert k.routed[0] == 0
     each = 2 * 8192 * 2 * 4096
-    reached = runs.inside[1] * float(calibration()["inside"][2])
+    reached = runs.inside[1] * calibration().at("inside")
     assert k.routed[1] == pytest.approx(each * 7 / 8 / reached + float(k.group(runs.ep, 1).exchange_latency[1]))
     assert k.routed[2] > each / 2 / 50e9
     alone = Kernels(Runs.from_rows([sparse]), calibration())

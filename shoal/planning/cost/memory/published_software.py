@@ -101,7 +101,9 @@ def footprint(runs: Runs, constants: Calibration) -> Footprint:
     alive = np.where(alone, 1.0, np.minimum(r.microbatches, r.pp) * chunks * r.alive)
     after = np.where(r.pp > 2, np.minimum(r.microbatches, np.maximum(r.pp - 1, 1)) * chunks * r.alive, 0.0)
     waiting = np.where(alone, 1.0, np.minimum(r.microbatches, np.where(r.alive > 1, r.pp, 1.0)))
-    logits = r.tokens * r.vocab / np.where(r.unsplit_logits > 0, 1, r.tp) * k.constant("logit_bytes", "software")
+    unsplit = r.unsplit_logits > 0  # the gathered copy in fp32, and its gradient
+    each = k.constant("logit_bytes") * np.where(r.fused_loss > 0, 0.5, 1.0)
+    logits = r.tokens * r.vocab * np.where(unsplit, each + 8, each / r.tp)
     held = again + k.constants["gather_buffers"] * _gathered(k)
     first = _rank(k, first_layers, 1, alive, kept, held + np.where(alone, logits, 0.0))
     second = _rank(k, most_layers, r.pp == 2, after, kept, np.where(r.pp > 2, held, 0.0))
@@ -140,7 +142,7 @@ def _layer(k: Kernels) -> tuple[np.ndarray, np.ndarray]:
     """Return the bytes that one micro-batch saves per layer, and the bytes recomputed during its backward."""
     r, (q, kv) = k.runs, k.widths
     between, inputs = k.tokens_between, np.where(r.gathers_kept > 0, r.tokens, k.tokens_between)
-    norms = k.constant("kept_hidden", "software") + k.constants["kept_norm"] * (1 - r.fused_norm)
+    norms = k.constant("kept_hidden") + k.constants["kept_norm"] * (1 - r.fused_norm)
     hidden = r.hidden * (norms * between * E + 2 * r.dropout * between + 2 * inputs * E)
     heads = r.tokens * (E * (2 * q + 2 * kv) + 4 * r.heads / r.tp)
     scores = r.b / r.cp * r.heads / r.tp * r.s**2
@@ -178,9 +180,9 @@ def _rank(
     share, sharded = shard_parameters(r, weights, layers), r.zero > 0
     replicated = r.zero < 3
     gradients = np.where(replicated, weights * (r.gradient_bytes + r.bucket_copies * (r.dp > 1)), share * 4)
-    gathered = np.where(replicated, 0.0, E * (k.constant("gathered_layers", "software") * layer + ends / 2))
+    gathered = np.where(replicated, 0.0, E * (k.constant("gathered_layers") * layer + ends / 2))
     activations, unread = layers * alive * kept, _unread(k, layers, alive)
-    holes = np.where(r.microbatches > r.pp, k.constant("fragmentation", "software"), 0.0)
+    holes = np.where(r.microbatches > r.pp, k.constant("fragmentation"), 0.0)
     return RankBytes(
         np.where(replicated, E * weights, 0.0), gradients, share * (OPTIMIZER + r.shard_copies * sharded), activations,
         gathered, beside, share * c["update_bytes"], holes * (activations + beside + unread), unread,

@@ -23,12 +23,11 @@ from shoal.planning.cost.parameters import SPLITTING, StagePart
 from shoal.planning.run import EstimatedRun
 from shoal.spec.catalog.calibration import Calibration, cluster_calibration
 from shoal.spec.catalog.clusters import Cluster
-from shoal.spec.catalog.software import software_table
 
 T = TypeVar("T")
 V = TypeVar("V", float, np.ndarray)
 GB = 1e9
-FITTED_MEMORY = 80e9  # bytes of the accelerators whose failed runs `context` was fitted to
+FITTED_MEMORY = 80e9  # bytes of the accelerators whose failed runs `headroom` was fitted to
 
 
 class PassContext(NamedTuple):
@@ -332,14 +331,15 @@ def library_bytes(cluster: Cluster, calibration: Calibration) -> float:
 
 
 def outside_allocator(memory: V, calibration: Calibration) -> V:
-    """Return the bytes that a process needs outside torch's allocator, for accelerators with this memory.
+    """Return the bytes that a process needs outside torch's allocator, and spare ones, for some memory of a device.
 
-    On accelerators smaller than the fitted ones, the fraction of memory stays constant: most of it is the estimates'
-    error of a peak, which shrinks with the memory to fill (docs/validate.md).
+    Libraries take `context`. Peaks that no formula counts take `headroom`, a part of the memory up to that of the
+    accelerators whose failed runs it was fitted to (docs/validate.md).
     """
-    return calibration.numbers["context"] * GB * np.minimum(1.0, memory / FITTED_MEMORY)
+    c = calibration.numbers
+    return c["context"] * GB + c["headroom"] * np.minimum(memory, FITTED_MEMORY)
 
 
 def allocator_excess(calibration: Calibration) -> float:
     """Return the bytes that the allocator reserves in excess, relative to the transient bytes."""
-    return calibration.tables["fragmentation"][list(software_table()).index("shoal")]
+    return calibration.at("fragmentation")

@@ -11,9 +11,8 @@ from shoal.planning.cost.batched_runs import E, Runs, describe_row, network_name
 from shoal.planning.cost.time.kernels import Kernels
 from shoal.planning.run import EstimatedRun
 from shoal.spec.catalog import ModelShape
-from shoal.spec.catalog.calibration import GENERATIONS, NETWORKS, SPREADS, cluster_calibration
+from shoal.spec.catalog.calibration import cluster_calibration
 from shoal.spec.catalog.clusters import Cluster
-from shoal.spec.catalog.software import software_table
 
 
 class LayerTimes(NamedTuple):
@@ -43,30 +42,28 @@ class LayerTimes(NamedTuple):
 
 def attained(cluster: Cluster) -> Cluster:
     """Return the cluster with attained link bandwidths and latencies."""
-    c = cluster_calibration(cluster).tables
-    generation, network = GENERATIONS.index(cluster.accelerator.generation), NETWORKS.index(network_name(cluster))
+    c, network, generation = cluster_calibration(cluster), network_name(cluster), cluster.accelerator.generation
     inside, nic = cluster.inside, cluster.nic
     if inside:
-        latency = c["latency_inside"][generation] if not cluster.torus else inside.latency
-        inside = inside.model_copy(
-            update={"bandwidth": inside.bandwidth * c["inside"][generation], "latency": latency}
-        )
+        latency = c.at("latency_inside", generation=generation) if not cluster.torus else inside.latency
+        wide = inside.bandwidth * c.at("inside", generation=generation)
+        inside = inside.model_copy(update={"bandwidth": wide, "latency": latency})
     if nic:
-        part, latency = c["outside"][network], c["latency_outside"][network]
+        part, latency = c.at("outside", network=network), c.at("latency_outside", network=network)
         nic = nic.model_copy(update={"bandwidth": nic.bandwidth * part, "latency": latency})
-    return replace(cluster, inside=inside, nic=nic, thin=c["thin"][network])
+    return replace(cluster, inside=inside, nic=nic, thin=c.at("thin", network=network))
 
 
 def memory_rate(cluster: Cluster) -> float:
     """Return the attained memory bandwidth of kernels in bytes/s."""
-    attains = cluster_calibration(cluster).tables["hbm"]
-    return cluster.accelerator.memory_bandwidth * attains[GENERATIONS.index(cluster.accelerator.generation)]
+    machine = cluster.accelerator
+    return machine.memory_bandwidth * cluster_calibration(cluster).at("hbm", generation=machine.generation)
 
 
 def product_rate(cluster: Cluster, kind: str) -> float:
     """Return the FLOP/s that a large product attains in 16 or 32 bits, for a format of the accelerator's peaks."""
     machine = cluster.accelerator
-    part = cluster_calibration(cluster).tables["product"][GENERATIONS.index(machine.generation)]
+    part = cluster_calibration(cluster).at("product", generation=machine.generation)
     return machine.dense_flops(kind) * min(part, machine.matmul_efficiency)
 
 
@@ -95,17 +92,9 @@ def layer_times(run: EstimatedRun, shape: ModelShape, s: int) -> LayerTimes:
     launches_again = {"none": 0.0, "selective": c["launch_selective"], "full": 1.0}[layout.recompute]
     launches_backward = k.launches * (c["launch_backward"] + launches_again)
     head = k.product(runs.tokens, runs.hidden, runs.vocab / runs.tp, k.rate)
-    loss = 4 * k.constant("passes_loss", "software") * runs.tokens * runs.vocab / runs.tp / (k.hbm * wide)
+    loss = 4 * k.constant("passes_loss") * runs.tokens * runs.vocab / runs.tp / (k.hbm * wide)
     found = (
         k.products, attention, k.elements, attention_backward, k.exchange, exposed, k.launches, launches_backward, head,
         loss,
     )  # fmt: skip
     return LayerTimes(*(float(seconds[0]) for seconds in found))
-
-
-def spread(run: EstimatedRun, kind: str = "time") -> float:
-    """Return half of the 80 % interval of an estimate's logarithm."""
-    c, cluster = cluster_calibration(run.cluster).tables, run.cluster
-    scale = "node" if cluster.nodes == 1 else "small" if cluster.size <= 128 else "large"
-    width = c[f"spread_{kind}"][list(software_table()).index(run.software.name)]
-    return width * c["spread_scale"][SPREADS.index(scale)] if kind == "time" else width

@@ -13,7 +13,7 @@ import numpy as np
 
 from shoal.planning.cost.batched_runs import E, Runs
 from shoal.planning.cost.time.communication import CommunicationGroup
-from shoal.spec.catalog.calibration import Calibration
+from shoal.spec.catalog.calibration import NETWORKS, Calibration
 
 FLASH = 2  # from this index of `ATTENTION` on, scores never reach memory
 
@@ -30,44 +30,51 @@ class Kernels:
     def __init__(self, runs: Runs, calibration: Calibration):
         self.runs, self.calibration, self.constants = runs, calibration, calibration.numbers
 
-    def constant(self, name: str, by: str) -> np.ndarray:
-        """Return a constant's value for each run."""
-        return self.calibration[name][self.runs.code(by)]
+    def constant(self, name: str) -> np.ndarray:
+        """Return a constant's value for each run, or its single value."""
+        by, value = self.calibration.constants[name].by, self.calibration[name]
+        return value[self.runs.code(by)] if by else value
 
     # ---- rates ---------------------------------------------------------------------------------------------------
 
     @cached_property
     def hbm(self) -> np.ndarray:
         """Attained memory bandwidth in bytes/s."""
-        return self.runs.hbm * self.constant("hbm", "generation")
+        return self.runs.hbm * self.constant("hbm")
 
     @cached_property
     def rate(self) -> np.ndarray:
         """FLOP/s that a large product attains in 16 bits, at most the rate of the best-shaped product."""
-        return self.runs.peak * np.minimum(self.constant("product", "generation"), self.runs.attainable)
+        return self.runs.peak * np.minimum(self.constant("product"), self.runs.attainable)
 
     @cached_property
     def layer_rate(self) -> np.ndarray:
         """Attained FLOP/s of a layer's products, in 8 bits if these are."""
         r = self.runs
-        return np.where(r.fp8 > 0, r.peak8 * self.constant("product_fp8", "generation"), self.rate)
+        return np.where(r.fp8 > 0, r.peak8 * self.constant("product_fp8"), self.rate)
+
+    @cached_property
+    def outside(self) -> np.ndarray:
+        """Attained bytes/s of an accelerator's own share of the adapters, between two nodes."""
+        return self.runs.nic * self.constant("outside")
 
     def group(self, ranks: np.ndarray, stride: np.ndarray | float) -> CommunicationGroup[np.ndarray]:
         """Return groups of ranks, ``stride`` apart, among equal groups of the ranks between them."""
         r, c = self.runs, self.constants
         local = np.clip(r.per_node // np.maximum(stride, 1), 1, ranks)
         nodes = np.ceil(ranks / local)
-        inside = r.inside * self.constant("inside", "generation")
-        outside = r.nic * self.constant("outside", "network")  # each accelerator's own share of the adapters
-        out = local * outside * (nodes / 2) ** -self.constant("thin", "network")
+        # A ring on each axis of a torus, of 16 chips at most.
+        axes = np.clip(np.ceil(np.log2(np.maximum(ranks, 2)) / 4), 1, r.axes)
+        inside = axes * r.inside * self.constant("inside")
+        out = local * self.outside * (nodes / 2) ** -self.constant("thin")
         out = np.minimum(out, np.where(local > 1, inside, inf))
-        near = np.where(r.through_memory > 0, np.ceil(np.log2(local)), local - 1)
-        hop, far_hop = self.constant("latency_inside", "generation"), self.constant("latency_outside", "network")
+        near = np.where(r.through_memory > 0, np.ceil(np.log2(local)), axes * (local ** (1 / axes) - 1))
+        hop, far_hop = self.constant("latency_inside"), self.constant("latency_outside")
         steps = near * hop + (nodes - 1) * far_hop
         meeting = c["collective_launch"] + c["wait"] * np.log2(np.maximum(ranks, 1))
         latency = np.where(ranks > 1, meeting + steps, 0.0)
         bandwidth = np.where(nodes > 1, out, inside)
-        slowest = np.maximum((local - 1) / inside, (ranks - local) / outside)
+        slowest = np.maximum((local - 1) / inside, (ranks - local) / self.outside)
         exchange = np.where(slowest > 0, (ranks - 1) / np.where(slowest > 0, slowest, 1.0), inf)
         gathering = latency * (1 + r.through_memory)
         return CommunicationGroup(ranks, bandwidth, exchange, bandwidth, gathering, 2 * latency, latency, latency)
@@ -82,7 +89,7 @@ class Kernels:
 
     def product(self, m: np.ndarray, k: np.ndarray, n: np.ndarray, rate: np.ndarray) -> np.ndarray:
         """Return the seconds of [m, k] x [k, n]: by FLOPs, with a penalty for small sides, or by bytes."""
-        short_m, short_k = self.constant("short_m", "generation"), self.constant("short_k", "generation")
+        short_m, short_k = self.constant("short_m"), self.constant("short_k")
         shape = 1 + short_m / m + short_k * (1 / k + 1 / n)
         return soft_max(2 * m * k * n / rate * shape, E * (m * k + k * n + m * n) / self.hbm, 4.0)
 
@@ -115,13 +122,11 @@ class Kernels:
         """Seconds of a layer's attention core, forward and backward."""
         r, c, (q, _) = self.runs, self.constants, self.widths
         flops = 4 * r.tokens * r.s * q * np.where(self.scores_in_memory, 1.0, 0.5)
-        flash_1, flash_2 = self.constant("flash_1", "generation"), self.constant("flash_2", "generation")
-        part = np.where(r.attention == FLASH, flash_1, flash_2)
+        kernels = [self.constant(name) for name in ("flash_1", "flash_2", "flash_3")]
+        part = np.choose(np.clip(r.code("attention") - FLASH, 0, 2), kernels)
         part = part * r.head_dim / (r.head_dim + c["narrow_head"]) * r.s / (r.s + c["short_sequence"])
-        core = flops / (r.peak * np.where(self.scores_in_memory, self.constant("batched_product", "generation"), part))
-        matrices, written = r.b * r.heads / r.tp, r.attention < FLASH
-        core = core * np.where(written & (r.head_dim % 8 != 0), c["odd_head"], 1.0)
-        core = core * np.where(written & (matrices == 16), c["batch_of_16"], 1.0)
+        core = flops / (r.peak * np.where(self.scores_in_memory, self.constant("batched_product"), part))
+        core = core * np.where(self.scores_in_memory & (r.head_dim % 8 != 0), c["odd_head"], 1.0)
         scores = E * r.b / r.cp * r.heads / r.tp * r.s**2
         passes = np.where(self.plain_softmax, c["plain_softmax"], c["fused_softmax"])
         moved = np.where(self.scores_in_memory, passes * scores / self.hbm, 0.0)
@@ -137,8 +142,8 @@ class Kernels:
     def elements(self) -> np.ndarray:
         """Seconds of a layer's elementwise operations in a forward: bytes over attained memory bandwidth."""
         r, c, (q, kv) = self.runs, self.constants, self.widths
-        norms = self.constant("passes_hidden", "software") + c["passes_norm"] * (1 - r.fused_norm)
-        wide = self.constant("passes_ffn", "software") * (1 + r.gated) * r.ffn * r.active / r.tp
+        norms = self.constant("passes_hidden") + c["passes_norm"] * (1 - r.fused_norm)
+        wide = self.constant("passes_ffn") * (1 + r.gated) * r.ffn * r.active / r.tp
         inner = self.tokens_between * r.hidden / r.tp_x * norms + r.tokens * (wide + c["passes_heads"] * (q + 2 * kv))
         return E * inner / self.hbm
 
@@ -161,18 +166,32 @@ class Kernels:
         return self.group(r.ep, 1).all_to_all(rows * (r.ep - 1) / r.ep)
 
     @cached_property
+    def context(self) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of a layer's forward and backward in which ring attention waits for keys and values.
+
+        A block travels while the one before is computed; in backward with its gradients (Liu et al. 2023).
+        """
+        r, (_, kv) = self.runs, self.widths
+        far = r.cp * r.tp > r.per_node
+        link = np.where(far, self.outside, r.inside * self.constant("inside"))
+        block = self.constants["collective_launch"] + 2 * E * r.tokens * kv / link
+        forward, backward = (seconds / r.cp for seconds in self.attention)
+        waits = np.maximum(block - forward, 0.0), np.maximum(2 * block - backward, 0.0)
+        return (r.cp - 1) * waits[0], (r.cp - 1) * waits[1]
+
+    @cached_property
     def launches(self) -> np.ndarray:
         """Seconds in which the host launches a layer's forward: a lower bound of the forward."""
         r, c = self.runs, self.constants
-        apart = (r.ranks > r.per_node) & (r.tp > 1) & (r.crowded > 0)
         more = c["launch_exchange"] * (r.tp > 1) + c["launch_plain_softmax"] * self.plain_softmax
-        waiting = 2 * self.group(r.tp, 1).sum_latency * apart
-        return self.constant("launch", "software") * (1 + more + c["launch_crowded"] * r.tp * apart) + waiting
+        # The hosts' cores also carry the messages of all tensor-parallel ranks to other nodes.
+        carried = (r.network == NETWORKS.index("tcp")) & (r.ranks > r.per_node) & (r.tp > 1)
+        return self.constant("launch") * (1 + more + c["launch_crowded"] * r.tp * carried)
 
     @cached_property
     def forward(self) -> np.ndarray:
         """Seconds of a layer's forward on the accelerator."""
-        return self.products + self.attention[0] + self.elements + 2 * self.exchange + 2 * self.routed
+        return self.products + self.attention[0] + self.elements + 2 * self.exchange + 2 * self.routed + self.context[0]
 
     @cached_property
     def again(self) -> np.ndarray:
@@ -192,7 +211,7 @@ class Kernels:
         hidden = np.minimum(sums * self.constants["hide_tensor"], self.products)
         exposed = sums - np.where(r.overlap_tensor > 0, hidden, 0.0)
         computing = 2 * self.products + self.attention[1] + 2 * self.elements
-        return computing + exposed + 2 * self.routed + self.again
+        return computing + exposed + 2 * self.routed + self.context[1] + self.again
 
     @cached_property
     def launches_of_both(self) -> np.ndarray:
@@ -213,5 +232,5 @@ class Kernels:
     def head(self) -> np.ndarray:
         """Seconds of forward and backward of the output matrix and the loss."""
         r, n, rows = self.runs, self.runs.tokens, self.runs.vocab / self.runs.tp
-        loss = 4 * self.constant("passes_loss", "software") * n * rows / self.hbm
+        loss = 4 * self.constant("passes_loss") * n * rows / self.hbm
         return 3 * self.product(n, r.hidden, rows, self.rate) + loss + self.exchange

@@ -25,7 +25,6 @@ from shoal.planning.cost.time.communication import CommunicationGroup, axis_exte
 from shoal.planning.cost.time.engine_layer import LayerTimes, attained, layer_times, memory_rate
 from shoal.planning.cost.time.traffic import context_parallel, even_share
 from shoal.planning.run import EstimatedRun
-from shoal.spec.catalog.calibration import GENERATIONS
 from shoal.spec.layout import Layout
 from shoal.spec.number_formats import FP32
 
@@ -342,7 +341,7 @@ class StagePrices(StageMemory):
             return 0.0
         holders = self.group("stage" if run.shape.experts else "holders")
         wide = "fp32" in machine.peak_flops and not (machine.devices and run.policy.storage == FP32)  # `orthogonal`
-        part = self.calibration.tables["product"][GENERATIONS.index(machine.generation)]
+        part = self.calibration.at("product", generation=machine.generation)
         rate = machine.dense_flops("fp32" if wide else machine.half) * min(part, machine.matmul_efficiency)
         pieces = -(-found.elements // AT_ONCE)
         size = found.elements * run.policy.storage.itemsize / pieces

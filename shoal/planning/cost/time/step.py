@@ -116,9 +116,9 @@ def step(runs: Runs, constants: Calibration) -> StepTimes:
     added = c["accumulate"] * (E + 2 * r.gradient_bytes) * weights  # bytes: gradient read, its sum read and written
     accumulate = np.where(r.zero < 3, added * r.microbatches / k.hbm, 0.0)
     update = shard_parameters(r, weights, most_layers) * c["update"] / k.hbm
-    reduction = _reduction(k, weights, most_layers * k.backward)
+    reduction = _reduction(k, weights, most_layers * k.forward, most_layers * k.backward)
     sharing = r.microbatches * sharding * slower + reduction
-    return StepTimes((busy + accumulate) * slower, bubble * slower, sharing, update, k.constant("fixed", "software"))
+    return StepTimes((busy + accumulate) * slower, bubble * slower, sharing, update, k.constant("fixed"))
 
 
 def explain_step(k: Kernels, times: StepTimes) -> dict[str, np.ndarray]:
@@ -140,7 +140,8 @@ def explain_step(k: Kernels, times: StepTimes) -> dict[str, np.ndarray]:
         "element by element": layers * 3 * k.elements + head * (k.head - product - k.exchange),
         "recomputation": layers * k.again,
         "tensor parallelism": layers * (k.forward + k.backward - 3 * k.products - sum(k.attention) - 3 * k.elements
-                                        - 4 * k.routed - k.again) + head * k.exchange,
+                                        - 4 * k.routed - sum(k.context) - k.again) + head * k.exchange,
+        "context parallelism": layers * sum(k.context),
         "expert parallelism": layers * 4 * k.routed,
         "messages between stages": messages,
     }  # fmt: skip
@@ -152,11 +153,11 @@ def explain_step(k: Kernels, times: StepTimes) -> dict[str, np.ndarray]:
 def _hop(k: Kernels) -> np.ndarray:
     r = k.runs
     far = r.ranks > r.per_node
-    bandwidth = np.where(far, r.nic * k.constant("outside", "network"), r.inside * k.constant("inside", "generation"))
+    bandwidth = np.where(far, k.outside, r.inside * k.constant("inside"))
     return k.constants["hop"] + E * k.tokens_between * r.hidden / bandwidth
 
 
-def _reduction(k: Kernels, weights: np.ndarray, backward: np.ndarray) -> np.ndarray:
+def _reduction(k: Kernels, weights: np.ndarray, forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
     """Return the exposed gradient reduction after the backward, and the parameter gather of ZeRO-1 and 2.
 
     With ZeRO-3 only shards remain to be reduced, between the groups that each hold a full copy (hybrid sharding).
@@ -170,6 +171,9 @@ def _reduction(k: Kernels, weights: np.ndarray, backward: np.ndarray) -> np.ndar
     hidden = np.where(r.overlap_data > 0, k.constants["hide_data"] * backward, 0.0)
     left = np.maximum(total - hidden, LAST_BUCKET * total)
     gather = k.group(r.shard, r.tp).all_gather(weights * E)
+    gather = np.where(
+        r.overlap_gather > 0, np.maximum(gather - k.constants["hide_data"] * forward, LAST_BUCKET * gather), gather
+    )
     return left + np.where((r.zero > 0) & (r.zero < 3), gather, 0.0)
 
 
@@ -181,4 +185,5 @@ def _sharding(k: Kernels, weights: np.ndarray, forward: np.ndarray, backward: np
     gather = group.all_gather(weights * E, messages)
     reduce = group.all_gather(weights * r.reduce_bytes, messages)
     late = soft_max(forward, gather, 6.0) - forward + soft_max(backward, gather + reduce, 6.0) - backward
-    return np.where((r.zero == 3) & (r.shard > 1), late + c["contention"] * (2 * gather + reduce), 0.0)
+    slowed = np.where(r.axes > 1, 0.0, c["contention"])  # a TPU's transfers take none of its compute units
+    return np.where((r.zero == 3) & (r.shard > 1), late + slowed * (2 * gather + reduce), 0.0)
