@@ -23,8 +23,8 @@ HEAD = (
 
 
 ACCURACY = (
-    "# Errors of estimates on published measurements that a fit had not seen: whole models and clusters, and for\n"
-    "# unknown software whole software left out. Made by `shoal validate DIR --fit FILE`.\n\n"
+    "# Errors of estimates on published measurements that a fit had not seen: models and clusters left out, and for\n"
+    "# unknown software the software. Made by `shoal validate DIR --fit FILE`.\n\n"
 )
 
 
