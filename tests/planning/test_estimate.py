@@ -301,7 +301,7 @@ def test_what_cannot_be_is_refused(options: dict, layout: dict, says: str) -> No
 
 def test_the_command(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
-    words = "estimate --model llama-3-70b --cluster 64x8xH100 --parallel.tp 8 --parallel.pp 4 --parallel.zero 1"
+    words = "estimate --model llama-3-70b --cluster 64x8xH100 --parallel.tp 8 --parallel.pp 4"
     assert main([*words.split(), "--out", str(page)]) == 1
     said = capsys.readouterr().out
     assert said.startswith("Does not fit: needs") and " a step (" in said.splitlines()[1]

@@ -12,7 +12,7 @@ from shoal.planning.cost.flops import PUE, dollars, kilowatt_hours, petaflop_day
 from shoal.planning.estimate import StepEstimate
 from shoal.planning.software_estimate import estimate_run
 
-FACTS_OF_A_STEP = 4  # rows of `estimate_facts` before the complete training's
+FACTS_OF_A_STEP = 5  # rows of `estimate_facts` before the complete training's
 ROUNDING = 1e-9  # relative to a step; omit smaller parts
 
 
