@@ -10,7 +10,7 @@ from shoal.base.errors import UsageError
 from shoal.cli.main import main
 from shoal.labs.calibration.from_gpu import write_gpu_catalog
 from shoal.spec.catalog.accelerators import accelerator
-from shoal.spec.catalog.calibration import GENERATIONS, calibration
+from shoal.spec.catalog.calibration import calibration
 
 PEAK = accelerator("h200-sxm").dense_flops("bf16") / 1e12
 
@@ -25,7 +25,7 @@ def write_part(folder: Path, part: int, rows: list[dict[str, Any]], **header: An
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
     """Results of a device whose large products attain 75 % of the peak, and attention 60 %."""
-    short = {name: float(calibration()[name][GENERATIONS.index("hopper")]) for name in ("short_m", "short_k")}
+    short = {name: calibration().at(name, generation="hopper") for name in ("short_m", "short_k")}
     numbers = calibration().numbers
     rows: list[dict[str, Any]] = []
     for name, k, n in (("q, k, v", 4096, 6144), ("down", 14336, 4096)):
