@@ -127,6 +127,8 @@ class Kernels:
         part = part * r.head_dim / (r.head_dim + c["narrow_head"]) * r.s / (r.s + c["short_sequence"])
         core = flops / (r.peak * np.where(self.scores_in_memory, self.constant("batched_product"), part))
         core = core * np.where(self.scores_in_memory & (r.head_dim % 8 != 0), c["odd_head"], 1.0)
+        sixteen = self.scores_in_memory & (r.b * r.heads / r.tp == 16)
+        core = core * np.where(sixteen, c["batch_of_16"], 1.0)
         scores = E * r.b / r.cp * r.heads / r.tp * r.s**2
         passes = np.where(self.plain_softmax, c["plain_softmax"], c["fused_softmax"])
         moved = np.where(self.scores_in_memory, passes * scores / self.hbm, 0.0)
