@@ -101,8 +101,8 @@ def test_stages_and_their_shardings_are_found_together_and_run(tmp_path, capsys,
     times = re.search(r"^2 stages, 4 micro-batches: (\d+) µs a step; without stages (\d+) µs", said, re.M)
     assert times and int(times[1]) < int(times[2])
     first, second = said.split("\nstage ")[1:]
-    assert "layers 0 to 1 on device 0 to 1, mesh x=2" in first and "layers 2 to 3 on device 2 to 3, mesh x=2" in second
-    for stage, columns, row in ((first, ("0.query", "0.key", "0.value"), "0.mix"), (second, ("1.up",), "1.down")):
+    assert "layers 0 to 2 on device 0 to 1, mesh x=2" in first and "layers 3 to 3 on device 2 to 3, mesh x=2" in second
+    for stage, columns, row in ((first, ("0.query", "0.key", "0.value", "1.up"), "0.mix"), (second, (), "1.down")):
         for name in columns:
             assert re.search(rf"^{name}.weight +\[Ax, B\] +\[Ax, B\]", stage, re.M), "split by output"
         assert re.search(rf"^{row}.weight +\[A, Bx\] +\[A, Bx\]", stage, re.M), "split by input"
