@@ -17,8 +17,7 @@ from shoal.engine.device import pick_device
 from shoal.engine.models.transformer import Transformer
 from shoal.pipeline.from_layout import check_run
 from shoal.spec.catalog import ModelShape
-from shoal.spec.config import RunConfig
-from shoal.spec.config.model import ModelConfig
+from shoal.spec.config import RunConfig, build_config
 from shoal.spec.sync_methods import UNSYNCHRONISED
 from shoal.training.fault_knobs import FaultKnobs
 
@@ -55,7 +54,8 @@ def check_weights(config: RunConfig) -> None:
     vocab = load_tokenizer(config.data.tokenizer).vocab_size
     shape = config.model.shape(vocab=vocab, sequence_length=config.data.sequence_length)
     folder = expanded(config.model.weights, "model.weights")
-    stored = ModelConfig(name="of a folder", **read_hf_config(folder)).shape(vocab=1, sequence_length=1)
+    stored = build_config({"model": {"name": folder.name, **read_hf_config(folder)}}).model.shape(
+        vocab=1, sequence_length=1)
     ours, theirs = (each.model_dump(exclude={"experts", "max_sequence"}) for each in (shape, stored))
     for field in (field for field in ours if ours[field] != theirs[field]):
         raise UsageError(f"model.{field} = {ours[field]!r}, but the model of model.weights = '{folder}' has "

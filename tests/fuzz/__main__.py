@@ -9,12 +9,13 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from pathlib import Path
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from tests.fuzz.targets import TARGETS, target
+from tests.fuzz.targets import TARGETS, Stuck, target
 
 CHUNK = 2500  # cases of one process
 MEMORY = 12 << 30  # of its address space: what asks for more fails loudly
@@ -43,24 +44,35 @@ def main() -> int:
                 print(f"{name}, seed {words[-1]}: exit {done.returncode}\n{done.stderr[-3000:]}", flush=True)
             else:
                 found.update(json.loads(done.stdout.splitlines()[-1]))
+                if done.stderr:
+                    failed += 1
+                    print(f"{name}, seed {words[-1]}:\n{done.stderr[-20_000:]}", flush=True)
         said = ", ".join(f"{count:,} {what}" for what, count in sorted(found.items()))
         print(f"{name}: {sum(found.values()):,} cases in {time.monotonic() - begin:.0f} s: {said}", flush=True)
     return 1 if failed else 0
 
 
 def chunk(name: str, cases: int, number: int) -> dict[str, int]:
-    """Some cases of a target in this process; whatever is found ends it with a traceback."""
+    """Some cases of a target in this process; the first failure of each kind and place is printed."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    found = Counter()
+    found, seen = Counter(), set()
     with tempfile.TemporaryDirectory() as folder:
         drawn, read = target(name, Path(folder))
 
         @seed(number)
         @settings(max_examples=cases, deadline=None, database=None, suppress_health_check=list(HealthCheck),
-                  phases=[Phase.generate, Phase.shrink])
+                  phases=[Phase.generate])
         @given(drawn)
         def every(case):
-            found[read(case)] += 1
+            try:
+                found[read(case)] += 1
+            except (Exception, Stuck) as error:
+                found[type(error).__name__] += 1
+                place = traceback.extract_tb(error.__traceback__)[-1]
+                if (where := (type(error), place.filename, place.lineno)) not in seen:
+                    seen.add(where)
+                    traceback.print_exc(limit=-8)
+                    print(f"case: {case!r:.3000}\n", file=sys.stderr)
 
         every()
     return dict(found)

@@ -1,4 +1,4 @@
-"""What is fuzzed: the loader of configs, the reader of checkpoints, the reader of data.
+"""What is fuzzed: the loader of configs, the readers of checkpoints and data, and commands (`tests.fuzz.commands`).
 
 Each target draws a case, and reads it. Nothing but a `UsageError` may come out, within `SECONDS`.
 """
@@ -30,7 +30,8 @@ from shoal.launch.checks.memory import check_memory
 from shoal.spec.config import RunConfig, build_config, load_config
 from shoal.training.check import check
 from tests.engine.checkpoint.cuts import cut, whole, write_checkpoint
-from tests.fuzz.wild import WILD, WORDS, changed, changed_bytes
+from tests.fuzz.commands import COMMAND_TARGETS, command_target
+from tests.fuzz.wild import WILD, WORDS, changed, changed_bytes, put, toml
 
 SECONDS = 20  # of CPU, for one case: on a busy machine the clock on the wall says nothing
 
@@ -41,18 +42,21 @@ class Stuck(BaseException):
 
 @contextmanager
 def limited() -> Iterator[None]:
-    """Stop what takes more than `SECONDS`."""
+    """Stop what takes more than `SECONDS`, or waits for ever."""
 
     def stop(*_: object) -> None:
         raise Stuck
 
-    former = signal.signal(signal.SIGPROF, stop)
-    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    timers = {signal.SIGPROF: (signal.ITIMER_PROF, SECONDS), signal.SIGALRM: (signal.ITIMER_REAL, 30 * SECONDS)}
+    former = {which: signal.signal(which, stop) for which in timers}
+    for timer, seconds in timers.values():
+        signal.setitimer(timer, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, former)
+        for which, (timer, _) in timers.items():
+            signal.setitimer(timer, 0)
+            signal.signal(which, former[which])
 
 
 def outcome(read: Callable[[], object]) -> str:
@@ -101,25 +105,7 @@ def some_config(draw: Callable) -> bytes:
         values.setdefault(draw(st.sampled_from([section] * 9 + ["trian"])), {})[key] = value
     if draw(st.integers(0, 9)) == 0:
         values[draw(WORDS)] = draw(WILD)
-    return _toml(values).encode(errors="surrogatepass")
-
-
-def _toml(values: dict[str, Any]) -> str:
-    lines = []
-    for section, fields in values.items():
-        if isinstance(fields, dict):
-            lines += [f"[{json.dumps(section)}]", *(f"{json.dumps(k)} = {_value(v)}" for k, v in fields.items())]
-        else:
-            lines.insert(0, f"{json.dumps(section)} = {_value(fields)}")
-    return "\n".join(lines)
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(k)} = {_value(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_value, value)) + "]"
-    return "nan" if value is None else str(value) if isinstance(value, float) else json.dumps(value)
+    return toml(values).encode(errors="surrogatepass")
 
 
 def read_config(content: bytes, folder: Path) -> str:
@@ -204,19 +190,6 @@ def read_checkpoint(files: dict[str, bytes | str | None], folder: Path) -> str:
     )
     found = {outcome(read) for read in reads}
     return "refused" if "refused" in found else "accepted"
-
-
-def put(path: Path, files: dict[str, bytes | str | None]) -> None:
-    """Make a folder of these files; a text is a link, None a folder."""
-    shutil.rmtree(path, ignore_errors=True)
-    path.mkdir(parents=True)
-    for name, content in files.items():
-        if content is None:
-            (path / name).mkdir()
-        elif isinstance(content, str):
-            (path / name).symlink_to(content)
-        else:
-            (path / name).write_bytes(content)
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------
@@ -320,6 +293,9 @@ def read_data(case: tuple[str, Any], good: Corpora, folder: Path) -> str:
 
 def target(name: str, folder: Path) -> tuple[st.SearchStrategy, Callable[[Any], str]]:
     """What draws the cases of a target, and what reads one."""
+    if name in COMMAND_TARGETS:
+        cases, run = command_target(name, folder)
+        return cases, lambda case: outcome(lambda: run(case))
     scratch = folder / "scratch"
     scratch.mkdir(parents=True)
     if name == "config":
@@ -330,4 +306,4 @@ def target(name: str, folder: Path) -> tuple[st.SearchStrategy, Callable[[Any], 
     return some_data(good), lambda case: read_data(case, good, scratch)
 
 
-TARGETS = ("config", "checkpoint", "data")
+TARGETS = ("config", "checkpoint", "data", *COMMAND_TARGETS)

@@ -1,9 +1,14 @@
-"""What nobody should write into a file: values of every kind, changes of a good tree, changes of good bytes."""
+"""What nobody should write into a file: values of every kind, changes of a good tree, changes of good bytes; and the
+writers of such trees and folders."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
@@ -92,3 +97,40 @@ def changed_bytes(draw: Callable, content: bytes, most: int = 4) -> bytes:
                 extreme = draw(st.sampled_from([b"\xff", b"\0", b"\x7f", b'"', b"{", b"9"]))
                 data[place : place + length] = extreme * length
     return bytes(data)
+
+
+def toml(values: Any) -> str:
+    """TOML of a tree whose tables may be none, and whose values may have none in TOML."""
+    lines = []
+    if not isinstance(values, dict):
+        return _value(values)
+    for section, fields in values.items():
+        if isinstance(fields, dict):
+            lines += [f"[{json.dumps(section)}]", *(f"{json.dumps(k)} = {_value(v)}" for k, v in fields.items())]
+        else:
+            lines.insert(0, f"{json.dumps(section)} = {_value(fields)}")
+    return "\n".join(lines)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(k)} = {_value(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    return "nan" if value is None else str(value) if isinstance(value, float) else json.dumps(value)
+
+
+def put(path: Path, files: Mapping[str, bytes | str | None]) -> None:
+    """Make a folder of these files by their names in it; a text is where a link leads, None a folder, "|" a pipe."""
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+    for name, content in files.items():
+        (file := path / name).parent.mkdir(parents=True, exist_ok=True)
+        if content is None:
+            file.mkdir()
+        elif content == "|":
+            os.mkfifo(file)
+        elif isinstance(content, str):
+            file.symlink_to(content)
+        else:
+            file.write_bytes(content)

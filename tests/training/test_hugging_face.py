@@ -192,3 +192,7 @@ def test_the_model_of_the_folder_is_that_of_the_run(tmp_path):
     changed = config.model_copy(update={"model": config.model.model_copy(update={"rope_theta": 77.0})})
     with pytest.raises(shoal.UsageError, match=r"model\.rope_theta = 77\.0, but the model of model.weights"):
         check_weights(changed)
+    values = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(values | {"vocab_size": "many"}))
+    with pytest.raises(shoal.UsageError, match=r"model\.vocab = 'many'"):
+        check_weights(config)

@@ -6,12 +6,15 @@ CPU cores have no entry: data sheets do not give their peak, so it is measured o
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 from pydantic import Field, PositiveFloat
 
 from shoal.base.errors import UsageError
 from shoal.base.section import Section
 from shoal.spec.catalog.tables import entries, find
+
+Generation = Literal["volta", "ampere", "hopper", "blackwell", "cdna", "tpu", "other"]
 
 
 class Accelerator(Section):
@@ -38,9 +41,8 @@ class Accelerator(Section):
     matmul_efficiency: float = Field(default=0.8, gt=0, le=1)
     """Fraction of the dense peak that the best-shaped matrix product attains."""
 
-    generation: str = "other"
-    """Key of the generation-specific constants of the calibrated cost model
-    (`shoal.spec.catalog.calibration.GENERATIONS`)."""
+    generation: Generation = "other"
+    """Key of the generation-specific constants of the calibrated cost model."""
 
     watts: PositiveFloat | None = None
     """Maximum power of the board in W; None if the manufacturer does not publish it."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from shoal.base.errors import UsageError, did_you_mean
 from shoal.base.files import read_toml
 from shoal.base.section import Section, validate
+from shoal.spec.catalog.accelerators import Generation
 from shoal.spec.catalog.clusters import Cluster
 from shoal.spec.catalog.software import software_table
 from shoal.spec.catalog.tables import shipped
@@ -19,7 +20,7 @@ from shoal.spec.catalog.tables import shipped
 if TYPE_CHECKING:
     import numpy as np
 
-GENERATIONS = ("volta", "ampere", "hopper", "blackwell", "cdna", "tpu", "other")
+GENERATIONS = get_args(Generation)
 NETWORKS = ("infiniband", "roce", "efa", "omni-path", "tcp")
 """Kinds of networks between nodes; tcp is any whose messages pass through the hosts' CPUs."""
 

@@ -172,7 +172,7 @@ def _profile(paths: Sequence[Path]) -> Profile:
     headers, ranks = [], []
     for path in paths:
         header, *lines = map(json.loads, read_text(path).splitlines())  # written atomically, so never truncated
-        actions = tuple(Action(Op(op), *numbers) for op, *numbers in header["actions"])
+        actions = tuple(Action(Op(op), *map(int, numbers)) for op, *numbers in header["actions"])
         begin, arrived, end = times = tuple(
             [[float(time) for time in line[name]] for line in lines] for name in ("begin", "arrived", "end")
         )

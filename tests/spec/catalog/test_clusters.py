@@ -147,6 +147,8 @@ def test_a_wrong_model_is_refused(own, given, instead, says):
         ("[accelerators]\nx = 1", "holds tables with a name"),
         ("[accelerators", "is not TOML"),
         ("[accelerators.abacus]\npeak_flops = {}\nmemory_bytes = -1\nsource = 'x'", "memory_bytes"),
+        ("[accelerators.abacus]\npeak_flops = {}\nmemory_bytes = 1\nmemory_bandwidth = 1\nsource = 'x'\n"
+         "generation = 'hoppe'", "generation = 'hoppe'"),
         (None, "no such file"),
     ],
 )

@@ -99,6 +99,7 @@ DAMAGED = {
     "no header": lambda lines: lines[1:],
     "nothing": lambda lines: [],
     "a list": lambda lines: ["[]", *lines[1:]],
+    "a list for a stage": lambda lines: [lines[0].replace('["F",0,', '["F",[],'), *lines[1:]],
     "other actions": lambda lines: [lines[0].replace('"actions":[[', '"actions":[["F",9],['), *lines[1:]],
 }
 
