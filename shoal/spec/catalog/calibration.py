@@ -181,9 +181,13 @@ def _constants(tables: dict[str, Any], source: str) -> dict[str, Constant]:
     return {name: validate(Constant, values, source=source, prefix=name) for name, values in tables.items()}
 
 
-@cache
 def calibration() -> Calibration:
-    """Return shoal's own calibration."""
+    """Return shoal's own calibration, with values for each software of the catalog."""
+    return _read_own(constant_names("software"))
+
+
+@cache
+def _read_own(software: tuple[str, ...]) -> Calibration:
     return read_calibration()
 
 
