@@ -117,4 +117,6 @@ def change_rows(estimate: StepEstimate) -> list[tuple[str, str]]:
          f"({100 * (other.step_seconds / estimate.step_seconds - 1):+.0f} %), {show_bytes(other.fullest.reserved)}")
         for name, other in every
     ]  # fmt: skip
-    return found or [("", "no tried change is faster" if estimate.fits else "none, on this cluster with this batch")]
+    if not found and not estimate.fits:
+        return [("none", "on this cluster with this batch")]
+    return found or [("", "no tried change is faster")]
