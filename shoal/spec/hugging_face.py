@@ -101,7 +101,7 @@ def _gpt_fields(config: Config) -> dict[str, Any]:
 
 def _llama_fields(config: Config, family: HFFamily, where: str) -> dict[str, Any]:
     hidden, heads, longest = config["hidden_size"], config["num_attention_heads"], config["max_position_embeddings"]
-    window = config.get("sliding_window")
+    window = config.get("sliding_window", 4096 if config["model_type"] == "mistral" else None)  # its default
     if window and config.get("model_type") in ("mistral", "mixtral") and window < longest:
         raise UsageError(f"{where}: sliding_window = {window}: shoal computes full attention alone.\n"
                          f"  Trained on sequences of at most {window} tokens the model is the same: set "

@@ -152,6 +152,7 @@ def test_the_commands(tmp_path, capsys, monkeypatch):
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "rope_type = 'yarn'"),
         ({"num_hidden_layers": None, "hidden_size": None}, "config.json"),
         ({"model_type": "mistral", "sliding_window": 16}, "sliding_window = 16"),
+        ({"model_type": "mistral", "max_position_embeddings": 8192}, "sliding_window = 4096"),
         ({"num_hidden_layers": 3}, "no file has the tensor 'model.layers.2."),
         ({"intermediate_size": 64}, "has the shape (48, 32), this model (64, 32)"),
         ({"max_position_embeddings": "long"}, "config.json: config: model.max_sequence = 'long'"),
