@@ -105,8 +105,7 @@ def write_atomically(path: Path, content: str | bytes, *, new: bool = False) -> 
             file.flush()
             os.fsync(file.fileno())  # before it replaces the existing file
         if new:
-            os.link(partial, path)
-            partial.unlink()
+            _claim(partial, path)
             return
         if mode is not None:
             partial.chmod(mode)
@@ -117,6 +116,19 @@ def write_atomically(path: Path, content: str | bytes, *, new: bool = False) -> 
         with suppress(OSError):
             partial.unlink(missing_ok=True)
         raise
+
+
+def _claim(partial: Path, path: Path) -> None:
+    """Rename a file, unless another one has its new name."""
+    try:
+        os.link(partial, path)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links
+        path.open("xb").close()
+        partial.replace(path)
+    else:
+        partial.unlink()
 
 
 def make_folder(path: Path) -> Path:

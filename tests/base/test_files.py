@@ -2,6 +2,7 @@
 
 import os
 import socket
+from unittest.mock import Mock
 
 import pytest
 
@@ -114,7 +115,11 @@ def test_what_cannot_be_written_leaves_all_as_it_was(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["a"] and (tmp_path / "a").read_text() == "old"
 
 
-def test_what_should_be_new_is_in_place_of_nothing(tmp_path):
+@pytest.mark.parametrize("links", [True, False])
+def test_what_should_be_new_is_in_place_of_nothing(links, tmp_path, monkeypatch):
+    """Also on a file system without hard links."""
+    if not links:
+        monkeypatch.setattr(os, "link", Mock(side_effect=PermissionError(1, "Operation not permitted")))
     write_atomically(tmp_path / "a", "first", new=True)
     with pytest.raises(FileExistsError):
         write_atomically(tmp_path / "a", "second", new=True)

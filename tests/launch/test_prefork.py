@@ -149,9 +149,9 @@ import os, sys
 from pathlib import Path
 import shoal.launch.preload
 from shoal.launch.prefork import PreforkServer
-end = open("registered", "w")
+end = os.open("registered", os.O_CREAT | os.O_WRONLY)  # no buffer, which forks would share
 import atexit
-atexit.register(end.write, "once ")
+atexit.register(os.write, end, b"once ")
 with PreforkServer(os.environ, preload=["shoal.training.trainer"]) as server:
     command = Path(f"/proc/{server.pid}/cmdline").read_bytes()
     assert command == Path("/proc/self/cmdline").read_bytes(), command  # no second interpreter

@@ -224,6 +224,8 @@ class Checkpointer:
             if self._renames or not committed:
                 storage.remove(folder)  # remove the remains of the renamed folder
         self._remove_old(step)
+        if self._renames:
+            self._remove_uncommitted()  # of saves that failed on a disk that was full or away
         return note
 
     def _set_old_aside(self, folder: AnyPath, step: int) -> tuple[str, bool]:
@@ -258,6 +260,10 @@ class Checkpointer:
                 storage.rename(path, going)
             storage.remove(going)
 
+    def _remove_uncommitted(self) -> None:
+        for name in filter(UNCOMMITTED.fullmatch, storage.list_names(self._folder)):
+            storage.remove(self._folder / name)
+
     # ---- helpers -----------------------------------------------------------------------------------------------------
 
     def _open(self, fresh: bool) -> str:
@@ -265,8 +271,7 @@ class Checkpointer:
             check_folder(self._folder, fresh=True)
         try:
             self._lock = _lock_folder(self._folder)
-            for name in filter(UNCOMMITTED.fullmatch, storage.list_names(self._folder)):  # left by a killed run
-                storage.remove(self._folder / name)
+            self._remove_uncommitted()  # left by a killed run
         except UnwritableFolder as error:
             if fresh:
                 raise

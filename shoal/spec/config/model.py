@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field, PositiveFloat, create_model
 
@@ -14,6 +14,8 @@ from shoal.spec.catalog import Depths, Experts, ModelShape, RopeScaling, model_n
 
 NEEDED = ("family", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "max_sequence", "tied")
 """Fields that together give a model that is not in the catalog."""
+
+P = TypeVar("P", bound=BaseModel)
 
 _EXPERTS_PER_TOKEN = {"switch": 1, "gshard": 2}  # default number of experts per token of these gates
 
@@ -158,31 +160,21 @@ class ModelConfig(Section):
         return self.name not in model_names() and all(getattr(self, field) is not None for field in NEEDED)
 
     def _rope_scaling(self, shape: ModelShape) -> RopeScaling | None:
-        given = self.rope_scaling.model_dump(exclude_none=True)
-        if shape.rope_scaling is None and not given:
+        scaling = _merge(RopeScaling, shape.rope_scaling, self.rope_scaling)
+        if scaling is None:
             return None
-        if shape.rope_scaling is None and "factor" not in given:
-            name, value = next(iter(given.items()))
-            raise UsageError(f"model.rope_scaling.{name} = {value}, but model {self.name} does not rescale its rotary "
-                             "frequencies.\n  Set model.rope_scaling.factor.")
-        scaling = RopeScaling(**(shape.rope_scaling.model_dump() if shape.rope_scaling else {}) | given)
         if scaling.low_frequency >= scaling.high_frequency:
             raise UsageError(f"model.rope_scaling.low_frequency = {scaling.low_frequency:g} is not below "
                              f"high_frequency = {scaling.high_frequency:g}.\n  Make it smaller.")
         return scaling
 
     def _experts(self, shape: ModelShape) -> Experts | None:
-        given = self.experts.model_dump(exclude_none=True)
-        if shape.experts is None and not given:
+        defaults: dict[str, int] = {"ffn": shape.ffn} if shape.experts is None else {}
+        if (gate := self.experts.model_dump()["gate"]) in _EXPERTS_PER_TOKEN:
+            defaults["per_token"] = _EXPERTS_PER_TOKEN[gate]
+        experts = _merge(Experts, shape.experts, self.experts, defaults)
+        if experts is None:
             return None
-        if shape.experts is None and "count" not in given:
-            name, value = next(iter(given.items()))
-            raise UsageError(f"model.experts.{name} = {value}, but model {self.name} has no experts.\n"
-                             "  Set model.experts.count, the experts of a layer.")
-        values = {"ffn": shape.ffn} if shape.experts is None else shape.experts.model_dump()
-        if (chosen := given.get("gate")) in _EXPERTS_PER_TOKEN:
-            values["per_token"] = _EXPERTS_PER_TOKEN[chosen]
-        experts = Experts(**values | given)
         gate = experts.gate
         if not experts.layers(shape.layers):
             raise UsageError(f"model.experts: of {shape.layers} layers none has experts with first = {experts.first} "
@@ -204,15 +196,31 @@ class ModelConfig(Section):
         return experts
 
     def _depths(self, shape: ModelShape) -> Depths | None:
-        given = self.depths.model_dump(exclude_none=True)
-        if shape.depths is None and not given:
+        depths = _merge(Depths, shape.depths, self.depths)
+        if depths is None:
             return None
-        if shape.depths is None and "capacity" not in given:
-            name, value = next(iter(given.items()))
-            raise UsageError(f"model.depths.{name} = {value}, but all layers of model {self.name} take all tokens.\n"
-                             "  Set model.depths.capacity, the part of the tokens that pass through a layer.")
-        depths = Depths(**(shape.depths.model_dump() if shape.depths else {}) | given)
         if not depths.layers(shape.layers):
             raise UsageError(f"model.depths: of {shape.layers} layers none takes some tokens with first = "
                              f"{depths.first} and every = {depths.every}.\n  Make them smaller.")
         return depths
+
+
+_FIRST = {Experts: ("experts", "count"), Depths: ("depths", "capacity"), RopeScaling: ("rope_scaling", "factor")}
+"""Name of each optional part of a model, and the field that gives a model this part."""
+
+
+def _merge(part: type[P], base: P | None, overrides: Section, defaults: Mapping[str, Any] = {}) -> P | None:
+    """Return a part of the catalog's model with the defaults and overrides; None if the model has no such part.
+
+    Raises:
+        UsageError: the model has no such part, and the field that would give it one is missing.
+    """
+    given = overrides.model_dump(exclude_none=True)
+    if base is None and not given:
+        return None
+    name, first = _FIRST[part]
+    if base is None and first not in given:
+        field, value = next(iter(given.items()))
+        raise UsageError(f"model.{name}.{field} = {value}, but the model has no {name}.\n"
+                         f"  Set model.{name}.{first} too.")
+    return part(**{**(base.model_dump() if base else {}), **defaults, **given})

@@ -12,8 +12,8 @@ class FaultType:
     """A kind of fault.
 
     Attributes:
-        codes: exit codes that the run may have: 0 if it recovers by itself; () for any other. A run that ends with
-            another code than 0 is repaired and resumed.
+        codes: exit codes that the run may have: 0 if it recovers by itself. A run that ends with another is repaired
+            and resumed.
     """
 
     effect: str  # see `Planted`; "" if it comes from outside the ranks
@@ -46,8 +46,8 @@ KINDS = {
     "truncated-checkpoint": FaultType("truncate", "any", r"step-\d+\S* is damaged", late=True),
     "missing-file": FaultType("remove", "any", r"step-\d+\S* cannot be read", late=True),
     "bit-shard": FaultType("shard", "any", r"damaged shard \S+\.bin: its checksum", late=True, codes=(2,)),
-    "disk-full": FaultType("", "", r"[Nn]o space left on device", late=True, codes=()),
-    "read-only": FaultType("", "", r"[Rr]ead-only file system", late=True, codes=()),
+    "disk-full": FaultType("", "", r"[Nn]o space left on device", late=True),
+    "read-only": FaultType("", "", r"[Rr]ead-only file system", late=True),
     "slow": FaultType("slow", "forward", r"slowest: rank RANK "),
     "lost-node": FaultType("kill", "any", r"rank RANK was killed(.|\n)*devices available: now on", rounded=True),
     "returned-node": FaultType(

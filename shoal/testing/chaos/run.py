@@ -33,9 +33,9 @@ from shoal.testing.chaos.fault_types import KINDS, NEED_MOUNTS
 from shoal.training.check import check
 from shoal.training.resilience.events import read_events
 
-COLUMNS = ("fault", "tried", "survived", "steps lost, mean", "most", "recoveries in process", *(
-    f"seconds to recover, {name}" for name in ("least", "median", "99 %", "most")
-))
+COLUMNS = (
+    "fault", "tried", "survived", "lost, mean", "most", "in process", "seconds, least", "median", "99 %", "most",
+)
 
 
 @dataclass(frozen=True)

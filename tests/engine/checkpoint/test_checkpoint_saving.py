@@ -184,3 +184,20 @@ def test_a_new_run_is_refused_in_the_folder_of_another(make, tmp_path):
     with pytest.raises(CheckpointError, match=r"already holds step-00000001 of another run"):
         Checkpointer(tmp_path, group=None, keep=1, asynchronous=True, fresh=True)
     Checkpointer(tmp_path / "own", group=None, keep=1, asynchronous=True, fresh=True).close()
+
+
+def test_what_a_failed_save_left_goes_with_the_next_good_one(make, tmp_path, monkeypatch):
+    """A disk that is away or read-only lets nothing be removed."""
+    checkpointer = make()
+
+    def no_disk(*_):
+        raise OSError(30, "Read-only file system")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(storage, "rename", no_disk)
+        broken.setattr(storage, "remove", no_disk)
+        with pytest.raises(CheckpointError, match="Read-only"):
+            checkpointer.save(1, weights(1), {}, block=True)
+    assert len(list(tmp_path.glob(".staging*"))) == 1
+    checkpointer.save(2, weights(2), {}, block=True)
+    assert list(tmp_path.glob(".staging*")) == [] and steps(tmp_path) == [2]
