@@ -60,6 +60,9 @@ def plan_operators(
     4
     """
     machine = cluster(cluster_name)
+    if machine.missing:
+        full = machine.part(machine.nodes - 1).name
+        raise UsageError(f"--cluster {cluster_name}: grids need full nodes.\n  Give {full}.")
     known = {name: f for name, f in FORMATS.items() if f.compute.name in KINDS and f.products == "compute"}
     if precision not in known:
         raise UsageError(f"--precision {precision}: {did_you_mean(precision, known)}")

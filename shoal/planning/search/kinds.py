@@ -36,7 +36,7 @@ def mesh_complexity(fields: Mapping[str, Any], cluster: Cluster) -> int:
         fields: fields of a layout.
     """
     axes = sum(fields[axis] > 1 for axis in ("tp", "cp", "ep", "pp"))
-    across = 4 * (fields["tp"] > cluster.per_node)  # every layer waits for the network between nodes
+    across = 4 * (cluster.per_node % fields["tp"] > 0)  # every layer waits for the network between nodes
     return axes + across + (fields["cp"] > fields["ulysses"] > 1)
 
 

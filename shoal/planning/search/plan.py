@@ -38,6 +38,7 @@ class Plan:
     Attributes:
         run: the run that was searched for, without a layout.
         best: the recommended layout, then others; see `shoal.planning.search.kinds.Shelf.list`.
+        nearby: faster plans of runs with another global batch, or on fewer devices (`shoal.planning.search.nearby`).
         usual: the usual layout for a model of this size (`shoal.planning.search.usual`), also if it does not fit.
         players: players of programs, by pipeline ranks, micro-batches, schedule and stages on each rank.
         known: cached counts of their stages, see `StagePrices`.
@@ -48,6 +49,7 @@ class Plan:
 
     run: EstimatedRun
     best: list[PricedLayout] = field(default_factory=list)
+    nearby: list[Plan] = field(default_factory=list)
     usual: PricedLayout | None = None
     players: dict[tuple, Player] = field(default_factory=dict)
     known: dict = field(default_factory=dict)
@@ -62,6 +64,11 @@ class Plan:
         usual = self.usual
         beside = usual and all(found.layout != usual.layout for found in self.best)
         return [*self.best, usual] if usual and beside else self.best
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second of the fastest layout; 0 if none fits."""
+        return max((self.run.tokens / found.seconds for found in self.best), default=0.0)
 
     @property
     def found(self) -> PricedLayout:

@@ -14,6 +14,8 @@ from shoal.planning.cost.memory.stage import StageMemory
 from shoal.planning.describe import TOKENS_PER_STEP, parse_batch, with_positions
 from shoal.planning.estimable import check_device, check_names, check_trained
 from shoal.planning.run import EstimatedRun
+from shoal.planning.search.kinds import TIE
+from shoal.planning.search.nearby import nearby_runs
 from shoal.planning.search.plan import Plan, Progressing
 from shoal.planning.search.search import search
 from shoal.planning.search.space import LayoutSpace, check_fixed, layouts
@@ -24,6 +26,7 @@ from shoal.spec.catalog.clusters import cluster as cluster_of
 from shoal.spec.catalog.software import Software, find_software
 from shoal.spec.layout import MOST_RANKS, Layout
 
+SIMPLE = ("1f1b", "interleaved-1f1b", "zb-h1")  # schedules of `nearby` plans
 MOST_NODES = 4096  # maximum number of nodes that `fewest` tries
 
 
@@ -106,17 +109,49 @@ class LayoutPlanner:
             UsageError: no layout can split the model and the batch over the cluster.
         """
         run = self.run
-        if next(layouts(run, self.space), None) is None:
+        if not self._divides(run):
             given = f" with --fix {self.fixed}" if self.fixed else ""
             raise UsageError(
                 f"no layout of {run.cluster.size:,} devices{given} can split {self.model} and "
                 f"{run.global_batch:,} sequences of {run.sequence_length:,} tokens, whatever the memory."
-                "\n  Fix fewer fields, or change --cluster, --global-batch or --sequence-length."
+                f"\n  {self._remedy()}"
             )
         plan = search(run, self.space, progress=progress)
+        plan.nearby = self._faster_nearby(plan, progress)
         if not self.fixed and run.shape.depths is None and (usual := find_usual(run)):
             plan.usual = usual
         return plan
+
+    def _divides(self, run: EstimatedRun) -> bool:
+        """Return whether any layout can split the model and the batch over the cluster."""
+        return next(layouts(run, self.space), None) is not None
+
+    def _remedy(self) -> str:
+        """Return the nearest global batch and cluster that a layout can split."""
+        batch, part = (next(filter(self._divides, runs), None) for runs in nearby_runs(self.run, more=0))
+        found = [f"--global-batch {batch.global_batch}"] if batch else []
+        found += [f"--cluster {part.cluster.name}"] if part else []
+        if found:
+            return f"Give {' or '.join(found)}."
+        return "Fix fewer fields, or change --cluster, --global-batch or --sequence-length."
+
+    def _faster_nearby(self, plan: Plan, progress: Progressing | None) -> list[Plan]:
+        """Find plans with more tokens per second, beyond a tie, with another global batch, and on fewer devices.
+
+        If nothing fits, the fastest that do. Only even stages and the simpler schedules are tried, unless fields are
+        fixed.
+        """
+        found, space = [], self.space if self.fixed else replace(self.space, schedules=SIMPLE, uneven=False)
+        for runs in nearby_runs(plan.run):
+            best, rate = None, plan.tokens_per_second
+            for run in runs:
+                within = run.tokens / (rate * (1 + TIE)) if rate else inf
+                other = search(run, space, diverse=False, within=within, progress=progress)
+                if other.best:
+                    best, rate = other, other.tokens_per_second
+            if best:
+                found.append(best)
+        return found
 
     def best_on(self, cluster: Cluster, progress: Progressing | None = None, within: float = inf) -> Plan | None:
         """Find the fastest layout on another cluster; None if none fits within ``within`` seconds per step."""
@@ -124,33 +159,13 @@ class LayoutPlanner:
         plan = search(run, self.space, diverse=False, within=within, progress=progress)
         return plan if plan.best else None
 
-    def sized(self, nodes: int, per_node: int | None = None) -> Cluster:
-        """Return the same kind of cluster with another number of nodes, or a part of one.
-
-        Raises:
-            UsageError: the cluster is a torus (a slice of a pod), or several nodes have no known interconnect.
-        """
-        machine = self.run.cluster
-        if machine.torus:
-            raise UsageError(
-                f"cluster '{machine.name}': slices of a pod have sizes of their own.\n  Plan them one by one."
-            )
-        if nodes > 1 and machine.nic is None:
-            raise UsageError(
-                f"cluster '{machine.name}' is one node, which says nothing of a network."
-                f"\n  Name two, as 2x{machine.name}."
-            )
-        each = per_node or machine.per_node
-        nics = max(1, machine.nics * each // machine.per_node)
-        return replace(machine, nodes=nodes, per_node=each, nics=nics, nic=machine.nic if nodes > 1 else None)
-
     def on_nodes(self, nodes: Sequence[int], progress: Progressing | None = None) -> list[Plan | None]:
         """Find the best layout for each number of nodes; None if nothing fits.
 
         Raises:
             UsageError: the cluster cannot have this number of nodes.
         """
-        return [self.best_on(machine, progress) for machine in [self.sized(count) for count in nodes]]
+        return [self.best_on(machine, progress) for machine in [self.run.cluster.part(count) for count in nodes]]
 
     def fewest(self, progress: Progressing | None = None) -> Plan | None:
         """Find the fewest devices of the cluster's kind on which the model fits; None if it fits on none.
@@ -163,7 +178,7 @@ class LayoutPlanner:
         if machine.nic:
             sizes += [(nodes, machine.per_node) for nodes in range(2, MOST_NODES + 1)]
         weights, capacity = run.shape.parameters() * run.policy.compute.itemsize, StageMemory(run).capacity
-        enough = (self.sized(nodes, each) for nodes, each in sizes if nodes * each * capacity >= weights)
+        enough = (self.run.cluster.part(nodes, each) for nodes, each in sizes if nodes * each * capacity >= weights)
         return next(filter(None, (self.best_on(cluster, progress) for cluster in enough)), None)
 
     def what_if(self, progress: Progressing | None = None) -> dict[str, Plan | None]:
@@ -232,7 +247,7 @@ class LayoutPlanner:
         flops = 3 * run.tokens * sum(layer.projections + layer.mlp for layer in layers)  # attention may be halved
         products = flops / run.cluster.accelerator.dense_flops(run.products)
         for nodes in range(run.cluster.nodes, 0, -1):
-            machine = self.sized(nodes)
+            machine = self.run.cluster.part(nodes)
             most = min(device_seconds / machine.size, found.found.seconds if found else inf)
             if products / machine.size > most:
                 break

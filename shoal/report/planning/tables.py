@@ -55,7 +55,7 @@ def lines(
     if not plan.best:
         limit = show_bytes(StageMemory(run).capacity)
         return [red(f"No searched layout fits in {limit}."),
-                "  `shoal plan --fewest` finds the number of devices that it needs.", "", *head]  # fmt: skip
+                "  `shoal plan --fewest` finds the number of devices that it needs.", *nearby_lines(plan), "", *head]  # fmt: skip
     every = zip(plan.listed, estimates, reasons(plan, estimates), strict=True)
     rows = [
         [found.role, show_seconds(found.seconds), f"{100 * estimate.mfu:.1f} %", show_bytes(found.memory.reserved),
@@ -81,11 +81,24 @@ def lines(
         *head, *table_lines(["", "step", "MFU", "memory", "layout", "against the recommended"], rows), "",
         f"80 % intervals of the recommended: step {low} to {high}, memory {least} to {most}. Steps within "
         f"{100 * TIE:.0f} % of each other are ties; of these the simplest is recommended.",
-        f"Accuracy of such a time: {estimates[0].accuracy().describe()}.", "",
+        f"Accuracy of such a time: {estimates[0].accuracy().describe()}.",
+        *nearby_lines(plan), "",
         *(f"{name}: {value}" for name, value in estimate_facts(estimates[0], tokens, price)[FACTS_OF_A_STEP:]), "",
         f"{searched}: {plan.seconds:.1f} s",
         "", *toml,
     ]
+
+
+def nearby_lines(plan: Plan) -> Iterator[str]:
+    """Yield a line for each faster run nearby, or that fits: what changes, what it gains, and its layout."""
+    run, rate = plan.run, plan.tokens_per_second
+    for other in plan.nearby:
+        if (batch := other.run.global_batch) != run.global_batch:
+            what = f"--global-batch {batch} ({100 * (batch / run.global_batch - 1):+.1f} %)"
+        else:
+            what = f"--cluster {other.run.cluster.name} ({run.cluster.size - other.run.cluster.size:,} devices fewer)"
+        gain = f"{100 * (other.tokens_per_second / rate - 1):.0f} % more" if rate else f"{other.tokens_per_second:,.0f}"
+        yield f"{'Faster' if rate else 'Fits'}: {what}: {gain} tokens per second, {words(other.found.layout)}."
 
 
 def words(layout: Layout) -> str:

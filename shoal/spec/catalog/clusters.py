@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
@@ -108,6 +108,7 @@ class Cluster:
         thin: loss of adapter bandwidth in collectives when the number of nodes doubles: the exponent of a power law.
         at_once: accelerators of a node that compute at the same time, and share its memory; None for all.
         watts: power of one accelerator with its share of the node; None if unknown.
+        missing: accelerators that the last node has less than the others.
         constants: constants of the calibrated cost model measured on this cluster.
     """
 
@@ -123,6 +124,7 @@ class Cluster:
     thin: float = 0.0
     at_once: int | None = None
     watts: float | None = None
+    missing: int = 0
     constants: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -138,7 +140,28 @@ class Cluster:
     @property
     def size(self) -> int:
         """Number of accelerators."""
-        return self.nodes * self.per_node
+        return self.nodes * self.per_node - self.missing
+
+    def part(self, nodes: int, per_node: int | None = None) -> Cluster:
+        """Return the same kind of cluster with another number of full nodes, or with a part of each.
+
+        Raises:
+            UsageError: the cluster is a torus (a slice of a pod), or several nodes have no known interconnect.
+        """
+        if self.torus:
+            raise UsageError(
+                f"cluster '{self.name}': slices of a pod have sizes of their own.\n  Plan them one by one."
+            )
+        if nodes > 1 and self.nic is None:
+            raise UsageError(
+                f"cluster '{self.name}' is one node, which says nothing of a network."
+                f"\n  Name two, as 2x{self.name}."
+            )
+        each = per_node or self.per_node
+        name = f"{each}x{re.sub(r'^([0-9]+x){1,2}', '', self.name)}"
+        name = f"{nodes}x{name}" if nodes > 1 else name
+        nics, nic = max(1, self.nics * each // self.per_node), self.nic if nodes > 1 else None
+        return replace(self, name=name, nodes=nodes, per_node=each, nics=nics, nic=nic, missing=0)
 
     def closed(self, chips: int) -> bool:
         """Return whether a torus axis of this size is a ring."""
@@ -151,7 +174,8 @@ class Cluster:
             return what
         if self.torus:
             return f"{what}, torus {' x '.join(map(str, self.torus))} of {self.inside.name}"
-        out = f", {self.nodes:,} nodes with {self.nics} x {self.nic.name}" if self.nic else ""
+        last = f" (the last has {self.per_node - self.missing})" if self.missing else ""
+        out = f", {self.nodes:,} nodes{last} with {self.nics} x {self.nic.name}" if self.nic else ""
         return f"{what}, {self.inside.name} inside {'each node' if self.nic else 'the node'}{out}"
 
 
@@ -173,7 +197,7 @@ def cluster(name: str) -> Cluster:
     """Return a cluster by its name.
 
     ``8xH100`` is a node, ``64x8xH100`` 64 nodes; ``-IB400`` selects another network between them; ``4xA100`` is half a
-    node. ``v5p-4096`` is a slice of a pod in the manufacturer's notation, which for v4 and v5p counts TensorCores, two
+    node; ``100xH100`` is 12 nodes of 8 and one of 4. ``v5p-4096`` is a slice of a pod in the manufacturer's notation, which for v4 and v5p counts TensorCores, two
     per chip.
 
     >>> cluster("64x8xH100-IB200").nic.name, cluster("v5p-4096").torus
@@ -204,13 +228,9 @@ def cluster(name: str) -> Cluster:
     count, each = int(wanted or 1), int(per_node or (node.per_node if wanted else 1))
     if not count or not each:
         raise UsageError(f"cluster '{name}': at least one node of at least one {kind}.")
+    missing = 0
     if wanted is None and each > node.per_node:
-        if each % node.per_node:
-            raise UsageError(
-                f"cluster '{name}': a node has {node.per_node} {kind}, which does not divide {each}."
-                f"\n  Write nodes and accelerators of each, as {-(-each // node.per_node)}x{node.per_node}x{kind}."
-            )
-        count, each = each // node.per_node, node.per_node
+        count, missing, each = -(-each // node.per_node), -each % node.per_node, node.per_node
     if each > node.per_node:
         raise UsageError(f"cluster '{name}': a node has at most {node.per_node} {kind}, not {each}.")
     adapter = NETWORKS[network.upper()] if network else node.nic
@@ -220,7 +240,7 @@ def cluster(name: str) -> Cluster:
     nics = max(1, (node.nics or node.per_node) * each // node.per_node)
     return Cluster(
         name, accelerator(node.accelerator), count, each, link(node.inside), nic, nics, at_once=node.at_once,
-        watts=node.watts / node.per_node if node.watts else None, constants=node.constants,
+        watts=node.watts / node.per_node if node.watts else None, missing=missing, constants=node.constants,
     )
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from shoal.cli.main import main
 from shoal.planning.search.planner import LayoutPlanner
-from shoal.planning.search.space import LayoutSpace
+from shoal.planning.search.search import search
+from shoal.planning.search.space import LayoutSpace, check_fixed
 
 FEW = LayoutSpace(("1f1b", "zb-h1"), most_virtual=2, uneven=False)
 SMALL = "--global-batch 30 --sequence-length 512 --fix recompute=none,micro-batch=1"
@@ -23,14 +24,34 @@ def planner(*names: str, global_batch: int, space: LayoutSpace = FEW) -> LayoutP
 def test_the_fewest_may_be_a_number_that_does_not_divide_a_node() -> None:
     asked = planner("llama-2-13b", "2x8xH100", global_batch=12)
     assert asked.fewest().run.cluster.size == 3
-    assert all(asked.best_on(asked.sized(1, n)) is None for n in (1, 2))
+    assert all(asked.best_on(asked.run.cluster.part(1, n)) is None for n in (1, 2))
+
+
+def test_an_awkward_size_names_the_batch_and_the_devices_that_gain(capsys: pytest.CaptureFixture) -> None:
+    fixed = "recompute=none,micro-batch=1,schedule=1f1b"
+    assert main(["plan", *f"--cluster 25x8xH100 --global-batch 512 --fix {fixed}".split()]) == 0
+    said = capsys.readouterr().out
+    batch = re.search(r"^Faster: --global-batch 500 \(-2.3 %\): (\d+) % more tokens per second, dp", said, re.M)
+    fewer = re.search(r"^Faster: --cluster 24x8xH100 \(8 devices fewer\): (\d+) % more tokens per second", said, re.M)
+    assert batch and fewer
+    before = search(LayoutPlanner(cluster="25x8xH100", global_batch=512).run, LayoutSpace(fixed=check_fixed(fixed)))
+    gained = LayoutPlanner(cluster="25x8xH100", global_batch=500, fixed=fixed).plan()
+    assert int(batch[1]) == round(100 * (gained.tokens_per_second / before.tokens_per_second - 1))
+    assert gained.nearby == [], "what was named is not awkward itself"
+
+
+def test_a_size_that_no_layout_has_names_the_nearest_that_has(capsys: pytest.CaptureFixture) -> None:
+    assert main(["plan", *"--model gpt2-124m --cluster 37x8xH100 --global-batch 500".split()]) == 2
+    remedy = re.search(r"Give --global-batch (\d+) or --cluster (\w+)\.", capsys.readouterr().err)
+    assert remedy and remedy[2] == "36x8xH100"
+    assert int(remedy[1]) % 37 == 0 and abs(int(remedy[1]) - 500) < 37
 
 
 def test_the_fastest_for_some_money_is_that_of_all_numbers_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """30 sequences divide into 2, 6 and 10 replicas: 4 nodes are dearer than 5, and 2 than 3."""
     few = replace(FEW, fixed={"recompute": "selective"})
     asked = planner("llama-3.2-1b", "5x2xH100", global_batch=30, space=few)
-    every = [asked.best_on(asked.sized(n)) for n in range(1, 6)]
+    every = [asked.best_on(asked.run.cluster.part(n)) for n in range(1, 6)]
     prices = [plan.found.seconds * plan.run.cluster.size for plan in every]
     assert prices[1] > prices[2] and prices[3] > prices[4], "they do not rise with the nodes"
     for limit in (1.0001 * prices[2], 1.0001 * prices[4], 0.99 * min(prices)):

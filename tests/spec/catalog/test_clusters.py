@@ -18,6 +18,7 @@ from shoal.spec.catalog.clusters import cluster, nodes
         ("64x8xH100", 512, 64, "infiniband-ndr"),
         ("64x8xH100-IB200", 512, 64, "infiniband-hdr"),
         ("1024xA100", 1024, 128, "infiniband-hdr"),
+        ("100xH100-IB200", 100, 13, "infiniband-hdr"),
         ("2x4xh200-eth100", 8, 2, "ethernet-100g"),
         ("4x72xGB200", 288, 4, "infiniband-ndr"),
         ("h100-sxm", 1, 1, None),
@@ -30,6 +31,15 @@ from shoal.spec.catalog.clusters import cluster, nodes
 def test_a_name_says_what_there_is(name, accelerators, nodes, nic):
     found = cluster(name)
     assert (found.size, found.nodes, found.nic and found.nic.name) == (accelerators, nodes, nic)
+
+
+def test_parts_of_a_cluster_have_full_nodes_and_names_of_their_own():
+    uneven = cluster("100xH100-IB200")
+    assert "13 nodes (the last has 4)" in uneven.describe()
+    for part in (uneven.part(12), uneven.part(1), uneven.part(3, 4)):
+        assert part.size == part.nodes * part.per_node
+        again = cluster(part.name)
+        assert (again.nodes, again.per_node, again.nic, again.nics) == (part.nodes, part.per_node, part.nic, part.nics)
 
 
 def test_slices_of_pods_are_named_as_their_maker_does():
@@ -57,7 +67,6 @@ def test_every_node_type_makes_a_cluster(name):
     [
         ("8xH101", "did you mean 'H100'"),
         ("64x8xH100-IB401", "did you mean 'IB400'"),
-        ("12xH100", "Write nodes and accelerators of each, as 2x8xH100"),
         ("2x9xH100", "a node has at most 8 H100"),
         ("0x8xH100", "at least one node"),
         ("v5p-1000000", "The largest is v5p-17920"),
