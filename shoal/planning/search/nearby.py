@@ -48,7 +48,7 @@ def smaller_clusters(cluster: Cluster, batch: int, more: int = MORE) -> Iterator
 
 
 def _rising(numbers: Iterable[int], other: int, most: int, more: int) -> Iterator[int]:
-    """Yield numbers whose greatest common divisor with another is ``more`` times ``most``, which is that of all before."""
+    """Yield numbers whose greatest common divisor with another is ``more`` times that of all before."""
     for n in numbers:
         if gcd(n, other) >= more * most:
             most = gcd(n, other)

@@ -54,8 +54,8 @@ def lines(
     ]
     if not plan.best:
         limit = show_bytes(StageMemory(run).capacity)
-        return [red(f"No searched layout fits in {limit}."),
-                "  `shoal plan --fewest` finds the number of devices that it needs.", *nearby_lines(plan), "", *head]  # fmt: skip
+        fewest = "  `shoal plan --fewest` finds the number of devices that it needs."
+        return [red(f"No searched layout fits in {limit}."), fewest, *nearby_lines(plan), "", *head]
     every = zip(plan.listed, estimates, reasons(plan, estimates), strict=True)
     rows = [
         [found.role, show_seconds(found.seconds), f"{100 * estimate.mfu:.1f} %", show_bytes(found.memory.reserved),

@@ -197,8 +197,8 @@ def cluster(name: str) -> Cluster:
     """Return a cluster by its name.
 
     ``8xH100`` is a node, ``64x8xH100`` 64 nodes; ``-IB400`` selects another network between them; ``4xA100`` is half a
-    node; ``100xH100`` is 12 nodes of 8 and one of 4. ``v5p-4096`` is a slice of a pod in the manufacturer's notation, which for v4 and v5p counts TensorCores, two
-    per chip.
+    node; ``100xH100`` is 12 nodes of 8 and one of 4. ``v5p-4096`` is a slice of a pod in the manufacturer's notation,
+    which for v4 and v5p counts TensorCores, two per chip.
 
     >>> cluster("64x8xH100-IB200").nic.name, cluster("v5p-4096").torus
     ('infiniband-hdr', (8, 16, 16))

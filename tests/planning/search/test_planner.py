@@ -29,7 +29,8 @@ def test_the_fewest_may_be_a_number_that_does_not_divide_a_node() -> None:
 
 def test_an_awkward_size_names_the_batch_and_the_devices_that_gain(capsys: pytest.CaptureFixture) -> None:
     fixed = "recompute=none,micro-batch=1,schedule=1f1b"
-    assert main(["plan", *f"--cluster 25x8xH100 --global-batch 512 --fix {fixed}".split()]) == 0
+    words = f"plan --cluster 25x8xH100 --global-batch 512 --fix {fixed}"
+    assert main(words.split()) == 0
     said = capsys.readouterr().out
     batch = re.search(r"^Faster: --global-batch 500 \(-2.3 %\): (\d+) % more tokens per second, dp", said, re.M)
     fewer = re.search(r"^Faster: --cluster 24x8xH100 \(8 devices fewer\): (\d+) % more tokens per second", said, re.M)
@@ -41,7 +42,8 @@ def test_an_awkward_size_names_the_batch_and_the_devices_that_gain(capsys: pytes
 
 
 def test_a_size_that_no_layout_has_names_the_nearest_that_has(capsys: pytest.CaptureFixture) -> None:
-    assert main(["plan", *"--model gpt2-124m --cluster 37x8xH100 --global-batch 500".split()]) == 2
+    words = "plan --model gpt2-124m --cluster 37x8xH100 --global-batch 500"
+    assert main(words.split()) == 2
     remedy = re.search(r"Give --global-batch (\d+) or --cluster (\w+)\.", capsys.readouterr().err)
     assert remedy and remedy[2] == "36x8xH100"
     assert int(remedy[1]) % 37 == 0 and abs(int(remedy[1]) - 500) < 37
