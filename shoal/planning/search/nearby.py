@@ -39,12 +39,10 @@ def smaller_clusters(cluster: Cluster, batch: int, more: int = MORE) -> Iterator
     """
     if cluster.torus:
         return
-    whole = cluster.nodes == 1
-    full = cluster.per_node if whole else cluster.nodes
-    each = 1 if whole else cluster.per_node
-    sizes = range((cluster.size - 1) // each * each, int(FEWEST * full) * each, -each)
+    each = 1 if cluster.nodes == 1 else cluster.per_node
+    sizes = range((cluster.size - 1) // each * each, int(FEWEST * cluster.size / each) * each, -each)
     for size in _rising(sizes, batch, gcd(batch, cluster.size), more):
-        yield cluster.part(1, size) if whole else cluster.part(size // each)
+        yield cluster.part(1, size) if cluster.nodes == 1 else cluster.part(size // each)
 
 
 def _rising(numbers: Iterable[int], other: int, most: int, more: int) -> Iterator[int]:
