@@ -123,17 +123,22 @@ CASES = {
     "a path too long": option("--data.paths", "a" * 5000, says="ile name too long"),
     "no paths": option("--data.paths", says="data.paths is empty"),
     "an empty corpus": corpus(b"", says="has 0 tokens in 0 documents"),
-    "a binary corpus": corpus(b"abc\0def" * 4000, says=("bad.txt is a binary file", "Leave it out with a glob")),
+    "a binary corpus": corpus(b"abc\0def" * 4000, says=("bad.txt is a binary file", "leave its file out with a glob")),
     "a corpus that is not UTF-8": corpus(b"caf\xe9 " * 4000, says="bad.txt is not UTF-8 text"),
     "UTF-16": corpus(("hello " * 4000).encode("utf-16"), says="bad.txt is not UTF-8 text"),
     "paths that nothing reads": Bad(
-        lambda p: ["train", "--data.paths", p.corpus, "--run-folder", p.folder / "unread"],
-        ("with data.source = 'stdlib', which does not read it", "Set data.source (text, jsonl, parquet)")),
+        lambda p: ["train", "--data.source", "stdlib", "--data.paths", p.corpus, "--run-folder", p.folder / "unread"],
+        ("with data.source = 'stdlib', which does not read it", "Set data.source (auto, text, jsonl, parquet)")),
+    "paths and a dataset": Bad(
+        lambda p: ["data", "inspect", "--data.paths", p.corpus, "--data.dataset", "a/b"], ("Set data.source (hub)",)),
+    "a file of an unknown format": Bad(
+        lambda p: ["data", "inspect", "--data.paths", p.toml], ("has no suffix of a known format",)),
     "paths of random tokens": Bad(
         lambda p: ["train", "--data.source", "synthetic", "--data.paths", p.corpus, "--run-folder", p.folder / "no"],
         ("with data.source = 'synthetic', which does not read it",)),
     "a look at paths that nothing reads": Bad(
-        lambda p: ["data", "inspect", "--data.paths", p.corpus], ("with data.source = 'stdlib'",)),
+        lambda p: ["data", "inspect", "--data.source", "stdlib", "--data.paths", p.corpus],
+        ("with data.source = 'stdlib'",)),
     "a field of plain text": option("--data.field", "body", says="data.field = 'body' with data.source = 'text'"),
     "a dataset of plain text": option("--data.dataset", "a/b", says="Set data.source (hub), or leave data.dataset out"),
     "a path that is empty": option("--data.paths", "", says="data.paths: '' names no file"),

@@ -7,10 +7,10 @@ from fnmatch import fnmatchcase
 
 import torch
 
+from shoal.base.addresses import to_path
 from shoal.base.errors import UsageError, redact
 from shoal.base.files import expanded
 from shoal.engine.checkpoint.hugging_face import HFWeights, read_hf_config
-from shoal.engine.checkpoint.storage import to_path
 from shoal.engine.collectives.shm.region import host_identity
 from shoal.engine.data.tokenizer import load_tokenizer
 from shoal.engine.device import pick_device

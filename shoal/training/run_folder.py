@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterator
 from operator import attrgetter
 from pathlib import Path
 
+from shoal.base.addresses import AnyPath, to_path
 from shoal.base.errors import UsageError
 from shoal.base.files import expanded
 from shoal.base.section import plain
 from shoal.engine.checkpoint import CheckpointError, newest, verify
 from shoal.engine.checkpoint.manifest import read_manifest
-from shoal.engine.checkpoint.storage import AnyPath, to_path
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RUN_FILE, RUNS, RunConfig, load_config, save_config
 from shoal.training.records.metrics import read_metrics
@@ -174,6 +174,7 @@ def _differences(first: RunConfig, config: RunConfig) -> Iterator[Difference]:
     order: dict[str, Callable[[RunConfig], object]] = {
         "train.global_batch": lambda c: c.train.global_batch,
         "train.seed": lambda c: c.train.seed,
+        "data.source": lambda c: c.data.reads,
         **{f"data.{name}": attrgetter(f"data.{name}") for name in _DATA_ORDER},
     }
     for name, value in order.items():
@@ -240,5 +241,5 @@ def check_steps_left(folder: Path, done: int, steps: int) -> None:
 
 TOKENIZER_FILE = "tokenizer.json"
 # Paths and tokenizer may move: the fingerprint of their content is compared when a state is loaded.
-_DATA_ORDER = ("source", "field", "dataset", "sequence_length", "document_mask", "validation_fraction", "sampler",
-               "overlap")
+_DATA_ORDER = ("field", "dataset", "dataset_split", "unreadable", "sequence_length", "document_mask",
+               "validation_fraction", "sampler", "overlap")

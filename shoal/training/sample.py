@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from shoal.base.addresses import AnyPath
 from shoal.base.boxes import Box, Piece
 from shoal.base.errors import UsageError
 from shoal.base.terminal import warn
 from shoal.engine.checkpoint import CheckpointError, load, newest_good
 from shoal.engine.checkpoint.manifest import Committed
-from shoal.engine.checkpoint.storage import AnyPath
 from shoal.engine.data.tokenizer import Tokenizer, load_tokenizer
 from shoal.engine.models.cache import Slice
 from shoal.engine.models.experts.router import Router, find_modules

@@ -36,7 +36,7 @@ def inspect(options: InspectOptions, config: RunConfig) -> int:
     found = shoal.describe_data(config.data)
     if found.corpus:
         ids = f"{found.corpus.vocab_size:,} token ids ({found.tokenizer}), in {found.folder}"
-        print(printable(f"{found.corpus.corpus}\n{ids}\n"))
+        print(printable("\n".join([*found.corpus.summary(), ids, ""])))
         print(f"{'':12}{'documents':>12}{'tokens':>16}{'bytes/token':>14}{'shards':>8}{'samples':>12}")
         for name, split in found.corpus.splits.items():
             ratio, shards, samples = split.bytes / max(1, split.tokens), len(split.shards), found.samples[name]

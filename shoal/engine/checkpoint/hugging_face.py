@@ -17,12 +17,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from shoal.base.addresses import AnyPath
 from shoal.base.boxes import Box, Piece
 from shoal.base.errors import UsageError
 from shoal.base.files import read_json, write_atomically
 from shoal.engine.checkpoint.load import load
 from shoal.engine.checkpoint.manifest import DTYPES, read_manifest
-from shoal.engine.checkpoint.storage import AnyPath
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import build_config
 from shoal.spec.hugging_face import model_fields

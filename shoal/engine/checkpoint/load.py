@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.base.addresses import AnyPath, to_path
 from shoal.base.boxes import Box, Piece
 from shoal.base.errors import did_you_mean
 from shoal.engine.checkpoint import storage
@@ -30,7 +31,6 @@ from shoal.engine.checkpoint.manifest import (
     read_manifest,
     unusable,
 )
-from shoal.engine.checkpoint.storage import AnyPath, to_path
 from shoal.engine.checkpoint.write import State
 from shoal.engine.collectives.json_collectives import Group, all_gather, broadcast, get_rank, get_size
 

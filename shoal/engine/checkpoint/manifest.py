@@ -21,10 +21,10 @@ from pydantic import (
     model_validator,
 )
 
+from shoal.base.addresses import AnyPath
 from shoal.base.boxes import Box
 from shoal.base.errors import UsageError, did_you_mean
 from shoal.engine.checkpoint import storage
-from shoal.engine.checkpoint.storage import AnyPath
 
 MANIFEST, MANIFEST_SUM = storage.COMMITS, "manifest.sha256"
 DTYPES = {

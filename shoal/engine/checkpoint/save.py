@@ -16,6 +16,7 @@ from typing import IO, Any
 
 import torch
 
+from shoal.base.addresses import AnyPath
 from shoal.base.files import try_to_write
 from shoal.engine.checkpoint import storage
 from shoal.engine.checkpoint.load import verify
@@ -29,7 +30,6 @@ from shoal.engine.checkpoint.manifest import (
     newest,
     write_manifest,
 )
-from shoal.engine.checkpoint.storage import AnyPath
 from shoal.engine.checkpoint.write import SavePlan, State, plan_save, write_part
 from shoal.engine.collectives.json_collectives import Group, broadcast, gather, get_rank
 from shoal.engine.streams import Mark, SideStream, lock_pages

@@ -18,39 +18,16 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Any
 
-from fsspec import available_protocols
 from upath import UPath
 
-from shoal.base.errors import UsageError
+from shoal.base.addresses import AnyPath
 from shoal.base.files import open_to_append, open_to_read
 
 WRITE_BYTES = 16 << 20  # bytes per system call: other threads can run in between, and Linux accepts at most 2 GiB
 
 
-AnyPath = Path | UPath
-"""Path or URL of a checkpoint, or of one of its files."""
-
 COMMITS = "manifest.json"
 """Name of the file that marks a folder in an object store as a complete checkpoint."""
-
-
-def to_path(address: str | Path) -> AnyPath:
-    """Return the path, or a `UPath` for an address with a protocol, such as ``s3://bucket/run``.
-
-    Raises:
-        UsageError: the protocol is unknown, or its package is missing.
-    """
-    if "://" not in str(address):
-        return Path(address)
-    try:
-        folder = UPath(str(address).rstrip("/"))
-        folder.fs  # noqa: B018  # connects
-    except (ImportError, ValueError) as error:
-        raise UsageError(
-            f"checkpoint.folder = '{address}': {error}.\n  Install the fsspec package for "
-            f"{str(address).split('://')[0]}://, or use one of {', '.join(sorted(available_protocols()))}."
-        ) from None
-    return folder
 
 
 def list_names(folder: AnyPath) -> list[str]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from shoal.base.addresses import AnyPath
 from shoal.base.boxes import Box, Piece, flat_range
 from shoal.engine.checkpoint import storage
 from shoal.engine.checkpoint.manifest import (
@@ -21,7 +22,6 @@ from shoal.engine.checkpoint.manifest import (
     checksum,
     key,
 )
-from shoal.engine.checkpoint.storage import AnyPath
 
 State = dict[str, list[Piece]]
 """Pieces that this rank holds, by global tensor name; the names are the same on every layout."""

@@ -183,7 +183,7 @@ def open_dataset(
         UsageError: naming the invalid input.
     """
     tokenizer = load_tokenizer(config.tokenizer)
-    if config.source == "synthetic":
+    if config.reads == "synthetic":
         size = tokenizer.vocab_size if vocab_size is None else vocab_size
         split_seed = len(SPLITS) * seed + SPLITS.index(split)
         return SyntheticDataset(size, config.sequence_length, split_seed, documents=config.document_mask)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from shoal.base.files import expanded
 from shoal.engine.data.corpus import check_read, open_corpus
+from shoal.engine.data.readers import Skipped
 from shoal.engine.data.shards import SPLITS, CacheManifest, Split, assign_split, open_shards
 from shoal.engine.data.tokenizer import FileTokenizer, load_tokenizer, train_bpe
 from shoal.spec.config import DataConfig
@@ -50,7 +51,7 @@ def train_tokenizer(
     check_read(data)
     documents = (
         text
-        for text in open_corpus(data).documents()
+        for text in open_corpus(data).documents(Skipped(stop=data.unreadable == "stop"))
         if assign_split(text.encode(), data.validation_fraction) == "train"
     )
     return train_bpe(documents, vocab_size, expanded(Path(out), "--out"))
@@ -93,7 +94,7 @@ def describe_data(data: DataConfig) -> DataContents:
     check_read(data)
     tokenizer = load_tokenizer(data.tokenizer)
     corpus, folder, samples = None, None, {}
-    if data.source != "synthetic":
+    if data.reads != "synthetic":
         folder = open_shards(data, tokenizer, progress=True)
         corpus = CacheManifest.read(folder)
         samples = {split: max(0, corpus.splits[split].tokens - 1) // data.sequence_length for split in SPLITS}

@@ -32,7 +32,9 @@ from pydantic import (
 
 from shoal.base.errors import UsageError
 from shoal.base.files import expanded, open_to_append, read_bytes, write_atomically
+from shoal.base.terminal import printable
 from shoal.engine.data.corpus import Corpus, open_corpus
+from shoal.engine.data.readers import Skipped
 from shoal.engine.data.tokenizer import Tokenizer
 from shoal.spec.config import DataConfig
 
@@ -74,14 +76,33 @@ class SplitInfo(_CacheModel):
         return self
 
 
+class SkippedInfo(_CacheModel):
+    """Documents that were left out for one reason: how many, and the first one, if its place is known."""
+
+    documents: NonNegativeInt
+    first: str = ""
+
+
 class CacheManifest(_CacheModel):
-    """Content of a cache folder."""
+    """Content of a cache folder. ``skipped`` has the documents that were left out, by reason."""
 
     corpus: str
     tokenizer: str
     vocab_size: PositiveInt
     dtype: IdType
     splits: dict[Split, SplitInfo]
+    skipped: dict[str, SkippedInfo] = {}
+
+    def summary(self) -> list[str]:
+        """Return lines that say what was read, and what was left out and why."""
+        documents, size = (sum(getattr(info, name) for info in self.splits.values()) for name in ("documents", "bytes"))
+        lines = [f"{self.corpus}: {documents:,} documents, {size:,} bytes; skipped {self._count_skipped():,}"]
+        for reason, info in sorted(self.skipped.items()):
+            lines.append(f"  {info.documents:,} {reason}" + (f"; the first: {info.first}" if info.first else ""))
+        return lines
+
+    def _count_skipped(self) -> int:
+        return sum(info.documents for info in self.skipped.values())
 
     @staticmethod
     def read(folder: Path) -> CacheManifest:
@@ -165,6 +186,8 @@ def open_shards(config: DataConfig, tokenizer: Tokenizer, *, progress: bool = Fa
     try:
         content = corpus.fingerprint(cache / "listings")
         recipe = f"{_FORMAT} {content} {tokenizer.fingerprint} {config.validation_fraction} {SHARD_TOKENS}"
+        if config.unreadable == "skip":
+            recipe += " skip"
         key = xxhash.xxh3_128_hexdigest(recipe.encode())
         folder = cache / "shards" / key
         if folder.is_dir():
@@ -175,7 +198,7 @@ def open_shards(config: DataConfig, tokenizer: Tokenizer, *, progress: bool = Fa
                 for left in folder.parent.glob(f"{key}.*.staging"):
                     shutil.rmtree(left, ignore_errors=True)
             if not folder.is_dir():
-                _build(folder, corpus, tokenizer, config.validation_fraction, progress)
+                _build(folder, corpus, tokenizer, config, progress)
     except OSError as error:
         raise UsageError(
             f"data.cache = '{config.cache}' cannot be used: {error}.\n  Set data.cache to a folder that can be written."
@@ -188,18 +211,19 @@ def assign_split(content: bytes, validation_fraction: float) -> Split:
     return SPLITS[xxhash.xxh3_64_intdigest(content) < validation_fraction * 2.0**64]
 
 
-def _build(folder: Path, corpus: Corpus, tokenizer: Tokenizer, validation_fraction: float, progress: bool) -> None:
+def _build(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: DataConfig, progress: bool) -> None:
     staging = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".staging", dir=folder.parent))
     try:
         dtype: IdType = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
         writers = {split: _Writer(staging, split, dtype) for split in SPLITS}
+        skipped = Skipped(stop=config.unreadable == "stop")
         with _progress(f"tokenising {corpus.name}", corpus.size, shown=progress) as advance:
-            for batch in _batches(corpus.documents()):
+            for batch in _batches(corpus.documents(skipped), skipped):
                 ids = tokenizer.encode_batch([text for text, _ in batch])
                 for (_, content), tokens in zip(batch, ids, strict=True):
                     _check_ids(tokens, tokenizer.vocab_size, f"the tokenizer {tokenizer.fingerprint}")
                     _check_end(content, tokens, tokenizer)
-                    split = assign_split(content, validation_fraction)
+                    split = assign_split(content, config.validation_fraction)
                     writers[split].add(tokens, tokenizer.end_of_document, len(content))
                 advance(sum(len(content) for _, content in batch))
         manifest = CacheManifest(
@@ -208,7 +232,13 @@ def _build(folder: Path, corpus: Corpus, tokenizer: Tokenizer, validation_fracti
             vocab_size=tokenizer.vocab_size,
             dtype=dtype,
             splits={split: writer.close() for split, writer in writers.items()},
+            skipped={
+                reason: SkippedInfo(documents=count, first=skipped.first.get(reason, ""))
+                for reason, count in skipped.counts.items()
+            },
         )
+        if progress:
+            print("\n".join(map(printable, manifest.summary())), file=sys.stderr, flush=True)
         write_atomically(staging / "manifest.json", manifest.model_dump_json(indent=1))
         try:
             staging.rename(folder)
@@ -255,11 +285,12 @@ class _Writer:
         self._shards.append(ShardInfo(name=name, tokens=len(ids), checksum=xxhash.xxh3_64_hexdigest(ids.data)))
 
 
-def _batches(documents: Iterator[str]) -> Iterator[list[tuple[str, bytes]]]:
+def _batches(documents: Iterator[str], skipped: Skipped) -> Iterator[list[tuple[str, bytes]]]:
     """Group documents, each with its UTF-8 bytes; empty ones are skipped."""
     batch, size = [], 0
     for text in documents:
         if not text:
+            skipped.count("empty")
             continue
         content = text.encode()
         batch.append((text, content))

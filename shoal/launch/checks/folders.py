@@ -10,12 +10,12 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from shoal.base.addresses import AnyPath
 from shoal.base.errors import UsageError
 from shoal.base.files import nearest_existing, try_to_write
 from shoal.base.units import show_bytes
 from shoal.engine.checkpoint import CheckpointError, list_checkpoints
 from shoal.engine.checkpoint.save import check_folder
-from shoal.engine.checkpoint.storage import AnyPath
 from shoal.planning.cost.memory.state import state_bytes
 from shoal.planning.cost.parameters import StagePart
 from shoal.spec.catalog import ModelShape

@@ -4,8 +4,9 @@ Each field is described by the docstring below it; ``shoal train --help`` prints
 the error suggests the nearest existing key.
 """
 
+from shoal.spec.config.data import DataConfig, SourceConfig
 from shoal.spec.config.run import RUN_FILE, RUNS, RunConfig, build_config, load_config, save_config
-from shoal.spec.config.sections import DataConfig, FailoverConfig, Float8Config, OptimizerConfig
+from shoal.spec.config.sections import FailoverConfig, Float8Config, OptimizerConfig
 
 __all__ = [
     "RUNS",
@@ -15,6 +16,7 @@ __all__ = [
     "Float8Config",
     "OptimizerConfig",
     "RunConfig",
+    "SourceConfig",
     "build_config",
     "load_config",
     "save_config",

@@ -12,6 +12,7 @@ import tomli_w
 from shoal.base.files import read_toml, write_atomically
 from shoal.base.section import Section, plain, validate
 from shoal.spec.config import sections
+from shoal.spec.config.data import DataConfig
 from shoal.spec.config.model import ModelConfig
 from shoal.spec.layout import Layout
 
@@ -51,7 +52,7 @@ class RunConfig(Section):
 
     model: ModelConfig = ModelConfig()
     parallel: Layout = Layout()
-    data: sections.DataConfig = sections.DataConfig()
+    data: DataConfig = DataConfig()
     train: sections.TrainConfig = sections.TrainConfig()
     optimizer: sections.OptimizerConfig = sections.OptimizerConfig()
     loss_scale: sections.LossScaleConfig = sections.LossScaleConfig()

@@ -21,46 +21,6 @@ Precision = Literal[  # the keys of `shoal.spec.number_formats.FORMATS`
 LARGEST_SCALE = 2.0**100  # scale of a loss that never overflows
 
 
-class DataConfig(Section):
-    """Source of the text, and how it is turned into batches."""
-
-    source: Literal["stdlib", "text", "jsonl", "parquet", "hub", "synthetic"] = "stdlib"
-    """stdlib: the text of Python's own standard library. text, jsonl, parquet: files named by paths. hub: a Hugging
-    Face dataset. synthetic: random tokens with uneven masks (for verification)."""
-
-    paths: tuple[str, ...] = ()
-    """Files, folders or globs (text, jsonl, parquet)."""
-
-    field: str = "text"
-    """The field that holds the text (jsonl, parquet, hub)."""
-
-    dataset: str = ""
-    """The dataset's name on the hub (hub)."""
-
-    tokenizer: str = "bytes"
-    """bytes, or the path of a tokenizer.json (see `shoal data train-tokenizer`)."""
-
-    sequence_length: int = Field(default=256, gt=0, le=2**30)
-    """s, tokens per sequence."""
-
-    document_mask: bool = False
-    """Keep attention and loss inside each document of a packed sequence."""
-
-    validation_fraction: float = Field(default=0.02, gt=0, lt=0.5)
-    """Fraction of the documents held out for validation."""
-
-    sampler: Literal["even", "overlap", "pool"] = "even"
-    """Samples assigned to a replica. even: its share of every global batch. overlap: its own part of each epoch, which
-    extends into its neighbour's. pool: the next samples of a common queue. All but even need a relaxed parallel.sync.
-    """
-
-    overlap: NonNegativeFloat = 0.25
-    """overlap: how far a part extends into the next, as a fraction of its length."""
-
-    cache: Path = Path("~/.cache/shoal")
-    """Folder of the tokenised shards, keyed by content."""
-
-
 class TrainConfig(Section):
     """Length, batch, precision and devices of a training run."""
 

@@ -96,7 +96,7 @@ class Chaos:
 
     def can_have(self, name: str) -> bool:
         if name == "bit-shard":
-            return self.config.data.source != "synthetic"
+            return self.config.data.reads != "synthetic"
         if name == "kill-collective":
             return any("R" in actions for actions in self.actions)
         if name in ("kill-two", "kill-recovery"):

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shoal.base.addresses import AnyPath
 from shoal.base.errors import UsageError
 from shoal.engine.checkpoint import CheckpointError, list_checkpoints, load, storage, verify
 from shoal.engine.checkpoint.load import check_part, raise_together, touched
 from shoal.engine.checkpoint.manifest import merge
-from shoal.engine.checkpoint.storage import AnyPath
 from shoal.engine.checkpoint.write import State, file_name
 from shoal.engine.collectives.json_collectives import Group, all_gather, broadcast, gather, get_rank
 from shoal.training.resilience import memory_slot

@@ -10,10 +10,11 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.base.addresses import to_path
 from shoal.base.errors import UsageError
 from shoal.cli.main import main
 from shoal.engine.checkpoint import Checkpointer, CheckpointError, list_checkpoints, load, newest, newest_good, verify
-from shoal.engine.checkpoint.storage import list_names, to_path
+from shoal.engine.checkpoint.storage import list_names
 from tests.engine.checkpoint.bucket import Bucket, address
 from tests.engine.checkpoint.cuts import blank, cut, random_values, same, whole, write_checkpoint
 

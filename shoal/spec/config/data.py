@@ -1,0 +1,68 @@
+"""Section of a run's config that names its text, and how it becomes batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat
+
+from shoal.base.section import Section
+
+
+class SourceConfig(Section):
+    """Source of documents."""
+
+    source: Literal["auto", "stdlib", "text", "jsonl", "parquet", "hub", "synthetic"] = "auto"
+    """auto: the files in paths, each by its name; without paths, the dataset; without either, stdlib. stdlib: the text
+    of Python's own standard library. text, jsonl, parquet: files in paths, whatever their names. hub: a Hugging Face
+    dataset. synthetic: random tokens with uneven masks (for verification)."""
+
+    paths: tuple[str, ...] = ()
+    """Files, folders, globs or fsspec URLs (auto, text, jsonl, parquet)."""
+
+    field: str = "text"
+    """The field that holds the text (jsonl, parquet, hub)."""
+
+    dataset: str = ""
+    """The dataset's name on the hub (hub)."""
+
+    dataset_split: str = "train"
+    """The dataset's split (hub, and folders made by save_to_disk)."""
+
+    unreadable: Literal["stop", "skip"] = "stop"
+    """What to do with a document that cannot be read: stop with an error that names it, or skip and count it."""
+
+    @property
+    def reads(self) -> str:
+        """The chosen source, with "files" and the others that auto may mean."""
+        if self.source != "auto":
+            return self.source
+        return "files" if self.paths else "hub" if self.dataset else "stdlib"
+
+
+class DataConfig(SourceConfig):
+    """Source of the text, and how it is turned into batches."""
+
+    tokenizer: str = "bytes"
+    """bytes, or the path of a tokenizer.json (see `shoal data train-tokenizer`)."""
+
+    sequence_length: int = Field(default=256, gt=0, le=2**30)
+    """s, tokens per sequence."""
+
+    document_mask: bool = False
+    """Keep attention and loss inside each document of a packed sequence."""
+
+    validation_fraction: float = Field(default=0.02, gt=0, lt=0.5)
+    """Fraction of the documents held out for validation."""
+
+    sampler: Literal["even", "overlap", "pool"] = "even"
+    """Samples assigned to a replica. even: its share of every global batch. overlap: its own part of each epoch, which
+    extends into its neighbour's. pool: the next samples of a common queue. All but even need a relaxed parallel.sync.
+    """
+
+    overlap: NonNegativeFloat = 0.25
+    """overlap: how far a part extends into the next, as a fraction of its length."""
+
+    cache: Path = Path("~/.cache/shoal")
+    """Folder of the tokenised shards, keyed by content."""

@@ -1,0 +1,197 @@
+"""The same text in every format gives the same token ids."""
+
+import json
+import random
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from shoal.base.errors import UsageError
+from shoal.engine.data.corpus import open_corpus
+from shoal.engine.data.files import find_files
+from shoal.engine.data.readers import Skipped
+from shoal.engine.data.shards import CacheManifest, TokenStream, open_shards
+from shoal.engine.data.tokenizer import BytesTokenizer
+from shoal.spec.config import DataConfig
+
+TEXTS = [f"Dokument {i}: Grüße\n" * (i % 5 + 1) for i in range(60)]
+LINES = "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(TEXTS)).encode()
+
+
+def ids(cache: Path, split="train", **settings) -> list[int]:
+    config = DataConfig(cache=cache, validation_fraction=0.2, **settings)
+    stream = TokenStream(open_shards(config, BytesTokenizer()), split)
+    return stream.read(0, len(stream)).tolist()
+
+
+def write_text(folder):
+    for i, text in enumerate(TEXTS):
+        (folder / f"{i:03}.{'txt' if i % 2 else 'md'}").write_text(text)
+
+
+def write_jsonl(folder):
+    (folder / "all.jsonl").write_bytes(LINES)
+
+
+def compressed(codec, suffix):
+    def write(folder):
+        with pyarrow.CompressedOutputStream(str(folder / f"all.jsonl{suffix}"), codec) as file:
+            file.write(LINES)
+
+    return write
+
+
+def write_compressed_text(folder):
+    for i, text in enumerate(TEXTS):
+        with pyarrow.CompressedOutputStream(str(folder / f"{i:03}.txt.zst"), "zstd") as file:
+            file.write(text.encode())
+
+
+def write_parquet(folder):
+    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS[:25]}), folder / "a.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"n": range(35), "text": TEXTS[25:]}), folder / "b.parquet")
+
+
+def write_mixed(folder):
+    (folder / "a.txt").write_text(TEXTS[0])
+    (folder / "b.jsonl").write_bytes(b"".join(LINES.splitlines(keepends=True)[1:30]))
+    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS[30:]}), folder / "c.parquet")
+    (folder / "picture.png").write_bytes(b"\x89PNG\0")
+
+
+def saved_dataset(folder):
+    import datasets
+
+    shuffled = sorted(range(60), key=lambda i: random.Random(i).random())
+    rows = [None] * 60
+    for place, i in enumerate(shuffled):
+        rows[i] = {"text": TEXTS[place], "n": i}
+    datasets.Dataset.from_list(rows).select(shuffled).save_to_disk(folder, num_shards=3)
+
+
+def saved_dict(folder):
+    import datasets
+
+    splits = {"train": datasets.Dataset.from_dict({"text": TEXTS}), "test": datasets.Dataset.from_dict({"text": ["x"]})}
+    datasets.DatasetDict(splits).save_to_disk(folder)
+
+
+@pytest.mark.parametrize("write", [
+    write_text, write_compressed_text, write_jsonl, compressed("gzip", ".gz"), compressed("zstd", ".zst"),
+    compressed("bz2", ".bz2"), write_parquet, write_mixed, saved_dataset, saved_dict,
+])
+def test_every_format_gives_the_same_ids(tmp_path, write):
+    (folder := tmp_path / "corpus").mkdir()
+    write(folder)
+    (reference := tmp_path / "reference").mkdir()
+    write_jsonl(reference)
+    expected = ids(tmp_path / "cache", source="jsonl", paths=[str(reference)])
+    assert len(expected) > 500
+    assert ids(tmp_path / "cache", paths=[str(folder)]) == expected
+    assert ids(tmp_path / "cache", paths=[f"file://{folder}"]) == expected
+
+
+@pytest.mark.parametrize("write", [write_text, write_jsonl, compressed("zstd", ".zst"), write_parquet, saved_dict])
+def test_urls_give_the_same_ids_as_paths(tmp_path, write):
+    (folder := tmp_path / "corpus").mkdir()
+    write(folder)
+    store = fsspec.filesystem("memory")
+    place = f"/{tmp_path.name}"
+    store.put(f"{folder}/", f"{place}/corpus/", recursive=True)
+    try:
+        expected = ids(tmp_path / "cache", paths=[str(folder)])
+        assert ids(tmp_path / "cache", paths=[f"memory:/{place}/corpus"]) == expected
+        if write is not saved_dict:
+            assert ids(tmp_path / "cache", paths=[f"memory:/{place}/*/*"]) == expected
+        with pytest.raises(UsageError, match=r"memory://.*none': no such file"):
+            ids(tmp_path / "cache", paths=[f"memory:/{place}/none"])
+    finally:
+        store.rm(place, recursive=True)
+
+
+def test_a_file_written_again_in_a_store_has_another_key(tmp_path):
+    store = fsspec.filesystem("memory")
+    config = DataConfig(paths=[f"memory://{tmp_path.name}.jsonl"])
+    prints = []
+    for text in ("one", "two"):
+        store.pipe(f"/{tmp_path.name}.jsonl", json.dumps({"text": text}).encode())
+        prints += [open_corpus(config).fingerprint(tmp_path / "memo") for _ in range(2)]
+    store.rm(f"/{tmp_path.name}.jsonl")
+    assert prints[0] == prints[1] != prints[2] == prints[3]
+
+
+def test_datasets_are_streamed(tmp_path):
+    """A local folder of parquet files is a dataset as one on the hub is; other splits are found by name."""
+    (folder := tmp_path / "corpus" / "data").mkdir(parents=True)
+    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), folder / "train-00000.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS[:9]}), folder / "test-00000.parquet")
+    (reference := tmp_path / "reference").mkdir()
+    write_jsonl(reference)
+    expected = ids(tmp_path / "cache", paths=[str(reference)])
+    found = {"dataset": str(folder.parent), "cache": tmp_path / "cache"}
+    assert ids(**found) == expected
+    assert len(ids(**found, dataset_split="test")) < len(expected)
+    with pytest.raises(UsageError, match="cannot be loaded"):
+        ids(**found, dataset_split="none")
+    saved_dict(tmp_path / "saved")
+    assert ids(tmp_path / "cache", dataset=str(tmp_path / "saved")) == expected
+
+
+def test_the_split_of_a_saved_dataset(tmp_path):
+    saved_dict(tmp_path)
+    (file,) = find_files(DataConfig(paths=[str(tmp_path)], dataset_split="test"))
+    assert file.path.parent.name == "test"
+    with pytest.raises(UsageError, match=r"data\.dataset_split = 'tset'.*did you mean 'test'"):
+        find_files(DataConfig(paths=[str(tmp_path)], dataset_split="tset"))
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["../train"]}')
+    with pytest.raises(UsageError, match="does not describe a saved dataset"):
+        find_files(DataConfig(paths=[str(tmp_path)]))
+
+
+@pytest.mark.parametrize(("path", "message"), [
+    ("rows.csv", r"its name has no suffix of a known format \(\.txt(.|\n)*Set data\.source = 'text'"),
+    ("none/*.txt", "no such file, folder or match"),
+    ("empty", r"the folder holds no \.txt or "),
+    ("s9://bucket/a.txt", "Install the fsspec package for s9://"),
+])
+def test_what_cannot_be_found_is_named(tmp_path, path, message):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "rows.csv").write_text("a,b")
+    with pytest.raises(UsageError, match=message):
+        find_files(DataConfig(paths=[path if "://" in path else str(tmp_path / path)]))
+
+
+def test_documents_left_out_are_counted_by_reason(tmp_path, capfd):
+    good = LINES.splitlines()[:20]
+    bad = [b'{"text": ""}', b'{"text": null}', b'{"text": "\xff"}', b'{"txet": "a"}', b"[1]", b'{"text": ']
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join([*good, *bad]))
+    (tmp_path / "b.txt").write_bytes(b"\xff\xfe")
+    (tmp_path / "c.txt").write_bytes(b"a\0b")
+    damaged = pyarrow.compress(LINES, codec="gzip", asbytes=True)[:-20]
+    (tmp_path / "d.jsonl.gz").write_bytes(damaged)
+    (tmp_path / "e.parquet").write_bytes(b"PAR1 nothing")
+    config = DataConfig(paths=[str(tmp_path)], cache=tmp_path / "cache", unreadable="skip", validation_fraction=0.2)
+    folder = open_shards(config, BytesTokenizer(), progress=True)
+    manifest = CacheManifest.read(folder)
+    skipped = {reason: info.documents for reason, info in manifest.skipped.items()}
+    assert skipped == {
+        "empty": 1, "without text": 3, "not JSON": 2, "not UTF-8": 1, "binary files": 1, "damaged files": 2,
+    }
+    shown = capfd.readouterr().err
+    assert "skipped 10\n" in shown and f"the first: {tmp_path}/a.jsonl, line 22: the field 'text' holds None" in shown
+    stops = config.model_copy(update={"unreadable": "stop"})
+    with pytest.raises(UsageError, match=r"a\.jsonl, line 22(.|\n)*data\.unreadable = 'skip'"):
+        open_shards(stops, BytesTokenizer())
+
+
+def test_several_compressed_parts_and_large_files_are_read_whole(tmp_path):
+    """Parts of a compressed file may be concatenated, and are larger than a buffer."""
+    text = np.random.default_rng(0).integers(97, 123, 3_000_000).astype(np.uint8).tobytes().decode()
+    part = pyarrow.compress(json.dumps({"text": text}).encode() + b"\n", codec="zstd", asbytes=True)
+    (tmp_path / "a.jsonl.zst").write_bytes(part + part)
+    corpus = open_corpus(DataConfig(paths=[str(tmp_path)]))
+    assert list(corpus.documents(Skipped())) == [text, text]
