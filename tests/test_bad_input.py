@@ -132,7 +132,8 @@ CASES = {
     "paths and a dataset": Bad(
         lambda p: ["data", "inspect", "--data.paths", p.corpus, "--data.dataset", "a/b"], ("Set data.source (hub)",)),
     "a file of an unknown format": Bad(
-        lambda p: ["data", "inspect", "--data.paths", p.toml], ("has no suffix of a known format",)),
+        lambda p: ["data", "inspect", "--data.paths", p.write("rows.csv", "a")],
+        ("its name has no suffix of a known format", "Set data.source = 'text'")),
     "paths of random tokens": Bad(
         lambda p: ["train", "--data.source", "synthetic", "--data.paths", p.corpus, "--run-folder", p.folder / "no"],
         ("with data.source = 'synthetic', which does not read it",)),

@@ -153,7 +153,7 @@ def test_the_split_of_a_saved_dataset(tmp_path):
 
 
 @pytest.mark.parametrize(("path", "message"), [
-    ("rows.csv", r"its name has no suffix of a known format \(\.txt(.|\n)*Set data\.source = 'text'"),
+    ("rows.csv", r"its name has no suffix of a known format: \.txt(.|\n)*Set data\.source = 'text'"),
     ("none/*.txt", "no such file, folder or match"),
     ("empty", r"the folder holds no \.txt or "),
     ("s9://bucket/a.txt", "Install the fsspec package for s9://"),
