@@ -83,7 +83,7 @@ def flops(shape: ModelShape, ridge: int = RIDGE) -> Times:
     The matrix products of a slice shorter than ``ridge`` tokens count as ``ridge`` tokens, because they take equally
     long.
     """
-    matrices, attention = 2 * shape.layer_matrices(0), 4 * shape.heads * shape.head_dim
+    matrices, attention = 2 * shape.layer_matrices(0), 2 * shape.heads * (shape.query_dim + shape.value_dim)
     return lambda length, before: max(length, ridge) * matrices + attention * length * (before + length / 2)
 
 

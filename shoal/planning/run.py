@@ -63,7 +63,7 @@ class EstimatedRun:
 
         The rule is that of `shoal.engine.models.attention_kernels`; documents are priced as one, in full.
         """
-        fits = self.shape.head_dim % 8 == 0 and self.shape.head_dim <= 256
+        fits = self.shape.query_dim % 8 == 0 and self.shape.query_dim <= 256
         return self.attention == "sdpa" and self.policy.compute.itemsize == 2 and fits and self.cluster.at_once is None
 
     @property

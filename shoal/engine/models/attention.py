@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 from shoal.engine import kernels
 from shoal.engine.kernels.flash_attention import flash_attention
@@ -33,6 +35,12 @@ class Context(NamedTuple):
     part: Slice | None = None  # cache of earlier tokens if the sequence comes in slices: t = start + s
     routing: RoutingContext = RoutingContext()
     documents: Tensor | None = None  # [b, t] document numbers on the host, separated by the mask
+
+
+def recomputed(function: Callable[..., Tensor], *args: object) -> Tensor:
+    """Call a function and recompute its activations in backward instead of storing them (Chen et al. 2016)."""
+    # Without dropout there is no generator state to restore.
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 
 class AttentionCore(nn.Module):

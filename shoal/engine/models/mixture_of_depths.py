@@ -163,7 +163,7 @@ class MixtureOfDepths(Tallied):
         shape = self.shape
         if shape.family != "llama":
             return None
-        cos, sin = rotary_table(positions.flatten(), shape.head_dim, shape.rope_theta, dtype, shape.rope_scaling)
+        cos, sin = rotary_table(positions.flatten(), shape.rotary_dim, shape.rope_theta, dtype, shape.rope_scaling)
         return cos.view(*positions.shape, -1).unsqueeze(1), sin.view(*positions.shape, -1).unsqueeze(1)
 
     def _zeros(self) -> Tensor:

@@ -18,17 +18,25 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from shoal.base.boxes import Box
-from shoal.base.errors import UsageError
 from shoal.engine.kernels.rotary import rotate_packed
-from shoal.engine.models.attention import AttentionCore, Context, Kernel, Mask, Positions, rotary_table, rotate
+from shoal.engine.models.attention import (
+    AttentionCore,
+    Context,
+    Kernel,
+    Mask,
+    Positions,
+    recomputed,
+    rotary_table,
+    rotate,
+)
 from shoal.engine.models.cache import Slice
 from shoal.engine.models.experts.layer import MoE
 from shoal.engine.models.experts.router import RoutingContext
 from shoal.engine.models.feedforward import MLP, SwiGLU, project, project_joined
 from shoal.engine.models.initial import Initial, fill
+from shoal.engine.models.latent_attention import LatentAttention
 from shoal.engine.models.loss import CrossEntropy
 from shoal.engine.models.mixture_of_depths import MixtureOfDepths
 from shoal.engine.models.norm import RMSNorm, add_and_normalise
@@ -44,8 +52,6 @@ class Attention(nn.Module):
 
     def __init__(self, shape: ModelShape, kernel: Kernel = "sdpa", *, recompute: bool = False):
         super().__init__()
-        if shape.latent is not None:
-            raise UsageError("model: multi-head latent attention is counted, but not trained.\n  Choose another model.")
         bias = shape.family == "gpt" or shape.qkv_bias
         self.head_dim, self.recompute = shape.head_dim, recompute
         self.q = nn.Linear(shape.hidden, shape.heads * shape.head_dim, bias=bias)
@@ -95,7 +101,8 @@ class Block(nn.Module):
         self.recompute = recompute == "full"
         self.depth = MixtureOfDepths(shape, index) if shape.skips(index) else None
         self.attention_norm = norm(shape)
-        self.attention = Attention(shape, kernel, recompute=recompute == "selective")
+        attention = Attention if shape.latent is None else LatentAttention
+        self.attention = attention(shape, kernel, recompute=recompute == "selective")
         self.mlp_norm = norm(shape)
         self.sparse = shape.sparse(index)
         if self.sparse:
@@ -120,12 +127,6 @@ class Block(nn.Module):
 
     def _feed_forward(self, y: Tensor, context: Context) -> Tensor:
         return self.mlp(y, context.routing) if self.sparse else self.mlp(y)
-
-
-def recomputed(function: Callable[..., Tensor], *args: object) -> Tensor:
-    """Call a function and recompute its activations in backward instead of storing them (Chen et al. 2016)."""
-    # Without dropout there is no generator state to restore.
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 
 class Embedding(nn.Module):
@@ -156,7 +157,7 @@ class Transformer(nn.Module):
     ):
         super().__init__()
         self.shape, self.seed = shape, seed
-        self.positions, self.mask = Positions(), Mask(kernel, shape.head_dim)
+        self.positions, self.mask = Positions(), Mask(kernel, shape.query_dim)
         self.embed: Embedding | None = Embedding(shape)
         blocks = {str(i): Block(shape, i, kernel, recompute) for i in range(shape.layers)}
         self.layers = cast("dict[str, Block]", nn.ModuleDict(blocks))  # keyed by layer number in the full model
@@ -200,7 +201,7 @@ class Transformer(nn.Module):
         x = hidden if self.embed is None else self.embed(tokens, positions)
         assert x is not None, "hidden states, where the embedding is absent"
         if shape.family == "llama":
-            rotary = rotary_table(positions, shape.head_dim, shape.rope_theta, x.dtype, shape.rope_scaling)
+            rotary = rotary_table(positions, shape.rotary_dim, shape.rope_theta, x.dtype, shape.rope_scaling)
         mask = self.mask(start, len(positions), documents, x)
         context = Context(rotary, mask, part, RoutingContext(sequences, self.seed, samples), documents)
         if part is not None:

@@ -113,10 +113,12 @@ def apply_float8(
         assert isinstance(layer, Linear)
         split = placements[f"{name}.weight"]
         along = next((dim for i, dim in enumerate((OUT, IN)) if split.box.shape[i] != split.global_shape[i]), "")
+        if layer.at is None and mesh.layout.sequence_parallel:
+            along = TOKENS  # outside of the tensor-parallel regions
         bucket = parameters.buckets[parameters.places[layer.weight][0]]
         native = name_block(name) not in unfit
         product = Float8Product(name, recipe, float8.history, bucket, along, mesh.group("tp"), sink, native=native)
-        product.warns = mesh.rank == 0
+        product.warns, product.waits = mesh.rank == 0, layer.at is not None
         product.weight, product.key, product.form = layer.weight, make_key(product, mesh.device), _register(product)
         layer.product = product
 
@@ -126,7 +128,7 @@ class Float8Product:
 
     Args:
         bucket: the bucket of its weight; None to encode inputs alone.
-        split: the dimension of its weight that tensor parallelism splits over ``group``: "in", "out" or "".
+        split: the dimension that tensor parallelism splits over ``group``: "in", "out" (of its weight), "tokens" or "".
         native: whether the device multiplies 8-bit codes, for a suitable number of tokens; else they are decoded first.
 
     Attributes:
@@ -134,10 +136,10 @@ class Float8Product:
         key: by which operators find it.
         form: index in `_FORMS` of its recipe.
         warns: whether this rank warns of numbers of tokens that products on hardware do not take.
+        waits: whether weight gradients may wait for the next `GradSink.flush`.
     """
 
-    warns = False
-
+    warns = waits = False
     weight: nn.Parameter
     key: Tensor
     form: int
@@ -147,8 +149,7 @@ class Float8Product:
         group: Group | None, sink: GradSink, *, native: bool,
     ):  # fmt: skip
         self.name, self.recipe, self.history, self.bucket = name, recipe, history, bucket
-        self.split, self.group = split, group
-        self.sink, self.native = sink, native
+        self.split, self.group, self.sink, self.native = split, group, sink, native
 
     def __call__(self, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, encoded: Encoded) -> Tensor:
         """Compute x W^T + bias: [.., in] -> [.., out]; ``encoded`` is x from `encode_input`."""
@@ -311,7 +312,7 @@ class _Float8Linear(torch.autograd.Function):
             d_x = layer.backward_input(along, weight, ctx.dtype).view(ctx.shape)
         if ctx.needs_input_grad[2]:  # else frozen
             term = layer.gradient_term(across, turned, turned_scale, ctx.dtype)
-            (layer.sink.add if d_x is None else layer.sink.defer_or_add)([ctx.weight], term)
+            (layer.sink.defer_or_add if d_x is not None and layer.waits else layer.sink.add)([ctx.weight], term)
         return None, d_x, None, None, None, None, None
 
 

@@ -4,6 +4,7 @@
     `ColumnLinear`              rank r holds the r-th part of the outputs (for the head, of the vocabulary); gathers its
                                 input
     `KVColumnLinear`            the same for keys and values, which may have fewer heads than ranks
+    `HeadsLinear`               the same for the latents of attention, which `GatheredLatents` gathers together
     `RowLinear`                 rank r holds the r-th part of the inputs; sums its output over the ranks
     `VocabularyEmbedding`       rank r holds the r-th part of the token ids
     `VocabularyLoss`            cross-entropy of logits, which stay split
@@ -189,7 +190,9 @@ def multiply(
         return [F.linear(x, layer.weight, bias) for layer, bias in zip(layers, biases, strict=True)]
     if torch.compiler.is_compiling():
         return _multiply_compiled(x, layers, biases, joined=joined)
-    return LinearFunction.apply(sink, comm, joined, len(layers), x, *(layer.weight for layer in layers), *biases)
+    waits = layers[0].at is not None  # for the collective of its region; an unsplit layer is in none
+    weights = [layer.weight for layer in layers]
+    return LinearFunction.apply(sink, comm, joined, waits, len(layers), x, *weights, *biases)
 
 
 def _multiply_compiled(
@@ -241,6 +244,30 @@ class KVColumnLinear(ColumnLinear):
 
     def parts(self) -> int:
         return min(self.at.size, self.at.shape.kv_heads)
+
+
+class GatheredLatents(nn.Module):
+    """Entry of latent attention: one collective for the latents of all tokens, and for their gradients.
+
+    The layers that compute latents are not split. With sequence parallelism each rank has latents of its tokens.
+    """
+
+    def __init__(self, unsplit: nn.Module, name: str, at: TensorParallel):
+        super().__init__()
+        self.at, self.placements = at, list[ParamPlacement]()
+
+    def forward(self, *latents: Tensor) -> tuple[Tensor, ...]:
+        """Gather latents: [b, s, width] or [b, s/tp, width] -> [b, s, width] of each."""
+        widths = [latent.shape[-1] for latent in latents]
+        return self.at.gather_input(torch.cat(latents, -1)).split(widths, -1)
+
+
+class HeadsLinear(ColumnLinear):
+    """`ColumnLinear` of latents, which its rank has in full."""
+
+    def results(self, x: Tensor, layers: Sequence[Linear], *, joined: bool = False) -> Sequence[Tensor]:
+        """Compute outputs: [b, s, in] -> [b, s, out/tp]."""
+        return multiply(x, layers, joined=joined)
 
 
 class RowLinear(Linear):

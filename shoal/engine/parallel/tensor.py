@@ -12,6 +12,8 @@ from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.models.transformer import Transformer
 from shoal.engine.parallel.linear import (
     ColumnLinear,
+    GatheredLatents,
+    HeadsLinear,
     KVColumnLinear,
     RowLinear,
     SequenceEmbedding,
@@ -41,6 +43,8 @@ TENSOR_PARALLEL: dict[str, ParallelStyle] = {
     "embed.position": SequenceEmbedding,
     "layers.*.attention.q": ColumnLinear,  # split by heads, so no collective is needed until `out`
     "layers.*.attention.{k,v}": KVColumnLinear,
+    "layers.*.attention.shared": GatheredLatents,  # of every token, computed from the rank's tokens
+    "layers.*.attention.{q_up,kv_up}": HeadsLinear,
     "layers.*.attention.out": RowLinear,
     "layers.*.mlp.{gate,up}": ColumnLinear,
     "layers.*.mlp.down": RowLinear,

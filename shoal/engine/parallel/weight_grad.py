@@ -127,15 +127,17 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, sink: GradSink, comm: NoComm, joined: bool, n: int, x: Tensor, *parameters: nn.Parameter | None
-    ):
+        ctx, sink: GradSink, comm: NoComm, joined: bool, waits: bool, n: int, x: Tensor,
+        *parameters: nn.Parameter | None,
+    ):  # fmt: skip
         """Return n results [.., out_i] of x [.., in], given n weights followed by n biases, each possibly None.
 
-        If ``joined``, which needs adjacent weights and no biases, the result is one tensor [.., sum of out_i].
+        If ``joined``, which needs adjacent weights and no biases, the result is one tensor [.., sum of out_i]. If
+        ``waits``, weight gradients may wait for the next `GradSink.flush`.
         """
         weights: tuple[nn.Parameter, ...] = parameters[:n]  # type: ignore[assignment]  # only biases may be None
         biases = parameters[n:]
-        ctx.sink, ctx.comm, ctx.weights, ctx.biases = sink, comm, weights, biases
+        ctx.sink, ctx.comm, ctx.waits, ctx.weights, ctx.biases = sink, comm, waits, weights, biases
         ctx.runs, ctx.joined = sink.group_adjacent(weights), joined
         factors = [join_adjacent(weights)] if joined else weights
         x, results = comm.forward(x, [factor.t() for factor in factors])
@@ -149,7 +151,8 @@ class LinearFunction(torch.autograd.Function):
     def backward(ctx, *gradients: Tensor):
         x, *weights = ctx.saved_tensors
         sink, n = ctx.sink, len(weights)
-        _, _, _, _, x_wanted, *wanted = ctx.needs_input_grad
+        *_, x_wanted = ctx.needs_input_grad[:6]
+        wanted = ctx.needs_input_grad[6:]
         direct: list[Tensor | None] = [None] * (2 * n)  # for autograd
 
         def add_terms(gradients: list[Tensor]) -> None:
@@ -160,7 +163,7 @@ class LinearFunction(torch.autograd.Function):
                 if sink.parameters is None:
                     direct[run.start] = torch.empty_like(weights[run.start])
                     term(direct[run.start], True)
-                elif x_wanted:  # a region's entry waits for it
+                elif x_wanted and ctx.waits:  # a region's entry waits for it
                     sink.defer_or_add(ctx.weights[run], term)
                 else:
                     sink.add(ctx.weights[run], term)
@@ -176,7 +179,7 @@ class LinearFunction(torch.autograd.Function):
             torch.cat(gradients[run], -1) if run.stop - run.start > 1 else gradients[run][0] for run in ctx.runs
         ]
         d_x = ctx.comm.backward(joined, [join_adjacent(weights[run]) for run in ctx.runs], add_terms, x_wanted)
-        return None, None, None, None, d_x, *direct
+        return None, None, None, None, None, d_x, *direct
 
 
 class EmbeddingFunction(torch.autograd.Function):

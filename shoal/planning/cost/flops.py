@@ -38,9 +38,9 @@ class LayerFlops(NamedTuple):
 
 def layer_flops(shape: ModelShape, sequence_length: int, layer: int = 0) -> LayerFlops:
     """Return the FLOPs of one layer by part."""
-    width, s, n = shape.heads * shape.head_dim, sequence_length, shape.taken(layer, sequence_length)
-    projections = 2 * shape.hidden * 2 * (width + shape.kv_heads * shape.head_dim)
-    found = LayerFlops(projections, 4 * width * n, 2 * shape.layer_matrices(layer) - projections)
+    s, n, projections = sequence_length, shape.taken(layer, sequence_length), 2 * shape.attention_matrices()
+    core = 2 * shape.heads * (shape.query_dim + shape.value_dim) * n
+    found = LayerFlops(projections, core, 2 * shape.layer_matrices(layer) - projections)
     if not shape.skips(layer):
         return found
     mlp = n * found.mlp // s + 2 * shape.router(layer)

@@ -163,7 +163,7 @@ class MicroBatch:
     @cached_property
     def ring_elements(self) -> int:
         """Elements of the keys and values of one place of the ring. [2, b, k/t, s, d]"""
-        return 2 * self.tokens * self.kv_heads * self.shape.head_dim
+        return 2 * self.tokens * self.kv_heads * self.shape.query_dim
 
     @cached_property
     def distinguishes_layers(self) -> bool:

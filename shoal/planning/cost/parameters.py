@@ -79,7 +79,7 @@ def list_units(
 ) -> list[Unit]:
     """Return the parameters of a stage on one tensor-parallel rank, in forward order."""
     h, bias = shape.hidden, shape.family == "gpt"
-    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    q, kv, latent = shape.heads * shape.query_dim, shape.kv_heads * shape.head_dim, shape.latent
     tp, group = layout.tp, min(layout.tp, shape.kv_heads)
     y, x = layout.tp_y, layout.tp_x
     y_index, x_index = divmod(tp_index, x)  # grid indices; (tp_index, 0) in one dimension
@@ -115,10 +115,10 @@ def list_units(
         return LocalParameter(name, (d := (shape.head_dim,)), Box.full(d), *d, "tp" if tp > 1 else "", tp)
 
     def column_parallel(
-        name: str, size: int, parts: int = tp, bias: bool = bias
+        name: str, size: int, parts: int = tp, bias: bool = bias, width: int = h
     ) -> Iterator[LocalParameter]:
         weight = f"{name}.weight"
-        yield rows(weight, size, h, parts=parts) if x == 1 else grid_rows(weight, size, parts)
+        yield rows(weight, size, width, parts=parts) if x == 1 else grid_rows(weight, size, parts)
         if bias:
             yield rows(f"{name}.bias", size, parts=parts)
 
@@ -134,14 +134,8 @@ def list_units(
             yield replicated(f"layers.{i}.depth.predictor_up", width, h)
             yield replicated(f"layers.{i}.depth.predictor_down", width)
         yield from norm(f"layers.{i}.attention_norm")
-        biased = bias or shape.qkv_bias
-        yield from column_parallel(f"layers.{i}.attention.q", q, bias=biased)
-        yield from column_parallel(f"layers.{i}.attention.k", kv, group, biased)
-        yield from column_parallel(f"layers.{i}.attention.v", kv, group, biased)
-        if shape.qk_norm:
-            yield head_norm(f"layers.{i}.attention.q_norm.weight")
-            yield head_norm(f"layers.{i}.attention.k_norm.weight")
-        yield from row_parallel(f"layers.{i}.attention.out", q)
+        yield from attention(f"layers.{i}.attention") if latent is None else latent_attention(f"layers.{i}.attention")
+        yield from row_parallel(f"layers.{i}.attention.out", shape.heads * shape.value_dim)
         yield from norm(f"layers.{i}.mlp_norm")
         if not shape.sparse(i):
             yield from block(f"layers.{i}.mlp", shape.ffn)
@@ -160,6 +154,29 @@ def list_units(
             yield LocalParameter(f"{name}.experts.{part}", size, box, box.numel, expert=True)
         if experts.shared:
             yield from block(f"{name}.shared", experts.shared * experts.ffn)
+
+    def attention(name: str) -> Iterator[LocalParameter]:
+        biased = bias or shape.qkv_bias
+        yield from column_parallel(f"{name}.q", q, bias=biased)
+        yield from column_parallel(f"{name}.k", kv, group, biased)
+        yield from column_parallel(f"{name}.v", kv, group, biased)
+        if shape.qk_norm:
+            yield head_norm(f"{name}.q_norm.weight")
+            yield head_norm(f"{name}.k_norm.weight")
+
+    def latent_attention(name: str) -> Iterator[LocalParameter]:
+        assert latent is not None
+        rank, keys = latent.query_rank, latent.key_value_rank
+        if rank is None:
+            yield from column_parallel(f"{name}.q", q)
+        else:
+            yield replicated(f"{name}.q_down.weight", rank, h)
+        yield replicated(f"{name}.kv_down.weight", keys + latent.rotary_dim, h)
+        if rank is not None:
+            yield replicated(f"{name}.q_latent_norm.weight", rank)
+            yield from column_parallel(f"{name}.q_up", q, width=rank)
+        yield replicated(f"{name}.kv_latent_norm.weight", keys)
+        yield from column_parallel(f"{name}.kv_up", shape.heads * (shape.head_dim + shape.value_dim), width=keys)
 
     def block(name: str, width: int) -> Iterator[LocalParameter]:
         for part in ("up",) if bias else ("gate", "up"):

@@ -3,12 +3,13 @@
 from shoal.spec.catalog.accelerators import Accelerator, accelerator, accelerators, match
 from shoal.spec.catalog.clusters import link
 from shoal.spec.catalog.experts import Depths, Experts
-from shoal.spec.catalog.models import ModelShape, RopeScaling, model_names, model_shape
+from shoal.spec.catalog.models import Latent, ModelShape, RopeScaling, model_names, model_shape
 
 __all__ = [
     "Accelerator",
     "Depths",
     "Experts",
+    "Latent",
     "ModelShape",
     "RopeScaling",
     "accelerator",

@@ -35,16 +35,19 @@ class RopeScaling(Section):
 
 class Latent(Section):
     """Multi-head latent attention (DeepSeek-AI 2024, DeepSeek-V2, section 2.1): keys and values of all heads are
-    computed from one narrow vector per token. Only counted; training does not support it."""
+    computed from one narrow vector per token, and only a part of each query and a key of all heads is rotated."""
 
-    query_rank: PositiveInt
-    """Width that queries are compressed to."""
+    query_rank: PositiveInt | None = None
+    """Width that queries are compressed to; none computes them from the hidden state."""
 
     key_value_rank: PositiveInt
     """Width that keys and values are compressed to."""
 
-    rotary_dim: PositiveInt
+    rotary_dim: PositiveInt = 64
     """Width of the rotary part of a query and of the shared key, in addition to head_dim."""
+
+    value_dim: PositiveInt | None = None
+    """Width of the values of a head; none is head_dim."""
 
 
 class ModelShape(Section):
@@ -102,7 +105,22 @@ class ModelShape(Section):
     """Layers that process only some tokens."""
 
     latent: Latent | None = None
-    """Latent attention that replaces the attention of heads and kv_heads."""
+    """Latent attention; kv_heads is then heads, and head_dim the part of a query that is not rotated. llama only."""
+
+    @property
+    def query_dim(self) -> int:
+        """Width of a query and of a key of one head."""
+        return self.head_dim + (self.latent.rotary_dim if self.latent else 0)
+
+    @property
+    def value_dim(self) -> int:
+        """Width of the values of one head."""
+        return (self.latent.value_dim if self.latent else None) or self.head_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """Width of the rotated part of a query."""
+        return self.latent.rotary_dim if self.latent else self.head_dim
 
     @property
     def moe(self) -> Experts:
@@ -122,9 +140,9 @@ class ModelShape(Section):
         """Return the exact number of trainable parameters; a tied head counts once."""
         h, q, kv, f = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim, self.ffn
         gpt = self.family == "gpt"
-        layer = self._attention_matrices() + (2 if gpt else 1) * 2 * h  # including the norms
+        layer = self.attention_matrices() + (2 if gpt else 1) * 2 * h  # including the norms
         if self.latent is not None:
-            layer += self.latent.query_rank + self.latent.key_value_rank  # norms of latent attention
+            layer += (self.latent.query_rank or 0) + self.latent.key_value_rank  # norms of latent attention
         block = h * f * self._matrices_of_block()
         layer += (q + 2 * kv) * (gpt or self.qkv_bias) + 2 * self.head_dim * self.qk_norm
         if gpt:
@@ -147,7 +165,7 @@ class ModelShape(Section):
         as if none were dropped (Fedus et al. 2022, section 2), and so does the router. A layer that processes k of a
         sequence's s tokens counts k/s, its attention scores (k/s)^2, and its router for all tokens.
         """
-        s, wide = sequence_length, 2 * self.head_dim + (self.latent.rotary_dim if self.latent else 0)
+        s, wide = sequence_length, self.query_dim + self.value_dim
         of_token, of_some = 6 * self.vocab * self.hidden, 0  # per token; and per sequence, for layers that skip tokens
         for layer in range(self.layers):
             n = self.taken(layer, s)
@@ -178,10 +196,10 @@ class ModelShape(Section):
         """Return the number of a layer's matrix parameters that take part in the computation of one token."""
         h, experts = self.hidden, self._layer_experts(layer)
         if experts is None:
-            return self._attention_matrices() + h * self.ffn * self._matrices_of_block()
+            return self.attention_matrices() + h * self.ffn * self._matrices_of_block()
         routers = 2 if experts.gate == "noisy-top-k" else 1
         met = experts.per_token + experts.shared
-        return self._attention_matrices() + met * self._block(experts) + routers * h * experts.count
+        return self.attention_matrices() + met * self._block(experts) + routers * h * experts.count
 
     def mean_layer_matrices(self) -> float:
         """Return the mean of `layer_matrices` over layers, weighted by the fraction of tokens they process."""
@@ -189,6 +207,16 @@ class ModelShape(Section):
             return float(self.layer_matrices(0))
         depths = [self._layer_depths(i) for i in range(self.layers)]
         return sum((of.capacity if of else 1) * self.layer_matrices(i) for i, of in enumerate(depths)) / self.layers
+
+    def attention_matrices(self) -> int:
+        """Return the number of matrix parameters of a layer's attention."""
+        h, latent = self.hidden, self.latent
+        q, out = self.heads * self.query_dim, self.heads * self.value_dim * self.hidden
+        if latent is None:
+            return h * q + 2 * h * self.kv_heads * self.head_dim + out
+        queries = (h + q) * latent.query_rank if latent.query_rank else h * q
+        keys_values = h * (latent.key_value_rank + latent.rotary_dim)
+        return queries + keys_values + latent.key_value_rank * self.heads * (self.head_dim + self.value_dim) + out
 
     def _layer_experts(self, layer: int) -> Experts | None:
         return self.experts if self.experts and self.experts.has(layer) else None
@@ -202,14 +230,6 @@ class ModelShape(Section):
     def _block(self, experts: Experts) -> int:
         """Return the number of parameters of one expert."""
         return self.hidden * experts.ffn * self._matrices_of_block()
-
-    def _attention_matrices(self) -> int:
-        h, q, kv, latent = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim, self.latent
-        if latent is None:
-            return 2 * h * q + 2 * h * kv
-        rotary = self.heads * latent.rotary_dim
-        queries = h * latent.query_rank + latent.query_rank * (q + rotary)
-        return queries + h * (latent.key_value_rank + latent.rotary_dim) + latent.key_value_rank * 2 * q + q * h
 
 
 _ABOUT = {"published_parameters", "published_to", "published_active", "off_because", "source"}

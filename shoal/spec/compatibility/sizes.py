@@ -35,11 +35,6 @@ def check_layout(
         UsageError: naming the field, its value, the equation that fails and the nearest valid values.
     """
     check_compatibility(Run(BARE.model_copy(update={"parallel": layout}), shape))
-    if shape.latent is not None:
-        raise UsageError(
-            "model: multi-head latent attention is counted, but neither trained nor estimated."
-            "\n  Choose another model."
-        )
     if layout.world_size > MOST_RANKS:
         raise UsageError(f"parallel: {layout.equation()}, but there can be at most {MOST_RANKS:,}.")
     _check_data_parallel(layout, global_batch)
@@ -258,7 +253,11 @@ def float8_layers(shape: ModelShape, keep: tuple[str, ...]) -> list[str]:
     ['layers.0.mlp.up', 'layers.0.mlp.down']
     """
     feed_forward = ("gate", "up", "down") if shape.family == "llama" else ("up", "down")
-    parts = [*(f"attention.{name}" for name in ["q", "k", "v", "out"]), *(f"mlp.{name}" for name in feed_forward)]
+    attention = ["q", "k", "v"]
+    if shape.latent is not None:
+        attention = ["q_down", "q_up"] if shape.latent.query_rank else ["q"]
+        attention += ["kv_down", "kv_up"]
+    parts = [*(f"attention.{name}" for name in [*attention, "out"]), *(f"mlp.{name}" for name in feed_forward)]
     names = [f"layers.{layer}.{part}" for layer in range(shape.layers) for part in parts]
     return [name for name in names if not any(fnmatchcase(name, pattern) for pattern in keep)]
 
@@ -290,9 +289,18 @@ def check_float8_sizes(config: RunConfig, shape: ModelShape) -> None:
     if layout.tp == 1 or (products != "mxfp8" and float8.scales != "block"):
         return
     block = MX_BLOCK if products == "mxfp8" else float8.block
-    head_dim = shape.head_dim
-    sizes = {"heads x head_dim": shape.heads * head_dim, "kv_heads x head_dim": shape.kv_heads * head_dim,
-             "ffn": shape.ffn}  # fmt: skip
+    if shape.latent is not None and layout.sequence_parallel:
+        raise UsageError(
+            f"{field} with parallel.sequence_parallel and model.latent: blocks of tokens are cut between the ranks "
+            "that compute latents.\n  Leave sequence_parallel out, or set float8.scales to 'tensor' or 'row'."
+        )
+    heads, query, value = shape.heads, shape.query_dim, shape.value_dim
+    sizes = {f"heads x {query}, of queries": heads * query, "ffn": shape.ffn}
+    if shape.latent is None:
+        sizes["kv_heads x head_dim"] = shape.kv_heads * value
+    else:
+        sizes[f"heads x {shape.head_dim + value}, of keys and values"] = heads * (shape.head_dim + value)
+        sizes[f"heads x {value}, of values"] = heads * value
     for name, size in sizes.items():
         if size % (layout.tp * block):
             raise UsageError(

@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field, PositiveFloat, create_model
 
 from shoal.base.errors import UsageError
 from shoal.base.section import Section
-from shoal.spec.catalog import Depths, Experts, ModelShape, RopeScaling, model_names, model_shape
+from shoal.spec.catalog import Depths, Experts, Latent, ModelShape, RopeScaling, model_names, model_shape
 
 NEEDED = ("family", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "max_sequence", "tied")
 """Fields that together give a model that is not in the catalog."""
@@ -50,6 +50,11 @@ class DepthsConfig(Section):
 @_override(RopeScaling)
 class RopeScalingConfig(Section):
     """Override any part of `RopeScaling`; factor rescales the rotary frequencies of a model without rescaled ones."""
+
+
+@_override(Latent)
+class LatentConfig(Section):
+    """Override any part of `Latent`; key_value_rank gives a model latent attention."""
 
 
 Width = Annotated[int, Field(gt=0, le=2**24)]
@@ -109,6 +114,9 @@ class ModelConfig(Section):
     rope_scaling: RopeScalingConfig = RopeScalingConfig()
     """Override: rotary frequencies for longer sequences (Llama 3.1 and later)."""
 
+    latent: LatentConfig = LatentConfig()
+    """Override: multi-head latent attention (DeepSeek-V2 and V3); see docs/models.md."""
+
     experts: ExpertsConfig = ExpertsConfig()
     """Override: experts that replace feed-forward blocks; see docs/experts.md."""
 
@@ -124,7 +132,7 @@ class ModelConfig(Section):
         Raises:
             UsageError: unknown name, heads that do not fit, or a vocabulary smaller than the tokenizer's.
         """
-        parts = {"name", "weights", "rope_scaling", "experts", "depths"}
+        parts = {"name", "weights", "rope_scaling", "latent", "experts", "depths"}
         changed = {k: v for k, v in self.model_dump(exclude=parts).items() if v is not None}
         changed.setdefault("vocab", vocab)
         base = ModelShape(**changed) if self._is_complete() else model_shape(self.name)
@@ -140,16 +148,18 @@ class ModelConfig(Section):
         if shape.family == "gpt":
             shape = shape.model_copy(update={"max_sequence": max(shape.max_sequence, sequence_length)})
         shape = shape.model_copy(update={
-            "rope_scaling": self._rope_scaling(shape), "experts": self._experts(shape), "depths": self._depths(shape),
+            "rope_scaling": self._rope_scaling(shape), "latent": self._latent(shape),
+            "experts": self._experts(shape), "depths": self._depths(shape),
         })
         if shape.heads % shape.kv_heads:
             raise UsageError(f"model.kv_heads = {shape.kv_heads} does not divide model.heads = {shape.heads}: "
                              "each key/value head serves heads / kv_heads query heads.")
-        for name in ("rope_scaling", "qkv_bias", "qk_norm"):
+        for name in ("rope_scaling", "qkv_bias", "qk_norm", "latent"):
             if shape.family != "llama" and getattr(shape, name):
                 raise UsageError(f"model.{name}, but model {self.name} is of the family gpt.\n  Leave it out.")
-        if shape.head_dim % 2 and shape.family == "llama":
-            raise UsageError(f"model.head_dim = {shape.head_dim} is odd: rotary positions turn pairs of numbers.")
+        if shape.rotary_dim % 2 and shape.family == "llama":
+            field = "latent.rotary_dim" if shape.latent else "head_dim"
+            raise UsageError(f"model.{field} = {shape.rotary_dim} is odd: rotary positions turn pairs of numbers.")
         if shape.vocab < vocab:
             raise UsageError(f"model.vocab = {shape.vocab} is smaller than the tokenizer's {vocab} ids.\n"
                              "  Leave model.vocab out, or make it larger.")
@@ -167,6 +177,22 @@ class ModelConfig(Section):
             raise UsageError(f"model.rope_scaling.low_frequency = {scaling.low_frequency:g} is not below "
                              f"high_frequency = {scaling.high_frequency:g}.\n  Make it smaller.")
         return scaling
+
+    def _latent(self, shape: ModelShape) -> Latent | None:
+        latent = _merge(Latent, shape.latent, self.latent)
+        if latent is None:
+            return None
+        for field in ("qkv_bias", "qk_norm"):
+            if getattr(shape, field):
+                raise UsageError(f"model.{field} with model.latent: latent attention has no such part.\n"
+                                 "  Leave one of them out.")
+        if shape.kv_heads != shape.heads:
+            raise UsageError(f"model.kv_heads = {shape.kv_heads} with model.latent: every head has its own keys and "
+                             f"values.\n  Set model.kv_heads = model.heads = {shape.heads}.")
+        if latent.value_dim and latent.value_dim > (widest := shape.head_dim + latent.rotary_dim):
+            raise UsageError(f"model.latent.value_dim = {latent.value_dim} is wider than a query, head_dim + "
+                             f"latent.rotary_dim = {widest}.\n  Make it smaller.")
+        return latent
 
     def _experts(self, shape: ModelShape) -> Experts | None:
         defaults: dict[str, int] = {"ffn": shape.ffn} if shape.experts is None else {}
@@ -205,7 +231,10 @@ class ModelConfig(Section):
         return depths
 
 
-_FIRST = {Experts: ("experts", "count"), Depths: ("depths", "capacity"), RopeScaling: ("rope_scaling", "factor")}
+_FIRST = {
+    Experts: ("experts", "count"), Depths: ("depths", "capacity"), RopeScaling: ("rope_scaling", "factor"),
+    Latent: ("latent", "key_value_rank"),
+}  # fmt: skip
 """Name of each optional part of a model, and the field that gives a model this part."""
 
 

@@ -113,6 +113,8 @@ def draw_run(choose: Choose, max_ranks: int = 8, *, routers: bool = True) -> Run
         parallel["stage_layers"] = choose((None, *uneven))
     if routed:
         model["depths"] = _draw_depths(choose, length, model["layers"], cp, parts)
+    if model["name"] == "tiny" and tp_x == 1:
+        model |= _draw_latent(choose, heads)
     return build_config({"model": model, "parallel": parallel, "data": data, "train": train})
 
 
@@ -167,6 +169,15 @@ def _draw_experts(choose: Choose, parallel: dict[str, Any], ranks: int) -> dict[
             "bias_update": choose((0.0, 0.01)),
         }
     return experts
+
+
+def _draw_latent(choose: Choose, heads: int) -> dict[str, Any]:
+    """Draw multi-head latent attention, or none."""
+    if not choose((False, False, True)):
+        return {}
+    latent = {"key_value_rank": choose((5, 8)), "rotary_dim": choose((2, 4)), "query_rank": choose((6, None)),
+              "value_dim": choose((None, 3, 5))}  # fmt: skip
+    return {"kv_heads": heads, "latent": {name: value for name, value in latent.items() if value}}
 
 
 def _draw_depths(choose: Choose, length: int, layers: int, cp: int, multiple: int) -> dict[str, Any]:

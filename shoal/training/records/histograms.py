@@ -143,6 +143,9 @@ class Histograms:
             return _Layer(name, "tp_y", "tp/1", self.vocabulary)
         if name.endswith((".out", ".down")):
             return _Layer(name, "tp/1", "tp_y", module.out_features)
+        if name.endswith("_down"):  # of the latents: computed by every rank from its tokens
+            ranks = "tp/1" if self.engine.mesh.layout.sequence_parallel else "tp_y"
+            return _Layer(name, ranks, ranks, module.out_features)
         heads = name.endswith((".attention.k", ".attention.v"))
         shared = self.shared if heads else "tp/1"
         return _Layer(name, "tp_y", shared, module.out_features, terms=heads and self.sharers is not None)

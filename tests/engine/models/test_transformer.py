@@ -9,14 +9,17 @@ from torch import Tensor
 
 from shoal.engine.models.loss import IGNORE
 from shoal.engine.models.transformer import Transformer, initial, initialise
-from shoal.spec.catalog import ModelShape
+from shoal.spec.catalog import Latent, ModelShape
 
 LLAMA = ModelShape(
     family="llama", layers=2, hidden=12, heads=4, kv_heads=2, head_dim=6, ffn=10, vocab=11, max_sequence=9, tied=False
 )
 GPT = LLAMA.model_copy(update={"family": "gpt", "kv_heads": 4, "tied": True})
 SHARED = LLAMA.model_copy(update={"tied": True, "kv_heads": 1})
-SHAPES = {"llama": LLAMA, "gpt": GPT, "llama tied, one key head": SHARED}
+LATENT = LLAMA.model_copy(
+    update={"kv_heads": 4, "latent": Latent(query_rank=5, key_value_rank=7, rotary_dim=4, value_dim=3)}
+)
+SHAPES = {"llama": LLAMA, "gpt": GPT, "llama tied, one key head": SHARED, "latent attention": LATENT}
 
 
 def random_model(shape: ModelShape, **options: Any) -> Transformer:
@@ -37,24 +40,33 @@ def naive_logits(model: Transformer, tokens: Tensor, documents: Tensor | None) -
         y = w[f"{name}.weight"] @ x
         return y + w[f"{name}.bias"] if f"{name}.bias" in w else y
 
-    def norm(x: Tensor, name: str) -> Tensor:
+    def norm(x: Tensor, name: str, eps: float = shape.norm_eps) -> Tensor:
         if gpt:
             x = x - x.sum() / len(x)
-        x = x / ((x * x).sum() / len(x) + shape.norm_eps).sqrt()
+        x = x / ((x * x).sum() / len(x) + eps).sqrt()
         return x * w[f"{name}.weight"] + (w[f"{name}.bias"] if gpt else 0)
 
+    def turn(head: Tensor, position: int) -> Tensor:
+        turned, half = head.clone(), len(head) // 2
+        for i in range(half):  # pairs (i, i + half), as complex numbers
+            angle = position * shape.rope_theta ** (-2 * i / len(head))
+            z = complex(head[i], head[i + half]) * complex(math.cos(angle), math.sin(angle))
+            turned[i], turned[i + half] = z.real, z.imag
+        return turned
+
     def heads(x: Tensor, name: str, position: int) -> list[Tensor]:
-        out = []
-        for head in linear(x, name).split(shape.head_dim):
-            if not gpt and not name.endswith("v"):
-                turned, half = head.clone(), shape.head_dim // 2
-                for i in range(half):  # pairs (i, i + half), as complex numbers
-                    angle = position * shape.rope_theta ** (-2 * i / shape.head_dim)
-                    z = complex(head[i], head[i + half]) * complex(math.cos(angle), math.sin(angle))
-                    turned[i], turned[i + half] = z.real, z.imag
-                head = turned
-            out.append(head)
-        return out
+        turns = not gpt and not name.endswith("v")
+        return [turn(head, position) if turns else head for head in linear(x, name).split(shape.head_dim)]
+
+    def latent_heads(x: Tensor, name: str, position: int) -> list[list[Tensor]]:
+        """DeepSeek-V2, equations 37 to 47."""
+        d, r, rank = shape.head_dim, shape.latent.rotary_dim, shape.latent.key_value_rank
+        queries = linear(norm(linear(x, f"{name}.q_down"), f"{name}.q_latent_norm", 1e-6), f"{name}.q_up")
+        narrow = linear(x, f"{name}.kv_down")
+        wide = linear(norm(narrow[:rank], f"{name}.kv_latent_norm", 1e-6), f"{name}.kv_up")
+        q = [torch.cat((head[:d], turn(head[d:], position))) for head in queries.split(d + r)]
+        k = [torch.cat((head[:d], turn(narrow[rank:], position))) for head in wide.split(d + shape.value_dim)]
+        return [q, k, [head[d:] for head in wide.split(d + shape.value_dim)]]
 
     def gelu(x: Tensor) -> Tensor:
         return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
@@ -62,13 +74,17 @@ def naive_logits(model: Transformer, tokens: Tensor, documents: Tensor | None) -
     xs = [w["embed.token.weight"][t] + (w["embed.position.weight"][i] if gpt else 0) for i, t in enumerate(tokens)]
     for layer in (f"layers.{i}" for i in range(shape.layers)):
         normed = [norm(x, f"{layer}.attention_norm") for x in xs]
-        q, k, v = ([heads(x, f"{layer}.attention.{n}", i) for i, x in enumerate(normed)] for n in "qkv")
+        if shape.latent:
+            made = [latent_heads(x, f"{layer}.attention", i) for i, x in enumerate(normed)]
+            q, k, v = zip(*made, strict=True)
+        else:
+            q, k, v = ([heads(x, f"{layer}.attention.{n}", i) for i, x in enumerate(normed)] for n in "qkv")
         for i in range(len(xs)):
             mixed = []
             for head in range(shape.heads):
                 group = head // (shape.heads // shape.kv_heads)
                 seen = [j for j in range(i + 1) if documents is None or documents[j] == documents[i]]
-                scores = torch.stack([q[i][head] @ k[j][group] / math.sqrt(shape.head_dim) for j in seen]).exp()
+                scores = torch.stack([q[i][head] @ k[j][group] / math.sqrt(shape.query_dim) for j in seen]).exp()
                 mixed.append(sum(a * v[j][group] for a, j in zip(scores / scores.sum(), seen, strict=True)))
             xs[i] = xs[i] + linear(torch.cat(mixed), f"{layer}.attention.out")
         for i in range(len(xs)):

@@ -66,6 +66,21 @@ def test_every_grain_on_layouts(pool, precision, settings, parallel):
     assert verdict.worst_gradient < 1e-12
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_latents(pool, sequence_parallel):
+    """With a scale of all tokens, of which with sequence parallelism a rank has a part."""
+    model = {**MODEL, "kv_heads": 8, "latent": {"key_value_rank": 16, "rotary_dim": 16, "query_rank": 16}}
+    run = small_run({"tp": 2, "sequence_parallel": sequence_parallel}, model)
+    verdict, _ = run_case(prepare(in_float8(run, "fp8", {}), own_precision=False), pool, steps=2)
+    assert not verdict.findings, verdict.findings[0].text
+    assert verdict.worst_gradient < 1e-12
+    check_run(in_float8(run, "fp8", {}), run.model.shape(vocab=257, sequence_length=8))
+    blocks = in_float8(run, "fp8", {"scales": "block", "block": 8})
+    if sequence_parallel:
+        with pytest.raises(UsageError, match="blocks of tokens are cut between the ranks that compute latents"):
+            check_run(blocks, run.model.shape(vocab=257, sequence_length=8))
+
+
 @settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck))
 @given(runs(max_ranks=4), st.sampled_from(CASES))
 def test_drawn_layouts(pool, run, case):

@@ -193,6 +193,12 @@ def test_a_gpt_has_a_position_for_every_token_and_never_fewer_than_its_own():
         ({"heads": 7}, "model.hidden = 256 is not a multiple of model.heads = 7"),
         ({"kv_heads": 3}, "model.kv_heads = 3 does not divide model.heads = 8"),
         ({"head_dim": 33}, "model.head_dim = 33 is odd"),
+        ({"latent": {"query_rank": 8}}, "model.latent.query_rank = 8, but the model has no latent"),
+        ({"latent": {"key_value_rank": 8}}, "model.kv_heads = 4 with model.latent: every head has its own"),
+        ({"kv_heads": 8, "latent": {"key_value_rank": 8, "rotary_dim": 3}}, "model.latent.rotary_dim = 3 is odd"),
+        ({"kv_heads": 8, "latent": {"key_value_rank": 8, "value_dim": 99}}, "model.latent.value_dim = 99 is wider"),
+        ({"kv_heads": 8, "qk_norm": True, "latent": {"key_value_rank": 8}}, "model.qk_norm with model.latent"),
+        ({"name": "tiny-gpt", "latent": {"key_value_rank": 8}}, "model.latent, but model tiny-gpt is of the family"),
         ({"name": "tinny"}, "model.name = 'tinny' is not in the catalog; did you mean 'tiny'?"),
     ],
 )

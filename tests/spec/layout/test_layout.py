@@ -64,9 +64,9 @@ def test_experts_lie_over_a_stage_in_a_grid_of_their_own(fields, shape):
     assert math.prod(shape) == Layout(**fields).world_size
 
 
-def test_what_is_only_counted_is_refused():
-    message = refusal(shape=model_shape("deepseek-v3"))
-    assert "multi-head latent attention is counted, but neither trained nor estimated" in message
+def test_latent_attention_takes_no_grid():
+    message = refusal(shape=model_shape("deepseek-v3").model_copy(update={"experts": None}), tp=4, tp_x=2)
+    assert "parallel.tp_x = 2 with model.latent: the norms of its latents need complete ones" in message
 
 
 def test_zero_shard_needs_zero():

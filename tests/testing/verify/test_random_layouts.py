@@ -49,6 +49,21 @@ def test_the_runs_own_precision_stays_within_its_rounding(pool: Pool, precision:
     assert verdict.worst_gradient < TOLERANCES[precision].gradient
 
 
+@pytest.mark.parametrize(("parallel", "latent"), [
+    ({"dp": 2, "zero": 3, "tp": 2, "sequence_parallel": True, "recompute": "full"}, {"query_rank": 6, "value_dim": 3}),
+    ({"tp": 2, "pp": 2, "schedule": "zb-h1", "recompute": "selective"}, {"value_dim": 6}),
+    ({"cp": 4, "ulysses": 2, "tp": 2, "sequence_parallel": True}, {"query_rank": 6}),
+])  # fmt: skip
+def test_latent_attention_on_layouts(pool: Pool, parallel: dict, latent: dict) -> None:
+    """Latents that every rank computes, of its own tokens or of all."""
+    model = {"kv_heads": 4, "heads": 4, "latent": {"key_value_rank": 5, "rotary_dim": 4, **latent}}
+    config = small_run(parallel, model, precision="fp64")
+    data = config.data.model_copy(update={"sequence_length": 17 + (parallel.get("tp", 1) > 1)})
+    verdict, _ = run_case(prepare(config.model_copy(update={"data": data}), own_precision=False), pool, steps=2)
+    assert not verdict.findings, verdict.findings[0].text
+    assert verdict.worst_gradient <= 1e-12
+
+
 def test_drawn_runs_are_valid_and_reach_every_corner() -> None:
     drawn = [draw_run(random.Random(i).choice) for i in range(600)]
     for run in drawn:
@@ -94,6 +109,10 @@ def test_drawn_runs_are_valid_and_reach_every_corner() -> None:
             for axis in ("dp", "tp", "cp", "pp", "zero")
         ),
         "such layers with experts": any(run.model.depths.capacity for run in sparse),
+        "latent attention, beside every other axis": all(
+            any(run.model.latent.key_value_rank and getattr(run.parallel, axis) > 1 for run in drawn)
+            for axis in ("dp", "tp", "cp", "pp", "zero")
+        ),
         "tied over a pipeline": any(run.model.tied and run.parallel.pp > 1 for run in drawn),
     }
     assert all(corners.values()), [name for name, reached in corners.items() if not reached]

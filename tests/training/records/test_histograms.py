@@ -69,6 +69,15 @@ def test_so_do_ranks_with_experts(pool, tmp_path):
     compare(one, histograms_of(pool, parallel, tmp_path / "ep", EXPERTS), parallel)
 
 
+def test_so_do_ranks_that_compute_latents(pool, tmp_path):
+    model = {"heads": 4, "kv_heads": 4, "latent": {"key_value_rank": 6, "rotary_dim": 4, "query_rank": 5}}
+    one = histograms_of(pool, {}, tmp_path / "one", model)
+    assert sum(one["output gradients", "layers.0.attention.kv_down"]) == 8 * 8 * 10
+    for i, sequence_parallel in enumerate((False, True)):
+        parallel = {"tp": 2, "sequence_parallel": sequence_parallel}
+        compare(one, histograms_of(pool, parallel, tmp_path / str(i), model), parallel)
+
+
 def compare(one, other, parallel):
     assert other.keys() == one.keys()
     for key, counts in one.items():

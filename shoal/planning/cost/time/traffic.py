@@ -88,26 +88,38 @@ def tensor_parallel(run: MicroBatch, part: StagePart, tokens: int, *, by_parts: 
     regions, full = 2 * len(part.layers) - without, run.layout.recompute == "full"
     # Recomputation ends with a layer's last product, unless that product includes the sum over ranks, or its result is
     # weighted.
-    again = (regions, regions if by_parts or _skip(run, part) else len(part.layers)) if full else (0, 0)
+    again = (regions if by_parts or _skip(run, part) else len(part.layers)) * full
+    entries, latents = _entries(run, len(part.layers), regions)  # into regions: hidden states, and bytes of latents
     if run.layout.sequence_parallel:
         gather, scatter = ("send", "send") if by_parts else ("all-gather", "reduce-scatter")
-        size = gathered(hidden, y)
+        size, of_latents = gathered(hidden, y), gathered(run.itemsize * n * latents, y)
         for sent, into, out in ((forward, gather, scatter), (backward, scatter, gather)):
-            sent[axis, into] += size * (regions + part.last)
+            sent[axis, into] += size * (entries + part.last)
             sent[axis, out] += size * regions
         forward[axis, "reduce-scatter"] += size * part.first
-        backward[axis, "all-gather"] += size * part.first
-        backward[axis, gather] += size * again[0]
-        backward[axis, scatter] += size * again[1]
+        forward[axis, "all-gather"] += of_latents
+        backward[axis, "all-gather"] += size * part.first + of_latents * full
+        backward[axis, "reduce-scatter"] += of_latents
+        backward[axis, gather] += size * entries * full
+        backward[axis, scatter] += size * again
     else:
-        size = all_reduced(hidden, y)
+        size, of_latents = all_reduced(hidden, y), all_reduced(run.itemsize * n * latents, y)
         forward[axis, "all-reduce"] += size * (regions + part.first)
-        backward[axis, "all-reduce"] += size * (regions + part.last + again[1])
+        backward[axis, "all-reduce"] += size * (entries + part.last + again) + of_latents
     if part.last:  # each rank's log-sum-exp and the target's logit
         forward["tp", "all-gather"] += 2 * run.exact * n * (t - 1)
     if run.layout.tp_x > 1:
         _along_x(run, part, n, forward, backward)
     return forward, backward
+
+
+def _entries(run: MicroBatch, layers: int, regions: int) -> tuple[int, int]:
+    """Return how often hidden states enter tensor-parallel regions, and the widths of all latents that do, summed."""
+    latent = run.shape.latent
+    if latent is None:
+        return regions, 0
+    width = latent.key_value_rank + latent.rotary_dim + (latent.query_rank or 0)
+    return regions - (layers if latent.query_rank else 0), layers * width
 
 
 def _along_x(run: MicroBatch, part: StagePart, n: int, forward: Sent, backward: Sent) -> None:
@@ -161,7 +173,7 @@ def context_parallel(run: MicroBatch, layers: int, share: Share) -> tuple[Sent, 
     Recomputation sends again; selective recomputation ends with the core, whose output is not exchanged again.
     """
     forward, backward = Sent(), Sent()
-    layout, d = run.layout, run.shape.head_dim
+    layout, d = run.layout, run.shape.query_dim
     if layout.cp == 1:
         return forward, backward
     b, u, e = layout.micro_batch, layout.ulysses, run.itemsize

@@ -74,9 +74,11 @@ def _layer(run: MicroBatch, seen: Seen, sparse: bool) -> int:
     """Return the FLOPs of a layer's forward and backward with recomputation."""
     shape, t, y = run.shape, run.layout.tp, run.layout.tp_y
     b, n = run.layout.micro_batch, run.layout.micro_batch * sum(seen.tokens)
-    q = shape.heads * shape.head_dim // t
+    q = shape.heads * shape.query_dim // t
     kv = shape.kv_heads * shape.head_dim // min(y, shape.kv_heads)  # tp_x ranks together
     projections = 2 * n * (shape.hidden * 2 * q + run.hidden_local * 2 * kv)
+    if shape.latent is not None:
+        projections = _latent_projections(run, n)
     product = 2 * b * q // seen.shared  # per score, with a key or with a value, in all heads
     core = 2 * product * sum(rows * keys for rectangles in seen.scores for rows, keys in rectangles)
     written = run.kernel == "explicit"
@@ -86,6 +88,18 @@ def _layer(run: MicroBatch, seen: Seen, sparse: bool) -> int:
     mlp = _experts(run) if sparse else _mlp(run, n, shape.ffn)
     again = {"none": 0, "selective": core_again, "full": projections + core + mlp}[run.layout.recompute]
     return 3 * (projections + mlp) + core + core_backward + again
+
+
+def _latent_projections(run: MicroBatch, tokens: int) -> int:
+    """Return the FLOPs of latent attention's projections; latents are computed once per token, or on every rank."""
+    shape, latent, t = run.shape, run.shape.latent, run.layout.tp
+    assert latent is not None
+    between = tokens // run.layout.sequence_shards
+    down = latent.key_value_rank + latent.rotary_dim + (latent.query_rank or 0)
+    queries = (latent.query_rank or shape.hidden) * shape.query_dim
+    keys_values = latent.key_value_rank * (shape.head_dim + shape.value_dim)
+    of_head = queries + keys_values + shape.value_dim * shape.hidden
+    return 2 * (between * shape.hidden * down + tokens * shape.heads // t * of_head)
 
 
 def _mlp(run: MicroBatch, tokens: int, width: int) -> int:
