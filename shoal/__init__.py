@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from shoal.engine.checkpoint.load import load_checkpoint as load_checkpoint
     from shoal.engine.checkpoint.load import verify_checkpoint as verify_checkpoint
     from shoal.engine.data.prepare import describe_data as describe_data
+    from shoal.engine.data.prepare import export_megatron as export_megatron
     from shoal.engine.data.prepare import train_tokenizer as train_tokenizer
     from shoal.labs.autoshard.operators import plan_operators as plan_operators
     from shoal.labs.calibration.calibrate import calibrate as calibrate
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "shoal.base.errors": ("UsageError",),
     "shoal.engine.checkpoint.load": ("describe_checkpoint", "load_checkpoint", "verify_checkpoint"),
-    "shoal.engine.data.prepare": ("describe_data", "train_tokenizer"),
+    "shoal.engine.data.prepare": ("describe_data", "export_megatron", "train_tokenizer"),
     "shoal.labs.autoshard.operators": ("plan_operators",),
     "shoal.labs.calibration.calibrate": ("calibrate",),
     "shoal.labs.explain.subjects": ("explain",),

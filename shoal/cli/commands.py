@@ -44,6 +44,10 @@ COMMANDS = {
     "data inspect": Command(
         "shoal.cli.run.data", "Show what a run's data holds: shoal data inspect [RUN.toml]", "inspect", ("data",)
     ),
+    "data export": Command(
+        "shoal.cli.run.data",
+        "Write a run's token ids as files of Megatron: shoal data export [RUN.toml] --out PREFIX", "export", ("data",),
+    ),
     "import hf": Command(
         "shoal.cli.run.hugging_face",
         "Write the config of a run of a Hugging Face model: shoal import hf FOLDER --out run.toml",

@@ -85,10 +85,7 @@ def _split_command(args: list[str]) -> tuple[str, list[str]]:
 def _usage() -> str:
     lines = ["shoal: train one transformer language model on many devices, moving as one", ""]
     lines += [f"  {name:<22}{command.help.split(': shoal ')[0]}" for name, command in COMMANDS.items()]
-    return "\n".join([
-        *lines, "",
-        "shoal COMMAND --help shows its options and defaults; shoal --version, versions.",
-    ])
+    return "\n".join([*lines, "shoal COMMAND --help shows its options and defaults; shoal --version, versions."])
 
 
 def _refuse(error: UsageError) -> int:

@@ -69,7 +69,7 @@ def test_starting_does_not_import_torch():
 def test_python_m_shoal_is_the_same_command():
     done = subprocess.run([sys.executable, "-m", "shoal", "data"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "shoal: error: 'data' needs one of: train-tokenizer, inspect\n"
+    assert done.stderr == "shoal: error: 'data' needs one of: train-tokenizer, inspect, export\n"
 
 
 @pytest.mark.parametrize("words", ["train --help", "estimate"])

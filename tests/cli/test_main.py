@@ -39,6 +39,7 @@ TYPED = {
     "parallel.bucket_mb": (0.5, ["0.5"]),
     "data.source": ("jsonl", ["jsonl"]),
     "data.paths": (("a b", "c/*.txt"), ["a b", "c/*.txt"]),
+    "data.unreadable": ("skip", ["skip"]),
     "data.sampler": ("pool", ["pool"]),
     "data.validation_fraction": (0.25, ["0.25"]),
     "data.cache": (Path("/tmp/x y"), ["/tmp/x y"]),
@@ -185,7 +186,7 @@ def test_data(called, capsys):
     ((data,), options) = calls[0]
     assert data.source == "text" and options == {"vocab_size": 1000, "out": Path("tokenizer.json")}
     assert capsys.readouterr().out == "a/b.json: 1,000 tokens.  Use it with: --data.tokenizer a/b.json\n"
-    calls = called("describe_data", DataContents("bytes", None, None, {}, 64, 60, "a\x1b[2Jb"))
+    calls = called("describe_data", DataContents("bytes", (), {}, 64, 60, "a\x1b[2Jb"))
     assert main(["data", "inspect", "--data.sequence-length", "64"]) == 0
     assert calls[-1][0][0].sequence_length == 64
     assert capsys.readouterr().out == "\nsample 0 of seed 0: 64 tokens, 60 in the loss\n\na\\x1b[2Jb\n"

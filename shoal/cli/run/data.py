@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
 import shoal
+from shoal.base.files import expanded
 from shoal.base.section import Section
 from shoal.base.terminal import printable
 from shoal.spec.config import RunConfig
@@ -20,6 +22,14 @@ class TokenizerOptions(Section):
     """File to write; set data.tokenizer to its path."""
 
 
+class TokenExportOptions(Section):
+    out: Path
+    """Start of the names of the files: OUT-train.bin, .idx, OUT-validation.bin and .idx."""
+
+    to: Literal["megatron"] = "megatron"
+    """Format: .bin and .idx files of token ids, as Megatron-LM reads them."""
+
+
 class InspectOptions(Section):
     """Options of `shoal data inspect`: only the config section data."""
 
@@ -31,16 +41,24 @@ def train_tokenizer(options: TokenizerOptions, config: RunConfig) -> int:
     return 0
 
 
+def export(options: TokenExportOptions, config: RunConfig) -> int:
+    """Write the token ids of a corpus, and print how to train on them."""
+    for path in shoal.export_megatron(config.data, expanded(options.out, "--out")):
+        print(printable(f"{path}.bin and .idx.  Read them with: --data.paths {path}.idx"))
+    return 0
+
+
 def inspect(options: InspectOptions, config: RunConfig) -> int:
     """Print a row for each split of the corpus, then its first training sample; unsafe characters are escaped."""
     found = shoal.describe_data(config.data)
-    if found.corpus:
-        ids = f"{found.corpus.vocab_size:,} token ids ({found.tokenizer}), in {found.folder}"
-        print(printable("\n".join([*found.corpus.summary(), ids, ""])))
-        print(f"{'':12}{'documents':>12}{'tokens':>16}{'bytes/token':>14}{'shards':>8}{'samples':>12}")
-        for name, split in found.corpus.splits.items():
-            ratio, shards, samples = split.bytes / max(1, split.tokens), len(split.shards), found.samples[name]
-            print(f"{name:12}{split.documents:>12,}{split.tokens:>16,}{ratio:>14.2f}{shards:>8}{samples:>12,}")
+    if found.splits:
+        print(printable("\n".join([*found.summary, f"tokenizer: {found.tokenizer}", ""])))
+        print(f"{'':12}{'documents':>12}{'tokens':>16}{'bytes/token':>14}{'files':>8}{'samples':>12}")
+        for name, split in found.splits.items():
+            stream = split.stream
+            ratio = "" if stream.bytes is None else f"{stream.bytes / max(1, split.tokens):.2f}"
+            row = f"{name:12}{stream.documents:>12,}{split.tokens:>16,}{ratio:>14}{stream.files:>8}{split.samples:>12,}"
+            print(row)
     print(f"\nsample 0 of seed 0: {found.sample_tokens} tokens, {found.sample_targets} in the loss\n")
     print(printable(found.sample))
     return 0

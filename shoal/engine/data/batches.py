@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from shoal.base.errors import UsageError
+from shoal.engine.data.open_stream import open_stream
 from shoal.engine.data.order import SampleOrder
-from shoal.engine.data.shards import SPLITS, Split, TokenStream, open_shards
+from shoal.engine.data.shards import SPLITS, Split, Stream
 from shoal.engine.data.tokenizer import load_tokenizer
 from shoal.engine.models.loss import IGNORE
 from shoal.engine.streams import to_device
@@ -78,37 +79,37 @@ class PackedDataset:
         UsageError: the split is shorter than one sequence, or has no token to learn; or a shard is damaged.
     """
 
-    def __init__(
-        self, stream: TokenStream, order_seed: int, *, sequence_length: int, end_of_document: int | None
-    ) -> None:
-        """Set up the order. ``end_of_document`` is given if attention and loss stay inside documents."""
-        self.vocab_size = stream.manifest.vocab_size
-        self.fingerprint = stream.folder.name  # the cache is keyed by content
+    def __init__(self, stream: Stream, order_seed: int, *, sequence_length: int, document_mask: bool) -> None:
+        """Set up the order. With ``document_mask`` attention and loss stay inside documents."""
+        contents = stream.contents
+        self.vocab_size, self.fingerprint = contents.vocab_size, contents.fingerprint
         self.samples = (len(stream) - 1) // sequence_length  # the last sequence needs one more target
         if self.samples < 1:
-            others = sum(info.documents for info in stream.manifest.splits.values()) - stream.info.documents
             raise UsageError(
-                f"data: the {stream.split} split of {stream.manifest.corpus} has {len(stream)} tokens in "
-                f"{stream.info.documents} documents (the other split has {others}); one sequence needs "
-                f"data.sequence_length + 1 = {sequence_length + 1}.\n  Give more text or more documents (a document is "
-                "never split), a shorter data.sequence_length, or another data.validation_fraction."
+                f"data: the {stream.split} split of {contents.corpus} has {len(stream)} tokens in "
+                f"{contents.documents} documents; one sequence needs data.sequence_length + 1 = {sequence_length + 1}."
+                "\n  Give more text or more documents (a document is never split), a shorter data.sequence_length, or "
+                "another data.validation_fraction."
             )
-        if stream.info.tokens == stream.info.documents:  # each token is an end of document
+        if len(stream) == contents.documents and contents.bytes:  # each token is an end of document
             raise UsageError(
-                f"data: every label of {stream.manifest.corpus} is masked: its {stream.info.documents} documents have "
-                f"{stream.info.bytes} bytes of text, but no token in this tokenizer.\n  Use another data.tokenizer; "
+                f"data: every label of {contents.corpus} is masked: its {contents.documents} documents have "
+                f"{contents.bytes} bytes of text, but no token in this tokenizer.\n  Use another data.tokenizer; "
                 "'bytes' encodes every text."
             )
-        self._stream, self._length, self._end = stream, sequence_length, end_of_document
+        self._stream, self._length, self._document_mask = stream, sequence_length, document_mask
         self._order = SampleOrder(self.samples, order_seed)
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Return the sequences at these indices: a pure function of (corpus, seed, index)."""
         starts = self._order(indices) * self._length
         windows = np.empty((len(starts), self._length + 1), dtype=np.int64)
+        ends = np.empty((len(starts), self._length), dtype=bool) if self._document_mask else None
         for row, start in enumerate(starts.tolist()):
             windows[row] = self._stream.read(start, start + self._length + 1)
-        return _next_token(windows, self._end, indices)
+            if ends is not None:
+                ends[row] = self._stream.ends(windows[row, :-1], start)
+        return _next_token(windows, ends, indices)
 
 
 class SyntheticDataset:
@@ -149,21 +150,21 @@ class SyntheticDataset:
             if self._masked:
                 masks[row] = random.random(self._length) < random.beta(self._masked, 1 - self._masked)
             masks[row, kept] = False
-        batch = _next_token(windows, self._end, indices)
+        ends = None if self._end is None else windows[:, :-1] == self._end
+        batch = _next_token(windows, ends, indices)
         batch.targets[torch.from_numpy(masks)] = IGNORE
         return batch
 
 
-def _next_token(windows: np.ndarray, end_of_document: int | None, indices: Sequence[int]) -> Batch:
-    """Split windows ``[n, s + 1]`` into tokens and next tokens; with an end id, also number the documents.
+def _next_token(windows: np.ndarray, ends: np.ndarray | None, indices: Sequence[int]) -> Batch:
+    """Split windows ``[n, s + 1]`` into tokens and next tokens; with the ends of documents ``[n, s]``, number these.
 
     The end token belongs to its document. The first token of the next document is never a target.
     """
     tokens, targets = windows[:, :-1].copy(), windows[:, 1:].copy()
     samples = torch.tensor(indices, dtype=torch.int64)
-    if end_of_document is None:
+    if ends is None:
         return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), samples=samples)
-    ends = tokens == end_of_document
     targets[ends] = IGNORE
     documents = (np.cumsum(ends, axis=1) - ends).astype(np.int32)
     return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), torch.from_numpy(documents), samples)
@@ -187,12 +188,9 @@ def open_dataset(
         size = tokenizer.vocab_size if vocab_size is None else vocab_size
         split_seed = len(SPLITS) * seed + SPLITS.index(split)
         return SyntheticDataset(size, config.sequence_length, split_seed, documents=config.document_mask)
-    stream = TokenStream(open_shards(config, tokenizer, progress=progress), split)
     return PackedDataset(
-        stream,
-        seed if split == "train" else 0,
-        sequence_length=config.sequence_length,
-        end_of_document=tokenizer.end_of_document if config.document_mask else None,
+        open_stream(config, tokenizer, split, progress=progress), seed if split == "train" else 0,
+        sequence_length=config.sequence_length, document_mask=config.document_mask,
     )
 
 

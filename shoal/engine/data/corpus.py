@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 _READERS = {
-    "paths": ("files", "text", "jsonl", "parquet"), "field": ("files", "jsonl", "parquet", "hub"),
+    "paths": ("files", "text", "jsonl", "parquet", "megatron"), "field": ("files", "jsonl", "parquet", "hub"),
     "dataset": ("hub",), "dataset_split": ("hub", "files"), "unreadable": ("files", "text", "jsonl", "parquet", "hub"),
 }  # fmt: skip
 
@@ -175,7 +175,7 @@ def check_read(config: DataConfig) -> None:
     for name, sources in _READERS.items():
         value = getattr(config, name)
         if config.reads not in sources and value != DataConfig.model_fields[name].default:
-            chosen = config.source if config.reads == "files" else config.reads
+            chosen = "auto" if config.reads == "files" else config.reads
             allowed = ", ".join(source.replace("files", "auto") for source in sources)
             raise UsageError(
                 f"data.{name} = {value!r} with data.source = '{chosen}', which does not read it."
@@ -197,8 +197,8 @@ def open_corpus(config: SourceConfig) -> Corpus:
         if saved := find_saved(Path(config.dataset), config.dataset_split):
             return _file_corpus(config.dataset, saved, config.field)
         return HubCorpus(config.dataset, config.field, config.dataset_split)
-    if config.reads == "synthetic":
-        raise UsageError("data.source = 'synthetic' makes random tokens and has no documents.\n  Use another source.")
+    if config.reads in ("synthetic", "megatron"):
+        raise UsageError(f"data.source = '{config.reads}' has token ids and no documents.\n  Use another source.")
     return _file_corpus(", ".join(config.paths), find_files(config), config.field)
 
 

@@ -21,7 +21,7 @@ from shoal.spec.config import SourceConfig
 Format = Literal["text", "jsonl", "parquet", "arrow"]
 
 FORMATS: dict[str, Format] = {
-    ".txt": "text", ".text": "text", ".md": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl",
+    ".txt": "text", ".text": "text", ".md": "text", ".jsonl": "jsonl", ".ndjson": "jsonl",
     ".parquet": "parquet", ".arrow": "arrow",
 }  # fmt: skip
 """Formats by the suffix of a file's name, without that of its compression."""

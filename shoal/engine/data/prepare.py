@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from shoal.base.errors import UsageError
 from shoal.base.files import expanded
 from shoal.engine.data.corpus import check_read, open_corpus
+from shoal.engine.data.megatron import write_megatron
+from shoal.engine.data.open_stream import open_stream
 from shoal.engine.data.readers import Skipped
-from shoal.engine.data.shards import SPLITS, CacheManifest, Split, assign_split, open_shards
+from shoal.engine.data.shards import SPLITS, Split, StreamContents, assign_split
 from shoal.engine.data.tokenizer import FileTokenizer, load_tokenizer, train_bpe
 from shoal.spec.config import DataConfig
 
@@ -58,21 +61,29 @@ def train_tokenizer(
 
 
 @dataclass(frozen=True)
+class SplitContents:
+    """One split: its stream, and the number of ids and of sequences in it."""
+
+    stream: StreamContents
+    tokens: int
+    samples: int
+
+
+@dataclass(frozen=True)
 class DataContents:
     """Summary of the data of a run.
 
     Attributes:
-        corpus, folder: content of the cache folder of token ids, and its path; None for synthetic data, drawn on use.
-        samples: sequences in each split of the corpus.
+        summary: what was read, and what was left out.
+        splits: streams of the splits; none for synthetic data, drawn on use.
         sample_tokens: tokens of the first training sample of seed 0.
         sample_targets: number of these tokens that count in the loss.
         sample: text of this sample.
     """
 
     tokenizer: str
-    corpus: CacheManifest | None
-    folder: Path | None
-    samples: dict[Split, int]
+    summary: tuple[str, ...]
+    splits: dict[Split, SplitContents]
     sample_tokens: int
     sample_targets: int
     sample: str
@@ -93,11 +104,40 @@ def describe_data(data: DataConfig) -> DataContents:
 
     check_read(data)
     tokenizer = load_tokenizer(data.tokenizer)
-    corpus, folder, samples = None, None, {}
-    if data.reads != "synthetic":
-        folder = open_shards(data, tokenizer, progress=True)
-        corpus = CacheManifest.read(folder)
-        samples = {split: max(0, corpus.splits[split].tokens - 1) // data.sequence_length for split in SPLITS}
+    summary: list[str] = []
+    splits: dict[Split, SplitContents] = {}
+    for split in SPLITS if data.reads != "synthetic" else ():
+        stream = open_stream(data, tokenizer, split, progress=not splits)
+        samples = max(0, len(stream) - 1) // data.sequence_length
+        splits[split] = SplitContents(stream.contents, len(stream), samples)
+        summary = stream.summary()
     sample = open_dataset(data, seed=0, split="train").batch([0])
     text = tokenizer.decode(sample.tokens[0].tolist())
-    return DataContents(data.tokenizer, corpus, folder, samples, sample.tokens.shape[1], sample.unmasked(), text)
+    return DataContents(data.tokenizer, tuple(summary), splits, sample.tokens.shape[1], sample.unmasked(), text)
+
+
+def export_megatron(data: DataConfig, out: Path) -> list[Path]:
+    """Write the token ids of a corpus as files of Megatron: ``out-train`` and ``out-validation``, .bin and .idx each.
+
+    Returns:
+        The paths without suffix, of the splits that have ids.
+
+    Raises:
+        UsageError: naming the invalid input, or a file that exists already.
+
+    >>> import shoal
+    >>> from pathlib import Path
+    >>> size = Path("notes.txt").write_text("one fish, two fish\\n" * 100)
+    >>> config = shoal.RunConfig.model_validate({"data": {"paths": ["notes.txt"]}})
+    >>> [path.name for path in shoal.export_megatron(config.data, Path("notes"))]
+    ['notes-train']
+    """
+    check_read(data)
+    if data.reads == "synthetic":
+        raise UsageError("data.source = 'synthetic' is drawn on use, and has no end.\n  Use another source.")
+    tokenizer, written = load_tokenizer(data.tokenizer), []
+    for split in SPLITS:
+        if len(stream := open_stream(data, tokenizer, split, progress=True)):
+            written.append(out.with_name(f"{out.name}-{split}"))
+            write_megatron(stream, written[-1])
+    return written

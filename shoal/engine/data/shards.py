@@ -15,8 +15,9 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Protocol
 
 import numpy as np
 import xxhash
@@ -120,6 +121,53 @@ class CacheManifest(_CacheModel):
         return manifest
 
 
+@dataclass(frozen=True)
+class StreamContents:
+    """Summary of a stream of token ids: one split of a corpus.
+
+    Attributes:
+        fingerprint: key of the content; equal fingerprints hold the same text with the same tokenisation.
+        vocab_size: upper bound (exclusive) of all ids.
+        bytes: UTF-8 bytes of the text; None if unknown.
+        files: number of files.
+    """
+
+    corpus: str
+    fingerprint: str
+    vocab_size: int
+    documents: int
+    bytes: int | None
+    files: int
+
+
+class Stream(Protocol):
+    """One split of a corpus as a stream of token ids.
+
+    Attributes:
+        split: its name.
+        contents: its summary.
+    """
+
+    split: Split
+
+    @property
+    def contents(self) -> StreamContents: ...
+
+    def __len__(self) -> int: ...
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Return ids ``start:stop`` of the stream: int64 ``[stop - start]``."""
+        ...
+
+    def ends(self, ids: np.ndarray, start: int) -> np.ndarray:
+        """Return whether each of the ``ids`` from position ``start`` on is the last one of its document: bool."""
+        ...
+
+    def summary(self) -> list[str]:
+        """Return lines that say what was read of the corpus, what was left out and why, and where the ids are."""
+        ...
+
+
 class TokenStream:
     """One split as a single memory-mapped stream of ids over its shards.
 
@@ -129,8 +177,8 @@ class TokenStream:
         UsageError: naming a shard that is missing, damaged or holds an id outside the vocabulary.
     """
 
-    def __init__(self, folder: Path, split: Split) -> None:
-        self.folder, self.split = folder, split
+    def __init__(self, folder: Path, split: Split, end_of_document: int) -> None:
+        self.folder, self.split, self._end = folder, split, end_of_document
         self.manifest = CacheManifest.read(folder)
         self.info = self.manifest.splits[split]
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing releases the GIL
@@ -139,6 +187,22 @@ class TokenStream:
 
     def __len__(self) -> int:
         return self.info.tokens
+
+    @property
+    def contents(self) -> StreamContents:
+        """Summary of the stream."""
+        return StreamContents(
+            self.manifest.corpus, self.folder.name, self.manifest.vocab_size, self.info.documents, self.info.bytes,
+            len(self._shards),
+        )
+
+    def ends(self, ids: np.ndarray, start: int) -> np.ndarray:
+        """Return whether each of the ``ids`` from position ``start`` on is the last one of its document: bool."""
+        return ids == self._end
+
+    def summary(self) -> list[str]:
+        """Return lines that say what was read of the corpus, what was left out and why, and where the ids are."""
+        return [*self.manifest.summary(), f"{self.manifest.vocab_size:,} token ids, in {self.folder}"]
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Return ids ``start:stop`` of the stream: int64 ``[stop - start]``."""

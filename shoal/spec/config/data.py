@@ -13,13 +13,14 @@ from shoal.base.section import Section
 class SourceConfig(Section):
     """Source of documents."""
 
-    source: Literal["auto", "stdlib", "text", "jsonl", "parquet", "hub", "synthetic"] = "auto"
+    source: Literal["auto", "stdlib", "text", "jsonl", "parquet", "megatron", "hub", "synthetic"] = "auto"
     """auto: the files in paths, each by its name; without paths, the dataset; without either, stdlib. stdlib: the text
-    of Python's own standard library. text, jsonl, parquet: files in paths, whatever their names. hub: a Hugging Face
-    dataset. synthetic: random tokens with uneven masks (for verification)."""
+    of Python's own standard library. text, jsonl, parquet: files in paths, whatever their names. megatron: .bin and
+    .idx files of token ids. hub: a Hugging Face dataset. synthetic: random tokens with uneven masks (for verification).
+    """
 
     paths: tuple[str, ...] = ()
-    """Files, folders, globs or fsspec URLs (auto, text, jsonl, parquet)."""
+    """Files, folders, globs or fsspec URLs (auto, text, jsonl, parquet, megatron)."""
 
     field: str = "text"
     """The field that holds the text (jsonl, parquet, hub)."""
@@ -38,6 +39,8 @@ class SourceConfig(Section):
         """The chosen source, with "files" and the others that auto may mean."""
         if self.source != "auto":
             return self.source
+        if self.paths and all(path.endswith((".bin", ".idx")) for path in self.paths):
+            return "megatron"
         return "files" if self.paths else "hub" if self.dataset else "stdlib"
 
 

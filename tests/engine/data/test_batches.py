@@ -28,7 +28,7 @@ def config(tmp_path_factory) -> DataConfig:
 
 
 def stream_of(config, split="train") -> torch.Tensor:
-    stream = TokenStream(open_shards(config, BytesTokenizer()), split)
+    stream = TokenStream(open_shards(config, BytesTokenizer()), split, BytesTokenizer.end_of_document)
     return torch.from_numpy(stream.read(0, len(stream)))
 
 
@@ -152,8 +152,8 @@ def test_train_a_tokenizer_then_look_through_it(config, tmp_path, capsys):
     trained = config.model_copy(update={"tokenizer": str(out)})
     found = describe_data(trained)
     dataset = open_dataset(trained, seed=0, split="train")
-    assert dataset.vocab_size == found.corpus.vocab_size == 280
-    assert found.samples["train"] == dataset.samples
+    assert dataset.vocab_size == found.splits["train"].stream.vocab_size == 280
+    assert found.splits["train"].samples == dataset.samples
     inspect(InspectOptions(), RunConfig(data=trained))
     shown = capsys.readouterr().out
     assert any(line.startswith("train ") and line.endswith(f" {dataset.samples:,}") for line in shown.splitlines())
@@ -161,7 +161,7 @@ def test_train_a_tokenizer_then_look_through_it(config, tmp_path, capsys):
     synthetic = config.model_copy(update={"source": "synthetic", "paths": ()})
     inspect(InspectOptions(), RunConfig(data=synthetic))
     shown = capsys.readouterr().out
-    assert describe_data(synthetic).corpus is None and "sample 0 of seed 0" in shown
+    assert not describe_data(synthetic).splits and "sample 0 of seed 0" in shown
     assert all(letter.isprintable() or letter in "\n\t" for letter in shown)  # random bytes can move a cursor
 
 

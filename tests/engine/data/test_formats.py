@@ -24,7 +24,7 @@ LINES = "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumer
 
 def ids(cache: Path, split="train", **settings) -> list[int]:
     config = DataConfig(cache=cache, validation_fraction=0.2, **settings)
-    stream = TokenStream(open_shards(config, BytesTokenizer()), split)
+    stream = TokenStream(open_shards(config, BytesTokenizer()), split, BytesTokenizer.end_of_document)
     return stream.read(0, len(stream)).tolist()
 
 

@@ -16,6 +16,7 @@ from shoal.engine.data.tokenizer import BytesTokenizer, load_tokenizer, train_bp
 from shoal.spec.config import DataConfig
 
 BYTES = BytesTokenizer()
+END = BYTES.end_of_document
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def config(tmp_path) -> DataConfig:
 
 def streams(config, tokenizer=BYTES) -> dict[str, TokenStream]:
     folder = open_shards(config, tokenizer)
-    return {split: TokenStream(folder, split) for split in shards.SPLITS}
+    return {split: TokenStream(folder, split, tokenizer.end_of_document) for split in shards.SPLITS}
 
 
 def documents_of(stream, tokenizer=BYTES) -> list[str]:
@@ -139,9 +140,9 @@ def test_a_changed_byte_is_found_by_name(config):
     content = bytearray(path.read_bytes())
     content[1234] ^= 1
     path.write_bytes(content)
-    TokenStream(folder, "validation")
+    TokenStream(folder, "validation", END)
     with pytest.raises(UsageError, match=r"train-00000\.bin: its checksum differs"):
-        TokenStream(folder, "train")
+        TokenStream(folder, "train", END)
 
 
 @pytest.mark.parametrize(("kept", "why"), [(0, "empty"), (1, "multiple"), (1000, "500 ids, but .* were written")])
@@ -150,17 +151,17 @@ def test_a_short_or_odd_shard_is_found_by_name(config, kept, why):
     path = folder / "train-00000.bin"
     path.write_bytes(path.read_bytes()[:kept])
     with pytest.raises(UsageError, match=rf"damaged shard .*train-00000\.bin: .*{why}"):
-        TokenStream(folder, "train")
+        TokenStream(folder, "train", END)
 
 
 def test_missing_files_are_found_by_name(config):
     folder = open_shards(config, BYTES)
     (folder / "train-00000.bin").unlink()
     with pytest.raises(UsageError, match=r"train-00000\.bin"):
-        TokenStream(folder, "train")
+        TokenStream(folder, "train", END)
     (folder / "manifest.json").write_text("{}")
     with pytest.raises(UsageError, match=r"manifest\.json"):
-        TokenStream(folder, "validation")
+        TokenStream(folder, "validation", END)
 
 
 def test_ids_outside_the_vocabulary_are_refused(config):
@@ -177,7 +178,7 @@ def test_ids_outside_the_vocabulary_are_refused(config):
     manifest = folder / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"vocab_size": 257', '"vocab_size": 200'))
     with pytest.raises(UsageError, match=r"train-00000\.bin: token id 256 is outside the vocabulary of 200"):
-        TokenStream(folder, "train")
+        TokenStream(folder, "train", END)
 
 
 def test_an_error_while_building_leaves_nothing(config, tmp_path):
@@ -208,7 +209,7 @@ def logged(*args):
     print("built", flush=True)
 shards._build = logged
 config = DataConfig(source="jsonl", paths=[sys.argv[1]], cache=sys.argv[2], validation_fraction=0.2)
-print(shards.TokenStream(shards.open_shards(config, BytesTokenizer()), "train").read(0, 5).tolist())
+print(shards.TokenStream(shards.open_shards(config, BytesTokenizer()), "train", 256).read(0, 5).tolist())
 assert "torch" not in sys.modules
 """
 

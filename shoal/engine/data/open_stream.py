@@ -1,0 +1,19 @@
+"""Open a split of a corpus as a stream of token ids: files of Megatron in place, others from the cache of shards."""
+
+from __future__ import annotations
+
+from shoal.engine.data.megatron import MegatronStream
+from shoal.engine.data.shards import Split, Stream, TokenStream, open_shards
+from shoal.engine.data.tokenizer import Tokenizer
+from shoal.spec.config import DataConfig
+
+
+def open_stream(config: DataConfig, tokenizer: Tokenizer, split: Split, *, progress: bool = False) -> Stream:
+    """Open one split of the corpus of ``config``; tokenise it first if it is not in the cache.
+
+    Raises:
+        UsageError: naming the invalid input.
+    """
+    if config.reads == "megatron":
+        return MegatronStream(config, tokenizer.vocab_size, tokenizer.fingerprint, split)
+    return TokenStream(open_shards(config, tokenizer, progress=progress), split, tokenizer.end_of_document)
