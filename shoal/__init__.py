@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from shoal.pipeline.simulator import simulate as simulate
     from shoal.pipeline.simulator.compare import compare_schedules as compare_schedules
     from shoal.planning.describe import estimate as estimate
+    from shoal.planning.full_training import train_fully as train_fully
     from shoal.planning.goodput import goodput as goodput
     from shoal.planning.schedule_times import compare_schedules_on_cluster as compare_schedules_on_cluster
     from shoal.planning.search.planner import LayoutPlanner as LayoutPlanner
@@ -64,6 +65,7 @@ _HOMES = {
     "shoal.pipeline.simulator": ("simulate",),
     "shoal.pipeline.simulator.compare": ("compare_schedules",),
     "shoal.planning.describe": ("estimate",),
+    "shoal.planning.full_training": ("train_fully",),
     "shoal.planning.goodput": ("goodput",),
     "shoal.planning.schedule_times": ("compare_schedules_on_cluster",),
     "shoal.planning.search.planner": ("LayoutPlanner", "plan"),

@@ -72,6 +72,15 @@ def show_seconds(seconds: float) -> str:
     return _show(seconds, (("s", 1), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9)))
 
 
+def show_metric(value: float, unit: str) -> str:
+    """Format a quantity with a decimal prefix and three digits.
+
+    >>> show_metric(12_340, "W"), show_metric(691.4e6, "Wh")
+    ('12.3 kW', '691 MWh')
+    """
+    return _show(value, tuple((f"{prefix}{unit}", 1000.0**n) for n, prefix in ((3, "G"), (2, "M"), (1, "k"), (0, ""))))
+
+
 def _show(value: float, units: tuple[tuple[str, float], ...]) -> str:
     unit, factor = next((u for u in units if abs(value) >= 0.9995 * u[1]), units[-1])
     if value == 0:

@@ -42,6 +42,12 @@ class EstimateOptions(Section):
     tokens: PositiveFloat | None = None
     """Tokens of the complete training, such as 15e12 (default: 20 per parameter)."""
 
+    days: PositiveFloat | None = None
+    """Duration of the complete training, instead of its tokens."""
+
+    budget: PositiveFloat | None = None
+    """Cost of the complete training in dollars, instead of its tokens."""
+
     price: PositiveFloat | None = None
     """Price in dollars per accelerator and hour (default: the catalog's list price)."""
 
@@ -73,7 +79,7 @@ def main(args: list[str]) -> int:
     options, config = parse_run("estimate", EstimateOptions, args, ("parallel",))
     check_writable(options.out, "--out", ".html")
     if options.dry_run:
-        unused = ("tokens", "price", "software")
+        unused = ("tokens", "days", "budget", "price", "software")
         reject_unused(options, unused, "a dry run counts one rank's first steps by shoal, and prices no training")
     else:
         reject_unused(options, ("rank", "steps", "measure"), "only with --dry-run, which runs a rank's first steps")
@@ -94,7 +100,11 @@ def main(args: list[str]) -> int:
         listed += counted.lines()
     else:
         estimate = shoal.estimate(config.parallel, **run, software=options.software)
-        facts, changes = estimate_facts(estimate, options.tokens, options.price), change_rows(estimate)
+        training = shoal.train_fully(
+            estimate.run, estimate.step_seconds, tokens=options.tokens, days=options.days, budget=options.budget,
+            price=options.price,
+        )  # fmt: skip
+        facts, changes = estimate_facts(estimate, training), change_rows(estimate)
         listed += estimate_lines(estimate, facts, changes, model or "model")
         code = 0 if estimate.fits else 1
     if options.out:

@@ -12,7 +12,7 @@ from shoal.base.files import check_writable, write_atomically
 from shoal.base.options import reject_unused
 from shoal.base.section import Section
 from shoal.base.units import parse_counts
-from shoal.report.planning import tables
+from shoal.report.planning import questions, tables
 from shoal.spec.layout import Layout
 
 
@@ -48,7 +48,10 @@ class PlanOptions(Section):
     """Find the smallest number of the cluster's devices on which the model fits, instead."""
 
     budget: PositiveFloat | None = None
-    """Budget in dollars: find the number of nodes, up to the cluster's, that trains fastest within it, instead."""
+    """Dollars of the complete training: find the number of nodes, up to the cluster's, that is fastest within it."""
+
+    days: PositiveFloat | None = None
+    """Days of the complete training: how many tokens; with --tokens find the fewest nodes, with --budget both."""
 
     tokens: PositiveFloat | None = None
     """Tokens of the complete training, such as 15e12 (default: 20 per parameter)."""
@@ -77,17 +80,25 @@ def run(options: PlanOptions) -> int:
     check_writable(options.out, "--out", ".svg" if options.map else ".html")
     check_writable(options.toml, "--toml", new=True)
     asked = [name for name in ("fewest", "budget", "what_if", "map") if getattr(options, name)]
+    if options.days and options.budget:  # of the largest cluster that they pay for
+        reject_unused(options, ("tokens",), "--days and --budget determine them")
+        asked.remove("budget")
+    elif options.days and options.tokens:
+        asked.append("days")
     if len(asked) > 1:
-        raise UsageError("--fewest, --budget, --what-if and --map are questions of their own.\n  Ask one at a time.")
+        names = "--fewest, --budget, --days, --what-if and --map"
+        raise UsageError(f"{names} are questions of their own.\n  Ask one at a time.")
     if asked:
         question = f"--{asked[0].replace('_', '-')}"
-        reject_unused(options, () if options.budget else ("tokens", "price"), f"{question} prices no training")
+        training = asked[0] in ("budget", "days")
+        reject_unused(options, () if training else ("tokens", "price", "days"), f"{question} prices no training")
         unread = ("toml", "explain") if options.map else ("toml", "explain", "out")
         reject_unused(options, unread, f"{question} lists no layouts of one search")
     if options.software != "shoal":
         reject_unused(options, ("toml",), "`shoal train` runs what shoal is planned for")
     if options.catalog:
         shoal.add_catalog(options.catalog)
+    limits = {"tokens": options.tokens, "days": options.days, "budget": options.budget, "price": options.price}
     planners = [
         shoal.LayoutPlanner(
             model, options.cluster, global_batch=options.global_batch, sequence_length=options.sequence_length,
@@ -96,18 +107,27 @@ def run(options: PlanOptions) -> int:
         )
         for model in (options.model.split(",") if options.map else [options.model])
     ]  # fmt: skip
+    if not asked:
+        return _search(options, planners[0], limits)
     if options.map:
-        return _map(options, planners)
-    return _ask(options, planners[0]) if asked else _search(options, planners[0])
+        lines, answered = questions.map_models(planners, parse_counts(options.map, where="--map"), options.out), True
+    else:
+        lines, answered = questions.answer(planners[0], asked[0], limits)
+    print("\n".join(lines))
+    return 0 if answered else 1
 
 
-def _search(options: PlanOptions, planner: shoal.LayoutPlanner) -> int:
+def _search(options: PlanOptions, planner: shoal.LayoutPlanner, limits: dict[str, float | None]) -> int:
     if options.toml:
         tables.run_toml(options.model, planner.run, Layout())  # rejects an unsupported model before the search
+    if options.days and options.budget:
+        planner.limit(options.days, options.budget, options.price)
+        limits["budget"] = None
     with tables.search_progress("searching") as progress:
         plan = planner.plan(progress)
     estimates = [tables.build_estimate(plan, found) for found in plan.listed] if plan.best else []
-    listed = tables.lines(options.model, plan, estimates, options.tokens, options.price)
+    training = shoal.train_fully(plan.run, plan.found.seconds, **limits) if plan.best else None
+    listed = tables.lines(options.model, plan, estimates, training)
     if options.toml and plan.best:
         write_atomically(options.toml, tables.run_toml(options.model, planner.run, plan.best[0].layout))
         listed.append(f"written: {options.toml}")
@@ -120,30 +140,3 @@ def _search(options: PlanOptions, planner: shoal.LayoutPlanner) -> int:
         listed += tables.explain_lines(plan, estimates)
     print("\n".join(listed))  # after the files: `| head` may end this process
     return 0 if plan.best else 1
-
-
-def _ask(options: PlanOptions, planner: shoal.LayoutPlanner) -> int:
-    with tables.search_progress("asking") as progress:
-        if options.fewest:
-            fewest = planner.fewest(progress)
-            print(tables.fewest_line(planner, fewest))
-            return 0 if fewest else 1
-        if options.budget:
-            paid = planner.within_budget(options.budget, options.tokens, options.price, progress)
-            print("\n".join(tables.budget_lines(planner, paid)))
-            return 0 if paid.found else 1
-        print("\n".join(tables.what_if_lines(planner.what_if(progress))))
-        return 0
-
-
-def _map(options: PlanOptions, planners: list[shoal.LayoutPlanner]) -> int:
-    nodes = parse_counts(options.map, where="--map")
-    with tables.search_progress("mapping") as progress:
-        found = [planner.on_nodes(nodes, progress) for planner in planners]
-    print("\n".join(tables.map_lines(planners, nodes, found)))
-    if options.out:
-        from shoal.report.planning.search_page import write_map
-
-        write_map(options.out, planners, nodes, found)
-        print(f"written: {options.out}")
-    return 0

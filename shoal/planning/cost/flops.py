@@ -13,10 +13,6 @@ from shoal.base.units import DAY, HOUR
 from shoal.spec.catalog import ModelShape
 from shoal.spec.layout import Recompute
 
-PUE = 1.1
-"""Power of a building relative to its computers' power; large ones report 1.10 to 1.12 (Patterson et al. 2021, table 4,
-Google's)."""
-
 
 class LayerFlops(NamedTuple):
     """FLOPs of one token's forward through one layer; the mean over all tokens if only some pass through it.
@@ -77,11 +73,11 @@ def dollars(seconds: float, devices: int, per_hour: float) -> float:
     return seconds / HOUR * devices * per_hour
 
 
-def kilowatt_hours(seconds: float, devices: int, watts: float, overhead: float = PUE) -> float:
+def kilowatt_hours(seconds: float, devices: int, watts: float, pue: float) -> float:
     """Return the energy of devices at constant power, and of their building.
 
     Args:
         watts: power of one device, with its share of its host if that should count.
-        overhead: building power relative to device power.
+        pue: power of the building relative to its computers.
     """
-    return seconds / HOUR * devices * watts / 1000 * overhead
+    return seconds / HOUR * devices * watts / 1000 * pue

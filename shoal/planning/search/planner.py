@@ -8,11 +8,12 @@ from math import inf
 from typing import Any, NamedTuple
 
 from shoal.base.errors import UsageError
-from shoal.base.units import HOUR
-from shoal.planning.cost.flops import dollars, layer_flops
+from shoal.base.units import DAY, HOUR
+from shoal.planning.cost.flops import layer_flops
 from shoal.planning.cost.memory.stage import StageMemory
 from shoal.planning.describe import TOKENS_PER_STEP, parse_batch, with_positions
 from shoal.planning.estimable import check_device, check_estimable, check_names, check_trained
+from shoal.planning.full_training import FullTraining, find_price, train_fully
 from shoal.planning.run import EstimatedRun
 from shoal.planning.search.kinds import TIE
 from shoal.planning.search.nearby import nearby_runs
@@ -30,30 +31,27 @@ SIMPLE = ("1f1b", "interleaved-1f1b", "zb-h1")  # schedules of `nearby` plans
 MOST_NODES = 4096  # maximum number of nodes that `fewest` tries
 
 
-class BudgetAnswer(NamedTuple):
-    """Fastest training within a budget.
+class TrainingAnswer(NamedTuple):
+    """Number of nodes for a complete training within a time or a budget.
 
     Attributes:
-        budget: dollars.
-        price: dollars per device and hour.
-        tokens, steps: tokens and steps of the full training.
-        found: the fastest affordable plan; None if no plan is.
+        tokens: tokens of the training.
+        price: dollars per device and hour; None if unknown.
+        days, budget: limit in days, or in dollars.
+        found: with a budget the fastest affordable plan, with days the one with the fewest nodes; None if no plan is.
         plans: the best on 1, 2, 4, ... nodes, and the one found; fewest devices first.
     """
 
-    budget: float
-    price: float
     tokens: float
-    steps: float
+    price: float | None
+    days: float | None
+    budget: float | None
     found: Plan | None
     plans: list[Plan]
 
-    def seconds(self, plan: Plan) -> float:
-        return plan.found.seconds * self.steps
-
-    def dollars(self, plan: Plan) -> float:
-        """Return the cost of the full training in dollars."""
-        return dollars(self.seconds(plan), plan.run.cluster.size, self.price)
+    def training(self, plan: Plan) -> FullTraining:
+        """Return the complete training by a plan's best layout."""
+        return train_fully(plan.run, plan.found.seconds, tokens=self.tokens, price=self.price)
 
 
 class LayoutPlanner:
@@ -204,37 +202,75 @@ class LayoutPlanner:
         }
         return {words: self.best_on(changed, progress) for words, changed in cases.items()}
 
-    def within_budget(
-        self, budget: float, tokens: float | None = None, price: float | None = None,
-        progress: Progressing | None = None,
-    ) -> BudgetAnswer:  # fmt: skip
-        """Find the number of nodes, up to the cluster's, on which a full training is fastest within a budget.
+    def train_within(
+        self, *, days: float | None = None, budget: float | None = None, tokens: float | None = None,
+        price: float | None = None, progress: Progressing | None = None,
+    ) -> TrainingAnswer:  # fmt: skip
+        """Find the number of nodes, up to the cluster's, for a complete training within some days or dollars.
 
         Args:
-            budget: dollars.
-            tokens: tokens of the full training (default: 20 per parameter).
+            days: maximum duration; the fewest nodes that keep it are found.
+            budget: maximum rent in dollars; the fastest affordable number of nodes is found.
+            tokens: tokens of the complete training (default: 20 per parameter).
             price: dollars per device and hour (default: the catalog's list price).
 
         Raises:
-            UsageError: no price is given and the catalog has none.
+            UsageError: a budget, no price, and the catalog has none.
         """
         run = self.run
-        hourly = price or run.cluster.accelerator.dollars_per_hour
-        if not hourly:
-            raise UsageError(f"--budget: {run.cluster.accelerator.name} has no price in the catalog.\n  Give --price.")
-        tokens = tokens or 20 * run.shape.parameters()
+        tokens, hourly = tokens or 20 * run.shape.parameters(), find_price(run, price, needed=budget is not None)
         steps = tokens / run.tokens
         of_size = {plan.run.cluster.size: plan for plan in self.doubling(progress)}
-        found = self.affordable(budget / hourly * HOUR / steps, progress)
+        if budget is not None and hourly:
+            found = self.affordable(budget / hourly * HOUR / steps, progress)
+        elif days is not None:
+            found = self.fast_enough(days * DAY / steps, list(of_size.values()), progress)
         if found:
             of_size[found.run.cluster.size] = found
-        return BudgetAnswer(budget, hourly, tokens, steps, found, [of_size[size] for size in sorted(of_size)])
+        return TrainingAnswer(tokens, hourly, days, budget, found, [of_size[size] for size in sorted(of_size)])
+
+    def limit(self, days: float, budget: float, price: float | None = None) -> None:
+        """Reduce the cluster to the most nodes that a budget in dollars pays for some days.
+
+        Raises:
+            UsageError: it pays for no node, or there is no price.
+        """
+        machine, hourly = self.run.cluster, find_price(self.run, price, needed=True) or inf
+        nodes = int(budget / (days * DAY / HOUR * hourly) / machine.per_node)
+        if not nodes:
+            least = days * DAY / HOUR * hourly * machine.per_node
+            given = f"--budget {budget:g}: a node for {days:g} days is ${least:,.0f}"
+            raise UsageError(f"{given}.\n  Give more, or fewer days.")
+        if nodes < machine.nodes:
+            self.run = replace(self.run, cluster=machine.part(nodes))
 
     def doubling(self, progress: Progressing | None = None) -> Iterator[Plan]:
         """Find the best plan on 1, 2, 4, ... nodes up to the cluster's, where the run fits."""
         nodes = self.run.cluster.nodes
         counts = [1 << power for power in range((nodes - 1).bit_length())]
         return filter(None, self.on_nodes([*counts, nodes], progress))
+
+    def fast_enough(
+        self, seconds: float, known: Sequence[Plan], progress: Progressing | None = None
+    ) -> Plan | None:  # fmt: skip
+        """Find the fewest nodes, up to the cluster's, whose step takes at most some seconds.
+
+        Bisects between the largest known plan that is too slow and the smallest that is not: with one node less, a step
+        takes longer.
+
+        Args:
+            known: plans of some numbers of nodes, see `doubling`.
+        """
+        found = next((plan for plan in known if plan.found.seconds <= seconds), None)
+        if found is None:
+            return None
+        most = found.run.cluster.nodes
+        least = max((plan.run.cluster.nodes for plan in known if plan.run.cluster.nodes < most), default=0)
+        while most - least > 1:
+            nodes = (least + most) // 2
+            plan = self.best_on(self.run.cluster.part(nodes), progress, seconds)
+            least, most, found = (least, nodes, plan) if plan else (nodes, most, found)
+        return found
 
     def affordable(self, device_seconds: float, progress: Progressing | None = None) -> Plan | None:
         """Find the fastest plan, on up to the cluster's nodes, within these device-seconds per step.

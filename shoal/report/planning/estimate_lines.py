@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from shoal.base.terminal import red
-from shoal.base.units import DAY, show_bytes, show_seconds
+from shoal.base.units import HOUR, show_bytes, show_metric, show_seconds
 from shoal.planning.changes import find_changes
-from shoal.planning.cost.flops import PUE, dollars, kilowatt_hours, petaflop_days
+from shoal.planning.cost.flops import petaflop_days
 from shoal.planning.estimate import StepEstimate
+from shoal.planning.full_training import FullTraining
+from shoal.planning.run import EstimatedRun
 from shoal.planning.software_estimate import estimate_run
 
-FACTS_OF_A_STEP = 5  # rows of `estimate_facts` before the complete training's
 ROUNDING = 1e-9  # relative to a step; omit smaller parts
 
 
@@ -51,23 +52,12 @@ def estimate_lines(
             yield f"  {change:<{width}}  {effect}"
 
 
-def estimate_facts(
-    estimate: StepEstimate, tokens: float | None = None, price: float | None = None
-) -> list[tuple[str, str]]:
-    """Return the run in numbers, as (name, value).
-
-    Args:
-        tokens: tokens of the full training (default: 20 per parameter).
-        price: dollars per device and hour (default: the catalog's list price).
-    """
+def estimate_facts(estimate: StepEstimate, training: FullTraining) -> list[tuple[str, str]]:
+    """Return the run in numbers and its complete training, as (name, value)."""
     run, step = estimate.run, estimate.step_seconds
-    machine = run.cluster.accelerator
-    tokens = tokens or 20 * run.shape.parameters()
-    seconds = step * tokens / run.tokens
-    flops = tokens * run.shape.flops_per_token(run.sequence_length)
     low, high = map(show_seconds, estimate.interval)
     least, most = map(show_bytes, estimate.memory_interval)
-    found = [
+    return [
         ("step", f"{show_seconds(step)}; 80 % interval {low} to {high}"),
         ("accuracy of such a time", estimate.accuracy().describe()),
         ("tokens per second", f"{run.tokens / step:,.0f} ({run.tokens / step / run.cluster.size:,.0f} a device)"),
@@ -75,21 +65,27 @@ def estimate_facts(
         ("memory of the fullest rank", f"{show_bytes(estimate.fullest.allocated)} allocated, "
          f"{show_bytes(estimate.fullest.reserved)} reserved, of {show_bytes(estimate.capacity)}; 80 % interval "
          f"{least} to {most}"),
-        (f"training on {tokens:.3g} tokens",
-         f"{f'{seconds / DAY:,.1f} days' if seconds > DAY else show_seconds(seconds)}, {flops:.3g} FLOPs, "
-         f"{petaflop_days(flops):{',.0f' if flops > 1e21 else '.3g'}} petaFLOP/s-days"),
+        *training_facts(run, training),
     ]
-    hourly = price or machine.dollars_per_hour
-    if hourly:
-        source = "" if price else f" ({machine.price_source})"
-        cost = dollars(seconds, run.cluster.size, hourly)
-        found.append(("cost", f"${cost:,.0f} at ${hourly:g} an hour{source}"))
-    if watts := run.cluster.watts or machine.watts:
-        energy = kilowatt_hours(seconds, run.cluster.size, watts)
-        shown = f"{energy / 1000:,.1f} MWh" if energy >= 1000 else f"{energy:.3g} kWh"
-        of = "with its share of a node at its power limit" if run.cluster.watts else "of the board alone"
-        found.append(("energy", f"{shown}: {watts:,.0f} W each, {of}, times {PUE:g} for the building (PUE)"))
-    return found
+
+
+def training_facts(run: EstimatedRun, training: FullTraining) -> Iterator[tuple[str, str]]:
+    """Yield duration, cost, energy and power of a complete training, as (name, value)."""
+    flops = training.tokens * run.shape.flops_per_token(run.sequence_length)
+    hours = training.seconds / HOUR
+    lasts = f"{training.days:,.1f} days" if training.days > 1 else f"{hours:.3g} hours"
+    yield (f"training on {training.tokens:.3g} tokens",
+           f"{lasts}, {training.devices * hours:,.0f} device-hours, {flops:.3g} FLOPs, "
+           f"{petaflop_days(flops):{',.0f' if flops > 1e21 else '.3g'}} petaFLOP/s-days")  # fmt: skip
+    if training.dollars:
+        listed = training.price == run.cluster.accelerator.dollars_per_hour
+        source = f" ({run.cluster.accelerator.price_source})" if listed else ""
+        yield "cost", f"${training.dollars:,.0f} at ${training.price:g} a device-hour{source}"
+    if training.kilowatt_hours and training.kilowatts:
+        energy, power = 1e3 * training.kilowatt_hours, 1e3 * training.kilowatts
+        yield ("energy and power",
+               f"{show_metric(energy, 'Wh')} at {show_metric(power, 'W')}: {training.watts:,.0f} W each, "
+               f"{run.cluster.watts_of}, times {training.pue:g} for the building (PUE)")  # fmt: skip
 
 
 def bound(estimate: StepEstimate) -> str:

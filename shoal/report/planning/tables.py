@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby
@@ -11,17 +11,17 @@ import tomli_w
 
 from shoal.base.errors import UsageError
 from shoal.base.terminal import progress_bar, red
-from shoal.base.units import DAY, show_bytes, show_seconds
+from shoal.base.units import show_bytes, show_seconds
 from shoal.planning.cost.memory.stage import StageMemory
 from shoal.planning.estimable import model_section
 from shoal.planning.estimate import NAMES, Estimate, StepEstimate
+from shoal.planning.full_training import FullTraining
 from shoal.planning.run import EstimatedRun
 from shoal.planning.search.kinds import TIE
 from shoal.planning.search.plan import Plan, PricedLayout, Progressing
-from shoal.planning.search.planner import BudgetAnswer, LayoutPlanner
 from shoal.planning.search.space import LEVELS
 from shoal.planning.software_estimate import estimate_run
-from shoal.report.planning.estimate_lines import FACTS_OF_A_STEP, estimate_facts
+from shoal.report.planning.estimate_lines import training_facts
 from shoal.report.planning.other_software import config_lines
 from shoal.report.tables import table_lines
 from shoal.spec.layout import Layout
@@ -42,17 +42,15 @@ ABOUT = {
 }  # of each of `NAMES`
 
 
-def lines(
-    model: str, plan: Plan, estimates: Sequence[StepEstimate], tokens: float | None = None, price: float | None = None
-) -> list[str]:
-    """Return the report of a search for a model, given the estimates of its results; see `estimate_facts`."""
+def lines(model: str, plan: Plan, estimates: Sequence[StepEstimate], training: FullTraining | None) -> list[str]:
+    """Return the report of a search for a model, given the estimates of its results, and the complete training."""
     run = plan.run
     head = [
         f"{model}: {run.shape.parameters():,} parameters, {run.precision}, {run.optimizer}",
         f"{run.cluster.describe()}; {run.global_batch:,} sequences of {run.sequence_length:,} tokens a step",
         "",
     ]
-    if not plan.best:
+    if not plan.best or training is None:
         limit = show_bytes(StageMemory(run).capacity)
         fewest = "  `shoal plan --fewest` finds the number of devices that it needs."
         return [red(f"No searched layout fits in {limit}."), fewest, *nearby_lines(plan), "", *head]
@@ -83,7 +81,7 @@ def lines(
         f"{100 * TIE:.0f} % of each other are ties; of these the simplest is recommended.",
         f"Accuracy of such a time: {estimates[0].accuracy().describe()}.",
         *nearby_lines(plan), "",
-        *(f"{name}: {value}" for name, value in estimate_facts(estimates[0], tokens, price)[FACTS_OF_A_STEP:]), "",
+        *(f"{name}: {value}" for name, value in training_facts(run, training)), "",
         f"{searched}: {plan.seconds:.1f} s",
         "", *toml,
     ]
@@ -125,6 +123,11 @@ def build_estimate(plan: Plan, found: PricedLayout) -> StepEstimate:
     columns = player.columns
     program = replace(columns.program, layers=layout.stage_layers or (), actions=((),) * layout.pp)
     return Estimate(run, replace(columns, program=program), plan.known)
+
+
+def best_mfu(plan: Plan) -> float:
+    """Return the model FLOPs utilisation of the best layout."""
+    return build_estimate(plan, plan.found).mfu
 
 
 def reasons(plan: Plan, estimates: Sequence[StepEstimate]) -> list[str]:
@@ -183,72 +186,3 @@ def search_progress(what: str) -> Iterator[Progressing]:
             show(done / total, f"{done}/{total}{best}")
 
         yield progress
-
-
-# ---- other questions -------------------------------------------------------------------------------------------------
-
-
-def best_mfu(plan: Plan) -> float:
-    """Return the model FLOPs utilisation of the best layout."""
-    return build_estimate(plan, plan.found).mfu
-
-
-def fewest_line(planner: LayoutPlanner, plan: Plan | None) -> str:
-    """Return the line with the fewest devices that hold the model."""
-    name = planner.run.cluster.accelerator.name
-    if plan is None:
-        return f"{planner.model} does not fit on any tried number of {name}."
-    return (
-        f"{plan.run.cluster.size} x {name} is the smallest number that holds {planner.model}: "
-        f"{show_seconds(plan.found.seconds)} a step, {show_bytes(plan.found.memory.reserved)} on the fullest rank, "
-        f"{words(plan.found.layout)}"
-    )
-
-
-def what_if_lines(plans: Mapping[str, Plan | None]) -> list[str]:
-    """Return a table of the best layout on each kind of hardware, compared with the first."""
-    rows, first = [], None
-    for what, plan in plans.items():
-        if plan is None:
-            rows.append([what, "does not fit", "", "", "", ""])
-            continue
-        found = plan.found
-        first = first or found.seconds
-        rows.append([
-            what, show_seconds(found.seconds), f"{100 * (found.seconds / first - 1):+.1f} %",
-            f"{100 * best_mfu(plan):.1f} %", show_bytes(found.memory.reserved), words(found.layout),
-        ])  # fmt: skip
-    return table_lines(["hardware", "step", "", "MFU", "memory", "best layout"], rows)
-
-
-def budget_lines(planner: LayoutPlanner, paid: BudgetAnswer) -> Iterator[str]:
-    """Yield the time and cost of a training on each number of devices, and what the budget affords."""
-    rows = []
-    for plan in paid.plans:
-        cost = paid.dollars(plan)
-        rows.append([
-            f"{plan.run.cluster.size:,}", f"{paid.seconds(plan) / DAY:,.1f}", f"${cost:,.0f}",
-            "" if cost <= paid.budget else "over budget", words(plan.found.layout),
-        ])  # fmt: skip
-    yield from table_lines(["devices", "days", "dollars", "", "best layout"], rows)
-    yield ""
-    if not paid.found:
-        nodes = planner.run.cluster.nodes
-        yield f"${paid.budget:,.0f} does not pay for {paid.tokens:.3g} tokens on 1 to {nodes:,} nodes."
-        return
-    days = paid.seconds(paid.found) / DAY
-    size = paid.found.run.cluster.size
-    yield f"${paid.budget:,.0f}: {size:,} devices, {days:,.1f} days for {paid.tokens:.3g} tokens."
-
-
-def map_lines(
-    planners: Sequence[LayoutPlanner], nodes: Sequence[int], found: Sequence[Sequence[Plan | None]]
-) -> list[str]:
-    """Return a table of the best layout ``found`` for each planner's model on each number of nodes."""
-    rows = [
-        [planner.model, f"{count * planner.run.cluster.per_node:,}",
-         f"{100 * best_mfu(plan):.1f} %" if plan else "", words(plan.found.layout) if plan else "does not fit"]
-        for planner, plans in zip(planners, found, strict=True)
-        for count, plan in zip(nodes, plans, strict=True)
-    ]  # fmt: skip
-    return table_lines(["model", "devices", "MFU", "best layout"], rows)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
+from typing import Any
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
@@ -81,6 +82,14 @@ class Node(Section):
     watts: PositiveFloat | None = None
     """Maximum power of a complete node in W, with its host, switches and fans; None if not published."""
 
+    power_overhead: PositiveFloat = 1.8
+    """Power of a complete node relative to its accelerators' boards, where ``watts`` is not published. 1.8 is the ratio
+    of NVIDIA's DGX H100 and DGX B200 (10.2 kW of 8 x 700 W, 14.3 kW of 8 x 1 kW)."""
+
+    pue: PositiveFloat = 1.1
+    """Power of a building relative to its computers' power; large ones report 1.10 to 1.12 (Patterson et al. 2021,
+    table 4, Google's)."""
+
     constants: dict[str, NonNegativeFloat] = Field(default={})
     """Constants of the calibrated cost model (`calibration.toml`) measured on this node."""
 
@@ -107,7 +116,10 @@ class Cluster:
         wraps_at: axes whose size is a multiple of this are rings, others are lines; 0 if all are lines.
         thin: loss of adapter bandwidth in collectives when the number of nodes doubles: the exponent of a power law.
         at_once: accelerators of a node that compute at the same time, and share its memory; None for all.
-        watts: power of one accelerator with its share of the node; None if unknown.
+        watts: power of one accelerator with its share of the node, at the limit that ``watts_of`` states; None if
+            unknown.
+        watts_of: what ``watts`` counts.
+        pue: power of the building relative to its computers.
         missing: accelerators that the last node has less than the others.
         constants: constants of the calibrated cost model measured on this cluster.
     """
@@ -124,6 +136,8 @@ class Cluster:
     thin: float = 0.0
     at_once: int | None = None
     watts: float | None = None
+    watts_of: str = ""
+    pue: float = 1.0
     missing: int = 0
     constants: Mapping[str, float] = field(default_factory=dict)
 
@@ -213,7 +227,8 @@ def cluster(name: str) -> Cluster:
         if pod and (kind := _known(pod[1])) and nodes()[kind].dimensions:
             return _slice(name, nodes()[kind], int(pod[2]))
         if rest in accelerators():
-            return Cluster(name, accelerator(rest), 1, 1)
+            board = accelerator(rest)
+            return Cluster(name, board, 1, 1, watts=board.watts, watts_of="of the board alone")
     rest, _, network = rest.rpartition("-") if _network(rest) else (rest, "", "")
     kind = _known(rest)
     if kind is None:
@@ -240,8 +255,18 @@ def cluster(name: str) -> Cluster:
     nics = max(1, (node.nics or node.per_node) * each // node.per_node)
     return Cluster(
         name, accelerator(node.accelerator), count, each, link(node.inside), nic, nics, at_once=node.at_once,
-        watts=node.watts / node.per_node if node.watts else None, missing=missing, constants=node.constants,
+        missing=missing, constants=node.constants, **_power(node),
     )
+
+
+def _power(node: Node) -> dict[str, Any]:
+    """Return a cluster's fields of power."""
+    if node.watts:
+        of = "with its share of a node at its power limit"
+        return {"watts": node.watts / node.per_node, "watts_of": of, "pue": node.pue}
+    board = accelerator(node.accelerator).watts
+    of = f"{node.power_overhead:g} times its board's limit"
+    return {"watts": board and board * node.power_overhead, "watts_of": of, "pue": node.pue}
 
 
 def _known(name: str) -> str | None:
@@ -273,7 +298,9 @@ def _slice(name: str, node: Node, count: int) -> Cluster:
             f"{node.cores_per_chip} for each.\n  The largest is {node.name}-{node.most * node.cores_per_chip}."
         )
     torus, wraps_at = _cube(chips, node.dimensions), node.wraps_at if chips >= node.wraps_from else 0
-    return Cluster(name, accelerator(node.accelerator), 1, chips, link(node.inside), torus=torus, wraps_at=wraps_at)
+    return Cluster(
+        name, accelerator(node.accelerator), 1, chips, link(node.inside), torus=torus, wraps_at=wraps_at, **_power(node)
+    )
 
 
 def _cube(chips: int, dimensions: int) -> tuple[int, ...]:

@@ -169,6 +169,6 @@ def test_money_and_energy() -> None:
     """Llama-3 70B reports 6.4 M H100 hours at 700 W."""
     seconds = 6.4e6 * 3600 / 1024
     assert flops.dollars(seconds, 1024, 2.0) == pytest.approx(12.8e6)
-    assert flops.kilowatt_hours(seconds, 1024, 700, overhead=1.0) == pytest.approx(4.48e6)
-    assert flops.kilowatt_hours(seconds, 1024, 700) == pytest.approx(1.1 * 4.48e6), "with the building"
+    assert flops.kilowatt_hours(seconds, 1024, 700, 1.0) == pytest.approx(4.48e6)
+    assert flops.kilowatt_hours(seconds, 1024, 700, 1.1) == pytest.approx(1.1 * 4.48e6), "with the building"
     assert 8 * cluster("64x8xH100").watts == 10_200, "of a node"
