@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from typing import NoReturn
 
 JOB_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # those that a job manager may send to all its processes
 
@@ -37,12 +38,17 @@ class ForkedProcess:
         self.returncode: int | None = None
         sys.stdout.flush()
         sys.stderr.flush()
+
+        def begin_and_run() -> None:
+            _begin(stderr)
+            run()
+
         gc.collect()  # finalizers of garbage run here, not a second time in the fork
         before = signal.pthread_sigmask(signal.SIG_BLOCK, JOB_SIGNALS)
         try:
             self.pid = os.fork()
             if self.pid == 0:
-                _run_and_exit(run, stderr)
+                run_and_exit(begin_and_run)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -69,21 +75,29 @@ class ForkedProcess:
         return self.returncode
 
 
-def _run_and_exit(run: Callable[[], object], stderr: int | None) -> None:
-    """Do in a fork what an interpreter does for a program, from its start to its end; never return."""
+def _begin(stderr: int | None) -> None:
+    """Set up a fork as the system sets up a new process."""
+    atexit._clear()
+    os.setsid()
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.close(empty)
+    if stderr is not None:
+        os.dup2(stderr, 2)
+    signal.set_wakeup_fd(-1)
+    for signum in (*JOB_SIGNALS, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(signum, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def run_and_exit(run: Callable[[], object]) -> NoReturn:
+    """Call a function and exit as an interpreter does after a program, but leave memory to the kernel.
+
+    To take apart the modules that a fork shares with its parent, an interpreter would copy their pages first, which
+    takes as long as some ten steps of a small model.
+    """
     code = 1
     try:
-        atexit._clear()
-        os.setsid()
-        empty = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(empty, 0)
-        os.close(empty)
-        if stderr is not None:
-            os.dup2(stderr, 2)
-        signal.set_wakeup_fd(-1)
-        for signum in (*JOB_SIGNALS, signal.SIGHUP, signal.SIGQUIT):
-            signal.signal(signum, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         run()
         code = 0
     except SystemExit as error:

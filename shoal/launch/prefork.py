@@ -37,7 +37,7 @@ from shoal.engine.device import (
     die_with_parent,
     loopback,
 )
-from shoal.launch.forked_process import JOB_SIGNALS, ForkedProcess, is_safe_to_fork
+from shoal.launch.forked_process import JOB_SIGNALS, ForkedProcess, is_safe_to_fork, run_and_exit
 
 READ_AT_START = "OMP_WAIT_POLICY"  # environment variable that OpenMP reads once, when torch is imported
 START_SECONDS = 180.0  # for the first answer of a server that has to import torch, on a busy machine
@@ -289,7 +289,7 @@ def run_server(
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
     become(*order)
-    runpy.run_module(order[0], run_name="__main__", alter_sys=True)
+    run_and_exit(lambda: runpy.run_module(order[0], run_name="__main__", alter_sys=True))
 
 
 def serve(orders: Connection) -> tuple[str, dict[str, str], str | None, bool]:
