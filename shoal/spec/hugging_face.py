@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.base.errors import UsageError
+from shoal.spec import deepseek
 from shoal.spec.catalog import ModelShape
 
 Config = Mapping[str, Any]
@@ -51,6 +52,15 @@ FAMILIES = {
         {**_QWEN, "attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
         {"family": "llama", "qk_norm": True}, ("num_experts", "moe_intermediate_size"),
     ),
+    "deepseek_v2": HFFamily(
+        "DeepseekV2ForCausalLM", {**_LLAMA, "attention_bias": False, "scoring_func": "softmax", "moe_layer_freq": 1},
+        {"family": "llama"},
+    ),
+    "deepseek_v3": HFFamily(
+        "DeepseekV3ForCausalLM",
+        {**_LLAMA, "attention_bias": False, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1,
+         "rope_interleave": True}, {"family": "llama"},
+    ),
     "gpt2": HFFamily(
         "GPT2LMHeadModel",
         {"activation_function": "gelu_new", "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
@@ -83,7 +93,7 @@ def model_fields(config: Config, where: str) -> dict[str, Any]:
         raise UsageError(f"{where}: it has no value for {error}.") from None
     except (TypeError, ValueError, ArithmeticError) as error:
         raise UsageError(f"{where}: one of its values is wrong: {error}.") from None
-    parts = fields | fields.get("rope_scaling", {}) | fields.get("experts", {})
+    parts = fields | fields.get("rope_scaling", {}) | fields.get("experts", {}) | fields.get("latent", {})
     if missing := [name for name, value in parts.items() if value is None]:
         raise UsageError(f"{where}: it has no value for {', '.join(missing)}.")
     return fields
@@ -115,6 +125,9 @@ def _llama_fields(config: Config, family: HFFamily, where: str) -> dict[str, Any
         "tied": config.get("tie_word_embeddings", False), "norm_eps": config["rms_norm_eps"],
         "rope_theta": float(rotary["rope_theta"]),
     }  # fmt: skip
+    deep = config.get("model_type") in ("deepseek_v2", "deepseek_v3")
+    if deep:
+        fields |= deepseek.latent_fields(config) | {"experts": deepseek.expert_fields(config, where)}
     match rotary.get("rope_type", rotary.get("type", "default")):
         case "default":
             pass
@@ -124,8 +137,11 @@ def _llama_fields(config: Config, family: HFFamily, where: str) -> dict[str, Any
                 "high_frequency": rotary["high_freq_factor"],
                 "original_max_sequence": rotary["original_max_position_embeddings"],
             }
+        case "yarn" if deep:
+            fields["rope_scaling"] = deepseek.yarn_fields(rotary, where)
         case other:
-            raise UsageError(f"{where}: rope_type = {other!r}: shoal computes 'default' and 'llama3'.")
+            raise UsageError(f"{where}: rope_type = {other!r}: shoal computes 'default' and 'llama3', and 'yarn' for "
+                             "deepseek_v2 and deepseek_v3.")
     count, width = family.experts
     if count:
         fields["experts"] = {
@@ -161,13 +177,18 @@ def hf_config(shape: ModelShape, dtype: str, where: str) -> dict[str, Any]:
         "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim, "intermediate_size": shape.ffn,
         "max_position_embeddings": shape.max_sequence, "rms_norm_eps": shape.norm_eps, "rope_theta": shape.rope_theta,
     }
-    if (scaling := shape.rope_scaling) is not None:
+    if (scaling := shape.rope_scaling) is not None and scaling.kind == "yarn":
+        values["rope_scaling"] = deepseek.yarn_config(scaling)
+    elif scaling is not None:
         values["rope_scaling"] = {
             "rope_type": "llama3", "factor": scaling.factor, "low_freq_factor": scaling.low_frequency,
             "high_freq_factor": scaling.high_frequency,
             "original_max_position_embeddings": scaling.original_max_sequence,
         }
-    if (experts := shape.experts) is not None:
+    if shape.latent is not None:
+        del values["head_dim"]  # which transformers takes for the rotated part
+        values |= deepseek.config_fields(shape, kind)
+    elif (experts := shape.experts) is not None:
         count, width = family.experts
         values |= {count: experts.count, EXPERTS_PER_TOKEN: experts.per_token, width: experts.ffn,
                    "norm_topk_prob": experts.normalise, "router_aux_loss_coef": experts.balance_loss}  # fmt: skip
@@ -176,9 +197,14 @@ def hf_config(shape: ModelShape, dtype: str, where: str) -> dict[str, Any]:
 
 def _model_type(shape: ModelShape, where: str) -> str:
     experts, unlike = shape.experts, ""
-    if shape.latent or shape.depths:
-        unlike = "latent attention" if shape.latent else "layers that skip tokens"
-    elif experts and (experts.gate, experts.score, experts.scale, experts.shared) != ("top-k", "softmax", 1.0, 0):
+    if shape.latent:
+        unlike = deepseek.find_unlike(shape)
+    elif shape.rope_scaling and shape.rope_scaling.kind == "yarn":
+        unlike = "YaRN without latent attention"
+    elif shape.depths:
+        unlike = "layers that skip tokens"
+    elif experts and (experts.groups > 1 or
+                      (experts.gate, experts.score, experts.scale, experts.shared) != ("top-k", "softmax", 1.0, 0)):
         unlike = "this gate, or shared experts"
     elif experts and (experts.bias_update or experts.capacity_factor):
         unlike = "a selection bias, or a capacity of experts"
@@ -193,6 +219,8 @@ def _model_type(shape: ModelShape, where: str) -> str:
         unlike = "experts of this width or weights without norms of queries and keys"
     if unlike:
         raise UsageError(f"{where}: no family of transformers that shoal writes has {unlike}.")
+    if shape.latent:
+        return deepseek.name_family(shape)
     if shape.family == "gpt":
         return "gpt2"
     if experts:

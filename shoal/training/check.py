@@ -61,8 +61,10 @@ def check_weights(config: RunConfig) -> None:
         raise UsageError(f"model.{field} = {ours[field]!r}, but the model of model.weights = '{folder}' has "
                          f"{theirs[field]!r}.\n  `shoal import hf {folder}` writes the fields of its model.")
     with torch.device("meta"):
-        parameters = {name: tuple(p.shape) for name, p in Transformer(shape).named_parameters()}
-    HFWeights(folder, shape).check(parameters)
+        model = Transformer(shape)
+    HFWeights(folder, shape).check({
+        name: tuple(each.shape) for name, each in (*model.named_parameters(), *model.named_buffers())
+    })
 
 
 def check_secrets(config: RunConfig) -> None:

@@ -29,6 +29,15 @@ SCALING = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }  # fmt: skip
+DEEP = WIDE | {
+    "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+    "v_head_dim": 6, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2, "n_group": 4,
+    "topk_group": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "mscale": 0.9, "mscale_all_dim": 0.7, "beta_fast": 32,
+    "beta_slow": 1, "original_max_position_embeddings": 16,
+}  # fmt: skip
 MODELS = {
     "llama": ("Llama", WIDE | {"tie_word_embeddings": False}),
     "llama-3.1": ("Llama", WIDE | {"rope_parameters": SCALING, "tie_word_embeddings": True, "head_dim": 16}),
@@ -38,6 +47,9 @@ MODELS = {
     "mixtral": ("Mixtral", WIDE | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "qwen3-moe": ("Qwen3Moe", WIDE | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
                                       "norm_topk_prob": False}),
+    "deepseek-v2": ("DeepseekV2", DEEP | {"topk_method": "group_limited_greedy", "routed_scaling_factor": 2.0,
+                                          "q_lora_rank": None}),
+    "deepseek-v3": ("DeepseekV3", DEEP | {"rope_parameters": YARN}),
     "gpt2": ("GPT2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 300}),
 }  # fmt: skip
 LAYOUTS = {
@@ -45,6 +57,8 @@ LAYOUTS = {
     "qwen2": {"tp": 4},  # two ranks hold each head of keys, with its biases
     "qwen3": {"pp": 2, "tp": 2, "schedule": "1f1b"},
     "qwen3-moe": {"dp": 2, "ep": 2, "zero": 1},
+    "deepseek-v2": {"pp": 2, "cp": 2},
+    "deepseek-v3": {"dp": 2, "tp": 2, "sequence_parallel": True, "ep": 2, "zero": 3},
     "gpt2": {"cp": 2, "dp": 2},
 }
 STEPS, BATCH, RATE = 5, 8, 1e-3
@@ -56,8 +70,10 @@ def build(name: str, folder: Path):
     torch.manual_seed(1)
     model = getattr(transformers, f"{kind}LMHeadModel" if name == "gpt2" else f"{kind}ForCausalLM")(config).eval()
     with torch.no_grad():
-        for parameter in model.parameters():  # norms and biases that show where they are left out
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        # Norms and biases show where they are left out.
+        for name, parameter in (*model.named_parameters(), *model.named_buffers()):
+            if "inv_freq" not in name:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
     model.save_pretrained(folder)
     return model
 
@@ -67,7 +83,7 @@ def logits_of(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
     shape = ModelConfig(name="x", **read_hf_config(folder)).shape(vocab=1, sequence_length=1)
     model, weights = Transformer(shape), HFWeights(folder, shape)
     with torch.no_grad():
-        for name, p in model.named_parameters():
+        for name, p in (*model.named_parameters(), *model.named_buffers()):
             weights.fill(name, Piece(tuple(p.shape), Box.full(tuple(p.shape)), p))
         return model(tokens)
 
@@ -83,8 +99,9 @@ def test_logits_are_those_of_transformers(name, tmp_path):
 
 def config_of(folder: Path, parallel: dict):
     fields = read_hf_config(folder)
-    if "experts" in fields:  # transformers adds no such loss unless asked
+    if "experts" in fields:  # transformers adds no such loss unless asked, and moves no bias
         fields["experts"]["balance_loss"] = 0.0
+        fields["experts"]["bias_update"] = min(1e-12, fields["experts"].get("bias_update", 0.0))
     return build_config({
         "model": {"name": "imported", "weights": str(folder), **fields}, "parallel": {"micro_batch": 2, **parallel},
         "data": {"source": "synthetic", "sequence_length": 32},

@@ -47,6 +47,13 @@ _QWEN3_MOE = {
     "mlp.router": "mlp.gate",
     **{f"mlp.experts.{part}": f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")},
 }
+_DEEPSEEK = {
+    **_QWEN3_MOE, "mlp.router.bias": "mlp.gate.e_score_correction_bias",
+    **{f"mlp.shared.{part}": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
+    "attention.q_down": "self_attn.q_a_proj", "attention.q_latent_norm": "self_attn.q_a_layernorm",
+    "attention.q_up": "self_attn.q_b_proj", "attention.kv_down": "self_attn.kv_a_proj_with_mqa",
+    "attention.kv_latent_norm": "self_attn.kv_a_layernorm", "attention.kv_up": "self_attn.kv_b_proj",
+}
 _GPT2 = {
     "embed.token": "transformer.wte", "embed.position": "transformer.wpe", "norm": "transformer.ln_f",
     "head": "lm_head", "attention_norm": "ln_1", "mlp_norm": "ln_2",
@@ -77,6 +84,7 @@ def hf_tensor(name: str, shape: ModelShape, expert: int = 0) -> HFTensor:
     """
     gpt = shape.family == "gpt"
     names = _GPT2 if gpt else _LLAMA | (_QWEN3_MOE if shape.qk_norm else _MIXTRAL) if shape.experts else _LLAMA
+    names = _LLAMA | _DEEPSEEK if shape.latent else names
     module, _, kind = name.rpartition(".")
     if ".experts." in name:  # the parameter itself has the name of a layer of one expert
         module, kind = name, "weight"
@@ -87,7 +95,22 @@ def hf_tensor(name: str, shape: ModelShape, expert: int = 0) -> HFTensor:
     joined = gpt and module in ("attention.q", "attention.k", "attention.v")
     start = "qkv".index(module[-1]) * shape.hidden if joined else 0
     matrix = kind == "weight" and module.startswith(("attention.", "mlp."))
-    return HFTensor(f"{prefix}{names[module].format(expert)}.{kind}", gpt and matrix, start)
+    stored = names.get(f"{module}.{kind}") or f"{names[module].format(expert)}.{kind}"
+    return HFTensor(f"{prefix}{stored}", gpt and matrix, start)
+
+
+def stored_rows(name: str, shape: ModelShape) -> Tensor | None:
+    """Return where each row of a parameter is stored, [rows]; None if in place.
+
+    DeepSeek's rotate the pairs (2 i, 2 i + 1) of a query, shoal (i, i + r/2).
+    """
+    latent, kind = shape.latent, name.removesuffix(".weight").rpartition(".")[2]
+    if latent is None or not name.endswith((".attention.q.weight", ".q_up.weight", ".kv_down.weight")):
+        return None
+    before, blocks = (latent.key_value_rank, 1) if kind == "kv_down" else (shape.head_dim, shape.heads)
+    r = latent.rotary_dim
+    inside = torch.cat((torch.arange(before), before + torch.arange(r).view(-1, 2).t().flatten()))
+    return (torch.arange(blocks).unsqueeze(1) * (before + r) + inside).flatten()
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -146,6 +169,13 @@ class HFWeights:
     def fill(self, name: str, piece: Piece) -> None:
         """Read one piece of a parameter into its tensor."""
         box = piece.box
+        if (order := stored_rows(name, self.shape)) is not None:
+            rows = order[box.offset[0] : box.offset[0] + box.shape[0]]
+            if len(rows):
+                first, last = int(rows.min()), int(rows.max())
+                wide = Box((first, *box.offset[1:]), (last + 1 - first, *box.shape[1:]))
+                piece.tensor.copy_(self._read(hf_tensor(name, self.shape), wide)[rows - first])
+            return
         if ".experts." not in name:
             piece.tensor.copy_(self._read(hf_tensor(name, self.shape), box))
             return
@@ -203,7 +233,8 @@ def export_weights(checkpoint: AnyPath, shape: ModelShape, folder: Path, dtype: 
     """
     saved = {name.removeprefix("model."): each for name, each in read_manifest(checkpoint).tensors.items()
              if name.startswith("model.") and not (shape.tied and name == "model.head.weight")}
-    formats = {name: dtype or DTYPES[each.dtype] for name, each in saved.items()}
+    formats = {name: torch.float32 if name.endswith("router.bias") else dtype or DTYPES[each.dtype]
+               for name, each in saved.items()}  # fmt: skip
     sizes = {name: formats[name].itemsize * Box.full(each.shape).numel for name, each in saved.items()}
     shards = list(_shards(sizes))
     index: dict[str, str] = {}
@@ -218,7 +249,8 @@ def export_weights(checkpoint: AnyPath, shape: ModelShape, folder: Path, dtype: 
     if len(shards) > 1:
         total = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": index}
         write_atomically(folder / INDEX, json.dumps(total, indent=2))
-    return str(max(formats.values(), key=lambda each: each.itemsize)).removeprefix("torch.")
+    weights = [each for name, each in formats.items() if not name.endswith("router.bias")]
+    return str(max(weights, key=lambda each: each.itemsize)).removeprefix("torch.")
 
 
 def _shards(sizes: Mapping[str, int]) -> Iterator[list[str]]:
@@ -242,6 +274,8 @@ def _rename(tensors: Mapping[str, Tensor], shape: ModelShape) -> dict[str, Tenso
     for name, tensor in sorted(tensors.items(), key=lambda item: hf_tensor(item[0], shape).start):
         for expert, each in enumerate(tensor) if ".experts." in name else ((0, tensor),):
             at = hf_tensor(name, shape, expert)
+            if (order := stored_rows(name, shape)) is not None:
+                each = torch.empty_like(each).index_copy_(0, order, each)
             parts.setdefault(at.name, []).append(each.t() if at.transposed else each)
     return {name: torch.cat(each, dim=-1).contiguous() if len(each) > 1 else each[0].clone(
         memory_format=torch.contiguous_format) for name, each in parts.items()}

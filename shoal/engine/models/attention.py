@@ -137,12 +137,29 @@ def rotary_table(
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     frequencies = theta ** (-torch.arange(0, d, 2, device=positions.device, dtype=exact) / d)
     if scaling is not None:
-        turns = scaling.original_max_sequence * frequencies / (2 * math.pi)
-        low, high = scaling.low_frequency, scaling.high_frequency
-        kept = ((turns - low) / (high - low)).clamp(0, 1)  # part of a frequency that is not divided
+        kept = _kept_frequencies(frequencies, theta, scaling)
         frequencies = kept * frequencies + (1 - kept) * frequencies / scaling.factor
     angles = torch.outer(positions.to(exact), frequencies)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    cos, sin = angles.cos(), angles.sin()
+    if scaling is not None and scaling.magnitude != 1:
+        cos, sin = cos * scaling.magnitude, sin * scaling.magnitude
+    return cos.to(dtype), sin.to(dtype)
+
+
+def _kept_frequencies(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
+    """Return the part of each frequency that is not divided, [d/2]: 1 for fast waves, 0 for slow ones."""
+    low, high, longest = scaling.low_frequency, scaling.high_frequency, scaling.original_max_sequence
+    if scaling.kind == "llama3":
+        turns = longest * frequencies / (2 * math.pi)
+        return ((turns - low) / (high - low)).clamp(0, 1)
+
+    def number(turns: float) -> float:
+        """Return the number of the wave that makes these turns."""
+        return len(frequencies) * math.log(longest / (turns * 2 * math.pi)) / math.log(theta)
+
+    first, last = max(0, math.floor(number(high))), min(2 * len(frequencies) - 1, math.ceil(number(low)))
+    waves = torch.arange(len(frequencies), device=frequencies.device, dtype=frequencies.dtype)
+    return 1 - ((waves - first) / max(last - first, 1e-3)).clamp(0, 1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -45,6 +45,7 @@ class LatentAttention(nn.Module):
         assert shape.latent is not None
         self.latent, self.recompute = shape.latent, recompute
         self.head_dim, self.query_dim, self.value_dim = shape.head_dim, shape.query_dim, shape.value_dim
+        self.score_factor = shape.rope_scaling.score_factor if shape.rope_scaling else 1.0
         h, rank, queries = shape.hidden, shape.latent.query_rank, shape.heads * shape.query_dim
         if rank is None:
             self.q = nn.Linear(h, queries, bias=False)
@@ -91,6 +92,8 @@ class LatentAttention(nn.Module):
         )
         plain, rotated = q.split((self.head_dim, r), -1)
         q = torch.cat((plain, _rotate(rotated, cos, sin)), -1)
+        if self.score_factor != 1:
+            q = q * self.score_factor
         k = torch.cat((k, _rotate(shared_key.unsqueeze(2), cos, sin).expand(-1, -1, k.shape[2], -1)), -1)
         v = F.pad(v, (0, wide - self.value_dim))
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)

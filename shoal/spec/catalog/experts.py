@@ -55,6 +55,14 @@ class Experts(LayerPattern):
     """top-k (Jiang et al. 2024; Gale et al. 2023), switch (Fedus et al. 2022), gshard (Lepikhin et al. 2020),
     noisy-top-k (Shazeer et al. 2017), expert-choice (Zhou et al. 2022)."""
 
+    groups: int = Field(default=1, gt=0, le=2**16)
+    """top-k: consecutive groups of equally many experts, such as the experts of a node (DeepSeek-AI 2024, DeepSeek-V2,
+    section 2.2.2)."""
+
+    groups_per_token: PositiveInt = 1
+    """top-k: groups that the experts of a token are chosen from: those with the highest score, which for softmax is the
+    highest of an expert, and for sigmoid the sum of the two highest (DeepSeek-AI 2024, DeepSeek-V3, section 2.1.2)."""
+
     score: Score = "softmax"
     """top-k: function from the router's logits to scores."""
 

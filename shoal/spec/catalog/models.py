@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
 from shoal.base.errors import did_you_mean
 from shoal.base.section import Section
@@ -20,6 +21,10 @@ class RopeScaling(Section):
     Llama 3.1.
     """
 
+    kind: Literal["llama3", "yarn"] = "llama3"
+    """How waves between are interpolated: linearly in their frequency (Llama 3.1), or in their number (YaRN: Peng et
+    al. 2023, section 3.2; its usual high_frequency is 32)."""
+
     factor: PositiveFloat
     """Factor by which the longest waves are slowed down."""
 
@@ -31,6 +36,31 @@ class RopeScaling(Section):
 
     original_max_sequence: PositiveInt = 8192
     """Longest sequence of the training before."""
+
+    mscale: NonNegativeFloat = 0.0
+    """yarn: rotated parts are multiplied by (0.1 mscale ln(factor) + 1) / (0.1 mscale_all ln(factor) + 1); if one of
+    them is 0, by 0.1 ln(factor) + 1 (Peng et al. 2023, equation 22)."""
+
+    mscale_all: NonNegativeFloat = 0.0
+    """yarn, in latent attention: scores are multiplied by (0.1 mscale_all ln(factor) + 1)^2 (mscale_all_dim of
+    DeepSeek's)."""
+
+    @property
+    def magnitude(self) -> float:
+        """Factor on rotated queries and keys."""
+        if self.kind != "yarn":
+            return 1.0
+        if not (self.mscale and self.mscale_all):
+            return self._attention_scale(1.0)
+        return self._attention_scale(self.mscale) / self._attention_scale(self.mscale_all)
+
+    @property
+    def score_factor(self) -> float:
+        """Factor on the scores of latent attention."""
+        return self._attention_scale(self.mscale_all) ** 2 if self.kind == "yarn" else 1.0
+
+    def _attention_scale(self, scale: float) -> float:
+        return 0.1 * scale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
 
 class Latent(Section):

@@ -211,7 +211,14 @@ class ModelConfig(Section):
         if experts.per_token != (need := _EXPERTS_PER_TOKEN.get(gate, experts.per_token)):
             raise UsageError(f"model.experts.per_token = {experts.per_token}, but the gate {gate} takes {need}.\n"
                              f"  Leave it out, or choose the gate top-k.")
-        for name in ("score", "normalise", "scale", "bias_update"):
+        if experts.count % experts.groups:
+            raise UsageError(f"model.experts.groups = {experts.groups} does not divide model.experts.count = "
+                             f"{experts.count}.\n  Choose a divisor.")
+        if experts.per_token > (within := min(experts.groups_per_token, experts.groups) *
+                                experts.count // experts.groups):
+            raise UsageError(f"model.experts.per_token = {experts.per_token}, but model.experts.groups_per_token = "
+                             f"{experts.groups_per_token} groups have {within} experts.\n  Take more groups.")
+        for name in ("groups", "score", "normalise", "scale", "bias_update"):
             value = getattr(experts, name)
             if gate != "top-k" and value != Experts.model_fields[name].default:
                 raise UsageError(f"model.experts.{name} = {value} is for the gate top-k, not for {gate}.\n"

@@ -164,6 +164,10 @@ def _draw_experts(choose: Choose, parallel: dict[str, Any], ranks: int) -> dict[
     if gate in ("top-k", "noisy-top-k"):
         experts["per_token"] = choose([n for n in (2, 1, 3) if n <= experts["count"]])
     if gate == "top-k":
+        experts["groups"] = choose([n for n in (1, 2, 3) if experts["count"] % n == 0])
+        size = experts["count"] // experts["groups"]
+        fit = [n for n in range(1, experts["groups"] + 1) if n * size >= experts["per_token"]]
+        experts["groups_per_token"] = choose(fit)
         experts |= {
             "score": choose(("softmax", "sigmoid")), "normalise": choose((True, False)), "scale": choose((1.0, 2.5)),
             "bias_update": choose((0.0, 0.01)),

@@ -208,10 +208,6 @@ class Engine(EngineState):
             state |= self.float8.history.state(primary=self.mesh.rank == 0)
         return state
 
-    def weights(self) -> dict[str, list[Piece]]:
-        """Return the model's pieces on this rank: parameters and router biases."""
-        return self.parameters.weights() | (self.routing.state() if self.routing else {})
-
     def restored(self, updates: int) -> None:
         """Apply a state that was loaded after ``updates`` updates."""
         self.optimizer.resume_at(updates)

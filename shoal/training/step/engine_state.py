@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from shoal.base.boxes import Piece
 from shoal.base.files import expanded
 from shoal.engine.checkpoint.hugging_face import HFWeights
 from shoal.engine.collectives.mesh import Mesh
@@ -98,11 +99,15 @@ class EngineState:
         """Fill the parameters with the initial values of the run's seed."""
         initialise(self.parameters, self.shape, self.config.train.seed)
 
+    def weights(self) -> dict[str, list[Piece]]:
+        """Return the model's pieces on this rank: parameters and router biases."""
+        return self.parameters.weights() | (self.routing.state() if self.routing else {})
+
     @torch.no_grad()
     def read_weights(self, folder: Path) -> None:
         """Replace the initial weights by a model folder's, of which each rank reads its own pieces."""
         weights = HFWeights(expanded(folder, "model.weights"), self.shape)
-        for name, pieces in self.parameters.weights().items():
+        for name, pieces in self.weights().items():
             for piece in pieces:
                 weights.fill(name, piece)
         self.parameters.gather()

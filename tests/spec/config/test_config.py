@@ -198,6 +198,8 @@ def test_a_gpt_has_a_position_for_every_token_and_never_fewer_than_its_own():
         ({"kv_heads": 8, "latent": {"key_value_rank": 8, "rotary_dim": 3}}, "model.latent.rotary_dim = 3 is odd"),
         ({"kv_heads": 8, "latent": {"key_value_rank": 8, "value_dim": 99}}, "model.latent.value_dim = 99 is wider"),
         ({"kv_heads": 8, "qk_norm": True, "latent": {"key_value_rank": 8}}, "model.qk_norm with model.latent"),
+        ({"experts": {"count": 4, "groups": 3}}, "model.experts.groups = 3 does not divide model.experts.count = 4"),
+        ({"experts": {"count": 8, "groups": 4, "per_token": 3}}, "groups_per_token = 1 groups have 2 experts"),
         ({"name": "tiny-gpt", "latent": {"key_value_rank": 8}}, "model.latent, but model tiny-gpt is of the family"),
         ({"name": "tinny"}, "model.name = 'tinny' is not in the catalog; did you mean 'tiny'?"),
     ],

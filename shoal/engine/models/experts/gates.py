@@ -73,7 +73,8 @@ def top_k(logits: Tensor, experts: Experts, bias: Tensor | None = None) -> Choic
         bias: [E] added to the scores for the selection only.
     """
     scores = logits.softmax(-1) if experts.score == "softmax" else logits.sigmoid()
-    ranks = _highest(scores if bias is None else scores + bias.to(scores.dtype), experts.per_token)
+    for_choice = scores if bias is None else scores + bias.to(scores.dtype)
+    ranks = _highest(_within_groups(for_choice, experts), experts.per_token)
     wanted = torch.stack(ranks).any(0)
     chosen = _apply_capacity(ranks, capacity(experts, logits.shape[1]))
     weights = scores * wanted
@@ -81,6 +82,16 @@ def top_k(logits: Tensor, experts: Experts, bias: Tensor | None = None) -> Choic
         weights = weights / weights.sum(-1, keepdim=True)
     shares = scores if experts.score == "softmax" else scores / scores.sum(-1, keepdim=True)
     return Choice(weights * chosen * experts.scale, chosen, (wanted & ~chosen).sum(-1), _balance(shares, wanted))
+
+
+def _within_groups(scores: Tensor, experts: Experts) -> Tensor:
+    """Return the scores with -inf outside of each token's best groups of experts, [b, s, E]."""
+    if experts.groups_per_token >= experts.groups:
+        return scores
+    grouped = scores.detach().unflatten(-1, (experts.groups, -1))
+    summed = 1 if experts.score == "softmax" else min(2, grouped.shape[-1])
+    best = _highest(grouped.topk(summed, -1).values.sum(-1), experts.groups_per_token)
+    return grouped.masked_fill(~torch.stack(best).any(0).unsqueeze(-1), -math.inf).flatten(-2)
 
 
 def switch(logits: Tensor, experts: Experts) -> Choice:

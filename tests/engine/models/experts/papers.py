@@ -49,13 +49,19 @@ def mean_share(shares: Rows, expert: int) -> float:
 
 
 def top_k(
-    logits: Rows, k: int, factor: float, bias: list[float], *, score: str, normalise: bool, scale: float
+    logits: Rows, k: int, factor: float, bias: list[float], *, score: str, normalise: bool, scale: float,
+    groups: int = 1, groups_per_token: int = 1,
 ) -> Decision:
     """Jiang et al. 2024, section 2.1; DeepSeek-AI 2024, equations 12 to 20: the bias counts in choosing alone, the
     weights are divided by the sum of those chosen, and the loss is sum f_i P_i with scores divided by their sum."""
     tokens, experts = len(logits), len(logits[0])
     scores = [(softmax if score == "softmax" else sigmoid)(row) for row in logits]
-    wanted = [first_highest([s + b for s, b in zip(row, bias, strict=True)], k) for row in scores]
+    wanted = []
+    for row in scores:
+        biased, size = [s + b for s, b in zip(row, bias, strict=True)], experts // groups
+        of_groups = [sorted(biased[g * size : (g + 1) * size], reverse=True) for g in range(groups)]
+        best = first_highest([sum(of[: 1 if score == "softmax" else 2]) for of in of_groups], groups_per_token)
+        wanted.append(first_highest([s if e // size in best else -math.inf for e, s in enumerate(biased)], k))
     held, weights, dropped = [0] * experts, {}, [0] * tokens
     for rank in range(k):
         for t in range(tokens):

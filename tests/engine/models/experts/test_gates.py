@@ -56,6 +56,16 @@ def test_top_k(seed: int, factor: float, k: int, score: str, normalise: bool) ->
 
 
 @few
+@given(seeds, st.sampled_from([(2, 1, 2), (4, 2, 2), (4, 3, 1)]), st.sampled_from(["softmax", "sigmoid"]))
+def test_top_k_within_groups(seed: int, of: tuple[int, int, int], score: str) -> None:
+    groups, taken, k = of
+    ways = {"score": score, "normalise": True, "scale": 2.0, "groups": groups, "groups_per_token": taken}
+    logits, bias = scores(seed, count=8), scores(seed + 1, count=8)[0, 0]
+    choice = gates.top_k(logits, Experts(count=8, per_token=k, ffn=1, **ways), bias)
+    agree(choice, [papers.top_k(rows, k, 0.0, bias.tolist(), **ways) for rows in logits.tolist()])
+
+
+@few
 @given(seeds, factors)
 def test_switch(seed: int, factor: float) -> None:
     logits = scores(seed)
