@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from shoal.engine.data.prepare import describe_data as describe_data
     from shoal.engine.data.prepare import export_megatron as export_megatron
     from shoal.engine.data.prepare import train_tokenizer as train_tokenizer
+    from shoal.engine.own.definition import OwnModel as OwnModel
     from shoal.labs.autoshard.operators import plan_operators as plan_operators
     from shoal.labs.calibration.calibrate import calibrate as calibrate
     from shoal.labs.explain.subjects import explain as explain
@@ -53,6 +54,7 @@ _HOMES = {
     "shoal.base.errors": ("UsageError",),
     "shoal.engine.checkpoint.load": ("describe_checkpoint", "load_checkpoint", "verify_checkpoint"),
     "shoal.engine.data.prepare": ("describe_data", "export_megatron", "train_tokenizer"),
+    "shoal.engine.own.definition": ("OwnModel",),
     "shoal.labs.autoshard.operators": ("plan_operators",),
     "shoal.labs.calibration.calibrate": ("calibrate",),
     "shoal.labs.explain.subjects": ("explain",),

@@ -212,11 +212,7 @@ class Runtime:
         if number >= 0:
             part = self._caches[stage, microbatch] = Slice(self._caches.get((stage, microbatch)))
             batch = take_tokens(batch, self.slice_tokens(number))
-        samples = batch.samples if torch.is_grad_enabled() else None  # no random draws in validation
-        output = self.stages[stage].module(
-            batch.tokens, batch.targets, batch.documents, hidden, part, samples,
-            sequences=batch.sequences, labels=batch.labels,
-        )
+        output = self.stages[stage].forward(batch, hidden, part)
         if self.program.is_last(stage):
             self._loss += output.detach()
             output = output * scale

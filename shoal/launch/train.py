@@ -10,7 +10,6 @@ from shoal.base.errors import UsageError
 from shoal.base.section import plain
 from shoal.base.terminal import outlive_readers
 from shoal.engine.data.corpus import check_read
-from shoal.engine.data.prepare import prepare
 from shoal.engine.device import pick_device
 from shoal.launch.checks.folders import check_folders
 from shoal.launch.checks.memory import check_memory
@@ -25,6 +24,7 @@ from shoal.training.check import check, check_weights
 from shoal.training.records.metrics import check_trackers
 from shoal.training.resilience.host_memory_dir import release, run_dir
 from shoal.training.run_folder import check_resume, new_run, with_own_tokenizer
+from shoal.training.samples import prepare_samples
 from shoal.training.stop import StopRequests
 
 
@@ -111,7 +111,7 @@ def _train(
             record_end(make_shared_folder(member), member.rank, error)
             raise
     with start_rank_server(config.parallel.world_size, device) as server:  # before data is prepared by several threads
-        prepare(config.data)
+        prepare_samples(config)
         if resumed is None:
             folder = new_run(config, run_folder)
             release(run_dir(folder, config.failover))  # states that a deleted run of the same name left in memory
@@ -134,7 +134,8 @@ def _check_run(
     choice, last = config.train.device, config.parallel.world_size - 1
     device = member.device(choice) if member else pick_device(choice, last)
     local_ranks = member.neighbours() if member else range(config.parallel.world_size)
-    check_memory(config, shape, device, local_ranks)
+    if not config.model.module:  # what its activations take is not known
+        check_memory(config, shape, device, local_ranks)
     if resumed is not None:
         check_resume(config, shape, resumed, again=restarted)
     if member is None or member.local_rank == 0:

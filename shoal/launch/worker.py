@@ -16,7 +16,8 @@ from shoal.base.terminal import outlive_readers, replace_unencodable
 from shoal.engine.collectives.group import ThrottledLink
 from shoal.engine.collectives.json_collectives import all_gather, broadcast, world
 from shoal.engine.collectives.mesh import Mesh
-from shoal.engine.data.batches import Dataset, open_dataset
+from shoal.engine.data.batches import Dataset
+from shoal.engine.data.shards import SPLITS
 from shoal.engine.device import allow_reproducible_products, destroy_world, write_collective_traces
 from shoal.launch.rank_env import RankEnv, detect_rank_env, read_payload, record_end, scratch_folder
 from shoal.launch.recovery.generations import Abandoned, Orders, forget, is_peer_loss, leave_world
@@ -29,6 +30,7 @@ from shoal.training.resilience.events import write_event
 from shoal.training.resilience.heartbeat import Heartbeat, Phase, record_path
 from shoal.training.resilience.host_memory_dir import release, run_dir
 from shoal.training.run_folder import list_changes, new_run
+from shoal.training.samples import open_samples
 from shoal.training.stop import PREEMPTED, REQUESTED, StopRequests
 from shoal.training.trainer import Trainer
 
@@ -79,8 +81,7 @@ class Generation:
         neighbours = None
         if self.records is not None and member.how != "local":  # from here on: loading may hang too
             neighbours = PeerWatch(member, self.records, config.failover, Path(folder))
-        seed = config.train.seed
-        samples = {split: open_dataset(config.data, seed=seed, split=split) for split in ("train", "validation")}
+        samples: dict[str, Dataset] = {split: open_samples(config, split) for split in SPLITS}
         _agree_on_data(samples)
         self.trainer = trainer = trainer_class(config)(
             config,

@@ -15,9 +15,14 @@ from shoal.engine.collectives.shm.region import host_identity
 from shoal.engine.data.tokenizer import load_tokenizer
 from shoal.engine.device import pick_device
 from shoal.engine.models.transformer import Transformer
+from shoal.engine.own.definition import OwnShape, load_own_model
 from shoal.pipeline.from_layout import check_run
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RunConfig, build_config
+from shoal.spec.config.model import ModelConfig
+from shoal.spec.config.sections import TrainConfig
+from shoal.spec.layout import Layout
+from shoal.spec.number_formats import FORMATS
 from shoal.spec.sync_methods import UNSYNCHRONISED
 from shoal.training.fault_knobs import FaultKnobs
 
@@ -32,8 +37,11 @@ def check(config: RunConfig, ranks: int | None = None) -> ModelShape:
         UsageError: a setting is wrong; the message names the field.
     """
     check_secrets(config)
-    vocab = load_tokenizer(config.data.tokenizer).vocab_size
-    shape = config.model.shape(vocab=vocab, sequence_length=config.data.sequence_length)
+    if config.model.module:
+        shape: ModelShape = check_own_model(config)
+    else:
+        vocab = load_tokenizer(config.data.tokenizer).vocab_size
+        shape = config.model.shape(vocab=vocab, sequence_length=config.data.sequence_length)
     check_run(config, shape, ranks=ranks)
     check_profile(config)
     FaultKnobs.read(config.testing, config.parallel.world_size)
@@ -41,6 +49,38 @@ def check(config: RunConfig, ranks: int | None = None) -> ModelShape:
     check_rates(config, shape)
     to_path(config.checkpoint.folder)
     return shape
+
+
+def check_own_model(config: RunConfig) -> OwnShape:
+    """Load the run's own model, and reject settings that need to know its layers.
+
+    Raises:
+        UsageError: naming the setting.
+    """
+    if config.model != ModelConfig(name=config.model.name, module=config.model.module):
+        raise UsageError("model.module gives the full model.\n  Leave all other fields of [model] but name out.")
+    layout = config.parallel
+    for name in layout.model_fields_set:
+        value, default = getattr(layout, name), Layout.model_fields[name].default
+        if name not in OWN_LAYOUT and value != default:
+            raise UsageError(f"parallel.{name} = {value!r} with model.module, whose layers shoal does not know."
+                             f"\n  Leave it out; {', '.join(OWN_LAYOUT)} work with any module.")
+    for name in ("compile", "cuda_graphs", "attention"):
+        value = getattr(config.train, name)
+        if value != TrainConfig.model_fields[name].default:
+            raise UsageError(f"train.{name} = {value!r} with model.module: leave it out, and do so in the module.")
+    if FORMATS[config.train.precision].products != "compute":
+        raise UsageError(f"train.precision = '{config.train.precision}' with model.module: its products are its own."
+                         "\n  Choose fp32, bf16, fp16 or fp64.")
+    if config.optimizer.name.startswith("sophia"):
+        raise UsageError(f"optimizer.name = '{config.optimizer.name}' with model.module: it needs logits of tokens."
+                         "\n  Choose another optimizer.")
+    return OwnShape.of(load_own_model(config.model.module))
+
+
+OWN_LAYOUT = ("dp", "zero", "zero_shard", "micro_batch", "bucket_mb", "overlap", "prefetch", "reshard_after_forward",
+              "offload")  # fmt: skip
+"""Fields of a layout that any module can have."""
 
 
 def check_weights(config: RunConfig) -> None:
@@ -90,8 +130,11 @@ def check_rates(config: RunConfig, shape: ModelShape) -> None:
     """Reject learning-rate factors whose pattern matches no parameter."""
     if not config.optimizer.lr_factors:
         return
-    with torch.device("meta"):
-        names = [name for name, _ in Transformer(shape).named_parameters()]
+    if isinstance(shape, OwnShape):
+        names = [name for name, _ in shape.tensors]
+    else:
+        with torch.device("meta"):
+            names = [name for name, _ in Transformer(shape).named_parameters()]
     for pattern in config.optimizer.lr_factors:
         if not any(fnmatchcase(name, pattern) for name in names):
             some = dict.fromkeys(name for name in names if not name.startswith("layers.") or ".0." in name)

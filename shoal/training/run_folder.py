@@ -67,7 +67,9 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     """Return the config with absolute paths, so that a run continues from any folder."""
     data, kept, weights = config.data, config.checkpoint, config.model.weights
     return config.model_copy(update={
-        "model": config.model.model_copy(update={"weights": weights and Path(_absolute(str(weights)))}),
+        "model": config.model.model_copy(update={
+            "weights": weights and Path(_absolute(str(weights))), "module": _absolute(config.model.module),
+        }),
         "data": data.model_copy(update={
             "paths": tuple(map(_absolute, data.paths)), "cache": Path(_absolute(str(data.cache))),
             "tokenizer": data.tokenizer if data.tokenizer == "bytes" else _absolute(data.tokenizer),

@@ -38,7 +38,6 @@ from shoal.training.resilience.replicas import SilentFailure
 from shoal.training.resilience.silent_failure_checks import SilentFailureChecks
 from shoal.training.sample import sample
 from shoal.training.state_manager import StateManager
-from shoal.training.step.engine import Engine
 from shoal.training.step.late_step import StartedStep
 from shoal.training.step.optimizer_step import NonFinite, StepResult
 from shoal.training.stop import StopRequests
@@ -90,8 +89,9 @@ class Trainer:
             self.display.note(found)
         self.config, self.mesh, relaxed = config, mesh, config.parallel.sync != "all-reduce"
         late = resume and not relaxed  # initial values are needed only if nothing can be restored
-        kind = partial(Engine, initial=False) if late else engine_class(config.parallel.sync)
-        self.engine = kind(config, shape, mesh, samples["train"])
+        kind = engine_class(config)
+        make = partial(kind, initial=False) if late else kind
+        self.engine = make(config, shape, mesh, samples["train"])
         self.engine.runtime.recorders.append(self.beat)
         data, report = samples["train"].fingerprint, self.display.note
         self.states = StateManager(config, shape, self.engine, folder, data, fresh=not resume, report=report)
@@ -272,7 +272,7 @@ class Trainer:
             steps=self.config.train.steps,
             tokens_per_second=tokens_per_second,
             tokens_per_second_per_rank=tokens_per_second / self.mesh.layout.world_size,
-            mfu=flops / self.peak if self.peak else None,
+            mfu=flops / self.peak if flops and self.peak else None,
             validation_loss=self.validation_loss,
             **values,
         )
@@ -387,7 +387,9 @@ class Trainer:
             )
             return
         text = ""
-        if self.shape.experts is not None and self.shape.experts.gate == "expert-choice":
+        if self.config.model.module:
+            self.display.note("the weights: shoal.load_checkpoint(folder of a checkpoint, prefix='model.')")
+        elif self.shape.experts is not None and self.shape.experts.gate == "expert-choice":
             self.display.note("no sample: expert-choice routing needs complete sequences, not one token at a time")
         elif self.shape.parameters() <= SAMPLED_PARAMETERS:
             seed = self.config.train.seed

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shoal.engine.collectives.mesh import Mesh
+from shoal.engine.data.batches import Batch
 from shoal.engine.models.attention_kernels import Kernel
+from shoal.engine.models.cache import Slice
 from shoal.engine.models.initial import fill
 from shoal.engine.models.transformer import Transformer, initial
 from shoal.engine.parallel.context.apply import apply_context_parallel
@@ -43,6 +45,14 @@ class LocalStage:
     part: int
     module: Transformer
     parameters: ShardedParameters
+
+    def forward(self, batch: Batch, hidden: Tensor | None, part: Slice | None) -> Tensor:
+        """Compute the stage for a micro-batch, or for a slice of it; see `Transformer.forward`."""
+        samples = batch.samples if torch.is_grad_enabled() else None  # no random draws in validation
+        return self.module(
+            batch.tokens, batch.targets, batch.documents, hidden, part, samples,
+            sequences=batch.sequences, labels=batch.labels,
+        )
 
 
 def build_stages(
@@ -115,7 +125,7 @@ def _build_stage(
             setattr(module, name, torch.compile(getattr(module, name), dynamic=False, mode=mode))
     _receive_gradients(model, sink)
     # Last, therefore outermost: parameters are gathered before a layer is entered, recomputed or not.
-    unclaimed = _materialise(model, placements, policy.compute, mesh.device)
+    unclaimed = materialise(model, placements, policy.compute, mesh.device)
     units = _units(model)
     owned = [list(dict.fromkeys(p for module in modules for p in module.parameters())) for modules in units]
     parameters = ShardedParameters(  # a tied head belongs to the first unit
@@ -221,18 +231,18 @@ def _units(model: Transformer) -> list[list[nn.Module]]:
     return units
 
 
-def _materialise(
-    model: Transformer, placements: dict[str, ParamPlacement], dtype: torch.dtype, device: torch.device
+def materialise(
+    model: nn.Module, placements: dict[str, ParamPlacement], dtype: torch.dtype, device: torch.device
 ) -> dict[nn.Parameter, ParamPlacement]:
-    """Replace meta parameters by real ones whose data the engine sets; meta parameters cannot take real data.
+    """Replace parameters that have a placement by ones whose data the engine sets; meta ones cannot take real data.
 
     Returns:
         The placement of each new parameter.
     """
-    named = dict(model.named_parameters())
-    real = {old: nn.Parameter(torch.empty(0, dtype=dtype, device=device)) for old in named.values()}
+    named = {old: name for name, old in model.named_parameters() if name in placements}
+    real = {old: nn.Parameter(torch.empty(0, dtype=dtype, device=device)) for old in named}
     for module in model.modules():
         for name, own in list(module._parameters.items()):
-            if own is not None:
-                module._parameters[name] = real[own]
-    return {real[old]: placements[name] for name, old in named.items()}
+            if own in real:
+                setattr(module, name, real[own])  # recurrent modules keep lists of their parameters too
+    return {real[old]: placements[name] for old, name in named.items()}

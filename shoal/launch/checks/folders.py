@@ -16,6 +16,7 @@ from shoal.base.files import nearest_existing, try_to_write
 from shoal.base.units import show_bytes
 from shoal.engine.checkpoint import CheckpointError, list_checkpoints
 from shoal.engine.checkpoint.save import check_folder
+from shoal.engine.own.definition import OwnShape
 from shoal.planning.cost.memory.state import state_bytes
 from shoal.planning.cost.parameters import StagePart
 from shoal.spec.catalog import ModelShape
@@ -84,6 +85,8 @@ def _check_checkpoints(config: RunConfig, shape: ModelShape, kept: AnyPath, *, f
 
 
 def checkpoint_bytes(config: RunConfig, shape: ModelShape) -> int:
+    if isinstance(shape, OwnShape):  # with two moments, as most optimizers have
+        return 3 * shape.parameters() * FORMATS[config.train.precision].storage.itemsize
     policy, all_layers = FORMATS[config.train.precision], [StagePart(range(shape.layers))]
     states = state_bytes(shape, Layout(), policy, config.optimizer.name, all_layers).optimizer
     return shape.parameters() * policy.storage.itemsize + states

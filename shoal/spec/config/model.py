@@ -66,6 +66,9 @@ class ModelConfig(Section):
     name: str = "tiny"
     """A model in the catalog: tiny, gpt2-124m, llama-3.2-1b, ...; or a new name, if the shape is given in full."""
 
+    module: str = ""
+    """FILE.py:NAME of a `shoal.OwnModel`, a module of one's own that takes the place of a shape (docs/own-model.md)."""
+
     weights: Path | None = None
     """Folder of a model in Hugging Face's format, whose weights a new run starts with (docs/hugging-face.md)."""
 
@@ -132,7 +135,7 @@ class ModelConfig(Section):
         Raises:
             UsageError: unknown name, heads that do not fit, or a vocabulary smaller than the tokenizer's.
         """
-        parts = {"name", "weights", "rope_scaling", "latent", "experts", "depths"}
+        parts = {"name", "module", "weights", "rope_scaling", "latent", "experts", "depths"}
         changed = {k: v for k, v in self.model_dump(exclude=parts).items() if v is not None}
         changed.setdefault("vocab", vocab)
         base = ModelShape(**changed) if self._is_complete() else model_shape(self.name)

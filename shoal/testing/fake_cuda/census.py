@@ -190,7 +190,7 @@ def take_census(config: RunConfig, rank: int = 0, *, step: int = 1) -> Census:
     mesh = DryMesh(config.parallel, rank, device="cuda")
     with fake_cuda() as recorder:
         try:
-            kind = type("Fake", (DryEngine, engine_class(config.parallel.sync)), {})
+            kind = type("Fake", (DryEngine, engine_class(config)), {})
             engine = kind(config, shape, mesh, make_samples(config, shape))
             for number in range(step + 1):
                 recorder.census = Census()

@@ -36,6 +36,7 @@ from shoal.training.async_dp.methods.topk import TopK
 from shoal.training.async_dp.methods.wagma import GroupAverage
 from shoal.training.step.engine import Engine, flat_names
 from shoal.training.step.optimizer_step import NonFinite, StepResult, clip_factor, sum_totals
+from shoal.training.step.own_engine import OwnEngine
 
 COLUMNS = ("steps", "loss", "tokens", "norm", "computing", "total", "updates", "stale", "stalest")
 """Columns of the board: each replica's sums since the process started (stalest: the maximum)."""
@@ -282,10 +283,11 @@ class AsyncEngine(ReplicaEngine):
         self.parameters.gather()
 
 
-def engine_class(sync: str) -> type[Engine]:
-    """Return the engine class for a value of ``parallel.sync``."""
+def engine_class(config: RunConfig) -> type[Engine]:
+    """Return the engine class for a run's model and ``parallel.sync``."""
+    sync = config.parallel.sync
     if sync == "all-reduce":
-        return Engine
+        return OwnEngine if config.model.module else Engine
     if sync in UNSYNCHRONISED:
         return AsyncEngine
     return LocalEngine if sync in LOCAL else CompressedEngine

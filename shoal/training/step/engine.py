@@ -42,6 +42,7 @@ class Engine(EngineState):
 
     Attributes:
         starts_early: whether `start` is possible, and `step` uses it.
+        gradient_terms: number of loss terms by which the gradients are still to be divided; 1 if the loss was.
         failed: float32 [] on the device, 1 after a started step that was not finite; then no update changes anything.
     """
 
@@ -50,6 +51,7 @@ class Engine(EngineState):
     ):
         super().__init__(config, shape, mesh, samples, initial=initial)
         self.starts_early = starts_early(self)
+        self.gradient_terms = 1.0
         self.failed = torch.zeros((), device=mesh.device)
 
     def step(self, step: int, *, stop: bool = False, dry: bool = False) -> StepResult:
@@ -135,16 +137,17 @@ class Engine(EngineState):
         self.complete_gradients()
         loss_sum, stopped, (square,) = sum_totals(self, loss, stop, self.parameters.square_norm())
         mean, norm = loss_sum / max(1, tokens), math.sqrt(square) if square >= 0 else math.nan
-        scale, scaled_by = self.loss_scale, self.loss_scale.value if self.loss_scale else 1.0
+        scale, loss_scale = self.loss_scale, self.loss_scale.value if self.loss_scale else 1.0
         overflowed = not math.isfinite(norm)
         if not math.isfinite(mean) or (overflowed and (scale is None or scale.exhausted)):
-            smallest = f" with the smallest loss scale, {scaled_by:g}" if scale else ""
+            smallest = f" with the smallest loss scale, {loss_scale:g}" if scale else ""
             raise NonFinite(f"step {step}: loss {mean:g}, gradient norm {norm:g}{smallest}")
         for counts in self.layer_counts:
             counts.count()
         if scale and overflowed:
             scale.overflowed()
-            return StepResult(mean, norm, rate, tokens, stopped, scaled_by, skipped=True)
+            return StepResult(mean, norm, rate, tokens, stopped, loss_scale, skipped=True)
+        scaled_by = loss_scale * self.gradient_terms
         norm /= scaled_by
         factor = clip_factor(self, norm) / scaled_by
         if factor != 1:
@@ -155,7 +158,7 @@ class Engine(EngineState):
             self.routing.rebalance()
         if scale:
             scale.made()
-        return StepResult(mean, norm, rate, tokens, stopped, scaled_by)
+        return StepResult(mean, norm, rate, tokens, stopped, loss_scale)
 
     def count_tokens(self, batches: Sequence[Batch], updates: Sequence[int], replicas: Group | None) -> list[int]:
         """Return the number of unmasked targets in the micro-batches of each update, over all ``replicas``."""

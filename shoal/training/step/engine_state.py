@@ -17,11 +17,12 @@ from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.data.batches import Batch, Dataset, Prefetcher
 from shoal.engine.data.order import OverlappingShards
 from shoal.engine.optim.build import build_for
-from shoal.engine.parallel.apply import build_stages, initialise
+from shoal.engine.parallel.apply import LocalStage, build_stages, initialise
 from shoal.engine.parallel.context.causal_blocks import token_positions
 from shoal.engine.parallel.context.token_order import assign_tokens
 from shoal.engine.parallel.float8 import Float8
 from shoal.engine.parallel.zero.optimizer_shards import build_optimizer_shards
+from shoal.engine.parallel.zero.rank_parameters import RankParameters
 from shoal.engine.precision.loss_scale import LossScale
 from shoal.engine.precision.policy import POLICIES
 from shoal.engine.runtime import Runtime
@@ -72,11 +73,7 @@ class EngineState:
         for view, axis in ((mesh, "world"), (self.sync_mesh, "world"), (mesh, "dp")):
             view.group(axis)
         self.loss_replicas = (mesh if exact or layout.sync in COMPRESSED else self.sync_mesh).group("dp")
-        self.stages, self.parameters = build_stages(
-            shape, self.program, self.sync_mesh, self.policy, self.spread,
-            kernel=attention_kernel(train.attention, mesh.device, self.policy.compute), seed=train.seed,
-            compile=train.compile, cuda_graphs=train.cuda_graphs, float8=self.float8,
-        )
+        self.stages, self.parameters = self.build_stages()
         if initial:
             self.initialise()
         self.routing = ExpertRouting(self.stages, self.program, mesh, shape) if shape.experts else None
@@ -94,6 +91,15 @@ class EngineState:
         self.runtime = self.build_runtime(self.program)
         self.replica_offset = 0
         self.skip(Skips())
+
+    def build_stages(self) -> tuple[list[LocalStage], RankParameters]:
+        """Build this rank's stages, with undefined parameters."""
+        train = self.config.train
+        return build_stages(
+            self.shape, self.program, self.sync_mesh, self.policy, self.spread,
+            kernel=attention_kernel(train.attention, self.mesh.device, self.policy.compute), seed=train.seed,
+            compile=train.compile, cuda_graphs=train.cuda_graphs, float8=self.float8,
+        )
 
     def initialise(self) -> None:
         """Fill the parameters with the initial values of the run's seed."""

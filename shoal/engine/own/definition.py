@@ -1,0 +1,159 @@
+"""Definition of a model of one's own, and how ranks load it."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from shoal.base.errors import UsageError
+from shoal.base.files import expanded, read_bytes
+from shoal.spec.catalog import ModelShape
+
+PICKLED = ".pkl"
+"""Suffix of a definition that `save_own_model` wrote; other files are Python modules."""
+
+Samples = Sequence[Any] | Callable[[], Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class OwnModel:
+    """A model, its loss and its samples.
+
+    Attributes:
+        model: returns the module, with its initial values. It is called on each rank, with the same state of torch's
+            random generator, and once on the meta device if that is possible.
+        loss: returns the summed loss of a batch and the number of terms in the sum, from (module, batch). A step
+            minimises the sum over the global batch divided by the number of terms.
+        data: samples, with ``len(data)`` and ``data[i]``; or a function that returns them, called on each rank.
+        validation: samples of the validation, of the same kind; None for none.
+        collate: makes a batch, any nesting of tensors, from a list of samples.
+        blocks: names of modules in the order of the forward, of which ZeRO-3 holds one or two at a time, such as
+            ``("layers.0", "layers.1")``; without any, it gathers the full model for each micro-batch.
+    """
+
+    model: Callable[[], nn.Module]
+    loss: Callable[[Any, Any], tuple[Tensor, Any]]
+    data: Samples
+    validation: Samples | None = None
+    collate: Callable[[list[Any]], Any] = default_collate
+    blocks: tuple[str, ...] = ()
+
+    def build(self, seed: int) -> nn.Module:
+        """Build the module on the CPU, with the initial values of a seed."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return self._checked(self.model())
+
+    def build_empty(self) -> nn.Module:
+        """Build the module without values, on the meta device if it can be built there."""
+        try:
+            with torch.device("meta"):
+                return self._checked(self.model())
+        except UsageError:
+            raise
+        except Exception:  # a module that reads values while it is built
+            return self.build(0)
+
+    def samples(self, split: str) -> Sequence[Any]:
+        """Return the samples of "train" or "validation"; without validation samples, the training's."""
+        chosen = self.data if split == "train" or self.validation is None else self.validation
+        return chosen() if callable(chosen) else chosen
+
+    def _checked(self, module: object) -> nn.Module:
+        if not isinstance(module, nn.Module):
+            raise UsageError(f"model.module: its model() returns {type(module).__name__}, not an nn.Module.")
+        names = dict(module.named_modules())
+        for name in self.blocks:
+            if name not in names:
+                raise UsageError(f"model.module: there is no block {name!r} in its model.\n  Its modules are "
+                                 f"{', '.join(list(names)[1:10])}, ...")
+        return module
+
+
+class OwnShape(ModelShape):
+    """Shape of a model of one's own: the names and shapes of its parameters. Its layers are not known."""
+
+    tensors: tuple[tuple[str, tuple[int, ...]], ...]
+
+    @staticmethod
+    def of(own: OwnModel) -> OwnShape:
+        """Return the shape of a definition's model."""
+        named = own.build_empty().named_parameters()
+        tensors = tuple((name, tuple(p.shape)) for name, p in named if p.requires_grad)
+        if not tensors:
+            raise UsageError("model.module: its model has no parameter to train.")
+        return OwnShape(family="gpt", layers=1, hidden=1, heads=1, kv_heads=1, head_dim=1, ffn=1, vocab=2,
+                        max_sequence=1, tied=False, tensors=tensors)
+
+    def parameters(self) -> int:
+        return sum(math.prod(shape) for _, shape in self.tensors)
+
+    def flops_per_token(self, sequence_length: int) -> int:
+        """Return 0: the FLOPs of the model are not known."""
+        return 0
+
+
+@cache
+def load_own_model(reference: str) -> OwnModel:
+    """Load a definition: ``FILE.py:NAME``, or a file that `save_own_model` wrote.
+
+    Raises:
+        UsageError: there is no such file or name, its code fails, or it is no `OwnModel`.
+    """
+    path, _, name = reference.partition(":")
+    file = expanded(path, "model.module").absolute()
+    try:
+        if file.suffix == PICKLED:
+            folders, found = cloudpickle.loads(read_bytes(file))
+            sys.path += [folder for folder in folders if folder not in sys.path]
+            found = cloudpickle.loads(found)
+        else:
+            found = _execute(file, name or "own")
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(f"model.module = '{reference}': its code fails: {type(error).__name__}: {error}.") from error
+    if not isinstance(found, OwnModel):
+        raise UsageError(f"model.module = '{reference}': it is {type(found).__name__}, not a shoal.OwnModel.")
+    return found
+
+
+def _execute(file: Path, name: str) -> Any:
+    if not file.is_file() or file.suffix != ".py":
+        raise UsageError(f"model.module: there is no Python file {file}.\n  Give FILE.py:NAME.")
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None and spec.loader is not None, "a file with the suffix .py has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(file.stem, module)
+    sys.path.append(str(file.parent))  # of modules beside it
+    spec.loader.exec_module(module)
+    if not hasattr(module, name):
+        raise UsageError(f"model.module: {file} has no {name!r}.\n  Give FILE.py:NAME of a shoal.OwnModel in it.")
+    return getattr(module, name)
+
+
+def save_own_model(own: OwnModel, file: Path) -> None:
+    """Write a definition whose functions may be of a notebook, with the folders from which it imports.
+
+    Modules that are not installed are written with it, so that a change of their files does not change the run.
+    """
+    for function in (own.model, own.loss, own.data, own.validation, own.collate):
+        module = sys.modules.get(getattr(function, "__module__", None) or type(function).__module__)
+        path = getattr(module, "__file__", None)
+        if module is not None and path and "site-packages" not in path and not path.startswith(sys.base_prefix):
+            if not module.__name__.startswith("shoal."):
+                cloudpickle.register_pickle_by_value(module)
+    content = cloudpickle.dumps(([folder for folder in sys.path if folder], cloudpickle.dumps(own)))
+    with open(file, "xb") as opened:
+        opened.write(content)

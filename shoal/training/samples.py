@@ -1,0 +1,25 @@
+"""The samples of a run: of its corpus, or of a model of one's own."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from shoal.engine.data.batches import Dataset, open_dataset
+from shoal.engine.data.prepare import prepare
+from shoal.engine.data.shards import Split
+from shoal.engine.own.definition import load_own_model
+from shoal.engine.own.samples import OwnDataset
+from shoal.spec.config import RunConfig
+
+
+def open_samples(config: RunConfig, split: Split) -> Dataset:
+    """Open one split; see `open_dataset`."""
+    if config.model.module:
+        return cast(Dataset, OwnDataset(load_own_model(config.model.module), split, config.train.seed))
+    return open_dataset(config.data, seed=config.train.seed, split=split)
+
+
+def prepare_samples(config: RunConfig) -> None:
+    """Tokenise the corpus of a run, if it has one; see `prepare`."""
+    if not config.model.module:
+        prepare(config.data)
