@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from shoal.spec.config import save_config as save_config
     from shoal.spec.layout import Layout as Layout
     from shoal.testing.chaos.run import chaos as chaos
+    from shoal.testing.own_run import AdamW as AdamW
+    from shoal.testing.own_run import Run as Run
     from shoal.testing.verify.verify import verify as verify
     from shoal.training.hugging_face import export_hf as export_hf
     from shoal.training.hugging_face import import_hf as import_hf
@@ -78,6 +80,7 @@ _HOMES = {
     "shoal.spec.config": ("RunConfig", "load_config", "save_config"),
     "shoal.spec.layout": ("Layout",),
     "shoal.testing.chaos.run": ("chaos",),
+    "shoal.testing.own_run": ("AdamW", "Run"),
     "shoal.testing.verify.verify": ("verify",),
     "shoal.training.hugging_face": ("export_hf", "import_hf"),
     "shoal.training.sample": ("sample",),

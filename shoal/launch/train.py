@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 from shoal.base.errors import UsageError
@@ -35,6 +36,7 @@ def train(
     run_folder: str | Path | None = None,
     resume: str | Path | None = None,
     auto_resume: bool = False,
+    started: Callable[[Path], object] = lambda folder: None,
 ) -> int:
     """Train a model, on local processes started here or as a rank of torchrun or SLURM.
 
@@ -46,6 +48,7 @@ def train(
         run_folder: folder of a new run, which must not exist (default: a new one under ``runs/``).
         resume: folder of a run to continue from its newest good checkpoint, on any layout.
         auto_resume: start the run of ``run_folder``, or resume it if it already exists.
+        started: called with the run folder before the ranks start; not on the ranks of torchrun or SLURM.
 
     Returns:
         The exit code: 0 after the last step or a requested stop, 75 if the run was preempted and should be restarted, 1
@@ -68,13 +71,14 @@ def train(
     outlive_readers()
     try:
         named, resumed = (None if folder is None else Path(folder) for folder in (run_folder, resume))
-        return _train(config, ranks, named, resumed, auto_resume)
+        return _train(config, ranks, named, resumed, auto_resume, started)
     finally:
         os.umask(mask)
 
 
 def _train(
-    config: RunConfig, ranks: int | None, run_folder: Path | None, resume: Path | None, auto_resume: bool
+    config: RunConfig, ranks: int | None, run_folder: Path | None, resume: Path | None, auto_resume: bool,
+    started: Callable[[Path], object],
 ) -> int:
     member, stop = detect_rank_env(), StopRequests()
     if member is not None:
@@ -116,6 +120,7 @@ def _train(
             folder = new_run(config, run_folder)
             release(run_dir(folder, config.failover))  # states that a deleted run of the same name left in memory
         assert folder is not None
+        started(folder)
         payload |= {"folder": str(folder), "made": True}
         survivable = survives_rank_loss(config)
         return Supervisor(config, payload, folder, device, survivable=survivable, server=server).run()

@@ -23,6 +23,7 @@ from shoal.base.files import expanded
 from shoal.base.section import plain
 from shoal.engine.checkpoint import CheckpointError, newest, verify
 from shoal.engine.checkpoint.manifest import read_manifest
+from shoal.engine.own.definition import PICKLED
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RUN_FILE, RUNS, RunConfig, load_config, save_config
 from shoal.training.records.metrics import read_metrics
@@ -51,6 +52,10 @@ def new_run(config: RunConfig, folder: Path | None) -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not is_free(folder):
             raise FileExistsError
+        if config.model.module.endswith(PICKLED):
+            shutil.copyfile(config.model.module, folder / f"model{PICKLED}")
+            named = config.model.model_copy(update={"module": str(folder / f"model{PICKLED}")})
+            config = config.model_copy(update={"model": named})
         save_config(with_absolute_paths(config), folder / RUN_FILE, new=True)
         if config.data.tokenizer != "bytes":
             shutil.copyfile(expanded(config.data.tokenizer, "data.tokenizer"), folder / TOKENIZER_FILE)

@@ -67,7 +67,7 @@ def describe_run(run_folder: str | Path) -> tuple[RunConfig, ModelShape, Tokeniz
         raise UsageError(f"{run_folder} is not the folder of a run ({RUN_FILE} is missing).")
     config = with_own_tokenizer(load_config(file), Path(run_folder))
     if config.model.module:
-        raise UsageError(f"a run with model.module generates no text.\n  Load its weights: "
+        raise UsageError("a run with model.module generates no text.\n  Load its weights: "
                          "shoal.load_checkpoint.")
     tokenizer = load_tokenizer(config.data.tokenizer)
     shape = config.model.shape(vocab=tokenizer.vocab_size, sequence_length=config.data.sequence_length)

@@ -151,9 +151,10 @@ def save_own_model(own: OwnModel, file: Path) -> None:
     for function in (own.model, own.loss, own.data, own.validation, own.collate):
         module = sys.modules.get(getattr(function, "__module__", None) or type(function).__module__)
         path = getattr(module, "__file__", None)
-        if module is not None and path and "site-packages" not in path and not path.startswith(sys.base_prefix):
-            if not module.__name__.startswith("shoal."):
-                cloudpickle.register_pickle_by_value(module)
+        if module is None or not path or module.__name__.startswith("shoal."):
+            continue
+        if "site-packages" not in path and not path.startswith(sys.base_prefix):
+            cloudpickle.register_pickle_by_value(module)
     content = cloudpickle.dumps(([folder for folder in sys.path if folder], cloudpickle.dumps(own)))
     with open(file, "xb") as opened:
         opened.write(content)

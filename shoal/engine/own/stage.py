@@ -76,6 +76,11 @@ class Statistics:
         self._start = {}
 
 
+def draw_as(seed: int, batch: OwnBatch) -> None:
+    """Seed torch's generators by a micro-batch, so that dropout and the like do not depend on the layout."""
+    torch.manual_seed(stream_key(seed, f"batch {batch.first}") & (1 << 63) - 1)
+
+
 class OwnStage(LocalStage):
     """The only stage of an own model.
 
@@ -102,7 +107,7 @@ class OwnStage(LocalStage):
             bucket.wait()
         if training:
             self.statistics.rewind()
-            torch.manual_seed(stream_key(self.seed, f"batch {batch.first}") & (1 << 63) - 1)
+            draw_as(self.seed, batch)
         self.module.train(training)
         loss, terms = self.own.loss(self.module, batch.values)
         if training:

@@ -28,6 +28,7 @@ from shoal.testing.verify.case import Case, prepare, run_case
 from shoal.testing.verify.compare import PLAIN, TOLERANCES, Mismatch, Verdict, find_row
 from shoal.testing.verify.draw import draw_run, draw_run_with
 from shoal.testing.verify.faults import FAULTS, Fault
+from shoal.testing.verify.own_model import verify_own_model
 from shoal.testing.verify.reference import StepFacts
 
 MAX_RANKS = 64  # processes on one machine
@@ -124,6 +125,10 @@ def _verify_run(
             f"parallel.sync = '{config.parallel.sync}' is meant to compute something else than one device."
             "\n  Verify the layout with all-reduce; see docs/relaxed.md for the other methods."
         )
+    if config.model.module:
+        if own_precision or inject:
+            raise UsageError("model.module: it is verified in fp64, without an injected fault.\n  Leave both out.")
+        return Verification.from_verdicts([verify_own_model(console, config, steps, device)])
     case = prepare(config, own_precision=own_precision, device=device)
     _check_size(case)
     if inject:

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from rich.console import Console
@@ -29,10 +30,15 @@ LABEL = 8  # width of the banner's labels
 
 
 class Display:
-    """Terminal output of one run, on rank 0. As a context manager, it removes the progress bar on exit."""
+    """Terminal output of one run, on rank 0. As a context manager, it removes the progress bar on exit.
 
-    def __init__(self, console: Console | None = None):
-        self.console = console or Console(highlight=False)
+    Args:
+        thing: what the run counts: tokens, or the samples of a model of one's own, whose losses have no known unit.
+    """
+
+    def __init__(self, console: Console | None = None, thing: Literal["token", "sample"] = "token"):
+        self.console, self.thing = console or Console(highlight=False), thing
+        self._unit = " nats per token" if thing == "token" else ""
         self._lines = 0
         self._last: StepMetrics | None = None
         self._bar: Progress | None = None
@@ -52,7 +58,7 @@ class Display:
         tokens = config.train.global_batch * config.data.sequence_length
         ranks = f" = {layout.world_size} ranks" if layout.world_size > 1 else ", 1 rank"
         facts = [
-            ("model", f"{config.model.name}, {short(parameters)} parameters, {tokens:,} tokens per step"),
+            ("model", f"{config.model.name}, {short(parameters)} parameters, {tokens:,} {self.thing}s per step"),
             ("layout", f"{layout.describe()}{ranks}"),
             ("", "\n".join(grid_of_ranks(layout, self.console.width - LABEL - 6, unicode=unicode))),
             ("device", f"{device}, {config.train.precision}, {threads} thread{'s' if threads > 1 else ''} per rank"),
@@ -75,7 +81,7 @@ class Display:
 
     def step(self, metrics: StepMetrics) -> None:
         """Print the line of a logged step and advance the progress bar."""
-        columns = _columns(self.console.width, metrics.steps, experts=metrics.dropped is not None)
+        columns = _columns(self.console.width, metrics.steps, experts=metrics.dropped is not None, thing=self.thing)
         if self._lines % HEADER_EVERY == 0:
             self.note("  ".join(f"{title:>{width}}" for title, width, _ in columns), style="bold")
         self._lines += 1
@@ -102,13 +108,13 @@ class Display:
         if (last := self._last) is not None:
             speed, left = short(last.tokens_per_second), duration(last.seconds_left)
             loss = "-" if last.loss is None else f"{last.loss:.4f}"
-            known = f"loss {loss}  {speed} tokens/s  {left} left"
+            known = f"loss {loss}  {speed} {self.thing}s/s  {left} left"
         self._bar.update(self._bar.task_ids[0], completed=step, description=known, refresh=True)
 
     def validation(self, loss: float, step: int, dropped: float | None = None) -> None:
         """Print one validation: loss [nats per token] and the fraction of expert choices dropped."""
         without = f", experts dropped {dropped:.1%}" if dropped else ""
-        self.note(f"step {step}: validation loss {loss:.4f} nats per token{without}", style="green")
+        self.note(f"step {step}: validation loss {loss:.4f}{self._unit}{without}", style="green")
 
     def note(self, text: str, style: str = "dim") -> None:
         """Print a note on a separate line."""
@@ -124,7 +130,7 @@ class Display:
                 self.console.print(Panel(text, title="sample of generated text", title_align="left"))
             else:
                 self.note("\n  ".join(["sample of generated text:", *text.plain.splitlines()]), style="")
-        known = f": validation loss {validation_loss:.4f} nats per token" if validation_loss is not None else ""
+        known = f": validation loss {validation_loss:.4f}{self._unit}" if validation_loss is not None else ""
         self.note(f"finished in {duration(seconds)}{known}", style="bold green")
         self.note(f"run folder: {folder}", style="")
 
@@ -199,12 +205,14 @@ def _shorten(size: int, most: int) -> list[int | None]:
 # ---- numbers as text -------------------------------------------------------------------------------------------
 
 
-def _columns(width: int, steps: int, *, experts: bool) -> list[tuple[str, int, Callable[[StepMetrics], str]]]:
+def _columns(
+    width: int, steps: int, *, experts: bool, thing: str
+) -> list[tuple[str, int, Callable[[StepMetrics], str]]]:
     """Return title, width and text of the columns of a step's line: 80 characters in all, below a million steps."""
     columns: list[tuple[str, int, Callable[[StepMetrics], str]]] = [
         ("step", max(4, len(str(steps))), lambda m: str(m.step)),
         ("loss", 6, lambda m: "-" if m.loss is None else f"{m.loss:.4f}"[:6]),
-        ("tokens/s", 8, lambda m: short(m.tokens_per_second)),
+        (f"{thing}s/s", 8 if thing == "token" else 9, lambda m: short(m.tokens_per_second)),
         ("per rank", 8, lambda m: short(m.tokens_per_second_per_rank)),
         ("MFU", 5, lambda m: "-" if m.mfu is None else f"{100 * m.mfu:.1f}%"),
         ("grad norm", 9, lambda m: "skipped" if m.gradient_norm is None else f"{m.gradient_norm:.3g}"),
@@ -212,6 +220,8 @@ def _columns(width: int, steps: int, *, experts: bool) -> list[tuple[str, int, C
         ("memory", 6, lambda m: binary(m.memory_bytes)),
         ("time left", 9, lambda m: duration(m.seconds_left)),
     ]
+    if thing == "sample":  # of unknown FLOPs
+        columns = [column for column in columns if column[0] != "MFU"]
     if experts:
         columns[3] = ("dropped", 7, lambda m: f"{100 * (m.dropped or 0.0):.1f}%")
     if width >= WIDE:

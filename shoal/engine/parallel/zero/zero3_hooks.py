@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from shoal.engine.parallel.zero.bucket import Bucket
 from shoal.engine.parallel.zero.zero_engine import ShardedParameters
@@ -63,11 +64,11 @@ class PrefetchHooks:
             self.parameters.complete(self.owned_buckets[unit + 1])
         self._gather(range(unit, max(-1, unit - self.ahead - 1), -1))
 
-    def _after_forward(self, unit: int, output: torch.Tensor) -> None:
-        needs_backward = output.requires_grad
-        if needs_backward:
-            output.register_hook(lambda _: self._before_backward(unit))
-        if not (needs_backward and unit in self.kept):
+    def _after_forward(self, unit: int, output: object) -> None:
+        outputs = [x for x in tree_leaves(output) if isinstance(x, torch.Tensor) and x.requires_grad]
+        for each in outputs:
+            each.register_hook(lambda _: self._before_backward(unit))
+        if not (outputs and unit in self.kept):
             following = [bucket for other in self._from(unit)[1:] for bucket in self.buckets[other]]
             for bucket in self.buckets[unit]:
                 if bucket not in following:

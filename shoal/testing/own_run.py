@@ -1,0 +1,141 @@
+"""A run of a model of one's own, defined in Python: train it and verify its layout."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from shoal.base.errors import UsageError
+from shoal.engine.checkpoint.load import load_checkpoint
+from shoal.engine.checkpoint.manifest import newest
+from shoal.engine.own.definition import PICKLED, OwnModel, Samples, save_own_model
+from shoal.launch.rank_env import detect_rank_env
+from shoal.launch.train import train
+from shoal.spec.config import RUN_FILE, OptimizerConfig, RunConfig, load_config
+from shoal.spec.layout import Layout
+from shoal.testing.verify.verify import Verification, verify
+from shoal.training.records.metrics import StepMetrics, read_metrics
+from shoal.training.run_folder import get_checkpoint_folder
+
+
+def AdamW(lr: float = 1e-3, **fields: Any) -> OptimizerConfig:
+    """Return the settings of AdamW (Loshchilov & Hutter 2019), with the fields of section [optimizer]."""
+    return OptimizerConfig(name="adamw", learning_rate=lr, **fields)
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """A run that has ended.
+
+    Attributes:
+        folder: its run folder.
+        code: exit code, as of `shoal.train`.
+        metrics: one record for each logged step.
+    """
+
+    folder: Path
+    code: int
+    metrics: list[StepMetrics]
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the newest saved weights and buffers, as ``load_state_dict`` takes them.
+
+        Raises:
+            UsageError: nothing was saved.
+        """
+        found = newest(get_checkpoint_folder(load_config(self.folder / RUN_FILE), self.folder))
+        if found is None:
+            raise UsageError(f"{self.folder} has no checkpoint.")
+        loaded = load_checkpoint(str(found.path), prefix="model.")
+        return {name.removeprefix("model."): value for name, value in loaded.items()}
+
+
+class Run:
+    """Training of any module on any number of ranks, which `train` starts, or which torchrun or SLURM started.
+
+    Functions and samples reach the ranks with cloudpickle, so they may be of a notebook.
+
+    Args:
+        model, loss, data, validation, collate, blocks: see `OwnModel`.
+        layout: data parallelism, ZeRO and the size of a micro-batch.
+        optimizer: section [optimizer]; `AdamW` makes one.
+        global_batch: samples of a step (default: one micro-batch for each replica).
+        name: name of the model, in the records of the run.
+        sections: other sections of the config and their fields, such as ``checkpoint={"every": 100}``.
+
+    Raises:
+        UsageError: a setting is wrong.
+
+    >>> import shoal, torch
+    >>> run = shoal.Run(
+    ...     model=lambda: torch.nn.Linear(4, 1),
+    ...     loss=lambda model, batch: ((model(batch) - batch.sum(1, keepdim=True)).square().sum(), len(batch)),
+    ...     data=torch.randn(64, 4), layout=shoal.Layout(dp=2, zero=1, micro_batch=8), optimizer=shoal.AdamW(lr=0.1),
+    ... )
+    >>> trained = run.train(steps=40)
+    >>> trained.metrics[-1].loss < trained.metrics[0].loss
+    True
+    >>> sorted(trained.weights())
+    ['bias', 'weight']
+    """
+
+    def __init__(
+        self,
+        model: Callable[[], nn.Module],
+        loss: Callable[[Any, Any], tuple[Tensor, Any]],
+        data: Samples,
+        validation: Samples | None = None,
+        *,
+        layout: Layout | None = None,
+        optimizer: OptimizerConfig | None = None,
+        global_batch: int | None = None,
+        collate: Callable[[list[Any]], Any] = default_collate,
+        blocks: tuple[str, ...] = (),
+        name: str = "own",
+        **sections: dict[str, Any],
+    ):
+        self.own = OwnModel(model, loss, data, validation, collate, blocks)
+        layout, optimizer = layout or Layout(), optimizer or OptimizerConfig()
+        batch = {"global_batch": global_batch or layout.dp * layout.micro_batch, "validation_sequences": 1}
+        given = {"train": batch | sections.pop("train", {}), "data": {"sequence_length": 1}, "model": {"name": name}}
+        self.config = RunConfig.model_validate(given | sections).model_copy(
+            update={"parallel": layout, "optimizer": optimizer}
+        )
+
+    def train(self, steps: int, *, folder: str | Path | None = None, resume: str | Path | None = None) -> TrainedRun:
+        """Train up to a step, in a new run folder (default: under ``runs/``) or in that of a run to resume.
+
+        Raises:
+            UsageError: the run is impossible.
+        """
+        if detect_rank_env() is not None and folder is None and resume is None:
+            raise UsageError("Run.train: ranks that torchrun or SLURM started need the name of a run folder.\n"
+                             "  Give folder=.")
+        where = [] if folder is None and resume is None else [Path(folder or resume or "")]
+        with tempfile.TemporaryDirectory(prefix="shoal-own-") as made:
+            train_section = self.config.train.model_copy(update={"steps": steps})
+            config = self._written(Path(made)).model_copy(update={"train": train_section})
+            code = train(config, run_folder=folder, resume=resume, started=where.append)
+        return TrainedRun(where[0], code, read_metrics(where[0]))
+
+    def verify(self, layout: Layout | None = None, *, steps: int = 3, show: bool = True) -> Verification:
+        """Compare a layout (default: the run's) with plain PyTorch and with one device, in float64.
+
+        Raises:
+            UsageError: the run is impossible.
+        """
+        with tempfile.TemporaryDirectory(prefix="shoal-own-") as made:
+            config = self._written(Path(made)).model_copy(update={"parallel": layout or self.config.parallel})
+            return verify(config, steps=steps, show=show)
+
+    def _written(self, folder: Path) -> RunConfig:
+        """Return the config with the definition written into a folder."""
+        file = folder / f"own{PICKLED}"
+        save_own_model(self.own, file)
+        return self.config.model_copy(update={"model": self.config.model.model_copy(update={"module": str(file)})})

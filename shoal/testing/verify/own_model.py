@@ -1,0 +1,177 @@
+"""Verify the layout of a model of one's own against plain PyTorch, and against one device, in float64.
+
+Each step's gradients are compared with those of a loop over all micro-batches with plain autograd, which starts with
+the weights that the ranks had; and the weights and buffers after each step with those of a run on one device. So a
+mistake of the gradients is not hidden by one of the same kind on one device.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch import Tensor
+
+from shoal.base.boxes import Piece
+from shoal.base.errors import UsageError
+from shoal.engine.collectives.mesh import Mesh
+from shoal.engine.device import choose_transport, pick_device
+from shoal.engine.own.definition import load_own_model
+from shoal.engine.own.samples import OwnDataset
+from shoal.engine.own.stage import Statistics, draw_as
+from shoal.launch.worker_pool import Pool, RankError
+from shoal.spec.config import RunConfig
+from shoal.spec.layout import Layout
+from shoal.testing.verify.compare import TOLERANCES, Mismatch, Verdict
+from shoal.training.check import check
+from shoal.training.samples import open_samples
+from shoal.training.step.own_engine import OwnEngine
+
+LIMIT_SECONDS = 600.0
+ROUNDING = 1e-6  # of the largest gradient: those of a bias before a batch norm are zero but for rounding
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class OwnStep:
+    """One step on all ranks: its loss, unsharded gradients of the update, and what a checkpoint would store of it."""
+
+    loss: float
+    gradients: Tensors
+    after: Tensors
+
+
+def verify_own_model(console: Console, config: RunConfig, steps: int, device: str) -> Verdict:
+    """Train a few steps on the ranks of a layout and compare each; print the outcome.
+
+    Raises:
+        UsageError: the run is impossible, or a step fails.
+    """
+    begin = time.monotonic()
+    console.print(f"[bold]verify[/]    {config.model.name} on {config.parallel.describe()}, fp64, "
+                  f"optimizer {config.optimizer.name}, {steps} steps of {config.train.global_batch} samples")
+    check(config)
+    with Pool(config.parallel.world_size, device=device) as pool:
+        verdict = compare_own_model(pool, config, steps, device)
+    seconds, tolerance = time.monotonic() - begin, TOLERANCES["fp64"].gradient
+    if verdict.findings:
+        console.print(f"[bold red]differs[/]   first at {verdict.findings[0].text}\n"
+                      f"          {len(verdict.findings)} differences beyond {tolerance:.0e} in all, {seconds:.1f} s")
+    else:
+        console.print(f"[bold green]the same[/]  as plain PyTorch and one device: every gradient to "
+                      f"{verdict.worst_gradient:.1e} (allowed {tolerance:.0e}), {seconds:.1f} s")
+    return verdict
+
+
+def compare_own_model(pool: Pool, config: RunConfig, steps: int, device: str = "cpu") -> Verdict:
+    """Run the steps on the layout's ranks and on one, and compare both and plain autograd.
+
+    Raises:
+        UsageError: a step fails.
+    """
+    train = config.train.model_copy(update={"precision": "fp64", "device": device, "steps": steps})
+    config = config.model_copy(update={"train": train})
+    alone = config.model_copy(update={"parallel": Layout(micro_batch=config.parallel.micro_batch)})
+    try:
+        found, wanted = (
+            _assemble(pool.run(run_steps, each.parallel.world_size, each, steps, timeout=LIMIT_SECONDS))
+            for each in (config, alone)
+        )
+    except RankError as error:
+        raise UsageError(f"model.module: a step fails in float64: {error.reason}.") from error
+    verdict = Verdict()
+    before = load_own_model(config.model.module).build(config.train.seed).double().state_dict()
+    for step, (mine, other) in enumerate(zip(found, wanted, strict=True)):
+        _compare(verdict, config, step, "gradient", mine.gradients, compute_gradients(config, step, before))
+        _compare(verdict, config, step, "weight", mine.after, other.after)
+        before = mine.after
+    return verdict
+
+
+def run_steps(config: RunConfig, steps: int) -> list[tuple[float, dict[str, list[Piece]], dict[str, list[Piece]]]]:
+    """Run steps on this rank; return the loss, the gradients and the state of each, as the pieces that it saves."""
+    rank = dist.get_rank()
+    device = pick_device(config.train.device, rank, shared=True)
+    mesh = Mesh(config.parallel, rank, device, choose_transport(device, config.parallel.world_size))
+    engine = OwnEngine(config, check(config), mesh, open_samples(config, "train"))
+    results = []
+    for step in range(steps):
+        loss = engine.step(step).loss
+        gradients = _owned(engine.parameters.reduced_gradients())
+        state = engine.weights() | engine.stage.state(rank)
+        results.append((loss, gradients, _owned(state)))
+    return results
+
+
+def _owned(named: dict[str, list[Piece]]) -> dict[str, list[Piece]]:
+    return {
+        name: [Piece(p.global_shape, p.box, p.tensor.cpu().clone()) for p in pieces if p.primary]
+        for name, pieces in named.items()
+    }
+
+
+def _assemble(ranks: list[list[tuple[float, dict[str, list[Piece]], dict[str, list[Piece]]]]]) -> list[OwnStep]:
+    """Join the pieces of all ranks."""
+
+    def join(step: int, kind: int) -> Tensors:
+        found: Tensors = {}
+        for rank in ranks:
+            for name, pieces in rank[step][kind].items():  # type: ignore[union-attr]
+                for piece in pieces:
+                    whole = found.setdefault(name, torch.full(piece.global_shape, math.nan, dtype=torch.float64))
+                    whole[piece.box.slices] = piece.tensor.double()
+        return found
+
+    return [OwnStep(ranks[0][step][0], join(step, 1), join(step, 2)) for step in range(len(ranks[0]))]
+
+
+def compute_gradients(config: RunConfig, step: int, values: Tensors) -> Tensors:
+    """Compute a step's clipped gradients with plain autograd, one micro-batch after the other."""
+    own, seed, n = load_own_model(config.model.module), config.train.seed, config.parallel.micro_batch
+    samples, terms = OwnDataset(own, "train", seed), 0.0
+    module = own.build(seed).double().train()
+    module.load_state_dict({name: values.get(name, value) for name, value in module.state_dict().items()})
+    statistics = Statistics(module)
+    statistics.begin()
+    for first in range(step * config.train.global_batch, (step + 1) * config.train.global_batch, n):
+        batch = samples.batch(range(first, first + n)).map(
+            lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+        statistics.rewind()
+        draw_as(seed, batch)
+        loss, count = own.loss(module, batch.values)
+        loss.backward()
+        terms += float(count)
+    gradients = {
+        name: (torch.zeros_like(p) if p.grad is None else p.grad) / max(1.0, terms)
+        for name, p in module.named_parameters() if p.requires_grad
+    }
+    norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients.values()))
+    clip = config.optimizer.clip_norm
+    return {name: gradient * (clip / norm if clip and norm > clip else 1) for name, gradient in gradients.items()}
+
+
+def _compare(verdict: Verdict, config: RunConfig, step: int, kind: str, found: Tensors, wanted: Tensors) -> None:
+    tolerance = TOLERANCES["fp64"].gradient
+    for name, error in _errors(found, wanted):
+        worst = verdict.table.get(("all", kind), 0.0)
+        verdict.table["all", kind] = max(worst, error)
+        if not error <= tolerance:
+            text = f"step {step}, {kind} of {name}: {error:.1e} of its largest element"
+            verdict.findings.append(Mismatch(step, config.optimizer.name, kind, name, error, (), text))
+
+
+def _errors(found: Tensors, wanted: Tensors) -> Iterator[tuple[str, float]]:
+    """Yield the largest error of each tensor, relative to its largest element; if that is rounding, to the model's."""
+    most = max((float(value.abs().max()) for value in wanted.values() if value.numel()), default=0.0)
+    for name, value in wanted.items():
+        if name not in found:
+            yield name, math.inf
+        elif value.numel():
+            largest = max(float(value.abs().max()), ROUNDING * most) or 1.0
+            yield name, float((found[name] - value).abs().max()) / largest

@@ -1,0 +1,1 @@
+"""Tests of models of one's own."""

@@ -1,0 +1,83 @@
+"""Layouts of modules that shoal does not know compute what plain PyTorch computes on one device."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shoal.base.errors import UsageError
+from shoal.engine.own.definition import OwnModel
+from shoal.spec.config import RunConfig
+from shoal.testing.verify.own_model import compare_own_model
+from shoal.training.check import check
+from tests.testing.own import plain
+
+PLAIN = Path(plain.__file__)
+ZOO = PLAIN.with_name("zoo.py")
+
+
+def config_of(name: str, layout: dict[str, Any], **sections: dict[str, Any]) -> RunConfig:
+    file = PLAIN if hasattr(plain, name) else ZOO
+    return RunConfig.model_validate({
+        "model": {"name": name, "module": f"{file}:{name}"}, "data": {"sequence_length": 1},
+        "parallel": {"micro_batch": 2} | layout, "train": {"global_batch": 8},
+    } | sections)  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "layout", "sections"), [
+    ("llama", {"dp": 2, "zero": 3}, {}),
+    ("qwen3_moe", {"dp": 2, "zero": 1}, {}),
+    ("gpt2", {"dp": 2, "zero": 3, "reshard_after_forward": False}, {}),  # with dropout
+    ("bert", {"dp": 2, "zero": 2}, {"optimizer": {"name": "muon"}}),
+    ("t5", {"dp": 2, "zero": 3, "prefetch": 0}, {"optimizer": {"name": "adafactor"}}),
+    ("vit", {"dp": 2}, {"optimizer": {"name": "sgd", "clip_norm": 0.1}}),
+    ("unet", {"dp": 4, "zero": 2, "zero_shard": 2, "offload": "optimizer"}, {}),
+    ("lstm", {"dp": 4, "zero": 3, "zero_shard": 2}, {}),
+])  # fmt: skip
+def test_gradients_weights_and_buffers_are_those_of_one_device(name, layout, sections, pool):
+    config = config_of(name, layout, **sections)
+    check(config)
+    verdict = compare_own_model(pool, config, steps=2)
+    assert not verdict.findings, verdict.findings[0].text
+    assert 0 < verdict.worst_gradient < 1e-9
+
+
+def by_rank(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """A loss that every rank weighs as it likes."""
+    loss, terms = plain.words(model, batch)
+    return loss * (1 + dist.get_rank() if dist.is_initialized() else 1), terms
+
+
+wrong = OwnModel(plain.Recurrent, by_rank, plain.Tokens)
+
+
+def test_a_loss_that_depends_on_the_rank_is_found(pool):
+    config = config_of("wrong", {"dp": 2})
+    named = config.model.model_copy(update={"module": f"{__file__}:wrong"})
+    verdict = compare_own_model(pool, config.model_copy(update={"model": named}), steps=1)
+    assert verdict.findings and verdict.findings[0].text.startswith("step 0, gradient of ")
+
+
+@pytest.mark.parametrize(("section", "field", "value", "says"), [
+    ("parallel", "tp", 2, "parallel.tp = 2 with model.module, whose layers shoal does not know"),
+    ("parallel", "recompute", "full", "parallel.recompute = 'full' with model.module"),
+    ("train", "precision", "fp8", "train.precision = 'fp8' with model.module"),
+    ("train", "compile", True, "train.compile = True with model.module"),
+    ("optimizer", "name", "sophia-g", "optimizer.name = 'sophia-g' with model.module"),
+    ("model", "layers", 3, "model.module gives the full model"),
+    ("model", "module", f"{PLAIN}:nothing", "has no 'nothing'"),
+    ("model", "module", f"{PLAIN}:Tokens", "is type, not a shoal.OwnModel"),
+    ("model", "module", "nowhere.py:own", "there is no Python file"),
+])  # fmt: skip
+def test_what_cannot_be_is_refused_before_a_rank_starts(section, field, value, says):
+    config = config_of("lstm", {})
+    changed = getattr(config, section).model_copy(update={field: value})
+    with pytest.raises(UsageError, match=says):
+        check(config.model_copy(update={section: changed}))
+
+
+def test_an_unknown_block_is_refused():
+    with pytest.raises(UsageError, match=r"there is no block 'layers.9' in its model"):
+        OwnModel(plain.Recurrent, plain.words, plain.Tokens, blocks=("layers.9",)).build_empty()

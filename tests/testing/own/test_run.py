@@ -1,0 +1,117 @@
+"""`shoal.Run`: trained on ranks that it starts, resumed on another layout, and continued after the loss of a rank."""
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+
+import shoal
+from shoal.base.errors import UsageError
+from shoal.launch import train as train_module
+from shoal.training.resilience.events import read_events
+from tests.testing.own.plain import Images, UNet, rebuilt
+from tests.trainings.runs import ROOT
+
+STEPS = 6
+
+
+class Deadly:
+    """Samples that kill the process that first reads one of them."""
+
+    def __init__(self, flag: Path):
+        self.flag, self.images = flag, Images()
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
+        if i == 7 and self.flag.exists():
+            self.flag.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.images[i]
+
+
+def run_of(data: object = Images, **layout: int) -> shoal.Run:
+    return shoal.Run(
+        model=UNet, loss=rebuilt, data=data, layout=shoal.Layout(micro_batch=2, **layout), global_batch=4,
+        optimizer=shoal.AdamW(lr=0.01), checkpoint={"every": 2}, metrics={"log_every": 1, "tensorboard": False},
+        train={"device": "cpu"}, failover={"memory_every": 1},
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked_ranks(rank_server):
+    """Ranks are forks of one server, so that no test pays for its imports."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_module, "start_rank_server", lambda ranks, device: nullcontext(rank_server))
+        yield
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    return run_of(dp=2, zero=2).train(STEPS, folder=tmp_path_factory.mktemp("own") / "run")
+
+
+def test_it_learns_and_returns_values(undisturbed):
+    assert undisturbed.code == 0
+    assert undisturbed.metrics[-1].loss < undisturbed.metrics[0].loss
+    model = UNet()
+    model.load_state_dict(undisturbed.weights())  # every parameter and buffer, also what is not trained
+    assert model.down[1].num_batches_tracked == STEPS
+    assert torch.isfinite(model(torch.randn(1, 3, 16, 16))).all()
+
+
+def test_it_goes_on_after_the_loss_of_a_rank_with_the_same_bits(undisturbed, tmp_path):
+    flag = tmp_path / "flag"
+    flag.touch()
+    found = run_of(Deadly(flag), dp=2, zero=2).train(STEPS, folder=tmp_path / "run")
+    assert found.code == 0 and not flag.exists()
+    assert any(event["event"] == "recovered" for event in read_events(tmp_path / "run"))
+    for name, value in found.weights().items():
+        assert torch.equal(value, undisturbed.weights()[name]), name
+
+
+def test_it_resumes_on_another_layout_by_its_folder_alone(undisturbed, tmp_path):
+    """As `shoal train --resume` does, with the copy of the definition in the folder."""
+    half = run_of(dp=2, zero=2).train(STEPS // 2, folder=tmp_path / "run")
+    config = shoal.load_config(tmp_path / "run" / "run.toml")
+    assert Path(config.model.module).parent == tmp_path / "run"
+    layout = config.parallel.model_copy(update={"dp": 1, "zero": 3})
+    steps = config.train.model_copy(update={"steps": STEPS})
+    changed = config.model_copy(update={"parallel": layout, "train": steps})
+    assert shoal.train(changed, resume=tmp_path / "run") == 0
+    assert [event["step"] for event in read_events(tmp_path / "run") if event["event"] == "resumed"] == [STEPS // 2]
+    wanted = undisturbed.weights()
+    for name, value in half.weights().items():
+        torch.testing.assert_close(value, wanted[name], rtol=1e-3, atol=1e-3, msg=name)
+
+
+def test_another_model_does_not_resume_a_run(undisturbed):
+    other = shoal.Run(model=lambda: torch.nn.Linear(3, 3), loss=rebuilt, data=Images, global_batch=4)
+    with pytest.raises(UsageError, match=r"model.tensors = .*its checkpoint holds another model"):
+        other.train(STEPS + 2, resume=undisturbed.folder)
+
+
+FIVE_LINES = """
+import shoal, torch
+run = shoal.Run(
+    model=lambda: torch.nn.Linear(4, 1), loss=lambda model, batch: (model(batch).square().sum(), len(batch)),
+    data=torch.ones(16, 4), layout=shoal.Layout(dp=2, zero=1, micro_batch=4), optimizer=shoal.AdamW(lr=0.1),
+    train={"device": "cpu"},
+)
+assert run.verify().same
+assert run.train(steps=2, folder="run").metrics[-1].loss > 0
+"""
+
+
+def test_functions_of_a_script_reach_the_ranks(tmp_path):
+    """Which have no module that ranks could import, as in a notebook."""
+    (tmp_path / "script.py").write_text(FIVE_LINES)
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True,
+                          env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,66 @@
+"""Models of transformers, with tiny random weights."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+
+from shoal.engine.own.definition import OwnModel
+from tests.testing.own.plain import CLASSES, VOCAB, Images, Tokens, cross_entropy
+
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+}
+IDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+
+
+def next_token(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    targets = torch.where(batch["counts"], batch["ids"], -100)
+    return cross_entropy(model(input_ids=batch["ids"]).logits[:, :-1], targets[:, 1:])
+
+
+def masked_token(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    logits = model(input_ids=torch.where(batch["counts"], batch["ids"], 3)).logits
+    return cross_entropy(logits, torch.where(batch["counts"], -100, batch["ids"]))
+
+
+def copied(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    return cross_entropy(model(input_ids=batch["ids"], decoder_input_ids=batch["ids"]).logits, batch["ids"])
+
+
+def classified(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, int]:
+    images, classes = batch
+    return F.cross_entropy(model(images).logits, classes, reduction="sum"), len(classes)
+
+
+def causal(config: Any) -> nn.Module:
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+
+
+llama = OwnModel(
+    lambda: causal(transformers.LlamaConfig(**SMALL, num_key_value_heads=1, tie_word_embeddings=True)),
+    next_token, Tokens, blocks=("model.layers.0", "model.layers.1"),
+)
+qwen3_moe = OwnModel(
+    lambda: causal(transformers.Qwen3MoeConfig(
+        **SMALL, num_key_value_heads=1, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+        experts_implementation="eager",
+    )), next_token, Tokens,
+)  # fmt: skip
+gpt2 = OwnModel(
+    lambda: causal(transformers.GPT2Config(vocab_size=VOCAB, n_positions=32, n_embd=32, n_layer=2, n_head=2, **IDS)),
+    next_token, Tokens, blocks=("transformer.h.0", "transformer.h.1"),
+)
+bert = OwnModel(lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SMALL)), masked_token, Tokens)
+t5 = OwnModel(
+    lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(
+        vocab_size=VOCAB, d_model=32, d_kv=16, d_ff=48, num_layers=2, num_heads=2)),
+    copied, Tokens, blocks=tuple(f"{part}.block.{i}" for part in ("encoder", "decoder") for i in range(2)),
+)
+vit = OwnModel(
+    lambda: transformers.ViTForImageClassification(transformers.ViTConfig(
+        **{k: v for k, v in SMALL.items() if k != "vocab_size"}, image_size=16, patch_size=4, num_labels=CLASSES)),
+    classified, Images,
+)  # fmt: skip
