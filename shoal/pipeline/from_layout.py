@@ -12,7 +12,7 @@ from shoal.pipeline.schedules import EVERY, SCHEDULES
 from shoal.pipeline.schedules.asynchronous import pipedream_2bw
 from shoal.pipeline.schedules.placement import per_rank_schedule
 from shoal.spec.catalog import ModelShape
-from shoal.spec.compatibility.features import Run
+from shoal.spec.compatibility.features import CheckedRun
 from shoal.spec.compatibility.sizes import check_float8_sizes, check_layout, check_relaxed_sizes
 from shoal.spec.compatibility.table import check_compatibility
 from shoal.spec.compatibility.unread import check_unread
@@ -112,14 +112,14 @@ def check_run(config: RunConfig, shape: ModelShape, *, ranks: int | None = None)
     check_unread(config)
 
 
-def _with_program(config: RunConfig, shape: ModelShape, microbatches: int) -> Run:
+def _with_program(config: RunConfig, shape: ModelShape, microbatches: int) -> CheckedRun:
     """Return the run with data from its pipeline program, which is built only if a rule needs it."""
     layout = config.parallel
     if config.train.compile:
-        return Run(config, shape, splits_backward=splits_backward(build_layout_program(layout, microbatches)))
+        return CheckedRun(config, shape, splits_backward=splits_backward(build_layout_program(layout, microbatches)))
     if layout.schedule in ASYNCHRONOUS and config.optimizer.clip_norm:
-        return Run(config, shape, updates=build_layout_program(layout, microbatches).updates)
-    return Run(config, shape)
+        return CheckedRun(config, shape, updates=build_layout_program(layout, microbatches).updates)
+    return CheckedRun(config, shape)
 
 
 def check_schedule(

@@ -30,7 +30,7 @@ def AdamW(lr: float = 1e-3, **fields: Any) -> OptimizerConfig:
 
 
 @dataclass(frozen=True)
-class TrainedRun:
+class RunResult:
     """A run that has ended.
 
     Attributes:
@@ -108,7 +108,7 @@ class Run:
             update={"parallel": layout, "optimizer": optimizer}
         )
 
-    def train(self, steps: int, *, folder: str | Path | None = None, resume: str | Path | None = None) -> TrainedRun:
+    def train(self, steps: int, *, folder: str | Path | None = None, resume: str | Path | None = None) -> RunResult:
         """Train up to a step, in a new run folder (default: under ``runs/``) or in that of a run to resume.
 
         Raises:
@@ -122,7 +122,7 @@ class Run:
             train_section = self.config.train.model_copy(update={"steps": steps})
             config = self._written(Path(made)).model_copy(update={"train": train_section})
             code = train(config, run_folder=folder, resume=resume, started=where.append)
-        return TrainedRun(where[0], code, read_metrics(where[0]))
+        return RunResult(where[0], code, read_metrics(where[0]))
 
     def verify(self, layout: Layout | None = None, *, steps: int = 3, show: bool = True) -> Verification:
         """Compare a layout (default: the run's) with plain PyTorch and with one device, in float64.

@@ -75,7 +75,7 @@ def check_own_model(config: RunConfig) -> OwnShape:
     if config.optimizer.name.startswith("sophia"):
         raise UsageError(f"optimizer.name = '{config.optimizer.name}' with model.module: it needs logits of tokens."
                          "\n  Choose another optimizer.")
-    return OwnShape.of(load_own_model(config.model.module))
+    return OwnShape.describe(load_own_model(config.model.module))
 
 
 OWN_LAYOUT = ("dp", "zero", "zero_shard", "micro_batch", "bucket_mb", "overlap", "prefetch", "reshard_after_forward",

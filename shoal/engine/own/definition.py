@@ -87,7 +87,7 @@ class OwnShape(ModelShape):
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
 
     @staticmethod
-    def of(own: OwnModel) -> OwnShape:
+    def describe(own: OwnModel) -> OwnShape:
         """Return the shape of a definition's model."""
         named = own.build_empty().named_parameters()
         tensors = tuple((name, tuple(p.shape)) for name, p in named if p.requires_grad)

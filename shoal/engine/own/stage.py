@@ -171,7 +171,7 @@ def build_own_stage(own: OwnModel, mesh: Mesh, policy: Policy, seed: int) -> Own
 
 
 def _units(own: OwnModel, module: nn.Module, sharded: bool) -> Iterator[list[nn.Module]]:
-    """Yield the groups of modules whose parameters are adjacent; in ZeRO-3 those of each block, then all others."""
+    """Yield the groups of modules whose parameters are adjacent; in ZeRO-3, each block and then the rest."""
     if not sharded:
         yield from ([each] for each in module.modules() if next(each.parameters(recurse=False), None) is not None)
         return

@@ -23,7 +23,7 @@ BARE = RunConfig(optimizer=OptimizerConfig(clip_norm=0))
 """Config of a run without any feature: default of the sections that a caller does not have."""
 
 
-class Run(NamedTuple):
+class CheckedRun(NamedTuple):
     """The input of feature predicates.
 
     Attributes:
@@ -59,9 +59,9 @@ class Feature:
     """
 
     field: str
-    used: Callable[[Run], bool]
+    used: Callable[[CheckedRun], bool]
 
-    def setting(self, run: Run) -> str:
+    def setting(self, run: CheckedRun) -> str:
         """Format the field and its value for a message: ``parallel.cp = 2``."""
         if self.field.startswith("model."):
             return {EXPERTS: "a model of experts", NO_EXPERTS: "a model without experts"}.get(self, self.field)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from shoal.spec.compatibility.features import Run
+from shoal.spec.compatibility.features import CheckedRun
 from shoal.spec.compatibility.table import Conflict, find_conflict
 from shoal.spec.config import build_config
 
@@ -89,7 +89,7 @@ def build_matrix() -> dict[tuple[str, str], Cell]:
     return {pair: Cell(find_conflict(run)) if run else Cell(same_choice=True) for pair, run in runs.items()}
 
 
-def example_run(*techniques: str) -> Run | None:
+def example_run(*techniques: str) -> CheckedRun | None:
     """Return a run that uses some techniques, or None if two of them are values of one setting."""
     values: dict[str, dict[str, Any]] = {}
     for technique in techniques:
@@ -103,4 +103,4 @@ def example_run(*techniques: str) -> Run | None:
                 merged[name] = value
     values["optimizer"] = _BASE["optimizer"] | values.get("optimizer", {})
     config = build_config(values)
-    return Run(config, config.model.shape(vocab=257, sequence_length=config.data.sequence_length))
+    return CheckedRun(config, config.model.shape(vocab=257, sequence_length=config.data.sequence_length))

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from shoal.base.errors import UsageError, divisors, nearest_divisors
 from shoal.spec.catalog import ModelShape
-from shoal.spec.compatibility.features import BARE, Run
+from shoal.spec.compatibility.features import BARE, CheckedRun
 from shoal.spec.compatibility.table import check_compatibility
 from shoal.spec.config import RunConfig
 from shoal.spec.layout import MOST_RANKS, Layout
@@ -34,7 +34,7 @@ def check_layout(
     Raises:
         UsageError: naming the field, its value, the equation that fails and the nearest valid values.
     """
-    check_compatibility(Run(BARE.model_copy(update={"parallel": layout}), shape))
+    check_compatibility(CheckedRun(BARE.model_copy(update={"parallel": layout}), shape))
     if layout.world_size > MOST_RANKS:
         raise UsageError(f"parallel: {layout.equation()}, but there can be at most {MOST_RANKS:,}.")
     _check_data_parallel(layout, global_batch)

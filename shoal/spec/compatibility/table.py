@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from shoal.base.errors import UsageError
 from shoal.spec.compatibility import features as f
-from shoal.spec.compatibility.features import Feature, Run
+from shoal.spec.compatibility.features import CheckedRun, Feature
 from shoal.spec.optimizers import ELEMENTWISE, SOPHIA_PRECISIONS
 from shoal.spec.sync_methods import POOLED
 
@@ -175,12 +175,12 @@ CONFLICTS = (
 """All pairs of features that are rejected."""
 
 
-def find_conflict(run: Run) -> Conflict | None:
+def find_conflict(run: CheckedRun) -> Conflict | None:
     """Return the first row of the table that a run violates, or None."""
     return next((conflict for conflict in CONFLICTS if conflict.first.used(run) and conflict.second.used(run)), None)
 
 
-def check_compatibility(run: Run) -> None:
+def check_compatibility(run: CheckedRun) -> None:
     """Reject a run with two features that exclude each other.
 
     Raises:
@@ -191,7 +191,7 @@ def check_compatibility(run: Run) -> None:
         raise UsageError(f"{settings}: {conflict.reason}.\n  {conflict.remedy}.")
 
 
-def is_excluded(feature: Feature, run: Run) -> bool:
+def is_excluded(feature: Feature, run: CheckedRun) -> bool:
     """Return whether the other features of a run exclude a feature, for code that draws or proposes runs."""
     return any(
         (conflict.first is feature and conflict.second.used(run))

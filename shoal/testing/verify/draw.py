@@ -8,7 +8,7 @@ from typing import Any, cast
 from shoal.pipeline.schedules import SCHEDULES
 from shoal.spec.catalog import model_shape
 from shoal.spec.compatibility import features
-from shoal.spec.compatibility.features import BARE, Run
+from shoal.spec.compatibility.features import BARE, CheckedRun
 from shoal.spec.compatibility.table import is_excluded
 from shoal.spec.config import OptimizerConfig, RunConfig, build_config
 from shoal.spec.layout import Layout
@@ -65,7 +65,7 @@ def draw_run(choose: Choose, max_ranks: int = 8, *, routers: bool = True) -> Run
     if zero:
         parallel["zero_shard"] = choose([n for n in (dp, 2, 1, 3, 2) if dp % n == 0])
     ulysses = choose([n for n in (1, 2, 3, 4) if cp % n == 0])
-    drawn = Run(BARE.model_copy(update={"parallel": Layout(**parallel)}), model_shape("tiny"))
+    drawn = CheckedRun(BARE.model_copy(update={"parallel": Layout(**parallel)}), model_shape("tiny"))
     routed = routers and not is_excluded(features.EXPERTS, drawn) and not is_excluded(features.DEPTHS, drawn)
     sparse = _draw_experts(choose, parallel, dp * cp * tp) if routed else {}
     heads = tp * ulysses * choose((1, 2))
@@ -121,7 +121,7 @@ def draw_run(choose: Choose, max_ranks: int = 8, *, routers: bool = True) -> Run
 def draw_run_with(optimizer: str, choose: Choose, max_ranks: int = 8) -> RunConfig:
     """Draw a run of 3 steps with this update rule and matrices large enough for states in blocks."""
     rule = OptimizerConfig(name=cast(Any, optimizer))
-    bare = Run(BARE.model_copy(update={"optimizer": rule}), model_shape("tiny"))
+    bare = CheckedRun(BARE.model_copy(update={"optimizer": rule}), model_shape("tiny"))
     run = draw_run(choose, max_ranks, routers=not is_excluded(features.EXPERTS, bare))
     settings: dict[str, Any] = {"name": optimizer, "learning_rate": 1e-2}
     if optimizer in SOPHIA_PRECISIONS:  # with a small scale, nearly all elements would be clipped

@@ -1,8 +1,7 @@
 """Verify the layout of a model of one's own against plain PyTorch, and against one device, in float64.
 
-Each step's gradients are compared with those of a loop over all micro-batches with plain autograd, which starts with
-the weights that the ranks had; and the weights and buffers after each step with those of a run on one device. So a
-mistake of the gradients is not hidden by one of the same kind on one device.
+Plain autograd, in a loop over all micro-batches, computes each step's gradients again from the weights that the ranks
+had. A run on one device must have the same weights and buffers after each step.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from shoal.training.samples import open_samples
 from shoal.training.step.own_engine import OwnEngine
 
 LIMIT_SECONDS = 600.0
-ROUNDING = 1e-6  # of the largest gradient: those of a bias before a batch norm are zero but for rounding
+ROUNDING = 1e-6  # of the largest gradient: a bias before a batch norm has gradients of rounding alone
 
 Tensors = dict[str, Tensor]
 
@@ -124,8 +123,8 @@ def _assemble(ranks: list[list[tuple[float, dict[str, list[Piece]], dict[str, li
         for rank in ranks:
             for name, pieces in rank[step][kind].items():  # type: ignore[union-attr]
                 for piece in pieces:
-                    whole = found.setdefault(name, torch.full(piece.global_shape, math.nan, dtype=torch.float64))
-                    whole[piece.box.slices] = piece.tensor.double()
+                    full = found.setdefault(name, torch.full(piece.global_shape, math.nan, dtype=torch.float64))
+                    full[piece.box.slices] = piece.tensor.double()
         return found
 
     return [OwnStep(ranks[0][step][0], join(step, 1), join(step, 2)) for step in range(len(ranks[0]))]

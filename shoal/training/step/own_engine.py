@@ -24,8 +24,8 @@ from shoal.training.step.optimizer_step import StepResult
 class OwnEngine(Engine):
     """Training engine of one rank for the definition that ``model.module`` names.
 
-    The number of terms of a loss is known only after its forward. So gradients are those of the sum, and are divided
-    before the update.
+    The number of terms of a loss is known only after its forward. So backward gives the gradients of the sum, which
+    are divided before the update.
     """
 
     stage: OwnStage

@@ -9,7 +9,7 @@ from rich.console import Console
 from shoal.base.errors import UsageError
 from shoal.labs.explain.compatibility import CompatibilityOptions, explain
 from shoal.spec.catalog import model_shape
-from shoal.spec.compatibility.features import BARE, Run
+from shoal.spec.compatibility.features import BARE, CheckedRun
 from shoal.spec.compatibility.matrix import TECHNIQUES, build_matrix, example_run
 from shoal.spec.compatibility.table import CONFLICTS, find_conflict
 
@@ -32,7 +32,7 @@ def test_each_technique_works_by_itself() -> None:
 def test_every_row_between_two_techniques_is_seen_in_the_matrix() -> None:
     """What has no cell: requirements, as "no tensor parallelism", and settings that are no technique."""
     shown = {cell.conflict for cell in build_matrix().values()}
-    plain = Run(BARE, model_shape("tiny"))
+    plain = CheckedRun(BARE, model_shape("tiny"))
     between = {c for c in CONFLICTS if not c.first.used(plain) and not c.second.used(plain)}
     assert all(NO_TECHNIQUES & {c.first.field, c.second.field} for c in between - shown)
 

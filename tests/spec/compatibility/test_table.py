@@ -13,7 +13,7 @@ from shoal.pipeline.program import build_program
 from shoal.pipeline.schedules import ASYNCHRONOUS, EVERY
 from shoal.spec import schedules, sync_methods
 from shoal.spec.catalog import model_shape
-from shoal.spec.compatibility.features import BARE, Run
+from shoal.spec.compatibility.features import BARE, CheckedRun
 from shoal.spec.compatibility.table import CONFLICTS, check_compatibility, find_conflict, is_excluded
 from shoal.spec.config import RunConfig
 from shoal.spec.config.sections import RelaxedConfig, TrainConfig
@@ -38,21 +38,21 @@ def test_reasons_and_remedies_are_parts_of_one_message() -> None:
 @given(st.randoms(use_true_random=False))
 def test_a_run_that_is_drawn_breaks_no_row_and_excludes_nothing_that_it_uses(source: random.Random) -> None:
     config = draw_run(source.choice)
-    run = Run(config, check(config))
+    run = CheckedRun(config, check(config))
     assert find_conflict(run) is None
     for feature in {feature for conflict in CONFLICTS for feature in (conflict.first, conflict.second)}:
         assert not (feature.used(run) and is_excluded(feature, run))
 
 
 def test_the_default_run_and_a_bare_layout_use_nothing_that_excludes_anything() -> None:
-    check_compatibility(Run(RunConfig(), TINY))
-    check_compatibility(Run(BARE, TINY))
+    check_compatibility(CheckedRun(RunConfig(), TINY))
+    check_compatibility(CheckedRun(BARE, TINY))
 
 
 def test_both_settings_the_reason_and_the_remedy_are_named() -> None:
     config = BARE.model_copy(update={"parallel": Layout(dp=2, cp=2, sync="diloco")})
     with pytest.raises(UsageError) as refused:
-        check_compatibility(Run(config, TINY))
+        check_compatibility(CheckedRun(config, TINY))
     assert str(refused.value) == (
         "parallel.sync = 'diloco' with parallel.cp = 2: its exchanges and checkpoints need ranks with full "
         "sequences.\n  Use parallel.cp 1."
@@ -67,7 +67,7 @@ def test_compiling_is_refused_by_what_the_program_does() -> None:
             continue
         split = splits_backward(build_program(EVERY["dualpipe"], 4, microbatches, virtual_stages=2))
         sections = {"parallel": Layout(pp=4, schedule="dualpipe"), "train": TrainConfig(compile=True)}
-        run = Run(BARE.model_copy(update=sections), TINY, splits_backward=split)
+        run = CheckedRun(BARE.model_copy(update=sections), TINY, splits_backward=split)
         assert (find_conflict(run) is not None) == split
         found.add(split)
     assert True in found
