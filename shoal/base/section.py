@@ -6,10 +6,11 @@ import ast
 import inspect
 import json
 import re
+import sys
 from collections.abc import Iterator
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from textwrap import dedent
 from typing import Annotated, Any, ClassVar, TypeVar, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -130,10 +131,18 @@ def docstrings(section: type[BaseModel]) -> dict[str, str]:
     found: dict[str, str] = {}
     section = getattr(section, "documented_in", None) or section
     for kind in reversed(section.__mro__[: section.__mro__.index(BaseModel)]):
-        (tree,) = ast.parse(dedent(inspect.getsource(kind))).body
-        assert isinstance(tree, ast.ClassDef)
-        for field, below in pairwise(tree.body):
+        found |= _module_docstrings(kind.__module__).get(kind.__name__, {})
+    return found
+
+
+@cache
+def _module_docstrings(module: str) -> dict[str, dict[str, str]]:
+    """Return the docstring below each field of each class at the top level of a module."""
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    found: dict[str, dict[str, str]] = {}
+    for kind in tree.body:
+        for field, below in pairwise(kind.body if isinstance(kind, ast.ClassDef) else ()):
             match field, below:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(about))):
-                    found[name] = inspect.cleandoc(about)
+                    found.setdefault(kind.name, {})[name] = inspect.cleandoc(about)
     return found
