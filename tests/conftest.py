@@ -12,6 +12,7 @@ from shoal.engine.models.products import tune_products
 from shoal.launch import worker_pool
 from shoal.launch.worker_pool import Pool
 from tests.trainings.fixtures import base_config, base_run, corpus  # noqa: F401 -- fixtures
+from tests.trainings.forked import server
 from tests.trainings.supervised import rank_server, supervised, undisturbed  # noqa: F401 -- fixtures
 
 # How long one example takes says how busy the machine is. Each run of the suite draws others; a test that needs more of
@@ -34,6 +35,7 @@ worker_pool.PRELOADED += [
     "pytest", "hypothesis.strategies", "shoal.cli.main", "shoal.training.dry_run.dry_run", "shoal.testing.verify.rank",
     "shoal.training.async_dp.trainers",
 ]
+worker_pool.shared_server = server
 
 
 @pytest.hookimpl(wrapper=True)

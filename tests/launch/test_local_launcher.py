@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -30,89 +29,15 @@ from tests.trainings.forked import ORDER, Command
 
 ROOT = Path(__file__).parents[2]
 
-PROGRAM = """
-import json, os, signal, sys, time
-from dataclasses import asdict
-from pathlib import Path
-import torch
-import torch.distributed as dist
-from shoal.engine.device import destroy_world
-from shoal.base.errors import UsageError
-from shoal.launch.rank_env import detect_rank_env, read_payload, scratch_folder
-from shoal.launch.rendezvous import become_rank
-
-payload = read_payload() if "SHOAL_SCRATCH" in os.environ else json.loads(os.environ["PAYLOAD"])
-member = detect_rank_env()
-become_rank(member, "cpu", timeout=60, records=scratch_folder() if member.how == "local" else None)
-folder, act, me = Path(payload["folder"]), payload["act"], member.rank
-if act == "stop":
-    signals = []
-    signal.signal(signal.SIGTERM, lambda *_: signals.append("SIGTERM"))
-    signal.signal(signal.SIGINT, lambda *_: signals.append("SIGINT"))
-total = torch.ones(1)
-dist.all_reduce(total)
-(folder / f"{me}.json").write_text(json.dumps({
-    "pid": os.getpid(), "total": total.item(), "threads": torch.get_num_threads(), **asdict(member)}))
-if act == "stop":
-    while not signals:
-        time.sleep(0.02)
-    time.sleep(0.3)
-    (folder / f"signals-{me}.json").write_text(json.dumps(signals))
-elif act != "finish":
-    if act == "die slowly":
-        if me == 0:
-            raise ConnectionError("peer closed the connection")
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # who is being killed is past other signals
-        time.sleep(1)
-        os.kill(os.getpid(), signal.SIGKILL)
-    if me == 1:
-        if act == "raise":
-            raise ArithmeticError("the real cause")
-        if act == "usage":
-            raise UsageError("steps = -1; allowed: 1 or more")
-        if act == "die":
-            os.kill(os.getpid(), signal.SIGKILL)
-    dist.all_reduce(total)  # never completes: rank 1 sleeps, or is gone
-    if me == 1 or act == "sleep":
-        time.sleep(1000)
-if me == 0:
-    print("rank 0 is heard")
-destroy_world()
-"""
-
-PARENT = """
-import json, os, sys
-from pathlib import Path
-from shoal.launch.local_launcher import start_rank_server
-from tests.launch.test_local_launcher import launch
-payload = json.loads(os.environ["PAYLOAD"])
-folder = Path(payload["folder"])
-with start_rank_server(2, "cpu") as server:
-    sys.exit(launch(server, payload, folder / "logs"))
-"""
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory) -> str:
-    """Where the programs are, and shoal."""
-    folder = tmp_path_factory.mktemp("program")
-    (folder / "program.py").write_text(PROGRAM)
-    (folder / "parent.py").write_text(PARENT)
-    return f"{folder}{os.pathsep}{ROOT}"
-
-
 @pytest.fixture
-def folder(path, tmp_path, monkeypatch) -> Path:
-    monkeypatch.setenv("PYTHONPATH", path)
+def folder(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     return tmp_path
 
 
-@pytest.fixture(scope="module")
-def server(path) -> Iterator[PreforkServer]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", path)
-        with start_rank_server(2, "cpu") as server:
-            yield server
+@pytest.fixture
+def server(rank_server) -> PreforkServer:
+    return rank_server
 
 
 def launch(server: PreforkServer, payload: dict[str, str], logs: Path) -> int:
@@ -121,7 +46,7 @@ def launch(server: PreforkServer, payload: dict[str, str], logs: Path) -> int:
     with tempfile.TemporaryDirectory() as scratch, StopRequests() as stop:
         Path(scratch, "payload.json").write_text(json.dumps(payload))
         ranks = RankProcesses(logs, Path(scratch), "cpu", stop, server, FailoverConfig())
-        ending = ranks.run("program", 2, {})
+        ending = ranks.run("tests.launch.program", 2, {})
         ranks.print_cause(ending)
         return ending.code
 
@@ -216,7 +141,7 @@ def test_a_usage_error_passes_through_without_traceback(folder, server, capfd):
 
 
 def test_a_killed_parent_leaves_no_orphan(folder, server):
-    parent = forked(server, "parent", folder, "sleep")
+    parent = forked(server, "tests.launch.parent", folder, "sleep")
     pids = [report["pid"] for report in reports(folder)]
     parent.kill()
     parent.wait(10)
@@ -224,7 +149,7 @@ def test_a_killed_parent_leaves_no_orphan(folder, server):
 
 
 def test_a_request_to_stop_reaches_each_rank_once(folder, server):
-    parent = forked(server, "parent", folder, "stop")
+    parent = forked(server, "tests.launch.parent", folder, "stop")
     reports(folder)
     os.killpg(parent.pid, signal.SIGINT)  # as Ctrl-C in a terminal does
     assert parent.wait(30) == 0
@@ -234,7 +159,7 @@ def test_a_request_to_stop_reaches_each_rank_once(folder, server):
 
 
 def test_the_second_request_kills(folder, server):
-    parent = forked(server, "parent", folder, "stop")
+    parent = forked(server, "tests.launch.parent", folder, "stop")
     pids = [report["pid"] for report in reports(folder)]
     parent.send_signal(signal.SIGINT)
     time.sleep(0.1)
@@ -246,7 +171,7 @@ def test_the_second_request_kills(folder, server):
 def test_torchrun_joins(folder, server):
     """Its agent and workers are forks; in `tests.cli.run.test_train` they are interpreters of their own."""
     agent = ("--standalone", "--nproc-per-node", "2")
-    order = json.dumps({"words": ["-m", "program"], "cwd": str(folder), "agent": agent})
+    order = json.dumps({"words": ["-m", "tests.launch.program"], "cwd": str(folder), "agent": agent})
     run = forked(server, "tests.trainings.forked", folder, "finish", **{ORDER: order})
     assert run.wait(60) == 0, run.communicate()[0]
     assert [(r["rank"], r["local_world_size"], r["how"], r["total"]) for r in reports(folder)] == [
@@ -257,7 +182,7 @@ def test_slurm_joins(folder, server):
     def task(rank: int) -> Command:
         variables = {"SLURM_PROCID": rank, "SLURM_NTASKS": 2, "SLURM_LOCALID": rank, "SLURM_NODEID": 0,
                      "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_JOB_ID": 1234567}
-        return forked(server, "program", folder, "finish", **variables)
+        return forked(server, "tests.launch.program", folder, "finish", **variables)
 
     for process in [task(0), task(1)]:
         assert process.wait(60) == 0, process.communicate()[0]

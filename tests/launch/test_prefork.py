@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -22,7 +23,6 @@ RANK = """
 import json, os, signal, sys, threading, time
 from pathlib import Path
 import torch
-import shoal.training.trainer
 if __name__ == "__main__":
     act = os.environ["ACT"]
     print("said aloud", act, flush=True)
@@ -45,20 +45,32 @@ if __name__ == "__main__":
 """
 
 
+def write_rank(folder: Path, patch: pytest.MonkeyPatch) -> Path:
+    (folder / "forked.py").write_text(RANK)
+    patch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{ROOT}")
+    return folder
+
+
 @pytest.fixture
 def here(tmp_path, monkeypatch) -> Path:
-    (tmp_path / "forked.py").write_text(RANK)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
-    return tmp_path
+    return write_rank(tmp_path, monkeypatch)
 
 
-def started(here: Path) -> PreforkServer:
-    return PreforkServer({**os.environ, "OMP_NUM_THREADS": "1"}, here / "prefork.log", PRELOADED)
+def started(here: Path, preload: Sequence[str] = PRELOADED) -> PreforkServer:
+    return PreforkServer({**os.environ, "OMP_NUM_THREADS": "1"}, here / "prefork.log", preload)
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory) -> Iterator[PreforkServer]:
+    """Of all tests that leave it alive."""
+    with pytest.MonkeyPatch.context() as patch, started(write_rank(tmp_path_factory.mktemp("own"), patch)) as server:
+        yield server
 
 
 @pytest.fixture
-def own(here):
-    with started(here) as server:
+def mortal(here) -> Iterator[PreforkServer]:
+    """Without what ranks import, which is nothing to its end."""
+    with started(here, ()) as server:
         yield server
 
 
@@ -115,22 +127,22 @@ def test_signals_to_all_processes_of_a_job_leave_the_server(own, here):
     rank.send_signal(signal.SIGTERM)  # nothing is sent to one that has ended
 
 
-def test_a_killed_server_takes_its_ranks_along_and_says_so(own, here):
-    rank = fork(own, here, "sleep")
+def test_a_killed_server_takes_its_ranks_along_and_says_so(mortal, here):
+    rank = fork(mortal, here, "sleep")
     process = psutil.Process(report(here)["pid"])
-    os.kill(own.pid, signal.SIGKILL)
+    os.kill(mortal.pid, signal.SIGKILL)
     assert rank.wait() == -signal.SIGKILL
     wait_for(lambda: not alive(process), 5)
     with pytest.raises(PreforkServerEnded, match="has ended"):
-        fork(own, here, "0")
+        fork(mortal, here, "0")
 
 
-def test_a_server_that_is_stopped_is_killed_and_its_ranks_with_it(own, here, monkeypatch, capfd):
+def test_a_server_that_is_stopped_is_killed_and_its_ranks_with_it(mortal, here, monkeypatch, capfd):
     monkeypatch.setattr(prefork, "ANSWER_SECONDS", 0.4)
-    rank = fork(own, here, "sleep")
+    rank = fork(mortal, here, "sleep")
     process = psutil.Process(report(here)["pid"])
-    os.kill(own.pid, signal.SIGSTOP)
-    assert rank.wait() == -signal.SIGKILL and own.ended
+    os.kill(mortal.pid, signal.SIGSTOP)
+    assert rank.wait() == -signal.SIGKILL and mortal.ended
     assert "does not answer; it is killed" in capfd.readouterr().err
     wait_for(lambda: not alive(process), 5)
 
@@ -200,7 +212,7 @@ def test_leaving_ends_everything(here):
 
 
 IMPORTS = """
-import importlib, sys, torch
+import importlib, os, sys, torch
 torch.cuda._is_compiled, torch._C._cuda_getCurrentRawStream = lambda: True, None
 for name in ("is_available", "device_count", "current_device", "_lazy_init", "get_device_capability"):
     def touch(*args, name=name):
@@ -208,6 +220,7 @@ for name in ("is_available", "device_count", "current_device", "_lazy_init", "ge
     setattr(torch.cuda, name, touch)
 for name in sys.argv[1:]:
     importlib.import_module(name)
+os._exit(0)
 """
 
 

@@ -1,4 +1,4 @@
-"""Commands as forks of one process that has imported what they need: a test does not pay for imports.
+"""Commands and ranks as forks of one process that has imported what they need: a test does not pay for imports.
 
 The code that runs is that of ``python -m shoal`` or of torchrun, in a process and a session of its own; what is left
 out is starting an interpreter, for the command and for torchrun's workers. That is in
@@ -26,11 +26,13 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import subproc
 from torch.distributed.run import main as torchrun
 
 from shoal.cli.main import main as shoal
+from shoal.launch import worker_pool
 from shoal.launch.forked_process import JOB_SIGNALS, ForkedProcess
 from shoal.launch.local_launcher import PRELOADED
 from shoal.launch.prefork import Child, PreforkServer
 
 ORDER = "SHOAL_TEST_COMMAND"
+ROOT = str(Path(__file__).parents[2])
 
 
 class Polled:
@@ -78,10 +80,10 @@ def folder() -> Path:
 
 
 @cache
-def commands(path: str) -> PreforkServer:
-    """The process that forks commands; it ends with this one."""
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-    made = PreforkServer(environment, folder() / "prefork.log", PRELOADED)
+def server() -> PreforkServer:
+    """The process that forks commands, ranks and the workers of pools; it ends with this one."""
+    environment = {**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+    made = PreforkServer(environment, preload=[*PRELOADED, *worker_pool.PRELOADED])
     atexit.register(made.__exit__, None, None, None)
     return made
 
@@ -96,9 +98,8 @@ def command(
     """
     log = Path(tempfile.mkstemp(dir=folder(), suffix=".log")[1])
     order = json.dumps({"words": words, "cwd": str(cwd), "agent": agent, "terminal": terminal})
-    forks = commands(environment["PYTHONPATH"])
-    environment = {**environment, ORDER: order, "OMP_WAIT_POLICY": "passive"}  # as `commands` has
-    child = forks.start("tests.trainings.forked", environment, log, heard=False)
+    environment = {**environment, ORDER: order, "OMP_WAIT_POLICY": "passive"}  # as `server` has
+    child = server().start("tests.trainings.forked", environment, log, heard=False)
     return Command(child, log)
 
 

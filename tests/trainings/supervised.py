@@ -1,6 +1,6 @@
 """Supervised runs on two ranks, all forked from one server: none pays for its imports."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +8,12 @@ import pytest
 
 from shoal.base.section import plain
 from shoal.engine.data.prepare import prepare
-from shoal.launch.local_launcher import start_rank_server
 from shoal.launch.prefork import PreforkServer
 from shoal.launch.supervisor import Supervisor
 from shoal.spec.config import RunConfig
 from shoal.training.run_folder import new_run
-from tests.trainings.runs import ROOT, small_config
+from tests.trainings.forked import server
+from tests.trainings.runs import small_config
 
 STEPS = 10
 
@@ -33,12 +33,9 @@ def config_of(corpus: Path, **sections: dict[str, Any]) -> RunConfig:
 
 
 @pytest.fixture(scope="session")
-def rank_server() -> Iterator[PreforkServer]:
+def rank_server() -> PreforkServer:
     """With shoal and these tests on its path."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))
-        with start_rank_server(2, "cpu") as server:
-            yield server
+    return server()
 
 
 @pytest.fixture

@@ -85,6 +85,7 @@ class Chaos:
         kept = config.checkpoint.model_copy(update={"keep": max(2, config.checkpoint.keep), "folder": ""})
         self.config = config.model_copy(update={"data": data, "metrics": metrics, "checkpoint": kept})
         self.folder, self.server, self.log = folder, server, log
+        self.others = self._forks()  # not of these runs
         self.steps, self.ranks = config.train.steps, config.parallel.world_size
         program = build_layout_program(config.parallel, config.parallel.microbatches(config.train.global_batch))
         self.actions = [[action.op.value for action in actions] for actions in program.actions]
@@ -254,6 +255,10 @@ class Chaos:
         folder.with_name(f"{folder.name}-kept").rename(folder)
         return trial
 
+    def _forks(self) -> set[psutil.Process]:
+        """Return the forks of the server that are alive."""
+        return set(psutil.Process(self.server.pid).children(recursive=True)) if self.server.pid else set()
+
     # ---- checks ------------------------------------------------------------------------------------------------------
 
     def _expect(self, trial: Trial, kind: FaultType, code: int) -> None:
@@ -276,7 +281,7 @@ class Chaos:
         unread = unread or (kind.effect == "slow" and not self.config.failover.stragglers_every)
         if not unread and not re.search(kind.message.replace("RANK", str(rank)), output):
             trial.problems.append(f"no message matches {kind.message!r}")
-        if self.server.pid and (left := psutil.Process(self.server.pid).children(recursive=True)):
+        if left := self._forks() - self.others:
             trial.problems.append(f"{len(left)} ranks still run")
         for pattern in LEFTOVERS:
             trial.problems += [f"remains: {path.relative_to(folder)}" for path in folder.rglob(pattern)]

@@ -1,0 +1,14 @@
+"""The parent of two such ranks, as a process of its own."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from shoal.launch.local_launcher import start_rank_server
+from tests.launch.test_local_launcher import launch
+
+if __name__ == "__main__":
+    payload = json.loads(os.environ["PAYLOAD"])
+    with start_rank_server(2, "cpu") as server:
+        sys.exit(launch(server, payload, Path(payload["folder"]) / "logs"))
