@@ -140,8 +140,8 @@ def _module_docstrings(module: str) -> dict[str, dict[str, str]]:
     """Return the docstring below each field of each class at the top level of a module."""
     tree = ast.parse(inspect.getsource(sys.modules[module]))
     found: dict[str, dict[str, str]] = {}
-    for kind in tree.body:
-        for field, below in pairwise(kind.body if isinstance(kind, ast.ClassDef) else ()):
+    for kind in (each for each in tree.body if isinstance(each, ast.ClassDef)):
+        for field, below in pairwise(kind.body):
             match field, below:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(about))):
                     found.setdefault(kind.name, {})[name] = inspect.cleandoc(about)
