@@ -66,7 +66,7 @@ COMMANDS = {
     ),
     "estimate": Command(
         "shoal.cli.estimate", "Predict time and memory of a step: shoal estimate --cluster 8xH100 --parallel.zero 3",
-        "main",
+        "main", ("parallel",),
     ),
     "plan": Command(
         "shoal.cli.plan", "Find the fastest layout for a cluster: shoal plan --model llama-3-70b --cluster 64x8xH100"

@@ -12,6 +12,7 @@ from shoal.base.files import check_writable
 from shoal.base.options import reject_unused
 from shoal.base.section import Section
 from shoal.cli.arguments import is_given, parse_run, split_run_file
+from shoal.cli.commands import COMMANDS
 from shoal.report.planning.estimate_lines import change_rows, estimate_facts, estimate_lines
 
 DEFAULT_MODEL = "llama-3-8b"
@@ -76,7 +77,7 @@ def main(args: list[str]) -> int:
     Raises:
         UsageError: bad options, a name that is not in the catalog, or an invalid layout.
     """
-    options, config = parse_run("estimate", EstimateOptions, args, ("parallel",))
+    options, config = parse_run("estimate", EstimateOptions, args, COMMANDS["estimate"].config)
     check_writable(options.out, "--out", ".html")
     if options.dry_run:
         unused = ("tokens", "days", "budget", "price", "software")

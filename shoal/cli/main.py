@@ -44,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: list[str]) -> int:
+    if args[:1] == ["help"]:  # shoal help train
+        args = [*args[1:], "--help"]
     if not args or args[0] in ("-h", "--help"):
         print(_usage())
         return 0
@@ -53,6 +55,11 @@ def _run(args: list[str]) -> int:
         from shoal import __version__
 
         print(f"shoal {__version__}\ntorch {version('torch')}")
+        return 0
+    if args[0] == "--completion":
+        from shoal.cli.completion import print_completion
+
+        print_completion(args[1] if len(args) > 1 else "")
         return 0
     name, words = _split_command(args)
     command = COMMANDS[name]
