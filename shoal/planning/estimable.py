@@ -37,8 +37,6 @@ def check_layout_on_cluster(run: EstimatedRun) -> None:
 def check_estimable(run: EstimatedRun) -> None:
     """Raise a `UsageError` if no formula exists for the layout's step time."""
     layout = run.layout
-    if run.shape.latent is not None:
-        raise UsageError("model: multi-head latent attention is trained, but not estimated.\n  Choose another model.")
     if layout.sync != "all-reduce":
         raise UsageError(
             f"parallel.sync = {layout.sync}: what replicas exchange other than all gradients is not estimated."

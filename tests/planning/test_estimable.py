@@ -45,7 +45,6 @@ ffn = 32
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("--model deepseek-v3", "multi-head latent attention is trained, but not"),
         ("--model olmoe-1b-7b --precision fp8", "train.precision = 'fp8' with a model of experts"),
         ("--model llama-3.2-1b --optimizer sophia-h", "optimizer.name = 'sophia-h' with train.precision = 'bf16'"),
         ("--model olmoe-1b-7b --optimizer sophia-g", "optimizer.name = 'sophia-g' with a model of experts"),

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from shoal.planning.run import KINDS, EstimatedRun
+from shoal.spec.catalog import ModelShape
 from shoal.spec.catalog.calibration import GENERATIONS, NETWORKS
 from shoal.spec.catalog.clusters import Cluster
 from shoal.spec.catalog.software import software_table
@@ -32,7 +33,7 @@ E = 2.0  # bytes of an element during computation: bf16 or fp16
 FACTS = (
     "gradient_bytes", "reduce_bytes", "overlap_data", "overlap_gather", "overlap_tensor", "overlap_pipeline",
     "balanced", "dropout", "unit_messages", "bucket_copies", "shard_copies", "reduced_apart", "gathers_kept",
-    "unsplit_logits", "fused_norm", "ties_first", "ahead", "fused_loss", "kept_ffn",
+    "unsplit_logits", "fused_norm", "ties_first", "ahead", "fused_loss", "kept_ffn", "pads_values",
 )  # fmt: skip
 """Fields of `Runs` that are properties of the software, with the same names in `Software`."""
 
@@ -61,6 +62,10 @@ class Runs:
     memory: np.ndarray  # bytes
     gated: np.ndarray = _optional(1)  # 1 if the feed-forward block has two input matrices (SwiGLU), else 0
     tied: np.ndarray = _optional(0)  # 1 if the head is the embedding
+    value_dim: np.ndarray = _optional(0)  # of a head's values; 0 is head_dim
+    query_rank: np.ndarray = _optional(0)  # widths of latent attention: of the latent of queries
+    kv_rank: np.ndarray = _optional(0)  # of the latent of keys and values
+    rotary_dim: np.ndarray = _optional(0)  # of the key that all heads share; 0 is attention without latents
     experts: np.ndarray = _optional(1)  # of a layer; 1 without a router
     active: np.ndarray = _optional(1)  # experts of a token
     tp: np.ndarray = _optional(1)
@@ -108,6 +113,7 @@ class Runs:
     ahead: np.ndarray = _optional(0)  # 1 if the host does not wait for messages between stages
     fused_loss: np.ndarray = _optional(0)
     kept_ffn: np.ndarray = _optional(4)
+    pads_values: np.ndarray = _optional(0)
 
     @staticmethod
     def from_rows(rows: Sequence[Mapping[str, Any]]) -> Runs:
@@ -144,6 +150,29 @@ class Runs:
         """Tokens of a micro-batch on one rank: b s / cp."""
         return self.b * self.s / self.cp
 
+    @property
+    def values(self) -> np.ndarray:
+        """Width of a head's values."""
+        return np.where(self.value_dim > 0, self.value_dim, self.head_dim)
+
+    @property
+    def latents(self) -> np.ndarray:
+        """Elements per token that latent attention computes on every rank; 0 without."""
+        return self.query_rank + self.kv_rank + self.rotary_dim
+
+    @property
+    def from_latents(self) -> np.ndarray:
+        """Parameters of the matrices that make heads of latents, or of the hidden state if queries have no latent."""
+        queries = np.where(self.query_rank > 0, self.query_rank, self.hidden) * self.heads * self.head_dim
+        return queries + self.kv_rank * self.heads * (self.head_dim - self.rotary_dim + self.values)
+
+    @property
+    def attention_weights(self) -> np.ndarray:
+        """Matrix parameters of a layer's attention that tensor parallelism splits; others are ``hidden x latents``."""
+        into = self.hidden * (self.heads + 2 * self.kv_heads) * self.head_dim
+        out = self.heads * self.values * self.hidden
+        return np.where(self.rotary_dim > 0, self.from_latents, into) + out
+
     def take(self, chosen: np.ndarray) -> Runs:
         return Runs(*(column[chosen] for column in vars(self).values()))
 
@@ -174,7 +203,8 @@ def describe_row(run: EstimatedRun) -> dict[str, Any]:
     row = {name: getattr(software, name) for name in FACTS}
     return row | {
         "layers": shape.layers, "hidden": shape.hidden, "heads": shape.heads, "kv_heads": shape.kv_heads,
-        "head_dim": shape.head_dim, "vocab": shape.vocab, "gated": shape.family == "llama", "tied": shape.tied,
+        "head_dim": shape.query_dim, "value_dim": shape.value_dim, **_latent(shape),
+        "vocab": shape.vocab, "gated": shape.family == "llama", "tied": shape.tied,
         **_experts(run), "s": run.sequence_length, "b": layout.micro_batch,
         "microbatches": max(1.0, run.global_batch / (layout.dp * layout.micro_batch)),
         "tp": layout.tp, "tp_x": layout.tp_x, "pp": layout.pp, "virtual": virtual, "dp": layout.dp, "cp": layout.cp,
@@ -189,6 +219,12 @@ def describe_row(run: EstimatedRun) -> dict[str, Any]:
         "nic": cluster.nics * cluster.nic.bandwidth / cluster.per_node / wide if cluster.nic else inf,
         "per_node": cluster.per_node, "axes": max(1, len(cluster.torus)), "through_memory": cluster.at_once is not None,
     }  # fmt: skip
+
+
+def _latent(shape: ModelShape) -> dict[str, int]:
+    if (latent := shape.latent) is None:
+        return {}
+    return {"query_rank": latent.query_rank or 0, "kv_rank": latent.key_value_rank, "rotary_dim": latent.rotary_dim}
 
 
 def _experts(run: EstimatedRun) -> dict[str, float]:

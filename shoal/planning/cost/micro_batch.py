@@ -175,14 +175,25 @@ class MicroBatch:
         shape, eight = self.shape, self.eight
         if eight is None:
             return 0
-        queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        attention = {"q": queries, "k": keys, "v": keys, "out": queries}
-        widths = {f"attention.{name}": width for name, width in attention.items()}
-        widths |= {f"mlp.{name}": shape.ffn for name in (("gate", "up", "down") if self.gated else ("up", "down"))}
-        elements = shape.hidden * sum(
-            width for layer in layers for name, width in widths.items() if eight.takes(f"layers.{layer}.{name}")
+        h, t, parts = shape.hidden, self.layout.tp, ("gate", "up", "down") if self.gated else ("up", "down")
+        sizes = {f"attention.{name}": size for name, size in self._attention_sizes().items()}
+        sizes |= {f"mlp.{name}": h * shape.ffn // t for name in parts}
+        return 2 * sum(
+            size for layer in layers for name, size in sizes.items() if eight.takes(f"layers.{layer}.{name}")
         )
-        return 2 * elements // self.layout.tp
+
+    def _attention_sizes(self) -> dict[str, int]:
+        """Return the elements of the matrices of a layer's attention on one rank."""
+        shape, h, t, latent = self.shape, self.shape.hidden, self.layout.tp, self.shape.latent
+        queries, out = shape.heads * shape.query_dim, h * shape.heads * shape.value_dim // t
+        if latent is None:
+            keys = h * shape.kv_heads * shape.head_dim // t
+            return {"q": h * queries // t, "k": keys, "v": keys, "out": out}
+        rank, expanded = latent.key_value_rank, shape.heads * (shape.head_dim + shape.value_dim)
+        sizes = {"kv_down": h * (rank + latent.rotary_dim), "kv_up": rank * expanded // t, "out": out}
+        if latent.query_rank is None:
+            return sizes | {"q": h * queries // t}
+        return sizes | {"q_down": h * latent.query_rank, "q_up": latent.query_rank * queries // t}
 
     @property
     def joins_gate(self) -> bool:

@@ -53,10 +53,18 @@ def operations(estimate: Estimate) -> dict[str, OperationCost]:
     factor = 1 if run.eight_bits else e
     n, y = estimate.forward.tokens, layout.tp_y
     hidden = shape.hidden // layout.tp_x
-    found = {
-        "q": matrix_product(n, hidden, shape.heads * shape.head_dim // y, factor, e),
-        "k": matrix_product(n, hidden, shape.kv_heads * shape.head_dim // min(y, shape.kv_heads), factor, e),
-    }
+    if (latent := shape.latent) is not None:
+        expanded = shape.heads * (shape.head_dim + shape.value_dim) // y
+        into = latent.query_rank or shape.hidden
+        found = {
+            "q": matrix_product(n, into, shape.heads * shape.query_dim // y, factor, e),
+            "k, v": matrix_product(n, latent.key_value_rank, expanded, factor, e),
+        }
+    else:
+        found = {
+            "q": matrix_product(n, hidden, shape.heads * shape.head_dim // y, factor, e),
+            "k": matrix_product(n, hidden, shape.kv_heads * shape.head_dim // min(y, shape.kv_heads), factor, e),
+        }
     if not all(map(shape.sparse, range(shape.layers))):
         found["up"] = matrix_product(n, hidden, shape.ffn // y, factor, e)
         found["down"] = matrix_product(n, shape.ffn // y, hidden, factor, e)

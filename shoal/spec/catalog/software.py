@@ -92,6 +92,9 @@ class Software(Section):
     """Tensors of [b, s, f] that a gated block stores: gate, up, the activation and the product. A fused kernel stores
     no activation; a compiled block also recomputes the product."""
 
+    pads_values: bool = False
+    """Whether latent attention's values get zeros up to the width of queries, for kernels that take equal widths."""
+
     recompute: Literal["none", "selective", "full"] = "none"
     """Recomputation, if a publication does not name it."""
 

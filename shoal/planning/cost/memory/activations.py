@@ -9,31 +9,12 @@ several operations are counted once; weights, which are resident anyway, are not
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
+from shoal.planning.cost.memory import latent_attention
+from shoal.planning.cost.memory.saved import Saved, blocks, multiplied, scores, total
 from shoal.planning.cost.micro_batch import MicroBatch, once
 from shoal.spec.layout import Recompute
-
-_MAX_BLOCKS, _MIN_ROWS = 4, 256  # of unfused attention (`shoal.engine.models.attention`)
-
-
-class Saved(NamedTuple):
-    """One saved tensor.
-
-    Attributes:
-        what: name.
-        shape: shape in letters.
-        bytes: total bytes on one rank.
-    """
-
-    what: str
-    shape: str
-    bytes: int
-
-
-def total(saved: Iterable[Saved]) -> int:
-    return sum([tensor.bytes for tensor in saved])
 
 
 @once
@@ -81,7 +62,7 @@ def _router(run: MicroBatch) -> list[Saved]:
     if shape.mod.weight == "sigmoid":
         saved.append(Saved("sigmoid of scores", "[b, s]", x * n))
     if shape.family == "llama":
-        saved.append(Saved("cos, sin of chosen tokens", "[b, k, d/2]", 2 * e * taken.tokens * (shape.head_dim // 2)))
+        saved.append(Saved("cos, sin of chosen tokens", "[b, k, d/2]", 2 * e * taken.tokens * (shape.rotary_dim // 2)))
     if run.masked and run.layout.recompute != "none" and run.layout.cp == 1:
         saved.append(Saved("mask of chosen tokens", "[b, 1, k, k]", taken.tokens * taken.s))
     return saved
@@ -109,6 +90,8 @@ def _norm(run: MicroBatch) -> list[Saved]:
 
 
 def _attention(run: MicroBatch, mode: Recompute, number: int) -> list[Saved]:
+    if run.shape.latent is not None:
+        return latent_attention.attention(run, mode, number)
     shape, t, e, n = run.shape, run.layout.tp, run.itemsize, run.tokens
     heads, q = shape.heads // t, shape.heads * shape.head_dim // t
     kv = shape.kv_heads * shape.head_dim // min(t, shape.kv_heads)
@@ -136,26 +119,6 @@ def _attention(run: MicroBatch, mode: Recompute, number: int) -> list[Saved]:
     return [*saved, *_gathered(run, "attention output", "a d", q)]
 
 
-def multiplied(
-    run: MicroBatch, what: str, letters: str, width: int, products: Sequence[str], *, needed: bool = False
-) -> list[Saved]:
-    """Return the saved input of products with several matrices: itself, or its codes if they are in 8 bits.
-
-    Args:
-        width: elements per token.
-        products: the linear layers.
-        needed: another operation also saves the input.
-    """
-    n, eight, saved = run.tokens, run.eight, []
-    coded = [eight is not None and eight.takes(name) for name in products]
-    if needed or not all(coded):
-        saved.append(Saved(what, letters, run.itemsize * n * width))
-    if eight is not None and any(coded):
-        saved.append(Saved(f"{what}, in 8 bits", letters, n * width))
-        saved.append(Saved(f"{what}, scales", "", run.exact * eight.scales(n, width)))
-    return saved
-
-
 def _gathered(run: MicroBatch, what: str, letters: str, width: int) -> list[Saved]:
     """Return the saved inputs of a block's last product on a grid: parts of ``width`` elements per token along x."""
     x = run.layout.tp_x
@@ -176,21 +139,6 @@ def _ring(run: MicroBatch, q: int) -> list[Saved]:
         return saved + _gathered(run, "attention output", "a d", q)
     # The other order of heads and tokens is a separate tensor.
     return [*saved, Saved("exchanged output", "[b, s, a d/t]", e * n * q)] if run.layout.ulysses > 1 else saved
-
-
-def scores(s: int) -> int:
-    """Return the scores per head that unfused attention computes: s s, except fully masked blocks.
-
-    >>> scores(256), scores(1024) / 1024**2
-    (65536, 0.625)
-    """
-    return sum(rows * seen for rows, seen in blocks(s))
-
-
-def blocks(s: int) -> list[tuple[int, int]]:
-    """Return (queries of a block, keys that they attend to) of each block of unfused attention."""
-    rows = max(_MIN_ROWS, -(-s // _MAX_BLOCKS))
-    return [(min(rows, s - start), min(start + rows, s)) for start in range(0, s, rows)]
 
 
 def _mlp(run: MicroBatch, width: int | None = None, number: int = 0) -> list[Saved]:
@@ -260,7 +208,7 @@ def context(run: MicroBatch) -> list[Saved]:
     """Return the saved tensors shared by all layers of a stage: rotary tables, and the mask if cores are recomputed."""
     shape, saved = run.shape, []
     if shape.family == "llama":
-        saved.append(Saved("cos, sin", "[s, d/2]", 2 * run.itemsize * run.s_local * (shape.head_dim // 2)))
+        saved.append(Saved("cos, sin", "[s, d/2]", 2 * run.itemsize * run.s_local * (shape.rotary_dim // 2)))
     if run.masked and not run.by_lengths and run.layout.recompute != "none" and run.layout.cp == 1:
         saved.append(Saved("mask", "[b, 1, s, s]", run.tokens * run.s))
     return saved

@@ -7,7 +7,7 @@ these factors exceed what the forward had saved.
 
 from __future__ import annotations
 
-from shoal.planning.cost.memory import activations
+from shoal.planning.cost.memory import activations, latent_attention
 from shoal.planning.cost.memory.activations import Saved
 from shoal.planning.cost.micro_batch import MicroBatch, once
 from shoal.planning.cost.parameters import StagePart
@@ -25,6 +25,8 @@ def between(run: MicroBatch, part: StagePart) -> int:
 def layer(run: MicroBatch, sparse: bool, number: int = 0) -> list[Saved]:
     """Return the tensors of one layer."""
     shape, y, x, h = run.shape, run.layout.tp_y, run.layout.tp_x, run.hidden_local
+    if shape.latent is not None:
+        return latent_attention.between_halves(run, number) + feed_forward(run, sparse, number)
     width = shape.heads * shape.head_dim // y
     keys = shape.kv_heads * shape.head_dim // min(y, shape.kv_heads)
     projections = [f"attention.{name}" for name in "qkv"]

@@ -144,7 +144,9 @@ def _layer(k: Kernels) -> tuple[np.ndarray, np.ndarray]:
     between, inputs = k.tokens_between, np.where(r.gathers_kept > 0, r.tokens, k.tokens_between)
     norms = k.constant("kept_hidden") + k.constants["kept_norm"] * (1 - r.fused_norm)
     hidden = r.hidden * (norms * between * E + 2 * r.dropout * between + 2 * inputs * E)
-    heads = r.tokens * (E * (2 * q + 2 * kv) + 4 * r.heads / r.tp)
+    out = r.heads * r.values / r.tp
+    heads = r.tokens * (E * (q + 2 * kv + out) + 4 * r.heads / r.tp)
+    heads = heads + E * r.latents * (between + r.tokens)  # latents, and normalised
     scores = r.b / r.cp * r.heads / r.tp * r.s**2
     each = 2 + 3 * r.dropout + k.constants["kept_scores"] * (r.attention == 0)
     softmax = np.where(k.scores_in_memory, scores * each, 0.0)

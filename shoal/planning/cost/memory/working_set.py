@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from shoal.planning.cost.memory import activations, between_backward_halves
+from shoal.planning.cost.memory.latent_attention import Widths
 from shoal.planning.cost.memory.transient import ALL, COMPLETE, MAKING, REST, SHARED, WAITING
 from shoal.planning.cost.micro_batch import MicroBatch, once
 from shoal.planning.cost.parameters import StagePart
@@ -122,6 +123,8 @@ def in_block(run: MicroBatch, sparse: bool, kind: Half = "full", last: bool = Fa
         again, gone = activations.recomputed(run, sparse), run.hidden_bytes * last
         if run.layout.cp > 1:
             making = max(making, _round_ring(run, sparse, kind) - gone)
+        elif run.shape.latent is not None:
+            making = max(making, _in_latent_core(run, sparse, kind) - gone)
         if kind == "input":
             return [(max(making + again, _entry(run, sparse) - gone), WAITING)]
         return [(waiting + again, WAITING), (making + again, MAKING), (_over(run, sparse), COMPLETE)]
@@ -143,6 +146,10 @@ def _entry(run: MicroBatch, sparse: bool) -> int:
     """Return the bytes at attention's input in the first half of a layer's backward, with all that it leaves."""
     shape, layout, e, n = run.shape, run.layout, run.itemsize, run.tokens
     local, hidden = run.hidden_bytes, e * n * shape.hidden
+    if shape.latent is not None:  # the gradient of latents, concatenated, and of the tokens between regions
+        left = activations.total(between_backward_halves.layer(run, sparse)) + 2 * local
+        left += e * run.tokens_between * Widths.build(run).latents
+        return left - activations.total(activations.layer(run, sparse=sparse))
     # Gradients of q, k and v were concatenated for one product; with biases (gpt) the parts stay, too.
     joined = run.gated and layout.tp_y <= shape.kv_heads and layout.tp_x == 1
     apart = e * n * shape.head_dim * (shape.heads + 2 * shape.kv_heads) // layout.tp * joined
@@ -184,6 +191,19 @@ def _in_dense(run: MicroBatch, kind: Half, ffn: int) -> tuple[int, int]:
     return max(waiting), making if run.gated else max(*waiting, making)
 
 
+def _in_latent_core(run: MicroBatch, sparse: bool, kind: Half) -> int:
+    """Return the bytes in the backward of latent attention's core, when the later parts of the layer are freed.
+
+    Counts the gradients of the output with its zeros, of queries, keys and values, and of the residual stream. The
+    output's product has freed its input, unless a second half needs it.
+    """
+    e, n, of = run.itemsize, run.tokens, Widths.build(run)
+    freed = activations.total(activations.after_attention(run, sparse)) + e * n * of.values
+    left = activations.total(between_backward_halves.feed_forward(run, sparse)) if kind == "input" else 0
+    left += e * n * (of.values + run.shape.hidden) if kind == "input" else 0
+    return 4 * e * n * of.heads + run.hidden_bytes + left - freed
+
+
 def _round_ring(run: MicroBatch, sparse: bool, kind: Half) -> int:
     """Return the bytes in the backward of ring attention, when the later parts of the layer are freed.
 
@@ -192,7 +212,7 @@ def _round_ring(run: MicroBatch, sparse: bool, kind: Half) -> int:
     (`shoal.engine.parallel.context.ring`).
     """
     layout, shape, e, n = run.layout, run.shape, run.itemsize, run.tokens
-    q, kv = n * shape.head_dim * shape.heads // layout.tp, run.ring_elements // 2
+    q, kv = n * shape.query_dim * shape.heads // layout.tp, run.ring_elements // 2
     copies = 0 if q == kv else 2 * e * (q + kv)  # keys and values per query head; sums of their gradients
     seen = q // 2 if layout.cp_order == "zig-zag" else q  # queries of the first place that see the others' keys
     steps = [2 * e * kv * (layout.cp_ring > 1) + 3 * e * q]  # with its own block, while the next one arrives
@@ -203,7 +223,7 @@ def _round_ring(run: MicroBatch, sparse: bool, kind: Half) -> int:
     output = 2 * e * q if layout.ulysses == 1 else e * q * (kind == "input")
     found = run.hidden_bytes + output + run.exact * (q + 2 * kv) + max(steps) + copies
     if layout.recompute == "selective":  # the saved core tensors coexist with the recomputed ones
-        found += e * (q + n * shape.head_dim * shape.kv_heads // min(layout.tp_y, shape.kv_heads) * 2)
+        found += e * (q + n * shape.query_dim * shape.kv_heads // min(layout.tp_y, shape.kv_heads) * 2)
     left = activations.total(between_backward_halves.feed_forward(run, sparse)) if kind == "input" else 0
     return found + left - activations.total(activations.after_attention(run, sparse))
 
@@ -307,7 +327,8 @@ def _in_experts(run: MicroBatch, kind: Half, last: bool) -> Block:
     matrix *= experts.count // layout.ep if run.fused else 1  # one grouped product, or one after the other
     y, heads = layout.tp_y, shape.head_dim * (shape.heads // layout.tp_y)
     keys = shape.head_dim * (shape.kv_heads // min(y, shape.kv_heads))
-    joined = e * shape.hidden * (heads + 2 * keys) * run.copies_gradients  # of attention's projections
+    widths = heads + 2 * keys if shape.latent is None else Widths.build(run).latents
+    joined = e * shape.hidden * widths * run.copies_gradients  # of attention's projections
     if kind == "weight":
         most = max(matrix, _in_dense(run, kind, shared)[1] if shared else 0)
         return [(most, MAKING), (0, COMPLETE), (joined, REST), (0, ALL)]
@@ -342,7 +363,7 @@ def _in_experts(run: MicroBatch, kind: Half, last: bool) -> Block:
     )
     block = activations.total(activations.experts(run))
     attention = e * run.tokens * (2 * heads + 2 * keys) + e * run.tokens_between * shape.hidden + joined
-    rest = attention - block
+    rest = attention - block if shape.latent is None else _in_latent_core(run, True, kind)
     if layout.cp > 1:
         rest = max(rest, _round_ring(run, True, kind) - run.hidden_bytes * last)
     return [

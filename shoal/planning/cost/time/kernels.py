@@ -83,9 +83,9 @@ class Kernels:
 
     @cached_property
     def widths(self) -> tuple[np.ndarray, np.ndarray]:
-        """Width of the queries and of the keys (equal to the values') on one rank."""
+        """Width of the queries on one rank, and the mean width of the keys and of the values."""
         r = self.runs
-        return r.heads * r.head_dim / r.tp, r.kv_heads * r.head_dim / np.minimum(r.tp, r.kv_heads)
+        return r.heads * r.head_dim / r.tp, r.kv_heads * (r.head_dim + r.values) / 2 / np.minimum(r.tp, r.kv_heads)
 
     def product(self, m: np.ndarray, k: np.ndarray, n: np.ndarray, rate: np.ndarray) -> np.ndarray:
         """Return the seconds of [m, k] x [k, n]: by FLOPs, with a penalty for small sides, or by bytes."""
@@ -98,13 +98,24 @@ class Kernels:
         """Seconds of a layer's matrix products in a forward; a backward has two for each."""
         r, (q, kv), n, hidden = self.runs, self.widths, self.runs.tokens, self.runs.hidden / self.runs.tp_x
         up = (1 + r.gated) * r.ffn / r.tp_y
-        attention = self.product(n, hidden, (q + 2 * kv) * r.tp_x, self.layer_rate) + self.product(
-            n, q * r.tp_x, hidden, self.layer_rate
-        )
+        attention = np.where(r.rotary_dim > 0, self.from_latents, self.product(
+            n, hidden, (q + 2 * kv) * r.tp_x, self.layer_rate
+        )) + self.product(n, r.heads * r.values / r.tp_y, hidden, self.layer_rate)
         block = self.product(n, hidden, up, self.layer_rate) + self.product(
             n, r.ffn / r.tp_y, hidden, self.layer_rate
         )
         return attention + r.active * block
+
+    @cached_property
+    def from_latents(self) -> np.ndarray:
+        """Seconds of the products of latent attention before its core, in a forward."""
+        r, n, rate, heads = self.runs, self.runs.tokens, self.layer_rate, self.runs.heads / self.runs.tp
+        into = np.where(r.query_rank > 0, r.query_rank, r.hidden)  # of queries
+        down = self.product(self.tokens_between, r.hidden, np.maximum(r.latents, 1), rate)
+        expanded = heads * (r.head_dim - r.rotary_dim + r.values)
+        return down + self.product(n, into, heads * r.head_dim, rate) + self.product(
+            n, np.maximum(r.kv_rank, 1), expanded, rate
+        )
 
     @cached_property
     def scores_in_memory(self) -> np.ndarray:
@@ -121,7 +132,8 @@ class Kernels:
     def attention(self) -> tuple[np.ndarray, np.ndarray]:
         """Seconds of a layer's attention core, forward and backward."""
         r, c, (q, _) = self.runs, self.constants, self.widths
-        flops = 4 * r.tokens * r.s * q * np.where(self.scores_in_memory, 1.0, 0.5)
+        values = np.where(r.pads_values > 0, r.head_dim, r.values) * r.heads / r.tp
+        flops = 2 * r.tokens * r.s * (q + values) * np.where(self.scores_in_memory, 1.0, 0.5)
         kernels = [self.constant(name) for name in ("flash_1", "flash_2", "flash_3")]
         part = np.choose(np.clip(r.code("attention") - FLASH, 0, 2), kernels)
         part = part * r.head_dim / (r.head_dim + c["narrow_head"]) * r.s / (r.s + c["short_sequence"])
@@ -146,7 +158,9 @@ class Kernels:
         r, c, (q, kv) = self.runs, self.constants, self.widths
         norms = self.constant("passes_hidden") + c["passes_norm"] * (1 - r.fused_norm)
         wide = self.constant("passes_ffn") * (1 + r.gated) * r.ffn * r.active / r.tp
-        inner = self.tokens_between * r.hidden / r.tp_x * norms + r.tokens * (wide + c["passes_heads"] * (q + 2 * kv))
+        copied = np.where(r.rotary_dim > 0, 2.0, 1.0)  # heads of latents are copied together
+        heads = copied * c["passes_heads"] * (q + 2 * kv)
+        inner = self.tokens_between * (r.hidden / r.tp_x + r.latents) * norms + r.tokens * (wide + heads)
         return E * inner / self.hbm
 
     @cached_property

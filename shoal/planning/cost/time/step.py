@@ -24,8 +24,7 @@ LAST_BUCKET = 0.05  # share of the gradients that is reduced last, with nothing 
 
 def layer_weights(r: Runs) -> np.ndarray:
     """Return the matrix parameters of a layer that each token uses, over all tensor-parallel ranks."""
-    q, kv = r.heads * r.head_dim, r.kv_heads * r.head_dim
-    return r.hidden * (2 * q + 2 * kv + (2 + r.gated) * r.ffn * r.active)
+    return r.attention_weights + r.hidden * (r.latents + (2 + r.gated) * r.ffn * r.active)
 
 
 def split_layers(r: Runs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -51,10 +50,9 @@ def _up_to(share: np.ndarray, r: Runs) -> np.ndarray:
 
 def weights_on_rank(r: Runs) -> tuple[np.ndarray, np.ndarray]:
     """Return the parameters on one rank of a layer, and of the extra part of an end stage."""
-    q, kv = r.heads * r.head_dim, r.kv_heads * r.head_dim
-    layer = r.hidden * (2 * q + 2 * kv + (2 + r.gated) * r.ffn * r.experts / r.ep)
+    layer = r.attention_weights + r.hidden * (2 + r.gated) * r.ffn * r.experts / r.ep
     ends = np.where((r.pp > 1) | (r.tied > 0), 1.0, 2.0)
-    return layer / r.tp, ends * r.vocab * r.hidden / r.tp
+    return layer / r.tp + r.hidden * r.latents, ends * r.vocab * r.hidden / r.tp
 
 
 def shard_parameters(r: Runs, weights: np.ndarray, layers: np.ndarray) -> np.ndarray:

@@ -1,0 +1,65 @@
+"""Tensors that autograd saves, as entries of lists; the input of products, and blocks of unfused attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from shoal.planning.cost.micro_batch import MicroBatch
+
+_MAX_BLOCKS, _MIN_ROWS = 4, 256  # of unfused attention (`shoal.engine.models.attention`)
+
+
+class Saved(NamedTuple):
+    """One saved tensor.
+
+    Attributes:
+        what: name.
+        shape: shape in letters.
+        bytes: total bytes on one rank.
+    """
+
+    what: str
+    shape: str
+    bytes: int
+
+
+def total(saved: Iterable[Saved]) -> int:
+    return sum([tensor.bytes for tensor in saved])
+
+
+def multiplied(
+    run: MicroBatch, what: str, letters: str, width: int, products: Sequence[str], *, needed: bool = False,
+    tokens: int | None = None,
+) -> list[Saved]:  # fmt: skip
+    """Return the saved input of products with several matrices: itself, or its codes if they are in 8 bits.
+
+    Args:
+        width: elements per token.
+        products: the linear layers.
+        needed: another operation also saves the input.
+        tokens: of the input, if not all of the micro-batch on the rank.
+    """
+    n, eight, saved = run.tokens if tokens is None else tokens, run.eight, []
+    coded = [eight is not None and eight.takes(name) for name in products]
+    if needed or not all(coded):
+        saved.append(Saved(what, letters, run.itemsize * n * width))
+    if eight is not None and any(coded):
+        saved.append(Saved(f"{what}, in 8 bits", letters, n * width))
+        saved.append(Saved(f"{what}, scales", "", run.exact * eight.scales(n, width)))
+    return saved
+
+
+def scores(s: int) -> int:
+    """Return the scores per head that unfused attention computes: s s, except fully masked blocks.
+
+    >>> scores(256), scores(1024) / 1024**2
+    (65536, 0.625)
+    """
+    return sum(rows * seen for rows, seen in blocks(s))
+
+
+def blocks(s: int) -> list[tuple[int, int]]:
+    """Return (queries of a block, keys that they attend to) of each block of unfused attention."""
+    rows = max(_MIN_ROWS, -(-s // _MAX_BLOCKS))
+    return [(min(rows, s - start), min(start + rows, s)) for start in range(0, s, rows)]
