@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from shoal.labs.explain.subjects import explain as explain
     from shoal.labs.validate.by_dry_run import dry_run as dry_run
     from shoal.labs.validate.validation import validate_estimates as validate_estimates
+    from shoal.launch.inference import sample as sample
     from shoal.launch.train import train as train
     from shoal.pipeline.checker import check_program as check_program
     from shoal.pipeline.program import Program as Program
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
     from shoal.testing.verify.verify import verify as verify
     from shoal.training.hugging_face import export_hf as export_hf
     from shoal.training.hugging_face import import_hf as import_hf
-    from shoal.training.sample import sample as sample
 
 _HOMES = {
     "shoal.base.errors": ("UsageError",),
@@ -62,6 +62,7 @@ _HOMES = {
     "shoal.labs.explain.subjects": ("explain",),
     "shoal.labs.validate.by_dry_run": ("dry_run",),
     "shoal.labs.validate.validation": ("validate_estimates",),
+    "shoal.launch.inference": ("sample",),
     "shoal.launch.train": ("train",),
     "shoal.pipeline.checker": ("check_program",),
     "shoal.pipeline.program": ("Program", "build_program"),
@@ -83,7 +84,6 @@ _HOMES = {
     "shoal.testing.own_run": ("AdamW", "Run"),
     "shoal.testing.verify.verify": ("verify",),
     "shoal.training.hugging_face": ("export_hf", "import_hf"),
-    "shoal.training.sample": ("sample",),
 }
 """The public names of each module."""
 

@@ -116,7 +116,7 @@ def test_what_is_planted_in_a_file_is_not_run(place, tmp_path, capfd, monkeypatc
             folder = tmp_path / "run"
             shutil.copytree(run, folder)
             (folder / file).write_bytes(content)
-            for words in (["checkpoint", "verify", folder / inside], ["sample", folder, "def", "--tokens", "1"]):
+            for words in (["checkpoint", "verify", folder / inside], ["sample", folder, "def", "--max-tokens", "1"]):
                 assert main([str(word) for word in words]) in (0, 2)
             with suppress(UsageError):  # as `shoal train --resume` does, whose options take long to read
                 config = load_config(folder / "run.toml")

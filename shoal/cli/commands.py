@@ -31,7 +31,7 @@ COMMANDS = {
         "Prove that a layout computes what one device computes: shoal verify [RUN.toml] [--random N]",
     ),
     "sample": Command(
-        "shoal.cli.run.sample", 'Generate text from a checkpoint: shoal sample RUN_FOLDER "def main("'
+        "shoal.cli.run.sample", 'Generate text from a trained model: shoal sample FOLDER "def main("'
     ),
     "report": Command(
         "shoal.cli.run.report", "Show how a run went, measured and simulated: shoal report RUN_FOLDER"

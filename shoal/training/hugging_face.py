@@ -13,17 +13,17 @@ import torch
 
 from shoal.base.errors import UsageError
 from shoal.base.files import check_writable, write_atomically
-from shoal.engine.checkpoint.hugging_face import HFWeights, export_weights, read_hf_config
+from shoal.engine.checkpoint.hugging_face import HFWeights, export_weights
 from shoal.engine.data.tokenizer import BytesTokenizer, Tokenizer
 from shoal.spec.config import build_config
 from shoal.spec.hugging_face import hf_config
-from shoal.training.sample import describe_run, find_good_checkpoint
+from shoal.training.inference.source import HF_SEQUENCE, describe_hf, describe_run, find_good_checkpoint
 
 BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
 """Files that go along from the folder that a run started with."""
 
 
-def import_hf(folder: str | Path, out: str | Path | None = None, *, sequence_length: int = 1024) -> str:
+def import_hf(folder: str | Path, out: str | Path | None = None, *, sequence_length: int = HF_SEQUENCE) -> str:
     """Return the TOML of a run that starts with the weights of a model folder, and write it to a new file.
 
     Args:
@@ -39,13 +39,7 @@ def import_hf(folder: str | Path, out: str | Path | None = None, *, sequence_len
     """
     folder = Path(folder).expanduser().absolute()
     check_writable(Path(out) if out else None, "--out", ".toml", new=True)
-    fields = read_hf_config(folder)
-    values = {
-        "model": {"name": folder.name, "weights": str(folder), **fields},
-        "data": {"sequence_length": min(sequence_length, fields["max_sequence"])},
-    }
-    if (folder / "tokenizer.json").is_file():
-        values["data"] |= {"tokenizer": str(folder / "tokenizer.json")}
+    values = describe_hf(folder, sequence_length)
     shape = build_config(values).model.shape(vocab=1, sequence_length=1)
     HFWeights(folder, shape)  # its files are readable
     text = tomli_w.dumps(values)

@@ -23,9 +23,13 @@ from shoal.engine.data.batches import Dataset
 from shoal.engine.device import peak_flops, peak_memory
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RunConfig
+from shoal.spec.layout import Layout
 from shoal.training.async_dp.engines import engine_class
 from shoal.training.bucket_size import settle_bucket_size
 from shoal.training.fault_knobs import FaultKnobs, RankTimes, TimedSteps, times_table
+from shoal.training.inference.generate import Sampling
+from shoal.training.inference.sample import sample_on_rank
+from shoal.training.inference.source import open_source
 from shoal.training.nonfinite_locator import locate_nonfinite
 from shoal.training.records.display import Display
 from shoal.training.records.histograms import Histograms
@@ -36,13 +40,11 @@ from shoal.training.resilience.events import write_event
 from shoal.training.resilience.heartbeat import Heartbeat, Phase
 from shoal.training.resilience.replicas import SilentFailure
 from shoal.training.resilience.silent_failure_checks import SilentFailureChecks
-from shoal.training.sample import sample
 from shoal.training.state_manager import StateManager
 from shoal.training.step.late_step import StartedStep
 from shoal.training.step.optimizer_step import NonFinite, StepResult
 from shoal.training.stop import StopRequests
 
-SAMPLE_PROMPT = "def main("
 SAMPLED_PARAMETERS = 1_000_000_000  # a larger model is not sampled unless the user asks: it may not fit into one host
 
 
@@ -387,23 +389,29 @@ class Trainer:
                 f"stopped after step {self.step}, which is saved; resume with: shoal train --resume {self.folder}"
             )
             return
-        text = ""
-        if self.config.model.module:
-            self.display.note("the weights: shoal.load_checkpoint(folder of a checkpoint, prefix='model.')")
-        elif self.shape.experts is not None and self.shape.experts.gate == "expert-choice":
-            self.display.note("no sample: expert-choice routing needs complete sequences, not one token at a time")
-        elif self.shape.parameters() <= SAMPLED_PARAMETERS:
-            seed = self.config.train.seed
-            try:
-                text = sample(self.folder, SAMPLE_PROMPT, tokens=160, temperature=0.7, seed=seed)
-            except UsageError as error:  # the run is complete and saved, even if its files have changed since
-                self.display.note(f"no sample: {error}")
-        else:
-            self.display.note(f"generate text with: shoal sample {self.folder} '{SAMPLE_PROMPT}'")
+        prompt = self.config.metrics.sample_prompt
         self.display.finish(
             folder=self.folder,
             seconds=time.monotonic() - self.begin,
             validation_loss=self.validation_loss,
-            prompt=SAMPLE_PROMPT,
-            sample=text.removeprefix(SAMPLE_PROMPT),
+            prompt=prompt,
+            sample=self._sample(prompt).removeprefix(prompt) if prompt else "",
         )
+
+    def _sample(self, prompt: str) -> str:
+        """Return a text that the saved model generates in this process, or "" after a note that says why not."""
+        if self.config.model.module:
+            self.display.note("the weights: shoal.load_checkpoint(folder of a checkpoint, prefix='model.')")
+        elif self.shape.experts is not None and self.shape.experts.gate == "expert-choice":
+            self.display.note("no sample: expert-choice routing needs complete sequences, not one token at a time")
+        elif self.shape.parameters() > SAMPLED_PARAMETERS:
+            self.display.note(f"generate text with: shoal sample {self.folder} '{prompt}'")
+        else:
+            try:
+                source = open_source(self.folder)
+                config = source.on(Layout(), train={"precision": "fp32", "device": "cpu"})
+                sampling = Sampling(max_tokens=160, temperature=0.7, seed=self.config.train.seed)
+                return sample_on_rank(source, config, [prompt], sampling)[0]
+            except UsageError as error:  # the run is complete and saved, even if its files have changed since
+                self.display.note(f"no sample: {error}")
+        return ""

@@ -174,10 +174,13 @@ def test_verify(called):
 
 
 def test_sample(called, capsys):
-    calls = called("sample", "def main():")
-    assert main(["sample", "runs/a", "def main(", "--tokens", "5"]) == 0
-    assert capsys.readouterr().out == "def main():\n"
-    assert calls == [((Path("runs/a"), "def main("), {"tokens": 5, "temperature": 0.8, "seed": 0})]
+    calls = called("sample", ["def main():"])
+    words = ["--max-tokens", "5", "--stop", "a", "b", "--top-k", "3", "--top-p", "0.5", "--tp", "2"]
+    assert main(["sample", "runs/a", "def main(", "--device", "cpu", *words]) == 0
+    ((folder, prompts), options), = calls
+    assert (folder, prompts) == (Path("runs/a"), ["def main("]) and callable(options.pop("show"))
+    assert options == {"max_tokens": 5, "temperature": 0.8, "top_p": 0.5, "top_k": 3, "stop": ("a", "b"), "seed": 0,
+                       "tp": 2, "pp": 1, "precision": "fp32", "device": "cpu"}
 
 
 def test_data(called, capsys):
@@ -329,8 +332,7 @@ def test_bad_input_is_one_line_and_code_2(words, message, capsys):
         ("train --train.steps 3 4", "Unrecognized options: 4"),
         ("train --train.compile yes", "Unrecognized options: yes"),
         ("train --train.compile=yes", "Unrecognized options: yes"),
-        ("sample runs", "Missing from shoal sample: PROMPT Text to continue. (required)"),
-        ("sample", "Missing from shoal sample: RUN_FOLDER A run folder that holds a checkpoint. (required)"),
+        ("sample", "Missing from shoal sample: FOLDER A run, or a model in Hugging Face's format. (required)"),
         ("checkpoint verify a --x", "Unrecognized options: --x"),
     ],
 )

@@ -219,7 +219,7 @@ def _other_values(draw: Callable, name: str, content: bytes) -> bytes:
 
 ON_RUNS = (
     ("report", "{}"), ("report", "{}", "--out", "new.json"), ("report", "{}", "--out", "new.svg"),
-    ("sample", "{}", "def", "--tokens", "2"), ("export", "hf", "{}", "--out", "new"),
+    ("sample", "{}", "def", "--max-tokens", "2"), ("export", "hf", "{}", "--out", "new"),
     ("train", "--resume", "{}"), ("train", "--resume", "{}", "--train.steps", "9", "--metrics.profile"),
     ("checkpoint", "verify", "{}/" + STEP), ("checkpoint", "inspect", "{}/" + STEP),
 )  # fmt: skip
@@ -298,7 +298,7 @@ NAMES = ("tiny", "mine", "llama-3-8b", "2xH100", "2x2xmine", "1f1b", "zb-h1", "a
          "torchtitan", "all", "1=2", "0-1=2", "x=2", "8", "30s", "4M", "1,2", "tp=2", "kill")  # fmt: skip
 FIRST = {  # words that keep a command small, unless others replace them
     "plan": {"--model": "tiny", "--cluster": "2xH100"}, "plan auto": {"--layers": "1", "--cluster": "2xH100"},
-    "goodput": {"--failures": "50"}, "estimate": {"--model": "tiny"}, "sample": {"--tokens": "2"},
+    "goodput": {"--failures": "50"}, "estimate": {"--model": "tiny"}, "sample": {"--max-tokens": "2"},
     "verify": {"--steps": "1"}, "train": {"--run-folder": "new"}, "data train-tokenizer": {"--out": "new"},
     "export hf": {"--out": "new"}, "explain": {}, "bench": {},
 }  # fmt: skip

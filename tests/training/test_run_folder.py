@@ -6,13 +6,13 @@ import pytest
 
 from shoal.base.errors import UsageError
 from shoal.engine.data.prepare import train_tokenizer
+from shoal.launch.inference import sample
 from shoal.report.run import draw_curves, write_report
 from shoal.spec.config import RUN_FILE, RunConfig, build_config, load_config, save_config
 from shoal.training import run_folder
 from shoal.training.records.metrics import read_metrics
 from shoal.training.resilience.events import read_events
 from shoal.training.run_folder import new_run, with_absolute_paths
-from shoal.training.sample import sample
 from tests.trainings.runs import shoal, small_config
 
 
@@ -63,7 +63,7 @@ def test_a_run_continues_from_any_folder_after_its_text_and_tokenizer_have_moved
     (tmp_path / "own.json").unlink()
     (tmp_path / "run").rename(tmp_path / "away")
     folder = tmp_path / "away"
-    assert sample(folder, "def", tokens=2).startswith("def")
+    assert sample(folder, "def", max_tokens=2)[0].startswith("def")
     code, said = shoal(
         "train", "--resume", folder, "--data.paths", tmp_path / "moved", "--train.steps", "4", "--parallel.dp", "2"
     )

@@ -33,8 +33,8 @@ class BytesTokenizer:
     end_of_document = 256
     fingerprint = "bytes"
 
-    def encode(self, text: str) -> np.ndarray:
-        """Encode one text without special tokens: ``[bytes]``, uint8."""
+    def encode(self, text: str, *, begin: bool = False) -> np.ndarray:
+        """Encode one text: ``[bytes]``, uint8. No id begins a text, so ``begin`` changes nothing."""
         return np.frombuffer(text.encode(), dtype=np.uint8)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -99,10 +99,10 @@ class FileTokenizer:
             f"{', '.join(specials) or 'none'}.\n  Add one of: {', '.join(_END_NAMES)}."
         )
 
-    def encode(self, text: str) -> np.ndarray:
-        """Encode ``text``: ``[tokens]``, uint32."""
+    def encode(self, text: str, *, begin: bool = False) -> np.ndarray:
+        """Encode ``text``: ``[tokens]``, uint32. ``begin`` adds the ids that the file puts around a text."""
         with self._reject_errors():
-            return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+            return np.array(self._tokenizer.encode(text, add_special_tokens=begin).ids, dtype=np.uint32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Encode several texts on all cores, with the library's own threads, so that nothing is forked or pickled."""

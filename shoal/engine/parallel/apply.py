@@ -58,7 +58,7 @@ class LocalStage:
 def build_stages(
     shape: ModelShape, program: Program, mesh: Mesh, policy: Policy, assignment: TokenAssignment,
     *, kernel: Kernel = "sdpa", seed: int = 0, compile: bool = False, cuda_graphs: bool = False,
-    float8: Float8 | None = None,
+    float8: Float8 | None = None, trained: bool = True,
 ) -> tuple[list[LocalStage], RankParameters]:
     """Build the stages that a program places on this rank; `initialise` or a checkpoint fills them.
 
@@ -66,6 +66,7 @@ def build_stages(
         assignment: assignment of the tokens of a sequence to the context-parallel ranks.
         compile: compile each layer, except its experts, and on the CPU the loss if it is not split.
         cuda_graphs: record what is compiled as CUDA graphs; `Runtime` then has to mark its steps.
+        trained: whether the parameters get gradients.
     """
     position, holders = mesh.index("pp"), program.stage_rank
     # Group creation is collective: every rank creates these groups at the same point.
@@ -83,6 +84,7 @@ def build_stages(
         _build_stage(
             shape, stage, program, mesh, policy, assignment,
             copies=copies, kernel=kernel, seed=seed, compile=compile, cuda_graphs=cuda_graphs, float8=float8,
+            trained=trained,
         )
         for stage in program.rank_stages(position)
     ]
@@ -91,7 +93,7 @@ def build_stages(
 
 def _build_stage(
     shape: ModelShape, stage: int, program: Program, mesh: Mesh, policy: Policy, assignment: TokenAssignment, *,
-    copies: str, kernel: Kernel, seed: int, compile: bool, cuda_graphs: bool, float8: Float8 | None,
+    copies: str, kernel: Kernel, seed: int, compile: bool, cuda_graphs: bool, float8: Float8 | None, trained: bool,
 ) -> LocalStage:
     """Build one stage and allocate this rank's shard of it."""
     layout, part, depth = mesh.layout, stage % program.depth, program.depth
@@ -129,7 +131,7 @@ def _build_stage(
     units = _units(model)
     owned = [list(dict.fromkeys(p for module in modules for p in module.parameters())) for modules in units]
     parameters = ShardedParameters(  # a tied head belongs to the first unit
-        [[(p, unclaimed.pop(p)) for p in unit if p in unclaimed] for unit in owned], mesh, policy
+        [[(p, unclaimed.pop(p)) for p in unit if p in unclaimed] for unit in owned], mesh, policy, trained=trained
     )
     if float8:
         apply_float8(model, float8, placements, parameters, sink)

@@ -29,7 +29,7 @@ from shoal.launch.worker_pool import Pool
 from shoal.pipeline.from_layout import build_layout_program
 from shoal.spec.catalog import ModelShape
 from shoal.spec.layout import Layout, Recompute
-from shoal.training.step.engine_state import attention_kernel
+from shoal.training.step.model_state import attention_kernel
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 PRODUCTS = (

@@ -26,7 +26,7 @@ from shoal.training.dry_run import dry_run as execution
 from shoal.training.dry_run.dry_run import Counted
 from shoal.training.dry_run.tracker import Tracker
 from shoal.training.step.engine import Engine
-from shoal.training.step.engine_state import attention_kernel
+from shoal.training.step.model_state import attention_kernel
 
 MOST_RANKS = 8  # started on one machine for a measurement
 

@@ -35,7 +35,7 @@ from shoal.spec.config import RunConfig
 from shoal.spec.layout import Layout
 from shoal.spec.number_formats import FORMATS
 from shoal.training.async_dp.memory import count_method_bytes
-from shoal.training.step.engine_state import attention_kernel
+from shoal.training.step.model_state import attention_kernel
 
 MOST_TRIED = 400  # layouts that are counted to find one that fits: about a second
 SUGGESTED = 3

@@ -13,15 +13,11 @@ import torch
 from torch import Tensor
 
 from shoal.base.boxes import Piece
-from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.mesh import Mesh
-from shoal.engine.collectives.ops import all_reduce, to_host
 from shoal.engine.data.batches import Batch, Dataset
 from shoal.engine.optim.schedule import learning_rate
 from shoal.engine.optim.sophia import Sophia
 from shoal.engine.runtime import Update
-from shoal.engine.streams import to_device
-from shoal.pipeline.from_layout import build_forwards
 from shoal.pipeline.program import Action
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RunConfig
@@ -160,41 +156,24 @@ class Engine(EngineState):
             scale.made()
         return StepResult(mean, norm, rate, tokens, stopped, loss_scale)
 
-    def count_tokens(self, batches: Sequence[Batch], updates: Sequence[int], replicas: Group | None) -> list[int]:
-        """Return the number of unmasked targets in the micro-batches of each update, over all ``replicas``."""
-        counts = torch.zeros(max(updates) + 1, dtype=torch.int64)
-        for batch, update in zip(batches, updates, strict=True):
-            counts[update] += batch.unmasked()
-        if replicas is None:
-            return counts.tolist()
-        return to_host(all_reduce(to_device(counts, self.mesh.device), replicas))
-
     # ---- validation and metrics ----------------------------------------------------------------------------------
 
     @property
     def validation_sequences(self) -> int:
         """Number of samples of a validation: as configured, rounded up to full passes."""
-        per_pass = self.config.parallel.micro_batch * self.config.parallel.dp
-        return -(-self.config.train.validation_sequences // per_pass) * per_pass
+        return -(-self.config.train.validation_sequences // self.per_pass) * self.per_pass
 
     def evaluate(self, samples: Dataset) -> float:
         """Return the validation loss: mean [nats per token] of the first `validation_sequences` samples.
 
         Sets ``validated`` to the expert metrics of these passes.
         """
-        layout = self.config.parallel
-        n, per_pass = layout.micro_batch, layout.micro_batch * layout.dp
-        passes = self.validation_sequences // per_pass
-        first = [m * per_pass + self.mesh.index("dp") * n for m in range(passes)]
-        batches = [samples.batch(range(start, start + n)) for start in first]
-        tokens = max(1, *self.count_tokens(batches, [0] * passes, self.mesh.group("dp")))
         if self.routing:
             self.routing.begin_validation()
-        runtime = self.build_runtime(build_forwards(self.program, passes))
-        loss = runtime.evaluate([batch.to(self.mesh.device) for batch in batches]) * (self.mesh.index("tp") == 0)
+        found = self.sum_loss(samples, 0, self.validation_sequences // self.per_pass)
         if self.routing:
-            self.validated = self.routing.end_validation(passes * per_pass, self.config.data.sequence_length)
-        return to_host(all_reduce(loss, self.mesh.group("world"))) / tokens
+            self.validated = self.routing.end_validation(self.validation_sequences, self.config.data.sequence_length)
+        return found.mean
 
     def routing_metrics(self) -> dict[str, Any]:
         """Return the router metrics of the last step, as fields of `StepMetrics`."""

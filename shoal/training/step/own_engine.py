@@ -34,7 +34,7 @@ class OwnEngine(Engine):
         super().__init__(*arguments, **options)
         self.starts_early = False  # terms are counted on the host
 
-    def build_stages(self) -> tuple[list[LocalStage], RankParameters]:
+    def build_stages(self, trained: bool) -> tuple[list[LocalStage], RankParameters]:
         own, train = load_own_model(self.config.model.module), self.config.train
         self.stage = build_own_stage(own, self.sync_mesh, self.policy, train.seed)
         return [self.stage], RankParameters([self.stage.parameters])

@@ -26,7 +26,7 @@ from shoal.testing.verify.case import prepare
 from shoal.training.dry_run.dry_run import Counted, count, dry_run, make_samples
 from shoal.training.dry_run.tracker import Tracker
 from shoal.training.step.engine import Engine
-from shoal.training.step.engine_state import attention_kernel
+from shoal.training.step.model_state import attention_kernel
 from tests.testing.verify.runs import runs, small_run
 
 

@@ -86,7 +86,7 @@ class RankParameters:
 
     def weights(self) -> dict[str, list[Piece]]:
         """Return the weights that this rank updates, as pieces by name."""
-        return self.pieces(weights for _, weights, _ in self.shards())
+        return self.pieces(bucket.master[part.slice] for bucket in self.buckets for part in bucket.segments)
 
     def reduced_gradients(self) -> dict[str, list[Piece]]:
         """Return the gradients of these weights, complete at the optimizer step, as pieces by name."""

@@ -63,13 +63,14 @@ class ShardedParameters:
     Args:
         units: groups of parameters in forward order, which may be on the meta device. A bucket holds complete units.
         mesh: its "shard" ranks shard, its "replicate" ranks replicate; for experts "edp_shard" and "edp_replicate".
+        trained: whether the parameters get gradients; without, no memory is allocated for them.
 
     Attributes:
         last_microbatch: whether the current micro-batch completes the gradients of the step.
         watch: called with each parameter and its accumulated gradient after every addition.
     """
 
-    def __init__(self, units: list[list[Member]], mesh: Mesh, policy: Policy):
+    def __init__(self, units: list[list[Member]], mesh: Mesh, policy: Policy, *, trained: bool = True):
         self.mesh = mesh
         self.zero = mesh.layout.zero
         axes = {"replicas"} | {placement.replicas for unit in units for _, placement in unit}
@@ -83,7 +84,7 @@ class ShardedParameters:
             )
             for members in group_into_buckets(units, limit, policy.reduce.itemsize)
         ]
-        self.gradients = [Gradients(bucket, keep_full=self.zero < 2) for bucket in self.buckets]
+        self.gradients = [Gradients(bucket, keep_full=self.zero < 2) for bucket in self.buckets] if trained else []
         self.places = {
             slot.parameter: (b, i) for b, bucket in enumerate(self.buckets) for i, slot in enumerate(bucket.slots)
         }

@@ -35,7 +35,7 @@ from shoal.engine.parallel.apply import keep_stage
 from shoal.labs.bench.optimizers import build_torch
 from shoal.labs.bench.step.workload import OPTIMIZER, SEED, Step, Workload, emulate_device
 from shoal.pipeline.partition import balance_layers
-from shoal.training.step.engine_state import attention_kernel
+from shoal.training.step.model_state import attention_kernel
 
 
 def build_model(workload: Workload, kernel: Kernel | None = None, device_seconds: float = 0.0) -> Transformer:

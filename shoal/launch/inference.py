@@ -1,0 +1,91 @@
+"""Use a trained model on the ranks of a layout: this process for one rank, local processes for more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from shoal.base.errors import UsageError
+from shoal.engine.device import pick_device, tune_process
+from shoal.launch.worker_pool import Pool, RankError
+from shoal.spec.config import RunConfig
+from shoal.spec.layout import Layout
+from shoal.training.inference.generate import Sampling
+from shoal.training.inference.sample import Show, encode_prompts, sample_on_rank
+from shoal.training.inference.source import check_generates, open_source
+
+T = TypeVar("T")
+LONGEST_SECONDS = 30 * 86400.0  # of one call: as long as it takes
+
+
+def sample(
+    folder: str | Path,
+    prompts: str | Sequence[str],
+    *,
+    max_tokens: int = 200,
+    temperature: float = 0.8,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    stop: Sequence[str] = (),
+    seed: int = 0,
+    tp: int = 1,
+    pp: int = 1,
+    precision: str = "fp32",
+    device: str = "cpu",
+    show: Show | None = None,
+) -> list[str]:
+    """Continue prompts with the newest good checkpoint of a run, or with a model in Hugging Face's format.
+
+    Args:
+        folder: the run folder, or the folder of the model.
+        prompts: one text or several, which are continued together. Each is drawn as if it were alone.
+        max_tokens: maximum number of tokens to generate; generation also stops at the end of a document.
+        temperature, top_p, top_k, stop, seed: see `shoal.training.inference.generate.Sampling`.
+        tp, pp: tensor-parallel and pipeline ranks, for a model that does not fit on one device.
+        precision: number formats, as ``train.precision`` of a run.
+        device: "cpu", "cuda" or "auto" (CUDA if available).
+        show: gets the text of the only prompt, piece by piece, while it is generated on one rank.
+
+    Returns:
+        Each prompt with its continuation.
+
+    Raises:
+        UsageError: the folder has no model or no good checkpoint, a prompt is empty, or the layout does not fit.
+
+    >>> import shoal
+    >>> shoal.sample("runs/example", "def main(", max_tokens=5, seed=1)[0].startswith("def main(")
+    True
+    """
+    prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+    source = open_source(folder)
+    encode_prompts(source, prompts)  # before processes start
+    check_generates(source, folder)
+    config = source.on(Layout(tp=tp, pp=pp), train={"precision": precision, "device": device})
+    sampling = Sampling(max_tokens, temperature, top_p, top_k, tuple(stop), seed)
+    streams = show if len(prompts) == 1 and config.parallel.world_size == 1 else None
+    if streams:
+        streams(prompts[0])
+    texts = call_on_ranks(sample_on_rank, config, source, config, prompts, sampling, *([streams] if streams else []))
+    if show and not streams:
+        show("\n--------\n".join(texts))
+    return texts
+
+
+def call_on_ranks(function: Callable[..., T], config: RunConfig, *args: Any) -> T:
+    """Call a function on every rank of a config's layout, and return the first rank's value.
+
+    Raises:
+        UsageError: a rank failed; the message has its reason.
+    """
+    ranks = config.parallel.world_size
+    device = pick_device(config.train.device, setting="device").type
+    if ranks == 1:
+        return function(*args)
+    with Pool(ranks, partial(tune_process, products=device == "cpu"), device=device) as pool:
+        try:
+            return pool.run(function, ranks, *args, timeout=LONGEST_SECONDS)[0]
+        except RankError as error:
+            rank, _ = error.failures[0]
+            raise UsageError(f"rank {rank} of {ranks} failed: {error.reason}") from error

@@ -1,0 +1,1 @@
+"""Use of trained models on any layout: generation, evaluation, and conversation."""
