@@ -26,7 +26,8 @@ from shoal.base.section import Section, docstrings, validate
 T = TypeVar("T", bound=Section)
 
 POSITIONAL: Any = object()
-"""Annotation of a positional argument."""
+"""Annotation of a positional argument. Another field may end in "_", which its option leaves out: a section has
+attributes of its own, such as ``json``."""
 
 
 def parse(prog: str, options: type[T], args: list[str], *, description: str = "") -> T:
@@ -95,6 +96,7 @@ def _read_plain(sections: Mapping[str, type[BaseModel]], args: list[str]) -> dic
         section = path.pop(0) if len(path) > 1 else ""
         kinds = get_type_hints(sections[section]) if section in sections else {}
         on, name = not path[0].startswith("no_"), path[0].removeprefix("no_")
+        name = name if name in kinds else f"{name}_"
         kind = _bare(kinds.get(name))
         if len(path) > 1 or name in found.get(section, ()):
             return None
@@ -142,7 +144,8 @@ def _unchecked(section: type[BaseModel]) -> Any:
         positional = POSITIONAL in field.metadata
         hint = None if field.is_required() else _show_default
         shown = tyro.conf.arg(
-            help=about, help_behavior_hint=hint, metavar=name.upper() if positional else _metavar(kind)
+            name=name[:-1].replace("_", "-") if name.endswith("_") else None, help=about, help_behavior_hint=hint,
+            metavar=name.upper() if positional else _metavar(kind),
         )
         fields[name] = Annotated[kind, tyro.conf.Positional, shown] if positional else Annotated[kind, shown]
     values: Any = TypedDict(section.__name__, fields)  # type: ignore[misc]  # the name is only known at run time

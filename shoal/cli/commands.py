@@ -33,6 +33,9 @@ COMMANDS = {
     "sample": Command(
         "shoal.cli.run.sample", 'Generate text from a trained model: shoal sample FOLDER "def main("'
     ),
+    "eval": Command(
+        "shoal.cli.run.eval", "Compute the loss of a trained model on a text: shoal eval FOLDER [--data PATH ...]"
+    ),
     "report": Command(
         "shoal.cli.run.report", "Show how a run went, measured and simulated: shoal report RUN_FOLDER"
     ),
@@ -100,3 +103,6 @@ COMMANDS = {
     ),
 }  # fmt: skip
 """Commands by name, in the order of the help."""
+
+GROUPS = {"data": "Text and tokenizers of a run", "checkpoint": "Proof and contents of a checkpoint"}
+"""First words of commands that share a line of the help."""

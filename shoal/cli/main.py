@@ -11,7 +11,7 @@ from typing import get_type_hints
 
 from shoal.base.errors import UsageError, did_you_mean, from_os_error, redact
 from shoal.base.terminal import printable, replace_unencodable
-from shoal.cli.commands import COMMANDS
+from shoal.cli.commands import COMMANDS, GROUPS
 
 READ_AT_IMPORT = {"OMP_WAIT_POLICY": "passive", "OPENBLAS_NUM_THREADS": "1"}
 """Environment that torch's and numpy's libraries read when imported: threads that spin would take cores from other
@@ -90,8 +90,15 @@ def _split_command(args: list[str]) -> tuple[str, list[str]]:
 
 
 def _usage() -> str:
-    lines = ["shoal: train one transformer language model on many devices, moving as one", ""]
-    lines += [f"  {name:<22}{command.help.split(': shoal ')[0]}" for name, command in COMMANDS.items()]
+    lines = ["shoal: train one transformer language model on many devices, moving as one"]
+    for name, command in COMMANDS.items():
+        group, _, last = name.partition(" ")
+        if group not in GROUPS:
+            lines.append(f"  {name:<14}{command.help.split(': shoal ')[0]}")
+        elif lines[-1].startswith(f"  {group} "):
+            lines[-1] += f", {last}"
+        else:
+            lines.append(f"  {group:<14}{GROUPS[group]}: {last}")
     return "\n".join([*lines, "shoal COMMAND --help shows its options and defaults; shoal --version, versions."])
 
 

@@ -112,6 +112,52 @@ class PackedDataset:
         return _next_token(windows, ends, indices)
 
 
+class CompleteDataset:
+    """All tokens of a stream of documents in their order, for evaluation: sequence j starts at token ``j x s``.
+
+    The last sequence may be shorter, and every sequence after it is empty: what is missing has no targets.
+
+    Args:
+        end_of_document: id that fills up what is missing.
+        masked: whether attention and loss stay inside documents.
+        samples: number of sequences (default: all).
+
+    Raises:
+        UsageError: the stream has nothing to predict; or a shard is damaged.
+    """
+
+    def __init__(
+        self, stream: TokenStream, *, sequence_length: int, end_of_document: int, masked: bool,
+        samples: int | None = None,
+    ) -> None:
+        self.vocab_size, self.fingerprint, self.info = stream.manifest.vocab_size, stream.folder.name, stream.info
+        if len(stream) < 2:
+            raise UsageError(f"data: the {stream.split} split of {stream.manifest.corpus} has {len(stream)} tokens; a "
+                             "loss needs 2.\n  Give more text.")
+        complete = -(-(len(stream) - 1) // sequence_length)
+        self.samples = complete if samples is None else min(samples, complete)
+        self._stream, self._length, self._end, self._masked = stream, sequence_length, end_of_document, masked
+
+    def first(self, samples: int) -> CompleteDataset:
+        """Return the data set of the first sequences."""
+        return CompleteDataset(
+            self._stream, sequence_length=self._length, end_of_document=self._end, masked=self._masked, samples=samples
+        )
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """Return the sequences at these indices; those from `samples` on have no targets."""
+        s, tokens = self._length, len(self._stream)
+        windows = np.full((len(indices), s + 1), self._end, dtype=np.int64)
+        found = np.zeros(len(indices), dtype=np.int64)
+        for row, index in enumerate(indices):
+            if index < self.samples:
+                read = self._stream.read(index * s, min(tokens, (index + 1) * s + 1))
+                windows[row, : len(read)], found[row] = read, len(read) - 1
+        batch = _next_token(windows, self._end if self._masked else None, indices)
+        batch.targets[torch.from_numpy(np.arange(s) >= found[:, None])] = IGNORE
+        return batch
+
+
 class SyntheticDataset:
     """Random tokens with a strongly varying masked fraction of each sequence, for comparing layouts.
 
@@ -191,6 +237,19 @@ def open_dataset(
     return PackedDataset(
         open_stream(config, tokenizer, split, progress=progress), seed if split == "train" else 0,
         sequence_length=config.sequence_length, document_mask=config.document_mask,
+    )
+
+
+def open_complete(config: DataConfig, *, progress: bool = False) -> CompleteDataset:
+    """Open all validation documents of ``config`` in their order; tokenise the corpus first if it is not in the cache.
+
+    Raises:
+        UsageError: naming the invalid input.
+    """
+    tokenizer = load_tokenizer(config.tokenizer)
+    return CompleteDataset(
+        TokenStream(open_shards(config, tokenizer, progress=progress), "validation"),
+        sequence_length=config.sequence_length, end_of_document=tokenizer.end_of_document, masked=config.document_mask,
     )
 
 

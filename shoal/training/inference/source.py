@@ -13,6 +13,7 @@ import torch.distributed as dist
 from shoal.base.addresses import to_path
 from shoal.base.errors import UsageError
 from shoal.base.files import read_json
+from shoal.base.section import validate
 from shoal.base.terminal import warn
 from shoal.engine.checkpoint import CheckpointError, load, newest_good
 from shoal.engine.checkpoint.hugging_face import HFWeights, read_hf_config
@@ -25,6 +26,7 @@ from shoal.engine.models.experts.router import Router, find_modules
 from shoal.pipeline.from_layout import check_run
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RUN_FILE, RunConfig, build_config, load_config
+from shoal.spec.config.sections import TrainConfig
 from shoal.spec.layout import Layout
 from shoal.training.run_folder import get_checkpoint_folder, with_own_tokenizer
 from shoal.training.step.model_state import ModelState
@@ -70,11 +72,13 @@ class ModelSource:
         """
         own, batch = self.config.train, layout.dp * layout.micro_batch * layout.pp
         train = {"global_batch": batch, "precision": own.precision, "attention": own.attention, "seed": own.seed}
-        config = RunConfig(model=self.config.model, float8=self.config.float8, parallel=layout)
-        sections = {"data": self.config.data, "train": config.train.model_copy(update=train)}
-        config = config.model_copy(update={
-            name: section.model_copy(update=changes.get(name, {})) for name, section in sections.items()
-        })
+        config = RunConfig(
+            model=self.config.model, parallel=layout,
+            train=validate(TrainConfig, train | dict(changes.get("train", {})), source="train"),
+            data=self.config.data.model_copy(update=changes.get("data", {})),
+        )
+        if "fp8" in config.train.precision:
+            config = config.model_copy(update={"float8": self.config.float8})
         check_run(config, self.shape)
         return config
 

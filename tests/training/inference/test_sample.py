@@ -74,24 +74,10 @@ def test_prompts_together_are_written_as_each_alone(run):
 
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}], ids=str)
-def test_ranks_write_what_one_device_writes(layout, run, pool, monkeypatch):
-    monkeypatch.setattr("shoal.launch.inference.Pool", lambda *_, **__: Kept(pool))
+def test_ranks_write_what_one_device_writes(layout, run, kept):
     prompts = ["def ", "class Attention(nn.Module"]
     one = shoal.sample(run[1], prompts, max_tokens=12, seed=1, precision="fp64")
     assert shoal.sample(run[1], prompts, max_tokens=12, seed=1, precision="fp64", **layout) == one
-
-
-class Kept:
-    """The tests' own pool, which stays open."""
-
-    def __init__(self, pool):
-        self.run = pool.run
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        return None
 
 
 def cut_anew(values, source, target) -> None:

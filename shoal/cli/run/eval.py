@@ -1,0 +1,78 @@
+"""`shoal eval`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import PositiveInt
+
+import shoal
+from shoal.base.options import POSITIONAL
+from shoal.base.section import Section
+from shoal.spec.layout import Degree, ZeroStage
+
+
+class EvalOptions(Section):
+    folder: Annotated[Path, POSITIONAL]
+    """A run, or a model in Hugging Face's format."""
+
+    data: tuple[str, ...] = ()
+    """Text (default: what the run held out)."""
+
+    sequences: PositiveInt | None = None
+    """Only this many sequences."""
+
+    sequence_length: PositiveInt | None = None
+    """Tokens of each (default: the run's)."""
+
+    dp: Degree = 1
+    """Replicas."""
+
+    zero: ZeroStage = 0
+    """3 also shards weights over them."""
+
+    tp: Degree = 1
+    """Tensor-parallel ranks."""
+
+    pp: Degree = 1
+    """Pipeline ranks."""
+
+    cp: Degree = 1
+    """Context-parallel ranks."""
+
+    ep: Degree = 1
+    """Expert-parallel ranks."""
+
+    micro_batch: PositiveInt = 8
+    """Sequences of a pass."""
+
+    precision: Literal["fp32", "bf16-all", "fp64"] | None = None
+    """Number formats (default: the run's)."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto is CUDA if there is one."""
+
+    json_: bool = False
+    """Print JSON."""
+
+
+LAYOUT = ("dp", "zero", "tp", "pp", "cp", "ep", "micro_batch")
+
+
+def run(options: EvalOptions) -> int:
+    """Evaluate and print the result."""
+    layout = shoal.Layout(**options.model_dump(include=set(LAYOUT)))
+    found = shoal.evaluate(
+        options.folder, options.data, layout=layout, sequences=options.sequences,
+        sequence_length=options.sequence_length, precision=options.precision, device=options.device,
+    )
+    if options.json_:
+        print(json.dumps(asdict(found)))
+        return 0
+    print(f"loss           {found.loss:.6f} nats per token\nperplexity     {found.perplexity:.4f}")
+    print(f"bits per byte  {found.bits_per_byte:.6f}")
+    print(f"text           {found.tokens:,} tokens of {found.documents:,} documents, {found.bytes:,} bytes in all")
+    return 0

@@ -1,0 +1,90 @@
+"""Loss of a trained model on a text, on any layout."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.base.errors import UsageError
+from shoal.base.terminal import progress_bar
+from shoal.engine.data.batches import CompleteDataset, open_complete
+from shoal.spec.config import DataConfig, RunConfig
+from shoal.training.inference.source import ModelSource, load_model
+from shoal.training.step.model_state import ModelState, SummedLoss
+
+MOST_PASSES = 64  # forward passes whose batches are on the device at once
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Loss of a model on a text.
+
+    Attributes:
+        loss: mean negative log-likelihood [nats per token].
+        perplexity: exp(loss).
+        bits_per_byte: loss per byte of the text, loss / ln 2 x tokens / bytes of the full text (Gao et al. 2020, "The
+            Pile", section 3.1). Unlike the loss it compares models with different tokenizers.
+        tokens: predicted tokens, with ends of documents.
+        documents, bytes: size of the text.
+    """
+
+    loss: float
+    perplexity: float
+    bits_per_byte: float
+    tokens: int
+    documents: int
+    bytes: int
+
+
+def choose_text(source: ModelSource, data: tuple[str, ...], sequence_length: int | None) -> DataConfig:
+    """Return the data section of an evaluation: the given files, or the documents that a run held out.
+
+    Args:
+        data: files, folders or globs; () is the run's own validation split.
+        sequence_length: tokens per sequence (default: the run's).
+
+    Raises:
+        UsageError: no text is given and the model has none of its own, or the sequences are too long for it.
+    """
+    config, shape = source.config.data, source.shape
+    length = sequence_length or config.sequence_length
+    if shape.family == "gpt" and length > shape.max_sequence:
+        raise UsageError(f"--sequence-length {length}: the model has positions for {shape.max_sequence} tokens.")
+    changes: dict[str, object] = {"sequence_length": length, "sampler": "even"}
+    if data:  # all of their documents
+        source_name = {".jsonl": "jsonl", ".parquet": "parquet"}.get(Path(data[0]).suffix, "text")
+        changes |= {"source": source_name, "paths": data, "dataset": "", "validation_fraction": 1.0}
+    elif not source.is_run or config.source == "synthetic":
+        raise UsageError("this model comes without a text.\n  Name one: --data PATH.")
+    return config.model_copy(update=changes)
+
+
+def sum_complete(model: ModelState, samples: CompleteDataset, sequences: int | None = None) -> SummedLoss:
+    """Return the loss over all sequences of a data set, or the first ones, in its order. Collective.
+
+    The last passes are filled up with sequences without targets, so every layout computes the same.
+    """
+    count = samples.samples if sequences is None else min(sequences, samples.samples)
+    passes = -(-count // model.per_pass)
+    nats, tokens = 0.0, 0
+    limited = samples.first(count)
+    with progress_bar("evaluating") if model.mesh.rank == 0 else nullcontext() as show:
+        for first in range(0, passes, MOST_PASSES):
+            part = model.sum_loss(limited, first * model.per_pass, min(MOST_PASSES, passes - first))
+            nats, tokens = nats + part.nats, tokens + part.tokens
+            if show:
+                done = min(count, (first + MOST_PASSES) * model.per_pass)
+                show(done / count, f"{done} of {count} sequences, loss {nats / max(1, tokens):.4f}")
+    return SummedLoss(nats, tokens)
+
+
+def evaluate_on_rank(source: ModelSource, config: RunConfig, sequences: int | None) -> Evaluation:
+    """Load a model on this rank of the config's layout, and evaluate it on the config's data. Collective."""
+    samples = open_complete(config.data)
+    found = sum_complete(load_model(source, config), samples, sequences)
+    text, loss = samples.info, found.mean
+    perplexity = math.exp(loss) if loss < math.log(1e300) else math.inf
+    bits = loss / math.log(2) * text.tokens / max(1, text.bytes)
+    return Evaluation(loss, perplexity, bits, found.tokens, text.documents, text.bytes)

@@ -1,0 +1,22 @@
+"""What tests of trained models share."""
+
+import pytest
+
+
+class Kept:
+    """The tests' own pool, which stays open."""
+
+    def __init__(self, pool):
+        self.run = pool.run
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return None
+
+
+@pytest.fixture
+def kept(pool, monkeypatch):
+    """Ranks of a layout are those of the tests' pool."""
+    monkeypatch.setattr("shoal.launch.inference.Pool", lambda *_, **__: Kept(pool))

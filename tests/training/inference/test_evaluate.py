@@ -1,0 +1,139 @@
+"""The loss of a trained model on a text: the run's own validation loss, on any layout, over all tokens."""
+
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import shoal
+from shoal.base.errors import UsageError
+from shoal.cli.main import main
+from shoal.engine.data.batches import open_complete
+from shoal.engine.models.loss import IGNORE
+from shoal.spec.layout import Layout
+from shoal.training.inference.source import load_model, open_source
+from shoal.training.records.metrics import read_metrics
+from tests.trainings.runs import small_config, train_in
+
+LENGTH = 32
+LAYOUTS = (
+    {"dp": 2, "zero": 3, "tp": 2, "micro_batch": 3}, {"pp": 2, "tp": 2, "micro_batch": 2}, {"cp": 2, "dp": 2},
+    {"pp": 4, "micro_batch": 5},
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """A corpus of documents with their own validation split, whose sequences have no rest."""
+    folder = tmp_path_factory.mktemp("texts")
+    documents = [f"def f{i}(x):\n    return x * {i * 7919 % 1000}\n" for i in range(400)]
+    held_out = [text for text in documents if is_held_out(text)]
+    documents.append(fill_up(sum(len(text) + 1 for text in held_out)))
+    (folder / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    held_out = [text for text in documents if is_held_out(text)]
+    (folder / "held-out.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in held_out))
+    return folder, (sum(len(text) + 1 for text in held_out) - 1) // LENGTH
+
+
+def is_held_out(text) -> bool:
+    from shoal.engine.data.shards import assign_split
+
+    return assign_split(text.encode(), 0.1) == "validation"
+
+
+def fill_up(tokens) -> str:
+    """A held-out document after which the tokens are one more than full sequences have."""
+    size = -tokens % LENGTH + LENGTH
+    return next(text for i in range(1000) if is_held_out(text := str(i).rjust(size)))
+
+
+@pytest.fixture(scope="module")
+def run(texts, pool, tmp_path_factory):
+    folder, sequences = texts
+    config = small_config(
+        folder / "corpus.jsonl", {"micro_batch": 4}, model={"layers": 4}, data={"document_mask": True},
+        train={"steps": 8, "validation_sequences": sequences, "validate_every": 0, "precision": "fp64"},
+    )
+    per_pass = next(n for n in (4, 3, 2, 1) if sequences % n == 0)  # so that no sequence counts twice
+    config = config.model_copy(update={"parallel": Layout(micro_batch=per_pass)})
+    config = config.model_copy(update={"train": config.train.model_copy(update={"global_batch": 4 * per_pass})})
+    return train_in(pool, config, tmp_path_factory.mktemp("evaluate") / "run")
+
+
+def test_it_is_the_runs_own_validation_loss(run, texts):
+    own = read_metrics(run)[-1].validation_loss
+    given = shoal.evaluate(run, [texts[0] / "held-out.jsonl"])
+    assert given.loss == pytest.approx(own, rel=1e-12)
+    assert shoal.evaluate(run).loss == pytest.approx(own, rel=1e-12)
+    assert given.perplexity == pytest.approx(math.exp(own))
+    assert given.bits_per_byte == pytest.approx(own / math.log(2) * (given.bytes + given.documents) / given.bytes)
+    # each end of a document predicts nothing, and the first token is predicted by none
+    assert given.tokens == given.bytes
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_layout_computes_the_same(layout, run, pool, kept, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("def f(x):\n    return x\n" * 13)  # the last sequence is not full, nor is the last pass
+    for precision, error in (("fp64", 1e-12), ("fp32", 1e-6)):
+        one = shoal.evaluate(run, [text], precision=precision)
+        other = shoal.evaluate(run, [text], precision=precision, layout=Layout(**layout))
+        assert other.tokens == one.tokens == len(text.read_text())
+        assert other.loss == pytest.approx(one.loss, rel=error)
+
+
+def test_it_is_the_loss_of_every_token_computed_directly(run, tmp_path):
+    text = "x = [1, 2, 3]\n" * 7
+    (tmp_path / "text.txt").write_text(text)
+    source = open_source(run)
+    model = load_model(source, source.on(Layout()))
+    stream, total = torch.tensor([*text.encode(), 256]), 0.0
+    for start in range(0, len(text), LENGTH):
+        tokens = stream[start : start + LENGTH + 1]
+        total += F.cross_entropy(model.logits(tokens[None, :-1])[0], tokens[1:], reduction="sum").item()
+    found = shoal.evaluate(run, [tmp_path / "text.txt"])
+    assert found.loss == pytest.approx(total / len(text), rel=1e-12) and found.documents == 1
+    first = shoal.evaluate(run, [tmp_path / "text.txt"], sequences=1)
+    assert first.tokens == LENGTH and first.loss != found.loss
+
+
+def test_sequences_past_the_end_have_no_targets(run, tmp_path):
+    (tmp_path / "text.txt").write_text("a" * 40)
+    data = open_source(run).config.data.model_copy(update={
+        "source": "text", "paths": (str(tmp_path / "text.txt"),), "validation_fraction": 1.0,
+    })
+    samples = open_complete(data)
+    batch = samples.batch(range(4))
+    assert samples.samples == 2 and (batch.targets != IGNORE).sum(1).tolist() == [32, 8, 0, 0]
+
+
+def test_an_exported_model_has_the_same_loss(run, texts, tmp_path):
+    shoal.export_hf(run, tmp_path / "model")
+    text = [texts[0] / "held-out.jsonl"]
+    # an imported model is not known to have been trained inside documents
+    theirs = shoal.evaluate(tmp_path / "model", text, precision="fp64", sequence_length=LENGTH)
+    assert theirs.tokens == theirs.bytes + theirs.documents - 1
+    with pytest.raises(UsageError, match="this model comes without a text"):
+        shoal.evaluate(tmp_path / "model")
+
+
+def test_the_command_prints_it(run, texts, capsys):
+    words = ["eval", str(run), "--data", str(texts[0] / "held-out.jsonl"), "--micro-batch", "4"]
+    assert main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["loss", "perplexity", "bits per byte", "text"]
+    assert main([*words, "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert f"{values['loss']:.6f}" in lines[0] and f"{values['tokens']:,} tokens" in lines[3]
+
+
+def test_bad_input_is_refused(run, tmp_path, capsys):
+    for words, message in (
+        (["--data", str(tmp_path / "none.txt")], "no such file"),
+        (["--tp", "3"], "parallel.tp = 3"),
+        (["--pp", "8"], "parallel.pp = 8"),
+    ):
+        assert main(["eval", str(run), *words]) == 2
+        assert message in capsys.readouterr().err
