@@ -15,6 +15,7 @@ from shoal.spec.config import RunConfig
 from shoal.spec.layout import Layout
 from shoal.training.inference.evaluate import Evaluation, choose_text, evaluate_on_rank
 from shoal.training.inference.generate import Sampling
+from shoal.training.inference.harness import check_tasks, run_tasks_on_rank
 from shoal.training.inference.sample import Show, encode_prompts, sample_on_rank
 from shoal.training.inference.source import check_generates, open_source
 
@@ -113,6 +114,47 @@ def evaluate(
     config = source.on(layout or Layout(micro_batch=MICRO_BATCH), data=text.model_dump(), train=train)
     open_complete(config.data, progress=True)  # before processes start
     return call_on_ranks(evaluate_on_rank, config, source, config, sequences)
+
+
+def evaluate_tasks(
+    folder: str | Path,
+    tasks: Sequence[str],
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    limit: int | None = None,
+    shots: int | None = None,
+    precision: str | None = None,
+    device: str = "cpu",
+) -> dict[str, dict[str, Any]]:
+    """Evaluate a trained model on tasks of lm-evaluation-harness, which needs the extra ``shoal[eval]``.
+
+    Args:
+        folder: a run folder, or the folder of a model in Hugging Face's format.
+        tasks: names of the library's tasks, or files (.yaml) of own ones. A file can name code, which is run.
+        tp, pp: tensor-parallel and pipeline ranks, which answer each question together.
+        limit: questions of each task (default: all).
+        shots: solved examples before each question (default: the task's).
+        precision: number formats (default: the run's; fp32 for an imported model).
+        device: "cpu", "cuda" or "auto" (CUDA if available).
+
+    Returns:
+        The library's metrics of each task, by name.
+
+    Raises:
+        UsageError: there is no model, no such task, or the library is missing.
+
+    >>> import shoal
+    >>> shoal.evaluate_tasks("runs/example", ["no-such-file.yaml"])
+    Traceback (most recent call last):
+    shoal.base.errors.UsageError: --tasks ...
+    """
+    source = open_source(folder)
+    check_generates(source, folder)
+    check_tasks(tasks)
+    train = {"device": device} | ({"precision": precision} if precision else {})
+    config = source.on(Layout(tp=tp, pp=pp), train=train)
+    return call_on_ranks(run_tasks_on_rank, config, source, config, list(tasks), limit, shots)
 
 
 def call_on_ranks(function: Callable[..., T], config: RunConfig, *args: Any) -> T:

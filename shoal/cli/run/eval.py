@@ -7,10 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 
 import shoal
-from shoal.base.options import POSITIONAL
+from shoal.base.options import POSITIONAL, reject_unused
 from shoal.base.section import Section
 from shoal.spec.layout import Degree, ZeroStage
 
@@ -22,8 +22,14 @@ class EvalOptions(Section):
     data: tuple[str, ...] = ()
     """Text (default: what the run held out)."""
 
-    sequences: PositiveInt | None = None
-    """Only this many sequences."""
+    tasks: str = ""
+    """Names or .yaml files of lm-evaluation-harness, with commas between."""
+
+    limit: PositiveInt | None = None
+    """Only this many sequences, or questions of a task."""
+
+    shots: NonNegativeInt | None = None
+    """Examples before a question."""
 
     sequence_length: PositiveInt | None = None
     """Tokens of each (default: the run's)."""
@@ -64,9 +70,12 @@ LAYOUT = ("dp", "zero", "tp", "pp", "cp", "ep", "micro_batch")
 
 def run(options: EvalOptions) -> int:
     """Evaluate and print the result."""
+    if options.tasks:
+        return _run_tasks(options)
+    reject_unused(options, ["shots"], "without --tasks there are no questions")
     layout = shoal.Layout(**options.model_dump(include=set(LAYOUT)))
     found = shoal.evaluate(
-        options.folder, options.data, layout=layout, sequences=options.sequences,
+        options.folder, options.data, layout=layout, sequences=options.limit,
         sequence_length=options.sequence_length, precision=options.precision, device=options.device,
     )
     if options.json_:
@@ -75,4 +84,21 @@ def run(options: EvalOptions) -> int:
     print(f"loss           {found.loss:.6f} nats per token\nperplexity     {found.perplexity:.4f}")
     print(f"bits per byte  {found.bits_per_byte:.6f}")
     print(f"text           {found.tokens:,} tokens of {found.documents:,} documents, {found.bytes:,} bytes in all")
+    return 0
+
+
+def _run_tasks(options: EvalOptions) -> int:
+    unused = ["data", "sequence_length", *(name for name in LAYOUT if name not in ("tp", "pp"))]
+    reject_unused(options, unused, "--tasks has texts of its own, and computes each question on --tp and --pp ranks")
+    found = shoal.evaluate_tasks(
+        options.folder, options.tasks.split(","), tp=options.tp, pp=options.pp, limit=options.limit,
+        shots=options.shots, precision=options.precision, device=options.device,
+    )
+    if options.json_:
+        print(json.dumps(found, default=str))
+        return 0
+    for task, metrics in found.items():
+        for name, value in metrics.items():
+            if isinstance(value, float):
+                print(f"{task:<24}{name.removesuffix(',none'):<24}{value:.4f}")
     return 0

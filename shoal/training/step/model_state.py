@@ -168,7 +168,7 @@ class ModelState:
                 x = all_reduce(out, self.mesh.group("pp"))
         if not self.is_last:
             return x
-        return all_gather(out, self.mesh.group("tp"), dim=-1)[..., : self.shape.vocab]
+        return all_gather(out, self.mesh.group("tp"), dim=2)[..., : self.shape.vocab]
 
     @property
     def is_last(self) -> bool:
