@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 
 from shoal.base.errors import UsageError
 from shoal.base.terminal import progress_bar
@@ -54,9 +53,8 @@ def choose_text(source: ModelSource, data: tuple[str, ...], sequence_length: int
         raise UsageError(f"--sequence-length {length}: the model has positions for {shape.max_sequence} tokens.")
     changes: dict[str, object] = {"sequence_length": length, "sampler": "even"}
     if data:  # all of their documents
-        source_name = {".jsonl": "jsonl", ".parquet": "parquet"}.get(Path(data[0]).suffix, "text")
-        changes |= {"source": source_name, "paths": data, "dataset": "", "validation_fraction": 1.0}
-    elif not source.is_run or config.source == "synthetic":
+        changes |= {"source": "auto", "paths": data, "dataset": "", "validation_fraction": 1.0}
+    elif not source.is_run or config.reads == "synthetic":
         raise UsageError("this model comes without a text.\n  Name one: --data PATH.")
     return config.model_copy(update=changes)
 

@@ -64,8 +64,8 @@ class TaskModel:
         answers = [""] * len(questions)
         for sampling, group in grouped.items():
             group.sort(key=lambda i: len(questions[i][0]))  # texts that are computed together are about equally long
-            room = max(1, self.window - sampling.max_tokens)
-            prompts = [self._encode(questions[i][0])[-room:] for i in group]
+            longest = max(1, self.window - sampling.max_tokens)
+            prompts = [self._encode(questions[i][0])[-longest:] for i in group]
             for i, answer in zip(group, continue_texts(self.model, self.source, prompts, sampling), strict=True):
                 answers[i] = answer
         return answers
