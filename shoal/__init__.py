@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from shoal.labs.validate.validation import validate_estimates as validate_estimates
     from shoal.launch.inference import evaluate as evaluate
     from shoal.launch.inference import evaluate_tasks as evaluate_tasks
+    from shoal.launch.inference import open_chat as open_chat
     from shoal.launch.inference import sample as sample
     from shoal.launch.train import train as train
     from shoal.pipeline.checker import check_program as check_program
@@ -64,7 +65,7 @@ _HOMES = {
     "shoal.labs.explain.subjects": ("explain",),
     "shoal.labs.validate.by_dry_run": ("dry_run",),
     "shoal.labs.validate.validation": ("validate_estimates",),
-    "shoal.launch.inference": ("evaluate", "evaluate_tasks", "sample"),
+    "shoal.launch.inference": ("evaluate", "evaluate_tasks", "open_chat", "sample"),
     "shoal.launch.train": ("train",),
     "shoal.pipeline.checker": ("check_program",),
     "shoal.pipeline.program": ("Program", "build_program"),

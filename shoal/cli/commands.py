@@ -33,6 +33,7 @@ COMMANDS = {
     "sample": Command(
         "shoal.cli.run.sample", 'Generate text from a trained model: shoal sample FOLDER "def main("'
     ),
+    "chat": Command("shoal.cli.run.chat", "Talk with a trained model: shoal chat FOLDER"),
     "eval": Command(
         "shoal.cli.run.eval", "Compute the loss of a trained model on a text: shoal eval FOLDER [--data PATH ...]"
     ),

@@ -13,11 +13,12 @@ from shoal.engine.device import pick_device, tune_process
 from shoal.launch.worker_pool import Pool, RankError
 from shoal.spec.config import RunConfig
 from shoal.spec.layout import Layout
+from shoal.training.inference.chat import Chat, ChatTemplate
 from shoal.training.inference.evaluate import Evaluation, choose_text, evaluate_on_rank
 from shoal.training.inference.generate import Sampling
 from shoal.training.inference.harness import check_tasks, run_tasks_on_rank
 from shoal.training.inference.sample import Show, encode_prompts, sample_on_rank
-from shoal.training.inference.source import check_generates, open_source
+from shoal.training.inference.source import check_generates, load_model, open_source, read_any_length
 
 T = TypeVar("T")
 MICRO_BATCH = 8  # sequences of a forward pass in an evaluation
@@ -75,6 +76,45 @@ def sample(
     if show and not streams:
         show("\n--------\n".join(texts))
     return texts
+
+
+def open_chat(
+    folder: str | Path,
+    *,
+    system: str = "",
+    max_tokens: int = 500,
+    temperature: float = 0.8,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    stop: Sequence[str] = (),
+    seed: int = 0,
+    precision: str = "fp32",
+    device: str = "cpu",
+) -> Chat:
+    """Load a trained model for a conversation, on one device.
+
+    Args:
+        folder: a run folder, or the folder of a model in Hugging Face's format. The chat template is that of the
+            model, or a plain one.
+        system: message before all others.
+        max_tokens, temperature, top_p, top_k, stop, seed, precision, device: see `sample`.
+
+    Raises:
+        UsageError: there is no model, or its chat template is not valid.
+
+    >>> import shoal
+    >>> chat = shoal.open_chat("runs/example", max_tokens=5)
+    >>> chat.reply("What is a fish?") == chat.messages[-1]["content"]
+    True
+    """
+    source = open_source(folder)
+    check_generates(source, folder)
+    folders = [Path(folder).expanduser(), *filter(None, [source.config.model.weights])]
+    template = ChatTemplate.find(folders)
+    sampling = Sampling(max_tokens, temperature, top_p, top_k, tuple(stop), seed)
+    model = load_model(source, source.on(Layout(), train={"precision": precision, "device": device}))
+    read_any_length(model)
+    return Chat(model, source, template, sampling, system)
 
 
 def evaluate(

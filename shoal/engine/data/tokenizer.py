@@ -104,6 +104,18 @@ class FileTokenizer:
         with self._reject_errors():
             return np.array(self._tokenizer.encode(text, add_special_tokens=begin).ids, dtype=np.uint32)
 
+    def encode_chat(self, text: str) -> np.ndarray:
+        """Encode the output of a chat template, in which the names of special tokens stand for the tokens."""
+        self._tokenizer.encode_special_tokens = False
+        try:
+            return self.encode(text)
+        finally:
+            self._tokenizer.encode_special_tokens = True
+
+    def find(self, token: str) -> int | None:
+        """Return the id of a token, or None."""
+        return self._tokenizer.token_to_id(token)
+
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Encode several texts on all cores, with the library's own threads, so that nothing is forked or pickled."""
         with self._reject_errors():

@@ -30,6 +30,7 @@ from shoal.training.inference.sample import Continuation, encode_prompts
 from shoal.training.inference.source import load_model, open_source, read_any_length
 from shoal.training.records.metrics import read_metrics
 from shoal.training.step.engine import Engine
+from tests.training.inference.models import export_fresh
 from tests.trainings.runs import checkpoints, small_config, train_in
 
 LAYOUTS = {
@@ -228,17 +229,6 @@ def test_a_text_of_an_imported_model_begins_as_its_tokenizer_says(tmp_path, corp
     assert source.ends == {7, ids[1]} and source.window == shape.max_sequence
     assert encode_prompts(source, ["a"]) == [[ids[0], words.token_to_id("a")]]
     assert write(tmp_path / "model", "a", max_tokens=3).startswith("a")
-
-
-def export_fresh(shape, folder) -> None:
-    """Write an untrained model as transformers would."""
-    import transformers
-
-    from shoal.spec.hugging_face import hf_config
-
-    values = hf_config(shape, "float32", "test")
-    kind = getattr(transformers, values["architectures"][0])
-    kind(kind.config_class(**values)).save_pretrained(folder)
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
