@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 import shoal
-from shoal.base.section import plain
+from shoal.base.section import Section, plain
 from shoal.cli.arguments import parse_run
 from shoal.cli.main import main
 from shoal.cli.run.train import TrainOptions
 from shoal.engine.checkpoint.manifest import Manifest, StoredBox, StoredFile, StoredTensor
 from shoal.engine.data.prepare import DataContents
 from shoal.spec.config import RUN_FILE, RunConfig, save_config
-from shoal.spec.config.model import DepthsConfig, ExpertsConfig
+from shoal.spec.config.model import DepthsConfig, ExpertsConfig, LatentConfig
 
 SECTIONS = tuple(RunConfig.model_fields)
 
@@ -82,7 +82,7 @@ def typed(name, default):
 
 FIELDS = [
     f"{name}.{key}" for name, s in RunConfig.model_fields.items() for key in s.annotation.model_fields
-    if f"{name}.{key}" not in ("model.experts", "model.depths", "model.rope_scaling")
+    if not isinstance(s.annotation.model_fields[key].default, Section)
 ]
 
 
@@ -99,7 +99,7 @@ def test_every_field_can_be_typed(section, dashes):
     assert plain(config) == {**plain(RunConfig()), section: plain(defaults.model_copy(update=values))}
 
 
-PARTS = {"experts": ExpertsConfig, "depths": DepthsConfig}
+PARTS = {"experts": ExpertsConfig, "depths": DepthsConfig, "latent": LatentConfig}
 
 
 @pytest.mark.parametrize("dashes", [False, True])

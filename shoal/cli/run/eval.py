@@ -82,8 +82,10 @@ def run(options: EvalOptions) -> int:
         print(json.dumps(asdict(found)))
         return 0
     print(f"loss           {found.loss:.6f} nats per token\nperplexity     {found.perplexity:.4f}")
-    print(f"bits per byte  {found.bits_per_byte:.6f}")
-    print(f"text           {found.tokens:,} tokens of {found.documents:,} documents, {found.bytes:,} bytes in all")
+    if found.bytes and found.bits_per_byte is not None:
+        print(f"bits per byte  {found.bits_per_byte:.6f}")
+    size = f", {found.bytes:,} bytes" * bool(found.bytes)
+    print(f"predicted      {found.tokens:,} tokens of a text of {found.documents:,} documents{size}")
     return 0
 
 

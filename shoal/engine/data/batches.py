@@ -118,8 +118,7 @@ class CompleteDataset:
     The last sequence may be shorter, and every sequence after it is empty: what is missing has no targets.
 
     Args:
-        end_of_document: id that fills up what is missing.
-        masked: whether attention and loss stay inside documents.
+        document_mask: whether attention and loss stay inside documents.
         samples: number of sequences (default: all).
 
     Raises:
@@ -127,33 +126,35 @@ class CompleteDataset:
     """
 
     def __init__(
-        self, stream: TokenStream, *, sequence_length: int, end_of_document: int, masked: bool,
-        samples: int | None = None,
+        self, stream: Stream, *, sequence_length: int, document_mask: bool, samples: int | None = None
     ) -> None:
-        self.vocab_size, self.fingerprint, self.info = stream.manifest.vocab_size, stream.folder.name, stream.info
+        self.contents = stream.contents
+        self.vocab_size, self.fingerprint = self.contents.vocab_size, self.contents.fingerprint
         if len(stream) < 2:
-            raise UsageError(f"data: the {stream.split} split of {stream.manifest.corpus} has {len(stream)} tokens; a "
+            raise UsageError(f"data: the {stream.split} split of {self.contents.corpus} has {len(stream)} tokens; a "
                              "loss needs 2.\n  Give more text.")
         complete = -(-(len(stream) - 1) // sequence_length)
-        self.samples = complete if samples is None else min(samples, complete)
-        self._stream, self._length, self._end, self._masked = stream, sequence_length, end_of_document, masked
+        self.tokens, self.samples = len(stream), complete if samples is None else min(samples, complete)
+        self._stream, self._length, self._document_mask = stream, sequence_length, document_mask
 
     def first(self, samples: int) -> CompleteDataset:
         """Return the data set of the first sequences."""
         return CompleteDataset(
-            self._stream, sequence_length=self._length, end_of_document=self._end, masked=self._masked, samples=samples
+            self._stream, sequence_length=self._length, document_mask=self._document_mask, samples=samples
         )
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """Return the sequences at these indices; those from `samples` on have no targets."""
-        s, tokens = self._length, len(self._stream)
-        windows = np.full((len(indices), s + 1), self._end, dtype=np.int64)
-        found = np.zeros(len(indices), dtype=np.int64)
+        """Return the sequences at these indices; from index `samples` on they have no targets."""
+        s = self._length
+        windows = np.zeros((len(indices), s + 1), dtype=np.int64)
+        found = np.zeros(len(indices), dtype=np.int64)  # targets of each sequence
+        ends = np.ones((len(indices), s), dtype=bool)
         for row, index in enumerate(indices):
             if index < self.samples:
-                read = self._stream.read(index * s, min(tokens, (index + 1) * s + 1))
+                read = self._stream.read(index * s, min(self.tokens, (index + 1) * s + 1))
                 windows[row, : len(read)], found[row] = read, len(read) - 1
-        batch = _next_token(windows, self._end if self._masked else None, indices)
+                ends[row, : len(read) - 1] = self._stream.ends(read[:-1], index * s)
+        batch = _next_token(windows, ends if self._document_mask else None, indices)
         batch.targets[torch.from_numpy(np.arange(s) >= found[:, None])] = IGNORE
         return batch
 
@@ -248,8 +249,8 @@ def open_complete(config: DataConfig, *, progress: bool = False) -> CompleteData
     """
     tokenizer = load_tokenizer(config.tokenizer)
     return CompleteDataset(
-        TokenStream(open_shards(config, tokenizer, progress=progress), "validation"),
-        sequence_length=config.sequence_length, end_of_document=tokenizer.end_of_document, masked=config.document_mask,
+        open_stream(config, tokenizer, "validation", progress=progress), sequence_length=config.sequence_length,
+        document_mask=config.document_mask,
     )
 
 

@@ -122,7 +122,7 @@ class Chat:
             continue_texts(self.model, self.source, [self._encode()], self.sampling, take)
         answer = "".join(shown).strip()
         self.messages.append({"role": "assistant", "content": answer})
-        # Each reply of a conversation is drawn anew.
+        # Each reply has random numbers of its own.
         self.sampling = replace(self.sampling, seed=self.sampling.seed + 1)
         return answer
 

@@ -26,15 +26,15 @@ class Evaluation:
         bits_per_byte: loss per byte of the text, loss / ln 2 x tokens / bytes of the full text (Gao et al. 2020, "The
             Pile", section 3.1). Unlike the loss it compares models with different tokenizers.
         tokens: predicted tokens, with ends of documents.
-        documents, bytes: size of the text.
+        documents, bytes: size of the text. The bytes, and the loss per byte, are None for a text that is stored as ids.
     """
 
     loss: float
     perplexity: float
-    bits_per_byte: float
+    bits_per_byte: float | None
     tokens: int
     documents: int
-    bytes: int
+    bytes: int | None
 
 
 def choose_text(source: ModelSource, data: tuple[str, ...], sequence_length: int | None) -> DataConfig:
@@ -82,7 +82,7 @@ def evaluate_on_rank(source: ModelSource, config: RunConfig, sequences: int | No
     """Load a model on this rank of the config's layout, and evaluate it on the config's data. Collective."""
     samples = open_complete(config.data)
     found = sum_complete(load_model(source, config), samples, sequences)
-    text, loss = samples.info, found.mean
+    text, loss = samples.contents, found.mean
     perplexity = math.exp(loss) if loss < math.log(1e300) else math.inf
-    bits = loss / math.log(2) * text.tokens / max(1, text.bytes)
+    bits = loss / math.log(2) * samples.tokens / text.bytes if text.bytes else None
     return Evaluation(loss, perplexity, bits, found.tokens, text.documents, text.bytes)

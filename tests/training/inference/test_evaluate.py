@@ -123,7 +123,7 @@ def test_the_command_prints_it(run, texts, capsys):
     words = ["eval", str(run), "--data", str(texts[0] / "held-out.jsonl"), "--micro-batch", "4"]
     assert main(words) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split("  ")[0] for line in lines] == ["loss", "perplexity", "bits per byte", "text"]
+    assert [line.split("  ")[0] for line in lines] == ["loss", "perplexity", "bits per byte", "predicted"]
     assert main([*words, "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert f"{values['loss']:.6f}" in lines[0] and f"{values['tokens']:,} tokens" in lines[3]
