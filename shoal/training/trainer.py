@@ -294,11 +294,16 @@ class Trainer:
         )
 
     def _peak_flops(self) -> float | None:
-        """Return the summed peak FLOP/s of all ranks; None if any rank's is unknown. Collective."""
+        """Return the summed peak FLOP/s of all ranks; None if any rank's is unknown. Collective.
+
+        One rank of each machine answers for all of them, as a measurement takes as long as some steps of a small model.
+        """
         float8, compute = self.engine.float8, self.engine.policy.compute
         native = float8 is not None and float8.native(compute, self.mesh.device)
-        own = peak_flops(torch.float8_e4m3fn if native else compute, self.mesh.device, self.local_ranks)
-        total = torch.tensor([own or 0.0, float(own is None)], dtype=torch.float64, device=self.mesh.device)
+        total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        if self.mesh.rank % self.local_ranks == 0:
+            own = peak_flops(torch.float8_e4m3fn if native else compute, self.mesh.device, self.local_ranks)
+            total += torch.tensor([self.local_ranks * (own or 0.0), float(own is None)])
         rate, unknown = to_host(all_reduce(total, self.mesh.group("world")))
         return None if unknown else rate
 

@@ -2,6 +2,7 @@
 
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,18 +41,33 @@ def whole(corpus, pool, tmp_path_factory):
     return config, folder
 
 
-def die(config, folder, pool) -> Path:
-    """The same run, until rank after rank is lost after step 10: memory has step 9, the disk step 8."""
+@pytest.fixture(scope="module")
+def died(whole, pool, tmp_path_factory) -> Callable[[], tuple[Path, Path]]:
+    """The same run, until rank after rank is lost after step 10: memory has step 9, the disk step 8.
+
+    A call returns its folder and its memory as they were then.
+    """
+    config, _ = whole
+    folder, kept = tmp_path_factory.mktemp("died") / "run", tmp_path_factory.mktemp("kept")
     with pytest.raises(RankError, match="is lost"):
         train(pool, Dies, config, folder)
-    return run_dir(folder, config.failover)
+    places = {"folder": folder, "memory": run_dir(folder, config.failover)}
+    for name, place in places.items():
+        shutil.copytree(place, kept / name)
+
+    def restore() -> tuple[Path, Path]:
+        for name, place in places.items():
+            shutil.rmtree(place, ignore_errors=True)
+            shutil.copytree(kept / name, place)
+        return folder, places["memory"]
+
+    return restore
 
 
 @pytest.mark.parametrize("lost", ["no node", "node 0", "node 1", "both nodes"])
-def test_the_same_layout_goes_on_bit_for_bit(lost, whole, pool, tmp_path):
+def test_the_same_layout_goes_on_bit_for_bit(lost, whole, died, pool):
     config, undisturbed = whole
-    folder = tmp_path / "run"
-    memory = die(config, folder, pool)
+    folder, memory = died()
     for node in {"no node": (), "node 0": (0,), "node 1": (1,), "both nodes": (0, 1)}[lost]:
         shutil.rmtree(memory / f"node-{node:05d}")
     source = train(pool, Tells, config, folder, resume=True)
@@ -64,10 +80,9 @@ def test_the_same_layout_goes_on_bit_for_bit(lost, whole, pool, tmp_path):
 @pytest.mark.parametrize(
     "parallel", [{"micro_batch": 2}, {"pp": 2, "micro_batch": 2}, {"dp": 4, "zero": 3, "micro_batch": 1}]
 )
-def test_another_layout_goes_on_with_the_same_curve(parallel, whole, pool, tmp_path):
+def test_another_layout_goes_on_with_the_same_curve(parallel, whole, died, pool):
     config, undisturbed = whole
-    folder = tmp_path / "run"
-    memory = die(config, folder, pool)
+    folder, memory = died()
     shutil.rmtree(memory / "node-00001")
     changed = config.model_copy(update={"parallel": Layout(**parallel)})
     assert train(pool, Tells, changed, folder, resume=True) == "step 9, from memory"
