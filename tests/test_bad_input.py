@@ -128,7 +128,7 @@ CASES = {
     "UTF-16": corpus(("hello " * 4000).encode("utf-16"), says="bad.txt is not UTF-8 text"),
     "paths that nothing reads": Bad(
         lambda p: ["train", "--data.source", "stdlib", "--data.paths", p.corpus, "--run-folder", p.folder / "unread"],
-        ("with data.source = 'stdlib', which does not read it", "Set data.source (auto, text, jsonl, parquet)")),
+        ("with data.source = 'stdlib', which does not read it", "Set data.source (auto, text, jsonl, parquet, me")),
     "paths and a dataset": Bad(
         lambda p: ["data", "inspect", "--data.paths", p.corpus, "--data.dataset", "a/b"], ("Set data.source (hub)",)),
     "a file of an unknown format": Bad(

@@ -68,13 +68,17 @@ def read(
     fields: dict[str, Any] = {
         name: Annotated[_unchecked(section), tyro.conf.arg(name=name, help="")] for name, section in sections.items()
     }
+    tables = [(name, field) for name, section in sections.items() for field in _tables(section)]
+    of_files = {(name, field): default[name].pop(field) for name, field in tables if field in default[name]}
+    for name, field in of_files:
+        default[name][field] = {}
     for name, section in sections.items():
         missing = (field for field, info in section.model_fields.items() if info.is_required())
         default[name] = dict.fromkeys(missing, tyro.MISSING) | default[name]
     errors = StringIO()
     try:
         with redirect_stderr(errors):
-            return tyro.cli(
+            found: dict[str, dict[str, Any]] = tyro.cli(
                 TypedDict("Arguments", fields),  # type: ignore[operator]  # fields are only known at run time
                 default=default, prog=prog, description=description.strip(), args=args,
             )
@@ -82,6 +86,18 @@ def read(
         if end.code == 0:
             raise
         raise UsageError(f"{prog}: {_without_box(errors.getvalue())}") from None
+    for (name, field), value in of_files.items():
+        found[name][field] = found[name][field] or value
+    return found
+
+
+def _tables(section: type[BaseModel]) -> list[str]:
+    """Return the fields with sections by name, which a command line can only set by one text each."""
+    kinds = {name: get_args(_bare(kind))[1:] for name, kind in get_type_hints(section).items()}
+    return [
+        name for name, kind in kinds.items()
+        if name in section.model_fields and kind and isinstance(kind[0], type) and issubclass(kind[0], BaseModel)
+    ]
 
 
 def _read_plain(sections: Mapping[str, type[BaseModel]], args: list[str]) -> dict[str, dict[str, Any]] | None:
@@ -140,6 +156,8 @@ def _unchecked(section: type[BaseModel]) -> Any:
         kind = kinds[name]
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             kind = _unchecked(kind)
+        elif name in _tables(section):
+            kind = dict[str, str]
         about = re.sub(r"(?<!\n)\n(?!\n)", " ", documented.get(name, ""))  # the terminal wraps lines
         positional = POSITIONAL in field.metadata
         hint = None if field.is_required() else _show_default

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar, get_origin
+from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -91,7 +91,7 @@ def _explain(section: Any, error: Any, outer: tuple[str, ...]) -> tuple[str, str
         if elsewhere:
             return f"there is no key '{dotted}'; ", f"did you mean '{' or '.join(elsewhere)}'?"
         for key in keys[:-1]:
-            section = section.model_fields[key].annotation
+            section = section.model_fields[key].annotation if hasattr(section, "model_fields") else get_args(section)[1]
         return f"there is no key '{dotted}'; ", did_you_mean(keys[-1], section.model_fields)
     what = "input should be a table" if error["type"] == "model_type" else error["msg"].removeprefix("Value error, ")
     of_table = error["type"] in ("missing", "value_error") and isinstance(error["input"], dict)  # several keys
@@ -104,10 +104,11 @@ def _keys(section: Any, place: tuple[str | int, ...]) -> list[str]:
     keys: list[str] = []
     for key in place:
         fields = getattr(section, "model_fields", None)
-        if not isinstance(key, str) or (fields is None and get_origin(section) is not dict):
+        table = get_origin(section) is dict
+        if not isinstance(key, str) or (fields is None and not table) or key == "[key]":
             break
         keys.append(key)
-        section = fields[key].annotation if fields and key in fields else None
+        section = get_args(section)[1] if table else fields[key].annotation if fields and key in fields else None
     return keys
 
 

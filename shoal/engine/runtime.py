@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.mesh import Mesh
@@ -65,6 +65,7 @@ class Runtime:
     Attributes:
         versions: the weight versions of each stage, in asynchronous pipelines.
         recorders: called around each action.
+        on_loss: called with a micro-batch, or a slice of it, after its loss was computed by the module.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class Runtime:
             for stage in stages if program.updates > 1
         }
         self.recorders: list[Recorder] = []
+        self.on_loss: Callable[[Batch, nn.Module], None] | None = None
         # One group per channel, so that channels never wait for each other.
         self.groups: dict[Channel, Group] = {}
         self._connect()
@@ -215,6 +217,8 @@ class Runtime:
         output = self.stages[stage].forward(batch, hidden, part)
         if self.program.is_last(stage):
             self._loss += output.detach()
+            if self.on_loss is not None:
+                self.on_loss(batch, self.stages[stage].module)
             output = output * scale
         else:
             self._hidden[stage + 1, microbatch, number] = output.detach()

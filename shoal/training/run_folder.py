@@ -76,7 +76,12 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
             "weights": weights and Path(_absolute(str(weights))), "module": _absolute(config.model.module),
         }),
         "data": data.model_copy(update={
-            "paths": tuple(map(_absolute, data.paths)), "cache": Path(_absolute(str(data.cache))),
+            "paths": tuple(map(_absolute, data.paths)),
+            "mixture": {
+                name: source.model_copy(update={"paths": tuple(map(_absolute, source.paths))})
+                for name, source in data.mixture.items()
+            },
+            "cache": Path(_absolute(str(data.cache))),
             "tokenizer": data.tokenizer if data.tokenizer == "bytes" else _absolute(data.tokenizer),
         }),
         "checkpoint": kept.model_copy(update={"folder": _absolute(kept.folder)}),
@@ -182,6 +187,9 @@ def _differences(first: RunConfig, config: RunConfig) -> Iterator[Difference]:
         "train.global_batch": lambda c: c.train.global_batch,
         "train.seed": lambda c: c.train.seed,
         "data.source": lambda c: c.data.reads,
+        "data.mixture": lambda c: {
+            name: source.model_dump(exclude={"paths", "source"}) for name, source in c.data.mixture.items()
+        },
         **{f"data.{name}": attrgetter(f"data.{name}") for name in _DATA_ORDER},
     }
     for name, value in order.items():

@@ -246,12 +246,12 @@ class Trainer:
         most = torch.tensor(float(peak_memory(self.mesh.device)), device=self.mesh.device)
         memory = to_host(all_reduce(most, self.mesh.group("world"), dist.ReduceOp.MAX))
         steps, seconds = self.timer.lap()
-        stalled = self.states.take_stalled()
+        stalled, source_loss = self.states.take_stalled(), self.engine.source_losses.take()
         if not self.first:
             return
         scale = self.engine.loss_scale
         length, left = self.config.data.sequence_length, self.config.train.steps - self.step
-        validated = self.engine.validated.get("dropped") if self.validation_loss is not None else None
+        validated = self.engine.validated if self.validation_loss is not None else {}
         self._record_metrics(
             self.step,
             steps * self.config.train.global_batch * length / seconds,
@@ -263,7 +263,10 @@ class Trainer:
             memory_bytes=int(memory),
             seconds_left=left * seconds / steps,
             saving=stalled / (stalled + seconds),
-            validation_dropped=validated,
+            validation_dropped=validated.get("dropped"),
+            source_validation_loss=validated.get("sources"),
+            source_loss=source_loss,
+            source_tokens=self.engine.source_losses.tokens(self.step * self.config.train.global_batch, length),
             **self.engine.routing_metrics(),
         )
 

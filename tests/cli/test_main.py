@@ -15,7 +15,7 @@ from shoal.cli.main import main
 from shoal.cli.run.train import TrainOptions
 from shoal.engine.checkpoint.manifest import Manifest, StoredBox, StoredFile, StoredTensor
 from shoal.engine.data.prepare import DataContents
-from shoal.spec.config import RUN_FILE, RunConfig, save_config
+from shoal.spec.config import RUN_FILE, MixtureSource, RunConfig, save_config
 from shoal.spec.config.model import DepthsConfig, ExpertsConfig, LatentConfig
 
 SECTIONS = tuple(RunConfig.model_fields)
@@ -39,6 +39,8 @@ TYPED = {
     "parallel.bucket_mb": (0.5, ["0.5"]),
     "data.source": ("jsonl", ["jsonl"]),
     "data.paths": (("a b", "c/*.txt"), ["a b", "c/*.txt"]),
+    "data.mixture": (
+        {"a": MixtureSource(paths=("b",)), "c": MixtureSource(paths=("d e",))}, ["a", "b", "c", "d e"]),
     "data.unreadable": ("skip", ["skip"]),
     "data.sampler": ("pool", ["pool"]),
     "data.validation_fraction": (0.25, ["0.25"]),

@@ -53,12 +53,13 @@ def inspect(options: InspectOptions, config: RunConfig) -> int:
     found = shoal.describe_data(config.data)
     if found.splits:
         print(printable("\n".join([*found.summary, f"tokenizer: {found.tokenizer}", ""])))
-        print(f"{'':12}{'documents':>12}{'tokens':>16}{'bytes/token':>14}{'files':>8}{'samples':>12}")
+        width = max(12, *(len(name) + 1 for name in found.splits))
+        print(f"{'':{width}}{'documents':>12}{'tokens':>16}{'bytes/token':>14}{'files':>8}{'samples':>12}")
         for name, split in found.splits.items():
-            stream = split.stream
-            ratio = "" if stream.bytes is None else f"{stream.bytes / max(1, split.tokens):.2f}"
-            row = f"{name:12}{stream.documents:>12,}{split.tokens:>16,}{ratio:>14}{stream.files:>8}{split.samples:>12,}"
-            print(row)
+            stream, tokens = split.stream, split.tokens
+            ratio = "" if stream.bytes is None else f"{stream.bytes / max(1, tokens):.2f}"
+            row = f"{stream.documents:>12,}{tokens:>16,}{ratio:>14}{stream.files:>8}{split.samples:>12,}"
+            print(f"{name:{width}}{row}")
     print(f"\nsample 0 of seed 0: {found.sample_tokens} tokens, {found.sample_targets} in the loss\n")
     print(printable(found.sample))
     return 0

@@ -9,8 +9,10 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
+import xxhash
 
 from shoal.base.errors import UsageError
+from shoal.engine.data.mixture import Blend
 from shoal.engine.data.open_stream import open_stream
 from shoal.engine.data.order import SampleOrder
 from shoal.engine.data.shards import SPLITS, Split, Stream
@@ -32,6 +34,7 @@ class Batch:
         documents: index in the sequence of each token's document, from 0, ``[n, s]`` int32; only if attention and loss
             stay inside documents.
         samples: global sample index of each sequence, ``[n]`` int64; None if nothing is drawn by it.
+        sources: number of the source of each sequence in a mixture, ``[n]`` int64; None without a mixture.
         sequences, labels: see `Transformer.forward`.
     """
 
@@ -39,6 +42,7 @@ class Batch:
     targets: torch.Tensor
     documents: torch.Tensor | None = None
     samples: torch.Tensor | None = None
+    sources: torch.Tensor | None = None
     sequences: float = 1
     labels: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 
@@ -48,9 +52,10 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch on a device, without waiting; documents stay on the host, where masks are made from them."""
-        samples = None if self.samples is None else to_device(self.samples, device)
+        samples, sources = (None if x is None else to_device(x, device) for x in (self.samples, self.sources))
         return replace(
-            self, tokens=to_device(self.tokens, device), targets=to_device(self.targets, device), samples=samples
+            self, tokens=to_device(self.tokens, device), targets=to_device(self.targets, device), samples=samples,
+            sources=sources,
         )
 
 
@@ -159,6 +164,43 @@ class CompleteDataset:
         return batch
 
 
+class MixtureDataset:
+    """Sequences of several datasets, mixed by weight; each sequence is of one of them.
+
+    Args:
+        datasets: datasets by name.
+        weights: relative number of samples of each.
+        epochs: passes over a dataset after which it has ended; 0 for no limit.
+        seed: seed of the order in which sources follow each other.
+    """
+
+    def __init__(
+        self, datasets: dict[str, Dataset], weights: dict[str, float], epochs: dict[str, float], seed: int
+    ) -> None:
+        self._datasets = list(datasets.values())
+        limits = {name: round(epochs[name] * d.samples) or None for name, d in datasets.items()}
+        self.blend = Blend(weights, limits, seed)
+        self.vocab_size = max(dataset.vocab_size for dataset in self._datasets)
+        self.samples = sum(dataset.samples for dataset in self._datasets)
+        parts = [f"{name} {d.fingerprint} {weights[name]} {epochs[name]}" for name, d in datasets.items()]
+        self.fingerprint = xxhash.xxh3_128_hexdigest(" ".join(["mixture", *parts]).encode())
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """Return the sequences at these indices: a pure function of (datasets, weights, seed, index)."""
+        sources, samples = self.blend(indices)
+        places, batches = [], []
+        for source in np.unique(sources):
+            places.append(np.flatnonzero(sources == source))
+            batches.append(self._datasets[source].batch(samples[places[-1]].tolist()))
+        back = torch.from_numpy(np.argsort(np.concatenate(places)))
+        documents = [batch.documents for batch in batches if batch.documents is not None]
+        return Batch(
+            torch.cat([batch.tokens for batch in batches])[back], torch.cat([batch.targets for batch in batches])[back],
+            torch.cat(documents)[back] if documents else None, torch.tensor(indices, dtype=torch.int64),
+            torch.from_numpy(sources),
+        )
+
+
 class SyntheticDataset:
     """Random tokens with a strongly varying masked fraction of each sequence, for comparing layouts.
 
@@ -235,10 +277,18 @@ def open_dataset(
         size = tokenizer.vocab_size if vocab_size is None else vocab_size
         split_seed = len(SPLITS) * seed + SPLITS.index(split)
         return SyntheticDataset(size, config.sequence_length, split_seed, documents=config.document_mask)
-    return PackedDataset(
-        open_stream(config, tokenizer, split, progress=progress), seed if split == "train" else 0,
-        sequence_length=config.sequence_length, document_mask=config.document_mask,
-    )
+    seed = seed if split == "train" else 0
+    packed: dict[str, Dataset] = {}
+    for name, source in config.sources().items():
+        stream = open_stream(source, tokenizer, split, progress=progress)
+        packed[name] = PackedDataset(
+            stream, seed, sequence_length=config.sequence_length, document_mask=config.document_mask
+        )
+    if not config.mixture:
+        return packed[""]
+    weights = {name: source.weight for name, source in config.mixture.items()}
+    epochs = {name: source.epochs if split == "train" else 0.0 for name, source in config.mixture.items()}
+    return MixtureDataset(packed, weights, epochs, seed)
 
 
 def open_complete(config: DataConfig, *, progress: bool = False) -> CompleteDataset:

@@ -172,14 +172,24 @@ def check_read(config: DataConfig) -> None:
     Raises:
         UsageError: naming one, and the sources that read it.
     """
-    for name, sources in _READERS.items():
-        value = getattr(config, name)
-        if config.reads not in sources and value != DataConfig.model_fields[name].default:
-            chosen = "auto" if config.reads == "files" else config.reads
-            allowed = ", ".join(source.replace("files", "auto") for source in sources)
+    if config.mixture:
+        _check_source(config, "data", "a data.mixture", ("source", *_READERS))
+    for name, source in config.sources().items() if config.mixture else [("", config)]:
+        chosen = "auto" if source.reads == "files" else source.reads
+        where = f"data.mixture.{name}" if name else "data"
+        if name and chosen == "synthetic":
+            raise UsageError(f"{where}.source = 'synthetic' is random tokens, which cannot be mixed.\n  Leave it out.")
+        unread = tuple(field for field, sources in _READERS.items() if source.reads not in sources)
+        _check_source(source, where, f"{where}.source = '{chosen}'", unread)
+
+
+def _check_source(config: DataConfig, where: str, chosen: str, unread: tuple[str, ...]) -> None:
+    for name in unread:
+        if (value := getattr(config, name)) != DataConfig.model_fields[name].default:
+            readers = " or ".join(source.replace("files", "auto") for source in _READERS.get(name, ()))
+            remedy = f"Set {where}.source ({readers.replace(' or ', ', ')}), or leave" if readers else "Leave"
             raise UsageError(
-                f"data.{name} = {value!r} with data.source = '{chosen}', which does not read it."
-                f"\n  Set data.source ({allowed}), or leave data.{name} out."
+                f"{where}.{name} = {value!r} with {chosen}, which does not read it.\n  {remedy} {where}.{name} out."
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shoal.base.errors import UsageError
 from shoal.engine.data.megatron import MegatronStream
 from shoal.engine.data.shards import Split, Stream, TokenStream, open_shards
 from shoal.engine.data.tokenizer import Tokenizer
@@ -14,6 +15,11 @@ def open_stream(config: DataConfig, tokenizer: Tokenizer, split: Split, *, progr
     Raises:
         UsageError: naming the invalid input.
     """
+    if config.mixture:
+        raise UsageError(
+            f"data.mixture has several sources ({', '.join(config.mixture)}), and one text is needed here."
+            "\n  Name files, such as with --data."
+        )
     if config.reads == "megatron":
         return MegatronStream(config, tokenizer.vocab_size, tokenizer.fingerprint, split)
     return TokenStream(open_shards(config, tokenizer, progress=progress), split, tokenizer.end_of_document)

@@ -11,7 +11,7 @@ from shoal.engine.data.corpus import check_read, open_corpus
 from shoal.engine.data.megatron import write_megatron
 from shoal.engine.data.open_stream import open_stream
 from shoal.engine.data.readers import Skipped
-from shoal.engine.data.shards import SPLITS, Split, StreamContents, assign_split
+from shoal.engine.data.shards import SPLITS, StreamContents, assign_split
 from shoal.engine.data.tokenizer import FileTokenizer, load_tokenizer, train_bpe
 from shoal.spec.config import DataConfig
 
@@ -54,7 +54,8 @@ def train_tokenizer(
     check_read(data)
     documents = (
         text
-        for text in open_corpus(data).documents(Skipped(stop=data.unreadable == "stop"))
+        for source in data.sources().values()
+        for text in open_corpus(source).documents(Skipped(stop=source.unreadable == "stop"))
         if assign_split(text.encode(), data.validation_fraction) == "train"
     )
     return train_bpe(documents, vocab_size, expanded(Path(out), "--out"))
@@ -75,7 +76,8 @@ class DataContents:
 
     Attributes:
         summary: what was read, and what was left out.
-        splits: streams of the splits; none for synthetic data, drawn on use.
+        splits: streams of the splits, by their name, and in a mixture by that of the source before it; none for
+            synthetic data, drawn on use.
         sample_tokens: tokens of the first training sample of seed 0.
         sample_targets: number of these tokens that count in the loss.
         sample: text of this sample.
@@ -83,7 +85,7 @@ class DataContents:
 
     tokenizer: str
     summary: tuple[str, ...]
-    splits: dict[Split, SplitContents]
+    splits: dict[str, SplitContents]
     sample_tokens: int
     sample_targets: int
     sample: str
@@ -105,12 +107,13 @@ def describe_data(data: DataConfig) -> DataContents:
     check_read(data)
     tokenizer = load_tokenizer(data.tokenizer)
     summary: list[str] = []
-    splits: dict[Split, SplitContents] = {}
-    for split in SPLITS if data.reads != "synthetic" else ():
-        stream = open_stream(data, tokenizer, split, progress=not splits)
-        samples = max(0, len(stream) - 1) // data.sequence_length
-        splits[split] = SplitContents(stream.contents, len(stream), samples)
-        summary = stream.summary()
+    splits: dict[str, SplitContents] = {}
+    for name, source in data.sources().items() if data.reads != "synthetic" else ():
+        for split in SPLITS:
+            stream = open_stream(source, tokenizer, split, progress=True)
+            samples = max(0, len(stream) - 1) // data.sequence_length
+            splits[f"{name} {split}".strip()] = SplitContents(stream.contents, len(stream), samples)
+        summary += stream.summary()
     sample = open_dataset(data, seed=0, split="train").batch([0])
     text = tokenizer.decode(sample.tokens[0].tolist())
     return DataContents(data.tokenizer, tuple(summary), splits, sample.tokens.shape[1], sample.unmasked(), text)
@@ -118,6 +121,8 @@ def describe_data(data: DataConfig) -> DataContents:
 
 def export_megatron(data: DataConfig, out: Path) -> list[Path]:
     """Write the token ids of a corpus as files of Megatron: ``out-train`` and ``out-validation``, .bin and .idx each.
+
+    Of a mixture, each source has files of its own: ``out-NAME-train``.
 
     Returns:
         The paths without suffix, of the splits that have ids.
@@ -136,8 +141,9 @@ def export_megatron(data: DataConfig, out: Path) -> list[Path]:
     if data.reads == "synthetic":
         raise UsageError("data.source = 'synthetic' is drawn on use, and has no end.\n  Use another source.")
     tokenizer, written = load_tokenizer(data.tokenizer), []
-    for split in SPLITS:
-        if len(stream := open_stream(data, tokenizer, split, progress=True)):
-            written.append(out.with_name(f"{out.name}-{split}"))
-            write_megatron(stream, written[-1])
+    for name, source in data.sources().items():
+        for split in SPLITS:
+            if len(stream := open_stream(source, tokenizer, split, progress=True)):
+                written.append(out.with_name("-".join(filter(None, (out.name, name, split)))))
+                write_megatron(stream, written[-1])
     return written

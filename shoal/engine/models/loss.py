@@ -21,14 +21,31 @@ class CrossEntropy(nn.Module):
 
     It overwrites the logits; torch's own loss keeps another copy and makes two in backward. Under the compiler on the
     CPU, torch's loss is used, because it compiles to one kernel.
+
+    Attributes:
+        keep_rows: whether to keep the loss of each sequence.
+        rows: [b] loss of each sequence [nats] in the last forward, detached, if kept.
     """
+
+    keep_rows = False
+    rows: Tensor | None = None
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the loss; overwrites logits of >= 32 bits. logits: [b, s, v]; targets: [b, s] ids or `IGNORE`."""
         if torch.compiler.is_compiling():  # on the CPU: `shoal.engine.parallel.apply` compiles no loss on CUDA
             logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
-            return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
-        return SummedCrossEntropy.apply(logits, targets, targets != IGNORE, logits.shape[-1], None)
+            if not self.keep_rows:
+                return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+            each = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="none")
+            self.rows = each.detach().view(targets.shape).sum(1)
+            return each.sum()
+        counts = targets != IGNORE
+        return SummedCrossEntropy.apply(logits, targets, counts, logits.shape[-1], None, self.rows_for(targets))
+
+    def rows_for(self, targets: Tensor) -> Tensor | None:
+        """Return the memory for the loss of each sequence, [b]; None if it is not kept."""
+        self.rows = torch.empty(len(targets), dtype=torch.float64, device=targets.device) if self.keep_rows else None
+        return self.rows
 
 
 class SummedCrossEntropy(torch.autograd.Function):
@@ -41,7 +58,8 @@ class SummedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, logits: Tensor, targets: Tensor, counts: Tensor, columns: int, gather: Callable[[Tensor], Tensor] | None
+        ctx, logits: Tensor, targets: Tensor, counts: Tensor, columns: int, gather: Callable[[Tensor], Tensor] | None,
+        rows: Tensor | None,
     ) -> Tensor:
         """Return the summed loss [nats].
 
@@ -51,6 +69,7 @@ class SummedCrossEntropy(torch.autograd.Function):
             counts: [b, s] bool, targets that count.
             gather: stacks a tensor of all ranks, in order: [2, b, s] -> [ranks, 2, b, s]; None if all ids are on this
                 rank.
+            rows: [b], set to the loss of each sequence.
         """
         ctx.dtype, logits = logits.dtype, logits.detach()
         ctx.columns = columns if kernels.use_fused(logits) else None
@@ -75,7 +94,10 @@ class SummedCrossEntropy(torch.autograd.Function):
             ctx.save_for_backward(logits, total, target, counts)
         else:
             ctx.save_for_backward(softmax, (own - total).exp().mul_(counts), target, mine)
-        return (total - at_target).masked_fill(~counts, 0).sum()
+        losses = (total - at_target).masked_fill(~counts, 0)
+        if rows is not None:
+            rows.copy_(losses.sum(1))
+        return losses.sum()
 
     @staticmethod
     @once_differentiable
@@ -84,8 +106,8 @@ class SummedCrossEntropy(torch.autograd.Function):
         if ctx.columns is not None:
             logits, total, target, counts = ctx.saved_tensors
             overwrite_with_gradient(logits, target, total, counts * gradient, ctx.columns)
-            return logits, None, None, None, None
+            return logits, None, None, None, None, None
         softmax, share, target, mine = ctx.saved_tensors
         d_logits = softmax.mul_((share * gradient).unsqueeze(-1))
         d_logits.scatter_add_(-1, target, -(mine * gradient).unsqueeze(-1))
-        return d_logits.to(ctx.dtype), None, None, None, None
+        return d_logits.to(ctx.dtype), None, None, None, None, None

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from shoal.base.boxes import Box
 from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.ops import all_gather, copy_to, gather_from, reduce_from, scatter_to
-from shoal.engine.models.loss import IGNORE, SummedCrossEntropy
+from shoal.engine.models.loss import IGNORE, CrossEntropy, SummedCrossEntropy
 from shoal.engine.parallel.overlap import SEQUENCE, ChunkedEntry, ChunkedExit, RingEntry, RingExit
 from shoal.engine.parallel.placement import ParamPlacement, keep_box
 from shoal.engine.parallel.symmetric import SymmetricEntry, SymmetricExit
@@ -350,21 +350,21 @@ class SequenceEmbedding(EmbeddingTable):
         return super().forward(self.at.own_positions(ids) if self.at.sequence_parallel else ids)
 
 
-class VocabularyLoss(nn.Module):
+class VocabularyLoss(CrossEntropy):
     """Cross-entropy of logits split by token id."""
 
     def __init__(self, unsplit: nn.Module, name: str, at: TensorParallel):
         super().__init__()
         self.at, self.placements = at, list[ParamPlacement]()
-        rows = -(-at.shape.vocab // at.size)
-        self.first = at.rank * rows
-        self.rows = min(rows, max(0, at.shape.vocab - self.first))
+        columns = -(-at.shape.vocab // at.size)
+        self.first = at.rank * columns
+        self.columns = min(columns, max(0, at.shape.vocab - self.first))
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the summed loss [nats] of logits [b, s, v/tp] and targets [b, s]."""
         return SummedCrossEntropy.apply(
-            logits, targets - self.first, targets != IGNORE, self.rows,
-            lambda x: all_gather(x.unsqueeze(0), self.at.group),
+            logits, targets - self.first, targets != IGNORE, self.columns,
+            lambda x: all_gather(x.unsqueeze(0), self.at.group), self.rows_for(targets),
         )
 
 

@@ -4,7 +4,7 @@ Each field is described by the docstring below it; ``shoal train --help`` prints
 the error suggests the nearest existing key.
 """
 
-from shoal.spec.config.data import DataConfig, SourceConfig
+from shoal.spec.config.data import DataConfig, MixtureSource, SourceConfig
 from shoal.spec.config.run import RUN_FILE, RUNS, RunConfig, build_config, load_config, save_config
 from shoal.spec.config.sections import FailoverConfig, Float8Config, OptimizerConfig
 
@@ -14,6 +14,7 @@ __all__ = [
     "DataConfig",
     "FailoverConfig",
     "Float8Config",
+    "MixtureSource",
     "OptimizerConfig",
     "RunConfig",
     "SourceConfig",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat
+from pydantic import Field, NonNegativeFloat, PositiveFloat, StringConstraints, model_validator
 
 from shoal.base.section import Section
 
@@ -44,8 +44,33 @@ class SourceConfig(Section):
         return "files" if self.paths else "hub" if self.dataset else "stdlib"
 
 
+class MixtureSource(SourceConfig):
+    """One source of a mixture."""
+
+    weight: PositiveFloat = 1.0
+    """Number of samples relative to the other sources."""
+
+    epochs: NonNegativeFloat = 0.0
+    """Passes over the source after which the others take its place; 0 for no limit."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_path(cls, value: Any) -> Any:
+        """Accept a path alone, and a list of paths, which this validator gets as Python's own."""
+        value = {"paths": [value]} if isinstance(value, str) else value
+        listed = isinstance(value, dict) and isinstance(value.get("paths"), list)
+        return value | {"paths": tuple(value["paths"])} if listed else value
+
+
+SourceName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,40}$")]
+
+
 class DataConfig(SourceConfig):
     """Source of the text, and how it is turned into batches."""
+
+    mixture: dict[SourceName, MixtureSource] = Field(default={})
+    """Sources by name, in place of one: tables of a TOML file with the fields of a source, weight and epochs; or only
+    NAME PATH for each."""
 
     tokenizer: str = "bytes"
     """bytes, or the path of a tokenizer.json (see `shoal data train-tokenizer`)."""
@@ -69,3 +94,16 @@ class DataConfig(SourceConfig):
 
     cache: Path = Path("~/.cache/shoal")
     """Folder of the tokenised shards, keyed by content."""
+
+    @property
+    def reads(self) -> str:
+        """The chosen source, with "files" and the others that auto may mean, and "mixture"."""
+        return "mixture" if self.mixture else super().reads
+
+    def sources(self) -> dict[str, DataConfig]:
+        """Return the config of each source of the mixture by name, or this config by ""."""
+        names = SourceConfig.model_fields
+        return {
+            name: self.model_copy(update={"mixture": {}} | {field: getattr(source, field) for field in names})
+            for name, source in self.mixture.items()
+        } or {"": self}

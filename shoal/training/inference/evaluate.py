@@ -53,7 +53,7 @@ def choose_text(source: ModelSource, data: tuple[str, ...], sequence_length: int
         raise UsageError(f"--sequence-length {length}: the model has positions for {shape.max_sequence} tokens.")
     changes: dict[str, object] = {"sequence_length": length, "sampler": "even"}
     if data:  # all of their documents
-        changes |= {"source": "auto", "paths": data, "dataset": "", "validation_fraction": 1.0}
+        changes |= {"source": "auto", "paths": data, "dataset": "", "mixture": {}, "validation_fraction": 1.0}
     elif not source.is_run or config.reads == "synthetic":
         raise UsageError("this model comes without a text.\n  Name one: --data PATH.")
     return config.model_copy(update=changes)

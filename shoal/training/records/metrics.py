@@ -52,6 +52,9 @@ class StepMetrics:
         busiest_expert: tokens of the busiest expert divided by the mean of its layer.
         balance_loss, z_loss: router losses, mean over sequences and layers, without their weights.
         expert_load: for each layer with experts, the fraction of its tokens that each expert received.
+        source_loss, source_validation_loss: losses of each source of a mixture, by name: training, over the steps since
+            the last logged one, and validation.
+        source_tokens: tokens of each source read so far.
         depth_accuracy: fraction of tokens for which selection by a mixture-of-depths layer was predicted correctly.
         depth_recall: fraction of the selected tokens that were predicted to be selected.
         depth_expected: fraction of all tokens that were predicted to be selected.
@@ -81,6 +84,9 @@ class StepMetrics:
     balance_loss: float | None = None
     z_loss: float | None = None
     expert_load: list[list[float]] | None = None
+    source_loss: dict[str, float] | None = None
+    source_validation_loss: dict[str, float] | None = None
+    source_tokens: dict[str, int] | None = None
     depth_accuracy: float | None = None
     depth_recall: float | None = None
     depth_expected: float | None = None
@@ -91,8 +97,16 @@ class StepMetrics:
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def values(self) -> dict[str, float]:
-        """Return all known numbers except the step, by name."""
-        return {name: v for name, v in self.known().items() if name not in ("step", "steps", "expert_load")}
+        """Return all known numbers except the step, by name; one of a source as ``loss/NAME``."""
+        known = self.known()
+        single = {name: v for name, v in known.items() if name not in ("step", "steps", "expert_load", *BY_SOURCE)}
+        return single | {
+            f"{name.removeprefix('source_')}/{source}": value
+            for name in BY_SOURCE for source, value in known.get(name, {}).items()
+        }
+
+
+BY_SOURCE = ("source_loss", "source_validation_loss", "source_tokens")
 
 
 class MetricsWriter:
@@ -179,7 +193,7 @@ def _parse(record: dict[str, Any]) -> StepMetrics:
     known = {field.name: record[field.name] for field in fields(StepMetrics) if record.get(field.name) is not None}
     for name, value in known.items():
         wanted = (int,) if name in COUNTS else (int, float)
-        rows = value if name == "expert_load" else [[value]]
+        rows = value if name == "expert_load" else [[*value.values()]] if name in BY_SOURCE else [[value]]
         if not all(type(number) in wanted and _is_plausible(number) for row in rows for number in row):
             raise ValueError(f"{name} is no number, or too large")
     if not known["step"] >= 1:

@@ -31,6 +31,7 @@ from shoal.training.step.optimizer_step import (
     clip_factor,
     sum_totals,
 )
+from shoal.training.step.source_losses import SourceLosses
 
 
 class Engine(EngineState):
@@ -166,13 +167,16 @@ class Engine(EngineState):
     def evaluate(self, samples: Dataset) -> float:
         """Return the validation loss: mean [nats per token] of the first `validation_sequences` samples.
 
-        Sets ``validated`` to the expert metrics of these passes.
+        Sets ``validated`` to the expert metrics of these passes, and the loss of each source of a mixture.
         """
         if self.routing:
             self.routing.begin_validation()
-        found = self.sum_loss(samples, 0, self.validation_sequences // self.per_pass)
+        by_source = SourceLosses(samples, self.stages, self.mesh)
+        found = self.sum_loss(samples, 0, self.validation_sequences // self.per_pass, by_source)
         if self.routing:
             self.validated = self.routing.end_validation(self.validation_sequences, self.config.data.sequence_length)
+        if (losses := by_source.take()) is not None:
+            self.validated["sources"] = losses
         return found.mean
 
     def routing_metrics(self) -> dict[str, Any]:

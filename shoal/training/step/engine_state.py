@@ -19,6 +19,7 @@ from shoal.spec.sync_methods import COMPRESSED
 from shoal.training.resilience.spikes import Skips
 from shoal.training.step.model_state import ModelState
 from shoal.training.step.routing import DepthsRouting
+from shoal.training.step.source_losses import SourceLosses
 
 
 class EngineState(ModelState):
@@ -33,6 +34,7 @@ class EngineState(ModelState):
         observe: callback of each step, called when the gradients are complete.
         estimating: whether the running passes estimate the Hessian instead of computing the step.
         replica_offset: offset of the replica whose samples are used, to compute a step twice.
+        source_losses: losses of the sources of a mixture.
     """
 
     def __init__(
@@ -55,7 +57,9 @@ class EngineState(ModelState):
         self.observe: Callable[[], object] | None = None
         self.estimating = False
         self.loss_scale = LossScale(config.loss_scale) if self.policy.formats.scaled else None
+        self.source_losses = SourceLosses(samples, self.stages, mesh, lambda: self.estimating)
         self.runtime = self.build_runtime(self.program)
+        self.runtime.on_loss = self.source_losses.add if self.source_losses.names else None
         self.replica_offset = 0
         self.skip(Skips())
 

@@ -31,6 +31,7 @@ from shoal.pipeline.program import Program
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RunConfig
 from shoal.training.step.routing import ExpertRouting
+from shoal.training.step.source_losses import SourceLosses
 
 
 class SummedLoss(NamedTuple):
@@ -54,7 +55,7 @@ class ModelState:
     Attributes:
         sync_mesh: ranks that are synchronised in every step. With parallel.sync this is one replica, and the method
             synchronises the replicas.
-        validated: metrics of the expert routers in the last validation.
+        validated: metrics of the expert routers and losses of the sources in the last validation.
     """
 
     def __init__(self, config: RunConfig, shape: ModelShape, mesh: Mesh, *, trained: bool = False):
@@ -123,18 +124,22 @@ class ModelState:
         """Number of samples in one forward pass of all replicas."""
         return self.config.parallel.micro_batch * self.config.parallel.dp
 
-    def sum_loss(self, samples: Dataset, first: int, passes: int) -> SummedLoss:
+    def sum_loss(
+        self, samples: Dataset, first: int, passes: int, by_source: SourceLosses | None = None
+    ) -> SummedLoss:
         """Return the loss over consecutive samples, without gradients. Collective.
 
         Args:
             first: global index of the first sample.
             passes: number of forward passes of ``per_pass`` samples each.
+            by_source: also sums the losses of each source of a mixture.
         """
         n, replica = self.config.parallel.micro_batch, self.mesh.index("dp")
         starts = [first + m * self.per_pass + replica * n for m in range(passes)]
         batches = [samples.batch(range(start, start + n)) for start in starts]
         (tokens,) = self.count_tokens(batches, [0] * passes, self.mesh.group("dp"))
         runtime = self.build_runtime(build_forwards(self.program, passes))
+        runtime.on_loss = by_source.add if by_source and by_source.names else None
         loss = runtime.evaluate([batch.to(self.mesh.device) for batch in batches]) * (self.mesh.index("tp") == 0)
         return SummedLoss(to_host(all_reduce(loss, self.mesh.group("world"))), tokens)
 

@@ -44,7 +44,8 @@ def values_of(annotation, metadata=()):
         return st.booleans()
     if annotation in (int, float):
         return numbers(annotation, metadata)
-    return {str: WORDS, Path: WORDS.map(Path)}[annotation]
+    patterns = [m.pattern for m in metadata if getattr(m, "pattern", None)]
+    return st.from_regex(patterns[0], fullmatch=True) if patterns else {str: WORDS, Path: WORDS.map(Path)}[annotation]
 
 
 def numbers(kind, metadata):

@@ -169,6 +169,17 @@ def test_what_routers_did_goes_into_the_record_and_lists_not_to_trackers(tmp_pat
     assert found.expert_load == [[0.75, 0.25, 0, 0, 0, 0, 0, 0]] * 2
 
 
+def test_losses_of_sources_are_read_again_and_named_one_by_one_in_trackers(tmp_path):
+    by_source = {"source_loss": {"web": 2.5, "code": 1.5}, "source_tokens": {"web": 64, "code": 32}}
+    record = StepMetrics(1, 2, 3.0, 0.1, 1.0, 10.0, 5.0, 100, 1.0, **by_source)
+    values = record.values()
+    assert (values["loss"], values["loss/web"], values["loss/code"], values["tokens/web"]) == (3.0, 2.5, 1.5, 64)
+    assert not any("source" in name for name in values)
+    with closing(MetricsWriter(tmp_path, 0, PLAIN, {})) as writer:
+        writer.write(record)
+    assert read_metrics(tmp_path) == [record]
+
+
 def test_a_step_that_validated_is_logged_whatever_is_due(corpus, pool, tmp_path):
     config = small_config(
         corpus, train={"steps": 10, "validate_every": 4}, metrics={"log_every": 5, "tensorboard": False},

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from shoal.base.errors import UsageError
 from shoal.base.section import plain
 from shoal.engine.collectives.mesh import Mesh
-from shoal.engine.data.batches import Batch, SyntheticDataset, open_dataset
+from shoal.engine.data.batches import Batch, MixtureDataset, SyntheticDataset, open_dataset
 from shoal.engine.models.loss import IGNORE
-from shoal.engine.models.transformer import Transformer
+from shoal.engine.models.transformer import Transformer, initialise
 from shoal.spec.config import build_config
 from shoal.training.check import check
 from shoal.training.step.engine import Engine
@@ -158,6 +158,39 @@ def test_the_validation_loss_is_the_same_on_any_layout(layout, steps_of):
     total, tokens = plain_loss(after, numbers_config(LAYOUTS[layout]), range(8))
     assert validation == pytest.approx(total / tokens, rel=1e-12)
     assert validation == pytest.approx(steps_of("one device")[3], rel=1e-9)
+
+
+def losses_by_source(values) -> tuple[dict, dict, float, dict]:
+    """The losses of two sources over two steps that leave the weights alone, and of a validation."""
+    config = build_config(values)
+    datasets = {name: SyntheticDataset(257, 8, seed) for seed, name in enumerate(("web", "code"))}
+    samples = MixtureDataset(datasets, {"web": 3, "code": 1}, {"web": 0, "code": 0}, seed=0)
+    engine, _ = engine_of(values, samples)
+    results = [engine.step(step, dry=True) for step in range(2)]
+    taken = engine.source_losses.take()
+    assert engine.source_losses.take() == {}
+    validation = engine.evaluate(samples)
+    model = Transformer(check(config)).double()
+    initialise(model, config.train.seed)
+    batch, found = samples.batch(range(16)), {}
+    with torch.no_grad():
+        for number, name in enumerate(samples.blend.names):
+            rows = batch.sources == number
+            total = float(model(batch.tokens[rows], batch.targets[rows]))
+            found[name] = total / int((batch.targets[rows] != IGNORE).sum())
+    assert sum(result.tokens for result in results) == batch.unmasked()
+    return taken, found, validation, engine.validated["sources"]
+
+
+@pytest.mark.parametrize("layout", [
+    {"micro_batch": 2}, {"tp": 2, "dp": 2, "micro_batch": 1}, {"pp": 2, "cp": 2, "micro_batch": 2},
+])
+def test_the_losses_of_sources_are_means_over_their_own_tokens(layout, pool):
+    ranks = pool.run(losses_by_source, math.prod(layout.get(n, 1) for n in ("dp", "tp", "pp", "cp")),
+                     plain(numbers_config(layout)))
+    for taken, found, validation, validated in ranks:
+        assert taken == pytest.approx(found, rel=1e-9) and set(taken) == {"web", "code"}
+        assert min(validated.values()) < validation < max(validated.values())
 
 
 def distance(before, after) -> float:
