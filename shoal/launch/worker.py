@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -30,7 +30,7 @@ from shoal.training.resilience.events import write_event
 from shoal.training.resilience.heartbeat import Heartbeat, Phase, record_path
 from shoal.training.resilience.host_memory_dir import release, run_dir
 from shoal.training.run_folder import list_changes, new_run
-from shoal.training.samples import open_samples
+from shoal.training.samples import open_samples, open_validation
 from shoal.training.stop import PREEMPTED, REQUESTED, StopRequests
 from shoal.training.trainer import Trainer
 
@@ -82,7 +82,8 @@ class Generation:
         if self.records is not None and member.how != "local":  # from here on: loading may hang too
             neighbours = PeerWatch(member, self.records, config.failover, Path(folder))
         samples: dict[str, Dataset] = {split: open_samples(config, split) for split in SPLITS}
-        _agree_on_data(samples)
+        validation = open_validation(config)
+        _agree_on_data({**samples, **validation})
         self.trainer = trainer = trainer_class(config)(
             config,
             check(config),
@@ -94,6 +95,7 @@ class Generation:
             beat=self.beat,
             local_ranks=member.local_world_size,
             stop=self.stop,
+            validation=validation,
         )
         if payload.get("restarted") and member.how != "local":  # locally, the supervisor reports failures
             self._report_previous(Path(folder))
@@ -172,13 +174,13 @@ def run_generations(built: Callable[[Trainer], None] | None = None) -> int:
         generation.beat.close()
 
 
-def _agree_on_data(samples: dict[str, Dataset]) -> None:
+def _agree_on_data(samples: Mapping[str, Dataset]) -> None:
     """Check that all ranks read the same text: machines may have different files under one name.
 
     Raises:
         UsageError: the message names the ranks that differ from rank 0.
     """
-    mine = [samples["train"].fingerprint, samples["validation"].fingerprint]
+    mine = [each.fingerprint for each in samples.values()]
     every = all_gather(mine, world())
     others = [rank for rank, theirs in enumerate(every) if theirs != every[0]]
     if others:

@@ -47,6 +47,7 @@ def check(config: RunConfig, ranks: int | None = None) -> ModelShape:
     FaultKnobs.read(config.testing, config.parallel.world_size)
     check_shared_memory(config)
     check_rates(config, shape)
+    check_validation(config)
     to_path(config.checkpoint.folder)
     return shape
 
@@ -142,6 +143,14 @@ def check_rates(config: RunConfig, shape: ModelShape) -> None:
                 f"optimizer.lr_factors: '{pattern}' matches no parameter of the model.\n"
                 f"  Its parameters are {', '.join(some)}; * matches anything."
             )
+
+
+def check_validation(config: RunConfig) -> None:
+    """Reject named texts for validation where nothing computes their loss."""
+    if config.data.validation and (config.model.module or config.parallel.sync in UNSYNCHRONISED):
+        reason = "a model of one's own reads no text" if config.model.module else (
+            f"the replicas of parallel.sync = '{config.parallel.sync}' do not meet")
+        raise UsageError(f"data.validation: {reason}.\n  Leave it out; evaluate checkpoints by `shoal eval`.")
 
 
 def check_profile(config: RunConfig) -> None:

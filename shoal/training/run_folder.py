@@ -81,6 +81,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
                 name: source.model_copy(update={"paths": tuple(map(_absolute, source.paths))})
                 for name, source in data.mixture.items()
             },
+            "validation": {name: _absolute(path) for name, path in data.validation.items()},
             "cache": Path(_absolute(str(data.cache))),
             "tokenizer": data.tokenizer if data.tokenizer == "bytes" else _absolute(data.tokenizer),
         }),

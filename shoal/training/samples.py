@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
-from shoal.engine.data.batches import Dataset, open_dataset
+from shoal.engine.data.batches import CompleteDataset, Dataset, open_complete, open_dataset
 from shoal.engine.data.prepare import prepare
 from shoal.engine.data.shards import Split
 from shoal.engine.own.definition import load_own_model
@@ -19,7 +19,14 @@ def open_samples(config: RunConfig, split: Split) -> Dataset:
     return open_dataset(config.data, seed=config.train.seed, split=split)
 
 
+def open_validation(config: RunConfig, *, progress: bool = False) -> dict[str, CompleteDataset]:
+    """Open the named texts for validation, by name."""
+    named = config.data.validation
+    return {name: open_complete(config.data.select_files((path,)), progress=progress) for name, path in named.items()}
+
+
 def prepare_samples(config: RunConfig) -> None:
-    """Tokenise the corpus of a run, if it has one; see `prepare`."""
+    """Tokenise the corpus of a run and its texts for validation, if it has any; see `prepare`."""
     if not config.model.module:
         prepare(config.data)
+        open_validation(config, progress=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -14,22 +14,18 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from shoal.base.errors import UsageError
 from shoal.base.section import plain
 from shoal.engine.collectives.json_collectives import all_gather, world
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import all_reduce, to_host
-from shoal.engine.data.batches import Dataset
+from shoal.engine.data.batches import CompleteDataset, Dataset
 from shoal.engine.device import peak_flops, peak_memory
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RunConfig
-from shoal.spec.layout import Layout
 from shoal.training.async_dp.engines import engine_class
 from shoal.training.bucket_size import settle_bucket_size
 from shoal.training.fault_knobs import FaultKnobs, RankTimes, TimedSteps, times_table
-from shoal.training.inference.generate import Sampling
-from shoal.training.inference.sample import sample_on_rank
-from shoal.training.inference.source import open_source
+from shoal.training.inference.sample import sample_run
 from shoal.training.nonfinite_locator import locate_nonfinite
 from shoal.training.records.display import Display
 from shoal.training.records.histograms import Histograms
@@ -45,8 +41,6 @@ from shoal.training.step.late_step import StartedStep
 from shoal.training.step.optimizer_step import NonFinite, StepResult
 from shoal.training.stop import StopRequests
 
-SAMPLED_PARAMETERS = 1_000_000_000  # a larger model is not sampled unless the user asks: it may not fit into one host
-
 
 class Trainer:
     """Training loop of this rank.
@@ -58,6 +52,7 @@ class Trainer:
         restarted: whether this attempt follows a failure; without a checkpoint it then starts at the first step.
         beat: heartbeat of this rank; None for a rank without supervisor.
         stop: handler of stop requests, with any that arrived before the first step.
+        validation: further data for validation, by name.
 
     Attributes:
         step: number of completed optimizer steps.
@@ -79,6 +74,7 @@ class Trainer:
         restarted: bool = False,
         beat: Heartbeat | None = None,
         stop: StopRequests | None = None,
+        validation: Mapping[str, CompleteDataset] | None = None,
     ):
         self.shape, self.samples, self.folder, self.local_ranks = shape, samples, folder, local_ranks
         self.beat, self.stop = beat or Heartbeat(), stop or StopRequests()
@@ -119,6 +115,7 @@ class Trainer:
         self.writer: MetricsWriter | None = None
         self._open_writer()
         self.validation_loss: float | None = None
+        self.validation, self.named_loss = validation or {}, dict[str, float]()
         self.timer = StepTimer(mesh.device)
         failover = config.failover
         looked_at = self.timed or self.profiler or self.histograms or failover.spike_factor or failover.stragglers_every
@@ -232,11 +229,15 @@ class Trainer:
         return every > 0 and self.step % every == 0
 
     def _validate(self) -> None:
-        self.validation_loss = None
+        self.validation_loss, self.named_loss = None, {}
         if self._due(self.config.train.validate_every) or self.step == self.config.train.steps:
             self.beat.phase(Phase.VALIDATE)
             self.validation_loss = self.engine.evaluate(self.samples["validation"])
             self.display.validation(self.validation_loss, self.step, self.engine.validated.get("dropped"))
+            for name, samples in self.validation.items():
+                found = self.engine.sum_complete(samples, self.config.train.validation_sequences)
+                self.named_loss[name] = found.mean
+                self.display.validation(found.mean, self.step, name=name)
 
     # ---- around the step -----------------------------------------------------------------------------------------
 
@@ -267,6 +268,7 @@ class Trainer:
             source_validation_loss=validated.get("sources"),
             source_loss=source_loss,
             source_tokens=self.engine.source_losses.tokens(self.step * self.config.train.global_batch, length),
+            named_validation=self.named_loss or None,
             **self.engine.routing_metrics(),
         )
 
@@ -403,23 +405,5 @@ class Trainer:
             seconds=time.monotonic() - self.begin,
             validation_loss=self.validation_loss,
             prompt=prompt,
-            sample=self._sample(prompt).removeprefix(prompt) if prompt else "",
+            sample=sample_run(self.folder, self.config, self.shape, self.display.note).removeprefix(prompt),
         )
-
-    def _sample(self, prompt: str) -> str:
-        """Return a text that the saved model generates in this process, or "" after a note that says why not."""
-        if self.config.model.module:
-            self.display.note("the weights: shoal.load_checkpoint(folder of a checkpoint, prefix='model.')")
-        elif self.shape.experts is not None and self.shape.experts.gate == "expert-choice":
-            self.display.note("no sample: expert-choice routing needs complete sequences, not one token at a time")
-        elif self.shape.parameters() > SAMPLED_PARAMETERS:
-            self.display.note(f"generate text with: shoal sample {self.folder} '{prompt}'")
-        else:
-            try:
-                source = open_source(self.folder)
-                config = source.on(Layout(), train={"precision": "fp32", "device": "cpu"})
-                sampling = Sampling(max_tokens=160, temperature=0.7, seed=self.config.train.seed)
-                return sample_on_rank(source, config, [prompt], sampling)[0]
-            except UsageError as error:  # the run is complete and saved, even if its files have changed since
-                self.display.note(f"no sample: {error}")
-        return ""

@@ -38,6 +38,7 @@ TYPED = {
     "parallel.stage_layers": ((3, 4), ["3", "4"]),
     "parallel.bucket_mb": (0.5, ["0.5"]),
     "data.source": ("jsonl", ["jsonl"]),
+    "data.validation": ({"a": "b c", "d": "e"}, ["a", "b c", "d", "e"]),
     "data.paths": (("a b", "c/*.txt"), ["a b", "c/*.txt"]),
     "data.mixture": (
         {"a": MixtureSource(paths=("b",)), "c": MixtureSource(paths=("d e",))}, ["a", "b", "c", "d e"]),

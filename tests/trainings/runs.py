@@ -29,6 +29,7 @@ from shoal.spec.config import RunConfig, build_config
 from shoal.training.check import check
 from shoal.training.records.metrics import StepMetrics, read_metrics
 from shoal.training.run_folder import new_run
+from shoal.training.samples import open_validation
 from shoal.training.trainer import Trainer
 from tests.trainings.forked import Command, command
 
@@ -133,7 +134,8 @@ def train_here(values: dict[str, Any], folder: Path, resume: bool) -> None:
     samples = {split: open_dataset(config.data, seed=config.train.seed, split=split)
                for split in ("train", "validation")}
     here = dist.get_world_size()
-    Trainer(config, check(config), mesh, samples, folder, resume=resume, local_ranks=here).run()
+    more = open_validation(config)
+    Trainer(config, check(config), mesh, samples, folder, resume=resume, local_ranks=here, validation=more).run()
 
 
 def train_in(pool, config: RunConfig, folder: Path, *, resume: bool = False) -> Path:

@@ -84,6 +84,9 @@ class DataConfig(SourceConfig):
     validation_fraction: float = Field(default=0.02, gt=0, lt=0.5)
     """Fraction of the documents held out for validation."""
 
+    validation: dict[SourceName, str] = Field(default={})
+    """More texts for validation, NAME = PATH of files as in paths: their losses are logged as validation/NAME."""
+
     sampler: Literal["even", "overlap", "pool"] = "even"
     """Samples assigned to a replica. even: its share of every global batch. overlap: its own part of each epoch, which
     extends into its neighbour's. pool: the next samples of a common queue. All but even need a relaxed parallel.sync.
@@ -107,3 +110,8 @@ class DataConfig(SourceConfig):
             name: self.model_copy(update={"mixture": {}} | {field: getattr(source, field) for field in names})
             for name, source in self.mixture.items()
         } or {"": self}
+
+    def select_files(self, paths: tuple[str, ...]) -> DataConfig:
+        """Return the config whose validation split holds all documents of some files."""
+        changes = {"source": "auto", "paths": paths, "dataset": "", "sampler": "even", "validation_fraction": 1.0}
+        return self.model_copy(update={**changes, "mixture": {}, "validation": {}})

@@ -8,12 +8,9 @@ from dataclasses import dataclass
 
 from shoal.base.errors import UsageError
 from shoal.base.terminal import progress_bar
-from shoal.engine.data.batches import CompleteDataset, open_complete
+from shoal.engine.data.batches import open_complete
 from shoal.spec.config import DataConfig, RunConfig
 from shoal.training.inference.source import ModelSource, load_model
-from shoal.training.step.model_state import ModelState, SummedLoss
-
-MOST_PASSES = 64  # forward passes whose batches are on the device at once
 
 
 @dataclass(frozen=True)
@@ -51,37 +48,18 @@ def choose_text(source: ModelSource, data: tuple[str, ...], sequence_length: int
     length = sequence_length or config.sequence_length
     if shape.family == "gpt" and length > shape.max_sequence:
         raise UsageError(f"--sequence-length {length}: the model has positions for {shape.max_sequence} tokens.")
-    changes: dict[str, object] = {"sequence_length": length, "sampler": "even"}
-    if data:  # all of their documents
-        changes |= {"source": "auto", "paths": data, "dataset": "", "mixture": {}, "validation_fraction": 1.0}
-    elif not source.is_run or config.reads == "synthetic":
+    if not data and (not source.is_run or config.reads == "synthetic"):
         raise UsageError("this model comes without a text.\n  Name one: --data PATH.")
-    return config.model_copy(update=changes)
-
-
-def sum_complete(model: ModelState, samples: CompleteDataset, sequences: int | None = None) -> SummedLoss:
-    """Return the loss over all sequences of a data set, or the first ones, in its order. Collective.
-
-    The last passes are filled up with sequences without targets, so every layout computes the same.
-    """
-    count = samples.samples if sequences is None else min(sequences, samples.samples)
-    passes = -(-count // model.per_pass)
-    nats, tokens = 0.0, 0
-    limited = samples.first(count)
-    with progress_bar("evaluating") if model.mesh.rank == 0 else nullcontext() as show:
-        for first in range(0, passes, MOST_PASSES):
-            part = model.sum_loss(limited, first * model.per_pass, min(MOST_PASSES, passes - first))
-            nats, tokens = nats + part.nats, tokens + part.tokens
-            if show:
-                done = min(count, (first + MOST_PASSES) * model.per_pass)
-                show(done / count, f"{done} of {count} sequences, loss {nats / max(1, tokens):.4f}")
-    return SummedLoss(nats, tokens)
+    text = config.select_files(data) if data else config
+    return text.model_copy(update={"sequence_length": length, "sampler": "even"})
 
 
 def evaluate_on_rank(source: ModelSource, config: RunConfig, sequences: int | None) -> Evaluation:
     """Load a model on this rank of the config's layout, and evaluate it on the config's data. Collective."""
     samples = open_complete(config.data)
-    found = sum_complete(load_model(source, config), samples, sequences)
+    model = load_model(source, config)
+    with progress_bar("evaluating") if model.mesh.rank == 0 else nullcontext() as show:
+        found = model.sum_complete(samples, sequences, show)
     text, loss = samples.contents, found.mean
     perplexity = math.exp(loss) if loss < math.log(1e300) else math.inf
     bits = loss / math.log(2) * samples.tokens / text.bytes if text.bytes else None

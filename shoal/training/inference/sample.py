@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from shoal.base.errors import UsageError
 from shoal.engine.data.tokenizer import Tokenizer
+from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RunConfig
+from shoal.spec.layout import Layout
 from shoal.training.inference.generate import Sampling, generate
-from shoal.training.inference.source import ModelSource, load_model, read_any_length
+from shoal.training.inference.source import ModelSource, load_model, open_source, read_any_length
 from shoal.training.step.model_state import ModelState
 
 Show = Callable[[str], object]
 """Callback that gets a text piece by piece, as soon as each piece is certain."""
 
+SAMPLED_PARAMETERS = 1_000_000_000  # of a run's model; a larger one may not fit into one host
 UNDECODED = "\ufffd"  # at the end of a text: the first bytes of a character
 
 
@@ -111,3 +115,27 @@ def sample_on_rank(
     read_any_length(model)
     texts = continue_texts(model, source, encode_prompts(source, prompts), sampling, show)
     return [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
+
+
+def sample_run(folder: Path, config: RunConfig, shape: ModelShape, note: Callable[[str], object]) -> str:
+    """Return `metrics.sample_prompt` with a text that a run's saved model generates in this process.
+
+    Args:
+        note: called with the reason if it generates none; the text is then empty.
+    """
+    prompt = config.metrics.sample_prompt
+    if config.model.module:
+        note("the weights: shoal.load_checkpoint(folder of a checkpoint, prefix='model.')")
+    elif prompt and shape.experts is not None and shape.experts.gate == "expert-choice":
+        note("no sample: expert-choice routing needs complete sequences, not one token at a time")
+    elif prompt and shape.parameters() > SAMPLED_PARAMETERS:
+        note(f"generate text with: shoal sample {folder} '{prompt}'")
+    elif prompt:
+        try:
+            source = open_source(folder)
+            one_device = source.on(Layout(), train={"precision": "fp32", "device": "cpu"})
+            sampling = Sampling(max_tokens=160, temperature=0.7, seed=config.train.seed)
+            return sample_on_rank(source, one_device, [prompt], sampling)[0]
+        except UsageError as error:  # the run is complete and saved, even if its files have changed since
+            note(f"no sample: {error}")
+    return ""

@@ -111,10 +111,11 @@ class Display:
             known = f"loss {loss}  {speed} {self.thing}s/s  {left} left"
         self._bar.update(self._bar.task_ids[0], completed=step, description=known, refresh=True)
 
-    def validation(self, loss: float, step: int, dropped: float | None = None) -> None:
-        """Print one validation: loss [nats per token] and the fraction of expert choices dropped."""
+    def validation(self, loss: float, step: int, dropped: float | None = None, *, name: str = "") -> None:
+        """Print one validation: loss [nats per token], the fraction of expert choices dropped, and the data's name."""
         without = f", experts dropped {dropped:.1%}" if dropped else ""
-        self.note(f"step {step}: validation loss {loss:.4f}{self._unit}{without}", style="green")
+        of = f" of {name}" if name else ""
+        self.note(f"step {step}: validation loss{of} {loss:.4f}{self._unit}{without}", style="green")
 
     def note(self, text: str, style: str = "dim") -> None:
         """Print a note on a separate line."""

@@ -44,6 +44,7 @@ class StepMetrics:
         mfu: model FLOPs utilisation, 0 to 1 (`ModelShape.flops_per_token`); None if the device's peak is unknown.
         validation_loss: validation loss [nats per unmasked token], in steps that validated.
         validation_dropped: fraction of expert choices dropped for lack of capacity, in steps that validated.
+        named_validation: validation losses of the texts in `data.validation`, by name.
         staleness: mean staleness of the updates since the last logged step (docs/relaxed.md).
         stalest: maximum staleness in this attempt so far.
         dropped: fraction of expert choices dropped for lack of capacity in this step (expert-choice: fraction of
@@ -76,6 +77,7 @@ class StepMetrics:
     mfu: float | None = None
     validation_loss: float | None = None
     validation_dropped: float | None = None
+    named_validation: dict[str, float] | None = None
     staleness: float | None = None
     stalest: int | None = None
     dropped: float | None = None
@@ -97,16 +99,19 @@ class StepMetrics:
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def values(self) -> dict[str, float]:
-        """Return all known numbers except the step, by name; one of a source as ``loss/NAME``."""
+        """Return all known numbers except the step, by name; one of a source or named text as ``loss/NAME``."""
         known = self.known()
-        single = {name: v for name, v in known.items() if name not in ("step", "steps", "expert_load", *BY_SOURCE)}
+        single = {name: v for name, v in known.items() if name not in ("step", "steps", "expert_load", *BY_NAME)}
         return single | {
-            f"{name.removeprefix('source_')}/{source}": value
-            for name in BY_SOURCE for source, value in known.get(name, {}).items()
+            f"{group}/{name}": value for field, group in BY_NAME.items() for name, value in known.get(field, {}).items()
         }
 
 
-BY_SOURCE = ("source_loss", "source_validation_loss", "source_tokens")
+BY_NAME = {
+    "source_loss": "loss", "source_validation_loss": "validation_loss", "source_tokens": "tokens",
+    "named_validation": "validation",
+}  # fmt: skip
+"""Fields with a value for each of several names, and how trackers call them."""
 
 
 class MetricsWriter:
@@ -193,7 +198,7 @@ def _parse(record: dict[str, Any]) -> StepMetrics:
     known = {field.name: record[field.name] for field in fields(StepMetrics) if record.get(field.name) is not None}
     for name, value in known.items():
         wanted = (int,) if name in COUNTS else (int, float)
-        rows = value if name == "expert_load" else [[*value.values()]] if name in BY_SOURCE else [[value]]
+        rows = value if name == "expert_load" else [[*value.values()]] if name in BY_NAME else [[value]]
         if not all(type(number) in wanted and _is_plausible(number) for row in rows for number in row):
             raise ValueError(f"{name} is no number, or too large")
     if not known["step"] >= 1:

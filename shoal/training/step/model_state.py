@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -15,7 +15,7 @@ from shoal.engine.checkpoint.hugging_face import HFWeights
 from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import all_gather, all_reduce, to_host
-from shoal.engine.data.batches import Batch, Dataset
+from shoal.engine.data.batches import Batch, CompleteDataset, Dataset
 from shoal.engine.models.cache import Slice
 from shoal.engine.parallel.apply import LocalStage, build_stages, initialise
 from shoal.engine.parallel.context.causal_blocks import token_positions
@@ -32,6 +32,8 @@ from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RunConfig
 from shoal.training.step.routing import ExpertRouting
 from shoal.training.step.source_losses import SourceLosses
+
+MOST_PASSES = 64  # forward passes whose batches are on the device at once
 
 
 class SummedLoss(NamedTuple):
@@ -142,6 +144,28 @@ class ModelState:
         runtime.on_loss = by_source.add if by_source and by_source.names else None
         loss = runtime.evaluate([batch.to(self.mesh.device) for batch in batches]) * (self.mesh.index("tp") == 0)
         return SummedLoss(to_host(all_reduce(loss, self.mesh.group("world"))), tokens)
+
+    def sum_complete(
+        self, samples: CompleteDataset, sequences: int | None = None,
+        show: Callable[[float, str], object] | None = None,
+    ) -> SummedLoss:
+        """Return the loss over all sequences of a data set, or the first ones, in its order. Collective.
+
+        The last pass is filled up with sequences without targets, so every layout computes the same.
+
+        Args:
+            show: gets the completed fraction and a text, after some passes each.
+        """
+        limited = samples if sequences is None else samples.first(sequences)
+        passes, total = -(-limited.samples // self.per_pass), SummedLoss(0.0, 0)
+        for first in range(0, passes, MOST_PASSES):
+            part = self.sum_loss(limited, first * self.per_pass, min(MOST_PASSES, passes - first))
+            total = SummedLoss(total.nats + part.nats, total.tokens + part.tokens)
+            if show:
+                done = min(limited.samples, (first + MOST_PASSES) * self.per_pass)
+                text = f"{done} of {limited.samples} sequences, loss {total.mean:.4f}"
+                show(done / limited.samples, text)
+        return total
 
     def count_tokens(self, batches: Sequence[Batch], updates: Sequence[int], replicas: Group | None) -> list[int]:
         """Return the number of unmasked targets in the micro-batches of each update, over all ``replicas``."""

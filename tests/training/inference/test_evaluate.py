@@ -53,7 +53,8 @@ def fill_up(tokens) -> str:
 def run(texts, pool, tmp_path_factory):
     folder, sequences = texts
     config = small_config(
-        folder / "corpus.jsonl", {"micro_batch": 4}, model={"layers": 4}, data={"document_mask": True},
+        folder / "corpus.jsonl", {"micro_batch": 4}, model={"layers": 4},
+        data={"document_mask": True, "validation": {"held-out": str(folder / "held-out.jsonl")}},
         train={"steps": 8, "validation_sequences": sequences, "validate_every": 0, "precision": "fp64"},
     )
     per_pass = next(n for n in (4, 3, 2, 1) if sequences % n == 0)  # so that no sequence counts twice
@@ -69,6 +70,9 @@ def test_it_is_the_runs_own_validation_loss(run, texts):
     assert shoal.evaluate(run).loss == pytest.approx(own, rel=1e-12)
     assert given.perplexity == pytest.approx(math.exp(own))
     assert given.bits_per_byte == pytest.approx(own / math.log(2) * (given.bytes + given.documents) / given.bytes)
+    metrics = read_metrics(run)[-1]
+    assert metrics.named_validation == {"held-out": pytest.approx(own, rel=1e-12)}
+    assert metrics.values()["validation/held-out"] == metrics.named_validation["held-out"]
     # each end of a document predicts nothing, and the first token is predicted by none
     assert given.tokens == given.bytes
 
@@ -137,3 +141,16 @@ def test_bad_input_is_refused(run, tmp_path, capsys):
     ):
         assert main(["eval", str(run), *words]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_a_run_refuses_named_texts_that_it_cannot_read(texts, tmp_path, capsys):
+    folder, _ = texts
+    words = ["train", "--data.paths", str(folder / "corpus.jsonl"), "--run-folder", str(tmp_path / "run")]
+    words += ["--data.sequence-length", "32", "--data.validation-fraction", "0.1", "--data.cache", str(tmp_path)]
+    assert main([*words, "--data.validation", "more", str(tmp_path / "none.txt")]) == 2
+    assert "no such file" in capsys.readouterr().err and not (tmp_path / "run").exists()
+    assert main([*words, "--data.validation", "a b", str(folder / "held-out.jsonl")]) == 2
+    assert "data.validation" in capsys.readouterr().err
+    named = ["--data.validation", "more", str(folder / "held-out.jsonl")]
+    assert main([*words, *named, "--parallel.sync", "hogwild", "--parallel.dp", "2", "--train.device", "cpu"]) == 2
+    assert "do not meet" in capsys.readouterr().err
