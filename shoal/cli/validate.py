@@ -9,6 +9,7 @@ import shoal
 from shoal.base.files import check_writable
 from shoal.base.options import POSITIONAL
 from shoal.base.section import Section
+from shoal.labs.validate.published_layouts import layout_lines
 from shoal.labs.validate.tables import fit_lines, score_lines, write_page
 
 
@@ -26,6 +27,9 @@ class ValidateOptions(Section):
     out: Path | None = None
     """Write a page with estimates plotted against measurements (.html)."""
 
+    layouts: bool = False
+    """Print published layouts of the largest dense models, and the layout that is planned for each run, instead."""
+
     worst: int = 0
     """Number of rows with the largest errors to print for each file."""
 
@@ -39,6 +43,9 @@ def run(options: ValidateOptions) -> int:
     check_writable(options.out, "--out", ".html")
     check_writable(options.fit, "--fit", ".toml", new=options.fit != options.constants)
     found = shoal.validate_estimates(options.folder, constants=options.constants, fit=options.fit is not None)
+    if options.layouts:
+        print("\n".join(layout_lines(found.points)))
+        return 0
     if options.fit:
         found.write_constants(options.fit)
         print("\n".join([f"written: {options.fit}", *fit_lines(found)]))

@@ -40,7 +40,8 @@ def find_changes(estimate: StepEstimate, most: int = 4) -> list[tuple[str, StepE
             other = estimate_run(changed, known)
         except UsageError:
             continue
-        if other.fits and (not estimate.fits or other.step_seconds < FASTER * estimate.step_seconds):
+        faster = not estimate.fits or other.step_seconds < FASTER * estimate.step_seconds
+        if faster and other.fits:  # the memory takes longer to estimate than the time
             found.append((name, other))
     return sorted(found, key=lambda change: (change[1].step_seconds, change[0]))[:most]
 

@@ -15,6 +15,7 @@ import numpy as np
 from shoal.pipeline.from_layout import build_layout_program
 from shoal.pipeline.simulator import ActionTimes, Timeline, simulate
 from shoal.pipeline.simulator.columns import Columns, build_columns, live_before_backwards
+from shoal.planning.cost.batched_runs import network_name
 from shoal.planning.cost.flops import hardware_flops
 from shoal.planning.cost.memory.stage import PeakMemory, alive_at
 from shoal.planning.cost.parameters import stage_parts
@@ -23,16 +24,27 @@ from shoal.planning.run import EstimatedRun
 from shoal.spec.catalog.accuracy import Accuracy, Kind, find_accuracy, size_name
 
 
+def cluster_kind(run: EstimatedRun) -> str:
+    """Return what distinguishes clusters in `accuracy.toml`: the accelerator, and the network between nodes."""
+    name = run.cluster.accelerator.name
+    return f"{name}, {network_name(run.cluster)}" if run.cluster.nodes > 1 else name
+
+
 def accuracy_key(run: EstimatedRun) -> tuple[str, str, bool]:
     """Return what distinguishes the accuracy of estimates: software, size, and whether the run has rarer parts."""
     special = run.shape.experts is not None or run.eight_bits or run.layout.cp > 1
     return run.software.name, size_name(run.cluster.nodes, run.cluster.size), special
 
 
+def run_accuracy(kind: Kind, run: EstimatedRun) -> Accuracy:
+    """Return the errors of estimates of such runs on held-out measurements."""
+    software, size, special = accuracy_key(run)
+    return find_accuracy(kind, software, size, cluster_kind(run), special=special)
+
+
 def find_width(kind: Kind, run: EstimatedRun) -> float:
     """Return half of the 80 % interval of the logarithm of a run's time or memory."""
-    software, size, special = accuracy_key(run)
-    return find_accuracy(kind, software, size, special=special).width
+    return run_accuracy(kind, run).width
 
 
 class StepEstimate(ABC):
@@ -69,8 +81,7 @@ class StepEstimate(ABC):
 
     def accuracy(self, kind: Kind = "time") -> Accuracy:
         """Return the errors of such estimates on held-out measurements."""
-        software, size, special = accuracy_key(self.run)
-        return find_accuracy(kind, software, size, special=special)
+        return run_accuracy(kind, self.run)
 
     @property
     def mfu(self) -> float:
@@ -102,6 +113,11 @@ class StepEstimate(ABC):
     def fits(self) -> bool:
         """True if every rank fits in its device's memory."""
         return bool(self.fullest.reserved <= self.capacity)
+
+    @property
+    def may_fit(self) -> bool:
+        """True if every rank fits at the lower end of the 80 % interval of its memory."""
+        return bool(self.memory_interval[0] <= self.capacity)
 
 
 class Estimate(StagePrices, StepEstimate):

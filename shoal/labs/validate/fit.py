@@ -3,31 +3,26 @@
 Every constant is positive. Its logarithm has a normal prior (standard deviation `Constant.sure`). A residual is the
 logarithm of estimated over measured; large ones count less (Cauchy's loss), so publication errors matter little.
 
-The errors of what a fit has not seen, by model, cluster and software, give the intervals that every estimate prints.
 Each fit starts at the priors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, get_args
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from shoal.labs.validate.rows import Point, stack
-from shoal.planning.cost.batched_runs import Runs, network_name
+from shoal.planning.cost.batched_runs import Runs
 from shoal.planning.cost.memory.published_software import footprint
 from shoal.planning.cost.time.step import step
-from shoal.planning.estimate import accuracy_key, find_width
-from shoal.spec.catalog.accuracy import SIZES, Kind
 from shoal.spec.catalog.calibration import Calibration, Constant, constant_names
 
 WEIGHTS = {"A": 1.0, "B": 0.4, "M": 1.0, "C": 0.1}  # by quality
 SCALES = {"time": 0.08, "memory": 0.05}  # size of residuals above which they count less
 ITERATIONS = 60  # maximum
 FURTHEST = 0.7  # maximum change of a logarithm in an iteration
-INSIDE = 0.8  # fraction of the measurements inside an interval
-FEW = 5  # measurements that errors of their own need
 
 
 class Prior(NamedTuple):
@@ -211,98 +206,3 @@ def to_tables(constants: Calibration) -> dict:
             table["value"] = float(f"{float(constants[name]):.4g}")
         tables[name] = table
     return tables
-
-
-# ---- what a fit has not seen -----------------------------------------------------------------------------------------
-
-SPLITS: dict[str, Callable[[Point], Hashable]] = {
-    "model": lambda p: (p.run.shape.layers, p.run.shape.hidden, p.run.shape.heads),
-    "cluster": lambda p: (p.file, p.run.cluster.accelerator.name, p.run.cluster.nodes > 1, network_name(p.run.cluster)),
-    "software": lambda p: p.run.software.name,
-}
-"""What is left out together: a model by its shape, whatever its name or file; a cluster; a software."""
-
-
-def assign_groups(points: Sequence[Point], split: str) -> np.ndarray:
-    """Return the group of each point in one of `SPLITS`: [points]."""
-    keys = [SPLITS[split](point) for point in points]
-    numbers = {key: i for i, key in enumerate(dict.fromkeys(keys))}
-    return np.array([numbers[key] for key in keys])
-
-
-def leave_out(points: Sequence[Point], constants: Calibration, groups: np.ndarray) -> np.ndarray:
-    """Return log(estimated / measured) of each point with constants fitted to the other groups: [2, points].
-
-    The rows are times and memory; NaN where not measured. Each fit is one Newton step from the constants that are
-    fitted to all points (the infinitesimal jackknife: Giordano et al. 2019, "A Swiss Army infinitesimal jackknife").
-    """
-    found = np.full((2, len(points)), np.nan)
-    for kind, what in enumerate(SCALES):
-        problem = FitProblem(points, what, constants)
-        at = np.array([i for i, p in enumerate(points) if problem.uses(p)])
-        if not len(at):
-            continue
-        logs, prior, scale, count = problem.start(), problem.prior, SCALES[what], len(at)
-        r, slopes = problem.residuals(logs), problem.jacobian(logs)
-        weight = 1 / (1 + (r / scale) ** 2 / 2) / scale**2
-        pull = (logs - prior.expected) / prior.sure**2
-        of_row = np.tile(groups[at], len(r) // count)
-        curvature = (slopes * weight[:, None]).T @ slopes + np.diag(1 / prior.sure**2)
-        slope = slopes.T @ (weight * r) + pull
-        free = (logs > prior.least + 1e-3) & (logs < prior.most - 1e-3)
-        errors = r[:count] / problem.weight
-        for group in set(groups[at].tolist()):
-            mine, change = of_row == group, np.zeros(len(logs))
-            own = slopes[mine] * weight[mine, None]
-            rest = (curvature - own.T @ slopes[mine])[np.ix_(free, free)]
-            change[free] = np.linalg.solve(rest, -(slope - own.T @ r[mine])[free])
-            moved = np.clip(logs + np.clip(change, -FURTHEST, FURTHEST), prior.least, prior.most)
-            some = np.flatnonzero(mine[:count])
-            errors[some] = problem.residuals(moved, some)[: len(some)] / problem.weight[some]
-        measured = problem.seconds if what == "time" else problem.bytes
-        found[kind, at] = np.where(np.isnan(measured), np.nan, errors)
-    return found
-
-
-def measure_accuracy(points: Sequence[Point], errors: Mapping[str, np.ndarray]) -> dict[str, list[dict[str, Any]]]:
-    """Return the tables of `accuracy.toml`, from the errors that `leave_out` found for each of `SPLITS`.
-
-    A software's own errors are of models and of clusters left out. Errors of unknown software are of each software left
-    out; each counts as much as any other.
-    """
-    tables: dict[str, list[dict[str, Any]]] = {}
-    keys = [accuracy_key(p.run) for p in points]
-    for row, kind in enumerate(SCALES):
-        known = np.concatenate([errors["model"][row], errors["cluster"][row]])
-        tables[kind], names = [], sorted({key[0] for key in keys})
-        for software in names:
-            kinds = [("", None), *((size, special) for size in ("", *SIZES) for special in (False, True))]
-            for size, special in kinds:
-                mine = [k[0] == software and size in ("", k[1]) and special in (None, k[2]) for k in keys]
-                some = known[np.tile(np.array(mine), 2)]
-                some = some[~np.isnan(some)]
-                if len(some) // 2 >= (FEW if special is None else 2 * FEW):
-                    tables[kind].append(_summarise(some, software, size, special, len(some) // 2))
-        unseen = [errors["software"][row][np.array([key[0] == name for key in keys])] for name in names]
-        unseen = [some[~np.isnan(some)] for some in unseen]
-        levels = [np.quantile(some, np.linspace(0.005, 0.995, 100)) for some in unseen if len(some) >= FEW]
-        if levels:
-            tables[kind].append(_summarise(np.concatenate(levels), "", "", None, sum(map(len, unseen))))
-    return tables
-
-
-def _summarise(errors: np.ndarray, software: str, size: str, special: bool | None, rows: int) -> dict[str, Any]:
-    relative = np.exp(errors) - 1
-    sizes = np.abs(relative)
-    found = {"median": np.median(sizes), "ninetieth": np.quantile(sizes, 0.9), "bias": np.median(relative),
-             "width": np.quantile(np.abs(errors), INSIDE)}  # fmt: skip
-    of: dict[str, Any] = {"software": software} | ({"size": size} if size else {})
-    return of | ({} if special is None else {"special": special}) | {"rows": rows} | {
-        name: float(f"{value:.3g}") for name, value in found.items()
-    }
-
-
-def intervals(points: Sequence[Point]) -> tuple[np.ndarray, np.ndarray]:
-    """Return half of the 80 % intervals of each point's time and memory, of the logarithm."""
-    time, memory = ([find_width(kind, p.run) for p in points] for kind in get_args(Kind))
-    return np.array(time), np.array(memory)

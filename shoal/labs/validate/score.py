@@ -6,13 +6,16 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import get_args
 
 import numpy as np
 
-from shoal.labs.validate.fit import estimate_points, intervals
+from shoal.labs.validate.fit import estimate_points
 from shoal.labs.validate.rows import Point, stack
 from shoal.planning.describe import estimate
+from shoal.planning.estimate import find_width
 from shoal.planning.software_estimate import SoftwareEstimate
+from shoal.spec.catalog.accuracy import Kind
 from shoal.spec.catalog.calibration import Calibration
 
 GRADED = "AM"  # qualities in the totals; M has memory only
@@ -147,7 +150,8 @@ def score(points: Sequence[Point], constants: Calibration | None = None) -> Scor
             size = getattr(said.footprint, bytes_of.get(p.memory_kind, "reserved"))
             found.append((said.step_seconds, float(size[0]), said.fullest.reserved / said.capacity))
         seconds, size, part = np.array(found).T
-    return Scored(points, seconds, size, part, *intervals(points))
+    widths = (np.array([find_width(kind, p.run) for p in points]) for kind in get_args(Kind))
+    return Scored(points, seconds, size, part, *widths)
 
 
 def group_by(scored: Scored, key: Callable[[Point], str]) -> dict[str, Scored]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from shoal.base.files import write_atomically
-from shoal.labs.validate.fit import find_at_bounds
+from shoal.labs.validate.fit import SCALES, find_at_bounds
 from shoal.labs.validate.rows import Left
 from shoal.labs.validate.score import Scored, group_by, totals
 from shoal.labs.validate.validation import Validation
@@ -24,15 +24,8 @@ HEADS = (
 
 
 def fit_lines(found: Validation) -> list[str]:
-    """Return the constants at a bound after a fit, and the scores of cross-validation by model."""
-    if found.unseen is None:
-        return []
-    return [
-        *(f"  {line}" for line in find_at_bounds(found.constants, found.points)),
-        "\nModels that the fit has not seen (cross-validation):\n",
-        *_rows(totals(found.unseen) | group_by(found.unseen, lambda p: p.file)),
-        "\nAll models, with constants fitted to all:\n",
-    ]
+    """Return the constants at a bound after a fit."""
+    return [f"  {line}" for line in find_at_bounds(found.constants, found.points)]
 
 
 def score_lines(found: Validation, worst: int = 0) -> list[str]:
@@ -41,7 +34,7 @@ def score_lines(found: Validation, worst: int = 0) -> list[str]:
     Args:
         worst: number of rows with the largest errors to list for each file.
     """
-    return [*_score(found.scored, found.left), *(_worst(found.scored, worst) if worst else ())]
+    return [*_score(found.scored, found.left), *_held_out(found), *(_worst(found.scored, worst) if worst else ())]
 
 
 def _score(scored: Scored, left: Left) -> list[str]:
@@ -59,6 +52,22 @@ def _score(scored: Scored, left: Left) -> list[str]:
         lines.append(f"Assumed where not published: {names}")
     lines += [f"  {file}: {count:,} not scored, {reason}" for (file, reason), count in sorted(left.items())]
     return lines
+
+
+def _held_out(found: Validation) -> list[str]:
+    """Return a table of errors of what a fit had not seen, and of how many of them intervals hold."""
+    rows = []
+    for row, kind in enumerate(SCALES):
+        for held_out in found.held_out:
+            if held_out.counts(row) > 1:
+                of = held_out.coverage(row)
+                rows.append([
+                    f"{kind}, {held_out.split} left out", f"{of.rows:,}", f"{of.groups}", f"{100 * of.median:.1f} %",
+                    f"{100 * of.ninetieth:.1f} %", f"{100 * of.bias:+.1f} %", f"{100 * of.inside:.0f} %",
+                    f"{100 * of.inside_groups:.0f} %",
+                ])  # fmt: skip
+    head = ["not seen by the fit", "rows", "groups", "median", "90 %", "bias", "in 80 %", "mean of groups"]
+    return ["", *table_lines(head, rows), "", "Widths of these intervals are of all other groups."]
 
 
 def _worst(scored: Scored, count: int) -> list[str]:

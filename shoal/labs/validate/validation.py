@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import tomli_w
 
 from shoal.base.errors import UsageError
 from shoal.base.files import write_atomically
-from shoal.labs.validate.fit import SPLITS, assign_groups, fit_constants, leave_out, measure_accuracy, to_tables
+from shoal.labs.validate.fit import fit_constants, to_tables
+from shoal.labs.validate.held_out import HeldOut, accuracy_text, hold_out
 from shoal.labs.validate.rows import Left, Point, read_folder
 from shoal.labs.validate.score import Scored, score
 from shoal.spec.catalog.calibration import Calibration, read_calibration
@@ -23,8 +23,8 @@ HEAD = (
 
 
 ACCURACY = (
-    "# Errors of estimates on published measurements that a fit had not seen: models and clusters left out, and for\n"
-    "# unknown software the software. Made by `shoal validate DIR --fit FILE`.\n\n"
+    "# Errors of estimates on published measurements of which a fit had not seen the model, the cluster or the\n"
+    "# software, and the clusters of each software that were measured. Made by `shoal validate DIR --fit FILE`.\n\n"
 )
 
 
@@ -37,22 +37,19 @@ class Validation:
         left: number of rows that are no points, by file and reason.
         constants: constants of the scored cost model.
         scored: the points with their estimates.
-        unseen: after a fit, each model's points with constants fitted to other models; else None.
-        accuracy: after a fit, the tables of `accuracy.toml`; else None.
+        held_out: errors of points that a fit has not seen.
     """
 
     points: list[Point]
     left: Left
     constants: Calibration
     scored: Scored
-    unseen: Scored | None = None
-    accuracy: dict | None = None
+    held_out: list[HeldOut]
 
     def write_constants(self, path: Path) -> None:
         """Write the constants as TOML for ``constants`` of `validate_estimates`, and their accuracy beside it."""
         write_atomically(path, HEAD + tomli_w.dumps(to_tables(self.constants)))
-        if self.accuracy:
-            write_atomically(path.with_stem(f"{path.stem}-accuracy"), ACCURACY + tomli_w.dumps(self.accuracy))
+        write_atomically(path.with_stem(f"{path.stem}-accuracy"), ACCURACY + accuracy_text(self.held_out))
 
 
 def validate_estimates(folder: Path, *, constants: Path | None = None, fit: bool = False) -> Validation:
@@ -81,11 +78,6 @@ def validate_estimates(folder: Path, *, constants: Path | None = None, fit: bool
     if not points:
         raise UsageError(f"{folder}: no row of any CSV file there is a measured step; docs/validate.md has the columns")
     own = None if constants is None and not fit else known
-    if not fit:
-        return Validation(points, left, known, score(points, own))
-    known = fit_constants(points, known)
-    errors = {split: leave_out(points, known, assign_groups(points, split)) for split in SPLITS}
-    scored = score(points, known)
-    seconds, size = (np.exp(e) * m for e, m in zip(errors["model"], scored.measured, strict=True))
-    unseen = Scored(points, seconds, size, scored.part, scored.time_spread, scored.memory_spread)
-    return Validation(points, left, known, scored, unseen, measure_accuracy(points, errors))
+    if fit:
+        own = known = fit_constants(points, known)
+    return Validation(points, left, known, score(points, own), hold_out(points, known))

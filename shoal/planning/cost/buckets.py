@@ -135,7 +135,7 @@ def _filled(
 def _members(shape: ModelShape, splitting: tuple, part: StagePart, *index: int) -> list[Grouped]:
     """Return, for each unit, the parameters with their own bucket, and the rest."""
     kinds = [(shape.sparse(i), shape.skips(i)) for i in part.layers]
-    of_kind = {kind: _layer(shape, splitting, kind, *index) for kind in set(kinds)}
+    of_kind = {kind: _layer(shape, splitting, kind, *index) for kind in dict.fromkeys(kinds)}
     units = [of_kind[kind] for kind in kinds]
     if part.first:
         units.insert(0, _grouped(shape, splitting, StagePart(range(0), True, False, part.shared), *index))

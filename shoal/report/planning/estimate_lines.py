@@ -93,7 +93,8 @@ def bound(estimate: StepEstimate) -> str:
     if not estimate.fits:
         what = max(vars(estimate.fullest).items(), key=lambda held: held[1])[0]
         needed, capacity = show_bytes(estimate.fullest.reserved), show_bytes(estimate.capacity)
-        return f"Does not fit: needs {needed}, has {capacity}; the largest part is '{what}'. Layouts that fit:"
+        verdict = "May not fit" if estimate.may_fit else "Does not fit"
+        return f"{verdict}: needs {needed}, has {capacity}; the largest part is '{what}'. Layouts that fit:"
     (first, most), (second, next_most), *_ = sorted(estimate.breakdown.items(), key=lambda part: -part[1])
     then = f", then by {second}" if next_most > most / 10 else ""
     return f"Bound by {first}{then}. Effects of single changes:"

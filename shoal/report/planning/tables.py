@@ -142,7 +142,8 @@ def reasons(plan: Plan, estimates: Sequence[StepEstimate]) -> list[str]:
         change = ", ".join(f"{name} {'+' if more[name] > 0 else '-'}{show_seconds(abs(more[name]))}" for name in ranked)
         bytes_more = rival.memory.reserved - plan.best[0].memory.reserved
         change = change or f"memory {'+' if bytes_more > 0 else '-'}{show_bytes(abs(bytes_more))}"
-        needs = "" if estimate.fits else f"does not fit in {show_bytes(estimate.capacity)}; "
+        verdict = "" if estimate.fits else "may not fit in" if estimate.may_fit else "does not fit in"
+        needs = f"{verdict} {show_bytes(estimate.capacity)}; " if verdict else ""
         found.append(f"{needs}{100 * (rival.seconds / plan.best[0].seconds - 1):+.1f} %: {change}")
     return found
 

@@ -12,16 +12,22 @@ from shoal.base.section import Section, validate
 from shoal.spec.catalog.tables import shipped
 
 Kind = Literal["time", "memory"]
+LeftOut = Literal["model", "cluster", "software"]
+Class = tuple[str, str, bool | None]
+"""Class of runs: software, size and whether they are special; empty and None for all."""
 SIZES = ("node", "small", "large")
 """One node, up to 128 accelerators, and more."""
 SMALL = 128
 
 
 class Accuracy(Section):
-    """Errors of estimates of one kind of run, relative to the measurement."""
+    """Errors of estimates of one class of runs, relative to the measurement."""
+
+    left_out: LeftOut
+    """What the fit had not seen of each run: its model, its cluster too, or its software too."""
 
     software: str = ""
-    """Software, or empty for software whose measurements the fit had not seen."""
+    """Software, or empty for all."""
 
     size: Literal["", "node", "small", "large"] = ""
     """One of `SIZES`; empty for all."""
@@ -31,6 +37,9 @@ class Accuracy(Section):
 
     rows: PositiveInt
     """Number of measurements."""
+
+    groups: PositiveInt
+    """Number of models, clusters or software that they are of."""
 
     median: NonNegativeFloat
     """Median of the absolute error."""
@@ -48,20 +57,19 @@ class Accuracy(Section):
         """Return the errors in words."""
         sizes = {"node": " on one node", "small": f" on up to {SMALL} devices", "large": f" on more than {SMALL}"}
         kind = {None: "", True: " with experts, context parallelism or 8 bits", False: ""}[self.special]
-        of = self.software or "other software that the fit had not seen"
         errors = f"median {100 * self.median:.0f} %, 90 % within {100 * self.ninetieth:.0f} %"
-        size = sizes.get(self.size, "")
-        return f"{errors}: {self.rows:,} held-out measurements of {of}{size}{kind}"
+        of = f"{self.rows:,} measurements of {self.software or 'other software'}{sizes.get(self.size, '')}{kind}"
+        return f"{errors}: {of}, of which the fit had not seen the {self.left_out}"
 
 
 @cache
-def _entries() -> Mapping[tuple[str, str, str, bool | None], Accuracy]:
-    found: dict[tuple[str, str, str, bool | None], Accuracy] = {}
+def _entries() -> Mapping[tuple[str, str, Class], Accuracy]:
+    found: dict[tuple[str, str, Class], Accuracy] = {}
     tables: Mapping[str, Any] = shipped("accuracy")
-    for kind, rows in tables.items():
-        for values in rows:
+    for kind in ("time", "memory"):
+        for values in tables[kind]:
             entry = validate(Accuracy, values, source="accuracy.toml", prefix=kind)
-            found[kind, entry.software, entry.size, entry.special] = entry
+            found[kind, entry.left_out, (entry.software, entry.size, entry.special)] = entry
     return found
 
 
@@ -70,12 +78,23 @@ def size_name(nodes: int, accelerators: int) -> str:
     return "node" if nodes == 1 else "small" if accelerators <= SMALL else "large"
 
 
-def find_accuracy(kind: Kind, software: str, size: str, *, special: bool) -> Accuracy:
-    """Return the errors of the nearest kind of run that was measured.
+def broader_classes(software: str, size: str, *, special: bool) -> tuple[Class, ...]:
+    """Return the classes that a run belongs to, the narrowest first."""
+    return (software, size, special), (software, "", special), (software, "", None), ("", "", special), ("", "", None)
 
-    >>> find_accuracy("time", "shoal", "node", special=False).software
-    ''
+
+def find_accuracy(kind: Kind, software: str, size: str, cluster: str, *, special: bool) -> Accuracy:
+    """Return the errors of the narrowest class of runs that was measured often enough.
+
+    They are larger where the fit has seen no such cluster with this software, and no run of this software.
+
+    Args:
+        cluster: accelerator and network, as in the table ``clusters`` of ``accuracy.toml``.
+
+    >>> find_accuracy("time", "shoal", "node", "h100-sxm", special=False).left_out
+    'software'
     """
-    known = _entries()
-    keys = ((software, size, special), (software, "", special), (software, "", None))
-    return next((known[kind, *key] for key in keys if (kind, *key) in known), known[kind, "", "", None])
+    known, clusters = _entries(), shipped("accuracy")["clusters"][kind]
+    left_out = "software" if software not in clusters else "model" if cluster in clusters[software] else "cluster"
+    every = broader_classes("" if left_out == "software" else software, size, special=special)
+    return next(known[kind, left_out, each] for each in every if (kind, left_out, each) in known)

@@ -1,23 +1,19 @@
 """A fit finds the constants that made the measurements, and its intervals hold what they say."""
 
+import tomllib
 from functools import cache
 
 import numpy as np
 import pytest
 
 from shoal.base.errors import UsageError
+from shoal.base.section import validate
 from shoal.cli.main import main
-from shoal.labs.validate.fit import (
-    SPLITS,
-    assign_groups,
-    estimate_points,
-    find_at_bounds,
-    fit_constants,
-    leave_out,
-    measure_accuracy,
-)
+from shoal.labs.validate.fit import estimate_points, find_at_bounds, fit_constants
+from shoal.labs.validate.held_out import HeldOut, accuracy_text, assign_groups, hold_out, leave_out
 from shoal.labs.validate.rows import read_row, stack
 from shoal.labs.validate.score import score, totals
+from shoal.spec.catalog.accuracy import Accuracy, find_accuracy
 from shoal.spec.catalog.calibration import GENERATIONS, Calibration, calibration, read_calibration
 from tests.labs.validate.published import MODELS, measured, points_of, sweep, write
 
@@ -92,14 +88,47 @@ def test_what_is_left_out_is_not_seen() -> None:
     assert np.nanmedian(np.abs(errors[0])) < 0.06, "models that were not seen are estimated nearly as well"
 
 
-def test_a_table_of_accuracy_holds_four_fifths() -> None:
-    points, known = points_of(rows()), fit_constants(points_of(rows()), calibration())
-    errors = {split: leave_out(points, known, assign_groups(points, split)) for split in SPLITS}
-    of_own, *_, unseen = measure_accuracy(points, errors)["time"]
-    assert (of_own["software"], unseen["software"]) == ("megatron-core", "")
-    inside = np.abs(errors["model"][0]) <= of_own["width"]
-    assert 0.7 < inside[~np.isnan(errors["model"][0])].mean() < 0.9
-    assert of_own["median"] < of_own["ninetieth"] < 0.2
+def test_a_width_holds_four_fifths_of_what_it_is_made_of_and_is_of_a_class_with_enough_groups() -> None:
+    points = points_of(rows())
+    found = HeldOut(points, calibration(), "model")
+    found.groups = np.arange(len(points)) % 5
+    found.errors[:] = np.random.default_rng(0).normal(size=found.errors.shape)
+    software, _, special = found.keys[0]
+    own = (software, "", special)
+    inside = np.abs(found.errors[0][found.select(0, own)]) <= found.width(0, own)
+    assert inside.mean() == pytest.approx(0.8, abs=0.02)
+    assert len(found.select(0, own, without=0)) == pytest.approx(0.8 * len(found.select(0, own)), abs=5)
+    found.groups %= 2
+    assert np.isnan(found.width(0, own)), "two groups say too little of a third"
+    assert found.width(0, ("", "", None)) > 0
+
+
+def test_coverage_is_of_widths_that_have_not_seen_the_group() -> None:
+    """One of five groups has errors ten times as large: its own width would hold them, that of the others does not."""
+    points = points_of(rows())
+    found = HeldOut(points, calibration(), "model")
+    found.groups = np.arange(len(points)) % 5
+    found.errors[:] = np.where(found.groups == 0, 1.0, 0.1) * np.linspace(0.9, 1.1, len(points))
+    covered = found.coverage(0)
+    assert covered.groups == 5 and covered.rows == len(points)
+    assert covered.inside_groups == pytest.approx(0.8, abs=0.02), "four groups of five are inside"
+
+
+def test_the_accuracy_of_a_run_depends_on_what_was_measured() -> None:
+    seen, other, never = (
+        find_accuracy("time", software, "small", kind, special=False)
+        for software, kind in (("nanotron", "h100-sxm, efa"), ("nanotron", "b200-sxm, infiniband"), ("shoal", ""))
+    )
+    assert [entry.left_out for entry in (seen, other, never)] == ["model", "cluster", "software"]
+    assert seen.width < other.width < never.width and "not seen the cluster" in other.describe()
+
+
+def test_accuracy_is_written_as_it_is_read() -> None:
+    points = points_of(rows())
+    tables = tomllib.loads(accuracy_text(hold_out(points, calibration())))
+    for entry in (*tables["time"], *tables["memory"]):
+        assert validate(Accuracy, entry, source="made").width >= 0
+    assert {entry["left_out"] for entry in tables["time"]} == {"model", "cluster", "software"}
 
 
 def test_a_fit_is_written_read_and_scored(tmp_path, capsys) -> None:
@@ -107,7 +136,9 @@ def test_a_fit_is_written_read_and_scored(tmp_path, capsys) -> None:
     constants, page = tmp_path / "fitted.toml", tmp_path / "page.html"
     assert main(["validate", str(tmp_path), "--fit", str(constants), "--out", str(page)]) == 0
     said = capsys.readouterr().out
-    assert "Models that the fit has not seen" in said and "did not fit" in said
+    assert "time, model left out" in said and "did not fit" in said
+    accuracy = tomllib.loads((tmp_path / "fitted-accuracy.toml").read_text())
+    assert accuracy["clusters"]["time"]["megatron-core"] and accuracy["memory"]
     assert page.read_text().count("<use ") >= len(points_of(rows()))
     again = read_calibration(constants)
     assert again["product"][HOPPER] == pytest.approx(0.5 * calibration()["product"][HOPPER], rel=0.2)

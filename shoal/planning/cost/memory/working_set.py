@@ -52,8 +52,11 @@ def moments(run: MicroBatch, part: StagePart, kind: Half = "full") -> list[Momen
     table = e * rows * h if e < 4 else 0  # a gradient, before it is added
     places = [run.shape.sparse(layer) for layer in reversed(part.layers)]
     # Per kind, the layer with the most layers below; a half may leave more than was saved, so the first counts too.
-    ends = {sparse: (places.index(sparse), len(places) - 1 - places[::-1].index(sparse)) for sparse in set(places)}
-    layers = {(sparse, done) for sparse, of_kind in ends.items() for done in of_kind[: 2 - full]}
+    ends = {
+        sparse: (places.index(sparse), len(places) - 1 - places[::-1].index(sparse))
+        for sparse in dict.fromkeys(places)
+    }  # fmt: skip
+    layers = dict.fromkeys((sparse, done) for sparse, of_kind in ends.items() for done in of_kind[: 2 - full])
     if kind == "weight":  # all inputs exist, and stay until the end
         found = [Moment("layer", more, time, sparse, done) for sparse, done in layers
                  for more, time in in_block(run, sparse, kind, part.last)]  # fmt: skip

@@ -1,0 +1,211 @@
+"""Errors of what a fit has not seen, and the intervals that every estimate prints.
+
+A fit leaves out all rows of a model, of a cluster, or of a software. The width of an interval is a quantile of these
+errors, of the narrowest class of runs (`broader_classes`) in which at least `GROUPS` models, clusters or software were
+left out. Measurements on one cluster share much of their error, so a cluster that the fit has not seen has a wider
+interval, and software that it has not seen a wider one again.
+
+`coverage` tests the intervals: the width for a model, cluster or software is of all others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, get_args
+
+import numpy as np
+
+from shoal.labs.validate.fit import FURTHEST, SCALES, FitProblem
+from shoal.labs.validate.rows import Point
+from shoal.planning.estimate import accuracy_key, cluster_kind
+from shoal.spec.catalog.accuracy import SIZES, Class, LeftOut, broader_classes
+from shoal.spec.catalog.calibration import Calibration
+
+INSIDE = 0.8  # fraction of the measurements inside an interval
+FEW = 10  # measurements that errors of their own need
+GROUPS = 3  # models, clusters or software that they need
+SPLITS: dict[LeftOut, Callable[[Point], Hashable]] = {
+    "model": lambda p: (p.run.shape.layers, p.run.shape.hidden, p.run.shape.heads),
+    "cluster": lambda p: (p.file, p.run.software.name, cluster_kind(p.run)),
+    "software": lambda p: p.run.software.name,
+}
+"""What is left out together: a model by its shape, whatever its name or file; a cluster; a software."""
+
+
+def assign_groups(points: Sequence[Point], split: LeftOut) -> np.ndarray:
+    """Return the group of each point in one of `SPLITS`: [points]."""
+    keys = [SPLITS[split](point) for point in points]
+    numbers = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+    return np.array([numbers[key] for key in keys])
+
+
+def leave_out(points: Sequence[Point], constants: Calibration, groups: np.ndarray) -> np.ndarray:
+    """Return log(estimated / measured) of each point with constants fitted to the other groups: [2, points].
+
+    The rows are times and memory; NaN where not measured. Each fit is one Newton step from the constants that are
+    fitted to all points (the infinitesimal jackknife: Giordano et al. 2019, "A Swiss Army infinitesimal jackknife").
+    """
+    found = np.full((2, len(points)), np.nan)
+    for kind, what in enumerate(SCALES):
+        problem = FitProblem(points, what, constants)
+        at = np.array([i for i, p in enumerate(points) if problem.uses(p)])
+        if not len(at):
+            continue
+        logs, prior, scale, count = problem.start(), problem.prior, SCALES[what], len(at)
+        r, slopes = problem.residuals(logs), problem.jacobian(logs)
+        weight = 1 / (1 + (r / scale) ** 2 / 2) / scale**2
+        pull = (logs - prior.expected) / prior.sure**2
+        of_row = np.tile(groups[at], len(r) // count)
+        curvature = (slopes * weight[:, None]).T @ slopes + np.diag(1 / prior.sure**2)
+        slope = slopes.T @ (weight * r) + pull
+        free = (logs > prior.least + 1e-3) & (logs < prior.most - 1e-3)
+        errors = r[:count] / problem.weight
+        for group in set(groups[at].tolist()):
+            mine, change = of_row == group, np.zeros(len(logs))
+            own = slopes[mine] * weight[mine, None]
+            rest = (curvature - own.T @ slopes[mine])[np.ix_(free, free)]
+            change[free] = np.linalg.solve(rest, -(slope - own.T @ r[mine])[free])
+            moved = np.clip(logs + np.clip(change, -FURTHEST, FURTHEST), prior.least, prior.most)
+            some = np.flatnonzero(mine[:count])
+            errors[some] = problem.residuals(moved, some)[: len(some)] / problem.weight[some]
+        measured = problem.seconds if what == "time" else problem.bytes
+        found[kind, at] = np.where(np.isnan(measured), np.nan, errors)
+    return found
+
+
+class Coverage(NamedTuple):
+    """Errors of what was left out of a fit, and how many of them the 80 % intervals hold.
+
+    Attributes:
+        rows, groups: number of measurements, and of models, clusters or software.
+        median, ninetieth: quantiles of the absolute error.
+        bias: median of the signed error.
+        inside, inside_groups: fraction of the measurements inside their interval, and the mean of this over the groups.
+    """
+
+    rows: int
+    groups: int
+    median: float
+    ninetieth: float
+    bias: float
+    inside: float
+    inside_groups: float
+
+
+class HeldOut:
+    """Errors of points that a fit has not seen, for one of `SPLITS`.
+
+    Args:
+        points: published points.
+        constants: the constants that are fitted to all of them.
+        split: what is left out together.
+    """
+
+    def __init__(self, points: Sequence[Point], constants: Calibration, split: LeftOut):
+        self.points, self.split = points, split
+        self.groups = assign_groups(points, split)
+        self.errors = leave_out(points, constants, self.groups)
+        keys = [accuracy_key(p.run) for p in points]
+        software, size, special = (np.array(each) for each in zip(*keys, strict=True))
+        self.keys, self.software, self.size, self.special = keys, software, size, special
+
+    def select(self, row: int, of: Class, without: int = -1) -> np.ndarray:
+        """Return the measurements of a class, but for one group; none if they are too few for errors of their own.
+
+        Args:
+            row: of `leave_out`: 0 for times, 1 for memory.
+        """
+        software, size, special = of
+        mine = ~np.isnan(self.errors[row]) & (self.groups != without)
+        for wanted, own in ((software or None, self.software), (size or None, self.size), (special, self.special)):
+            if wanted is not None:
+                mine &= own == wanted
+        found = np.flatnonzero(mine)
+        enough = len(found) >= FEW and len(set(self.groups[found].tolist())) >= GROUPS
+        return found if enough or of == ("", "", None) else found[:0]
+
+    def width(self, row: int, of: Class, without: int = -1) -> float:
+        """Return half of the 80 % interval of a class's logarithm; NaN if it has too few measurements."""
+        found = self.select(row, of, without)
+        return self._quantile(np.abs(self.errors[row][found]), found, INSIDE) if len(found) else np.nan
+
+    def _quantile(self, values: np.ndarray, found: np.ndarray, part: float) -> float:
+        """Return a quantile of values of some points; if software is left out, each counts as much as any other."""
+        weights = np.ones(len(found))
+        if self.split == "software":
+            weights /= np.bincount(self.groups[found])[self.groups[found]]
+        order = np.argsort(values)
+        upto = np.cumsum(weights[order]) - weights[order] / 2
+        return float(np.interp(part * weights.sum(), upto, values[order]))
+
+    def _errors(self, row: int, found: np.ndarray) -> tuple[float, float, float]:
+        """Return the median and the ninth decile of the absolute relative error, and the median of the signed one."""
+        relative = np.exp(self.errors[row][found]) - 1
+        several = ((np.abs(relative), 0.5), (np.abs(relative), 0.9), (relative, 0.5))
+        median, ninetieth, bias = (self._quantile(values, found, part) for values, part in several)
+        return median, ninetieth, bias
+
+    def counts(self, row: int) -> int:
+        """Return the number of groups with measurements."""
+        return len(set(self.groups[~np.isnan(self.errors[row])].tolist()))
+
+    def coverage(self, row: int) -> Coverage:
+        """Return the errors of two groups or more, and how many of them intervals hold whose width is of all others."""
+        known, widths = np.flatnonzero(~np.isnan(self.errors[row])), dict[tuple, float]()
+        inside = np.zeros(len(known))
+        for i, point in enumerate(known.tolist()):
+            (software, size, special), group = self.keys[point], int(self.groups[point])
+            software = "" if self.split == "software" else software
+            key = software, size, special, group
+            if key not in widths:
+                every = (self.width(row, of, group) for of in broader_classes(software, size, special=special))
+                widths[key] = next(width for width in every if not np.isnan(width))
+            inside[i] = abs(self.errors[row][point]) <= widths[key]
+        groups = self.groups[known]
+        means = [float(inside[groups == group].mean()) for group in set(groups.tolist())]
+        return Coverage(len(known), len(means), *self._errors(row, known), float(inside.mean()), float(np.mean(means)))
+
+    def entries(self, row: int) -> Iterator[dict[str, Any]]:
+        """Yield the entries of `accuracy.toml`."""
+        names = [""] if self.split == "software" else ["", *sorted(set(self.software.tolist()))]
+        kinds = [("", None), *((size, special) for special in (False, True) for size in ("", *SIZES))]
+        for software in names:
+            for size, special in kinds:
+                found = self.select(row, (software, size, special))
+                if len(found) and (software or not size):
+                    yield self._entry(row, (software, size, special), found)
+
+    def _entry(self, row: int, of: Class, found: np.ndarray) -> dict[str, Any]:
+        software, size, special = of
+        entry: dict[str, Any] = {"left_out": self.split, "software": software, "size": size}
+        entry |= {} if special is None else {"special": special}
+        entry |= {"rows": len(found), "groups": len(set(self.groups[found].tolist()))}
+        numbers = *self._errors(row, found), self.width(row, of)
+        names = ("median", "ninetieth", "bias", "width")
+        return entry | {name: float(f"{value:.3g}") for name, value in zip(names, numbers, strict=True)}
+
+
+def hold_out(points: Sequence[Point], constants: Calibration) -> list[HeldOut]:
+    """Return the errors of points that a fit has not seen, for each of `SPLITS`."""
+    return [HeldOut(points, constants, split) for split in get_args(LeftOut)]
+
+
+def accuracy_text(held_out: Sequence[HeldOut]) -> str:
+    """Return `accuracy.toml`: errors, a line for each class of runs, and the clusters that were measured."""
+    lines = []
+    for row, kind in enumerate(SCALES):
+        entries = (entry for each in held_out for entry in each.entries(row))
+        lines += [f"{kind} = [", *(f"    {_inline(entry)}," for entry in entries), "]", ""]
+    for row, kind in enumerate(SCALES):
+        known = ~np.isnan(held_out[0].errors[row])
+        measured = [held_out[0].points[i].run for i in np.flatnonzero(known).tolist()]
+        pairs = {(run.software.name, cluster_kind(run)) for run in measured}
+        clusters = {name: sorted(c for s, c in pairs if s == name) for name in sorted({s for s, _ in pairs})}
+        lines += [f"[clusters.{kind}]", *(f"{name} = {json.dumps(found)}" for name, found in clusters.items()), ""]
+    return "\n".join(lines)
+
+
+def _inline(table: Mapping[str, Any]) -> str:
+    """Return an inline table of TOML; its strings and numbers are written as in JSON."""
+    return "{" + ", ".join(f"{name} = {json.dumps(value)}" for name, value in table.items()) + "}"

@@ -1,0 +1,36 @@
+"""Which layout is recommended: whatever the order of sets; tensor parallelism across nodes only beyond its error."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from shoal import LayoutPlanner
+from shoal.planning.cost.memory.stage import PeakMemory
+from shoal.planning.search.kinds import ACROSS, TIE, Shelf
+from shoal.planning.search.plan import PricedLayout
+from shoal.spec.layout import Layout
+
+WORDS = "plan --model tiny --cluster 2x2xH100 --global-batch 8 --sequence-length 64"
+
+
+def test_a_plan_does_not_depend_on_the_hash_seed() -> None:
+    said = set()
+    for seed in ("1", "2"):
+        run, env = [sys.executable, "-m", "shoal", *WORDS.split()], os.environ | {"PYTHONHASHSEED": seed}
+        found = subprocess.run(run, env=env, capture_output=True, text=True, check=True)
+        said.add("\n".join(line for line in found.stdout.splitlines() if "simulated:" not in line))
+    assert len(said) == 1 and "recommended" in said.pop()
+
+
+@pytest.mark.parametrize("gain", [0.9 * ACROSS, (1 + ACROSS) * (1 + TIE)])
+def test_tensor_parallelism_across_nodes_must_be_faster_by_more_than_its_error(gain: float) -> None:
+    run = LayoutPlanner("llama-3-70b", "2x8xH100", global_batch=16).run
+    shelf, memory = Shelf(run, diverse=True), PeakMemory(1e9, 0, 0, 0, 0, 0, 0, 0)
+    inside, across = Layout(tp=8, pp=2, sequence_parallel=True), Layout(tp=16, sequence_parallel=True)
+    for seconds, layout in ((1 + gain, inside), (1.0, across)):
+        shelf.keep(PricedLayout(seconds, layout, memory), capacity=80e9)
+    recommended = shelf.list()[0]
+    assert recommended.layout == (inside if gain < ACROSS else across)
+    assert {found.role for found in shelf.list()} == ({"recommended", "fastest"} if gain < ACROSS else {"recommended"})
