@@ -77,6 +77,8 @@ class OperationRecorder(TorchDispatchMode):
         self.census.synchronisations[f"{what} at {_source_line()}"] += 1
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # a query, as frequent as operations; not asked for through the other modes
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         read = [*tensors_in((*args, *kwargs.values()))]
@@ -86,8 +88,6 @@ class OperationRecorder(TorchDispatchMode):
             if "device" in str(error).lower():
                 self.census.mismatches[f"{name} at {_source_line()}: {error}"] += 1
             raise
-        if func.namespace == "prim":  # a query of a tensor's device
-            return out
         made = [*tensors_in((out,))]
         on_cuda = [x for x in (*read, *made) if is_on_cuda(x)]
         if not on_cuda:

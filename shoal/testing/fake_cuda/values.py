@@ -47,8 +47,8 @@ class KnownValues(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # a query of a tensor's device
-            return func(*args, **kwargs)
+        if func is torch.ops.prim.device.default:
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         read = [*tensors_in((*args, *kwargs.values()))]
         target = torch.device(kwargs.get("device") or "cpu").type
         with unset_fake_temporarily():

@@ -22,7 +22,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.base.errors import UsageError
 from shoal.engine import kernels
@@ -198,17 +197,16 @@ def _step(engine: Engine, step: int, tracker: Tracker) -> CountedStep:
     )
 
 
-class _Numberless(TorchDispatchMode):
-    """Dispatch mode that computes with small real tensors (token ids, ranks); the value of a fake number is 1."""
+class _Numberless(FakeTensorMode):
+    """Fake tensors beside small real ones (token ids, ranks), which are computed; the value of a fake number is 1."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
         kwargs = kwargs or {}
         tensors = [*tensors_in((*args, *kwargs.values()))]
         if tensors and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
-            with unset_fake_temporarily():
-                return func(*args, **kwargs)
+            return func(*args, **kwargs)  # the mode is off in here
         try:
-            return func(*args, **kwargs)
+            return self.dispatch(func, types, args, kwargs)
         except DataDependentOutputException:
             return 1.0 if args[0].is_floating_point() else 1
 
@@ -221,7 +219,7 @@ def _faked(*, fused: bool) -> Iterator[None]:
         kernels.use_fused = lambda x: x.dtype != torch.float64
         attention_kernels.describe_device = lambda device: CudaDevice((9, 0), 0)  # type: ignore[assignment]
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), _Numberless():
+        with _Numberless(allow_non_fake_inputs=True):
             yield
     finally:
         kernels.use_fused, attention_kernels.describe_device = use_fused, describe_device

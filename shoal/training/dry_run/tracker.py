@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -87,10 +88,11 @@ class Tracker(TorchDispatchMode):
         return peak
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.prim.device.default:
+            # A query, as frequent as operations: not asked for through torch's fakes.
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if func.namespace == "prim":  # a query of a tensor's device, not an operation
-            return out
         if func.overloadpacket in COUNTS:
             self.flops[func.overloadpacket.__name__] += COUNTS[func.overloadpacket](*args, **kwargs, out_val=out)
         for tensor in tensors_in((*args, *kwargs.values(), out)):
