@@ -33,7 +33,7 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 # What the tests of ranks import besides is imported once too.
 worker_pool.PRELOADED += [
     "pytest", "hypothesis.strategies", "shoal.cli.main", "shoal.training.dry_run.dry_run", "shoal.testing.verify.rank",
-    "shoal.training.async_dp.trainers",
+    "shoal.training.async_dp.trainers", "shoal.cli.bench", "shoal.labs.bench.step.benchmark", "scipy.stats",
 ]
 worker_pool.shared_server = server
 

@@ -52,7 +52,9 @@ def update(rule, rate):
 @pytest.mark.parametrize("name", [name for name in sorted(COMPILED) if name != "sophia-h"])
 def test_compiled_rules_make_the_same_updates_and_are_compiled_once(name, monkeypatch):
     """Captured and made functional; but of one rule alone made into C++, which takes most of the time."""
-    if name != "sage":
+    if name == "sage":  # headers compiled beforehand take longer than those of its single program
+        monkeypatch.setattr(torch._inductor.config, "cpp_cache_precompile_headers", False)
+    else:
         monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     config = OptimizerConfig(name=name, betas=(0.8, 0.9))
     generator = torch.Generator().manual_seed(0)
@@ -75,7 +77,7 @@ def test_compiled_rules_make_the_same_updates_and_are_compiled_once(name, monkey
 
 
 @pytest.mark.parametrize("name", sorted(RULES))
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(
     cuts=st.lists(st.integers(1, 30) | st.integers(1, 9000), max_size=4), seed=st.integers(0, 1000),
     decay=st.floats(0, 1),

@@ -140,7 +140,10 @@ def test_a_ring_sends_what_the_collectives_do(pool: Pool, ranks: int) -> None:
 
 def grid_volume(config: RunConfig) -> dict[str, Counter]:
     """As `tensor_volume`, by axis of the grid."""
-    sent = sent_in_a_step(engine_of(config))
+    return by_axis(sent_in_a_step(engine_of(config)))
+
+
+def by_axis(sent: Counter) -> dict[str, Counter]:
     found: dict[str, Counter] = {}
     for (axis, kind), size in sent.items():
         found.setdefault(axis, Counter())[kind] = size
@@ -191,9 +194,9 @@ def test_replicas_of_a_grid_send_what_the_axes_would_alone(pool: Pool, zero: int
     config = tensor_run(4, dp=2, tp_x=2, zero=zero)
     config = config.model_copy(update={"train": config.train.model_copy(update={"global_batch": 2})})
     alone = pool.run(grid_volume, 4, tensor_run(4, tp_x=2))[0]
-    for along in pool.run(grid_volume, 8, config):
-        assert {axis: along[axis] for axis in ("tp_x", "tp_y")} == {axis: alone[axis] for axis in ("tp_x", "tp_y")}
     for sent, buckets, _ in pool.run(volume, 8, config):
+        along = by_axis(sent)
+        assert {axis: along[axis] for axis in ("tp_x", "tp_y")} == {axis: alone[axis] for axis in ("tp_x", "tp_y")}
         last = buckets[-1] if zero == 3 else 0
         assert of_parameters(sent) == ((3 if zero == 3 else 2) * sum(buckets) - last) / 2
 

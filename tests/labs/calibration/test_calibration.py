@@ -1,5 +1,7 @@
 """A profile recovers the machine that its measurements came from, and estimates with it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from shoal.base.errors import UsageError
 from shoal.cli.calibrate import CalibrateOptions, run
 from shoal.cli.main import main
 from shoal.labs.bench.step.workload import Workload
+from shoal.labs.calibration import measure as calibration_measure
 from shoal.labs.calibration.check import (
     RANKS,
     MeasuredLayout,
@@ -36,6 +39,8 @@ from shoal.labs.calibration.measure import (
     build_model_shape,
     measure,
     measure_waits,
+    time_kernels,
+    time_reference,
     time_split,
 )  # fmt: skip
 from shoal.labs.calibration.profile import PASSES, _both, _kernels, build_profile, solve
@@ -211,6 +216,7 @@ def test_a_pick_is_measured_beside_the_fastest(here: Path, pool: Pool, monkeypat
     monkeypatch.setattr("shoal.labs.calibration.check.list_layouts", lambda ranks: layouts)
     monkeypatch.setattr("shoal.labs.calibration.check.REFERENCES", 1)
     monkeypatch.setattr("shoal.labs.calibration.check.WORK", Workload("tiny", sequence_length=16, sequences=12))
+    monkeypatch.setattr("shoal.labs.calibration.check.time_reference", time_smaller_reference)
     found = pick(pool, 1, 1, lambda done, what: None)
     assert {one.layout.micro_batch for one in found} == {4, 12}
     assert found[0].estimated < found[1].estimated and min(one.measured for one in found) > 0
@@ -238,7 +244,29 @@ def test_the_fastest_are_measured_again_and_the_last_by_new_numbers(monkeypatch:
     assert said == sorted(said) and said[-1] == 1.0
 
 
-def test_what_is_measured_here_makes_a_profile(pool: Pool) -> None:
+@contextmanager
+def fewer() -> Iterator[None]:
+    """Measure the smallest of the products and models, as many as there are constants to fit."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibration_measure, "PRODUCTS", PRODUCTS[2:5])
+        patch.setattr(calibration_measure, "MODELS", (MODELS[0], MODELS[1], *AGAIN, (1, 128, 256)))
+        patch.setattr(calibration_measure, "REFERENCE", MODELS[0])
+        yield
+
+
+def time_fewer_kernels(turn: int) -> dict[tuple[str, tuple], float]:
+    with fewer():
+        return time_kernels(turn)
+
+
+def time_smaller_reference(repeats: int) -> list[float]:
+    with fewer():
+        return time_reference(repeats)
+
+
+def test_what_is_measured_here_makes_a_profile(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration_measure, "time_kernels", time_fewer_kernels)
+    monkeypatch.setattr(calibration_measure, "REFERENCE", MODELS[0])
     said = []
     found = measure(pool, 1, 1, [2], 1, lambda done, what: said.append(what))
     made = build_profile(found, 1e9, "a test")

@@ -26,7 +26,7 @@ def algorithms(collective, ranks):
 
 
 def values(dtype, numel, seed):
-    """Small whole numbers: sums of 8 are exact in every dtype."""
+    """Small whole numbers: sums of 6 are exact in every dtype."""
     return torch.randint(0, 4, (numel,), generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
@@ -99,7 +99,7 @@ def everything(collective):
     blocks(collective, torch.float32, [0] * (count - 1) + [7])
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 6, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("collective", Collective)
 def test_every_algorithm_gives_the_backends_own_result(pool, collective, ranks):
     pool.run(everything, ranks, collective)
