@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from safetensors.torch import load_file, save_file
 
 import shoal
@@ -65,6 +64,8 @@ STEPS, BATCH, RATE = 5, 8, 1e-3
 
 
 def build(name: str, folder: Path):
+    import transformers  # takes a second, also of workers that run other tests
+
     kind, values = MODELS[name]
     config = getattr(transformers, f"{kind}Config")(**values)
     torch.manual_seed(1)
@@ -149,8 +150,10 @@ def test_the_commands(tmp_path, capsys, monkeypatch):
     assert main(["export", "hf", "run", "--out", "out", "--dtype", "bfloat16"]) == 0
     assert "Qwen3ForCausalLM, step 1, bfloat16; with its tokenizer" in capsys.readouterr().out
     assert len(list(Path("out").glob("model-*.safetensors"))) == 2
-    exported = transformers.AutoModelForCausalLM.from_pretrained("out", dtype="auto")
-    tokenizer = transformers.AutoTokenizer.from_pretrained("out")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    exported = AutoModelForCausalLM.from_pretrained("out", dtype="auto")
+    tokenizer = AutoTokenizer.from_pretrained("out")
     assert exported.config.eos_token_id == tokenizer.eos_token_id
     assert exported.dtype == torch.bfloat16 and tokenizer.eos_token == "<|endoftext|>"
     assert tokenizer.decode(tokenizer.encode("def main(")) == "def main("

@@ -9,7 +9,6 @@ from pathlib import Path
 from statistics import median
 
 import torch.distributed as dist
-from scipy.stats import spearmanr
 
 from shoal.base.files import write_atomically
 from shoal.base.units import show_seconds
@@ -154,6 +153,8 @@ def spearman(found: list[MeasuredLayout]) -> float:
     """Return Spearman's correlation of measured and estimated times; 1 for a single layout."""
     if len(found) < 2:
         return 1.0
+    from scipy.stats import spearmanr  # which takes a second to import
+
     return spearmanr([one.measured for one in found], [one.estimated for one in found]).statistic
 
 
