@@ -9,11 +9,12 @@ from typing import Any, TypeVar
 
 from shoal.base.errors import UsageError
 from shoal.engine.data.batches import open_complete
+from shoal.engine.data.chat import ChatTemplate
 from shoal.engine.device import pick_device, tune_process
 from shoal.launch.worker_pool import Pool, RankError
 from shoal.spec.config import RunConfig
 from shoal.spec.layout import Layout
-from shoal.training.inference.chat import Chat, ChatTemplate
+from shoal.training.inference.chat import Chat
 from shoal.training.inference.evaluate import Evaluation, choose_text, evaluate_on_rank
 from shoal.training.inference.generate import Sampling
 from shoal.training.inference.harness import check_tasks, run_tasks_on_rank

@@ -17,7 +17,7 @@ from shoal.engine.collectives.group import ThrottledLink
 from shoal.engine.collectives.json_collectives import all_gather, broadcast, world
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.data.batches import Dataset
-from shoal.engine.data.shards import SPLITS
+from shoal.engine.data.token_stream import SPLITS
 from shoal.engine.device import allow_reproducible_products, destroy_world, write_collective_traces
 from shoal.launch.rank_env import RankEnv, detect_rank_env, read_payload, record_end, scratch_folder
 from shoal.launch.recovery.generations import Abandoned, Orders, forget, is_peer_loss, leave_world

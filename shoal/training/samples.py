@@ -6,7 +6,7 @@ from typing import cast
 
 from shoal.engine.data.batches import CompleteDataset, Dataset, open_complete, open_dataset
 from shoal.engine.data.prepare import prepare
-from shoal.engine.data.shards import Split
+from shoal.engine.data.token_stream import Split
 from shoal.engine.own.definition import load_own_model
 from shoal.engine.own.samples import OwnDataset
 from shoal.spec.config import RunConfig

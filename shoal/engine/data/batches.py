@@ -15,7 +15,7 @@ from shoal.base.errors import UsageError
 from shoal.engine.data.mixture import Blend
 from shoal.engine.data.open_stream import open_stream
 from shoal.engine.data.order import SampleOrder
-from shoal.engine.data.shards import SPLITS, Split, Stream
+from shoal.engine.data.token_stream import SPLITS, Split, Stream
 from shoal.engine.data.tokenizer import load_tokenizer
 from shoal.engine.models.loss import IGNORE
 from shoal.engine.streams import to_device

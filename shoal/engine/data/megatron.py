@@ -22,7 +22,7 @@ import xxhash
 
 from shoal.base.errors import UsageError
 from shoal.base.files import check_writable, expanded, open_to_read
-from shoal.engine.data.shards import Split, Stream, StreamContents
+from shoal.engine.data.token_stream import Split, Stream, StreamContents
 from shoal.spec.config import DataConfig
 
 _MAGIC = b"MMIDIDX\0\0"

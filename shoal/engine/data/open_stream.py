@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from shoal.base.errors import UsageError
 from shoal.engine.data.megatron import MegatronStream
-from shoal.engine.data.shards import Split, Stream, TokenStream, open_shards
+from shoal.engine.data.shards import open_shards
+from shoal.engine.data.token_stream import Split, Stream, TokenStream
 from shoal.engine.data.tokenizer import Tokenizer
 from shoal.spec.config import DataConfig
 

@@ -11,7 +11,8 @@ from shoal.engine.data.corpus import check_read, open_corpus
 from shoal.engine.data.megatron import write_megatron
 from shoal.engine.data.open_stream import open_stream
 from shoal.engine.data.readers import Skipped
-from shoal.engine.data.shards import SPLITS, StreamContents, assign_split
+from shoal.engine.data.shards import assign_split
+from shoal.engine.data.token_stream import SPLITS, StreamContents
 from shoal.engine.data.tokenizer import FileTokenizer, load_tokenizer, train_bpe
 from shoal.spec.config import DataConfig
 

@@ -10,7 +10,8 @@ from shoal.base.errors import UsageError
 from shoal.cli.run.data import InspectOptions, inspect
 from shoal.engine.data.batches import SyntheticDataset, open_dataset
 from shoal.engine.data.prepare import describe_data, prepare, train_tokenizer
-from shoal.engine.data.shards import TokenStream, open_shards
+from shoal.engine.data.shards import open_shards
+from shoal.engine.data.token_stream import TokenStream
 from shoal.engine.data.tokenizer import BytesTokenizer
 from shoal.engine.models.loss import IGNORE
 from shoal.spec.config import DataConfig, RunConfig

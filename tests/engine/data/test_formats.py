@@ -14,7 +14,8 @@ from shoal.base.errors import UsageError
 from shoal.engine.data.corpus import open_corpus
 from shoal.engine.data.files import find_files
 from shoal.engine.data.readers import Skipped
-from shoal.engine.data.shards import CacheManifest, TokenStream, open_shards
+from shoal.engine.data.shards import open_shards
+from shoal.engine.data.token_stream import CacheManifest, TokenStream
 from shoal.engine.data.tokenizer import BytesTokenizer
 from shoal.spec.config import DataConfig
 

@@ -15,7 +15,7 @@ from shoal.engine.data.batches import open_dataset
 from shoal.engine.data.megatron import MegatronStream, find_prefixes, write_megatron
 from shoal.engine.data.open_stream import open_stream
 from shoal.engine.data.prepare import export_megatron
-from shoal.engine.data.shards import StreamContents
+from shoal.engine.data.token_stream import StreamContents
 from shoal.engine.data.tokenizer import BytesTokenizer
 from shoal.spec.config import DataConfig
 

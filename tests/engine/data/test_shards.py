@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from shoal.base.errors import UsageError
 from shoal.engine.data import shards
-from shoal.engine.data.shards import CacheManifest, TokenStream, assign_split, open_shards
+from shoal.engine.data.shards import assign_split, open_shards
+from shoal.engine.data.token_stream import CacheManifest, TokenStream
 from shoal.engine.data.tokenizer import BytesTokenizer, load_tokenizer, train_bpe
 from shoal.spec.config import DataConfig
 
@@ -199,6 +200,7 @@ import sys, time
 from pathlib import Path
 from shoal.spec.config import DataConfig
 from shoal.engine.data import shards
+from shoal.engine.data.token_stream import TokenStream
 from shoal.engine.data.tokenizer import BytesTokenizer
 
 build, log = shards._build, Path(sys.argv[3])
@@ -209,7 +211,7 @@ def logged(*args):
     print("built", flush=True)
 shards._build = logged
 config = DataConfig(source="jsonl", paths=[sys.argv[1]], cache=sys.argv[2], validation_fraction=0.2)
-print(shards.TokenStream(shards.open_shards(config, BytesTokenizer()), "train", 256).read(0, 5).tolist())
+print(TokenStream(shards.open_shards(config, BytesTokenizer()), "train", 256).read(0, 5).tolist())
 assert "torch" not in sys.modules
 """
 

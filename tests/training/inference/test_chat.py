@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 import shoal
 from shoal.base.errors import UsageError
 from shoal.cli.main import main
-from shoal.training.inference.chat import PLAIN, PLAIN_STOP, ChatTemplate
+from shoal.engine.data.chat import PLAIN, PLAIN_STOP, ChatTemplate
 from tests.training.inference.models import export_fresh
 from tests.trainings.runs import small_config, train_in
 
