@@ -23,6 +23,7 @@ from shoal.base.files import expanded
 from shoal.base.section import plain
 from shoal.engine.checkpoint import CheckpointError, newest, verify
 from shoal.engine.checkpoint.manifest import read_manifest
+from shoal.engine.data.chat import TEMPLATE_FILES
 from shoal.engine.own.definition import PICKLED
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RUN_FILE, RUNS, RunConfig, load_config, save_config
@@ -58,7 +59,11 @@ def new_run(config: RunConfig, folder: Path | None) -> Path:
             config = config.model_copy(update={"model": named})
         save_config(with_absolute_paths(config), folder / RUN_FILE, new=True)
         if config.data.tokenizer != "bytes":
-            shutil.copyfile(expanded(config.data.tokenizer, "data.tokenizer"), folder / TOKENIZER_FILE)
+            own = expanded(config.data.tokenizer, "data.tokenizer")
+            shutil.copyfile(own, folder / TOKENIZER_FILE)
+            for beside in TEMPLATE_FILES:
+                if (own.parent / beside).is_file():
+                    shutil.copyfile(own.parent / beside, folder / beside)
     except FileExistsError:
         raise taken(folder) from None
     except OSError as error:
@@ -257,5 +262,5 @@ def check_steps_left(folder: Path, done: int, steps: int) -> None:
 
 TOKENIZER_FILE = "tokenizer.json"
 # Paths and tokenizer may move: the fingerprint of their content is compared when a state is loaded.
-_DATA_ORDER = ("field", "dataset", "dataset_split", "unreadable", "sequence_length", "document_mask",
+_DATA_ORDER = ("field", "chat", "dataset", "dataset_split", "unreadable", "sequence_length", "document_mask",
                "validation_fraction", "sampler", "overlap")

@@ -114,7 +114,10 @@ class PackedDataset:
             windows[row] = self._stream.read(start, start + self._length + 1)
             if ends is not None:
                 ends[row] = self._stream.ends(windows[row, :-1], start)
-        return _next_token(windows, ends, indices)
+        batch = _next_token(windows, ends, indices)
+        for row, start in enumerate(starts.tolist()):
+            _keep_counted(batch.targets[row], self._stream, start + 1)
+        return batch
 
 
 class CompleteDataset:
@@ -161,6 +164,8 @@ class CompleteDataset:
                 ends[row, : len(read) - 1] = self._stream.ends(read[:-1], index * s)
         batch = _next_token(windows, ends if self._document_mask else None, indices)
         batch.targets[torch.from_numpy(np.arange(s) >= found[:, None])] = IGNORE
+        for row, index in enumerate(indices):
+            _keep_counted(batch.targets[row, : found[row]], self._stream, index * s + 1)
         return batch
 
 
@@ -243,6 +248,12 @@ class SyntheticDataset:
         batch = _next_token(windows, ends, indices)
         batch.targets[torch.from_numpy(masks)] = IGNORE
         return batch
+
+
+def _keep_counted(targets: torch.Tensor, stream: Stream, start: int) -> None:
+    """Mask targets [n], the ids of a stream from position ``start`` on, that do not count in the loss."""
+    if len(targets) and (counted := stream.counted(start, start + len(targets))) is not None:
+        targets[torch.from_numpy(~counted)] = IGNORE
 
 
 def _next_token(windows: np.ndarray, ends: np.ndarray | None, indices: Sequence[int]) -> Batch:

@@ -8,8 +8,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import xxhash
+
 from shoal.base.errors import UsageError
 from shoal.base.files import read_json, read_text
+from shoal.engine.data.tokenizer import FileTokenizer, Tokenizer
 
 Message = dict[str, str]
 """A message: its ``role`` (system, user, assistant) and its ``content``."""
@@ -19,6 +23,9 @@ PLAIN = (
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
 """Template of a model without one of its own, in which lines begin with the role."""
+
+TEMPLATE_FILES = ("tokenizer_config.json", "chat_template.jinja")
+"""Files beside a tokenizer in which a template may be."""
 
 PLAIN_STOP = ("\nUser:", "\nSystem:", "\nAssistant:")
 
@@ -36,7 +43,7 @@ class ChatTemplate:
         import jinja2  # torch needs it too
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        self.names, self.stop = names, tuple(stop)
+        self.names, self.stop, self.fingerprint = names, tuple(stop), f"{template} {sorted(names.items())}"
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
         environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
@@ -50,29 +57,67 @@ class ChatTemplate:
     def find(cls, folders: Iterable[Path]) -> ChatTemplate:
         """Return the template of the first folder that has one, or the plain one."""
         for folder in folders:
-            file = folder / "tokenizer_config.json"
+            file = folder / TEMPLATE_FILES[0]
             values = read_json(file) if file.is_file() else {}
             values = values if isinstance(values, dict) else {}
             template = values.get("chat_template")
             if isinstance(template, list):  # several with names
                 named = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
                 template = named.get("default")
-            if (own := folder / "chat_template.jinja").is_file():
+            if (own := folder / TEMPLATE_FILES[1]).is_file():
                 template = read_text(own)
             if isinstance(template, str):
                 return cls(template, _special_names(values))
         return cls(PLAIN, {}, PLAIN_STOP)
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """Return the text before the next reply.
+    def render(self, messages: Sequence[Message], *, reply: bool = True) -> str:
+        """Return the text of messages and, for the next ``reply``, what comes before it.
 
         Raises:
             UsageError: the template refuses the messages.
         """
         try:
-            return self._template.render(messages=list(messages), add_generation_prompt=True, **self.names)
+            return self._template.render(messages=list(messages), add_generation_prompt=reply, **self.names)
         except (self._errors, TypeError, ValueError) as error:
             raise UsageError(f"the chat template of the model refuses these messages: {error}") from None
+
+
+class ConversationEncoder:
+    """Encoder of conversations as training reads them, with the tokens that count in the loss.
+
+    These are the assistant's messages with the end that the template puts after each, and the end of the document after
+    the last one. A token counts if its first character does.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        folders = [tokenizer.path.parent] if isinstance(tokenizer, FileTokenizer) else []
+        self._template = ChatTemplate.find(folders)
+        self.fingerprint = xxhash.xxh3_128_hexdigest(self._template.fingerprint.encode())
+
+    def encode(self, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids [tokens] of a conversation, with the end of the document, and whether each counts, bool.
+
+        Raises:
+            UsageError: the template refuses the messages, or changes earlier ones when more follow.
+        """
+        full = self._template.render(messages, reply=False)
+        spans = []
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self._template.render(messages[:number])
+            through = self._template.render(messages[: number + 1], reply=False)
+            if not (through.startswith(before) and full.startswith(through)):
+                raise UsageError(f"the chat template of the model writes message {number + 1} otherwise in its place.")
+            spans.append((len(before), len(through)))
+        ids, starts = self._tokenizer.encode_with_starts(full)
+        counts = np.zeros(len(ids) + 1, dtype=bool)
+        for first, last in spans:
+            counts[:-1] |= (starts >= first) & (starts < last)
+        counts[-1] = messages[-1]["role"] == "assistant"
+        counts[0] = False  # nothing precedes it
+        return np.append(ids, self._tokenizer.end_of_document), counts
 
 
 def _special_names(values: dict[str, Any]) -> dict[str, str]:

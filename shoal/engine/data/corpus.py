@@ -32,6 +32,7 @@ _NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__", "test", "tests",
 _READERS = {
     "paths": ("files", "text", "jsonl", "parquet", "megatron"), "field": ("files", "jsonl", "parquet", "hub"),
     "dataset": ("hub",), "dataset_split": ("hub", "files"), "unreadable": ("files", "text", "jsonl", "parquet", "hub"),
+    "chat": ("files", "jsonl", "parquet", "hub"),
 }  # fmt: skip
 
 
@@ -205,11 +206,14 @@ def open_corpus(config: SourceConfig) -> Corpus:
         if not config.dataset:
             raise UsageError("data.source = 'hub', but data.dataset is empty.\n  Name one: 'owner/name'.")
         if saved := find_saved(Path(config.dataset), config.dataset_split):
-            return _file_corpus(config.dataset, saved, config.field)
-        return HubCorpus(config.dataset, config.field, config.dataset_split)
+            return _file_corpus(config.dataset, saved, config.read_field)
+        return HubCorpus(config.dataset, config.read_field, config.dataset_split)
     if config.reads in ("synthetic", "megatron"):
         raise UsageError(f"data.source = '{config.reads}' has token ids and no documents.\n  Use another source.")
-    return _file_corpus(", ".join(config.paths), find_files(config), config.field)
+    files = find_files(config)
+    if config.chat and (plain := [file for file in files if file.format == "text"]):
+        raise UsageError(f"data.chat: {plain[0].path} is plain text, without messages.\n  Give JSON lines or parquet.")
+    return _file_corpus(", ".join(config.paths), files, config.read_field)
 
 
 def _file_corpus(name: str, files: tuple[DataFile, ...], field: str) -> FileCorpus:

@@ -56,7 +56,7 @@ def train_tokenizer(
     documents = (
         text
         for source in data.sources().values()
-        for text in open_corpus(source).documents(Skipped(stop=source.unreadable == "stop"))
+        for text in open_corpus(source).documents(Skipped(source.unreadable == "stop", source.chat))
         if assign_split(text.encode(), data.validation_fraction) == "train"
     )
     return train_bpe(documents, vocab_size, expanded(Path(out), "--out"))
@@ -143,6 +143,8 @@ def export_megatron(data: DataConfig, out: Path) -> list[Path]:
         raise UsageError("data.source = 'synthetic' is drawn on use, and has no end.\n  Use another source.")
     tokenizer, written = load_tokenizer(data.tokenizer), []
     for name, source in data.sources().items():
+        if source.chat:
+            raise UsageError("data.chat: files of Megatron do not say which ids count in the loss.\n  Leave chat out.")
         for split in SPLITS:
             if len(stream := open_stream(source, tokenizer, split, progress=True)):
                 written.append(out.with_name("-".join(filter(None, (out.name, name, split)))))

@@ -21,11 +21,13 @@ class Skipped:
 
     Attributes:
         stop: raise an error for a document that cannot be read, instead of counting it.
+        chat: documents are conversations.
         counts: number of documents by reason.
         first: description of the first one of each reason, if its place is known.
     """
 
     stop: bool = True
+    chat: bool = False
     counts: dict[str, int] = field(default_factory=dict)
     first: dict[str, str] = field(default_factory=dict)
 
@@ -141,7 +143,14 @@ def _no_field(name: str, present: Iterable[str]) -> str:
 
 
 def as_text(value: object, name: str, where: str, skipped: Skipped) -> Iterator[str]:
-    """Yield the text of a document, if the value is text that UTF-8 can represent."""
+    """Yield the text of a document, if the value is text that UTF-8 can represent; of messages, their JSON."""
+    if skipped.chat:
+        messages = _as_messages(value)
+        if messages is None:
+            what = f"{where}: the field '{name}' holds no list of messages with a role and a content that are text."
+            skipped.unreadable("not a conversation", what)
+            return
+        value = json.dumps(messages, ensure_ascii=False)
     if not isinstance(value, str):
         skipped.unreadable("without text", f"{where}: the field '{name}' holds {type(value).__name__}, not text.")
         return
@@ -153,3 +162,15 @@ def as_text(value: object, name: str, where: str, skipped: Skipped) -> Iterator[
             skipped.unreadable("not Unicode text", message)
             return
     yield value
+
+
+def _as_messages(value: object) -> list[dict[str, str]] | None:
+    """Return the role and content of each message; None if the value is no conversation."""
+    if not isinstance(value, list) or not value:
+        return None
+    found = [
+        {name: message.get(name) for name in ("role", "content")} if isinstance(message, dict) else {}
+        for message in value
+    ]
+    texts = all(message and all(isinstance(text, str) for text in message.values()) for message in found)
+    return found if texts else None  # type: ignore[return-value]  # all are texts

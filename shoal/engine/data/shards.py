@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import shutil
 import sys
 import tempfile
@@ -16,9 +17,12 @@ import xxhash
 from shoal.base.errors import UsageError
 from shoal.base.files import expanded, open_to_append, write_atomically
 from shoal.base.terminal import printable
+from shoal.engine.data.chat import ConversationEncoder
 from shoal.engine.data.corpus import Corpus, open_corpus
 from shoal.engine.data.readers import Skipped
 from shoal.engine.data.token_stream import (
+    COUNTS,
+    ENDS,
     SPLITS,
     CacheManifest,
     IdType,
@@ -46,13 +50,15 @@ def open_shards(config: DataConfig, tokenizer: Tokenizer, *, progress: bool = Fa
     Raises:
         UsageError: the corpus cannot be read, or the cache folder cannot be written.
     """
-    corpus = open_corpus(config)
+    corpus, encoder = open_corpus(config), ConversationEncoder(tokenizer) if config.chat else None
     cache = expanded(config.cache, "data.cache")
     try:
         content = corpus.fingerprint(cache / "listings")
         recipe = f"{_FORMAT} {content} {tokenizer.fingerprint} {config.validation_fraction} {SHARD_TOKENS}"
         if config.unreadable == "skip":
             recipe += " skip"
+        if encoder:
+            recipe += f" chat {encoder.fingerprint} {config.sequence_length}"
         key = xxhash.xxh3_128_hexdigest(recipe.encode())
         folder = cache / "shards" / key
         if folder.is_dir():
@@ -63,7 +69,7 @@ def open_shards(config: DataConfig, tokenizer: Tokenizer, *, progress: bool = Fa
                 for left in folder.parent.glob(f"{key}.*.staging"):
                     shutil.rmtree(left, ignore_errors=True)
             if not folder.is_dir():
-                _build(folder, corpus, tokenizer, config, progress)
+                _build(folder, corpus, tokenizer, config, progress, encoder)
     except OSError as error:
         raise UsageError(
             f"data.cache = '{config.cache}' cannot be used: {error}.\n  Set data.cache to a folder that can be written."
@@ -76,27 +82,40 @@ def assign_split(content: bytes, validation_fraction: float) -> Split:
     return SPLITS[xxhash.xxh3_64_intdigest(content) < validation_fraction * 2.0**64]
 
 
-def _build(folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: DataConfig, progress: bool) -> None:
+def _build(
+    folder: Path, corpus: Corpus, tokenizer: Tokenizer, config: DataConfig, progress: bool,
+    encoder: ConversationEncoder | None,
+) -> None:
     staging = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".staging", dir=folder.parent))
     try:
-        dtype: IdType = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
+        dtype: IdType = "<u2" if tokenizer.vocab_size <= 1 << 16 and not encoder else "<u4"
         writers = {split: _Writer(staging, split, dtype) for split in SPLITS}
-        skipped = Skipped(stop=config.unreadable == "stop")
+        skipped = Skipped(config.unreadable == "stop", config.chat)
         with _progress(f"tokenising {corpus.name}", corpus.size, shown=progress) as advance:
             for batch in _batches(corpus.documents(skipped), skipped):
-                ids = tokenizer.encode_batch([text for text, _ in batch])
-                for (_, content), tokens in zip(batch, ids, strict=True):
-                    reject_unknown_ids(tokens, tokenizer.vocab_size, f"the tokenizer {tokenizer.fingerprint}")
-                    _check_end(content, tokens, tokenizer)
-                    split = assign_split(content, config.validation_fraction)
-                    writers[split].add(tokens, tokenizer.end_of_document, len(content))
-                advance(sum(len(content) for _, content in batch))
+                contents = [content for _, content in batch]
+                split = [writers[assign_split(content, config.validation_fraction)] for content in contents]
+                if encoder:
+                    for (text, content), writer in zip(batch, split, strict=True):
+                        _add_conversation(writer, encoder, text, len(content), tokenizer, config, skipped)
+                else:
+                    ids = tokenizer.encode_batch([text for text, _ in batch])
+                    for content, tokens, writer in zip(contents, ids, split, strict=True):
+                        reject_unknown_ids(tokens, tokenizer.vocab_size, f"the tokenizer {tokenizer.fingerprint}")
+                        _check_end(content, tokens, tokenizer)
+                        writer.add(np.append(tokens, np.uint32(tokenizer.end_of_document)), len(content))
+                advance(sum(map(len, contents)))
+            for writer in writers.values() if encoder else ():  # complete the last sequence, and the target of its end
+                left = -writer.tokens % config.sequence_length
+                if writer.tokens:
+                    writer.append(np.full(left + 1, tokenizer.end_of_document | ENDS, dtype=np.uint32))
         manifest = CacheManifest(
             corpus=corpus.name,
             tokenizer=tokenizer.fingerprint,
             vocab_size=tokenizer.vocab_size,
             dtype=dtype,
             splits={split: writer.close() for split, writer in writers.items()},
+            marked=encoder is not None,
             skipped={
                 reason: SkippedInfo(documents=count, first=skipped.first.get(reason, ""))
                 for reason, count in skipped.counts.items()
@@ -120,16 +139,21 @@ class _Writer:
     def __init__(self, folder: Path, split: Split, dtype: IdType) -> None:
         self._folder, self._split, self._dtype = folder, split, dtype
         self._shards: list[ShardInfo] = []
-        self._documents = self._bytes = 0
+        self._documents = self._bytes = self.tokens = 0
         self._pending: list[np.ndarray] = []
         self._pending_tokens = 0
 
-    def add(self, tokens: np.ndarray, end_of_document: int, size: int) -> None:
-        """Append a document's ids and the end; ``size`` is its length in UTF-8 bytes."""
-        self._pending.append(np.append(tokens.astype(self._dtype), np.array(end_of_document, self._dtype)))
-        self._pending_tokens += len(tokens) + 1
+    def add(self, tokens: np.ndarray, size: int) -> None:
+        """Append a document's ids, with the end; ``size`` is its length in UTF-8 bytes."""
         self._documents += 1
         self._bytes += size
+        self.append(tokens)
+
+    def append(self, tokens: np.ndarray) -> None:
+        """Append ids to the stream."""
+        self.tokens += len(tokens)
+        self._pending.append(tokens.astype(self._dtype))
+        self._pending_tokens += len(tokens)
         if self._pending_tokens >= SHARD_TOKENS:
             stream = np.concatenate(self._pending)
             complete = len(stream) // SHARD_TOKENS * SHARD_TOKENS
@@ -148,6 +172,33 @@ class _Writer:
         name = f"{self._split}-{len(self._shards):05d}.bin"
         ids.tofile(self._folder / name)
         self._shards.append(ShardInfo(name=name, tokens=len(ids), checksum=xxhash.xxh3_64_hexdigest(ids.data)))
+
+
+def _add_conversation(
+    writer: _Writer, encoder: ConversationEncoder, text: str, size: int, tokenizer: Tokenizer, config: DataConfig,
+    skipped: Skipped,
+) -> None:
+    """Append a conversation within one sequence; a sequence without space for it is filled with ends of documents.
+
+    The stream of a split has s ids for each sequence, and the first of the next: the target of the last one.
+    """
+    try:
+        ids, counts = encoder.encode(json.loads(text))
+    except UsageError as error:
+        skipped.unreadable("refused by the chat template", f"{error} The conversation begins with {text[:80]!r}.")
+        return
+    if len(ids) > config.sequence_length:
+        skipped.count("longer than data.sequence_length", f"{len(ids)} tokens, beginning with {text[:80]!r}")
+    elif not counts.any():
+        skipped.count("without a message of the assistant", f"beginning with {text[:80]!r}")
+    else:
+        reject_unknown_ids(ids, tokenizer.vocab_size, f"the tokenizer {tokenizer.fingerprint}")
+        left = -writer.tokens % config.sequence_length
+        if len(ids) > left:
+            writer.append(np.full(left, tokenizer.end_of_document | ENDS, dtype=np.uint32))
+        marked = ids.astype(np.uint32) | (counts * np.uint32(COUNTS))
+        marked[-1] |= ENDS
+        writer.add(marked, size)
 
 
 def _batches(documents: Iterator[str], skipped: Skipped) -> Iterator[list[tuple[str, bytes]]]:

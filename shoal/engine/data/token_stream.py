@@ -31,6 +31,8 @@ from shoal.base.files import read_bytes
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, Split] = ("train", "validation")
 IdType = Literal["<u2", "<u4"]  # numpy's names of the types of stored ids
+COUNTS, ENDS = 1 << 31, 1 << 30  # bits of a stored id: it counts in the loss, and it ends a document
+IDS = ENDS - 1
 
 
 class _CacheModel(BaseModel):
@@ -70,7 +72,10 @@ class SkippedInfo(_CacheModel):
 
 
 class CacheManifest(_CacheModel):
-    """Content of a cache folder. ``skipped`` has the documents that were left out, by reason."""
+    """Content of a cache folder. ``skipped`` has the documents that were left out, by reason.
+
+    ``marked`` says whether the ids carry the bits `COUNTS` and `ENDS`.
+    """
 
     corpus: str
     tokenizer: str
@@ -78,6 +83,7 @@ class CacheManifest(_CacheModel):
     dtype: IdType
     splits: dict[Split, SplitInfo]
     skipped: dict[str, SkippedInfo] = {}
+    marked: bool = False
 
     def summary(self) -> list[str]:
         """Return lines that say what was read, and what was left out and why."""
@@ -148,6 +154,10 @@ class Stream(Protocol):
         """Return whether each of the ``ids`` from position ``start`` on is the last one of its document: bool."""
         ...
 
+    def counted(self, start: int, stop: int) -> np.ndarray | None:
+        """Return whether each of the ids ``start:stop`` counts in the loss, bool; None if all do."""
+        ...
+
     def summary(self) -> list[str]:
         """Return lines that say what was read of the corpus, what was left out and why, and where the ids are."""
         ...
@@ -183,7 +193,11 @@ class TokenStream:
 
     def ends(self, ids: np.ndarray, start: int) -> np.ndarray:
         """Return whether each of the ``ids`` from position ``start`` on is the last one of its document: bool."""
-        return ids == self._end
+        return (self._read(start, start + len(ids)) & ENDS) > 0 if self.manifest.marked else ids == self._end
+
+    def counted(self, start: int, stop: int) -> np.ndarray | None:
+        """Return whether each of the ids ``start:stop`` counts in the loss, bool; None if all do."""
+        return (self._read(start, stop) & COUNTS) > 0 if self.manifest.marked else None
 
     def summary(self) -> list[str]:
         """Return lines that say what was read of the corpus, what was left out and why, and where the ids are."""
@@ -191,6 +205,10 @@ class TokenStream:
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Return ids ``start:stop`` of the stream: int64 ``[stop - start]``."""
+        return self._read(start, stop) & IDS
+
+    def _read(self, start: int, stop: int) -> np.ndarray:
+        """Return ids with their marks."""
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"ids {start}:{stop} of a stream of {len(self)}")
         out = np.empty(stop - start, dtype=np.int64)
@@ -217,7 +235,7 @@ class TokenStream:
             raise _damaged(path, f"it has {len(ids)} ids, but {shard.tokens} were written")
         if xxhash.xxh3_64_hexdigest(ids.data) != shard.checksum:
             raise _damaged(path, "its checksum differs from the one in manifest.json")
-        reject_unknown_ids(ids, self.manifest.vocab_size, str(path))
+        reject_unknown_ids(ids & IDS if self.manifest.marked else ids, self.manifest.vocab_size, str(path))
         return ids
 
 

@@ -37,6 +37,11 @@ class BytesTokenizer:
         """Encode one text: ``[bytes]``, uint8. No id begins a text, so ``begin`` changes nothing."""
         return np.frombuffer(text.encode(), dtype=np.uint8)
 
+    def encode_with_starts(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids of a text, and the character of it in which each begins: ``[bytes]`` both."""
+        sizes = [len(letter.encode()) for letter in text]
+        return self.encode(text), np.repeat(np.arange(len(text)), sizes)
+
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Encode several texts, on one core: each is only a copy of memory."""
         return [self.encode(text) for text in texts]
@@ -106,11 +111,18 @@ class FileTokenizer:
 
     def encode_chat(self, text: str) -> np.ndarray:
         """Encode the output of a chat template, in which the names of special tokens stand for the tokens."""
+        return self.encode_with_starts(text)[0]
+
+    def encode_with_starts(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return `encode_chat`'s ids of a text, and the character of it in which each begins: ``[tokens]`` both."""
         self._tokenizer.encode_special_tokens = False
         try:
-            return self.encode(text)
+            with self._reject_errors():
+                found = self._tokenizer.encode(text, add_special_tokens=False)
         finally:
             self._tokenizer.encode_special_tokens = True
+        starts = np.array([start for start, _ in found.offsets], dtype=np.int64)
+        return np.array(found.ids, dtype=np.uint32), starts
 
     def find(self, token: str) -> int | None:
         """Return the id of a token, or None."""

@@ -25,6 +25,10 @@ class SourceConfig(Section):
     field: str = "text"
     """The field that holds the text (jsonl, parquet, hub)."""
 
+    chat: bool = False
+    """Documents are conversations: field (default: messages) holds a list of {role, content}, the tokenizer's chat
+    template makes text of them, and only the assistant's tokens count in the loss."""
+
     dataset: str = ""
     """The dataset's name on the hub (hub)."""
 
@@ -33,6 +37,11 @@ class SourceConfig(Section):
 
     unreadable: Literal["stop", "skip"] = "stop"
     """What to do with a document that cannot be read: stop with an error that names it, or skip and count it."""
+
+    @property
+    def read_field(self) -> str:
+        """The field that holds a document."""
+        return "messages" if self.chat and self.field == "text" else self.field
 
     @property
     def reads(self) -> str:
