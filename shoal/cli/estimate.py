@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from json import dumps
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -14,6 +15,7 @@ from shoal.base.section import Section
 from shoal.cli.arguments import is_given, parse_run, split_run_file
 from shoal.cli.commands import COMMANDS
 from shoal.report.planning.estimate_lines import change_rows, estimate_facts, estimate_lines
+from shoal.report.planning.values import list_estimate_values
 
 DEFAULT_MODEL = "llama-3-8b"
 
@@ -67,6 +69,9 @@ class EstimateOptions(Section):
     measure: bool = False
     """With dry_run: also start all ranks on this machine, and compare their memory."""
 
+    format: Literal["text", "json"] = "text"
+    """Print lines and tables, or one JSON object in seconds, bytes and fractions (short: --json)."""
+
     out: Path | None = None
     """Write a page (.html)."""
 
@@ -80,7 +85,7 @@ def main(args: list[str]) -> int:
     options, config = parse_run("estimate", EstimateOptions, args, COMMANDS["estimate"].config)
     check_writable(options.out, "--out", ".html")
     if options.dry_run:
-        unused = ("tokens", "days", "budget", "price", "software")
+        unused = ("tokens", "days", "budget", "price", "software", "format")
         reject_unused(options, unused, "a dry run counts one rank's first steps by shoal, and prices no training")
     else:
         reject_unused(options, ("rank", "steps", "measure"), "only with --dry-run, which runs a rank's first steps")
@@ -88,6 +93,7 @@ def main(args: list[str]) -> int:
         shoal.add_catalog(options.catalog)
     from_file = config if split_run_file(args)[0] else None
     model = options.model or (None if from_file else DEFAULT_MODEL)
+    name = model or config.model.name
     run: dict[str, Any] = {
         "model": model, "cluster": options.cluster, "config": from_file, "fill": not is_given("parallel", "dp", args),
         "sequence_length": options.sequence_length, "global_batch": options.global_batch,
@@ -106,7 +112,7 @@ def main(args: list[str]) -> int:
             price=options.price,
         )  # fmt: skip
         facts, changes = estimate_facts(estimate, training), change_rows(estimate)
-        listed += estimate_lines(estimate, facts, changes, model or "model")
+        listed += estimate_lines(estimate, facts, changes, name)
         code = 0 if estimate.fits else 1
     if options.out:
         from shoal.report.planning.estimate_page import write_memory_page, write_page  # slow import
@@ -116,5 +122,7 @@ def main(args: list[str]) -> int:
         else:
             write_page(options.out, estimate, facts, changes)
         listed.append(f"written: {options.out}")
+    if options.format == "json":
+        listed = [dumps(list_estimate_values(name, estimate, training))]
     print("\n".join(listed))  # after the file: `| head` may end this process
     return code

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from json import dumps
 from typing import Any
 
 from rich.console import Console
@@ -13,7 +14,7 @@ from shoal.base.errors import UsageError
 from shoal.base.files import check_writable
 from shoal.base.options import reject_unused
 from shoal.cli.simulate_options import SimulateOptions
-from shoal.report.timeline.schedules import schedule_chart, schedule_lines
+from shoal.report.timeline.schedules import list_schedule_values, schedule_chart, schedule_lines
 from shoal.report.timeline.terminal import show
 from shoal.report.timeline.write import KINDS, write
 
@@ -60,14 +61,18 @@ def run(options: SimulateOptions) -> int:
             memory=options.memory, kept_for_weight=options.kept_for_weight, **sizes, **disturbance,
         )  # fmt: skip
     charts = [schedule_chart(one, seconds=options.seconds or bool(options.cluster)) for one in played]
-    show(Console(), charts)
-    for line in schedule_lines(played):
-        print(line)
+    if options.format == "json":
+        print(dumps({"schedules": list_schedule_values(played)}))
+    else:
+        show(Console(), charts)
+        for line in schedule_lines(played):
+            print(line)
     if options.out:
         columns = played[0].timeline.columns
         lead = f"{columns.ranks} pipeline ranks, {columns.program.microbatches} micro-batches, simulated."
         write(options.out, charts, title="Pipeline schedules", lead=lead)
-        print(f"written: {options.out}")
+        if options.format == "text":
+            print(f"written: {options.out}")
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -104,6 +105,9 @@ class SimulateOptions(Section):
     csv: Path | None = None
     """Simulate the schedule in this file, in the CSV format of torch.distributed.pipelining: a row for each rank. It
     determines the numbers of ranks and micro-batches."""
+
+    format: Literal["text", "json"] = "text"
+    """Print timelines and lines, or one JSON object (short: --json)."""
 
     out: Path | None = None
     """Write the timelines to this file: a page (.html), a figure (.svg, .png) or a Perfetto trace (.json, .json.gz)."""

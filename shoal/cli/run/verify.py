@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from json import dumps
 from typing import Literal
 
 from pydantic import PositiveInt
@@ -27,6 +29,9 @@ class VerifyOptions(Section):
     device: Literal["cpu", "cuda", "auto"] = "cpu"
     """Where the ranks compute (auto: CUDA if available); more ranks than CUDA devices share them, for checking only."""
 
+    format: Literal["text", "json"] = "text"
+    """Print lines and tables, or one JSON object (short: --json)."""
+
     inject: str | None = None
     """Inject this fault, to check that it is found; an unknown name lists them."""
 
@@ -36,6 +41,8 @@ def run(options: VerifyOptions, config: RunConfig) -> int:
     found = shoal.verify(
         config, random=options.random, rule=options.rule, steps=options.steps,
         own_precision=options.precision == "own", inject=options.inject,
-        device=options.device, show=True,
+        device=options.device, show=options.format == "text",
     )
+    if options.format == "json":
+        print(dumps({"same": found.same, **asdict(found)}))
     return 0 if found.same else 1

@@ -36,6 +36,18 @@ def schedule_lines(every: Sequence[PlayedSchedule]) -> Iterator[str]:
             yield f"{played.name}: shoal estimate predicts {show_seconds(played.estimated_seconds)} a step"
 
 
+def list_schedule_values(every: Sequence[PlayedSchedule]) -> list[dict[str, object]]:
+    """Return each schedule's simulated step as plain values: times in the units given, ranks along the pipeline."""
+    return [
+        {
+            "schedule": played.name, "step_time": played.timeline.step_time, "bubble": played.timeline.bubble,
+            "idle": played.timeline.idle.tolist(), "peak_live": played.timeline.peak_live.tolist(),
+            "estimated_seconds": played.estimated_seconds,
+        }
+        for played in every
+    ]  # fmt: skip
+
+
 def _theory(played: PlayedSchedule) -> str:
     theory, step, timeline = THEORY[played.name], played.step, played.timeline
     assert step is not None
