@@ -19,7 +19,7 @@ from shoal.engine.collectives.json_collectives import all_gather, world
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import all_reduce, to_host
 from shoal.engine.data.batches import CompleteDataset, Dataset
-from shoal.engine.device import peak_flops, peak_memory
+from shoal.engine.device import peak_memory
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RunConfig
 from shoal.training.async_dp.engines import engine_class
@@ -30,6 +30,7 @@ from shoal.training.nonfinite_locator import locate_nonfinite
 from shoal.training.records.display import Display
 from shoal.training.records.histograms import Histograms
 from shoal.training.records.metrics import MetricsWriter, StepMetrics
+from shoal.training.records.peak import sum_peak_flops
 from shoal.training.records.profile import Profiler
 from shoal.training.records.timer import StepTimer
 from shoal.training.resilience.events import write_event
@@ -243,7 +244,7 @@ class Trainer:
 
     def _log(self, result: StepResult) -> None:
         if not self.measured:
-            self.peak, self.measured = self._peak_flops(), True
+            self.peak, self.measured = sum_peak_flops(self.engine, self.local_ranks), True
         most = torch.tensor(float(peak_memory(self.mesh.device)), device=self.mesh.device)
         memory = to_host(all_reduce(most, self.mesh.group("world"), dist.ReduceOp.MAX))
         steps, seconds = self.timer.lap()
@@ -297,20 +298,6 @@ class Trainer:
         self.writer = MetricsWriter(
             self.folder, self.step, self.config.metrics, plain(self.config), self.display.note
         )
-
-    def _peak_flops(self) -> float | None:
-        """Return the summed peak FLOP/s of all ranks; None if any rank's is unknown. Collective.
-
-        One rank of each machine answers for all of them, as a measurement takes as long as some steps of a small model.
-        """
-        float8, compute = self.engine.float8, self.engine.policy.compute
-        native = float8 is not None and float8.native(compute, self.mesh.device)
-        total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
-        if self.mesh.rank % self.local_ranks == 0:
-            own = peak_flops(torch.float8_e4m3fn if native else compute, self.mesh.device, self.local_ranks)
-            total += torch.tensor([self.local_ranks * (own or 0.0), float(own is None)])
-        rate, unknown = to_host(all_reduce(total, self.mesh.group("world")))
-        return None if unknown else rate
 
     def _check_and_maybe_rollback(self, result: StepResult) -> bool:
         """Check for silent failures after a step; return whether the run was rolled back."""
