@@ -25,7 +25,7 @@ from shoal.engine.device import choose_transport, pick_device
 from shoal.engine.models.experts.router import Router, find_modules
 from shoal.pipeline.from_layout import check_run
 from shoal.spec.catalog import ModelShape
-from shoal.spec.config import RUN_FILE, RunConfig, build_config, load_config
+from shoal.spec.config import RUN_FILE, DataConfig, RunConfig, build_config, load_config
 from shoal.spec.config.sections import TrainConfig
 from shoal.spec.layout import Layout
 from shoal.training.run_folder import get_checkpoint_folder, with_own_tokenizer
@@ -75,12 +75,15 @@ class ModelSource:
         config = RunConfig(
             model=self.config.model, parallel=layout,
             train=validate(TrainConfig, train | dict(changes.get("train", {})), source="train"),
-            data=self.config.data.model_copy(update=changes.get("data", {})),
+            data=self.config.data.model_copy(update={"sampler": "even", "overlap": OVERLAP, **changes.get("data", {})}),
         )
         if "fp8" in config.train.precision:
             config = config.model_copy(update={"float8": self.config.float8})
         check_run(config, self.shape)
         return config
+
+
+OVERLAP = DataConfig.model_fields["overlap"].default  # which the sampler "even" does not read
 
 
 def open_source(folder: str | Path) -> ModelSource:
