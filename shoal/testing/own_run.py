@@ -25,7 +25,11 @@ from shoal.training.run_folder import get_checkpoint_folder
 
 
 def AdamW(lr: float = 1e-3, **fields: Any) -> OptimizerConfig:
-    """Return the settings of AdamW (Loshchilov & Hutter 2019), with the fields of section [optimizer]."""
+    """Return the settings of AdamW (Loshchilov & Hutter 2019), with the fields of section [optimizer].
+
+    >>> AdamW(lr=3e-4, clip_norm=0.5).learning_rate
+    0.0003
+    """
     return OptimizerConfig(name="adamw", learning_rate=lr, **fields)
 
 

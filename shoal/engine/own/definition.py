@@ -40,6 +40,14 @@ class OwnModel:
         collate: makes a batch, any nesting of tensors, from a list of samples.
         blocks: names of modules in the order of the forward, of which ZeRO-3 holds one or two at a time, such as
             ``("layers.0", "layers.1")``; without any, it gathers the full model for each micro-batch.
+
+    >>> import torch
+    >>> own = OwnModel(
+    ...     model=lambda: torch.nn.Linear(4, 1), loss=lambda model, batch: (model(batch).square().sum(), len(batch)),
+    ...     data=torch.ones(16, 4),
+    ... )
+    >>> own.build(seed=0).weight.shape, len(own.samples("train"))
+    (torch.Size([1, 4]), 16)
     """
 
     model: Callable[[], nn.Module]
