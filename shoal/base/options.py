@@ -188,7 +188,8 @@ def _metavar(kind: Any) -> str | None:
     if get_origin(values[0]) is Literal:
         return f"{{{','.join(get_args(values[0]))}}}"
     if get_origin(values[0]) is tuple:
-        each = _bare(get_args(values[0])[0]).__name__.upper()
+        kind = _bare(get_args(values[0])[0])
+        each = f"{{{','.join(get_args(kind))}}}" if get_origin(kind) is Literal else kind.__name__.upper()
         return f"{each} [{each} ...]"
     return str(values[0].__name__).upper()
 

@@ -59,10 +59,12 @@ class EstimatedRun:
 
     @property
     def by_lengths(self) -> bool:
-        """True if attention takes the lengths of documents instead of a mask: flash attention, on accelerators.
+        """True if attention takes lengths of documents and windows instead of a mask: flash, on accelerators.
 
         The rule is that of `shoal.engine.models.attention_kernels`; documents are priced as one, in full.
         """
+        if self.shape.softcap is not None:
+            return False
         fits = self.shape.query_dim % 8 == 0 and self.shape.query_dim <= 256
         return self.attention == "sdpa" and self.policy.compute.itemsize == 2 and fits and self.cluster.at_once is None
 
@@ -70,6 +72,19 @@ class EstimatedRun:
     def products(self) -> str:
         """Format of the layers' products, as named in the accelerators' peaks."""
         return "fp8" if self.eight_bits else KINDS[self.policy.compute.name]
+
+    @property
+    def computed_scores(self) -> float:
+        """Scores that fused attention computes, relative to the causal half; the mean over layers.
+
+        A kernel that reads a window from a mask computes them all.
+        """
+        s, window = self.sequence_length, self.shape.window
+        if window is None or window >= s:
+            return 1.0
+        local = sum(self.shape.reach(layer) is not None for layer in range(self.shape.layers)) / self.shape.layers
+        each = window * (2 * s - window) / s**2 if self.by_lengths else 1.0 if self.document_mask else 2.0
+        return 1 + local * (each - 1)
 
     @property
     def passes(self) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from shoal.base.errors import UsageError
 from shoal.spec import deepseek
@@ -27,30 +27,37 @@ class HFFamily:
         fixed: fields of ``config.json`` with the only value that shoal computes.
         parts: fields of `ModelShape` that it always sets.
         experts: name of the number of experts, and of the width of one; "" without experts.
+        gemma: whether scores and logits may be capped, and local layers have other rotary frequencies; norms are stored
+            as differences from one, and embeddings are tied unless the config says otherwise.
+        windows: whether ``sliding_window`` holds for all layers, or for those that ``layer_types`` names.
     """
 
     architecture: str
     fixed: Config
     parts: Config
     experts: tuple[str, str] = ("", "")
+    windows: Literal["none", "all", "by layer"] = "none"
+    gemma: bool = False
 
 
 _LLAMA = {"hidden_act": "silu", "mlp_bias": False, "pretraining_tp": 1}
-_QWEN = {**_LLAMA, "use_sliding_window": False}
+_GEMMA = {"family": "llama", "post_norm": "also", "activation": "gelu", "scaled_embedding": True}
 FAMILIES = {
     "llama": HFFamily("LlamaForCausalLM", {**_LLAMA, "attention_bias": False}, {"family": "llama"}),
-    "mistral": HFFamily("MistralForCausalLM", _LLAMA, {"family": "llama"}),
-    "qwen2": HFFamily("Qwen2ForCausalLM", _QWEN, {"family": "llama", "qkv_bias": True}),
+    "mistral": HFFamily("MistralForCausalLM", _LLAMA, {"family": "llama"}, windows="all"),
+    "qwen2": HFFamily("Qwen2ForCausalLM", _LLAMA, {"family": "llama", "qkv_bias": True}, windows="by layer"),
     "qwen3": HFFamily(
-        "Qwen3ForCausalLM", {**_QWEN, "attention_bias": False}, {"family": "llama", "qk_norm": True},
+        "Qwen3ForCausalLM", {**_LLAMA, "attention_bias": False}, {"family": "llama", "qk_norm": True},
+        windows="by layer",
     ),
     "mixtral": HFFamily(
-        "MixtralForCausalLM", {"hidden_act": "silu"}, {"family": "llama"}, ("num_local_experts", "intermediate_size")
+        "MixtralForCausalLM", {"hidden_act": "silu"}, {"family": "llama"}, ("num_local_experts", "intermediate_size"),
+        "all",
     ),
     "qwen3_moe": HFFamily(
         "Qwen3MoeForCausalLM",
-        {**_QWEN, "attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
-        {"family": "llama", "qk_norm": True}, ("num_experts", "moe_intermediate_size"),
+        {**_LLAMA, "attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        {"family": "llama", "qk_norm": True}, ("num_experts", "moe_intermediate_size"), "all",
     ),
     "deepseek_v2": HFFamily(
         "DeepseekV2ForCausalLM", {**_LLAMA, "attention_bias": False, "scoring_func": "softmax", "moe_layer_freq": 1},
@@ -60,6 +67,20 @@ FAMILIES = {
         "DeepseekV3ForCausalLM",
         {**_LLAMA, "attention_bias": False, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1,
          "rope_interleave": True}, {"family": "llama"},
+    ),
+    "olmo2": HFFamily(
+        "Olmo2ForCausalLM", {"hidden_act": "silu", "attention_bias": False},
+        {"family": "llama", "qk_norm": True, "joint_qk_norm": True, "post_norm": "only"},
+    ),
+    "gemma2": HFFamily(
+        "Gemma2ForCausalLM",
+        {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "use_bidirectional_attention": None},
+        _GEMMA, windows="by layer", gemma=True,
+    ),
+    "gemma3_text": HFFamily(
+        "Gemma3ForCausalLM",
+        {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "use_bidirectional_attention": False},
+        _GEMMA | {"qk_norm": True}, windows="by layer", gemma=True,
     ),
     "gpt2": HFFamily(
         "GPT2LMHeadModel",
@@ -111,23 +132,22 @@ def _gpt_fields(config: Config) -> dict[str, Any]:
 
 def _llama_fields(config: Config, family: HFFamily, where: str) -> dict[str, Any]:
     hidden, heads, longest = config["hidden_size"], config["num_attention_heads"], config["max_position_embeddings"]
-    window = config.get("sliding_window", 4096 if config["model_type"] == "mistral" else None)  # its default
-    if window and config.get("model_type") in ("mistral", "mixtral") and window < longest:
-        raise UsageError(f"{where}: sliding_window = {window}: shoal computes full attention alone.\n"
-                         f"  Trained on sequences of at most {window} tokens the model is the same: set "
-                         f"max_position_embeddings = {window} in a copy of the folder.")
-    rotary = {"rope_theta": config.get("rope_theta", 10000.0)} | (
-        config.get("rope_parameters") or config.get("rope_scaling") or {})
+    kind = config["model_type"]
+    by_layer = config.get("rope_parameters") or {}
+    rotary: Config = {"rope_theta": config.get("rope_theta", 1e6 if kind == "gemma3_text" else 10000.0)} | (
+        by_layer.get("full_attention") or by_layer or config.get("rope_scaling") or {})
     fields = {
         **family.parts, "layers": config["num_hidden_layers"], "hidden": hidden, "heads": heads,
         "kv_heads": config.get("num_key_value_heads") or heads, "head_dim": config.get("head_dim") or hidden // heads,
         "ffn": config["intermediate_size"], "vocab": config["vocab_size"], "max_sequence": longest,
-        "tied": config.get("tie_word_embeddings", False), "norm_eps": config["rms_norm_eps"],
-        "rope_theta": float(rotary["rope_theta"]),
+        "tied": config.get("tie_word_embeddings", family.gemma), "norm_eps": config["rms_norm_eps"],
+        "rope_theta": float(rotary["rope_theta"]), **_windows(config, family),
     }  # fmt: skip
     deep = config.get("model_type") in ("deepseek_v2", "deepseek_v3")
     if deep:
         fields |= deepseek.latent_fields(config) | {"experts": deepseek.expert_fields(config, where)}
+    if family.gemma:
+        fields |= _gemma_fields(config, fields)
     match rotary.get("rope_type", rotary.get("type", "default")):
         case "default":
             pass
@@ -137,11 +157,13 @@ def _llama_fields(config: Config, family: HFFamily, where: str) -> dict[str, Any
                 "high_frequency": rotary["high_freq_factor"],
                 "original_max_sequence": rotary["original_max_position_embeddings"],
             }
+        case "linear":
+            fields["rope_scaling"] = {"kind": "linear", "factor": rotary["factor"]}
         case "yarn" if deep:
             fields["rope_scaling"] = deepseek.yarn_fields(rotary, where)
         case other:
-            raise UsageError(f"{where}: rope_type = {other!r}: shoal computes 'default' and 'llama3', and 'yarn' for "
-                             "deepseek_v2 and deepseek_v3.")
+            raise UsageError(f"{where}: rope_type = {other!r}: shoal computes 'default', 'linear' and 'llama3', and "
+                             "'yarn' for deepseek_v2 and deepseek_v3.")
     count, width = family.experts
     if count:
         fields["experts"] = {
@@ -153,6 +175,44 @@ def _llama_fields(config: Config, family: HFFamily, where: str) -> dict[str, Any
     return fields
 
 
+def _gemma_fields(config: Config, fields: Config) -> dict[str, Any]:
+    """Return Gemma's own parts, with transformers' defaults."""
+    second = config["model_type"] == "gemma2"
+    found = {
+        "query_scalar": config.get("query_pre_attn_scalar", 256),
+        "softcap": config.get("attn_logit_softcapping", 50.0 if second else None),
+        "logit_softcap": config.get("final_logit_softcapping", 30.0 if second else None),
+    }
+    if not second and "window" in fields:
+        local: Config = (config.get("rope_parameters") or {}).get("sliding_attention") or {}
+        if local.get("rope_type", "default") != "default":
+            raise ValueError("rotary frequencies of sliding_attention may not be rescaled")
+        found["local_rope_theta"] = float(local.get("rope_theta", config.get("rope_local_base_freq", 10000.0)))
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _windows(config: Config, family: HFFamily) -> dict[str, Any]:
+    """Return the window and the pattern of local layers, if there are any, with transformers' defaults."""
+    kind, layers = config["model_type"], config["num_hidden_layers"]
+    window = config.get("sliding_window", None if kind == "mixtral" else 4096)
+    if family.windows == "none" or not window or (kind.startswith("qwen") and not config.get("use_sliding_window")):
+        return {}
+    if family.windows == "all":
+        return {"window": window}
+    if kind.startswith("gemma"):
+        every = 2 if kind == "gemma2" else config.get("sliding_window_pattern", 6)
+        local = [(layer + 1) % every > 0 for layer in range(layers)]
+    else:
+        local = [layer >= config.get("max_window_layers", 28) for layer in range(layers)]
+    if types := config.get("layer_types"):
+        local = [each == "sliding_attention" for each in types]
+    if True not in local:
+        return {}
+    period = next(n for n in range(1, len(local) + 1) if all(x == local[i % n] for i, x in enumerate(local)))
+    pattern = ["local" if each else "global" for each in local[:period]]
+    return {"window": window} | ({"pattern": pattern} if "global" in pattern else {})
+
+
 def hf_config(shape: ModelShape, dtype: str, where: str) -> dict[str, Any]:
     """Return the ``config.json`` of a model.
 
@@ -162,7 +222,7 @@ def hf_config(shape: ModelShape, dtype: str, where: str) -> dict[str, Any]:
     Raises:
         UsageError: transformers has no such model.
     """
-    kind = _model_type(shape, where)
+    kind = model_type(shape, where)
     family = FAMILIES[kind]
     common = {"model_type": kind, "architectures": [family.architecture], "dtype": dtype, "vocab_size": shape.vocab,
               "tie_word_embeddings": shape.tied, **family.fixed}  # fmt: skip
@@ -179,12 +239,30 @@ def hf_config(shape: ModelShape, dtype: str, where: str) -> dict[str, Any]:
     }
     if (scaling := shape.rope_scaling) is not None and scaling.kind == "yarn":
         values["rope_scaling"] = deepseek.yarn_config(scaling)
+    elif scaling is not None and scaling.kind == "linear":
+        values["rope_scaling"] = {"rope_type": "linear", "factor": scaling.factor}
     elif scaling is not None:
         values["rope_scaling"] = {
             "rope_type": "llama3", "factor": scaling.factor, "low_freq_factor": scaling.low_frequency,
             "high_freq_factor": scaling.high_frequency,
             "original_max_position_embeddings": scaling.original_max_sequence,
         }
+    if family.gemma:
+        values |= {
+            "query_pre_attn_scalar": shape.query_scalar or shape.head_dim, "attn_logit_softcapping": shape.softcap,
+            "final_logit_softcapping": shape.logit_softcap,
+        }
+        if kind == "gemma3_text":
+            own = {"rope_theta": shape.rope_theta} | (values.pop("rope_scaling", None) or {"rope_type": "default"})
+            other = shape.local_rope_theta or shape.rope_theta
+            values["rope_parameters"] = {
+                "full_attention": own, "sliding_attention": {"rope_type": "default", "rope_theta": other},
+            }
+    local = [shape.reach(layer) is not None for layer in range(shape.layers)]
+    if family.windows == "by layer":
+        values["layer_types"] = ["sliding_attention" if each else "full_attention" for each in local]
+    if family.windows != "none":
+        values |= {"sliding_window": shape.window} | ({"use_sliding_window": True} if shape.window else {})
     if shape.latent is not None:
         del values["head_dim"]  # which transformers takes for the rotated part
         values |= deepseek.config_fields(shape, kind)
@@ -195,7 +273,12 @@ def hf_config(shape: ModelShape, dtype: str, where: str) -> dict[str, Any]:
     return values
 
 
-def _model_type(shape: ModelShape, where: str) -> str:
+def model_type(shape: ModelShape, where: str = "model") -> str:
+    """Return the family of a model, as ``config.json`` names it.
+
+    Raises:
+        UsageError: transformers has no such model.
+    """
     experts, unlike = shape.experts, ""
     if shape.latent:
         unlike = deepseek.find_unlike(shape)
@@ -210,19 +293,38 @@ def _model_type(shape: ModelShape, where: str) -> str:
         unlike = "a selection bias, or a capacity of experts"
     elif experts and len(experts.layers(shape.layers)) < shape.layers:
         unlike = "experts in some layers only"
-    elif shape.family == "gpt" and (experts or shape.heads * shape.head_dim != shape.hidden or
-                                    shape.kv_heads != shape.heads):
-        unlike = "experts or other widths of heads in the family gpt"
-    elif shape.qkv_bias and (experts or shape.qk_norm or shape.head_dim * shape.heads != shape.hidden):
-        unlike = "biases of queries, keys and values with these other parts"
-    elif experts and not shape.qk_norm and (not experts.normalise or experts.ffn != shape.ffn):
-        unlike = "experts of this width or weights without norms of queries and keys"
     if unlike:
         raise UsageError(f"{where}: no family of transformers that shoal writes has {unlike}.")
-    if shape.latent:
-        return deepseek.name_family(shape)
-    if shape.family == "gpt":
-        return "gpt2"
-    if experts:
-        return "qwen3_moe" if shape.qk_norm else "mixtral"
-    return "qwen2" if shape.qkv_bias else "qwen3" if shape.qk_norm else "llama"
+    latent = deepseek.name_family(shape) if shape.latent else None
+    for kind, family in FAMILIES.items():
+        if (kind == latent or not (latent or kind.startswith("deepseek"))) and _has_parts(kind, family, shape):
+            return kind
+    given = {name: getattr(shape, name) for name in (*_PARTS, *_GEMMAS, "window", "pattern") if getattr(shape, name)}
+    given |= {"experts": experts.ffn} if experts else {}
+    shown = ", ".join(f"{name} = {value}" for name, value in given.items())
+    raise UsageError(f"{where}: no family of transformers that shoal writes has these parts together: {shown}.")
+
+
+_PARTS = ("family", "qkv_bias", "qk_norm", "joint_qk_norm", "post_norm", "activation", "scaled_embedding")
+_GEMMAS = ("softcap", "logit_softcap", "query_scalar", "local_rope_theta")
+
+
+def _has_parts(kind: str, family: HFFamily, shape: ModelShape) -> bool:
+    """Return whether a family consists of a shape's parts; of latent attention and its experts all that are given."""
+    experts = shape.experts
+    if any(getattr(shape, name) != family.parts.get(name, ModelShape.model_fields[name].default)
+           for name in _PARTS):  # fmt: skip
+        return False
+    if not family.gemma and any(getattr(shape, name) for name in _GEMMAS):
+        return False
+    if kind == "gemma2" and shape.local_rope_theta:
+        return False
+    if bool(family.experts[0]) != bool(experts) and not shape.latent:
+        return False
+    if (shape.window and family.windows == "none") or (shape.pattern and family.windows != "by layer"):
+        return False
+    if kind == "mixtral" and experts and (not experts.normalise or experts.ffn != shape.ffn):
+        return False
+    if kind == "gpt2" and shape.kv_heads != shape.heads:
+        return False
+    return kind not in ("gpt2", "qwen2") or shape.heads * shape.head_dim == shape.hidden

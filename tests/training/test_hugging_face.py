@@ -17,6 +17,7 @@ from shoal.engine.data.batches import open_dataset
 from shoal.engine.models.transformer import Transformer
 from shoal.spec.config import build_config
 from shoal.spec.config.model import ModelConfig
+from shoal.spec.hugging_face import model_fields
 from shoal.training.check import check_weights
 from tests.trainings.runs import train_in
 
@@ -40,8 +41,9 @@ YARN = {
 MODELS = {
     "llama": ("Llama", WIDE | {"tie_word_embeddings": False}),
     "llama-3.1": ("Llama", WIDE | {"rope_parameters": SCALING, "tie_word_embeddings": True, "head_dim": 16}),
-    "mistral": ("Mistral", WIDE | {"sliding_window": None}),
+    "mistral": ("Mistral", WIDE | {"sliding_window": 9}),
     "qwen2": ("Qwen2", WIDE),
+    "qwen2-windows": ("Qwen2", WIDE | {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
     "qwen3": ("Qwen3", WIDE | {"head_dim": 16}),
     "mixtral": ("Mixtral", WIDE | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "qwen3-moe": ("Qwen3Moe", WIDE | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
@@ -49,10 +51,26 @@ MODELS = {
     "deepseek-v2": ("DeepseekV2", DEEP | {"topk_method": "group_limited_greedy", "routed_scaling_factor": 2.0,
                                           "q_lora_rank": None}),
     "deepseek-v3": ("DeepseekV3", DEEP | {"rope_parameters": YARN}),
+    "olmo2": ("Olmo2", WIDE | {"pad_token_id": None}),
+    "gemma2": ("Gemma2", WIDE | {
+        "head_dim": 8, "query_pre_attn_scalar": 16, "sliding_window": 9, "attn_logit_softcapping": 0.5,
+        "final_logit_softcapping": 1.5, "pad_token_id": None, "num_hidden_layers": 3,
+    }),
+    "gemma3": ("Gemma3Text", WIDE | {
+        "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 9, "pad_token_id": None, "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}},
+    }),
     "gpt2": ("GPT2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 300}),
 }  # fmt: skip
 LAYOUTS = {
     "llama-3.1": {"dp": 2, "zero": 3, "tp": 2, "sequence_parallel": True},
+    "mistral": {"cp": 2, "dp": 2, "zero": 2},
+    "qwen2-windows": {"cp": 2, "ulysses": 2, "pp": 2},
+    "olmo2": {"dp": 2, "tp": 4, "sequence_parallel": True},  # two ranks hold each head of keys, and its norm's weights
+    "gemma2": {"cp": 2, "tp": 2, "zero": 1},
+    "gemma3": {"pp": 3, "tp": 2, "sequence_parallel": True},
     "qwen2": {"tp": 4},  # two ranks hold each head of keys, with its biases
     "qwen3": {"pp": 2, "tp": 2, "schedule": "1f1b"},
     "qwen3-moe": {"dp": 2, "ep": 2, "zero": 1},
@@ -67,13 +85,14 @@ def build(name: str, folder: Path):
     import transformers  # takes a second, also of workers that run other tests
 
     kind, values = MODELS[name]
+    family = kind.removesuffix("Text")
     config = getattr(transformers, f"{kind}Config")(**values)
     torch.manual_seed(1)
-    model = getattr(transformers, f"{kind}LMHeadModel" if name == "gpt2" else f"{kind}ForCausalLM")(config).eval()
+    model = getattr(transformers, f"{kind}LMHeadModel" if name == "gpt2" else f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         # Norms and biases show where they are left out.
         for name, parameter in (*model.named_parameters(), *model.named_buffers()):
-            if "inv_freq" not in name:
+            if not name.endswith(("inv_freq", "embed_scale")):  # constants of the config
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
     model.save_pretrained(folder)
     return model
@@ -171,8 +190,6 @@ def test_the_commands(tmp_path, capsys, monkeypatch):
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu', but shoal computes"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "rope_type = 'yarn'"),
         ({"num_hidden_layers": None, "hidden_size": None}, "config.json"),
-        ({"model_type": "mistral", "sliding_window": 16}, "sliding_window = 16"),
-        ({"model_type": "mistral", "max_position_embeddings": 8192}, "sliding_window = 4096"),
         ({"num_hidden_layers": 3}, "no file has the tensor 'model.layers.2."),
         ({"intermediate_size": 64}, "has the shape (48, 32), this model (64, 32)"),
         ({"max_position_embeddings": "long"}, "config.json: config: model.max_sequence = 'long'"),
@@ -196,6 +213,13 @@ def test_another_model_is_refused(changes, says, tmp_path, capsys):
     with pytest.raises(shoal.UsageError) as refused:
         check_weights(config)
     assert says in str(refused.value)
+
+
+def test_a_mistral_model_has_transformers_default_window():
+    import transformers
+
+    fields = model_fields({"model_type": "mistral", **WIDE, "rms_norm_eps": 1e-6}, "here")
+    assert fields["window"] == transformers.MistralConfig().sliding_window == 4096
 
 
 def test_quantised_weights_are_refused(tmp_path):

@@ -25,7 +25,7 @@ from shoal.engine.checkpoint.load import load
 from shoal.engine.checkpoint.manifest import DTYPES, read_manifest
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import build_config
-from shoal.spec.hugging_face import model_fields
+from shoal.spec.hugging_face import FAMILIES, model_fields, model_type
 
 INDEX = "model.safetensors.index.json"
 ONE_FILE = "model.safetensors"
@@ -54,12 +54,21 @@ _DEEPSEEK = {
     "attention.q_up": "self_attn.q_b_proj", "attention.kv_down": "self_attn.kv_a_proj_with_mqa",
     "attention.kv_latent_norm": "self_attn.kv_a_layernorm", "attention.kv_up": "self_attn.kv_b_proj",
 }
+_OLMO2 = {"attention_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"}
+_GEMMA = _OLMO2 | {"mlp_norm": "pre_feedforward_layernorm"}
 _GPT2 = {
     "embed.token": "transformer.wte", "embed.position": "transformer.wpe", "norm": "transformer.ln_f",
     "head": "lm_head", "attention_norm": "ln_1", "mlp_norm": "ln_2",
     **{f"attention.{part}": "attn.c_attn" for part in "qkv"}, "attention.out": "attn.c_proj",
     "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj",
 }  # fmt: skip
+
+NAMES = {
+    "gpt2": _GPT2, "mixtral": _LLAMA | _MIXTRAL, "qwen3_moe": _LLAMA | _QWEN3_MOE, "olmo2": _LLAMA | _OLMO2,
+    "deepseek_v2": _LLAMA | _DEEPSEEK, "deepseek_v3": _LLAMA | _DEEPSEEK,
+    "gemma2": _LLAMA | _GEMMA, "gemma3_text": _LLAMA | _GEMMA,
+}  # fmt: skip
+"""Names of modules by family; other families have llama's."""
 
 
 class HFTensor(NamedTuple):
@@ -68,11 +77,13 @@ class HFTensor(NamedTuple):
     Attributes:
         transposed: whether a matrix is stored [in, out] (GPT-2).
         start: first of its outputs in a tensor that joins several parameters (GPT-2's q, k, v).
+        less: what the stored value is less than the parameter (1 in norms of Gemma).
     """
 
     name: str
     transposed: bool = False
     start: int = 0
+    less: float = 0.0
 
 
 def hf_tensor(name: str, shape: ModelShape, expert: int = 0) -> HFTensor:
@@ -80,23 +91,23 @@ def hf_tensor(name: str, shape: ModelShape, expert: int = 0) -> HFTensor:
 
     >>> from shoal.spec.catalog import model_shape
     >>> hf_tensor("layers.3.attention.q.weight", model_shape("tiny"))
-    HFTensor(name='model.layers.3.self_attn.q_proj.weight', transposed=False, start=0)
+    HFTensor(name='model.layers.3.self_attn.q_proj.weight', transposed=False, start=0, less=0.0)
     """
-    gpt = shape.family == "gpt"
-    names = _GPT2 if gpt else _LLAMA | (_QWEN3_MOE if shape.qk_norm else _MIXTRAL) if shape.experts else _LLAMA
-    names = _LLAMA | _DEEPSEEK if shape.latent else names
-    module, _, kind = name.rpartition(".")
+    kind = model_type(shape)
+    gpt, names = kind == "gpt2", NAMES.get(kind, _LLAMA)
+    module, _, part = name.rpartition(".")
     if ".experts." in name:  # the parameter itself has the name of a layer of one expert
-        module, kind = name, "weight"
+        module, part = name, "weight"
     prefix = ""
     if module.startswith("layers."):
         _, layer, module = module.split(".", 2)
         prefix = f"{'transformer.h' if gpt else 'model.layers'}.{layer}."
     joined = gpt and module in ("attention.q", "attention.k", "attention.v")
     start = "qkv".index(module[-1]) * shape.hidden if joined else 0
-    matrix = kind == "weight" and module.startswith(("attention.", "mlp."))
-    stored = names.get(f"{module}.{kind}") or f"{names[module].format(expert)}.{kind}"
-    return HFTensor(f"{prefix}{stored}", gpt and matrix, start)
+    matrix = part == "weight" and module.startswith(("attention.", "mlp."))
+    stored = names.get(f"{module}.{part}") or f"{names[module].format(expert)}.{part}"
+    less = float(FAMILIES[kind].gemma and "norm" in module)
+    return HFTensor(f"{prefix}{stored}", gpt and matrix, start, less)
 
 
 def stored_rows(name: str, shape: ModelShape) -> Tensor | None:
@@ -177,7 +188,10 @@ class HFWeights:
                 piece.tensor.copy_(self._read(hf_tensor(name, self.shape), wide)[rows - first])
             return
         if ".experts." not in name:
-            piece.tensor.copy_(self._read(hf_tensor(name, self.shape), box))
+            at = hf_tensor(name, self.shape)
+            piece.tensor.copy_(self._read(at, box))
+            if at.less:
+                piece.tensor.add_(at.less)
             return
         of_one = Box(box.offset[1:], box.shape[1:])
         for i in range(box.shape[0]):
@@ -240,9 +254,14 @@ def export_weights(checkpoint: AnyPath, shape: ModelShape, folder: Path, dtype: 
     index: dict[str, str] = {}
     for number, names in enumerate(shards, 1):
         file = ONE_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        tensors = {name: torch.empty(saved[name].shape, dtype=formats[name]) for name in names}
+        tensors = {
+            name: torch.empty(saved[name].shape, dtype=torch.float32 if hf_tensor(name, shape).less else formats[name])
+            for name in names
+        }  # a difference from one keeps its digits if it is rounded last
         state = {f"model.{n}": [Piece(tuple(t.shape), Box.full(tuple(t.shape)), t)] for n, t in tensors.items()}
         load(checkpoint, state, convert=True, ignore_prefixes=("",))
+        tensors = {name: t.sub_(less).to(formats[name]) if (less := hf_tensor(name, shape).less) else t
+                   for name, t in tensors.items()}  # fmt: skip
         renamed = _rename(tensors, shape)
         save_file(renamed, folder / file, metadata={"format": "pt"})
         index |= dict.fromkeys(renamed, file)

@@ -26,28 +26,34 @@ _TAGS = (torch.Tag.cudagraph_unsafe,)  # a recorded graph would keep the lengths
 def flash_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, causal: bool,
     q_ends: Tensor | None = None, k_ends: Tensor | None = None, longest: Tensor | None = None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute `flash_attention` in plain PyTorch, with all scores in memory and in float32 at least."""
     exact = torch.promote_types(q.dtype, torch.float32)
     groups = q.shape[1] // k.shape[1]
     k, v = (x.to(exact).repeat_interleave(groups, dim=1) for x in (k, v))
     scores = q.to(exact) @ k.transpose(2, 3) / math.sqrt(q.shape[3])
-    scores = scores.masked_fill(~visible(q, k, causal, q_ends, k_ends), -math.inf)
+    scores = scores.masked_fill(~visible(q, k, causal, q_ends, k_ends, window), -math.inf)
     total = scores.logsumexp(-1)
     weights = (scores - total.clamp(min=torch.finfo(exact).min).unsqueeze(-1)).exp()  # zeros where nothing is seen
     return (weights @ v).to(q.dtype), total.detach()
 
 
-def visible(q: Tensor, k: Tensor, causal: bool, q_ends: Tensor | None, k_ends: Tensor | None) -> Tensor:
+def visible(
+    q: Tensor, k: Tensor, causal: bool, q_ends: Tensor | None, k_ends: Tensor | None, window: int | None = None
+) -> Tensor:
     """Return the scores that `flash_attention` does not leave out: [b or 1, 1, s, t] bool."""
     (b, _, s, _), t = q.shape, k.shape[2]
     if q_ends is None or k_ends is None:
         seen = torch.ones(1, s, t, dtype=torch.bool, device=q.device)
-        return (seen.tril(t - s) if causal else seen).unsqueeze(1)
+        seen = seen.tril(t - s) if causal else seen
+        return (seen if window is None else seen.triu(t - s - window + 1)).unsqueeze(1)
     (row, q_left), (column, k_left) = (_number_tokens(ends, x * b) for ends, x in ((q_ends, s), (k_ends, t)))
     seen = row.view(b, s, 1) == column.view(b, 1, t)
     if causal:  # both counted from the end of their segment
         seen &= q_left.view(b, s, 1) <= k_left.view(b, 1, t)
+    if window is not None:
+        seen &= q_left.view(b, s, 1) + window > k_left.view(b, 1, t)
     return seen.unsqueeze(1)
 
 
@@ -62,6 +68,7 @@ def _number_tokens(ends: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, causal: bool,
     q_ends: Tensor | None = None, k_ends: Tensor | None = None, longest: Tensor | None = None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute softmax(q k^T / sqrt(d)) v and the log-sum-exp of each row of scores.
 
@@ -74,12 +81,14 @@ def flash_attention(
             query i of segment j sees keys of segment j alone. Segments may be empty.
         longest: [2] int32 on the host, the largest numbers of queries and of keys in a segment. A tensor, so that
             compiled code does not depend on the values.
+        window: the last query of a segment sees the last ``window`` of its keys alone, the one before it also the key
+            before these, and so on.
 
     Returns:
         The output [b, a, s, d], zeros where a query sees no key, and the log-sum-exp [b, a, s], -inf there, in at least
         float32. Only the output has a gradient.
     """
-    out, total = flash_attention_reference(q, k, v, causal, q_ends, k_ends)
+    out, total = flash_attention_reference(q, k, v, causal, q_ends, k_ends, None, window)
     return _empty_like(q, q_ends).copy_(out), total.contiguous()
 
 
@@ -87,11 +96,14 @@ def flash_attention(
 def launch_forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool,
     q_ends: Tensor | None = None, k_ends: Tensor | None = None, longest: Tensor | None = None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Call torch's kernel; arguments and results of `flash_attention`."""
     inputs, shape = [_rows(x, q_ends) for x in (q, k, v)], (len(q), q.shape[2])
     lengths = longest.tolist() if longest is not None else [q.shape[2], k.shape[2]]
-    out, total, *_ = _aten._flash_attention_forward(*inputs, q_ends, k_ends, *lengths, 0.0, causal, False)
+    out, total, *_ = _aten._flash_attention_forward(
+        *inputs, q_ends, k_ends, *lengths, 0.0, causal, False, **_left(window)
+    )
     if q_ends is None:
         return out.transpose(1, 2), total.contiguous()
     # The kernel gives +inf where a query sees no key.
@@ -103,6 +115,7 @@ def launch_forward(
 def _(
     q: Tensor, k: Tensor, v: Tensor, causal: bool,
     q_ends: Tensor | None = None, k_ends: Tensor | None = None, longest: Tensor | None = None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     total = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
     return _empty_like(q, q_ends), total
@@ -112,6 +125,7 @@ def _(
 def flash_attention_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, total: Tensor, causal: bool,
     q_ends: Tensor | None = None, k_ends: Tensor | None = None, longest: Tensor | None = None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of q, k and v, where ``out`` and ``total`` may be over more keys than k and v.
 
@@ -123,7 +137,8 @@ def flash_attention_backward(
     exact, groups = total.dtype, q.shape[1] // k.shape[1]
     keys, values = (x.to(exact).repeat_interleave(groups, dim=1) for x in (k, v))
     rows, d_out, scale = q.to(exact), gradient.to(exact), 1 / math.sqrt(q.shape[3])
-    scores = (rows @ keys.transpose(2, 3) * scale).masked_fill(~visible(q, k, causal, q_ends, k_ends), -math.inf)
+    scores = rows @ keys.transpose(2, 3) * scale
+    scores = scores.masked_fill(~visible(q, k, causal, q_ends, k_ends, window), -math.inf)
     weights = (scores - total.clamp(min=torch.finfo(exact).min).unsqueeze(-1)).exp()
     along = (d_out * out.to(exact)).sum(-1, keepdim=True)
     d_scores = weights * (d_out @ values.transpose(2, 3) - along) * scale
@@ -140,6 +155,7 @@ def flash_attention_backward(
 def launch_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, total: Tensor, causal: bool,
     q_ends: Tensor | None = None, k_ends: Tensor | None = None, longest: Tensor | None = None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Call torch's kernel; arguments and results of `flash_attention_backward`."""
     inputs, shapes = [_rows(x, q_ends) for x in (gradient, q, k, v, out)], [(len(x), x.shape[2]) for x in (q, k, v)]
@@ -147,7 +163,9 @@ def launch_backward(
     # The kernel ignores the strides of the log-sum-exp: [b, a, s], or [a, b s] with segments.
     total = total.contiguous() if q_ends is None else total.transpose(0, 1).flatten(1).contiguous()
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which is off
-    found = _aten._flash_attention_backward(*inputs, total, q_ends, k_ends, *lengths, 0.0, causal, seed, seed)
+    found = _aten._flash_attention_backward(
+        *inputs, total, q_ends, k_ends, *lengths, 0.0, causal, seed, seed, **_left(window)
+    )
     if q_ends is not None:
         found = [x.unflatten(0, shape) for x, shape in zip(found, shapes, strict=True)]
     d_q, d_k, d_v = (x.transpose(1, 2) for x in found)
@@ -158,8 +176,14 @@ def launch_backward(
 def _(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, total: Tensor, causal: bool,
     q_ends: Tensor | None = None, k_ends: Tensor | None = None, longest: Tensor | None = None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _empty_like(q, q_ends), _empty_like(k, k_ends), _empty_like(v, k_ends)
+
+
+def _left(window: int | None) -> dict[str, int]:
+    """Return the kernel's argument: the keys that a query sees before the one aligned with it, at the lower right."""
+    return {} if window is None else {"window_size_left": window - 1}
 
 
 def _rows(x: Tensor, ends: Tensor | None) -> Tensor:
@@ -175,7 +199,7 @@ def _empty_like(x: Tensor, ends: Tensor | None) -> Tensor:
 
 
 def _save(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ctx.causal, *segments = inputs
+    q, k, v, ctx.causal, *segments, ctx.window = inputs
     out, total = output
     ctx.mark_non_differentiable(total)
     ctx.set_materialize_grads(False)
@@ -184,10 +208,10 @@ def _save(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
 
 def _differentiate(ctx, gradient: Tensor | None, _: None):
     if gradient is None:
-        return (None,) * 7
+        return (None,) * 8
     q, k, v, out, total, *segments = ctx.saved_tensors
-    found = flash_attention_backward(gradient, q, k, v, out, total, ctx.causal, *segments)
-    return *found, None, None, None, None
+    found = flash_attention_backward(gradient, q, k, v, out, total, ctx.causal, *segments, ctx.window)
+    return *found, None, None, None, None, None
 
 
 flash_attention.register_autograd(_differentiate, setup_context=_save)
@@ -206,6 +230,9 @@ def examples() -> Iterator[Example]:
         "full": (*numbers(24, 40, 40), False),
         "slice": (*numbers(24, 40, 40), True),
         "segments": (*numbers(40, 40, 40), True, *[ends(0, 7, 40, 41, 80, 80)] * 2, ends(40, 40)),
+        "window": (*numbers(24, 40, 40), True, None, None, None, 9),
+        "window alone": (*numbers(24, 40, 40), False, None, None, None, 20),
+        "segments with a window": (*numbers(40, 40, 40), True, *[ends(0, 7, 40, 41, 80, 80)] * 2, ends(40, 40), 9),
         "segments of a slice": (*numbers(8, 20, 20), True, ends(0, 0, 8, 10, 16), ends(0, 5, 20, 34, 40), ends(8, 15)),
     }.items():
         yield Example(

@@ -16,6 +16,7 @@ from shoal.engine import kernels
 from shoal.engine.kernels.flash_attention import flash_attention
 from shoal.engine.kernels.rotary import rotate_packed
 from shoal.engine.models.attention_kernels import Kernel, sdpa_backends, takes_lengths
+from shoal.engine.models.block_attention import CappedAttention, per_head
 from shoal.engine.models.cache import Slice
 from shoal.engine.models.experts.router import RoutingContext
 from shoal.engine.models.products import use_mkl_if_small, use_mkl_in_backward
@@ -31,10 +32,20 @@ class Context(NamedTuple):
     """Inputs shared by all layers of one forward pass."""
 
     rotary: tuple[Tensor, Tensor] | None  # cos, sin: [s, d/2], or [b, 1, s, d/2] if positions differ between sequences
-    mask: Tensor | Segments | None  # as `AttentionCore` takes it
+    mask: Tensor | Segments | None  # of layers that see all earlier tokens, as `AttentionCore` takes it
     part: Slice | None = None  # cache of earlier tokens if the sequence comes in slices: t = start + s
     routing: RoutingContext = RoutingContext()
     documents: Tensor | None = None  # [b, t] document numbers on the host, separated by the mask
+    local_mask: Tensor | Segments | None = None  # of layers with a window
+    local_rotary: tuple[Tensor, Tensor] | None = None  # of these, if their frequencies differ
+
+    def rotary_with(self, window: int | None) -> tuple[Tensor, Tensor] | None:
+        """Return cos and sin of a layer with or without a window."""
+        return self.rotary if window is None or self.local_rotary is None else self.local_rotary
+
+    def mask_with(self, window: int | None) -> Tensor | Segments | None:
+        """Return the mask of a layer with or without a window."""
+        return self.mask if window is None else self.local_mask
 
 
 def recomputed(function: Callable[..., Tensor], *args: object) -> Tensor:
@@ -46,14 +57,18 @@ def recomputed(function: Callable[..., Tensor], *args: object) -> Tensor:
 class AttentionCore(nn.Module):
     """Scaled dot-product attention, softmax(q k^T / sqrt(d)) v, causal or masked, with grouped query heads.
 
+    With a window a query sees the last ``window`` tokens up to its own (Jiang et al. 2023, "Mistral 7B", section 2).
+
     Args:
         kernel: "sdpa" for fused kernels, of which `shoal.engine.models.attention_kernels` chooses, "explicit" for
-            matrix products and a softmax (`shoal bench attention` measures both).
+            matrix products and a softmax (`shoal bench attention` measures both). With ``softcap``, scores are limited,
+            by products in blocks of rows.
     """
 
-    def __init__(self, kernel: Kernel = "sdpa"):
+    def __init__(self, kernel: Kernel = "sdpa", window: int | None = None, softcap: float | None = None):
         super().__init__()
-        self.kernel = kernel
+        self.kernel: Kernel = kernel if softcap is None else "explicit"
+        self.window, self.softcap = window, softcap
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Segments | None) -> Tensor:
         """Compute attention.
@@ -61,21 +76,26 @@ class AttentionCore(nn.Module):
         Args:
             q: [b, a, s, d] in any strides with contiguous heads.
             k, v: [b, k, t, d].
-            mask: [b or 1, 1, s, t] bool, True where attention is allowed; it must be causal. `Segments` attend to
-                themselves alone. None is causal, with the queries as the last of the keys.
+            mask: [b or 1, 1, s, t] bool, True where attention is allowed; it must be causal and have the window.
+                `Segments` attend to themselves alone. None is causal, with the queries as the last of the keys.
 
         Returns:
             [b, a, s, d].
         """
-        if isinstance(mask, Segments):
-            return flash_attention(q, k, v, True, *mask)[0]
-        if self.kernel == "explicit":
-            return explicit_attention(q, k, v, mask)
         s, t = q.shape[2], k.shape[2]
-        if mask is None and s < t:
+        window = self.window if self.window is not None and self.window < t else None
+        if isinstance(mask, Segments):
+            return flash_attention(q, k, v, True, *mask, window)[0]
+        if self.softcap is not None:
+            if mask is None and (s < t or window):
+                mask = causal_mask(s, t, q.device, window)[None, None]
+            return CappedAttention.apply(q, k, v, mask, self.softcap)
+        if self.kernel == "explicit":
+            return explicit_attention(q, k, v, mask, window)
+        if mask is None and (s < t or window):
             if takes_lengths(q.device, q.dtype, q.shape[3]):
-                return flash_attention(q, k, v, True)[0]
-            mask = causal_mask(s, t, q.device)[None, None]
+                return flash_attention(q, k, v, True, None, None, None, window)[0]
+            mask = causal_mask(s, t, q.device, window)[None, None]
         if q.is_cuda:
             return _attend_on_cuda(q, k, v, mask)
         with use_mkl_if_small(k):
@@ -95,17 +115,12 @@ def _attend_on_cuda(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Ten
         )
 
 
-def per_head(q: Tensor, k: Tensor) -> Tensor:
-    """Repeat keys or values [b, k, t, d] for each query head of q [b, a, s, d]: -> [b, a, t, d]."""
-    groups = q.shape[1] // k.shape[1]
-    return k if groups == 1 else k.repeat_interleave(groups, dim=1)
-
-
-def explicit_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+def explicit_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, window: int | None = None) -> Tensor:
     """Compute attention by matrix products and a softmax; shapes as in `AttentionCore`.
 
-    The mask must be causal. Queries are processed in blocks; a block skips the keys that only later tokens see. Two
-    blocks save a quarter of the scores, four save three eighths. The scores take up to b a s t elements.
+    The mask must be causal and have the window. Queries are processed in blocks; a block skips the keys that only later
+    tokens see, and those before its window. Two blocks save a quarter of the scores, four save three eighths. The
+    scores take up to b a s t elements.
     """
     b, a, s, d = q.shape
     kv, t = k.shape[1:3]
@@ -115,18 +130,21 @@ def explicit_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> 
     blocks = []
     for start in range(0, s, rows):
         stop = min(start + rows, s)
-        n, seen = stop - start, t - s + stop
+        n, last = stop - start, t - s + stop
+        first = max(0, last - n - window + 1) if window else 0
+        seen = last - first
         # Query heads that share a key head become rows of one product, so no key is copied.
         queries = q[:, :, :, start:stop].reshape(b, kv, groups * n, d)
-        scores = (queries @ k[:, :, :seen].transpose(2, 3)).view(b, kv, groups, n, seen)
+        scores = (queries @ k[:, :, first:last].transpose(2, 3)).view(b, kv, groups, n, seen)
         # Adding a bias instead of filling lets the compiler use one pass over the scores; backward needs no mask.
         bias = torch.full((n, seen), -math.inf, dtype=q.dtype, device=q.device)
         if mask is None:
-            bias = bias.triu(seen - n + 1)
+            hidden = bias.triu(seen - n + 1)
+            bias = hidden + bias.tril(seen - n - window) if window else hidden
         else:
-            bias = bias.masked_fill(mask[:, None, :, start:stop, :seen], 0.0)  # [b or 1, 1, 1, n, seen]
+            bias = bias.masked_fill(mask[:, None, :, start:stop, first:last], 0.0)  # [b or 1, 1, 1, n, seen]
         weights = (scores + bias).softmax(-1).view(b, kv, groups * n, seen)
-        blocks.append((weights @ v[:, :, :seen]).view(b, kv, groups, n, d))
+        blocks.append((weights @ v[:, :, first:last]).view(b, kv, groups, n, d))
     return torch.cat(blocks, dim=3).view(b, a, s, d)
 
 
@@ -148,6 +166,8 @@ def rotary_table(
 
 def _kept_frequencies(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
     """Return the part of each frequency that is not divided, [d/2]: 1 for fast waves, 0 for slow ones."""
+    if scaling.kind == "linear":
+        return torch.zeros_like(frequencies)
     low, high, longest = scaling.low_frequency, scaling.high_frequency, scaling.original_max_sequence
     if scaling.kind == "llama3":
         turns = longest * frequencies / (2 * math.pi)
@@ -207,11 +227,12 @@ class Mask(nn.Module):
     """Attention mask of the input tokens.
 
     Args:
-        kernel, head_dim: of the attention that reads the mask. Without a width it may read a dense mask alone.
+        kernel, head_dim, window: of the attention that reads the mask. Without a width it may read a dense mask alone.
     """
 
-    def __init__(self, kernel: Kernel = "sdpa", head_dim: int | None = None):
+    def __init__(self, kernel: Kernel = "sdpa", head_dim: int | None = None, window: int | None = None):
         super().__init__()
+        self.window = window
         self.fused_width = head_dim if kernel == "sdpa" else None
 
     def forward(self, start: int, s: int, documents: Tensor | None, x: Tensor) -> Tensor | Segments | None:
@@ -223,23 +244,30 @@ class Mask(nn.Module):
             x: hidden states, whose device and number format decide between a dense mask and segments.
         """
         by_lengths = self.fused_width is not None and takes_lengths(x.device, x.dtype, self.fused_width)
+        t = start + s
+        window = self.window if self.window is not None and self.window < t else None
         if documents is None:
-            return causal_mask(s, start + s, x.device)[None, None] if start and not by_lengths else None
-        documents = documents[:, : start + s]
+            dense = (start or window) and not by_lengths
+            return causal_mask(s, t, x.device, window)[None, None] if dense else None
+        documents = documents[:, :t]
         if by_lengths:
             return document_segments(documents, s, x.device)
         if documents.device != x.device:  # chosen tokens' are on the device
             documents = to_device(documents, x.device)
-        return document_mask(documents, s)
+        return document_mask(documents, s, window)
 
 
-def causal_mask(s: int, t: int, device: torch.device) -> Tensor:
-    """Return the mask [s, t] bool in which the last s of t tokens see themselves and all earlier tokens."""
-    return torch.ones(s, t, dtype=torch.bool, device=device).tril(t - s)
+def causal_mask(s: int, t: int, device: torch.device, window: int | None = None) -> Tensor:
+    """Return the mask [s, t] bool in which the last s of t tokens see themselves and all earlier tokens.
+
+    With a window they see the last ``window`` of these.
+    """
+    seen = torch.ones(s, t, dtype=torch.bool, device=device).tril(t - s)
+    return seen if window is None else seen.triu(t - s - window + 1)
 
 
-def document_mask(documents: Tensor, s: int) -> Tensor:
+def document_mask(documents: Tensor, s: int, window: int | None = None) -> Tensor:
     """Return the causal mask within documents for the last s tokens: [b, t] -> [b, 1, s, t] bool."""
     t = documents.shape[1]
     same = documents[:, t - s :].unsqueeze(2) == documents.unsqueeze(1)  # [b, s, t]
-    return (same & causal_mask(s, t, documents.device)).unsqueeze(1)
+    return (same & causal_mask(s, t, documents.device, window)).unsqueeze(1)

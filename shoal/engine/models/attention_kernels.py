@@ -5,7 +5,7 @@
 | CPU | any | any | torch's CPU kernel |
 | CUDA 9.0, 10.x | bf16, fp16 | causal | cuDNN (from 9.15.1), flash, memory-efficient |
 | CUDA 8.0, 8.x, 12.x | bf16, fp16 | causal | flash, memory-efficient |
-| CUDA from 8.0 | bf16, fp16 | documents; causal over a cache | flash, with lengths instead of a mask |
+| CUDA from 8.0 | bf16, fp16 | documents; windows; causal over a cache | flash, with lengths and a window, no mask |
 | CUDA | bf16, fp16 | dense | memory-efficient |
 | CUDA | fp32 | causal, dense | memory-efficient, math |
 | CUDA | fp64 | causal, dense | math |

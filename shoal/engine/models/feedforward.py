@@ -29,15 +29,19 @@ def project_joined(x: Tensor, *linears: nn.Linear) -> Tensor | None:
 
 
 class SwiGLU(nn.Module):
-    """Gated feed-forward block: down(silu(gate x) * up x) (Shazeer 2020)."""
+    """Gated feed-forward block: down(silu(gate x) * up x), or with GELU of the gate (Shazeer 2020)."""
 
     def __init__(self, shape: ModelShape, width: int):
         super().__init__()
+        self.gelu = shape.activation == "gelu"
         self.gate = nn.Linear(shape.hidden, width, bias=False)
         self.up = nn.Linear(shape.hidden, width, bias=False)
         self.down = nn.Linear(width, shape.hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.gelu:
+            gate, up = project(x, self.gate, self.up)
+            return self.down(F.gelu(gate, approximate="tanh") * up)
         if (gate_up := project_joined(x, self.gate, self.up)) is not None:  # [b, s, 2 width]
             return self.down(swiglu(gate_up))
         gate, up = project(x, self.gate, self.up)  # [b, s, width]

@@ -40,7 +40,9 @@ class LatentAttention(nn.Module):
         kv_up: from that latent to the unrotated part of the keys, and to the values, head by head.
     """
 
-    def __init__(self, shape: ModelShape, kernel: Kernel = "sdpa", *, recompute: bool = False):
+    def __init__(
+        self, shape: ModelShape, kernel: Kernel = "sdpa", *, recompute: bool = False, window: int | None = None
+    ):
         super().__init__()
         assert shape.latent is not None
         self.latent, self.recompute = shape.latent, recompute
@@ -60,7 +62,7 @@ class LatentAttention(nn.Module):
         self.kv_up = nn.Linear(
             self.latent.key_value_rank, shape.heads * (shape.head_dim + shape.value_dim), bias=False
         )
-        self.core = AttentionCore(kernel)
+        self.window, self.core = window, AttentionCore(kernel, window, shape.softcap)
         self.out = nn.Linear(shape.heads * shape.value_dim, h, bias=False)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
@@ -69,7 +71,7 @@ class LatentAttention(nn.Module):
         if context.part is not None:
             k, v = context.part.extend(self, k, v)  # [b, a, t, d]
         core = partial(recomputed, self.core) if self.recompute else self.core
-        o = core(q, k, v, context.mask)[..., : self.value_dim]  # [b, a, s, d_v]
+        o = core(q, k, v, context.mask_with(self.window))[..., : self.value_dim]  # [b, a, s, d_v]
         return self.out(o.transpose(1, 2).flatten(2))  # [b, s, h]
 
     def _heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from shoal.engine.models.attention import (
     rotary_table,
     rotate,
 )
+from shoal.engine.models.block_attention import cap
 from shoal.engine.models.cache import Slice
 from shoal.engine.models.experts.layer import MoE
 from shoal.engine.models.experts.router import RoutingContext
@@ -50,24 +51,32 @@ class Attention(nn.Module):
     The number of heads is derived from the output of the projections, so the module works on any subset of the heads.
     """
 
-    def __init__(self, shape: ModelShape, kernel: Kernel = "sdpa", *, recompute: bool = False):
+    def __init__(
+        self, shape: ModelShape, kernel: Kernel = "sdpa", *, recompute: bool = False, window: int | None = None
+    ):
         super().__init__()
         bias = shape.family == "gpt" or shape.qkv_bias
         self.head_dim, self.recompute = shape.head_dim, recompute
         self.q = nn.Linear(shape.hidden, shape.heads * shape.head_dim, bias=bias)
         self.k = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=bias)
         self.v = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=bias)
-        self.q_norm = RMSNorm(shape.head_dim, eps=shape.norm_eps) if shape.qk_norm else None
-        self.k_norm = RMSNorm(shape.head_dim, eps=shape.norm_eps) if shape.qk_norm else None
-        self.core = AttentionCore(kernel)
+        self.joint = shape.joint_qk_norm
+        self.q_norm, self.k_norm = (
+            RMSNorm((heads if self.joint else 1) * shape.head_dim, eps=shape.norm_eps) if shape.qk_norm else None
+            for heads in (shape.heads, shape.kv_heads)
+        )
+        self.window, self.core = window, AttentionCore(kernel, window, shape.softcap)
+        self.scale = 1.0 if shape.query_scalar is None else math.sqrt(shape.head_dim / shape.query_scalar)
         self.out = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=shape.family == "gpt")
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        q, k, v = self._heads(x, context.rotary)  # [b, a or k, s, d]
+        q, k, v = self._heads(x, context.rotary_with(self.window))  # [b, a or k, s, d]
+        if self.scale != 1.0:
+            q = q * self.scale
         if context.part is not None:
             k, v = context.part.extend(self, k, v)  # [b, k, t, d]
         core = partial(recomputed, self.core) if self.recompute else self.core
-        o = core(q, k, v, context.mask)  # [b, a, s, d]
+        o = core(q, k, v, context.mask_with(self.window))  # [b, a, s, d]
         return self.out(o.transpose(1, 2).flatten(2))  # [b, s, h]
 
     def _heads(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -78,10 +87,11 @@ class Attention(nn.Module):
             heads, kv_heads = (len(layer.weight) // self.head_dim for layer in (self.q, self.k))
             q, k, v = (y.transpose(1, 2) for y in rotate_packed(packed, *rotary, heads, kv_heads))
             return q, k, v
-        q, k, v = (
-            y.unflatten(-1, (-1, self.head_dim)) for y in project(x, self.q, self.k, self.v)  # [b, s, a or k, d]
-        )
-        if self.q_norm is not None and self.k_norm is not None:
+        q, k, v = project(x, self.q, self.k, self.v)
+        if self.joint and self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))  # [b, s, a or k, d]
+        if not self.joint and self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))  # [b, a or k, s, d]
         return (rotate(q, *rotary), rotate(k, *rotary), v) if rotary else (q, k, v)
@@ -94,21 +104,24 @@ def norm(shape: ModelShape) -> nn.Module:
 
 
 class Block(nn.Module):
-    """One transformer layer with pre-normalisation (Xiong et al. 2020)."""
+    """One transformer layer with pre-normalisation (Xiong et al. 2020), or with norms of its updates too or alone."""
 
     def __init__(self, shape: ModelShape, index: int, kernel: Kernel = "sdpa", recompute: Recompute = "none"):
         super().__init__()
         self.recompute = recompute == "full"
         self.depth = MixtureOfDepths(shape, index) if shape.skips(index) else None
-        self.attention_norm = norm(shape)
+        before, after = shape.post_norm != "only", shape.post_norm is not None
+        self.attention_norm = norm(shape) if before else nn.Identity()
         attention = Attention if shape.latent is None else LatentAttention
-        self.attention = attention(shape, kernel, recompute=recompute == "selective")
-        self.mlp_norm = norm(shape)
+        self.attention = attention(shape, kernel, recompute=recompute == "selective", window=shape.reach(index))
+        self.attention_post_norm = norm(shape) if after else nn.Identity()
+        self.mlp_norm = norm(shape) if before else nn.Identity()
         self.sparse = shape.sparse(index)
         if self.sparse:
             self.mlp: nn.Module = MoE(shape, index)
         else:
             self.mlp = SwiGLU(shape, shape.ffn) if shape.family == "llama" else MLP(shape, shape.ffn)
+        self.mlp_post_norm = norm(shape) if after else nn.Identity()
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         return recomputed(self._forward, x, context) if self.recompute else self._forward(x, context)
@@ -116,17 +129,20 @@ class Block(nn.Module):
     def _forward(self, x: Tensor, context: Context) -> Tensor:
         if self.depth is not None:
             return self.depth(x, context, self)
-        x, y = add_and_normalise(self.mlp_norm, x, self.attention(self.attention_norm(x), context))
+        x, y = add_and_normalise(self.mlp_norm, x, self._attend(x, context))
         return x + self._feed_forward(y, context)
 
     def residual_update(self, x: Tensor, context: Context) -> Tensor:
         """Return the layer's update of the residual stream."""
-        update = self.attention(self.attention_norm(x), context)
+        update = self._attend(x, context)
         _, y = add_and_normalise(self.mlp_norm, x, update)
         return update + self._feed_forward(y, context)
 
+    def _attend(self, x: Tensor, context: Context) -> Tensor:
+        return self.attention_post_norm(self.attention(self.attention_norm(x), context))
+
     def _feed_forward(self, y: Tensor, context: Context) -> Tensor:
-        return self.mlp(y, context.routing) if self.sparse else self.mlp(y)
+        return self.mlp_post_norm(self.mlp(y, context.routing) if self.sparse else self.mlp(y))
 
 
 class Embedding(nn.Module):
@@ -136,9 +152,11 @@ class Embedding(nn.Module):
         super().__init__()
         self.token = nn.Embedding(shape.vocab, shape.hidden)
         self.position = nn.Embedding(shape.max_sequence, shape.hidden) if shape.family == "gpt" else None
+        self.scale = math.sqrt(shape.hidden) if shape.scaled_embedding else 1.0
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         x = self.token(tokens)  # [b, s, h]
+        x = x if self.scale == 1.0 else x * self.scale
         return x if self.position is None else x + self.position(positions)
 
 
@@ -157,7 +175,9 @@ class Transformer(nn.Module):
     ):
         super().__init__()
         self.shape, self.seed = shape, seed
+        kernel = kernel if shape.softcap is None else "explicit"
         self.positions, self.mask = Positions(), Mask(kernel, shape.query_dim)
+        self.local_mask = Mask(kernel, shape.query_dim, shape.window) if shape.window else None
         self.embed: Embedding | None = Embedding(shape)
         blocks = {str(i): Block(shape, i, kernel, recompute) for i in range(shape.layers)}
         self.layers = cast("dict[str, Block]", nn.ModuleDict(blocks))  # keyed by layer number in the full model
@@ -202,18 +222,31 @@ class Transformer(nn.Module):
         assert x is not None, "hidden states, where the embedding is absent"
         if shape.family == "llama":
             rotary = rotary_table(positions, shape.rotary_dim, shape.rope_theta, x.dtype, shape.rope_scaling)
-        mask = self.mask(start, len(positions), documents, x)
-        context = Context(rotary, mask, part, RoutingContext(sequences, self.seed, samples), documents)
+        mask, local_mask = self._make_masks(start, len(positions), documents, x)
+        context = Context(rotary, mask, part, RoutingContext(sequences, self.seed, samples), documents, local_mask)
+        if shape.local_rope_theta is not None:
+            other = rotary_table(positions, shape.rotary_dim, shape.local_rope_theta, x.dtype)
+            context = context._replace(local_rotary=other)
         if part is not None:
             part.stop = part.start + tokens.shape[1]
         for layer in self.layers.values():
             x = layer(x, context)
         if self.norm is None or self.head is None:
             return x
-        logits = self.head(self.norm(x))
+        logits = cap(self.head(self.norm(x)), shape.logit_softcap)
         if targets is None:
             return logits
         return self.loss(logits, targets if labels is None else labels(logits, targets))
+
+    def _make_masks(self, *inputs: Any) -> tuple[Any, Any]:
+        """Return the masks of the layers that see all earlier tokens and of those with a window, where there are any.
+
+        Args:
+            inputs: of `Mask`.
+        """
+        local = {layer.attention.window is not None for layer in self.layers.values()}
+        of_local = self.local_mask(*inputs) if self.local_mask is not None and True in local else None
+        return (None if local == {True} else self.mask(*inputs)), of_local
 
 
 def initial(name: str, shape: ModelShape) -> Initial:

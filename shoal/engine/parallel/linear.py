@@ -292,6 +292,30 @@ class RowLinear(Linear):
         return (y if self.bias is None else y + self.bias,)
 
 
+class JointNorm(nn.Module):
+    """RMSNorm over the heads of all ranks: one sum of squares per token; a rank holds the weights of its own heads."""
+
+    weight: nn.Parameter
+
+    def __init__(self, unsplit: nn.RMSNorm, name: str, at: TensorParallel):
+        super().__init__()
+        self.at, self.width, self.weight = at, unsplit.weight.numel(), unsplit.weight
+        parts = min(at.size, at.shape.kv_heads) if name.endswith("k_norm") else at.size
+        self.copies = at.size // parts
+        self.placements = [keep_rows(self, name, "weight", at, parts)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise this rank's heads: [b, s, a d/tp]."""
+        wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+        mean = self._total(wide.square().sum(-1, keepdim=True)) / (self.copies * self.width)
+        return (wide * (mean + self.at.shape.norm_eps).rsqrt()).to(x.dtype) * self.weight
+
+    @torch.compiler.disable
+    def _total(self, sums: Tensor) -> Tensor:
+        """Sum over the ranks; every rank's results depend on the total."""
+        return copy_to(reduce_from(sums, self.at.group), self.at.group)
+
+
 # ---- embeddings and the loss -----------------------------------------------------------------------------------
 
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import nn
+
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.models.transformer import Transformer
 from shoal.engine.parallel.linear import (
     ColumnLinear,
     GatheredLatents,
     HeadsLinear,
+    JointNorm,
     KVColumnLinear,
     RowLinear,
     SequenceEmbedding,
@@ -43,6 +46,7 @@ TENSOR_PARALLEL: dict[str, ParallelStyle] = {
     "embed.position": SequenceEmbedding,
     "layers.*.attention.q": ColumnLinear,  # split by heads, so no collective is needed until `out`
     "layers.*.attention.{k,v}": KVColumnLinear,
+    "layers.*.attention.{q_norm,k_norm}": JointNorm,
     "layers.*.attention.shared": GatheredLatents,  # of every token, computed from the rank's tokens
     "layers.*.attention.{q_up,kv_up}": HeadsLinear,
     "layers.*.attention.out": RowLinear,
@@ -57,7 +61,7 @@ TENSOR_PARALLEL: dict[str, ParallelStyle] = {
 TENSOR_PARALLEL_2D: dict[str, ParallelStyle] = {
     "embed.token": VocabularyEmbedding,
     "embed.position": PositionEmbedding2D,
-    "layers.*.{attention_norm,mlp_norm}": Norm2D,
+    "layers.*.{attention_norm,attention_post_norm,mlp_norm,mlp_post_norm}": Norm2D,
     "layers.*.attention.q": ColumnLinear2D,
     "layers.*.attention.{k,v}": KVColumnLinear2D,
     "layers.*.attention.out": RowLinear2D,
@@ -109,6 +113,8 @@ def _replace(
     for name, module in list(model.named_modules()):
         for pattern, style in table.items():
             if matches(pattern, name):
+                if isinstance(module, nn.Identity) or (style is JointNorm and not at.shape.joint_qk_norm):
+                    continue
                 split = style(module, name, at)
                 model.set_submodule(name, split)
                 placements |= {placement.name: placement for placement in split.placements}

@@ -62,6 +62,7 @@ class Runs:
     memory: np.ndarray  # bytes
     gated: np.ndarray = _optional(1)  # 1 if the feed-forward block has two input matrices (SwiGLU), else 0
     tied: np.ndarray = _optional(0)  # 1 if the head is the embedding
+    seen: np.ndarray = _optional(1)  # scores of fused attention, relative to all earlier tokens; the mean over layers
     value_dim: np.ndarray = _optional(0)  # of a head's values; 0 is head_dim
     query_rank: np.ndarray = _optional(0)  # widths of latent attention: of the latent of queries
     kv_rank: np.ndarray = _optional(0)  # of the latent of keys and values
@@ -196,7 +197,8 @@ def describe_row(run: EstimatedRun) -> dict[str, Any]:
     shape, layout, cluster, software = run.shape, run.layout, run.cluster, run.software
     machine, wide = cluster.accelerator, run.policy.compute.itemsize / E
     warmup, alive = SCHEDULES.get(layout.schedule, (1.0, 1.0))
-    kernel = "unfused" if run.attention == "explicit" and layout.cp == 1 else software.attention
+    unfused = (run.attention == "explicit" and layout.cp == 1) or shape.softcap is not None
+    kernel = "unfused" if unfused else software.attention
     operators = layout.recompute == "selective" and software.selective == "operators"
     network = network_name(cluster)
     virtual = (layout.virtual_stages or 2) if layout.schedule == "interleaved-1f1b" and layout.pp > 1 else 1
@@ -205,7 +207,7 @@ def describe_row(run: EstimatedRun) -> dict[str, Any]:
         "layers": shape.layers, "hidden": shape.hidden, "heads": shape.heads, "kv_heads": shape.kv_heads,
         "head_dim": shape.query_dim, "value_dim": shape.value_dim, **_latent(shape),
         "vocab": shape.vocab, "gated": shape.family == "llama", "tied": shape.tied,
-        **_experts(run), "s": run.sequence_length, "b": layout.micro_batch,
+        **_experts(run), "seen": run.computed_scores, "s": run.sequence_length, "b": layout.micro_batch,
         "microbatches": max(1.0, run.global_batch / (layout.dp * layout.micro_batch)),
         "tp": layout.tp, "tp_x": layout.tp_x, "pp": layout.pp, "virtual": virtual, "dp": layout.dp, "cp": layout.cp,
         "ep": layout.ep, "zero": layout.zero, "shard": layout.shards, "sequence_parallel": layout.sequence_parallel,

@@ -33,6 +33,7 @@ from shoal.spec.number_formats import Formats
 
 if TYPE_CHECKING:
     from shoal.engine.collectives.mesh import Mesh  # imports torch
+    from shoal.engine.parallel.context.causal_blocks import ScoreBlock
 
 ROUTED = 3  # values that a router counts besides the tokens of each expert (`shoal.engine.models.experts.router`)
 PREDICTED = 4  # values counted by a mixture-of-depths router, incl. predictor loss
@@ -69,17 +70,18 @@ class RankCounts:
         """FLOPs of matrix products and attention, with equally many tokens for each expert."""
         counts = [len(self.program.stage_microbatches(stage)) for stage in self.held]
         chosen = self._seen(self.chosen) if self.chosen is not None and self.run.layout.cp > 1 else None
-        seen = self._seen(self.spread)
-        each = [stage_flops(self.run, self.parts[stage], seen, chosen) for stage in self.held]
+        seen, window = self._seen(self.spread), self.run.shape.window
+        local = self._seen(self.spread, window) if window else None
+        each = [stage_flops(self.run, self.parts[stage], seen, chosen, local) for stage in self.held]
         return sum(count * flops for count, flops in zip(counts, each, strict=True))
 
-    def _seen(self, spread: TokenAssignment) -> Seen:
-        """Return what this rank's attention computes for this token assignment.
+    def _seen(self, spread: TokenAssignment, window: int | None = None) -> Seen:
+        """Return what this rank's attention computes for this token assignment, in layers with this window.
 
         Assumes that no document ends inside a sequence if ranks share sequences.
         """
         if self.run.layout.cp == 1:
-            return seen_alone(self.run, self.slices)
+            return seen_alone(self.run, self.slices, window)
         from shoal.engine.parallel.context.causal_blocks import split_scores  # imports torch
 
         place, ring, u = self.mesh.index("ring"), spread.ring, self.run.layout.ulysses
@@ -88,11 +90,15 @@ class RankCounts:
             queries = spread.ring_chunks(place, range(number, number + 1))
             found = [
                 piece for other in range(ring)
-                for piece in split_scores(queries, spread.ring_chunks(other, range(number + 1)))
+                for piece in split_scores(queries, spread.ring_chunks(other, range(number + 1)), window)
             ]
-            sides = [(piece.rows, piece.columns) for piece in found]
-            scores.append(tuple((rows.stop - rows.start, keys.stop - keys.start) for rows, keys in sides))
+            scores.append(tuple(self._computed(piece) for piece in found))
         return Seen(tuple(spread.lengths(self.mesh.index("cp"))), tuple(scores), u, around=True)
+
+    def _computed(self, piece: ScoreBlock) -> tuple[int, int]:
+        """Return the queries and keys of a block; a kernel that takes the window counts its keys alone."""
+        n, t = piece.sides
+        return n, min(t, piece.window) if piece.window and self.run.by_lengths else t
 
     # ---- bytes sent ----------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ class LayerFlops(NamedTuple):
 
     Attributes:
         projections: attention's q, k, v and output products.
-        core: q k^T and the product with v, counted in full (not halved for causality).
+        core: q k^T and the product with v, counted in full (not halved for causality), or with the window.
         mlp: the feed-forward block, or the experts of a token and the routers.
     """
 
@@ -35,7 +35,7 @@ class LayerFlops(NamedTuple):
 def layer_flops(shape: ModelShape, sequence_length: int, layer: int = 0) -> LayerFlops:
     """Return the FLOPs of one layer by part."""
     s, n, projections = sequence_length, shape.taken(layer, sequence_length), 2 * shape.attention_matrices()
-    core = 2 * shape.heads * (shape.query_dim + shape.value_dim) * n
+    core = 2 * shape.heads * (shape.query_dim + shape.value_dim) * min(n, shape.reach(layer) or n)
     found = LayerFlops(projections, core, 2 * shape.layer_matrices(layer) - projections)
     if not shape.skips(layer):
         return found

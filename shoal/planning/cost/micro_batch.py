@@ -85,7 +85,7 @@ class MicroBatch:
         itemsize: bytes of the compute dtype.
         kernel: attention kernel.
         masked: attention stays inside documents.
-        by_lengths: it takes their lengths instead of a mask, except of chosen tokens.
+        by_lengths: it takes their lengths and the window instead of a mask, except of chosen tokens.
         fused: operators are fused, as on CUDA (`shoal.engine.kernels`): RMSNorm keeps no copies in fp32, SwiGLU no
             silu(gate), the loss no probabilities in fp32, and weight gradients are accumulated without temporaries.
         eight: which of the layers' products are in 8 bits, if any, and how.
@@ -167,8 +167,19 @@ class MicroBatch:
 
     @cached_property
     def distinguishes_layers(self) -> bool:
-        """True if patterns select which layers' products are in 8 bits."""
-        return self.eight is not None and bool(self.eight.keep)
+        """True if patterns select which layers' products are in 8 bits, or some layers have windows in a mask."""
+        windows = not self.by_lengths and any(self.window(layer) for layer in range(self.shape.layers))
+        return windows or (self.eight is not None and bool(self.eight.keep))
+
+    @property
+    def stores_scores(self) -> bool:
+        """True if attention on one rank saves its weights: unfused, and not in blocks of rows with capped scores."""
+        return self.kernel == "explicit" and self.shape.softcap is None
+
+    def window(self, layer: int) -> int | None:
+        """Return the window of a layer if it hides tokens."""
+        window = self.shape.reach(layer)
+        return window if window is not None and window < self.s else None
 
     def weight_codes(self, layers: Sequence[int]) -> int:
         """Return the bytes of the codes of these layers' weights and of their transposes, without scales."""
@@ -198,7 +209,8 @@ class MicroBatch:
     @property
     def joins_gate(self) -> bool:
         """True if SwiGLU reads gate and up from one product, and writes their gradients for one."""
-        return self.fused and self.gated and self.layout.tp_x == 1 and self.eight is None
+        swiglu = self.gated and self.shape.activation is None
+        return self.fused and swiglu and self.layout.tp_x == 1 and self.eight is None
 
     @property
     def copies_gradients(self) -> bool:

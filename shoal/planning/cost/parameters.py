@@ -133,13 +133,19 @@ def list_units(
             yield replicated(f"layers.{i}.depth.router", h)
             yield replicated(f"layers.{i}.depth.predictor_up", width, h)
             yield replicated(f"layers.{i}.depth.predictor_down", width)
-        yield from norm(f"layers.{i}.attention_norm")
+        if shape.post_norm != "only":
+            yield from norm(f"layers.{i}.attention_norm")
         yield from attention(f"layers.{i}.attention") if latent is None else latent_attention(f"layers.{i}.attention")
         yield from row_parallel(f"layers.{i}.attention.out", shape.heads * shape.value_dim)
-        yield from norm(f"layers.{i}.mlp_norm")
-        if not shape.sparse(i):
-            yield from block(f"layers.{i}.mlp", shape.ffn)
-            return
+        if shape.post_norm:
+            yield from norm(f"layers.{i}.attention_post_norm")
+        if shape.post_norm != "only":
+            yield from norm(f"layers.{i}.mlp_norm")
+        yield from routed(i) if shape.sparse(i) else block(f"layers.{i}.mlp", shape.ffn)
+        if shape.post_norm:
+            yield from norm(f"layers.{i}.mlp_post_norm")
+
+    def routed(i: int) -> Iterator[LocalParameter]:
         experts, name = shape.moe, f"layers.{i}.mlp"
         for part in ("weight", "noise") if experts.gate == "noisy-top-k" else ("weight",):
             scored = (experts.count, h)
@@ -160,7 +166,10 @@ def list_units(
         yield from column_parallel(f"{name}.q", q, bias=biased)
         yield from column_parallel(f"{name}.k", kv, group, biased)
         yield from column_parallel(f"{name}.v", kv, group, biased)
-        if shape.qk_norm:
+        if shape.joint_qk_norm:
+            yield rows(f"{name}.q_norm.weight", q)
+            yield rows(f"{name}.k_norm.weight", kv, parts=group)
+        elif shape.qk_norm:
             yield head_norm(f"{name}.q_norm.weight")
             yield head_norm(f"{name}.k_norm.weight")
 

@@ -21,9 +21,9 @@ class RopeScaling(Section):
     Llama 3.1.
     """
 
-    kind: Literal["llama3", "yarn"] = "llama3"
+    kind: Literal["llama3", "yarn", "linear"] = "llama3"
     """How waves between are interpolated: linearly in their frequency (Llama 3.1), or in their number (YaRN: Peng et
-    al. 2023, section 3.2; its usual high_frequency is 32)."""
+    al. 2023, section 3.2; its usual high_frequency is 32). linear: all get the factor (Chen et al. 2023)."""
 
     factor: PositiveFloat
     """Factor by which the longest waves are slowed down."""
@@ -80,6 +80,9 @@ class Latent(Section):
     """Width of the values of a head; none is head_dim."""
 
 
+Reach = Literal["local", "global"]
+
+
 class ModelShape(Section):
     """Shape of a decoder-only transformer: everything that determines its tensors."""
 
@@ -128,6 +131,39 @@ class ModelShape(Section):
     qk_norm: bool = False
     """Whether each head of queries and keys passes through an RMSNorm before it is rotated (Qwen3); llama only."""
 
+    joint_qk_norm: bool = False
+    """With qk_norm, one norm over all heads of the queries and one over all keys, instead of one of each head (Team
+    OLMo 2024, "2 OLMo 2 Furious", section 3.3)."""
+
+    post_norm: Literal["also", "only"] | None = None
+    """Norms of what attention and the feed-forward block add to the residual stream, besides norms of their inputs
+    (also: Gemma 2) or instead (only: OLMo 2); llama only."""
+
+    activation: Literal["gelu"] | None = None
+    """Function of the gate in the llama family: GELU in its tanh form (Gemma: GeGLU, Shazeer 2020); None: SiLU."""
+
+    scaled_embedding: bool = False
+    """Whether embeddings are multiplied by the square root of hidden (Gemma)."""
+
+    query_scalar: PositiveInt | None = None
+    """Scores are divided by its square root; None: by that of head_dim (Gemma 2 27B: hidden / heads)."""
+
+    softcap: PositiveFloat | None = None
+    """Limit of attention scores, which become softcap x tanh(score / softcap) (Bello et al. 2016; Gemma 2)."""
+
+    logit_softcap: PositiveFloat | None = None
+    """The same for the logits of the head."""
+
+    local_rope_theta: PositiveFloat | None = None
+    """Base of the rotary frequencies of local layers, which are then not rescaled (Gemma 3); None: rope_theta."""
+
+    window: PositiveInt | None = None
+    """Tokens that a query sees in local layers, its own included (Jiang et al. 2023, Mistral 7B, section 2); None: all
+    earlier ones in every layer."""
+
+    pattern: tuple[Reach, ...] = ()
+    """With a window, the kinds of the layers, repeated over the model (Gemma 2: local, global); empty: all local."""
+
     experts: Experts | None = None
     """Experts that replace the feed-forward blocks of some layers; they have no biases, in either family."""
 
@@ -170,11 +206,13 @@ class ModelShape(Section):
         """Return the exact number of trainable parameters; a tied head counts once."""
         h, q, kv, f = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim, self.ffn
         gpt = self.family == "gpt"
-        layer = self.attention_matrices() + (2 if gpt else 1) * 2 * h  # including the norms
+        norms = {None: 2, "also": 4, "only": 2}[self.post_norm]
+        layer = self.attention_matrices() + (2 if gpt else 1) * norms * h
         if self.latent is not None:
             layer += (self.latent.query_rank or 0) + self.latent.key_value_rank  # norms of latent attention
         block = h * f * self._matrices_of_block()
-        layer += (q + 2 * kv) * (gpt or self.qkv_bias) + 2 * self.head_dim * self.qk_norm
+        qk_norms = q + kv if self.joint_qk_norm else 2 * self.head_dim
+        layer += (q + 2 * kv) * (gpt or self.qkv_bias) + qk_norms * self.qk_norm
         if gpt:
             layer, block = layer + h, block + f + h  # including the biases
         total = self.layers * (layer + block) + (2 * h + self.max_sequence * h if gpt else h)
@@ -191,18 +229,24 @@ class ModelShape(Section):
         """Return model FLOPs of forward and backward per token: 6 per matrix parameter and 12 L a d s for attention.
 
         PaLM's definition (Chowdhery et al. 2022, appendix B), used for every MFU in shoal: attention counts in full
-        (not halved for causality); recomputation and the embedding lookup do not count. Routed experts count per token
-        as if none were dropped (Fedus et al. 2022, section 2), and so does the router. A layer that processes k of a
-        sequence's s tokens counts k/s, its attention scores (k/s)^2, and its router for all tokens.
+        (not halved for causality), and in a local layer with the window instead of s; recomputation and the embedding
+        lookup do not count. Routed experts count per token as if none were dropped (Fedus et al. 2022, section 2), and
+        so does the router. A layer that processes k of a sequence's s tokens counts k/s, its attention scores (k/s)^2,
+        and its router for all tokens.
         """
         s, wide = sequence_length, self.query_dim + self.value_dim
         of_token, of_some = 6 * self.vocab * self.hidden, 0  # per token; and per sequence, for layers that skip tokens
         for layer in range(self.layers):
             n = self.taken(layer, s)
-            done = 6 * (self.layer_matrices(layer) + self.heads * wide * n)
+            done = 6 * (self.layer_matrices(layer) + self.heads * wide * min(n, self.reach(layer) or n))
             of_token += 6 * self.router(layer) if self.skips(layer) else done
             of_some += n * done if self.skips(layer) else 0
         return of_token + of_some // max(1, s)
+
+    def reach(self, layer: int) -> int | None:
+        """Return the window of a layer, or None if its queries see all earlier tokens."""
+        local = not self.pattern or self.pattern[layer % len(self.pattern)] == "local"
+        return self.window if local else None
 
     def sparse(self, layer: int) -> bool:
         """Return whether a layer has experts."""

@@ -77,6 +77,8 @@ CONFLICTS = (
              "Choose another schedule"),
     Conflict(f.ASYNC_PIPELINE, f.DEPTHS, "the loss of routers is per step, and it updates several times per step",
              "Choose another schedule"),
+    Conflict(f.WINDOW, f.DEPTHS, "a window counts all tokens, and its layers attend to the chosen ones alone",
+             "Leave window or depths out"),
     Conflict(f.RELAXED, f.DEPTHS, "the loss of predictors is a mean over the global batch, and its replicas differ",
              "Leave sync out"),
 

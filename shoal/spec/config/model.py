@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field, PositiveFloat, create_model
 
 from shoal.base.errors import UsageError
 from shoal.base.section import Section
-from shoal.spec.catalog import Depths, Experts, Latent, ModelShape, RopeScaling, model_names, model_shape
+from shoal.spec.catalog import Depths, Experts, Latent, ModelShape, Reach, RopeScaling, model_names, model_shape
 
 NEEDED = ("family", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "max_sequence", "tied")
 """Fields that together give a model that is not in the catalog."""
@@ -114,6 +114,36 @@ class ModelConfig(Section):
     qk_norm: bool | None = None
     """Override: a norm of each head of queries and keys (Qwen3)."""
 
+    joint_qk_norm: bool | None = None
+    """Override: with qk_norm, one norm over all heads instead of one of each head (OLMo 2)."""
+
+    post_norm: Literal["also", "only"] | None = None
+    """Override: norms of what a block adds, besides the norms of its input (Gemma 2) or instead of them (OLMo 2)."""
+
+    activation: Literal["gelu"] | None = None
+    """Override: GELU of the gate in the llama family, instead of SiLU (Gemma)."""
+
+    scaled_embedding: bool | None = None
+    """Override: embeddings times the square root of hidden (Gemma)."""
+
+    query_scalar: Width | None = None
+    """Override: scores are divided by its square root (default: of head_dim)."""
+
+    softcap: PositiveFloat | None = None
+    """Override: limit of attention scores, softcap x tanh(score / softcap) (Gemma 2)."""
+
+    logit_softcap: PositiveFloat | None = None
+    """Override: the same for the logits of the head (Gemma 2)."""
+
+    local_rope_theta: PositiveFloat | None = None
+    """Override: base of the rotary frequencies of layers with a window (Gemma 3)."""
+
+    window: Annotated[int, Field(ge=0, le=2**24)] | None = None
+    """Override: tokens that a query sees in local layers, its own included (Mistral); 0 turns a window off."""
+
+    pattern: Annotated[tuple[Reach, ...], Field(max_length=2**14)] | None = None
+    """Override: with a window, which layers are local and which global, repeated over the layers (Gemma 2)."""
+
     rope_scaling: RopeScalingConfig = RopeScalingConfig()
     """Override: rotary frequencies for longer sequences (Llama 3.1 and later)."""
 
@@ -147,6 +177,8 @@ class ModelConfig(Section):
                 raise UsageError(f"model.hidden = {hidden} is not a multiple of model.heads = {heads}.\n"
                                  f"  Change one of them, or set model.head_dim.")
             changed["head_dim"] = hidden // heads
+        if "window" in changed:
+            changed["window"] = changed["window"] or None
         shape = base.model_copy(update=changed)
         if shape.family == "gpt":
             shape = shape.model_copy(update={"max_sequence": max(shape.max_sequence, sequence_length)})
@@ -157,7 +189,15 @@ class ModelConfig(Section):
         if shape.heads % shape.kv_heads:
             raise UsageError(f"model.kv_heads = {shape.kv_heads} does not divide model.heads = {shape.heads}: "
                              "each key/value head serves heads / kv_heads query heads.")
-        for name in ("rope_scaling", "qkv_bias", "qk_norm", "latent"):
+        if shape.pattern and shape.window is None:
+            raise UsageError("model.pattern, but no layer has a window.\n  Set model.window, or leave pattern out.")
+        if shape.local_rope_theta and shape.window is None:
+            raise UsageError("model.local_rope_theta, but no layer has a window.\n  Set model.window, or leave it out.")
+        if shape.activation and shape.experts:
+            raise UsageError(f"model.activation = '{shape.activation}', but experts compute SwiGLU.\n  Leave it out.")
+        if shape.joint_qk_norm and not shape.qk_norm:
+            raise UsageError("model.joint_qk_norm without norms of queries and keys.\n  Set model.qk_norm too.")
+        for name in ("rope_scaling", "qkv_bias", "qk_norm", "post_norm", "activation", "local_rope_theta", "latent"):
             if shape.family != "llama" and getattr(shape, name):
                 raise UsageError(f"model.{name}, but model {self.name} is of the family gpt.\n  Leave it out.")
         if shape.rotary_dim % 2 and shape.family == "llama":
@@ -185,7 +225,7 @@ class ModelConfig(Section):
         latent = _merge(Latent, shape.latent, self.latent)
         if latent is None:
             return None
-        for field in ("qkv_bias", "qk_norm"):
+        for field in ("qkv_bias", "qk_norm", "query_scalar", "local_rope_theta"):
             if getattr(shape, field):
                 raise UsageError(f"model.{field} with model.latent: latent attention has no such part.\n"
                                  "  Leave one of them out.")

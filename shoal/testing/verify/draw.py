@@ -115,6 +115,20 @@ def draw_run(choose: Choose, max_ranks: int = 8, *, routers: bool = True) -> Run
         model["depths"] = _draw_depths(choose, length, model["layers"], cp, parts)
     if model["name"] == "tiny" and tp_x == 1:
         model |= _draw_latent(choose, heads)
+    if model["name"] == "tiny":
+        model |= choose(({}, {"post_norm": "also"}, {"post_norm": "only"}))
+        heads_alone = tp_x == 1 and not model.get("latent")
+        model |= choose(({}, {"qk_norm": True}, {"qk_norm": True, "joint_qk_norm": True}) if heads_alone else ({},))
+        model["qkv_bias"] = not model.get("latent") and choose((False, False, True))
+        model["activation"] = None if sparse else choose((None, None, "gelu"))
+        model["query_scalar"] = None if model.get("latent") else choose((None, 5))
+    model["scaled_embedding"] = choose((False, True))
+    model["softcap"], model["logit_softcap"] = choose((None, None, 0.3)), choose((None, 0.5))
+    if not model.get("depths") and choose((False, True)):
+        model["window"] = choose((3, 1, 2, 5))
+        model["pattern"] = choose(((), ("local", "global"), ("global", "local", "local")))
+        if model["name"] == "tiny" and not model.get("latent"):
+            model["local_rope_theta"] = choose((None, 100.0))
     return build_config({"model": model, "parallel": parallel, "data": data, "train": train})
 
 

@@ -27,6 +27,16 @@ def _attention_backward(_: Tensor, q: Tensor, k: Tensor, *__: Any, **___: Any) -
     return 8 * q.numel() * k.shape[2]
 
 
+def _flash(q: Tensor, k: Tensor, *more: Any, **_: Any) -> int:
+    """Count `_attention` of the keys in the window alone (`shoal.engine.kernels.flash_attention`)."""
+    keys, window = k.shape[2], more[5] if len(more) > 5 else None  # after v, causal, and the segments
+    return 4 * q.numel() * (keys if window is None else min(keys, window))
+
+
+def _flash_backward(_: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *more: Any, **__: Any) -> int:
+    return 2 * _flash(q, k, *more)
+
+
 def _product(_: Tensor, d_y: Tensor, x: Tensor, *__: Any, **___: Any) -> int:
     return 2 * d_y.numel() * x.shape[1]
 
@@ -44,8 +54,8 @@ COUNTS: dict[Any, Callable[..., int]] = {
     torch.ops.aten.baddbmm_: flop_registry[torch.ops.aten.baddbmm],
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-    torch.ops.shoal.flash_attention: _attention,
-    torch.ops.shoal.flash_attention_backward: _attention_backward,
+    torch.ops.shoal.flash_attention: _flash,
+    torch.ops.shoal.flash_attention_backward: _flash_backward,
 }
 """FLOPs of one call, by operation: matrix products and convolutions (torch's table), and attention."""
 

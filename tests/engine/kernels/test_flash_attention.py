@@ -76,6 +76,7 @@ def test_schemas_are_the_known_ones(name: str) -> None:
     """A version of torch whose operators take other arguments fails here, on the CPU build already."""
     schema = getattr(torch.ops.aten, name).default._schema
     positional = [argument.name for argument in schema.arguments if not argument.kwarg_only]
+    assert "window_size_left" in {argument.name for argument in schema.arguments if argument.kwarg_only}
     assert ", ".join(positional) == ARGUMENTS[name]
     kinds = [str(result.type) for result in schema.returns[:3]]
     assert kinds == ["Tensor"] * 3 and (name.endswith("backward") or schema.returns[1].name == "softmax_logsumexp")
@@ -86,37 +87,38 @@ class FlashOperators:
 
     def _flash_attention_forward(
         self, q: Tensor, k: Tensor, v: Tensor, q_ends, k_ends, max_q: int, max_k: int, dropout: float, causal: bool,
-        debug: bool,
+        debug: bool, window_size_left: int = -1,
     ) -> tuple[Tensor, Tensor]:
         assert (dropout, debug) == (0.0, False) and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
         if q_ends is None:
             assert (max_q, max_k) == (q.shape[1], k.shape[1])
-            found = [flash(*of_sequence, causal) for of_sequence in zip(q, k, v, strict=True)]
+            found = [flash(*of_sequence, causal, window_size_left) for of_sequence in zip(q, k, v, strict=True)]
             outs, totals = zip(*found, strict=True)
             return torch.stack(outs), torch.stack(totals)
         assert q_ends[-1] == len(q) and k_ends[-1] == len(k) and q_ends.dtype == k_ends.dtype == torch.int32
         assert max_q >= q_ends.diff().max() and max_k >= k_ends.diff().max() and q_ends.is_contiguous()
         out, total = torch.full_like(q, torch.nan), torch.full((q.shape[1], len(q)), torch.nan, dtype=q.dtype)
         for rows, columns in segments(q_ends, k_ends):
-            out[rows], found = flash(q[rows], k[columns], v[columns], causal)
+            out[rows], found = flash(q[rows], k[columns], v[columns], causal, window_size_left)
             total[:, rows] = found.masked_fill(found.isneginf(), math.inf)
         return out, total
 
     def _flash_attention_backward(
         self, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, total: Tensor, q_ends, k_ends,
-        max_q: int, max_k: int, dropout: float, causal: bool, state: Tensor, unused: Tensor,
+        max_q: int, max_k: int, dropout: float, causal: bool, state: Tensor, unused: Tensor, window_size_left: int = -1,
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert total.is_contiguous() and state.dtype == torch.uint64 and dropout == 0.0
         found = [torch.zeros_like(x) for x in (q, k, v)]
         if q_ends is None:
             for i in range(len(q)):
                 some = [x[i] for x in (gradient, q, k, v, out, total)]
-                for x, part in zip(found, flash_backward(*some, causal), strict=True):
+                for x, part in zip(found, flash_backward(*some, causal, window_size_left), strict=True):
                     x[i] = part
             return tuple(found)
         for rows, columns in segments(q_ends, k_ends):
             some = gradient[rows], q[rows], k[columns], v[columns], out[rows], total[:, rows]
-            for x, place, part in zip(found, (rows, columns, columns), flash_backward(*some, causal), strict=True):
+            parts = flash_backward(*some, causal, window_size_left)
+            for x, place, part in zip(found, (rows, columns, columns), parts, strict=True):
                 x[place] = part
         return tuple(found)
 
@@ -126,25 +128,27 @@ def segments(q_ends: Tensor, k_ends: Tensor):
     return [(slice(a, b), slice(c, d)) for a, b, c, d in ends]
 
 
-def weights(q: Tensor, k: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Scores [a, s, t] of one sequence, causal at the lower right, and their log-sum-exp."""
+def weights(q: Tensor, k: Tensor, causal: bool, left: int) -> tuple[Tensor, Tensor]:
+    """Scores [a, s, t] of one sequence, causal at the lower right, and their log-sum-exp; -1 left is no window."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     scores = torch.einsum("sad,tad->ast", q, k) / math.sqrt(q.shape[2])
     hidden = torch.ones(len(q), len(k), dtype=torch.bool).triu(len(k) - len(q) + 1) & causal
+    if left >= 0:
+        hidden |= torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q) - left - 1)
     scores = scores.masked_fill(hidden, -math.inf)
     return scores, scores.logsumexp(-1)
 
 
-def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    scores, total = weights(q, k, causal)
+def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, left: int) -> tuple[Tensor, Tensor]:
+    scores, total = weights(q, k, causal, left)
     v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
     return torch.einsum("ast,tad->sad", scores.softmax(-1).nan_to_num(0.0), v), total
 
 
 def flash_backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, total: Tensor, causal: bool
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, total: Tensor, causal: bool, left: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    scores, _ = weights(q, k, causal)
+    scores, _ = weights(q, k, causal, left)
     p, groups = (scores - total.unsqueeze(-1)).exp().nan_to_num(0.0), q.shape[1] // k.shape[1]
     keys, values = (x.repeat_interleave(groups, 1) for x in (k, v))
     along = (gradient * out).sum(-1).t().unsqueeze(-1)

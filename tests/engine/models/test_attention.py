@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
 
-from shoal.engine.models import attention, attention_kernels
+from shoal.engine.models import attention, attention_kernels, block_attention
 from shoal.engine.models.attention import (
     AttentionCore,
+    Mask,
     causal_mask,
     document_mask,
     explicit_attention,
@@ -54,24 +55,29 @@ def test_on_cuda_key_heads_are_repeated_only_for_kernels_without_groups(monkeypa
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     b=SMALL, groups=SMALL, kv=st.integers(1, 3), s=st.integers(1, 9), past=st.sampled_from((0, 1, 4)), d=SMALL,
-    packed=st.booleans(), rows=SMALL, seed=SMALL,
+    packed=st.booleans(), rows=SMALL, seed=SMALL, window=st.sampled_from([None, 1, 2, 4]),
+    softcap=st.sampled_from([None, 0.5]),
 )
-def test_explicit_attention_is_sdpa(
+def test_explicit_and_capped_attention_are_the_formula(
     monkeypatch: pytest.MonkeyPatch,
-    b: int, groups: int, kv: int, s: int, past: int, d: int, packed: bool, rows: int, seed: int,
+    b: int, groups: int, kv: int, s: int, past: int, d: int, packed: bool, rows: int, seed: int, window: int | None,
+    softcap: float | None,
 ) -> None:
-    """In any number of blocks of queries, the last of them as it comes."""
+    """In any number of blocks of queries, the last of them as it comes; with capped scores, as written out."""
     monkeypatch.setattr(attention, "_MIN_ROWS", rows)
+    monkeypatch.setattr(block_attention, "_ROWS", rows)
     torch.manual_seed(seed)
     t = past + s
     q = torch.randn(b, groups * kv, s, d, dtype=torch.float64, requires_grad=True)
     k, v = torch.randn(2, b, kv, t, d, dtype=torch.float64).unbind()
-    mask = causal_mask(s, t, q.device)[None, None] if past else None
-    if packed:
-        mask = document_mask(torch.randint(0, 2, (b, t)).cumsum(1), s)
+    documents = torch.randint(0, 2, (b, t)).cumsum(1) if packed else None
+    mask = Mask(window=window)(past, s, documents, q)
     k.requires_grad_(), v.requires_grad_()
-    expected = AttentionCore()(q, k, v, mask)
-    got = explicit_attention(q, k, v, mask)
+    expected = write_out(q, k, v, documents, window, softcap)
+    got = AttentionCore(window=window, softcap=softcap)(q, k, v, mask)
+    if softcap is None:
+        torch.testing.assert_close(got, expected)
+        got = explicit_attention(q, k, v, mask, window if window and window < t else None)
     torch.testing.assert_close(got, expected)
     weight = torch.randn_like(got)
     for a, b_ in zip(
@@ -80,6 +86,19 @@ def test_explicit_attention_is_sdpa(
         strict=True,
     ):
         torch.testing.assert_close(a, b_)
+
+
+def write_out(q, k, v, documents, window: int | None, softcap: float | None) -> torch.Tensor:
+    """Attention of each query to the keys at most ``window - 1`` before it, in its document."""
+    s, t = q.shape[2], k.shape[2]
+    distance = torch.arange(t - s, t)[:, None] - torch.arange(t)
+    seen = (distance >= 0) & (distance < (window or t))
+    if documents is not None:
+        seen = (seen & (documents[:, t - s :, None] == documents[:, None]))[:, None]
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT / q.shape[3] ** 0.5
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v
 
 
 def test_a_document_mask_by_hand() -> None:

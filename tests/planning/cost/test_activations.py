@@ -140,6 +140,29 @@ def test_what_one_device_keeps(
     assert said == pytest.approx(found, rel=0.005)
 
 
+@pytest.mark.parametrize("pattern", [(), ("global", "local")])
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize(("kernel", "masked", "s"), [("sdpa", False, 24), ("sdpa", True, 24), ("explicit", False, 600)])
+def test_what_windows_keep(pool: Pool, kernel: str, masked: bool, s: int, recompute: str, pattern: tuple) -> None:
+    config = run_of("tiny", recompute, kernel, masked, "fp32", s=s)
+    model = config.model.model_copy(update={"window": 7, "pattern": pattern})
+    ((found, said),) = pool.run(both, 1, config.model_copy(update={"model": model}))
+    assert said == pytest.approx(found, rel=0.005)
+
+
+@pytest.mark.parametrize("parts", [
+    {"post_norm": "also"}, {"post_norm": "only", "qk_norm": True, "joint_qk_norm": True}, {"qk_norm": True},
+    {"activation": "gelu", "scaled_embedding": True, "query_scalar": 5, "logit_softcap": 2.0}, {"softcap": 2.0},
+    {"softcap": 2.0, "window": 7, "pattern": ("local", "global"), "local_rope_theta": 100.0},
+])  # fmt: skip
+@pytest.mark.parametrize("fused", [False, True])
+def test_what_other_parts_keep(pool: Pool, fused: bool, parts: dict) -> None:
+    config = run_of("tiny", "none", "sdpa", False, "fp32")
+    model = config.model.model_copy(update=parts)
+    ((found, said),) = pool.run(both, 1, config.model_copy(update={"model": model}), fused)
+    assert said == pytest.approx(found, rel=0.005)
+
+
 def test_attention_in_blocks_keeps_fewer_scores(pool: Pool) -> None:
     ((found, said),) = pool.run(both, 1, run_of("tiny", "none", "explicit", False, "fp32", s=600))
     assert said == pytest.approx(found, rel=0.005)

@@ -131,6 +131,16 @@ def test_hardware_flops_are_megatrons(name: str) -> None:
     assert selective == 4 * layers * h * s  # the core's two products once more
 
 
+def test_a_window_counts_its_tokens_alone() -> None:
+    """Half of Gemma 2's layers: 12 a d (s + w) / 2 a layer (model FLOPs per token)."""
+    plain = model_shape("llama-3.2-1b")
+    shape = plain.model_copy(update={"window": 1024, "pattern": ("local", "global")})
+    less = plain.flops_per_token(8192) - shape.flops_per_token(8192)
+    assert less == 12 * plain.layers // 2 * plain.heads * plain.head_dim * (8192 - 1024)
+    assert flops.layer_flops(shape, 8192, 0).core * 8 == flops.layer_flops(shape, 8192, 1).core
+    assert shape.flops_per_token(512) == plain.flops_per_token(512)
+
+
 def test_experts_count_where_a_token_goes() -> None:
     """One expert of the shape's width is the dense model and a router; Mixtral 8x7B's 13 B active of 47 B."""
     shape = model_shape("llama-3-8b")

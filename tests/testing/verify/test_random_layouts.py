@@ -108,6 +108,24 @@ def test_drawn_runs_are_valid_and_reach_every_corner() -> None:
             any(run.model.depths.capacity and getattr(run.parallel, axis) > 1 for run in drawn)
             for axis in ("dp", "tp", "cp", "pp", "zero")
         ),
+        "windows, beside every other axis": all(
+            any(run.model.window and getattr(run.parallel, axis) > 1 for run in drawn)
+            for axis in ("dp", "tp", "cp", "pp", "zero")
+        ),
+        "windows in some layers, of documents over cp": any(
+            run.model.window and run.model.pattern and run.data.document_mask and run.parallel.cp_ring > 1
+            for run in drawn
+        ),
+        "norms of updates and of all heads, over tp": {
+            (run.model.post_norm, bool(run.model.joint_qk_norm)) for run in drawn if run.parallel.tp > 1
+        } == {*product((None, "also", "only"), (False, True))},
+        "norms of shared heads": any(run.model.joint_qk_norm and run.model.kv_heads < run.parallel.tp for run in drawn),
+        "capped scores and other gates, over tp and over cp": all(
+            any(run.model.softcap and getattr(run.parallel, axis) > 1 for run in drawn)
+            and any(run.model.activation and run.model.logit_softcap and getattr(run.parallel, axis) > 1
+                    for run in drawn)
+            for axis in ("tp", "cp", "pp")
+        ),
         "such layers with experts": any(run.model.depths.capacity for run in sparse),
         "latent attention, beside every other axis": all(
             any(run.model.latent.key_value_rank and getattr(run.parallel, axis) > 1 for run in drawn)

@@ -99,6 +99,22 @@ def test_documents_are_lengths_on_accelerators_and_masks_on_the_cpu() -> None:
         assert sum(one.flops.values()) == sum(other.flops.values())
 
 
+@pytest.mark.parametrize("parallel", [{}, {"cp": 2}])
+def test_windows_are_computed_alone_on_accelerators(parallel: dict) -> None:
+    """In bf16, by a kernel that takes them; formulas count the same."""
+    model = {"heads": 4, "kv_heads": 2, "head_dim": 16, "window": 32, "pattern": ("local", "global")}
+    config = small_run(parallel, model, precision="bf16", attention="sdpa")
+    config = config.model_copy(update={"data": config.data.model_copy(update={"sequence_length": 512})})
+    shape = config.model.shape(vocab=257, sequence_length=512)
+    run = MicroBatch(shape, config.parallel, 512, 2, by_lengths=True)
+    program = build_layout_program(config.parallel, config.parallel.microbatches(config.train.global_batch))
+    formulas = RankCounts(run, program, DryMesh(config.parallel, 0), FORMATS["bf16"])
+    counted = dry_run(config, shape, 0, steps=1).steps[0].flops
+    assert sum(counted.values()) == formulas.flops()
+    on_cpu = dry_run(config, shape, 0, steps=1, on_cpu=True).steps[0].flops
+    assert sum(on_cpu.values()) > sum(counted.values())
+
+
 def test_estimates_of_curvature_are_part_of_a_step(pool: Pool) -> None:
     """Their passes come before the step's own, and hold more than these do."""
     config = small_run({"dp": 2, "zero": 1}, {"hidden": 64, "ffn": 96})

@@ -24,7 +24,7 @@ from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import all_to_all_dims
 from shoal.engine.models.attention import AttentionCore
-from shoal.engine.models.attention_kernels import Kernel, takes_lengths
+from shoal.engine.models.attention_kernels import takes_lengths
 from shoal.engine.models.transformer import Transformer
 from shoal.engine.parallel.context.causal_blocks import CausalBlocks, token_positions
 from shoal.engine.parallel.context.ring import RingAttention, RingPosition
@@ -69,9 +69,11 @@ def apply_context_parallel(
     model.set_submodule("positions", ContextPositions(at))
     fused_width = model.mask.fused_width
     model.set_submodule("mask", ContextMask(at, fused_width))
+    if model.local_mask is not None:
+        model.set_submodule("local_mask", ContextMask(at, fused_width, model.local_mask.window))
     for layer in model.layers.values():
         own = at if layer.depth is None or chosen is None else replace(at, tokens=chosen)
-        layer.attention.set_submodule("core", ContextAttention(own, layer.attention.core.kernel))
+        layer.attention.set_submodule("core", ContextAttention(own, layer.attention.core))
         if layer.depth is not None:
             layer.depth.set_submodule("mask", ContextMask(own, fused_width))
 
@@ -96,26 +98,27 @@ class ContextMask(ContextModule):
 
     Args:
         fused_width: width of the heads of fused attention; None is explicit attention.
+        window: tokens that a query sees, its own included; None for all.
     """
 
-    def __init__(self, at: ContextParallel, fused_width: int | None = None):
+    def __init__(self, at: ContextParallel, fused_width: int | None = None, window: int | None = None):
         super().__init__(at)
-        self.fused_width = fused_width
+        self.fused_width, self.window = fused_width, window
 
     def forward(self, start: int, s: int, documents: Tensor | None, x: Tensor) -> CausalBlocks:
         tokens, slices = self.at.tokens, self.at.slices(start, s)
         keys = [tokens.ring_chunks(position, range(slices.stop)) for position in range(tokens.ring)]
         by_lengths = self.fused_width is not None and takes_lengths(x.device, x.dtype, self.fused_width)
         queries = tokens.ring_chunks(self.at.ring.index, slices)
-        return CausalBlocks(queries, keys, documents, x.device, by_lengths=by_lengths)
+        return CausalBlocks(queries, keys, documents, x.device, by_lengths=by_lengths, window=self.window)
 
 
 class ContextAttention(ContextModule):
-    """`AttentionCore` over the tokens of all ranks."""
+    """Attention core over the tokens of all ranks, in place of one over a rank's own."""
 
-    def __init__(self, at: ContextParallel, kernel: Kernel):
+    def __init__(self, at: ContextParallel, core: AttentionCore):
         super().__init__(at)
-        self.kernel, self.core = kernel, AttentionCore(kernel)
+        self.core = core
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: CausalBlocks) -> Tensor:
         """Compute attention of this rank's tokens to all tokens that they see.
@@ -130,7 +133,7 @@ class ContextAttention(ContextModule):
         q, k, v = heads_for_tokens(q, k, v, queries, keys, at.ulysses)
         block = mask.only_block() if kernels.use_fused(q) else None
         if block is None:
-            out = RingAttention.apply(q, k, v, at.ring, mask, self.kernel)
+            out = RingAttention.apply(q, k, v, at.ring, mask, self.core.kernel, self.core.softcap)
         else:  # no partial results, so any kernel will do
             out = self.core(q, k, v, mask.mask(block, 0))
         return tokens_for_heads(out, queries, at.ulysses)

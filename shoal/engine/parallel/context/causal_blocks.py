@@ -1,8 +1,8 @@
 """Decompose causal attention between token chunks into full and causal blocks of scores.
 
 A kernel computes a rectangle of scores, or a causal square, and a pair of chunks (`token_order`) is fully visible,
-invisible, or cut by a diagonal. Only blocks that contain a document boundary therefore need a mask, or the lengths of
-their documents if the kernel takes these. All of it is computed on the host.
+invisible, or cut by a diagonal. Only blocks that contain a document boundary, or the oldest tokens of a window,
+therefore need a mask, or lengths and a diagonal if the kernel takes these. All of it is computed on the host.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class ScoreBlock:
         causal: whether query i sees the first i + 1 keys only; requires equal numbers of queries and keys.
         masked: whether documents hide some of the remaining scores.
         segments: these documents, if the kernel takes lengths.
+        since: query i sees keys from the (i + since)-th of the block on, because of a window; None if it sees all.
     """
 
     rows: slice
@@ -40,34 +41,51 @@ class ScoreBlock:
     causal: bool = False
     masked: bool = False
     segments: Segments | None = field(default=None, repr=False, compare=False)
+    since: int | None = None
+
+    @property
+    def window(self) -> int | None:
+        """Number of the block's last keys that the last query sees; None without a window."""
+        return None if self.since is None else self.sides[1] - self.sides[0] - self.since + 1
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Numbers of queries and of keys."""
+        return self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
 
     @property
     def scores(self) -> int:
-        """Number of computed scores, ignoring documents."""
-        n, t = self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
+        """Number of computed scores, ignoring documents and windows."""
+        n, t = self.sides
         return n * (n + 1) // 2 if self.causal else n * t
 
 
 @lru_cache(maxsize=1024)
-def split_scores(queries: Chunks, keys: Chunks) -> list[ScoreBlock]:
+def split_scores(queries: Chunks, keys: Chunks, window: int | None = None) -> list[ScoreBlock]:
     """Return blocks that cover every visible score once.
+
+    Args:
+        window: tokens that a query sees, its own included; None for all up to its own.
 
     >>> early, late = range(0, 4), range(12, 16)  # the first of two positions; the second has the tokens in between
     >>> split_scores((early, late), (early, late))
-    [ScoreBlock(rows=slice(0, 8, None), columns=slice(0, 8, None), causal=True, masked=False)]
+    [ScoreBlock(rows=slice(0, 8, None), columns=slice(0, 8, None), causal=True, masked=False, since=None)]
     >>> split_scores((early, late), (range(4, 12),))
-    [ScoreBlock(rows=slice(4, 8, None), columns=slice(0, 8, None), causal=False, masked=False)]
-    >>> split_scores((range(4, 12),), (early, late))
-    [ScoreBlock(rows=slice(0, 8, None), columns=slice(0, 4, None), causal=False, masked=False)]
+    [ScoreBlock(rows=slice(4, 8, None), columns=slice(0, 8, None), causal=False, masked=False, since=None)]
+    >>> split_scores((range(4, 12),), (early, late), window=3)
+    [ScoreBlock(rows=slice(0, 2, None), columns=slice(2, 4, None), causal=False, masked=False, since=0)]
     """
-    if queries == keys and all(a[-1] < b[0] for a, b in pairwise(queries)):
+    if window is not None and max(some[-1] for some in queries) - min(some[0] for some in keys) < window:
+        window = None  # it hides nothing
+    if window is None and queries == keys and all(a[-1] < b[0] for a, b in pairwise(queries)):
         return [ScoreBlock(slice(0, count_tokens(queries)), slice(0, count_tokens(keys)), causal=True)]
     found: list[ScoreBlock] = []
     for row, some in zip(_starts(queries), queries, strict=True):
         mine = [
             replace(block, rows=_shift(block.rows, row), columns=_shift(block.columns, column))
             for column, others in zip(_starts(keys), keys, strict=True)
-            for block in _split_chunk_pair(some, others)
+            for uncut in _split_chunk_pair(some, others)
+            for block in (_cut_window(uncut, some, others, window) if window else (uncut,))
         ]
         found += _merge(mine, along="columns")
     return _merge(found, along="rows")
@@ -104,6 +122,38 @@ def _split_chunk_pair(queries: range, keys: range) -> Iterator[ScoreBlock]:
             yield ScoreBlock(slice(first + side, n), slice(before, before + side))
 
 
+def _cut_window(block: ScoreBlock, queries: range, keys: range, window: int) -> Iterator[ScoreBlock]:
+    """Yield a block of two chunks without the rows and columns that a window hides completely."""
+    apart = queries.step != keys.step  # no diagonal
+    for start in range(block.rows.start, block.rows.stop) if apart else (block.rows.start,):
+        part = replace(block, rows=slice(start, start + 1)) if apart else block
+        # Query i sees key j where j >= i + since.
+        kept = cut_since(part, -((window - 1 - queries[start] + keys[block.columns.start]) // keys.step))
+        if kept is not None:
+            yield kept
+
+
+def take_part(block: ScoreBlock, rows: slice, columns: slice) -> ScoreBlock | None:
+    """Return what queries see in some rows and columns of a block, counted from its first ones; None if nothing."""
+    part = replace(block, rows=_shift(rows, block.rows.start), columns=_shift(columns, block.columns.start))
+    return part if block.since is None else cut_since(part, block.since + rows.start - columns.start)
+
+
+def cut_since(block: ScoreBlock, since: int) -> ScoreBlock | None:
+    """Return the part of a block that queries see if the i-th sees keys from the (i + since)-th on; None if empty."""
+    n, t = block.sides
+    if block.causal and since > 0:
+        return None
+    if not block.causal:  # a causal square stays square
+        before, rows = max(0, since), min(n, t - since)
+        if rows <= 0:
+            return None
+        block = replace(block, rows=slice(block.rows.start, block.rows.start + rows),
+                        columns=slice(block.columns.start + before, block.columns.stop))  # fmt: skip
+        n, since = rows, since - before
+    return replace(block, since=since if since + n > 1 else None)
+
+
 def _merge(blocks: Sequence[ScoreBlock], along: Literal["rows", "columns"]) -> list[ScoreBlock]:
     """Join rectangles that are adjacent along one side and equal on the other."""
     across = "rows" if along == "columns" else "columns"
@@ -111,7 +161,8 @@ def _merge(blocks: Sequence[ScoreBlock], along: Literal["rows", "columns"]) -> l
     for block in blocks:
         last, side = merged[-1] if merged else block, getattr(block, along)
         adjacent = getattr(last, along).stop == side.start and getattr(last, across) == getattr(block, across)
-        if adjacent and not (block.causal or last.causal):
+        cut = block.causal or last.causal or block.since is not None or last.since is not None
+        if adjacent and not cut:
             joined = slice(getattr(last, along).start, side.stop)
             merged[-1] = replace(last, rows=joined) if along == "rows" else replace(last, columns=joined)
         else:
@@ -127,14 +178,15 @@ class CausalBlocks:
         keys: tokens of each position.
         documents: [b, sequence length] document of each token, if attention stays inside documents.
         device: where attention is computed.
-        by_lengths: whether its kernel takes `Segments`.
+        by_lengths: whether its kernel takes `Segments`, and a window.
+        window: tokens that a query sees, its own included; None for all.
     """
 
     def __init__(
         self, queries: Chunks, keys: Sequence[Chunks], documents: Tensor | None,
-        device: torch.device | None = None, *, by_lengths: bool = False,
+        device: torch.device | None = None, *, by_lengths: bool = False, window: int | None = None,
     ):
-        self.queries, self.keys = queries, tuple(keys)
+        self.queries, self.keys, self.window = queries, tuple(keys), window
         self.documents = None if documents is None else documents.cpu()
         self.device, self.by_lengths = device or torch.device("cpu"), by_lengths
         self.key_lengths = [count_tokens(chunks) for chunks in keys]
@@ -144,7 +196,7 @@ class CausalBlocks:
     def blocks(self, position: int) -> list[ScoreBlock]:
         """Return the blocks to compute with the keys of a position, without blocks whose documents differ."""
         if position not in self._blocks:
-            found = split_scores(self.queries, self.keys[position])
+            found = split_scores(self.queries, self.keys[position], self.window)
             if self.documents is not None:
                 split = self._cut_by_lengths if self.by_lengths else self._split_documents
                 found = [seen for block in found for seen in split(block, position)]
@@ -158,12 +210,18 @@ class CausalBlocks:
         return next((block for block in blocks if block.causal and block.rows == everything), None)
 
     def mask(self, block: ScoreBlock, position: int) -> Tensor | Segments | None:
-        """Return the mask [b, 1, n, t] bool of a masked block, or its documents; None for other blocks."""
-        if not block.masked or block.segments is not None:
+        """Return the mask [b or 1, 1, n, t] bool of a masked block, or its documents; None for other blocks.
+
+        The window is in the mask, unless the kernel takes it.
+        """
+        if block.segments is not None or not (block.masked or (block.since is not None and not self.by_lengths)):
             return block.segments
-        queries, keys = self._documents_in(block, position)
-        same = queries.unsqueeze(2) == keys.unsqueeze(1)
-        return to_device((same.tril() if block.causal else same).unsqueeze(1), self.device)
+        seen = torch.ones(1, *block.sides, dtype=torch.bool)
+        if block.masked:
+            queries, keys = self._documents_in(block, position)
+            seen = queries.unsqueeze(2) == keys.unsqueeze(1)
+        seen = seen.tril() if block.causal else seen
+        return to_device((seen if block.since is None else seen.triu(block.since)).unsqueeze(1), self.device)
 
     def _cut_by_lengths(self, block: ScoreBlock, position: int) -> Iterator[ScoreBlock]:
         """Yield the part of a block that contains pairs from the same document, with its documents as segments."""
@@ -173,10 +231,15 @@ class CausalBlocks:
         if not rows:
             return
         if not block.causal:  # a causal square stays square
-            block = replace(block, rows=_shift(slice(rows[0], rows[-1] + 1), block.rows.start),
-                            columns=_shift(slice(columns[0], columns[-1] + 1), block.columns.start))  # fmt: skip
+            kept = take_part(block, slice(rows[0], rows[-1] + 1), slice(columns[0], columns[-1] + 1))
+            if kept is None:
+                return
+            block = kept
         if self._is_one_document(block, position):
             yield block
+            return
+        if block.since is not None and not block.causal:  # one diagonal does not fit several documents
+            yield from self._split_documents(block, position)
             return
         each = zip(*(x.numpy() for x in self._documents_in(block, position)), strict=True)
         lengths = [_document_lengths(*of_sequence, causal=block.causal) for of_sequence in each]
@@ -195,11 +258,11 @@ class CausalBlocks:
             queries, keys = self._documents_in(part, position)  # [b, n], [b, t]
             first, last = queries.amin(1, keepdim=True), queries.amax(1, keepdim=True)
             columns = ((keys >= first) & (keys <= last)).any(0).nonzero().view(-1).tolist()
+            kept: ScoreBlock | None = part if columns else None
             if columns and not part.causal:  # a causal square stays square
-                start = part.columns.start
-                part = replace(part, columns=slice(start + columns[0], start + columns[-1] + 1))
-            if columns:
-                yield replace(part, masked=not self._is_one_document(part, position))
+                kept = take_part(part, slice(0, part.sides[0]), slice(columns[0], columns[-1] + 1))
+            if kept is not None:
+                yield replace(kept, masked=not self._is_one_document(kept, position))
 
     def _is_one_document(self, block: ScoreBlock, position: int) -> bool:
         """Return whether all queries and keys of a block are in one document, in every sequence."""
@@ -225,13 +288,13 @@ def _split_rows(block: ScoreBlock) -> Iterator[ScoreBlock]:
     """Split a block into blocks of at most `ROWS` queries."""
     for start in range(block.rows.start, block.rows.stop, ROWS):
         rows = slice(start, min(start + ROWS, block.rows.stop))
+        own = slice(start - block.rows.start, rows.stop - block.rows.start)
         if not block.causal:
-            yield replace(block, rows=rows)
-            continue
-        first = block.columns.start + start - block.rows.start
-        if first > block.columns.start:
-            yield ScoreBlock(rows, slice(block.columns.start, first))
-        yield ScoreBlock(rows, slice(first, first + rows.stop - rows.start), causal=True)
+            parts = [take_part(block, own, slice(0, block.sides[1]))]
+        else:
+            before = take_part(replace(block, causal=False), own, slice(0, own.start)) if own.start else None
+            parts = [before, take_part(block, own, own)]
+        yield from (part for part in parts if part is not None)
 
 
 def _document_lengths(queries: np.ndarray, keys: np.ndarray, *, causal: bool) -> list[tuple[int, int]]:

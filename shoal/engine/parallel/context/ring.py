@@ -20,8 +20,8 @@ from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import Pending, start_shift
 from shoal.engine.kernels.merge_attention import merge_attention_, merge_attention_reference
 from shoal.engine.models.attention_kernels import Kernel
+from shoal.engine.models.block_attention import attend, attend_backward
 from shoal.engine.parallel.context.causal_blocks import CausalBlocks
-from shoal.engine.parallel.context.kernels import attend, attend_backward
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,8 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, q: Tensor, k: Tensor, v: Tensor, ring: RingPosition, scores: CausalBlocks, kernel: Kernel
+        ctx, q: Tensor, k: Tensor, v: Tensor, ring: RingPosition, scores: CausalBlocks, kernel: Kernel,
+        softcap: float | None = None,
     ) -> Tensor:
         """Compute softmax(q k^T / sqrt(d)) v.
 
@@ -103,12 +104,13 @@ class RingAttention(torch.autograd.Function):
                     out[:, :, block.rows], total[:, :, block.rows],
                     *attend(
                         q[:, :, block.rows], keys[:, :, block.columns], values[:, :, block.columns],
-                        scores.mask(block, position), causal=block.causal, kernel=kernel,
+                        scores.mask(block, position), causal=block.causal, window=block.window,
+                        kernel=kernel, softcap=softcap,
                     ),
                 )
         out = out.to(q.dtype)
         ctx.save_for_backward(q, held, out, total)
-        ctx.ring, ctx.scores, ctx.kernel = ring, scores, kernel
+        ctx.ring, ctx.scores, ctx.kernel, ctx.softcap = ring, scores, kernel, softcap
         return out
 
     @staticmethod
@@ -125,7 +127,8 @@ class RingAttention(torch.autograd.Function):
                 found = attend_backward(
                     gradient[:, :, rows], q[:, :, rows], keys[:, :, columns], values[:, :, columns],
                     out[:, :, rows], total[:, :, rows],
-                    scores.mask(block, position), causal=block.causal, kernel=kernel,
+                    scores.mask(block, position), causal=block.causal, window=block.window,
+                    kernel=kernel, softcap=ctx.softcap,
                 )
                 for sums, part in zip((d_q[:, :, rows], *d_held[:, :, :, columns].unbind(0)), found, strict=True):
                     sums += part
@@ -141,7 +144,7 @@ class RingAttention(torch.autograd.Function):
             coming.wait()
             home += before
         d_k, d_v = home.to(q.dtype).unbind(0)
-        return d_q.to(q.dtype), d_k, d_v, None, None, None
+        return d_q.to(q.dtype), d_k, d_v, None, None, None, None
 
 
 def merge(out: Tensor, total: Tensor, block_out: Tensor, block_total: Tensor) -> None:

@@ -17,8 +17,8 @@ from shoal.engine.device import allow_reproducible_products, reproducible
 from shoal.engine.kernels.example import relative_error
 from shoal.engine.kernels.swiglu import swiglu, swiglu_reference
 from shoal.engine.models.attention import explicit_attention
+from shoal.engine.models.block_attention import attend, attend_backward
 from shoal.engine.models.loss import CrossEntropy
-from shoal.engine.parallel.context.kernels import attend, attend_backward
 from shoal.labs.bench.benchmark import Row
 from shoal.labs.bench.gpu.item import GpuSetting
 from shoal.spec.config.run import build_config

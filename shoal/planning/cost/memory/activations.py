@@ -35,12 +35,14 @@ def layer(
     if skips:
         inside = layer(run.chosen, mode, sparse=sparse)
         return [*_router(run), *(saved._replace(what=f"{saved.what} of chosen tokens") for saved in inside)]
-    return [*_norm(run), *_attention(run, mode, number), *after_attention(run, sparse, number)]
+    before = [] if run.shape.post_norm == "only" else _norm(run)
+    return [*before, *_qk_norms(run), *_attention(run, mode, number), *after_attention(run, sparse, number)]
 
 
 def after_attention(run: MicroBatch, sparse: bool, number: int = 0) -> list[Saved]:
-    """Return the saved tensors of a layer's second norm and feed-forward block."""
-    return [*_norm(run), *(experts(run) if sparse else _mlp(run, number=number))]
+    """Return the saved tensors of a layer's norms after attention, and its feed-forward block."""
+    norms = {None: 1, "also": 3, "only": 2}[run.shape.post_norm]
+    return [*_norm(run) * norms, *(experts(run) if sparse else _mlp(run, number=number))]
 
 
 def _router(run: MicroBatch) -> list[Saved]:
@@ -89,6 +91,21 @@ def _norm(run: MicroBatch) -> list[Saved]:
     ]
 
 
+def _qk_norms(run: MicroBatch) -> list[Saved]:
+    """Return the saved tensors of the norms of queries and keys, of each head or of all together."""
+    shape, t, e, n, x = run.shape, run.layout.tp, run.itemsize, run.tokens, run.exact
+    if not shape.qk_norm:
+        return []
+    heads = shape.heads // t + shape.kv_heads // min(t, shape.kv_heads)
+    width, sums = heads * shape.head_dim, 2 if shape.joint_qk_norm else heads
+    split = shape.joint_qk_norm and t > 1  # with sums over ranks in between
+    saved = [Saved("norm input of q, k", "[b, s, (a + k) d/t]", (e if run.fused and not split else x) * n * width),
+             Saved("norm 1/rms of q, k", "[b, s]", x * n * sums)]
+    if split or not (run.fused or e >= 4):
+        saved.append(Saved("normalised q, k", "[b, s, (a + k) d/t]", (e if split else x) * n * width))
+    return saved
+
+
 def _attention(run: MicroBatch, mode: Recompute, number: int) -> list[Saved]:
     if run.shape.latent is not None:
         return latent_attention.attention(run, mode, number)
@@ -97,8 +114,8 @@ def _attention(run: MicroBatch, mode: Recompute, number: int) -> list[Saved]:
     kv = shape.kv_heads * shape.head_dim // min(t, shape.kv_heads)
     if run.layout.cp > 1 and mode == "none":
         return _ring(run, q)
-    s = run.s_local
-    parts = blocks(s) if mode == "none" and run.kernel == "explicit" else [(s, s)]
+    s, window = run.s_local, run.window(number)
+    parts = blocks(s, window) if mode == "none" and run.stores_scores else [(s, s)]
     keys = run.layout.micro_batch * sum(seen for _, seen in parts)  # each block copies the keys it attends to
     projections = [f"layers.{number}.attention.{name}" for name in "qkv"]
     saved = [
@@ -106,13 +123,14 @@ def _attention(run: MicroBatch, mode: Recompute, number: int) -> list[Saved]:
         Saved("q", "[b, a/t, s, d]", e * n * q),
         Saved("k, v", "[b, k/t, s, d]", 2 * e * keys * kv),
     ]
-    if mode == "none" and run.kernel == "sdpa":
+    if mode == "none" and not run.stores_scores:
         saved.append(Saved("log-sum-exp", "[b, a/t, s]", run.exact * n * heads))
-        if run.masked and not run.by_lengths:
-            saved.append(Saved("mask as numbers", "[b, 1, s, s]", e * n * run.s))
+        if (run.masked or window) and not run.by_lengths and shape.softcap is None:
+            of_mask = n if run.masked else s
+            saved.append(Saved("mask as numbers", "[b, 1, s, s]", e * of_mask * run.s))
     elif mode == "none":
-        saved.append(Saved("softmax", "[b, a/t, s, s]", e * run.layout.micro_batch * heads * scores(run.s)))
-    needed = mode == "none" and run.kernel == "sdpa"  # by the kernel's own backward
+        saved.append(Saved("softmax", "[b, a/t, s, s]", e * run.layout.micro_batch * heads * scores(run.s, window)))
+    needed = mode == "none" and not run.stores_scores  # by the kernel's own backward
     if run.layout.tp_x == 1 or needed:
         out = [f"layers.{number}.attention.out"]
         saved += multiplied(run, "attention output", "[b, s, a d/t]", q, out, needed=needed)
@@ -146,7 +164,7 @@ def _mlp(run: MicroBatch, width: int | None = None, number: int = 0) -> list[Sav
     *inside, last = ("up", "gelu(up)") if gpt else ("gate", "up", "silu(gate)", "silu(gate) up")
     name = f"layers.{number}.mlp"
     into = [f"{name}.{part}" for part in (("up",) if gpt else ("gate", "up"))]
-    if run.fused and not gpt:
+    if run.fused and not gpt and run.shape.activation is None:
         inside.remove("silu(gate)")
     entering = multiplied(run, "mlp input", "[b, s, h/x]", run.hidden_local, into)
     leaving = _gathered(run, last, "f", f) or multiplied(run, last, "[b, s, f/t]", f, [f"{name}.down"])
@@ -209,8 +227,15 @@ def context(run: MicroBatch) -> list[Saved]:
     shape, saved = run.shape, []
     if shape.family == "llama":
         saved.append(Saved("cos, sin", "[s, d/2]", 2 * run.itemsize * run.s_local * (shape.rotary_dim // 2)))
-    if run.masked and not run.by_lengths and run.layout.recompute != "none" and run.layout.cp == 1:
-        saved.append(Saved("mask", "[b, 1, s, s]", run.tokens * run.s))
+    if shape.local_rope_theta and None in {shape.reach(i) for i in range(shape.layers)}:
+        saved *= 2
+    kept = run.layout.recompute != "none" or shape.softcap is not None
+    if not run.by_lengths and kept and run.layout.cp == 1:
+        windows = {run.window(i) for i in range(shape.layers)}
+        if run.masked:
+            saved += [Saved("mask", "[b, 1, s, s]", run.tokens * run.s)] * len(windows)
+        elif windows != {None}:
+            saved.append(Saved("mask", "[1, 1, s, s]", run.s * run.s))
     return saved
 
 
@@ -232,6 +257,7 @@ def head(run: MicroBatch) -> list[Saved]:
         *_norm(run),
         Saved("head input", "[b, s, h]", run.itemsize * n * run.shape.hidden),
         Saved("logits" if run.fused else "probabilities", "[b, s, v/t]", run.logit * n * rows),
+        *([Saved("tanh of logits", "[b, s, v/t]", run.itemsize * n * rows)] if run.shape.logit_softcap else []),
         Saved("targets, and whether they are here", "[b, s]", 9 * n),
         Saved("this rank's share", "[b, s]", run.exact * n),
     ]

@@ -53,18 +53,19 @@ def attention(run: MicroBatch, mode: Recompute, number: int) -> list[Saved]:
     name, alone = f"layers.{number}.attention", layout.cp == 1 and mode == "none"
     saved = _inputs(run, of, name) + _norm(run, of.queries, of.queries) + _norm(run, of.rank, of.narrow)
     saved += _into_heads(run, of, name)
-    keys = n
-    if alone and run.kernel == "explicit":  # each block copies the keys it attends to
-        keys = layout.micro_batch * sum(seen for _, seen in blocks(run.s_local))
+    keys, window = n, run.window(number)
+    if alone and run.stores_scores:  # each block copies the keys it attends to
+        keys = layout.micro_batch * sum(seen for _, seen in blocks(run.s_local, window))
     saved += [Saved("q", "[b, a/t, s, d + r]", e * n * of.heads), Saved("k, v", "", 2 * e * keys * of.heads)]
-    if alone and run.kernel == "explicit":
-        softmax = layout.micro_batch * run.shape.heads // layout.tp * scores(run.s)
+    if alone and run.stores_scores:
+        softmax = layout.micro_batch * run.shape.heads // layout.tp * scores(run.s, window)
         saved.append(Saved("softmax", "[b, a/t, s, s]", e * softmax))
     elif mode == "none":
         saved.append(Saved("log-sum-exp", "[b, a/t, s]", run.exact * n * run.shape.heads // layout.tp))
         saved.append(Saved("attention output with zeros", "[b, a/t, s, d + r]", e * n * of.heads))
-        if layout.cp == 1 and run.masked and not run.by_lengths:
-            saved.append(Saved("mask as numbers", "[b, 1, s, s]", e * n * run.s))
+        if layout.cp == 1 and (run.masked or window) and not run.by_lengths and run.shape.softcap is None:
+            of_mask = n if run.masked else run.s
+            saved.append(Saved("mask as numbers", "[b, 1, s, s]", e * of_mask * run.s))
     return saved + multiplied(run, "attention output", "[b, s, a w/t]", of.values, [f"{name}.out"])
 
 

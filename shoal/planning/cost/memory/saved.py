@@ -50,16 +50,25 @@ def multiplied(
     return saved
 
 
-def scores(s: int) -> int:
-    """Return the scores per head that unfused attention computes: s s, except fully masked blocks.
+def scores(s: int, window: int | None = None) -> int:
+    """Return the scores per head that unfused attention computes: s s, except what is masked for all of a block.
 
     >>> scores(256), scores(1024) / 1024**2
     (65536, 0.625)
     """
-    return sum(rows * seen for rows, seen in blocks(s))
+    return sum(rows * seen for rows, seen in blocks(s, window))
 
 
-def blocks(s: int) -> list[tuple[int, int]]:
-    """Return (queries of a block, keys that they attend to) of each block of unfused attention."""
-    rows = max(_MIN_ROWS, -(-s // _MAX_BLOCKS))
-    return [(min(rows, s - start), min(start + rows, s)) for start in range(0, s, rows)]
+def blocks(s: int, window: int | None = None, before: int = 0) -> list[tuple[int, int]]:
+    """Return (queries of a block, keys that they attend to) of each block of unfused attention.
+
+    Args:
+        before: earlier tokens that the s queries also see.
+    """
+    rows, t = max(_MIN_ROWS, -(-s // _MAX_BLOCKS)), before + s
+    found = []
+    for start in range(0, s, rows):
+        n = min(rows, s - start)
+        seen = before + start + n
+        found.append((n, min(seen, n + window - 1) if window and window < t else seen))
+    return found

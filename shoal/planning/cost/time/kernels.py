@@ -133,7 +133,7 @@ class Kernels:
         """Seconds of a layer's attention core, forward and backward."""
         r, c, (q, _) = self.runs, self.constants, self.widths
         values = np.where(r.pads_values > 0, r.head_dim, r.values) * r.heads / r.tp
-        flops = 2 * r.tokens * r.s * (q + values) * np.where(self.scores_in_memory, 1.0, 0.5)
+        flops = 2 * r.tokens * r.s * (q + values) * np.where(self.scores_in_memory, 1.0, 0.5 * r.seen)
         kernels = [self.constant(name) for name in ("flash_1", "flash_2", "flash_3")]
         part = np.choose(np.clip(r.code("attention") - FLASH, 0, 2), kernels)
         part = part * r.head_dim / (r.head_dim + c["narrow_head"]) * r.s / (r.s + c["short_sequence"])

@@ -87,8 +87,9 @@ def tensor_parallel(run: MicroBatch, part: StagePart, tokens: int, *, by_parts: 
     without = 0 if sparse and run.shape.moe.shared else sparse  # layers that do not end with a region
     regions, full = 2 * len(part.layers) - without, run.layout.recompute == "full"
     # Recomputation ends with a layer's last product, unless that product includes the sum over ranks, or its result is
-    # weighted.
-    again = (regions if by_parts or _skip(run, part) else len(part.layers)) * full
+    # weighted or normalised.
+    complete = by_parts or _skip(run, part) or run.shape.post_norm
+    again = (regions if complete else len(part.layers)) * full
     entries, latents = _entries(run, len(part.layers), regions)  # into regions: hidden states, and bytes of latents
     if run.layout.sequence_parallel:
         gather, scatter = ("send", "send") if by_parts else ("all-gather", "reduce-scatter")
@@ -106,6 +107,10 @@ def tensor_parallel(run: MicroBatch, part: StagePart, tokens: int, *, by_parts: 
         size, of_latents = all_reduced(hidden, y), all_reduced(run.itemsize * n * latents, y)
         forward[axis, "all-reduce"] += size * (regions + part.first)
         backward[axis, "all-reduce"] += size * (entries + part.last + again) + of_latents
+    if run.shape.joint_qk_norm:  # one sum per token each
+        sums = 2 * all_reduced(run.exact * n, t) * len(part.layers)
+        forward["tp", "all-reduce"] += sums
+        backward["tp", "all-reduce"] += sums * (2 if full else 1)
     if part.last:  # each rank's log-sum-exp and the target's logit
         forward["tp", "all-gather"] += 2 * run.exact * n * (t - 1)
     if run.layout.tp_x > 1:

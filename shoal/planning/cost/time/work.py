@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from shoal.planning.cost.memory.activations import blocks
+from shoal.planning.cost.memory.saved import blocks
 from shoal.planning.cost.micro_batch import MicroBatch
 from shoal.planning.cost.parameters import StagePart
 
@@ -22,8 +22,8 @@ class Seen(NamedTuple):
         tokens: tokens of one sequence in each slice.
         scores: for each slice, (queries, keys) of each rectangle of scores that a head computes in full.
         shared: ranks over which the heads are spread besides tp (`Layout.ulysses`).
-        around: ring attention: recomputation covers all of it; unfused, it has three products in backward besides the
-            two that a kernel's backward recomputes.
+        around: ring attention, or capped scores: recomputation covers all of it; unfused, it has three products in
+            backward besides the two that a kernel's backward recomputes.
     """
 
     tokens: tuple[int, ...]
@@ -32,22 +32,30 @@ class Seen(NamedTuple):
     around: bool = False
 
 
-def seen_alone(run: MicroBatch, slices: Sequence[int] = ()) -> Seen:
+def seen_alone(run: MicroBatch, slices: Sequence[int] = (), window: int | None = None) -> Seen:
     """Return the tokens and scores if no other rank has a part of the sequences.
 
     Scores are counted in full, except blocks that are fully masked in unfused attention.
 
     Args:
         slices: tokens of each slice, if sequences come in slices that attend to the previous ones.
+        window: of the layer; a kernel that reads it from a mask skips no score.
     """
     parts = tuple(slices) or (run.s,)
     starts = accumulate(parts, initial=0)
-    blocks_of = blocks if run.kernel == "explicit" else lambda part: [(part, part)]
-    both = zip(starts, parts, strict=False)
-    return Seen(parts, tuple(tuple((rows, start + keys) for rows, keys in blocks_of(part)) for start, part in both))
+    scores = []
+    for start, part in zip(starts, parts, strict=False):
+        if run.kernel == "explicit" and not run.shape.softcap:
+            scores.append(tuple(blocks(part, window, start)))
+        else:
+            t = start + part
+            scores.append(((part, min(t, window) if window and run.by_lengths else t),))
+    return Seen(parts, tuple(scores), around=run.shape.softcap is not None)
 
 
-def stage_flops(run: MicroBatch, part: StagePart, seen: Seen, chosen: Seen | None = None) -> int:
+def stage_flops(
+    run: MicroBatch, part: StagePart, seen: Seen, chosen: Seen | None = None, local: Seen | None = None
+) -> int:
     """Return the FLOPs of a stage's forward and backward of one micro-batch on one rank.
 
     A backward is two forwards. Recomputed attention stops when nothing more is needed: if unfused, before its last
@@ -55,6 +63,7 @@ def stage_flops(run: MicroBatch, part: StagePart, seen: Seen, chosen: Seen | Non
 
     Args:
         chosen: like ``seen``, for the tokens that pass through mixture-of-depths layers.
+        local: like ``seen``, for layers with a window.
     """
     shape = run.shape
     n = run.layout.micro_batch * sum(seen.tokens)
@@ -62,7 +71,7 @@ def stage_flops(run: MicroBatch, part: StagePart, seen: Seen, chosen: Seen | Non
     passes = 3 if run.layout.recompute == "full" else 2
     for layer in part.layers:
         if not shape.skips(layer):
-            total += _layer(run, seen, shape.sparse(layer))
+            total += _layer(run, local if local and shape.reach(layer) else seen, shape.sparse(layer))
             continue
         # The predictor's products; no gradient reaches its input, and matrix-vector products are not counted.
         up = 2 * (n // run.layout.sequence_shards) * shape.hidden * shape.mod.predictor
@@ -81,7 +90,7 @@ def _layer(run: MicroBatch, seen: Seen, sparse: bool) -> int:
         projections = _latent_projections(run, n)
     product = 2 * b * q // seen.shared  # per score, with a key or with a value, in all heads
     core = 2 * product * sum(rows * keys for rectangles in seen.scores for rows, keys in rectangles)
-    written = run.kernel == "explicit"
+    written = run.kernel == "explicit" or run.shape.softcap is not None
     core_again, core_backward = core, 5 * core // 2 if seen.around and written else 2 * core
     if written and not seen.around:
         core_again -= product * sum(rows * keys for rows, keys in (rectangles[-1] for rectangles in seen.scores))

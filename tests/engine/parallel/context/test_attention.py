@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shoal.engine import kernels
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.models import attention_kernels
-from shoal.engine.models.attention import AttentionCore, document_mask
+from shoal.engine.models.attention import AttentionCore, causal_mask, document_mask
 from shoal.engine.parallel.context.apply import ContextAttention, ContextMask, ContextParallel
 from shoal.engine.parallel.context.causal_blocks import token_positions
 from shoal.engine.parallel.context.ring import RingPosition
@@ -35,6 +35,8 @@ class Case:
     dtype: torch.dtype = torch.float64
     slices: tuple[int, ...] = ()
     lengths: bool = False
+    window: int | None = None
+    softcap: float | None = None
 
 
 def inputs(case: Case) -> tuple[list[torch.Tensor], torch.Tensor | None]:
@@ -69,8 +71,11 @@ def errors(case: Case) -> list[float]:
 def _errors(case: Case) -> list[float]:
     (q, k, v, gradient), documents = inputs(case)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    mask = None if documents is None else document_mask(documents, case.s)
-    expected = AttentionCore()(*leaves, mask)
+    if documents is None:
+        mask = causal_mask(case.s, case.s, q.device, case.window)[None, None]
+    else:
+        mask = document_mask(documents, case.s, case.window)
+    expected = AttentionCore(softcap=case.softcap)(*leaves, mask)
     expected.backward(gradient.double())
     at = here(case)
     mine = token_positions(at.tokens.chunks(at.rank), q.device)
@@ -78,8 +83,9 @@ def _errors(case: Case) -> list[float]:
     start, out = 0, []
     for length in at.tokens.lengths(at.rank) if case.slices else [len(mine)]:
         stop = start + length
-        mask = ContextMask(at, case.d if case.kernel == "sdpa" else None)(start, length, documents, q)
-        attend = ContextAttention(at, case.kernel)
+        core = AttentionCore(case.kernel, case.window, case.softcap)
+        mask = ContextMask(at, case.d if core.kernel == "sdpa" else None, case.window)(start, length, documents, q)
+        attend = ContextAttention(at, core)
         out.append(attend(own[0][:, :, start:stop], own[1][:, :, :stop], own[2][:, :, :stop], mask))
         start = stop
     found = torch.cat(out, 2)
@@ -104,11 +110,12 @@ def cases(draw: st.DrawFn) -> Case:
         Layout(cp=cp, ulysses=ulysses, cp_order=order), b=draw(st.integers(1, 2)), s=s, a=kv * groups, k=kv,
         d=draw(st.sampled_from([2, 6, 8])), documents=draw(st.booleans()),
         kernel=draw(st.sampled_from(["sdpa", "explicit"])), lengths=draw(st.booleans()),
-        slices=(*slices, s - sum(slices)) if slices else (),
+        slices=(*slices, s - sum(slices)) if slices else (), window=draw(st.sampled_from([None, 1, 3, 8, 30])),
+        softcap=draw(st.sampled_from([None, None, 0.4])),
     )
 
 
-@settings(max_examples=9, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=14, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_any_spread_attention_is_plain_attention(pool: Pool, case: Case) -> None:
     for found in pool.run(errors, case.layout.cp, case):
@@ -126,10 +133,12 @@ def test_chunks_longer_than_a_block_of_rows(pool: Pool, ulysses: int, documents:
 
 
 @pytest.mark.parametrize("order", ["zig-zag", "striped", "contiguous"])
+@pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize(("cp", "ulysses", "b"), [(2, 1, 2), (3, 1, 1), (4, 2, 2), (2, 2, 2)])
-def test_documents_as_lengths(pool: Pool, cp: int, ulysses: int, b: int, order: str) -> None:
+def test_documents_as_lengths(pool: Pool, cp: int, ulysses: int, b: int, window: int | None, order: str) -> None:
     case = Case(
         Layout(cp=cp, ulysses=ulysses, cp_order=order), b=b, s=47, a=4, k=2, d=4, documents=True, lengths=True,
+        window=window,
     )  # fmt: skip
     for found in pool.run(errors, cp, case):
         assert max(found) < 1e-10
@@ -153,7 +162,7 @@ def kept(case: Case) -> tuple[int, int]:
     own = [x[:, :, mine].detach().requires_grad_() for x in (q, k, v)]
     sizes = []
     for attend in (
-        lambda: ContextAttention(at, case.kernel)(*own, ContextMask(at)(0, len(mine), documents, q)),
+        lambda: ContextAttention(at, AttentionCore(case.kernel))(*own, ContextMask(at)(0, len(mine), documents, q)),
         lambda: core(*(x.requires_grad_() for x in (q, k, v)), None),
     ):
         found = {}

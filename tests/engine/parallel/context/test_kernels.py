@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.engine.models.block_attention import attend, attend_backward
 from shoal.engine.parallel.context.causal_blocks import ROWS, CausalBlocks, token_positions
-from shoal.engine.parallel.context.kernels import attend, attend_backward
 from shoal.engine.parallel.context.ring import merge
 from shoal.engine.parallel.context.token_order import ORDERS, count_tokens
 
@@ -67,13 +67,15 @@ def spread_rows(draw: st.DrawFn) -> tuple[list, torch.Tensor | None, int]:
 
 
 @settings(max_examples=30)
-@given(spread_rows(), KERNELS, st.integers(1, 3))
-def test_pieces_of_all_blocks_merged_are_attention_both_ways(drawn, kernel: str, groups: int) -> None:
+@given(spread_rows(), KERNELS, st.integers(1, 3), st.sampled_from([None, 1, 4, 20]))
+def test_pieces_of_all_blocks_merged_are_attention_both_ways(
+    drawn, kernel: str, groups: int, window: int | None
+) -> None:
     """Blocks in any order after a place's own: as one device's, to 1e-10, forward and backward."""
     held, documents, s = drawn
     q, k, v, gradient = numbers((1, 2 * groups, s, 4), (1, 2, s, 4), (1, 2, s, 4), (1, 2 * groups, s, 4))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    seen = torch.ones(s, s, dtype=torch.bool).tril()[None, None]
+    seen = torch.ones(s, s, dtype=torch.bool).tril().triu(1 - (window or s))[None, None]
     if documents is not None:
         seen = seen & (documents[:, None, :, None] == documents[:, None, None, :])
     expected, _ = plain(*leaves, seen)
@@ -81,7 +83,7 @@ def test_pieces_of_all_blocks_merged_are_attention_both_ways(drawn, kernel: str,
     found = [torch.zeros_like(x) for x in (q, q, k, v)]  # the output, and three gradients
     where = [token_positions(chunks, q.device) for chunks in held]
     for place, mine in enumerate(where):
-        sight = CausalBlocks(held[place], held, documents)
+        sight = CausalBlocks(held[place], held, documents, window=window)
         order = [place, *(other for other in range(len(held)) if other != place)]
         rows, of_rows = q[:, :, mine], gradient[:, :, mine]
         out, total = torch.zeros_like(rows), torch.full(rows.shape[:-1], -math.inf, dtype=q.dtype)

@@ -45,9 +45,9 @@ def test_every_token_is_on_one_rank_of_its_slice(drawn) -> None:
         assert whole == [t for rank in found.ranks(place) for t in tokens(found.chunks(rank))]
 
 
-@settings(max_examples=50)
-@given(spreads())
-def test_pieces_are_the_causal_mask_each_score_once(drawn) -> None:
+@settings(max_examples=80, deadline=None)
+@given(spreads(), st.sampled_from([None, 1, 2, 5, 11, 40]))
+def test_pieces_are_the_causal_mask_each_score_once(drawn, window: int | None) -> None:
     found, _, slices, _ = drawn
     for last in range(len(slices)):
         for some in (range(last, last + 1), range(last + 1)):  # one slice, or all at once
@@ -56,12 +56,16 @@ def test_pieces_are_the_causal_mask_each_score_once(drawn) -> None:
                 for other in range(found.ring):
                     keys = found.ring_chunks(other, range(last + 1))
                     seen = [[0] * count_tokens(keys) for _ in range(count_tokens(queries))]
-                    for piece in split_scores(queries, keys):
+                    for piece in split_scores(queries, keys, window):
                         for i in range(piece.rows.start, piece.rows.stop):
-                            columns = range(piece.columns.start, piece.columns.stop)
-                            for j in columns[: i - piece.rows.start + 1] if piece.causal else columns:
+                            columns, own = range(piece.columns.start, piece.columns.stop), i - piece.rows.start
+                            first = 0 if piece.since is None else max(0, own + piece.since)
+                            used = columns[first : own + 1 if piece.causal else None]
+                            assert len(used), "no row of a block is empty"
+                            for j in used:
                                 seen[i][j] += 1
-                    assert seen == [[int(k <= q) for k in tokens(keys)] for q in tokens(queries)]
+                    near = window or sum(slices)
+                    assert seen == [[int(q - near < k <= q) for k in tokens(keys)] for q in tokens(queries)]
 
 
 @given(st.integers(1, 8), st.integers(1, 16))

@@ -1,5 +1,6 @@
 """Attention of one block of scores with its log-sum-exp, and its backward from the results of the full row.
 
+Ring attention consists of such blocks, and attention with capped scores, which fused kernels do not have, is one.
 With the output o_i and the log-sum-exp l_i of every block of a row, the row's are
 
     l = log sum_i exp l_i        o = sum_i exp(l_i - l) o_i
@@ -18,7 +19,6 @@ import torch
 from torch import Tensor
 
 from shoal.engine.kernels.flash_attention import flash_attention, flash_attention_backward
-from shoal.engine.models.attention import per_head
 from shoal.engine.models.attention_kernels import Kernel, takes_lengths
 from shoal.engine.models.products import use_mkl_if_small
 from shoal.engine.models.segments import Segments
@@ -30,7 +30,7 @@ _aten = torch.ops.aten
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Segments | None = None, *, causal: bool = False,
-    kernel: Kernel = "sdpa",
+    window: int | None = None, kernel: Kernel = "sdpa", softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute softmax(q k^T / sqrt(d)) v over a subset of the keys.
 
@@ -40,7 +40,10 @@ def attend(
         mask: [b, 1, n, t] bool, True where attention is allowed, or segments that attend to themselves alone; combined
             with causality if ``causal``.
         causal: query i sees the first i + 1 keys; requires n = t.
+        window: number of the last keys that the last query sees, the one before it one more, and so on; for kernels
+            that take lengths alone, and in a dense mask already.
         kernel: "sdpa" for torch's fused kernels where supported, or "explicit".
+        softcap: limit of the scores (`cap`), with the kernel "explicit" alone.
 
     Returns:
         The output [b, a, n, d], zeros where a query sees nothing, and the log-sum-exp [b, a, n] of the scores, -inf
@@ -48,10 +51,10 @@ def attend(
     """
     which = _kernel(q, mask, kernel)
     if isinstance(mask, Segments) or which == "flash":
-        return flash_attention(q, k, v, causal, *_segments(mask))
+        return flash_attention(q, k, v, causal, *_segments(mask), window)
     k, v = per_head(q, k), per_head(q, v)  # other kernels that return the log-sum-exp do not support grouped heads
     if which == "explicit":
-        return _attend_explicitly(q, k, v, mask, causal)
+        return _attend_explicitly(q, k, v, mask, causal, softcap)
     bias = _bias(mask, q.dtype)
     with use_mkl_if_small(k):
         out, total = _aten._scaled_dot_product_flash_attention_for_cpu(
@@ -64,7 +67,8 @@ def attend(
 
 def attend_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, total: Tensor,
-    mask: Tensor | Segments | None = None, *, causal: bool = False, kernel: Kernel = "sdpa",
+    mask: Tensor | Segments | None = None, *, causal: bool = False, window: int | None = None, kernel: Kernel = "sdpa",
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the block's contribution to the gradients of q, k and v.
 
@@ -76,10 +80,10 @@ def attend_backward(
     """
     which, groups = _kernel(q, mask, kernel), q.shape[1] // k.shape[1]
     if isinstance(mask, Segments) or which == "flash":
-        return flash_attention_backward(gradient, q, k, v, out, total, causal, *_segments(mask))
+        return flash_attention_backward(gradient, q, k, v, out, total, causal, *_segments(mask), window)
     k, v = per_head(q, k), per_head(q, v)
     if which == "explicit":
-        d_q, d_k, d_v = _explicit_backward(gradient, q, k, v, out, total, mask, causal)
+        d_q, d_k, d_v = _explicit_backward(gradient, q, k, v, out, total, mask, causal, softcap)
     else:
         with use_mkl_if_small(k):
             d_q, d_k, d_v = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -102,8 +106,8 @@ def _kernel(q: Tensor, mask: Tensor | Segments | None, kernel: Kernel) -> Litera
     return "cpu" if q.device.type == "cpu" else "explicit"
 
 
-def _segments(mask: Tensor | Segments | None) -> Segments | tuple[()]:
-    return mask if isinstance(mask, Segments) else ()
+def _segments(mask: Tensor | Segments | None) -> Segments | tuple[None, None, None]:
+    return mask if isinstance(mask, Segments) else (None, None, None)
 
 
 def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -111,34 +115,72 @@ def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if mask is None else torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -math.inf)
 
 
-def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, start: int) -> Tensor:
-    """Return the scores of rows from ``start`` on, in at least float32."""
+class CappedAttention(torch.autograd.Function):
+    """Attention with limited scores (Bello et al. 2016, "Neural combinatorial optimization"), in blocks of rows."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, softcap: float) -> Tensor:
+        """Compute attention; shapes as in `attend`. None is the causal mask of equally many queries and keys."""
+        out, total = attend(q, k, v, mask, causal=mask is None, kernel="explicit", softcap=softcap)
+        ctx.save_for_backward(q, k, v, out, total, mask)
+        ctx.softcap = softcap
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        q, k, v, out, total, mask = ctx.saved_tensors
+        found = attend_backward(
+            gradient, q, k, v, out, total, mask, causal=mask is None, kernel="explicit", softcap=ctx.softcap
+        )
+        return *found, None, None
+
+
+def per_head(q: Tensor, k: Tensor) -> Tensor:
+    """Repeat keys or values [b, k, t, d] for each query head of q [b, a, s, d]: -> [b, a, t, d]."""
+    groups = q.shape[1] // k.shape[1]
+    return k if groups == 1 else k.repeat_interleave(groups, dim=1)
+
+
+def cap(x: Tensor, limit: float | None) -> Tensor:
+    """Limit values to limit x tanh(x / limit); None leaves them."""
+    return x if limit is None else (x / limit).tanh() * limit
+
+
+def _scores(q: Tensor, k: Tensor, softcap: float | None) -> Tensor:
+    """Return the scores of all pairs, in at least float32."""
     scores = q @ k.transpose(-1, -2)
-    scores = (scores.float() if scores.dtype.itemsize < 4 else scores) * (1 / math.sqrt(q.shape[-1]))
+    return cap((scores.float() if scores.dtype.itemsize < 4 else scores) * (1 / math.sqrt(q.shape[-1])), softcap)
+
+
+def _hide(scores: Tensor, mask: Tensor | None, causal: bool, start: int) -> Tensor:
+    """Return the scores of rows from ``start`` on with -inf where attention is not allowed."""
     n, t = scores.shape[-2:]
     if mask is not None:
         return scores.masked_fill(~mask[:, :, start : start + n], -math.inf)
     if causal:
-        hidden = torch.ones(n, t, dtype=torch.bool, device=q.device).triu(start + 1)
+        hidden = torch.ones(n, t, dtype=torch.bool, device=scores.device).triu(start + 1)
         return scores.masked_fill(hidden, -math.inf)
     return scores
 
 
 def _attend_explicitly(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    outs, totals = [], []
+    b, a, n, d = q.shape
+    out = v.new_empty(b, n, a, d).transpose(1, 2)  # heads inside tokens, as the next layer reads it
+    totals = []
     for start in range(0, q.shape[2], _ROWS):
-        scores = _scores(q[:, :, start : start + _ROWS], k, mask, causal, start)
+        scores = _hide(_scores(q[:, :, start : start + _ROWS], k, softcap), mask, causal, start)
         total = scores.logsumexp(-1, keepdim=True)
         weights = (scores - total.clamp(min=torch.finfo(total.dtype).min)).exp()  # zeros where nothing is seen
-        outs.append(weights.to(v.dtype) @ v)
+        out[:, :, start : start + _ROWS] = weights.to(v.dtype) @ v
         totals.append(total.squeeze(-1))
-    return torch.cat(outs, 2), torch.cat(totals, 2)
+    return out, torch.cat(totals, 2)
 
 
 def _explicit_backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, total: Tensor, mask: Tensor | None, causal: bool
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, total: Tensor, mask: Tensor | None, causal: bool,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     scale = 1 / math.sqrt(q.shape[-1])
     along = (gradient.to(total.dtype) * out).sum(-1, keepdim=True)  # [b, a, n, 1]
@@ -147,8 +189,11 @@ def _explicit_backward(
     for start in range(0, q.shape[2], _ROWS):
         rows = slice(start, start + _ROWS)
         some, d_some = q[:, :, rows], gradient[:, :, rows]
-        weights = (_scores(some, k, mask, causal, start) - total[:, :, rows].unsqueeze(-1)).exp()
+        scores = _scores(some, k, softcap)
+        weights = (_hide(scores, mask, causal, start) - total[:, :, rows].unsqueeze(-1)).exp()
         d_scores = weights * ((d_some @ v.transpose(-1, -2)) - along[:, :, rows]) * scale
+        if softcap is not None:
+            d_scores *= 1 - (scores / softcap).square()
         d_v += weights.to(v.dtype).transpose(-1, -2) @ d_some
         d_q[:, :, rows] = d_scores.to(k.dtype) @ k
         d_k += d_scores.to(q.dtype).transpose(-1, -2) @ some
