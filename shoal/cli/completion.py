@@ -61,7 +61,7 @@ def list_options(command: Command) -> Iterator[str]:
         if isinstance(value, type) and issubclass(value, Section) and value.__module__ == module.__name__
     ]  # fmt: skip
     for section in sections:
-        yield from (f"--{name.replace('_', '-')}" for name in section.model_fields)
+        yield from (f"--{name.rstrip('_').replace('_', '-')}" for name in section.model_fields)
     if "config" in takes or command.config:
         for name in command.config or RunConfig.model_fields:
             fields = type(RunConfig.model_fields[name].default).model_fields

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from json import dumps
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -69,8 +69,8 @@ class EstimateOptions(Section):
     measure: bool = False
     """With dry_run: also start all ranks on this machine, and compare their memory."""
 
-    format: Literal["text", "json"] = "text"
-    """Print lines and tables, or one JSON object in seconds, bytes and fractions (short: --json)."""
+    json_: bool = False
+    """Print one JSON object instead, in seconds, bytes and fractions."""
 
     out: Path | None = None
     """Write a page (.html)."""
@@ -85,7 +85,7 @@ def main(args: list[str]) -> int:
     options, config = parse_run("estimate", EstimateOptions, args, COMMANDS["estimate"].config)
     check_writable(options.out, "--out", ".html")
     if options.dry_run:
-        unused = ("tokens", "days", "budget", "price", "software", "format")
+        unused = ("tokens", "days", "budget", "price", "software", "json_")
         reject_unused(options, unused, "a dry run counts one rank's first steps by shoal, and prices no training")
     else:
         reject_unused(options, ("rank", "steps", "measure"), "only with --dry-run, which runs a rank's first steps")
@@ -122,7 +122,7 @@ def main(args: list[str]) -> int:
         else:
             write_page(options.out, estimate, facts, changes)
         listed.append(f"written: {options.out}")
-    if options.format == "json":
+    if options.json_:
         listed = [dumps(list_estimate_values(name, estimate, training))]
     print("\n".join(listed))  # after the file: `| head` may end this process
     return code

@@ -17,9 +17,6 @@ READ_AT_IMPORT = {"OMP_WAIT_POLICY": "passive", "OPENBLAS_NUM_THREADS": "1"}
 """Environment that torch's and numpy's libraries read when imported: threads that spin would take cores from other
 processes, and a process without any can be forked (`shoal.launch.forked_process`)."""
 
-SHORT = {"--json": "--format=json"}
-"""Short forms of options."""
-
 READER_GONE = 141
 """Exit code of a shell for a command that SIGPIPE ended."""
 
@@ -70,7 +67,7 @@ def _run(args: list[str]) -> int:
     from shoal.cli.arguments import parse_run
     from shoal.spec.config.run import rename_option
 
-    words = [SHORT.get(word) or rename_option(word) for word in words]
+    words = [rename_option(word) for word in words]
     function = getattr(import_module(command.module), command.function)
     takes = get_type_hints(function)
     if "args" in takes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from json import dumps
 from pathlib import Path
-from typing import Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
@@ -71,8 +70,8 @@ class PlanOptions(Section):
     catalog: Path | None = None
     """A TOML file with accelerators, links, nodes and models of your own."""
 
-    format: Literal["text", "json"] = "text"
-    """Print lines and tables, or one JSON object in seconds, bytes and fractions (short: --json)."""
+    json_: bool = False
+    """Print one JSON object instead, in seconds, bytes and fractions."""
 
     toml: Path | None = None
     """Write the best layout as a TOML file for `shoal train`."""
@@ -98,7 +97,7 @@ def run(options: PlanOptions) -> int:
         question = f"--{asked[0].replace('_', '-')}"
         training = asked[0] in ("budget", "days")
         reject_unused(options, () if training else ("tokens", "price", "days"), f"{question} prices no training")
-        unread = ("toml", "explain", "format") if options.map else ("toml", "explain", "format", "out")
+        unread = ("toml", "explain", "json_") if options.map else ("toml", "explain", "json_", "out")
         reject_unused(options, unread, f"{question} lists no layouts of one search")
     if options.software != "shoal":
         reject_unused(options, ("toml",), "`shoal train` runs what shoal is planned for")
@@ -144,7 +143,7 @@ def _search(options: PlanOptions, planner: shoal.LayoutPlanner, limits: dict[str
         listed.append(f"written: {options.out}")
     if options.explain and plan.best:
         listed += tables.explain_lines(plan, estimates)
-    if options.format == "json":
+    if options.json_:
         listed = [dumps(list_plan_values(options.model, plan, estimates, training))]
     print("\n".join(listed))  # after the files: `| head` may end this process
     return 0 if plan.best else 1

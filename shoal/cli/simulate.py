@@ -61,7 +61,7 @@ def run(options: SimulateOptions) -> int:
             memory=options.memory, kept_for_weight=options.kept_for_weight, **sizes, **disturbance,
         )  # fmt: skip
     charts = [schedule_chart(one, seconds=options.seconds or bool(options.cluster)) for one in played]
-    if options.format == "json":
+    if options.json_:
         print(dumps({"schedules": list_schedule_values(played)}))
     else:
         show(Console(), charts)
@@ -71,7 +71,7 @@ def run(options: SimulateOptions) -> int:
         columns = played[0].timeline.columns
         lead = f"{columns.ranks} pipeline ranks, {columns.program.microbatches} micro-batches, simulated."
         write(options.out, charts, title="Pipeline schedules", lead=lead)
-        if options.format == "text":
+        if not options.json_:
             print(f"written: {options.out}")
     return 0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -106,8 +105,8 @@ class SimulateOptions(Section):
     """Simulate the schedule in this file, in the CSV format of torch.distributed.pipelining: a row for each rank. It
     determines the numbers of ranks and micro-batches."""
 
-    format: Literal["text", "json"] = "text"
-    """Print timelines and lines, or one JSON object (short: --json)."""
+    json_: bool = False
+    """Print one JSON object instead, in seconds, bytes and fractions."""
 
     out: Path | None = None
     """Write the timelines to this file: a page (.html), a figure (.svg, .png) or a Perfetto trace (.json, .json.gz)."""

@@ -29,8 +29,8 @@ class VerifyOptions(Section):
     device: Literal["cpu", "cuda", "auto"] = "cpu"
     """Where the ranks compute (auto: CUDA if available); more ranks than CUDA devices share them, for checking only."""
 
-    format: Literal["text", "json"] = "text"
-    """Print lines and tables, or one JSON object (short: --json)."""
+    json_: bool = False
+    """Print one JSON object instead."""
 
     inject: str | None = None
     """Inject this fault, to check that it is found; an unknown name lists them."""
@@ -41,8 +41,8 @@ def run(options: VerifyOptions, config: RunConfig) -> int:
     found = shoal.verify(
         config, random=options.random, rule=options.rule, steps=options.steps,
         own_precision=options.precision == "own", inject=options.inject,
-        device=options.device, show=options.format == "text",
+        device=options.device, show=not options.json_,
     )
-    if options.format == "json":
+    if options.json_:
         print(dumps({"same": found.same, **asdict(found)}))
     return 0 if found.same else 1
