@@ -239,5 +239,5 @@ def reject_unused(options: Section, names: Sequence[str], why: str) -> None:
     for name in names:
         given = getattr(options, name)
         if given != type(options).model_fields[name].default:
-            option = f"--{name.replace('_', '-')}" + ("" if given is True else f" {given}")
+            option = f"--{name.rstrip('_').replace('_', '-')}" + ("" if given is True else f" {given}")
             raise UsageError(f"{option}: {why}.\n  Leave it out.")
