@@ -25,7 +25,7 @@ from shoal.training.check import check, check_weights
 from shoal.training.records.metrics import check_trackers
 from shoal.training.resilience.host_memory_dir import release, run_dir
 from shoal.training.run_folder import check_resume, new_run, with_own_tokenizer
-from shoal.training.samples import prepare_samples
+from shoal.training.samples import prepare_samples, try_samples
 from shoal.training.stop import StopRequests
 
 
@@ -136,6 +136,8 @@ def _check_run(
         check_weights(config)
     shape = check(config, ranks=member.world_size if member else ranks)
     check_trackers(config.metrics)
+    if member is None:
+        try_samples(config)
     choice, last = config.train.device, config.parallel.world_size - 1
     device = member.device(choice) if member else pick_device(choice, last)
     local_ranks = member.neighbours() if member else range(config.parallel.world_size)

@@ -62,9 +62,8 @@ class RankError(Exception):
     @property
     def reason(self) -> str:
         """First cause in one line: the exception without its traceback, or how the rank died."""
-        lines = self.failures[0][1].splitlines()
-        frames = [number for number, line in enumerate(lines) if line.startswith("  ")]
-        return lines[frames[-1] + 1] if frames and frames[-1] + 1 < len(lines) else lines[0]
+        _, frames, last = self.failures[0][1].rpartition("Traceback (most recent call last):\n")
+        return next(line for line in last.splitlines() if not (frames and line.startswith("  ")))
 
 
 @dataclass

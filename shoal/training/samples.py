@@ -9,6 +9,7 @@ from shoal.engine.data.prepare import prepare
 from shoal.engine.data.token_stream import Split
 from shoal.engine.own.definition import load_own_model
 from shoal.engine.own.samples import OwnDataset
+from shoal.engine.own.trial import try_out
 from shoal.spec.config import RunConfig
 
 
@@ -23,6 +24,12 @@ def open_validation(config: RunConfig, *, progress: bool = False) -> dict[str, C
     """Open the named texts for validation, by name."""
     named = config.data.validation
     return {name: open_complete(config.data.select_files((path,)), progress=progress) for name, path in named.items()}
+
+
+def try_samples(config: RunConfig) -> None:
+    """Try out the samples and the loss of a model of one's own before ranks start; see `try_out`."""
+    if config.model.module:
+        try_out(load_own_model(config.model.module), config.train.seed, config.parallel.micro_batch)
 
 
 def prepare_samples(config: RunConfig) -> None:

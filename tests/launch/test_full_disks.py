@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-from shoal.cli.main import READ_AT_IMPORT
 from shoal.engine.data.prepare import prepare
 from shoal.spec.config import save_config
 from shoal.training.resilience.events import read_events
@@ -48,9 +47,8 @@ def test_full_disks_cost_nothing_but_the_saves_meanwhile(corpus, undisturbed, tm
         pytest.skip("no file system can be mounted here, not even in a namespace of its own")
     full = {"FULL": f"{tmp_path}/memory:{tmp_path}/run", "FAULT": "fill@7:1:B,free@10:0:B", "PYTHONPATH": str(ROOT)}
     run, words = tmp_path / "copy", (sys.executable, "-c", IN_A_NAMESPACE, tmp_path)
-    environment = {**os.environ, **READ_AT_IMPORT, **full}  # as the command has, which forks its server
     done = subprocess.run(
-        [*unshare, *words, run], cwd=ROOT, timeout=120, capture_output=True, text=True, env=environment
+        [*unshare, *words, run], cwd=ROOT, timeout=120, capture_output=True, text=True, env={**os.environ, **full}
     )
     said = done.stderr + done.stdout
     assert done.returncode == 0, said

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from numbers import Number
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 from torch.utils.data import default_collate
 
 from shoal.base.errors import UsageError
@@ -63,6 +69,28 @@ class OwnModel:
             torch.manual_seed(seed)
             return self._checked(self.model())
 
+    def compute(self, module: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        """Return the summed loss [] of a batch and its number of terms, a number or [].
+
+        Raises:
+            UsageError: the loss is something else, or has no gradient although gradients are computed.
+        """
+        found = self.loss(module, batch)
+        if not isinstance(found, (tuple, list)) or len(found) != 2:
+            raise UsageError(f"model.module: its loss() returns {_describe(found)}, not the sum of the losses of the "
+                             f"batch and the number of its terms.\n  {SUM_AND_TERMS}")
+        loss, terms = found
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+            raise UsageError(f"model.module: the loss of its loss() is {_describe(loss)}, not a sum."
+                             f"\n  {SUM_AND_TERMS}")
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise UsageError("model.module: the loss of its loss() has no gradient: it was detached, or uses no "
+                             "parameter.\n  Without any term, return (0 * model(...).sum(), 0).")
+        if not (isinstance(terms, Tensor) and terms.numel() == 1) and not isinstance(terms, (int, float, Number)):
+            raise UsageError(f"model.module: the number of terms of its loss() is {_describe(terms)}."
+                             f"\n  {SUM_AND_TERMS}")
+        return loss.view(()), terms.detach().view(()) if isinstance(terms, Tensor) else terms
+
     def build_empty(self) -> nn.Module:
         """Build the module without values, on the meta device if it can be built there."""
         try:
@@ -71,22 +99,89 @@ class OwnModel:
         except UsageError:
             raise
         except Exception:  # a module that reads values while it is built
+            pass
+        try:
             return self.build(0)
+        except UsageError:
+            raise
+        except Exception as error:
+            raise UsageError(f"model.module: its model() fails: {explain(error)}.") from error
 
     def samples(self, split: str) -> Sequence[Any]:
         """Return the samples of "train" or "validation"; without validation samples, the training's."""
         chosen = self.data if split == "train" or self.validation is None else self.validation
-        return chosen() if callable(chosen) else chosen
+        with drawing(0):
+            return chosen() if callable(chosen) else chosen
 
     def _checked(self, module: object) -> nn.Module:
         if not isinstance(module, nn.Module):
             raise UsageError(f"model.module: its model() returns {type(module).__name__}, not an nn.Module.")
-        names = dict(module.named_modules())
-        for name in self.blocks:
-            if name not in names:
-                raise UsageError(f"model.module: there is no block {name!r} in its model.\n  Its modules are "
-                                 f"{', '.join(list(names)[1:10])}, ...")
+        for name, parameter in module.named_parameters():
+            if isinstance(parameter, UninitializedParameter):
+                raise UsageError(f"model.module: {name} of its model has no shape yet.\n  Run a batch through a model "
+                                 "with lazy modules in model(), before it returns.")
+            if parameter.is_complex() and parameter.requires_grad:
+                raise UsageError(f"model.module: {name} of its model is complex.\n  Keep its real and imaginary part, "
+                                 "and use torch.view_as_complex in the forward.")
+        self._check_blocks(dict(module.named_modules()))
         return module
+
+    def _check_blocks(self, modules: dict[str, nn.Module]) -> None:
+        for name in self.blocks:
+            if name not in modules:
+                raise UsageError(f"model.module: there is no block {name!r} in its model.\n  Its modules are "
+                                 f"{', '.join(list(modules)[1:10])}, ...")
+            block = modules[name]
+            if isinstance(block, (nn.ModuleList, nn.ModuleDict)):
+                parts = ", ".join(f"{name}.{part}" for part in block._modules)
+                raise UsageError(f"model.module: its block {name!r} is a list of modules, without a forward."
+                                 f"\n  Name the modules in it: {parts}.")
+            outer = next((other for other in self.blocks if name.startswith(f"{other}.")), None)
+            if outer is not None or self.blocks.count(name) > 1:
+                why = "is named twice" if outer is None else f"is a part of block {outer!r}"
+                raise UsageError(f"model.module: its block {name!r} {why}.\n  Leave one out.")
+
+
+SUM_AND_TERMS = "Return (loss.sum(), number of terms), both of the batch, such as (loss.sum(), loss.numel())."
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return f"{len(value)} values" if isinstance(value, (tuple, list)) else f"{type(value).__name__} {value!r:.40}"
+
+
+def explain(error: BaseException) -> str:
+    """Return an error of a definition's code in one line, with the last line of that code."""
+    frames = [frame for frame in extract_tb(error.__traceback__)
+              if "site-packages" not in frame.filename and not frame.filename.startswith(NOT_ITS_OWN)]
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    message = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {message[0].rstrip('.') if message else ''}{where}"
+
+
+NOT_ITS_OWN = (str(Path(__file__).parents[2]), sys.base_prefix, "<frozen")
+"""Beginnings of the names of files of shoal and of Python."""
+
+
+def generator_states() -> tuple[bytes, str, object]:
+    """Return the states of the generators of torch's CPU, NumPy and Python."""
+    return torch.get_rng_state().numpy().tobytes(), repr(np.random.get_state(legacy=False)), random.getstate()
+
+
+@contextmanager
+def drawing(seed: int) -> Iterator[None]:
+    """Seed the generators of torch's CPU, NumPy and Python in the context, and restore them after it."""
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    torch.default_generator.manual_seed(seed & (1 << 63) - 1)
+    np.random.seed(seed % (1 << 32))
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
 
 
 class OwnShape(ModelShape):
@@ -122,19 +217,23 @@ def load_own_model(reference: str) -> OwnModel:
     path, _, name = reference.partition(":")
     file = expanded(path, "model.module").absolute()
     try:
-        if file.suffix == PICKLED:
-            folders, found = cloudpickle.loads(read_bytes(file))
-            sys.path += [folder for folder in folders if folder not in sys.path]
-            found = cloudpickle.loads(found)
-        else:
-            found = _execute(file, name or "own")
+        with drawing(0):  # so that ranks have the same random data
+            found = _load(file, name or "own")
     except UsageError:
         raise
-    except Exception as error:
-        raise UsageError(f"model.module = '{reference}': its code fails: {type(error).__name__}: {error}.") from error
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"model.module = '{reference}': its code fails: {explain(error)}.") from error
     if not isinstance(found, OwnModel):
         raise UsageError(f"model.module = '{reference}': it is {type(found).__name__}, not a shoal.OwnModel.")
     return found
+
+
+def _load(file: Path, name: str) -> Any:
+    if file.suffix != PICKLED:
+        return _execute(file, name)
+    folders, found = cloudpickle.loads(read_bytes(file))
+    sys.path += [folder for folder in folders if folder not in sys.path]
+    return cloudpickle.loads(found)
 
 
 def _execute(file: Path, name: str) -> Any:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from shoal.base.errors import UsageError
 from shoal.engine.data.order import SampleOrder
-from shoal.engine.own.definition import OwnModel
+from shoal.engine.models.initial import stream_key
+from shoal.engine.own.definition import OwnModel, drawing, generator_states
 from shoal.engine.streams import to_device
 
 
@@ -45,6 +48,10 @@ class OwnBatch:
 class OwnDataset:
     """Samples of a definition in the order of a seed; validation has one fixed order.
 
+    Attributes:
+        draws: whether a sample or a batch uses random numbers. Then each batch is made with the numbers of the seed and
+            of its first index, and not by a thread: the module draws from the same generators.
+
     Raises:
         UsageError: there is no sample.
     """
@@ -52,13 +59,34 @@ class OwnDataset:
     vocab_size = 2
 
     def __init__(self, own: OwnModel, split: str, seed: int):
-        self._source, self._collate = own.samples(split), own.collate
-        self.samples = len(self._source)
+        self._source, self._collate, self._seed = own.samples(split), own.collate, seed
+        try:
+            self.samples = len(self._source)
+        except TypeError:
+            raise UsageError(f"model.module: its {split} data is {type(self._source).__name__}, which has no length."
+                             "\n  Give samples with len(data) and data[i], or a function that returns them.") from None
         if self.samples < 1:
             raise UsageError(f"model.module: its {split} data is empty.")
-        self.fingerprint = f"{type(self._source).__name__} of {self.samples} samples"
         self._order = SampleOrder(self.samples, seed if split == "train" else 0)
+        with drawing(seed):
+            before = generator_states()
+            first = self._collate([self._source[0]])
+            self.draws = generator_states() != before
+        self.fingerprint = f"{type(self._source).__name__} of {self.samples} samples, the first {_digest(first)}"
 
     def batch(self, indices: Sequence[int]) -> OwnBatch:
         """Return the samples at these indices, which continue across epochs without end."""
-        return OwnBatch(self._collate([self._source[i] for i in self._order(indices).tolist()]), indices[0])
+        with drawing(stream_key(self._seed, f"sample {indices[0]}")) if self.draws else nullcontext():
+            values = self._collate([self._source[i] for i in self._order(indices).tolist()])
+        return OwnBatch(values, indices[0])
+
+
+def _digest(values: Any) -> str:
+    """Return a hash of the tensors and plain values of a batch."""
+    found = blake2b(digest_size=8)
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, Tensor):
+            found.update(leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        elif isinstance(leaf, (int, float, str, bytes)):
+            found.update(repr(leaf).encode())
+    return found.hexdigest()

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
+from torch.nn.modules.batchnorm import _NormBase
 
 from shoal.base.boxes import Box, Piece
 from shoal.engine.collectives.mesh import Mesh
-from shoal.engine.collectives.ops import all_reduce
+from shoal.engine.collectives.ops import all_reduce, to_host
 from shoal.engine.models.cache import Slice
 from shoal.engine.models.initial import stream_key
+from shoal.engine.own.blocks import Blocks, group_parameters
 from shoal.engine.own.definition import OwnModel
 from shoal.engine.own.samples import OwnBatch
 from shoal.engine.parallel.apply import LocalStage, materialise
 from shoal.engine.parallel.placement import replicate
 from shoal.engine.parallel.zero.rank_parameters import RankParameters
-from shoal.engine.parallel.zero.zero3_hooks import PrefetchHooks
 from shoal.engine.parallel.zero.zero_engine import ShardedParameters
 from shoal.engine.precision.policy import Policy
 
@@ -32,48 +35,72 @@ class Statistics:
     """
 
     def __init__(self, module: nn.Module):
-        kept = module.state_dict(keep_vars=True)
-        self.buffers = {name: b for name, b in module.named_buffers() if name in kept and b.numel()}
+        self.module, kept = module, module.state_dict(keep_vars=True)
+        self._names = [name for name, b in module.named_buffers() if name in kept and b.numel()]
         self._start: dict[str, Tensor] = {}
         self._made: dict[str, Tensor] = {}
         self._passes = 0
 
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """The buffers by name. A forward may assign new tensors, so none is kept here."""
+        named = dict(self.module.named_buffers())
+        return {name: named[name].detach() for name in self._names}
+
     def begin(self) -> None:
-        """Begin a step, after one that did not end."""
-        self.cancel()
+        """Begin a step or a validation."""
         self._start = {name: buffer.clone() for name, buffer in self.buffers.items()}
         self._made, self._passes = {}, 0
 
     def rewind(self) -> None:
         """Begin a micro-batch."""
-        for name, start in self._start.items():
-            self.buffers[name].copy_(start)
+        for name, buffer in self.buffers.items() if self._start else ():
+            buffer.copy_(self._start[name])
 
     def cancel(self) -> None:
         """Go back to the values before the step, if one began and did not end."""
         self.rewind()
         self._start = {}
 
-    @torch.no_grad()
     def collect(self) -> None:
         """End a micro-batch."""
         self._passes += 1
         for name, buffer in self.buffers.items():
-            made = buffer.double() if buffer.is_floating_point() else buffer
-            before = self._made.get(name)
-            if before is None:
-                self._made[name] = made.clone()
-            else:
-                self._made[name] = before + made if buffer.is_floating_point() else torch.maximum(before, made)
+            made, before = _wide(buffer), self._made.get(name)
+            if before is not None:
+                made = before + made if made.is_floating_point() else torch.maximum(before, made)
+            self._made[name] = made
 
-    @torch.no_grad()
     def end(self, mesh: Mesh) -> None:
         """End a step. Collective over the replicas."""
-        for name, buffer in self.buffers.items():
-            mean = buffer.is_floating_point()
-            total = all_reduce(self._made[name], mesh.group("dp"), ReduceOp.SUM if mean else ReduceOp.MAX)
-            buffer.copy_(total / (self._passes * mesh.size("dp")) if mean else total)
+        replicas, buffers = mesh.group("dp"), self.buffers
+        if buffers:
+            changed = torch.stack([self._changed(name) for name in buffers])
+            some = to_host(all_reduce(changed, replicas, ReduceOp.MAX))  # masks and the like are not sent
+            buffers = {name: buffer for (name, buffer), one in zip(buffers.items(), some, strict=True) if one}
+        for mean, operation in ((True, ReduceOp.SUM), (False, ReduceOp.MAX)):
+            names = [name for name in buffers if self._made[name].is_floating_point() == mean]
+            if not names:
+                continue
+            total = all_reduce(torch.cat([self._made[name].flatten() for name in names]), replicas, operation)
+            if mean:
+                total /= self._passes * mesh.size("dp")
+            for name, values in zip(names, total.split([self._made[n].numel() for n in names]), strict=True):
+                shaped, buffer = values.view(self._made[name].shape), buffers[name]
+                buffer.copy_(torch.view_as_complex(shaped) if buffer.is_complex() else shaped)
         self._start = {}
+
+    def _changed(self, name: str) -> Tensor:
+        start, made = _wide(self._start[name]), self._made[name]
+        return (made != (start * self._passes if made.is_floating_point() else start)).any().double()
+
+
+def _wide(buffer: Tensor) -> Tensor:
+    """Copy a buffer as float64, with the parts of complex numbers as a last dimension, or as int64."""
+    if buffer.is_complex():
+        buffer = torch.view_as_real(buffer)
+    dtype = torch.float64 if buffer.is_floating_point() else torch.int64
+    return buffer.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def draw_as(seed: int, batch: OwnBatch) -> None:
@@ -86,6 +113,8 @@ class OwnStage(LocalStage):
 
     Attributes:
         counted: number of terms of the losses since it was last set to 0, float64 [].
+        buckets: parameters outside of the blocks, which ZeRO-3 gathers for each micro-batch.
+        blocks: what ZeRO-3 gathers one after the other; None without blocks.
     """
 
     def __init__(self, own: OwnModel, module: nn.Module, parameters: ShardedParameters, policy: Policy, seed: int):
@@ -96,27 +125,35 @@ class OwnStage(LocalStage):
         device = parameters.mesh.device
         self.counted = torch.zeros((), dtype=torch.float64, device=device)
         self.buckets = [] if parameters.zero < 3 else parameters.buckets
+        self.blocks: Blocks | None = None
 
     def forward(self, batch: OwnBatch, hidden: Tensor | None, part: Slice | None) -> Tensor:  # type: ignore[override]
-        """Return the summed loss of a micro-batch; without gradients, as in a validation."""
-        training = torch.is_grad_enabled()
-        batch = batch.map(lambda tensor: tensor.to(self.policy.compute) if tensor.is_floating_point() else tensor)
+        """Return the summed loss of a micro-batch; without gradients, as in a validation.
+
+        Raises:
+            UsageError: the loss is not as `OwnModel` says, or the forward does not run the blocks in order.
+        """
+        training, compute = torch.is_grad_enabled(), self.policy.compute
+        wide = torch.promote_types(compute, torch.float32)
+        batch = batch.map(lambda tensor: tensor.to(wide) if tensor.is_floating_point() else tensor)
         for bucket in self.buckets:
             bucket.gather()
         for bucket in self.buckets:
             bucket.wait()
-        if training:
-            self.statistics.rewind()
-            draw_as(self.seed, batch)
+        self.statistics.rewind()
+        draw_as(self.seed, batch)
         self.module.train(training)
-        loss, terms = self.own.loss(self.module, batch.values)
+        # Autocast: operators that need it, such as sums of losses, compute in float32.
+        cast = torch.autocast(self.parameters.mesh.device.type, compute, enabled=compute != wide)
+        with cast, self.blocks.forward() if self.blocks else nullcontext():
+            loss, terms = self.own.compute(self.module, batch.values)
         if training:
             self.statistics.collect()
         else:
             for bucket in self.buckets:
                 bucket.free()
         self.counted += terms
-        return loss
+        return loss.to(wide)  # the factor on it may not fit into float16
 
     def state(self, rank: int) -> dict[str, list[Piece]]:
         """Return, by name, the values that are saved besides the trained parameters: buffers and frozen parameters."""
@@ -142,39 +179,39 @@ def build_own_stage(own: OwnModel, mesh: Mesh, policy: Policy, seed: int) -> Own
     module = own.build(seed)
     for parameter in module.parameters():
         if not parameter.requires_grad:
-            parameter.data = parameter.data.to(mesh.device, policy.compute)
-    wide = policy.compute if policy.compute == torch.float64 else None
+            dtype = policy.compute if parameter.is_floating_point() else None  # others may be packed numbers
+            parameter.data = parameter.data.to(mesh.device, dtype)
+    wide = torch.promote_types(policy.compute, torch.float32)
     for owner in module.modules():
         for name, buffer in owner.named_buffers(recurse=False):
-            owner._buffers[name] = buffer.to(mesh.device, wide if buffer.is_floating_point() else None)
+            dtype = torch.promote_types(buffer.dtype, wide) if buffer.is_floating_point() else None
+            owner._buffers[name] = buffer.to(mesh.device, dtype).contiguous()
+        if policy.compute.itemsize < 4 and isinstance(owner, (_NormBase, nn.LayerNorm, nn.GroupNorm)):
+            owner.forward = partial(normalise_wide, ref(owner))  # type: ignore[method-assign]
     placements = {
         name: replicate(name, parameter, mesh, partial=False)
         for name, parameter in module.named_parameters() if parameter.requires_grad
     }
     unclaimed = materialise(module, placements, policy.compute, mesh.device)
-    units = list(_units(own, module, mesh.layout.zero == 3))
-    owned = [list(dict.fromkeys(p for each in modules for p in each.parameters())) for modules in units]
+    blocks = own.blocks if mesh.layout.zero == 3 else ()
+    groups = group_parameters(module, [module.get_submodule(name) for name in blocks])
     parameters = ShardedParameters(
-        [[(p, unclaimed.pop(p)) for p in unit if p in unclaimed] for unit in owned], mesh, policy
+        [[(p, unclaimed.pop(p)) for p in group if p in unclaimed] for group in groups], mesh, policy
     )
     stage = OwnStage(own, module, parameters, policy, seed)
-    if mesh.layout.zero == 3 and own.blocks:
-        blocks = {p for unit in owned[:-1] for p in unit}
-        stage.buckets = [b for b in parameters.buckets if not all(slot.parameter in blocks for slot in b.slots)]
-        needed = [
-            [bucket for bucket in parameters.buckets if any(slot.parameter in set(unit) for slot in bucket.slots)]
-            for unit in owned[:-1]
-        ]
-        keep = 0 if mesh.layout.reshard_after_forward else len(needed)
-        PrefetchHooks(list(zip(units[:-1], needed, strict=True)), parameters, ahead=mesh.layout.prefetch, keep=keep)
+    if blocks:
+        stage.blocks = Blocks(blocks, module, groups, parameters)
+        stage.buckets = stage.blocks.rest
     return stage
 
 
-def _units(own: OwnModel, module: nn.Module, sharded: bool) -> Iterator[list[nn.Module]]:
-    """Yield the groups of modules whose parameters are adjacent; in ZeRO-3, each block and then the rest."""
-    if not sharded:
-        yield from ([each] for each in module.modules() if next(each.parameters(recurse=False), None) is not None)
-        return
-    for name in own.blocks:
-        yield [module.get_submodule(name)]
-    yield [module]
+def normalise_wide(module: ReferenceType[nn.Module], x: Tensor) -> Tensor:
+    """Compute a normalisation in float32, the format of its statistics; torch does not mix formats on every device."""
+    norm = module()
+    assert norm is not None, "its own forward calls this"
+    own = dict(norm._parameters)
+    norm._parameters.update({name: p if p is None else p.float() for name, p in own.items()})  # type: ignore[misc]
+    try:
+        return type(norm).forward(norm, x.float()).to(x.dtype)
+    finally:
+        norm._parameters.update(own)

@@ -163,8 +163,11 @@ class ModelConfig(Section):
         adds parameters. A shorter sequence does not remove positions and leaves the model unchanged.
 
         Raises:
-            UsageError: unknown name, heads that do not fit, or a vocabulary smaller than the tokenizer's.
+            UsageError: unknown name, heads that do not fit, a vocabulary smaller than the tokenizer's, or a module.
         """
+        if self.module:
+            raise UsageError("model.module: this needs a shape of the catalog, and shoal does not know the layers of a "
+                             "module.\n  `shoal train`, `verify` and `report` take any module (docs/own-model.md).")
         parts = {"name", "module", "weights", "rope_scaling", "latent", "experts", "depths"}
         changed = {k: v for k, v in self.model_dump(exclude=parts).items() if v is not None}
         changed.setdefault("vocab", vocab)

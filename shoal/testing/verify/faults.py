@@ -35,8 +35,8 @@ from shoal.engine.parallel.zero.zero_engine import ShardedParameters
 from shoal.engine.weight_versions import WeightVersions
 from shoal.pipeline import partition
 from shoal.pipeline.program import Op, Program
+from shoal.training.step.engine import Engine
 from shoal.training.step.engine_state import EngineState
-from shoal.training.step.model_state import ModelState
 
 
 @dataclass(frozen=True)
@@ -267,7 +267,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "local-tokens": Fault(
         "the loss is normalised by the tokens of this replica instead of all",
-        ModelState, "count_tokens", lambda right, engine, batches, *_: [sum(b.unmasked() for b in batches)], {"dp": 2},
+        Engine, "count_tokens", lambda right, engine, batches, *_: [sum(b.unmasked() for b in batches)], {"dp": 2},
     ),
     "chunk-positions": Fault(
         "a context-parallel rank treats its chunks as one contiguous sequence",

@@ -28,7 +28,7 @@ from shoal.spec.config import RunConfig
 from shoal.spec.layout import Layout
 from shoal.testing.verify.compare import TOLERANCES, Mismatch, Verdict
 from shoal.training.check import check
-from shoal.training.samples import open_samples
+from shoal.training.samples import open_samples, try_samples
 from shoal.training.step.own_engine import OwnEngine
 
 LIMIT_SECONDS = 600.0
@@ -56,6 +56,7 @@ def verify_own_model(console: Console, config: RunConfig, steps: int, device: st
     console.print(f"[bold]verify[/]    {config.model.name} on {config.parallel.describe()}, fp64, "
                   f"optimizer {config.optimizer.name}, {steps} steps of {config.train.global_batch} samples")
     check(config)
+    try_samples(config)
     with Pool(config.parallel.world_size, device=device) as pool:
         verdict = compare_own_model(pool, config, steps, device)
     seconds, tolerance = time.monotonic() - begin, TOLERANCES["fp64"].gradient
@@ -83,6 +84,9 @@ def compare_own_model(pool: Pool, config: RunConfig, steps: int, device: str = "
             for each in (config, alone)
         )
     except RankError as error:
+        _, usage, message = error.failures[0][1].rpartition(f"{UsageError.__module__}.{UsageError.__name__}: ")
+        if usage:
+            raise UsageError(message.rstrip()) from error
         raise UsageError(f"model.module: a step fails in float64: {error.reason}.") from error
     verdict = Verdict()
     before = load_own_model(config.model.module).build(config.train.seed).double().state_dict()
@@ -123,8 +127,9 @@ def _assemble(ranks: list[list[tuple[float, dict[str, list[Piece]], dict[str, li
         for rank in ranks:
             for name, pieces in rank[step][kind].items():  # type: ignore[union-attr]
                 for piece in pieces:
-                    full = found.setdefault(name, torch.full(piece.global_shape, math.nan, dtype=torch.float64))
-                    full[piece.box.slices] = piece.tensor.double()
+                    dtype = torch.promote_types(piece.tensor.dtype, torch.float64)
+                    full = found.setdefault(name, torch.full(piece.global_shape, math.nan, dtype=dtype))
+                    full[piece.box.slices] = piece.tensor
         return found
 
     return [OwnStep(ranks[0][step][0], join(step, 1), join(step, 2)) for step in range(len(ranks[0]))]
@@ -143,11 +148,11 @@ def compute_gradients(config: RunConfig, step: int, values: Tensors) -> Tensors:
             lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
         statistics.rewind()
         draw_as(seed, batch)
-        loss, count = own.loss(module, batch.values)
+        loss, count = own.compute(module, batch.values)
         loss.backward()
         terms += float(count)
     gradients = {
-        name: (torch.zeros_like(p) if p.grad is None else p.grad) / max(1.0, terms)
+        name: (torch.zeros_like(p) if p.grad is None else p.grad) / (terms or 1.0)
         for name, p in module.named_parameters() if p.requires_grad
     }
     norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients.values()))

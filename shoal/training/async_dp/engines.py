@@ -67,7 +67,7 @@ class ReplicaEngine(Engine):
         self.flat = Flat(self.parameters)
 
     @abstractmethod
-    def update(self, step: int, tokens: int, rate: float, stop: bool, action: Action, loss: Tensor) -> StepResult:
+    def update(self, step: int, tokens: float, rate: float, stop: bool, action: Action, loss: Tensor) -> StepResult:
         """Update the weights by the method. See `Engine.update`."""
 
     def clip_and_step(self, norm: float, rate: float) -> None:
@@ -117,7 +117,7 @@ class CompressedEngine(ReplicaEngine):
             case sync:
                 self.method = Quantised(*common, OneBit(relaxed.block) if sync == "onebit" else Int8(relaxed.block))
 
-    def update(self, step: int, tokens: int, rate: float, stop: bool, action: Action, loss: Tensor) -> StepResult:
+    def update(self, step: int, tokens: float, rate: float, stop: bool, action: Action, loss: Tensor) -> StepResult:
         """Update the weights with the compressed sum of the gradients. See `Engine.update`.
 
         Raises:
@@ -160,7 +160,7 @@ class LocalEngine(ReplicaEngine):
         )
         self._since = torch.zeros(5, dtype=torch.float64, device=mesh.device)
 
-    def update(self, step: int, tokens: int, rate: float, stop: bool, action: Action, loss: Tensor) -> StepResult:
+    def update(self, step: int, tokens: float, rate: float, stop: bool, action: Action, loss: Tensor) -> StepResult:
         """Step the replica's own optimizer; average if due.
 
         Raises:
@@ -242,7 +242,7 @@ class AsyncEngine(ReplicaEngine):
             self.parameters.gather()
         return super().step(step, stop=stop, dry=dry)
 
-    def update(self, step: int, tokens: int, rate: float, stop: bool, action: Action, loss: Tensor) -> StepResult:
+    def update(self, step: int, tokens: float, rate: float, stop: bool, action: Action, loss: Tensor) -> StepResult:
         """Clip the gradients and pass them to the method.
 
         Raises:

@@ -28,7 +28,6 @@ from shoal.base.errors import UsageError
 from shoal.base.files import make_folder, read_json, write_atomically
 from shoal.base.journal import best_effort
 from shoal.engine.collectives.ops import all_reduce
-from shoal.engine.models.transformer import Transformer
 from shoal.engine.parallel.apply import LocalStage
 from shoal.engine.precision.histogram import BINS, count
 from shoal.training.step.engine import Engine
@@ -74,8 +73,7 @@ class Histograms:
 
     def __init__(self, engine: Engine, every: int, folder: Path):
         self.engine, self.every, self.folder = engine, every, folder / FOLDER
-        with torch.device("meta"):
-            model = Transformer(engine.shape)
+        model = engine.describe_module()
         names = dict(model.named_parameters())
         linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         rows = [*((kind, name) for kind in KINDS[:2] for name in names),
@@ -140,7 +138,7 @@ class Histograms:
 
     def _layer(self, name: str, module: nn.Linear) -> _Layer:
         if name == "head":
-            return _Layer(name, "tp_y", "tp/1", self.vocabulary)
+            return _Layer(name, "tp_y", "tp/1", self.vocabulary or module.out_features)
         if name.endswith((".out", ".down")):
             return _Layer(name, "tp/1", "tp_y", module.out_features)
         if name.endswith("_down"):  # of the latents: computed by every rank from its tokens

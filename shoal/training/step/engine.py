@@ -118,14 +118,14 @@ class Engine(EngineState):
     def _move(self, batches: Sequence[Batch], sequences: float) -> list[Batch]:
         return [replace(batch.to(self.mesh.device), sequences=sequences) for batch in batches]
 
-    def update(self, step: int, tokens: int, rate: float, stop: bool, action: Action, loss: Tensor) -> StepResult:
+    def update(self, step: int, tokens: float, rate: float, stop: bool, action: Action, loss: Tensor) -> StepResult:
         """Clip the gradients by their norm over all stages and update the weights.
 
         The update is skipped if a scaled gradient overflowed. All ranks decide the same, as the norm is finite only if
         every gradient is.
 
         Args:
-            tokens: unmasked targets in the global batch.
+            tokens: unmasked targets in the global batch, or the terms of another loss.
             loss: sum over this rank's micro-batches [nats].
 
         Raises:
@@ -133,7 +133,7 @@ class Engine(EngineState):
         """
         self.complete_gradients()
         loss_sum, stopped, (square,) = sum_totals(self, loss, stop, self.parameters.square_norm())
-        mean, norm = loss_sum / max(1, tokens), math.sqrt(square) if square >= 0 else math.nan
+        mean, norm = loss_sum / (tokens or 1), math.sqrt(square) if square >= 0 else math.nan
         scale, loss_scale = self.loss_scale, self.loss_scale.value if self.loss_scale else 1.0
         overflowed = not math.isfinite(norm)
         if not math.isfinite(mean) or (overflowed and (scale is None or scale.exhausted)):

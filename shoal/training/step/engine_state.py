@@ -89,8 +89,12 @@ class EngineState(ModelState):
             assert engine is not None, "a deleted engine asks for no batches"
             return engine.make_batches(step)
 
-        ahead = self.config.data.sampler != "pool"  # "pool" knows its next samples only when they are drawn
-        self.get_batches: Callable[[int], list[Batch]] = Prefetcher(make, self.config.train.steps) if ahead else make
+        prefetch = self.prefetches()
+        self.get_batches: Callable[[int], list[Batch]] = Prefetcher(make, self.config.train.steps) if prefetch else make
+
+    def prefetches(self) -> bool:
+        """Return whether the batches of the next step can be made during a step."""
+        return self.config.data.sampler != "pool"  # "pool" knows its next samples only when they are drawn
 
     def make_batches(self, step: int) -> list[Batch]:
         """Return this replica's micro-batches of a step, on the host."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.base.boxes import Piece
 from shoal.base.files import expanded
@@ -17,6 +17,7 @@ from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import all_gather, all_reduce, to_host
 from shoal.engine.data.batches import Batch, CompleteDataset, Dataset
 from shoal.engine.models.cache import Slice
+from shoal.engine.models.transformer import Transformer
 from shoal.engine.parallel.apply import LocalStage, build_stages, initialise
 from shoal.engine.parallel.context.causal_blocks import token_positions
 from shoal.engine.parallel.context.token_order import assign_tokens
@@ -114,6 +115,11 @@ class ModelState:
             for piece in pieces:
                 weights.fill(name, piece)
         self.parameters.gather()
+
+    def describe_module(self) -> nn.Module:
+        """Return the unsplit model without values: the names of all its modules and parameters."""
+        with torch.device("meta"):
+            return Transformer(self.shape)
 
     def weights(self) -> dict[str, list[Piece]]:
         """Return the model's pieces on this rank: parameters and router biases."""

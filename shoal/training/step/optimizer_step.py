@@ -36,7 +36,7 @@ class StepResult:
         gradient_norm: norm over the full model before clipping (mean over the updates, if several); not finite if the
             step was skipped.
         learning_rate: learning rate of the update.
-        tokens: unmasked targets in the global batch.
+        tokens: unmasked targets in the global batch, or the terms of another loss.
         stop: whether any rank was asked to stop.
         loss_scale: factor on the loss; 1 without loss scaling.
         skipped: whether the update was skipped because a gradient overflowed.
@@ -46,7 +46,7 @@ class StepResult:
     loss: float
     gradient_norm: float
     learning_rate: float
-    tokens: int
+    tokens: float
     stop: bool = False
     loss_scale: float = 1.0
     skipped: bool = False

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.base.boxes import Piece
+from shoal.base.errors import UsageError
 from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.ops import all_reduce, to_host
 from shoal.engine.data.batches import Batch, Dataset
-from shoal.engine.own.definition import load_own_model
+from shoal.engine.own.definition import SUM_AND_TERMS, load_own_model
 from shoal.engine.own.stage import OwnStage, build_own_stage
 from shoal.engine.parallel.apply import LocalStage
 from shoal.engine.parallel.zero.rank_parameters import RankParameters
@@ -26,6 +28,9 @@ class OwnEngine(Engine):
 
     The number of terms of a loss is known only after its forward. So backward gives the gradients of the sum, which
     are divided before the update.
+
+    Attributes:
+        divisor: that of the loss before its backward, see `count_tokens`.
     """
 
     stage: OwnStage
@@ -33,6 +38,7 @@ class OwnEngine(Engine):
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
         self.starts_early = False  # terms are counted on the host
+        self.divisor = 1
 
     def build_stages(self, trained: bool) -> tuple[list[LocalStage], RankParameters]:
         own, train = load_own_model(self.config.model.module), self.config.train
@@ -42,19 +48,37 @@ class OwnEngine(Engine):
     def initialise(self) -> None:
         self.stage.fill(self.stage.own.build(self.config.train.seed))
 
+    def describe_module(self) -> nn.Module:
+        return self.stage.module
+
+    def prefetches(self) -> bool:
+        return super().prefetches() and not self.samples.draws  # type: ignore[attr-defined]
+
+    def step(self, step: int, *, stop: bool = False, dry: bool = False) -> StepResult:
+        try:
+            return super().step(step, stop=stop, dry=dry)
+        finally:  # buffers of a step that failed, was skipped or dry are those before it
+            self.stage.statistics.cancel()
+
     def count_tokens(self, batches: Sequence[Batch], updates: Sequence[int], replicas: Group | None) -> list[int]:
-        """Return 1 for each update: the loss is not divided before its backward. Begins a step."""
+        """Begin a step; return for each update by what the loss is divided before its backward.
+
+        That is 1, or with loss scaling a power of two near the terms of the step before, for the range of float16.
+        """
         self.stage.counted.zero_()
         self.stage.statistics.begin()
-        return [1] * (max(updates) + 1)
+        return [self.divisor] * (max(updates) + 1)
 
-    def update(self, step: int, tokens: int, rate: float, stop: bool, action: Action, loss: Tensor) -> StepResult:
+    def update(self, step: int, tokens: float, rate: float, stop: bool, action: Action, loss: Tensor) -> StepResult:
         terms = self._terms()
-        self.gradient_terms = max(1.0, terms)
-        result = super().update(step, round(terms), rate, stop, action, loss)
-        if result.skipped:
-            self.stage.statistics.cancel()
-        else:
+        if not (terms > 0 or terms == float(loss) == 0):
+            raise UsageError(f"model.module: the terms of its loss() in step {step} are {terms:g}, with a loss of "
+                             f"{float(loss):g} on this rank.\n  {SUM_AND_TERMS}")
+        self.gradient_terms = (terms or 1.0) / self.divisor
+        if self.loss_scale:
+            self.divisor = 1 << max(0, math.frexp(terms)[1])
+        result = super().update(step, terms, rate, stop, action, loss)
+        if not result.skipped:
             self.stage.statistics.end(self.mesh)
         return result
 
@@ -69,8 +93,10 @@ class OwnEngine(Engine):
         first = [m * per_pass + self.mesh.index("dp") * n for m in range(passes)]
         batches = [samples.batch(range(start, start + n)).to(self.mesh.device) for start in first]
         self.stage.counted.zero_()
+        self.stage.statistics.begin()
         loss = self.build_runtime(build_forwards(self.program, passes)).evaluate(batches)
-        return float(to_host(all_reduce(loss, self.mesh.group("world")))) / max(1.0, self._terms())
+        self.stage.statistics.cancel()  # some modules change buffers in each forward
+        return float(to_host(all_reduce(loss, self.mesh.group("world")))) / (self._terms() or 1.0)
 
     def state(self) -> dict[str, list[Piece]]:
         """Return all tensors that a checkpoint stores: also buffers and frozen parameters."""

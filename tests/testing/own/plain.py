@@ -1,8 +1,12 @@
 """Plain modules that shoal does not know, with their losses and samples."""
 
+import random
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from shoal.engine.own.definition import OwnModel
 
@@ -63,9 +67,51 @@ class Recurrent(nn.Module):
         return self.head(self.layers(self.embedding(ids))[0])
 
 
+class Odd(nn.Module):
+    """With what modules may do: draws, recomputation, ties across blocks, and buffers of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.utils.parametrizations.orthogonal(nn.Linear(4, 4))  # has a buffer that is not contiguous
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(3))
+        self.last = nn.Linear(4, 4)
+        self.last.weight = self.layers[1][0].weight
+        self.packed = nn.Parameter(torch.tensor([100_000_001, 3], dtype=torch.int32), requires_grad=False)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("phases", torch.polar(torch.ones(4), torch.arange(4.0)))
+        self.register_buffer("mask", torch.tensor([True, False, True, True]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.packed[0] == 100_000_001
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)  # also in evaluation
+        self.phases *= torch.polar(torch.ones(()), x.sum().detach().float())
+        y = self.first(x)
+        for layer in self.layers:
+            y = y + checkpoint(layer, y, use_reentrant=False)
+        return self.last(y) * self.mask + self.phases.real
+
+
+class Drawn:
+    """Samples with random numbers, of which a file that is loaded anew should have the same."""
+
+    base = torch.randn(64, 4)
+
+    def __len__(self) -> int:
+        return len(self.base)
+
+    def __getitem__(self, i: int) -> Tensor:
+        return self.base[i] + 0.1 * torch.randn(4) + random.random() + np.random.random()
+
+
+def weighted(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
+    return 0.01 * rebuilt(model, [batch])[0], batch.new_tensor([0.01 * len(batch)])
+
+
 def words(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     return cross_entropy(model(batch["ids"])[:, :-1], batch["ids"][:, 1:])
 
 
+ODD_BLOCKS = ("layers.0", "layers.1", "layers.2")
+odd = OwnModel(Odd, weighted, Drawn, blocks=ODD_BLOCKS)
 unet = OwnModel(UNet, rebuilt, Images)
 lstm = OwnModel(Recurrent, words, Tokens)

@@ -35,6 +35,7 @@ def config_of(name: str, layout: dict[str, Any], **sections: dict[str, Any]) -> 
     ("vit", {"dp": 2}, {"optimizer": {"name": "sgd", "clip_norm": 0.1}}),
     ("unet", {"dp": 4, "zero": 2, "zero_shard": 2, "offload": "optimizer"}, {}),
     ("lstm", {"dp": 4, "zero": 3, "zero_shard": 2}, {}),
+    ("odd", {"dp": 2, "zero": 3}, {}),
 ])  # fmt: skip
 def test_gradients_weights_and_buffers_are_those_of_one_device(name, layout, sections, pool):
     config = config_of(name, layout, **sections)

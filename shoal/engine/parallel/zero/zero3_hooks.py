@@ -23,7 +23,12 @@ class PrefetchHooks:
         units: the modules of each unit and the buckets that they need, in forward order.
         ahead: number of units to prefetch.
         keep: number of last units that stay gathered between forward and backward.
+
+    Attributes:
+        recomputing: whether forwards are now parts of a backward (`torch.utils.checkpoint` around or inside units).
     """
+
+    recomputing = False
 
     def __init__(
         self,
@@ -55,7 +60,8 @@ class PrefetchHooks:
 
     def _from(self, unit: int) -> range:
         """Return a unit and the units to prefetch with it in forward."""
-        return range(unit, min(unit + self.ahead + 1, len(self.buckets)))
+        ahead = 0 if self.recomputing else self.ahead
+        return range(unit, min(unit + ahead + 1, len(self.buckets)))
 
     def _before_backward(self, unit: int) -> None:
         # Backward has finished the next unit. Start its reductions before the next gather on every rank, even if they
@@ -68,7 +74,7 @@ class PrefetchHooks:
         outputs = [x for x in tree_leaves(output) if isinstance(x, torch.Tensor) and x.requires_grad]
         for each in outputs:
             each.register_hook(lambda _: self._before_backward(unit))
-        if not (outputs and unit in self.kept):
+        if not (outputs and unit in self.kept) and not self.recomputing:
             following = [bucket for other in self._from(unit)[1:] for bucket in self.buckets[other]]
             for bucket in self.buckets[unit]:
                 if bucket not in following:

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.base.errors import UsageError
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import Pending, all_reduce, broadcast_ints, reduce_scatter_flat, start_all_reduce
 from shoal.engine.parallel.placement import ENDS
@@ -181,6 +182,9 @@ class ShardedParameters:
     def _add(self, parameters: Sequence[nn.Parameter], term: Term) -> None:
         b, i = self.places[parameters[0]]
         gradients = self.gradients[b]
+        if gradients.pending_accumulation < len(parameters):
+            raise UsageError(f"parallel.zero = 3: {self.buckets[b].slots[i].placement.name} has a gradient after those "
+                             "of its block were summed: it is used outside of the block.\n  Leave the block out.")
         totals = gradients.add(i, term, len(parameters))
         if self.watch:
             for parameter, total in zip(parameters, totals, strict=True):
@@ -207,7 +211,10 @@ class ShardedParameters:
     def complete(self, buckets: Iterable[Bucket]) -> None:
         """Mark buckets complete: their remaining parameters get no gradient in this backward."""
         if self._later is None:
-            self._complete([self.buckets.index(bucket) for bucket in buckets])
+            numbers = [self.buckets.index(bucket) for bucket in buckets]
+            for b in numbers:
+                self.gradients[b].pending_accumulation = 0
+            self._complete(numbers)
 
     def _complete(self, buckets: Iterable[int]) -> None:
         self._completed += [b for b in buckets if b not in self._completed]

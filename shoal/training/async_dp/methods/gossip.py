@@ -43,7 +43,7 @@ class Push(Method):
         return replica * self.slots + slot
 
     @torch.no_grad()
-    def update(self, step: int, rate: float, tokens: int) -> None:
+    def update(self, step: int, rate: float, tokens: float) -> None:
         """Step the optimizer on z, then push and receive."""
         self.optimizer.step(rate)
         for x, z in zip(self.x, self.flat.weights, strict=True):

@@ -45,7 +45,7 @@ class Hogwild(Method):
         self._seen = self._others()
         return True
 
-    def update(self, step: int, rate: float, tokens: int) -> None:
+    def update(self, step: int, rate: float, tokens: float) -> None:
         """Update the shared weights."""
         self.optimizer.step(rate)
         stale = self._others() - self._seen

@@ -100,7 +100,7 @@ class Method(ReplicaMethod):
         return None
 
     @abstractmethod
-    def update(self, step: int, rate: float, tokens: int) -> None:
+    def update(self, step: int, rate: float, tokens: float) -> None:
         """Apply this replica's gradients, which are means over ``tokens``."""
 
     def settle(self, group: Group | None) -> None:

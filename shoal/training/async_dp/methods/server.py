@@ -100,7 +100,7 @@ class Server(Method):
         return self.window.get(self._versions + shard)
 
     @torch.no_grad()
-    def update(self, step: int, rate: float, tokens: int) -> None:
+    def update(self, step: int, rate: float, tokens: float) -> None:
         """Push this worker's gradients."""
         if self.bound == 0:
             self._add(rate, tokens)
@@ -121,7 +121,7 @@ class Server(Method):
             found.append(stale)
         self.staleness.add(sum(found) / len(found), max(found))
 
-    def _add(self, rate: float, tokens: int) -> None:
+    def _add(self, rate: float, tokens: float) -> None:
         """Add to the sum of the step after the workers before this one; the last worker updates all shards."""
         everyone = range(self.replicas)
         self.window.until(lambda: self.window.get(self._pushed) == self.replica, everyone, WAITS)

@@ -59,7 +59,7 @@ class GroupAverage(Method):
         return self.global_every > 0 and version % self.global_every == 0
 
     @torch.no_grad()
-    def update(self, step: int, rate: float, tokens: int) -> None:
+    def update(self, step: int, rate: float, tokens: float) -> None:
         """Step the optimizer, publish the weights, and average with the group."""
         self.optimizer.step(rate)
         if self._is_global(step - 1):  # the global step whose weights this step overwrites

@@ -1,0 +1,210 @@
+"""Definitions that are wrong are refused in one sentence, and what fails in a step leaves no trace."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.base.errors import UsageError
+from shoal.engine.collectives.mesh import Mesh
+from shoal.engine.own.definition import OwnModel
+from shoal.engine.own.samples import OwnDataset
+from shoal.engine.own.trial import try_out
+from shoal.spec.config import RunConfig
+from shoal.training.check import check
+from shoal.training.samples import open_samples
+from shoal.training.step.optimizer_step import NonFinite
+from shoal.training.step.own_engine import OwnEngine
+from tests.testing.own import plain
+from tests.testing.own.test_equality import config_of
+
+ROWS = torch.arange(64.0).view(16, 4) / 64
+
+
+def net() -> nn.Module:
+    return nn.Linear(4, 4)
+
+
+def loss(model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
+    return plain.rebuilt(model, [batch])
+
+
+def missing() -> nn.Module:
+    raise RuntimeError("no such weights")
+
+
+@pytest.mark.parametrize(("own", "says"), [
+    (OwnModel(net, lambda model, batch: loss(model, batch)[0], ROWS), r"returns a tensor of float32 \[\], not the sum"),
+    (OwnModel(net, lambda model, batch: None, ROWS), r"its loss\(\) returns NoneType None, not the sum"),
+    (OwnModel(net, lambda model, batch: (model(batch), 1), ROWS), r"is a tensor of float32 \[2, 4\], not a sum"),
+    (OwnModel(net, lambda model, batch: (model(batch).sum(), "1"), ROWS), r"the number of terms .* is str '1'"),
+    (OwnModel(net, lambda model, batch: (batch.sum(), 1), ROWS), "has no gradient: it was detached, or uses no param"),
+    (OwnModel(lambda: 3, loss, ROWS), "returns int, not an nn.Module"),
+    (OwnModel(missing, loss, ROWS), r"its model\(\) fails: RuntimeError: no such weights \(.*_definitions.py:\d+\)"),
+    (OwnModel(lambda: nn.LazyLinear(4), loss, ROWS), "weight of its model has no shape yet"),
+    (OwnModel(lambda: nn.Linear(4, 4, dtype=torch.complex64), loss, ROWS), "weight of its model is complex"),
+    (OwnModel(net, loss, lambda: iter(ROWS)), "its train data is .*iterator, which has no length"),
+    (OwnModel(net, loss, ROWS[:0]), "its train data is empty"),
+    (OwnModel(net, loss, ROWS, ROWS[:0]), "its validation data is empty"),
+    (OwnModel(net, loss, [ROWS[0], ROWS]), "its first train batch fails: RuntimeError: stack expects each tensor"),
+    (OwnModel(net, loss, [None]), "its first train batch fails: TypeError: default_collate"),
+    (OwnModel(plain.Odd, loss, ROWS, blocks=("layers",)), "'layers' is a list of .*\n.*layers.0, layers.1, layers.2"),
+    (OwnModel(plain.Odd, loss, ROWS, blocks=("layers.0", "layers.0.0")), "is a part of block 'layers.0'"),
+    (OwnModel(plain.Odd, loss, ROWS, blocks=("last", "last")), "is named twice"),
+])  # fmt: skip
+def test_a_wrong_definition_is_refused_before_a_rank_starts(own, says):
+    with pytest.raises(UsageError, match=says):
+        try_out(own, 0, micro_batch=2)
+
+
+class Chain(nn.Module):
+    """Linear layers, called as a list of their numbers says; a negative one is used without its forward."""
+
+    def __init__(self, order: tuple[int, ...]):
+        super().__init__()
+        self.order, self.layers = order, nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in self.order:
+            x = self.layers[i](x) if i >= 0 else F.linear(x, self.layers[i].weight)
+        return x
+
+
+def chain(*order: int) -> OwnModel:
+    return OwnModel(lambda: Chain(order), loss, ROWS, blocks=("layers.0", "layers.1", "layers.2"))
+
+
+in_order, backwards, twice, without = chain(0, 1, 2), chain(2, 1, 0), chain(0, 1, 0), chain(0, 1)
+outside_before, outside_after = chain(-1, 0, 1, 2), chain(0, 1, 2, -3)
+no_terms = OwnModel(net, lambda model, batch: (loss(model, batch)[0], 0), ROWS)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("place", torch.ones(4))
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x + self.place)
+
+
+def bad_from_the_second(model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
+    total, terms = loss(model, batch)
+    return total * (torch.nan if model.layers[2].num_batches_tracked > 1 else 1), terms
+
+
+normed = OwnModel(Normed, bad_from_the_second, ROWS)
+
+
+def named(name: str, **sections: dict) -> RunConfig:
+    config = config_of("lstm", {"dp": 1, "zero": 3}, **sections)
+    model = config.model.model_copy(update={"module": f"{__file__}:{name}"})
+    return config.model_copy(update={"model": model})
+
+
+def start(config: RunConfig) -> OwnEngine:
+    return OwnEngine(config, check(config), Mesh(config.parallel, dist.get_rank()), open_samples(config, "train"))
+
+
+def refusal(config: RunConfig) -> str:
+    try:
+        start(config).step(0)
+    except UsageError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize(("name", "says"), [
+    ("in_order", "accepted"),
+    ("backwards", "its block 'layers.2' runs first in the forward"),
+    ("twice", "its block 'layers.0' runs after 'layers.1' in the forward"),
+    ("without", "its block 'layers.2' does not run in the forward"),
+    ("outside_before", "a parameter of its block 'layers.2', of shape [4, 4], is used outside of the block's forward"),
+    ("outside_after", "a parameter of its block 'layers.0', of shape [4, 4], is used outside of the block's forward"),
+    ("no_terms", "in step 0 are 0, with a loss of"),
+])  # fmt: skip
+def test_what_only_a_step_shows_is_refused_by_it(name, says, pool):
+    """Blocks in another order than the forward's would have wrong gradients."""
+    (found,) = pool.run(refusal, 1, named(name))
+    assert says in found
+
+
+def buffers_around(config: RunConfig) -> list[dict[str, Tensor]]:
+    """Return the buffers after a step, after an evaluation and a dry step, and after a step that failed."""
+    engine, seen = start(config), []
+
+    def look() -> None:
+        seen.append({name: buffer.clone() for name, buffer in engine.stage.statistics.buffers.items()})
+
+    engine.step(0)
+    look()
+    engine.evaluate(engine.samples)
+    engine.step(1, dry=True)
+    look()
+    with pytest.raises(NonFinite):
+        engine.step(1)
+    look()
+    return seen
+
+
+def test_evaluations_and_steps_that_fail_leave_the_buffers(pool):
+    (seen,) = pool.run(buffers_around, 1, named("normed", train={"global_batch": 4}))
+    assert seen[0]["layers.2.running_mean"].any()
+    for later in seen[1:]:
+        for name, buffer in later.items():
+            assert torch.equal(buffer, seen[0][name]), name
+
+
+def learn(config: RunConfig) -> tuple[list[float], torch.dtype, float]:
+    engine = start(config)
+    losses = [engine.step(step).loss for step in range(24)]
+    scale = engine.loss_scale.value if engine.loss_scale else 0
+    return losses, engine.stage.module.layers[2].running_var.dtype, scale
+
+
+def of_many_terms(model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
+    total, terms = loss(model, batch)
+    return total * 4096, terms * 4096
+
+
+healthy = OwnModel(Normed, of_many_terms, ROWS)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_normalisations_and_sums_are_in_float32_in_mixed_precision(precision, pool):
+    sections = {"train": {"global_batch": 4, "precision": precision}, "optimizer": {"learning_rate": 0.05}}
+    ((losses, dtype, scale),) = pool.run(learn, 1, named("healthy", **sections))
+    assert dtype == torch.float32
+    assert losses[-1] < losses[0]
+    assert scale > 16 or precision == "bf16"  # as of the mean: it does not shrink with the number of terms
+
+
+def freed(config: RunConfig) -> list[bool]:
+    engine = start(config)
+    engine.step(0)
+    return [bucket.gathered for bucket in engine.stage.parameters.buckets]
+
+
+def test_recomputation_gathers_no_block_that_stays(pool):
+    config = config_of("odd", {"dp": 1, "zero": 3, "prefetch": 2})
+    assert pool.run(freed, 1, config) == [[False] * 4]
+
+
+def test_samples_that_draw_are_those_of_the_seed_and_are_not_made_by_a_thread():
+    first, again = (OwnDataset(plain.odd, "train", 0) for _ in range(2))
+    assert first.draws and first.fingerprint == again.fingerprint
+    assert torch.equal(first.batch(range(4)).values, again.batch(range(4)).values)
+    assert not torch.equal(first.batch(range(4)).values, OwnDataset(plain.odd, "train", 1).batch(range(4)).values)
+    assert not OwnDataset(OwnModel(net, loss, ROWS), "train", 0).draws
+
+
+def test_other_samples_of_the_same_number_are_noticed():
+    first, other = (OwnDataset(OwnModel(net, loss, rows), "train", 0) for rows in (ROWS, ROWS + 1))
+    assert first.fingerprint != other.fingerprint
+
+
+def test_commands_that_need_a_shape_say_so():
+    with pytest.raises(UsageError, match=r"model.module: this needs a shape of the catalog"):
+        config_of("lstm", {}).model.shape(vocab=64, sequence_length=8)
