@@ -137,7 +137,7 @@ def test_damaged_lines_are_left_out_and_reported_once(tmp_path, capsys):
         read_json_lines(path, lambda line: line["a"], "thing")
 
 
-@pytest.mark.parametrize("text", ["a" + ".a" * 20_000 + " = 1\n", "[a" + ".a" * 20_000 + "]\n", "a = " + "[" * 900])
+@pytest.mark.parametrize("text", ["a" + ".a" * 20_000 + " = 1\n", "[a" + ".a" * 20_000 + "]\n", "a = " + "[" * 20_000])
 def test_a_table_nested_too_deep(tmp_path, text):
     (tmp_path / "deep.toml").write_text(text)
     with pytest.raises(UsageError, match="nested too deep"):

@@ -35,8 +35,8 @@ from shoal.engine.parallel.zero.zero_engine import ShardedParameters
 from shoal.engine.weight_versions import WeightVersions
 from shoal.pipeline import partition
 from shoal.pipeline.program import Op, Program
-from shoal.training.step.engine import Engine
 from shoal.training.step.engine_state import EngineState
+from shoal.training.step.model_state import ModelState
 
 
 @dataclass(frozen=True)
@@ -148,9 +148,9 @@ def one_run(right: Callable, module: ContextPositions, start: int, s: int, devic
     return torch.arange(start, start + s, device=device) + at.rank * sum(at.tokens.lengths(at.rank))
 
 
-def by_place(right: Callable, queries, keys) -> list[causal_blocks.ScoreBlock]:
+def by_place(right: Callable, queries, keys, *window) -> list[causal_blocks.ScoreBlock]:
     if queries == keys:
-        return right(queries, keys)
+        return right(queries, keys, *window)
     everything = causal_blocks.ScoreBlock(slice(0, count_tokens(queries)), slice(0, count_tokens(keys)))
     return [everything] if keys[0][0] < queries[0][0] else []
 
@@ -221,8 +221,8 @@ FAULTS: dict[str, Fault] = {
     "vocabulary-padding": Fault(
         "the padding of the vocabulary is part of the softmax",
         SummedCrossEntropy, "forward",
-        lambda right, ctx, logits, targets, counts, columns, gather: right(
-            ctx, logits, targets, counts, logits.shape[-1], gather
+        lambda right, ctx, logits, targets, counts, columns, *more: right(
+            ctx, logits, targets, counts, logits.shape[-1], *more
         ), {"tp": 2},
     ),
     "norm-gradients": Fault(
@@ -267,7 +267,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "local-tokens": Fault(
         "the loss is normalised by the tokens of this replica instead of all",
-        Engine, "count_tokens", lambda right, engine, batches, *_: [sum(b.unmasked() for b in batches)], {"dp": 2},
+        ModelState, "count_tokens", lambda right, engine, batches, *_: [sum(b.unmasked() for b in batches)], {"dp": 2},
     ),
     "chunk-positions": Fault(
         "a context-parallel rank treats its chunks as one contiguous sequence",

@@ -13,7 +13,7 @@ from shoal.engine.models.experts.router import find_modules
 from shoal.engine.parallel import weight_grad
 from shoal.launch.worker_pool import Pool
 from shoal.spec.config import RunConfig
-from shoal.training.step import engine_state
+from shoal.training.step import model_state
 from tests.engine.parallel.counting import engine_of
 from tests.testing.verify.runs import small_run
 
@@ -37,8 +37,8 @@ def gradients(config: RunConfig, fused: bool, compile: bool = False) -> tuple[fl
             patch.setattr(module, name, count(name, getattr(module, name)))
         if compile:  # captured and differentiated, but not made into C++
             patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-            build = engine_state.build_stages
-            patch.setattr(engine_state, "build_stages", lambda *args, **kw: build(*args, **kw | {"compile": True}))
+            build = model_state.build_stages
+            patch.setattr(model_state, "build_stages", lambda *args, **kw: build(*args, **kw | {"compile": True}))
         engine = engine_of(config)
         loss = engine.step(0).loss
     pieces = {

@@ -179,7 +179,7 @@ def train_all(
     """Train each name with each seed from 0, on one thread each and on all cores, with evenly spaced validations, the
     last one after the last step. ``configure`` returns the config of a name and a seed."""
     jobs = {(name, seed): configure(name, seed) for seed in range(seeds) for name in names}
-    for data in dict.fromkeys(config.data for config in jobs.values()):
+    for data in {repr(config.data): config.data for config in jobs.values()}.values():
         prepare(data)
     keys, finished = list(jobs), itertools.count(1)
 
