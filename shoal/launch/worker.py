@@ -187,7 +187,7 @@ def _agree_on_data(samples: Mapping[str, Dataset]) -> None:
         raise UsageError(
             f"data: ranks {', '.join(map(str, others[:8]))} read another corpus than rank 0 "
             f"({every[others[0]][0]}, not {every[0][0]})."
-            "\n  Give all machines the same files (and, for stdlib, the same Python)."
+            "\n  Give all machines the same files (for stdlib, the same Python; for samples of a script, one seed)."
         )
 
 

@@ -17,7 +17,7 @@ from shoal.engine.checkpoint.manifest import newest
 from shoal.engine.own.definition import PICKLED, OwnModel, Samples, save_own_model
 from shoal.launch.rank_env import detect_rank_env
 from shoal.launch.train import train
-from shoal.spec.config import RUN_FILE, OptimizerConfig, RunConfig, load_config
+from shoal.spec.config import RUN_FILE, OptimizerConfig, RunConfig, build_config, load_config
 from shoal.spec.layout import Layout
 from shoal.testing.verify.verify import Verification, verify
 from shoal.training.records.metrics import StepMetrics, read_metrics
@@ -30,7 +30,7 @@ def AdamW(lr: float = 1e-3, **fields: Any) -> OptimizerConfig:
     >>> AdamW(lr=3e-4, clip_norm=0.5).learning_rate
     0.0003
     """
-    return OptimizerConfig(name="adamw", learning_rate=lr, **fields)
+    return build_config({"optimizer": {"name": "adamw", "learning_rate": lr} | fields}, source="AdamW").optimizer
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Run:
     Functions and samples reach the ranks with cloudpickle, so they may be of a notebook.
 
     Args:
-        model, loss, data, validation, collate, blocks: see `OwnModel`.
+        model, loss, data, validation, collate, blocks, on_metrics: see `OwnModel`.
         layout: data parallelism, ZeRO and the size of a micro-batch.
         optimizer: section [optimizer]; `AdamW` makes one.
         global_batch: samples of a step (default: one micro-batch for each replica).
@@ -101,14 +101,17 @@ class Run:
         global_batch: int | None = None,
         collate: Callable[[list[Any]], Any] = default_collate,
         blocks: tuple[str, ...] = (),
+        on_metrics: Callable[[StepMetrics], object] | None = None,
         name: str = "own",
         **sections: dict[str, Any],
     ):
-        self.own = OwnModel(model, loss, data, validation, collate, blocks)
+        self.own = OwnModel(model, loss, data, validation, collate, blocks, on_metrics)
         layout, optimizer = layout or Layout(), optimizer or OptimizerConfig()
         batch = {"global_batch": global_batch or layout.dp * layout.micro_batch, "validation_sequences": 1}
         given = {"train": batch | sections.pop("train", {}), "data": {"sequence_length": 1}, "model": {"name": name}}
-        self.config = RunConfig.model_validate(given | sections).model_copy(
+        if "parallel" in sections:
+            raise UsageError("Run: section [parallel] is given.\n  Give layout= in its place.")
+        self.config = build_config(given | sections, source="Run").model_copy(
             update={"parallel": layout, "optimizer": optimizer}
         )
 

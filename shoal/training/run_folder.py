@@ -218,6 +218,9 @@ def get_checkpoint_folder(config: RunConfig, folder: Path) -> AnyPath:
     return to_path(config.checkpoint.folder) if config.checkpoint.folder else folder / "checkpoints"
 
 
+MOST = 3  # elements of a list that a difference shows
+
+
 def _model_differences(config: RunConfig, folder: Path, shape: ModelShape) -> Iterator[Difference]:
     """Yield differences between the model of the newest checkpoint and the one to continue with."""
     found = newest(get_checkpoint_folder(config, folder))
@@ -229,7 +232,11 @@ def _model_differences(config: RunConfig, folder: Path, shape: ModelShape) -> It
     if isinstance(saved, dict):
         for name in sorted(saved.keys() | current.keys()):
             if (saved.get(name) or None) != (current.get(name) or None):  # an older checkpoint lacks newer parts
-                yield f"model.{name}", current.get(name), saved.get(name), "its checkpoint holds another model"
+                now, was = current.get(name), saved.get(name)
+                if isinstance(now, list) and isinstance(was, list):  # of a module's parameters, the first that differ
+                    now, was = ([each for each in one if each not in other][:MOST] for one, other in
+                                ((now, was), (was, now)))
+                yield f"model.{name}", now, was, "its checkpoint holds another model"
 
 
 def _check_checkpoint(config: RunConfig, folder: Path) -> None:

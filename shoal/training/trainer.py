@@ -288,6 +288,7 @@ class Trainer:
         if self.writer:
             self.writer.write(metrics)
         self.display.step(metrics)
+        self.engine.logged(metrics)
 
     def _open_writer(self) -> None:
         """Open the records of metrics on rank 0, without later steps."""

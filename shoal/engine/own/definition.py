@@ -46,6 +46,8 @@ class OwnModel:
         collate: makes a batch, any nesting of tensors, from a list of samples.
         blocks: names of modules in the order of the forward, of which ZeRO-3 holds one or two at a time, such as
             ``("layers.0", "layers.1")``; without any, it gathers the full model for each micro-batch.
+        on_metrics: called on rank 0, in its process, with each logged record (`shoal.training.records.metrics`); what
+            it raises ends the run.
 
     >>> import torch
     >>> own = OwnModel(
@@ -62,6 +64,16 @@ class OwnModel:
     validation: Samples | None = None
     collate: Callable[[list[Any]], Any] = default_collate
     blocks: tuple[str, ...] = ()
+    on_metrics: Callable[[Any], object] | None = None
+
+    def __post_init__(self) -> None:
+        """Raises `UsageError` if a function is none, or the blocks are one name."""
+        for name in ("model", "loss", "collate", "on_metrics"):
+            value = getattr(self, name)
+            if not callable(value) and not (name == "on_metrics" and value is None):
+                raise UsageError(f"model.module: its {name} is {_describe(value)}.\n  Give a function.")
+        if isinstance(self.blocks, str):
+            raise UsageError(f"model.module: its blocks are the text {self.blocks!r}.\n  Give a tuple of names.")
 
     def build(self, seed: int) -> nn.Module:
         """Build the module on the CPU, with the initial values of a seed."""
@@ -255,7 +267,7 @@ def save_own_model(own: OwnModel, file: Path) -> None:
 
     Modules that are not installed are written with it, so that a change of their files does not change the run.
     """
-    for function in (own.model, own.loss, own.data, own.validation, own.collate):
+    for function in (own.model, own.loss, own.data, own.validation, own.collate, own.on_metrics):
         module = sys.modules.get(getattr(function, "__module__", None) or type(function).__module__)
         path = getattr(module, "__file__", None)
         if module is None or not path or module.__name__.startswith("shoal."):

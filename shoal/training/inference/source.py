@@ -115,7 +115,8 @@ def describe_run(folder: str | Path) -> tuple[RunConfig, ModelShape, Tokenizer]:
                          "Face's format (config.json is missing).")
     config = with_own_tokenizer(load_config(file), Path(folder))
     if config.model.module:
-        raise UsageError("a run with model.module generates no text.\n  Load its weights: shoal.load_checkpoint.")
+        raise UsageError("this needs a model of text, and the run's is its own (model.module)."
+                         "\n  Load its weights: shoal.load_checkpoint.")
     tokenizer = load_tokenizer(config.data.tokenizer)
     shape = config.model.shape(vocab=tokenizer.vocab_size, sequence_length=config.data.sequence_length)
     return config, shape, tokenizer

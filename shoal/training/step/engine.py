@@ -21,6 +21,7 @@ from shoal.engine.runtime import Update
 from shoal.pipeline.program import Action
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RunConfig
+from shoal.training.records.metrics import StepMetrics
 from shoal.training.step.curvature import estimate
 from shoal.training.step.engine_state import EngineState
 from shoal.training.step.late_step import StartedStep, count_on_device, starts_early, update_on_device
@@ -183,6 +184,9 @@ class Engine(EngineState):
         """Return the router metrics of the last step, as fields of `StepMetrics`."""
         batch = self.config.train.global_batch, self.config.data.sequence_length
         return {name: value for counts in self.layer_counts for name, value in counts.metrics(*batch).items()}
+
+    def logged(self, metrics: StepMetrics) -> None:
+        """Note a record that rank 0 has written."""
 
     # ---- state ---------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from shoal.engine.parallel.apply import LocalStage
 from shoal.engine.parallel.zero.rank_parameters import RankParameters
 from shoal.pipeline.from_layout import build_forwards
 from shoal.pipeline.program import Action
+from shoal.training.records.metrics import StepMetrics
 from shoal.training.step.engine import Engine
 from shoal.training.step.optimizer_step import StepResult
 
@@ -50,6 +51,10 @@ class OwnEngine(Engine):
 
     def describe_module(self) -> nn.Module:
         return self.stage.module
+
+    def logged(self, metrics: StepMetrics) -> None:
+        if self.stage.own.on_metrics:
+            self.stage.own.on_metrics(metrics)
 
     def prefetches(self) -> bool:
         return super().prefetches() and not self.samples.draws  # type: ignore[attr-defined]

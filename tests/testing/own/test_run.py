@@ -13,6 +13,7 @@ import torch
 import shoal
 from shoal.base.errors import UsageError
 from shoal.launch import train as train_module
+from shoal.training.records.metrics import StepMetrics
 from shoal.training.resilience.events import read_events
 from tests.testing.own.plain import Images, UNet, rebuilt
 from tests.trainings.runs import ROOT
@@ -36,8 +37,9 @@ class Deadly:
         return self.images[i]
 
 
-def run_of(data: object = Images, **layout: int) -> shoal.Run:
+def run_of(data: object = Images, on_metrics: object = None, **layout: int) -> shoal.Run:
     return shoal.Run(
+        on_metrics=on_metrics,
         model=UNet, loss=rebuilt, data=data, layout=shoal.Layout(micro_batch=2, **layout), global_batch=4,
         optimizer=shoal.AdamW(lr=0.01), checkpoint={"every": 2}, metrics={"log_every": 1, "tensorboard": False},
         train={"device": "cpu"}, failover={"memory_every": 1},
@@ -78,7 +80,14 @@ def test_it_goes_on_after_the_loss_of_a_rank_with_the_same_bits(undisturbed, tmp
 
 def test_it_resumes_on_another_layout_by_its_folder_alone(undisturbed, tmp_path):
     """As `shoal train --resume` does, with the copy of the definition in the folder."""
-    half = run_of(dp=2, zero=2).train(STEPS // 2, folder=tmp_path / "run")
+    seen = tmp_path / "seen"
+
+    def note(record: StepMetrics) -> None:
+        with open(seen, "a") as file:
+            file.write(f"{record.step} {record.loss}\n")
+
+    half = run_of(dp=2, zero=2, on_metrics=note).train(STEPS // 2, folder=tmp_path / "run")
+    assert seen.read_text().splitlines() == [f"{each.step} {each.loss}" for each in half.metrics]
     config = shoal.load_config(tmp_path / "run" / "run.toml")
     assert Path(config.model.module).parent == tmp_path / "run"
     layout = config.parallel.model_copy(update={"dp": 1, "zero": 3})
@@ -93,8 +102,26 @@ def test_it_resumes_on_another_layout_by_its_folder_alone(undisturbed, tmp_path)
 
 def test_another_model_does_not_resume_a_run(undisturbed):
     other = shoal.Run(model=lambda: torch.nn.Linear(3, 3), loss=rebuilt, data=Images, global_batch=4)
-    with pytest.raises(UsageError, match=r"model.tensors = .*its checkpoint holds another model"):
+    differs = r"model.tensors = \[\['weight', \[3, 3\]\], \['bias', \[3\]\]\], was .*its checkpoint holds another model"
+    with pytest.raises(UsageError, match=differs):
         other.train(STEPS + 2, resume=undisturbed.folder)
+
+
+@pytest.mark.parametrize(("arguments", "says"), [
+    ({"loss": None}, "its loss is NoneType None"),
+    ({"blocks": "layers"}, "its blocks are the text 'layers'"),
+    ({"trian": {}}, "Run: there is no key 'trian'; did you mean 'train'"),
+    ({"train": {"stpes": 1}}, r"Run: there is no key 'train.stpes'; did you mean 'steps'"),
+    ({"parallel": {"dp": 2}}, r"section \[parallel\] is given.\n  Give layout="),
+])  # fmt: skip
+def test_wrong_arguments_are_named(arguments, says):
+    with pytest.raises(UsageError, match=says):
+        shoal.Run(**{"model": UNet, "loss": rebuilt, "data": Images} | arguments)
+
+
+def test_a_wrong_field_of_the_optimizer_is_named():
+    with pytest.raises(UsageError, match=r"AdamW: there is no key 'optimizer.momentun'; did you mean"):
+        shoal.AdamW(momentun=0.9)
 
 
 FIVE_LINES = """
