@@ -27,6 +27,7 @@ from shoal.engine.data.batches import Dataset
 from shoal.engine.device import synchronize
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RunConfig
+from shoal.training.async_dp.engines import engine_class
 from shoal.training.step.engine import Engine
 
 SIZES = (1.0, 4.0, 16.0, 64.0)
@@ -69,7 +70,7 @@ def sweep(config: RunConfig, shape: ModelShape, mesh: Mesh, samples: Dataset) ->
     cuts = -1
     for size in SIZES:
         candidate = _with(config, size)
-        engine = Engine(candidate, shape, mesh.with_layout(candidate.parallel), samples)
+        engine = engine_class(candidate)(candidate, shape, mesh.with_layout(candidate.parallel), samples)
         count = torch.tensor(len(engine.parameters.buckets), device=mesh.device)
         before, cuts = cuts, to_host(all_reduce(count, mesh.group("world")))
         if cuts != before:

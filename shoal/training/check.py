@@ -148,9 +148,11 @@ def check_rates(config: RunConfig, shape: ModelShape) -> None:
 def check_validation(config: RunConfig) -> None:
     """Reject named texts for validation where nothing computes their loss."""
     if config.data.validation and (config.model.module or config.parallel.sync in UNSYNCHRONISED):
-        reason = "a model of one's own reads no text" if config.model.module else (
-            f"the replicas of parallel.sync = '{config.parallel.sync}' do not meet")
-        raise UsageError(f"data.validation: {reason}.\n  Leave it out; evaluate checkpoints by `shoal eval`.")
+        if config.model.module:
+            raise UsageError("data.validation: a model of one's own reads no text.\n  Leave it out; the field "
+                             "validation of its OwnModel gives samples.")
+        raise UsageError(f"data.validation: the replicas of parallel.sync = '{config.parallel.sync}' do not meet."
+                         "\n  Leave it out; evaluate checkpoints by `shoal eval`.")
 
 
 def check_profile(config: RunConfig) -> None:

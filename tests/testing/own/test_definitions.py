@@ -1,5 +1,7 @@
 """Definitions that are wrong are refused in one sentence, and what fails in a step leaves no trace."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ from shoal.engine.own.definition import OwnModel
 from shoal.engine.own.samples import OwnDataset
 from shoal.engine.own.trial import try_out
 from shoal.spec.config import RunConfig
+from shoal.training.bucket_size import settle_bucket_size
 from shoal.training.check import check
 from shoal.training.samples import open_samples
 from shoal.training.step.optimizer_step import NonFinite
@@ -190,6 +193,17 @@ def freed(config: RunConfig) -> list[bool]:
 def test_recomputation_gathers_no_block_that_stays(pool):
     config = config_of("odd", {"dp": 1, "zero": 3, "prefetch": 2})
     assert pool.run(freed, 1, config) == [[False] * 4]
+
+
+def settled(config: RunConfig, folder: Path) -> float | str:
+    mesh = Mesh(config.parallel, dist.get_rank())
+    found, _ = settle_bucket_size(config, check(config), mesh, open_samples(config, "train"), folder, resume=False)
+    return found.parallel.bucket_mb
+
+
+def test_the_bucket_size_can_be_measured(pool, tmp_path):
+    first, second = pool.run(settled, 2, config_of("unet", {"dp": 2, "zero": 1, "bucket_mb": "auto"}), tmp_path)
+    assert first == second == 1.0  # all sizes give one bucket
 
 
 def test_samples_that_draw_are_those_of_the_seed_and_are_not_made_by_a_thread():

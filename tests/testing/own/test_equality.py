@@ -67,6 +67,7 @@ def test_a_loss_that_depends_on_the_rank_is_found(pool):
     ("train", "precision", "fp8", "train.precision = 'fp8' with model.module"),
     ("train", "compile", True, "train.compile = True with model.module"),
     ("optimizer", "name", "sophia-g", "optimizer.name = 'sophia-g' with model.module"),
+    ("data", "validation", {"x": "y.txt"}, "a model of one's own reads no text"),
     ("model", "layers", 3, "model.module gives the full model"),
     ("model", "module", f"{PLAIN}:nothing", "has no 'nothing'"),
     ("model", "module", f"{PLAIN}:Tokens", "is type, not a shoal.OwnModel"),
