@@ -182,7 +182,7 @@ class ShardedParameters:
     def _add(self, parameters: Sequence[nn.Parameter], term: Term) -> None:
         b, i = self.places[parameters[0]]
         gradients = self.gradients[b]
-        if gradients.pending_accumulation < len(parameters):
+        if self.zero == 3 and gradients.pending_accumulation < len(parameters):
             raise UsageError(f"parallel.zero = 3: {self.buckets[b].slots[i].placement.name} has a gradient after those "
                              "of its block were summed: it is used outside of the block.\n  Leave the block out.")
         totals = gradients.add(i, term, len(parameters))
