@@ -20,12 +20,13 @@ from shoal.launch.prefork import Child, PreforkServer, PreforkServerEnded
 from tests.trainings.runs import ROOT, alive, wait_for
 
 RANK = """
-import json, os, signal, sys, threading, time
+import atexit, json, os, signal, sys, threading, time
 from pathlib import Path
 import torch
 if __name__ == "__main__":
     act = os.environ["ACT"]
     print("said aloud", act, flush=True)
+    atexit.register(print, "said last", act)
     print("said aside", act, file=sys.stderr, flush=True)
     Path(os.environ["REPORT"]).write_text(json.dumps({
         "pid": os.getpid(), "parent": os.getppid(), "session": os.getsid(0), "argv": sys.argv, "name": __name__,
@@ -108,9 +109,9 @@ def test_a_fork_is_a_process_of_its_own(here, capfd):
     assert not said["home"]  # its environment is what was given, no more
     assert said["handlers"] == [True] * 3
     assert not any("socket" in file for file in said["fds"])  # it cannot speak as the server
-    assert capfd.readouterr().out == "said aloud 0\n"
+    assert capfd.readouterr().out == "said aloud 0\nsaid last 0\n"
     assert (here / "first.log").read_text() == "said aside 0\n"
-    assert sorted((here / "second.log").read_text().splitlines()) == ["said aloud 7", "said aside 7"]
+    assert sorted((here / "second.log").read_text().splitlines()) == ["said aloud 7", "said aside 7", "said last 7"]
     assert "ArithmeticError: a rank's own" in (here / "rank.log").read_text()
     assert (here / "prefork.log").read_text() == ""
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.cli.main import main
+from shoal.launch.worker_pool import Pool
 from shoal.spec.config import save_config
 from shoal.testing.chaos.chaos import ROUGH, Chaos, Trial, compare_checkpoints, last_checkpoint
 from shoal.testing.chaos.fault_injection import COMMITTING, STAGING, START, damage
@@ -74,6 +75,17 @@ def test_another_last_state_is_found(chaos, tmp_path):
         chaos.config = same
     for rounding in (None, ROUGH):
         assert "differ" in compare_checkpoints(good, last_checkpoint(other), rounding)[0]
+
+
+def test_a_process_that_outlives_its_run_is_found(chaos):
+    with Pool(1, server=chaos.server) as pool:
+        pool.map(abs, [-1])
+        trial = Trial("exit-0", "")
+        chaos._judge(trial, KINDS["exit-0"], chaos.reference, "", 0)
+        assert "1 ranks still run" in trial.problems
+    trial = Trial("exit-0", "")
+    chaos._judge(trial, KINDS["exit-0"], chaos.reference, "", 0)
+    assert not any("still run" in problem for problem in trial.problems)
 
 
 @pytest.mark.parametrize("how", ["flip", "truncate", "remove"])
