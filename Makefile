@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: train test gpu-test lint clean
+.PHONY: train test gpu-test lint docs clean
 
 train: $(VENV)/.ready   ## train a small language model on 4 ranks (dp 2 x tp 2, ZeRO-1)
 	$(BIN)/shoal train examples/quickstart.toml
@@ -20,6 +20,10 @@ lint: $(VENV)/.ready    ## style, types, and the import rules
 	$(BIN)/ruff check shoal tests
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: $(VENV)/.ready     ## the documentation as a site: build/site/index.html
+	$(BIN)/python -m tests.docs.pages
+	$(BIN)/python -m mkdocs build --quiet
 
 # torch comes first and from the constraint: an open range may pick a build with several GB of CUDA packages.
 $(VENV)/.ready: pyproject.toml constraints.txt

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shoal
 from shoal.base.errors import UsageError
 from shoal.base.options import listed, parse
-from shoal.labs.explain.subjects import PRODUCT, SUBJECTS, find_subject
+from shoal.labs.explain.subjects import PRODUCT, SUBJECTS, WordOptions, find_subject
 
 
 def main(args: list[str]) -> int:
@@ -16,7 +16,8 @@ def main(args: list[str]) -> int:
         SystemExit: help was requested.
     """
     if not args or args[0] in ("-h", "--help"):
-        subjects = {**{name: options for name, (options, _) in SUBJECTS.items()}, PRODUCT: find_subject(PRODUCT)[0]}
+        subjects = {name: options for name, (options, _) in SUBJECTS.items()}
+        subjects |= {PRODUCT: find_subject(PRODUCT)[0], "1f1b, bucket, ...": WordOptions}
         print("Show how one thing works and what it costs: a collective, a sharded product, where experts are, ...\n")
         print("shoal explain SUBJECT [--help]\n")
         print(*listed({name: options.__doc__ or "" for name, options in subjects.items()}, 17), sep="\n")

@@ -10,11 +10,12 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from shoal.base.errors import UsageError, did_you_mean
+from shoal.base.errors import UsageError
 from shoal.base.files import check_writable, write_atomically
 from shoal.base.section import Section, validate
 from shoal.labs.collectives.description import Collective
 from shoal.labs.explain import collective, compatibility, context, experts, optimizers, precision, scaling, sharding
+from shoal.labs.glossary.words import Word, find_word, nearest_words, page_file
 
 Show = Callable[[Any, Console], Callable[[], str] | None]
 """Prints an explanation for some options; returns a function that draws it as SVG, if --out is an option."""
@@ -34,11 +35,16 @@ PRODUCT = '"A[Ix, J] * B[J, Ky] -> C[Ix, Ky]"'
 """The other subject: any text with a bracket is an expression of sharded arrays."""
 
 
+class WordOptions(Section):
+    """Any word of the glossary: what it means, its page of the course, and a command."""
+
+
 def explain(subject: str, console: Console | None = None, **options: Any) -> None:
     """Print how one thing works and what it costs, computed from the description that also runs.
 
     Args:
-        subject: a key of `SUBJECTS`, such as ``"all-reduce"``, or an expression of sharded arrays.
+        subject: a key of `SUBJECTS`, such as ``"all-reduce"``, an expression of sharded arrays, or a word of the
+            glossary, such as ``"1f1b"``.
         console: where to print (default: the standard output).
         **options: fields of the subject's options class (`find_subject`).
 
@@ -71,6 +77,19 @@ def find_subject(subject: str) -> tuple[type[Section], Show]:
     """
     if "[" in subject:
         return sharding.ShardingOptions, partial(sharding.explain, subject)
-    if subject not in SUBJECTS:
-        raise UsageError(f"explain: unknown subject '{subject}'; {did_you_mean(subject, [*SUBJECTS, PRODUCT])}")
-    return SUBJECTS[subject]
+    if subject in SUBJECTS:
+        return SUBJECTS[subject]
+    if word := find_word(subject):
+        return WordOptions, partial(_explain_word, word)
+    near = ", ".join(f"'{name}'" for name in nearest_words(subject, (*SUBJECTS,)))
+    subjects = ", ".join([*SUBJECTS, PRODUCT])
+    remedy = f"the nearest are {near}" if near else f"allowed: {subjects}, or a word of the glossary"
+    raise UsageError(f"explain: unknown subject '{subject}'; {remedy}")
+
+
+def _explain_word(word: Word, options: WordOptions, console: Console) -> None:
+    console.print(Text(word.name, style="bold"))
+    console.print(Text(word.about))
+    if word.also:
+        console.print(Text(f"also: {', '.join(word.also)}"))
+    console.print(Text(f"course: docs/course/{page_file(word.page)}\ntry:    {word.command}"))

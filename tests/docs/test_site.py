@@ -1,0 +1,29 @@
+"""The documentation as a site: it builds without a broken link, and loads nothing from another host."""
+
+import re
+from pathlib import Path
+
+import pytest
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
+
+from tests.docs.pages import ROOT
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_a_page_links_to_exist(page: Path) -> None:
+    text = re.sub(r"^```.*?^```$|`[^`\n]*`", "", page.read_text(), flags=re.M | re.S)
+    targets = [target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text)]
+    missing = [t for t in targets if t and "://" not in t and not (page.parent / t).exists()]
+    assert not missing
+
+
+def test_the_site_builds_strictly_and_fetches_nothing(tmp_path) -> None:
+    """Every page is in the navigation; every link and every anchor exists."""
+    build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path)))
+    for page in tmp_path.rglob("*.html"):
+        fetched = re.findall(r'<(?:script|img|link|source)[^>]+(?:src|href)="(https?:)?//', page.read_text())
+        assert not fetched, page
+    assert (tmp_path / "course" / "index.html").exists() and (tmp_path / "search" / "search_index.json").exists()
