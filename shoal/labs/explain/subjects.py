@@ -81,9 +81,9 @@ def find_subject(subject: str) -> tuple[type[Section], Show]:
         return SUBJECTS[subject]
     if word := find_word(subject):
         return WordOptions, partial(_explain_word, word)
-    near = ", ".join(f"'{name}'" for name in nearest_words(subject, (*SUBJECTS,)))
-    subjects = ", ".join([*SUBJECTS, PRODUCT])
-    remedy = f"the nearest are {near}" if near else f"allowed: {subjects}, or a word of the glossary"
+    near = " or ".join(f"'{name}'" for name in nearest_words(subject, (*SUBJECTS,)))
+    allowed = f"allowed: {', '.join([*SUBJECTS, PRODUCT])}, or a word of the glossary"
+    remedy = f"did you mean {near}?" if near else allowed
     raise UsageError(f"explain: unknown subject '{subject}'; {remedy}")
 
 
