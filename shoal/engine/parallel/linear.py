@@ -99,13 +99,15 @@ class TensorParallel:
 
 
 class LinearProduct(Protocol):
-    """Alternative computation of a linear layer, such as one in 8 bits."""
+    """Alternative computation of a linear layer, or of several with adjacent weights, such as one in 8 bits."""
+
+    weights: Sequence[nn.Parameter]
 
     def encode_input(self, x: Tensor) -> Any:
         """Prepare an input [.., in], also for the products of other layers."""
 
-    def __call__(self, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, encoded: Any) -> Tensor:
-        """Compute x W^T + bias: [.., in] -> [.., out]."""
+    def __call__(self, x: Tensor, encoded: Any) -> Tensor:
+        """Compute x W^T: [.., in] -> [.., out] of all layers that have this product."""
 
 
 # ---- linear layers ---------------------------------------------------------------------------------------------
@@ -115,7 +117,7 @@ class Linear(nn.Linear):
     """Linear layer, x W^T + b, with the parameters of the layer that it replaces.
 
     Attributes:
-        product: alternative computation of x W^T + b.
+        product: alternative computation of x W^T, of this layer or of several that are always applied together.
         follows: whether the weight is adjacent in memory to the weight of the layer before this one in the model.
         key: by which operators find this layer.
     """
@@ -144,11 +146,14 @@ class Linear(nn.Linear):
     def joined(self, x: Tensor, layers: Sequence[Linear]) -> Tensor | None:
         """Apply several layers to one input as one product: [.., in] -> [.., sum of out].
 
-        None if their weights are not one matrix, or if something needs each result: a bias, a hook, other products.
+        None if their weights are not one matrix, or if something needs each result: a bias or a hook.
         """
-        if any(layer.product or layer.bias is not None or layer._forward_hooks for layer in layers):
+        if any(layer.bias is not None or layer._forward_hooks for layer in layers):
             return None
-        if len(_group_adjacent(layers)) > 1:
+        product = layers[0].product
+        if any(layer.product is not product for layer in layers):
+            return None
+        if product is None and len(_group_adjacent(layers)) > 1:
             return None
         return self.results(x, layers, joined=True)[0]
 
@@ -179,12 +184,23 @@ def multiply(
     biases = [layer.bias if biased else None for layer in layers]
     first = next((layer.product for layer in layers if layer.product is not None), None)
     if first is not None:
-        encoded = first.encode_input(x)
-        return [
-            layer.product(x, layer.weight, bias, encoded) if layer.product is not None
-            else multiply(x, (layer,), comm, biased=biased)[0]
-            for layer, bias in zip(layers, biases, strict=True)
-        ]  # fmt: skip
+        results: list[Tensor] = []
+        encoded, rest = first.encode_input(x), [*layers]
+        while rest:
+            product = rest[0].product
+            count = len(product.weights) if product is not None else 1
+            run, rest = rest[:count], rest[count:]
+            if product is None:
+                results += multiply(x, run, comm, biased=biased)
+                continue
+            y = product(x, encoded)
+            if joined or count == 1:
+                parts = [y]
+            else:  # copies: attention, which keeps the values for backward, would keep all of them
+                parts = [part.contiguous() for part in y.split([len(layer.weight) for layer in run], -1)]
+            for part, layer in zip(parts, run, strict=False):
+                results.append(part if layer.bias is None or not biased else part + layer.bias)
+        return results
     sink = layers[0].sink
     if sink.parameters is None and comm is NO_COMM:
         return [F.linear(x, layer.weight, bias) for layer, bias in zip(layers, biases, strict=True)]

@@ -22,7 +22,7 @@ T = TypeVar("T")
 class EightBits(NamedTuple):
     """Which products of the layers are in 8 bits, and their scaling.
 
-    Backward saves the one-byte codes of the transposed input, and their scales (`shoal.engine.parallel.float8`).
+    Backward saves the one-byte codes of the transposed input, and their scales (`shoal.engine.parallel.float8_product`).
 
     Attributes:
         per_tensor: one scale per input tensor; otherwise one per feature.
@@ -210,7 +210,7 @@ class MicroBatch:
     def joins_gate(self) -> bool:
         """True if SwiGLU reads gate and up from one product, and writes their gradients for one."""
         swiglu = self.gated and self.shape.activation is None
-        return self.fused and swiglu and self.layout.tp_x == 1 and self.eight is None
+        return self.fused and swiglu and self.layout.tp_x == 1 and not (self.eight and self.eight.keep)
 
     @property
     def copies_gradients(self) -> bool:

@@ -262,6 +262,27 @@ def float8_layers(shape: ModelShape, keep: tuple[str, ...]) -> list[str]:
     return [name for name in names if not any(fnmatchcase(name, pattern) for pattern in keep)]
 
 
+def float8_products(shape: ModelShape, keep: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Return these layers in tuples of those that are one product: q, k and v, and gate and up, without biases.
+
+    >>> from shoal.spec.catalog import model_shape
+    >>> float8_products(model_shape("tiny"), ("layers.[1-9].*", "*.up", "*.down"))
+    [('layers.0.attention.q', 'layers.0.attention.k', 'layers.0.attention.v'), ('layers.0.attention.out',), \
+('layers.0.mlp.gate',)]
+    """
+    layers = float8_layers(shape, keep)
+    joined = [] if shape.family == "gpt" else [("gate", "up")] if shape.qkv_bias else [("gate", "up"), ("q", "k", "v")]
+    groups = {name: (name,) for name in layers}
+    for block in dict.fromkeys(name.rpartition(".")[0] for name in layers):
+        for parts in joined:
+            names = tuple(f"{block}.{part}" for part in parts)
+            if all(name in groups for name in names):
+                groups[names[0]] = names
+                for name in names[1:]:
+                    del groups[name]
+    return list(groups.values())
+
+
 def check_float8_sizes(config: RunConfig, shape: ModelShape) -> None:
     """Reject 8-bit products whose scales a rank cannot compute as a single device would.
 

@@ -35,7 +35,7 @@ from shoal.engine.precision.policy import POLICIES
 from shoal.engine.precision.recipe import GRADIENT, INPUT, WEIGHT, AmaxHistory, Recipe
 from shoal.pipeline.from_layout import build_layout_program
 from shoal.spec.catalog import ModelShape
-from shoal.spec.compatibility.sizes import float8_layers
+from shoal.spec.compatibility.sizes import float8_products
 from shoal.spec.config import OptimizerConfig, RunConfig
 from shoal.spec.number_formats import FORMATS
 from shoal.testing.verify.emulate import accumulate_gradients, count_tokens, emulate_updates, get_gradient
@@ -291,7 +291,7 @@ def _from_differences(model: Transformer, config: RunConfig, batches: Sequence[B
     return [u * (one - other) / (2 * size) for u, one, other in zip(directions, *found, strict=True)]
 
 
-# ---- products in 8 bits, in float64: the reference of `shoal.engine.parallel.float8` ---------------------------------
+# ---- products in 8 bits, in float64: the reference of `shoal.engine.parallel.float8_product` ---------------------------------
 
 
 def multiply_in_float8(model: Transformer, config: RunConfig) -> AmaxHistory | None:
@@ -299,17 +299,28 @@ def multiply_in_float8(model: Transformer, config: RunConfig) -> AmaxHistory | N
     products = POLICIES[config.train.precision].formats.products
     if products == "compute":
         return None
-    recipe, layers = Recipe.from_config(products, config.float8), float8_layers(model.shape, config.float8.keep)
-    history = AmaxHistory(recipe, layers, torch.float64, torch.device("cpu")) if recipe.history else None
+    recipe, groups = Recipe.from_config(products, config.float8), float8_products(model.shape, config.float8.keep)
+    names = [name for name, *_ in groups]
+    history = AmaxHistory(recipe, names, torch.float64, torch.device("cpu")) if recipe.history else None
     modules = dict(model.named_modules())
-    for name in layers:
-        modules[name].forward = partial(_forward, modules[name], partial(_round, name, recipe, history))
+    for name, *others in groups:
+        joined, rounded = [modules[each] for each in (name, *others)], partial(_round, name, recipe, history)
+        modules[name].forward = partial(_forward, modules[name], rounded)
+        if others:
+            modules[name].together = partial(_together, joined, rounded)
     return history
 
 
 def _forward(module: nn.Linear, rounded, x: Tensor) -> Tensor:
     y = RoundedProduct.apply(rounded, x, module.weight)
     return y if module.bias is None else y + module.bias
+
+
+def _together(joined: list[nn.Linear], rounded, x: Tensor, layers: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
+    """Apply layers without biases as one product: [.., in] -> [.., out] of each."""
+    assert [*layers] == joined
+    weight = torch.cat([layer.weight for layer in layers])
+    return RoundedProduct.apply(rounded, x, weight).split([len(layer.weight) for layer in layers], -1)
 
 
 def _round(name: str, recipe: Recipe, history: AmaxHistory | None, what: int, x: Tensor) -> Tensor:

@@ -17,8 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shoal.base.errors import UsageError
 from shoal.engine.collectives.mesh import Mesh
-from shoal.engine.parallel import float8
-from shoal.engine.parallel.float8 import Float8, Float8Product, multiply
+from shoal.engine.parallel import float8_product
+from shoal.engine.parallel.float8 import Float8
+from shoal.engine.parallel.float8_product import Float8Product, multiply
 from shoal.engine.parallel.linear import Linear
 from shoal.engine.parallel.weight_grad import GradSink
 from shoal.engine.precision.float8 import ROW, TENSOR, Codes
@@ -114,10 +115,9 @@ def _alone(config: RunConfig) -> float:
 
 
 def test_eight_bits_are_kept_for_backward(pool):
-    """The input of a layer is kept as codes; q, k and v keep the same ones, and so do gate and up."""
+    """The input of a product is kept as codes; q, k and v are one product, and so are gate and up."""
     kept, distinct = pool.run(_kept, 1, in_float8(small_run({}, MODEL), "fp8", {}))[0]
-    assert kept == 2 * 7  # layers, linear layers in each
-    assert distinct == 2 * 4
+    assert kept == distinct == 2 * 4  # layers, products in each
 
 
 def _kept(config: RunConfig) -> tuple[int, int]:
@@ -182,7 +182,7 @@ def test_native_products_are_what_torch_takes_on_cuda(precision, settings, monke
 
     monkeypatch.setattr(torch, "_scaled_mm", counting)
     # torch without CUDA neither indexes fake CUDA tensors nor changes them in place
-    monkeypatch.setattr(float8, "add_gradient", lambda gradient, total, fresh: None)
+    monkeypatch.setattr(float8_product, "add_gradient", lambda gradient, total, fresh: None)
     monkeypatch.setattr(AmaxHistory, "note", lambda *args: None)
     monkeypatch.setattr(AmaxHistory, "scale", lambda *args: torch.empty(1, 1, device="cuda"))
     recipe = Recipe.from_config(POLICIES[precision].formats.products, Float8Config(**settings))
@@ -190,15 +190,18 @@ def test_native_products_are_what_torch_takes_on_cuda(precision, settings, monke
     with FakeTensorMode():
         bucket = SimpleNamespace(derive=lambda key, compute: compute())
         history = AmaxHistory(recipe, ["a"], torch.bfloat16, torch.device("cuda")) if recipe.history else None
-        layer = Float8Product("a", recipe, history, bucket, "", None, GradSink(), native=True)
         x, gradient, weight = (
             torch.empty(shape, dtype=torch.bfloat16, device="cuda")
             for shape in ((tokens, width), (tokens, out), (out, width))
         )
+        layer = Float8Product(
+            "a", recipe, history, "", None, native=True, weights=[weight], bucket=bucket, sink=GradSink(),
+            device=torch.device("cuda"),
+        )  # fmt: skip
         codes, scale, turned, turned_scale, _ = layer.encode_input(x)
-        y = layer.forward(codes, scale, weight, torch.bfloat16)
+        y = layer.forward(codes, scale, [weight], torch.bfloat16)
         along, across = layer.encode_gradient(gradient)
-        d_x = layer.backward_input(along, weight, torch.bfloat16)
+        d_x = layer.backward_input(along, [weight], torch.bfloat16)
         total = torch.empty(out, width, device="cuda")
         layer.gradient_term(across, turned, turned_scale, torch.bfloat16)(total, False)
         layer.gradient_term(across, turned, turned_scale, torch.bfloat16)(total, True)
@@ -266,7 +269,7 @@ def _kept_codes(config: RunConfig) -> int:
 
 def test_weights_are_encoded_once_for_a_step(pool):
     (counts,) = pool.run(_weight_encodings, 1, in_float8(small_run({"micro_batch": 1}, MODEL), "fp8", {}))
-    assert counts == [14, 14, 14, 14, 14]  # two steps, one with changed weights, one with a restored state, validation
+    assert counts == [8, 8, 8, 8, 8]  # two steps, one with changed weights, one with a restored state, validation
 
 
 def _weight_encodings(config: RunConfig) -> list[int]:
@@ -284,7 +287,7 @@ def _weight_encodings(config: RunConfig) -> list[int]:
             change()
             seen.clear()
             engine.step(0)
-            assert seen[GRADIENT] == 14 * engine.microbatches
+            assert seen[GRADIENT] == 8 * engine.microbatches
             counts.append(seen[WEIGHT])
         seen.clear()
         engine.evaluate(engine.samples)
@@ -318,11 +321,11 @@ def _stale(config: RunConfig) -> int:
     engine, wrong = engine_of(config), 0
     kept = Float8Product.encode_weight
 
-    def compare(self, weight, *, turned, native):
+    def compare(self, weights, *, turned, native):
         nonlocal wrong
-        found, bucket = kept(self, weight, turned=turned, native=native), self.bucket
+        found, bucket = kept(self, weights, turned=turned, native=native), self.bucket
         self.bucket = SimpleNamespace(derive=lambda key, compute: compute())
-        now = kept(self, weight, turned=turned, native=native)
+        now = kept(self, weights, turned=turned, native=native)
         self.bucket = bucket
         wrong += not (torch.equal(found.codes.double(), now.codes.double()) and torch.equal(found.scale, now.scale))
         return found

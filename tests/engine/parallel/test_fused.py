@@ -12,7 +12,7 @@ from shoal.engine.models import feedforward, transformer
 from shoal.engine.models.experts.router import find_modules
 from shoal.engine.parallel import weight_grad
 from shoal.launch.worker_pool import Pool
-from shoal.spec.config import RunConfig
+from shoal.spec.config import Float8Config, RunConfig
 from shoal.training.step import model_state
 from tests.engine.parallel.counting import engine_of
 from tests.testing.verify.runs import small_run
@@ -67,6 +67,18 @@ def test_steps_are_equal(pool: Pool, parallel: dict[str, Any], model: dict[str, 
         for name, gradient in expected.items():
             scale = gradient.abs().max().clamp_min(1e-6)
             assert (actual[name] - gradient).abs().max() / scale < 1e-9, name
+
+
+@pytest.mark.parametrize(("parallel", "scales"), [({}, "row"), ({"tp": 2, "sequence_parallel": True}, "tensor")], ids=str)
+def test_products_in_8_bits_are_joined_like_others(pool: Pool, parallel: dict[str, Any], scales: str) -> None:
+    config = small_run(parallel, precision="fp64-fp8").model_copy(update={"float8": Float8Config(scales=scales)})
+    plain = pool.run(gradients, config.parallel.world_size, config, False)
+    fused = pool.run(gradients, config.parallel.world_size, config, True)
+    for (loss, expected, _), (fused_loss, actual, called) in zip(plain, fused, strict=True):
+        assert fused_loss == pytest.approx(loss, rel=1e-12)
+        assert called["rotate_packed"] == called["swiglu"] == 6
+        for name, gradient in expected.items():
+            assert (actual[name] - gradient).abs().max() <= 1e-9 * gradient.abs().max(), name
 
 
 def test_in_bf16_products_are_accumulated_in_float32(pool: Pool) -> None:

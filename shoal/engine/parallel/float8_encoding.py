@@ -1,0 +1,104 @@
+"""Encoding of the matrices of an 8-bit product: by the recipe's scales, the same on every layout.
+
+Where a scaling block spans features split by tensor parallelism, its absolute maximum is reduced over the axis, so
+scales equal the single-device ones. Blocks inside a rank's part need no communication.
+
+Codes are decoded before the product, in the compute dtype, except where the hardware multiplies them: then
+`shoal.engine.kernels.quantise` encodes a matrix and its transpose together.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.engine.collectives.group import Group
+from shoal.engine.collectives.ops import all_reduce
+from shoal.engine.kernels.quantise import maxima, quantise, quantise_blocks
+from shoal.engine.precision.float8 import ROW, Codes, compute_scale, encode, largest
+from shoal.engine.precision.recipe import GRADIENT, INPUT, WEIGHT, AmaxHistory, Recipe, warn_of_tokens
+
+TOKENS, IN, OUT = "tokens", "in", "out"
+DIMS = {INPUT: (TOKENS, IN), WEIGHT: (OUT, IN), GRADIENT: (TOKENS, OUT)}
+
+Encoded = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""Codes and scales of a matrix, of its transpose, and its absolute maxima (of blocks or in total)."""
+
+
+class Encoder:
+    """Encoding of the input, the weight and the output gradient of one product.
+
+    Args:
+        name: of the product, in the history.
+        split: the dimension that tensor parallelism splits over ``group``: "in", "out" (of the weight), "tokens" or "".
+        native: whether the device multiplies 8-bit codes, for a suitable number of tokens; else they are decoded first.
+
+    Attributes:
+        warns: whether this rank warns of numbers of tokens that products on hardware do not take.
+    """
+
+    warns = False
+
+    def __init__(
+        self, name: str, recipe: Recipe, history: AmaxHistory | None, split: str, group: Group | None, *, native: bool
+    ):
+        self.name, self.recipe, self.history = name, recipe, history
+        self.split, self.group, self.native = split, group, native
+
+    def on_hardware(self, tokens: int) -> bool:
+        """Return whether the device multiplies the codes of a micro-batch with this many tokens."""
+        fits = tokens % self.recipe.alignment == 0
+        if self.native and not fits and self.warns:
+            warn_of_tokens(tokens, self.recipe)
+        return self.native and fits
+
+    def encode_tokens(self, x: Tensor, what: int) -> Encoded:
+        """Encode a matrix whose rows are tokens, and its transpose."""
+        return self.encode(x, what, native=self.on_hardware(len(x)))
+
+    def encode(self, x: Tensor, what: int, *, native: bool) -> Encoded:
+        """Encode a matrix and its transpose; if ``native``, as operands of products on hardware."""
+        if native:
+            return self._encode_for_hardware(x, what)
+        codes, amax = self.encode_alone(x, what, DIMS[what])
+        turned = codes.t() if self.recipe.is_square(what) else self.encode_alone(x.t(), what, DIMS[what][::-1])[0]
+        return codes.codes, codes.scale, turned.codes, turned.scale, amax
+
+    def encode_alone(self, x: Tensor, what: int, dims: tuple[str, str]) -> tuple[Codes, Tensor]:
+        """Encode a matrix with these dimensions, but not its transpose; also return its absolute maxima."""
+        kind, grain = self.recipe.kinds[what], self.recipe.grains[what]
+        own = amax = largest(x, grain)
+        scale = self.history.scale(self.name, what) if self.history else None
+        if scale is None:
+            spanned = [dim for dim, size in zip(dims, (grain.rows, grain.columns), strict=True) if size == 0]
+            if self.split in spanned:
+                amax = all_reduce(amax.clone(), self.group, dist.ReduceOp.MAX)
+            scale = compute_scale(amax, kind, grain)
+        else:  # codes are finite for any x, but non-finite values must stay detectable
+            scale = torch.where(own.isfinite().all(), scale, torch.nan)
+        return encode(x, scale, kind, grain), own
+
+    def _encode_for_hardware(self, x: Tensor, what: int) -> Encoded:
+        kind, grain = self.recipe.kinds[what].name, self.recipe.grains[what]
+        if grain.columns:
+            codes, turned, inverse, turned_inverse = quantise_blocks(x, kind, *grain)
+            return codes, inverse, turned, turned_inverse, inverse  # blocks have no history
+        by_row = grain == ROW
+        scale = self.history.scale(self.name, what) if self.history else None
+        if scale is not None:
+            codes, turned, inverse, _, amax = quantise(x, scale.view(1), kind, by_row, True)
+            inverse = torch.add(inverse, amax, alpha=0)  # NaN if x is not finite, as in `encode_alone`
+            return codes, inverse, turned, inverse, amax
+        amax = maxima(x, by_row)
+        if self.split in DIMS[what]:  # reduce the maxima over the split dimension
+            rows, _ = DIMS[what]
+            spanning = amax if not by_row else amax[len(x) :] if self.split == rows else amax[: len(x)]
+            all_reduce(spanning, self.group, dist.ReduceOp.MAX)
+        codes, turned, inverse, turned_inverse, _ = quantise(x, amax, kind, by_row, False)
+        return codes, inverse, turned, turned_inverse, amax
+
+    def note(self, what: int, amax: Tensor) -> None:
+        """Record absolute maxima in the history, if the recipe has one."""
+        if self.history:
+            self.history.note(self.name, what, amax)

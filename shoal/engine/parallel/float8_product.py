@@ -1,0 +1,274 @@
+"""The three products of linear layers with 8-bit operands.
+
+    y = x W^T      x and W with rows along the input features
+    dX = dY W      dY and W^T along the output features
+    dW = dY^T X    dY^T and X^T along the tokens
+
+Accumulation and all other operations use the compute dtype. Layers with the same input whose weights are adjacent are
+one matrix, with the scales of one.
+
+Weights are encoded at their first use after a change, and kept for all micro-batches of the step (not in ZeRO-3, where
+the weights themselves are not kept). Inputs are encoded once for all layers that share them.
+
+On hardware a product is `torch._scaled_mm`: the public `torch.nn.functional.scaled_mm` has no e5m2 with scales of
+blocks.
+
+For the compiler, encoding an input and the products of a layer are one operator each: their scales and the kept weights
+are state that it does not see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.library import custom_op
+
+from shoal.engine.collectives.group import Group
+from shoal.engine.parallel.float8_encoding import DIMS, Encoded, Encoder
+from shoal.engine.parallel.weight_grad import GradSink, add_gradient, find_owner, make_key
+from shoal.engine.parallel.zero.bucket import Bucket, join_adjacent
+from shoal.engine.parallel.zero.gradients import Term
+from shoal.engine.precision.float8 import ROW, TENSOR, Codes
+from shoal.engine.precision.recipe import GRADIENT, INPUT, WEIGHT, AmaxHistory, Recipe
+
+_ALIGN = 16  # bytes: of results that `torch._scaled_mm` writes in place
+
+
+class Float8Product(Encoder):
+    """8-bit products of one linear layer, or of several with one input and adjacent weights.
+
+    Args:
+        weights: of the layers.
+        bucket: the bucket of the weights.
+
+    Attributes:
+        key: by which operators find it.
+        form: index in `_FORMS` of its recipe.
+        waits: whether weight gradients may wait for the next `GradSink.flush`.
+    """
+
+    waits = False
+
+    def __init__(
+        self, name: str, recipe: Recipe, history: AmaxHistory | None, split: str, group: Group | None, *, native: bool,
+        weights: Sequence[nn.Parameter], bucket: Bucket, sink: GradSink, device: torch.device,
+    ):  # fmt: skip
+        super().__init__(name, recipe, history, split, group, native=native)
+        self.weights, self.bucket, self.sink = weights, bucket, sink
+        self.key, self.form = make_key(self, device), _register(recipe, native)
+
+    def __call__(self, x: Tensor, encoded: Encoded) -> Tensor:
+        """Compute x W^T: [.., in] -> [.., out of all layers]; ``encoded`` is x from `encode_input`."""
+        if torch.compiler.is_compiling():
+            rows = sum(len(weight) for weight in self.weights)
+            return multiply_input(x, *encoded, self.key, rows, torch.is_grad_enabled())
+        if torch.is_grad_enabled():
+            self.note(INPUT, encoded[-1])
+        return _Float8Linear.apply(self, x, *encoded[:-1], *self.weights)
+
+    def encode_input(self, x: Tensor) -> Encoded:
+        """Encode an input [.., in], also for other products that share it."""
+        # Detached: encoding needs no autograd, because the product computes the gradient of x.
+        if torch.compiler.is_compiling():
+            return encode_input(x.detach(), self.key, self.form)
+        return self.encode_tokens(x.detach().flatten(0, -2), INPUT)
+
+    def forward(self, codes: Tensor, scale: Tensor, weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """Return x W^T, [tokens, out]."""
+        native = self.on_hardware(len(codes))
+        x = Codes(codes, scale, self.recipe.grains[INPUT], native)
+        return multiply(x, self.encode_weight(weights, turned=False, native=native), dtype, fast=True)
+
+    def backward_input(self, gradient: Codes, weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """Return dY W, [tokens, in]."""
+        return multiply(gradient, self.encode_weight(weights, turned=True, native=gradient.for_hardware), dtype)
+
+    def encode_gradient(self, gradient: Tensor) -> tuple[Codes, Codes]:
+        """Return the codes of dY by output feature and of dY^T by token."""
+        gradient = gradient.flatten(0, -2)
+        grain, native = self.recipe.grains[GRADIENT], self.on_hardware(len(gradient))
+        codes, scale, turned, turned_scale, amax = self.encode_tokens(gradient, GRADIENT)
+        self.note(GRADIENT, amax)
+        return Codes(codes, scale, grain, native), Codes(turned, turned_scale, grain, native)
+
+    def gradient_term(self, gradient: Codes, turned: Tensor, scale: Tensor, dtype: torch.dtype) -> Term:
+        """Return the term dY^T X of the weight's gradient, given dY^T by token and the saved codes of X^T by token."""
+        x = Codes(turned, scale, self.recipe.grains[INPUT], self.on_hardware(turned.shape[1]))
+        return partial(_add_multiplied, gradient, x, dtype)
+
+    def encode_weight(self, weights: Sequence[Tensor], *, turned: bool, native: bool) -> Codes:
+        """Return the codes of W along the input features, or of W^T along the output features."""
+        weight, grain, dims = join_adjacent(weights).detach(), self.recipe.grains[WEIGHT], DIMS[WEIGHT]
+        together = native or self.recipe.is_square(WEIGHT)
+
+        def compute() -> tuple[Codes, Codes]:
+            if together:
+                codes, scale, across, across_scale, amax = self.encode(weight, WEIGHT, native=native)
+                both = Codes(codes, scale, grain, native), Codes(across, across_scale, grain, native)
+            else:
+                matrix, along = (weight.t(), dims[::-1]) if turned else (weight, dims)
+                one, amax = self.encode_alone(matrix, WEIGHT, along)
+                both = one, one
+            self.note(WEIGHT, amax)
+            return both
+
+        key = self.name, native, turned and not together, self.history.changes if self.history else 0
+        return self.bucket.derive(key, compute)[turned]
+
+
+def multiply(a: Codes, b: Codes, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+    """Compute a b^T: [m, k], [n, k] -> [m, n].
+
+    Args:
+        fast: let hardware accumulate with fewer bits (14 on Hopper; DeepSeek-AI 2024, section 3.3.2), if it is faster.
+    """
+    if not a.for_hardware:
+        return F.linear(a.values(dtype), b.values(dtype))
+    scale_a, scale_b = _operand_scales(a, b)
+    return torch._scaled_mm(
+        a.codes, b.codes.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=dtype,
+        use_fast_accum=fast and a.grain in (TENSOR, ROW),
+    )  # fmt: skip
+
+
+def _operand_scales(a: Codes, b: Codes) -> tuple[Tensor, Tensor]:
+    if a.grain == TENSOR:
+        return a.scale.view(()), b.scale.view(())
+    return a.scale, b.scale if a.grain.scale == "mx" else b.scale.t()
+
+
+class _Float8Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, product: Float8Product, x: Tensor, codes: Tensor, scale: Tensor, turned: Tensor, turned_scale: Tensor,
+        *weights: nn.Parameter,
+    ) -> Tensor:  # fmt: skip
+        ctx.product, ctx.shape, ctx.dtype = product, x.shape, x.dtype
+        ctx.save_for_backward(turned, turned_scale, *weights)
+        y = product.forward(codes, scale, weights, x.dtype)
+        return y.resize_(*x.shape[:-1], y.shape[-1])  # not a view: tensor-parallel ranks sum it in place
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        product, (turned, turned_scale, *weights) = ctx.product, ctx.saved_tensors
+        along, across = product.encode_gradient(gradient)
+        d_x = None
+        if ctx.needs_input_grad[1]:
+            d_x = product.backward_input(along, weights, ctx.dtype).view(ctx.shape)
+        if ctx.needs_input_grad[-1]:  # else frozen
+            term, sink = product.gradient_term(across, turned, turned_scale, ctx.dtype), product.sink
+            (sink.defer_or_add if d_x is not None and product.waits else sink.add)(product.weights, term)
+        return None, d_x, *(None,) * (4 + len(weights))
+
+
+def _add_multiplied(a: Codes, b: Codes, dtype: torch.dtype, total: Tensor, fresh: bool) -> None:
+    aligned = total.storage_offset() * total.itemsize % _ALIGN == 0
+    # With scales of rows, older devices have no results in float32.
+    if fresh and aligned and a.for_hardware and a.grain != ROW:
+        multiply_into(a.codes, b.codes, *_operand_scales(a, b), total)
+        return
+    # Rounded to bf16 as decoded products are: at most 2^-9 of an element, a small part of the error of 8-bit codes. The
+    # sum stays in float32. A product in float32 would move 4 bytes more an element and take twice the memory.
+    add_gradient(multiply(a, b, dtype), total, fresh)
+
+
+@custom_op("shoal::float8_multiply_into", mutates_args=("total",))
+def multiply_into(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, total: Tensor) -> None:
+    """Compute a b^T into ``total``, as `multiply` does on hardware."""
+    torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=total.dtype, out=total)
+
+
+@multiply_into.register_fake
+def _(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, total: Tensor) -> None:
+    return None
+
+
+# ---- operators for the compiler ----------------------------------------------------------------------------------
+
+_FORMS: list[tuple] = []
+
+
+def _register(*form: Recipe | bool) -> int:
+    if form not in _FORMS:
+        _FORMS.append(form)
+    return _FORMS.index(form)
+
+
+@custom_op("shoal::float8_encode_input", mutates_args=())
+def encode_input(x: Tensor, key: Tensor, form: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Encode an input [.., in] as the product with this key does."""
+    return _separate(find_owner(key).encode_tokens(x.flatten(0, -2), INPUT))
+
+
+@encode_input.register_fake
+def _(x: Tensor, key: Tensor, form: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    recipe, native = _FORMS[form]
+    return _separate(Encoder("", recipe, None, "", None, native=native).encode_tokens(x.flatten(0, -2), INPUT))
+
+
+def _separate(encoded: Encoded) -> Encoded:
+    """Return tensors that share no memory: the compiler allows no results that do."""
+    storages: set[int] = set()
+    found = []
+    for each in encoded:
+        storage = each.untyped_storage()._cdata
+        found.append(each.clone() if storage in storages else each)
+        storages.add(storage)
+    return tuple(found)  # type: ignore[return-value]
+
+
+@custom_op("shoal::float8_multiply", mutates_args=())
+def multiply_input(
+    x: Tensor, codes: Tensor, scale: Tensor, turned: Tensor, turned_scale: Tensor, amax: Tensor,
+    key: Tensor, rows: int, trains: bool,
+) -> Tensor:  # fmt: skip
+    """Compute x W^T from the encoded x, as `Float8Product.__call__` does; ``trains`` if the history counts it.
+
+    Args:
+        rows: of all weights together.
+    """
+    product = find_owner(key)
+    if trains:
+        product.note(INPUT, amax)
+    y = product.forward(codes, scale, product.weights, x.dtype)
+    return y.resize_(*x.shape[:-1], rows)
+
+
+@multiply_input.register_fake
+def _(
+    x: Tensor, codes: Tensor, scale: Tensor, turned: Tensor, turned_scale: Tensor, amax: Tensor,
+    key: Tensor, rows: int, trains: bool,
+) -> Tensor:  # fmt: skip
+    return x.new_empty(*x.shape[:-1], rows)
+
+
+@custom_op("shoal::float8_backward", mutates_args=())
+def multiply_backward(gradient: Tensor, turned: Tensor, turned_scale: Tensor, key: Tensor) -> Tensor:
+    """Accumulate the gradient of W, and return the gradient of x."""
+    product = find_owner(key)
+    along, across = product.encode_gradient(gradient)
+    d_x = product.backward_input(along, product.weights, gradient.dtype).view(*gradient.shape[:-1], len(turned))
+    product.sink.add(product.weights, product.gradient_term(across, turned, turned_scale, gradient.dtype))
+    return d_x
+
+
+@multiply_backward.register_fake
+def _(gradient: Tensor, turned: Tensor, turned_scale: Tensor, key: Tensor) -> Tensor:
+    return gradient.new_empty(*gradient.shape[:-1], len(turned))
+
+
+def _save(ctx, inputs: tuple, output: Tensor) -> None:
+    _, _, _, turned, turned_scale, _, key, *_ = inputs
+    ctx.save_for_backward(turned, turned_scale, key)
+
+
+def _differentiate(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    assert ctx.needs_input_grad[0], "without a gradient of x the compiler would drop the gradient of the weight"
+    return multiply_backward(gradient.contiguous(), *ctx.saved_tensors), *(None,) * 8
+
+
+multiply_input.register_autograd(_differentiate, setup_context=_save)
