@@ -1,14 +1,11 @@
-"""Replacements of torch's linear layers and embeddings, unsplit or split over tensor-parallel ranks.
+"""Replacements of torch's linear layers, unsplit or split over tensor-parallel ranks.
 
-    `Linear`, `EmbeddingTable`  unsplit; gradients go directly to their buffers (`GradSink`)
+    `Linear`                    unsplit; gradients go directly to their buffers (`GradSink`)
     `ColumnLinear`              rank r holds the r-th part of the outputs (for the head, of the vocabulary); gathers its
                                 input
     `KVColumnLinear`            the same for keys and values, which may have fewer heads than ranks
     `HeadsLinear`               the same for the latents of attention, which `GatheredLatents` gathers together
     `RowLinear`                 rank r holds the r-th part of the inputs; sums its output over the ranks
-    `VocabularyEmbedding`       rank r holds the r-th part of the token ids
-    `VocabularyLoss`            cross-entropy of logits, which stay split
-    `SequenceEmbedding`         unsplit; looks up this rank's part of the positions
 
 Column then row (Shoeybi et al. 2019, "Megatron-LM", section 3): a block's first matrices are split by output, its last
 by input, which takes one collective per direction on entry and one on exit. With sequence parallelism (Korthikanti et
@@ -29,14 +26,12 @@ from torch import Tensor, nn
 
 from shoal.base.boxes import Box
 from shoal.engine.collectives.group import Group
-from shoal.engine.collectives.ops import all_gather, copy_to, gather_from, reduce_from, scatter_to
-from shoal.engine.models.loss import IGNORE, CrossEntropy, SummedCrossEntropy
+from shoal.engine.collectives.ops import copy_to, gather_from, reduce_from, scatter_to
 from shoal.engine.parallel.overlap import SEQUENCE, ChunkedEntry, ChunkedExit, RingEntry, RingExit
 from shoal.engine.parallel.placement import ParamPlacement, keep_box
 from shoal.engine.parallel.symmetric import SymmetricEntry, SymmetricExit
 from shoal.engine.parallel.weight_grad import (
     NO_COMM,
-    EmbeddingFunction,
     GradSink,
     LinearFunction,
     NoComm,
@@ -164,12 +159,12 @@ class Linear(nn.Linear):
     def extra_repr(self) -> str:
         """Return ``in_features=64, out_features=128/4, bias=False, tp=4`` where a quarter of the outputs is local."""
         out_local, in_local = self.weight.shape
-        columns, rows = _fraction(self.in_features, in_local), _fraction(self.out_features, out_local)
+        columns, rows = describe_part(self.in_features, in_local), describe_part(self.out_features, out_local)
         ranks = f", tp={self.at.size}" if self.at else ""
         return f"in_features={columns}, out_features={rows}, bias={self.bias is not None}{ranks}"
 
 
-def _fraction(n: int, local: int) -> str:
+def describe_part(n: int, local: int) -> str:
     """Return ``128/4`` for size 128 with 32 local."""
     return str(n) if n == local else f"{n}/{-(-n // local)}"
 
@@ -330,82 +325,6 @@ class JointNorm(nn.Module):
     def _total(self, sums: Tensor) -> Tensor:
         """Sum over the ranks; every rank's results depend on the total."""
         return copy_to(reduce_from(sums, self.at.group), self.at.group)
-
-
-# ---- embeddings and the loss -----------------------------------------------------------------------------------
-
-
-class EmbeddingTable(nn.Embedding):
-    """Embedding table, taken from the module that it replaces."""
-
-    at: TensorParallel | None = None
-
-    def __init__(self, unsplit: nn.Embedding, sink: GradSink):
-        super(nn.Embedding, self).__init__()
-        self.num_embeddings, self.embedding_dim, self.sink = unsplit.num_embeddings, unsplit.embedding_dim, sink
-        self.weight = unsplit.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Look up ids: [..] -> [.., h]."""
-        if self.sink.parameters is None:
-            return F.embedding(ids, self.weight)
-        return EmbeddingFunction.apply(self.sink, ids, self.weight)
-
-    def extra_repr(self) -> str:
-        """Return ``257/4, 64, tp=4``."""
-        sizes = zip((self.num_embeddings, self.embedding_dim), self.weight.shape, strict=True)
-        return ", ".join(_fraction(*size) for size in sizes) + (f", tp={self.at.size}" if self.at else "")
-
-
-class VocabularyEmbedding(EmbeddingTable):
-    """Embedding split by token id: each rank looks up its own ids, returns zeros for others, and the ranks sum."""
-
-    at: TensorParallel
-
-    def __init__(self, unsplit: nn.Embedding, name: str, at: TensorParallel):
-        super().__init__(unsplit, at.sink)
-        self.at = at
-        self.placements = [keep_rows(self, name, "weight", at, at.size)]
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Look up ids: [b, s] -> this rank's part of [b, s, h]."""
-        box = self.placements[0].box
-        ids = ids - box.offset[0]
-        foreign = (ids < 0) | (ids >= box.shape[0])
-        rows = super().forward(ids.masked_fill(foreign, 0)).masked_fill(foreign.unsqueeze(-1), 0)
-        return self.at.reduce_hidden(rows)
-
-
-class SequenceEmbedding(EmbeddingTable):
-    """Position embedding that, with sequence parallelism, looks up this rank's part of the sequence only."""
-
-    at: TensorParallel
-
-    def __init__(self, unsplit: nn.Embedding, name: str, at: TensorParallel):
-        super().__init__(unsplit, at.sink)
-        self.at, self.placements = at, list[ParamPlacement]()
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Look up positions: [s] -> [s, h] or [s/tp, h]."""
-        return super().forward(self.at.own_positions(ids) if self.at.sequence_parallel else ids)
-
-
-class VocabularyLoss(CrossEntropy):
-    """Cross-entropy of logits split by token id."""
-
-    def __init__(self, unsplit: nn.Module, name: str, at: TensorParallel):
-        super().__init__()
-        self.at, self.placements = at, list[ParamPlacement]()
-        columns = -(-at.shape.vocab // at.size)
-        self.first = at.rank * columns
-        self.columns = min(columns, max(0, at.shape.vocab - self.first))
-
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the summed loss [nats] of logits [b, s, v/tp] and targets [b, s]."""
-        return SummedCrossEntropy.apply(
-            logits, targets - self.first, targets != IGNORE, self.columns,
-            lambda x: all_gather(x.unsqueeze(0), self.at.group), self.rows_for(targets),
-        )
 
 
 # ---- parameters ------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from torch import nn
 
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.models.transformer import Transformer
+from shoal.engine.parallel.embedding import SequenceEmbedding, VocabularyEmbedding, VocabularyLoss
 from shoal.engine.parallel.linear import (
     ColumnLinear,
     GatheredLatents,
@@ -19,10 +20,7 @@ from shoal.engine.parallel.linear import (
     JointNorm,
     KVColumnLinear,
     RowLinear,
-    SequenceEmbedding,
     TensorParallel,
-    VocabularyEmbedding,
-    VocabularyLoss,
 )
 from shoal.engine.parallel.placement import ParamPlacement, replicate
 from shoal.engine.parallel.symmetric import is_available

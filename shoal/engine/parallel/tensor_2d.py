@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from shoal.base.boxes import Box
 from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.ops import copy_to, gather_from, reduce_from, scatter_to
+from shoal.engine.parallel.embedding import SequenceEmbedding
 from shoal.engine.parallel.linear import (
     Linear,
-    SequenceEmbedding,
     TensorParallel,
     keep_rows,
     multiply,

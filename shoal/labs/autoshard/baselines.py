@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shoal.engine.parallel.linear import ColumnLinear, RowLinear, VocabularyEmbedding
+from shoal.engine.parallel.embedding import VocabularyEmbedding
+from shoal.engine.parallel.linear import ColumnLinear, RowLinear
 from shoal.engine.parallel.tensor import TENSOR_PARALLEL, matches
 from shoal.labs.autoshard.capture.graph import Operator
 from shoal.labs.autoshard.intra.choices import OperatorSplit, by_position, list_shardings, replicated

@@ -22,7 +22,8 @@ T = TypeVar("T")
 class EightBits(NamedTuple):
     """Which products of the layers are in 8 bits, and their scaling.
 
-    Backward saves the one-byte codes of the transposed input, and their scales (`shoal.engine.parallel.float8_product`).
+    Backward saves the one-byte codes of the transposed input, and their scales
+    (`shoal.engine.parallel.float8_product`).
 
     Attributes:
         per_tensor: one scale per input tensor; otherwise one per feature.

@@ -272,7 +272,7 @@ def float8_products(shape: ModelShape, keep: tuple[str, ...]) -> list[tuple[str,
     """
     layers = float8_layers(shape, keep)
     joined = [] if shape.family == "gpt" else [("gate", "up")] if shape.qkv_bias else [("gate", "up"), ("q", "k", "v")]
-    groups = {name: (name,) for name in layers}
+    groups: dict[str, tuple[str, ...]] = {name: (name,) for name in layers}
     for block in dict.fromkeys(name.rpartition(".")[0] for name in layers):
         for parts in joined:
             names = tuple(f"{block}.{part}" for part in parts)
