@@ -90,6 +90,9 @@ COMMANDS = {
     "explain": Command(
         "shoal.cli.explain", "Show how one thing works and what it costs: shoal explain all-reduce", "main"
     ),
+    "lab": Command(
+        "shoal.cli.pages.lab", "Open a local page to choose and compare layouts: shoal lab [--out PAGE.html]"
+    ),
     "chaos": Command(
         "shoal.cli.run.chaos",
         "Inject faults into a run and check that it recovers: shoal chaos [RUN.toml] --trials 50",

@@ -15,6 +15,7 @@ from shoal.engine.parallel.context.token_order import TokenAssignment, assign_to
 from shoal.pipeline.program import BACKWARDS, FORWARDS, SENDS, WEIGHTS, Action, Op, Program
 from shoal.planning.cost.buckets import Bucket, Filled, fill_buckets
 from shoal.planning.cost.memory.optimizer_state import in_order
+from shoal.planning.cost.mesh_position import MeshPosition
 from shoal.planning.cost.micro_batch import MicroBatch
 from shoal.planning.cost.parameters import LocalParameter, StagePart, stage_parts
 from shoal.planning.cost.time.traffic import (
@@ -32,8 +33,7 @@ from shoal.spec.layout import Layout
 from shoal.spec.number_formats import Formats
 
 if TYPE_CHECKING:
-    from shoal.engine.collectives.mesh import Mesh  # imports torch
-    from shoal.engine.parallel.context.causal_blocks import ScoreBlock
+    from shoal.engine.parallel.context.causal_blocks import ScoreBlock  # imports torch
 
 ROUTED = 3  # values that a router counts besides the tokens of each expert (`shoal.engine.models.experts.router`)
 PREDICTED = 4  # values counted by a mixture-of-depths router, incl. predictor loss
@@ -52,7 +52,7 @@ class RankCounts:
     """
 
     def __init__(
-        self, run: MicroBatch, program: Program, mesh: Mesh, policy: Formats, slices: Sequence[int] = (), *,
+        self, run: MicroBatch, program: Program, mesh: MeshPosition, policy: Formats, slices: Sequence[int] = (), *,
         by_parts: bool = False,
     ):
         self.run, self.program, self.mesh, self.policy, self.by_parts = run, program, mesh, policy, by_parts

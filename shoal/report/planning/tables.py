@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby
+from typing import Any
 
 import tomli_w
 
@@ -156,8 +157,11 @@ def explain_lines(plan: Plan, estimates: Sequence[StepEstimate]) -> list[str]:
     return ["", *table_lines(["seconds of a step", *(found.role for found in plan.listed), "what it is"], rows)]
 
 
-def run_toml(model: str, run: EstimatedRun, layout: Layout) -> str:
+def run_toml(model: str | Mapping[str, Any], run: EstimatedRun, layout: Layout) -> str:
     """Return a run's TOML with the planned layout and the model's own vocabulary.
+
+    Args:
+        model: name in the catalog, or the config section that creates the model.
 
     Raises:
         UsageError: the model is user-defined, and no config produces it.
@@ -169,7 +173,7 @@ def run_toml(model: str, run: EstimatedRun, layout: Layout) -> str:
         for name, value in chosen.items() if value is not None and value != getattr(defaults, name)
     }
     return tomli_w.dumps({
-        "model": model_section(model, run.shape),
+        "model": model_section(model, run.shape) if isinstance(model, str) else {**model},
         "parallel": parallel,
         "data": {"sequence_length": run.sequence_length},
         "train": {"global_batch": run.global_batch, "precision": run.precision},

@@ -1,0 +1,203 @@
+"""Layout panel: time, memory, cost and traffic of a layout, and the changes that help most.
+
+`estimate_layout` answers a slider's move by the public `shoal.estimate`; the rest of the answer is read off it.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, get_args
+
+from pydantic import PositiveFloat, PositiveInt
+
+import shoal
+from shoal.base.section import plain
+from shoal.labs.interactive.mesh_traffic import list_axes
+from shoal.labs.interactive.model_choice import ModelChoice, describe_shape, list_models
+from shoal.pipeline.schedules import SCHEDULES
+from shoal.planning.changes import find_changes
+from shoal.planning.estimable import OPTIMIZERS
+from shoal.planning.estimate import Estimate, StepEstimate
+from shoal.planning.run import EstimatedRun
+from shoal.planning.software_estimate import estimate_run
+from shoal.report.planning.estimate_lines import bound
+from shoal.report.planning.tables import run_toml
+from shoal.spec.catalog.clusters import nodes
+from shoal.spec.layout import Layout, Recompute, ScheduleName
+from shoal.spec.number_formats import FORMATS
+
+MOVES = 3
+"""Number of suggested changes."""
+
+
+class LayoutRequest(ModelChoice):
+    """A layout of a model on a cluster."""
+
+    cluster: str = "16x8xH100"
+    """A cluster's name."""
+
+    precision: str = "bf16"
+    """Number formats."""
+
+    optimizer: str = "adamw"
+    """The update rule."""
+
+    global_batch: str = "4M"
+    """Sequences per step, or tokens with K or M."""
+
+    sequence_length: PositiveInt = 8192
+    """Tokens per sequence."""
+
+    tokens: PositiveFloat | None = None
+    """Tokens of the complete training (default: 20 per parameter)."""
+
+    price: PositiveFloat | None = None
+    """Dollars per device and hour (default: the catalog's)."""
+
+    parallel: Layout = Layout(tp=8, pp=4, zero=1, sequence_parallel=True)
+    """The layout; without dp, replicas fill the cluster."""
+
+
+class ChoicesRequest(ModelChoice):
+    """Nothing: the choices do not depend on anything."""
+
+
+def list_choices(request: ChoicesRequest) -> dict[str, Any]:
+    """Return the names that the controls offer."""
+    return {
+        "models": list_models(),
+        "nodes": [{"name": name, "per_node": node.per_node, "pod": node.dimensions is not None}
+                  for name, node in nodes().items()],
+        "precisions": list(FORMATS),
+        "optimizers": list(OPTIMIZERS),
+        "schedules": [{"name": name, "virtual": SCHEDULES[name].virtual, "source": SCHEDULES[name].source}
+                      for name in get_args(ScheduleName) if name in SCHEDULES and name != "terapipe"],
+        "recompute": list(get_args(Recompute)),
+    }  # fmt: skip
+
+
+def estimate_layout(request: LayoutRequest) -> dict[str, Any]:
+    """Return the estimate of a layout in seconds, bytes, fractions and dollars.
+
+    Raises:
+        UsageError: a name that is not known, or a layout that cannot be trained or estimated.
+    """
+    estimate = _estimate(request)
+    run, step = estimate.run, estimate.step_seconds
+    low, high = estimate.interval
+    fullest = estimate.fullest
+    training = shoal.train_fully(run, step, tokens=request.tokens, price=request.price)
+    return {
+        "model": {"name": request.section()["name"], "parameters": run.shape.parameters(), **describe_shape(run.shape)},
+        "cluster": {
+            "text": run.cluster.describe(), "devices": run.cluster.size, "nodes": run.cluster.nodes,
+            "per_node": run.cluster.per_node, "accelerator": run.cluster.accelerator.name,
+        },
+        "layout": {
+            "text": run.layout.describe(), "equation": run.layout.equation(), **plain(run.layout),
+            "dp_replicate": run.layout.dp_replicate, "dp_shard": run.layout.dp_shard,
+        },
+        "batch": {"sequences": run.global_batch, "tokens": run.tokens, "microbatches": run.microbatches},
+        "step": {"seconds": step, "interval": [low, high], "accuracy": estimate.accuracy().describe()},
+        "mfu": {"value": estimate.mfu, "interval": [estimate.mfu * step / high, estimate.mfu * step / low]},
+        "hfu": estimate.hfu,
+        "tokens_per_second": run.tokens / step,
+        "breakdown": list(estimate.breakdown.items()),
+        "memory": {
+            "parts": list(vars(fullest).items()), "reserved": fullest.reserved,
+            "interval": list(estimate.memory_interval), "capacity": estimate.capacity, "fits": estimate.fits,
+            "may_fit": estimate.may_fit, "ranks": [each.reserved for each in estimate.memory],
+        },
+        "bound": bound(estimate).split(". Effects")[0],
+        "training": {
+            "tokens": training.tokens, "days": training.days, "dollars": training.dollars, "price": training.price,
+            "megawatt_hours": training.kilowatt_hours and training.kilowatt_hours / 1e3,
+            "days_interval": [training.days * low / step, training.days * high / step],
+        },
+        "axes": list_axes(estimate) if isinstance(estimate, Estimate) else [],
+        "toml": run_toml(request.section(), run, run.layout),
+        "commands": _commands(request, run),
+    }  # fmt: skip
+
+
+def suggest_moves(request: LayoutRequest) -> dict[str, Any]:
+    """Return the layout's most useful single changes: faster ones, or if it does not fit, ones that fit.
+
+    If no single change fits, the layouts that a search of the same run recommends.
+
+    Raises:
+        UsageError: see `estimate_layout`.
+    """
+    estimate = _estimate(request)
+    found: list[tuple[str, StepEstimate]] = find_changes(estimate, MOVES)
+    searched = not found and not estimate.fits and estimate.run.shape.depths is None
+    if searched:
+        from shoal.planning.search.search import search  # slow import
+        from shoal.planning.search.space import LayoutSpace
+
+        best = search(estimate.run, LayoutSpace()).best[:MOVES]
+        runs = [replace(estimate.run, layout=each.layout) for each in best]
+        found = [(run.layout.describe(), estimate_run(run)) for run in runs]
+    return {
+        "searched": searched,
+        "moves": [
+            {
+                "name": name, "seconds": other.step_seconds, "change": other.step_seconds / estimate.step_seconds - 1,
+                "mfu": other.mfu, "reserved": other.fullest.reserved, "parallel": plain(other.run.layout),
+            }
+            for name, other in found
+        ],
+    }  # fmt: skip
+
+
+FIRST: dict[str, Any] = {
+    "model": "llama-3-70b", "config": "", "layers": None, "hidden": None, "heads": None, "ffn": None,
+    "cluster": "16x8xH100", "precision": "bf16", "optimizer": "adamw", "global_batch": "4M", "sequence_length": 8192,
+    "tokens": None, "price": None,
+    "parallel": {
+        "zero": 1, "tp": 8, "sequence_parallel": True, "cp": 1, "ep": 1, "pp": 4, "virtual_stages": None,
+        "schedule": "1f1b", "micro_batch": 1, "recompute": "none",
+    },
+}  # fmt: skip
+"""Request of the panel's first picture, as its script sends it."""
+RECORDED = {
+    "zero": (0, 2, 3), "tp": (1, 2, 4), "sequence_parallel": (False,), "cp": (2, 4), "pp": (1, 2, 8, 16),
+    "schedule": ("gpipe", "zb-h1", "zb-v", "interleaved-1f1b"), "micro_batch": (2, 4),
+    "recompute": ("selective", "full"),
+}  # fmt: skip
+"""Moves from it that a saved page answers."""
+
+
+def record_requests() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the requests of the first picture, and of each control's moves from it."""
+    yield "layout-choices", {}
+    yield "layout", FIRST
+    yield "layout-moves", FIRST
+    for name, values in RECORDED.items():
+        for value in values:
+            yield "layout", FIRST | {"parallel": FIRST["parallel"] | {name: value}}
+
+
+def _estimate(request: LayoutRequest) -> StepEstimate:
+    layout = request.parallel
+    if layout.tp == 1:  # nothing to split: the control has no effect
+        layout = layout.model_copy(update={"sequence_parallel": False})
+    return shoal.estimate(
+        layout, model=request.shape(request.sequence_length), cluster=request.cluster, precision=request.precision,
+        optimizer=request.optimizer, global_batch=request.global_batch, sequence_length=request.sequence_length,
+    )  # fmt: skip
+
+
+def _commands(request: LayoutRequest, run: EstimatedRun) -> list[str]:
+    """Return the commands for the run's TOML file: the same estimate, a search from it, and the training."""
+    tokens = f" --tokens {request.tokens:.6g}" if request.tokens else ""
+    price = f" --price {request.price:g}" if request.price else ""
+    cluster = shlex.quote(request.cluster)
+    found = [f"shoal estimate run.toml --cluster {cluster}{tokens}{price}"]
+    if not request.changed:
+        batch = f"--global-batch {run.global_batch} --sequence-length {run.sequence_length}"
+        formats = f"--precision {run.precision} --optimizer {run.optimizer}"
+        found.append(f"shoal plan --model {request.model} --cluster {cluster} {batch} {formats}")
+    return [*found, f"shoal train run.toml --ranks {run.layout.world_size}"]

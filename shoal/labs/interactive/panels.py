@@ -1,0 +1,82 @@
+"""Table of the lab's panels: their calls, each a function of a checked request, and what a saved page records.
+
+A panel consists of an ES module ``assets/panel_NAME.js`` and of functions. A function takes an instance of a `Section`,
+the request, and returns plain values. It is imported when first called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from typing import Any, get_type_hints
+
+from shoal.base.section import Section, validate
+
+Answers = Iterator[tuple[str, dict[str, Any]]]
+"""Names of calls with requests, as the panel's script sends them."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One tab of the lab.
+
+    Attributes:
+        calls: places of functions, as ``module:function``, by the name under which the script calls them.
+        recorded: place of a function without arguments that yields the requests (`Answers`) whose answers a page saved
+            by ``shoal lab --out`` embeds; the first are those of the panel's first picture.
+    """
+
+    calls: Mapping[str, str] = field(default_factory=dict)
+    recorded: str = ""
+
+
+HOME = "shoal.labs.interactive"
+PANELS = {
+    "layout": Panel(
+        {
+            "layout": f"{HOME}.layout:estimate_layout",
+            "layout-choices": f"{HOME}.layout:list_choices",
+            "layout-moves": f"{HOME}.layout:suggest_moves",
+        },
+        f"{HOME}.layout:record_requests",
+    ),
+}  # fmt: skip
+"""Panels by name, in the order of their tabs."""
+
+
+def call_panel(name: str, values: Mapping[str, Any]) -> Any:
+    """Return the answer of a call to a request of plain values.
+
+    Raises:
+        UsageError: a key or a value of the request is wrong, or the call refuses it.
+        KeyError: no panel has this call.
+    """
+    function, request = _find_call(name)
+    return function(validate(request, {**values}, source=name))
+
+
+def call_names() -> list[str]:
+    """Return the names of all calls."""
+    return [name for panel in PANELS.values() for name in panel.calls]
+
+
+def recorded_requests() -> Answers:
+    """Yield the requests whose answers a saved page embeds."""
+    for panel in PANELS.values():
+        if panel.recorded:
+            yield from _import(panel.recorded)()
+
+
+@cache
+def _find_call(name: str) -> tuple[Callable[[Section], Any], type[Section]]:
+    function = _import(next(panel.calls[name] for panel in PANELS.values() if name in panel.calls))
+    hints = {argument: of for argument, of in get_type_hints(function).items() if argument != "return"}
+    (request,) = hints.values()
+    return function, request
+
+
+def _import(place: str) -> Callable[..., Any]:
+    module, function = place.split(":")
+    return getattr(import_module(module), function)
