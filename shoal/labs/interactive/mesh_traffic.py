@@ -25,7 +25,7 @@ GROUPS = {
 def list_axes(estimate: Estimate) -> list[dict[str, Any]]:
     """Return each axis of more than one rank: its size and stride, its link, and the bytes that rank 0 sends a step.
 
-    The bytes are those of `RankCounts`, which a dry run counts as well.
+    The bytes come from `RankCounts`, and a dry run counts the same.
     """
     run = estimate.run
     sent = count_sent(estimate)

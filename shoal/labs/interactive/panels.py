@@ -25,7 +25,7 @@ class Panel:
     Attributes:
         calls: places of functions, as ``module:function``, by the name under which the script calls them.
         recorded: place of a function without arguments that yields the requests (`Answers`) whose answers a page saved
-            by ``shoal lab --out`` embeds; the first are those of the panel's first picture.
+            by ``shoal lab --out`` embeds; the first ones give the panel's first picture.
     """
 
     calls: Mapping[str, str] = field(default_factory=dict)

@@ -9,7 +9,7 @@ from shoal.spec.layout import Layout
 
 
 class MeshPosition(Protocol):
-    """Part of `shoal.engine.collectives.mesh.Mesh` that tells where a rank is."""
+    """Part of `shoal.engine.collectives.mesh.Mesh` that knows where a rank is."""
 
     def index(self, axis: str) -> int:
         """Return the rank's index along an axis or merged axis."""
