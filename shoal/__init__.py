@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from shoal.launch.inference import evaluate_tasks as evaluate_tasks
     from shoal.launch.inference import open_chat as open_chat
     from shoal.launch.inference import sample as sample
+    from shoal.launch.submit.submission import submit as submit
     from shoal.launch.train import train as train
     from shoal.pipeline.checker import check_program as check_program
     from shoal.pipeline.program import Program as Program
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from shoal.spec.catalog import model_shape as model_shape
     from shoal.spec.catalog.clusters import cluster as cluster
     from shoal.spec.catalog.tables import add_catalog as add_catalog
+    from shoal.spec.cluster_job import ClusterJob as ClusterJob
     from shoal.spec.config import RunConfig as RunConfig
     from shoal.spec.config import load_config as load_config
     from shoal.spec.config import save_config as save_config
@@ -66,6 +68,7 @@ _HOMES = {
     "shoal.labs.validate.by_dry_run": ("dry_run",),
     "shoal.labs.validate.validation": ("validate_estimates",),
     "shoal.launch.inference": ("evaluate", "evaluate_tasks", "open_chat", "sample"),
+    "shoal.launch.submit.submission": ("submit",),
     "shoal.launch.train": ("train",),
     "shoal.pipeline.checker": ("check_program",),
     "shoal.pipeline.program": ("Program", "build_program"),
@@ -81,6 +84,7 @@ _HOMES = {
     "shoal.spec.catalog": ("model_shape",),
     "shoal.spec.catalog.clusters": ("cluster",),
     "shoal.spec.catalog.tables": ("add_catalog",),
+    "shoal.spec.cluster_job": ("ClusterJob",),
     "shoal.spec.config": ("RunConfig", "load_config", "save_config"),
     "shoal.spec.layout": ("Layout",),
     "shoal.testing.chaos.run": ("chaos",),

@@ -26,6 +26,10 @@ COMMANDS = {
     "train": Command(
         "shoal.cli.run.train", "Train a model: shoal train [RUN.toml] [--section.field VALUE ...]"
     ),
+    "launch": Command(
+        "shoal.cli.run.launch",
+        "Submit a run to SLURM, Kubernetes, Ray or SkyPilot: shoal launch RUN.toml --on slurm --run-folder runs/one",
+    ),
     "verify": Command(
         "shoal.cli.run.verify",
         "Prove that a layout computes what one device computes: shoal verify [RUN.toml] [--random N]",
