@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,8 +66,8 @@ class Run:
     Functions and samples reach the ranks with cloudpickle, so they may be of a notebook.
 
     Args:
-        model, loss, data, validation, collate, blocks, on_metrics: see `OwnModel`.
-        layout: data parallelism, ZeRO and the size of a micro-batch.
+        model, loss, data, validation, collate, blocks, tensor_parallel, on_metrics: see `OwnModel`.
+        layout: data and tensor parallelism, ZeRO and the size of a micro-batch.
         optimizer: section [optimizer]; `AdamW` makes one.
         global_batch: samples of a step (default: one micro-batch for each replica).
         name: name of the model, in the records of the run.
@@ -101,11 +101,12 @@ class Run:
         global_batch: int | None = None,
         collate: Callable[[list[Any]], Any] = default_collate,
         blocks: tuple[str, ...] = (),
+        tensor_parallel: Mapping[str, str] | None = None,
         on_metrics: Callable[[StepMetrics], object] | None = None,
         name: str = "own",
         **sections: dict[str, Any],
     ):
-        self.own = OwnModel(model, loss, data, validation, collate, blocks, on_metrics)
+        self.own = OwnModel(model, loss, data, validation, collate, blocks, tensor_parallel, on_metrics)
         layout, optimizer = layout or Layout(), optimizer or OptimizerConfig()
         batch = {"global_batch": global_batch or layout.dp * layout.micro_batch, "validation_sequences": 1}
         given = {"train": batch | sections.pop("train", {}), "data": {"sequence_length": 1}, "model": {"name": name}}

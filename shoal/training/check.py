@@ -16,6 +16,7 @@ from shoal.engine.data.tokenizer import load_tokenizer
 from shoal.engine.device import pick_device
 from shoal.engine.models.transformer import Transformer
 from shoal.engine.own.definition import OwnShape, load_own_model
+from shoal.engine.own.tensor import SplitRanks, apply_table
 from shoal.pipeline.from_layout import check_run
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RunConfig, build_config
@@ -42,7 +43,8 @@ def check(config: RunConfig, ranks: int | None = None) -> ModelShape:
     else:
         vocab = load_tokenizer(config.data.tokenizer).vocab_size
         shape = config.model.shape(vocab=vocab, sequence_length=config.data.sequence_length)
-    check_run(config, shape, ranks=ranks)
+    sizes = dict.fromkeys(("hidden", "heads", "kv_heads", "ffn"), config.parallel.tp)  # its table was checked instead
+    check_run(config, shape.model_copy(update=sizes) if config.model.module else shape, ranks=ranks)
     check_profile(config)
     FaultKnobs.read(config.testing, config.parallel.world_size)
     check_shared_memory(config)
@@ -66,6 +68,9 @@ def check_own_model(config: RunConfig) -> OwnShape:
         if name not in OWN_LAYOUT and value != default:
             raise UsageError(f"parallel.{name} = {value!r} with model.module, whose layers shoal does not know."
                              f"\n  Leave it out; {', '.join(OWN_LAYOUT)} work with any module.")
+    own = load_own_model(config.model.module)
+    if layout.tp > 1:
+        apply_table(own.build_empty(), own.tensor_parallel, SplitRanks(None, 0, layout.tp))
     for name in ("compile", "cuda_graphs", "attention"):
         value = getattr(config.train, name)
         if value != TrainConfig.model_fields[name].default:
@@ -76,11 +81,11 @@ def check_own_model(config: RunConfig) -> OwnShape:
     if config.optimizer.name.startswith("sophia"):
         raise UsageError(f"optimizer.name = '{config.optimizer.name}' with model.module: it needs logits of tokens."
                          "\n  Choose another optimizer.")
-    return OwnShape.describe(load_own_model(config.model.module))
+    return OwnShape.describe(own)
 
 
-OWN_LAYOUT = ("dp", "zero", "zero_shard", "micro_batch", "bucket_mb", "overlap", "prefetch", "reshard_after_forward",
-              "offload")  # fmt: skip
+OWN_LAYOUT = ("dp", "tp", "zero", "zero_shard", "micro_batch", "bucket_mb", "overlap", "prefetch",
+              "reshard_after_forward", "offload")  # fmt: skip
 """Fields of a layout that any module can have."""
 
 

@@ -29,7 +29,8 @@ def open_validation(config: RunConfig, *, progress: bool = False) -> dict[str, C
 def try_samples(config: RunConfig) -> None:
     """Try out the samples and the loss of a model of one's own before ranks start; see `try_out`."""
     if config.model.module:
-        try_out(load_own_model(config.model.module), config.train.seed, config.parallel.micro_batch)
+        try_out(load_own_model(config.model.module), config.train.seed, config.parallel.micro_batch,
+                config.parallel.tp)
 
 
 def prepare_samples(config: RunConfig) -> None:

@@ -63,7 +63,7 @@ def started(here: Path, preload: Sequence[str] = PRELOADED) -> PreforkServer:
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory) -> Iterator[PreforkServer]:
-    """Of all tests that leave it alive."""
+    """One server for all tests that do not end it."""
     with pytest.MonkeyPatch.context() as patch, started(write_rank(tmp_path_factory.mktemp("own"), patch)) as server:
         yield server
 

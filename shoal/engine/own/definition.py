@@ -6,7 +6,7 @@ import importlib.util
 import math
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -23,7 +23,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils.data import default_collate
 
 from shoal.base.errors import UsageError
-from shoal.base.files import expanded, read_bytes
+from shoal.base.files import expanded, open_to_read
 from shoal.spec.catalog import ModelShape
 
 PICKLED = ".pkl"
@@ -46,6 +46,8 @@ class OwnModel:
         collate: makes a batch, any nesting of tensors, from a list of samples.
         blocks: names of modules in the order of the forward, of which ZeRO-3 holds one or two at a time, such as
             ``("layers.0", "layers.1")``; without any, it gathers the full model for each micro-batch.
+        tensor_parallel: how layers are split over ``parallel.tp`` ranks: styles by pattern of their names
+            (`shoal.engine.own.tensor`); None for the plan that a model of transformers has (``model.tp_plan``).
         on_metrics: called on rank 0, in its process, with each logged record (`shoal.training.records.metrics`); what
             it raises ends the run.
 
@@ -64,6 +66,7 @@ class OwnModel:
     validation: Samples | None = None
     collate: Callable[[list[Any]], Any] = default_collate
     blocks: tuple[str, ...] = ()
+    tensor_parallel: Mapping[str, str] | None = None
     on_metrics: Callable[[Any], object] | None = None
 
     def __post_init__(self) -> None:
@@ -74,6 +77,9 @@ class OwnModel:
                 raise UsageError(f"model.module: its {name} is {_describe(value)}.\n  Give a function.")
         if isinstance(self.blocks, str):
             raise UsageError(f"model.module: its blocks are the text {self.blocks!r}.\n  Give a tuple of names.")
+        if self.tensor_parallel is not None and not isinstance(self.tensor_parallel, Mapping):
+            raise UsageError(f"model.module: its tensor_parallel is {_describe(self.tensor_parallel)}.\n  Give a dict "
+                             "of patterns and styles.")
 
     def build(self, seed: int) -> nn.Module:
         """Build the module on the CPU, with the initial values of a seed."""
@@ -243,7 +249,13 @@ def load_own_model(reference: str) -> OwnModel:
 def _load(file: Path, name: str) -> Any:
     if file.suffix != PICKLED:
         return _execute(file, name)
-    folders, found = cloudpickle.loads(read_bytes(file))
+    try:
+        with open_to_read(file) as opened:  # of any size, as it may hold the samples
+            folders, found = cloudpickle.load(opened)
+    except OSError as error:
+        raise UsageError(f"model.module: {file} cannot be read: {error.strerror}.") from None
+    except Exception:
+        raise UsageError(f"model.module: {file} is damaged, or no run has written it.\n  Give FILE.py:NAME.") from None
     sys.path += [folder for folder in folders if folder not in sys.path]
     return cloudpickle.loads(found)
 

@@ -19,6 +19,7 @@ from shoal.engine.models.initial import stream_key
 from shoal.engine.own.blocks import Blocks, group_parameters
 from shoal.engine.own.definition import OwnModel
 from shoal.engine.own.samples import OwnBatch
+from shoal.engine.own.tensor import SplitRanks, apply_table
 from shoal.engine.parallel.apply import LocalStage, materialise
 from shoal.engine.parallel.placement import replicate
 from shoal.engine.parallel.zero.rank_parameters import RankParameters
@@ -114,11 +115,16 @@ class OwnStage(LocalStage):
     Attributes:
         counted: number of terms of the losses since it was last set to 0, float64 [].
         buckets: parameters outside of the blocks, which ZeRO-3 gathers for each micro-batch.
+        ranks: those that split its layers, if any.
         blocks: what ZeRO-3 gathers one after the other; None without blocks.
     """
 
-    def __init__(self, own: OwnModel, module: nn.Module, parameters: ShardedParameters, policy: Policy, seed: int):
+    def __init__(
+        self, own: OwnModel, module: nn.Module, parameters: ShardedParameters, policy: Policy, seed: int,
+        ranks: SplitRanks | None = None,
+    ):
         self.index = self.part = 0
+        self.ranks = ranks
         self.own, self.module, self.parameters = own, module, parameters  # type: ignore[assignment]
         self.policy, self.seed = policy, seed
         self.statistics = Statistics(module)
@@ -147,6 +153,8 @@ class OwnStage(LocalStage):
         cast = torch.autocast(self.parameters.mesh.device.type, compute, enabled=compute != wide)
         with cast, self.blocks.forward() if self.blocks else nullcontext():
             loss, terms = self.own.compute(self.module, batch.values)
+        if self.ranks:
+            self.ranks.shared = None  # the graph that it holds ends here
         if training:
             self.statistics.collect()
         else:
@@ -188,8 +196,10 @@ def build_own_stage(own: OwnModel, mesh: Mesh, policy: Policy, seed: int) -> Own
             owner._buffers[name] = buffer.to(mesh.device, dtype).contiguous()
         if policy.compute.itemsize < 4 and isinstance(owner, (_NormBase, nn.LayerNorm, nn.GroupNorm)):
             owner.forward = partial(normalise_wide, ref(owner))  # type: ignore[method-assign]
+    ranks = SplitRanks(mesh.required_group("tp"), mesh.index("tp"), mesh.size("tp")) if mesh.size("tp") > 1 else None
+    split = apply_table(module, own.tensor_parallel, ranks) if ranks else {}
     placements = {
-        name: replicate(name, parameter, mesh, partial=False)
+        name: split.get(name) or replicate(name, parameter, mesh, partial=False)
         for name, parameter in module.named_parameters() if parameter.requires_grad
     }
     unclaimed = materialise(module, placements, policy.compute, mesh.device)
@@ -198,7 +208,7 @@ def build_own_stage(own: OwnModel, mesh: Mesh, policy: Policy, seed: int) -> Own
     parameters = ShardedParameters(
         [[(p, unclaimed.pop(p)) for p in group if p in unclaimed] for group in groups], mesh, policy
     )
-    stage = OwnStage(own, module, parameters, policy, seed)
+    stage = OwnStage(own, module, parameters, policy, seed, ranks)
     if blocks:
         stage.blocks = Blocks(blocks, module, groups, parameters)
         stage.buckets = stage.blocks.rest

@@ -101,7 +101,7 @@ class OwnEngine(Engine):
         self.stage.statistics.begin()
         loss = self.build_runtime(build_forwards(self.program, passes)).evaluate(batches)
         self.stage.statistics.cancel()  # some modules change buffers in each forward
-        return float(to_host(all_reduce(loss, self.mesh.group("world")))) / (self._terms() or 1.0)
+        return float(to_host(all_reduce(loss, self.mesh.group("dp")))) / (self._terms() or 1.0)
 
     def state(self) -> dict[str, list[Piece]]:
         """Return all tensors that a checkpoint stores: also buffers and frozen parameters."""

@@ -84,7 +84,7 @@ def test_hub_reads_a_dataset(tmp_path):
 
 
 class Rows:
-    """As much of a `datasets.DatasetBuilder`, and of the `datasets.IterableDataset` it makes, as the corpus uses."""
+    """Stand-in for `datasets.DatasetBuilder` and its `IterableDataset`, with what the corpus uses of them."""
 
     dataset_name, config_id = "name", "default"
 

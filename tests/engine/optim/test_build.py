@@ -52,7 +52,7 @@ def update(rule, rate):
 @pytest.mark.parametrize("name", [name for name in sorted(COMPILED) if name != "sophia-h"])
 def test_compiled_rules_make_the_same_updates_and_are_compiled_once(name, monkeypatch):
     """Captured and made functional; but of one rule alone made into C++, which takes most of the time."""
-    if name == "sage":  # headers compiled beforehand take longer than those of its single program
+    if name == "sage":  # it has one program; compiling headers first takes longer than compiling the program
         monkeypatch.setattr(torch._inductor.config, "cpp_cache_precompile_headers", False)
     else:
         monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))

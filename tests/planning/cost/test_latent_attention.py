@@ -60,7 +60,8 @@ def test_a_peak_is_what_a_dry_run_counts(parallel: dict, model: dict) -> None:
 
 @pytest.mark.parametrize("tp", [1, 8])
 def test_weights_are_the_shape_s(tp: int) -> None:
-    """Of all ranks, but for norms and routers; tensor parallelism does not split what makes the latents."""
+    """The parameters of all ranks add up to the model, without norms and routers. Each tensor-parallel rank has the
+    matrices that make the latents."""
     shape = model_shape("deepseek-v3")
     run = EstimatedRun(shape, Layout(tp=tp, pp=16), cluster(f"{16 * tp}xH800"), 4096, 16)
     runs = Runs.from_rows([describe_row(run)])

@@ -92,7 +92,7 @@ class Odd(nn.Module):
 
 
 class Drawn:
-    """Samples with random numbers, of which a file that is loaded anew should have the same."""
+    """Random samples. They must be the same each time the file is loaded."""
 
     base = torch.randn(64, 4)
 
@@ -110,6 +110,32 @@ def weighted(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
 def words(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     return cross_entropy(model(batch["ids"])[:, :-1], batch["ids"][:, 1:])
 
+
+class Split(nn.Module):
+    """Layers of every style of tensor parallelism, with sizes that do not divide, and a tied embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB + 1, 12, padding_idx=3)
+        self.up, self.gate = nn.Linear(12, 16), nn.Linear(12, 16, bias=False)
+        self.norm = nn.LayerNorm(4)
+        self.down = nn.Linear(16, 12)
+        self.mixed = nn.Linear(12, 13)
+        self.last = nn.Linear(8, 12)
+        self.head = nn.Linear(12, VOCAB + 1, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        heads = self.norm((self.up(x) * self.gate(x)).unflatten(-1, (-1, 4))).flatten(-2)
+        x = x + self.down(heads)
+        return self.head(x + self.last(self.mixed(x)[..., :8]))
+
+
+split = OwnModel(Split, words, Tokens, tensor_parallel={
+    "embedding": "embedding_rowwise", "head": "colwise_gather_output", "{up,gate}": "colwise", "down": "rowwise",
+    "norm": "replicated_with_grad_allreduce", "mixed": "colwise_gather_output", "last": "rowwise_split_input",
+})  # fmt: skip
 
 ODD_BLOCKS = ("layers.0", "layers.1", "layers.2")
 odd = OwnModel(Odd, weighted, Drawn, blocks=ODD_BLOCKS)

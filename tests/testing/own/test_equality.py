@@ -1,10 +1,14 @@
 """Layouts of modules that shoal does not know compute what plain PyTorch computes on one device."""
 
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.base.errors import UsageError
@@ -36,6 +40,9 @@ def config_of(name: str, layout: dict[str, Any], **sections: dict[str, Any]) -> 
     ("unet", {"dp": 4, "zero": 2, "zero_shard": 2, "offload": "optimizer"}, {}),
     ("lstm", {"dp": 4, "zero": 3, "zero_shard": 2}, {}),
     ("odd", {"dp": 2, "zero": 3}, {}),
+    ("wide_llama", {"dp": 2, "tp": 2, "zero": 3}, {}),
+    ("wide_qwen3_moe", {"dp": 2, "tp": 2, "zero": 1}, {}),
+    ("split", {"tp": 4}, {"optimizer": {"name": "muon"}}),
 ])  # fmt: skip
 def test_gradients_weights_and_buffers_are_those_of_one_device(name, layout, sections, pool):
     config = config_of(name, layout, **sections)
@@ -58,11 +65,45 @@ def test_a_loss_that_depends_on_the_rank_is_found(pool):
     config = config_of("wrong", {"dp": 2})
     named = config.model.model_copy(update={"module": f"{__file__}:wrong"})
     verdict = compare_own_model(pool, config.model_copy(update={"model": named}), steps=1)
-    assert verdict.findings and verdict.findings[0].text.startswith("step 0, gradient of ")
+    assert [finding.text[: finding.text.find(" ", 10)] for finding in verdict.findings[:2]] == [
+        "step 0, loss:", "step 0, gradient"]
+
+
+def table_without(*names: str) -> OwnModel:
+    table = plain.split.tensor_parallel or {}
+    return replace(plain.split, tensor_parallel={name: table[name] for name in table if name not in names})
+
+
+class Halves(nn.Module):
+    """A layer of two parts, whose second needs a sum over the ranks that its table forgets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.up, self.head = nn.Embedding(64, 8), nn.Linear(8, 16), nn.Linear(8, 64)
+        self.down = nn.Parameter(torch.randn(8, 16) / 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(F.linear(self.up(self.embedding(ids)), self.down))
+
+
+no_norm = table_without("norm")
+no_sum = OwnModel(Halves, plain.words, plain.Tokens, tensor_parallel={"up": "colwise", "down": "rowwise"})
+
+
+@pytest.mark.parametrize(("name", "says"), [
+    ("no_norm", r"step 0, gradient of norm.weight: .* Each rank of tp .* 'replicated_with_grad_allreduce'"),
+    ("no_sum", r"step 0, loss: .* A sum over the ranks of tp may be missing in tensor_parallel"),
+])  # fmt: skip
+def test_a_wrong_table_is_found_and_said_in_one_sentence(name, says, pool):
+    config = config_of(name, {"tp": 2})
+    named = config.model.model_copy(update={"module": f"{__file__}:{name}"})
+    verdict = compare_own_model(pool, config.model_copy(update={"model": named}), steps=1)
+    assert re.search(says, verdict.findings[0].text), verdict.findings[0].text
 
 
 @pytest.mark.parametrize(("section", "field", "value", "says"), [
-    ("parallel", "tp", 2, "parallel.tp = 2 with model.module, whose layers shoal does not know"),
+    ("parallel", "pp", 2, "parallel.pp = 2 with model.module, whose layers shoal does not know"),
+    ("parallel", "tp", 2, "parallel.tp with model.module, which has no plan of its own"),
     ("parallel", "recompute", "full", "parallel.recompute = 'full' with model.module"),
     ("train", "precision", "fp8", "train.precision = 'fp8' with model.module"),
     ("train", "compile", True, "train.compile = True with model.module"),
@@ -72,6 +113,7 @@ def test_a_loss_that_depends_on_the_rank_is_found(pool):
     ("model", "module", f"{PLAIN}:nothing", "has no 'nothing'"),
     ("model", "module", f"{PLAIN}:Tokens", "is type, not a shoal.OwnModel"),
     ("model", "module", "nowhere.py:own", "there is no Python file"),
+    ("model", "module", "nowhere.pkl", "nowhere.pkl cannot be read: No such file or directory"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused_before_a_rank_starts(section, field, value, says):
     config = config_of("lstm", {})

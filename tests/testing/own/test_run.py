@@ -12,6 +12,8 @@ import torch
 
 import shoal
 from shoal.base.errors import UsageError
+from shoal.base.files import LARGEST
+from shoal.engine.own.definition import OwnModel, load_own_model, save_own_model
 from shoal.launch import train as train_module
 from shoal.training.records.metrics import StepMetrics
 from shoal.training.resilience.events import read_events
@@ -79,7 +81,7 @@ def test_it_goes_on_after_the_loss_of_a_rank_with_the_same_bits(undisturbed, tmp
 
 
 def test_it_resumes_on_another_layout_by_its_folder_alone(undisturbed, tmp_path):
-    """As `shoal train --resume` does, with the copy of the definition in the folder."""
+    """The copy of the definition in the run folder is enough, as for `shoal train --resume`."""
     seen = tmp_path / "seen"
 
     def note(record: StepMetrics) -> None:
@@ -142,3 +144,15 @@ def test_functions_of_a_script_reach_the_ranks(tmp_path):
     done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True,
                           env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_samples_in_memory_may_be_larger_than_other_files(tmp_path):
+    samples = torch.zeros(LARGEST + 1, 1, dtype=torch.uint8)
+    save_own_model(OwnModel(UNet, rebuilt, samples), tmp_path / "own.pkl")
+    assert len(load_own_model(str(tmp_path / "own.pkl")).samples("train")) == LARGEST + 1
+
+
+def test_a_damaged_definition_is_refused(tmp_path):
+    (tmp_path / "own.pkl").write_bytes(b"no pickle")
+    with pytest.raises(UsageError, match=r"own\.pkl is damaged, or no run has written it"):
+        load_own_model(str(tmp_path / "own.pkl"))

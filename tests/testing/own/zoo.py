@@ -53,6 +53,16 @@ gpt2 = OwnModel(
     lambda: causal(transformers.GPT2Config(vocab_size=VOCAB, n_positions=32, n_embd=32, n_layer=2, n_head=2, **IDS)),
     next_token, Tokens, blocks=("transformer.h.0", "transformer.h.1"),
 )
+wide_llama = OwnModel(
+    lambda: causal(transformers.LlamaConfig(**SMALL, num_key_value_heads=2, mlp_bias=True)),
+    next_token, Tokens, blocks=("model.layers.0", "model.layers.1"),
+)
+wide_qwen3_moe = OwnModel(
+    lambda: causal(transformers.Qwen3MoeConfig(
+        **SMALL, num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+        experts_implementation="eager",
+    )), next_token, Tokens,
+)  # fmt: skip
 bert = OwnModel(lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SMALL)), masked_token, Tokens)
 t5 = OwnModel(
     lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(

@@ -18,5 +18,5 @@ class Kept:
 
 @pytest.fixture
 def kept(pool, monkeypatch):
-    """Ranks of a layout are those of the tests' pool."""
+    """Use the tests' pool for the ranks of a layout."""
     monkeypatch.setattr("shoal.launch.inference.Pool", lambda *_, **__: Kept(pool))

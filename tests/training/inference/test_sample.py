@@ -116,7 +116,7 @@ def test_an_exported_model_writes_what_its_run_writes(run, tmp_path):
 
 
 class Counts:
-    """Says the last token plus one, surely; remembers how much it was shown, and how much of it anew."""
+    """Model that predicts the last token plus one. It records how many tokens it was given, and how many were new."""
 
     def __init__(self):
         self.longest = self.computed = 0
@@ -307,8 +307,7 @@ def test_what_validation_dropped_is_logged(short_of_room):
 
 
 def test_no_token_of_a_prompt_is_dropped(short_of_room):
-    """As long as a text is written its capacity is not known, so that there is none: a prompt computes what its tokens
-    do one by one."""
+    """Experts have no capacity limit in generation, so a prompt gives the same as its tokens one by one."""
     source = open_source(short_of_room[1])
     model = load_model(source, source.on(Layout()))
     ids = torch.arange(40, 64).unsqueeze(0)

@@ -1,0 +1,332 @@
+"""Tensor parallelism of any module: a table of how its layers and parameters are split.
+
+A table maps patterns of names (`shoal.engine.parallel.tensor.matches`) to styles. The styles have the names of those of
+transformers' plans, so its models need no table.
+
+    colwise               linear layer split by output; its output stays split
+    colwise_gather_output the same, with the output gathered
+    rowwise               linear layer split by input, which is split already; its output is summed
+    rowwise_split_input   the same, for an input that is not split
+    embedding_rowwise     embedding split by id; the rows that are looked up are summed
+    replicated_with_grad_allreduce  a module between split layers, whose ranks each see a part: gradients are summed
+    moe_tp_experts        a module with split parameters: its output is summed
+
+For a parameter, "colwise" splits the last dim but one, "rowwise" the last, and "packed_colwise" each half of the last
+dim but one, such as gates joined with their linear part.
+
+Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.base.boxes import Box, flat_range
+from shoal.base.errors import UsageError
+from shoal.engine.collectives.group import Group
+from shoal.engine.collectives.ops import all_gather, all_reduce, copy_to, reduce_from, with_conjugate
+from shoal.engine.parallel.placement import ParamPlacement
+from shoal.engine.parallel.tensor import matches
+
+Table = Mapping[str, str]
+
+
+class PackedPlacement(ParamPlacement):
+    """Placement of a parameter that packs two in its last dim but one: a rank holds a part of each.
+
+    `box` is the part of the first; the second is half a dim further.
+    """
+
+    def boxes(self, start: int, stop: int) -> Iterator[tuple[int, Box]]:
+        """Yield (offset from ``start``, global box) for elements ``start:stop`` of the flat local tensor."""
+        *leading, rows, columns = self.box.shape
+        block, half = rows * columns, self.global_shape[-2] // 2
+        for number in range(start // block, -(-stop // block)):
+            first, packed = divmod(number, 2)
+            index: list[int] = []
+            for size in reversed(leading):
+                first, place = divmod(first, size)
+                index.insert(0, place)
+            outer = Box((*index, packed * half + self.box.offset[-2], 0), (*(1 for _ in leading), rows, columns))
+            begin = number * block
+            for offset, box in flat_range(outer.shape, max(start - begin, 0), min(stop - begin, block)):
+                yield max(begin - start, 0) + offset, box.to_global(outer)
+
+
+@dataclass
+class SplitRanks:
+    """The ranks that split a module.
+
+    Attributes:
+        group: None to try a table without the other ranks: shapes are right, values are not.
+        shared: the last input of a layer split by output, its version, and what the layer computed with. Layers with
+            one input, such as queries, keys and values, sum its gradient once.
+    """
+
+    group: Group | None
+    rank: int
+    size: int
+    shared: tuple[Tensor, int, bool, Tensor] | None = None
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Return x for a layer that is split by output; backward sums the gradients of all ranks."""
+        same = self.shared
+        if same is None or same[0] is not x or same[1:3] != (x._version, torch.is_grad_enabled()):
+            self.shared = same = x, x._version, torch.is_grad_enabled(), copy_to(x, self.group)
+        return same[3]
+
+    def enter_each(self, x: Any) -> Any:
+        """Return x, whose gradient other operators may read, for a region that is split; others than floats as is."""
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return x
+        return with_conjugate(x, self.group, lambda x, _: x.view_as(x), lambda g, group: all_reduce(g.clone(), group))
+
+    def leave(self, x: Tensor) -> Tensor:
+        """Sum a region's output, which other operators may read."""
+        return with_conjugate(x, self.group, lambda x, group: all_reduce(x.clone(), group), lambda g, _: g)
+
+    def join(self, x: Tensor) -> Tensor:
+        """Gather the parts of all ranks along the last dim."""
+        return with_conjugate(x, self.group, self._gather, self._part) if self.group else torch.cat([x] * self.size, -1)
+
+    def split(self, x: Tensor) -> Tensor:
+        """Keep this rank's part of the last dim."""
+        return with_conjugate(x, self.group, self._part, self._gather) if self.group else self._part(x)
+
+    def _gather(self, x: Tensor, group: Group) -> Tensor:
+        return all_gather(x.contiguous(), group, x.dim() - 1)
+
+    def _part(self, x: Tensor, group: Group | None = None) -> Tensor:
+        return x.chunk(self.size, -1)[self.rank].contiguous()
+
+
+class SplitLinear(nn.Linear):
+    """Linear layer that holds a part of its weight."""
+
+    def __init__(self, unsplit: nn.Linear, ranks: SplitRanks, whole: bool):
+        super(nn.Linear, self).__init__()
+        self.in_features, self.out_features = unsplit.in_features, unsplit.out_features
+        self.weight, self.ranks, self.whole = unsplit.weight, ranks, whole
+        self.register_parameter("bias", unsplit.bias)
+
+    def extra_repr(self) -> str:
+        """Return that of the full layer, and over how many ranks it is split."""
+        return f"{super().extra_repr()}, tp={self.ranks.size}"
+
+
+class OutputSplitLinear(SplitLinear):
+    """Linear layer split by output, which is gathered if ``whole``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layer: [.., in] -> [.., out/tp], or [.., out]."""
+        y = F.linear(self.ranks.enter(x), self.weight, self.bias)
+        return self.ranks.join(y)[..., : self.out_features] if self.whole else y
+
+
+class InputSplitLinear(SplitLinear):
+    """Linear layer split by input, which is not split yet if ``whole``; the bias is added after the sum."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layer: [.., in/tp], or [.., in] -> [.., out]."""
+        y = reduce_from(F.linear(self.ranks.split(x) if self.whole else x, self.weight), self.ranks.group)
+        return y if self.bias is None else y + self.bias
+
+
+class SplitEmbedding(nn.Embedding):
+    """Embedding split by id: a rank looks up its own, and the ranks sum."""
+
+    def __init__(self, unsplit: nn.Embedding, ranks: SplitRanks):
+        super(nn.Embedding, self).__init__()
+        for name in ("num_embeddings", "embedding_dim", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq",
+                     "sparse", "weight"):  # fmt: skip
+            setattr(self, name, getattr(unsplit, name))
+        self.ranks = ranks
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Look up ids: [..] -> [.., h]."""
+        rows = len(self.weight)
+        first = self.ranks.rank * rows
+        foreign = (ids < first) | (ids >= first + rows)
+        padding = None if self.padding_idx is None else self.padding_idx - first
+        found = F.embedding((ids - first).masked_fill(foreign, 0), self.weight,
+                            padding if padding is not None and 0 <= padding < rows else None)
+        return reduce_from(found.masked_fill(foreign.unsqueeze(-1), 0), self.ranks.group)
+
+    def extra_repr(self) -> str:
+        """Return that of the full table, and over how many ranks it is split."""
+        return f"{super().extra_repr()}, tp={self.ranks.size}"
+
+
+# ---- applying a table --------------------------------------------------------------------------------------------
+
+LINEAR = {"colwise": (-2, False), "colwise_gather_output": (-2, True), "rowwise": (-1, False),
+          "rowwise_split_input": (-1, True)}  # fmt: skip
+"""Styles of linear layers: the dim of the weight that they split, and whether input and output are whole."""
+
+COMPLETE = ("colwise_gather_output", "rowwise_split_input", "embedding_rowwise")
+"""Styles of layers with a whole input and a whole output."""
+
+STYLES = (*LINEAR, "packed_colwise", "embedding_rowwise", "replicated_with_grad_allreduce", "moe_tp_experts")
+
+
+def choose_table(module: nn.Module, given: Table | None) -> dict[str, str]:
+    """Return the rule of each module and parameter by name, from a table or the module's own plan (``tp_plan``).
+
+    Raises:
+        UsageError: there is no table, or it has a pattern that fits nothing or an unknown style.
+    """
+    table = given if given is not None else getattr(module, "tp_plan", None)
+    if not table:
+        raise UsageError("parallel.tp with model.module, which has no plan of its own.\n  Give tensor_parallel, a "
+                         "table of its layers such as {'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}.")
+    names = [name for name, _ in module.named_modules()] + [name for name, _ in module.named_parameters()]
+    rules: dict[str, str] = {}
+    for pattern, style in table.items():
+        found = [name for name in names if matches(pattern, name)]
+        if style not in STYLES and (found or given is not None):
+            raise UsageError(f"model.module: tensor_parallel has {style!r} for {pattern!r}.\n  Styles are "
+                             f"{', '.join(STYLES)}.")
+        if not found and given is not None:
+            raise UsageError(f"model.module: tensor_parallel has {pattern!r}, which no layer or parameter of its model "
+                             f"fits.\n  Its parameters are {', '.join(names[-8:])}, ...")
+        rules |= dict.fromkeys(found, style)
+    if not rules:
+        raise UsageError("model.module: no pattern of its plan fits a layer.\n  Give tensor_parallel.")
+    return rules
+
+
+def apply_table(module: nn.Module, given: Table | None, ranks: SplitRanks) -> dict[str, ParamPlacement]:
+    """Split a module in place over ranks; its split parameters have no values then.
+
+    Returns:
+        The placement of each split parameter, and of those whose gradients are summed, by name.
+
+    Raises:
+        UsageError: the table cannot be applied.
+    """
+    rules = choose_table(module, given)
+    table = _Application(module, ranks)
+    for name, style in rules.items():
+        table.apply(name, style, rules)
+    table.check_ties()
+    return table.placements
+
+
+class _Application:
+    """A table while it is applied.
+
+    Attributes:
+        names: name of each parameter of the full module.
+        owners: modules of each parameter, with the names that they have for it.
+        split: what replaces each parameter that is split.
+    """
+
+    def __init__(self, module: nn.Module, ranks: SplitRanks):
+        self.module, self.ranks = module, ranks
+        self.names = {p: name for name, p in module.named_parameters()}
+        self.owners: dict[nn.Parameter, list[str]] = {}
+        for name, p in module.named_parameters(remove_duplicate=False):
+            self.owners.setdefault(p, []).append(name)
+        self.split: dict[nn.Parameter, nn.Parameter] = {}
+        self.placements: dict[str, ParamPlacement] = {}
+
+    def apply(self, name: str, style: str, rules: dict[str, str]) -> None:
+        """Apply one rule to a module or a parameter."""
+        found = dict(self.module.named_parameters(remove_duplicate=False)).get(name)
+        if found is not None:
+            owner, _, part = name.rpartition(".")
+            self._split_parameter(self.module.get_submodule(owner), name, part, style)
+            return
+        layer = self.module.get_submodule(name)
+        tied = [other for p in layer.parameters(recurse=False) for other in self.owners.get(p, ())]
+        if style in COMPLETE and any(rules.get(other.rpartition(".")[0]) not in COMPLETE for other in tied):
+            return  # an embedding that is not split is tied to it; unsplit it computes the same
+        if style in LINEAR:
+            self._split_linear(layer, name, *LINEAR[style])
+        elif style == "embedding_rowwise":
+            self._split_embedding(layer, name)
+        elif style == "replicated_with_grad_allreduce":
+            for p in layer.parameters(recurse=False):
+                shape = tuple(p.shape)
+                self.placements[self.names[p]] = ParamPlacement(
+                    self.names[p], shape, Box.full(shape), shape, ("tp",), self.ranks.size, primary=self.ranks.rank == 0
+                )
+        elif style == "moe_tp_experts":
+            layer.register_forward_pre_hook(lambda _, args: tuple(map(self.ranks.enter_each, args)))
+            layer.register_forward_hook(lambda _, args, y: self.ranks.leave(y))
+        else:
+            raise UsageError(f"model.module: tensor_parallel has {style!r} for {name!r}, which is a module.\n  Name "
+                             f"its parameters: {', '.join(f'{name}.{part}' for part in layer._parameters)}.")
+
+    def check_ties(self) -> None:
+        """Raise `UsageError` if a parameter is split in one module and not in another."""
+        for name, p in self.module.named_parameters(remove_duplicate=False):
+            if p in self.split:
+                other = next(each for each in self.owners[p] if each != name)
+                raise UsageError(f"model.module: {name} and {other} are one parameter, and tensor_parallel splits "
+                                 f"only {other}.\n  Split both (embedding_rowwise, colwise_gather_output) or neither.")
+
+    def _split_linear(self, layer: nn.Module, name: str, dim: int, whole: bool) -> None:
+        if type(layer) is not nn.Linear:
+            raise UsageError(f"model.module: tensor_parallel splits {name!r}, a {type(layer).__name__}.\n  Only a "
+                             "torch.nn.Linear is split by its name; name the parameters of other layers.")
+        kind = OutputSplitLinear if dim == -2 else InputSplitLinear
+        replacement = kind(layer, self.ranks, whole)
+        self._replace(layer, replacement)
+        padded = dim == -2 and whole
+        self._keep(replacement, f"{name}.weight", "weight", dim, padded=padded)
+        if layer.bias is not None and dim == -2:
+            self._keep(replacement, f"{name}.bias", "bias", -1, padded=padded)
+
+    def _split_embedding(self, layer: nn.Module, name: str) -> None:
+        if type(layer) is not nn.Embedding or layer.max_norm is not None or layer.sparse or layer.scale_grad_by_freq:
+            raise UsageError(f"model.module: tensor_parallel splits {name!r}, a {layer}.\n  Only a torch.nn.Embedding "
+                             "is split, without max_norm, sparse and scale_grad_by_freq.")
+        replacement = SplitEmbedding(layer, self.ranks)
+        self._replace(layer, replacement)
+        self._keep(replacement, f"{name}.weight", "weight", -2, padded=True)
+
+    def _replace(self, layer: nn.Module, replacement: nn.Module) -> None:
+        for name, each in list(self.module.named_modules(remove_duplicate=False)):
+            if each is layer:
+                self.module.set_submodule(name, replacement)
+
+    def _split_parameter(self, owner: nn.Module, name: str, part: str, style: str) -> None:
+        dims = getattr(owner, part).dim()
+        if style == "packed_colwise" and dims > 1:
+            self._keep(owner, name, part, -2, packed=True)
+        elif style in ("colwise", "rowwise"):
+            self._keep(owner, name, part, -1 if style == "rowwise" or dims == 1 else -2)
+        else:
+            raise UsageError(f"model.module: tensor_parallel has {style!r} for the parameter {name}.\n  A parameter is "
+                             "split by colwise, packed_colwise or rowwise.")
+
+    def _keep(
+        self, owner: nn.Module, name: str, part: str, dim: int, *, padded: bool = False, packed: bool = False
+    ) -> None:
+        """Replace a parameter by this rank's part along a dim, without values."""
+        whole = getattr(owner, part)
+        if not whole.requires_grad:
+            raise UsageError(f"model.module: tensor_parallel splits {name}, which is not trained.\n  Leave it out.")
+        if whole in self.split:  # of another module that holds it
+            setattr(owner, part, self.split[whole])
+            return
+        size, tp = whole.shape[dim] // (2 if packed else 1), self.ranks.size
+        if size % tp and not padded:
+            raise UsageError(f"parallel.tp = {tp} splits {size} {'rows' if dim == -2 else 'columns'} of {name}.\n  "
+                             "Choose a number of ranks that divides it.")
+        share = -(-size // tp)
+        first = min(self.ranks.rank * share, size)
+        offset, shape, local = [0] * whole.dim(), list(whole.shape), list(whole.shape)
+        offset[dim], shape[dim], local[dim] = first, min(share, size - first), share * (2 if packed else 1)
+        self.split[whole] = kept = nn.Parameter(whole.new_empty(local), whole.requires_grad)
+        setattr(owner, part, kept)
+        kind: Callable[..., ParamPlacement] = PackedPlacement if packed else ParamPlacement
+        box = Box(tuple(offset), tuple(shape))
+        self.placements[self.names[whole]] = kind(self.names[whole], tuple(whole.shape), box, tuple(local))

@@ -1,0 +1,81 @@
+"""Tables of tensor parallelism: what is refused, and the parts of packed parameters."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from shoal.base.boxes import Box
+from shoal.base.errors import UsageError
+from shoal.engine.own.definition import OwnModel
+from shoal.engine.own.tensor import PackedPlacement, SplitRanks, apply_table
+from shoal.engine.own.trial import try_out
+from shoal.training.check import check
+from tests.testing.own import plain, zoo
+from tests.testing.own.test_equality import config_of
+
+
+@given(st.data())
+def test_parts_of_a_packed_parameter_cover_it_once(data):
+    leading, share, columns, tp = (data.draw(st.integers(1, 4)) for _ in range(4))
+    whole = torch.arange(leading * 2 * share * tp * columns).view(leading, 2 * share * tp, columns)
+    seen = torch.zeros_like(whole)
+    for rank in range(tp):
+        box = Box((0, rank * share, 0), (leading, share, columns))
+        local = whole.view(leading, 2, tp, share, columns)[:, :, rank].flatten()
+        placement = PackedPlacement("w", tuple(whole.shape), box, (leading, 2 * share, columns))
+        cuts = sorted({0, local.numel(), *data.draw(st.lists(st.integers(0, local.numel()), max_size=3))})
+        for start, stop in pairwise(cuts):
+            for offset, part in placement.boxes(start, stop):
+                seen[part.slices] += 1
+                values = local[start + offset : start + offset + part.numel]
+                assert torch.equal(values.view(part.shape), whole[part.slices])
+    assert (seen == 1).all()
+
+
+@pytest.mark.parametrize(("table", "says"), [
+    ({"upp": "colwise"}, "'upp', which no layer or parameter of its model fits"),
+    ({"up": "columns"}, "has 'columns' for 'up'.\n  Styles are colwise"),
+    ({"norm": "colwise"}, "splits 'norm', a LayerNorm"),
+    ({"up": "packed_colwise"}, "'packed_colwise' for 'up', which is a module.\n  Name its parameters: up.weight"),
+    ({"up.weight": "embedding_rowwise"}, "'embedding_rowwise' for the parameter up.weight"),
+    ({"embedding": "rowwise"}, "splits 'embedding', a Embedding"),
+    ({"embedding.weight": "rowwise"}, "head.weight and embedding.weight are one parameter"),
+    ({"mixed": "colwise"}, "parallel.tp = 2 splits 13 rows of mixed.weight"),
+])  # fmt: skip
+def test_a_table_that_cannot_be_is_refused(table, says):
+    with pytest.raises(UsageError, match=says):
+        apply_table(plain.Split(), table, SplitRanks(None, 0, 2))
+
+
+def test_a_layer_that_is_not_trained_is_refused():
+    module = nn.Sequential(nn.Linear(4, 4)).requires_grad_(False)
+    with pytest.raises(UsageError, match=r"splits 0.weight, which is not trained"):
+        apply_table(module, {"0": "colwise_gather_output"}, SplitRanks(None, 0, 2))
+
+
+def test_rules_for_other_models_in_a_plan_are_left_out():
+    model = zoo.wide_llama.build(0)
+    assert any("lm_head" in name for name in model.tp_plan)
+    model._tp_plan = {**model._tp_plan, "nowhere": "unknown"}
+    placements = apply_table(model, None, SplitRanks(None, 1, 2))
+    assert placements["model.layers.1.mlp.down_proj.weight"].box == Box((0, 24), (32, 24))
+    assert "tp=2" in repr(model.model.layers[0].mlp.gate_proj)
+
+
+def test_the_shape_that_a_resume_compares_does_not_depend_on_the_ranks():
+    assert check(config_of("split", {"tp": 4})) == check(config_of("split", {"dp": 2}))
+
+
+@pytest.mark.parametrize(("own", "says"), [
+    (replace(plain.split, tensor_parallel={"up": "colwise"}), r"tp = 2: RuntimeError: .*plain.py:\d+\)"),
+    (zoo.llama, r"tp = 2: RuntimeError: shape .* is invalid .*also that of keys and values"),
+])  # fmt: skip
+def test_parts_that_do_not_fit_together_are_found_before_a_rank_starts(own: OwnModel, says):
+    try_out(own, 0, 2)
+    with pytest.raises(UsageError, match=f"(?s)its loss.. fails with layers split over parallel.{says}"):
+        try_out(own, 0, 2, tp=2)
