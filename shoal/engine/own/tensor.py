@@ -1,7 +1,7 @@
 """Tensor parallelism of any module: a table of how its layers and parameters are split.
 
-A table maps patterns of names (`shoal.engine.parallel.tensor.matches`) to styles. The styles have the names of those of
-transformers' plans, so its models need no table.
+A table maps patterns of names (`shoal.engine.parallel.tensor.matches`) to styles. The styles have the names that
+transformers uses in its plans, so its models need no table.
 
     colwise               linear layer split by output; its output stays split
     colwise_gather_output the same, with the output gathered
@@ -109,32 +109,32 @@ class SplitRanks:
 class SplitLinear(nn.Linear):
     """Linear layer that holds a part of its weight."""
 
-    def __init__(self, unsplit: nn.Linear, ranks: SplitRanks, whole: bool):
+    def __init__(self, unsplit: nn.Linear, ranks: SplitRanks, full: bool):
         super(nn.Linear, self).__init__()
         self.in_features, self.out_features = unsplit.in_features, unsplit.out_features
-        self.weight, self.ranks, self.whole = unsplit.weight, ranks, whole
+        self.weight, self.ranks, self.full = unsplit.weight, ranks, full
         self.register_parameter("bias", unsplit.bias)
 
     def extra_repr(self) -> str:
-        """Return that of the full layer, and over how many ranks it is split."""
+        """Describe the full layer, and over how many ranks it is split."""
         return f"{super().extra_repr()}, tp={self.ranks.size}"
 
 
 class OutputSplitLinear(SplitLinear):
-    """Linear layer split by output, which is gathered if ``whole``."""
+    """Linear layer split by output, which is gathered if ``full``."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer: [.., in] -> [.., out/tp], or [.., out]."""
         y = F.linear(self.ranks.enter(x), self.weight, self.bias)
-        return self.ranks.join(y)[..., : self.out_features] if self.whole else y
+        return self.ranks.join(y)[..., : self.out_features] if self.full else y
 
 
 class InputSplitLinear(SplitLinear):
-    """Linear layer split by input, which is not split yet if ``whole``; the bias is added after the sum."""
+    """Linear layer split by input, which is not split yet if ``full``; the bias is added after the sum."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer: [.., in/tp], or [.., in] -> [.., out]."""
-        y = reduce_from(F.linear(self.ranks.split(x) if self.whole else x, self.weight), self.ranks.group)
+        y = reduce_from(F.linear(self.ranks.split(x) if self.full else x, self.weight), self.ranks.group)
         return y if self.bias is None else y + self.bias
 
 
@@ -159,7 +159,7 @@ class SplitEmbedding(nn.Embedding):
         return reduce_from(found.masked_fill(foreign.unsqueeze(-1), 0), self.ranks.group)
 
     def extra_repr(self) -> str:
-        """Return that of the full table, and over how many ranks it is split."""
+        """Describe the full table, and over how many ranks it is split."""
         return f"{super().extra_repr()}, tp={self.ranks.size}"
 
 
@@ -167,10 +167,10 @@ class SplitEmbedding(nn.Embedding):
 
 LINEAR = {"colwise": (-2, False), "colwise_gather_output": (-2, True), "rowwise": (-1, False),
           "rowwise_split_input": (-1, True)}  # fmt: skip
-"""Styles of linear layers: the dim of the weight that they split, and whether input and output are whole."""
+"""Styles of linear layers: the dim of the weight that they split, and whether input and output are full."""
 
 COMPLETE = ("colwise_gather_output", "rowwise_split_input", "embedding_rowwise")
-"""Styles of layers with a whole input and a whole output."""
+"""Styles of layers with an unsplit input and output."""
 
 STYLES = (*LINEAR, "packed_colwise", "embedding_rowwise", "replicated_with_grad_allreduce", "moe_tp_experts")
 
@@ -272,14 +272,14 @@ class _Application:
                 raise UsageError(f"model.module: {name} and {other} are one parameter, and tensor_parallel splits "
                                  f"only {other}.\n  Split both (embedding_rowwise, colwise_gather_output) or neither.")
 
-    def _split_linear(self, layer: nn.Module, name: str, dim: int, whole: bool) -> None:
+    def _split_linear(self, layer: nn.Module, name: str, dim: int, full: bool) -> None:
         if type(layer) is not nn.Linear:
             raise UsageError(f"model.module: tensor_parallel splits {name!r}, a {type(layer).__name__}.\n  Only a "
                              "torch.nn.Linear is split by its name; name the parameters of other layers.")
         kind = OutputSplitLinear if dim == -2 else InputSplitLinear
-        replacement = kind(layer, self.ranks, whole)
+        replacement = kind(layer, self.ranks, full)
         self._replace(layer, replacement)
-        padded = dim == -2 and whole
+        padded = dim == -2 and full
         self._keep(replacement, f"{name}.weight", "weight", dim, padded=padded)
         if layer.bias is not None and dim == -2:
             self._keep(replacement, f"{name}.bias", "bias", -1, padded=padded)
@@ -311,22 +311,22 @@ class _Application:
         self, owner: nn.Module, name: str, part: str, dim: int, *, padded: bool = False, packed: bool = False
     ) -> None:
         """Replace a parameter by this rank's part along a dim, without values."""
-        whole = getattr(owner, part)
-        if not whole.requires_grad:
+        full = getattr(owner, part)
+        if not full.requires_grad:
             raise UsageError(f"model.module: tensor_parallel splits {name}, which is not trained.\n  Leave it out.")
-        if whole in self.split:  # of another module that holds it
-            setattr(owner, part, self.split[whole])
+        if full in self.split:  # of another module that holds it
+            setattr(owner, part, self.split[full])
             return
-        size, tp = whole.shape[dim] // (2 if packed else 1), self.ranks.size
+        size, tp = full.shape[dim] // (2 if packed else 1), self.ranks.size
         if size % tp and not padded:
             raise UsageError(f"parallel.tp = {tp} splits {size} {'rows' if dim == -2 else 'columns'} of {name}.\n  "
                              "Choose a number of ranks that divides it.")
         share = -(-size // tp)
         first = min(self.ranks.rank * share, size)
-        offset, shape, local = [0] * whole.dim(), list(whole.shape), list(whole.shape)
+        offset, shape, local = [0] * full.dim(), list(full.shape), list(full.shape)
         offset[dim], shape[dim], local[dim] = first, min(share, size - first), share * (2 if packed else 1)
-        self.split[whole] = kept = nn.Parameter(whole.new_empty(local), whole.requires_grad)
+        self.split[full] = kept = nn.Parameter(full.new_empty(local), full.requires_grad)
         setattr(owner, part, kept)
         kind: Callable[..., ParamPlacement] = PackedPlacement if packed else ParamPlacement
         box = Box(tuple(offset), tuple(shape))
-        self.placements[self.names[whole]] = kind(self.names[whole], tuple(whole.shape), box, tuple(local))
+        self.placements[self.names[full]] = kind(self.names[full], tuple(full.shape), box, tuple(local))

@@ -38,7 +38,7 @@ ROUNDING = 1e-6  # of the largest gradient: a bias before a batch norm has gradi
 
 Tensors = dict[str, Tensor]
 RankStep = tuple[float, dict[str, list[Piece]], dict[str, list[Piece]], frozenset[str]]
-"""Of one step on one rank: loss, gradients, state, and uneven parameters."""
+"""One step on one rank: loss, gradients, state, and uneven parameters."""
 
 
 @dataclass(frozen=True)

@@ -22,18 +22,18 @@ from tests.testing.own.test_equality import config_of
 @given(st.data())
 def test_parts_of_a_packed_parameter_cover_it_once(data):
     leading, share, columns, tp = (data.draw(st.integers(1, 4)) for _ in range(4))
-    whole = torch.arange(leading * 2 * share * tp * columns).view(leading, 2 * share * tp, columns)
-    seen = torch.zeros_like(whole)
+    full = torch.arange(leading * 2 * share * tp * columns).view(leading, 2 * share * tp, columns)
+    seen = torch.zeros_like(full)
     for rank in range(tp):
         box = Box((0, rank * share, 0), (leading, share, columns))
-        local = whole.view(leading, 2, tp, share, columns)[:, :, rank].flatten()
-        placement = PackedPlacement("w", tuple(whole.shape), box, (leading, 2 * share, columns))
+        local = full.view(leading, 2, tp, share, columns)[:, :, rank].flatten()
+        placement = PackedPlacement("w", tuple(full.shape), box, (leading, 2 * share, columns))
         cuts = sorted({0, local.numel(), *data.draw(st.lists(st.integers(0, local.numel()), max_size=3))})
         for start, stop in pairwise(cuts):
             for offset, part in placement.boxes(start, stop):
                 seen[part.slices] += 1
                 values = local[start + offset : start + offset + part.numel]
-                assert torch.equal(values.view(part.shape), whole[part.slices])
+                assert torch.equal(values.view(part.shape), full[part.slices])
     assert (seen == 1).all()
 
 
