@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr
 from functools import cache
+from inspect import cleandoc
 from io import StringIO
 from itertools import groupby
 from pathlib import Path
@@ -41,7 +42,7 @@ def parse(prog: str, options: type[T], args: list[str], *, description: str = ""
         UsageError: an unknown option (the nearest is suggested), or a value that cannot be parsed or is out of range.
         SystemExit: 0, after ``--help``.
     """
-    given = read(prog, description or options.__doc__ or "", {"": options}, {}, args)[""]
+    given = read(prog, description or cleandoc(options.__doc__ or ""), {"": options}, {}, args)[""]
     return validate(options, given, source="command line")
 
 

@@ -75,10 +75,10 @@ def show_seconds(seconds: float) -> str:
 def show_metric(value: float, unit: str) -> str:
     """Format a quantity with a decimal prefix and three digits.
 
-    >>> show_metric(12_340, "W"), show_metric(691.4e6, "Wh")
-    ('12.3 kW', '691 MWh')
+    >>> show_metric(12_340, "W"), show_metric(691.4e6, "Wh"), show_metric(989e12, "FLOP/s")
+    ('12.3 kW', '691 MWh', '989 TFLOP/s')
     """
-    return _show(value, tuple((f"{prefix}{unit}", 1000.0**n) for n, prefix in ((3, "G"), (2, "M"), (1, "k"), (0, ""))))
+    return _show(value, tuple((f"{prefix}{unit}", 1000.0**n) for n, prefix in enumerate(("", *"kMGTP")))[::-1])
 
 
 def _show(value: float, units: tuple[tuple[str, float], ...]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shoal
 from shoal.base.errors import UsageError
 from shoal.base.options import listed, parse
+from shoal.labs.collectives.description import Collective
 from shoal.labs.explain.subjects import PRODUCT, SUBJECTS, WordOptions, find_subject
 
 
@@ -16,11 +17,15 @@ def main(args: list[str]) -> int:
         SystemExit: help was requested.
     """
     if not args or args[0] in ("-h", "--help"):
-        subjects = {name: options for name, (options, _) in SUBJECTS.items()}
-        subjects |= {PRODUCT: find_subject(PRODUCT)[0], "1f1b, bucket, ...": WordOptions}
-        print("Show how one thing works and what it costs: a collective, a sharded product, where experts are, ...\n")
+        collectives = [each.value for each in Collective]
+        about = {name: options.__doc__ or "" for name, (options, _) in SUBJECTS.items() if name not in collectives}
+        of_one = (SUBJECTS[Collective.ALL_REDUCE][0].__doc__ or "").partition("\n")[0]
+        about["all-reduce, ..."] = f"{of_one} The eight: {', '.join(collectives)}."
+        about[PRODUCT.replace(PRODUCT[11:-1], "...")] = find_subject(PRODUCT)[0].__doc__ or ""
+        about["1f1b, ..."] = WordOptions.__doc__ or ""
+        print("Show how one thing works and what it costs, by the code that runs it.\n")
         print("shoal explain SUBJECT [--help]\n")
-        print(*listed({name: options.__doc__ or "" for name, options in subjects.items()}, 17), sep="\n")
+        print(*listed(about, 16), sep="\n")
         raise SystemExit(0)
     subject, *rest = args
     product = "[" in subject

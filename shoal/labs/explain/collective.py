@@ -35,7 +35,10 @@ SIZES = [10 ** (k / 4) for k in range(8, 41)]  # sizes in the chart: 100 B to 10
 
 
 class CollectiveOptions(NetworkOptions):
-    """A collective: its rounds, traffic, time and volume, the lower bound, and which algorithm is best when."""
+    """Rounds, traffic, volume and time of each algorithm.
+
+    The lower bound, and which algorithm is best for which size.
+    """
 
     ranks: PositiveInt = 8
     """Number of ranks."""

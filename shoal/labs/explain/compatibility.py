@@ -13,7 +13,7 @@ WORKS, REFUSED, ONE_OF = ".", "x", "-"
 
 
 class CompatibilityOptions(Section):
-    """What goes with what: a matrix of techniques, works or refused, and the reason for each refusal."""
+    """Which techniques go together, and why others do not."""
 
     technique: str = ""
     """Show this technique alone, with the reason and the remedy of each refusal."""

@@ -39,7 +39,10 @@ MOST_NUMBERED = 20  # largest number of tokens whose cells are numbered
 
 
 class ContextOptions(Section):
-    """Context parallelism: which rank has which tokens, what it computes in each step of the ring, what it sends."""
+    """Context parallelism: who has which tokens, and sends what.
+
+    What each rank computes in each step of the ring.
+    """
 
     ranks: PositiveInt = 4
     """Context-parallel ranks."""

@@ -26,7 +26,10 @@ SHOWN = 4  # largest number of experts listed in a tile
 
 
 class PlacementOptions(Section):
-    """Which rank holds which experts, in a terminal and as a figure."""
+    """Which rank holds which experts.
+
+    In a terminal and as a figure.
+    """
 
     model: str = "mixtral-8x7b"
     """A model of the catalog with experts."""

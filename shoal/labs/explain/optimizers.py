@@ -108,7 +108,10 @@ and one of the two estimates of Sophia."""
 
 
 class OptimizersOptions(Section):
-    """Update rules: their ways over a valley and a saddle, with and without momentum, and their bytes per parameter."""
+    """Update rules: their paths and bytes per parameter.
+
+    Over a valley and a saddle, with and without momentum.
+    """
 
     steps: PositiveInt = 60
     """Number of steps."""

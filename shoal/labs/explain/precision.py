@@ -52,7 +52,10 @@ RECIPES = {
 
 
 class PrecisionOptions(Section):
-    """The precisions: the number format of each quantity, bytes per parameter, and what a model takes."""
+    """Number formats and bytes per parameter.
+
+    Of each quantity in each precision, and what a model takes.
+    """
 
     billions: tuple[PositiveInt, ...] = (1, 7, 70, 405)
     """Parameters of the models, in units of 10^9."""

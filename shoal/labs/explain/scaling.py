@@ -117,7 +117,10 @@ TRAININGS = {
 
 
 class ScalingOptions(Section):
-    """Scaling laws: loss and best size for a budget; years and dollars of GPT-3 and Llama 3 on one of each device."""
+    """Scaling laws, and years of famous trainings on one device.
+
+    Loss and best size for a budget; years and dollars of GPT-3 and Llama 3 on one of each device.
+    """
 
     flops: tuple[PositiveFloat, ...] = (1e19, 1e21, 5.88e23, 3.79e25)
     """Budgets, in FLOPs; 5.88e23 is Chinchilla's, 3.79e25 that of Llama 3 405B."""

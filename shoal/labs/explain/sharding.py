@@ -34,7 +34,10 @@ MOST_RANKS_RUN = 16
 
 
 class ShardingOptions(NetworkOptions):
-    """A product of sharded matrices: its case, who holds what, every legal route and its price."""
+    """A product of sharded matrices: case, routes and prices.
+
+    Who holds what, and every legal route.
+    """
 
     mesh: str = ""
     """The devices along each mesh axis: x=4,y=2. Rank r is at r // 2, r % 2: the last axis varies fastest."""

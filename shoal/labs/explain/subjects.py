@@ -15,6 +15,8 @@ from shoal.base.files import check_writable, write_atomically
 from shoal.base.section import Section, validate
 from shoal.labs.collectives.description import Collective
 from shoal.labs.explain import collective, compatibility, context, experts, optimizers, precision, scaling, sharding
+from shoal.labs.explain.device import accelerators, budget, roofline
+from shoal.labs.explain.parallelism import buckets, memory, pipeline, tensor, zero
 from shoal.labs.glossary.words import Word, find_word, nearest_words, page_file
 
 Show = Callable[[Any, Console], Callable[[], str] | None]
@@ -22,12 +24,20 @@ Show = Callable[[Any, Console], Callable[[], str] | None]
 
 SUBJECTS: dict[str, tuple[type[Section], Show]] = {
     **{each.value: (collective.CollectiveOptions, partial(collective.explain, each)) for each in Collective},
+    "accelerators": (accelerators.AcceleratorsOptions, accelerators.explain),
+    "budget": (budget.BudgetOptions, budget.explain),
+    "buckets": (buckets.BucketsOptions, buckets.explain),
     "compatibility": (compatibility.CompatibilityOptions, compatibility.explain),
     "context": (context.ContextOptions, context.explain),
     "experts": (experts.PlacementOptions, experts.explain),
+    "memory": (memory.MemoryOptions, memory.explain),
     "optimizers": (optimizers.OptimizersOptions, optimizers.explain),
+    "pipeline": (pipeline.PipelineOptions, pipeline.explain),
     "precision": (precision.PrecisionOptions, precision.explain),
+    "roofline": (roofline.RooflineOptions, roofline.explain),
     "scaling": (scaling.ScalingOptions, scaling.explain),
+    "tensor": (tensor.TensorOptions, tensor.explain),
+    "zero": (zero.ZeroOptions, zero.explain),
 }
 """Options and function of each subject."""
 

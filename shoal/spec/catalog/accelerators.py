@@ -8,13 +8,34 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from pydantic import Field, PositiveFloat
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from shoal.base.errors import UsageError
 from shoal.base.section import Section
 from shoal.spec.catalog.tables import entries, find
 
 Generation = Literal["volta", "ampere", "hopper", "blackwell", "cdna", "tpu", "other"]
+
+
+class MatrixUnits(Section):
+    """The units that multiply matrices: tensor cores, or the systolic arrays of a TPU.
+
+    A TPU's array of 128 x 128 multiplies bf16[8, 128] by bf16[128, 128] in 8 cycles: 16,384 multiply-adds in each.
+    """
+
+    count: PositiveInt
+    """Units of the device."""
+
+    multiply_adds: PositiveInt
+    """Multiply-adds of one unit in one cycle, of 16-bit numbers."""
+
+    clock: PositiveFloat
+    """Cycles per second of the peak that the data sheet prints."""
+
+    @property
+    def flops(self) -> float:
+        """Peak in FLOP/s: a multiply-add is two."""
+        return 2 * self.count * self.multiply_adds * self.clock
 
 
 class Accelerator(Section):
@@ -28,6 +49,12 @@ class Accelerator(Section):
 
     sparse_flops: dict[str, PositiveFloat] = Field(default={})
     """Peaks with 2:4 sparsity (half of one matrix is zero), from data sheets. shoal computes nothing with them."""
+
+    vector_flops: dict[str, PositiveFloat] = Field(default={})
+    """Peaks without the matrix units where data sheets print both. shoal computes nothing with them."""
+
+    matrix_units: MatrixUnits | None = None
+    """The units that the 16-bit peak counts, where their number and clock are published."""
 
     memory_bytes: PositiveFloat
     """Memory size in bytes."""

@@ -10,6 +10,7 @@ from shoal.labs.collectives.description import Collective
 from shoal.labs.collectives.textbook import TEXTBOOK, describe
 from shoal.labs.explain.rounds import describe_round, shade
 from shoal.labs.explain.scaling import CHINCHILLA
+from shoal.labs.explain.subjects import SUBJECTS
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -131,9 +132,11 @@ def test_what_cannot_be_explained(capsys, words, message):
     assert message in capsys.readouterr().err
 
 
-def test_subjects_are_listed(capsys):
+def test_subjects_are_listed_on_one_screen(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as stop:
         main(["explain", "--help"])
     assert stop.value.code == 0
     out = capsys.readouterr().out
-    assert all(f"  {collective} " in out for collective in Collective)
+    assert all(re.search(rf"\b{subject}\b", out) for subject in SUBJECTS)
+    assert len(out.splitlines()) <= 24 and max(map(len, out.splitlines())) <= 80

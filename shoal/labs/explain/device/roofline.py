@@ -1,0 +1,196 @@
+"""`shoal explain roofline`: what bounds each operation of a model on a device, and points measured on this machine.
+
+An operation of intensity I [FLOPs per byte] reaches min(peak, I x bandwidth) (Williams, Waterman & Patterson 2009).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import PositiveInt
+from rich.console import Console
+from rich.table import Table
+
+from shoal.base.errors import UsageError
+from shoal.base.section import Section
+from shoal.base.units import parse_counts, show_bytes, show_metric, show_seconds
+from shoal.planning.cost.roofline import OperationCost, least_rows, matrix_product
+from shoal.planning.describe import estimate
+from shoal.planning.estimate import Estimate
+from shoal.planning.run import KINDS
+from shoal.report.charts import draw_lines, new_figure, to_svg
+from shoal.report.planning.estimate_page import operations
+from shoal.report.tables import text_table
+from shoal.spec.catalog import model_shape
+from shoal.spec.catalog.accelerators import Accelerator
+from shoal.spec.layout import Layout
+
+MEASURED = ((1, 1 << 22, 1), (1, 2048, 2048), (8, 2048, 2048), (64, 64, 64), (64, 2048, 2048), (256, 256, 256),
+            (1024, 1024, 1024))  # fmt: skip
+"""m, k, n of the products to measure: a dot product, a matrix times few rows, and squares."""
+COPIED = 1 << 26  # bytes
+REPEATED = 0.2  # seconds of one measurement
+
+
+class RooflineOptions(Section):
+    """Which operations arithmetic bounds, and which memory.
+
+    Their intensity, the least rows that fill a device, and points measured on this machine.
+    """
+
+    model: str = "llama-3-8b"
+    """A model of the catalog."""
+
+    cluster: str = "h100-sxm"
+    """An accelerator of the catalog, or a cluster: 8xH100."""
+
+    tp: PositiveInt = 1
+    """Tensor-parallel ranks, which split the operations."""
+
+    micro_batch: PositiveInt = 1
+    """Sequences of a micro-batch."""
+
+    sequence_length: PositiveInt | None = None
+    """Tokens of a sequence (default: the longest that the model was trained for)."""
+
+    precision: str = "bf16"
+    """Number formats: bf16, fp8, fp32 or another precision of `shoal train`."""
+
+    product: str = ""
+    """Instead of a model's operations, one product [m, k] x [k, n]: 64,8192,8192. A dot product is 1,N,1."""
+
+    measure: bool = False
+    """Instead, time products on one core of this machine, against the peak and the bandwidth that are measured too."""
+
+    out: Path | None = None
+    """Also draw the roofline to this file, .svg."""
+
+
+class Placed(NamedTuple):
+    """An operation on the roofline: its cost, and its rate in FLOP/s."""
+
+    cost: OperationCost
+    rate: float
+
+
+def explain(options: RooflineOptions, console: Console) -> Callable[[], str]:
+    """Print the table of operations. Returns a function that draws the roofline."""
+    if options.measure:
+        peak, bandwidth, points = measure_products()
+        speeds = f"peak {show_metric(peak, 'FLOP/s')}, copies {show_bytes(bandwidth)}/s"
+        console.print(f"one core of this machine, fp32: {speeds}", highlight=False)
+        console.print(_table(points, peak, bandwidth, measured=True))
+        console.print("Operands in a cache are read faster than the copies of main memory that the roof is made of.")
+        return partial(draw, points, peak, bandwidth, "Roofline of one core of this machine, measured")
+    found = _estimate(options)
+    machine, policy = found.run.cluster.accelerator, found.run.policy
+    peak, bandwidth, kind = found.peak, machine.memory_bandwidth, found.run.products
+    costs = _one_product(options, policy.compute.itemsize) if options.product else operations(found)
+    k, n = _sizes(options)[1:] if options.product else (found.run.shape.hidden, found.run.shape.ffn // options.tp)
+    wide = {"head": machine.dense_flops(KINDS[policy.compute.name])}  # not in 8 bits
+    points = {name: Placed(cost, min(wide.get(name, peak), cost.intensity * bandwidth)) for name, cost in costs.items()}
+    where = f"{machine.name}, {kind}: {peak / 1e12:,.4g} TFLOP/s dense, {show_bytes(bandwidth)}/s"
+    tokens = found.forward.tokens
+    what = "one product" if options.product else f"{options.model}, {tokens:,} tokens on a rank, tp {options.tp}"
+    console.print(f"[bold]{what}[/] on {where}", highlight=False)
+    console.print(_table(points, peak, bandwidth))
+    console.print(_facts(peak, machine, kind, k, n, policy.compute.itemsize))
+    return partial(draw, points, peak, bandwidth, f"Roofline of {machine.name}, {kind}")
+
+
+def _estimate(options: RooflineOptions) -> Estimate:
+    shape = model_shape(options.model)
+    found = estimate(
+        Layout(tp=options.tp, micro_batch=options.micro_batch), model=shape, cluster=options.cluster, fill=True,
+        sequence_length=options.sequence_length, precision=options.precision,
+    )  # fmt: skip
+    assert isinstance(found, Estimate), "no other software was named"
+    return found
+
+
+def _sizes(options: RooflineOptions) -> list[int]:
+    sizes = parse_counts(options.product, where="--product")
+    if len(sizes) != 3:
+        raise UsageError(f"--product {options.product}: give m,k,n of [m, k] x [k, n], as 64,8192,8192")
+    return sizes
+
+
+def _one_product(options: RooflineOptions, itemsize: int) -> dict[str, OperationCost]:
+    m, k, n = _sizes(options)
+    return {f"[{m}, {k}] x [{k}, {n}]": matrix_product(m, k, n, itemsize)}
+
+
+def _table(points: Mapping[str, Placed], peak: float, bandwidth: float, *, measured: bool = False) -> Table:
+    rows = []
+    for name, (cost, rate) in points.items():
+        bound = "arithmetic" if cost.intensity >= peak / bandwidth else "memory"
+        row = [name, show_metric(cost.flops, "FLOP"), show_bytes(cost.bytes), f"{cost.intensity:,.3g}", bound]
+        if measured:
+            row.append(show_metric(min(peak, cost.intensity * bandwidth), "FLOP/s"))
+        shown = show_metric(rate, "FLOP/s")
+        rows.append([*row, shown, f"{100 * rate / peak:.1f} %", show_seconds(cost.flops / rate)])
+    rates = ("roof", "measured") if measured else ("roof",)
+    headings = ("operation", "FLOPs", "bytes", "FLOP/B", "bound by", *rates, "of peak", "time")
+    return text_table(headings, rows, words=(0, 4), gap=1)
+
+
+def _facts(peak: float, machine: Accelerator, kind: str, k: int, n: int, itemsize: int) -> Table:
+    bandwidth, rows = machine.memory_bandwidth, []
+    for name, rate in (("dense", peak), ("with 2:4 sparsity", machine.sparse_flops.get(kind))):
+        if rate:
+            rows.append((f"ridge, {name}", f"{rate / bandwidth:.0f} FLOPs per byte"))
+    least, of = least_rows(k, n, peak / bandwidth, itemsize), f"[b, {k:,}] x [{k:,}, {n:,}]"
+    rows.append(("least b that arithmetic bounds", f"{least:,.0f} in {of}" if least else f"none: {of} is too narrow"))
+    return text_table(("", ""), rows, words=(0, 1))
+
+
+def measure_products() -> tuple[float, float, dict[str, Placed]]:
+    """Time `MEASURED` products and a copy on one core, in CPU time, which excludes other programs.
+
+    Returns:
+        The highest rate [FLOP/s], the bandwidth of a copy [bytes/s], and the points by name.
+    """
+    import torch  # slow import
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        source, target = torch.zeros(COPIED // 4), torch.zeros(COPIED // 4)
+        bandwidth = 2 * COPIED / _time(lambda: target.copy_(source))
+        points = {}
+        for m, k, n in MEASURED:
+            a, b = torch.randn(m, k), torch.randn(k, n)
+            cost = matrix_product(m, k, n, itemsize=4)
+            points[f"[{m}, {k}] x [{k}, {n}]"] = Placed(cost, cost.flops / _time(partial(torch.matmul, a, b)))
+    finally:
+        torch.set_num_threads(threads)
+    return max(point.rate for point in points.values()), bandwidth, points
+
+
+def _time(step: Callable[[], object]) -> float:
+    """Return the CPU seconds of one call, the least over three series of calls."""
+    step()
+    found = []
+    for _ in range(3):
+        begin, calls = time.process_time(), 0
+        while (spent := time.process_time() - begin) < REPEATED / 3:
+            step()
+            calls += 1
+        found.append(spent / calls)
+    return min(found)
+
+
+def draw(points: Mapping[str, Placed], peak: float, bandwidth: float, title: str) -> str:
+    """Draw the roofline and the operations on it, or under it where they were measured."""
+    ridge = peak / bandwidth
+    series = {f"ridge {ridge:,.3g} FLOPs/byte": [(ridge / 1000, peak / 1000), (ridge, peak), (100 * ridge, peak)]}
+    for name, (cost, rate) in points.items():
+        series[f"{name}: {cost.intensity:,.3g}"] = [(cost.intensity, rate)]
+    figure, (axes,) = new_figure(860, 380)
+    draw_lines(axes, title, series, dots=True, x=("FLOPs per byte of memory", lambda x: f"{x:g}"),
+               y=("FLOP/s", lambda y: f"{y:.0e}"))  # fmt: skip
+    return to_svg(figure)

@@ -1,0 +1,1 @@
+"""Subjects of `shoal explain` about how a training is split: what is where, in bytes and messages."""
