@@ -21,8 +21,8 @@ from types import TracebackType
 from typing import Any
 
 import uvicorn
+from anyio import to_thread
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -33,7 +33,7 @@ from shoal.base.terminal import printable
 
 HOST = "127.0.0.1"
 LARGEST_BODY = 8 * 2**20  # bytes of a request
-GRACE = 1  # seconds in which open connections may end
+GRACE = 1  # seconds in which calls may end after Ctrl-C; longer ones are abandoned
 HEADERS = {
     "Cache-Control": "no-store",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -115,7 +115,7 @@ def _serve_call(name: str, call: Call) -> Callable[[Request], Any]:
     async def serve(request: Request) -> Response:
         try:
             values = await _read_json(request)
-            return JSONResponse(await run_in_threadpool(call, values), headers=HEADERS)
+            return JSONResponse(await to_thread.run_sync(call, values, abandon_on_cancel=True), headers=HEADERS)
         except UsageError as error:
             return JSONResponse({"error": printable(redact(str(error)))}, 400, HEADERS)
         except ClientDisconnect:  # a newer move of the slider has replaced this one
@@ -181,7 +181,7 @@ class PageServer:
         port, token = self.socket.getsockname()[1], token_urlsafe(24)
         self.url = f"http://{HOST}:{port}/{token}/"
         self.server = uvicorn.Server(uvicorn.Config(
-            page.app(token, port), log_level="warning", lifespan="off", ws="none", access_log=False,
+            page.app(token, port), log_level="critical", lifespan="off", ws="none", access_log=False,
             timeout_graceful_shutdown=GRACE, server_header=False,
         ))  # fmt: skip
         self._thread: Thread | None = None

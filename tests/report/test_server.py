@@ -6,6 +6,9 @@ import re
 import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
+from threading import Event, Thread
 from urllib.parse import urlsplit
 
 import pytest
@@ -86,6 +89,28 @@ def test_two_servers_have_two_tokens(server):
     with PageServer(LocalPage({}, {})) as other:
         assert urlsplit(other.url).path != urlsplit(server.url).path
         assert ask(other, urlsplit(server.url).path)[0] == 401
+
+
+def test_a_call_that_takes_longer_does_not_delay_the_end():
+    begun, release = Event(), Event()
+
+    def wait(values: dict) -> None:
+        begun.set()
+        release.wait(60)
+
+    with PageServer(LocalPage({}, {"wait": wait})) as server:
+        asking = Thread(target=lambda: suppress_errors(ask, server, "api/wait", method="POST", body="{}"))
+        asking.start()
+        assert begun.wait(10)
+        begin = time.monotonic()
+    assert time.monotonic() - begin < 10
+    release.set()
+    asking.join(10)
+
+
+def suppress_errors(function, *args, **options):
+    with suppress(OSError, http.client.HTTPException):
+        function(*args, **options)
 
 
 def test_a_used_port_is_refused(server, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from threading import Thread
 from typing import Annotated
 
 from pydantic import Field
@@ -34,9 +35,11 @@ def run(options: LabOptions) -> int:
         write_atomically(options.out, saved_html(record_answers()))
         print(f"written: {options.out}")
         return 0
+    from shoal.labs.interactive.panels import warm_up
     from shoal.report.server import PageServer
 
     server = PageServer(build_page(), options.port)
     print(f"{server.url}\nThe URL is for you alone: its token opens the page. Ctrl-C stops the server.", flush=True)
+    Thread(target=warm_up, daemon=True).start()
     server.run(browser=not options.no_browser)
     return 0

@@ -13,7 +13,7 @@ from typing import Any, get_args
 from pydantic import PositiveFloat, PositiveInt
 
 import shoal
-from shoal.base.section import plain
+from shoal.base.section import Section, plain
 from shoal.labs.interactive.mesh_traffic import list_axes
 from shoal.labs.interactive.model_choice import ModelChoice, describe_shape, list_models
 from shoal.pipeline.schedules import SCHEDULES
@@ -21,9 +21,11 @@ from shoal.planning.changes import find_changes
 from shoal.planning.estimable import OPTIMIZERS
 from shoal.planning.estimate import Estimate, StepEstimate
 from shoal.planning.run import EstimatedRun
+from shoal.planning.search.search import search
+from shoal.planning.search.space import SEARCHED, LayoutSpace
 from shoal.planning.software_estimate import estimate_run
 from shoal.report.planning.estimate_lines import bound
-from shoal.report.planning.tables import run_toml
+from shoal.report.planning.tables import run_toml, words
 from shoal.spec.catalog.clusters import nodes
 from shoal.spec.layout import Layout, Recompute, ScheduleName
 from shoal.spec.number_formats import FORMATS
@@ -60,7 +62,14 @@ class LayoutRequest(ModelChoice):
     """The layout; without dp, replicas fill the cluster."""
 
 
-class ChoicesRequest(ModelChoice):
+class MovesRequest(LayoutRequest):
+    """A layout whose changes are asked for."""
+
+    thorough: bool = False
+    """If no layout near it fits, search all of them, which takes up to a minute for 10,000 devices."""
+
+
+class ChoicesRequest(Section):
     """Nothing: the choices do not depend on anything."""
 
 
@@ -110,7 +119,7 @@ def estimate_layout(request: LayoutRequest) -> dict[str, Any]:
             "interval": list(estimate.memory_interval), "capacity": estimate.capacity, "fits": estimate.fits,
             "may_fit": estimate.may_fit, "ranks": [each.reserved for each in estimate.memory],
         },
-        "bound": bound(estimate).split(". Effects")[0],
+        "bound": bound(estimate).rpartition(". ")[0],
         "training": {
             "tokens": training.tokens, "days": training.days, "dollars": training.dollars, "price": training.price,
             "megawatt_hours": training.kilowatt_hours and training.kilowatt_hours / 1e3,
@@ -122,26 +131,26 @@ def estimate_layout(request: LayoutRequest) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def suggest_moves(request: LayoutRequest) -> dict[str, Any]:
+def suggest_moves(request: MovesRequest) -> dict[str, Any]:
     """Return the layout's most useful single changes: faster ones, or if it does not fit, ones that fit.
 
-    If no single change fits, the layouts that a search of the same run recommends.
+    If no single change fits, the fastest layouts that keep as much as possible of this one (`kept_fields`).
 
     Raises:
         UsageError: see `estimate_layout`.
     """
     estimate = _estimate(request)
     found: list[tuple[str, StepEstimate]] = find_changes(estimate, MOVES)
-    searched = not found and not estimate.fits and estimate.run.shape.depths is None
-    if searched:
-        from shoal.planning.search.search import search  # slow import
-        from shoal.planning.search.space import LayoutSpace
-
-        best = search(estimate.run, LayoutSpace()).best[:MOVES]
-        runs = [replace(estimate.run, layout=each.layout) for each in best]
-        found = [(run.layout.describe(), estimate_run(run)) for run in runs]
+    kept: tuple[str, ...] | None = None
+    if not found and not estimate.fits and estimate.run.shape.depths is None:
+        for kept in kept_fields(estimate.run.layout, thorough=request.thorough):
+            space = LayoutSpace(fixed={name: getattr(estimate.run.layout, name) for name in kept}, uneven=not kept)
+            runs = [replace(estimate.run, layout=each.layout) for each in search(estimate.run, space).best[:MOVES]]
+            found = [(words(run.layout), estimate_run(run)) for run in runs]
+            if found:
+                break
     return {
-        "searched": searched,
+        "kept": kept, "complete": request.thorough or bool(found) or estimate.fits,
         "moves": [
             {
                 "name": name, "seconds": other.step_seconds, "change": other.step_seconds / estimate.step_seconds - 1,
@@ -150,6 +159,15 @@ def suggest_moves(request: LayoutRequest) -> dict[str, Any]:
             for name, other in found
         ],
     }  # fmt: skip
+
+
+def kept_fields(layout: Layout, *, thorough: bool) -> Iterator[tuple[str, ...]]:
+    """Yield the fields that a search for a layout that fits keeps: fewer each time, in the end none if ``thorough``."""
+    schedule = ("schedule",) if layout.schedule in SEARCHED else ()
+    yield ("tp", "cp", *schedule)
+    yield ("cp", *schedule)
+    if thorough:
+        yield ()
 
 
 FIRST: dict[str, Any] = {

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
+from itertools import islice
 from typing import Any, get_type_hints
 
 from shoal.base.section import Section, validate
@@ -42,6 +43,14 @@ PANELS = {
         },
         f"{HOME}.layout:record_requests",
     ),
+    "roofline": Panel(
+        {
+            "roofline": f"{HOME}.roofline:place_operations",
+            "roofline-choices": f"{HOME}.roofline:list_choices",
+            "roofline-measure": f"{HOME}.roofline:measure_points",
+        },
+        f"{HOME}.roofline:record_requests",
+    ),
 }  # fmt: skip
 """Panels by name, in the order of their tabs."""
 
@@ -60,6 +69,13 @@ def call_panel(name: str, values: Mapping[str, Any]) -> Any:
 def call_names() -> list[str]:
     """Return the names of all calls."""
     return [name for panel in PANELS.values() for name in panel.calls]
+
+
+def warm_up() -> None:
+    """Answer the first picture once, so that imports and caches do not delay it."""
+    first = next(iter(PANELS.values()))
+    for name, request in islice(_import(first.recorded)(), 2):
+        call_panel(name, request)
 
 
 def recorded_requests() -> Answers:

@@ -192,8 +192,11 @@ export function refusal(error) {
   return h("div", { class: "refusal", role: "alert" }, h("b", {}, first), rest.map((line) => h("div", {}, line.trim())));
 }
 
+// A number in large print with its name above and a note below; a text "113k tokens/s" has its unit in small print.
 export function tile(name, value, note, attributes = {}) {
-  return h("div", { class: "tile", ...attributes }, h("span", {}, name), h("b", {}, value), note && h("small", {}, note));
+  const [, number, unit] = /^(\S*\d\S*) (.+)$/.exec(value) ?? [null, value, ""];
+  return h("div", { class: "tile", ...attributes }, h("span", {}, name),
+    h("b", {}, number, unit && h("small", {}, ` ${unit}`)), note && h("small", {}, note));
 }
 
 export function legend(items) {

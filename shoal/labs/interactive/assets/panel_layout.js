@@ -52,7 +52,7 @@ export async function mount(element, state, api, onState) {
   const mesh = h("section", {}, h("h2", {}, "Mesh ", h("small", {}, "accelerators by pipeline rank; point at one to see its groups")),
     chart.element);
   const moves = h("div", { class: "moves" });
-  const movesButton = button("What would you change?", askMoves, { class: "main" });
+  const movesButton = button("What would you change?", () => askMoves(), { class: "main" });
   const movesSection = section("Changes that help most", h("div", { class: "row" }, movesButton), moves);
   const pinned = section("Pinned layouts");
   const files = section("The same, without the page");
@@ -68,6 +68,7 @@ export async function mount(element, state, api, onState) {
     onState(state);
     controls.write(state, last);
     moves.replaceChildren();
+    movesButton.disabled = false;
     clearTimeout(waiting);
     ask(buildRequest(state));
   }
@@ -83,7 +84,7 @@ export async function mount(element, state, api, onState) {
     chart.set(answer);
     writeFiles(files.body, answer);
     writePins();
-    if (!answer.memory.fits && !answer.searching) waiting = setTimeout(askMoves, 350); // once the slider rests
+    if (!answer.memory.fits && api.has("layout-moves", buildRequest(state))) waiting = setTimeout(() => askMoves(), 350); // once the slider rests
     if (api.saved) limitControls();
   }
 
@@ -92,10 +93,11 @@ export async function mount(element, state, api, onState) {
     details.classList.add("stale");
   }
 
-  function askMoves() {
+  function askMoves(more = {}) {
     movesButton.disabled = true;
-    moves.replaceChildren(h("p", { class: "note" }, "Pricing the neighbours of this layout ..."));
-    askForMoves(buildRequest(state));
+    moves.replaceChildren(h("p", { class: "note" }, more.thorough ? "Searching all layouts of this cluster ..."
+      : "Pricing the neighbours of this layout ..."));
+    askForMoves({ ...buildRequest(state), ...more });
   }
 
   function movesAnswered(answer) {
@@ -103,7 +105,7 @@ export async function mount(element, state, api, onState) {
     moves.replaceChildren(...describeMoves(answer, last, (parallel) => {
       const to = Object.fromEntries(PARALLEL.map((name) => [name, parallel[name] ?? defaultOf(name)]));
       change({ ...to, dp: null });
-    }));
+    }, () => askMoves({ thorough: true })));
   }
 
   function writePins() {
@@ -324,17 +326,20 @@ function writeMemory(body, { memory }) {
       })))) : "");
 }
 
-function describeMoves({ moves, searched }, now, apply) {
+function describeMoves({ moves, kept, complete }, now, apply, searchAll) {
   if (!moves.length) {
-    return [h("p", { class: "note" }, now.memory.fits ? "No single change of this layout is faster."
-      : "No layout of this model and batch fits in this cluster.")];
+    if (now.memory.fits) return [h("p", { class: "note" }, "No single change of this layout is faster.")];
+    if (complete) return [h("p", { class: "note" }, "No layout of this model and batch fits in this cluster.")];
+    return [h("p", { class: "note" }, "No layout near this one fits."),
+      button("Search all layouts, up to a minute", searchAll)];
   }
-  const about = searched ? "No single change fits. Layouts that a search of this cluster recommends:"
-    : now.memory.fits ? "The fastest single changes that fit:" : "Nearest that fit:";
+  const about = kept === null ? `${now.memory.fits ? "Single changes that are faster and fit" : "Nearest that fits: single changes"}, the fastest first:`
+    : kept.length ? `No single change fits. Nearest that fits, with the same ${kept.join(", ")}:`
+      : "The best layouts of a search of the cluster:";
   return [h("p", { class: "note" }, about), h("div", { class: "scroll" }, h("table", {},
     h("thead", {}, h("tr", {}, ["change", "step", "", "MFU", "memory", ""].map((name) => h("th", { scope: "col" }, name)))),
     h("tbody", {}, moves.map((move) => h("tr", {},
-      h("td", {}, move.name), h("td", {}, show.seconds(move.seconds)),
+      h("td", { class: "words" }, move.name), h("td", {}, show.seconds(move.seconds)),
       h("td", {}, `${move.change > 0 ? "+" : "−"}${show.percent(Math.abs(move.change))}`), h("td", {}, show.percent(move.mfu)),
       h("td", {}, show.bytes(move.reserved)),
       h("td", {}, button("Apply", () => apply(move.parallel), { class: "small", "aria-label": `Apply ${move.name}` })))))))];
@@ -342,7 +347,7 @@ function describeMoves({ moves, searched }, now, apply) {
 
 function summary({ model, cluster, layout, step, mfu, memory, training }) {
   return {
-    model: model.name, cluster: cluster.text.split(",")[0], layout: layout.text, seconds: step.seconds, mfu: mfu.value,
+    model: model.name, cluster: `${show.count(cluster.devices)} × ${cluster.accelerator}`, layout: layout.text, seconds: step.seconds, mfu: mfu.value,
     reserved: memory.reserved, fits: memory.fits, dollars: training.dollars,
   };
 }
