@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from shoal.planning.search.planner import LayoutPlanner as LayoutPlanner
     from shoal.planning.search.planner import plan as plan
     from shoal.report.run import write_report as write_report
+    from shoal.report.watch import watch as watch
     from shoal.spec.catalog import model_shape as model_shape
     from shoal.spec.catalog.clusters import cluster as cluster
     from shoal.spec.catalog.tables import add_catalog as add_catalog
@@ -81,6 +82,7 @@ _HOMES = {
     "shoal.planning.schedule_times": ("compare_schedules_on_cluster",),
     "shoal.planning.search.planner": ("LayoutPlanner", "plan"),
     "shoal.report.run": ("write_report",),
+    "shoal.report.watch": ("watch",),
     "shoal.spec.catalog": ("model_shape",),
     "shoal.spec.catalog.clusters": ("cluster",),
     "shoal.spec.catalog.tables": ("add_catalog",),

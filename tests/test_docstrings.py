@@ -11,7 +11,7 @@ import shoal
 
 NEED_A_RUN = {
     "train", "sample", "import_hf", "export_hf", "load_checkpoint", "chaos", "verify", "train_tokenizer",
-    "write_report", "dry_run",
+    "write_report", "watch", "dry_run",
 }  # fmt: skip
 WITH_A_RUN = [module for module, names in shoal._HOMES.items() if NEED_A_RUN & {*names}]
 MODULES = [module.name for module in pkgutil.walk_packages(shoal.__path__, "shoal.")

@@ -44,6 +44,9 @@ COMMANDS = {
     "report": Command(
         "shoal.cli.run.report", "Show how a run went, measured and simulated: shoal report RUN_FOLDER"
     ),
+    "watch": Command(
+        "shoal.cli.run.watch", "Follow runs on a local page: shoal watch RUN_FOLDER ... [--out PAGE.html]"
+    ),
     "data train-tokenizer": Command(
         "shoal.cli.run.data",
         "Train a byte-pair tokenizer on the run's text: shoal data train-tokenizer [RUN.toml] --vocab-size N",
@@ -77,7 +80,9 @@ COMMANDS = {
         "main", ("parallel",),
     ),
     "plan": Command(
-        "shoal.cli.plan", "Find the fastest layout for a cluster: shoal plan --model llama-3-70b --cluster 64x8xH100"
+        "shoal.cli.plan",
+        "Find the fastest layout for a cluster (auto: for any module): "
+        "shoal plan --model llama-3-70b --cluster 64x8xH100",
     ),
     "plan auto": Command(
         "shoal.cli.plan_auto",

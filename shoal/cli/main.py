@@ -93,6 +93,8 @@ def _usage() -> str:
     lines = ["shoal: train one transformer language model on many devices, moving as one"]
     for name, command in COMMANDS.items():
         group, _, last = name.partition(" ")
+        if last and group in COMMANDS:  # plan auto: named in plan's line
+            continue
         if group not in GROUPS:
             lines.append(f"  {name:<14}{command.help.split(': shoal ')[0]}")
         elif lines[-1].startswith(f"  {group} "):

@@ -38,13 +38,14 @@ class Fragment:
     script: tuple[str, ...] = ()
 
 
-def page(title: str, lead: str, parts: Sequence[Fragment | str]) -> str:
+def page(title: str, lead: str, parts: Sequence[Fragment | str], *, policy: str = "") -> str:
     """Return a page as one HTML file.
 
     Args:
         title: plain text.
         lead: what the page shows, in a sentence or two of plain text.
         parts: markup, or fragments that need a style or a script.
+        policy: what the page may do besides showing itself, as a directive of its content security policy.
     """
     fragments = [part for part in parts if isinstance(part, Fragment)]
     styles = dict.fromkeys(["style.css", *(name for part in fragments for name in part.style)])
@@ -55,7 +56,7 @@ def page(title: str, lead: str, parts: Sequence[Fragment | str]) -> str:
         "<head>",
         '<meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
+        f'<meta http-equiv="Content-Security-Policy" content="{"; ".join(filter(None, (POLICY, policy)))}">',
         f"<title>{escape(title)}</title>",
         f'<link rel="icon" href="{ICON}">',
         *(f"<style>\n{asset(name)}</style>" for name in styles),

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from rich.text import Text
 
@@ -18,7 +17,7 @@ from shoal.base.errors import UsageError
 from shoal.base.files import check_writable, write_atomically
 from shoal.base.terminal import printable
 from shoal.base.units import show_bytes, show_seconds
-from shoal.report.charts import COLOURS, Points, new_figure, styled, to_svg
+from shoal.report.curves import curves, describe_curves
 from shoal.report.histograms import histograms
 from shoal.report.page import HELP, Fragment, comparison, page, timelines
 from shoal.report.tables import html_table, html_tiles, text_table
@@ -41,7 +40,6 @@ HOW = (
     "the times of each step, the remaining difference is the error of the simulation itself."
 )
 OWN_COLUMN = ("time", "event", "rank", "step", "report")
-MARKED = ("resumed", "recovered", "rolled back")
 LEFT_OUT = ("end", "restart")  # shown in the facts, and by the events that follow
 
 
@@ -137,22 +135,49 @@ def write_report(run_folder: str | Path, out: str | Path | None = None) -> RunRe
     ('report.html', 2, '2 of 2')
     """
     folder = Path(run_folder)
-    if not (folder / RUN_FILE).is_file():
-        raise UsageError(f"{folder} is not a run folder: it has no {RUN_FILE}.")
+    config = open_run(folder)
     file = Path(out) if out else folder / PAGE
     check_writable(file, "--out", *KINDS)
-    config, metrics, profile = load_config(folder / RUN_FILE), read_metrics(folder), read_profile(folder)
-    if not metrics:
-        raise UsageError(f"{folder}: nothing has been logged yet.\n  Wait for the first step.")
-    if profile is None and file.suffix != ".html":
-        raise UsageError(f"{file}: a figure or a trace needs timelines.\n  {NO_PROFILE}")
-    compared = Comparison.simulate(MeasuredStep.from_profile(profile)) if profile else None
-    report = RunReport(folder, file, config, metrics, read_events(folder), compared)
+    report = replace(read_run(folder, config), file=file, comparison=read_comparison(folder))
     if file.suffix == ".html":
         write_atomically(file, _html(report))
-    elif compared:
-        write(file, compared.charts, title=folder.name, lead="")
+    elif report.comparison:
+        write(file, report.comparison.charts, title=folder.name, lead="")
+    else:
+        raise UsageError(f"{file}: a figure or a trace needs timelines.\n  {NO_PROFILE}")
     return report
+
+
+def open_run(folder: Path) -> RunConfig:
+    """Return the config of a run.
+
+    Raises:
+        UsageError: the folder is not that of a run, or its config is wrong.
+    """
+    if not (folder / RUN_FILE).is_file():
+        raise UsageError(f"{folder} is not a run folder: it has no {RUN_FILE}.")
+    return load_config(folder / RUN_FILE)
+
+
+def read_run(folder: Path, config: RunConfig) -> RunReport:
+    """Read a run's metrics and events.
+
+    Raises:
+        UsageError: nothing has been logged yet, or a file is damaged.
+    """
+    if not (metrics := read_metrics(folder)):
+        raise UsageError(f"{folder}: nothing has been logged yet.\n  Wait for the first step.")
+    return RunReport(folder, folder / PAGE, config, metrics, read_events(folder), None)
+
+
+def read_comparison(folder: Path) -> Comparison | None:
+    """Read a run's recorded step and simulate it; None if no step was recorded.
+
+    Raises:
+        UsageError: a file is damaged.
+    """
+    profile = read_profile(folder)
+    return Comparison.simulate(MeasuredStep.from_profile(profile)) if profile else None
 
 
 # ---- facts and tables ------------------------------------------------------------------------------------------------
@@ -247,7 +272,8 @@ def print_report(console: Console, report: RunReport) -> None:
 def _html(report: RunReport) -> str:
     config, compared = report.config, report.comparison
     lead = f"{config.model.name}, {config.parallel.describe()}, {config.train.precision}."
-    parts: list[Fragment | str] = [html_tiles(report.facts()), draw_curves(report.metrics, report.events)]
+    shown = describe_curves(report.folder.name, report.metrics, report.events)
+    parts: list[Fragment | str] = [html_tiles(report.facts()), curves([shown])]
     if len(happened := event_table(report.events)) > 1:
         parts += ["<h2>Events</h2>", _table(happened)]
     if recorded := read_histograms(report.folder):
@@ -273,45 +299,3 @@ def _html(report: RunReport) -> str:
 def _table(table: list[list[str]]) -> str:
     headings, *rows = table
     return html_table(rows, headings)
-
-
-def draw_curves(metrics: Sequence[StepMetrics], events: Sequence[dict[str, Any]] = ()) -> str:
-    """Draw loss (with validation as dots), throughput, gradient norm and memory of a run, as far as recorded.
-
-    Dotted lines mark the steps after which it was resumed, restarted or rolled back.
-    """
-    marks = sorted({event["step"] for event in events if event["event"] in MARKED and "step" in event})
-
-    def points(read: Callable[[StepMetrics], float | None]) -> Points:
-        return [(m.step, value) for m in metrics if (value := read(m)) is not None]
-
-    charts = {
-        "gradient norm, before clipping": points(lambda m: m.gradient_norm),  # None in skipped steps
-        "loss scale": points(lambda m: m.loss_scale),
-        "staleness of updates, mean": points(lambda m: m.staleness),
-        "peak memory of the fullest rank, MiB": points(lambda m: m.memory_bytes / 2**20),
-    }
-    drawn = [
-        _draw("loss per token (dots: validation)", points(lambda m: m.loss), points(lambda m: m.validation_loss),
-              marks=marks),
-        _draw("tokens per second", points(lambda m: m.tokens_per_second), from_zero=True, marks=marks),
-        *(_draw(title, line, from_zero=True, marks=marks) for title, line in charts.items() if line),
-    ]
-    return f'<div class="charts">{"".join(drawn)}</div>'
-
-
-@styled
-def _draw(
-    title: str, line: Points, dots: Points = (), *, from_zero: bool = False, marks: Sequence[int] = ()
-) -> str:
-    figure, (axes,) = new_figure(420, 200)
-    axes.plot(*zip(*line, strict=True), color=COLOURS[0], marker="o" if len(line) == 1 else "")
-    if dots:
-        axes.plot(*zip(*dots, strict=True), "o", color=COLOURS[1])
-    for step in marks:
-        axes.axvline(step, color="grey", linestyle=":", linewidth=0.8)
-    if from_zero:
-        axes.set_ylim(bottom=0)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    drawn = to_svg(figure, inline=True, title=f"{title} by step")
-    return f"<figure><figcaption>{escape(title)}</figcaption>{drawn}</figure>"

@@ -245,8 +245,7 @@ class Trainer:
     def _log(self, result: StepResult) -> None:
         if not self.measured:
             self.peak, self.measured = sum_peak_flops(self.engine, self.local_ranks), True
-        most = torch.tensor(float(peak_memory(self.mesh.device)), device=self.mesh.device)
-        memory = to_host(all_reduce(most, self.mesh.group("world"), dist.ReduceOp.MAX))
+        memory = self._gather_memory()
         steps, seconds = self.timer.lap()
         stalled, source_loss = self.states.take_stalled(), self.engine.source_losses.take()
         if not self.first:
@@ -262,7 +261,8 @@ class Trainer:
             gradient_norm=None if result.skipped else result.gradient_norm,
             loss_scale=result.loss_scale if scale else None,
             skipped_steps=scale.skipped if scale else None,
-            memory_bytes=int(memory),
+            memory_bytes=max(memory),
+            memory_by_rank=memory if len(memory) > 1 else None,
             seconds_left=left * seconds / steps,
             saving=stalled / (stalled + seconds),
             validation_dropped=validated.get("dropped"),
@@ -272,6 +272,12 @@ class Trainer:
             named_validation=self.named_loss or None,
             **self.engine.routing_metrics(),
         )
+
+    def _gather_memory(self) -> list[int]:
+        """Return the peak memory of each rank in bytes."""
+        each = torch.zeros(self.mesh.layout.world_size, dtype=torch.float64, device=self.mesh.device)
+        each[self.mesh.rank] = peak_memory(self.mesh.device)
+        return [int(number) for number in to_host(all_reduce(each, self.mesh.group("world")))]
 
     def _record_metrics(self, step: int, tokens_per_second: float, **values: Any) -> None:
         """Derive the remaining metrics of a step; write and show all."""

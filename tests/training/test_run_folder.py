@@ -7,7 +7,8 @@ import pytest
 from shoal.base.errors import UsageError
 from shoal.engine.data.prepare import train_tokenizer
 from shoal.launch.inference import sample
-from shoal.report.run import draw_curves, write_report
+from shoal.report.curves import describe_curves
+from shoal.report.run import write_report
 from shoal.spec.config import RUN_FILE, RunConfig, build_config, load_config, save_config
 from shoal.training import run_folder
 from shoal.training.records.metrics import read_metrics
@@ -72,7 +73,8 @@ def test_a_run_continues_from_any_folder_after_its_text_and_tokenizer_have_moved
     assert (resumed["step"], resumed["ranks"]) == (2, 2)
     assert {name: resumed["changed"][name] for name in ("train.steps", "parallel.dp")} == {
         "train.steps": 4, "parallel.dp": 2}
-    assert "stroke-dasharray" in draw_curves(read_metrics(folder), read_events(folder))
+    [mark] = describe_curves("run", read_metrics(folder), read_events(folder))["marks"]
+    assert (mark["step"], mark["kind"]) == (2, "layout")
     write_report(folder)
     with open(tmp_path / "moved" / "some.jsonl", "a") as file:
         file.write('{"text": "another"}\n')

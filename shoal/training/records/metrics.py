@@ -60,6 +60,7 @@ class StepMetrics:
         depth_recall: fraction of the selected tokens that were predicted to be selected.
         depth_expected: fraction of all tokens that were predicted to be selected.
         depth_loss: cross-entropy of the predictor [nats per token].
+        memory_by_rank: peak memory of each rank; None on one rank and with relaxed data parallelism.
     """
 
     step: int
@@ -93,6 +94,7 @@ class StepMetrics:
     depth_recall: float | None = None
     depth_expected: float | None = None
     depth_loss: float | None = None
+    memory_by_rank: list[int] | None = None
 
     def known(self) -> dict[str, Any]:
         """Return all values that are not None, by name."""
@@ -101,7 +103,7 @@ class StepMetrics:
     def values(self) -> dict[str, float]:
         """Return all known numbers except the step, by name; one of a source or named text as ``loss/NAME``."""
         known = self.known()
-        single = {name: v for name, v in known.items() if name not in ("step", "steps", "expert_load", *BY_NAME)}
+        single = {name: v for name, v in known.items() if name not in (*COUNTS, *LISTS, *BY_NAME)}
         return single | {
             f"{group}/{name}": value for field, group in BY_NAME.items() for name, value in known.get(field, {}).items()
         }
@@ -198,7 +200,10 @@ def _parse(record: dict[str, Any]) -> StepMetrics:
     known = {field.name: record[field.name] for field in fields(StepMetrics) if record.get(field.name) is not None}
     for name, value in known.items():
         wanted = (int,) if name in COUNTS else (int, float)
-        rows = value if name == "expert_load" else [[*value.values()]] if name in BY_NAME else [[value]]
+        rows = (
+            value if name == "expert_load" else [value] if name == "memory_by_rank"
+            else [[*value.values()]] if name in BY_NAME else [[value]]
+        )  # fmt: skip
         if not all(type(number) in wanted and _is_plausible(number) for row in rows for number in row):
             raise ValueError(f"{name} is no number, or too large")
     if not known["step"] >= 1:
@@ -211,6 +216,7 @@ def _is_plausible(number: float) -> bool:
 
 
 COUNTS = ("step", "steps")
+LISTS = ("memory_by_rank", "expert_load")
 LARGEST = 1e30  # larger numbers are damage; infinity and NaN are not, which a diverging run may log
 
 

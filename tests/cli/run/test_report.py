@@ -58,6 +58,7 @@ def test_every_number_is_that_of_the_files(run, capsys, monkeypatch):
     difference = float(re.search(r"\bdifference +([+-][\d.]+) %", text)[1])
     assert difference == pytest.approx(100 * (predicted / (1e3 * mean(steps)) - 1), abs=1.5)
     last = read_metrics(run)[-1]
+    assert len(last.memory_by_rank) == 4 and max(last.memory_by_rank) == last.memory_bytes > 0
     for found in (text, html.text):
         assert f"{last.loss:.4f}" in found and f"{last.validation_loss:.4f}" in found and "6 of 6" in found
         assert stated[1] in found and f"{difference:+.1f} %" in found

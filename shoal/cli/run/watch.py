@@ -1,0 +1,39 @@
+"""`shoal watch`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+import shoal
+from shoal.base.errors import UsageError
+from shoal.base.options import POSITIONAL, reject_unused
+from shoal.base.section import Section
+
+
+class WatchOptions(Section):
+    runs: Annotated[tuple[Path, ...], POSITIONAL] = ()
+    """Run folders."""
+
+    out: Path | None = None
+    """Write the page as one file (.html), with the values of now, and serve nothing."""
+
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port on 127.0.0.1 (default: a free one)."""
+
+    no_browser: bool = False
+    """Print the URL, and open no browser."""
+
+
+def run(options: WatchOptions) -> int:
+    """Serve the page until Ctrl-C, or write it."""
+    if not options.runs:
+        raise UsageError("name at least one run folder: shoal watch RUN_FOLDER.")
+    if options.out:
+        reject_unused(options, ("port", "no_browser"), "--out writes a file and serves nothing")
+    written = shoal.watch(options.runs, out=options.out, port=options.port, browser=not options.no_browser)
+    if written:
+        print(f"written: {written}")
+    return 0

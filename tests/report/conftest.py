@@ -1,0 +1,3 @@
+"""The browser of the tests of pages."""
+
+from tests.labs.interactive.conftest import browser, page, saved  # noqa: F401 -- fixtures
