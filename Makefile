@@ -11,6 +11,8 @@ train: $(VENV)/.ready   ## train a small language model on 4 ranks (dp 2 x tp 2,
 	$(BIN)/shoal train examples/quickstart.toml
 
 test: lint              ## the full suite, three files of tests at a time: on two cores, tests that wait leave time to others
+	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null && exit; done; \
+		echo "There is no Chromium on PATH: tests of pages in a browser are skipped."
 	$(BIN)/python -m pytest -n 3 --dist loadfile
 
 gpu-test: $(VENV)/.ready ## correctness on this machine's GPU: smoke test, equality with the CPU, many ranks on one GPU

@@ -92,8 +92,12 @@ export function choice({ label, options, value, onInput, help }) {
   const id = `control-${numbered++}`;
   const select = h("select", { id, onchange: () => onInput(select.value) });
   let known = [];
-  function set(to, from = known) {
-    known = from.map((option) => (typeof option === "string" ? { name: option } : option));
+  function set(to, from) {
+    if (!from && known.some((option) => option.name === to)) {
+      select.value = to;
+      return;
+    }
+    known = (from ?? known).map((option) => (typeof option === "string" ? { name: option } : option));
     if (!known.some((option) => option.name === to)) known = [{ name: to }, ...known];
     select.replaceChildren(...known.map((o) => h("option", { value: o.name, disabled: o.disabled }, o.text ?? o.name)));
     select.value = to;
@@ -258,8 +262,15 @@ export function axes({ x, y, width, height, margin }) {
     s("text", { class: "name", x: 0, y: 11 }, y.label));
 }
 
-// The colour of a CSS variable, as a canvas takes it.
+// The colour of a CSS variable, as a canvas takes it; asked for once for each theme, as an answer costs a layout.
+const known = new Map();
+addEventListener("themechange", () => known.clear());
 export function colour(name) {
+  if (!known.has(name)) known.set(name, findColour(name));
+  return known.get(name);
+}
+
+function findColour(name) {
   const probe = h("i", { style: { color: `var(${name})`, display: "none" } });
   document.body.append(probe);
   const found = getComputedStyle(probe).color;

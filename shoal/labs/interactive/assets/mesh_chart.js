@@ -5,7 +5,7 @@ const AXES = { tp: "tensor parallel", cp: "context parallel", ep: "expert parall
 const GAP = 3, MOST_CELL = 15;
 
 export function meshChart() {
-  let answer, chosen = 0, axis = null, places = [];
+  let answer, painted, chosen = 0, axis = null, places = [];
   const table = h("div", { class: "scroll" }), said = h("p", { class: "note" });
   const drawn = canvas(draw, { height: (wide) => (answer ? arrange(wide).tall : 60), label: "Accelerators of the cluster" });
   drawn.canvas.addEventListener("pointermove", (event) => point(event));
@@ -28,7 +28,7 @@ export function meshChart() {
     if (!answer) return;
     const { cell, gap, across, down, many, columns } = arrange(wide);
     const { devices, per_node: each } = answer.cluster, inset = cell > 4 ? 1 : 0;
-    const shades = COLOURS.slice(0, 7).map(colour), pipeline = axisOf("pp");
+    const shades = COLOURS.map(colour), pipeline = axisOf("pp");
     const group = axis ? members(axisOf(axis)) : null;
     const lane = colour("--lane"), ink = colour("--ink");
     places = [];
@@ -102,7 +102,9 @@ export function meshChart() {
             .map(([kind, size]) => `${kind} ${show.bytes(size)}`).join(", ")));
       }))));
     say();
-    drawn.paint();
+    const now = JSON.stringify([to.cluster, to.axes.map(({ axis: name, ranks, stride }) => [name, ranks, stride]), axis]);
+    if (now !== painted) drawn.paint(); // 16,384 cells take as long as all the rest
+    painted = now;
   }
   return { element, set };
 }

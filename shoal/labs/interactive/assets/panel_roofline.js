@@ -177,7 +177,7 @@ function chart({ peak, bandwidth, ridge, operations, others, accelerator, width,
 function labels(operations, x, y, width) {
   const taken = [];
   return operations.map((each) => {
-    const at = x(each.intensity), wide = each.name.length * 6.4, anchor = at + wide > width - 10 ? "end" : "start";
+    const at = x(each.intensity), wide = each.name.length * 6.4 + 10, anchor = at + wide > width - 10 ? "end" : "start";
     const left = anchor === "end" ? at - 8 : at + 8, from = anchor === "end" ? left - wide : left;
     let top = y(each.rate) + 18;
     while (taken.some(([a, b, t]) => a < from + wide && from < b && Math.abs(t - top) < 12)) top += 13;
