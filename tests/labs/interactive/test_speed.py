@@ -22,7 +22,8 @@ MOVE_SLIDERS = """async (rounds) => {
   const shown = document.querySelector(".headline .tiles"), times = [];
   for (let i = 0; i < rounds; i++) {
     for (const name of ["ZeRO stage", "cp · context parallel", "pp · pipeline parallel", "Micro-batch"]) {
-      const slider = [...document.querySelectorAll("input[type=range]")].find((each) => each.labels[0].textContent === name);
+      const sliders = [...document.querySelectorAll("input[type=range]")];
+      const slider = sliders.find((each) => each.labels[0].textContent === name);
       slider.value = slider.valueAsNumber ? slider.valueAsNumber - 1 : 1;
       const answered = new Promise((done) => {
         const watch = new MutationObserver(() => { watch.disconnect(); requestAnimationFrame(() => done()); });
