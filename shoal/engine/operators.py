@@ -50,11 +50,11 @@ class DirectOperator:
         if kernel is None or any(type(x) not in (Tensor, nn.Parameter) for x in tensors):
             return self.definition(*inputs)
         if self._differentiate and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-            return _DirectCall.apply(kernel, *self._differentiate, *inputs)
+            return DirectCall.apply(kernel, *self._differentiate, *inputs)
         return kernel(*inputs)
 
 
-class _DirectCall(torch.autograd.Function):
+class DirectCall(torch.autograd.Function):
     """Call of an implementation, with the operator's own backward."""
 
     @staticmethod

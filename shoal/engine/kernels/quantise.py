@@ -6,6 +6,9 @@ where a scale depends on more than a block), with the operands of `torch._scaled
     codes     [m, k], and of the transpose [k, m], both contiguous
     inverse   1 / scale: [1, 1]; [m, 1]; for 128 of a row [m, k/128] with stride (1, m); for squares [m/128, k/128];
               for MX E8M0, swizzled in tiles of 128 rows and 4 blocks (cuBLAS, "1D block scaling factors layout")
+
+The matrix may also be the result of an operation (`SOURCES`), computed in the same pass from that operation's inputs x,
+a and b, and never written.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from shoal.engine.kernels.example import Example
+from shoal.engine.kernels.swiglu import swiglu_pair_backward, swiglu_reference
 from shoal.engine.precision.float8 import ROW, TENSOR, Grain, compute_scale, encode, largest, octave
 from shoal.spec.number_formats import E4M3, E5M2
 
@@ -25,31 +29,64 @@ FORMAT = {kind.name: kind for kind in (E4M3, E5M2)}
 TILE = 128  # rows and columns that one program works on; also the rows of a tile of MX scales
 
 
+def _swiglu_gradients(gradient: Tensor, gate_up: Tensor) -> Tensor:
+    return torch.cat(swiglu_pair_backward(gradient, *gate_up.chunk(2, -1)), -1)
+
+
+SOURCES: dict[str, Callable[..., Tensor]] = {
+    "plain": lambda x: x,  # [m, k]
+    "norm": lambda total, inverse, weight: total * inverse[:, None] * weight,  # [m, k], [m], [k]: of `rms_statistics`
+    "swiglu": swiglu_reference,  # gate and up [m, 2 k]
+    "swiglu_backward": _swiglu_gradients,  # gradient [m, k / 2], gate and up [m, k]
+}
+"""Operations whose result is quantised, in plain PyTorch, by name."""
+
+
+def compute(x: Tensor, a: Tensor | None, b: Tensor | None, source: str) -> Tensor:
+    """Compute the matrix [m, k] that is quantised, in at least float32, rounded to the format of x."""
+    exact = torch.promote_types(x.dtype, torch.float32)
+    return SOURCES[source](*(each.to(exact) for each in (x, a, b) if each is not None)).to(x.dtype)
+
+
+def _size(x: Tensor, a: Tensor | None, source: str) -> tuple[int, int]:
+    m, k = x.shape if source != "swiglu_backward" or a is None else a.shape
+    return (m, k // 2) if source == "swiglu" else (m, k)
+
+
+def _locate(x: Tensor, a: Tensor | None = None, b: Tensor | None = None, source: str = "plain"):
+    """Return a matrix as the Triton programs take it."""
+    x = x.contiguous()
+    a, b = (x if each is None else each.contiguous() for each in (a, b))
+    return x, a, b, source, *_size(x, a, source)
+
+
 @custom_op("shoal::maxima", mutates_args=())
-def maxima(x: Tensor, by_row: bool) -> Tensor:
-    """Return the largest magnitude of x [m, k], [1], or of each row and each column, [m + k]."""
+def maxima(x: Tensor, by_row: bool, a: Tensor | None = None, b: Tensor | None = None, source: str = "plain") -> Tensor:
+    """Return the largest magnitude of a matrix [m, k], [1], or of each row and each column, [m + k]."""
+    x = compute(x, a, b, source)
     return torch.cat((largest(x, ROW), largest(x.t(), ROW))).flatten() if by_row else largest(x, TENSOR).flatten()
 
 
 @maxima.register_kernel("cuda")
-def _(x: Tensor, by_row: bool) -> Tensor:
+def _(x: Tensor, by_row: bool, a: Tensor | None = None, b: Tensor | None = None, source: str = "plain") -> Tensor:
     from shoal.engine.kernels.programs import quantise as programs
 
-    found = x.new_zeros(sum(x.shape) if by_row else 1, dtype=torch.int32)
-    programs.maxima(x.contiguous(), found, by_row=by_row, tile=TILE)
+    found = x.new_zeros(sum(_size(x, a, source)) if by_row else 1, dtype=torch.int32)
+    programs.maxima(_locate(x, a, b, source), found, by_row=by_row, tile=TILE)
     return found.view(torch.float32)
 
 
 @maxima.register_fake
-def _(x: Tensor, by_row: bool) -> Tensor:
-    return x.new_empty(sum(x.shape) if by_row else 1, dtype=torch.float32)
+def _(x: Tensor, by_row: bool, a: Tensor | None = None, b: Tensor | None = None, source: str = "plain") -> Tensor:
+    return x.new_empty(sum(_size(x, a, source)) if by_row else 1, dtype=torch.float32)
 
 
 @custom_op("shoal::quantise", mutates_args=())
 def quantise(
-    x: Tensor, values: Tensor, kind: str, by_row: bool, given: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Quantise x [m, k] with one scale, or by rows of it and of its transpose.
+    x: Tensor, values: Tensor, kind: str, by_row: bool, given: bool,
+    a: Tensor | None = None, b: Tensor | None = None, source: str = "plain",
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Quantise a matrix [m, k] with one scale, or by rows of it and of its transpose.
 
     Args:
         values: result of `maxima`; or, if ``given``, the scale [1] itself.
@@ -58,6 +95,7 @@ def quantise(
         (codes, codes of the transpose, inverse, inverse of the transpose, largest magnitude if ``given``: [1], else
         [0]).
     """
+    x = compute(x, a, b, source)
     format, grain = FORMAT[kind], ROW if by_row else TENSOR
     most = (values[: len(x)], values[len(x) :]) if by_row else (values, values)
     found = []
@@ -70,31 +108,38 @@ def quantise(
 
 @quantise.register_kernel("cuda")
 def _(
-    x: Tensor, values: Tensor, kind: str, by_row: bool, given: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, values: Tensor, kind: str, by_row: bool, given: bool,
+    a: Tensor | None = None, b: Tensor | None = None, source: str = "plain",
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from shoal.engine.kernels.programs import quantise as programs
 
-    out, most = _empty(x, kind, by_row), x.new_zeros(int(given), dtype=torch.int32)
+    out, most = _empty(x, _size(x, a, source), kind, by_row), x.new_zeros(int(given), dtype=torch.int32)
     programs.quantise(
-        x.contiguous(), values, (*out, most), largest=FORMAT[kind].largest, by_row=by_row, given=given, tile=TILE
-    )
+        _locate(x, a, b, source), values, (*out, most), largest=FORMAT[kind].largest, by_row=by_row, given=given,
+        tile=TILE,
+    )  # fmt: skip
     return *out, most.view(torch.float32)
 
 
 @quantise.register_fake
 def _(
-    x: Tensor, values: Tensor, kind: str, by_row: bool, given: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return *_empty(x, kind, by_row), x.new_empty(int(given), dtype=torch.float32)
+    x: Tensor, values: Tensor, kind: str, by_row: bool, given: bool,
+    a: Tensor | None = None, b: Tensor | None = None, source: str = "plain",
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return *_empty(x, _size(x, a, source), kind, by_row), x.new_empty(int(given), dtype=torch.float32)
 
 
 @custom_op("shoal::quantise_blocks", mutates_args=())
-def quantise_blocks(x: Tensor, kind: str, rows: int, columns: int, scale: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Quantise x [m, k] by blocks of it, and of its transpose; arguments as in `Grain`.
+def quantise_blocks(
+    x: Tensor, kind: str, rows: int, columns: int, scale: str,
+    a: Tensor | None = None, b: Tensor | None = None, source: str = "plain",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Quantise a matrix [m, k] by blocks of it, and of its transpose; arguments as in `Grain`.
 
     Returns:
         (codes, codes of the transpose, inverse, inverse of the transpose).
     """
+    x = compute(x, a, b, source)
     format, grain = FORMAT[kind], Grain(rows, columns, scale)
     found = []
     for matrix in (x, x.t()):
@@ -105,22 +150,28 @@ def quantise_blocks(x: Tensor, kind: str, rows: int, columns: int, scale: str) -
 
 
 @quantise_blocks.register_kernel("cuda")
-def _(x: Tensor, kind: str, rows: int, columns: int, scale: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(
+    x: Tensor, kind: str, rows: int, columns: int, scale: str,
+    a: Tensor | None = None, b: Tensor | None = None, source: str = "plain",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from shoal.engine.kernels.programs import quantise as programs
 
     grain, format = Grain(rows, columns, scale), FORMAT[kind]
-    out = _empty_blocks(x, kind, grain)
+    out = _empty_blocks(x, _size(x, a, source), kind, grain)
     as_bytes = [each.view(torch.uint8) if each.dtype == torch.float8_e8m0fnu else each for each in out]
     programs.quantise_blocks(
-        x.contiguous(), as_bytes, largest=format.largest, octave=octave(format), block=columns,
+        _locate(x, a, b, source), as_bytes, largest=format.largest, octave=octave(format), block=columns,
         mx=scale == "mx", square=rows == columns, tile=TILE,
     )  # fmt: skip
     return out
 
 
 @quantise_blocks.register_fake
-def _(x: Tensor, kind: str, rows: int, columns: int, scale: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _empty_blocks(x, kind, Grain(rows, columns, scale))
+def _(
+    x: Tensor, kind: str, rows: int, columns: int, scale: str,
+    a: Tensor | None = None, b: Tensor | None = None, source: str = "plain",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return _empty_blocks(x, _size(x, a, source), kind, Grain(rows, columns, scale))
 
 
 def _lay_out(inverse: Tensor, grain: Grain) -> Tensor:
@@ -134,14 +185,14 @@ def _lay_out(inverse: Tensor, grain: Grain) -> Tensor:
     return tiles.permute(0, 3, 2, 1, 4).flatten().to(torch.float8_e8m0fnu)
 
 
-def _empty(x: Tensor, kind: str, by_row: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    (m, k), dtype = x.shape, getattr(torch, kind)
+def _empty(x: Tensor, size: tuple[int, int], kind: str, by_row: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (m, k), dtype = size, getattr(torch, kind)
     inverse = [x.new_empty(rows if by_row else 1, 1, dtype=torch.float32) for rows in (m, k)]
     return x.new_empty(m, k, dtype=dtype), x.new_empty(k, m, dtype=dtype), inverse[0], inverse[1]
 
 
-def _empty_blocks(x: Tensor, kind: str, grain: Grain) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    (m, k), dtype = x.shape, getattr(torch, kind)
+def _empty_blocks(x: Tensor, size: tuple[int, int], kind: str, grain: Grain) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (m, k), dtype = size, getattr(torch, kind)
     return (
         x.new_empty(m, k, dtype=dtype), x.new_empty(k, m, dtype=dtype),
         _empty_scales(x, m, k, grain), _empty_scales(x, k, m, grain),
@@ -173,6 +224,21 @@ def examples() -> Iterator[Example]:
     for name, call in calls.items():
         reference = partial(_narrow, call)
         yield Example(name, call, reference, (x,), (torch.bfloat16,), gradients=(), tolerance=1e-12)
+    sources = {
+        "norm": (x, x[:, 0].abs().reciprocal(), torch.randn(512)), "swiglu": (torch.randn(384, 512),),
+        "swiglu_backward": (torch.randn(384, 512), torch.randn(384, 1024)),
+    }  # fmt: skip
+    for source, inputs in sources.items():
+        yield Example(
+            f"quantise, {source}", partial(_decode_blocks, source), SOURCES[source], inputs, (torch.bfloat16,),
+            gradients=(), tolerance=2**-4 + 2**-7,
+        )
+
+
+def _decode_blocks(source: str, x: Tensor, a: Tensor | None = None, b: Tensor | None = None) -> Tensor:
+    """Return the values of the codes, whose rounding is up to 2^-4 of the largest of a block."""
+    codes, _, inverse, _ = quantise_blocks(x, E4M3.name, 1, 128, "power", a, b, source)
+    return codes.float() * inverse.repeat_interleave(128, 1)
 
 
 _BLOCKS = [(1, 128, "power"), (128, 128, "power"), (1, 32, "mx")]

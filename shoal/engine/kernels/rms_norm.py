@@ -52,6 +52,31 @@ def _(x: Tensor, update: Tensor | None, weight: Tensor, eps: float):
     return total, x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=exact)
 
 
+@custom_op("shoal::rms_statistics")
+def rms_statistics(x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute what `rms_norm` does except the normalised sum itself, which a later operator computes again.
+
+    Returns:
+        x + update [.., h], or [0] without an update; 1/rms [..]; largest magnitude of the normalised sum [1].
+    """
+    total, y, inverse = rms_norm(x, update, weight, eps)
+    return total, inverse, y.abs().amax().to(inverse.dtype).view(1)
+
+
+@rms_statistics.register_kernel("cuda")
+def _(x: Tensor, update: Tensor | None, weight: Tensor, eps: float):
+    from shoal.engine.kernels.programs import rms_norm as programs
+
+    return programs.statistics(x, update, weight, eps)
+
+
+@rms_statistics.register_fake
+def _(x: Tensor, update: Tensor | None, weight: Tensor, eps: float):
+    exact = torch.promote_types(x.dtype, torch.float32)
+    total = x.new_empty(0 if update is None else x.shape)
+    return total, x.new_empty(x.shape[:-1], dtype=exact), x.new_empty(1, dtype=exact)
+
+
 @custom_op("shoal::rms_norm_backward")
 def rms_norm_backward(
     d_y: Tensor, d_total: Tensor | None, total: Tensor, weight: Tensor, inverse: Tensor
@@ -84,16 +109,18 @@ def _(d_y: Tensor, d_total: Tensor | None, total: Tensor, weight: Tensor, invers
     return total.new_empty(total.shape), torch.empty_like(weight)
 
 
-def _save(ctx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+def save(ctx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+    """Save what `differentiate` needs; ``output`` may have further tensors without gradients."""
     x, update, weight, *_ = inputs
-    total, _, inverse = output
+    total, _, inverse, *others = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(inverse)
+    ctx.mark_non_differentiable(inverse, *others)
     ctx.added = update is not None
     ctx.save_for_backward(total if ctx.added else x, weight, inverse)
 
 
-def _differentiate(ctx, d_total: Tensor | None, d_y: Tensor | None, *_: Tensor | None):
+def differentiate(ctx, d_total: Tensor | None, d_y: Tensor | None, *_: Tensor | None):
+    """Return the gradients of x, update, weight and eps."""
     if d_y is None:  # only the sum is used
         return d_total, d_total if ctx.added else None, None, None
     d_total = d_total.contiguous() if ctx.added and d_total is not None else None
@@ -101,7 +128,7 @@ def _differentiate(ctx, d_total: Tensor | None, d_y: Tensor | None, *_: Tensor |
     return d_x, d_x if ctx.added else None, d_weight, None
 
 
-rms_norm.register_autograd(_differentiate, setup_context=_save)
+rms_norm.register_autograd(differentiate, setup_context=save)
 
 
 def examples() -> Iterator[Example]:
@@ -116,3 +143,12 @@ def examples() -> Iterator[Example]:
             f"rms_norm of a sum, h = {h}", lambda x, update, w: rms_norm(x, update, w, 1e-5)[:2],
             lambda x, update, w: rms_norm_reference(x, update, w, 1e-5), (x, torch.randn_like(x), weight),
         )
+        yield Example(
+            f"rms_norm's statistics, h = {h}", lambda x, update, w: rms_statistics(x, update, w, 1e-5),
+            _statistics_reference, (x, torch.randn_like(x), weight), gradients=(),
+        )
+
+
+def _statistics_reference(x: Tensor, update: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    total, y = rms_norm_reference(x, update, weight, 1e-5)
+    return total, (total.square().mean(-1) + 1e-5).rsqrt(), y.abs().amax().view(1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -24,8 +26,12 @@ def project_joined(x: Tensor, *linears: nn.Linear) -> Tensor | None:
 
     None if operators are not fused, or if the weights are not one matrix in memory.
     """
-    joined = getattr(linears[0], "joined", None) if kernels.use_fused(x) else None
+    joined = getattr(linears[0], "joined", None) if _use_fused(x) else None
     return None if joined is None else joined(x, linears)
+
+
+def _use_fused(x: Any) -> bool:
+    return kernels.use_fused(x) if isinstance(x, Tensor) else True  # an input that is already encoded
 
 
 class SwiGLU(nn.Module):
@@ -38,7 +44,15 @@ class SwiGLU(nn.Module):
         self.up = nn.Linear(shape.hidden, width, bias=False)
         self.down = nn.Linear(width, shape.hidden, bias=False)
 
+    def first_layers(self) -> tuple[nn.Linear, ...]:
+        """Return the layers that take the input."""
+        return self.gate, self.up
+
     def forward(self, x: Tensor) -> Tensor:
+        activate = getattr(self.gate, "activate", None) if _use_fused(x) and not self.gelu else None
+        y = activate(x, (self.gate, self.up), self.down) if activate is not None else None
+        if y is not None:  # [b, s, width], perhaps encoded
+            return self.down(y)
         if self.gelu:
             gate, up = project(x, self.gate, self.up)
             return self.down(F.gelu(gate, approximate="tanh") * up)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -10,11 +12,20 @@ from shoal.engine.kernels.rms_norm import rms_norm
 from shoal.engine.models.products import by_mkl
 
 
-def add_and_normalise(norm: nn.Module, x: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x + update and norm(x + update), [.., h] each; with RMSNorm on CUDA in one kernel."""
+def add_and_normalise(norm: nn.Module, x: Tensor, update: Tensor | None, block: nn.Module) -> tuple[Tensor, Any]:
+    """Return x + update (x itself without one) and norm(x + update), [.., h] each; with RMSNorm on CUDA in one kernel.
+
+    If the first products of ``block``, which takes the normalised sum, have 8-bit inputs, it may be an encoded one.
+    """
     if isinstance(norm, RMSNorm) and kernels.use_fused(x):
-        return norm(x, update)
-    x = x + update
+        first = block.first_layers() if hasattr(block, "first_layers") else ()
+        normalise = getattr(first[0], "normalise", None) if first else None
+        if normalise is not None and not (block._forward_hooks or block._forward_pre_hooks):
+            found = normalise(norm, x, update, first, norm.smallest(x))
+            if found is not None:
+                return found
+        return (x, norm(x)) if update is None else norm(x, update)
+    x = x if update is None else x + update
     return x, norm(x)
 
 
@@ -28,7 +39,7 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor, update: Tensor | None = None):
         """Normalise the last dimension of x, [.., h]; or (on CUDA) return x + update, and that normalised."""
-        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        eps = self.smallest(x)
         if kernels.use_fused(x):
             total, y, _ = rms_norm(x, update, self.weight, eps)
             return y if update is None else (total, y)
@@ -36,6 +47,10 @@ class RMSNorm(nn.RMSNorm):
         if torch.compiler.is_compiling() or not plain or x.device.type != "cpu":
             return super().forward(x)
         return RMSNormFunction.apply(x, self.weight, eps)
+
+    def smallest(self, x: Tensor) -> float:
+        """Return the number added to the mean square."""
+        return torch.finfo(x.dtype).eps if self.eps is None else self.eps
 
 
 class RMSNormFunction(torch.autograd.Function):

@@ -79,6 +79,10 @@ class Attention(nn.Module):
         o = core(q, k, v, context.mask_with(self.window))  # [b, a, s, d]
         return self.out(o.transpose(1, 2).flatten(2))  # [b, s, h]
 
+    def first_layers(self) -> tuple[nn.Linear, ...]:
+        """Return the layers that take the input."""
+        return self.q, self.k, self.v
+
     def _heads(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values by head, with rotated queries and keys."""
         plain = rotary and self.q_norm is None
@@ -129,17 +133,18 @@ class Block(nn.Module):
     def _forward(self, x: Tensor, context: Context) -> Tensor:
         if self.depth is not None:
             return self.depth(x, context, self)
-        x, y = add_and_normalise(self.mlp_norm, x, self._attend(x, context))
+        x, y = add_and_normalise(self.mlp_norm, x, self._attend(x, context), self.mlp)
         return x + self._feed_forward(y, context)
 
     def residual_update(self, x: Tensor, context: Context) -> Tensor:
         """Return the layer's update of the residual stream."""
         update = self._attend(x, context)
-        _, y = add_and_normalise(self.mlp_norm, x, update)
+        _, y = add_and_normalise(self.mlp_norm, x, update, self.mlp)
         return update + self._feed_forward(y, context)
 
     def _attend(self, x: Tensor, context: Context) -> Tensor:
-        return self.attention_post_norm(self.attention(self.attention_norm(x), context))
+        _, y = add_and_normalise(self.attention_norm, x, None, self.attention)
+        return self.attention_post_norm(self.attention(y, context))
 
     def _feed_forward(self, y: Tensor, context: Context) -> Tensor:
         return self.mlp_post_norm(self.mlp(y, context.routing) if self.sparse else self.mlp(y))

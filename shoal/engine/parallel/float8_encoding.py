@@ -9,6 +9,8 @@ Codes are decoded before the product, in the compute dtype, except where the har
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -46,12 +48,16 @@ class Encoder:
         self.name, self.recipe, self.history = name, recipe, history
         self.split, self.group, self.native = split, group, native
 
-    def on_hardware(self, tokens: int) -> bool:
+    def fits(self, tokens: int) -> bool:
         """Return whether the device multiplies the codes of a micro-batch with this many tokens."""
-        fits = tokens % self.recipe.alignment == 0
+        return self.native and tokens % self.recipe.alignment == 0
+
+    def on_hardware(self, tokens: int) -> bool:
+        """Return `fits`, and warn once of tokens that do not."""
+        fits = self.fits(tokens)
         if self.native and not fits and self.warns:
             warn_of_tokens(tokens, self.recipe)
-        return self.native and fits
+        return fits
 
     def encode_tokens(self, x: Tensor, what: int) -> Encoded:
         """Encode a matrix whose rows are tokens, and its transpose."""
@@ -60,7 +66,7 @@ class Encoder:
     def encode(self, x: Tensor, what: int, *, native: bool) -> Encoded:
         """Encode a matrix and its transpose; if ``native``, as operands of products on hardware."""
         if native:
-            return self._encode_for_hardware(x, what)
+            return self.encode_result("plain", (x,), what)
         codes, amax = self.encode_alone(x, what, DIMS[what])
         turned = codes.t() if self.recipe.is_square(what) else self.encode_alone(x.t(), what, DIMS[what][::-1])[0]
         return codes.codes, codes.scale, turned.codes, turned.scale, amax
@@ -79,23 +85,34 @@ class Encoder:
             scale = torch.where(own.isfinite().all(), scale, torch.nan)
         return encode(x, scale, kind, grain), own
 
-    def _encode_for_hardware(self, x: Tensor, what: int) -> Encoded:
+    def encode_result(
+        self, source: str, inputs: Sequence[Tensor], what: int, amax: Tensor | None = None
+    ) -> Encoded:
+        """Encode the result of an operation and its transpose, as operands of products on hardware.
+
+        Args:
+            source, inputs: operation in `shoal.engine.kernels.quantise.SOURCES`, and what it reads.
+            amax: largest magnitude of the result [1], if known.
+        """
+        x, a, b = (*inputs, None, None)[:3]
+        assert x is not None
         kind, grain = self.recipe.kinds[what].name, self.recipe.grains[what]
         if grain.columns:
-            codes, turned, inverse, turned_inverse = quantise_blocks(x, kind, *grain)
+            codes, turned, inverse, turned_inverse = quantise_blocks(x, kind, *grain, a, b, source)
             return codes, inverse, turned, turned_inverse, inverse  # blocks have no history
         by_row = grain == ROW
         scale = self.history.scale(self.name, what) if self.history else None
         if scale is not None:
-            codes, turned, inverse, _, amax = quantise(x, scale.view(1), kind, by_row, True)
+            codes, turned, inverse, _, amax = quantise(x, scale.view(1), kind, by_row, True, a, b, source)
             inverse = torch.add(inverse, amax, alpha=0)  # NaN if x is not finite, as in `encode_alone`
             return codes, inverse, turned, inverse, amax
-        amax = maxima(x, by_row)
+        if amax is None or by_row:
+            amax = maxima(x, by_row, a, b, source)
         if self.split in DIMS[what]:  # reduce the maxima over the split dimension
             rows, _ = DIMS[what]
             spanning = amax if not by_row else amax[len(x) :] if self.split == rows else amax[: len(x)]
             all_reduce(spanning, self.group, dist.ReduceOp.MAX)
-        codes, turned, inverse, turned_inverse, _ = quantise(x, amax, kind, by_row, False)
+        codes, turned, inverse, turned_inverse, _ = quantise(x, amax, kind, by_row, False, a, b, source)
         return codes, inverse, turned, turned_inverse, amax
 
     def note(self, what: int, amax: Tensor) -> None:

@@ -10,8 +10,8 @@ one matrix, with the scales of one.
 Weights are encoded at their first use after a change, and kept for all micro-batches of the step (not in ZeRO-3, where
 the weights themselves are not kept). Inputs are encoded once for all layers that share them.
 
-On hardware a product is `torch._scaled_mm`: the public `torch.nn.functional.scaled_mm` has no e5m2 with scales of
-blocks.
+On hardware the normalised input of a layer, SwiGLU, and the gradient of gate and up exist as codes only: one pass
+computes and encodes them. In their place autograd sees a tensor of their shape without values.
 
 For the compiler, encoding an input and the products of a layer are one operator each: their scales and the kept weights
 are state that it does not see.
@@ -23,16 +23,18 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.library import custom_op
 
 from shoal.engine.collectives.group import Group
+from shoal.engine.kernels import rms_norm
+from shoal.engine.operators import DirectCall
 from shoal.engine.parallel.float8_encoding import DIMS, Encoded, Encoder
 from shoal.engine.parallel.weight_grad import GradSink, add_gradient, find_owner, make_key
 from shoal.engine.parallel.zero.bucket import Bucket, join_adjacent
 from shoal.engine.parallel.zero.gradients import Term
-from shoal.engine.precision.float8 import ROW, TENSOR, Codes
+from shoal.engine.precision.float8 import ROW, Codes
+from shoal.engine.precision.product import multiply, multiply_into, operand_scales
 from shoal.engine.precision.recipe import GRADIENT, INPUT, WEIGHT, AmaxHistory, Recipe
 
 _ALIGN = 16  # bytes: of results that `torch._scaled_mm` writes in place
@@ -77,6 +79,41 @@ class Float8Product(Encoder):
             return encode_input(x.detach(), self.key, self.form)
         return self.encode_tokens(x.detach().flatten(0, -2), INPUT)
 
+    def normalise(
+        self, x: Tensor, update: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Encoded] | None:
+        """Encode the RMSNorm of x + update as the input, in place of `encode_input`.
+
+        Returns:
+            x + update ([0] without an update), the hollow normalised sum, and its codes; None if the device does not
+            multiply them.
+        """
+        if not self.fits(x.shape[:-1].numel()):
+            return None
+        inputs = x, update, weight, eps, self.key, self.form
+        if torch.compiler.is_compiling():
+            total, y, _, *encoded = normalise(*inputs)
+        else:
+            total, y, _, *encoded = DirectCall.apply(_normalise, _differentiate_sum, rms_norm.save, *inputs)
+        return total, y, tuple(encoded)
+
+    def activate(self, x: Tensor, encoded: Encoded, following: Float8Product) -> tuple[Tensor, Encoded] | None:
+        """Compute SwiGLU of x W^T, gate before up, as the input of another product.
+
+        Returns:
+            The hollow result and its codes; None if the device does not multiply them.
+        """
+        tokens = x.shape[:-1].numel()
+        if not (self.fits(tokens) and following.fits(tokens)):
+            return None
+        rows, trains = sum(len(weight) for weight in self.weights), torch.is_grad_enabled()
+        inputs = x, *encoded, self.key, following.key, following.form, rows, trains
+        if torch.compiler.is_compiling():
+            y, _, *found = activate(*inputs)
+        else:
+            y, _, *found = DirectCall.apply(_activate, _differentiate_activation, _save_activation, *inputs)
+        return y, tuple(found)
+
     def forward(self, codes: Tensor, scale: Tensor, weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """Return x W^T, [tokens, out]."""
         native = self.on_hardware(len(codes))
@@ -90,10 +127,24 @@ class Float8Product(Encoder):
     def encode_gradient(self, gradient: Tensor) -> tuple[Codes, Codes]:
         """Return the codes of dY by output feature and of dY^T by token."""
         gradient = gradient.flatten(0, -2)
-        grain, native = self.recipe.grains[GRADIENT], self.on_hardware(len(gradient))
-        codes, scale, turned, turned_scale, amax = self.encode_tokens(gradient, GRADIENT)
+        return self.take_codes(self.encode_tokens(gradient, GRADIENT), native=self.on_hardware(len(gradient)))
+
+    def take_codes(self, encoded: Encoded, *, native: bool) -> tuple[Codes, Codes]:
+        """Return the codes of dY and of dY^T; note its maxima."""
+        codes, scale, turned, turned_scale, amax = encoded
+        grain = self.recipe.grains[GRADIENT]
         self.note(GRADIENT, amax)
         return Codes(codes, scale, grain, native), Codes(turned, turned_scale, grain, native)
+
+    def take_gradient(
+        self, gradient: tuple[Codes, Codes], turned: Tensor, scale: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        """Accumulate the gradient of W from the codes of dY and dY^T, and return the gradient of x, [tokens, in]."""
+        along, across = gradient
+        d_x = self.backward_input(along, self.weights, dtype)
+        term = self.gradient_term(across, turned, scale, dtype)
+        (self.sink.defer_or_add if self.waits else self.sink.add)(self.weights, term)
+        return d_x
 
     def gradient_term(self, gradient: Codes, turned: Tensor, scale: Tensor, dtype: torch.dtype) -> Term:
         """Return the term dY^T X of the weight's gradient, given dY^T by token and the saved codes of X^T by token."""
@@ -118,27 +169,6 @@ class Float8Product(Encoder):
 
         key = self.name, native, turned and not together, self.history.changes if self.history else 0
         return self.bucket.derive(key, compute)[turned]
-
-
-def multiply(a: Codes, b: Codes, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
-    """Compute a b^T: [m, k], [n, k] -> [m, n].
-
-    Args:
-        fast: let hardware accumulate with fewer bits (14 on Hopper; DeepSeek-AI 2024, section 3.3.2), if it is faster.
-    """
-    if not a.for_hardware:
-        return F.linear(a.values(dtype), b.values(dtype))
-    scale_a, scale_b = _operand_scales(a, b)
-    return torch._scaled_mm(
-        a.codes, b.codes.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=dtype,
-        use_fast_accum=fast and a.grain in (TENSOR, ROW),
-    )  # fmt: skip
-
-
-def _operand_scales(a: Codes, b: Codes) -> tuple[Tensor, Tensor]:
-    if a.grain == TENSOR:
-        return a.scale.view(()), b.scale.view(())
-    return a.scale, b.scale if a.grain.scale == "mx" else b.scale.t()
 
 
 class _Float8Linear(torch.autograd.Function):
@@ -169,22 +199,11 @@ def _add_multiplied(a: Codes, b: Codes, dtype: torch.dtype, total: Tensor, fresh
     aligned = total.storage_offset() * total.itemsize % _ALIGN == 0
     # With scales of rows, older devices have no results in float32.
     if fresh and aligned and a.for_hardware and a.grain != ROW:
-        multiply_into(a.codes, b.codes, *_operand_scales(a, b), total)
+        multiply_into(a.codes, b.codes, *operand_scales(a, b), total)
         return
     # Rounded to bf16 as decoded products are: at most 2^-9 of an element, a small part of the error of 8-bit codes. The
     # sum stays in float32. A product in float32 would move 4 bytes more an element and take twice the memory.
     add_gradient(multiply(a, b, dtype), total, fresh)
-
-
-@custom_op("shoal::float8_multiply_into", mutates_args=("total",))
-def multiply_into(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, total: Tensor) -> None:
-    """Compute a b^T into ``total``, as `multiply` does on hardware."""
-    torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=total.dtype, out=total)
-
-
-@multiply_into.register_fake
-def _(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, total: Tensor) -> None:
-    return None
 
 
 # ---- operators for the compiler ----------------------------------------------------------------------------------
@@ -206,8 +225,13 @@ def encode_input(x: Tensor, key: Tensor, form: int) -> tuple[Tensor, Tensor, Ten
 
 @encode_input.register_fake
 def _(x: Tensor, key: Tensor, form: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return _separate(_stand_in(form).encode_tokens(x.flatten(0, -2), INPUT))
+
+
+def _stand_in(form: int) -> Encoder:
+    """Return an encoder for fake tensors."""
     recipe, native = _FORMS[form]
-    return _separate(Encoder("", recipe, None, "", None, native=native).encode_tokens(x.flatten(0, -2), INPUT))
+    return Encoder("", recipe, None, "", None, native=native)
 
 
 def _separate(encoded: Encoded) -> Encoded:
@@ -250,10 +274,8 @@ def _(
 def multiply_backward(gradient: Tensor, turned: Tensor, turned_scale: Tensor, key: Tensor) -> Tensor:
     """Accumulate the gradient of W, and return the gradient of x."""
     product = find_owner(key)
-    along, across = product.encode_gradient(gradient)
-    d_x = product.backward_input(along, product.weights, gradient.dtype).view(*gradient.shape[:-1], len(turned))
-    product.sink.add(product.weights, product.gradient_term(across, turned, turned_scale, gradient.dtype))
-    return d_x
+    d_x = product.take_gradient(product.encode_gradient(gradient), turned, turned_scale, gradient.dtype)
+    return d_x.view(*gradient.shape[:-1], len(turned))
 
 
 @multiply_backward.register_fake
@@ -272,3 +294,106 @@ def _differentiate(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
 
 
 multiply_input.register_autograd(_differentiate, setup_context=_save)
+
+
+# ---- with the operations around products, on hardware ------------------------------------------------------------
+
+
+def _normalise(
+    x: Tensor, update: Tensor | None, weight: Tensor, eps: float, key: Tensor, form: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Compute `Float8Product.normalise`: x + update, the hollow normalised sum, 1/rms, and what `encode_input` returns.
+    """
+    return _encode_sum(find_owner(key), x, update, weight, eps)
+
+
+def _encode_sum(encoder: Encoder, x: Tensor, update: Tensor | None, weight: Tensor, eps: float):
+    total, inverse, most = rms_norm.rms_statistics(x, update, weight, eps)
+    rows = (x if update is None else total).flatten(0, -2)
+    encoded = encoder.encode_result("norm", (rows, inverse.flatten(), weight), INPUT, most)
+    return total, _make_hollow(x, x.shape), inverse, *_separate(encoded)
+
+
+normalise = custom_op("shoal::float8_normalise", mutates_args=())(_normalise)
+
+
+@normalise.register_fake
+def _(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, key: Tensor, form: int):
+    return _encode_sum(_stand_in(form), x, update, weight, eps)
+
+
+def _differentiate_sum(ctx, *gradients: Tensor | None):
+    return *rms_norm.differentiate(ctx, *gradients), None, None
+
+
+normalise.register_autograd(_differentiate_sum, setup_context=rms_norm.save)
+
+
+def _activate(
+    x: Tensor, codes: Tensor, scale: Tensor, turned: Tensor, turned_scale: Tensor, amax: Tensor,
+    key: Tensor, following: Tensor, form: int, rows: int, trains: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Compute `Float8Product.activate`: the hollow result, gate and up, and the encoded result.
+
+    Args:
+        following, form: of the product that takes the result.
+    """
+    product = find_owner(key)
+    if trains:
+        product.note(INPUT, amax)
+    gate_up = product.forward(codes, scale, product.weights, x.dtype)
+    return _encode_activation(find_owner(following), x, gate_up)
+
+
+def _encode_activation(encoder: Encoder, x: Tensor, gate_up: Tensor):
+    hollow = _make_hollow(x, (*x.shape[:-1], gate_up.shape[1] // 2))
+    return hollow, gate_up, *_separate(encoder.encode_result("swiglu", (gate_up,), INPUT))
+
+
+activate = custom_op("shoal::float8_activate", mutates_args=())(_activate)
+
+
+@activate.register_fake
+def _(
+    x: Tensor, codes: Tensor, scale: Tensor, turned: Tensor, turned_scale: Tensor, amax: Tensor,
+    key: Tensor, following: Tensor, form: int, rows: int, trains: bool,
+):  # fmt: skip
+    return _encode_activation(_stand_in(form), x, x.new_empty(x.shape[:-1].numel(), rows))
+
+
+def _save_activation(ctx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+    _, _, _, turned, turned_scale, _, key, *_ = inputs
+    _, gate_up, *encoded = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(gate_up, *encoded)
+    ctx.save_for_backward(gate_up, turned, turned_scale, key)
+
+
+def _differentiate_activation(ctx, gradient: Tensor, *_: None):
+    backward = activate_backward if torch.compiler.is_compiling() else _activate_backward
+    return backward(gradient.contiguous(), *ctx.saved_tensors), *(None,) * 10
+
+
+activate.register_autograd(_differentiate_activation, setup_context=_save_activation)
+
+
+def _activate_backward(gradient: Tensor, gate_up: Tensor, turned: Tensor, turned_scale: Tensor, key: Tensor) -> Tensor:
+    """Accumulate the gradient of W, and return the gradient of x, given that of SwiGLU's result."""
+    product = find_owner(key)
+    inputs = gradient.flatten(0, -2), gate_up
+    codes = product.take_codes(product.encode_result("swiglu_backward", inputs, GRADIENT), native=True)
+    d_x = product.take_gradient(codes, turned, turned_scale, gradient.dtype)
+    return d_x.view(*gradient.shape[:-1], len(turned))
+
+
+activate_backward = custom_op("shoal::float8_activate_backward", mutates_args=())(_activate_backward)
+
+
+@activate_backward.register_fake
+def _(gradient: Tensor, gate_up: Tensor, turned: Tensor, turned_scale: Tensor, key: Tensor) -> Tensor:
+    return gradient.new_empty(*gradient.shape[:-1], len(turned))
+
+
+def _make_hollow(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a tensor of this shape, for autograd, that stores one element; no one may read it."""
+    return x.new_empty(1).expand(shape)

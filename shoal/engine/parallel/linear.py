@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from shoal.base.boxes import Box
 from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.ops import copy_to, gather_from, reduce_from, scatter_to
+from shoal.engine.kernels.swiglu import swiglu
 from shoal.engine.parallel.overlap import SEQUENCE, ChunkedEntry, ChunkedExit, RingEntry, RingExit
 from shoal.engine.parallel.placement import ParamPlacement, keep_box
 from shoal.engine.parallel.symmetric import SymmetricEntry, SymmetricExit
@@ -93,6 +94,17 @@ class TensorParallel:
         return positions.chunk(self.y.size())[self.y.rank()]
 
 
+class EncodedInput(NamedTuple):
+    """Input of the products that read its codes.
+
+    Attributes:
+        x: tensor of its shape, for autograd, without its values.
+    """
+
+    x: Tensor
+    encoded: Any
+
+
 class LinearProduct(Protocol):
     """Alternative computation of a linear layer, or of several with adjacent weights, such as one in 8 bits."""
 
@@ -103,6 +115,14 @@ class LinearProduct(Protocol):
 
     def __call__(self, x: Tensor, encoded: Any) -> Tensor:
         """Compute x W^T: [.., in] -> [.., out] of all layers that have this product."""
+
+    def normalise(
+        self, x: Tensor, update: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Any] | None:
+        """Compute x + update, and its RMSNorm as an input without values, and encoded; None if that is not possible."""
+
+    def activate(self, x: Tensor, encoded: Any, following: Any) -> tuple[Tensor, Any] | None:
+        """Compute SwiGLU of x W^T as the input of another product, likewise."""
 
 
 # ---- linear layers ---------------------------------------------------------------------------------------------
@@ -129,16 +149,16 @@ class Linear(nn.Linear):
         self.weight = unsplit.weight  # type: ignore[assignment]  # declared as any tensor
         self.register_parameter("bias", unsplit.bias)
 
-    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor | EncodedInput, y: Tensor | None = None) -> Tensor:
         """Apply the layer: [.., in] -> [.., out]; ``y`` is the result if `together` computed it already."""
         return self.results(x, (self,))[0] if y is None else y
 
-    def together(self, x: Tensor, layers: Sequence[Linear]) -> tuple[Tensor, ...]:
+    def together(self, x: Tensor | EncodedInput, layers: Sequence[Linear]) -> tuple[Tensor, ...]:
         """Apply several layers to one input. Each layer is still called, so that its hooks run."""
         results = self.results(x, layers)
         return tuple(layer(x, y) for layer, y in zip(layers, results, strict=True))
 
-    def joined(self, x: Tensor, layers: Sequence[Linear]) -> Tensor | None:
+    def joined(self, x: Tensor | EncodedInput, layers: Sequence[Linear]) -> Tensor | None:
         """Apply several layers to one input as one product: [.., in] -> [.., sum of out].
 
         None if their weights are not one matrix, or if something needs each result: a bias or a hook.
@@ -152,7 +172,49 @@ class Linear(nn.Linear):
             return None
         return self.results(x, layers, joined=True)[0]
 
-    def results(self, x: Tensor, layers: Sequence[Linear], *, joined: bool = False) -> Sequence[Tensor]:
+    def normalise(
+        self, norm: nn.Module, x: Tensor, update: Tensor | None, layers: Sequence[Linear], eps: float
+    ) -> tuple[Tensor, EncodedInput] | None:
+        """Return x + update (x itself without one), and its RMSNorm as input of these layers: [.., h] each.
+
+        None if the layers' products do not take it from one pass, or if something has to see it.
+        """
+        product = self.product
+        if product is None or self.at is not None or _are_watched(norm, *layers):
+            return None
+        if any(layer.product is not product for layer in layers):
+            return None
+        found = product.normalise(x, update, norm.weight, eps)
+        if found is None:
+            return None
+        total, *y = found
+        return x if update is None else total, EncodedInput(*y)
+
+    def activate(
+        self, x: Tensor | EncodedInput, layers: Sequence[Linear], following: Linear
+    ) -> Tensor | EncodedInput | None:
+        """Apply gate and up to one input, and SwiGLU: [.., in] -> [.., out] as an input of the layer ``following``.
+
+        None if their products are not in one format, or if something has to see a result.
+        """
+        product, after = self.product, following.product
+        if product is None or after is None or _are_watched(*layers, following):
+            return None
+        if any(layer.product is not product for layer in layers):
+            return None
+        x, encoded = x if isinstance(x, EncodedInput) else self._encode(x, product)
+        found = product.activate(x, encoded, after)
+        return swiglu(product(x, encoded)) if found is None else EncodedInput(*found)
+
+    def _encode(self, x: Tensor, product: LinearProduct) -> tuple[Tensor, Any]:
+        x = self.enter(x)
+        return x, product.encode_input(x)
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Return all of an input, of which a rank may have a part."""
+        return x
+
+    def results(self, x: Tensor | EncodedInput, layers: Sequence[Linear], *, joined: bool = False) -> Sequence[Tensor]:
         """Compute the outputs of several layers of one type for one input, as one tensor if ``joined``."""
         return multiply(x, layers, joined=joined)
 
@@ -169,9 +231,14 @@ def describe_part(n: int, local: int) -> str:
     return str(n) if n == local else f"{n}/{-(-n // local)}"
 
 
+def _are_watched(*modules: nn.Module) -> bool:
+    return any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+
+
 def multiply(
-    x: Tensor, layers: Sequence[Linear], comm: NoComm = NO_COMM, *, biased: bool = True, joined: bool = False
-) -> Sequence[Tensor]:
+    x: Tensor | EncodedInput, layers: Sequence[Linear], comm: NoComm = NO_COMM, *, biased: bool = True,
+    joined: bool = False,
+) -> Sequence[Tensor]:  # fmt: skip
     """Compute x W^T (+ b) for each layer: [.., in] -> [.., out]; one autograd function if no layer sets ``product``.
 
     If ``joined``, the products with adjacent weights are one tensor [.., sum of out].
@@ -180,7 +247,8 @@ def multiply(
     first = next((layer.product for layer in layers if layer.product is not None), None)
     if first is not None:
         results: list[Tensor] = []
-        encoded, rest = first.encode_input(x), [*layers]
+        x, encoded = x if isinstance(x, EncodedInput) else (x, first.encode_input(x))
+        rest = [*layers]
         while rest:
             product = rest[0].product
             count = len(product.weights) if product is not None else 1
@@ -196,6 +264,7 @@ def multiply(
             for part, layer in zip(parts, run, strict=False):
                 results.append(part if layer.bias is None or not biased else part + layer.bias)
         return results
+    assert isinstance(x, Tensor), "codes are of layers with products"
     sink = layers[0].sink
     if sink.parameters is None and comm is NO_COMM:
         return [F.linear(x, layer.weight, bias) for layer, bias in zip(layers, biases, strict=True)]
@@ -247,7 +316,11 @@ class ColumnLinear(Linear):
         """Compute outputs [b, s, out/tp] after one collective that gathers the shared input."""
         if self.at.overlap:
             return multiply(x, layers, self.at.entry(self.tokenwise), joined=joined)
-        return multiply(self.at.gather_hidden(x), layers, joined=joined)
+        return multiply(self.enter(x), layers, joined=joined)
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Gather the ranks' parts of an input."""
+        return self.at.gather_hidden(x)
 
 
 class KVColumnLinear(ColumnLinear):
@@ -276,9 +349,8 @@ class GatheredLatents(nn.Module):
 class HeadsLinear(ColumnLinear):
     """`ColumnLinear` of latents, which its rank has in full."""
 
-    def results(self, x: Tensor, layers: Sequence[Linear], *, joined: bool = False) -> Sequence[Tensor]:
-        """Compute outputs: [b, s, in] -> [b, s, out/tp]."""
-        return multiply(x, layers, joined=joined)
+    def enter(self, x: Tensor) -> Tensor:
+        return x
 
 
 class RowLinear(Linear):

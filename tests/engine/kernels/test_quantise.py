@@ -5,7 +5,18 @@ import math
 import pytest
 import torch
 
-from shoal.engine.kernels.quantise import FORMAT, TILE, _empty, _empty_blocks, maxima, quantise, quantise_blocks
+from shoal.engine.kernels.quantise import (
+    FORMAT,
+    SOURCES,
+    TILE,
+    _empty,
+    _empty_blocks,
+    _locate,
+    _size,
+    maxima,
+    quantise,
+    quantise_blocks,
+)
 from shoal.engine.precision.float8 import Grain, octave
 from tests.engine.kernels.triton_tools import OPERATOR_CHECKS, TARGETS, compile_program
 
@@ -66,29 +77,32 @@ def round_like_hardware() -> None:
     InterpreterBuilder.create_fp_to_fp = convert
 
 
-def launch_maxima(x, by_row):
+def launch_maxima(x, by_row, *source):
     from shoal.engine.kernels.programs import quantise as programs
 
-    found = torch.zeros(sum(x.shape) if by_row else 1, dtype=torch.int32)
-    programs.maxima(x, found, by_row=by_row, tile=TILE)
+    located = _locate(x, *source)
+    found = torch.zeros(sum(located[-2:]) if by_row else 1, dtype=torch.int32)
+    programs.maxima(located, found, by_row=by_row, tile=TILE)
     return found.view(torch.float32)
 
 
-def launch(x, values, kind, by_row, given):
+def launch(x, values, kind, by_row, given, *source):
     from shoal.engine.kernels.programs import quantise as programs
 
-    out, most = _empty(x, kind, by_row), torch.zeros(int(given), dtype=torch.int32)
-    programs.quantise(x, values, (*out, most), largest=FORMAT[kind].largest, by_row=by_row, given=given, tile=TILE)
+    located, most = _locate(x, *source), torch.zeros(int(given), dtype=torch.int32)
+    out, largest = _empty(x, located[-2:], kind, by_row), FORMAT[kind].largest
+    programs.quantise(located, values, (*out, most), largest=largest, by_row=by_row, given=given, tile=TILE)
     return *out, most.view(torch.float32)
 
 
-def launch_blocks(x, kind, rows, columns, scale):
+def launch_blocks(x, kind, rows, columns, scale, *source):
     from shoal.engine.kernels.programs import quantise as programs
 
-    out, mx = _empty_blocks(x, kind, Grain(rows, columns, scale)), scale == "mx"
+    located, mx = _locate(x, *source), scale == "mx"
+    out = _empty_blocks(x, located[-2:], kind, Grain(rows, columns, scale))
     as_bytes = [*out[:2], *(each.view(torch.uint8) if mx else each for each in out[2:])]
     programs.quantise_blocks(
-        x, as_bytes, largest=FORMAT[kind].largest, octave=octave(FORMAT[kind]), block=columns, mx=mx,
+        located, as_bytes, largest=FORMAT[kind].largest, octave=octave(FORMAT[kind]), block=columns, mx=mx,
         square=rows == columns, tile=TILE,
     )  # fmt: skip
     return out
@@ -101,6 +115,52 @@ def equal(found, expected) -> None:
             assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
         else:
             assert torch.equal(a.double().nan_to_num(1e300), b.double().nan_to_num(1e300))
+
+
+@pytest.mark.parametrize("source", [name for name in SOURCES if name != "plain"])
+def test_results_of_operations_are_quantised_without_being_written(interpreted, source: str) -> None:
+    interpreted(check_source, source, 130, 200)
+    if source == "swiglu_backward":
+        interpreted(check_source, source, 60, 2 * TILE)  # tiles of gate and up take turns
+
+
+def operands(source: str, m: int, k: int) -> list[torch.Tensor]:
+    """Inputs of an operation whose result is [m, k]; of the norm, without 1/rms."""
+    shapes = {"norm": [(m, k), (k,)], "swiglu": [(m, 2 * k)], "swiglu_backward": [(m, k // 2), (m, k)]}[source]
+    generator = torch.Generator().manual_seed(m)
+    return [torch.randn(shape, generator=generator).to(torch.bfloat16) for shape in shapes]
+
+
+def check_source(source: str, m: int, k: int) -> None:
+    """Bit for bit the codes of the separate operation's result; and near the result in float64."""
+    from shoal.engine.kernels.programs import rms_norm, swiglu
+
+    round_like_hardware()
+    x, *others = operands(source, m, k)
+    if source == "norm":
+        (weight,) = others
+        _, result, inverse = rms_norm.forward(x, None, weight, 1e-5)
+        others = [inverse, weight]
+    elif source == "swiglu":
+        result = swiglu.forward(*x.chunk(2, -1))
+    else:
+        (gate_up,) = others
+        result = torch.empty_like(gate_up)
+        swiglu.backward(x, *gate_up.chunk(2, -1), *result.chunk(2, -1))
+    exact = SOURCES[source](x.double(), *(each.double() for each in others))
+    others += [None] * (2 - len(others))
+    assert _size(x, others[0], source) == tuple(result.shape) == (m, k)
+    for by_row in (False, True):
+        most = launch_maxima(x, by_row, *others, source)
+        equal([most], [launch_maxima(result, by_row)])
+        equal(launch(x, most, "float8_e5m2", by_row, False, *others, source),
+              launch(result, most, "float8_e5m2", by_row, False))
+        codes, _, inverse, *_ = launch(x, most, "float8_e4m3fn", by_row, False, *others, source)
+        scaled = codes.double() * inverse.double()
+        assert ((scaled - exact).abs() <= (2**-4 + 2**-8) * exact.abs() + 2**-9 * inverse.double()).all()
+    for block in BLOCKS:
+        separate = launch_blocks(result, "float8_e4m3fn", *block)
+        equal(launch_blocks(x, "float8_e4m3fn", *block, *others, source), separate)
 
 
 def test_scales_of_mx_are_where_cublas_reads_them() -> None:
@@ -127,6 +187,13 @@ def test_operators() -> None:
 E4M3, E5M2 = KINDS
 PROGRAMS = [  # on the GPUs whose products take their results; 8.0 has no 8-bit numbers, and its products are emulated
     ("maxima", "sm_90a", E4M3, {"BY_ROW": True}),
+    ("maxima", "sm_90a", E4M3, {"BY_ROW": False, "SOURCE": "swiglu"}),
+    ("quantise", "sm_90a", E4M3, {"BY_ROW": False, "GIVEN": False, "SOURCE": "norm"}),
+    ("quantise", "sm_90a", E5M2, {"BY_ROW": True, "GIVEN": False, "SOURCE": "swiglu_backward"}),
+    ("quantise_blocks", "sm_90a", E4M3, {"BLOCK": 128, "MX": False, "SQUARE": False, "SOURCE": "norm"}),
+    ("quantise_blocks", "sm_90a", E4M3, {"BLOCK": 128, "MX": False, "SQUARE": False, "SOURCE": "swiglu"}),
+    ("quantise_blocks", "sm_90a", E5M2, {"BLOCK": 128, "MX": False, "SQUARE": False, "SOURCE": "swiglu_backward"}),
+    ("quantise_blocks", "sm_100a", E5M2, {"BLOCK": 32, "MX": True, "SQUARE": False, "SOURCE": "swiglu_backward"}),
     ("quantise", "sm_90a", E5M2, {"BY_ROW": False, "GIVEN": True}),
     ("quantise", "sm_100a", E4M3, {"BY_ROW": True, "GIVEN": False}),
     ("quantise_blocks", "sm_90a", E5M2, {"BLOCK": 128, "MX": False, "SQUARE": False}),
@@ -142,10 +209,12 @@ def test_programs_compile(name: str, target: str, kind: str, options: dict) -> N
     program, codes = getattr(programs, f"{name}_program"), {E4M3: "*fp8e4nv", E5M2: "*fp8e5"}[kind]
     scales = "*u8" if options.get("MX") else "*fp32"
     types = {
-        "x": "*bf16", "codes": codes, "turned": codes, "inverse": scales, "turned_inverse": scales,
+        "x": "*bf16", "a": "*fp32" if options.get("SOURCE") == "norm" else "*bf16", "b": "*bf16",
+        "codes": codes, "turned": codes, "inverse": scales, "turned_inverse": scales,
         "scales": "*fp32", "most": "*i32", "maxima": "*i32", "m": "i32", "k": "i32",
     }  # fmt: skip
-    options = {"LARGEST": FORMAT[kind].largest, "OCTAVE": octave(FORMAT[kind]), "TILE": TILE} | options
+    format = {"LARGEST": FORMAT[kind].largest, "OCTAVE": octave(FORMAT[kind])}
+    options = format | {"TILE": TILE, "SOURCE": "plain"} | options
     options = {name: value for name, value in options.items() if name in program.arg_names}
     ptx = compile_program(program, TARGETS[target], types, num_warps=programs.WARPS, **options)
     assert "ld.global.v4.b32" in ptx  # 16 bytes at a time, and of both results

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from shoal.engine.kernels.rms_norm import rms_norm, rms_norm_backward, rms_norm_reference
+from shoal.engine.kernels.rms_norm import rms_norm, rms_norm_backward, rms_norm_reference, rms_statistics
 from tests.engine.kernels.triton_tools import OPERATOR_CHECKS, TARGETS, compile_program
 
 POINTERS = ("x", "update", "weight", "total", "y", "d_y", "d_total", "d_x")
-TYPES = dict.fromkeys(POINTERS, "*bf16") | dict.fromkeys(("inverse", "d_weights"), "*fp32")
+TYPES = dict.fromkeys(POINTERS, "*bf16") | dict.fromkeys(("inverse", "d_weights"), "*fp32") | {"most": "*i32"}
 TYPES |= {"eps": "fp32", "h": "i32", "rows": "i32", "each": "i32"}
 
 
@@ -25,6 +25,10 @@ def check_programs(rows: int, h: int, add: bool, dtype: torch.dtype) -> None:
     x, update, d_y, d_total = (torch.randn(rows, h).to(dtype) for _ in range(4))
     update, weight = update if add else None, (1 + torch.randn(h) / 8).to(dtype)
     total, y, inverse = programs.forward(x, update, weight, 1e-5)
+    if rows:
+        *found, most = programs.statistics(x, update, weight, 1e-5)
+        assert all(torch.equal(*pair) for pair in zip(found, (total, inverse), strict=True))
+        assert most == y.abs().max()
     # As in training, backward reads the sum in its own format.
     summed = (total if add else x).double().requires_grad_()
     scale = weight.double().requires_grad_()
@@ -49,15 +53,19 @@ def test_operator(add: bool) -> None:
         assert torch.autograd.gradcheck(lambda *inputs: rms_norm(*inputs, 1e-5)[:2], (x, update, weight))
         assert torch.autograd.gradcheck(lambda *inputs: rms_norm(*inputs, 1e-5)[0], (x, update, weight))
     assert torch.autograd.gradcheck(lambda *inputs: rms_norm(*inputs, 1e-5)[1], (x, arguments[1], weight))
+    detached = [each.detach() if isinstance(each, torch.Tensor) else each for each in arguments]
+    torch.library.opcheck(rms_statistics.definition, detached, test_utils=OPERATOR_CHECKS)
     _, y, inverse = rms_norm(*arguments)
     arguments = (y.detach(), None, x.detach(), weight.detach(), inverse)
     torch.library.opcheck(rms_norm_backward.definition, arguments, test_utils=OPERATOR_CHECKS)
 
 
 @pytest.mark.parametrize("capability", TARGETS.values(), ids=TARGETS)
-@pytest.mark.parametrize("name", ["forward_program", "backward_program"])
-def test_programs_compile(name: str, capability: int) -> None:
+@pytest.mark.parametrize(("name", "options"), [
+    ("forward_program", {"WRITE": True}), ("forward_program", {"WRITE": False}), ("backward_program", {}),
+])
+def test_programs_compile(name: str, options: dict, capability: int) -> None:
     from shoal.engine.kernels.programs import rms_norm as programs
 
-    ptx = compile_program(getattr(programs, name), capability, TYPES, ADD=True, BLOCK=4096)
+    ptx = compile_program(getattr(programs, name), capability, TYPES, ADD=True, BLOCK=4096, **options)
     assert "ld.global.v4" in ptx  # 16 bytes at a time

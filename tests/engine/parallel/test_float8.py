@@ -19,11 +19,12 @@ from shoal.base.errors import UsageError
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.parallel import float8_product
 from shoal.engine.parallel.float8 import Float8
-from shoal.engine.parallel.float8_product import Float8Product, multiply
+from shoal.engine.parallel.float8_product import Float8Product
 from shoal.engine.parallel.linear import Linear
 from shoal.engine.parallel.weight_grad import GradSink
 from shoal.engine.precision.float8 import ROW, TENSOR, Codes
 from shoal.engine.precision.policy import POLICIES
+from shoal.engine.precision.product import multiply
 from shoal.engine.precision.recipe import GRADIENT, WEIGHT, AmaxHistory, Recipe, hardware_scales
 from shoal.pipeline.from_layout import check_run
 from shoal.planning.cost.micro_batch import EightBits, MicroBatch
@@ -350,13 +351,13 @@ def test_compiled_layers_compute_the_same(pool, parallel, precision, settings):
     for compile in (False, True):
         train = config.train.model_copy(update={"compile": compile})
         changed = config.model_copy(update={"train": train})
-        found[compile] = pool.run(_steps, config.parallel.world_size, changed, timeout=300)
+        found[compile] = pool.run(take_steps, config.parallel.world_size, changed, timeout=300)
     for (compiled, graphs), (eager, none) in zip(found[True], found[False], strict=True):
         torch.testing.assert_close(compiled, eager, rtol=1e-9, atol=0)
         assert graphs > none == 0
 
 
-def _steps(config: RunConfig) -> tuple[torch.Tensor, int]:
+def take_steps(config: RunConfig) -> tuple[torch.Tensor, int]:
     """Loss and gradient norm of two steps, and the number of compiled graphs."""
     graphs = []
     capture = aot_autograd(fw_compiler=lambda graph, _: graphs.append(graph) or make_boxed_func(graph.forward))

@@ -1,18 +1,22 @@
 """Steps with the operands of hardware, multiplied here by a model of `torch._scaled_mm`, equal the emulated ones."""
 
+from collections.abc import Callable
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
+from shoal.engine import kernels
+from shoal.engine.parallel.float8_encoding import Encoder
 from shoal.engine.parallel.float8_product import Float8Product
 from shoal.engine.precision import recipe
 from shoal.engine.precision.recipe import Recipe
 from shoal.spec.config import RunConfig
 from shoal.testing.verify.case import prepare
 from tests.engine.parallel.counting import engine_of
-from tests.engine.parallel.test_float8 import MODEL, in_float8
+from tests.engine.parallel.test_float8 import MODEL, in_float8, take_steps
 from tests.testing.verify.runs import small_run
 
 CASES = [
@@ -38,15 +42,33 @@ def compare(pool, parallel, precision, settings, ffn, blocks):
     model = MODEL | {"layers": parallel.get("pp", 1), "ffn": ffn}
     config = in_float8(small_run(parallel, model), precision, settings)
     config = prepare(config, own_precision=False).config
-    for emulated, native, products in pool.run(_both, config.parallel.world_size, config):
-        of_layer = 2 * blocks  # of attention, and of the feed-forward block
-        assert products == (3 + (parallel.get("recompute") == "full")) * of_layer * STEPS * MICRO_BATCHES
-        torch.testing.assert_close(native, emulated, rtol=1e-12, atol=0)
+    for emulated, *found in pool.run(_all, config.parallel.world_size, config):
+        for (native, products, encodings), fused in zip(found, (False, True), strict=True):
+            of_layer = 2 * blocks  # of attention, and of the feed-forward block
+            assert products == (3 + (parallel.get("recompute") == "full")) * of_layer * STEPS * MICRO_BATCHES
+            torch.testing.assert_close(native, emulated, rtol=1e-12, atol=0)
+            expected = {"plain"}
+            if fused:
+                expected |= {"swiglu", "swiglu_backward"} if blocks == 2 else set()
+                expected |= {"norm"} if parallel.get("tp", 1) == 1 else set()
+            assert encodings == expected
 
 
-def _both(config: RunConfig) -> tuple[Tensor, Tensor, int]:
-    """Losses and gradient norms of emulated and of native steps, and the number of native products."""
-    emulated, calls = _steps(config), []
+def _all(config: RunConfig) -> tuple[Tensor, tuple, tuple]:
+    """Losses and gradient norms of emulated steps; and of native ones without and with fused operators, with the number
+    of native products and what was encoded."""
+    emulated = _steps(config)
+    return emulated, *(_native(config, fused, _steps) for fused in (False, True))
+
+
+def _native(config: RunConfig, fused: bool, steps: Callable[[RunConfig], Any]) -> tuple[Any, int, set[str]]:
+    """Return what ``steps`` does with native products, their number, and what was encoded."""
+    calls: list[bool] = []
+    sources, encode = set(), Encoder.encode_result
+
+    def encode_result(self, source, *args):
+        sources.add(source)
+        return encode(self, source, *args)
 
     def product(a: Tensor, b: Tensor, *, scale_a: Tensor, scale_b: Tensor, out_dtype, use_fast_accum=False, out=None):
         calls.append(use_fast_accum)
@@ -54,11 +76,31 @@ def _both(config: RunConfig) -> tuple[Tensor, Tensor, int]:
         y = (decode(a, scale_a, config) @ decode(b.t(), scale_b.t(), config).t()).to(out_dtype)
         return y if out is None else out.copy_(y)
 
+    block = config.float8.block
     with (
         patch.object(Recipe, "is_native", lambda self, compute, device: True), patch.object(Recipe, "alignment", 8),
-        patch.object(torch, "_scaled_mm", product), patch.object(recipe, "HARDWARE_BLOCK", config.float8.block),
+        patch.object(torch, "_scaled_mm", product), patch.object(kernels, "use_fused", lambda x: fused),
+        patch.object(Encoder, "encode_result", encode_result), patch.object(recipe, "HARDWARE_BLOCK", block),
     ):  # fmt: skip
-        return emulated, _steps(config), len(calls)
+        return steps(config), len(calls), sources
+
+
+@pytest.mark.parametrize("settings", [{"amax": "delayed", "history": 2}, {"scales": "block", "block": 32}], ids=str)
+def test_fused_operators_are_compiled(pool, settings):
+    """Captured and differentiated as one graph for each layer, but not made into C++."""
+    config = in_float8(small_run({}, MODEL | {"layers": 1}), "fp64-fp8", settings)
+    ((expected, graphs, encodings),) = pool.run(_compiled, 1, config, False)
+    assert graphs == 0 and encodings == {"plain", "norm", "swiglu", "swiglu_backward"}
+    ((found, graphs, encodings),) = pool.run(_compiled, 1, config, True, timeout=300)
+    assert graphs > 0 and encodings == {"plain", "norm", "swiglu", "swiglu_backward"}
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
+
+
+def _compiled(config: RunConfig, compile: bool) -> tuple[Tensor, int, set[str]]:
+    """Losses and gradient norms, number of compiled graphs, and what was encoded."""
+    config = config.model_copy(update={"train": config.train.model_copy(update={"compile": compile})})
+    (values, graphs), _, encodings = _native(config, True, take_steps)
+    return values, graphs, encodings
 
 
 def _steps(config: RunConfig) -> Tensor:

@@ -1,5 +1,9 @@
 """Triton programs of `shoal.engine.kernels.quantise`: one program per tile of 128 x 128 elements.
 
+The matrix is read, or computed from what its operation reads, and then never written: a normalised sum, SwiGLU, or the
+gradient of gate and up (`SOURCES` of the operators). Values are rounded to the format of what is read, as by the
+separate operators.
+
 Maxima are compared as the integers of their bits, which have the order of the non-negative numbers with NaN above
 infinity. So a NaN is never lost, and the order of the atomic operations does not matter.
 """
@@ -12,17 +16,44 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from shoal.engine.kernels.programs.swiglu import activate, differentiate
+
 WARPS = 8  # 64 elements per thread
 MOST: tl.constexpr = tl.constexpr(2.0**126)  # a scale's maximum: its inverse is a normal number
 BIAS: tl.constexpr = tl.constexpr(127)  # of the exponents of float32 and E8M0
 
 
 @triton.jit
-def load_tile(x, m, k, TILE_M: tl.constexpr, TILE_K: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
-    column = tl.program_id(1).to(tl.int64) * TILE_K + tl.arange(0, TILE_K)
+def load(x, place, inside):
+    return tl.load(x + place, mask=inside, other=0).to(tl.float32)
+
+
+@triton.jit
+def load_tile(x, a, b, m, k, SOURCE: tl.constexpr, TILE: tl.constexpr):
+    """Return a tile of the matrix, its rows and columns, which elements are inside, and the tile's number in a row."""
+    number = tl.program_id(1)
+    if SOURCE == "swiglu_backward":
+        if k % (2 * TILE) == 0:  # after a tile of gate's gradient comes up's, which reads the same values
+            number = number % 2 * (k // (2 * TILE)) + number // 2
+    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    column = number.to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = (row < m)[:, None] & (column < k)[None, :]
-    return tl.load(x + row[:, None] * k + column[None, :], mask=inside, other=0).to(tl.float32), row, column, inside
+    if SOURCE == "swiglu":  # x: gate and up [m, 2 k]
+        place = row[:, None] * 2 * k + column[None, :]
+        values = activate(load(x, place, inside), load(x, place + k, inside))
+    elif SOURCE == "swiglu_backward":  # x: gradient [m, k / 2], a: gate and up [m, k]
+        f = k // 2
+        of_up = column >= f
+        along = tl.where(of_up, column - f, column)
+        gradient = load(x, row[:, None] * f + along[None, :], inside)
+        place = row[:, None] * k + along[None, :]
+        d_gate, d_up = differentiate(gradient, load(a, place, inside), load(a, place + f, inside))
+        values = tl.where(of_up[None, :], d_up, d_gate)
+    else:
+        values = load(x, row[:, None] * k + column[None, :], inside)
+        if SOURCE == "norm":  # x: the sum [m, k], a: 1/rms [m], b: weight [k]
+            values = values * load(a, row, row < m)[:, None] * load(b, column, column < k)[None, :]
+    return values.to(x.dtype.element_ty).to(tl.float32), row, column, inside, number
 
 
 @triton.jit
@@ -54,8 +85,8 @@ def store_codes(along, across, codes, turned, row, column, inside, m, k):
 
 
 @triton.jit
-def maxima_program(x, maxima, m, k, BY_ROW: tl.constexpr, TILE: tl.constexpr):
-    values, row, column, _ = load_tile(x, m, k, TILE, TILE)
+def maxima_program(x, a, b, maxima, m, k, SOURCE: tl.constexpr, BY_ROW: tl.constexpr, TILE: tl.constexpr):
+    values, row, column, _, _ = load_tile(x, a, b, m, k, SOURCE, TILE)
     bits = magnitude_bits(values)
     if BY_ROW:
         tl.atomic_max(maxima + row, tl.max(bits, 1), mask=row < m)
@@ -66,10 +97,10 @@ def maxima_program(x, maxima, m, k, BY_ROW: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def quantise_program(
-    x, scales, codes, turned, inverse, turned_inverse, most, m, k,
-    LARGEST: tl.constexpr, BY_ROW: tl.constexpr, GIVEN: tl.constexpr, TILE: tl.constexpr,
+    x, a, b, scales, codes, turned, inverse, turned_inverse, most, m, k,
+    LARGEST: tl.constexpr, SOURCE: tl.constexpr, BY_ROW: tl.constexpr, GIVEN: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    values, row, column, inside = load_tile(x, m, k, TILE, TILE)
+    values, row, column, inside, _ = load_tile(x, a, b, m, k, SOURCE, TILE)
     kind = codes.dtype.element_ty
     if BY_ROW:
         scale = exact_scale(tl.load(scales + row, mask=row < m, other=0), LARGEST)
@@ -123,10 +154,11 @@ def store_scale(out, scale, exponent, row, block, m, blocks, MX: tl.constexpr):
 
 @triton.jit
 def quantise_blocks_program(
-    x, codes, turned, inverse, turned_inverse, m, k, LARGEST: tl.constexpr, OCTAVE: tl.constexpr,
+    x, a, b, codes, turned, inverse, turned_inverse, m, k,
+    LARGEST: tl.constexpr, OCTAVE: tl.constexpr, SOURCE: tl.constexpr,
     BLOCK: tl.constexpr, MX: tl.constexpr, SQUARE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    values, row, column, inside = load_tile(x, m, k, TILE, TILE)
+    values, row, column, inside, number = load_tile(x, a, b, m, k, SOURCE, TILE)
     kind = codes.dtype.element_ty
     bits = magnitude_bits(values)
     if SQUARE:  # the tile is the block
@@ -135,14 +167,14 @@ def quantise_blocks_program(
         store_codes(along, along, codes, turned, row, column, inside, m, k)
         factor = tl.where(scale == scale, ((exponent + BIAS) << 23).to(tl.float32, bitcast=True), float("nan"))
         one = tl.zeros((1, 1), tl.int64)
-        tl.store(inverse + one + tl.program_id(0) * tl.cdiv(k, TILE) + tl.program_id(1), factor)
-        tl.store(turned_inverse + one + tl.program_id(1) * tl.cdiv(m, TILE) + tl.program_id(0), factor)
+        tl.store(inverse + one + tl.program_id(0) * tl.cdiv(k, TILE) + number, factor)
+        tl.store(turned_inverse + one + number * tl.cdiv(m, TILE) + tl.program_id(0), factor)
     else:
         N: tl.constexpr = TILE // BLOCK
         most = tl.max(tl.reshape(bits, (TILE, N, BLOCK)), 2)
         scale, exponent = block_scale(most, LARGEST, OCTAVE, MX)  # [TILE, N]
         spread = tl.reshape(tl.broadcast_to(scale[:, :, None], (TILE, N, BLOCK)), (TILE, TILE))
-        blocks = tl.program_id(1).to(tl.int64) * N + tl.arange(0, N)
+        blocks = number.to(tl.int64) * N + tl.arange(0, N)
         store_scale(inverse, scale, exponent, row, blocks, m, tl.cdiv(k, BLOCK), MX)
         most = tl.max(tl.reshape(bits, (N, BLOCK, TILE)), 1)
         across, exponent = block_scale(tl.trans(most), LARGEST, OCTAVE, MX)
@@ -155,30 +187,36 @@ def quantise_blocks_program(
         )  # fmt: skip
 
 
-def maxima(x: Tensor, found: Tensor, *, by_row: bool, tile: int) -> None:
-    """Launch `maxima_program`: x [m, k], found [1] or [m + k], int32 zeros."""
-    m, k = x.shape
-    maxima_program[_tiles(m, k, tile)](x, found, m, k, BY_ROW=by_row, TILE=tile, num_warps=WARPS)
+Source = tuple[Tensor, Tensor, Tensor, str, int, int]
+"""Pointers x, a and b of `load_tile`, its ``SOURCE``, and the rows and columns of the matrix."""
+
+
+def maxima(source: Source, found: Tensor, *, by_row: bool, tile: int) -> None:
+    """Launch `maxima_program`: of a matrix [m, k], found [1] or [m + k], int32 zeros."""
+    x, a, b, name, m, k = source
+    maxima_program[_tiles(m, k, tile)](x, a, b, found, m, k, SOURCE=name, BY_ROW=by_row, TILE=tile, num_warps=WARPS)
 
 
 def quantise(
-    x: Tensor, scales: Tensor, out: Sequence[Tensor], *, largest: float, by_row: bool, given: bool, tile: int
+    source: Source, scales: Tensor, out: Sequence[Tensor], *, largest: float, by_row: bool, given: bool, tile: int
 ) -> None:
     """Launch `quantise_program`; ``out`` are its results, the last one int32 zeros."""
-    m, k = x.shape
+    x, a, b, name, m, k = source
     quantise_program[_tiles(m, k, tile)](
-        x, scales, *out, m, k, LARGEST=largest, BY_ROW=by_row, GIVEN=given, TILE=tile, num_warps=WARPS
-    )
+        x, a, b, scales, *out, m, k, LARGEST=largest, SOURCE=name, BY_ROW=by_row, GIVEN=given, TILE=tile,
+        num_warps=WARPS,
+    )  # fmt: skip
 
 
 def quantise_blocks(
-    x: Tensor, out: Sequence[Tensor], *, largest: float, octave: int, block: int, mx: bool, square: bool, tile: int
+    source: Source, out: Sequence[Tensor], *, largest: float, octave: int, block: int, mx: bool, square: bool, tile: int
 ) -> None:
     """Launch `quantise_blocks_program`; ``out`` are its results. Blocks have at most ``tile`` elements."""
-    (m, k), tile = x.shape, block if square else tile
+    (x, a, b, name, m, k), tile = source, block if square else tile
     quantise_blocks_program[_tiles(m, k, tile)](
-        x, *out, m, k, LARGEST=largest, OCTAVE=octave, BLOCK=block, MX=mx, SQUARE=square, TILE=tile, num_warps=WARPS
-    )
+        x, a, b, *out, m, k, LARGEST=largest, OCTAVE=octave, SOURCE=name, BLOCK=block, MX=mx, SQUARE=square, TILE=tile,
+        num_warps=WARPS,
+    )  # fmt: skip
 
 
 def _tiles(m: int, k: int, tile: int) -> tuple[int, int]:

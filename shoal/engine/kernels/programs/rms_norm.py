@@ -13,7 +13,9 @@ same order on every GPU; two programs for each multiprocessor of an H100."""
 
 
 @triton.jit
-def forward_program(x, update, weight, total, y, inverse, eps, h, ADD: tl.constexpr, BLOCK: tl.constexpr):
+def forward_program(
+    x, update, weight, total, y, inverse, most, eps, h, ADD: tl.constexpr, WRITE: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < h
@@ -26,7 +28,12 @@ def forward_program(x, update, weight, total, y, inverse, eps, h, ADD: tl.conste
     r = 1 / tl.sqrt(tl.sum(value * value, axis=0) / h + eps)
     tl.store(inverse + row, r)
     scale = tl.load(weight + column, mask=inside, other=0).to(tl.float32)
-    tl.store(y + row * h + column, (value * r * scale).to(y.dtype.element_ty), mask=inside)
+    normalised = (value * r * scale).to(y.dtype.element_ty)
+    if WRITE:
+        tl.store(y + row * h + column, normalised, mask=inside)
+    else:  # the largest magnitude, by its bits, with NaN above infinity
+        bits = tl.abs(normalised.to(tl.float32)).to(tl.int32, bitcast=True)
+        tl.atomic_max(most, tl.max(bits, axis=0))
 
 
 @triton.jit
@@ -61,8 +68,23 @@ def forward(x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> tup
     h, rows = x.shape[-1], x.shape[:-1]
     total, y = x.new_empty(0 if update is None else x.shape), x.new_empty(x.shape)
     inverse = x.new_empty(rows, dtype=torch.float32)
-    forward_program[(rows.numel(),)](x, update, weight, total, y, inverse, eps, h, ADD=update is not None, **_sizes(h))
+    forward_program[(rows.numel(),)](
+        x, update, weight, total, y, inverse, None, eps, h, ADD=update is not None, WRITE=True, **_sizes(h)
+    )
     return total, y, inverse
+
+
+def statistics(x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch `forward_program` without its main result; arguments and results as of the operator."""
+    x = x.contiguous()
+    update = update if update is None else update.contiguous()
+    h, rows = x.shape[-1], x.shape[:-1]
+    total, inverse = x.new_empty(0 if update is None else x.shape), x.new_empty(rows, dtype=torch.float32)
+    most = x.new_zeros(1, dtype=torch.int32)
+    forward_program[(rows.numel(),)](
+        x, update, weight, total, x, inverse, most, eps, h, ADD=update is not None, WRITE=False, **_sizes(h)
+    )
+    return total, inverse, most.view(torch.float32)
 
 
 def backward(

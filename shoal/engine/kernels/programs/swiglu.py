@@ -14,14 +14,25 @@ BLOCK = 1024
 
 
 @triton.jit
+def activate(gate, up):
+    s = 1 / (1 + tl.exp(-gate))  # `tl.sigmoid` has no float64
+    return gate * s * up
+
+
+@triton.jit
+def differentiate(gradient, gate, up):
+    s = 1 / (1 + tl.exp(-gate))
+    return gradient * up * s * (1 + gate * (1 - s)), gradient * gate * s
+
+
+@triton.jit
 def forward_program(gate, up, out, stride, f, EXACT: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < f
     a = tl.load(gate + row * stride + column, mask=inside, other=0).to(EXACT)
     b = tl.load(up + row * stride + column, mask=inside, other=0).to(EXACT)
-    s = 1 / (1 + tl.exp(-a))  # `tl.sigmoid` has no float64
-    tl.store(out + row * f + column, (a * s * b).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * f + column, activate(a, b).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -32,8 +43,7 @@ def backward_program(gradient, gate, up, d_gate, d_up, stride, f, EXACT: tl.cons
     d_y = tl.load(gradient + row * f + column, mask=inside, other=0).to(EXACT)
     a = tl.load(gate + row * stride + column, mask=inside, other=0).to(EXACT)
     b = tl.load(up + row * stride + column, mask=inside, other=0).to(EXACT)
-    s = 1 / (1 + tl.exp(-a))
-    d_a, d_b = d_y * b * s * (1 + a * (1 - s)), d_y * a * s
+    d_a, d_b = differentiate(d_y, a, b)
     tl.store(d_gate + row * stride + column, d_a.to(d_gate.dtype.element_ty), mask=inside)
     tl.store(d_up + row * stride + column, d_b.to(d_up.dtype.element_ty), mask=inside)
 
