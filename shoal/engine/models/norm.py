@@ -18,7 +18,7 @@ def add_and_normalise(norm: nn.Module, x: Tensor, update: Tensor | None, block: 
     If the first products of ``block``, which takes the normalised sum, have 8-bit inputs, it may be an encoded one.
     """
     if isinstance(norm, RMSNorm) and kernels.use_fused(x):
-        first = block.first_layers() if hasattr(block, "first_layers") else ()
+        first: tuple[nn.Module, ...] = getattr(block, "first_layers", tuple)()
         normalise = getattr(first[0], "normalise", None) if first else None
         if normalise is not None and not (block._forward_hooks or block._forward_pre_hooks):
             found = normalise(norm, x, update, first, norm.smallest(x))

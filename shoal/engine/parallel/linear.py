@@ -158,7 +158,7 @@ class Linear(nn.Linear):
         results = self.results(x, layers)
         return tuple(layer(x, y) for layer, y in zip(layers, results, strict=True))
 
-    def joined(self, x: Tensor | EncodedInput, layers: Sequence[Linear]) -> Tensor | None:
+    def joined(self, x: Any, layers: Sequence[Linear]) -> Tensor | None:
         """Apply several layers to one input as one product: [.., in] -> [.., sum of out].
 
         None if their weights are not one matrix, or if something needs each result: a bias or a hook.
@@ -173,7 +173,7 @@ class Linear(nn.Linear):
         return self.results(x, layers, joined=True)[0]
 
     def normalise(
-        self, norm: nn.Module, x: Tensor, update: Tensor | None, layers: Sequence[Linear], eps: float
+        self, norm: nn.RMSNorm, x: Tensor, update: Tensor | None, layers: Sequence[Linear], eps: float
     ) -> tuple[Tensor, EncodedInput] | None:
         """Return x + update (x itself without one), and its RMSNorm as input of these layers: [.., h] each.
 
@@ -214,8 +214,12 @@ class Linear(nn.Linear):
         """Return all of an input, of which a rank may have a part."""
         return x
 
-    def results(self, x: Tensor | EncodedInput, layers: Sequence[Linear], *, joined: bool = False) -> Sequence[Tensor]:
-        """Compute the outputs of several layers of one type for one input, as one tensor if ``joined``."""
+    def results(self, x: Any, layers: Sequence[Linear], *, joined: bool = False) -> Sequence[Tensor]:
+        """Compute the outputs of several layers of one type for one input, as one tensor if ``joined``.
+
+        Args:
+            x: [.., in], or where layers have products in 8 bits perhaps an `EncodedInput`.
+        """
         return multiply(x, layers, joined=joined)
 
     def extra_repr(self) -> str:
@@ -365,7 +369,7 @@ class RowLinear(Linear):
         box = Box((0, at.rank * part), (self.out_features, part))
         self.placements = [keep_box(self, name, "weight", box)]
 
-    def results(self, x: Tensor, layers: Sequence[Linear], *, joined: bool = False) -> Sequence[Tensor]:
+    def results(self, x: Tensor | EncodedInput, layers: Sequence[Linear], *, joined: bool = False) -> Sequence[Tensor]:
         """Compute the output: [b, s, in/tp] -> [b, s, out] or [b, s/tp, out]."""
         if self.at.overlap:
             (y,) = multiply(x, layers, self.at.exit(self.tokenwise), biased=False)

@@ -32,9 +32,9 @@ def load(x, place, inside):
 def load_tile(x, a, b, m, k, SOURCE: tl.constexpr, TILE: tl.constexpr):
     """Return a tile of the matrix, its rows and columns, which elements are inside, and the tile's number in a row."""
     number = tl.program_id(1)
-    if SOURCE == "swiglu_backward":
-        if k % (2 * TILE) == 0:  # after a tile of gate's gradient comes up's, which reads the same values
-            number = number % 2 * (k // (2 * TILE)) + number // 2
+    if SOURCE == "swiglu_backward":  # after a tile of gate's gradient comes up's, which reads the same values
+        half = tl.num_programs(1) // 2
+        number = tl.where(k % (2 * TILE) == 0, number % 2 * half + number // 2, number)
     row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     column = number.to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = (row < m)[:, None] & (column < k)[None, :]
