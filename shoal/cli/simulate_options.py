@@ -24,7 +24,8 @@ class SimulateOptions(Section):
     """Stages on each rank, for schedules in which it can be set (default 2)."""
 
     slices: PositiveInt | None = None
-    """Slices of each sequence, sent one by one (default 4 for terapipe, 1 for others)."""
+    """Slices of each sequence, sent one by one (default 4 for terapipe, 1 for others). Beside terapipe, other
+    schedules stay unsliced."""
 
     dp: PositiveInt = 1
     """Replicas of the pipeline; identical ones are simulated once."""

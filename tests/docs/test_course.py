@@ -15,7 +15,9 @@ from tests.docs import pages as course
 from tests.docs.pages import COURSE, LECTURES, ROOT, Example, Page, read_items, read_pages
 
 ITEMS, EXISTING = 221, read_pages()
-UNWRITTEN = {*PAGES} - {"collectives"}
+UNWRITTEN = {*PAGES} - {
+    "collectives", "pipelines", "optimizers", "number-formats", "planning", "scaling-laws",
+}  # fmt: skip
 """Pages that do not exist yet; their items wait for them."""
 
 WRITTEN = [pytest.param(page, id=page.name) for page in EXISTING]

@@ -15,6 +15,13 @@ from shoal.spec.number_formats import BF16, E4M3, E5M2, FORMATS, FP16, FP32, FP6
 SHORT = {FP64: "fp64", FP32: "fp32", FP16: "fp16", BF16: "bf16", E4M3: "e4m3", E5M2: "e5m2"}
 
 
+OTHERS = (
+    ("tf32", "4", "11", "2^-136", "2^-126", "3.4012e+38"), ("e2m1", "1/2", "2", "2^-1", "2^0", "6"),
+    ("int32", "4", "31", "1", "", "2147483647"), ("int8", "1", "7", "1", "", "127"), ("int4", "1/2", "3", "1", "", "7"),
+)  # fmt: skip
+"""Formats in which shoal does not train: of tensor cores, the elements of 4-bit floats, and integers."""
+
+
 class PerParameter(NamedTuple):
     """Bytes per parameter without sharding; ``accumulated`` are separate sums of gradients in a wider format."""
 
@@ -81,6 +88,7 @@ def _formats() -> Table:
         (name, str(f.itemsize), str(f.digits + 1), f"2^{f.tiniest}", f"2^{f.smallest}", f"{f.largest:.5g}")
         for f, name in SHORT.items()
     ]
+    rows += OTHERS
     headings = ("", "bytes", "digits", "smallest", "smallest normal", "largest")
     return text_table(headings, rows, title="number formats")
 

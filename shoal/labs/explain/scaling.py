@@ -8,7 +8,9 @@ tokenizers, and cannot be compared with each other.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from pydantic import Field, PositiveFloat
@@ -18,6 +20,7 @@ from rich.table import Table
 from shoal.base.section import Section
 from shoal.base.units import DAY
 from shoal.planning.cost.flops import dollars, petaflop_days
+from shoal.report.charts import draw_lines, new_figure, to_svg
 from shoal.report.tables import text_table
 from shoal.spec.catalog import accelerators
 
@@ -128,13 +131,32 @@ class ScalingOptions(Section):
     utilisation: float = Field(1.0, gt=0, le=1)
     """Part of the peak that a training reaches (MFU)."""
 
+    out: Path | None = None
+    """Also draw the best model and its loss over the budget to this file, .svg."""
 
-def explain(options: ScalingOptions, console: Console) -> None:
-    """Print the tables."""
+
+def explain(options: ScalingOptions, console: Console) -> Callable[[], str]:
+    """Print the tables. Returns a function that draws loss, parameters and tokens of the best model over the budget."""
     console.print(_budgets(options), "")
     console.print("Losses are of each law's own data and tokenizer, and cannot be compared between laws. Kaplan's "
                   "parameters are without embeddings.\n")  # fmt: skip
     console.print(_devices(options))
+    return draw
+
+
+def draw() -> str:
+    """Draw the parameters of the best model, and its loss, over the budget, by each law."""
+    budgets = [10.0 ** (k / 2) for k in range(36, 53)]
+    optima = {name: [(flops, law(flops)) for flops in budgets] for name, law in LAWS.items()}
+    figure, (sizes, losses) = new_figure(860, 640, rows=2)
+    axis = ("FLOPs", "{:.0e}".format)
+    draw_lines(sizes, "Parameters of the best model",
+               {name: [(flops, best.parameters) for flops, best in found] for name, found in optima.items()},
+               x=axis, y=("", "{:.0e}".format))  # fmt: skip
+    draw_lines(losses, "Its loss, in nats per token of each law's own data",
+               {name: [(flops, best.loss) for flops, best in found] for name, found in optima.items()},
+               x=axis, y=("", "{:g}".format))  # fmt: skip
+    return to_svg(figure)
 
 
 def _budgets(options: ScalingOptions) -> Table:

@@ -71,7 +71,8 @@ def compare_schedules(
         pp: pipeline ranks.
         microbatches: micro-batches per step.
         virtual_stages: stages per rank, for schedules that leave it open (default: 2).
-        slices: slices of each sequence, sent separately (default: 4 for terapipe, 1 for others).
+        slices: slices of each sequence, sent separately (default: 4 for terapipe, 1 for others); of terapipe alone
+            if it is one of the schedules.
         dp: replicas of the pipeline.
         tp: tensor-parallel ranks of each pipeline rank, which run in lockstep.
         forward: time of one micro-batch's forward through a rank's share of one copy of the model.
@@ -119,7 +120,8 @@ def compare_schedules(
     def programs() -> Iterator[tuple[str, Program]]:
         yield from read
         for name in names:
-            yield name, _program(name, pp, microbatches, virtual_stages, slices, durations, memory, kept_for_weight)
+            cut = slices if name == "terapipe" or "terapipe" not in names else None
+            yield name, _program(name, pp, microbatches, virtual_stages, cut, durations, memory, kept_for_weight)
 
     found = []
     for name, program in programs():

@@ -10,6 +10,7 @@ from shoal.pipeline.program import Action, Op, Program, build_program
 from shoal.pipeline.program import StageDurations as Unit
 from shoal.pipeline.schedules import ASYNCHRONOUS, SCHEDULES
 from shoal.pipeline.simulator import ActionTimes, Timeline, simulate
+from shoal.pipeline.simulator.compare import compare_schedules
 
 KNOWN = SCHEDULES | ASYNCHRONOUS
 F, B, S = Op.FORWARD, Op.BACKWARD, Op.STEP
@@ -106,3 +107,11 @@ def test_a_pair_begins_and_ends_as_one_and_counts_once() -> None:
 
 def test_a_forward_and_a_backward_of_one_stage_are_no_pair() -> None:
     assert len(simulate(build_program(SCHEDULES["1f1b"], 4, 16), ActionTimes(pair=2.5)).pairs) == 0
+
+
+def test_slices_are_of_terapipe_alone_beside_others() -> None:
+    sliced, other = compare_schedules(["terapipe", "gpipe"], pp=4, microbatches=4, slices=4)
+    (plain,) = compare_schedules(["gpipe"], pp=4, microbatches=4)
+    (cut,) = compare_schedules(["gpipe"], pp=4, microbatches=4, slices=4)
+    assert other.timeline.step_time == plain.timeline.step_time > cut.timeline.step_time
+    assert sliced.timeline.step_time == cut.timeline.step_time

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 from pydantic import Field, PositiveFloat, PositiveInt
@@ -19,6 +21,7 @@ from shoal.labs.explain.device.accelerators import find_node
 from shoal.labs.explain.scaling import YEAR, six_n_t, training_seconds
 from shoal.planning.cost.flops import petaflop_days
 from shoal.planning.full_training import FullTraining
+from shoal.report.charts import draw_lines, new_figure, to_svg
 from shoal.report.tables import text_table
 from shoal.spec.catalog import ModelShape, model_shape
 from shoal.spec.catalog.accelerators import Accelerator, accelerator
@@ -70,6 +73,9 @@ class BudgetOptions(Section):
     text_bytes: PositiveFloat = 5.0
     """Bytes of text of a token: 5 are the 60 TB of 12e12 tokens."""
 
+    out: Path | None = None
+    """Also draw the days over the number of devices to this file, .svg."""
+
 
 class Work(NamedTuple):
     """FLOPs of a training; parameters and tokens are None if only the FLOPs were given."""
@@ -102,8 +108,8 @@ def _network(node: Node, axes: int) -> float:
     return link(node.inside).bandwidth * (2 * axes if node.dimensions else 1)
 
 
-def explain(options: BudgetOptions, console: Console) -> None:
-    """Print the budget."""
+def explain(options: BudgetOptions, console: Console) -> Callable[[], str]:
+    """Print the budget. Returns a function that draws the days over the number of devices."""
     machine = accelerator(options.accelerator)
     kind = options.format or machine.half
     work, rate = _work(options), machine.dense_flops(kind)
@@ -124,6 +130,21 @@ def explain(options: BudgetOptions, console: Console) -> None:
         *_cost_rows(training, machine, machines), *_batch_rows(options, busy),
     ]  # fmt: skip
     console.print(text_table(("", ""), rows, words=(0, 1)))
+    return partial(draw, work.flops, rate, devices, options.utilisation, machine.name)
+
+
+def draw(flops: float, rate: float, devices: int, utilisation: float, name: str) -> str:
+    """Draw the days of a training over the number of devices, with the given one marked."""
+    counts = [devices * 2.0**k for k in range(-3, 4)]
+    series = {
+        f"{100 * part:.3g} % of the peak": [(n, training_seconds(flops, rate, 1, part) / n / DAY) for n in counts]
+        for part in (utilisation, 1.0)
+    }
+    days = training_seconds(flops, rate, devices, utilisation) / DAY
+    figure, (axes,) = new_figure(860, 360)
+    draw_lines(axes, f"Days of {flops:.3g} FLOPs over the number of {name}", series, x=("devices", "{:,.0f}".format),
+               y=("days", "{:,.3g}".format), marks=[(float(devices), days, f"{days:,.3g} days")])  # fmt: skip
+    return to_svg(figure)
 
 
 def _work(options: BudgetOptions) -> Work:
