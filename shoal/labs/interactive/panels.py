@@ -13,7 +13,9 @@ from importlib import import_module
 from itertools import islice
 from typing import Any, get_type_hints
 
+from shoal.base.errors import UsageError
 from shoal.base.section import Section, validate
+from shoal.spec.layout import FILE
 
 Answers = Iterator[tuple[str, dict[str, Any]]]
 """Names of calls with requests, as the panel's script sends them."""
@@ -59,11 +61,30 @@ def call_panel(name: str, values: Mapping[str, Any]) -> Any:
     """Return the answer of a call to a request of plain values.
 
     Raises:
-        UsageError: a key or a value of the request is wrong, or the call refuses it.
+        UsageError: a key or a value of the request is wrong, or names a file, or the call refuses it.
         KeyError: no panel has this call.
     """
+    _reject_files(values)
     function, request = _find_call(name)
     return function(validate(request, {**values}, source=name))
+
+
+def _reject_files(values: Any, name: str = "") -> None:
+    """Refuse names of files anywhere in a request: a layout may name a schedule's file, which a page must not read.
+
+    >>> _reject_files({"parallel": {"schedule": "file:/etc/passwd"}})
+    Traceback (most recent call last):
+    shoal.base.errors.UsageError: schedule = 'file:/etc/passwd': the lab reads no files.
+      shoal simulate and shoal estimate do.
+    """
+    if isinstance(values, Mapping):
+        for key, value in values.items():
+            _reject_files(value, str(key))
+    elif isinstance(values, list | tuple):
+        for value in values:
+            _reject_files(value, name)
+    elif isinstance(values, str) and values.lstrip().startswith(FILE):
+        raise UsageError(f"{name} = {values!r}: the lab reads no files.\n  shoal simulate and shoal estimate do.")
 
 
 def call_names() -> list[str]:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from shoal.base.errors import UsageError
 from shoal.cli.main import main
 from shoal.labs.interactive import panels
 from shoal.labs.interactive.page import read_asset, record_answers, saved_html
@@ -30,6 +31,38 @@ def test_every_call_has_a_request(monkeypatch):
         assert callable(function) and issubclass(request, panels.Section)
 
 
+@pytest.mark.parametrize(("words", "message"), [
+    (["--port", "70000"], "port = 70000: input should be less than or equal to 65535"),
+    (["--port", "x"], "Error parsing --port"),
+    (["--out", "page.txt"], "--out page.txt: give a file ending in .html"),
+    (["--out", "/no/such/page.html"], "there is no folder /no/such"),
+    (["--out", "page.html", "--port", "8000"], "--port 8000: --out writes a file and serves nothing"),
+    (["--otu", "page.html"], "Perhaps you meant: --out"),
+])  # fmt: skip
+def test_bad_options_are_refused(words, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["lab", *words]) == 2
+    assert message in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("schedule", ["file:/etc/passwd", " file:x.csv"])
+def test_no_request_reads_a_file(schedule, monkeypatch):
+    monkeypatch.setattr("builtins.open", lambda *_: pytest.fail("a file is read"))
+    with pytest.raises(UsageError, match="the lab reads no files"):
+        panels.call_panel("layout", {"parallel": {"pp": 2, "schedule": schedule}})
+
+
+@pytest.fixture(scope="module")
+def answers() -> list:
+    return list(record_answers())
+
+
+def test_recorded_answers_are_plain(answers):
+    assert {each.call for each in answers} >= {"layout", "layout-choices", "roofline", "roofline-choices"}
+    for each in answers:
+        json.dumps(each.answer, allow_nan=False)
+
+
 def test_a_missing_token_is_answered_with_401(page, lab):
     assert page.goto(lab.url).status == 200
     assert page.request.get(lab.url.rsplit("/", 2)[0] + "/").status == 401
@@ -52,11 +85,11 @@ def test_a_written_page_shows_each_panel_offline(written, saved, name):
     assert "recorded answers" in page.locator("#saved").inner_text()
 
 
-def test_a_saved_page_has_no_markup_of_its_answers(saved):
+def test_a_saved_page_has_no_markup_of_its_answers(answers):
     """A text of an answer that looks like markup stays text."""
-    answers = [each.model_copy() for each in record_answers() if each.call == "layout-choices"]
-    answers[0].answer["models"][0]["name"] = "</script><script>alert(1)</script>"
-    html = saved_html(answers, "layout")
+    choices = next(each for each in answers if each.call == "layout-choices").model_copy(deep=True)
+    choices.answer["models"][0]["name"] = "</script><script>alert(1)</script>"
+    html = saved_html([choices], "layout")
     assert html.count("<script") == read_asset("index.html").count("<script")
     facts = html.split('id="facts">')[1].split("</script>")[0]
     assert "alert(1)" in json.loads(facts)["answers"][0][2]["models"][0]["name"]

@@ -17,7 +17,8 @@ const recorded = new Map();
 export async function start() {
   facts = JSON.parse(document.getElementById("facts").textContent);
   for (const [call, request, answer] of facts.answers ?? []) recorded.set(key(call, request), [call, request, answer]);
-  for (const name of facts.panels) panels.set(name, await import(`lab/panel_${name}`));
+  const modules = await Promise.all(facts.panels.map((name) => import(`lab/panel_${name}`)));
+  facts.panels.forEach((name, i) => panels.set(name, modules[i]));
   setTheme(remembered());
   buildTabs();
   buildTools();
