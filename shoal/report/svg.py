@@ -7,6 +7,13 @@ from typing import Any
 
 INK, FAINT, GRID = "#1f2328", "#6b7280", "#e5e7eb"
 MARGIN = 30.0  # left margin of a heading
+ICON = (
+    "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'%3E"
+    "%3Crect y='2' width='10' height='5' fill='%234a7fc1'/%3E"
+    "%3Crect x='6' y='9' width='10' height='5' fill='%23e79245'/%3E"
+    "%3C/svg%3E"
+)
+"""Icon of every page, as a data URL."""
 FONT = "ui-sans-serif, system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
 
 
