@@ -103,8 +103,8 @@ def timelines(charts: Sequence[Chart]) -> Fragment:
             "seconds": all(chart.seconds for chart in charts),
             "unit": "T",
             "names": [{"name": NAMES[op], "letter": str(op)} for op in OPS],
-            "paints": [_colours(paint) for paint in paints],
-            "timelines": [_timeline(chart, paints) for chart in charts],
+            "paints": [paint_colours(paint) for paint in paints],
+            "timelines": [pack_timeline(chart, paints) for chart in charts],
         },
         separators=(",", ":"),
     ).replace("<", "\\u003c")
@@ -141,12 +141,18 @@ HELP = (
 )
 
 
-def _colours(paint: Paint) -> dict[str, str]:
+def paint_colours(paint: Paint) -> dict[str, str]:
+    """Return the colours of a paint and of text on it, for a light and a dark page."""
     light, dark = colour(paint), colour(paint, dark=True)
     return {"light": light, "dark": dark, "lightInk": ink(light), "darkInk": ink(dark)}
 
 
-def _timeline(chart: Chart, paints: list[Paint]) -> dict:
+def pack_timeline(chart: Chart, paints: list[Paint]) -> dict:
+    """Return a timeline for a script: its name, times and peak, and its rows as packed ``columns``.
+
+    Args:
+        paints: list that the column ``paint`` points into.
+    """
     columns, timeline = chart.timeline.columns, chart.timeline
     length = chart.end - chart.start
     own = np.array([paints.index(paint) for paint in chart.paints])
@@ -157,22 +163,22 @@ def _timeline(chart: Chart, paints: list[Paint]) -> dict:
         "peak": float(chart.peak.max(initial=0.0)),
         "bytes": chart.activation is not None,
         "columns": {
-            "offset": _packed(columns.offset),
-            **{name: _packed(getattr(columns, name)) for name in ("op", "stage", "microbatch", "part", "version")},
-            "paint": _packed(own[chart.paint]),
-            "half": _packed(chart.half),
-            "start": _packed(chart.start, "f8"),
-            "length": _packed(length, "f4"),
-            "liveOffset": _packed(np.cumsum([0, *(len(times) for times, _ in chart.live)]), "i4"),
-            "liveTime": _packed(np.concatenate([times for times, _ in chart.live]), "f8"),
-            "liveValue": _packed(np.concatenate([values for _, values in chart.live]), "f4"),
-            "producer": _packed(timeline.messages.producer),
-            "consumer": _packed(timeline.messages.consumer),
+            "offset": pack_column(columns.offset),
+            **{name: pack_column(getattr(columns, name)) for name in ("op", "stage", "microbatch", "part", "version")},
+            "paint": pack_column(own[chart.paint]),
+            "half": pack_column(chart.half),
+            "start": pack_column(chart.start, "f8"),
+            "length": pack_column(length, "f4"),
+            "liveOffset": pack_column(np.cumsum([0, *(len(times) for times, _ in chart.live)]), "i4"),
+            "liveTime": pack_column(np.concatenate([times for times, _ in chart.live]), "f8"),
+            "liveValue": pack_column(np.concatenate([values for _, values in chart.live]), "f4"),
+            "producer": pack_column(timeline.messages.producer),
+            "consumer": pack_column(timeline.messages.consumer),
         },
     }
 
 
-def _packed(column: np.ndarray, kind: str = "") -> dict[str, str]:
+def pack_column(column: np.ndarray, kind: str = "") -> dict[str, str]:
     """Encode a column for the page's script, little-endian; integers take the smallest sufficient type."""
     low, high = column.min(initial=0), column.max(initial=0)
     kind = kind or next(k for k in ("i1", "i2", "i4") if np.iinfo(k).min <= low and high <= np.iinfo(k).max)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -69,8 +70,29 @@ class CollectiveOptions(NetworkOptions):
     """Also draw the rounds, the traffic and the times to this file, .svg."""
 
 
-def explain(collective: Collective, options: CollectiveOptions, console: Console) -> Callable[[], str]:
-    """Print the explanation. Returns a function that draws it."""
+@dataclass(frozen=True)
+class CollectiveStudy:
+    """Every algorithm of one collective on one network.
+
+    Attributes:
+        shown: the algorithm to draw; checked.
+        size: S [bytes].
+    """
+
+    descriptions: dict[str, Description]
+    prices: dict[str, Price]
+    bound: Bound
+    topology: Topology
+    shown: Description
+    size: float
+
+
+def study_collective(collective: Collective, options: CollectiveOptions) -> CollectiveStudy:
+    """Describe and price every algorithm; choose the one that the options name, or the fastest.
+
+    Raises:
+        UsageError: an unknown algorithm or network, or options that do not fit the ranks or the collective.
+    """
     size = parse(options.size, BYTES, where="--size")
     _check(collective, options)
     ranks, per_node = options.ranks, options.ranks_per_node(options.ranks)
@@ -81,17 +103,22 @@ def explain(collective: Collective, options: CollectiveOptions, console: Console
         for name in TEXTBOOK[collective]
     }
     prices = {name: price(description, topology) for name, description in descriptions.items()}
-    bound = lower_bound(collective, ranks)
-    chosen = options.algorithm or sort_by_time(prices, size)[0]
-    shown = descriptions[chosen]
+    shown = descriptions[options.algorithm or sort_by_time(prices, size)[0]]
     check(shown)
+    return CollectiveStudy(descriptions, prices, lower_bound(collective, ranks), topology, shown, size)
+
+
+def explain(collective: Collective, options: CollectiveOptions, console: Console) -> Callable[[], str]:
+    """Print the explanation. Returns a function that draws it."""
+    found = study_collective(collective, options)
+    prices, bound, topology, shown, size = found.prices, found.bound, found.topology, found.shown, found.size
     where = f"{topology.name}, {options.describe_wire()}"
-    what = f"[bold]{collective}[/] of S = {show_bytes(size)} on {ranks} ranks by [bold]{chosen}[/]"
+    what = f"[bold]{collective}[/] of S = {show_bytes(size)} on {shown.ranks} ranks by [bold]{shown.algorithm}[/]"
     console.print(f"{what}: {where}")
     console.print(draw_rounds(shown, topology, size))
     console.print()
     console.print(_facts(shown, topology, size))
-    console.print(_comparison(descriptions, prices, bound, topology, size))
+    console.print(_comparison(found.descriptions, prices, bound, topology, size))
     console.print(_crossovers(prices))
     return partial(draw, shown, prices, bound, topology, size, where)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +19,15 @@ from shoal.base.options import reject_unused
 from shoal.base.units import show_bytes, show_seconds
 from shoal.labs.autoshard.notation.moves import Move, count_sent
 from shoal.labs.autoshard.notation.network import MOST_RANKS, Links, Rings
-from shoal.labs.autoshard.notation.notation import Array, Expression, NamedMesh, parse, parse_mesh, parse_sizes
+from shoal.labs.autoshard.notation.notation import (
+    Array,
+    Expression,
+    NamedMesh,
+    Sizes,
+    parse,
+    parse_mesh,
+    parse_sizes,
+)
 from shoal.labs.autoshard.notation.product import REMEDIES, classify, list_products
 from shoal.labs.autoshard.notation.search import Route, RouteSearch, add_backward, find_forward
 from shoal.labs.explain.blocks import Stage, State, draw_array, figure, make_memory_table
@@ -68,8 +77,28 @@ class ShardingOptions(NetworkOptions):
     """Also draw who holds what, step by step, to this file, .svg."""
 
 
-def explain(text: str, options: ShardingOptions, console: Console) -> Callable[[], str]:
-    """Print the explanation. Returns a function that draws it.
+@dataclass(frozen=True)
+class ShardingStudy:
+    """An expression with the search for its moves and routes.
+
+    Attributes:
+        options: as given, with the topology chosen.
+    """
+
+    expression: Expression
+    options: ShardingOptions
+    search: RouteSearch
+
+    @property
+    def network(self) -> str:
+        """Description of the network and the device."""
+        network = self.search.network
+        name = network.topology.name if isinstance(network, Links) else "rings, both directions of each"
+        return f"{name}, {self.options.describe_wire()}; {self.options.accelerator}"
+
+
+def study_sharding(text: str, options: ShardingOptions) -> ShardingStudy:
+    """Parse an expression, check the options, and build the network.
 
     Raises:
         UsageError: a malformed expression, or bad options.
@@ -82,20 +111,31 @@ def explain(text: str, options: ShardingOptions, console: Console) -> Callable[[
     if not options.topology:
         options = options.model_copy(update={"topology": "full" if mesh.ranks <= MOST_RANKS else "rings"})
     check_network(options, TOPOLOGIES, {"per_node": ("fat-tree", "islands")})
-    itemsize = ITEMSIZE[options.dtype]
     rings = options.topology == "rings"
     network = Rings(mesh, options.wire) if rings else Links(mesh, build_network(options, mesh.ranks, mesh.shape))
-    plan = RouteSearch(mesh, sizes, itemsize, network, _peak(options))
+    search = RouteSearch(mesh, sizes, ITEMSIZE[options.dtype], network, _peak(options))
+    return ShardingStudy(expression, options, search)
+
+
+def explain(text: str, options: ShardingOptions, console: Console) -> Callable[[], str]:
+    """Print the explanation. Returns a function that draws it.
+
+    Raises:
+        UsageError: a malformed expression, or bad options.
+    """
+    study = study_sharding(text, options)
+    expression, plan = study.expression, study.search
+    mesh, sizes = plan.mesh, plan.sizes
     shown = [*expression.arrays, *([expression.result] if expression.result else [])]
     dims = ", ".join(f"{letter} = {size}" for letter, size in sizes.items())
     console.print(f"[bold]{escape(text)}[/] on {mesh.ranks} devices, {mesh}; {dims}; {options.dtype}", highlight=False)
-    console.print(make_memory_table(shown, mesh, sizes, itemsize))
+    console.print(make_memory_table(shown, mesh, sizes, plan.itemsize))
     console.print(Columns([draw_array(array, mesh) for array in shown], padding=(0, 3)))
     if expression.result is None:
         return _draw(text, [([(shown[0], "")], [], [], "")], plan)
     if len(expression.arrays) == 1:
-        return _reshard(expression, options, plan, console)
-    return _product(expression, options, plan, console)
+        return _reshard(study, console)
+    return _product(study, console)
 
 
 def _check(expression: Expression, options: ShardingOptions, mesh: NamedMesh) -> None:
@@ -110,11 +150,6 @@ def _check(expression: Expression, options: ShardingOptions, mesh: NamedMesh) ->
         reject_unused(options, ("run", *network), "a single array is not moved; give its target, as -> A[I, Jx]")
 
 
-def _where(options: ShardingOptions, plan: RouteSearch) -> str:
-    name = plan.network.topology.name if isinstance(plan.network, Links) else "rings, both directions of each"
-    return f"{name}, {options.describe_wire()}; {options.accelerator}"
-
-
 def _peak(options: ShardingOptions) -> float:
     device = accelerator(options.accelerator)
     if options.dtype not in device.peak_flops:
@@ -126,9 +161,13 @@ def _peak(options: ShardingOptions) -> float:
 # ---- one array -----------------------------------------------------------------------------------------------------
 
 
-def _reshard(
-    expression: Expression, options: ShardingOptions, plan: RouteSearch, console: Console
-) -> Callable[[], str]:
+def find_moves(study: ShardingStudy) -> tuple[Move, ...]:
+    """Find the cheapest moves from one array to the result of its expression.
+
+    Raises:
+        UsageError: the two differ in more than their sharding.
+    """
+    expression = study.expression
     assert expression.result is not None
     before, after = expression.arrays[0], expression.result
     if sorted(before.sharding.letters) != sorted(after.sharding.letters):
@@ -137,13 +176,19 @@ def _reshard(
         raise expression.refuse(at, letter, f"dim {letter} is in only one of the two; only a product changes dims")
     if before.sharding.letters != after.sharding.letters:
         raise expression.refuse(1, after.sharding.letters[0], "another order of dims; transposes are not supported")
-    moves = plan.reshard(before.sharding, after.sharding)
-    console.print(f"\nthe cheapest moves on {_where(options, plan)}:")
+    return study.search.reshard(before.sharding, after.sharding)
+
+
+def _reshard(study: ShardingStudy, console: Console) -> Callable[[], str]:
+    expression, plan, moves = study.expression, study.search, find_moves(study)
+    assert expression.result is not None
+    before, after = expression.arrays[0], expression.result
+    console.print(f"\nthe cheapest moves on {study.network}:")
     if moves:
         console.print(text_table(STEP, [_move_row(before.name, move, plan) for move in moves], words=range(4)))
     else:
         console.print("  none: it has this sharding already")
-    if options.run:
+    if study.options.run:
         from shoal.labs.autoshard.notation.run import compare_moves
 
         console.print(_run("array", plan, compare_moves, moves, before, after.sharding), highlight=False)
@@ -154,9 +199,8 @@ def _reshard(
 # ---- products ------------------------------------------------------------------------------------------------------
 
 
-def _product(
-    expression: Expression, options: ShardingOptions, plan: RouteSearch, console: Console
-) -> Callable[[], str]:
+def _product(study: ShardingStudy, console: Console) -> Callable[[], str]:
+    expression, options, plan = study.expression, study.options, study.search
     found = find_forward(expression, plan)
     steps = list_products(expression)
     best = found[0][1]
@@ -167,7 +211,7 @@ def _product(
             console.print(f"{escape(title)}[bold]case {case}[/], {why}: {REMEDIES[case]}", highlight=False)
     several = "legal ways to take the last product, each after the cheapest way to it,"
     what = "legal routes" if len(steps) == 1 else several
-    console.print(f"\n{len(found)} {what} on {_where(options, plan)}, the cheapest first:", highlight=False)
+    console.print(f"\n{len(found)} {what} on {study.network}, the cheapest first:", highlight=False)
     console.print(_routes(found[: options.routes], plan))
     if len(found) > options.routes:
         console.print(f"and {len(found) - options.routes} more (--routes {len(found)})", highlight=False)
@@ -269,15 +313,29 @@ def _draw(text: str, stages: list[Stage], plan: RouteSearch) -> Callable[[], str
 
 
 def _run(what: str, plan: RouteSearch, comparison: Callable[..., dict[str, float]], *run: object) -> str:
-    """Compare with the plain product or array on real ranks; return the largest differences as text."""
-    from shoal.launch.worker_pool import Pool
-
-    small = dict.fromkeys(plan.sizes, 2 * plan.mesh.ranks)  # divisible by all axes together
-    with Pool(plan.mesh.ranks) as pool:
-        results = pool.run(comparison, plan.mesh.ranks, *run, plan.mesh, small)
-    worst = {name: max(errors[name] for errors in results) for name in results[0]}
+    worst, size = run_small(plan.mesh, plan.sizes, comparison, *run)
     errors = ", ".join(f"{name} {error:.1e}" for name, error in worst.items())
     return (
-        f"\nrun on {plan.mesh.ranks} ranks in float64, every dim {2 * plan.mesh.ranks}; largest difference from the "
+        f"\nrun on {plan.mesh.ranks} ranks in float64, every dim {size}; largest difference from the "
         f"plain {what}: {errors}"
     )
+
+
+def run_small(
+    mesh: NamedMesh, sizes: Sizes, comparison: Callable[..., dict[str, float]], *run: object
+) -> tuple[dict[str, float], int]:
+    """Compare with the plain product or array on worker processes, one for each device, in float64.
+
+    Args:
+        comparison: `compare` or `compare_moves` of `shoal.labs.autoshard.notation.run`.
+        run: its first arguments.
+
+    Returns:
+        The largest difference over all ranks by array, and the size of every dim.
+    """
+    from shoal.launch.worker_pool import Pool
+
+    size = 2 * mesh.ranks  # divisible by all axes together
+    with Pool(mesh.ranks) as pool:
+        results = pool.run(comparison, mesh.ranks, *run, mesh, dict.fromkeys(sizes, size))
+    return {name: max(errors[name] for errors in results) for name in results[0]}, size

@@ -20,7 +20,7 @@ from shoal.labs.interactive.panels import PANELS, call_names, call_panel, record
 from shoal.report.server import LocalPage, ServedFile
 from shoal.report.svg import ICON
 
-SCRIPTS = ("lab.js", "kit.js", "mesh_chart.js", *(f"panel_{name}.js" for name in PANELS))
+SCRIPTS = ("lab.js", "kit.js", "mesh_chart.js", "drawing.js", *(f"panel_{name}.js" for name in PANELS))
 SAVED_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline' data:; img-src data:"
 
 

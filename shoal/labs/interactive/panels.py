@@ -53,6 +53,30 @@ PANELS = {
         },
         f"{HOME}.roofline:record_requests",
     ),
+    "timeline": Panel(
+        {"timeline": f"{HOME}.timeline:play_timeline", "schedules": f"{HOME}.timeline:list_schedules"},
+        f"{HOME}.timeline:record_requests",
+    ),
+    "collectives": Panel(
+        {"collectives": f"{HOME}.collectives:play_collective", "networks": f"{HOME}.collectives:list_networks"},
+        f"{HOME}.collectives:record_requests",
+    ),
+    "sharding": Panel(
+        {
+            "sharding": f"{HOME}.sharding:find_routes",
+            "run-route": f"{HOME}.sharding:run_route",
+            "sharding-choices": f"{HOME}.sharding:list_sharding_choices",
+        },
+        f"{HOME}.sharding:record_requests",
+    ),
+    "optimizers": Panel(
+        {"optimizers": f"{HOME}.optimizers:trace_optimizers", "surfaces": f"{HOME}.optimizers:list_surfaces"},
+        f"{HOME}.optimizers:record_requests",
+    ),
+    "numbers": Panel(
+        {"numbers": f"{HOME}.numbers:show_number", "gradients": f"{HOME}.numbers:scale_gradients"},
+        f"{HOME}.numbers:record_requests",
+    ),
 }  # fmt: skip
 """Panels by name, in the order of their tabs."""
 

@@ -202,6 +202,11 @@ def link(name: str) -> Link:
     return find(name, entries("links", Link), "link")
 
 
+def links() -> Mapping[str, Link]:
+    """Return all links by name."""
+    return entries("links", Link)
+
+
 def nodes() -> Mapping[str, Node]:
     """Return all node types by name."""
     return entries("nodes", Node)
