@@ -7,11 +7,12 @@ help and explains errors. `shoal.base.section.validate` checks the values, with 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
 from inspect import cleandoc
-from io import StringIO
+from io import BytesIO, StringIO, TextIOWrapper
 from itertools import groupby
 from pathlib import Path
 from shutil import get_terminal_size
@@ -25,6 +26,8 @@ from shoal.base.errors import UsageError
 from shoal.base.section import Section, docstrings, validate
 
 T = TypeVar("T", bound=Section)
+
+ANSI = re.compile(r"\x1b\[[0-9;]*m")  # of colours
 
 POSITIONAL: Any = object()
 """Annotation of a positional argument. Another field may end in "_", which its option leaves out: a section has
@@ -76,15 +79,19 @@ def read(
     for name, section in sections.items():
         missing = (field for field, info in section.model_fields.items() if info.is_required())
         default[name] = dict.fromkeys(missing, tyro.MISSING) | default[name]
-    errors = StringIO()
+    errors, shown = StringIO(), TextIOWrapper(BytesIO(), encoding=(sys.stdout.encoding or "utf-8").lower())
     try:
-        with redirect_stderr(errors):
+        with redirect_stderr(errors), redirect_stdout(shown):
             found: dict[str, dict[str, Any]] = tyro.cli(
                 TypedDict("Arguments", fields),  # type: ignore[operator]  # fields are only known at run time
                 default=default, prog=prog, description=description.strip(), args=args,
             )
     except SystemExit as end:
         if end.code == 0:
+            shown.seek(0)
+            usage, *rows = ANSI.sub("", shown.read()).splitlines()
+            width = get_terminal_size().columns
+            print(fill(usage, width, subsequent_indent="  "), *_join_rows(rows, width), sep="\n")
             raise
         raise UsageError(f"{prog}: {_without_box(errors.getvalue())}") from None
     for (name, field), value in of_files.items():
@@ -206,9 +213,33 @@ def _defaults(section: type[BaseModel]) -> dict[str, Any]:
     return {name: field.default for name, field in section.model_fields.items() if not field.is_required()}
 
 
+def _join_rows(lines: list[str], width: int) -> list[str]:
+    """Shorten tyro's help: one frame for all arguments, and one row for an option whose help fits beside it.
+
+    Args:
+        width: largest width of the rows.
+    """
+    joined: list[str] = []
+    for line in lines:
+        above = joined[-1] if joined else ""
+        option, text = (each.strip("│ ") for each in (above, line))
+        alone = re.match(r"│ -\S", above) and "  " not in option  # tyro puts at least two spaces before a help text
+        if above.startswith("╰") and line.startswith("╭"):
+            joined[-1] = line.replace("╭", "├").replace("╮", "┤")
+        elif alone and line.startswith("│    ") and len(option) + len(text) + 6 <= width:
+            joined[-1] = f"│ {option}  {text} │"
+        else:
+            joined.append(line)
+    longest = max(map(len, joined), default=0)
+    rules = {"╭": "─", "├": "─", "╰": "─", "│": " "}
+    return [
+        line[:-1] + rules[line[0]] * (longest - len(line)) + line[-1] if line[:1] in rules else line for line in joined
+    ]
+
+
 def _without_box(text: str) -> str:
     """Remove the frame and title of tyro's error, leaving one line per part."""
-    rows = [row.strip("│| ") for row in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()[1:-1]]
+    rows = [row.strip("│| ") for row in ANSI.sub("", text).splitlines()[1:-1]]
     parts = [" ".join(part) for rule, part in groupby(rows, lambda row: set(row) in ({"─"}, {"-"})) if not rule]
     return "\n  ".join(part.partition("  Got errors:")[0] for part in parts)  # of each type that a value may have
 

@@ -39,7 +39,7 @@ COMMANDS = {
     ),
     "chat": Command("shoal.cli.run.chat", "Talk with a trained model: shoal chat FOLDER"),
     "eval": Command(
-        "shoal.cli.run.eval", "Compute the loss of a trained model on a text: shoal eval FOLDER [--data PATH ...]"
+        "shoal.cli.run.eval", "Compute the loss of a trained model on a text: shoal eval FOLDER --data PATH"
     ),
     "report": Command(
         "shoal.cli.run.report", "Show how a run went, measured and simulated: shoal report RUN_FOLDER"

@@ -58,6 +58,16 @@ def test_every_commands_help_says_what_it_does(command, capsys):
     assert COMMANDS[command].help.split(":")[0] in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.parametrize("command", ["sample", "eval", "chat", "report", "watch"])
+def test_the_help_of_what_follows_a_training_fits_one_screen(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 24 and all(len(line) <= 80 for line in lines), "\n".join(lines)
+    assert len([line for line in lines if line.startswith("│ --")]) >= 1
+
+
 def test_starting_does_not_import_torch():
     code = (
         "import sys; from shoal.cli.main import main; from shoal.cli.arguments import parse_run; "

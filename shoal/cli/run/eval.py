@@ -23,7 +23,7 @@ class EvalOptions(Section):
     """Text (default: what the run held out)."""
 
     tasks: str = ""
-    """Names or .yaml files of lm-evaluation-harness, with commas between."""
+    """Tasks or .yaml files of lm-evaluation-harness (comma)."""
 
     limit: PositiveInt | None = None
     """Only this many sequences, or questions of a task."""

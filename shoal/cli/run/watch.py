@@ -23,8 +23,8 @@ class WatchOptions(Section):
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port on 127.0.0.1 (default: a free one)."""
 
-    no_browser: bool = False
-    """Print the URL, and open no browser."""
+    browser: bool = True
+    """Open the page in the browser."""
 
 
 def run(options: WatchOptions) -> int:
@@ -32,8 +32,8 @@ def run(options: WatchOptions) -> int:
     if not options.runs:
         raise UsageError("name at least one run folder: shoal watch RUN_FOLDER.")
     if options.out:
-        reject_unused(options, ("port", "no_browser"), "--out writes a file and serves nothing")
-    written = shoal.watch(options.runs, out=options.out, port=options.port, browser=not options.no_browser)
+        reject_unused(options, ("port", "browser"), "--out writes a file and serves nothing")
+    written = shoal.watch(options.runs, out=options.out, port=options.port, browser=options.browser)
     if written:
         print(f"written: {written}")
     return 0
