@@ -101,19 +101,32 @@ class StepMetrics:
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def values(self) -> dict[str, float]:
-        """Return all known numbers except the step, by name; one of a source or named text as ``loss/NAME``."""
+        """Return all known numbers except the step, by the tag that trackers call them, ``GROUP/NAME``."""
         known = self.known()
-        single = {name: v for name, v in known.items() if name not in (*COUNTS, *LISTS, *BY_NAME)}
-        return single | {
+        return {tag: known[name] for name, tag in TAGS.items() if name in known} | {
             f"{group}/{name}": value for field, group in BY_NAME.items() for name, value in known.get(field, {}).items()
         }
 
 
-BY_NAME = {
-    "source_loss": "loss", "source_validation_loss": "validation_loss", "source_tokens": "tokens",
-    "named_validation": "validation",
+TAGS = {
+    "loss": "loss/train", "validation_loss": "loss/validation", "balance_loss": "loss/balance", "z_loss": "loss/z",
+    "depth_loss": "loss/depth_predictor", "learning_rate": "optimizer/learning_rate",
+    "gradient_norm": "optimizer/gradient_norm", "loss_scale": "optimizer/loss_scale",
+    "skipped_steps": "optimizer/skipped_steps", "staleness": "optimizer/staleness", "stalest": "optimizer/stalest",
+    "tokens_per_second": "speed/tokens_per_second", "tokens_per_second_per_rank": "speed/tokens_per_second_per_rank",
+    "mfu": "speed/mfu", "saving": "speed/saving", "seconds_left": "speed/seconds_left",
+    "memory_bytes": "memory/peak_bytes", "dropped": "experts/dropped",
+    "validation_dropped": "experts/validation_dropped", "idle_experts": "experts/idle",
+    "busiest_expert": "experts/busiest", "depth_accuracy": "depths/accuracy", "depth_recall": "depths/recall",
+    "depth_expected": "depths/expected",
 }  # fmt: skip
-"""Fields with a value for each of several names, and how trackers call them."""
+"""Numbers by field, and how trackers call them: TensorBoard and Weights & Biases show a section for each group."""
+
+BY_NAME = {
+    "source_loss": "loss_by_source", "source_validation_loss": "validation_loss_by_source",
+    "source_tokens": "tokens_by_source", "named_validation": "validation",
+}  # fmt: skip
+"""Fields with a value for each of several names, and their groups."""
 
 
 class MetricsWriter:
@@ -216,7 +229,6 @@ def _is_plausible(number: float) -> bool:
 
 
 COUNTS = ("step", "steps")
-LISTS = ("memory_by_rank", "expert_load")
 LARGEST = 1e30  # larger numbers are damage; infinity and NaN are not, which a diverging run may log
 
 

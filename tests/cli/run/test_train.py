@@ -58,10 +58,11 @@ def test_each_logged_step_has_its_numbers(base_run):
 def test_tensorboard_has_the_same_curve(base_run):
     folder, _ = base_run
     events = EventAccumulator(str(folder / "tensorboard")).Reload()
-    loss = [(event.step, event.value) for event in events.Scalars("loss")]
+    loss = [(event.step, event.value) for event in events.Scalars("loss/train")]
     assert [step for step, _ in loss] == list(range(1, 41))
     assert [value for _, value in loss] == pytest.approx([value for _, value, _ in curve(folder)], rel=1e-6)
-    assert {"mfu", "tokens_per_second", "gradient_norm", "validation_loss"} <= set(events.Tags()["scalars"])
+    tags = {"speed/mfu", "speed/tokens_per_second", "optimizer/gradient_norm", "loss/validation"}
+    assert tags <= set(events.Tags()["scalars"])
 
 
 def test_the_folder_of_the_run(base_run, base_config):

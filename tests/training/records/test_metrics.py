@@ -3,7 +3,7 @@
 import json
 import sys
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shoal.base.errors import UsageError
 from shoal.spec.config.sections import MetricsConfig
-from shoal.training.records.metrics import FILE_NAME, MetricsWriter, StepMetrics, read_metrics
+from shoal.training.records.metrics import BY_NAME, COUNTS, FILE_NAME, TAGS, MetricsWriter, StepMetrics, read_metrics
 from tests.trainings.runs import small_config, train_in
 
 PLAIN = MetricsConfig(tensorboard=False)
@@ -66,8 +66,14 @@ def test_tensorboard_gets_every_value(tmp_path):
         writer.write(SAMPLE)
         writer.write(replace(SAMPLE, step=2, loss=5.0, validation_loss=2.5))
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert set(events.Tags()["scalars"]) == {*SAMPLE.values(), "validation_loss"}
-    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 5.5), (2, 5.0)]
+    assert set(events.Tags()["scalars"]) == {*SAMPLE.values(), "loss/validation"}
+    assert [(e.step, e.value) for e in events.Scalars("loss/train")] == [(1, 5.5), (2, 5.0)]
+
+
+def test_every_number_has_a_tag_in_a_group():
+    numbers = {field.name for field in fields(StepMetrics)} - {*COUNTS, *BY_NAME, "expert_load", "memory_by_rank"}
+    assert numbers == {*TAGS} and len({*TAGS.values()}) == len(TAGS)
+    assert all(tag.count("/") == 1 for tag in TAGS.values())
 
 
 @pytest.mark.parametrize("extra", ["wandb", "mlflow"])
@@ -113,7 +119,7 @@ def test_a_tracker_that_fails_gets_its_records_later(tmp_path, monkeypatch):
         def add_scalar(self, name, value, step):
             if step == 2 and not said:
                 raise full
-            written.extend([step] if name == "loss" else [])
+            written.extend([step] if name == "loss/train" else [])
 
         def close(self):
             raise full
@@ -125,7 +131,7 @@ def test_a_tracker_that_fails_gets_its_records_later(tmp_path, monkeypatch):
     assert written == [1, "opened again", 2, 3] and len(said) == 1 and "No space left" in said[0]
 
 
-SECOND = SAMPLE.values() | {"loss": 5.0, "validation_loss": 2.5}
+SECOND = SAMPLE.values() | {"loss/train": 5.0, "loss/validation": 2.5}
 
 
 def test_wandb_gets_every_value_and_the_settings(tmp_path, monkeypatch):
@@ -161,8 +167,8 @@ def test_what_routers_did_goes_into_the_record_and_lists_not_to_trackers(tmp_pat
     routed = expert_metrics(totals, shape, sequences=2, length=4)
     assert [routed[name] for name in ("dropped", "idle_experts", "busiest_expert")] == [8 / 32, 6 / 8, 8 * 9 / 12]
     record = StepMetrics(1, 2, 3.0, 0.1, 1.0, 10.0, 5.0, 100, 1.0, **routed)
-    assert record.values()["dropped"] == 0.25
-    assert "expert_load" not in record.values()
+    assert record.values()["experts/dropped"] == 0.25
+    assert not any("load" in tag for tag in record.values())
     with closing(MetricsWriter(tmp_path, 0, PLAIN, {})) as writer:
         writer.write(record)
     (found,) = read_metrics(tmp_path)
@@ -173,8 +179,8 @@ def test_losses_of_sources_are_read_again_and_named_one_by_one_in_trackers(tmp_p
     by_source = {"source_loss": {"web": 2.5, "code": 1.5}, "source_tokens": {"web": 64, "code": 32}}
     record = StepMetrics(1, 2, 3.0, 0.1, 1.0, 10.0, 5.0, 100, 1.0, **by_source)
     values = record.values()
-    assert (values["loss"], values["loss/web"], values["loss/code"], values["tokens/web"]) == (3.0, 2.5, 1.5, 64)
-    assert not any("source" in name for name in values)
+    assert values["loss/train"] == 3.0 and values["tokens_by_source/web"] == 64
+    assert (values["loss_by_source/web"], values["loss_by_source/code"]) == (2.5, 1.5)
     with closing(MetricsWriter(tmp_path, 0, PLAIN, {})) as writer:
         writer.write(record)
     assert read_metrics(tmp_path) == [record]
