@@ -10,6 +10,7 @@ from shoal.base.section import Section
 from shoal.base.units import BANDWIDTH, TIME, parse, show_bytes, show_seconds
 from shoal.labs.collectives import topology as networks
 from shoal.labs.collectives.topology import Topology, Wire
+from shoal.labs.explain.device.accelerators import find_node
 from shoal.spec.catalog.accelerators import accelerator
 from shoal.spec.catalog.clusters import link
 
@@ -23,8 +24,9 @@ class NetworkOptions(Section):
     topology: str = "full"
     """Shape of the network."""
 
-    link: str = "nvlink-4"
-    """Link between ranks, or of a NIC: a name of the catalog, such as ici-v5p."""
+    link: str = ""
+    """Link between ranks, or of a NIC: a name of the catalog, such as ici-v5p (default: the link in a node of the
+    accelerator)."""
 
     alpha: str = ""
     """Latency of that link instead of the catalog's: 5us."""
@@ -52,14 +54,23 @@ class NetworkOptions(Section):
         """The link.
 
         Raises:
-            UsageError: the link is not in the catalog, or its bandwidth is 0.
+            UsageError: the link is not in the catalog, or its bandwidth is 0; or no link is given, and the catalog has
+                no node with the accelerator.
         """
-        known = link(self.link)
+        known = link(self.link or self._link_in_node())
         alpha = parse(self.alpha, TIME, where="--alpha") if self.alpha else known.latency
         bandwidth = parse(self.bandwidth, BANDWIDTH, where="--bandwidth") if self.bandwidth else known.bandwidth
         if bandwidth == 0:
             raise UsageError(f"--bandwidth {self.bandwidth}: must be above 0")
         return Wire(alpha, bandwidth, "link" if self.alpha or self.bandwidth else known.name)
+
+    def _link_in_node(self) -> str:
+        node = find_node(accelerator(self.accelerator))
+        if node is None:
+            raise UsageError(
+                f"--accelerator {self.accelerator}: the catalog has no node with it.\n  Name a link: --link pcie-4."
+            )
+        return node.inside
 
     def describe_wire(self) -> str:
         wire = self.wire

@@ -144,3 +144,10 @@ def test_what_cannot_be_explained(capsys, words, message):
     printed = capsys.readouterr()
     assert message in printed.err
     assert not printed.out or "--run" not in words
+
+
+def test_the_link_is_the_accelerators(capsys):
+    assert "ici-v5p with" in explained(capsys, PRODUCT, "--mesh", "x=4", "--accelerator", "tpu-v5p")
+    assert "pcie-4 with" in explained(capsys, PRODUCT, "--mesh", "x=4", "--accelerator", "tpu-v5p", "--link", "pcie-4")
+    assert main(["explain", PRODUCT, "--mesh", "x=4", "--accelerator", "macbook-m3", "--dtype", "fp16"]) == 2
+    assert "the catalog has no node with it.\n  Name a link" in capsys.readouterr().err
