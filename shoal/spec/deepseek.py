@@ -1,6 +1,6 @@
 """DeepSeek-V2 and V3 in Hugging Face's format: the fields of ``config.json`` for what the family llama has not.
 
-That is latent attention with YaRN, and experts in groups after some dense layers (transformers, models deepseek_v2 and
+That is latent attention, and experts in groups after some dense layers (transformers, models deepseek_v2 and
 deepseek_v3).
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal.base.errors import UsageError
-from shoal.spec.catalog import ModelShape, RopeScaling
+from shoal.spec.catalog import ModelShape
 
 BIAS_UPDATE = 0.001  # of DeepSeek-V3's training (DeepSeek-AI 2024, section 4.2); its config does not have it
 EXPERTS_PER_TOKEN = "num_experts_per_tok"
@@ -24,23 +24,6 @@ def latent_fields(config: Mapping[str, Any]) -> dict[str, Any]:
             "key_value_rank": config["kv_lora_rank"], "rotary_dim": config["qk_rope_head_dim"],
             "value_dim": config["v_head_dim"],
         } | ({"query_rank": config["q_lora_rank"]} if config.get("q_lora_rank") is not None else {}),
-    }  # fmt: skip
-
-
-def yarn_fields(rotary: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the fields of `model.rope_scaling` for ``rope_type = "yarn"``.
-
-    Raises:
-        UsageError: it has a value that shoal does not compute.
-    """
-    for name, only in (("attention_factor", None), ("truncate", True)):
-        if rotary.get(name, only) not in (only, None):
-            raise UsageError(f"{where}: rope_parameters.{name} = {rotary[name]!r}: shoal computes yarn without it.")
-    return {
-        "kind": "yarn", "factor": rotary["factor"], "low_frequency": rotary.get("beta_slow") or 1.0,
-        "high_frequency": rotary.get("beta_fast") or 32.0,
-        "original_max_sequence": rotary["original_max_position_embeddings"],
-        "mscale": rotary.get("mscale") or 0.0, "mscale_all": rotary.get("mscale_all_dim") or 0.0,
     }  # fmt: skip
 
 
@@ -84,15 +67,6 @@ def config_fields(shape: ModelShape, kind: str) -> dict[str, Any]:
         "norm_topk_prob": experts.normalise, "aux_loss_alpha": experts.balance_loss,
         "n_group": experts.groups, "topk_group": experts.groups_per_token,
     }  # fmt: skip
-
-
-def yarn_config(scaling: RopeScaling) -> dict[str, Any]:
-    """Return ``rope_scaling`` of ``config.json`` for yarn."""
-    scales = {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all}
-    return {
-        "rope_type": "yarn", "factor": scaling.factor, "beta_slow": scaling.low_frequency,
-        "beta_fast": scaling.high_frequency, "original_max_position_embeddings": scaling.original_max_sequence,
-    } | {name: value for name, value in scales.items() if value}  # fmt: skip
 
 
 def find_unlike(shape: ModelShape) -> str:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from shoal.base.errors import UsageError
 from shoal.spec import deepseek
-from shoal.spec.catalog import ModelShape
+from shoal.spec.catalog import ModelShape, RopeScaling
 
 Config = Mapping[str, Any]
 EXPERTS_PER_TOKEN = "num_experts_per_tok"
@@ -58,6 +58,12 @@ FAMILIES = {
         "Qwen3MoeForCausalLM",
         {**_LLAMA, "attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
         {"family": "llama", "qk_norm": True}, ("num_experts", "moe_intermediate_size"), "all",
+    ),
+    "gpt_oss": HFFamily(
+        "GptOssForCausalLM",
+        {"hidden_act": "silu", "attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+        {"family": "llama", "qkv_bias": True, "out_bias": True, "sinks": True, "activation": "clamped"},
+        ("num_local_experts", "intermediate_size"), "by layer",
     ),
     "deepseek_v2": HFFamily(
         "DeepseekV2ForCausalLM", {**_LLAMA, "attention_bias": False, "scoring_func": "softmax", "moe_layer_freq": 1},
@@ -159,20 +165,38 @@ def _llama_fields(config: Config, family: HFFamily, where: str) -> dict[str, Any
             }
         case "linear":
             fields["rope_scaling"] = {"kind": "linear", "factor": rotary["factor"]}
-        case "yarn" if deep:
-            fields["rope_scaling"] = deepseek.yarn_fields(rotary, where)
+        case "yarn":
+            fields["rope_scaling"] = _yarn_fields(rotary, where)
         case other:
-            raise UsageError(f"{where}: rope_type = {other!r}: shoal computes 'default', 'linear' and 'llama3', and "
-                             "'yarn' for deepseek_v2 and deepseek_v3.")
+            raise UsageError(f"{where}: rope_type = {other!r}: shoal computes 'default', 'linear', 'llama3' and "
+                             "'yarn'.")
     count, width = family.experts
     if count:
         fields["experts"] = {
             "count": config.get(count) or config["num_local_experts"], "per_token": config[EXPERTS_PER_TOKEN],
             "ffn": config[width],
-            "normalise": count == "num_local_experts" or config["norm_topk_prob"],  # Mixtral always
-            "balance_loss": config.get("router_aux_loss_coef", 0.0),
+            "normalise": count == "num_local_experts" or config["norm_topk_prob"],  # Mixtral and gpt-oss always
+            "balance_loss": config.get("router_aux_loss_coef", 0.0), "biases": kind == "gpt_oss",
         }  # fmt: skip
     return fields
+
+
+def _yarn_fields(rotary: Config, where: str) -> dict[str, Any]:
+    """Return the fields of `model.rope_scaling` for ``rope_type = "yarn"``.
+
+    Raises:
+        UsageError: it has a value that shoal does not compute.
+    """
+    if rotary.get("attention_factor") is not None:
+        raise UsageError(f"{where}: rope_parameters.attention_factor = {rotary['attention_factor']!r}: shoal computes "
+                         "yarn without it.")
+    return {
+        "kind": "yarn", "factor": rotary["factor"], "low_frequency": rotary.get("beta_slow") or 1.0,
+        "high_frequency": rotary.get("beta_fast") or 32.0,
+        "original_max_sequence": rotary["original_max_position_embeddings"],
+        "mscale": rotary.get("mscale") or 0.0, "mscale_all": rotary.get("mscale_all_dim") or 0.0,
+        "truncate": rotary.get("truncate", True),
+    }  # fmt: skip
 
 
 def _gemma_fields(config: Config, fields: Config) -> dict[str, Any]:
@@ -194,13 +218,13 @@ def _gemma_fields(config: Config, fields: Config) -> dict[str, Any]:
 def _windows(config: Config, family: HFFamily) -> dict[str, Any]:
     """Return the window and the pattern of local layers, if there are any, with transformers' defaults."""
     kind, layers = config["model_type"], config["num_hidden_layers"]
-    window = config.get("sliding_window", None if kind == "mixtral" else 4096)
+    window = config.get("sliding_window", {"mixtral": None, "gpt_oss": 128}.get(kind, 4096))
     if family.windows == "none" or not window or (kind.startswith("qwen") and not config.get("use_sliding_window")):
         return {}
     if family.windows == "all":
         return {"window": window}
-    if kind.startswith("gemma"):
-        every = 2 if kind == "gemma2" else config.get("sliding_window_pattern", 6)
+    if kind.startswith("gemma") or kind == "gpt_oss":
+        every = config.get("sliding_window_pattern", 6) if kind == "gemma3_text" else 2
         local = [(layer + 1) % every > 0 for layer in range(layers)]
     else:
         local = [layer >= config.get("max_window_layers", 28) for layer in range(layers)]
@@ -238,7 +262,7 @@ def hf_config(shape: ModelShape, dtype: str, where: str) -> dict[str, Any]:
         "max_position_embeddings": shape.max_sequence, "rms_norm_eps": shape.norm_eps, "rope_theta": shape.rope_theta,
     }
     if (scaling := shape.rope_scaling) is not None and scaling.kind == "yarn":
-        values["rope_scaling"] = deepseek.yarn_config(scaling)
+        values["rope_scaling"] = _yarn_config(scaling)
     elif scaling is not None and scaling.kind == "linear":
         values["rope_scaling"] = {"rope_type": "linear", "factor": scaling.factor}
     elif scaling is not None:
@@ -273,6 +297,16 @@ def hf_config(shape: ModelShape, dtype: str, where: str) -> dict[str, Any]:
     return values
 
 
+def _yarn_config(scaling: RopeScaling) -> dict[str, Any]:
+    """Return ``rope_scaling`` of ``config.json`` for yarn."""
+    scales = {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all}
+    return {
+        "rope_type": "yarn", "factor": scaling.factor, "beta_slow": scaling.low_frequency,
+        "beta_fast": scaling.high_frequency, "original_max_position_embeddings": scaling.original_max_sequence,
+        "truncate": scaling.truncate,
+    } | {name: value for name, value in scales.items() if value}  # fmt: skip
+
+
 def model_type(shape: ModelShape, where: str = "model") -> str:
     """Return the family of a model, as ``config.json`` names it.
 
@@ -282,8 +316,6 @@ def model_type(shape: ModelShape, where: str = "model") -> str:
     experts, unlike = shape.experts, ""
     if shape.latent:
         unlike = deepseek.find_unlike(shape)
-    elif shape.rope_scaling and shape.rope_scaling.kind == "yarn":
-        unlike = "YaRN without latent attention"
     elif shape.depths:
         unlike = "layers that skip tokens"
     elif experts and (experts.groups > 1 or
@@ -305,7 +337,8 @@ def model_type(shape: ModelShape, where: str = "model") -> str:
     raise UsageError(f"{where}: no family of transformers that shoal writes has these parts together: {shown}.")
 
 
-_PARTS = ("family", "qkv_bias", "qk_norm", "joint_qk_norm", "post_norm", "activation", "scaled_embedding")
+_PARTS = ("family", "qkv_bias", "out_bias", "qk_norm", "joint_qk_norm", "post_norm", "activation", "sinks",
+          "scaled_embedding")  # fmt: skip
 _GEMMAS = ("softcap", "logit_softcap", "query_scalar", "local_rope_theta")
 
 
@@ -323,7 +356,9 @@ def _has_parts(kind: str, family: HFFamily, shape: ModelShape) -> bool:
         return False
     if (shape.window and family.windows == "none") or (shape.pattern and family.windows != "by layer"):
         return False
-    if kind == "mixtral" and experts and (not experts.normalise or experts.ffn != shape.ffn):
+    if experts and experts.biases != (kind == "gpt_oss"):
+        return False
+    if kind in ("mixtral", "gpt_oss") and experts and (not experts.normalise or experts.ffn != shape.ffn):
         return False
     if kind == "gpt2" and shape.kv_heads != shape.heads:
         return False

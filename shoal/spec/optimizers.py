@@ -17,3 +17,12 @@ SCHEDULED_BY = {"decay_fraction": ("wsd",), "min_lr_fraction": ("cosine", "linea
 
 SOPHIA_PRECISIONS = {"sophia-g": ("fp32", "bf16", "bf16-sums", "fp64"), "sophia-h": ("fp32", "fp64")}
 """The precisions in which the curvature estimate of each Sophia variant is meaningful."""
+
+
+def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    """Return whether rules treat a parameter as a matrix, or as several: weight decay is for these alone.
+
+    >>> is_matrix("layers.0.mlp.experts.up", (8, 64, 32)), is_matrix("layers.0.mlp.experts.up_bias", (8, 64))
+    (True, False)
+    """
+    return len(shape) > 1 and not name.endswith("bias")

@@ -27,6 +27,8 @@ TYPED = {
     "model.family": ("gpt", ["gpt"]),
     "model.weights": (Path("/tmp/x y"), ["/tmp/x y"]),
     "model.qkv_bias": (True, ["True"]),
+    "model.out_bias": (True, ["True"]),
+    "model.sinks": (True, ["True"]),
     "model.qk_norm": (True, ["True"]),
     "model.joint_qk_norm": (True, ["True"]),
     "model.post_norm": ("only", ["only"]),
@@ -115,6 +117,7 @@ PARTS = {"experts": ExpertsConfig, "depths": DepthsConfig, "latent": LatentConfi
 def test_every_field_of_a_part_of_the_model_can_be_typed(part, dashes):
     """They are sections inside the model's."""
     others = {"gate": ("switch", "switch"), "score": ("sigmoid", "sigmoid"), "normalise": (False, "False"),
+              "biases": (True, "True"),
               "bias_update": (0.125, "0.125"), "capacity": (0.25, "0.25"), "weight": ("sigmoid", "sigmoid")}
     values, words = {}, []
     for key in PARTS[part].model_fields:

@@ -62,6 +62,13 @@ MODELS = {
         "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
                             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}},
     }),
+    "gpt-oss": ("GptOss", WIDE | {
+        "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9, "num_hidden_layers": 3,
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 150.0, "factor": 32.0, "beta_fast": 4.0,
+                            "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 16},
+    }),
+    "llama-yarn": ("Llama", WIDE | {"rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16}}),
     "gpt2": ("GPT2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 300}),
 }  # fmt: skip
 LAYOUTS = {
@@ -76,6 +83,7 @@ LAYOUTS = {
     "qwen3-moe": {"dp": 2, "ep": 2, "zero": 1},
     "deepseek-v2": {"pp": 2, "cp": 2},
     "deepseek-v3": {"dp": 2, "tp": 2, "sequence_parallel": True, "ep": 2, "zero": 3},
+    "gpt-oss": {"dp": 2, "tp": 2, "sequence_parallel": True, "ep": 2, "zero": 3},
     "gpt2": {"cp": 2, "dp": 2},
 }
 STEPS, BATCH, RATE = 5, 8, 1e-3
@@ -188,7 +196,7 @@ def test_the_commands(tmp_path, capsys, monkeypatch):
         ({"model_type": "gemma3"}, "model_type = 'gemma3' is not a family"),
         ({"model_type": ["llama"]}, "is not a family"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu', but shoal computes"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "rope_type = 'yarn'"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type = 'dynamic'"),
         ({"num_hidden_layers": None, "hidden_size": None}, "config.json"),
         ({"num_hidden_layers": 3}, "no file has the tensor 'model.layers.2."),
         ({"intermediate_size": 64}, "has the shape (48, 32), this model (64, 32)"),

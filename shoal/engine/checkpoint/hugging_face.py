@@ -54,6 +54,12 @@ _DEEPSEEK = {
     "attention.q_up": "self_attn.q_b_proj", "attention.kv_down": "self_attn.kv_a_proj_with_mqa",
     "attention.kv_latent_norm": "self_attn.kv_a_layernorm", "attention.kv_up": "self_attn.kv_b_proj",
 }
+_GPT_OSS = {
+    "attention.sinks.weight": "self_attn.sinks", "mlp.router": "mlp.router", "mlp.router.logit_bias": "mlp.router.bias",
+    "mlp.down_bias": "mlp.experts.down_proj_bias", "mlp.experts.down": "mlp.experts.down_proj",
+    "mlp.experts.gate": "mlp.experts.gate_up_proj", "mlp.experts.up": "mlp.experts.gate_up_proj",
+    "mlp.experts.gate_bias": "mlp.experts.gate_up_proj_bias", "mlp.experts.up_bias": "mlp.experts.gate_up_proj_bias",
+}
 _OLMO2 = {"attention_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"}
 _GEMMA = _OLMO2 | {"mlp_norm": "pre_feedforward_layernorm"}
 _GPT2 = {
@@ -65,7 +71,7 @@ _GPT2 = {
 
 NAMES = {
     "gpt2": _GPT2, "mixtral": _LLAMA | _MIXTRAL, "qwen3_moe": _LLAMA | _QWEN3_MOE, "olmo2": _LLAMA | _OLMO2,
-    "deepseek_v2": _LLAMA | _DEEPSEEK, "deepseek_v3": _LLAMA | _DEEPSEEK,
+    "gpt_oss": _LLAMA | _GPT_OSS, "deepseek_v2": _LLAMA | _DEEPSEEK, "deepseek_v3": _LLAMA | _DEEPSEEK,
     "gemma2": _LLAMA | _GEMMA, "gemma3_text": _LLAMA | _GEMMA,
 }  # fmt: skip
 """Names of modules by family; other families have llama's."""
@@ -78,12 +84,16 @@ class HFTensor(NamedTuple):
         transposed: whether a matrix is stored [in, out] (GPT-2).
         start: first of its outputs in a tensor that joins several parameters (GPT-2's q, k, v).
         less: what the stored value is less than the parameter (1 in norms of Gemma).
+        step: distance of its outputs in a tensor that joins several (2 in gpt-oss, whose gate and up alternate).
+        expert: index in a tensor that has all experts of a layer; None if each has its own (gpt-oss has one tensor).
     """
 
     name: str
     transposed: bool = False
     start: int = 0
     less: float = 0.0
+    step: int = 1
+    expert: int | None = None
 
 
 def hf_tensor(name: str, shape: ModelShape, expert: int = 0) -> HFTensor:
@@ -91,7 +101,8 @@ def hf_tensor(name: str, shape: ModelShape, expert: int = 0) -> HFTensor:
 
     >>> from shoal.spec.catalog import model_shape
     >>> hf_tensor("layers.3.attention.q.weight", model_shape("tiny"))
-    HFTensor(name='model.layers.3.self_attn.q_proj.weight', transposed=False, start=0, less=0.0)
+    HFTensor(name='model.layers.3.self_attn.q_proj.weight', transposed=False, start=0, less=0.0, \
+step=1, expert=None)
     """
     kind = model_type(shape)
     gpt, names = kind == "gpt2", NAMES.get(kind, _LLAMA)
@@ -105,7 +116,13 @@ def hf_tensor(name: str, shape: ModelShape, expert: int = 0) -> HFTensor:
     joined = gpt and module in ("attention.q", "attention.k", "attention.v")
     start = "qkv".index(module[-1]) * shape.hidden if joined else 0
     matrix = part == "weight" and module.startswith(("attention.", "mlp."))
-    stored = names.get(f"{module}.{part}") or f"{names[module].format(expert)}.{part}"
+    stored = names.get(f"{module}.{part}") or names[module].format(expert)
+    if kind == "gpt_oss" and ".experts." in name:
+        joined = module.endswith(("gate", "up", "gate_bias", "up_bias"))
+        return HFTensor(
+            f"{prefix}{stored}", not module.endswith("bias"), int("up" in module), step=1 + joined, expert=expert
+        )
+    stored = stored if f"{module}.{part}" in names else f"{stored}.{part}"
     less = float(FAMILIES[kind].gemma and "norm" in module)
     return HFTensor(f"{prefix}{stored}", gpt and matrix, start, less)
 
@@ -171,11 +188,12 @@ class HFWeights:
                     raise UsageError(f"{self.folder}: tensor '{at.name}' is stored as {kind}; "
                                      f"{', '.join(READ)} are read.")
                 found = tuple(stored.get_shape())
-                wanted = size[1:] if ".experts." in name else size[::-1] if at.transposed else size
-                joined = tuple(3 * n if n == self.shape.hidden and i == len(wanted) - 1 else n
-                               for i, n in enumerate(wanted)) if "c_attn" in at.name else wanted
-                if found != joined:
-                    raise UsageError(f"{self.folder}: tensor '{at.name}' has the shape {found}, this model {joined}.")
+                of_one = size[1:] if ".experts." in name else size
+                *others, last = of_one[::-1] if at.transposed else of_one
+                last *= at.step if "c_attn" not in at.name else 3
+                wanted = (*others, last) if at.expert is None else (size[0], *others, last)
+                if found != wanted:
+                    raise UsageError(f"{self.folder}: tensor '{at.name}' has the shape {found}, this model {wanted}.")
 
     def fill(self, name: str, piece: Piece) -> None:
         """Read one piece of a parameter into its tensor."""
@@ -198,11 +216,15 @@ class HFWeights:
             piece.tensor[i].copy_(self._read(hf_tensor(name, self.shape, box.offset[0] + i), of_one))
 
     def _read(self, at: HFTensor, box: Box) -> Tensor:
-        slices = tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
-        first = slice(slices[0].start + at.start, slices[0].stop + at.start)
-        if at.transposed:
-            return self._slice(at.name)[slices[1], first].t()
-        return self._slice(at.name)[(first, *slices[1:])]
+        begin, others = at.start + at.step * box.offset[0], zip(box.offset[1:], box.shape[1:], strict=True)
+        first = slice(begin, begin + max(0, at.step * (box.shape[0] - 1) + 1))
+        slices = [first, *(slice(o, o + n) for o, n in others)]
+        slices = slices[::-1] if at.transposed else slices
+        if at.expert is None:
+            stored = self._slice(at.name)[tuple(slices)]
+        else:
+            stored = self._slice(at.name)[(slice(at.expert, at.expert + 1), *slices)][0]
+        return (stored.t() if at.transposed else stored)[:: at.step]
 
     def _slice(self, name: str) -> Any:
         for known in (name, name.removeprefix("transformer.")):  # the first GPT-2 files lack the prefix
@@ -289,12 +311,22 @@ def _unit(name: str) -> str:
 
 
 def _rename(tensors: Mapping[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
-    parts: dict[str, list[Tensor]] = {}
+    parts: dict[str, dict[int | None, list[Tensor]]] = {}
+    steps: dict[str, int] = {}
     for name, tensor in sorted(tensors.items(), key=lambda item: hf_tensor(item[0], shape).start):
         for expert, each in enumerate(tensor) if ".experts." in name else ((0, tensor),):
             at = hf_tensor(name, shape, expert)
             if (order := stored_rows(name, shape)) is not None:
                 each = torch.empty_like(each).index_copy_(0, order, each)
-            parts.setdefault(at.name, []).append(each.t() if at.transposed else each)
-    return {name: torch.cat(each, dim=-1).contiguous() if len(each) > 1 else each[0].clone(
-        memory_format=torch.contiguous_format) for name, each in parts.items()}
+            parts.setdefault(at.name, {}).setdefault(at.expert, []).append(each.t() if at.transposed else each)
+            steps[at.name] = at.step
+    joined = {name: {expert: _join(each, steps[name]) for expert, each in of.items()} for name, of in parts.items()}
+    return {name: of[None] if None in of else torch.stack([*of.values()]) for name, of in joined.items()}
+
+
+def _join(each: list[Tensor], step: int) -> Tensor:
+    """Join parameters along their outputs, in turn if ``step`` is more than 1."""
+    if step > 1:
+        return torch.stack(each, dim=-1).flatten(-2)
+    return torch.cat(each, dim=-1).contiguous() if len(each) > 1 else each[0].clone(
+        memory_format=torch.contiguous_format)

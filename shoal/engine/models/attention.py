@@ -16,7 +16,7 @@ from shoal.engine import kernels
 from shoal.engine.kernels.flash_attention import flash_attention
 from shoal.engine.kernels.rotary import rotate_packed
 from shoal.engine.models.attention_kernels import Kernel, sdpa_backends, takes_lengths
-from shoal.engine.models.block_attention import CappedAttention, per_head
+from shoal.engine.models.block_attention import BlockAttention, per_head
 from shoal.engine.models.cache import Slice
 from shoal.engine.models.experts.router import RoutingContext
 from shoal.engine.models.products import use_mkl_if_small, use_mkl_in_backward
@@ -54,6 +54,14 @@ def recomputed(function: Callable[..., Tensor], *args: object) -> Tensor:
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 
+class Sinks(nn.Module):
+    """One more score of each head in the softmax of attention, without a value: [a] (gpt-oss: OpenAI 2025)."""
+
+    def __init__(self, heads: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(heads))
+
+
 class AttentionCore(nn.Module):
     """Scaled dot-product attention, softmax(q k^T / sqrt(d)) v, causal or masked, with grouped query heads.
 
@@ -70,7 +78,9 @@ class AttentionCore(nn.Module):
         self.kernel: Kernel = kernel if softcap is None else "explicit"
         self.window, self.softcap = window, softcap
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Segments | None) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Segments | None, sinks: Tensor | None = None
+    ) -> Tensor:
         """Compute attention.
 
         Args:
@@ -78,18 +88,20 @@ class AttentionCore(nn.Module):
             k, v: [b, k, t, d].
             mask: [b or 1, 1, s, t] bool, True where attention is allowed; it must be causal and have the window.
                 `Segments` attend to themselves alone. None is causal, with the queries as the last of the keys.
+            sinks: [a], one more score of each head, without a value.
 
         Returns:
             [b, a, s, d].
         """
         s, t = q.shape[2], k.shape[2]
         window = self.window if self.window is not None and self.window < t else None
+        if sinks is not None or self.softcap is not None:
+            by_lengths = self.kernel == "sdpa" and takes_lengths(q.device, q.dtype, q.shape[3])
+            if mask is None and (s < t or window) and not by_lengths:
+                mask = causal_mask(s, t, q.device, window)[None, None]
+            return BlockAttention.apply(q, k, v, mask, sinks, window, self.kernel, self.softcap)
         if isinstance(mask, Segments):
             return flash_attention(q, k, v, True, *mask, window)[0]
-        if self.softcap is not None:
-            if mask is None and (s < t or window):
-                mask = causal_mask(s, t, q.device, window)[None, None]
-            return CappedAttention.apply(q, k, v, mask, self.softcap)
         if self.kernel == "explicit":
             return explicit_attention(q, k, v, mask, window)
         if mask is None and (s < t or window):
@@ -177,7 +189,10 @@ def _kept_frequencies(frequencies: Tensor, theta: float, scaling: RopeScaling) -
         """Return the number of the wave that makes these turns."""
         return len(frequencies) * math.log(longest / (turns * 2 * math.pi)) / math.log(theta)
 
-    first, last = max(0, math.floor(number(high))), min(2 * len(frequencies) - 1, math.ceil(number(low)))
+    first, last = number(high), number(low)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(0, first), min(2 * len(frequencies) - 1, last)
     waves = torch.arange(len(frequencies), device=frequencies.device, dtype=frequencies.dtype)
     return 1 - ((waves - first) / max(last - first, 1e-3)).clamp(0, 1)
 

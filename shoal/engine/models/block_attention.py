@@ -1,6 +1,7 @@
 """Attention of one block of scores with its log-sum-exp, and its backward from the results of the full row.
 
-Ring attention consists of such blocks, and attention with capped scores, which fused kernels do not have, is one.
+Ring attention consists of such blocks, and attention with capped scores or with sinks, which fused kernels do not have,
+is one.
 With the output o_i and the log-sum-exp l_i of every block of a row, the row's are
 
     l = log sum_i exp l_i        o = sum_i exp(l_i - l) o_i
@@ -115,24 +116,43 @@ def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if mask is None else torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -math.inf)
 
 
-class CappedAttention(torch.autograd.Function):
-    """Attention with limited scores (Bello et al. 2016, "Neural combinatorial optimization"), in blocks of rows."""
+class BlockAttention(torch.autograd.Function):
+    """Attention with limited scores (Bello et al. 2016, "Neural combinatorial optimization"), or with sinks."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, softcap: float) -> Tensor:
-        """Compute attention; shapes as in `attend`. None is the causal mask of equally many queries and keys."""
-        out, total = attend(q, k, v, mask, causal=mask is None, kernel="explicit", softcap=softcap)
-        ctx.save_for_backward(q, k, v, out, total, mask)
-        ctx.softcap = softcap
+    def forward(
+        ctx, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Segments | None, sinks: Tensor | None,
+        window: int | None, kernel: Kernel, softcap: float | None,
+    ) -> Tensor:
+        """Compute attention; see `attend`. None is the causal mask.
+
+        Args:
+            sinks: [a], one more score in each row of a head, without a value.
+        """
+        causal = not isinstance(mask, Tensor)
+        out, total = attend(q, k, v, mask, causal=causal, window=window, kernel=kernel, softcap=softcap)
+        if sinks is not None:
+            more = sinks.to(total.dtype).view(-1, 1)  # [a, 1]
+            out = out * torch.sigmoid(total - more).unsqueeze(-1).to(out.dtype)
+            total = torch.logaddexp(total, more)
+        dense = None if isinstance(mask, Segments) else mask
+        ctx.save_for_backward(q, k, v, out, total, dense, sinks)
+        ctx.segments = mask if dense is None else None
+        ctx.how = {"causal": causal, "window": window, "kernel": kernel, "softcap": softcap}
         return out
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        q, k, v, out, total, mask = ctx.saved_tensors
-        found = attend_backward(
-            gradient, q, k, v, out, total, mask, causal=mask is None, kernel="explicit", softcap=ctx.softcap
-        )
-        return *found, None, None
+        q, k, v, out, total, mask, sinks = ctx.saved_tensors
+        found = attend_backward(gradient, q, k, v, out, total, ctx.segments if mask is None else mask, **ctx.how)
+        d_sinks = None if sinks is None else sinks_gradient(gradient, out, total, sinks)
+        return *found, None, d_sinks, None, None, None
+
+
+def sinks_gradient(gradient: Tensor, out: Tensor, total: Tensor, sinks: Tensor) -> Tensor:
+    """Return the gradient of sinks [a]; other arguments as in `attend_backward`, with the sinks in ``total``."""
+    along = (gradient.to(total.dtype) * out).sum(-1)  # [b, a, n]
+    return -((sinks.to(total.dtype).view(-1, 1) - total).exp() * along).sum((0, 2)).to(sinks.dtype)
 
 
 def per_head(q: Tensor, k: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -34,12 +35,37 @@ def _use_fused(x: Any) -> bool:
     return kernels.use_fused(x) if isinstance(x, Tensor) else True  # an input that is already encoded
 
 
+ALPHA, LIMIT = 1.702, 7.0  # of gpt-oss
+
+
+class ClampedSwiGLU(torch.autograd.Function):
+    """gate x sigmoid(1.702 gate) x (up + 1) of a gate up to 7 and an up between -7 and 7 (gpt-oss: OpenAI 2025).
+
+    Backward computes the activation again.
+    """
+
+    @staticmethod
+    def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        gate = gate.clamp(max=LIMIT)
+        return gate * torch.sigmoid(ALPHA * gate) * (up.clamp(-LIMIT, LIMIT) + 1)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        gate, up = ctx.saved_tensors
+        limited = gate.clamp(max=LIMIT)
+        s = torch.sigmoid(ALPHA * limited)
+        d_up = gradient * limited * s * (up.abs() <= LIMIT)
+        slope = s * (1 + ALPHA * limited * (1 - s)) * (gate <= LIMIT)
+        return gradient * (up.clamp(-LIMIT, LIMIT) + 1) * slope, d_up
+
+
 class SwiGLU(nn.Module):
-    """Gated feed-forward block: down(silu(gate x) * up x), or with GELU of the gate (Shazeer 2020)."""
+    """Gated feed-forward block: down(silu(gate x) * up x), or with GELU of the gate (Shazeer 2020), or clamped."""
 
     def __init__(self, shape: ModelShape, width: int):
         super().__init__()
-        self.gelu = shape.activation == "gelu"
+        self.activation = shape.activation
         self.gate = nn.Linear(shape.hidden, width, bias=False)
         self.up = nn.Linear(shape.hidden, width, bias=False)
         self.down = nn.Linear(width, shape.hidden, bias=False)
@@ -49,13 +75,14 @@ class SwiGLU(nn.Module):
         return self.gate, self.up
 
     def forward(self, x: Tensor) -> Tensor:
-        activate = getattr(self.gate, "activate", None) if _use_fused(x) and not self.gelu else None
+        activate = getattr(self.gate, "activate", None) if _use_fused(x) and self.activation is None else None
         y = activate(x, (self.gate, self.up), self.down) if activate is not None else None
         if y is not None:  # [b, s, width], perhaps encoded
             return self.down(y)
-        if self.gelu:
+        if self.activation is not None:
             gate, up = project(x, self.gate, self.up)
-            return self.down(F.gelu(gate, approximate="tanh") * up)
+            clamped = self.activation == "clamped"
+            return self.down(ClampedSwiGLU.apply(gate, up) if clamped else F.gelu(gate, approximate="tanh") * up)
         if (gate_up := project_joined(x, self.gate, self.up)) is not None:  # [b, s, 2 width]
             return self.down(swiglu(gate_up))
         gate, up = project(x, self.gate, self.up)  # [b, s, width]

@@ -1,7 +1,7 @@
 """Decoder-only transformer in the families llama and gpt.
 
 - ``llama``: RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases (Touvron et al. 2023); with biases of
-  queries, keys and values it is Qwen2, with norms of queries and keys Qwen3.
+  queries, keys and values it is Qwen2, with norms of queries and keys Qwen3, with experts and sinks gpt-oss.
 - ``gpt``: LayerNorm, learned positions, GELU, biases, tied head (Radford et al. 2019; Brown et al. 2020).
 
 Shapes in comments: b sequences, s tokens, h hidden, a heads, k key/value heads, d head width, v vocabulary.
@@ -27,6 +27,7 @@ from shoal.engine.models.attention import (
     Kernel,
     Mask,
     Positions,
+    Sinks,
     recomputed,
     rotary_table,
     rotate,
@@ -65,9 +66,12 @@ class Attention(nn.Module):
             RMSNorm((heads if self.joint else 1) * shape.head_dim, eps=shape.norm_eps) if shape.qk_norm else None
             for heads in (shape.heads, shape.kv_heads)
         )
+        self.sinks = Sinks(shape.heads) if shape.sinks else None
         self.window, self.core = window, AttentionCore(kernel, window, shape.softcap)
         self.scale = 1.0 if shape.query_scalar is None else math.sqrt(shape.head_dim / shape.query_scalar)
-        self.out = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=shape.family == "gpt")
+        self.out = nn.Linear(
+            shape.heads * shape.head_dim, shape.hidden, bias=shape.family == "gpt" or shape.out_bias
+        )
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         q, k, v = self._heads(x, context.rotary_with(self.window))  # [b, a or k, s, d]
@@ -76,7 +80,8 @@ class Attention(nn.Module):
         if context.part is not None:
             k, v = context.part.extend(self, k, v)  # [b, k, t, d]
         core = partial(recomputed, self.core) if self.recompute else self.core
-        o = core(q, k, v, context.mask_with(self.window))  # [b, a, s, d]
+        sinks = None if self.sinks is None else self.sinks.weight
+        o = core(q, k, v, context.mask_with(self.window), sinks)  # [b, a, s, d]
         return self.out(o.transpose(1, 2).flatten(2))  # [b, s, h]
 
     def first_layers(self) -> tuple[nn.Linear, ...]:

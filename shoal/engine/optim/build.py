@@ -18,7 +18,7 @@ from shoal.engine.optim.shards import Shards
 from shoal.engine.optim.sophia import Sophia
 from shoal.engine.precision.policy import Policy
 from shoal.spec.config import OptimizerConfig
-from shoal.spec.optimizers import ELEMENTWISE
+from shoal.spec.optimizers import ELEMENTWISE, is_matrix
 
 RULES: dict[str, Callable[[OptimizerConfig, Shards], Rule]] = {
     **{name: partial(FromTorch, name=name) for name in TORCH},
@@ -58,9 +58,9 @@ def build_for(
     return make(config, shards)
 
 
-def weight_decay(config: OptimizerConfig, shape: tuple[int, ...]) -> float:
+def weight_decay(config: OptimizerConfig, name: str, shape: tuple[int, ...]) -> float:
     """Return the weight decay of a parameter of this shape: on matrices only, not on norms and biases."""
-    return config.weight_decay if len(shape) > 1 else 0.0
+    return config.weight_decay if is_matrix(name, shape) else 0.0
 
 
 def rate_factor(config: OptimizerConfig, name: str) -> float:

@@ -15,6 +15,7 @@ from shoal.engine.optim.orthogonal import APART, ROWS, nearly_square
 from shoal.engine.optim.rule import Rule, to_pieces
 from shoal.engine.optim.shards import Shards
 from shoal.spec.config import OptimizerConfig
+from shoal.spec.optimizers import is_matrix
 
 # Coefficients of the quintic polynomial that one Newton-Schulz step applies to singular values (Jordan et al. 2024).
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -185,4 +186,4 @@ def _symmetric(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor
 
 def is_hidden_matrix(name: str, shape: tuple[int, ...]) -> bool:
     """Return whether Muon updates a parameter: matrices inside a layer that map activations to activations."""
-    return len(shape) > 1 and name.startswith("layers.")
+    return is_matrix(name, shape) and name.startswith("layers.")

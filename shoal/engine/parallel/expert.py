@@ -32,7 +32,7 @@ from shoal.engine.collectives.uneven import (
     scatter_rows,
     take_shard,
 )
-from shoal.engine.models.experts.grouped import GroupedExperts, GroupedFunction, Groups
+from shoal.engine.models.experts.grouped import GroupedExperts
 from shoal.engine.models.experts.layer import MoE
 from shoal.engine.models.experts.router import TokenPlaces
 from shoal.engine.parallel.context.causal_blocks import token_positions
@@ -68,8 +68,9 @@ def apply_expert_parallel(
             continue
         module.experts = experts = DistributedExperts(module.experts, f"{name}.experts", mesh, sink)
         placements |= {placement.name: placement for placement in experts.placements}
-        for part, parameter in module.router.named_parameters(recurse=False):
-            full = f"{name}.router.{part}"
+        of_tokens = [(f"router.{part}", parameter) for part, parameter in module.router.named_parameters(recurse=False)]
+        for part, parameter in (*module.named_parameters(recurse=False), *of_tokens):
+            full = f"{name}.{part}"
             placements[full] = replicate(full, parameter, mesh, partial=tp is not None)
         if module.router.bias is not None:
             module.router.bias = torch.zeros(shape.experts.count, dtype=torch.float64, device=mesh.device)
@@ -127,7 +128,8 @@ class DistributedExperts(GroupedExperts):
 
     def __init__(self, unsplit: GroupedExperts, name: str, mesh: Mesh, sink: GradSink):
         super(GroupedExperts, self).__init__()
-        self.sink, self.gate = sink, None
+        self.sink, self.gate, self.gate_bias, self.up_bias = sink, None, None, None
+        self.clamped = unsplit.clamped
         self.ep, self.index, self.ep_size = mesh.group("ep"), mesh.index("ep"), mesh.size("ep")
         self.etp, self.etp_size = mesh.group("etp"), mesh.size("etp")
         self.overlaps = self.ep is not None and mesh.device.type != "cpu"  # processors compute, or send
@@ -135,7 +137,7 @@ class DistributedExperts(GroupedExperts):
         for part, parameter in list(unsplit.named_parameters()):
             n, *dims = parameter.shape
             inner = 2 if part == "down" else 1  # the dim of the inner width
-            start, local = [self.index * n // self.ep_size, 0, 0], [n // self.ep_size, *dims]
+            start, local = [self.index * n // self.ep_size, *(0 for _ in dims)], [n // self.ep_size, *dims]
             local[inner] //= self.etp_size
             start[inner] = mesh.index("etp") * local[inner]
             setattr(self, part, parameter)
@@ -146,11 +148,8 @@ class DistributedExperts(GroupedExperts):
         """Return ``ep=4, etp=2``."""
         return f"ep={self.ep_size}, etp={self.etp_size}"
 
-    def product(self, x: Tensor, weight: nn.Parameter, groups: Groups) -> Tensor:
-        """Compute `GroupedExperts.product`, with the weight gradient sent to the sink."""
-        if self.sink.parameters is None:
-            return super().product(x, weight, groups)
-        return GroupedFunction.apply(x, weight, groups, partial(self.sink.add, [weight]))
+    def receiver(self, parameter: nn.Parameter) -> Callable[[Callable], object] | None:
+        return None if self.sink.parameters is None else partial(self.sink.add, [parameter])
 
     def announce(self, ends: Tensor) -> Callable[[Tensor], Callable[[], Tensor]]:
         """Announce the end of each expert's rows, given [E] int32; see `GroupedExperts.announce`.

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from shoal.engine.collectives.mesh import Mesh
+from shoal.engine.models.attention import Sinks
 from shoal.engine.models.transformer import Transformer
 from shoal.engine.parallel.embedding import SequenceEmbedding, VocabularyEmbedding, VocabularyLoss
 from shoal.engine.parallel.linear import (
@@ -21,6 +22,7 @@ from shoal.engine.parallel.linear import (
     KVColumnLinear,
     RowLinear,
     TensorParallel,
+    keep_rows,
 )
 from shoal.engine.parallel.placement import ParamPlacement, replicate
 from shoal.engine.parallel.symmetric import is_available
@@ -39,12 +41,23 @@ ParallelStyle = Callable[[Any, str, Any], Any]
 """Constructor of a split module from the unsplit one, its name in the full model and this rank's `TensorParallel`. The
 result has the placements of its parameters as ``placements``."""
 
+
+class HeadSinks(Sinks):
+    """Sinks of this rank's heads."""
+
+    def __init__(self, unsplit: Sinks, name: str, at: TensorParallel):
+        super(Sinks, self).__init__()
+        self.weight = unsplit.weight
+        self.placements = [keep_rows(self, name, "weight", at, at.size)]
+
+
 TENSOR_PARALLEL: dict[str, ParallelStyle] = {
     "embed.token": VocabularyEmbedding,
     "embed.position": SequenceEmbedding,
     "layers.*.attention.q": ColumnLinear,  # split by heads, so no collective is needed until `out`
     "layers.*.attention.{k,v}": KVColumnLinear,
     "layers.*.attention.{q_norm,k_norm}": JointNorm,
+    "layers.*.attention.sinks": HeadSinks,
     "layers.*.attention.shared": GatheredLatents,  # of every token, computed from the rank's tokens
     "layers.*.attention.{q_up,kv_up}": HeadsLinear,
     "layers.*.attention.out": RowLinear,

@@ -147,7 +147,7 @@ def build_flat(config: OptimizerConfig, shapes: dict[str, tuple[int, ...]], *, c
         parts.append(ShardPart(name, shape, Box.full(shape), start))
         start += parts[-1].box.numel
     shard = Shard(weights, gradient, tuple(parts))
-    groups = shard.cut(lambda part: weight_decay(config, part.global_shape))
+    groups = shard.cut(lambda part: weight_decay(config, part.name, part.global_shape))
     cut = [replace(each, decay=decay) for decay, each in groups]
     rule = build(config, Shards(shapes, cut, saves=frozenset(shapes)), compile=compile)
     if isinstance(rule, Sophia):
@@ -193,7 +193,7 @@ def build_baseline(
         step = next(steps)
         for w, g, state in zip(weights, gradients, states, strict=True):
             one = _adam if w.dim() != 2 and config.name in ("muon", "adam8bit") else loop
-            one(w, g, state, step, weight_decay(config, tuple(w.shape)), config)
+            one(w, g, state, step, weight_decay(config, "", tuple(w.shape)), config)
         return weights
 
     return update_by_loop if products else by_mkl()(update_by_loop)
@@ -203,7 +203,7 @@ def build_torch(config: OptimizerConfig, parameters: Iterable[nn.Parameter], way
     """Build torch's own optimizer of a rule, "fused" or "foreach", with weight decay on matrices only, like shoal's."""
     groups: dict[float, list[nn.Parameter]] = {}
     for parameter in parameters:
-        groups.setdefault(weight_decay(config, tuple(parameter.shape)), []).append(parameter)
+        groups.setdefault(weight_decay(config, "", tuple(parameter.shape)), []).append(parameter)
     params = [{"params": members, "weight_decay": decay} for decay, members in groups.items()]
     fused, betas, eps = way == "fused", config.betas, config.eps
     common: dict[str, Any] = {"lr": config.learning_rate, "foreach": way == "foreach"}

@@ -174,8 +174,8 @@ class MicroBatch:
 
     @property
     def stores_scores(self) -> bool:
-        """True if attention on one rank saves its weights: unfused, and not in blocks of rows with capped scores."""
-        return self.kernel == "explicit" and self.shape.softcap is None
+        """True if attention on one rank saves its weights: unfused, and not in blocks (`ModelShape.by_blocks`)."""
+        return self.kernel == "explicit" and not self.shape.by_blocks
 
     def window(self, layer: int) -> int | None:
         """Return the window of a layer if it hides tokens."""

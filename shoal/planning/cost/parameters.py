@@ -122,7 +122,7 @@ def list_units(
         if bias:
             yield rows(f"{name}.bias", size, parts=parts)
 
-    def row_parallel(name: str, size: int) -> Iterator[LocalParameter]:
+    def row_parallel(name: str, size: int, bias: bool = bias) -> Iterator[LocalParameter]:
         yield columns(f"{name}.weight", h, size)
         if bias:
             yield replicated(f"{name}.bias", h)
@@ -136,7 +136,8 @@ def list_units(
         if shape.post_norm != "only":
             yield from norm(f"layers.{i}.attention_norm")
         yield from attention(f"layers.{i}.attention") if latent is None else latent_attention(f"layers.{i}.attention")
-        yield from row_parallel(f"layers.{i}.attention.out", shape.heads * shape.value_dim)
+        out_bias = bias or shape.out_bias
+        yield from row_parallel(f"layers.{i}.attention.out", shape.heads * shape.value_dim, out_bias)
         if shape.post_norm:
             yield from norm(f"layers.{i}.attention_post_norm")
         if shape.post_norm != "only":
@@ -147,10 +148,13 @@ def list_units(
 
     def routed(i: int) -> Iterator[LocalParameter]:
         experts, name = shape.moe, f"layers.{i}.mlp"
-        for part in ("weight", "noise") if experts.gate == "noisy-top-k" else ("weight",):
-            scored = (experts.count, h)
+        scored: tuple[int, ...] = (experts.count, h)
+        parts = {"router.weight": scored} | ({"router.noise": scored} if experts.gate == "noisy-top-k" else {})
+        if experts.biases:
+            parts = {"down_bias": scored, **parts, "router.logit_bias": (experts.count,)}
+        for part, full in parts.items():
             partial = "tp" if tp > 1 else ""  # each rank scores its own tokens
-            yield LocalParameter(f"{name}.router.{part}", scored, Box.full(scored), math.prod(scored), partial, tp)
+            yield LocalParameter(f"{name}.{part}", full, Box.full(full), math.prod(full), partial, tp)
         count, width = experts.count // layout.ep, experts.ffn // layout.expert_tensor
         for part in ("up", "down") if bias else ("gate", "up", "down"):
             down = part == "down"
@@ -158,6 +162,11 @@ def list_units(
             offset = (ep_index * count, 0, etp_index * width) if down else (ep_index * count, etp_index * width, 0)
             box = Box(offset, (count, h, width) if down else (count, width, h))
             yield LocalParameter(f"{name}.experts.{part}", size, box, box.numel, expert=True)
+        for part in (("up",) if bias else ("gate", "up")) if experts.biases else ():
+            box = Box((ep_index * count, etp_index * width), (count, width))
+            yield LocalParameter(
+                f"{name}.experts.{part}_bias", (experts.count, experts.ffn), box, box.numel, expert=True
+            )
         if experts.shared:
             yield from block(f"{name}.shared", experts.shared * experts.ffn)
 
@@ -172,6 +181,8 @@ def list_units(
         elif shape.qk_norm:
             yield head_norm(f"{name}.q_norm.weight")
             yield head_norm(f"{name}.k_norm.weight")
+        if shape.sinks:
+            yield rows(f"{name}.sinks.weight", shape.heads)
 
     def latent_attention(name: str) -> Iterator[LocalParameter]:
         assert latent is not None

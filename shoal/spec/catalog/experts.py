@@ -72,6 +72,9 @@ class Experts(LayerPattern):
     scale: PositiveFloat = 1.0
     """top-k: factor on the weights."""
 
+    biases: bool = False
+    """top-k: the router's logits and the matrices of the experts have biases (gpt-oss)."""
+
     capacity_factor: NonNegativeFloat = 0.0
     """Maximum tokens per expert, as a multiple of its even share of the tokens of a sequence; tokens above it are
     dropped. 0 drops none. expert-choice: tokens that each expert chooses, in the same unit (0 means 1)."""

@@ -45,6 +45,9 @@ class RopeScaling(Section):
     """yarn, in latent attention: scores are multiplied by (0.1 mscale_all ln(factor) + 1)^2 (mscale_all_dim of
     DeepSeek's)."""
 
+    truncate: bool = True
+    """yarn: the numbers of the first and the last wave between are rounded outwards (gpt-oss: they are not)."""
+
     @property
     def magnitude(self) -> float:
         """Factor on rotated queries and keys."""
@@ -128,6 +131,9 @@ class ModelShape(Section):
     qkv_bias: bool = False
     """Whether queries, keys and values have biases in the llama family too (Qwen2)."""
 
+    out_bias: bool = False
+    """Whether the output projection of attention has a bias in the llama family too (gpt-oss)."""
+
     qk_norm: bool = False
     """Whether each head of queries and keys passes through an RMSNorm before it is rotated (Qwen3); llama only."""
 
@@ -139,8 +145,9 @@ class ModelShape(Section):
     """Norms of what attention and the feed-forward block add to the residual stream, besides norms of their inputs
     (also: Gemma 2) or instead (only: OLMo 2); llama only."""
 
-    activation: Literal["gelu"] | None = None
-    """Function of the gate in the llama family: GELU in its tanh form (Gemma: GeGLU, Shazeer 2020); None: SiLU."""
+    activation: Literal["gelu", "clamped"] | None = None
+    """Function of the gate in the llama family: GELU in its tanh form (Gemma: GeGLU, Shazeer 2020); clamped: of gate
+    and up, both limited, gate x sigmoid(1.702 gate) x (up + 1) (gpt-oss); None: SiLU."""
 
     scaled_embedding: bool = False
     """Whether embeddings are multiplied by the square root of hidden (Gemma)."""
@@ -150,6 +157,10 @@ class ModelShape(Section):
 
     softcap: PositiveFloat | None = None
     """Limit of attention scores, which become softcap x tanh(score / softcap) (Bello et al. 2016; Gemma 2)."""
+
+    sinks: bool = False
+    """Whether the softmax of each head has one more score, a parameter without a value, which takes a part of the
+    weights (OpenAI 2025, gpt-oss model card, section 2; Xiao et al. 2023); llama only."""
 
     logit_softcap: PositiveFloat | None = None
     """The same for the logits of the head."""
@@ -165,7 +176,7 @@ class ModelShape(Section):
     """With a window, the kinds of the layers, repeated over the model (Gemma 2: local, global); empty: all local."""
 
     experts: Experts | None = None
-    """Experts that replace the feed-forward blocks of some layers; they have no biases, in either family."""
+    """Experts that replace the feed-forward blocks of some layers."""
 
     depths: Depths | None = None
     """Layers that process only some tokens."""
@@ -187,6 +198,11 @@ class ModelShape(Section):
     def rotary_dim(self) -> int:
         """Width of the rotated part of a query."""
         return self.latent.rotary_dim if self.latent else self.head_dim
+
+    @property
+    def by_blocks(self) -> bool:
+        """Whether attention saves the log-sum-exp of its scores with every kernel, and never the scores."""
+        return self.sinks or self.softcap is not None
 
     @property
     def moe(self) -> Experts:
@@ -213,12 +229,15 @@ class ModelShape(Section):
         block = h * f * self._matrices_of_block()
         qk_norms = q + kv if self.joint_qk_norm else 2 * self.head_dim
         layer += (q + 2 * kv) * (gpt or self.qkv_bias) + qk_norms * self.qk_norm
+        layer += h * self.out_bias + self.heads * self.sinks
         if gpt:
             layer, block = layer + h, block + f + h  # including the biases
         total = self.layers * (layer + block) + (2 * h + self.max_sequence * h if gpt else h)
         if (experts := self.experts) is not None:
             routers = (2 if experts.gate == "noisy-top-k" else 1) * h * experts.count
             of_experts = (experts.count + experts.shared) * self._block(experts)
+            if experts.biases:  # of the router, and of each matrix of an expert
+                of_experts += experts.count * (1 + (self._matrices_of_block() - 1) * experts.ffn + h)
             if gpt and experts.shared:
                 of_experts += experts.shared * experts.ffn + h
             total += len(experts.layers(self.layers)) * (routers + of_experts - block)

@@ -149,6 +149,7 @@ DEPTHS = Feature("model.depths", lambda run: run.shape.depths is not None)
 WEIGHTS = Feature("model.weights", lambda run: run.config.model.weights is not None)
 WINDOW = Feature("model.window", lambda run: run.shape.window is not None)
 QK_NORM = Feature("model.qk_norm", lambda run: run.shape.qk_norm)
+SINKS = Feature("model.sinks", lambda run: run.shape.sinks)
 LATENT = Feature("model.latent", lambda run: run.shape.latent is not None)
 
 # ---- computing -------------------------------------------------------------------------------------------------------

@@ -56,6 +56,7 @@ CONFLICTS = (
     Conflict(f.GRID, f.EXPERTS, "their ranks take tokens along one dimension", "Leave tp_x or experts out"),
     Conflict(f.GRID, f.DEPTHS, "its routers score complete hidden states", "Leave tp_x or depths out"),
     Conflict(f.GRID, f.QK_NORM, "its ranks share the heads of a norm along one dimension", "Leave tp_x or qk_norm out"),
+    Conflict(f.GRID, f.SINKS, "its ranks share the heads of sinks along one dimension", "Leave tp_x or sinks out"),
     Conflict(f.GRID, f.LATENT, "the norms of its latents need complete ones", "Leave tp_x or latent out"),
     Conflict(f.GRID, f.TP_OVERLAP, "it overlaps the products of one dimension", "Leave tp_x or tp_overlap out"),
     *_each((f.TP_OVERLAP, f.GRID), (f.COMPILE,), "the compiler takes products and collectives as they are, in one "

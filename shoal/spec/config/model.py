@@ -111,6 +111,9 @@ class ModelConfig(Section):
     qkv_bias: bool | None = None
     """Override: biases of queries, keys and values in the llama family (Qwen2)."""
 
+    out_bias: bool | None = None
+    """Override: a bias of the output projection of attention in the llama family (gpt-oss)."""
+
     qk_norm: bool | None = None
     """Override: a norm of each head of queries and keys (Qwen3)."""
 
@@ -120,8 +123,8 @@ class ModelConfig(Section):
     post_norm: Literal["also", "only"] | None = None
     """Override: norms of what a block adds, besides the norms of its input (Gemma 2) or instead of them (OLMo 2)."""
 
-    activation: Literal["gelu"] | None = None
-    """Override: GELU of the gate in the llama family, instead of SiLU (Gemma)."""
+    activation: Literal["gelu", "clamped"] | None = None
+    """Override: GELU of the gate in the llama family (Gemma), or a clamped SwiGLU (gpt-oss), instead of SiLU."""
 
     scaled_embedding: bool | None = None
     """Override: embeddings times the square root of hidden (Gemma)."""
@@ -131,6 +134,9 @@ class ModelConfig(Section):
 
     softcap: PositiveFloat | None = None
     """Override: limit of attention scores, softcap x tanh(score / softcap) (Gemma 2)."""
+
+    sinks: bool | None = None
+    """Override: one more score of each head in the softmax of attention, without a value (gpt-oss)."""
 
     logit_softcap: PositiveFloat | None = None
     """Override: the same for the logits of the head (Gemma 2)."""
@@ -196,11 +202,13 @@ class ModelConfig(Section):
             raise UsageError("model.pattern, but no layer has a window.\n  Set model.window, or leave pattern out.")
         if shape.local_rope_theta and shape.window is None:
             raise UsageError("model.local_rope_theta, but no layer has a window.\n  Set model.window, or leave it out.")
-        if shape.activation and shape.experts:
-            raise UsageError(f"model.activation = '{shape.activation}', but experts compute SwiGLU.\n  Leave it out.")
+        if shape.activation == "gelu" and shape.experts:
+            raise UsageError("model.activation = 'gelu', but experts compute SwiGLU, plain or clamped.\n"
+                             "  Leave it out, or set it to clamped.")
         if shape.joint_qk_norm and not shape.qk_norm:
             raise UsageError("model.joint_qk_norm without norms of queries and keys.\n  Set model.qk_norm too.")
-        for name in ("rope_scaling", "qkv_bias", "qk_norm", "post_norm", "activation", "local_rope_theta", "latent"):
+        for name in ("rope_scaling", "qkv_bias", "out_bias", "qk_norm", "post_norm", "activation", "sinks",
+                     "local_rope_theta", "latent"):
             if shape.family != "llama" and getattr(shape, name):
                 raise UsageError(f"model.{name}, but model {self.name} is of the family gpt.\n  Leave it out.")
         if shape.rotary_dim % 2 and shape.family == "llama":
@@ -228,7 +236,7 @@ class ModelConfig(Section):
         latent = _merge(Latent, shape.latent, self.latent)
         if latent is None:
             return None
-        for field in ("qkv_bias", "qk_norm", "query_scalar", "local_rope_theta"):
+        for field in ("qkv_bias", "out_bias", "qk_norm", "query_scalar", "sinks", "local_rope_theta"):
             if getattr(shape, field):
                 raise UsageError(f"model.{field} with model.latent: latent attention has no such part.\n"
                                  "  Leave one of them out.")
@@ -264,7 +272,7 @@ class ModelConfig(Section):
                                 experts.count // experts.groups):
             raise UsageError(f"model.experts.per_token = {experts.per_token}, but model.experts.groups_per_token = "
                              f"{experts.groups_per_token} groups have {within} experts.\n  Take more groups.")
-        for name in ("groups", "score", "normalise", "scale", "bias_update"):
+        for name in ("groups", "score", "normalise", "scale", "biases", "bias_update"):
             value = getattr(experts, name)
             if gate != "top-k" and value != Experts.model_fields[name].default:
                 raise UsageError(f"model.experts.{name} = {value} is for the gate top-k, not for {gate}.\n"

@@ -120,7 +120,9 @@ def draw_run(choose: Choose, max_ranks: int = 8, *, routers: bool = True) -> Run
         heads_alone = tp_x == 1 and not model.get("latent")
         model |= choose(({}, {"qk_norm": True}, {"qk_norm": True, "joint_qk_norm": True}) if heads_alone else ({},))
         model["qkv_bias"] = not model.get("latent") and choose((False, False, True))
-        model["activation"] = None if sparse else choose((None, None, "gelu"))
+        model["out_bias"] = not model.get("latent") and choose((False, False, True))
+        model["sinks"] = heads_alone and choose((False, False, True))
+        model["activation"] = choose((None, "clamped") if sparse else (None, None, "gelu", "clamped"))
         model["query_scalar"] = None if model.get("latent") else choose((None, 5))
     model["scaled_embedding"] = choose((False, True))
     model["softcap"], model["logit_softcap"] = choose((None, None, 0.3)), choose((None, 0.5))
@@ -184,7 +186,7 @@ def _draw_experts(choose: Choose, parallel: dict[str, Any], ranks: int) -> dict[
         experts["groups_per_token"] = choose(fit)
         experts |= {
             "score": choose(("softmax", "sigmoid")), "normalise": choose((True, False)), "scale": choose((1.0, 2.5)),
-            "bias_update": choose((0.0, 0.01)),
+            "bias_update": choose((0.0, 0.01)), "biases": choose((False, True)),
         }
     return experts
 

@@ -38,6 +38,7 @@ from shoal.spec.catalog import ModelShape
 from shoal.spec.compatibility.sizes import float8_products
 from shoal.spec.config import OptimizerConfig, RunConfig
 from shoal.spec.number_formats import FORMATS
+from shoal.spec.optimizers import is_matrix
 from shoal.testing.verify.emulate import accumulate_gradients, count_tokens, emulate_updates, get_gradient
 from shoal.testing.verify.trace import Choices, Tracer
 from shoal.training.step.curvature import SHIFT
@@ -164,14 +165,14 @@ def plain_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> Rule | P
         parameter.grad = torch.zeros_like(parameter)
     return build(config, Shards.from_parameters(
         ((name, p.detach(), get_gradient(p)) for name, p in named.items()),
-        lambda name, p: weight_decay(config, p.shape), lambda name: rate_factor(config, name),
+        lambda name, p: weight_decay(config, name, tuple(p.shape)), lambda name: rate_factor(config, name),
     ))
 
 
 class PlainTorch:
     def __init__(self, model: torch.nn.Module, config: OptimizerConfig):
         groups = [
-            {"params": [p], "weight_decay": config.weight_decay if p.dim() > 1 else 0.0,
+            {"params": [p], "weight_decay": config.weight_decay if is_matrix(name, tuple(p.shape)) else 0.0,
              "rate": rate_factor(config, name)}
             for name, p in model.named_parameters()
         ]

@@ -56,14 +56,14 @@ def test_on_cuda_key_heads_are_repeated_only_for_kernels_without_groups(monkeypa
 @given(
     b=SMALL, groups=SMALL, kv=st.integers(1, 3), s=st.integers(1, 9), past=st.sampled_from((0, 1, 4)), d=SMALL,
     packed=st.booleans(), rows=SMALL, seed=SMALL, window=st.sampled_from([None, 1, 2, 4]),
-    softcap=st.sampled_from([None, 0.5]),
+    softcap=st.sampled_from([None, 0.5]), sinks=st.booleans(), kernel=st.sampled_from(["sdpa", "explicit"]),
 )
 def test_explicit_and_capped_attention_are_the_formula(
     monkeypatch: pytest.MonkeyPatch,
     b: int, groups: int, kv: int, s: int, past: int, d: int, packed: bool, rows: int, seed: int, window: int | None,
-    softcap: float | None,
+    softcap: float | None, sinks: bool, kernel: str,
 ) -> None:
-    """In any number of blocks of queries, the last of them as it comes; with capped scores, as written out."""
+    """In any number of blocks of queries, the last of them as it comes; with capped scores or sinks, as written out."""
     monkeypatch.setattr(attention, "_MIN_ROWS", rows)
     monkeypatch.setattr(block_attention, "_ROWS", rows)
     torch.manual_seed(seed)
@@ -73,23 +73,24 @@ def test_explicit_and_capped_attention_are_the_formula(
     documents = torch.randint(0, 2, (b, t)).cumsum(1) if packed else None
     mask = Mask(window=window)(past, s, documents, q)
     k.requires_grad_(), v.requires_grad_()
-    expected = write_out(q, k, v, documents, window, softcap)
-    got = AttentionCore(window=window, softcap=softcap)(q, k, v, mask)
-    if softcap is None:
+    more = torch.randn(groups * kv, dtype=torch.float64, requires_grad=True) if sinks else None
+    expected = write_out(q, k, v, documents, window, softcap, more)
+    got = AttentionCore(kernel, window, softcap)(q, k, v, mask, more)
+    if softcap is None and not sinks:
         torch.testing.assert_close(got, expected)
         got = explicit_attention(q, k, v, mask, window if window and window < t else None)
     torch.testing.assert_close(got, expected)
     weight = torch.randn_like(got)
     for a, b_ in zip(
-        torch.autograd.grad((got * weight).sum(), (q, k, v)),
-        torch.autograd.grad((expected * weight).sum(), (q, k, v)),
+        torch.autograd.grad((got * weight).sum(), (q, k, v, *([] if more is None else [more]))),
+        torch.autograd.grad((expected * weight).sum(), (q, k, v, *([] if more is None else [more]))),
         strict=True,
     ):
         torch.testing.assert_close(a, b_)
 
 
-def write_out(q, k, v, documents, window: int | None, softcap: float | None) -> torch.Tensor:
-    """Attention of each query to the keys at most ``window - 1`` before it, in its document."""
+def write_out(q, k, v, documents, window: int | None, softcap: float | None, sinks=None) -> torch.Tensor:
+    """Attention of each query to the keys at most ``window - 1`` before it, in its document; and to a sink."""
     s, t = q.shape[2], k.shape[2]
     distance = torch.arange(t - s, t)[:, None] - torch.arange(t)
     seen = (distance >= 0) & (distance < (window or t))
@@ -98,7 +99,10 @@ def write_out(q, k, v, documents, window: int | None, softcap: float | None) -> 
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = q @ k.mT / q.shape[3] ** 0.5
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-    return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.view(-1, 1, 1).expand(*scores.shape[:-1], 1)), -1)
+    return scores.softmax(-1)[..., :t] @ v
 
 
 def test_a_document_mask_by_hand() -> None:

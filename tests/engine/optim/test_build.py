@@ -31,13 +31,14 @@ def cut_shards(weights, gradients, cuts, config):
         for start, stop in pairwise(ends):
             parts = tuple(ShardPart(name, whole, box, at) for at, box in flat_range(whole, start, stop))
             flat = weight.flatten()[start:stop], gradient.flatten()[start:stop]
-            shards.append(Shard(*flat, parts, weight_decay(config, whole), rate_factor(config, name)))
+            shards.append(Shard(*flat, parts, weight_decay(config, name, whole), rate_factor(config, name)))
     return Shards(SHAPES, shards, weights[0].dtype, saves=frozenset(SHAPES))
 
 
 def whole(weights, gradients, config, names=tuple(SHAPES)):
     return Shards.from_parameters(
-        zip(names, weights, gradients, strict=True), lambda name, tensor: weight_decay(config, tuple(tensor.shape))
+        zip(names, weights, gradients, strict=True),
+        lambda name, tensor: weight_decay(config, name, tuple(tensor.shape)),
     )
 
 

@@ -88,13 +88,14 @@ def run_of(
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", ["tiny", "tiny-gpt"])
 @pytest.mark.parametrize("shared", [0, 1])
-def test_what_a_layer_with_experts_keeps(pool: Pool, family: str, precision: str, shared: int) -> None:
+@pytest.mark.parametrize("biases", [False, True])
+def test_what_a_layer_with_experts_keeps(pool: Pool, family: str, precision: str, shared: int, biases: bool) -> None:
     """To the byte but for two scalars, which losses keep."""
     config = run_of(family, "none", "sdpa", False, precision, s=96)
-    experts = {"count": 4, "per_token": 2, "ffn": 40, "shared": shared, "every": 2}
-    model = config.model_copy(
-        update={"model": build_config({"model": plain(config)["model"] | {"experts": experts}}).model}
-    )
+    experts = {"count": 4, "per_token": 2, "ffn": 40, "shared": shared, "every": 2, "biases": biases}
+    activation = "clamped" if biases and family == "tiny" else None
+    parts = plain(config)["model"] | {"experts": experts, "activation": activation}
+    model = config.model_copy(update={"model": build_config({"model": parts}).model})
     for fused in (False, True)[: 1 + (family == "tiny")]:
         ((found, said),) = pool.run(both, 1, model, fused)
         assert 0 <= found - said <= 16 + 4 * 4 * fused, fused  # and the ends of experts' rows
@@ -154,6 +155,7 @@ def test_what_windows_keep(pool: Pool, kernel: str, masked: bool, s: int, recomp
     {"post_norm": "also"}, {"post_norm": "only", "qk_norm": True, "joint_qk_norm": True}, {"qk_norm": True},
     {"activation": "gelu", "scaled_embedding": True, "query_scalar": 5, "logit_softcap": 2.0}, {"softcap": 2.0},
     {"softcap": 2.0, "window": 7, "pattern": ("local", "global"), "local_rope_theta": 100.0},
+    {"sinks": True, "window": 7, "pattern": ("local", "global"), "out_bias": True, "activation": "clamped"},
 ])  # fmt: skip
 @pytest.mark.parametrize("fused", [False, True])
 def test_what_other_parts_keep(pool: Pool, fused: bool, parts: dict) -> None:

@@ -12,6 +12,11 @@ DEEPSEEK = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, 
             "kv_lora_rank": 512, "n_group": 8, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6,
             "tie_word_embeddings": False}
 
+GPT_OSS = {"head_dim": 64, "num_experts_per_tok": 4, "sliding_window": 128, "rms_norm_eps": 1e-5,
+           "tie_word_embeddings": False, "rope_parameters": {
+               "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+               "truncate": False, "original_max_position_embeddings": 4096}}
+
 CONFIGS: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
     "mistral-7b": ("mistral", (4096, 14336, 32, 32, 8, 32000), {
         "rms_norm_eps": 1e-5, "rope_theta": 1e4, "sliding_window": 4096, "tie_word_embeddings": False}),
@@ -34,6 +39,8 @@ CONFIGS: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
     "mixtral-8x7b": ("mixtral", (4096, 14336, 32, 32, 8, 32000), {
         "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2,
         "tie_word_embeddings": False}),
+    "gpt-oss-20b": ("gpt_oss", (2880, 2880, 24, 64, 8, 201088), GPT_OSS | {"num_local_experts": 32}),
+    "gpt-oss-120b": ("gpt_oss", (2880, 2880, 36, 64, 8, 201088), GPT_OSS | {"num_local_experts": 128}),
     "deepseek-v2": ("deepseek_v2", (5120, 12288, 60, 128, 128, 102400), {
         **DEEPSEEK, "moe_intermediate_size": 1536, "n_routed_experts": 160, "n_shared_experts": 2,
         "num_experts_per_tok": 6, "topk_group": 3, "topk_method": "group_limited_greedy", "first_k_dense_replace": 1,

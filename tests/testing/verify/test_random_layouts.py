@@ -126,6 +126,11 @@ def test_drawn_runs_are_valid_and_reach_every_corner() -> None:
                     for run in drawn)
             for axis in ("tp", "cp", "pp")
         ),
+        "sinks, and biases of experts, beside every other axis": all(
+            any(run.model.sinks and getattr(run.parallel, axis) > 1 for run in drawn)
+            and any(run.model.experts.biases and getattr(run.parallel, axis) > 1 for run in sparse)
+            for axis in ("dp", "tp", "cp", "pp", "zero")
+        ),
         "such layers with experts": any(run.model.depths.capacity for run in sparse),
         "latent attention, beside every other axis": all(
             any(run.model.latent.key_value_rank and getattr(run.parallel, axis) > 1 for run in drawn)

@@ -24,6 +24,7 @@ from shoal.engine import kernels
 from shoal.engine.collectives.ops import to_host
 from shoal.engine.kernels.group_gradients import add_group_gradients
 from shoal.engine.kernels.swiglu import swiglu_pair
+from shoal.engine.models.feedforward import ClampedSwiGLU
 from shoal.engine.models.products import by_mkl
 from shoal.spec.catalog import ModelShape
 
@@ -34,11 +35,12 @@ Groups = Sequence[int] | Tensor
 
 
 class GroupedExperts(nn.Module):
-    """E feed-forward blocks without biases; SwiGLU for llama, else GELU.
+    """E feed-forward blocks; SwiGLU for llama, plain or clamped, else GELU.
 
     Attributes:
         gate, up: [E, f, h] (gate: llama only).
         down: [E, h, f].
+        gate_bias, up_bias: [E, f] or None; `MoE` adds the biases of ``down``.
         overlaps: whether rows travel to other devices while this one computes.
     """
 
@@ -51,6 +53,9 @@ class GroupedExperts(nn.Module):
         self.gate = nn.Parameter(torch.empty(count, f, h)) if shape.family == "llama" else None
         self.up = nn.Parameter(torch.empty(count, f, h))
         self.down = nn.Parameter(torch.empty(count, h, f))
+        self.clamped, biases = shape.activation == "clamped", shape.experts.biases
+        self.gate_bias = nn.Parameter(torch.empty(count, f)) if biases and self.gate is not None else None
+        self.up_bias = nn.Parameter(torch.empty(count, f)) if biases else None
 
     def announce(self, ends: Tensor) -> Callable[[Tensor], Callable[[], Tensor]]:
         """Announce the end of each expert's rows, [E] int32, before the rows themselves are ready.
@@ -71,19 +76,25 @@ class GroupedExperts(nn.Module):
         aligned = not any(n * weight.element_size() % _ALIGN for n in weight.shape[1:])
         return kernels.use_fused(weight) and weight.dtype == torch.bfloat16 and aligned
 
-    def product(self, x: Tensor, weight: nn.Parameter, groups: Groups) -> Tensor:
-        """Compute y[run e] = x[run e] weight[e]^T: [m, k], [E, n, k] -> [m, n]."""
-        return GroupedFunction.apply(x, weight, groups, None)
+    def receiver(self, parameter: nn.Parameter) -> Callable[[Callable], object] | None:
+        """Return what takes the gradient of a parameter as a term that adds it; None is autograd."""
+        return None
+
+    def product(self, x: Tensor, weight: nn.Parameter, groups: Groups, bias: nn.Parameter | None = None) -> Tensor:
+        """Compute y[run e] = x[run e] weight[e]^T (+ bias[e]): [m, k], [E, n, k], [E, n] -> [m, n]."""
+        y = GroupedFunction.apply(x, weight, groups, self.receiver(weight))
+        return y if bias is None else GroupedBias.apply(y, bias, groups, self.receiver(bias))
 
     def blocks(self, x: Tensor, groups: Groups) -> Tensor:
         """Apply the feed-forward blocks to rows that are on this rank."""
-        up = self.product(x, self.up, groups)
+        up = self.product(x, self.up, groups, self.up_bias)
         if self.gate is None:
             return self.product(F.gelu(up, approximate="tanh"), self.down, groups)
         # Results without a name are freed as soon as they are used.
-        if kernels.use_fused(x):
-            return self.product(swiglu_pair(self.product(x, self.gate, groups), up), self.down, groups)
-        return self.product(F.silu(self.product(x, self.gate, groups)) * up, self.down, groups)
+        if self.clamped or kernels.use_fused(x):
+            gated = ClampedSwiGLU.apply if self.clamped else swiglu_pair
+            return self.product(gated(self.product(x, self.gate, groups, self.gate_bias), up), self.down, groups)
+        return self.product(F.silu(self.product(x, self.gate, groups, self.gate_bias)) * up, self.down, groups)
 
 
 class GroupedFunction(torch.autograd.Function):
@@ -114,6 +125,46 @@ class GroupedFunction(torch.autograd.Function):
             else:
                 ctx.add(term)
         return d_x, d_weight, None, None
+
+
+class GroupedBias(torch.autograd.Function):
+    """Rows plus the bias of their expert, in place; backward passes the bias's gradient to ``add``, or to autograd."""
+
+    @staticmethod
+    def forward(
+        ctx, y: Tensor, bias: Tensor, groups: Groups, add: Callable[[Callable], object] | None
+    ) -> Tensor:
+        ctx.mark_dirty(y)
+        ctx.groups, ctx.add, ctx.shape = groups, add, bias.shape
+        if isinstance(groups, Tensor):
+            rows = torch.arange(len(y), device=y.device, dtype=groups.dtype)
+            return y.add_(bias[torch.searchsorted(groups, rows, right=True).clamp_(max=len(bias) - 1)])
+        for run, row in zip(runs(groups), bias, strict=True):
+            y[run] += row
+        return y
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        if not ctx.needs_input_grad[1]:
+            return gradient, None, None, None
+        d_bias, term = None, partial(bias_sum, gradient, ctx.groups)
+        if ctx.add is None:
+            d_bias = gradient.new_empty(ctx.shape)
+            term(d_bias, True)
+        else:
+            ctx.add(term)
+        return gradient, d_bias, None, None
+
+
+def bias_sum(d_y: Tensor, groups: Groups, total: Tensor, fresh: bool) -> None:
+    """Compute total[e] (+)= sum of d_y[run e] in place, or overwrite if ``fresh``: [m, n] -> [E, n].
+
+    By products with ones, whose sums have a fixed order on CUDA too.
+    """
+    ones = d_y.new_ones(len(d_y), _ALIGN // 2)
+    sums = d_y.new_empty(*total.shape, _ALIGN // 2)
+    weight_product(d_y, ones, groups, sums, True)
+    (total.copy_ if fresh else total.add_)(sums[..., 0])
 
 
 def rows_product(x: Tensor, matrices: Tensor, groups: Groups) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 
 from shoal.engine.models.experts.grouped import GroupedExperts
@@ -14,11 +15,18 @@ from shoal.spec.catalog import ModelShape
 
 
 class MoE(nn.Module):
-    """Weighted sum of the routed experts' outputs, plus the output of the shared experts (one block of their width)."""
+    """Weighted sum of the routed experts' outputs, plus the output of the shared experts (one block of their width).
+
+    Attributes:
+        down_bias: [E, h] biases of the experts' outputs or None. Each token adds its experts' biases, weighted, where
+            it is routed: ranks that split an expert, or hold others, need none of them.
+    """
 
     def __init__(self, shape: ModelShape, layer: int):
         super().__init__()
         assert shape.experts is not None
+        biases = shape.experts.biases
+        self.down_bias = nn.Parameter(torch.empty(shape.experts.count, shape.hidden)) if biases else None
         self.router = Router(shape, layer)
         self.experts = GroupedExperts(shape)
         width = shape.experts.shared * shape.experts.ffn
@@ -46,4 +54,7 @@ class MoE(nn.Module):
         permutation = permute(chosen.flatten(0, 1), x, self.router.most_choices(x))
         experts = self.experts.announce(permutation.ends)
         finish = experts(permutation.copy(x.flatten(0, 1)))
-        return lambda: permutation.combine(finish(), weights.flatten(0, 1)).view_as(x)
+        if self.down_bias is None:
+            return lambda: permutation.combine(finish(), weights.flatten(0, 1)).view_as(x)
+        biases = weights.to(x.dtype) @ self.down_bias  # [b, s, h]
+        return lambda: permutation.combine(finish(), weights.flatten(0, 1)).view_as(x) + biases

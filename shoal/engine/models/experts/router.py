@@ -110,6 +110,7 @@ class Router(Tallied):
         self.weight = nn.Parameter(torch.empty(count, shape.hidden))
         noisy = shape.experts.gate == "noisy-top-k"
         self.noise = nn.Parameter(torch.empty(count, shape.hidden)) if noisy else None
+        self.logit_bias = nn.Parameter(torch.empty(count)) if shape.experts.biases else None
         self.register_buffer("bias", torch.zeros(count) if shape.experts.bias_update else None)
         self.validated: Tensor | None = None
         self.places = TokenPlaces()
@@ -118,7 +119,8 @@ class Router(Tallied):
         """Choose the experts of each token: [b, s, h] -> ``weights`` and ``chosen`` of `Choice`, [b, s, E] each."""
         exact = torch.float64 if x.dtype == torch.float64 else torch.float32
         weight = self.weight if self.noise is None else torch.cat((self.weight, self.noise))
-        logits = self.places.gather(F.linear(x.to(exact), weight.to(exact)))
+        bias = None if self.logit_bias is None else self.logit_bias.to(exact)
+        logits = self.places.gather(F.linear(x.to(exact), weight.to(exact), bias))
         choice, logits = self._choose(logits, context)
         z = torch.logsumexp(logits, -1).square().mean(1)  # [b]
         chosen, dropped = self.places.own(choice.chosen), self.places.own(choice.dropped)

@@ -120,22 +120,27 @@ class ContextAttention(ContextModule):
         super().__init__(at)
         self.core = core
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: CausalBlocks) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: CausalBlocks, sinks: Tensor | None = None
+    ) -> Tensor:
         """Compute attention of this rank's tokens to all tokens that they see.
 
         Args:
             q: [b, a, s, d], the tokens of this forward pass.
             k, v: [b, k, t, d], of these tokens and of earlier slices.
+            sinks: [a], one more score of each head.
         """
         at, s, t = self.at, q.shape[2], k.shape[2]
         slices = at.slices(t - s, s)
         queries, keys = (at.tokens.ring_lengths(at.ring.index, some) for some in (slices, range(slices.stop)))
         q, k, v = heads_for_tokens(q, k, v, queries, keys, at.ulysses)
+        if sinks is not None and at.ulysses is not None:
+            sinks = sinks.chunk(at.ulysses.size())[at.ulysses.rank()]
         block = mask.only_block() if kernels.use_fused(q) else None
         if block is None:
-            out = RingAttention.apply(q, k, v, at.ring, mask, self.core.kernel, self.core.softcap)
+            out = RingAttention.apply(q, k, v, at.ring, mask, self.core.kernel, self.core.softcap, sinks)
         else:  # no partial results, so any kernel will do
-            out = self.core(q, k, v, mask.mask(block, 0))
+            out = self.core(q, k, v, mask.mask(block, 0), sinks)
         return tokens_for_heads(out, queries, at.ulysses)
 
 

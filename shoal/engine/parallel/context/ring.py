@@ -20,7 +20,7 @@ from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import Pending, start_shift
 from shoal.engine.kernels.merge_attention import merge_attention_, merge_attention_reference
 from shoal.engine.models.attention_kernels import Kernel
-from shoal.engine.models.block_attention import attend, attend_backward
+from shoal.engine.models.block_attention import attend, attend_backward, sinks_gradient
 from shoal.engine.parallel.context.causal_blocks import CausalBlocks
 
 
@@ -81,13 +81,14 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, q: Tensor, k: Tensor, v: Tensor, ring: RingPosition, scores: CausalBlocks, kernel: Kernel,
-        softcap: float | None = None,
+        softcap: float | None = None, sinks: Tensor | None = None,
     ) -> Tensor:
         """Compute softmax(q k^T / sqrt(d)) v.
 
         Args:
             q: [b, a, n, d], this position's queries, in the order of ``scores.queries``.
             k, v: [b, k, t, d], its keys and values, in the order of its ``scores.keys``.
+            sinks: [a], one more score in each row of a head, without a value.
 
         Returns:
             [b, a, n, d].
@@ -98,6 +99,8 @@ class RingAttention(torch.autograd.Function):
         # Heads inside tokens, as the next layer reads it, which saves a copy.
         out = torch.zeros(b, n, a, d, dtype=exact, device=q.device).transpose(1, 2)
         total = torch.full(q.shape[:-1], -torch.inf, dtype=exact, device=q.device)
+        if sinks is not None:
+            total.copy_(sinks.view(-1, 1))
         for position, (keys, values) in ring.circulate(held, scores.key_lengths):
             for block in scores.blocks(position):
                 merge(
@@ -109,13 +112,13 @@ class RingAttention(torch.autograd.Function):
                     ),
                 )
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, held, out, total)
+        ctx.save_for_backward(q, held, out, total, sinks)
         ctx.ring, ctx.scores, ctx.kernel, ctx.softcap = ring, scores, kernel, softcap
         return out
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        q, held, out, total = ctx.saved_tensors
+        q, held, out, total, sinks = ctx.saved_tensors
         ring, scores, kernel = ctx.ring, ctx.scores, ctx.kernel
         gradient = _packed(gradient)
         d_q, home = torch.zeros_like(q, dtype=total.dtype), torch.zeros_like(held, dtype=total.dtype)
@@ -144,7 +147,8 @@ class RingAttention(torch.autograd.Function):
             coming.wait()
             home += before
         d_k, d_v = home.to(q.dtype).unbind(0)
-        return d_q.to(q.dtype), d_k, d_v, None, None, None, None
+        d_sinks = None if sinks is None else sinks_gradient(gradient, out, total, sinks)
+        return d_q.to(q.dtype), d_k, d_v, None, None, None, None, d_sinks
 
 
 def merge(out: Tensor, total: Tensor, block_out: Tensor, block_total: Tensor) -> None:

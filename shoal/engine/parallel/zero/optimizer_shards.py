@@ -82,7 +82,7 @@ def build_optimizer_shards(
             shards += [
                 replace(cut, rate=rate, decay=decay)
                 for (rate, decay), cut in shard.cut(
-                    lambda part: (rate_factor(config, part.name), weight_decay(config, part.global_shape))
+                    lambda part: (rate_factor(config, part.name), weight_decay(config, part.name, part.global_shape))
                 )
             ]
     shapes = {placement.name: placement.global_shape for placement in placements}

@@ -125,7 +125,7 @@ def _attention(run: MicroBatch, mode: Recompute, number: int) -> list[Saved]:
     ]
     if mode == "none" and not run.stores_scores:
         saved.append(Saved("log-sum-exp", "[b, a/t, s]", run.exact * n * heads))
-        if (run.masked or window) and not run.by_lengths and shape.softcap is None:
+        if (run.masked or window) and not run.by_lengths and not shape.by_blocks:
             of_mask = n if run.masked else s
             saved.append(Saved("mask as numbers", "[b, 1, s, s]", e * of_mask * run.s))
     elif mode == "none":
@@ -164,7 +164,7 @@ def _mlp(run: MicroBatch, width: int | None = None, number: int = 0) -> list[Sav
     *inside, last = ("up", "gelu(up)") if gpt else ("gate", "up", "silu(gate)", "silu(gate) up")
     name = f"layers.{number}.mlp"
     into = [f"{name}.{part}" for part in (("up",) if gpt else ("gate", "up"))]
-    if run.fused and not gpt and run.shape.activation is None:
+    if (run.fused and not gpt and run.shape.activation is None) or run.shape.activation == "clamped":
         inside.remove("silu(gate)")
     entering = multiplied(run, "mlp input", "[b, s, h/x]", run.hidden_local, into)
     leaving = _gathered(run, last, "f", f) or multiplied(run, last, "[b, s, f/t]", f, [f"{name}.down"])
@@ -197,7 +197,7 @@ def experts(run: MicroBatch) -> list[Saved]:
     rows = run.routed
     scores = layout.micro_batch * run.s * of.count  # full sequences, on every rank
     h, f = run.shape.hidden, of.ffn // layout.expert_tensor
-    silu = () if run.fused else ("silu(gate)",)
+    silu = () if run.fused or run.shape.activation == "clamped" else ("silu(gate)",)
     inside = ("up", "gelu(up)") if run.shape.family == "gpt" else ("gate", "up", *silu, "silu(gate) up")
     own = run.tokens_between if _router_keeps_all(run) else rows.own
     saved = [Saved("own tokens", "[b, s, h]", e * own * h)] if x == e else []
@@ -216,6 +216,8 @@ def experts(run: MicroBatch) -> list[Saved]:
         *(Saved(f"{what} of experts", "[m, f]", e * rows.computed * f) for what in inside),
         Saved("results of experts", "[m, h]", e * rows.sent * h),
     ]
+    if of.biases and not (run.fused and x == e):
+        saved.append(Saved("weights of biases", "[n, E]", e * rows.own * of.count))
     if layout.ep * layout.expert_tensor > 1:
         saved.append(Saved("order and back", "[m]", 2 * 8 * rows.computed))
     return saved + shared(run)
@@ -229,7 +231,7 @@ def context(run: MicroBatch) -> list[Saved]:
         saved.append(Saved("cos, sin", "[s, d/2]", 2 * run.itemsize * run.s_local * (shape.rotary_dim // 2)))
     if shape.local_rope_theta and None in {shape.reach(i) for i in range(shape.layers)}:
         saved *= 2
-    kept = run.layout.recompute != "none" or shape.softcap is not None
+    kept = run.layout.recompute != "none" or shape.by_blocks
     if not run.by_lengths and kept and run.layout.cp == 1:
         windows = {run.window(i) for i in range(shape.layers)}
         if run.masked:

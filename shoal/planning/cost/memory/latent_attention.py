@@ -63,7 +63,7 @@ def attention(run: MicroBatch, mode: Recompute, number: int) -> list[Saved]:
     elif mode == "none":
         saved.append(Saved("log-sum-exp", "[b, a/t, s]", run.exact * n * run.shape.heads // layout.tp))
         saved.append(Saved("attention output with zeros", "[b, a/t, s, d + r]", e * n * of.heads))
-        if layout.cp == 1 and (run.masked or window) and not run.by_lengths and run.shape.softcap is None:
+        if layout.cp == 1 and (run.masked or window) and not run.by_lengths and not run.shape.by_blocks:
             of_mask = n if run.masked else run.s
             saved.append(Saved("mask as numbers", "[b, 1, s, s]", e * of_mask * run.s))
     return saved + multiplied(run, "attention output", "[b, s, a w/t]", of.values, [f"{name}.out"])

@@ -12,6 +12,7 @@ from shoal.base.boxes import flat_range
 from shoal.engine.optim.orthogonal import APART, AT_ONCE, orthogonal_flops
 from shoal.planning.cost.buckets import Bucket, Filled, Size
 from shoal.planning.cost.parameters import LocalParameter
+from shoal.spec.optimizers import is_matrix
 
 STATES = {  # bytes per element
     "sgd": 0, "momentum": 1, "adagrad": 1, "adam": 2, "adamw": 2, "radam": 2, "sage": 3, "sophia-g": 2, "sophia-h": 2,
@@ -138,7 +139,7 @@ def least(optimizer: str, itemsize: int) -> int:
 
 def _hidden(held: LocalParameter) -> bool:
     """Return whether Muon orthogonalises a parameter (`shoal.engine.optim.muon.is_hidden_matrix`)."""
-    return len(held.global_shape) > 1 and held.name.startswith("layers.")
+    return is_matrix(held.name, held.global_shape) and held.name.startswith("layers.")
 
 
 def _scales(held: LocalParameter, first: int, stop: int) -> int:

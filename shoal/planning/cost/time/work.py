@@ -22,8 +22,8 @@ class Seen(NamedTuple):
         tokens: tokens of one sequence in each slice.
         scores: for each slice, (queries, keys) of each rectangle of scores that a head computes in full.
         shared: ranks over which the heads are spread besides tp (`Layout.ulysses`).
-        around: ring attention, or capped scores: recomputation covers all of it; unfused, it has three products in
-            backward besides the two that a kernel's backward recomputes.
+        around: ring attention, capped scores or sinks: recomputation covers all of it; unfused, it has three products
+            in backward besides the two that a kernel's backward recomputes.
     """
 
     tokens: tuple[int, ...]
@@ -45,12 +45,12 @@ def seen_alone(run: MicroBatch, slices: Sequence[int] = (), window: int | None =
     starts = accumulate(parts, initial=0)
     scores = []
     for start, part in zip(starts, parts, strict=False):
-        if run.kernel == "explicit" and not run.shape.softcap:
+        if run.kernel == "explicit" and not run.shape.by_blocks:
             scores.append(tuple(blocks(part, window, start)))
         else:
             t = start + part
             scores.append(((part, min(t, window) if window and run.by_lengths else t),))
-    return Seen(parts, tuple(scores), around=run.shape.softcap is not None)
+    return Seen(parts, tuple(scores), around=run.shape.by_blocks)
 
 
 def stage_flops(
@@ -121,6 +121,6 @@ def _experts(run: MicroBatch) -> int:
     shape, experts, rows = run.shape, run.shape.moe, run.routed
     matrices = 3 if shape.family == "llama" else 2
     scored = 2 if experts.gate == "noisy-top-k" else 1
-    router = 2 * rows.own * shape.hidden * experts.count * scored
+    router = 2 * rows.own * shape.hidden * experts.count * (scored + experts.biases)  # biases of experts: weights @ b
     inside = 2 * rows.computed * shape.hidden * matrices * (experts.ffn // run.layout.expert_tensor)
     return router + inside + _mlp(run, run.tokens, experts.shared * experts.ffn)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from shoal.engine.models.experts import permutation as permutations
 from shoal.engine.models.experts.gates import most_choices
-from shoal.engine.models.experts.grouped import GroupedFunction
+from shoal.engine.models.experts.grouped import GroupedBias, GroupedFunction
 from shoal.engine.models.experts.layer import MoE
 from shoal.engine.models.experts.router import SUMS, RoutingContext
 from shoal.spec.catalog import Experts, ModelShape, model_shape
@@ -14,9 +14,11 @@ from shoal.spec.catalog import Experts, ModelShape, model_shape
 GATES = {"top-k": 2, "switch": 1, "gshard": 2, "noisy-top-k": 2, "expert-choice": 2}
 
 
-def shape_of(family: str = "tiny", **experts) -> ModelShape:
+def shape_of(family: str = "tiny", activation: str | None = None, **experts) -> ModelShape:
     given = {"count": 4, "per_token": 2, "ffn": 5, **experts}
-    return model_shape(family).model_copy(update={"hidden": 6, "experts": Experts(**given)})
+    return model_shape(family).model_copy(
+        update={"hidden": 6, "activation": activation, "experts": Experts(**given)}
+    )
 
 
 def layer_of(shape: ModelShape) -> MoE:
@@ -31,12 +33,47 @@ def naive(layer: MoE, x: torch.Tensor, context: RoutingContext) -> torch.Tensor:
     """Dense: all experts for all tokens."""
     weights, _ = layer.router(x, context)
     held, outputs = layer.experts, []
+    biased = held.up_bias is not None
     for e in range(weights.shape[-1]):
-        up = F.linear(x, held.up[e])
-        inside = F.gelu(up, approximate="tanh") if held.gate is None else F.silu(F.linear(x, held.gate[e])) * up
-        outputs.append(F.linear(inside, held.down[e]))
+        up = F.linear(x, held.up[e], held.up_bias[e] if biased else None)
+        if held.gate is None:
+            inside = F.gelu(up, approximate="tanh")
+        else:
+            gate = F.linear(x, held.gate[e], held.gate_bias[e] if biased else None)
+            inside = _clamped(gate, up) if held.clamped else F.silu(gate) * up
+        outputs.append(F.linear(inside, held.down[e], layer.down_bias[e] if biased else None))
     y = (torch.stack(outputs, 2) * weights.unsqueeze(-1)).sum(2)
     return y if layer.shared is None else y + layer.shared(x)
+
+
+def _clamped(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """As the config of gpt-oss describes it: swiglu_limit 7, alpha 1.702."""
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
+@pytest.mark.parametrize(("family", "activation"), [("tiny", "clamped"), ("tiny", None), ("tiny-gpt", None)])
+def test_biases_and_clamped_gates_are_as_written_out(family: str, activation: str | None) -> None:
+    layer = layer_of(shape_of(family, activation, biases=True, shared=1, capacity_factor=0.7))
+    x = 4 * torch.randn(2, 9, 6, dtype=torch.float64, requires_grad=True)
+    wanted, gradient = [x, *layer.parameters()], torch.randn(2, 9, 6, dtype=torch.float64)
+    found, expected = layer(x, RoutingContext()), naive(layer, x, RoutingContext())
+    torch.testing.assert_close(found, expected)
+    for mine, theirs in zip(
+        torch.autograd.grad(found, wanted, gradient), torch.autograd.grad(expected, wanted, gradient), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs)
+    if activation is not None:
+        up = layer.experts.product(x.detach().flatten(0, 1), layer.experts.up, [18, 0, 0, 0])
+        assert 0 < (up.abs() > 7).sum() < up.numel()
+
+
+def test_biases_of_rows_whose_ends_are_on_the_device() -> None:
+    """As their numbers on the host give them; rows after the last end add nothing to the gradient."""
+    bias, y = torch.randn(4, 5).bfloat16(), torch.randn(9, 5).bfloat16()
+    ends = torch.tensor([2, 2, 6, 7], dtype=torch.int32)
+    found, expected = (GroupedBias.apply(y.clone(), bias, groups, None) for groups in (ends, [2, 0, 4, 1]))
+    torch.testing.assert_close(found[:7], expected[:7])
 
 
 @pytest.mark.parametrize("family", ["tiny", "tiny-gpt"])

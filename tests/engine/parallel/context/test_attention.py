@@ -37,6 +37,7 @@ class Case:
     lengths: bool = False
     window: int | None = None
     softcap: float | None = None
+    sinks: bool = False
 
 
 def inputs(case: Case) -> tuple[list[torch.Tensor], torch.Tensor | None]:
@@ -57,7 +58,7 @@ def here(case: Case) -> ContextParallel:
 
 
 def errors(case: Case) -> list[float]:
-    """Return the largest differences of this rank's output, dq, dk and dv from one device's.
+    """Return the largest differences of this rank's output, dq, dk and dv from one device's, and of the ranks' d sinks.
 
     With ``lengths`` by the operators that call fused kernels on CUDA, in any format.
     """
@@ -75,23 +76,29 @@ def _errors(case: Case) -> list[float]:
         mask = causal_mask(case.s, case.s, q.device, case.window)[None, None]
     else:
         mask = document_mask(documents, case.s, case.window)
-    expected = AttentionCore(softcap=case.softcap)(*leaves, mask)
+    more = torch.linspace(-1, 1, case.a, dtype=torch.float64).requires_grad_() if case.sinks else None
+    expected = AttentionCore(softcap=case.softcap)(*leaves, mask, more)
     expected.backward(gradient.double())
     at = here(case)
     mine = token_positions(at.tokens.chunks(at.rank), q.device)
     own = [x[:, :, mine].detach().requires_grad_() for x in (q, k, v)]
     start, out = 0, []
+    sinks = None if more is None else more.detach().to(case.dtype).requires_grad_()
     for length in at.tokens.lengths(at.rank) if case.slices else [len(mine)]:
         stop = start + length
         core = AttentionCore(case.kernel, case.window, case.softcap)
         mask = ContextMask(at, case.d if core.kernel == "sdpa" else None, case.window)(start, length, documents, q)
         attend = ContextAttention(at, core)
-        out.append(attend(own[0][:, :, start:stop], own[1][:, :, :stop], own[2][:, :, :stop], mask))
+        out.append(attend(own[0][:, :, start:stop], own[1][:, :, :stop], own[2][:, :, :stop], mask, sinks))
         start = stop
     found = torch.cat(out, 2)
     found.backward(gradient[:, :, mine])
     pairs = [(found, expected), *((x.grad, y.grad) for x, y in zip(own, leaves, strict=True))]
-    return [(x.double() - y[:, :, mine]).abs().max().item() for x, y in pairs]
+    found = [(x.double() - y[:, :, mine]).abs().max().item() for x, y in pairs]
+    if sinks is None or more is None:
+        return found
+    dist.all_reduce(total := sinks.grad.double())
+    return [*found, (total - more.grad).abs().max().item()]
 
 
 @st.composite
@@ -111,7 +118,7 @@ def cases(draw: st.DrawFn) -> Case:
         d=draw(st.sampled_from([2, 6, 8])), documents=draw(st.booleans()),
         kernel=draw(st.sampled_from(["sdpa", "explicit"])), lengths=draw(st.booleans()),
         slices=(*slices, s - sum(slices)) if slices else (), window=draw(st.sampled_from([None, 1, 3, 8, 30])),
-        softcap=draw(st.sampled_from([None, None, 0.4])),
+        softcap=draw(st.sampled_from([None, None, 0.4])), sinks=draw(st.booleans()),
     )
 
 
