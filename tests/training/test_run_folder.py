@@ -52,7 +52,7 @@ def test_a_run_continues_from_any_folder_after_its_text_and_tokenizer_have_moved
     (tmp_path / "text" / "some.jsonl").write_bytes((corpus / "shoal.jsonl").read_bytes())
     config = small_config(
         corpus, data={"paths": ["text"], "cache": "cache"}, train={"steps": 2, "validate_every": 0},
-        checkpoint={"asynchronous": False}, metrics={"tensorboard": False},
+        checkpoint={"asynchronous": False},
     )
     absolute = with_absolute_paths(config.model_copy(update={"data": config.data.model_copy(update={
         "paths": (str(tmp_path / "text"),), "cache": tmp_path / "cache"})}))

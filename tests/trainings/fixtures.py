@@ -26,7 +26,7 @@ def corpus(tmp_path_factory) -> Path:
 def base_config(corpus, tmp_path_factory) -> Path:
     """The TOML file of `base_run`."""
     path = tmp_path_factory.mktemp("config") / "small.toml"
-    save_config(small_config(corpus, FOUR_RANKS), path)
+    save_config(small_config(corpus, FOUR_RANKS, metrics={"sample_prompt": "def main(", "tensorboard": True}), path)
     return path
 
 

@@ -39,7 +39,10 @@ DEADLINE = 120.0  # seconds for one run, on a machine that is busy
 
 
 def small_config(corpus: Path, parallel: dict[str, Any] | None = None, **sections: dict[str, Any]) -> RunConfig:
-    """Two layers of width 32 and 256 tokens a step, every step logged, no restart; ``sections`` override."""
+    """Two layers of width 32 and 256 tokens a step, every step logged, no restart; ``sections`` override.
+
+    Without the sample at the end, which takes as long as the steps, and without TensorBoard: `base_run` has both.
+    """
     values: dict[str, dict[str, Any]] = {
         "model": {"name": "tiny", "layers": 2, "hidden": 32, "heads": 2, "ffn": 64},
         "parallel": {"micro_batch": 2} if parallel is None else parallel,
@@ -48,7 +51,7 @@ def small_config(corpus: Path, parallel: dict[str, Any] | None = None, **section
         "train": {"steps": 40, "global_batch": 8, "validation_sequences": 8, "validate_every": 20, "threads": 1},
         "optimizer": {"learning_rate": 1e-2, "warmup_steps": 4},
         "checkpoint": {"every": 4, "keep": 100},
-        "metrics": {"log_every": 1},
+        "metrics": {"log_every": 1, "sample_prompt": "", "tensorboard": False},
         "failover": {"restarts": 0},
     }
     for name, changes in sections.items():

@@ -24,7 +24,6 @@ def config_of(corpus: Path, **sections: dict[str, Any]) -> RunConfig:
         "train": {"steps": STEPS, "global_batch": 4, "validate_every": 0},
         "failover": {"restarts": 2, "heartbeat_timeout_seconds": 3, "progress_timeout_seconds": 3},
         "checkpoint": {"every": 4, "asynchronous": False},  # which one is the newest must not depend on how fast it is
-        "metrics": {"log_every": 1, "tensorboard": False},
     }
     for name, changes in sections.items():
         values[name] = values.get(name, {}) | changes

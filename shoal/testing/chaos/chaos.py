@@ -81,7 +81,7 @@ class Chaos:
 
     def __init__(self, config: RunConfig, folder: Path, server: PreforkServer, log: Path):
         data = config.data.model_copy(update={"cache": folder / "cache"})
-        metrics = config.metrics.model_copy(update={"tensorboard": False})
+        metrics = config.metrics.model_copy(update={"tensorboard": False, "sample_prompt": ""})
         kept = config.checkpoint.model_copy(update={"keep": max(2, config.checkpoint.keep), "folder": ""})
         self.config = config.model_copy(update={"data": data, "metrics": metrics, "checkpoint": kept})
         self.folder, self.server, self.log = folder, server, log

@@ -188,7 +188,7 @@ def test_losses_of_sources_are_read_again_and_named_one_by_one_in_trackers(tmp_p
 
 def test_a_step_that_validated_is_logged_whatever_is_due(corpus, pool, tmp_path):
     config = small_config(
-        corpus, train={"steps": 10, "validate_every": 4}, metrics={"log_every": 5, "tensorboard": False},
+        corpus, train={"steps": 10, "validate_every": 4}, metrics={"log_every": 5},
     )
     found = read_metrics(train_in(pool, config, tmp_path / "run"))
     assert [(record.step, record.validation_loss is not None) for record in found] == [
