@@ -5,8 +5,13 @@ import os
 from collections.abc import Generator, Iterator
 
 import pytest
-import torch
 from hypothesis import settings
+
+from shoal.cli.main import READ_AT_IMPORT
+
+os.environ.update(READ_AT_IMPORT)  # no thread but this one: `server` may fork it
+
+import torch
 
 from shoal.engine.models.products import tune_products
 from shoal.launch import worker_pool
@@ -48,6 +53,8 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            server()  # now, before tests change anything that it would inherit
 
 
 @pytest.fixture(scope="session")

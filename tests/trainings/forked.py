@@ -18,9 +18,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 from torch.distributed.run import main as torchrun
@@ -81,23 +82,31 @@ def folder() -> Path:
 
 @cache
 def server() -> PreforkServer:
-    """The process that forks commands, ranks and the workers of pools; it ends with this one."""
+    """The process that forks commands, ranks and the workers of pools; it ends with this one.
+
+    Where pytest-xdist runs files of tests beside each other, it is a fork of this process, which has imported nearly
+    all of it for its tests. xdist's own thread is no reason against it: it only reads from a pipe, and holds no lock.
+    """
     environment = {**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-    made = PreforkServer(environment, preload=[*PRELOADED, *worker_pool.PRELOADED])
+    beside = "PYTEST_XDIST_WORKER" in os.environ
+    with patch("shoal.launch.prefork.is_safe_to_fork", return_value=True) if beside else nullcontext():
+        made = PreforkServer(environment, preload=[*PRELOADED, *worker_pool.PRELOADED])
     atexit.register(made.__exit__, None, None, None)
     return made
 
 
 def command(
-    words: list[str], environment: Mapping[str, str], cwd: Path, agent: tuple[str, ...] = (), terminal: str = ""
+    words: list[str], environment: Mapping[str, str], cwd: Path, agent: tuple[str, ...] = (), terminal: str = "",
+    script: str = "",
 ) -> Command:
     """Start ``shoal WORDS``; or torchrun with the words of ``agent`` and then these, whose workers are forks of it.
 
     Args:
+        script: a file that is run instead, as by ``python FILE``.
         terminal: a pseudo-terminal, which becomes the controlling one of the command.
     """
     log = Path(tempfile.mkstemp(dir=folder(), suffix=".log")[1])
-    order = json.dumps({"words": words, "cwd": str(cwd), "agent": agent, "terminal": terminal})
+    order = json.dumps({"words": words, "cwd": str(cwd), "agent": agent, "terminal": terminal, "script": script})
     environment = {**environment, ORDER: order, "OMP_WAIT_POLICY": "passive"}  # as `server` has
     child = server().start("tests.trainings.forked", environment, log, heard=False)
     return Command(child, log)
@@ -142,6 +151,9 @@ def main() -> int:
     if order["agent"]:
         subprocess_handler.Popen = Worker
         return torchrun([*order["agent"], *order["words"]])
+    if order["script"]:
+        runpy.run_path(order["script"], run_name="__main__")
+        return 0
     sys.argv = ["shoal", *order["words"]]
     return shoal(order["words"])
 

@@ -19,8 +19,9 @@ STEPS = 10
 
 
 def config_of(corpus: Path, **sections: dict[str, Any]) -> RunConfig:
-    """10 steps on two replicas, a checkpoint every 4."""
+    """10 steps of one layer on two replicas, a checkpoint every 4."""
     values = {
+        "model": {"layers": 1},
         "train": {"steps": STEPS, "global_batch": 4, "validate_every": 0},
         "failover": {"restarts": 2, "heartbeat_timeout_seconds": 3, "progress_timeout_seconds": 3},
         "checkpoint": {"every": 4, "asynchronous": False},  # which one is the newest must not depend on how fast it is

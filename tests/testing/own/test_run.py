@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -18,7 +16,8 @@ from shoal.launch import train as train_module
 from shoal.training.records.metrics import StepMetrics
 from shoal.training.resilience.events import read_events
 from tests.testing.own.plain import Images, UNet, rebuilt
-from tests.trainings.runs import ROOT
+from tests.trainings.forked import command
+from tests.trainings.runs import DEADLINE
 
 STEPS = 6
 
@@ -141,9 +140,9 @@ assert run.train(steps=2, folder="run").metrics[-1].loss > 0
 def test_functions_of_a_script_reach_the_ranks(tmp_path):
     """Which have no module that ranks could import, as in a notebook."""
     (tmp_path / "script.py").write_text(FIVE_LINES)
-    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True,
-                          env=os.environ | {"PYTHONPATH": str(ROOT)})
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = command([], os.environ, tmp_path, script="script.py")
+    said, _ = done.communicate(timeout=DEADLINE)
+    assert done.returncode == 0, said
 
 
 def test_samples_in_memory_may_be_larger_than_other_files(tmp_path):
