@@ -5,12 +5,15 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: train test gpu-test lint docs clean
+.PHONY: train test gpu-test lint style types suite docs clean
 
 train: $(VENV)/.ready   ## train a small language model on 4 ranks (dp 2 x tp 2, ZeRO-1)
 	$(BIN)/shoal train examples/quickstart.toml
 
-test: lint              ## the full suite, three files of tests at a time: on two cores, tests that wait leave time to others
+test: style             ## all checks and the full suite; mypy, which takes one core for a minute, runs beside the tests
+	$(MAKE) --jobs=2 types suite
+
+suite: $(VENV)/.ready   ## three files of tests at a time: on two cores, tests that wait leave time to others
 	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null && exit; done; \
 		echo "There is no Chromium on PATH: tests of pages in a browser are skipped."
 	$(BIN)/python -m pytest -n 3 --dist loadfile
@@ -18,10 +21,14 @@ test: lint              ## the full suite, three files of tests at a time: on tw
 gpu-test: $(VENV)/.ready ## correctness on this machine's GPU: smoke test, equality with the CPU, many ranks on one GPU
 	for part in 1 2 3; do $(BIN)/shoal bench gpu --part $$part --device cuda --out gpu-test || exit; done
 
-lint: $(VENV)/.ready    ## style, types, and the import rules
+lint: style types       ## style, the import rules, and types
+
+style: $(VENV)/.ready
 	$(BIN)/ruff check shoal tests
-	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+types: $(VENV)/.ready
+	$(BIN)/mypy
 
 docs: $(VENV)/.ready     ## the documentation as a site: build/site/index.html
 	$(BIN)/python -m tests.docs.pages

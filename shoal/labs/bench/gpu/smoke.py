@@ -181,7 +181,8 @@ def train_tiny(setting: GpuSetting) -> Iterator[Row]:
                 "model": {"name": "tiny", "layers": 1, "hidden": 64, "heads": 2},
                 "data": {"source": "synthetic", "sequence_length": 64},
                 "train": {"steps": steps, "global_batch": 2, "device": setting.device, "validate_every": 0},
-                "checkpoint": {"every": every}, "testing": {"kill": kill}, "metrics": {"tensorboard": False, "sample_prompt": ""},
+                "checkpoint": {"every": every}, "testing": {"kill": kill},
+                "metrics": {"tensorboard": False, "sample_prompt": ""},
             }  # fmt: skip
             for way, more in setting.pick(((name, 0), ("resumed after it", every)), ((name, 0),)):
                 values["train"] |= {"steps": steps + more}
