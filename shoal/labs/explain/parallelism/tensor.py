@@ -31,6 +31,7 @@ SPLITS = {
     "VocabularyEmbedding": "rows: token ids", "SequenceEmbedding": "replicated", "ColumnLinear": "columns: outputs",
     "KVColumnLinear": "columns: heads", "HeadsLinear": "columns: heads", "RowLinear": "rows: inputs",
     "JointNorm": "heads",
+    "HeadSinks": "heads",
 }  # fmt: skip
 """How the layers of `shoal.engine.parallel.linear` split a weight, in the notation y = x A."""
 OPERATORS = {
