@@ -77,6 +77,17 @@ PANELS = {
         {"numbers": f"{HOME}.numbers:show_number", "gradients": f"{HOME}.numbers:scale_gradients"},
         f"{HOME}.numbers:record_requests",
     ),
+    "training": Panel(
+        {
+            "training-look": f"{HOME}.training:look_at_run",
+            "training-start": f"{HOME}.training:start_run",
+            "training-stop": f"{HOME}.training:stop_run",
+            "training-kill": f"{HOME}.training:kill_rank",
+            "training-profile": f"{HOME}.training:show_profile",
+            "training-verify": f"{HOME}.training:verify_run",
+        },
+        f"{HOME}.training:record_requests",
+    ),
 }  # fmt: skip
 """Panels by name, in the order of their tabs."""
 

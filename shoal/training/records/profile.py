@@ -1,7 +1,8 @@
 """Step profiles: start and end of each action of a step on every rank, in ``profile/`` of the run folder.
 
-Each rank writes a file of JSON lines: a header with the program, then for each recorded step three lists over the
-rank's actions: start, arrival of the awaited message, end. Times are in seconds on rank 0's clock.
+Each rank writes a file of JSON lines: a header with the program and the rank's buckets, then for each recorded step
+three lists over the rank's actions (start, arrival of the awaited message, end) and its bucket reductions in the order
+of their start. Times are in seconds on rank 0's clock.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,12 +26,28 @@ from shoal.base.journal import best_effort
 from shoal.engine.collectives.group import host_identity
 from shoal.engine.collectives.json_collectives import all_gather, broadcast
 from shoal.engine.collectives.mesh import Mesh
+from shoal.engine.parallel.zero.bucket import Bucket
 from shoal.engine.runtime import Runtime
 from shoal.pipeline.program import Action, Op, Program
 from shoal.training.records.timer import ActionTimer
 
 FOLDER = "profile"
 ROUNDS = 8  # round trips for measuring a clock offset
+
+
+class HeldBucket(NamedTuple):
+    """A bucket of a rank.
+
+    Attributes:
+        names: its parameters.
+        bytes: gradients of the full bucket, padding included.
+        shards, shard: number of its shards (1 if it is not sharded), and the one that this rank updates.
+    """
+
+    names: tuple[str, ...]
+    bytes: int
+    shards: int
+    shard: int
 
 
 class Profiler:
@@ -50,24 +69,44 @@ class Profiler:
         self._offset = clock_offset(group) if group else 0.0
         self._offset -= broadcast(time.perf_counter(), group)  # start time
         self._lines: list[dict[str, Any]] = []
+        stages = [runtime.stages[index].parameters for index in sorted(runtime.stages)]
+        first = [0, *accumulate(len(parameters.buckets) for parameters in stages)]
+        self._parameters = list(zip(first, stages, strict=False))  # with the number of the first bucket
+        self._reductions: list[tuple[int, list[Any]]] = []  # number of the bucket; marks of start and end
 
     def before_step(self, step: int) -> None:
         """Start recording if due; the first step is 0."""
         if step in self.steps:
             self._timer.start()
             self.runtime.recorders.append(self._timer)
+            self._reductions = []
+            for first, parameters in self._parameters:
+                parameters.on_reduction = partial(self._on_reduction, first)
+
+    def _on_reduction(self, first: int, bucket: int, starts: bool) -> None:
+        if starts:
+            self._reductions.append((first + bucket, [self._timer.clock.mark()]))
+        else:
+            marks = next(marks for number, marks in self._reductions if number == first + bucket and len(marks) == 1)
+            marks.append(self._timer.clock.mark())
 
     def after_step(self, step: int) -> None:
         """Keep the recorded times; write them after the last step."""
         if step not in self.steps:
             return
         self.runtime.recorders.remove(self._timer)
+        for _, parameters in self._parameters:
+            parameters.on_reduction = None
         moments = zip(*(marks for _, marks in self._timer.marks), strict=True)
         seconds = {
             name: [round(time + self._offset, 7) for time in self._timer.clock.seconds(marks)]
             for name, marks in zip(("begin", "arrived", "end"), moments, strict=True)
         }
-        self._lines.append({"step": step, **seconds})
+        reductions = [
+            [number, *(round(time + self._offset, 7) for time in self._timer.clock.seconds(marks))]
+            for number, marks in self._reductions
+        ]
+        self._lines.append({"step": step, **seconds, "reductions": reductions})
         if step == self.steps[-1]:
             self.close()
 
@@ -83,12 +122,18 @@ class Profiler:
             "device": mesh.device.type,
             "program": {f.name: getattr(program, f.name) for f in fields(Program) if f.name != "actions"},
             "actions": self.runtime.actions,
+            "buckets": [_describe_bucket(bucket) for _, stage in self._parameters for bucket in stage.buckets],
         }
         folder = self.folder / FOLDER
         with best_effort(folder):
             make_folder(folder)
             write_atomically(folder / f"rank-{mesh.rank:05d}.jsonl", json_lines([header, *self._lines], compact=True))
         self._lines = []
+
+
+def _describe_bucket(bucket: Bucket) -> HeldBucket:
+    names, full = tuple(slot.placement.name for slot in bucket.slots), bucket.full
+    return HeldBucket(names, full.numel() * bucket.policy.reduce.itemsize, bucket.groups.shards, bucket.groups.index)
 
 
 def clock_offset(
@@ -124,7 +169,12 @@ def clock_offset(
 
 @dataclass(frozen=True)
 class RankProfile:
-    """Recorded times of one rank: for each step, a time [s] for each action, including transfers."""
+    """Recorded times of one rank: for each step, a time [s] for each action, including transfers.
+
+    Attributes:
+        reductions: for each step, the number of a bucket, the start of its reduction, and the time at which the rank
+            had the result; empty in older profiles.
+    """
 
     rank: int
     pp: int
@@ -135,6 +185,8 @@ class RankProfile:
     begin: Sequence[Sequence[float]]
     arrived: Sequence[Sequence[float]]
     end: Sequence[Sequence[float]]
+    buckets: tuple[HeldBucket, ...] = ()
+    reductions: Sequence[Sequence[tuple[int, float, float]]] = ()
 
 
 @dataclass(frozen=True)
@@ -180,7 +232,9 @@ def _profile(paths: Sequence[Path]) -> Profile:
             raise ValueError(f"{path.name} has steps without a time for each of its {len(actions)} actions")
         number, pp, dp, tp = (int(header[name]) for name in ("rank", "pp", "dp", "tp"))
         recorded = tuple(int(line["step"]) for line in lines)
-        ranks.append(RankProfile(number, pp, dp, tp, actions, recorded, begin, arrived, end))
+        buckets = tuple(HeldBucket(tuple(names), *map(int, rest)) for names, *rest in header.get("buckets", []))
+        reductions = [[(int(b), float(t), float(e)) for b, t, e in line.get("reductions", [])] for line in lines]
+        ranks.append(RankProfile(number, pp, dp, tp, actions, recorded, begin, arrived, end, buckets, reductions))
         headers.append(header)
     by_stage = {rank.pp: rank.actions for rank in ranks}
     values: dict[str, Any] = {

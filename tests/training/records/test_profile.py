@@ -52,6 +52,14 @@ def test_every_action_is_recorded_once_in_order_and_on_one_clock(parallel, corpu
             only = {a.op for a, b, t in zip(rank.actions, begin, arrived, strict=True) if t > b}
             assert not only & (SENDS | RECEIVES)  # to post a message is not to wait
         assert rank.end[0][-1] <= rank.begin[1][0]
+        held = sorted(name for bucket in rank.buckets for name in bucket.names)
+        assert held and len(held) == len(set(held))
+        assert {bucket.shards for bucket in rank.buckets} == {layout.dp if layout.zero else 1}
+        for reductions, begin, end in zip(rank.reductions, rank.begin, rank.end, strict=True):
+            every = sorted([*range(len(rank.buckets))] * profile.program.updates)
+            assert sorted(number for number, _, _ in reductions) == every
+            assert all(begin[0] <= start <= done <= end[-1] for _, start, done in reductions)
+            assert [start for _, start, _ in reductions] == sorted(start for _, start, _ in reductions)
     by_place = {(rank.pp, rank.dp, rank.tp): rank for rank in profile.ranks}
     messages = 0
     for rank in profile.ranks:

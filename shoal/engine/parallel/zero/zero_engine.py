@@ -69,6 +69,8 @@ class ShardedParameters:
     Attributes:
         last_microbatch: whether the current micro-batch completes the gradients of the step.
         watch: called with each parameter and its accumulated gradient after every addition.
+        on_reduction: called with a bucket's number and True when the reduction of its gradients starts, and with False
+            when this rank has the result.
     """
 
     def __init__(self, units: list[list[Member]], mesh: Mesh, policy: Policy, *, trained: bool = True):
@@ -101,6 +103,7 @@ class ShardedParameters:
         self._started = 0  # number of reductions started in it
         self.last_microbatch = True
         self.watch: Callable[[nn.Parameter, Tensor], object] | None = None
+        self.on_reduction: Callable[[int, bool], object] | None = None
         self._later: list[tuple[Sequence[nn.Parameter], Term]] | None = None
         self._deferred: dict[Hashable, list[tuple[Sequence[nn.Parameter], Term]]] = {}
         self._scattering: list[_Reduction] = []
@@ -236,6 +239,7 @@ class ShardedParameters:
 
     def _reduce(self, gradients: Gradients) -> None:
         """Start reducing a bucket's gradients over its shard group."""
+        self._tell(gradients, starts=True)
         full, shard = gradients.take()
         work, group = None, gradients.bucket.groups.reduce_group
         if group is not None:
@@ -259,8 +263,14 @@ class ShardedParameters:
             group = reduction.gradients.bucket.groups.replicate_group
             if reduction.last and group is not None:
                 self._replicating.append((reduction.gradients, start_all_reduce(shard, group)))
-            elif reduction.last:
+                continue
+            self._tell(reduction.gradients, starts=False)
+            if reduction.last:
                 reduction.gradients.on_reduced()
+
+    def _tell(self, gradients: Gradients, *, starts: bool) -> None:
+        if self.on_reduction:
+            self.on_reduction(self.gradients.index(gradients), starts)
 
     def finish(self) -> None:
         """Complete the gradients: wait for replica sums, reduce partial sums of tensor parallelism and model copies.
@@ -272,6 +282,7 @@ class ShardedParameters:
             self._learn_order()
         for gradients, work in self._replicating:
             work.wait()
+            self._tell(gradients, starts=False)
             gradients.on_reduced()  # while other reductions are in flight
         self._replicating.clear()
         partial: dict[str, list[Tensor]] = defaultdict(list)

@@ -97,7 +97,7 @@ export function canvasColours() {
  * A chart as wide as its place. `describe()` returns null or
  *   {x: {low, high, log, label, show}, y: the same, height, ratio, named,
  *    series: [{name, colour, points, dash, wide, dots}], bars: [{from, to, y, colour, words}],
- *    bands: [{from, to, colour, words}], marks: [{x, y, words}], under(group, X, Y)}.
+ *    bands: [{from, to, colour, words}], marks: [{x, y, words}], labels: [[y, words]], under(group, X, Y)}.
  */
 export function plot(describe, label) {
   const host = h("figure", { class: "plot", role: "img", "aria-label": label });
@@ -148,7 +148,8 @@ function drawPlot(given, width) {
   });
   return s("svg", { viewBox: `0 0 ${width} ${height}` },
     s("clipPath", { id }, s("rect", { x: margin.left, y: margin.top, width: Math.max(0, right - margin.left), height: Math.max(0, bottom - margin.top) })),
-    axes({ x: axis(given.x, X), y: axis(given.y, Y), width, height, margin }), inside, marks);
+    axes({ x: axis(given.x, X), y: axis(given.y, Y), width, height, margin }), inside, marks,
+    (given.labels ?? []).map(([y, words]) => s("text", { class: "tick", x: margin.left - 7, y: Y(y) + 4, "text-anchor": "end" }, words)));
 }
 
 /** Leave at most `most` ticks on a scale. */
