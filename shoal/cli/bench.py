@@ -21,6 +21,7 @@ BENCHMARKS = {
     "slices": "sequences:SlicesBenchmark",
     "peak": "kernels:PeakBenchmark",
     "checkpoint": "checkpoint:CheckpointBenchmark",
+    "failover": "failover:FailoverBenchmark",
     "collectives": "collectives:CollectivesBenchmark",
     "transport": "collectives:TransportBenchmark",
     "relaxed": "learning.relaxed:RelaxedBenchmark",

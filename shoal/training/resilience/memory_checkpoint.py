@@ -12,13 +12,14 @@ import contextlib
 import json
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,9 @@ from shoal.training.resilience.host_memory_dir import (
 )
 from shoal.training.resilience.memory_slot import MemorySlot, SlotRecord
 
+T = TypeVar("T")
 CPU = torch.device("cpu")
+PARTING_SECONDS = 0.2  # in which an exchange of copies ends after the loss of a rank, if gloo notices it
 CHUNK = 16 << 20
 """Bytes per message; other traffic can proceed between two messages."""
 
@@ -131,8 +134,8 @@ class InMemoryCheckpointer:
         ]
         self._stream, self.copied = SideStream(device), Mark()
         self._turn, self._first = 0, True
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="memory")
         self._pending: Future[tuple[bool, str]] | None = None
+        self._local = self._abandoned = False  # whether a save is at its own part; whether a rank was lost
 
     def prepare(self, state: State) -> None:
         """Check that the host has enough memory for all its ranks, and reserve memory for the first save.
@@ -177,8 +180,8 @@ class InMemoryCheckpointer:
             self.copied = self._stream.run(partial(plan.copy, data))
         except OSError as error:
             problem = f"rank {self._rank}: {error.strerror}"
-        values = json.dumps(extra)
-        self._pending = self._executor.submit(self._keep, step, header, plan, data, self.copied, values, problem)
+        values, self._local = json.dumps(extra), True
+        self._pending = run_in_thread(self._keep, step, header, plan, data, self.copied, values, problem)
         return time.perf_counter() - begin
 
     def wait(self) -> None:
@@ -202,14 +205,20 @@ class InMemoryCheckpointer:
     def close(self) -> None:
         """Wait for the last save and free the memory."""
         self.wait()
-        self._executor.shutdown()
         all_gather(None, self._group)  # all ranks have stopped writing
         if self._leads:
             release(self._home)
 
     def abandon(self) -> None:
-        """Stop without the other ranks, one of which was lost; the saved states stay."""
-        self._executor.shutdown()
+        """Stop without the other ranks, one of which was lost; the saved states stay.
+
+        gloo does not always notice that a rank has ended during a transfer, and then waits until its timeout. So the
+        thread that exchanges copies is left behind after a moment; it writes nothing more.
+        """
+        self._abandoned = True
+        pending, until = self._pending, time.monotonic() + PARTING_SECONDS
+        while pending and not pending.done() and (self._local or time.monotonic() < until):
+            time.sleep(0.005)
 
     # ---- in the background -------------------------------------------------------------------------------------------
 
@@ -229,6 +238,7 @@ class InMemoryCheckpointer:
             )
             description = memory_slot.encode(record)
             problem = self._commit(self._rank, description)
+        self._local = False
         size = len(header) + (0 if data is None else plan.size)
         ranks = all_gather([size, len(description), problem], self._group)
         problems = [p for _, _, p in ranks if p]
@@ -262,6 +272,8 @@ class InMemoryCheckpointer:
         for work in works:
             if work is not None:  # None for a rank that sends to itself
                 work.wait()
+        if self._abandoned:
+            return ["a rank was lost"]
         committed = [self._commit(rank, text.numpy().tobytes()) for rank, (_, text) in into.items()]
         problem = "; ".join(filter(None, committed))
         return [p for p in all_gather(problem, self._group) if p]
@@ -273,6 +285,20 @@ class InMemoryCheckpointer:
         except OSError as error:
             return f"rank {self._rank}: {error.strerror}"
         return ""
+
+
+def run_in_thread(function: Callable[..., T], *args: Any) -> Future[T]:
+    """Call a function in a thread for which the end of the process does not wait."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function(*args))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="memory", daemon=True).start()
+    return future
 
 
 def split_messages(*tensors: torch.Tensor) -> list[torch.Tensor]:

@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,31 @@ def test_killed_while_it_writes_the_state_before_is_whole(pool, moment, tmp_path
     found, notes, right = go_on([tmp_path / "home"], tmp_path / "disk", 3)
     assert right and not notes
     assert found.step == (3 if moment == "when it is described" else 2)
+
+
+def leave_a_save(home: Path) -> tuple[float, bool]:
+    """Leave a save in which the other rank takes no part; return the seconds, and whether the thread was left behind."""
+    rank, world, group = here()
+    memory = InMemoryCheckpointer(home, home, group=group, node_ranks=1, report=str)
+    begin, waits = time.monotonic(), False
+    if rank == 0:
+        memory.save(1, pieces_of(1, 3, rank, world), {"step": 1})
+        saving = memory._pending
+        memory.abandon()
+        waits = saving is not None and not saving.done()
+    seconds = time.monotonic() - begin
+    dist.barrier()
+    if rank == 1:  # takes part after all
+        memory.save(1, pieces_of(1, 3, rank, world), {"step": 1})
+        memory.abandon()
+    dist.barrier()
+    return seconds, waits
+
+
+def test_a_survivor_leaves_an_exchange_that_does_not_end(pool, tmp_path):
+    """gloo may wait for a rank that ended during a transfer, until its timeout of half an hour."""
+    (seconds, waits), _ = pool.run(leave_a_save, 2, tmp_path / "home")
+    assert waits and seconds < 5
 
 
 def test_a_slot_is_written_again_only_when_all_have_the_other(pool, tmp_path):
