@@ -228,6 +228,8 @@ CASES = {
     "a calibration into no folder": Bad(lambda p: ["calibrate", "--out", "none/a.toml"], ("there is no folder none",)),
     "no ranks to calibrate": Bad(lambda p: ["calibrate", "--out", "q.toml", "--ranks"], ("ranks = []",)),
     "no ranks to measure": Bad(lambda p: ["bench", "transport", "--ranks"], ("ranks = []",)),
+    "a recovery that does not exist": Bad(
+        lambda p: ["bench", "failover", "--recoveries", "survivors, dsk"], ("did you mean 'survivors, disk'?",)),
     "no experts to measure": Bad(lambda p: ["bench", "experts", "--experts"], ("experts = []",)),
     "no sizes to measure": Bad(lambda p: ["bench", "collectives", "--sizes"], ("sizes = []",)),
     "a product beyond all memory": Bad(

@@ -28,7 +28,8 @@ class GoodputOptions(Section):
     """Time to write the save in the background afterwards; a failure meanwhile also loses the interval before it."""
 
     restart: str = "5min"
-    """Time from a failure until training continues, without the repeated work."""
+    """Time from a failure until training continues, without the repeated work; several to compare, with or without
+    names: in process=30s,all ranks=5min. `shoal bench failover` measures them."""
 
     interval: str | None = None
     """Time between saves (default: the best)."""
@@ -55,6 +56,16 @@ class GoodputOptions(Section):
     """Write a figure (.svg)."""
 
 
+def split_restart(text: str) -> tuple[str, str]:
+    """Return the name and the time of ``NAME=TIME``; a time alone is its own name.
+
+    >>> split_restart("in process=30s"), split_restart("5min")
+    (('in process', '30s'), ('restart 5min', '5min'))
+    """
+    name, named, time = text.strip().rpartition("=")
+    return (name.strip() if named else f"restart {time}"), time.strip()
+
+
 def run(options: GoodputOptions) -> int:
     """Compute, simulate, print and draw; return the exit code.
 
@@ -64,18 +75,20 @@ def run(options: GoodputOptions) -> int:
     check_writable(options.out, "--out", ".svg")
     if options.spares is not None:
         reject_unused(options, ("availability",), "--spares gives their number")
-    forecasts = [
+    kinds = dict(split_restart(part) for part in options.restart.split(","))
+    forecasts = {name: [
         shoal.goodput(
             devices, mtbf=options.mtbf * HOUR if options.mtbf else None, checkpoint=options.checkpoint,
-            flush=options.flush, restart=options.restart, interval=options.interval, per_node=options.per_node,
+            flush=options.flush, restart=restart, interval=options.interval, per_node=options.per_node,
             spares=options.spares, repair=options.repair, availability=options.availability,
             failures=options.failures, seed=options.seed,
         )
         for devices in parse_counts(options.devices, where="--devices")
-    ]  # fmt: skip
-    print("\n".join(goodput_lines(forecasts)))
+    ] for name, restart in kinds.items()}  # fmt: skip
+    print("\n\n".join("\n".join(goodput_lines(found)) for found in forecasts.values()))
     if options.out:
-        figure = goodput_figure([forecast.job for forecast in forecasts], options.seed)
+        jobs = {name: [forecast.job for forecast in found] for name, found in forecasts.items()}
+        figure = goodput_figure(jobs, options.seed)
         write_atomically(options.out, figure)
         print(f"written: {options.out}")
     return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -81,14 +80,12 @@ class FailoverBenchmark(Benchmark):
         })  # fmt: skip
         found = chaos(config, trials=self.trials, faults="kill-backward", seed=self.seed)
         seconds = [each for trial in found.trials for each in trial.seconds]
-        if found.folder and found.passed:
-            shutil.rmtree(found.folder)
-        low, high = quartiles(seconds) if len(seconds) > 1 else (seconds * 2 if seconds else (None, None))
+        low, high = quartiles(seconds) if seconds else (None, None)
         lost = [steps for trial in found.trials for steps in trial.lost]
         return {
             "model": f"{model}, {shape.parameters() / 1e6:,.1f}M parameters", "ranks": ranks, "recovery": recovery,
             "losses": self.trials, "survived": len(found.trials) - found.failed,
             "in process": sum(trial.in_process for trial in found.trials),
-            "seconds, median": median(seconds) if seconds else None, "quartile": low, "quartile 3": high,
+            "seconds, median": median(seconds) if seconds else None, "first quartile": low, "third": high,
             "most": max(seconds, default=None), "steps lost, mean": mean(lost) if lost else None,
         }  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -56,8 +56,13 @@ def show_time(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
-def goodput_figure(jobs: Sequence[TrainingJob], seed: int = 0) -> str:
-    """Draw the goodput over the interval, with simulated points and the optimum, and over the devices."""
+def goodput_figure(kinds: Mapping[str, Sequence[TrainingJob]], seed: int = 0) -> str:
+    """Draw the goodput over the interval, with simulated points and the optimum, and over the devices.
+
+    Args:
+        kinds: jobs by the name of their restart; with several, the second chart compares them.
+    """
+    jobs = next(iter(kinds.values()))
     span = [float(t) for t in np.geomspace(30, 6 * HOUR, 60)]
     curves = {f"{job.devices:,} devices": [(t, 100 * effective(job, t)) for t in span] for job in jobs}
     simulated = {
@@ -73,13 +78,13 @@ def goodput_figure(jobs: Sequence[TrainingJob], seed: int = 0) -> str:
         x=("work between saves, seconds (log scale)", lambda x: f"{x:,.0f}"),
     )  # fmt: skip
     counts = np.geomspace(1000, 100_000, 25)
-    kinds = {
+    costs = {name: (of[0].checkpoint, of[0].restart) for name, of in kinds.items()} if len(kinds) > 1 else {
         "save 5 s, restart 2 min": (5.0, 120.0), "save 30 s, restart 5 min": (30.0, 300.0),
         "save 2 min, restart 15 min": (120.0, 900.0),
     }  # fmt: skip
     sizes = {
-        name: [(float(n), 100 * productive_share(TrainingJob(int(n), jobs[0].mtbf, *costs))) for n in counts]
-        for name, costs in kinds.items()
+        name: [(float(n), 100 * productive_share(TrainingJob(int(n), jobs[0].mtbf, *each))) for n in counts]
+        for name, each in costs.items()
     }
     draw_lines(
         below, "Time that counts at the best interval, by devices", sizes, from_zero=True,
