@@ -46,7 +46,7 @@ class FailoverBenchmark(Benchmark):
     """Losses of each: a rank is killed in a backward at a random step."""
 
     seed: NonNegativeInt = 0
-    """Of the steps and ranks."""
+    """Seed of the steps and ranks."""
 
     out: Path | None = None
     """File for the results (.csv or .json)."""

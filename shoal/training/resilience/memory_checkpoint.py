@@ -213,7 +213,7 @@ class InMemoryCheckpointer:
         """Stop without the other ranks, one of which was lost; the saved states stay.
 
         gloo does not always notice that a rank has ended during a transfer, and then waits until its timeout. So the
-        thread that exchanges copies is left behind after a moment; it writes nothing more.
+        thread that exchanges copies may wait on; it writes nothing more.
         """
         self._abandoned = True
         pending, until = self._pending, time.monotonic() + PARTING_SECONDS

@@ -142,7 +142,7 @@ def test_killed_while_it_writes_the_state_before_is_whole(pool, moment, tmp_path
 
 
 def leave_a_save(home: Path) -> tuple[float, bool]:
-    """Leave a save in which the other rank takes no part; return the seconds, and whether the thread was left behind."""
+    """Leave a save in which the other rank takes no part; return the seconds, and whether its thread still waits."""
     rank, world, group = here()
     memory = InMemoryCheckpointer(home, home, group=group, node_ranks=1, report=str)
     begin, waits = time.monotonic(), False
