@@ -34,15 +34,13 @@ docs: $(VENV)/.ready     ## the documentation as a site: build/site/index.html
 	$(BIN)/python -m tests.docs.pages
 	$(BIN)/python -m mkdocs build --quiet
 
-# torch comes first and from the constraint: an open range may pick another build. Without an NVIDIA GPU, and unless pip has
-# an index of its own, it comes from PyTorch's index of CPU builds: on Linux the default index has several GB of CUDA.
-CPU_BUILDS := --extra-index-url https://download.pytorch.org/whl/cpu
+# torch comes first and from the constraint: an open range may pick another build. On Linux the default index has the CUDA
+# build, of several GB; TORCH_INDEX names another index, such as PyTorch's of CPU builds ("Install" in README.md).
+TORCH_INDEX ?=
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("shoal needs Python 3.11 or newer; this is " + sys.version.split()[0])'
 	$(PYTHON) -m venv $(VENV)
-	index='$(CPU_BUILDS)'; \
-	if command -v nvidia-smi >/dev/null || $(BIN)/python -m pip config list | grep -q 'index-url\|no-index'; then index=; fi; \
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt $$index torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(TORCH_INDEX:%=--extra-index-url %) torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
 	touch $@
 
