@@ -23,5 +23,8 @@ def test_nothing_but_a_clear_error_comes_out(name, tmp_path):
     def every(case):
         found[read(case)] += 1
 
-    every()
-    assert found["accepted"] and found["refused"]  # else nothing was tried
+    for _ in range(20):
+        every()
+        if found["accepted"] and found["refused"]:  # else only one of both was tried
+            return
+    pytest.fail(f"{found}: nothing was accepted, or nothing refused")

@@ -233,8 +233,9 @@
         const root = html("figure", { class: "curve" });
         const caption = html("figcaption", {}, root);
         html("span", {}, caption, title);
-        const reading = html("span", { class: "reading", "aria-live": "polite" }, caption);
-        figures.set(key, { root, reading, host: html("div", {}, root), steps: [], at: null });
+        const host = html("div", {}, root);
+        const reading = html("p", { class: "reading", "aria-live": "polite" }, root);  // below: it may not move the curve
+        figures.set(key, { root, reading, host, steps: [], at: null });
       }
       $("curves").append(figures.get(key).root);
     }

@@ -15,7 +15,7 @@ from shoal.spec.compatibility.table import CONFLICTS, find_conflict
 
 NO_TECHNIQUES = {
     "train.device", "train.transport", "testing.straggler", "testing.min_step_seconds", "testing.kill",
-    "testing.link_gbs", "model.weights", "model.qk_norm", "model.latent", "model.window",
+    "testing.link_gbs", "model.weights", "model.qk_norm", "model.latent", "model.window", "model.sinks",
 }  # fmt: skip
 
 
