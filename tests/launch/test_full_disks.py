@@ -38,14 +38,14 @@ sys.exit(code)
 
 
 def test_full_disks_cost_nothing_but_the_saves_meanwhile(corpus, undisturbed, tmp_path):
-    """The run folder's and the memory's fill up in step 7 with the loss of a rank, and have space again in step 10."""
+    """The run folder's and the memory's fill up in step 8 with the loss of a rank, and have space again in step 10."""
     config = config_of(corpus, failover={"memory_every": 3, "memory_folder": str(tmp_path / "memory")})
     prepare(config.data)
     save_config(config, tmp_path / "config.toml")
     unshare = ("unshare", "--mount", *(() if os.getuid() == 0 else ("--map-root-user",)))
     if subprocess.run([*unshare, "mount", "-t", "tmpfs", "tmpfs", tmp_path], capture_output=True).returncode:
         pytest.skip("no file system can be mounted here, not even in a namespace of its own")
-    full = {"FULL": f"{tmp_path}/memory:{tmp_path}/run", "FAULT": "fill@7:1:B,free@10:0:B", "PYTHONPATH": str(ROOT)}
+    full = {"FULL": f"{tmp_path}/memory:{tmp_path}/run", "FAULT": "fill@8:1:B,free@10:0:B", "PYTHONPATH": str(ROOT)}
     run, words = tmp_path / "copy", (sys.executable, "-c", IN_A_NAMESPACE, tmp_path)
     done = subprocess.run(
         [*unshare, *words, run], cwd=ROOT, timeout=120, capture_output=True, text=True, env={**os.environ, **full}
