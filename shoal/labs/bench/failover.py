@@ -55,6 +55,8 @@ class FailoverBenchmark(Benchmark):
         check_writable(self.out, "--out", ".csv", ".json")
         recoveries = choose_names(self.recoveries, RECOVERIES, "--recoveries", ";")
         models = [name.strip() for name in self.models.split(",")]
+        for model in models:
+            model_shape(model)  # rejects an unknown model
         rows = [
             self.measure(recovery, model, ranks, notify)
             for model in models for ranks in parse_counts(self.ranks, where="--ranks") for recovery in recoveries

@@ -1,4 +1,4 @@
-"""The panels' answers are those of the engine, and bad requests are refused as the product refuses them."""
+"""Each panel answers with the engine's numbers, and refuses a bad request with the product's own error."""
 
 import json
 from fractions import Fraction

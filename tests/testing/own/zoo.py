@@ -43,12 +43,16 @@ llama = OwnModel(
     lambda: causal(transformers.LlamaConfig(**SMALL, num_key_value_heads=1, tie_word_embeddings=True)),
     next_token, Tokens, blocks=("model.layers.0", "model.layers.1"),
 )
-qwen3_moe = OwnModel(
-    lambda: causal(transformers.Qwen3MoeConfig(
-        **SMALL, num_key_value_heads=1, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
-        experts_implementation="eager",
-    )), next_token, Tokens,
-)  # fmt: skip
+
+
+def build_qwen3_moe(kv_heads: int) -> nn.Module:
+    return causal(transformers.Qwen3MoeConfig(
+        **SMALL, num_key_value_heads=kv_heads, head_dim=16, num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=16, experts_implementation="eager",
+    ))  # fmt: skip
+
+
+qwen3_moe = OwnModel(lambda: build_qwen3_moe(kv_heads=1), next_token, Tokens)
 gpt2 = OwnModel(
     lambda: causal(transformers.GPT2Config(vocab_size=VOCAB, n_positions=32, n_embd=32, n_layer=2, n_head=2, **IDS)),
     next_token, Tokens, blocks=("transformer.h.0", "transformer.h.1"),
@@ -57,12 +61,7 @@ wide_llama = OwnModel(
     lambda: causal(transformers.LlamaConfig(**SMALL, num_key_value_heads=2, mlp_bias=True)),
     next_token, Tokens, blocks=("model.layers.0", "model.layers.1"),
 )
-wide_qwen3_moe = OwnModel(
-    lambda: causal(transformers.Qwen3MoeConfig(
-        **SMALL, num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
-        experts_implementation="eager",
-    )), next_token, Tokens,
-)  # fmt: skip
+wide_qwen3_moe = OwnModel(lambda: build_qwen3_moe(kv_heads=2), next_token, Tokens)
 bert = OwnModel(lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SMALL)), masked_token, Tokens)
 t5 = OwnModel(
     lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(

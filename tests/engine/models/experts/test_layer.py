@@ -47,7 +47,7 @@ def naive(layer: MoE, x: torch.Tensor, context: RoutingContext) -> torch.Tensor:
 
 
 def _clamped(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """As the config of gpt-oss describes it: swiglu_limit 7, alpha 1.702."""
+    """The gate of gpt-oss, from its config: swiglu_limit 7, alpha 1.702."""
     gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
     return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 
@@ -69,7 +69,7 @@ def test_biases_and_clamped_gates_are_as_written_out(family: str, activation: st
 
 
 def test_biases_of_rows_whose_ends_are_on_the_device() -> None:
-    """As their numbers on the host give them; rows after the last end add nothing to the gradient."""
+    """Ends on the device give the same result as row counts on the host; rows after the last end add no gradient."""
     bias, y = torch.randn(4, 5).bfloat16(), torch.randn(9, 5).bfloat16()
     ends = torch.tensor([2, 2, 6, 7], dtype=torch.int32)
     found, expected = (GroupedBias.apply(y.clone(), bias, groups, None) for groups in (ends, [2, 0, 4, 1]))

@@ -11,16 +11,7 @@ from shoal.labs.explain.device.accelerators import find_node
 from shoal.planning.cost.roofline import least_rows, matrix_product
 from shoal.spec.catalog import accelerator
 from shoal.spec.catalog.accelerators import accelerators
-
-
-@pytest.fixture(autouse=True)
-def wide(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "160")
-
-
-def explained(capsys, words):
-    assert main(["explain", *words.split()]) == 0
-    return capsys.readouterr().out
+from tests.labs.explain.explained import explained
 
 
 def test_every_accelerator_has_a_row(capsys):

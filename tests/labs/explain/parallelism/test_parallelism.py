@@ -14,16 +14,7 @@ from shoal.planning.cost.parameters import StagePart, list_units
 from shoal.spec.catalog import model_shape
 from shoal.spec.layout import Layout
 from shoal.spec.number_formats import FORMATS
-
-
-@pytest.fixture(autouse=True)
-def wide(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "160")
-
-
-def explained(capsys, words):
-    assert main(["explain", *words.split()]) == 0
-    return capsys.readouterr().out
+from tests.labs.explain.explained import explained
 
 
 @pytest.mark.parametrize("subject", ["zero --dp 4", "buckets", "tensor", "memory", "pipeline"])
