@@ -132,6 +132,7 @@ class Place:
         try:
             with patch.multiple(subprocess.Popen, __init__=_start), patch("os.fork", _start), \
                     patch("shoal.calibrate", _start), patch("shoal.cli.bench.show_progress", _start), \
+                    patch("shoal.report.server.PageServer.run", _start), \
                     redirect_stdout(said), redirect_stderr(said), suppress(Started):
                 code = 0
                 code = main([str(word) for word in words])
