@@ -147,7 +147,8 @@ def main() -> int:
         for descriptor in range(3):
             os.dup2(opened, descriptor)
         os.close(opened)
-        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115 -- for good
+    # For good. pytest's own streams, which the fork of a test has, write elsewhere.
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
     if order["agent"]:
         subprocess_handler.Popen = Worker
         return torchrun([*order["agent"], *order["words"]])
