@@ -20,6 +20,7 @@ from shoal.engine.own.tensor import SplitRanks, apply_table
 from shoal.pipeline.from_layout import check_run
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RunConfig, build_config
+from shoal.spec.config.data import DataConfig
 from shoal.spec.config.model import ModelConfig
 from shoal.spec.config.sections import TrainConfig
 from shoal.spec.layout import Layout
@@ -68,6 +69,10 @@ def check_own_model(config: RunConfig) -> OwnShape:
         if name not in OWN_LAYOUT and value != default:
             raise UsageError(f"parallel.{name} = {value!r} with model.module, whose layers shoal does not know."
                              f"\n  Leave it out; {', '.join(OWN_LAYOUT)} work with any module.")
+    for name in config.data.model_fields_set - {"sequence_length", "cache"}:
+        if getattr(config.data, name) != DataConfig.model_fields[name].get_default(call_default_factory=True):
+            raise UsageError(f"data.{name} with model.module, whose OwnModel has its own samples.\n  Leave it out: "
+                             "data, validation and collate of the OwnModel take the place of [data].")
     own = load_own_model(config.model.module)
     if layout.tp > 1:
         apply_table(own.build_empty(), own.tensor_parallel, SplitRanks(None, 0, layout.tp))
@@ -152,10 +157,7 @@ def check_rates(config: RunConfig, shape: ModelShape) -> None:
 
 def check_validation(config: RunConfig) -> None:
     """Reject named texts for validation where nothing computes their loss."""
-    if config.data.validation and (config.model.module or config.parallel.sync in UNSYNCHRONISED):
-        if config.model.module:
-            raise UsageError("data.validation: a model of one's own reads no text.\n  Leave it out; the field "
-                             "validation of its OwnModel gives samples.")
+    if config.data.validation and config.parallel.sync in UNSYNCHRONISED:
         raise UsageError(f"data.validation: the replicas of parallel.sync = '{config.parallel.sync}' do not meet."
                          "\n  Leave it out; evaluate checkpoints by `shoal eval`.")
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cache
 from numbers import Number
 from pathlib import Path
-from traceback import extract_tb
 from typing import Any
 
 import cloudpickle
@@ -24,6 +23,7 @@ from torch.utils.data import default_collate
 
 from shoal.base.errors import UsageError
 from shoal.base.files import expanded, open_to_read
+from shoal.engine.own.user_code import explain, explained
 from shoal.spec.catalog import ModelShape
 
 PICKLED = ".pkl"
@@ -85,7 +85,8 @@ class OwnModel:
         """Build the module on the CPU, with the initial values of a seed."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return self._checked(self.model())
+            with explained("its model()"):
+                return self._checked(self.model())
 
     def compute(self, module: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         """Return the summed loss [] of a batch and its number of terms, a number or [].
@@ -117,18 +118,12 @@ class OwnModel:
         except UsageError:
             raise
         except Exception:  # a module that reads values while it is built
-            pass
-        try:
             return self.build(0)
-        except UsageError:
-            raise
-        except Exception as error:
-            raise UsageError(f"model.module: its model() fails: {explain(error)}.") from error
 
     def samples(self, split: str) -> Sequence[Any]:
         """Return the samples of "train" or "validation"; without validation samples, the training's."""
         chosen = self.data if split == "train" or self.validation is None else self.validation
-        with drawing(0):
+        with drawing(0), explained(f"its {split} data"):
             return chosen() if callable(chosen) else chosen
 
     def _checked(self, module: object) -> nn.Module:
@@ -167,19 +162,6 @@ def _describe(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     return f"{len(value)} values" if isinstance(value, (tuple, list)) else f"{type(value).__name__} {value!r:.40}"
-
-
-def explain(error: BaseException) -> str:
-    """Return an error of a definition's code in one line, with the last line of that code."""
-    frames = [frame for frame in extract_tb(error.__traceback__)
-              if "site-packages" not in frame.filename and not frame.filename.startswith(NOT_ITS_OWN)]
-    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    message = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {message[0].rstrip('.') if message else ''}{where}"
-
-
-NOT_ITS_OWN = (str(Path(__file__).parents[2]), sys.base_prefix, "<frozen")
-"""Beginnings of the names of files of shoal and of Python."""
 
 
 def generator_states() -> tuple[bytes, str, object]:

@@ -16,6 +16,7 @@ from shoal.base.errors import UsageError
 from shoal.engine.data.order import SampleOrder
 from shoal.engine.models.initial import stream_key
 from shoal.engine.own.definition import OwnModel, drawing, generator_states
+from shoal.engine.own.user_code import explained
 from shoal.engine.streams import to_device
 
 
@@ -53,13 +54,13 @@ class OwnDataset:
             of its first index, and not by a thread: the module draws from the same generators.
 
     Raises:
-        UsageError: there is no sample.
+        UsageError: there is no sample, or a batch of samples cannot be made.
     """
 
     vocab_size = 2
 
     def __init__(self, own: OwnModel, split: str, seed: int):
-        self._source, self._collate, self._seed = own.samples(split), own.collate, seed
+        self._source, self._collate, self._seed, self._split = own.samples(split), own.collate, seed, split
         try:
             self.samples = len(self._source)
         except TypeError:
@@ -70,15 +71,19 @@ class OwnDataset:
         self._order = SampleOrder(self.samples, seed if split == "train" else 0)
         with drawing(seed):
             before = generator_states()
-            first = self._collate([self._source[0]])
+            first = self._make([0])
             self.draws = generator_states() != before
         self.fingerprint = f"{type(self._source).__name__} of {self.samples} samples, the first {_digest(first)}"
 
     def batch(self, indices: Sequence[int]) -> OwnBatch:
         """Return the samples at these indices, which continue across epochs without end."""
         with drawing(stream_key(self._seed, f"sample {indices[0]}")) if self.draws else nullcontext():
-            values = self._collate([self._source[i] for i in self._order(indices).tolist()])
+            values = self._make(self._order(indices).tolist())
         return OwnBatch(values, indices[0])
+
+    def _make(self, numbers: list[int]) -> Any:
+        with explained(f"its {self._split} batch of samples {', '.join(map(str, numbers))}"):
+            return self._collate([self._source[i] for i in numbers])
 
 
 def _digest(values: Any) -> str:

@@ -20,6 +20,7 @@ from shoal.engine.own.blocks import Blocks, group_parameters
 from shoal.engine.own.definition import OwnModel
 from shoal.engine.own.samples import OwnBatch
 from shoal.engine.own.tensor import SplitRanks, apply_table
+from shoal.engine.own.user_code import explained
 from shoal.engine.parallel.apply import LocalStage, materialise
 from shoal.engine.parallel.placement import replicate
 from shoal.engine.parallel.zero.rank_parameters import RankParameters
@@ -137,7 +138,7 @@ class OwnStage(LocalStage):
         """Return the summed loss of a micro-batch; without gradients, as in a validation.
 
         Raises:
-            UsageError: the loss is not as `OwnModel` says, or the forward does not run the blocks in order.
+            UsageError: the loss fails, or is not as `OwnModel` says, or the forward does not run the blocks in order.
         """
         training, compute = torch.is_grad_enabled(), self.policy.compute
         wide = torch.promote_types(compute, torch.float32)
@@ -151,7 +152,7 @@ class OwnStage(LocalStage):
         self.module.train(training)
         # Autocast: operators that need it, such as sums of losses, compute in float32.
         cast = torch.autocast(self.parameters.mesh.device.type, compute, enabled=compute != wide)
-        with cast, self.blocks.forward() if self.blocks else nullcontext():
+        with cast, self.blocks.forward() if self.blocks else nullcontext(), explained("its loss()"):
             loss, terms = self.own.compute(self.module, batch.values)
         if self.ranks:
             self.ranks.shared = None  # the graph that it holds ends here

@@ -15,6 +15,7 @@ from shoal.engine.collectives.ops import all_reduce, to_host
 from shoal.engine.data.batches import Batch, Dataset
 from shoal.engine.own.definition import SUM_AND_TERMS, load_own_model
 from shoal.engine.own.stage import OwnStage, build_own_stage
+from shoal.engine.own.user_code import explained
 from shoal.engine.parallel.apply import LocalStage
 from shoal.engine.parallel.zero.rank_parameters import RankParameters
 from shoal.pipeline.from_layout import build_forwards
@@ -54,14 +55,16 @@ class OwnEngine(Engine):
 
     def logged(self, metrics: StepMetrics) -> None:
         if self.stage.own.on_metrics:
-            self.stage.own.on_metrics(metrics)
+            with explained("its on_metrics()"):
+                self.stage.own.on_metrics(metrics)
 
     def prefetches(self) -> bool:
         return super().prefetches() and not self.samples.draws  # type: ignore[attr-defined]
 
     def step(self, step: int, *, stop: bool = False, dry: bool = False) -> StepResult:
         try:
-            return super().step(step, stop=stop, dry=dry)
+            with explained("the backward of its loss", only_its_own=True):
+                return super().step(step, stop=stop, dry=dry)
         finally:  # buffers of a step that failed, was skipped or dry are those before it
             self.stage.statistics.cancel()
 

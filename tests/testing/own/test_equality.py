@@ -108,7 +108,7 @@ def test_a_wrong_table_is_found_and_said_in_one_sentence(name, says, pool):
     ("train", "precision", "fp8", "train.precision = 'fp8' with model.module"),
     ("train", "compile", True, "train.compile = True with model.module"),
     ("optimizer", "name", "sophia-g", "optimizer.name = 'sophia-g' with model.module"),
-    ("data", "validation", {"x": "y.txt"}, "a model of one's own reads no text"),
+    ("data", "validation", {"x": "y.txt"}, "data.validation with model.module, whose OwnModel has its own samples"),
     ("model", "layers", 3, "model.module gives the full model"),
     ("model", "module", f"{PLAIN}:nothing", "has no 'nothing'"),
     ("model", "module", f"{PLAIN}:Tokens", "is type, not a shoal.OwnModel"),
