@@ -73,9 +73,9 @@ class WatchedRuns:
         errors = [f"<p>{_text(f'{name}: {error}')}</p>" for name, error in found if isinstance(error, UsageError)]
         return {
             "runs": [
-                describe_curves(name, report.metrics, report.events) if isinstance(report, RunReport)
-                else describe_curves(name, [], [])
-                for name, report in found
+                describe_curves(run.name, report.metrics, report.events, run.config.thing)
+                if isinstance(report, RunReport) else describe_curves(run.name, [], [])
+                for run, (_, report) in zip(self.runs, found, strict=True)
             ],
             "facts": "".join(errors) + _facts(reports),
             "events": _events(reports),

@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -80,8 +80,7 @@ class Trainer:
         self.shape, self.samples, self.folder, self.local_ranks = shape, samples, folder, local_ranks
         self.beat, self.stop = beat or Heartbeat(), stop or StopRequests()
         self.first = mesh.rank == 0
-        thing: Literal["token", "sample"] = "sample" if config.model.module else "token"
-        self.display = Display(None if self.first else Console(quiet=True), thing)
+        self.display = Display(None if self.first else Console(quiet=True), config.thing)
         self.begin = time.monotonic()
         if config.parallel.bucket_mb == "auto":
             config, found = settle_bucket_size(config, shape, mesh, samples["train"], folder, resume=resume)

@@ -85,6 +85,8 @@ def test_long_lines_keep_their_extremes_and_what_no_axis_shows_is_left_out():
     assert shown["figures"][0]["line"] == [[1, 1.0], [4, 2.0]]
     assert [(mark["step"], mark["kind"]) for mark in shown["marks"]] == [(2, "spike")]
     json.dumps(shown, allow_nan=False)
+    titles = [each["title"] for each in describe_curves("own", metrics([1.0]), [], "sample")["figures"]]
+    assert titles[:2] == ["loss (dots: validation)", "samples per second"]
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from shoal.engine.data.token_stream import SPLITS, Split, Stream
 from shoal.engine.data.tokenizer import load_tokenizer
 from shoal.engine.models.loss import IGNORE
 from shoal.engine.streams import to_device
-from shoal.spec.config import DataConfig
+from shoal.spec.config import DataConfig, MixtureSource
 
 T = TypeVar("T")
 
@@ -174,20 +175,25 @@ class MixtureDataset:
 
     Args:
         datasets: datasets by name.
-        weights: relative number of samples of each.
-        epochs: passes over a dataset after which it has ended; 0 for no limit.
+        sources: their weights, limits of epochs and schedules.
         seed: seed of the order in which sources follow each other.
+        sequence_length: s, tokens of a sample.
     """
 
     def __init__(
-        self, datasets: dict[str, Dataset], weights: dict[str, float], epochs: dict[str, float], seed: int
+        self, datasets: dict[str, Dataset], sources: dict[str, MixtureSource], seed: int, sequence_length: int
     ) -> None:
         self._datasets = list(datasets.values())
-        limits = {name: round(epochs[name] * d.samples) or None for name, d in datasets.items()}
-        self.blend = Blend(weights, limits, seed)
+        limits = {name: round(sources[name].epochs * d.samples) or None for name, d in datasets.items()}
+        later = {
+            name: {math.ceil(tokens / sequence_length): weight for tokens, weight in source.schedule}
+            for name, source in sources.items()
+        }
+        self.blend = Blend({name: source.weight for name, source in sources.items()}, limits, seed, later)
         self.vocab_size = max(dataset.vocab_size for dataset in self._datasets)
         self.samples = sum(dataset.samples for dataset in self._datasets)
-        parts = [f"{name} {d.fingerprint} {weights[name]} {epochs[name]}" for name, d in datasets.items()]
+        settings = {name: [each.weight, each.epochs, *each.schedule] for name, each in sources.items()}
+        parts = [" ".join(map(str, (name, d.fingerprint, *settings[name]))) for name, d in datasets.items()]
         self.fingerprint = xxhash.xxh3_128_hexdigest(" ".join(["mixture", *parts]).encode())
 
     def batch(self, indices: Sequence[int]) -> Batch:
@@ -297,9 +303,8 @@ def open_dataset(
         )
     if not config.mixture:
         return packed[""]
-    weights = {name: source.weight for name, source in config.mixture.items()}
-    epochs = {name: source.epochs if split == "train" else 0.0 for name, source in config.mixture.items()}
-    return MixtureDataset(packed, weights, epochs, seed)
+    sources = config.mixture if split == "train" else {n: each.constant() for n, each in config.mixture.items()}
+    return MixtureDataset(packed, sources, seed, config.sequence_length)
 
 
 def open_complete(config: DataConfig, *, progress: bool = False) -> CompleteDataset:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from types import MappingProxyType
 
 import numpy as np
 
@@ -17,7 +18,7 @@ BLOCK = 10_000
 
 @dataclass(frozen=True)
 class _Segment:
-    """Samples between two sources' ends.
+    """Samples with the same weights: between ends of sources, and scheduled changes.
 
     Attributes:
         number: position among the segments.
@@ -41,23 +42,27 @@ class Blend:
 
     Args:
         weights: relative number of samples of each source.
-        limits: samples after which a source has ended; None for no limit, which at least one has.
+        limits: samples after which a source has ended; None for no limit.
+        later: other weights by the sample of the run from which on they hold, for each source that has any.
 
     Raises:
-        UsageError: a weight is less than 1 / `BLOCK` of the sum, or every source has a limit.
+        UsageError: a weight is always 0, or less than 1 / `BLOCK` of the sum; or at some sample no source is left.
     """
 
-    def __init__(self, weights: Mapping[str, float], limits: Mapping[str, int | None], seed: int) -> None:
+    def __init__(
+        self, weights: Mapping[str, float], limits: Mapping[str, int | None], seed: int,
+        later: Mapping[str, Mapping[int, float]] = MappingProxyType({}),
+    ) -> None:
         self.names, self._seed = tuple(weights), seed
-        if None not in limits.values():
-            raise UsageError(
-                "data.mixture: all sources have a limit of epochs.\n  Leave epochs out of one, which fills the rest."
-            )
-        self._weights = np.array([*weights.values()], dtype=np.float64)
+        self._weights = [{0: weight} | dict(later.get(name, {})) for name, weight in weights.items()]
+        for name, each in zip(self.names, self._weights, strict=True):
+            if not any(each.values()):
+                raise UsageError(f"data.mixture.{name}.weight = 0, without a later one.\n  Leave {name} out.")
+        self._changes = sorted({start for each in self._weights for start in each})
         self._limits = np.array([np.iinfo(np.int64).max if limits[n] is None else limits[n] for n in self.names])
         self._shares = lru_cache(maxsize=16)(self._compute_block)
         none = np.zeros(len(self.names), dtype=np.int64)
-        self._segments = [_Segment(0, 0, self._quotas(none), none)]
+        self._segments = [_Segment(0, 0, self._quotas(0, none), none)]
         while (following := self._next(self._segments[-1])) is not None:
             self._segments.append(following)
         self._starts = np.array([segment.start for segment in self._segments])
@@ -78,20 +83,29 @@ class Blend:
     def drawn(self, index: int) -> dict[str, int]:
         """Return the number of samples of each source before a global index."""
         segment = self._segments[int(np.searchsorted(self._starts, index, side="right")) - 1]
+        return dict(zip(self.names, self._drawn(segment, index).tolist(), strict=True))
+
+    def _drawn(self, segment: _Segment, index: int) -> np.ndarray:
+        """Return the number of samples of each source before a global index of a segment, [sources]."""
         block, inside = divmod(index - segment.start, BLOCK)
         order, _ = self._shares(segment.number, block)
-        counts = segment.drawn + block * segment.quotas + np.bincount(order[:inside], minlength=len(self.names))
-        return dict(zip(self.names, counts.tolist(), strict=True))
+        return segment.drawn + block * segment.quotas + np.bincount(order[:inside], minlength=len(self.names))
 
-    def _quotas(self, drawn: np.ndarray) -> np.ndarray:
-        """Divide a block by the weights of the sources that have not ended: largest remainders, at least 1 each."""
-        weights = np.where(drawn < self._limits, self._weights, 0)
+    def _quotas(self, index: int, drawn: np.ndarray) -> np.ndarray:
+        """Divide a block by the weights, at an index, of the sources that have not ended: largest remainders."""
+        current = np.array([each[max(start for start in each if start <= index)] for each in self._weights])
+        weights = np.where(drawn < self._limits, current, 0)
+        if not weights.any():
+            raise UsageError(
+                f"data.mixture: from sequence {index:,} on no source is left: all have ended by epochs, or have the "
+                "weight 0.\n  Leave epochs out of one, which fills the rest."
+            )
         exact = weights / weights.sum() * BLOCK
         small = (weights > 0) & (exact < 1)
         if small.any():
             name = self.names[int(small.argmax())]
             raise UsageError(
-                f"data.mixture.{name}.weight = {self._weights[small.argmax()]:g} is less than 1 / {BLOCK:,} of the sum "
+                f"data.mixture.{name}.weight = {weights[small.argmax()]:g} is less than 1 / {BLOCK:,} of the sum "
                 f"of the weights.\n  Make it larger, or leave {name} out."
             )
         quotas = np.floor(exact).astype(np.int64)
@@ -112,14 +126,18 @@ class Blend:
         return order, ranks
 
     def _next(self, segment: _Segment) -> _Segment | None:
-        """Return the segment after the first end of a source in ``segment``; None if none ends."""
+        """Return the segment after the first end of a source in ``segment``, or change of weights; None without one."""
+        starts = [change for change in self._changes if change > segment.start][:1]
         ending = (segment.quotas > 0) & (self._limits < np.iinfo(np.int64).max)
-        if not ending.any():
+        if ending.any():
+            left = self._limits - segment.drawn
+            block = int((left[ending] // segment.quotas[ending]).min())
+            order, ranks = self._shares(segment.number, block)
+            samples = block * segment.quotas[order] + ranks
+            beyond = ending[order] & (samples >= left[order])
+            starts.append(segment.start + block * BLOCK + int(beyond.argmax()))
+        if not starts:
             return None
-        left = self._limits - segment.drawn
-        block = int((left[ending] // segment.quotas[ending]).min())
-        order, ranks = self._compute_block(segment.number, block)
-        samples = block * segment.quotas[order] + ranks
-        inside = int((ending[order] & (samples >= left[order])).argmax())  # the first sample that is beyond a limit
-        drawn = segment.drawn + block * segment.quotas + np.bincount(order[:inside], minlength=len(self.names))
-        return _Segment(segment.number + 1, segment.start + block * BLOCK + inside, self._quotas(drawn), drawn)
+        start = min(starts)
+        drawn = self._drawn(segment, start)
+        return _Segment(segment.number + 1, start, self._quotas(start, drawn), drawn)

@@ -56,19 +56,30 @@ class SourceConfig(Section):
 class MixtureSource(SourceConfig):
     """One source of a mixture."""
 
-    weight: PositiveFloat = 1.0
-    """Number of samples relative to the other sources."""
+    weight: NonNegativeFloat = 1.0
+    """Number of samples relative to the other sources; 0 only with a schedule."""
 
     epochs: NonNegativeFloat = 0.0
     """Passes over the source after which the others take its place; 0 for no limit."""
 
+    schedule: tuple[tuple[PositiveFloat, NonNegativeFloat], ...] = ()
+    """Later weights: pairs of a number of tokens that the run has read of all sources, and the weight from then on."""
+
     @model_validator(mode="before")
     @classmethod
     def _from_path(cls, value: Any) -> Any:
-        """Accept a path alone, and a list of paths, which this validator gets as Python's own."""
+        """Accept a path alone, and lists, which this validator gets as Python's own."""
         value = {"paths": [value]} if isinstance(value, str) else value
-        listed = isinstance(value, dict) and isinstance(value.get("paths"), list)
-        return value | {"paths": tuple(value["paths"])} if listed else value
+        return {name: _as_tuple(each) for name, each in value.items()} if isinstance(value, dict) else value
+
+    def constant(self) -> MixtureSource:
+        """Return the source with its largest weight throughout, without limit."""
+        weight = max(self.weight, *(weight for _, weight in self.schedule), 0.0)
+        return self.model_copy(update={"weight": weight, "epochs": 0.0, "schedule": ()})
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
 
 
 SourceName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,40}$")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tomli_w
 
@@ -62,6 +62,11 @@ class RunConfig(Section):
     failover: sections.FailoverConfig = sections.FailoverConfig()
     metrics: sections.MetricsConfig = sections.MetricsConfig()
     testing: sections.TestingConfig = sections.TestingConfig()
+
+    @property
+    def thing(self) -> Literal["token", "sample"]:
+        """What the run counts: tokens, or the samples of a model of one's own, whose losses have no known unit."""
+        return "sample" if self.model.module else "token"
 
 
 def load_config(path: str | Path) -> RunConfig:

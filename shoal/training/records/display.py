@@ -33,7 +33,7 @@ class Display:
     """Terminal output of one run, on rank 0. As a context manager, it removes the progress bar on exit.
 
     Args:
-        thing: what the run counts: tokens, or the samples of a model of one's own, whose losses have no known unit.
+        thing: what the run counts.
     """
 
     def __init__(self, console: Console | None = None, thing: Literal["token", "sample"] = "token"):

@@ -1,5 +1,7 @@
 """Mixtures: exact shares, each source in its own order, the same on any layout, from any index."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -24,21 +26,29 @@ def small_blocks(monkeypatch):
 weights = st.lists(st.floats(1, 4), min_size=1, max_size=5)
 
 
-@settings(deadline=None, max_examples=15)
-@given(weights=weights, limits=st.lists(st.integers(1, 90), max_size=4), seed=st.integers(0, 2**40), data=st.data())
-def test_sources_follow_their_own_order_up_to_their_end(weights, limits, seed, data):
+changes = st.dictionaries(st.integers(1, 140), st.sampled_from([0.0, 2.0]), max_size=3)
+
+
+@settings(deadline=None, max_examples=20)
+@given(weights=weights, limits=st.lists(st.integers(1, 90), max_size=4), later=st.lists(changes, max_size=4),
+       seed=st.integers(0, 2**40), data=st.data())
+def test_sources_follow_their_own_order_up_to_their_end(weights, limits, later, seed, data):
     names = [f"s{i}" for i in range(len(weights))]
     ends = dict.fromkeys(names) | dict(zip(names[1:], limits, strict=False))  # the first has none
-    blend = Blend(dict(zip(names, weights, strict=True)), ends, seed)
+    schedules = dict(zip(names[1:], later, strict=False))
+    blend = Blend(dict(zip(names, weights, strict=True)), ends, seed, schedules)
     sources, samples = blend(range(150))
     for number, name in enumerate(names):
         mine = samples[sources == number]
         assert mine.tolist() == list(range(len(mine)))
         assert ends[name] is None or len(mine) <= ends[name]
+        stops = sorted(schedules.get(name, {}).items())
+        for (start, weight), (end, _) in pairwise([*stops, (150, 0)]):
+            assert weight or number not in sources[start:end]
     index = data.draw(st.integers(0, 149))
     drawn = np.bincount(sources[:index], minlength=len(names))
     assert blend.drawn(index) == dict(zip(names, drawn.tolist(), strict=True))
-    again = Blend(dict(zip(names, weights, strict=True)), ends, seed)  # resumed: reads from any index
+    again = Blend(dict(zip(names, weights, strict=True)), ends, seed, schedules)  # resumed: reads from any index
     assert [part[0] for part in again([index])] == [sources[index], samples[index]]
 
 
@@ -51,6 +61,17 @@ def test_shares_are_exact_in_each_block(weights, seed):
     exact = np.array(weights) / sum(weights) * 20
     for count in counts:
         assert (abs(count - exact) < 1).all() and (count == counts[0]).all()
+
+
+def test_weights_change_at_their_token(config):
+    """A source may begin late, and one may end; validation reads every source by its largest weight."""
+    web, code = (config.mixture[name] for name in ("web", "code"))
+    changed = {"web": web.model_copy(update={"schedule": ((320, 0.0),)}),
+               "code": code.model_copy(update={"weight": 0.0, "schedule": ((310.0, 1.0),)})}
+    run = config.model_copy(update={"mixture": changed})
+    assert open_dataset(run, seed=3, split="train").blend(range(40))[0].tolist() == [0] * 20 + [1] * 20
+    sources = open_dataset(run, seed=3, split="validation").blend(range(20))[0]
+    assert np.bincount(sources).tolist() == [13, 7]
 
 
 def test_a_source_that_ends_gives_its_place_to_the_others():
@@ -120,10 +141,10 @@ def test_a_sequence_is_that_of_its_source(config):
 
 def test_weights_and_epochs_are_part_of_the_fingerprint(config):
     prints = {open_dataset(config, seed=0, split="train").fingerprint}
-    for update in ({"weight": 3.0}, {"epochs": 1.0}):
+    for update in ({"weight": 3.0}, {"epochs": 1.0}, {"schedule": ((99.0, 1.0),)}):
         changed = config.mixture | {"web": config.mixture["web"].model_copy(update=update)}
         prints.add(open_dataset(config.model_copy(update={"mixture": changed}), seed=0, split="train").fingerprint)
-    assert len(prints) == 3
+    assert len(prints) == 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -143,7 +164,8 @@ def test_losses_of_sequences_add_up(dtype):
 
 
 @pytest.mark.parametrize(("values", "message"), [
-    ({"mixture": {"a": {"paths": ["x"], "weight": 0.0}}}, "data.mixture.a.weight = 0.0"),
+    ({"mixture": {"a": {"paths": ["x"], "weight": -1.0}}}, "data.mixture.a.weight = -1.0"),
+    ({"mixture": {"a": {"paths": ["x"], "schedule": [[0, 1]]}}}, "data.mixture.a.schedule = 0"),
     ({"mixture": {"a/b": {"paths": ["x"]}}}, "data.mixture"),
     ({"mixture": {"a": {"path": ["x"]}}}, "no key 'data.mixture.a.path'; did you mean 'paths'"),
 ])
@@ -173,7 +195,11 @@ def test_a_table_of_the_file_stays_when_the_command_line_sets_others(config, tmp
 
 
 def test_a_weight_too_small_for_a_block_is_named():
-    with pytest.raises(UsageError, match="all sources have a limit of epochs"):
+    with pytest.raises(UsageError, match="from sequence 3 on no source is left"):
         Blend({"a": 1}, {"a": 3}, 0)
+    with pytest.raises(UsageError, match=r"data\.mixture\.b\.weight = 0, without a later one"):
+        Blend({"a": 1, "b": 0}, {"a": None, "b": None}, 0)
+    with pytest.raises(UsageError, match="from sequence 7 on no source is left"):
+        Blend({"a": 1}, {"a": None}, 0, {"a": {7: 0.0}})
     with pytest.raises(UsageError, match=r"data\.mixture\.b\.weight = 0\.01 is less than 1 / 20"):
         Blend({"a": 1, "b": 0.01}, {"a": None, "b": None}, 0)
