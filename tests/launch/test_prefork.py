@@ -49,6 +49,7 @@ if __name__ == "__main__":
 def write_rank(folder: Path, patch: pytest.MonkeyPatch) -> Path:
     (folder / "forked.py").write_text(RANK)
     patch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{ROOT}")
+    patch.syspath_prepend(str(folder))  # of a server that is a fork of this process
     return folder
 
 
@@ -57,8 +58,8 @@ def here(tmp_path, monkeypatch) -> Path:
     return write_rank(tmp_path, monkeypatch)
 
 
-def started(here: Path, preload: Sequence[str] = PRELOADED) -> PreforkServer:
-    return PreforkServer({**os.environ, "OMP_NUM_THREADS": "1"}, here / "prefork.log", preload)
+def started(here: Path, preload: Sequence[str] = PRELOADED, **more: bool) -> PreforkServer:
+    return PreforkServer({**os.environ, "OMP_NUM_THREADS": "1"}, here / "prefork.log", preload, **more)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +90,7 @@ def report(here: Path, name: str = "rank") -> dict:
 
 def test_a_request_that_comes_before_a_fork_has_its_own_handlers_is_not_lost(own, here):
     """The server leaves such requests to the ranks, and the kernel throws away what a process ignores."""
-    for number in range(20):
+    for number in range(10):
         child = fork(own, here, "sleep", f"stopped-{number}")
         os.kill(child.pid, signal.SIGTERM)
         wait_for(lambda child=child: child.poll() is not None, 30)
@@ -97,11 +98,15 @@ def test_a_request_that_comes_before_a_fork_has_its_own_handlers_is_not_lost(own
 
 
 def test_a_fork_is_a_process_of_its_own(here, capfd):
-    with started(here) as own:  # here, since it inherits the stdout of now
+    with started(here, may_fork=False) as own:  # here, since it inherits the stdout of now
         first, second = fork(own, here, "0", "first", heard=True), fork(own, here, "7", "second")
         assert (first.wait(), second.wait()) == (0, 7)
         assert fork(own, here, "raise").wait() == 1
         assert len(os.listdir(f"/proc/{own.pid}/task")) == 1  # else a fork would not be sound
+        fork(own, here, "sleep", "left")
+        left = psutil.Process(report(here, "left")["pid"])
+    assert not psutil.pid_exists(own.pid)  # leaving ends everything
+    wait_for(lambda: not alive(left), 5)
     said = report(here, "first")
     assert (said["pid"], said["parent"], said["session"]) == (first.pid, own.pid, first.pid)
     assert (said["argv"], said["name"], said["sum"]) == ([str(here / "forked.py")], "__main__", 1000.0)
@@ -159,9 +164,17 @@ def test_a_server_that_dies_while_it_imports_is_told_at_once(here):
 
 
 FORKING = """
-import os, sys
+import importlib, os, sys, torch
 from pathlib import Path
-import shoal.launch.preload
+cuda = torch.cuda.__dict__.copy()
+torch.cuda._is_compiled, torch._C._cuda_getCurrentRawStream = lambda: True, None
+for name in ("is_available", "device_count", "current_device", "_lazy_init", "get_device_capability"):
+    def touch(*args, name=name):
+        raise SystemExit(f"torch.cuda.{name} is called by an import")
+    setattr(torch.cuda, name, touch)
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+torch.cuda.__dict__.update(cuda)
 from shoal.launch.prefork import PreforkServer
 end = os.open("registered", os.O_CREAT | os.O_WRONLY)  # no buffer, which forks would share
 import atexit
@@ -175,11 +188,14 @@ with PreforkServer(os.environ, preload=["shoal.training.trainer"]) as server:
 """
 
 
-def test_a_process_of_one_thread_forks_its_server(here, monkeypatch):
+def test_a_process_of_one_thread_forks_its_server_and_imports_touch_no_device(here, monkeypatch):
+    """A fork of a process that has used CUDA cannot use it."""
+    ours = {name for name in worker_pool.PRELOADED if name.startswith("shoal.")}
+    modules = {*PRELOADED, *ours, "shoal.launch.worker", "shoal.testing.verify.rank"}
     monkeypatch.chdir(here)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", FORKING], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
+    done = subprocess.run([sys.executable, "-c", FORKING, *modules], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
     assert "ArithmeticError: a rank's own" in (here / "raise.log").read_text()
     assert (here / "registered").read_text() == "once "  # not by the forks
     said = report(here, "7")
@@ -191,7 +207,10 @@ def test_what_it_cannot_import_is_in_its_log(here, monkeypatch):
     (here / "shoal").mkdir()  # hides the real one
     (here / "shoal" / "__init__.py").write_text("raise ImportError('no shoal here')")
     monkeypatch.chdir(here)
-    with PreforkServer({**os.environ}, here / "prefork.log") as server, pytest.raises(PreforkServerEnded):
+    with (
+        PreforkServer({**os.environ}, here / "prefork.log", may_fork=False) as server,
+        pytest.raises(PreforkServerEnded),
+    ):
         fork(server, here, "0")
     assert "no shoal here" in (here / "prefork.log").read_text()
 
@@ -203,35 +222,6 @@ def test_an_order_that_is_interrupted_ends_the_server(here, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             fork(own, here, "0")
         wait_for(lambda: own.ended, 5)
-
-
-def test_leaving_ends_everything(here):
-    with PreforkServer({**os.environ}, here / "prefork.log") as server:
-        fork(server, here, "sleep")
-        process = psutil.Process(report(here)["pid"])
-    assert sys.platform != "linux" or not psutil.pid_exists(server.pid)
-    wait_for(lambda: not alive(process), 5)
-
-
-IMPORTS = """
-import importlib, os, sys, torch
-torch.cuda._is_compiled, torch._C._cuda_getCurrentRawStream = lambda: True, None
-for name in ("is_available", "device_count", "current_device", "_lazy_init", "get_device_capability"):
-    def touch(*args, name=name):
-        raise SystemExit(f"torch.cuda.{name} is called by an import")
-    setattr(torch.cuda, name, touch)
-for name in sys.argv[1:]:
-    importlib.import_module(name)
-os._exit(0)
-"""
-
-
-def test_what_the_servers_import_touches_no_device():
-    """A fork of a process that has used CUDA cannot use it."""
-    ours = {name for name in worker_pool.PRELOADED if name.startswith("shoal.")}
-    modules = {*PRELOADED, *ours, "shoal.launch.worker", "shoal.testing.verify.rank"}
-    done = subprocess.run([sys.executable, "-c", IMPORTS, *modules], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_a_fork_that_the_kernel_has_reaped_has_ended(monkeypatch):

@@ -37,7 +37,7 @@ EXPERTS = {"count": 4, "per_token": 2, "ffn": 12, "balance_loss": 0.1, "bias_upd
 
 
 def run_of(parallel: dict, experts: dict | None = None, **train) -> RunConfig:
-    return small_run(parallel, {"experts": {**EXPERTS, **(experts or {})}}, **train)
+    return small_run(parallel, {"layers": 3, "experts": {**EXPERTS, **(experts or {})}}, **train)
 
 
 # ---- collectives ---------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from shoal.spec.layout import Layout
 from tests.engine.parallel.counting import engine_of, sent_in_a_step
 from tests.testing.verify.runs import small_run
 
-WIDE = {"hidden": 40, "ffn": 56}
+WIDE = {"layers": 3, "hidden": 40, "ffn": 56}
 
 
 def run_of(ranks: int, microbatches: int, **parallel) -> RunConfig:

@@ -43,7 +43,7 @@ def test_every_moment_that_is_drawn_comes(chaos, name, seed):
 
 
 @pytest.mark.parametrize("name", ["kill-staging", "kill-committing", "nan", "bit-checkpoint", "missing-file",
-                                  "bit-shard", "returned-node", "slow", "kill-two", "kill-recovery"])
+                                  "bit-shard", "returned-node", "slow"])
 def test_a_trial_passes(name, chaos, capfd):
     """Faults that a rank inflicts on itself or its files; `test_supervisor` has the others. A truncated checkpoint is
     found as one with a wrong bit is, and a returned node was lost before."""

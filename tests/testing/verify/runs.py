@@ -7,15 +7,17 @@ from hypothesis import strategies as st
 from shoal.spec.config import RunConfig, build_config
 from shoal.testing.verify.draw import draw_run
 
-MODEL = {"name": "tiny", "layers": 3, "hidden": 16, "heads": 4, "kv_heads": 2, "ffn": 12, "vocab": 259}
+MODEL = {"name": "tiny", "hidden": 16, "heads": 4, "kv_heads": 2, "ffn": 12, "vocab": 259}
 
 
 def small_run(parallel: dict[str, Any], model: dict[str, Any] | None = None, **train: Any) -> RunConfig:
-    """Two micro-batches of two sequences of 8 tokens on each replica, unless told otherwise."""
+    """Two micro-batches of two sequences of 8 tokens on each replica, of two layers, or of three over stages, which do
+    not divide them; unless told otherwise."""
     parallel = {"micro_batch": 2, **parallel}
     train = {"global_batch": 2 * parallel["micro_batch"] * parallel.get("dp", 1), **train}
     data = {"source": "synthetic", "sequence_length": 8}
-    return build_config({"model": {**MODEL, **(model or {})}, "parallel": parallel, "data": data, "train": train})
+    layers = {"layers": 3 if parallel.get("pp", 1) > 1 else 2}
+    return build_config({"model": MODEL | layers | (model or {}), "parallel": parallel, "data": data, "train": train})
 
 
 @st.composite

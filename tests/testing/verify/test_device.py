@@ -40,9 +40,8 @@ def test_staged_experts(pool: Pool) -> None:
     check_staged(pool, small_run({"dp": 2, "zero": 1, "ep": 2}, {"experts": experts}))
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_staged_ranks_of_drawn_layouts(pool: Pool, seed: int) -> None:
-    check_staged(pool, draw_run(Random(f"staged:{seed}").choice, 6))
+def test_staged_ranks_of_a_drawn_layout(pool: Pool) -> None:
+    check_staged(pool, draw_run(Random("staged:1").choice, 6))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device exists")

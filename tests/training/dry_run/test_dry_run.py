@@ -43,21 +43,22 @@ def dry(config: RunConfig, rank: int, steps: int = 2) -> Counted:
     return dry_run(case.config, case.shape, rank, steps=steps, on_cpu=True)
 
 
-@pytest.mark.parametrize(("parallel", "model"), [
-    ({"dp": 2, "tp": 2, "zero": 3}, {}),
-    ({"pp": 2, "tp": 2, "sequence_parallel": True, "recompute": "full"}, {}),
-    ({"tp": 4, "tp_x": 2, "sequence_parallel": True}, {}),
-    ({"dp": 2, "pp": 2, "zero": 2, "schedule": "zb-h1", "recompute": "selective"}, {"depths": {"capacity": 0.5}}),
-])
-def test_a_dry_rank_does_what_a_rank_does(pool: Pool, parallel: dict, model: dict) -> None:
+@pytest.mark.parametrize(("parallel", "model", "differing"), [
+    ({"dp": 2, "tp": 2, "zero": 3}, {}, (3,)),
+    ({"pp": 2, "tp": 2, "sequence_parallel": True, "recompute": "full"}, {}, (0, 3)),
+    ({"tp": 4, "tp_x": 2, "sequence_parallel": True}, {}, (3,)),
+    ({"dp": 2, "pp": 2, "zero": 2, "schedule": "zb-h1", "recompute": "selective"}, {"depths": {"capacity": 0.5}},
+     (0, 3)),
+])  # fmt: skip
+def test_a_dry_rank_does_what_a_rank_does(pool: Pool, parallel: dict, model: dict, differing: tuple) -> None:
     config = small_run(parallel, {"hidden": 64, "ffn": 96, **model})
-    ranks = pool.run(real, 4, config, 6)
-    for rank in (0, 3):  # which differ in every axis
+    ranks = pool.run(real, 4, config, 4)
+    for rank in differing:
         here, there = dry(config, rank), ranks[rank]
         assert (here.where, here.parameters, here.held) == (there.where, there.parameters, there.held)
         ours, theirs = here.steps[-1], there.steps[-1]
         assert (ours.flops, ours.sent, ours.calls) == (theirs.flops, theirs.sent, theirs.calls)
-        # Threads of gloo free a tensor with a delay, long on a busy machine: compare with the least of five steps.
+        # Threads of gloo free a tensor with a delay, long on a busy machine: compare with the least of three steps.
         for moment, *others in zip(ours.moments, *(step.moments for step in there.steps[1:]), strict=True):
             assert all(moment.action == other.action for other in others)
             assert moment.peak == pytest.approx(min(other.peak for other in others), rel=0.02)
@@ -120,7 +121,7 @@ def test_estimates_of_curvature_are_part_of_a_step(pool: Pool) -> None:
     config = small_run({"dp": 2, "zero": 1}, {"hidden": 64, "ffn": 96})
     rule = {"name": "sophia-h", "hessian_every": 1}
     config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update=rule)})
-    here, there = dry(config, 0).steps[-1], pool.run(real, 2, config, 4)[0].steps[1:]
+    here, there = dry(config, 0).steps[-1], pool.run(real, 2, config, 3)[0].steps[1:]
     assert here.peak > max(moment.peak for moment in here.moments)
     assert here.peak == pytest.approx(min(step.peak for step in there), rel=0.02)  # as above
 

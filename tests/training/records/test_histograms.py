@@ -38,7 +38,7 @@ def recorded(config: RunConfig, folder):
 
 def histograms_of(pool, parallel, folder, model=None):
     folder.mkdir()
-    run = small_run(parallel, {"tied": True, **(model or {})}, precision="fp64-fp16", global_batch=8)
+    run = small_run(parallel, {"tied": True, "layers": 2, **(model or {})}, precision="fp64-fp16", global_batch=8)
     pool.run(recorded, run.parallel.world_size, run, folder)
     step, found = read_histograms(folder)
     assert step == 1

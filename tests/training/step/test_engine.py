@@ -92,7 +92,7 @@ def asked(values, steps) -> tuple[int, dict[int, list[int]]]:
     return engine.mesh.index("dp"), found
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     degrees=st.sampled_from([(pp, dp, tp) for pp, dp, tp in product((1, 2), (1, 2, 4), (1, 2)) if pp * dp * tp <= 4]),
     zero=st.integers(0, 3), micro_batch=st.integers(1, 3), microbatches=st.integers(1, 3), step=st.integers(0, 10**6),

@@ -35,7 +35,7 @@ def test_what_ranks_report_is_one_device_whatever_counts_on_each(pool: Pool, par
     documents = {"sequence_length": 21, "document_mask": True}
 
     def run(parallel: dict) -> RunConfig:
-        config = small_run(parallel, global_batch=8, precision="fp64", validation_sequences=8)
+        config = small_run(parallel, {"layers": 2}, global_batch=8, precision="fp64", validation_sequences=8)
         return config.model_copy(update={"data": config.data.model_copy(update=documents)})
 
     ((expected, tokens),) = pool.run(trained, 1, run({}))
