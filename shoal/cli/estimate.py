@@ -57,6 +57,9 @@ class EstimateOptions(Section):
     catalog: Path | None = None
     """A TOML file with accelerators, links, nodes and models of your own."""
 
+    sweep: str = ""
+    """Vary a number: tp=1,2,4,8 or nodes=1,8,64, or sequence-length, global-batch, zero, ... With --out, draw it (.svg)."""
+
     dry_run: bool = False
     """Run the real model of one rank on fake tensors, and count its FLOPs, bytes and memory."""
 
@@ -83,7 +86,10 @@ def main(args: list[str]) -> int:
         UsageError: bad options, a name that is not in the catalog, or an invalid layout.
     """
     options, config = parse_run("estimate", EstimateOptions, args, COMMANDS["estimate"].config)
-    check_writable(options.out, "--out", ".html")
+    check_writable(options.out, "--out", ".svg" if options.sweep else ".html")
+    if options.sweep:
+        unused = ("tokens", "days", "budget", "price", "dry_run", "json_")
+        reject_unused(options, unused, "a sweep compares steps")
     if options.dry_run:
         unused = ("tokens", "days", "budget", "price", "software", "json_")
         reject_unused(options, unused, "a dry run counts one rank's first steps by shoal, and prices no training")
@@ -100,6 +106,12 @@ def main(args: list[str]) -> int:
         "precision": options.precision, "optimizer": options.optimizer,
     }  # fmt: skip
     listed, code = list[str](), 0
+    if options.sweep:
+        from shoal.report.planning.sweep_report import sweep_lines  # slow import
+
+        run["software"] = options.software
+        print(*sweep_lines(options.sweep, config.parallel, run, name, options.out), sep="\n")
+        return 0
     if options.dry_run:
         counted = shoal.dry_run(
             config.parallel, **run, rank=options.rank, steps=options.steps, measure=options.measure

@@ -55,7 +55,9 @@ def _single_changes(layout: Layout) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"zero {n}", {"zero": n}
     for mode in ("none", "selective", "full"):
         yield f"recompute {mode}", {"recompute": mode}
-    for axis in ("tp", "pp"):
+    for n in _twice_and_half(layout.ep):  # ranks of dp and cp, so their number stays
+        yield f"ep {n}", {"ep": n}
+    for axis in ("tp", "cp", "pp"):
         degree: int = getattr(layout, axis)
         for n in _twice_and_half(degree):
             dp, left = divmod(layout.dp * degree, n)

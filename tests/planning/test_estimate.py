@@ -12,17 +12,20 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+import shoal
 from shoal.base.errors import UsageError
 from shoal.cli.main import main
 from shoal.engine.data.tokenizer import train_bpe
 from shoal.engine.optim.muon import is_hidden_matrix
 from shoal.engine.optim.muon_distribution import assign_matrices
 from shoal.engine.optim.orthogonal import orthogonal_flops
+from shoal.planning.changes import find_changes
 from shoal.planning.cost.memory.state import state_bytes
 from shoal.planning.cost.parameters import StagePart, list_units
 from shoal.planning.describe import describe_run
 from shoal.planning.estimate import Estimate
 from shoal.planning.run import EstimatedRun
+from shoal.planning.sweep import network_intensity, sweep
 from shoal.report.planning.estimate_lines import bound
 from shoal.report.planning.estimate_page import operations
 from shoal.spec.catalog import ModelShape, model_shape
@@ -315,6 +318,29 @@ def test_the_command(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     assert main(["estimate", "--cluster", "8xH101"]) == 2
 
 
+def test_a_change_may_take_context_and_expert_ranks_away() -> None:
+    dense = describe_run(Layout(cp=4, zero=3), model="llama-3-8b", cluster="4x8xH100", sequence_length=4096)
+    sparse = describe_run(Layout(zero=3, dp=64), model="mixtral-8x7b", cluster="8x8xH100", sequence_length=4096)
+    (context,) = (each for name, each in find_changes(Estimate(dense), 9) if name.startswith("cp 2, dp 16"))
+    assert context.run.layout == dense.layout.model_copy(update={"cp": 2, "dp": 16})
+    assert "ep 2" in dict(find_changes(Estimate(sparse), 9))
+
+
+def test_a_sweep_is_of_estimates(tmp_path: Path) -> None:
+    run = {"model": "llama-3-8b", "cluster": "2x8xH100", "global_batch": 32}
+    name, found = sweep("tp=8,1,3", Layout(zero=3, sequence_parallel=True), **run)
+    (one, first), (three, refused), (eight, last) = found
+    assert (name, one, three, eight) == ("tp", 1, 3, 8) and "does not divide model.heads" in refused
+    wanted = shoal.estimate(Layout(zero=3, sequence_parallel=True, tp=8), **run)
+    assert (last.step_seconds, last.run.layout) == (wanted.step_seconds, wanted.run.layout)
+    assert first.run.layout.dp == 16 and network_intensity(first) > network_intensity(last)
+    _, (smaller, larger) = sweep("nodes=1,2", Layout(zero=3), **run)
+    assert [each.run.cluster.size for _, each in (smaller, larger)] == [8, 16]
+    words = "estimate --model llama-3-8b --parallel.zero 3 --global-batch 32 --sweep sequence-length=1024,2048 --out"
+    assert main([*words.split(), str(tmp_path / "sweep.svg")]) == 0
+    assert "FLOPs per byte sent" in (tmp_path / "sweep.svg").read_text()
+
+
 def test_a_runs_file_is_read_whole(tmp_path: Path) -> None:
     """Its tokenizer's vocabulary, its attention kernel, and masks between documents."""
     values = {
@@ -351,6 +377,11 @@ def test_a_runs_file_is_read_whole(tmp_path: Path) -> None:
         ("--rank 3", "--rank 3: only with --dry-run"),
         ("--steps 2", "--steps 2: only with --dry-run"),
         ("--dry-run --tokens 1e9", "--tokens 1000000000.0: a dry run"),
+        ("--sweep tp=1 --tokens 1e9", "a sweep compares steps"),
+        ("--sweep dp=1,2", "dp follows from nodes"),
+        ("--sweep tp=1,a", "whole numbers with commas, as tp=1,2,4"),
+        ("--sweep tp=3", "no value can be estimated. The first: parallel.tp = 3"),
+        ("--sweep nodes=0", "at least 1 is needed"),
     ],
 )
 def test_what_would_be_ignored_is_refused(words: str, says: str, capsys: pytest.CaptureFixture) -> None:

@@ -60,6 +60,12 @@ def flat(ranks: Ranks, parts: Parts) -> Rounds:
     return [[Message(ranks[0], ranks[i], parts[i])] for i in range(1, len(ranks))]
 
 
+def naive_all_reduce(ranks: Ranks) -> Rounds:
+    """A flat reduce to each rank, one after another; block i is the copy of the vector that rank i sums."""
+    pairs = ((source, root) for root in ranks for source in ranks if source != root)
+    return [[Message(source, root, (root,), reduce=True)] for source, root in pairs]
+
+
 def tree_scatter(ranks: Ranks, parts: Parts) -> Rounds:
     """A binomial tree: a rank with a range of parts sends its upper half (Thakur, Rabenseifner & Gropp 2005, 4.1)."""
     n = len(ranks)

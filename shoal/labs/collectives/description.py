@@ -3,7 +3,8 @@
 The data of a collective are cut into numbered blocks. A collective is defined by the blocks that each rank holds before
 and after it; a `Description` is one algorithm for it, as rounds of messages.
 
-    broadcast, reduce, all-reduce   the vector is cut into B blocks, as the algorithm needs it
+    broadcast, reduce, all-reduce   the vector is cut into B blocks, as the algorithm needs it; or each rank has N
+                                    copies of its vector, which are the blocks, and rank i keeps block i
     scatter, gather                 block i belongs to rank i
     all-gather, reduce-scatter      block i belongs to rank i
     all-to-all                      block i * N + j goes from rank i to rank j
@@ -74,6 +75,7 @@ class Description:
     Attributes:
         root: of a broadcast, reduce, scatter or gather.
         blocks: number of blocks.
+        copies: whether each block of an all-reduce is a copy of the vector.
     """
 
     collective: Collective
@@ -82,6 +84,7 @@ class Description:
     root: int
     blocks: int
     rounds: tuple[Round, ...]
+    copies: bool = False
 
     @property
     def messages(self) -> Iterator[Message]:
@@ -94,7 +97,7 @@ class Description:
 
     def final(self, rank: int) -> tuple[int, ...]:
         """Return the blocks that a rank must hold at the end, its output."""
-        return self._held(rank, HELD[self.collective][1])
+        return self._held(rank, "own" if self.copies else HELD[self.collective][1])
 
     def _held(self, rank: int, which: str) -> tuple[int, ...]:
         if which == "own":
@@ -110,7 +113,8 @@ class Description:
     @property
     def share(self) -> Fraction:
         """One block as a fraction of S, if all blocks are equal."""
-        return Fraction(1, self.ranks if self.collective is Collective.ALL_TO_ALL else self.blocks)
+        parts = self.ranks if self.collective is Collective.ALL_TO_ALL else self.blocks
+        return Fraction(1, 1 if self.copies else parts)
 
     @cached_property
     def volume(self) -> Fraction:

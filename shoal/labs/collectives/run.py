@@ -38,6 +38,11 @@ def run_vector(
     if description.collective not in VECTORS:
         raise ValueError(f"{description.collective} moves blocks of given sizes; use run_blocks")
     flat = x.view(-1)
+    if description.copies:
+        copies = _BlockBuffer(flat.repeat(group.size()), range(group.size()), [flat.numel()] * group.size())
+        _interleave([_execute(description, copies, group, reduction)])
+        flat.copy_(copies.load((group.rank(),)))
+        return x
     if pieces is None:
         longest = max((len(message.blocks) for message in description.messages), default=0)
         bytes_sent = flat.numel() * flat.element_size() * longest / description.blocks

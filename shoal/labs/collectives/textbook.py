@@ -62,7 +62,7 @@ class Algorithm:
     Attributes:
         build: returns the rounds.
         rounds, volume, reduced: formulas of the costs.
-        cut: number of blocks of the vector of a broadcast, reduce or all-reduce: 1, B, P or N.
+        cut: number of blocks of the vector of a broadcast, reduce or all-reduce: 1, B, P or N; or "copies": N copies.
         bound: whether volume and reduced are exact for N = P alone, and upper bounds for other N.
     """
 
@@ -166,6 +166,9 @@ ALL_REDUCE = {
         lambda s: algorithms.hierarchical_all_reduce(s.nodes, s.blocks),
         "2 * (L - 1) + 2 * (G - 1)", "2 * (N - 1) / N", "(N - 1) / N", cut="N",
     ),
+    "naive": Algorithm(
+        lambda s: algorithms.naive_all_reduce(s.order), "N * (N - 1)", "N * (N - 1)", "N * (N - 1)", cut="copies"
+    ),
 }  # fmt: skip
 
 ALL_TO_ALL = {
@@ -225,9 +228,9 @@ def describe(
         raise UsageError(f"{segments} segments; at least 1 is needed")
     found = known[algorithm]
     if collective in VECTORS:
-        blocks = {"1": 1, "B": segments, "P": 1 << ranks.bit_length() - 1, "N": ranks}[found.cut]
+        blocks = {"1": 1, "B": segments, "P": 1 << ranks.bit_length() - 1}.get(found.cut, ranks)
     else:
         blocks = ranks**2 if collective == Collective.ALL_TO_ALL else ranks
     built = found.build(Setting(ranks, root, per_node, tuple(range(blocks))))
     rounds = tuple(tuple(messages) for messages in built if messages)
-    return Description(Collective(collective), algorithm, ranks, root, blocks, rounds)
+    return Description(Collective(collective), algorithm, ranks, root, blocks, rounds, found.cut == "copies")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from pydantic import PositiveInt
+from pydantic import PositiveFloat, PositiveInt
 from rich.console import Console
 from rich.table import Table
 
 from shoal.base.section import Section
+from shoal.base.units import BYTES, parse
 from shoal.report.tables import text_table
 from shoal.spec.number_formats import BF16, E4M3, E5M2, FORMATS, FP16, FP32, FP64, Formats
 
@@ -70,17 +72,33 @@ class PrecisionOptions(Section):
     moments: PositiveInt = 2
     """Numbers that the optimizer keeps for each parameter: 2 are Adam's."""
 
+    memory: str = ""
+    """Memory of a device, such as 192GB: adds the largest model that it holds, before activations."""
+
+    per_parameter: PositiveFloat | None = None
+    """Bytes per parameter by another account, such as 7: adds a row with them."""
+
 
 def explain(options: PrecisionOptions, console: Console) -> None:
-    """Print the tables."""
+    """Print the tables.
+
+    Raises:
+        UsageError: the memory is no size.
+    """
+    holds = parse(options.memory, BYTES, where="--memory") if options.memory else None
     console.print(_formats(), "")
     console.print(_precisions(), "")
     console.print(_memory(
-        f"bytes per parameter with {options.moments} moments, and GB of models", options,
+        f"bytes per parameter with {options.moments} moments, and GB of models", options, holds,
         {name: per_parameter(formats, options.moments) for name, formats in FORMATS.items()},
     ), "")
+    others: dict[str, PerParameter | float] = {}
     if options.moments == PrecisionOptions().moments:
-        console.print(_memory("as others count, with Adam", options, RECIPES))
+        others |= RECIPES
+    if options.per_parameter:
+        others["--per-parameter"] = options.per_parameter
+    if others:
+        console.print(_memory("as others count, with Adam", options, holds, others))
 
 
 def _formats() -> Table:
@@ -102,12 +120,16 @@ def _precisions() -> Table:
     return text_table(headings, rows, title="train.precision", words=(0, 5))
 
 
-def _memory(title: str, options: PrecisionOptions, counted: dict[str, PerParameter]) -> Table:
+def _memory(
+    title: str, options: PrecisionOptions, holds: float | None, counted: Mapping[str, PerParameter | float]
+) -> Table:
     rows = []
     for name, row in counted.items():
-        models = (f"{n * row.total:,}" for n in options.billions)
-        sizes = (row.weights, row.gradients, row.accumulated, row.master, row.moments)
-        rows.append((name, *(str(size or "") for size in sizes), str(row.total), *models))
-    models = (f"{n}B" for n in options.billions)
+        parts, total = (row, row.total) if isinstance(row, PerParameter) else (PerParameter(0, 0, 0, 0), row)
+        sizes = (parts.weights, parts.gradients, parts.accumulated, parts.master, parts.moments)
+        models = [f"{n * total:,.12g}" for n in options.billions]
+        largest = [f"{holds / total / 1e9:.1f}B"] if holds else []
+        rows.append((name, *(str(size or "") for size in sizes), f"{total:g}", *models, *largest))
+    models = [f"{n}B" for n in options.billions] + ([f"in {options.memory}"] if holds else [])
     headings = ("", "weights", "grads", "sums", "master", "moments", "bytes", *models)
     return text_table(headings, rows, title=title, gap=1)

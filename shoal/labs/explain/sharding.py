@@ -65,7 +65,7 @@ class ShardingOptions(NetworkOptions):
     """Device: a name of the catalog."""
 
     routes: PositiveInt = 6
-    """Number of routes to list."""
+    """Number of routes to list. Those with the fewest collectives, a textbook's, are listed besides."""
 
     backward: bool = False
     """Also show the gradient of every factor, which is sharded as the factor is. A chain always shows them."""
@@ -212,9 +212,11 @@ def _product(study: ShardingStudy, console: Console) -> Callable[[], str]:
     several = "legal ways to take the last product, each after the cheapest way to it,"
     what = "legal routes" if len(steps) == 1 else several
     console.print(f"\n{len(found)} {what} on {study.network}, the cheapest first:", highlight=False)
-    console.print(_routes(found[: options.routes], plan))
-    if len(found) > options.routes:
-        console.print(f"and {len(found) - options.routes} more (--routes {len(found)})", highlight=False)
+    sent = [sum(len(_sent(route)) for route in routes) for _, routes in found]
+    shown = [i for i, count in enumerate(sent) if i < options.routes or count == min(sent)]
+    console.print(_routes({i + 1: found[i][1] for i in shown}, plan))
+    if len(found) > len(shown):
+        console.print(f"and {len(found) - len(shown)} more (--routes {len(found)})", highlight=False)
     chain = add_backward(expression, best, plan) if options.backward or len(steps) > 1 else None
     passes = {f"the cheapest, {'forward' if chain else 'step by step'}": best}
     if chain:
@@ -230,16 +232,16 @@ def _product(study: ShardingStudy, console: Console) -> Callable[[], str]:
     return _draw(expression.text, [_stage(route, plan) for routes in passes.values() for route in routes], plan)
 
 
-def _routes(found: list[tuple[float, tuple[Route, ...]]], plan: RouteSearch) -> Table:
+def _routes(found: dict[int, tuple[Route, ...]], plan: RouteSearch) -> Table:
     rows = []
-    for number, (_, routes) in enumerate(found, 1):
+    for number, routes in found.items():
         moves = tuple(move for route in routes for move in route.moves)
         compute, moving = sum(r.compute for r in routes), sum(move.seconds for move in moves)
         row = (
             str(number), "\n".join("{} * {} -> {}".format(*route.multiplied, route.local) for route in routes),
             "\n".join(f"{array}: {move}" for route in routes for array, move in _sent(route)) or "none",
             show_seconds(compute), show_seconds(moving), show_seconds(compute + moving), _sent_bytes(moves, plan),
-            "compute" if compute >= moving else "moves",
+            "compute" if compute >= _on_own_links(moves, plan) else "moves",
         )  # fmt: skip
         rows.append([Text(cell, "bold" if number == 1 else "") for cell in row])
     headings = ("#", "multiplied as", "collectives", "compute", "moves", "together", "each sends", "bound by")
@@ -278,12 +280,21 @@ def _total(routes: tuple[Route, ...], plan: RouteSearch) -> str:
     compute, moving = sum(r.compute for r in routes), sum(r.communication for r in routes)
     moves = tuple(move for r in routes for move in r.moves)
     _, total = count_sent(moves, plan.mesh, plan.sizes)
-    bound = "compute" if compute >= moving else "communication"
+    busiest = _on_own_links(moves, plan)
+    axes = f" ({show_seconds(busiest)} on the busiest axis)" if busiest < moving else ""
+    bound = "compute" if compute >= busiest else "communication"
     return (
         f"  together {show_seconds(compute + moving)}: compute {show_seconds(compute)}, communication "
-        f"{show_seconds(moving)}; {bound}-bound, so {show_seconds(max(compute, moving))} if they overlap; "
+        f"{show_seconds(moving)}{axes}; {bound}-bound, so {show_seconds(max(compute, busiest))} if they overlap; "
         f"{_sent_bytes(moves, plan)} sent by a device, {show_bytes(total * plan.itemsize)} by all"
     )
+
+
+def _on_own_links(moves: tuple[Move, ...], plan: RouteSearch) -> float:
+    """Return the seconds of moves that overlap where they can: on rings each mesh axis has links of its own."""
+    if not isinstance(plan.network, Rings):
+        return sum(move.seconds for move in moves)
+    return max(sum(move.seconds for move in moves if axis in move.axes) for axis in plan.mesh.axes)
 
 
 # ---- drawing and running -------------------------------------------------------------------------------------------

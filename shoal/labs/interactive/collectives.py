@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, NonNegativeInt, PositiveFloat
 
+from shoal.base.errors import UsageError
 from shoal.base.section import Section
 from shoal.labs.collectives.checker import play
 from shoal.labs.collectives.description import ROOTED, Collective, Message
@@ -18,6 +19,7 @@ from shoal.labs.explain.rounds import cells, describe_round
 from shoal.spec.catalog.clusters import links
 
 MOST_RANKS = 32  # whose blocks are drawn
+MOST_SQUARES = 100_000  # blocks of all ranks, drawn after each round
 
 
 class CollectivesRequest(Section):
@@ -52,13 +54,18 @@ def play_collective(request: CollectivesRequest) -> dict[str, Any]:
     )  # fmt: skip
     found = study_collective(request.collective, options)
     shown, topology = found.shown, found.topology
+    if len(shown.rounds) * shown.ranks**2 > MOST_SQUARES:
+        raise UsageError(
+            f"{shown.algorithm} has {len(shown.rounds)} rounds on {shown.ranks} ranks, too many to draw.\n"
+            "  Choose fewer ranks, or another algorithm."
+        )
     carried = traffic(shown.messages, shown.share, topology)
     return {
         "collective": shown.collective,
         "algorithm": shown.algorithm,
         "ranks": shown.ranks,
         "blocks": len(cells(shown, next(play(shown)), 0)),
-        "share": float(shown.share),
+        "copies": shown.copies,
         "topology": topology.name,
         "wire": options.describe_wire(),
         "edges": [[*edge, float(carried.get(edge, 0))] for edge in topology.wires],

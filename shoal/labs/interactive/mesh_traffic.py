@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from shoal.pipeline.from_layout import build_layout_program
-from shoal.planning.cost.counts import RankCounts
-from shoal.planning.cost.mesh_position import FirstOfStage
 from shoal.planning.cost.time.communication import axis_extent
 from shoal.planning.estimate import Estimate
 from shoal.planning.run import EstimatedRun
+from shoal.planning.sweep import count_sent
 
 GROUPS = {
     "tp": ("tp", "tp_x", "tp_y"),
@@ -43,14 +41,6 @@ def list_axes(estimate: Estimate) -> list[dict[str, Any]]:
             **_describe_link(run, ranks, stride),
         })  # fmt: skip
     return found
-
-
-def count_sent(estimate: Estimate) -> dict[tuple[str, str], float]:
-    """Return the bytes that rank 0 sends in a step, by group and kind of collective."""
-    run = estimate.run
-    program = build_layout_program(run.layout, run.microbatches)
-    by_parts = run.layout.overlaps_products(background=run.cluster.at_once is None)
-    return RankCounts(estimate.forward, program, FirstOfStage(run.layout), run.policy, by_parts=by_parts).sent()
 
 
 def _describe_link(run: EstimatedRun, ranks: int, stride: int) -> dict[str, Any]:

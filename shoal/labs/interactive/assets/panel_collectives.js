@@ -110,7 +110,7 @@ export async function mount(element, state, api, onState) {
     const side = Math.max(4, Math.min(40, (width - left - 4) / answer.blocks)), high = Math.max(9, Math.min(30, 400 / answer.ranks));
     const root = s("svg", { viewBox: `0 0 ${width} ${top + high * answer.ranks + 4}`, width, height: top + high * answer.ranks + 4 });
     const all = [];
-    root.append(s("text", { x: left, y: 12, class: "tick" }, answer.collective === "all-to-all" ? "blocks of its output, by the rank they come from" : "blocks: filled when complete"));
+    root.append(s("text", { x: left, y: 12, class: "tick" }, answer.collective === "all-to-all" ? "blocks of its output, by the rank they come from" : `${answer.copies ? "copies of the vector" : "blocks"}: filled when complete`));
     for (let rank = 0; rank < answer.ranks; rank++) {
       if (rank % Math.ceil(13 / high) === 0) root.append(s("text", { x: left - 6, y: top + high * (rank + 0.5) + 4, class: "tick", "text-anchor": "end" }, `rank ${rank}`));
       for (let block = 0; block < answer.blocks; block++) {
