@@ -58,7 +58,7 @@ class EstimateOptions(Section):
     """A TOML file with accelerators, links, nodes and models of your own."""
 
     sweep: str = ""
-    """Vary a number: tp=1,2,4,8 or nodes=1,8,64, or sequence-length, global-batch, zero, ... With --out, draw it (.svg)."""
+    """Vary a number: tp=1,2,4,8 or nodes=1,8,64, or sequence-length, global-batch, zero, ...; --out draws it (.svg)."""
 
     dry_run: bool = False
     """Run the real model of one rank on fake tensors, and count its FLOPs, bytes and memory."""

@@ -1,4 +1,4 @@
-"""Estimates of one run with one of its numbers varied: a degree of the layout, the batch, the sequence, or the nodes."""
+"""Estimates of one run with one number varied: a degree of the layout, the batch, the sequence, or the nodes."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ def sweep(text: str, layout: Layout, **run: Any) -> tuple[str, list[tuple[int, S
     """
     name, _, values = text.replace("-", "_").partition("=")
     if name not in SWEPT:
-        raise UsageError(f"--sweep {text}: {did_you_mean(name, SWEPT)}\n  Give a name and values, as tp=1,2,4,8; dp follows from nodes.")
+        allowed = did_you_mean(name, SWEPT)
+        raise UsageError(f"--sweep {text}: {allowed}\n  Give a name and values, as tp=1,2,4,8; dp follows from nodes.")
     if not re.fullmatch("[0-9]{1,12}(,[0-9]{1,12})*", values):
-        raise UsageError(f"--sweep {text}: give whole numbers with commas, as {name}=1,2,4")
+        raise UsageError(f"--sweep {text}: give integers with commas, as {name}=1,2,4")
     found: list[tuple[int, StepEstimate | str]] = []
     for value in sorted({int(each) for each in values.split(",")}):
         changed, arguments = layout, dict(run)
@@ -66,7 +67,7 @@ def sweep(text: str, layout: Layout, **run: Any) -> tuple[str, list[tuple[int, S
 
 
 def network_intensity(estimated: StepEstimate) -> float | None:
-    """Return the model FLOPs of a device over the bytes that rank 0 sends; None if it sends nothing, or is not counted."""
+    """Return a device's model FLOPs over the bytes that rank 0 sends; None if it sends nothing, or is not counted."""
     if not isinstance(estimated, Estimate):
         return None
     run, sent = estimated.run, sum(count_sent(estimated).values())

@@ -379,7 +379,7 @@ def test_a_runs_file_is_read_whole(tmp_path: Path) -> None:
         ("--dry-run --tokens 1e9", "--tokens 1000000000.0: a dry run"),
         ("--sweep tp=1 --tokens 1e9", "a sweep compares steps"),
         ("--sweep dp=1,2", "dp follows from nodes"),
-        ("--sweep tp=1,a", "whole numbers with commas, as tp=1,2,4"),
+        ("--sweep tp=1,a", "integers with commas, as tp=1,2,4"),
         ("--sweep tp=3", "no value can be estimated. The first: parallel.tp = 3"),
         ("--sweep nodes=0", "at least 1 is needed"),
     ],

@@ -60,7 +60,8 @@ def draw_sweep(name: str, estimates: Mapping[int, StepEstimate], title: str) -> 
     for axes, (heading, lines, y) in zip(charts, drawn, strict=True):
         draw_lines(
             axes, heading, {line: [*points.items()] for line, points in lines.items() if points},
-            x=(name.replace("_", " "), str), y=y, dashed=frozenset({"in proportion", "limit"}), dots=True, from_zero=True,
+            x=(name.replace("_", " "), str), y=y, dashed=frozenset({"in proportion", "limit"}), dots=True,
+            from_zero=True,
         )  # fmt: skip
         if name == "zero":
             axes.set_xscale("linear")
