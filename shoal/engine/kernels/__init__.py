@@ -10,8 +10,19 @@ the reference in float64 on the CPU, and `shoal bench gpu --part 2` on the GPU.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
 import torch
 from torch import Tensor
+
+
+def launch(module: str, function: str) -> Callable[..., Any]:
+    """Return the function that launches a program; its module needs Triton and is imported at the first call."""
+    return lambda *inputs, **options: getattr(import_module(f"{__name__}.programs.{module}"), function)(
+        *inputs, **options
+    )
 
 
 def use_fused(x: Tensor) -> bool:

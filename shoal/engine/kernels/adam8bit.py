@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from shoal.engine.kernels import launch
 from shoal.engine.kernels.example import Example
 from shoal.engine.kernels.rounding import draw_bits, round_stochastically
 
@@ -29,6 +30,29 @@ def update_moments(
     square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
     root = (square / (1 - beta2**count)).sqrt_().add_(eps)
     weights.mul_(1 - rate * decay).addcdiv_(mean, root, value=-rate / (1 - beta1**count))
+
+
+def adam8bit_reference(
+    weights: Tensor, gradient: Tensor, mean_codes: Tensor, square_codes: Tensor, mean_scales: Tensor,
+    square_scales: Tensor, levels: Tensor, nearest: Tensor, starts: Tensor, moments: Tensor, key: int,
+    rate: float, decay: float, beta1: float, beta2: float, eps: float, count: int,
+) -> None:  # fmt: skip
+    """Apply one update in plain PyTorch, in at least float32; see `adam8bit_`."""
+    w, g = (x.to(levels.dtype) for x in (weights, gradient))
+    m, v = dequantise(mean_codes, mean_scales, levels[0]), dequantise(square_codes, square_scales, levels[1])
+    update_moments(w, g, m, v, rate=rate, decay=decay, beta1=beta1, beta2=beta2, eps=eps, count=count)
+    if weights.dtype == torch.bfloat16:
+        place = starts.unsqueeze(1) + torch.arange(weights.size(1), device=weights.device)
+        round_stochastically(weights, w, draw_bits(key, place))
+    else:
+        weights.copy_(w)
+    if moments.numel():
+        torch.stack((m, v), out=moments)
+        return
+    kinds = (mean_codes, mean_scales, m, nearest[0]), (square_codes, square_scales, v, nearest[1])
+    for codes, scales, x, table in kinds:
+        scales.copy_(largest(x))
+        codes.copy_(quantise(x, scales, table))
 
 
 @custom_op(
@@ -54,35 +78,14 @@ def adam8bit_(
         skip: float32 []; if not 0, nothing changes.
         key: of the weights' random bits.
     """
-    if skip:
-        return
-    w, g = weights.float(), gradient.float() * scale
-    m, v = dequantise(mean_codes, mean_scales, levels[0]), dequantise(square_codes, square_scales, levels[1])
-    update_moments(w, g, m, v, rate=rate, decay=decay, beta1=beta1, beta2=beta2, eps=eps, count=count)
-    if weights.dtype == torch.bfloat16:
-        place = starts.unsqueeze(1) + torch.arange(weights.size(1), device=weights.device)
-        round_stochastically(weights, w, draw_bits(key, place))
-    else:
-        weights.copy_(w)
-    if moments.numel():
-        moments.copy_(torch.stack((m, v)))
-        return
-    kinds = (mean_codes, mean_scales, m, nearest[0]), (square_codes, square_scales, v, nearest[1])
-    for codes, scales, x, table in kinds:
-        scales.copy_(largest(x))
-        codes.copy_(quantise(x, scales, table))
+    if not skip:
+        adam8bit_reference(
+            weights, gradient.float() * scale, mean_codes, square_codes, mean_scales, square_scales, levels, nearest,
+            starts, moments, key, rate=rate, decay=decay, beta1=beta1, beta2=beta2, eps=eps, count=count,
+        )
 
 
-@adam8bit_.register_kernel("cuda")
-def _(*args) -> None:
-    from shoal.engine.kernels.programs import adam8bit as programs
-
-    programs.update(*args, width=WIDTH)
-
-
-@adam8bit_.register_fake
-def _(*args) -> None:
-    return None
+adam8bit_.register_kernel("cuda", launch("adam8bit", "update"))
 
 
 # ---- codes -----------------------------------------------------------------------------------------------------

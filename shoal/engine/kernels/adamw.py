@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from shoal.engine.kernels import launch
 from shoal.engine.kernels.example import Example
 from shoal.engine.kernels.rounding import draw_bits, round_stochastically
 
@@ -69,16 +70,7 @@ def adamw_(
                 out.copy_(x)
 
 
-@adamw_.register_kernel("cuda")
-def _(*args) -> None:
-    from shoal.engine.kernels.programs import adamw as programs
-
-    programs.update(*args)
-
-
-@adamw_.register_fake
-def _(*args) -> None:
-    return None
+adamw_.register_kernel("cuda", launch("adamw", "update"))
 
 
 def examples() -> Iterator[Example]:

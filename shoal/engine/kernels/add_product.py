@@ -39,11 +39,6 @@ def _multiply(total: Tensor, d_y: Tensor, x: Tensor, fresh: bool) -> None:
         torch.addmm(total, d_y.t(), x, out_dtype=total.dtype, out=total)
 
 
-@add_product_operator.register_fake
-def _(total: Tensor, d_y: Tensor, x: Tensor, fresh: bool) -> None:
-    return
-
-
 def _two_terms(total: Tensor, d_y: Tensor, x: Tensor) -> Tensor:
     add_product(total, d_y, x, True)
     add_product(total, x.flip(0)[:, : d_y.shape[1]].contiguous(), x, False)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.library import custom_op
 
+from shoal.engine.kernels import launch
 from shoal.engine.kernels.example import Example
 
 
@@ -36,11 +37,7 @@ def softmax_statistics(logits: Tensor, target: Tensor, columns: int) -> tuple[Te
     return exact.logsumexp(-1), at_target.masked_fill(target < 0, 0)
 
 
-@softmax_statistics.register_kernel("cuda")
-def _(logits: Tensor, target: Tensor, columns: int):
-    from shoal.engine.kernels.programs import cross_entropy as programs
-
-    return programs.statistics(logits, target, columns)
+softmax_statistics.register_kernel("cuda", launch("cross_entropy", "statistics"))
 
 
 @softmax_statistics.register_fake
@@ -67,16 +64,7 @@ def overwrite_with_gradient(logits: Tensor, target: Tensor, total: Tensor, scale
     logits[..., columns:] = 0
 
 
-@overwrite_with_gradient.register_kernel("cuda")
-def _(logits: Tensor, target: Tensor, total: Tensor, scale: Tensor, columns: int) -> None:
-    from shoal.engine.kernels.programs import cross_entropy as programs
-
-    programs.gradient(logits, target, total, scale, columns)
-
-
-@overwrite_with_gradient.register_fake
-def _(logits: Tensor, target: Tensor, total: Tensor, scale: Tensor, columns: int) -> None:
-    return
+overwrite_with_gradient.register_kernel("cuda", launch("cross_entropy", "gradient"))
 
 
 def _statistics_and_gradient(logits: Tensor, target: Tensor, scale: Tensor, columns: int) -> tuple[Tensor, ...]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from shoal.engine.kernels import launch
 from shoal.engine.kernels.example import Example
 
 
@@ -24,15 +25,7 @@ def add_group_gradients(total: Tensor, products: Tensor, ends: Tensor, fresh: bo
     (total.copy_ if fresh else total.add_)(products)
 
 
-@add_group_gradients.register_kernel("cuda")
-def _(total: Tensor, products: Tensor, ends: Tensor, fresh: bool) -> None:
-    from shoal.engine.kernels.programs import group_gradients as programs
-
-    programs.add_group_gradients(total, products, ends, fresh)
-
-
-@add_group_gradients.register_fake
-def _(total: Tensor, products: Tensor, ends: Tensor, fresh: bool) -> None: ...
+add_group_gradients.register_kernel("cuda", launch("group_gradients", "add_group_gradients"))
 
 
 def examples() -> Iterator[Example]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from shoal.engine.kernels import launch
 from shoal.engine.kernels.example import Example
 
 
@@ -35,16 +36,7 @@ def merge_attention_(out: Tensor, total: Tensor, block_out: Tensor, block_total:
     merge_attention_reference(out, total, block_out, block_total)
 
 
-@merge_attention_.register_kernel("cuda")
-def _(out: Tensor, total: Tensor, block_out: Tensor, block_total: Tensor) -> None:
-    from shoal.engine.kernels.programs import merge_attention as programs
-
-    programs.merge(out, total, block_out, block_total)
-
-
-@merge_attention_.register_fake
-def _(out: Tensor, total: Tensor, block_out: Tensor, block_total: Tensor) -> None:
-    pass
+merge_attention_.register_kernel("cuda", launch("merge_attention", "merge"))
 
 
 def examples() -> Iterator[Example]:

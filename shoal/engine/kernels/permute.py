@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.library import custom_op
 
+from shoal.engine.kernels import launch
 from shoal.engine.kernels.example import Example
 
 
@@ -40,11 +41,7 @@ def sort_choices(chosen: Tensor, m: int, k: int) -> tuple[Tensor, Tensor, Tensor
     return *padded, rows, chosen.sum(0).cumsum(0).int()  # type: ignore[return-value]
 
 
-@sort_choices.register_kernel("cuda")
-def _(chosen: Tensor, m: int, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from shoal.engine.kernels.programs import permute as programs
-
-    return programs.sort_choices(chosen, m, k)
+sort_choices.register_kernel("cuda", launch("permute", "sort_choices"))
 
 
 @sort_choices.register_fake
@@ -75,16 +72,8 @@ def copy_rows(x: Tensor, token: Tensor, rows: Tensor) -> Tensor:
     return _select(x, token)
 
 
-@copy_rows.register_kernel("cuda")
-def _(x: Tensor, token: Tensor, rows: Tensor) -> Tensor:
-    from shoal.engine.kernels.programs import permute as programs
-
-    return programs.copy_rows(x, token)
-
-
-@copy_rows.register_fake
-def _(x: Tensor, token: Tensor, rows: Tensor) -> Tensor:
-    return x.new_empty(len(token), x.shape[1])
+copy_rows.register_kernel("cuda", lambda x, token, rows: launch("permute", "copy_rows")(x, token))
+copy_rows.register_fake(lambda x, token, rows: x.new_empty(len(token), x.shape[1]))
 
 
 @custom_op("shoal::sum_rows", mutates_args=())
@@ -94,16 +83,8 @@ def sum_rows(y: Tensor, rows: Tensor) -> Tensor:
     return _select(y, rows).sum(1, dtype=exact).to(y.dtype)
 
 
-@sum_rows.register_kernel("cuda")
-def _(y: Tensor, rows: Tensor) -> Tensor:
-    from shoal.engine.kernels.programs import permute as programs
-
-    return programs.sum_rows(y, rows)
-
-
-@sum_rows.register_fake
-def _(y: Tensor, rows: Tensor) -> Tensor:
-    return y.new_empty(len(rows), y.shape[1])
+sum_rows.register_kernel("cuda", launch("permute", "sum_rows"))
+sum_rows.register_fake(lambda y, rows: y.new_empty(len(rows), y.shape[1]))
 
 
 def _save_rows(ctx, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -130,16 +111,10 @@ def combine_rows(y: Tensor, weights: Tensor, token: Tensor, expert: Tensor, rows
     return (_select(y, rows) * weights.gather(1, of_rows).unsqueeze(-1).to(exact)).sum(1, dtype=exact).to(y.dtype)
 
 
-@combine_rows.register_kernel("cuda")
-def _(y: Tensor, weights: Tensor, token: Tensor, expert: Tensor, rows: Tensor) -> Tensor:
-    from shoal.engine.kernels.programs import permute as programs
-
-    return programs.combine_rows(y, weights, expert, rows)
-
-
-@combine_rows.register_fake
-def _(y: Tensor, weights: Tensor, token: Tensor, expert: Tensor, rows: Tensor) -> Tensor:
-    return y.new_empty(len(rows), y.shape[1])
+combine_rows.register_kernel(
+    "cuda", lambda y, weights, token, expert, rows: launch("permute", "combine_rows")(y, weights, expert, rows)
+)
+combine_rows.register_fake(lambda y, weights, token, expert, rows: y.new_empty(len(rows), y.shape[1]))
 
 
 @custom_op("shoal::combine_rows_backward", mutates_args=())
@@ -156,16 +131,10 @@ def combine_rows_backward(
     return (spread * weights[of_row].to(exact).unsqueeze(1)).to(y.dtype), d_weights
 
 
-@combine_rows_backward.register_kernel("cuda")
-def _(gradient: Tensor, y: Tensor, weights: Tensor, token: Tensor, expert: Tensor) -> tuple[Tensor, Tensor]:
-    from shoal.engine.kernels.programs import permute as programs
-
-    return programs.combine_rows_backward(gradient, y, weights, token, expert)
-
-
-@combine_rows_backward.register_fake
-def _(gradient: Tensor, y: Tensor, weights: Tensor, token: Tensor, expert: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(y), torch.empty_like(weights)
+combine_rows_backward.register_kernel("cuda", launch("permute", "combine_rows_backward"))
+combine_rows_backward.register_fake(
+    lambda gradient, y, weights, token, expert: (torch.empty_like(y), torch.empty_like(weights))
+)
 
 
 def _save_combined(ctx, inputs: tuple[Tensor, ...], output: Tensor) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from shoal.engine.kernels import launch
 from shoal.engine.kernels.example import Example
 from shoal.engine.kernels.swiglu import swiglu_pair_backward, swiglu_reference
 from shoal.engine.precision.float8 import ROW, TENSOR, Grain, compute_scale, encode, largest, octave
@@ -69,10 +70,8 @@ def maxima(x: Tensor, by_row: bool, a: Tensor | None = None, b: Tensor | None = 
 
 @maxima.register_kernel("cuda")
 def _(x: Tensor, by_row: bool, a: Tensor | None = None, b: Tensor | None = None, source: str = "plain") -> Tensor:
-    from shoal.engine.kernels.programs import quantise as programs
-
     found = x.new_zeros(sum(_size(x, a, source)) if by_row else 1, dtype=torch.int32)
-    programs.maxima(_locate(x, a, b, source), found, by_row=by_row, tile=TILE)
+    launch("quantise", "maxima")(_locate(x, a, b, source), found, by_row=by_row, tile=TILE)
     return found.view(torch.float32)
 
 
@@ -111,10 +110,8 @@ def _(
     x: Tensor, values: Tensor, kind: str, by_row: bool, given: bool,
     a: Tensor | None = None, b: Tensor | None = None, source: str = "plain",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    from shoal.engine.kernels.programs import quantise as programs
-
     out, most = _empty(x, _size(x, a, source), kind, by_row), x.new_zeros(int(given), dtype=torch.int32)
-    programs.quantise(
+    launch("quantise", "quantise")(
         _locate(x, a, b, source), values, (*out, most), largest=FORMAT[kind].largest, by_row=by_row, given=given,
         tile=TILE,
     )  # fmt: skip
@@ -154,12 +151,10 @@ def _(
     x: Tensor, kind: str, rows: int, columns: int, scale: str,
     a: Tensor | None = None, b: Tensor | None = None, source: str = "plain",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    from shoal.engine.kernels.programs import quantise as programs
-
     grain, format = Grain(rows, columns, scale), FORMAT[kind]
     out = _empty_blocks(x, _size(x, a, source), kind, grain)
     as_bytes = [each.view(torch.uint8) if each.dtype == torch.float8_e8m0fnu else each for each in out]
-    programs.quantise_blocks(
+    launch("quantise", "quantise_blocks")(
         _locate(x, a, b, source), as_bytes, largest=format.largest, octave=octave(format), block=columns,
         mx=scale == "mx", square=rows == columns, tile=TILE,
     )  # fmt: skip

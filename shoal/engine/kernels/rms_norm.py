@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from shoal.engine.kernels import launch
 from shoal.engine.kernels.example import Example
 from shoal.engine.operators import custom_op
 
@@ -38,11 +39,7 @@ def rms_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> tu
     return x.new_empty(0) if update is None else total, y, inverse
 
 
-@rms_norm.register_kernel("cuda")
-def _(x: Tensor, update: Tensor | None, weight: Tensor, eps: float):
-    from shoal.engine.kernels.programs import rms_norm as programs
-
-    return programs.forward(x, update, weight, eps)
+rms_norm.register_kernel("cuda")(launch("rms_norm", "forward"))
 
 
 @rms_norm.register_fake
@@ -63,11 +60,7 @@ def rms_statistics(x: Tensor, update: Tensor | None, weight: Tensor, eps: float)
     return total, inverse, y.abs().amax().to(inverse.dtype).view(1)
 
 
-@rms_statistics.register_kernel("cuda")
-def _(x: Tensor, update: Tensor | None, weight: Tensor, eps: float):
-    from shoal.engine.kernels.programs import rms_norm as programs
-
-    return programs.statistics(x, update, weight, eps)
+rms_statistics.register_kernel("cuda")(launch("rms_norm", "statistics"))
 
 
 @rms_statistics.register_fake
@@ -97,16 +90,10 @@ def rms_norm_backward(
     return (d_x if d_total is None else d_x + d_total).to(total.dtype), d_weight.to(weight.dtype)
 
 
-@rms_norm_backward.register_kernel("cuda")
-def _(d_y: Tensor, d_total: Tensor | None, total: Tensor, weight: Tensor, inverse: Tensor):
-    from shoal.engine.kernels.programs import rms_norm as programs
-
-    return programs.backward(d_y, d_total, total, weight, inverse)
-
-
-@rms_norm_backward.register_fake
-def _(d_y: Tensor, d_total: Tensor | None, total: Tensor, weight: Tensor, inverse: Tensor):
-    return total.new_empty(total.shape), torch.empty_like(weight)
+rms_norm_backward.register_kernel("cuda")(launch("rms_norm", "backward"))
+rms_norm_backward.register_fake(
+    lambda d_y, d_total, total, weight, inverse: (total.new_empty(total.shape), torch.empty_like(weight))
+)
 
 
 def save(ctx, inputs: tuple, output: tuple[Tensor, ...]) -> None:

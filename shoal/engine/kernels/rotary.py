@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from shoal.engine.kernels import launch
 from shoal.engine.kernels.example import Example
 from shoal.engine.operators import custom_op
 
@@ -48,11 +49,7 @@ def rotate_packed(
     return rotate_packed_reference(packed, cos, sin, heads, kv_heads)
 
 
-@rotate_packed.register_kernel("cuda")
-def _(packed: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int):
-    from shoal.engine.kernels.programs import rotary as programs
-
-    return programs.forward(packed, cos, sin, heads, kv_heads)
+rotate_packed.register_kernel("cuda")(launch("rotary", "forward"))
 
 
 @rotate_packed.register_fake
@@ -70,11 +67,7 @@ def rotate_packed_backward(d_q: Tensor, d_k: Tensor, d_v: Tensor, cos: Tensor, s
     return torch.cat((_turn(d_q, cos, sin), _turn(d_k, cos, sin), d_v), dim=2).flatten(2)
 
 
-@rotate_packed_backward.register_kernel("cuda")
-def _(d_q: Tensor, d_k: Tensor, d_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    from shoal.engine.kernels.programs import rotary as programs
-
-    return programs.backward(d_q, d_k, d_v, cos, sin)
+rotate_packed_backward.register_kernel("cuda")(launch("rotary", "backward"))
 
 
 @rotate_packed_backward.register_fake

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shoal.engine.kernels import launch
 from shoal.engine.kernels.example import Example
 from shoal.engine.operators import custom_op
 
@@ -28,17 +29,8 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return swiglu_reference(gate_up)
 
 
-@swiglu.register_kernel("cuda")
-def _(gate_up: Tensor) -> Tensor:
-    from shoal.engine.kernels.programs import swiglu as programs
-
-    out = programs.forward(*gate_up.contiguous().flatten(0, -2).chunk(2, -1))
-    return out.view(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
-
-
-@swiglu.register_fake
-def _(gate_up: Tensor) -> Tensor:
-    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+swiglu.register_kernel("cuda")(launch("swiglu", "forward"))
+swiglu.register_fake(lambda gate_up: gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2))
 
 
 @custom_op("shoal::swiglu_backward")
@@ -47,19 +39,8 @@ def swiglu_backward(gradient: Tensor, gate_up: Tensor) -> Tensor:
     return torch.cat(swiglu_pair_backward(gradient, *gate_up.chunk(2, dim=-1)), dim=-1)
 
 
-@swiglu_backward.register_kernel("cuda")
-def _(gradient: Tensor, gate_up: Tensor) -> Tensor:
-    from shoal.engine.kernels.programs import swiglu as programs
-
-    gate_up = gate_up.contiguous()
-    out = torch.empty_like(gate_up)
-    programs.backward(gradient, *gate_up.flatten(0, -2).chunk(2, -1), *out.flatten(0, -2).chunk(2, -1))
-    return out
-
-
-@swiglu_backward.register_fake
-def _(gradient: Tensor, gate_up: Tensor) -> Tensor:
-    return torch.empty_like(gate_up)
+swiglu_backward.register_kernel("cuda")(launch("swiglu", "backward"))
+swiglu_backward.register_fake(lambda gradient, gate_up: torch.empty_like(gate_up))
 
 
 def _save(ctx, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -82,17 +63,8 @@ def swiglu_pair(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-@swiglu_pair.register_kernel("cuda")
-def _(gate: Tensor, up: Tensor) -> Tensor:
-    from shoal.engine.kernels.programs import swiglu as programs
-
-    gate, up = gate.contiguous(), up.contiguous()
-    return programs.forward(gate.flatten(0, -2), up.flatten(0, -2)).view_as(gate)
-
-
-@swiglu_pair.register_fake
-def _(gate: Tensor, up: Tensor) -> Tensor:
-    return gate.new_empty(gate.shape)
+swiglu_pair.register_kernel("cuda")(launch("swiglu", "forward_pair"))
+swiglu_pair.register_fake(lambda gate, up: gate.new_empty(gate.shape))
 
 
 @custom_op("shoal::swiglu_pair_backward")
@@ -102,19 +74,8 @@ def swiglu_pair_backward(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Te
     return gradient * up * s * (1 + gate * (1 - s)), gradient * gate * s
 
 
-@swiglu_pair_backward.register_kernel("cuda")
-def _(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    from shoal.engine.kernels.programs import swiglu as programs
-
-    gate, up = gate.contiguous(), up.contiguous()
-    d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
-    programs.backward(*(x.flatten(0, -2) for x in (gradient, gate, up, d_gate, d_up)))
-    return d_gate, d_up
-
-
-@swiglu_pair_backward.register_fake
-def _(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    return gate.new_empty(gate.shape), up.new_empty(up.shape)
+swiglu_pair_backward.register_kernel("cuda")(launch("swiglu", "backward_pair"))
+swiglu_pair_backward.register_fake(lambda gradient, gate, up: (gate.new_empty(gate.shape), up.new_empty(up.shape)))
 
 
 def _differentiate_pair(ctx, gradient: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -15,15 +15,12 @@ from shoal.base.boxes import Box, Piece
 from shoal.engine.kernels.adam8bit import (
     WIDTH,
     adam8bit_,
-    dequantise,
+    adam8bit_reference,
     dynamic_map,
-    largest,
     nearest_codes,
     quantise,
-    update_moments,
     zero_code,
 )
-from shoal.engine.kernels.rounding import draw_bits, round_stochastically
 from shoal.engine.models.initial import positions, stream_key
 from shoal.engine.optim.low_precision_state import adamw_beside
 from shoal.engine.optim.rule import BLOCK, Rule, to_pieces
@@ -46,7 +43,7 @@ class _Tile:
         block_shape: that shape.
         part: the shard part that contains the tile.
         starts: whether it has the first element of its blocks, and therefore saves them.
-        first: its first column in the unsharded parameter.
+        places: [rows] position of each row's first element in the unsharded parameter, if weights are bfloat16.
         shared: index of its blocks in the table of blocks split between ranks; None if its blocks are complete.
     """
 
@@ -58,21 +55,14 @@ class _Tile:
     block_shape: tuple[int, ...]
     part: ShardPart
     starts: bool
-    first: int
+    places: Tensor
     shared: Tensor | None = None
-    first_places: Tensor | None = None  # of each row, once it is needed
 
     def rows(self) -> Iterator[slice]:
         """Return slices of rows that fit in the caches; all rows on a GPU."""
         rows, columns = self.weights.shape
         many = max(1, BLOCK // columns) if self.weights.device.type == "cpu" else rows
         return (slice(start, start + many) for start in range(0, rows, many))
-
-    def places(self, rows: slice, columns: int | None = None) -> Tensor:
-        """Return the flat indices of its elements in the unsharded parameter, [rows, columns]; of the first columns."""
-        box, device = self.part.box, self.weights.device
-        starts = positions(Box((*box.offset[:-1], self.first), (*box.shape[:-1], 1)), self.part.global_shape, device)
-        return starts.view(-1, 1)[rows] + torch.arange(columns or self.weights.size(1), device=device)
 
 
 class Adam8bit(Rule):
@@ -124,32 +114,19 @@ class Adam8bit(Rule):
         factor = scale.float() if isinstance(scale, Tensor) else torch.full((), scale, device=device)
         skipped = torch.zeros((), device=device) if skip is None else skip.float()
         for shard, tile in self.tiles:
-            self._launch(shard, tile, learning_rate, factor, skipped)
+            self._update(shard, tile, learning_rate, factor, skipped)
 
     def update(self, learning_rate: float) -> None:
         self.small.step(learning_rate)
         table = torch.zeros(2, self.blocks_shared, dtype=self.exact, device=self.shards.device)
-        waiting: list[tuple[_Tile, Sequence[Tensor]]] = []
+        waiting: list[tuple[_Tile, Tensor]] = []
         one, none = table.new_ones(()), table.new_zeros(())
         for shard, tile in self.tiles:
+            moments = self._update(shard, tile, learning_rate, one, none)
             if tile.shared is not None:  # one block per row
-                moments: Sequence[Tensor]
-                if self.fused:
-                    moments = self._launch(shard, tile, learning_rate, one, none).unbind()
-                else:
-                    moments = self._moments(shard, tile, slice(None), learning_rate)
+                waiting.append((tile, moments))
                 for known, moment in zip(table, moments, strict=True):  # tiles may share a block
                     known[tile.shared] = torch.maximum(known[tile.shared], moment.abs().amax(1))
-                waiting.append((tile, moments))
-                continue
-            if self.fused:
-                self._launch(shard, tile, learning_rate, one, none)
-                continue
-            for rows in tile.rows():
-                for i, moment in enumerate(self._moments(shard, tile, rows, learning_rate)):
-                    scales = largest(moment)
-                    tile.scales[i][rows] = scales
-                    tile.codes[i][rows] = quantise(moment, scales, self.nearest[i])
         if self.blocks_shared:
             self.shards.holders.maximum(table)
         for tile, moments in waiting:
@@ -158,40 +135,23 @@ class Adam8bit(Rule):
                 tile.scales[i].copy_(scales)
                 tile.codes[i].copy_(quantise(moment, scales, self.nearest[i]))
 
-    def _launch(self, shard: Shard, tile: _Tile, learning_rate: float, scale: Tensor, skip: Tensor) -> Tensor:
-        """Update a tile by one operation; return the moments [2, rows, columns] if its blocks are split, else []."""
-        moments = tile.weights.new_empty((2, *tile.weights.shape) if tile.shared is not None else 0, dtype=self.exact)
-        if tile.first_places is None:
-            tile.first_places = tile.places(slice(None), columns=1).flatten()
-        adam8bit_(
-            tile.weights, tile.gradient, *tile.codes, *tile.scales, self.levels, self.nearest, tile.first_places,
-            moments, scale, skip, self._key(tile), *self._numbers(shard, learning_rate).values(),
-        )  # fmt: skip
-        return moments
-
-    def _numbers(self, shard: Shard, learning_rate: float) -> dict[str, Any]:
-        """Return the numbers of an update, in the order of the operator's arguments."""
+    def _update(self, shard: Shard, tile: _Tile, learning_rate: float, scale: Tensor, skip: Tensor) -> Tensor:
+        """Update a tile; return the moments [2, rows, columns] if its blocks are split, else []."""
+        shared = tile.shared is not None
+        moments = tile.weights.new_empty((2, *tile.weights.shape) if shared else 0, dtype=self.exact)
+        key = stream_key(self.seed, f"{tile.part.name}:weights:{self.count}")
         beta1, beta2 = self.config.betas
-        rate = learning_rate * shard.rate
-        return {
-            "rate": rate, "decay": shard.decay, "beta1": beta1, "beta2": beta2, "eps": self.config.eps,
-            "count": self.count,
+        numbers: dict[str, Any] = {
+            "rate": learning_rate * shard.rate, "decay": shard.decay, "beta1": beta1, "beta2": beta2,
+            "eps": self.config.eps, "count": self.count,
         }  # fmt: skip
-
-    def _key(self, tile: _Tile) -> int:
-        return stream_key(self.seed, f"{tile.part.name}:weights:{self.count}")
-
-    def _moments(self, shard: Shard, tile: _Tile, rows: slice, learning_rate: float) -> list[Tensor]:
-        """Update some rows of the weights; return their new moments in full precision."""
-        weights, gradient = (x[rows].to(self.exact) for x in (tile.weights, tile.gradient))
-        mean, square = (
-            dequantise(codes[rows], scales[rows], levels)
-            for codes, scales, levels in zip(tile.codes, tile.scales, self.levels, strict=True)
-        )
-        update_moments(weights, gradient, mean, square, **self._numbers(shard, learning_rate))
-        if tile.weights.dtype != self.exact:
-            round_stochastically(tile.weights[rows], weights, draw_bits(self._key(tile), tile.places(rows)))
-        return [mean, square]
+        operation: Callable[..., None] = adam8bit_ if self.fused else adam8bit_reference
+        others = (scale, skip, key) if self.fused else (key,)
+        for rows in [slice(None)] if self.fused or shared else tile.rows():
+            operands: list[Any] = [x[rows] for x in (tile.weights, tile.gradient, *tile.codes, *tile.scales)]
+            operands += [self.levels, self.nearest, tile.places[rows], moments]
+            operation(*operands, *others, **numbers)
+        return moments
 
     def states(self) -> dict[str, dict[str, list[Piece]]]:
         kinds = self.small.states()
@@ -226,9 +186,12 @@ def _tiles(shard: Shard, part: ShardPart, codes: list[Tensor], exact: torch.dtyp
         weights, gradient, *tile_codes = (view[:, start - left : stop - left] for view in views)
         first, last = start // WIDTH, -(-stop // WIDTH)
         scales = [torch.zeros(len(weights), last - first, dtype=exact, device=weights.device) for _ in _KINDS]
+        places = torch.empty(0, dtype=torch.int64, device=weights.device)
+        if weights.dtype != exact:
+            places = positions(Box((*leading, start), (*heights, 1)), part.global_shape, weights.device).flatten()
         yield _Tile(
             weights, gradient, tile_codes, scales, Box((*leading, first), (*heights, last - first)), block_shape, part,
-            starts=start % WIDTH == 0, first=start,
+            starts=start % WIDTH == 0, places=places,
         )
 
 

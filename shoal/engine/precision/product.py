@@ -39,8 +39,3 @@ def operand_scales(a: Codes, b: Codes) -> tuple[Tensor, Tensor]:
 def multiply_into(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, total: Tensor) -> None:
     """Compute a b^T into ``total``, as `multiply` does on hardware."""
     torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=total.dtype, out=total)
-
-
-@multiply_into.register_fake
-def _(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, total: Tensor) -> None:
-    return None

@@ -27,14 +27,12 @@ def check_programs(f: int) -> None:
     exact = gate_up.double().requires_grad_()
     expected = swiglu_reference(exact)
     expected.backward(gradient.double())
-    halves = gate_up.chunk(2, -1)
-    for kind, pair in {"halves": halves, "tensors": [half.contiguous() for half in halves]}.items():
-        out = torch.empty_like(gate_up) if kind == "halves" else torch.empty(2, 6, f)
-        d_pair = out.chunk(2, -1) if kind == "halves" else out.unbind()
-        torch.testing.assert_close(programs.forward(*pair), expected.float())
-        programs.backward(gradient, *pair, *d_pair)
-        torch.testing.assert_close(torch.cat(d_pair, -1), exact.grad.float())
-    found = programs.forward(*exact.detach().chunk(2, -1))
+    pair = gate_up.chunk(2, -1)
+    for found in programs.forward(gate_up), programs.forward_pair(*pair):
+        torch.testing.assert_close(found, expected.float())
+    for found in programs.backward(gradient, gate_up), torch.cat(programs.backward_pair(gradient, *pair), -1):
+        torch.testing.assert_close(found, exact.grad.float())
+    found = programs.forward(exact.detach())
     torch.testing.assert_close(found, expected.detach(), rtol=1e-14, atol=1e-14)
 
 

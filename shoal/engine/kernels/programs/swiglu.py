@@ -48,22 +48,48 @@ def backward_program(gradient, gate, up, d_gate, d_up, stride, f, EXACT: tl.cons
     tl.store(d_up + row * stride + column, d_b.to(d_up.dtype.element_ty), mask=inside)
 
 
-def forward(gate: Tensor, up: Tensor) -> Tensor:
-    """Launch `forward_program`: [m, f], both with the same row stride -> [m, f]."""
-    m, f = gate.shape
-    out = gate.new_empty(m, f)
-    if m:
-        forward_program[(m, triton.cdiv(f, BLOCK))](gate, up, out, gate.stride(0), f, EXACT=_exact(gate), BLOCK=BLOCK)
+def forward(gate_up: Tensor) -> Tensor:
+    """Launch `forward_program` on the halves of one buffer: [.., 2 f] -> [.., f]."""
+    return _forward(*gate_up.contiguous().chunk(2, -1))
+
+
+def forward_pair(gate: Tensor, up: Tensor) -> Tensor:
+    """Launch `forward_program` on two tensors: [.., f] each -> [.., f]."""
+    return _forward(gate.contiguous(), up.contiguous())
+
+
+def backward(gradient: Tensor, gate_up: Tensor) -> Tensor:
+    """Launch `backward_program` on the halves of one buffer: [.., f], [.., 2 f] -> [.., 2 f]."""
+    gate_up = gate_up.contiguous()
+    out = torch.empty_like(gate_up)
+    _backward(gradient, *gate_up.chunk(2, -1), *out.chunk(2, -1))
     return out
 
 
-def backward(gradient: Tensor, gate: Tensor, up: Tensor, d_gate: Tensor, d_up: Tensor) -> None:
-    """Launch `backward_program`: write the gradients of [m, f], which have the row stride of gate and up."""
+def backward_pair(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Launch `backward_program` on two tensors: [.., f] each -> [.., f] each."""
+    gate, up = gate.contiguous(), up.contiguous()
+    d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
+    _backward(gradient, gate, up, d_gate, d_up)
+    return d_gate, d_up
+
+
+def _forward(gate: Tensor, up: Tensor) -> Tensor:
+    out, rows = gate.new_empty(gate.shape), gate.flatten(0, -2)
+    m, f = rows.shape
+    if m:
+        forward_program[(m, triton.cdiv(f, BLOCK))](gate, up, out, rows.stride(0), f, EXACT=_exact(gate), BLOCK=BLOCK)
+    return out
+
+
+def _backward(gradient: Tensor, gate: Tensor, up: Tensor, d_gate: Tensor, d_up: Tensor) -> None:
+    """Write the gradients, which have the distance between rows of gate and up."""
     assert gradient.is_contiguous()
-    m, f = gate.shape
+    rows = gate.flatten(0, -2)
+    m, f = rows.shape
     if m:
         backward_program[(m, triton.cdiv(f, BLOCK))](
-            gradient, gate, up, d_gate, d_up, gate.stride(0), f, EXACT=_exact(gate), BLOCK=BLOCK
+            gradient, gate, up, d_gate, d_up, rows.stride(0), f, EXACT=_exact(gate), BLOCK=BLOCK
         )
 
 
