@@ -6,7 +6,7 @@ fake tensors and dispatch modes need that call; plain tensors in eager code do n
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,17 +14,20 @@ from torch import Tensor, nn
 
 
 class DirectOperator:
-    """A custom operator without mutated inputs. Takes positional arguments.
+    """A custom operator, which takes positional arguments.
+
+    Its reference is the implementation on every kind of device without one of its own. Torch's own operations must do
+    the mutations, if any, so that autograd sees them.
 
     Attributes:
         definition: torch's operator, which has all registrations.
     """
 
-    def __init__(self, name: str, reference: Callable[..., Any]):
-        self.definition = torch.library.custom_op(name, reference, mutates_args=())
+    def __init__(self, name: str, reference: Callable[..., Any], mutates: Sequence[str]):
+        self.definition = torch.library.custom_op(name, reference, mutates_args=mutates)
         self.register_fake = self.definition.register_fake
         self.__doc__ = reference.__doc__
-        self._kernels: dict[str, Callable[..., Any]] = {}
+        self._reference, self._kernels = reference, dict[str, Callable[..., Any]]()
         self._differentiate: tuple[Callable[..., Any], Callable[..., Any]] | None = None
 
     def register_kernel(self, device: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -46,8 +49,8 @@ class DirectOperator:
         if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
             return self.definition(*inputs)
         tensors = [x for x in inputs if isinstance(x, Tensor)]
-        kernel = self._kernels.get(tensors[0].device.type)
-        if kernel is None or any(type(x) not in (Tensor, nn.Parameter) for x in tensors):
+        kernel = self._kernels.get(tensors[0].device.type, self._reference)
+        if any(type(x) not in (Tensor, nn.Parameter) for x in tensors):
             return self.definition(*inputs)
         if self._differentiate and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             return DirectCall.apply(kernel, *self._differentiate, *inputs)
@@ -70,6 +73,6 @@ class DirectCall(torch.autograd.Function):
         return None, None, None, *(found if isinstance(found, tuple) else (found,))
 
 
-def custom_op(name: str) -> Callable[[Callable[..., Any]], DirectOperator]:
+def custom_op(name: str, mutates: Sequence[str] = ()) -> Callable[[Callable[..., Any]], DirectOperator]:
     """Make an operator of its plain PyTorch reference."""
-    return lambda reference: DirectOperator(name, reference)
+    return lambda reference: DirectOperator(name, reference, mutates)

@@ -257,22 +257,15 @@ class Runtime:
         ranks, held = self.mesh.ranks("pp"), self._hidden if channel[0] is Op.FORWARD else self._gradient
         if action.op in SENDS:
             stage = action.stage + (1 if action.op is Op.SEND_FORWARD else -1)
-            self._send(held.pop((stage, *action[2:4])), ranks[target], channel)
+            tensor = held.pop((stage, *action[2:4])).contiguous()
+            self._sending = [(work, sent) for work, sent in self._sending if not work.is_completed()]
+            self._sending.append((start_send(tensor, ranks[target], self.groups[channel]), tensor))
         else:
-            held[action[1:4]] = self._receive(action, ranks[source], channel)
-
-    def _send(self, tensor: Tensor, peer: int, channel: Channel) -> None:
-        tensor = tensor.contiguous()
-        self._sending = [(work, held) for work, held in self._sending if not work.is_completed()]
-        self._sending.append((start_send(tensor, peer, self.groups[channel]), tensor))
-
-    def _receive(self, action: Action, peer: int, channel: Channel) -> Tensor:
-        b, s, h = self.hidden_shape
-        if action.part >= 0:
-            s = s * self.slices[action.part] // sum(self.slices)
-        tensor = torch.empty(b, s, h, dtype=self.dtype, device=self.mesh.device)
-        self._receiving[action.op, action[1:4]] = start_receive(tensor, peer, self.groups[channel])
-        return tensor
+            b, s, h = self.hidden_shape
+            if action.part >= 0:
+                s = s * self.slices[action.part] // sum(self.slices)
+            tensor = held[action[1:4]] = torch.empty(b, s, h, dtype=self.dtype, device=self.mesh.device)
+            self._receiving[action.op, action[1:4]] = start_receive(tensor, ranks[source], self.groups[channel])
 
     def _arrived(self, op: Op, action: Action) -> None:
         """Wait for the message that a computation needs, if one comes from another rank."""

@@ -231,24 +231,27 @@ def all_to_all(parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: 
     if group is None:
         return list(parts)
     mine = group.rank()
-    for rank, part in enumerate(parts):
-        if rank != mine:
-            group.count("all-to-all", part, 1)
-    parts = [part.contiguous() for part in parts]
     if group.shared is not None:
+        parts = [part.contiguous() for part in parts]
         out = [parts[mine] if rank == mine else parts[mine].new_empty(shape) for rank, shape in enumerate(shapes)]
-        others = [rank for rank in range(group.size()) if rank != mine]
-        works: list[Pending] = [group.shared.send(parts[rank], rank) for rank in others]
-        works += [group.shared.receive(out[rank], rank) for rank in others]
-        group.throttled(_Several(works, ())).wait()
+        _exchange_parts(parts, out, group).wait()
         return out
+    sent = torch.cat([part.flatten() for part in parts])
     sizes = [math.prod(shape) for shape in shapes]
-    received = parts[mine].new_empty(sum(sizes))
-    sent = torch.cat([part.view(-1) for part in parts])
-    sent_sizes = [part.numel() for part in parts]
-    work = dist.all_to_all_single(received, sent, sizes, sent_sizes, group=group.backend, async_op=True)
-    group.throttled(work).wait()
+    received, work = start_all_to_all_rows(sent, [part.numel() for part in parts], sizes, group)
+    work.wait()
     return [part.view(tuple(shape)) for part, shape in zip(received.split(sizes), shapes, strict=True)]
+
+
+def _exchange_parts(parts: Sequence[Tensor], out: Sequence[Tensor], group: Group) -> Pending:
+    """Start sending contiguous part i to every other rank i, and receiving ``out[i]``, over shared memory."""
+    assert group.shared is not None
+    others = [rank for rank in range(group.size()) if rank != group.rank()]
+    for rank in others:
+        group.count("all-to-all", parts[rank], 1)
+    works: list[Pending] = [group.shared.send(parts[rank], rank) for rank in others]
+    works += [group.shared.receive(out[rank], rank) for rank in others]
+    return group.throttled(_Several(works, tuple(parts)))
 
 
 def start_all_to_all_rows(
@@ -260,20 +263,16 @@ def start_all_to_all_rows(
         (received rows, pending collective), without a copy of the rows that are sent.
     """
     mine, x = group.rank(), x.contiguous()
-    parts = x.split(list(send))
+    parts, out = x.split(list(send)), x.new_empty(sum(receive), *x.shape[1:])
+    if group.shared is not None:
+        places = out.split(list(receive))
+        places[mine].copy_(parts[mine])
+        return out, _exchange_parts(parts, places, group)
     for rank, part in enumerate(parts):
         if rank != mine:
             group.count("all-to-all", part, 1)
-    out = x.new_empty(sum(receive), *x.shape[1:])
-    if group.shared is None:
-        work = dist.all_to_all_single(out, x, list(receive), list(send), group=group.backend, async_op=True)
-        return out, group.throttled(_Several([work], (x,)))
-    places = out.split(list(receive))
-    others = [rank for rank in range(group.size()) if rank != mine]
-    works: list[Pending] = [group.shared.send(parts[rank], rank) for rank in others]
-    works += [group.shared.receive(places[rank], rank) for rank in others]
-    places[mine].copy_(parts[mine])
-    return out, group.throttled(_Several(works, (x,)))
+    work = dist.all_to_all_single(out, x, list(receive), list(send), group=group.backend, async_op=True)
+    return out, group.throttled(_Several([work], (x,)))
 
 
 # ---- autograd pairs --------------------------------------------------------------------------------------------

@@ -10,29 +10,20 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.library import custom_op
 
 from shoal.engine.kernels.example import Example
+from shoal.engine.operators import custom_op
 
 
+@custom_op("shoal::add_product", mutates=("total",))
 def add_product(total: Tensor, d_y: Tensor, x: Tensor, fresh: bool) -> None:
     """Add dY^T X to ``total`` in place, or overwrite it if ``fresh``: [n, out], [n, in] -> [out, in] float32."""
-    if total.is_cuda and not isinstance(total, FakeTensor):
-        _multiply(total, d_y, x, fresh)  # an operator takes the host ten times as long, for every matrix of a model
-    else:
-        add_product_operator(total, d_y, x, fresh)
-
-
-@custom_op("shoal::add_product", mutates_args=("total",))
-def add_product_operator(total: Tensor, d_y: Tensor, x: Tensor, fresh: bool) -> None:
-    """Compute `add_product`."""
     product = d_y.to(total.dtype).t() @ x.to(total.dtype)
     (total.copy_ if fresh else total.add_)(product)
 
 
-@add_product_operator.register_kernel("cuda")
-def _multiply(total: Tensor, d_y: Tensor, x: Tensor, fresh: bool) -> None:
+@add_product.register_kernel("cuda")
+def _(total: Tensor, d_y: Tensor, x: Tensor, fresh: bool) -> None:
     if fresh:
         torch.mm(d_y.t(), x, out_dtype=total.dtype, out=total)
     else:

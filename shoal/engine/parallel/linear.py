@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,8 @@ from shoal.base.boxes import Box
 from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.ops import copy_to, gather_from, reduce_from, scatter_to
 from shoal.engine.kernels.swiglu import swiglu
+from shoal.engine.parallel.float8_encoding import Encoded
+from shoal.engine.parallel.float8_product import Float8Product
 from shoal.engine.parallel.overlap import SEQUENCE, ChunkedEntry, ChunkedExit, RingEntry, RingExit
 from shoal.engine.parallel.placement import ParamPlacement, keep_box
 from shoal.engine.parallel.symmetric import SymmetricEntry, SymmetricExit
@@ -102,27 +104,7 @@ class EncodedInput(NamedTuple):
     """
 
     x: Tensor
-    encoded: Any
-
-
-class LinearProduct(Protocol):
-    """Alternative computation of a linear layer, or of several with adjacent weights, such as one in 8 bits."""
-
-    weights: Sequence[nn.Parameter]
-
-    def encode_input(self, x: Tensor) -> Any:
-        """Prepare an input [.., in], also for the products of other layers."""
-
-    def __call__(self, x: Tensor, encoded: Any) -> Tensor:
-        """Compute x W^T: [.., in] -> [.., out] of all layers that have this product."""
-
-    def normalise(
-        self, x: Tensor, update: Tensor | None, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor, Any] | None:
-        """Compute x + update, and its RMSNorm as an input without values, and encoded; None if that is not possible."""
-
-    def activate(self, x: Tensor, encoded: Any, following: Any) -> tuple[Tensor, Any] | None:
-        """Compute SwiGLU of x W^T as the input of another product, likewise."""
+    encoded: Encoded
 
 
 # ---- linear layers ---------------------------------------------------------------------------------------------
@@ -132,14 +114,14 @@ class Linear(nn.Linear):
     """Linear layer, x W^T + b, with the parameters of the layer that it replaces.
 
     Attributes:
-        product: alternative computation of x W^T, of this layer or of several that are always applied together.
+        product: 8-bit computation of x W^T, of this layer or of several that are always applied together.
         follows: whether the weight is adjacent in memory to the weight of the layer before this one in the model.
         key: by which operators find this layer.
     """
 
     weight: nn.Parameter
     at: TensorParallel | None = None
-    product: LinearProduct | None = None
+    product: Float8Product | None = None
     follows = False
     key: Tensor
 
@@ -165,10 +147,9 @@ class Linear(nn.Linear):
         """
         if any(layer.bias is not None or layer._forward_hooks for layer in layers):
             return None
-        product = layers[0].product
-        if any(layer.product is not product for layer in layers):
-            return None
-        if product is None and len(_group_adjacent(layers)) > 1:
+        if len({layer.product for layer in layers}) > 1 or (
+            layers[0].product is None and len(_group_adjacent(layers)) > 1
+        ):
             return None
         return self.results(x, layers, joined=True)[0]
 
@@ -179,16 +160,15 @@ class Linear(nn.Linear):
 
         None if the layers' products do not take it from one pass, or if something has to see it.
         """
-        product = self.product
-        if product is None or self.at is not None or _are_watched(norm, *layers):
+        if self.product is None or self.at is not None or _are_watched(norm, *layers):
             return None
-        if any(layer.product is not product for layer in layers):
+        if any(layer.product is not self.product for layer in layers):
             return None
-        found = product.normalise(x, update, norm.weight, eps)
+        found = self.product.normalise(x, update, norm.weight, eps)
         if found is None:
             return None
-        total, *y = found
-        return x if update is None else total, EncodedInput(*y)
+        total, y, encoded = found
+        return x if update is None else total, EncodedInput(y, encoded)
 
     def activate(
         self, x: Tensor | EncodedInput, layers: Sequence[Linear], following: Linear
@@ -202,13 +182,11 @@ class Linear(nn.Linear):
             return None
         if any(layer.product is not product for layer in layers):
             return None
-        x, encoded = x if isinstance(x, EncodedInput) else self._encode(x, product)
-        found = product.activate(x, encoded, after)
-        return swiglu(product(x, encoded)) if found is None else EncodedInput(*found)
-
-    def _encode(self, x: Tensor, product: LinearProduct) -> tuple[Tensor, Any]:
-        x = self.enter(x)
-        return x, product.encode_input(x)
+        if not isinstance(x, EncodedInput):
+            x = self.enter(x)
+            x = EncodedInput(x, product.encode_input(x))
+        found = product.activate(*x, after)
+        return swiglu(product(*x)) if found is None else EncodedInput(*found)
 
     def enter(self, x: Tensor) -> Tensor:
         """Return all of an input, of which a rank may have a part."""
@@ -379,28 +357,44 @@ class RowLinear(Linear):
         return (y if self.bias is None else y + self.bias,)
 
 
-class JointNorm(nn.Module):
-    """RMSNorm over the heads of all ranks: one sum of squares per token; a rank holds the weights of its own heads."""
+class SplitNorm(nn.Module):
+    """RMSNorm or LayerNorm of a dimension that ranks hold parts of: its sums, one or two per token, are reduced.
+
+    Args:
+        group: these ranks.
+        width: elements of the dimension on all of them.
+    """
 
     weight: nn.Parameter
+    bias: nn.Parameter | None
 
-    def __init__(self, unsplit: nn.RMSNorm, name: str, at: TensorParallel):
+    def __init__(self, unsplit: nn.RMSNorm | nn.LayerNorm, group: Group, width: int, eps: float):
         super().__init__()
-        self.at, self.width, self.weight = at, unsplit.weight.numel(), unsplit.weight
-        parts = min(at.size, at.shape.kv_heads) if name.endswith("k_norm") else at.size
-        self.copies = at.size // parts
-        self.placements = [keep_rows(self, name, "weight", at, parts)]
+        self.group, self.width, self.eps, self.weight = group, width, eps, unsplit.weight
+        self.centred = isinstance(unsplit, nn.LayerNorm)
+        self.register_parameter("bias", getattr(unsplit, "bias", None))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise this rank's heads: [b, s, a d/tp]."""
+        """Normalise this rank's part of the last dimension."""
         wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-        mean = self._total(wide.square().sum(-1, keepdim=True)) / (self.copies * self.width)
-        return (wide * (mean + self.at.shape.norm_eps).rsqrt()).to(x.dtype) * self.weight
+        if self.centred:
+            wide = wide - self._mean(wide)
+        y = (wide * (self._mean(wide.square()) + self.eps).rsqrt()).to(x.dtype) * self.weight
+        return y if self.bias is None else y + self.bias
 
     @torch.compiler.disable
-    def _total(self, sums: Tensor) -> Tensor:
-        """Sum over the ranks; every rank's results depend on the total."""
-        return copy_to(reduce_from(sums, self.at.group), self.at.group)
+    def _mean(self, x: Tensor) -> Tensor:
+        """Average over all ranks, every one of whose results depends on the total."""
+        return copy_to(reduce_from(x.sum(-1, keepdim=True), self.group), self.group) / self.width
+
+
+class JointNorm(SplitNorm):
+    """RMSNorm over the heads of all ranks: a rank holds the weights of its own heads, [b, s, a d/tp]."""
+
+    def __init__(self, unsplit: nn.RMSNorm, name: str, at: TensorParallel):
+        parts = min(at.size, at.shape.kv_heads) if name.endswith("k_norm") else at.size
+        super().__init__(unsplit, at.group, at.size // parts * unsplit.weight.numel(), at.shape.norm_eps)
+        self.placements = [keep_rows(self, name, "weight", at, parts)]
 
 
 # ---- parameters ------------------------------------------------------------------------------------------------

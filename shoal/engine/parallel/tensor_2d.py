@@ -25,14 +25,9 @@ from torch import Tensor, nn
 
 from shoal.base.boxes import Box
 from shoal.engine.collectives.group import Group
-from shoal.engine.collectives.ops import copy_to, gather_from, reduce_from, scatter_to
+from shoal.engine.collectives.ops import gather_from, scatter_to
 from shoal.engine.parallel.embedding import SequenceEmbedding
-from shoal.engine.parallel.linear import (
-    Linear,
-    TensorParallel,
-    keep_rows,
-    multiply,
-)
+from shoal.engine.parallel.linear import Linear, SplitNorm, TensorParallel, keep_rows, multiply
 from shoal.engine.parallel.placement import ParamPlacement, keep_box
 
 HIDDEN = 2  # dim of [b, s, h] that the grid splits
@@ -56,11 +51,6 @@ class Grid(TensorParallel):
     def reduce_hidden(self, x: Tensor) -> Tensor:
         """Reduce to this rank's part: [b, s, h] -> [b, s, h/x] or [b, s/y, h/x]."""
         return self.reduce_output(scatter_to(x, self.x, HIDDEN))
-
-    @torch.compiler.disable
-    def total(self, sums: Tensor) -> Tensor:
-        """Sum over x the sums of each rank's part of h; every rank's results depend on the total."""
-        return copy_to(reduce_from(sums, self.x), self.x)
 
     @torch.compiler.disable
     def own_units(self, partial_sums: Sequence[Tensor], users: Sequence[int]) -> list[Tensor]:
@@ -147,27 +137,12 @@ class RowLinear2D(Linear):
         return (y if self.bias is None else y + self.bias,)
 
 
-class Norm2D(nn.Module):
-    """RMSNorm or LayerNorm of a hidden state split over x, with its sums reduced along x."""
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
+class Norm2D(SplitNorm):
+    """Norm of a hidden state split over x: [b, s, h/x] or [b, s/y, h/x]."""
 
     def __init__(self, unsplit: nn.RMSNorm | nn.LayerNorm, name: str, at: Grid):
-        super().__init__()
-        self.at, self.centred, self.weight = at, isinstance(unsplit, nn.LayerNorm), unsplit.weight
-        self.register_parameter("bias", getattr(unsplit, "bias", None))
+        super().__init__(unsplit, at.x, at.shape.hidden, at.shape.norm_eps)
         self.placements = [_keep_hidden(self, name, part, at) for part, _ in unsplit.named_parameters()]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise x: [b, s, h/x] or [b, s/y, h/x]."""
-        at, hidden = self.at, self.at.shape.hidden
-        wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-        if self.centred:
-            wide = wide - at.total(wide.sum(-1, keepdim=True)) / hidden
-        mean = at.total(wide.square().sum(-1, keepdim=True)) / hidden
-        y = (wide * (mean + at.shape.norm_eps).rsqrt()).to(x.dtype) * self.weight
-        return y if self.bias is None else y + self.bias
 
 
 class PositionEmbedding2D(SequenceEmbedding):

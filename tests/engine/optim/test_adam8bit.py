@@ -3,7 +3,7 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shoal.engine.optim import adam8bit
+from shoal.engine.kernels import adam8bit
 from shoal.engine.optim.build import build
 from shoal.engine.optim.rule import BLOCK
 from shoal.engine.optim.shards import Shards

@@ -168,18 +168,6 @@ def sort_tokens(scores: Tensor) -> Tensor:
 
 def _highest(scores: Tensor, k: int) -> list[Tensor]:
     """Return one [b, s, E] one-hot bool per rank below k; ties go to the first expert."""
-    if scores.is_cuda:
-        return _sort_highest(scores, k)
-    left, ranks = scores.detach(), []
-    for _ in range(k):
-        best = left.argmax(-1, keepdim=True)  # argmax returns the first of equal values
-        ranks.append(torch.zeros_like(left, dtype=torch.bool).scatter_(-1, best, True))
-        left = left.scatter(-1, best, -math.inf)
-    return ranks
-
-
-def _sort_highest(scores: Tensor, k: int) -> list[Tensor]:
-    """Compute `_highest` in three kernels for any k."""
     index = scores.detach().sort(dim=-1, descending=True, stable=True).indices[..., :k].movedim(-1, 0)
     hot = torch.zeros((k, *scores.shape), dtype=torch.bool, device=scores.device)
     return list(hot.scatter_(-1, index.unsqueeze(-1), True))

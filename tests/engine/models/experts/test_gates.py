@@ -106,14 +106,6 @@ def test_expert_choice(seed: int, k: int, factor: float) -> None:
     agree(gates.expert_choice(logits, experts), [papers.expert_choice(rows, k, factor) for rows in logits.tolist()])
 
 
-@few
-@given(seeds, st.integers(1, 4))
-def test_a_device_finds_the_same_highest(seed: int, k: int) -> None:
-    logits = scores(seed)
-    for found, expected in zip(gates._sort_highest(logits, k), gates._highest(logits, k), strict=True):
-        assert torch.equal(found, expected)
-
-
 def test_of_tokens_that_differ_by_rounding_experts_take_the_earlier() -> None:
     experts = Experts(count=2, per_token=1, ffn=1, gate="expert-choice", capacity_factor=1.0)
     logits = torch.tensor([[[0.3, 0.1]] * 6], dtype=torch.float64)
