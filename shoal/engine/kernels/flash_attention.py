@@ -29,14 +29,23 @@ def flash_attention_reference(
     window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute `flash_attention` in plain PyTorch, with all scores in memory and in float32 at least."""
-    exact = torch.promote_types(q.dtype, torch.float32)
-    groups = q.shape[1] // k.shape[1]
-    k, v = (x.to(exact).repeat_interleave(groups, dim=1) for x in (k, v))
-    scores = q.to(exact) @ k.transpose(2, 3) / math.sqrt(q.shape[3])
+    rows, k, v = _by_query_head(q, k, v)
+    scores = rows @ k.transpose(2, 3) / math.sqrt(q.shape[3])
     scores = scores.masked_fill(~visible(q, k, causal, q_ends, k_ends, window), -math.inf)
     total = scores.logsumexp(-1)
-    weights = (scores - total.clamp(min=torch.finfo(exact).min).unsqueeze(-1)).exp()  # zeros where nothing is seen
-    return (weights @ v).to(q.dtype), total.detach()
+    return (_weights(scores, total) @ v).to(q.dtype), total.detach()
+
+
+def _by_query_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v in at least float32, with the key and value heads repeated: [b, a, s or t, d]."""
+    exact, groups = torch.promote_types(q.dtype, torch.float32), q.shape[1] // k.shape[1]
+    keys, values = (x.to(exact).repeat_interleave(groups, dim=1) for x in (k, v))
+    return q.to(exact), keys, values
+
+
+def _weights(scores: Tensor, total: Tensor) -> Tensor:
+    """Return the weights, with zeros where nothing is seen."""
+    return (scores - total.clamp(min=torch.finfo(total.dtype).min).unsqueeze(-1)).exp()
 
 
 def visible(
@@ -134,13 +143,11 @@ def flash_attention_backward(
 
     Other arguments as of `flash_attention`.
     """
-    exact, groups = total.dtype, q.shape[1] // k.shape[1]
-    keys, values = (x.to(exact).repeat_interleave(groups, dim=1) for x in (k, v))
-    rows, d_out, scale = q.to(exact), gradient.to(exact), 1 / math.sqrt(q.shape[3])
+    (rows, keys, values), groups = _by_query_head(q, k, v), q.shape[1] // k.shape[1]
+    d_out, scale = gradient.to(total.dtype), 1 / math.sqrt(q.shape[3])
     scores = rows @ keys.transpose(2, 3) * scale
-    scores = scores.masked_fill(~visible(q, k, causal, q_ends, k_ends, window), -math.inf)
-    weights = (scores - total.clamp(min=torch.finfo(exact).min).unsqueeze(-1)).exp()
-    along = (d_out * out.to(exact)).sum(-1, keepdim=True)
+    weights = _weights(scores.masked_fill(~visible(q, k, causal, q_ends, k_ends, window), -math.inf), total)
+    along = (d_out * out.to(total.dtype)).sum(-1, keepdim=True)
     d_scores = weights * (d_out @ values.transpose(2, 3) - along) * scale
     d_k, d_v = (x.unflatten(1, (-1, groups)).sum(2) for x in (
         d_scores.transpose(2, 3) @ rows, weights.transpose(2, 3) @ d_out

@@ -25,10 +25,11 @@ def rotate_packed_reference(
     d = width // (heads + 2 * kv_heads)
     q, k, v = packed.view(b, s, -1, d).split((heads, kv_heads, kv_heads), dim=2)
     cos, sin = cos.view(-1, s, 1, d // 2), sin.view(-1, s, 1, d // 2)
-    return _turn(q, cos, sin), _turn(k, cos, sin), v.clone(memory_format=torch.contiguous_format)
+    return turn(q, cos, sin), turn(k, cos, sin), v.clone(memory_format=torch.contiguous_format)
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (x[i], x[i + d/2]); cos and sin have half of the width of x."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
@@ -64,7 +65,7 @@ def rotate_packed_backward(d_q: Tensor, d_k: Tensor, d_v: Tensor, cos: Tensor, s
     """Return the packed gradient [b, s, (a + 2 k) d] of the gradients of `rotate_packed`'s results."""
     _, s, _, d = d_q.shape
     cos, sin = cos.view(-1, s, 1, d // 2), -sin.view(-1, s, 1, d // 2)
-    return torch.cat((_turn(d_q, cos, sin), _turn(d_k, cos, sin), d_v), dim=2).flatten(2)
+    return torch.cat((turn(d_q, cos, sin), turn(d_k, cos, sin), d_v), dim=2).flatten(2)
 
 
 rotate_packed_backward.register_kernel("cuda")(launch("rotary", "backward"))

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.engine import kernels
 from shoal.engine.kernels.flash_attention import flash_attention
-from shoal.engine.kernels.rotary import rotate_packed
+from shoal.engine.kernels.rotary import rotate_packed, turn
 from shoal.engine.models.attention_kernels import Kernel, sdpa_backends, takes_lengths
 from shoal.engine.models.block_attention import BlockAttention, per_head
 from shoal.engine.models.cache import Slice
@@ -200,8 +200,7 @@ def _kept_frequencies(frequencies: Tensor, theta: float, scaling: RopeScaling) -
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (x[i], x[i + d/2]) by the angles of each position. x: [b, a, s, d]."""
     if torch.compiler.is_compiling():  # the compiler fuses this form
-        first, second = x.chunk(2, dim=-1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        return turn(x, cos, sin)
     if kernels.use_fused(x):
         rotated, *_ = rotate_packed(x.transpose(1, 2).flatten(2), cos, sin, x.shape[1], 0)
         return rotated.transpose(1, 2)

@@ -15,7 +15,7 @@ Shapes: b sequences, s tokens, k of them chosen, h hidden.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,15 +34,8 @@ among them, and tokens predicted as chosen.
 """
 
 
-class ResidualLayer(Protocol):
-    """A layer that computes an update of the residual stream."""
-
-    @property
-    def attention(self) -> nn.Module:
-        """Return the attention module, which is the key of the slice cache."""
-
-    def residual_update(self, x: Tensor, context: Context) -> Tensor:
-        """Return the update of the residual stream: [b, s, h] -> [b, s, h]."""
+Update = Callable[[Tensor, Context], Tensor]
+"""A layer's update of the residual stream: [b, s, h] -> [b, s, h]."""
 
 
 def choose_highest(scores: Tensor, k: int) -> Tensor:
@@ -102,24 +95,24 @@ class MixtureOfDepths(Tallied):
         self.choose = choose_highest
         self.counts = True
 
-    def forward(self, x: Tensor, context: Context, block: ResidualLayer) -> Tensor:
-        """Return the residual stream [b, s, h] after the layer ``block``, whose ``residual_update`` is f."""
+    def forward(self, x: Tensor, context: Context, update: Update) -> Tensor:
+        """Return the residual stream [b, s, h] after a layer whose ``update`` is f."""
         rows = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
         scores = rows @ self.router.to(rows)  # [b, s]
         predicted = F.gelu(F.linear(rows.detach(), self.predictor_up.to(rows))) @ self.predictor_down.to(rows)
         if context.part is not None:
-            return self._forward_slice(x, scores, predicted, context, context.part, block)
+            return self._forward_slice(x, scores, predicted, context, context.part, update)
         full = self.places.gather(scores.detach())
         taken = self.choose(full, self.depths.taken(full.shape[1]))  # [b, k]
         weights = self._train_predictor(self._weights(scores), predicted, taken, full, context)
         route = self.places.route(taken, x.shape[1])
-        y = block.residual_update(
+        y = update(
             route.dispatch(x.flatten(0, 1).index_select(0, route.chosen)), self._restrict_context(taken, x, context)
         )
         return _add_weighted(x, route.combine(y), weights, route.chosen)
 
     def _forward_slice(
-        self, x: Tensor, scores: Tensor, predicted: Tensor, context: Context, part: Slice, block: ResidualLayer
+        self, x: Tensor, scores: Tensor, predicted: Tensor, context: Context, part: Slice, update: Update
     ) -> Tensor:
         """Process a slice of one sequence, with the predictor's decision for each token."""
         if len(x) != 1 or context.documents is not None:
@@ -128,7 +121,7 @@ class MixtureOfDepths(Tallied):
         if not len(index):
             return x
         rotary = self._rotary((part.start + index).unsqueeze(0), x.dtype)
-        y = block.residual_update(x[:, index], context._replace(rotary=rotary, mask=None))
+        y = update(x[:, index], context._replace(rotary=rotary, mask=None))
         return _add_weighted(x, y.flatten(0, 1), self._weights(scores), index)
 
     def _weights(self, scores: Tensor) -> Tensor:

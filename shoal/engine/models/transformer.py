@@ -137,7 +137,7 @@ class Block(nn.Module):
 
     def _forward(self, x: Tensor, context: Context) -> Tensor:
         if self.depth is not None:
-            return self.depth(x, context, self)
+            return self.depth(x, context, self.residual_update)
         x, y = add_and_normalise(self.mlp_norm, x, self._attend(x, context), self.mlp)
         return x + self._feed_forward(y, context)
 

@@ -129,9 +129,10 @@ class RingEntry(NoComm):
 
     group: Group
     tokenwise: bool
+    gather = staticmethod(gather_products)
 
     def forward(self, x: Tensor, factors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        return gather_products(x, factors, self.group, self.tokenwise)
+        return self.gather(x, factors, self.group, self.tokenwise)
 
     def backward(
         self, gradients: list[Tensor], factors: list[Tensor], meanwhile: Meanwhile, wanted: bool
@@ -147,6 +148,7 @@ class RingExit(NoComm):
 
     group: Group
     tokenwise: bool
+    gather = staticmethod(gather_products)
 
     def forward(self, x: Tensor, factors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         return x, [scatter_products([x], factors, self.group, self.tokenwise)]
@@ -154,7 +156,7 @@ class RingExit(NoComm):
     def backward(
         self, gradients: list[Tensor], factors: list[Tensor], meanwhile: Meanwhile, wanted: bool
     ) -> Tensor | None:
-        gathered, (d_x,) = gather_products(gradients[0], factors, self.group, self.tokenwise)
+        gathered, (d_x,) = self.gather(gradients[0], factors, self.group, self.tokenwise)
         meanwhile([gathered])
         return d_x if wanted else None
 

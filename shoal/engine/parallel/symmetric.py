@@ -19,7 +19,6 @@ from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.json_collectives import all_gather
 from shoal.engine.collectives.shm.region import host_identity
 from shoal.engine.parallel.overlap import SEQUENCE, RingEntry, RingExit
-from shoal.engine.parallel.weight_grad import Meanwhile
 
 
 def is_available(group: Group, device: torch.device) -> bool:
@@ -65,20 +64,14 @@ def _name(group: Group) -> str:
 class SymmetricEntry(RingEntry):
     """Entry of a region with sequence parallelism: all-gather, then multiply."""
 
-    def forward(self, x: Tensor, factors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        return gather_products(x, factors, self.group, self.tokenwise)
+    gather = staticmethod(gather_products)
 
 
 @dataclass(frozen=True)
 class SymmetricExit(RingExit):
     """Exit of a region with sequence parallelism: multiply, then reduce-scatter."""
 
+    gather = staticmethod(gather_products)
+
     def forward(self, x: Tensor, factors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         return x, [scatter_product(x, factors[0], self.group, self.tokenwise)]
-
-    def backward(
-        self, gradients: list[Tensor], factors: list[Tensor], meanwhile: Meanwhile, wanted: bool
-    ) -> Tensor | None:
-        gathered, (d_x,) = gather_products(gradients[0], factors, self.group, self.tokenwise)
-        meanwhile([gathered])
-        return d_x if wanted else None

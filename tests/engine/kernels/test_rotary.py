@@ -42,9 +42,11 @@ def test_operator() -> None:
 
 
 @pytest.mark.parametrize("capability", TARGETS.values(), ids=TARGETS)
-@pytest.mark.parametrize("name", ["forward_program", "backward_program"])
-def test_programs_compile(name: str, capability: int) -> None:
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_program_compiles(backward: bool, capability: int) -> None:
     from shoal.engine.kernels.programs import rotary as programs
 
-    ptx = compile_program(getattr(programs, name), capability, TYPES, HEADS=programs.HEADS, HALF=64)
+    ptx = compile_program(
+        programs.rotary_program, capability, TYPES, BACKWARD=backward, HEADS=programs.HEADS, HALF=64
+    )
     assert "ld.global.v4" in ptx  # 16 bytes at a time

@@ -152,7 +152,7 @@ def run_steps(config: RunConfig, as_on_a_device: bool) -> list[float]:
     """Losses and gradient norms of two steps, with the code of devices if asked."""
     with pytest.MonkeyPatch.context() as patch:
         if as_on_a_device:
-            patch.setattr(layer, "permute", lambda chosen, x, most: permutation._DevicePermutation(chosen, *most))
+            patch.setattr(layer, "permute", lambda chosen, x, most: permutation.DevicePermutation(chosen, *most))
             patch.setattr(GroupedExperts, "on_device", True)
         engine = engine_of(config)
         if as_on_a_device:

@@ -63,28 +63,29 @@ def backward_program(
 
 def forward(x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, ...]:
     """Launch `forward_program`; arguments and results as of the operator."""
-    x = x.contiguous()
-    update = update if update is None else update.contiguous()
-    h, rows = x.shape[-1], x.shape[:-1]
-    total, y = x.new_empty(0 if update is None else x.shape), x.new_empty(x.shape)
-    inverse = x.new_empty(rows, dtype=torch.float32)
-    forward_program[(rows.numel(),)](
-        x, update, weight, total, y, inverse, None, eps, h, ADD=update is not None, WRITE=True, **_sizes(h)
-    )
+    y = x.new_empty(x.shape)
+    total, inverse = _forward(x, update, weight, eps, y, None)
     return total, y, inverse
 
 
 def statistics(x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """Launch `forward_program` without its main result; arguments and results as of the operator."""
+    most = x.new_zeros(1, dtype=torch.int32)
+    total, inverse = _forward(x, update, weight, eps, x, most)
+    return total, inverse, most.view(torch.float32)
+
+
+def _forward(
+    x: Tensor, update: Tensor | None, weight: Tensor, eps: float, y: Tensor, most: Tensor | None
+) -> tuple[Tensor, Tensor]:
     x = x.contiguous()
     update = update if update is None else update.contiguous()
     h, rows = x.shape[-1], x.shape[:-1]
     total, inverse = x.new_empty(0 if update is None else x.shape), x.new_empty(rows, dtype=torch.float32)
-    most = x.new_zeros(1, dtype=torch.int32)
     forward_program[(rows.numel(),)](
-        x, update, weight, total, x, inverse, most, eps, h, ADD=update is not None, WRITE=False, **_sizes(h)
+        x, update, weight, total, y, inverse, most, eps, h, ADD=update is not None, WRITE=most is None, **_sizes(h)
     )
-    return total, inverse, most.view(torch.float32)
+    return total, inverse
 
 
 def backward(

@@ -6,8 +6,6 @@ the rows are as many as can be chosen, and the device knows where each expert's 
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
@@ -15,40 +13,28 @@ from shoal.engine import kernels
 from shoal.engine.kernels.permute import combine_rows, copy_rows, sort_choices
 
 
-class Permutation(Protocol):
+class DevicePermutation:
     """Assignment of rows to the chosen pairs of token and expert, sorted by expert, then by token.
 
     Attributes:
         ends: [E] int32 end of each expert's rows.
     """
 
-    ends: Tensor
-
-    def copy(self, x: Tensor) -> Tensor:
-        """Copy each token once per expert: [n, h] -> [m, h]."""
-
-    def combine(self, y: Tensor, weights: Tensor) -> Tensor:
-        """Sum each token's rows with their weights: [m, h], [n, E] -> [n, h]."""
-
-
-def permute(chosen: Tensor, x: Tensor, most: tuple[int, int]) -> Permutation:
-    """Sort the chosen pairs of [n, E], of which there are at most ``most`` (in total, per token), for tokens x."""
-    on_device = x.is_cuda or kernels.use_fused(x)  # float64 too
-    return _DevicePermutation(chosen, *most) if on_device else _HostPermutation(chosen)
-
-
-class _DevicePermutation:
     def __init__(self, chosen: Tensor, m: int, k: int):
         self.token, self.expert, self.rows, self.ends = sort_choices(chosen, m, k)
 
     def copy(self, x: Tensor) -> Tensor:
+        """Copy each token once per expert: [n, h] -> [m, h]."""
         return copy_rows(x, self.token, self.rows)
 
     def combine(self, y: Tensor, weights: Tensor) -> Tensor:
+        """Sum each token's rows with their weights: [m, h], [n, E] -> [n, h]."""
         return combine_rows(y, weights, self.token, self.expert, self.rows)
 
 
-class _HostPermutation:
+class HostPermutation:
+    """`DevicePermutation` where the host knows the number of rows."""
+
     def __init__(self, chosen: Tensor):
         self.expert, self.token = chosen.t().nonzero(as_tuple=True)  # [m]
         self.n, self.ends = len(chosen), chosen.sum(0).cumsum(0, dtype=torch.int32)
@@ -59,6 +45,12 @@ class _HostPermutation:
     def combine(self, y: Tensor, weights: Tensor) -> Tensor:
         weight = weights.flatten().index_select(0, self.token * weights.shape[-1] + self.expert).to(y.dtype)
         return _WeightedSum.apply(y, weight, self.token, self.n)
+
+
+def permute(chosen: Tensor, x: Tensor, most: tuple[int, int]) -> DevicePermutation | HostPermutation:
+    """Sort the chosen pairs of [n, E], of which there are at most ``most`` (in total, per token), for tokens x."""
+    on_device = x.is_cuda or kernels.use_fused(x)  # float64 too
+    return DevicePermutation(chosen, *most) if on_device else HostPermutation(chosen)
 
 
 def _sum_by_token(rows: Tensor, token: Tensor, n: int) -> Tensor:

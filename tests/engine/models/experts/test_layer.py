@@ -176,7 +176,7 @@ def test_device_and_host_permute_equally(gate: str) -> None:
     layer, x = layer_of(shape), torch.randn(2, 9, 6, dtype=torch.float64, requires_grad=True)
     wanted, gradient = [x, *layer.parameters()], torch.randn(2, 9, 6, dtype=torch.float64)
     results = []
-    for permutation in (permutations.permute, lambda chosen, x, most: permutations._DevicePermutation(chosen, *most)):
+    for permutation in (permutations.permute, lambda chosen, x, most: permutations.DevicePermutation(chosen, *most)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("shoal.engine.models.experts.layer.permute", permutation)
             y = layer(x, RoutingContext(sequences=2, samples=torch.tensor([3, 8])))
