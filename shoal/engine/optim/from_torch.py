@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.base.boxes import Piece
-from shoal.engine.optim.rule import Rule, to_pieces
+from shoal.engine.optim.rule import Rule
 from shoal.engine.optim.shards import Shards
 from shoal.spec.config import OptimizerConfig
 
@@ -73,9 +72,10 @@ class FromTorch(Rule):
         self.rule = made.make(
             options, lr=config.learning_rate, fused=fused, foreach=not fused, **made.options(config)
         )
-        for parameter in self.parameters:
+        self.tensors = {kind: [torch.zeros_like(p) for p in self.parameters] for kind in made.states}
+        for i, parameter in enumerate(self.parameters):
             if made.states:
-                states: dict[str, Tensor] = {name: torch.zeros_like(parameter) for name in made.states}
+                states = {kind: tensors[i] for kind, tensors in self.tensors.items()}
                 if made.counts:
                     # Without a fused kernel, the host reads it in every update.
                     states["step"] = torch.zeros((), device=parameter.device if fused else "cpu")
@@ -99,12 +99,6 @@ class FromTorch(Rule):
         for group in self.rule.param_groups:
             group["lr"] = learning_rate * group["rate"]
         self.rule.step()
-
-    def states(self) -> dict[str, dict[str, list[Piece]]]:
-        return {
-            name: to_pieces(self.shards.shards, [self.rule.state[p][name] for p in self.parameters])
-            for name in self.made.states
-        }
 
     def resume_at(self, count: int) -> None:
         super().resume_at(count)

@@ -19,12 +19,12 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from shoal.base.boxes import Box, Piece, flat_range
+from shoal.base.boxes import Box, flat_range
 from shoal.engine.kernels.adamw import adamw_
 from shoal.engine.kernels.rounding import draw_bits, round_stochastically
 from shoal.engine.models.initial import positions, stream_key
 from shoal.engine.optim.from_torch import FromTorch
-from shoal.engine.optim.rule import Rule, to_pieces
+from shoal.engine.optim.rule import Rule
 from shoal.engine.optim.shards import Shard, ShardPart, Shards
 from shoal.engine.streams import to_device
 from shoal.spec.config import OptimizerConfig
@@ -109,9 +109,6 @@ class Float32Rule(Rule):
                 bits[at : at + box.numel] = draw_bits(key, where.flatten())
         return bits
 
-    def states(self) -> dict[str, dict[str, list[Piece]]]:
-        return {kind: to_pieces(self.shards.shards, tensors) for kind, tensors in self.tensors.items()}
-
 
 class FusedAdam(Rule):
     """`Float32Rule` with "adam" or "adamw" on CUDA: the same states and random bits, in one kernel per shard without
@@ -159,9 +156,6 @@ class FusedAdam(Rule):
 
     def update(self, learning_rate: float) -> None:
         self.apply(learning_rate, 1.0, None)
-
-    def states(self) -> dict[str, dict[str, list[Piece]]]:
-        return {kind: to_pieces(self.shards.shards, tensors) for kind, tensors in self.tensors.items()}
 
 
 def adamw_beside(config: OptimizerConfig, shards: Shards, seed: int = 0) -> Rule:

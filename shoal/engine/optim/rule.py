@@ -23,12 +23,14 @@ class Rule(ABC):
 
     Attributes:
         skips_on_device: whether `apply` never reads ``scale`` and ``skip`` on the host.
+        tensors: states of each element, by kind: one tensor per shard.
     """
 
     skips_on_device = False
 
     def __init__(self, config: OptimizerConfig, shards: Shards):
         self.config, self.shards = config, shards
+        self.tensors: dict[str, list[Tensor]] = {}
         self.count = 0  # number of updates so far
         self.reads: list[Mark] = []  # copies of weights or states in flight, such as a checkpoint's
 
@@ -68,9 +70,9 @@ class Rule(ABC):
     def update(self, learning_rate: float) -> None:
         """Apply update number ``self.count`` (1 is the first)."""
 
-    @abstractmethod
     def states(self) -> dict[str, dict[str, list[Piece]]]:
         """Return the pieces of states on this rank as views, by kind of state and name of parameter."""
+        return {kind: to_pieces(self.shards.shards, tensors) for kind, tensors in self.tensors.items()}
 
     def resume_at(self, count: int) -> None:
         """Continue after the states were overwritten with those after ``count`` updates."""
@@ -122,9 +124,6 @@ class Elementwise(Rule):
         self, weights: Tensor, gradient: Tensor, states: Sequence[Tensor], numbers: Sequence[float | Tensor]
     ) -> None:
         """Update some elements and their states in place."""
-
-    def states(self) -> dict[str, dict[str, list[Piece]]]:
-        return {name: to_pieces(self.shards.shards, tensors) for name, tensors in self.tensors.items()}
 
 
 def to_pieces(shards: list[Shard], tensors: list[Tensor]) -> dict[str, list[Piece]]:

@@ -73,7 +73,7 @@ CASES = {
     "fp8-block": Case(train("fp8", float8={"scales": "block"}), 0, 5, 953),
     "mxfp8": Case(train("mxfp8"), 0, 5, 1162),
     "sgd": Case(optimizer("sgd"), 0, 5, 101),
-    "radam": Case(optimizer("radam"), 1, 3, 86),
+    "radam": Case(optimizer("radam"), 0, 5, 105),
     "sage": Case(optimizer("sage"), 1, 3, 110),
     "adam8bit": Case(optimizer("adam8bit"), 0, 5, 192),
     "adafactor": Case(optimizer("adafactor"), 1, 3, 467),
