@@ -99,14 +99,6 @@ def in_host_memory(x: Tensor) -> Tensor:
     return x.cpu()
 
 
-def broadcast_ints(numbers: Sequence[int], group: Group | None, device: torch.device) -> list[int]:
-    """Broadcast integers from the group's first rank; all ranks must pass equally many."""
-    if group is None:
-        return list(numbers)
-    first = all_reduce(torch.tensor(numbers, device=device) * (group.rank() == 0), group)
-    return list(numbers) if group.is_dry_run else to_host(first)
-
-
 def all_gather(x: Tensor, group: Group | None, dim: int = 0) -> Tensor:
     """Concatenate the ranks' equal-shaped tensors along ``dim``, in rank order."""
     if group is None:

@@ -10,9 +10,9 @@
 the last of them. Stages 0 and 1 keep full gradients and reduce once per step, in the last micro-batch. Stages 2 and 3
 have no memory to accumulate full gradients and reduce in every micro-batch.
 
-All ranks start reductions in the same order, in which the first backward of rank 0 completed the buckets. A
-parameter without a gradient on some rank therefore cannot change the order. Buckets that are incomplete at the end of a
-backward are reduced then, with zeros for missing gradients.
+All ranks start reductions in the same order, the reverse of forward. A parameter without a gradient on some rank
+therefore cannot change the order. Buckets that are incomplete at the end of a backward are reduced then, with zeros for
+missing gradients.
 
 Gradients are sums, not means: the loss is divided by the global number of tokens before backward.
 """
@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from shoal.base.errors import UsageError
 from shoal.engine.collectives.mesh import Mesh
-from shoal.engine.collectives.ops import Pending, all_reduce, broadcast_ints, reduce_scatter_flat, start_all_reduce
+from shoal.engine.collectives.ops import Pending, all_reduce, reduce_scatter_flat, start_all_reduce
 from shoal.engine.parallel.placement import ENDS
 from shoal.engine.parallel.zero.bucket import (
     Bucket,
@@ -94,11 +94,7 @@ class ShardedParameters:
         self.overlap = mesh.layout.overlap
         place = {parameter: i for i, (parameter, _) in enumerate(chain.from_iterable(units))}
         first = [min(place[slot.parameter] for slot in bucket.slots) for bucket in self.buckets]
-        # Order of the reductions: reverse forward order until a backward has shown the actual one.
-        self.order = sorted(range(len(self.buckets)), key=lambda b: -first[b])
-        self._first_order: list[int] | None = None  # of this rank's first backward
-        self._learned = len(self.buckets) == 1
-        self._order_axis = "stage" if "edp" in axes else "replicas"
+        self.order = sorted(range(len(self.buckets)), key=lambda b: -first[b])  # of the reductions: reverse forward
         self._completed: list[int] = []  # buckets completed by the current backward
         self._started = 0  # number of reductions started in it
         self.last_microbatch = True
@@ -207,8 +203,6 @@ class ShardedParameters:
         for gradients in self.gradients:
             gradients.pending_accumulation = gradients.terms
         self._complete(self.order)
-        if self._first_order is None:
-            self._first_order = self._completed
         self._completed, self._started = [], 0
 
     def complete(self, buckets: Iterable[Bucket]) -> None:
@@ -222,12 +216,6 @@ class ShardedParameters:
     def _complete(self, buckets: Iterable[int]) -> None:
         self._completed += [b for b in buckets if b not in self._completed]
         self._reduce_complete()
-
-    def _learn_order(self) -> None:
-        """Broadcast the bucket order of the first backward from the first rank of the replicas or of the stage."""
-        assert self._first_order is not None  # set by a previous backward
-        group = self.mesh.group(self._order_axis)
-        self.order, self._learned = broadcast_ints(self._first_order, group, self.mesh.device), True
 
     def _reduce_complete(self) -> None:
         """Start the next reductions in order, up to the first incomplete bucket."""
@@ -278,8 +266,6 @@ class ShardedParameters:
         `shoal.engine.parallel.zero.rank_parameters` sums parameters shared by the model's first and last stages.
         """
         self._wait_reductions()
-        if not self._learned:
-            self._learn_order()
         for gradients, work in self._replicating:
             work.wait()
             self._tell(gradients, starts=False)
