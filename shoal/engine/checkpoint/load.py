@@ -32,7 +32,7 @@ from shoal.engine.checkpoint.manifest import (
     unusable,
 )
 from shoal.engine.checkpoint.write import State
-from shoal.engine.collectives.json_collectives import Group, all_gather, broadcast, get_rank, get_size
+from shoal.engine.collectives.json_collectives import Group, all_gather, get_rank, get_size
 
 ReadBox = Callable[[str], bytearray | memoryview]
 
@@ -111,14 +111,12 @@ def check_part(folder: AnyPath, part: RankPart) -> None:
         raise CheckpointError("\n".join(problems))
 
 
-def newest_good(folder: AnyPath, *, group: Group = None) -> tuple[Committed | None, list[CheckpointError]]:
+def newest_good(folder: AnyPath) -> tuple[Committed | None, list[CheckpointError]]:
     """Return the newest checkpoint that verifies, and the errors of each newer one, which the user should see."""
-    listed = broadcast([(step, path.name) for step, path in list_checkpoints(folder)], group)
     refused: list[CheckpointError] = []
-    for step, name in reversed(listed):
-        found = Committed(step, folder / name)
+    for found in reversed(list_checkpoints(folder)):
         try:
-            verify(found.path, group=group)
+            verify(found.path)
         except CheckpointError as error:
             refused.append(error)
         else:

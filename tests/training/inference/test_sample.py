@@ -88,7 +88,7 @@ def cut_anew(values, source, target) -> None:
     samples = open_dataset(config.data, seed=0, split="train")
     engine = Engine(config, shape, Mesh(config.parallel, dist.get_rank()), samples)
     group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
-    found, _ = newest_good(source / "checkpoints", group=group)
+    found, _ = newest_good(source / "checkpoints")
     extra = load(found.path, engine.state(), group=group, model=shape.model_dump(mode="json"))
     engine.restored(found.step)
     saver = Checkpointer(target / "checkpoints", group=group, keep=1, asynchronous=False)
