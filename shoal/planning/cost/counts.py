@@ -102,11 +102,8 @@ class RankCounts:
 
     # ---- bytes sent ----------------------------------------------------------------------------------------------
 
-    def sent(self, *, first: bool = False) -> Sent:
+    def sent(self) -> Sent:
         """Return the bytes sent, by axis and kind of collective.
-
-        Args:
-            first: count the run's first step, in which replicas agree on an order of their reductions.
 
         Raises:
             ValueError: replicas are not synchronised by sums.
@@ -123,10 +120,6 @@ class RankCounts:
                 sent["pp", "send"] += self.run.itemsize * tokens * self.run.hidden_local
         for stage in self.held:
             sent.add(self._data_parallel(stage))
-            buckets = len(self._filled(stage).buckets)
-            if first and buckets > 1:
-                axis = "stage" if any(size.expert for size in self._filled(stage).sizes) else "replicas"
-                sent[axis, "all-reduce"] += all_reduced(NUMBER * buckets, self.mesh.size(axis))
         sent.add(self._once())
         return Sent({key: size for key, size in sent.items() if size})
 

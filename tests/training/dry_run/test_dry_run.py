@@ -137,7 +137,7 @@ def test_formulas_say_what_any_rank_of_any_layout_does(config: RunConfig, data: 
     formulas = formulas_of(config, shape, mesh)
     assert sum(counted.steps[0].flops.values()) == formulas.flops()
     sent = {key: size for key, size in counted.steps[0].sent.items() if size}
-    assert formulas.sent(first=True) == pytest.approx(sent, rel=1e-12)
+    assert formulas.sent() == pytest.approx(sent, rel=1e-12)
     parts = rank_parts(shape, formulas.program, mesh.index("pp"))
     said = state_bytes(
         shape, layout, POLICIES[config.train.precision], config.optimizer.name, parts,
@@ -203,7 +203,7 @@ def test_experts_that_all_get_as_many_tokens(parallel: dict, experts: dict, fami
     formulas = formulas_of(case.config, case.shape, DryMesh(config.parallel, rank))
     assert sum(counted.steps[0].flops.values()) == formulas.flops()
     sent = {key: size for key, size in counted.steps[0].sent.items() if size}
-    assert formulas.sent(first=True) == pytest.approx(sent, rel=1e-12)
+    assert formulas.sent() == pytest.approx(sent, rel=1e-12)
 
 
 def test_a_rank_of_a_world_of_100_000() -> None:
