@@ -86,14 +86,22 @@ class Nodes:
             "--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3",
             "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{self.port}", "--rdzv-id", "job", "--local-addr",
             "localhost", "--rdzv-conf",
-            "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=2,join_timeout=60",
+            "last_call_timeout=8,keep_alive_interval=1,keep_alive_max_attempt=6,join_timeout=120",
         )
-        self.words = ("train", file, "--run-folder", folder)
+        self.words, self.folder = ("train", file, "--run-folder", folder), folder
         self.agents: list[Command] = []
 
     def start(self, *more: str) -> list[Command]:
         self.agents += (new := [start(*self.words, *more, agent=self.agent) for _ in range(2)])
         return new
+
+    def wait_for_step(self, step: int) -> None:
+        """Wait until both run and that step is logged. One may begin alone, and then starts its worker again when the
+        other comes."""
+        wait_for(lambda: any(agent.poll() is not None for agent in self.agents) or (
+            logged(self.folder) >= step and all(psutil.Process(agent.pid).children() for agent in self.agents)))
+        assert all(agent.poll() is None for agent in self.agents), [
+            agent.communicate()[0] for agent in self.agents if agent.poll() is not None]
 
     def has_store(self, agent: Command) -> bool:
         ports = psutil.Process(agent.pid).net_connections()
@@ -113,10 +121,7 @@ def test_a_lost_node_leaves_a_run_on_the_others(file, tmp_path, undisturbed):
     folder = tmp_path / "run"
     with Nodes(file, folder) as nodes:
         agents = nodes.start("--testing.min_step_seconds", "0.3")
-        # One of them may begin alone, and then starts its worker again when the other comes.
-        wait_for(lambda: any(agent.poll() is not None for agent in agents) or (
-            logged(folder) >= 5 and all(psutil.Process(agent.pid).children() for agent in agents)))
-        assert all(agent.poll() is None for agent in agents)
+        nodes.wait_for_step(5)
         left, going = sorted(agents, key=nodes.has_store, reverse=True)
         worker = psutil.Process(going.pid).children(recursive=True)
         going.kill()

@@ -14,6 +14,7 @@ import mmap
 import os
 import shutil
 import stat
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Any
@@ -24,7 +25,7 @@ from shoal.base.addresses import AnyPath
 from shoal.base.files import open_to_append, open_to_read
 
 WRITE_BYTES = 16 << 20  # bytes per system call: other threads can run in between, and Linux accepts at most 2 GiB
-
+PATIENCE_SECONDS = 5.0
 
 COMMITS = "manifest.json"
 """Name of the file that marks a folder in an object store as a complete checkpoint."""
@@ -152,17 +153,21 @@ def remove(path: AnyPath) -> None:
 
 
 def lock(path: AnyPath) -> IO[Any] | None:
-    """Hold a lock file until the result is closed or the process ends; None if another process holds it.
+    """Hold a lock file until the result is closed or the process ends; None if another process still holds it after
+    `PATIENCE_SECONDS`: a process that was killed keeps its locks until its last thread has ended.
 
     Uses a POSIX record lock, which child processes do not inherit, so that an orphan cannot keep it. An object store
     has no locks.
     """
     if isinstance(path, UPath):
         return io.StringIO()
-    file = open_to_append(path)
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        return None
-    return file
+    file, until = open_to_append(path), time.monotonic() + PATIENCE_SECONDS
+    while True:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except BlockingIOError:
+            if time.monotonic() > until:
+                file.close()
+                return None
+            time.sleep(0.02)
