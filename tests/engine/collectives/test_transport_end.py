@@ -72,7 +72,7 @@ def test_the_others_end_with_an_error_when_a_rank_raises(pool: Pool) -> None:
     with pytest.raises(RankError, match="the real cause") as error:
         pool.run(leaves_early, 2)
     assert "has left the group" in dict(error.value.failures)[0]
-    assert time.monotonic() - start < 4
+    assert time.monotonic() - start < 20  # far below the timeout
 
 
 def never_comes(rank: int) -> str:
