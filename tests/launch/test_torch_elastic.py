@@ -2,6 +2,7 @@
 
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 
@@ -98,10 +99,15 @@ class Nodes:
     def wait_for_step(self, step: int) -> None:
         """Wait until both run and that step is logged. One may begin alone, and then starts its worker again when the
         other comes."""
-        wait_for(lambda: any(agent.poll() is not None for agent in self.agents) or (
-            logged(self.folder) >= step and all(psutil.Process(agent.pid).children() for agent in self.agents)))
-        assert all(agent.poll() is None for agent in self.agents), [
-            agent.communicate()[0] for agent in self.agents if agent.poll() is not None]
+
+        def ready() -> bool:
+            running = [agent for agent in self.agents if agent.poll() is None]
+            assert running == self.agents, [agent.communicate()[0] for agent in self.agents if agent not in running]
+            with suppress(psutil.NoSuchProcess):  # it ends just now
+                return logged(self.folder) >= step and all(psutil.Process(each.pid).children() for each in running)
+            return False
+
+        wait_for(ready)
 
     def has_store(self, agent: Command) -> bool:
         ports = psutil.Process(agent.pid).net_connections()
@@ -120,7 +126,7 @@ def test_a_lost_node_leaves_a_run_on_the_others(file, tmp_path, undisturbed):
     """Its agent is killed, and its worker dies with it."""
     folder = tmp_path / "run"
     with Nodes(file, folder) as nodes:
-        agents = nodes.start("--testing.min_step_seconds", "0.3")
+        agents = nodes.start("--testing.min_step_seconds", "1")  # it has not ended when the other comes late
         nodes.wait_for_step(5)
         left, going = sorted(agents, key=nodes.has_store, reverse=True)
         worker = psutil.Process(going.pid).children(recursive=True)
