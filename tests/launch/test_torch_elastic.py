@@ -35,7 +35,7 @@ def one_store_a_round(monkeypatch):
 
 @pytest.fixture
 def file(corpus, tmp_path) -> Path:
-    save_config(config_of(corpus, failover={"silence_seconds": 2, "stall_seconds": 2}), tmp_path / "run.toml")
+    save_config(config_of(corpus, failover={"silence_seconds": 4, "stall_seconds": 4}), tmp_path / "run.toml")
     return tmp_path / "run.toml"
 
 
@@ -87,7 +87,7 @@ class Nodes:
             "--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3",
             "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{self.port}", "--rdzv-id", "job", "--local-addr",
             "localhost", "--rdzv-conf",
-            "last_call_timeout=8,keep_alive_interval=1,keep_alive_max_attempt=6,join_timeout=120",
+            "last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=6,join_timeout=120",
         )
         self.words, self.folder = ("train", file, "--run-folder", folder), folder
         self.agents: list[Command] = []
@@ -126,7 +126,7 @@ def test_a_lost_node_leaves_a_run_on_the_others(file, tmp_path, undisturbed):
     """Its agent is killed, and its worker dies with it."""
     folder = tmp_path / "run"
     with Nodes(file, folder) as nodes:
-        agents = nodes.start("--testing.min_step_seconds", "1")  # it has not ended when the other comes late
+        agents = nodes.start("--testing.min_step_seconds", "0.5")  # one that comes late still finds it
         nodes.wait_for_step(5)
         left, going = sorted(agents, key=nodes.has_store, reverse=True)
         worker = psutil.Process(going.pid).children(recursive=True)

@@ -24,6 +24,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.run import main as torchrun
 
 from shoal.cli.main import main as shoal
@@ -151,6 +152,8 @@ def main() -> int:
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
     if order["agent"]:
         subprocess_handler.Popen = Worker
+        # For a log that nobody reads, it looks through all modules that are loaded, here thousands, for half a second.
+        dynamic_rendezvous.get_method_name = lambda depth=2: "no_method"
         return torchrun([*order["agent"], *order["words"]])
     if order["script"]:
         runpy.run_path(order["script"], run_name="__main__")
