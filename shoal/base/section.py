@@ -32,7 +32,7 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, allow_inf_nan=False)
 
-    documented_in: ClassVar[type[BaseModel] | None] = None  # another section with the docstrings of the same fields
+    documented_in: ClassVar[type[BaseModel] | None] = None  # another section with the docstrings of some fields
 
 
 def validate(section: type[T], values: dict[str, Any], *, source: str, prefix: str = "") -> T:
@@ -129,8 +129,8 @@ def plain(config: BaseModel) -> dict[str, Any]:
 
 def docstrings(section: type[BaseModel]) -> dict[str, str]:
     """Return the docstring below each field. pydantic can collect them too, but for all classes at import."""
-    found: dict[str, str] = {}
-    section = getattr(section, "documented_in", None) or section
+    other = getattr(section, "documented_in", None)
+    found = docstrings(other) if other else {}
     for kind in reversed(section.__mro__[: section.__mro__.index(BaseModel)]):
         found |= _module_docstrings(kind.__module__).get(kind.__name__, {})
     return found

@@ -156,7 +156,7 @@ class Supervisor:
             config = replan(config, check(config), len(available), fits=self._fits)
         if config.parallel != self._layout:
             self._layout = config.parallel
-            self._print(f"{len(available)} of {asked} devices available: now on {config.parallel.describe()}")
+            warn(f"{len(available)} of {asked} devices available: now on {config.parallel.describe()}")
             write_event(
                 self.folder, "replanned", attempt=self.attempt, devices=available, layout=config.parallel.describe(),
                 ranks=config.parallel.world_size,
@@ -181,7 +181,7 @@ class Supervisor:
             return False
         limit = self.config.failover.restarts
         if cause.diverged and ending.furthest == self._diverged:
-            self._print(
+            warn(
                 f"not restarting: the run has diverged again after step {ending.furthest}, so no restart helps."
                 "\n  Lower optimizer.learning_rate or optimizer.clip_norm, or check the data of this step."
             )
@@ -189,21 +189,21 @@ class Supervisor:
         if cause.diverged:
             self._diverged = ending.furthest
         if limit and self.attempt == 0 and ending.furthest < 0 and not cause.sure:
-            self._print("not restarting: the first attempt failed before step 1")
+            warn("not restarting: the first attempt failed before step 1")
             return False
         if ending.furthest > self.furthest:
             self.furthest, self.fruitless = ending.furthest, 0
         self.fruitless += 1
         if self.fruitless > limit:
             if limit:
-                self._print(f"not restarting: {limit} restarts made no progress past step {max(0, self.furthest)}")
+                warn(f"not restarting: {limit} restarts made no progress past step {max(0, self.furthest)}")
             return False
         since = cause.when if cause.trouble else cause.record.alive if cause.record else time.monotonic()
         if self._recovery is None:  # else the recovery itself has failed, and its time continues
             self._recovery = min(since, time.monotonic()), ending.furthest
         if 1 < self.fruitless == limit:  # the last try replaces all processes
             self._end_kept()
-        self._print(f"restarting from the newest state (restart {self.fruitless} of at most {limit} without progress)")
+        warn(f"restarting from the newest state (restart {self.fruitless} of at most {limit} without progress)")
         write_event(self.folder, "restart", attempt=self.attempt + 1, kind=self._kind)
         return True
 
@@ -257,10 +257,7 @@ class Supervisor:
             recovery=average and round(average, 2),
         )
         if self.recoveries:
-            self._print(
+            warn(
                 f"failures: {self.failures}; steps repeated: {self.lost}; {average:.1f} s to the next step on average"
                 f"; effective training time {round(counted / seconds, 4):.1%} of {seconds:.0f} s"
             )
-
-    def _print(self, what: str) -> None:
-        warn(what)

@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -59,13 +59,6 @@ class FaultKnobs:
     def any(self) -> bool:
         """Whether any knob is set."""
         return bool(self.factors or self.deaths or self.pace)
-
-    def survivors(self, living: Iterable[int]) -> list[str]:
-        """Return a line for each living rank that should have died."""
-        return [
-            f"testing.kill: rank {rank} did not die, since it was given no step from {self.deaths[rank]} on"
-            for rank in living if rank in self.deaths
-        ]
 
 
 def _by_rank(name: str, text: str, sign: str, value: str, example: str, ranks: int) -> dict[int, float]:
@@ -135,7 +128,7 @@ class TimedSteps(ActionTimer):
             time.sleep(self._slept)
 
 
-def times_table(times: dict[int, RankTimes | None]) -> Table:
+def times_table(times: Mapping[int, RankTimes | None]) -> Table:
     """Build the table of times that a run shows at its end; None for a rank that died."""
     table = Table(title="compute and wait time of each rank")
     for column in ("rank", "steps", "computing s", "waiting and exchanging s", "share"):

@@ -158,7 +158,8 @@ class Trainer:
             self._close()
             if self.timed:
                 every = all_gather(asdict(self.timed.times), world() if self.mesh.layout.world_size > 1 else None)
-                self._show_times({rank: RankTimes(**times) for rank, times in enumerate(every)})
+                times = {rank: RankTimes(**spent) for rank, spent in enumerate(every)}
+                self.display.console.print(times_table(times))
 
     def _step(self) -> StepResult | None:
         """Run a step. If it only starts, return None, or its result if something is due after it.
@@ -372,12 +373,6 @@ class Trainer:
         self.states.abandon()
         if self.writer:
             self.writer.close()
-
-    def _show_times(self, times: dict[int, RankTimes | None]) -> None:
-        """Show the compute and wait time of each rank; None for a rank that died."""
-        self.display.console.print(times_table(times))
-        for line in self.knobs.survivors(rank for rank, spent in times.items() if spent):
-            self.display.note(line)
 
     def barrier(self) -> None:
         """Wait until all ranks have stopped exchanging data."""

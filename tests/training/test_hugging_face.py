@@ -75,7 +75,7 @@ LAYOUTS = {
     "llama-3.1": {"dp": 2, "zero": 3, "tp": 2, "sequence_parallel": True},
     "mistral": {"cp": 2, "dp": 2, "zero": 2},
     "qwen2-windows": {"cp": 2, "ulysses": 2, "pp": 2},
-    "olmo2": {"dp": 2, "tp": 4, "sequence_parallel": True},  # two ranks hold each head of keys, and its norm's weights
+    "olmo2": {"tp": 4, "sequence_parallel": True},  # two ranks hold each head of keys, and its norm's weights
     "gemma2": {"cp": 2, "tp": 2, "zero": 1},
     "gemma3": {"pp": 3, "tp": 2, "sequence_parallel": True},
     "qwen2": {"tp": 4},  # two ranks hold each head of keys, with its biases
@@ -86,7 +86,7 @@ LAYOUTS = {
     "gpt-oss": {"dp": 2, "tp": 2, "sequence_parallel": True, "ep": 2, "zero": 3},
     "gpt2": {"cp": 2, "dp": 2},
 }
-STEPS, BATCH, RATE = 5, 8, 1e-3
+STEPS, BATCH, RATE = 3, 8, 1e-3
 
 
 def build(name: str, folder: Path):

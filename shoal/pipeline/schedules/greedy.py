@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from shoal.pipeline.program import Action, Op, StageDurations
 
-F, B, I, W = Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT  # noqa: E741
+F, I, W = Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT  # noqa: E741
 Choice = Callable[[int, float], Action | None]  # what a free rank does next, or None to wait for the next arrival
 
 

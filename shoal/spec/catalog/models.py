@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from shoal.base.errors import did_you_mean
 from shoal.base.section import Section
@@ -84,6 +84,7 @@ class Latent(Section):
 
 
 Reach = Literal["local", "global"]
+Width = Annotated[int, Field(gt=0, le=2**24)]
 
 
 class ModelShape(Section):
@@ -92,37 +93,37 @@ class ModelShape(Section):
     family: Literal["llama", "gpt"]
     """llama: RMSNorm, RoPE, SwiGLU, no biases. gpt: LayerNorm, learned positions, GELU, biases (GPT-2 and GPT-3)."""
 
-    layers: PositiveInt
+    layers: int = Field(gt=0, le=2**14)
     """L, transformer layers."""
 
-    hidden: PositiveInt
+    hidden: Width
     """h, width of the residual stream."""
 
-    heads: PositiveInt
+    heads: Width
     """a, query heads."""
 
-    kv_heads: PositiveInt
+    kv_heads: Width
     """Key and value heads; fewer than heads is grouped-query attention (Ainslie et al. 2023)."""
 
-    head_dim: PositiveInt
+    head_dim: Width
     """Width of one head."""
 
-    ffn: PositiveInt
+    ffn: Width
     """Width inside the feed-forward block."""
 
-    vocab: PositiveInt
+    vocab: Width
     """v, vocabulary size."""
 
-    max_sequence: PositiveInt
+    max_sequence: Width
     """Longest sequence: the number of learned positions (gpt), or what the model was trained for (llama)."""
 
     tied: bool
     """Whether the output head shares the embedding's weight."""
 
-    norm_eps: float = 1e-5
+    norm_eps: PositiveFloat = 1e-5
     """Added to the variance in the norms."""
 
-    rope_theta: float = 10000.0
+    rope_theta: PositiveFloat = 10000.0
     """Base of the rotary frequencies (Su et al. 2021); llama only."""
 
     rope_scaling: RopeScaling | None = None
@@ -152,7 +153,7 @@ class ModelShape(Section):
     scaled_embedding: bool = False
     """Whether embeddings are multiplied by the square root of hidden (Gemma)."""
 
-    query_scalar: PositiveInt | None = None
+    query_scalar: Width | None = None
     """Scores are divided by its square root; None: by that of head_dim (Gemma 2 27B: hidden / heads)."""
 
     softcap: PositiveFloat | None = None
@@ -172,7 +173,7 @@ class ModelShape(Section):
     """Tokens that a query sees in local layers, its own included (Jiang et al. 2023, Mistral 7B, section 2); None: all
     earlier ones in every layer."""
 
-    pattern: tuple[Reach, ...] = ()
+    pattern: tuple[Reach, ...] = Field(default=(), max_length=2**14)
     """With a window, the kinds of the layers, repeated over the model (Gemma 2: local, global); empty: all local."""
 
     experts: Experts | None = None

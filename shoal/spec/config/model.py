@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, Field, PositiveFloat, create_model
+from pydantic import BaseModel, Field, create_model
 
 from shoal.base.errors import UsageError
 from shoal.base.section import Section
-from shoal.spec.catalog import Depths, Experts, Latent, ModelShape, Reach, RopeScaling, model_names, model_shape
+from shoal.spec.catalog import Depths, Experts, Latent, ModelShape, RopeScaling, model_names, model_shape
+from shoal.spec.catalog.models import Width
 
 NEEDED = ("family", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "max_sequence", "tied")
 """Fields that together give a model that is not in the catalog."""
@@ -21,13 +22,14 @@ _EXPERTS_PER_TOKEN = {"switch": 1, "gshard": 2}  # default number of experts per
 
 
 def _override(of: type[BaseModel]) -> Callable[[type[Section]], type[Section]]:
-    """Add the fields of a part of `ModelShape` to a section, all optional."""
-    fields: dict[str, Any] = {}
-    for name, field in of.model_fields.items():
-        kind: Any = Annotated[(field.annotation, Field(), *field.metadata)]
-        fields[name] = (kind | None, None)
+    """Add the fields of `ModelShape` or of a part of it to a section, all optional, beside the section's own."""
 
     def with_fields(section: type[Section]) -> type[Section]:
+        fields: dict[str, Any] = {}
+        for name, field in of.model_fields.items():
+            if name not in section.model_fields:
+                kind: Any = Annotated[(field.annotation, Field(), *field.metadata)]
+                fields[name] = (kind | None, None)
         made = create_model(
             section.__name__, __base__=section, __doc__=section.__doc__, __module__=section.__module__, **fields
         )
@@ -57,9 +59,7 @@ class LatentConfig(Section):
     """Override any part of `Latent`; key_value_rank gives a model latent attention."""
 
 
-Width = Annotated[int, Field(gt=0, le=2**24)]
-
-
+@_override(ModelShape)
 class ModelConfig(Section):
     """A shape from the catalog, any part of which can be overridden."""
 
@@ -72,95 +72,29 @@ class ModelConfig(Section):
     weights: Path | None = None
     """Folder of a model in Hugging Face's format, whose weights a new run starts with (docs/hugging-face.md)."""
 
-    family: Literal["llama", "gpt"] | None = None
-    """Override: the kind of norms, positions and feed-forward blocks; llama also covers Mistral, Qwen2 and Qwen3."""
-
-    layers: Annotated[int, Field(gt=0, le=2**14)] | None = None
-    """Override: number of transformer layers."""
-
-    hidden: Width | None = None
-    """Override: width of the residual stream."""
-
-    heads: Width | None = None
-    """Override: query heads."""
-
     kv_heads: Width | None = None
-    """Override: key and value heads (default: equal to heads where heads is overridden)."""
+    """Key and value heads; fewer than heads is grouped-query attention (default: heads, where that is given)."""
 
     head_dim: Width | None = None
-    """Override: width of one head (default: hidden / heads)."""
-
-    ffn: Width | None = None
-    """Override: width inside the feed-forward block."""
+    """Width of one head (default: hidden / heads where one of them is given)."""
 
     vocab: Width | None = None
-    """Override: vocabulary size (default: the tokenizer's)."""
-
-    tied: bool | None = None
-    """Override: share the embedding with the output head."""
-
-    norm_eps: PositiveFloat | None = None
-    """Override: added to the variance in the norms."""
-
-    rope_theta: PositiveFloat | None = None
-    """Override: base of the rotary frequencies."""
-
-    max_sequence: Width | None = None
-    """Override: longest sequence, the number of learned positions of a gpt model."""
-
-    qkv_bias: bool | None = None
-    """Override: biases of queries, keys and values in the llama family (Qwen2)."""
-
-    out_bias: bool | None = None
-    """Override: a bias of the output projection of attention in the llama family (gpt-oss)."""
-
-    qk_norm: bool | None = None
-    """Override: a norm of each head of queries and keys (Qwen3)."""
-
-    joint_qk_norm: bool | None = None
-    """Override: with qk_norm, one norm over all heads instead of one of each head (OLMo 2)."""
-
-    post_norm: Literal["also", "only"] | None = None
-    """Override: norms of what a block adds, besides the norms of its input (Gemma 2) or instead of them (OLMo 2)."""
-
-    activation: Literal["gelu", "clamped"] | None = None
-    """Override: GELU of the gate in the llama family (Gemma), or a clamped SwiGLU (gpt-oss), instead of SiLU."""
-
-    scaled_embedding: bool | None = None
-    """Override: embeddings times the square root of hidden (Gemma)."""
-
-    query_scalar: Width | None = None
-    """Override: scores are divided by its square root (default: of head_dim)."""
-
-    softcap: PositiveFloat | None = None
-    """Override: limit of attention scores, softcap x tanh(score / softcap) (Gemma 2)."""
-
-    sinks: bool | None = None
-    """Override: one more score of each head in the softmax of attention, without a value (gpt-oss)."""
-
-    logit_softcap: PositiveFloat | None = None
-    """Override: the same for the logits of the head (Gemma 2)."""
-
-    local_rope_theta: PositiveFloat | None = None
-    """Override: base of the rotary frequencies of layers with a window (Gemma 3)."""
+    """v, vocabulary size (default: the tokenizer's)."""
 
     window: Annotated[int, Field(ge=0, le=2**24)] | None = None
-    """Override: tokens that a query sees in local layers, its own included (Mistral); 0 turns a window off."""
-
-    pattern: Annotated[tuple[Reach, ...], Field(max_length=2**14)] | None = None
-    """Override: with a window, which layers are local and which global, repeated over the layers (Gemma 2)."""
+    """Tokens that a query sees in local layers, its own included (Mistral); 0 turns a window off."""
 
     rope_scaling: RopeScalingConfig = RopeScalingConfig()
-    """Override: rotary frequencies for longer sequences (Llama 3.1 and later)."""
+    """Rotary frequencies for longer sequences (Llama 3.1 and later)."""
 
     latent: LatentConfig = LatentConfig()
-    """Override: multi-head latent attention (DeepSeek-V2 and V3); see docs/models.md."""
+    """Multi-head latent attention (DeepSeek-V2 and V3); see docs/models.md."""
 
     experts: ExpertsConfig = ExpertsConfig()
-    """Override: experts that replace feed-forward blocks; see docs/experts.md."""
+    """Experts that replace feed-forward blocks; see docs/experts.md."""
 
     depths: DepthsConfig = DepthsConfig()
-    """Override: layers that process only some tokens; see docs/depths.md."""
+    """Layers that process only some tokens; see docs/depths.md."""
 
     def shape(self, *, vocab: int, sequence_length: int) -> ModelShape:
         """Return the catalog's shape with the overrides, for a tokenizer of ``vocab`` ids and this sequence length.

@@ -19,8 +19,9 @@ from shoal.engine.data.batches import Batch, Dataset
 from shoal.engine.device import choose_transport, pick_device
 from shoal.pipeline.program import Op
 from shoal.testing.verify.faults import FAULTS
-from shoal.testing.verify.reference import ComparisonJob, StepTotals, step_file, synthetic, trace_file, with_experts
+from shoal.testing.verify.reference import ComparisonJob, StepTotals, step_file, trace_file, with_experts
 from shoal.testing.verify.trace import Choices, ForwardTrace, Tracer, largest, trace_errors
+from shoal.training.dry_run.dry_run import make_samples
 from shoal.training.step.engine import Engine
 
 
@@ -72,7 +73,7 @@ def compare(job: ComparisonJob) -> RankReport:
         mesh = Mesh(layout, rank, device, job.transport or choose_transport(device, layout.world_size))
         report = RankReport(mesh.describe(), rank // (layout.cp * layout.tp) % layout.dp)
         for rule, config in job.rules.items():
-            samples = RecordingDataset(synthetic(config, job.shape))
+            samples = RecordingDataset(make_samples(config, job.shape))
             engine = Engine(config, job.shape, mesh, samples)
             report.held = [
                 (name, piece.global_shape, piece.box, piece.primary)

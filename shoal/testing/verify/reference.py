@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from shoal.base.boxes import Box
-from shoal.engine.data.batches import Batch, Dataset, SyntheticDataset
+from shoal.engine.data.batches import Batch, Dataset
 from shoal.engine.models.experts.router import SUMS, Router, find_modules
 from shoal.engine.models.initial import Initial, fill
 from shoal.engine.models.labels import draw_labels, label_key
@@ -41,6 +41,7 @@ from shoal.spec.number_formats import FORMATS
 from shoal.spec.optimizers import is_matrix
 from shoal.testing.verify.emulate import accumulate_gradients, count_tokens, emulate_updates, get_gradient
 from shoal.testing.verify.trace import Choices, Tracer
+from shoal.training.dry_run.dry_run import make_samples
 from shoal.training.step.curvature import SHIFT
 
 
@@ -113,18 +114,12 @@ def trace_file(folder: Path) -> Path:
     return folder / "trace.safetensors"
 
 
-def synthetic(config: RunConfig, shape: ModelShape) -> SyntheticDataset:
-    """Return random tokens with very uneven masks, and packed documents if the run has them."""
-    data = config.data
-    return SyntheticDataset(shape.vocab, data.sequence_length, config.train.seed, documents=data.document_mask)
-
-
 def run_reference(job: ComparisonJob, rule: str) -> list[StepFacts]:
     """Train on one device for the steps of a job with one of its rules, and write a `step_file` for each.
 
     Only asynchronous pipelines use ``parallel``: it determines which micro-batch uses and updates which weights.
     """
-    config, samples = job.rules[rule], synthetic(job.rules[rule], job.shape)
+    config, samples = job.rules[rule], make_samples(job.rules[rule], job.shape)
     model = Transformer(job.shape, seed=config.train.seed).double()
     initialise(model, config.train.seed)
     history = multiply_in_float8(model, config)

@@ -15,7 +15,7 @@ from shoal.engine.device import peak_memory
 from shoal.spec.config import RunConfig
 from shoal.spec.sync_methods import UNSYNCHRONISED
 from shoal.training.async_dp.engines import COLUMNS, AsyncEngine
-from shoal.training.fault_knobs import RankTimes
+from shoal.training.fault_knobs import RankTimes, times_table
 from shoal.training.records.peak import sum_peak_flops
 from shoal.training.resilience.heartbeat import Phase
 from shoal.training.step.optimizer_step import StepResult
@@ -220,7 +220,7 @@ class AsyncTrainer(Trainer):
             steps, computing, total = (row[COLUMNS.index(name)] for name in ("steps", "computing", "total"))
             alive = self.engine.window.alive(replica)
             times[replica] = RankTimes(int(steps), computing, total) if alive else None
-        self._show_times(times)
+        self.display.console.print(times_table(times))
         updates, stale = (float(self.engine.board[:, COLUMNS.index(name)].sum()) for name in ("updates", "stale"))
         if updates:
             most = int(self.engine.board[:, COLUMNS.index("stalest")].max())

@@ -170,7 +170,7 @@ def _check_even(config: RunConfig, shape: ModelShape) -> None:
 
 
 def make_samples(config: RunConfig, shape: ModelShape) -> Dataset:
-    """Return random tokens, in packed documents if the run uses them."""
+    """Return random tokens with very uneven masks, in packed documents if the run uses them."""
     data = config.data
     return SyntheticDataset(shape.vocab, data.sequence_length, config.train.seed, documents=data.document_mask)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from shoal.base.errors import UsageError
 from shoal.engine.models.cache import Slice
+from shoal.training.step.model_state import ModelState
 
 MOST_ROWS = 32  # sequences that are continued together
 
@@ -41,20 +41,8 @@ class Sampling:
             raise UsageError("--stop '': an empty text would end every continuation at once.\n  Leave it out.")
 
 
-class Decoder(Protocol):
-    """Model that computes sequences slice by slice: `shoal.training.step.model_state.ModelState`."""
-
-    def logits(self, tokens: Tensor, part: Slice | None = None) -> Tensor:
-        """Return logits [b, s, v] of the tokens [b, s] after the slices before."""
-        ...
-
-    def share(self, values: Tensor) -> Tensor:
-        """Return on all ranks the float64 values of the rank that decides."""
-        ...
-
-
 def generate(
-    model: Decoder,
+    model: ModelState,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     *,
@@ -79,7 +67,7 @@ def generate(
 
 
 def _generate(
-    model: Decoder, prompts: Sequence[Sequence[int]], rows: range, sampling: Sampling, window: int,
+    model: ModelState, prompts: Sequence[Sequence[int]], rows: range, sampling: Sampling, window: int,
     take: Callable[[int, int], bool], device: torch.device | str,
 ) -> None:
     """Continue the sequences of some rows."""

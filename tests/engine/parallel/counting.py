@@ -14,14 +14,14 @@ from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.parallel.zero import bucket, zero_engine
 from shoal.spec.config import RunConfig
 from shoal.testing.verify.case import prepare
-from shoal.testing.verify.reference import synthetic
+from shoal.training.dry_run.dry_run import make_samples
 from shoal.training.step.engine import Engine
 
 
 def engine_of(config: RunConfig) -> Engine:
     """This rank's engine on synthetic data."""
     case = prepare(config, own_precision=True, accumulate=False)
-    return Engine(case.config, case.shape, Mesh(config.parallel, dist.get_rank()), synthetic(config, case.shape))
+    return Engine(case.config, case.shape, Mesh(config.parallel, dist.get_rank()), make_samples(config, case.shape))
 
 
 def sent_in_a_step(engine: Engine) -> Counter[tuple[str, str]]:

@@ -32,7 +32,7 @@ from shoal.spec.catalog import model_shape
 from shoal.spec.config import Float8Config, RunConfig, build_config
 from shoal.spec.number_formats import E4M3, E5M2
 from shoal.testing.verify.case import prepare, run_case
-from shoal.testing.verify.reference import synthetic
+from shoal.training.dry_run.dry_run import make_samples
 from shoal.training.step.engine import Engine
 from shoal.training.step.optimizer_step import NonFinite
 from tests.engine.parallel.counting import engine_of
@@ -365,7 +365,7 @@ def take_steps(config: RunConfig) -> tuple[torch.Tensor, int]:
     case = dataclasses.replace(case, config=case.config.model_copy(update={"train": config.train}))
     mesh = Mesh(config.parallel, dist.get_rank())
     with patch.object(torch, "compile", partial(torch.compile, backend=capture, fullgraph=config.parallel.tp == 1)):
-        engine = Engine(case.config, case.shape, mesh, synthetic(case.config, case.shape))
+        engine = Engine(case.config, case.shape, mesh, make_samples(case.config, case.shape))
     results = [engine.step(step) for step in range(2)]
     values = torch.tensor([(result.loss, result.gradient_norm) for result in results], dtype=torch.float64)
     return values, len(graphs)

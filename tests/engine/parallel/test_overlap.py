@@ -12,8 +12,8 @@ from shoal.launch.worker_pool import Pool
 from shoal.spec.config import RunConfig
 from shoal.spec.layout import Layout
 from shoal.spec.number_formats import FORMATS
-from shoal.testing.verify.reference import synthetic
 from shoal.training.check import check
+from shoal.training.dry_run.dry_run import make_samples
 from shoal.training.step.engine import Engine
 from tests.testing.verify.runs import small_run
 
@@ -35,7 +35,7 @@ def part_by_part(config: RunConfig, background: bool) -> list[bool]:
     shape = check(config)
     right = Layout.overlaps_products
     with patch.object(Layout, "overlaps_products", lambda layout, **_: right(layout, background)):
-        engine = Engine(config, shape, Mesh(config.parallel, dist.get_rank()), synthetic(config, shape))
+        engine = Engine(config, shape, Mesh(config.parallel, dist.get_rank()), make_samples(config, shape))
     (stage,) = engine.stages
     layer = stage.module.layers["0"]
     return [linear.at.overlap for linear in (layer.attention.q, layer.mlp.down)]
@@ -74,7 +74,7 @@ def asked_background(config: RunConfig) -> list[bool]:
 
     with patch.object(Layout, "overlaps_products", noting):
         shape = check(config)
-        Engine(config, shape, Mesh(config.parallel, dist.get_rank()), synthetic(config, shape))
+        Engine(config, shape, Mesh(config.parallel, dist.get_rank()), make_samples(config, shape))
     return told
 
 

@@ -71,10 +71,10 @@ def test_the_command_prints_a_census(tmp_path: Path, capsys: pytest.CaptureFixtu
         pytest.skip(reason)
     run = tmp_path / "run.toml"
     run.write_text(
-        '[data]\nsource = "synthetic"\nsequence_length = 64\n[train]\nglobal_batch = 1\n'
+        '[model]\nlayers = 1\n[data]\nsource = "synthetic"\nsequence_length = 64\n[train]\nglobal_batch = 1\n'
         "[parallel]\ntp = 2\nmicro_batch = 1\n"
     )
-    command = [sys.executable, "-m", "shoal.testing.fake_cuda", str(run), "--rank", "1", "--most", "1"]
+    command = [sys.executable, "-m", "shoal.testing.fake_cuda", str(run), "--rank", "1", "--step", "0", "--most", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
     assert done.stdout.startswith("mismatches: 0\nsynchronisations: ") and "\nlaunches: " in done.stdout
     assert main(["no.toml"]) == 2

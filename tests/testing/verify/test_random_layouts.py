@@ -18,7 +18,7 @@ from tests.testing.verify.runs import runs, small_run
 
 
 @settings(
-    max_examples=3,  # `shoal verify --random N` draws more
+    max_examples=2,  # `shoal verify --random N` draws more
     deadline=None,
     derandomize=True,
     phases=(Phase.explicit, Phase.generate, Phase.shrink),
@@ -31,15 +31,10 @@ def test_any_layout_computes_what_one_device_computes(pool: Pool, run: RunConfig
     assert verdict.worst_gradient <= 1e-9
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(
-    "parallel",
-    [
-        {"dp": 2, "zero": 1, "tp": 2, "sequence_parallel": True},
-        {"dp": 2, "zero": 3, "pp": 2, "recompute": "full"},
-    ],
-    ids=["dp-tp", "dp-pp"],
-)
+@pytest.mark.parametrize(("precision", "parallel"), [
+    ("bf16", {"dp": 2, "zero": 1, "tp": 2, "sequence_parallel": True}),
+    ("fp32", {"dp": 2, "zero": 3, "pp": 2, "recompute": "full"}),
+])  # fmt: skip
 def test_the_runs_own_precision_stays_within_its_rounding(pool: Pool, precision: str, parallel: dict) -> None:
     case = prepare(small_run(parallel, precision=precision), own_precision=True)
     verdict, _ = run_case(case, pool, steps=2)
