@@ -12,6 +12,7 @@ import atexit
 import json
 import os
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -76,9 +77,9 @@ class Command(Polled):
 @cache
 def folder() -> Path:
     """Where commands write what they say, for as long as this process lives."""
-    made = tempfile.TemporaryDirectory(prefix="shoal-tests-")
-    atexit.register(made.cleanup)
-    return Path(made.name)
+    made = tempfile.mkdtemp(prefix="shoal-tests-")  # a `TemporaryDirectory` would end in a fork that forgets `atexit`'s
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    return Path(made)
 
 
 @cache
