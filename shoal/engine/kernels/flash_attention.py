@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -121,11 +122,7 @@ def launch_forward(
 
 
 @flash_attention.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool,
-    q_ends: Tensor | None = None, k_ends: Tensor | None = None, longest: Tensor | None = None,
-    window: int | None = None,
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, causal: bool, q_ends: Tensor | None = None, *_: Any) -> tuple[Tensor, Tensor]:
     total = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
     return _empty_like(q, q_ends), total
 
@@ -182,8 +179,7 @@ def launch_backward(
 @flash_attention_backward.register_fake
 def _(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, total: Tensor, causal: bool,
-    q_ends: Tensor | None = None, k_ends: Tensor | None = None, longest: Tensor | None = None,
-    window: int | None = None,
+    q_ends: Tensor | None = None, k_ends: Tensor | None = None, *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _empty_like(q, q_ends), _empty_like(k, k_ends), _empty_like(v, k_ends)
 
