@@ -8,7 +8,7 @@ it, and any other reader (a simulator, a drawing) sees exactly what runs.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
@@ -270,6 +270,12 @@ def add_transfers(program: Program) -> Program:
             yield from find_sends(action, program)
 
     return replace(program, actions=tuple(tuple(with_transfers(order)) for order in program.actions))
+
+
+def backward_follows(actions: Iterable[Action], stage: int) -> bool:
+    """Return whether each forward of a stage is directly followed by the backward of the same micro-batch."""
+    order = [action.op for action in actions if action.stage == stage and action.op in FORWARDS | BACKWARDS]
+    return all((op in FORWARDS) == (i % 2 == 0) for i, op in enumerate(order))
 
 
 def find_receive(action: Action, program: Program) -> Action | None:

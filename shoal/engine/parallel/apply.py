@@ -29,7 +29,7 @@ from shoal.engine.parallel.zero.zero3_hooks import PrefetchHooks
 from shoal.engine.parallel.zero.zero_engine import ShardedParameters
 from shoal.engine.precision.policy import Policy
 from shoal.pipeline.partition import assign_layers
-from shoal.pipeline.program import BACKWARDS, FORWARDS, Program
+from shoal.pipeline.program import Program, backward_follows
 from shoal.spec.catalog import ModelShape
 
 
@@ -143,7 +143,8 @@ def _build_stage(
             [bucket for bucket in parameters.buckets if any(slot.parameter in set(unit) for slot in bucket.slots)]
             for unit in owned
         ]
-        keep = len(units) if not layout.reshard_after_forward else 1 if _backward_follows(program, stage) else 0
+        follows = backward_follows(program.actions[program.stage_rank[stage]], stage)
+        keep = int(follows) if layout.reshard_after_forward else len(units)
         PrefetchHooks(list(zip(units, needed, strict=True)), parameters, ahead=layout.prefetch, keep=keep)
     return LocalStage(stage, part, model, parameters)
 
@@ -200,16 +201,6 @@ def _receive_gradients(model: Transformer, sink: GradSink) -> None:
             model.set_submodule(name, Linear(module, sink))
         elif type(module) is nn.Embedding:
             model.set_submodule(name, EmbeddingTable(module, sink))
-
-
-def _backward_follows(program: Program, stage: int) -> bool:
-    """Return whether each forward of a stage is directly followed by the backward of the same micro-batch."""
-    order = [
-        action.op
-        for action in program.actions[program.stage_rank[stage]]
-        if action.stage == stage and action.op in FORWARDS | BACKWARDS
-    ]
-    return all((op in FORWARDS) == (i % 2 == 0) for i, op in enumerate(order))
 
 
 def initialise(parameters: RankParameters, shape: ModelShape, seed: int) -> None:

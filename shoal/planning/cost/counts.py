@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shoal.engine.parallel.context.token_order import TokenAssignment, assign_tokens
-from shoal.pipeline.program import BACKWARDS, FORWARDS, SENDS, WEIGHTS, Action, Op, Program
+from shoal.pipeline.program import BACKWARDS, FORWARDS, SENDS, WEIGHTS, Action, Op, Program, backward_follows
 from shoal.planning.cost.buckets import Bucket, Filled, fill_buckets
 from shoal.planning.cost.memory.optimizer_state import in_order
 from shoal.planning.cost.mesh_position import MeshPosition
@@ -278,8 +278,7 @@ def count_gathers(
         actions: actions of the rank.
         stage: one of its stages.
     """
-    mine = [action for action in actions if action.stage == stage]
-    keep = len(units) if not layout.reshard_after_forward else int(_backward_follows(mine))
+    keep = int(backward_follows(actions, stage)) if layout.reshard_after_forward else len(units)
     kept = range(len(units) - keep, len(units))
     gathered: set[int] = set()
     found, version = [0] * (1 + max(bucket for unit in units for bucket in unit)), None
@@ -308,9 +307,3 @@ def count_gathers(
                 first_used = set(units[unit]) - {bucket for other in range(unit) for bucket in units[other]}
                 gathered -= first_used
     return found
-
-
-def _backward_follows(actions: Sequence[Action]) -> bool:
-    """Return whether the micro-batch's backward comes before the stage's next forward."""
-    order = [action.op for action in actions if action.op in FORWARDS | BACKWARDS]
-    return all((op in FORWARDS) == (i % 2 == 0) for i, op in enumerate(order))
