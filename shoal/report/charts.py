@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from itertools import cycle
 from typing import Any
@@ -12,9 +12,10 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from shoal.report.svg import FAINT, INK
+from shoal.report.timeline.palette import FAINT, INK, ink
 
 Points = Sequence[tuple[float, float]]
 Axis = tuple[str, Callable[[float], str]]
@@ -176,12 +177,10 @@ def draw_bars(
         axes.axvline(limit[0], color=INK, linestyle="--", linewidth=1)
         axes.annotate(limit[1], (limit[0], len(bars) - 0.5), xytext=(0, -12), textcoords="offset points", ha="right",
                       annotation_clip=False)
-    axes.tick_params(length=0)
     axes.set_yticks(rows, labels)
     axes.invert_yaxis()
-    axes.grid(False)
     axes.xaxis.set_visible(False)
-    axes.spines[:].set_visible(False)
+    hide_frame(axes)
     axes.margins(x=0.12)
     if len(names) > 1:
         axes.figure.legend(loc="outside upper left", ncols=3)
@@ -194,6 +193,30 @@ def stacked_bars(
     figure, (axes,) = new_figure(PAGE_WIDTH, 90 + 30 * len(bars))
     draw_bars(axes, names, bars, limit)
     return to_svg(figure, inline=True)
+
+
+@styled
+def draw_tiles(axes: Axes, tiles: Iterable[tuple[int, int, str, str]]) -> None:
+    """Draw tiles with text on a grid.
+
+    Args:
+        tiles: row, column, colour and text of each; the text may have several lines.
+    """
+    places = []
+    for row, column, ground, text in tiles:
+        axes.add_patch(Rectangle((column + 0.02, row + 0.03), 0.96, 0.94, color=ground))
+        axes.text(column + 0.5, row + 0.5, text, color=ink(ground), ha="center", va="center", linespacing=1.6)
+        places.append((row + 1, column + 1))
+    rows, columns = map(max, zip(*places, strict=True))
+    axes.set(xlim=(0, columns), ylim=(rows, 0))
+    hide_frame(axes)
+
+
+def hide_frame(axes: Axes) -> None:
+    """Leave out the spines, the grid and the marks of the ticks, but not their labels."""
+    axes.spines[:].set_visible(False)
+    axes.grid(False)
+    axes.tick_params(length=0)
 
 
 @styled

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+import numpy as np
+
 from shoal.engine.precision.histogram import BINS, PER_OCTAVE, find_bin, limits, shares, to_octave
-from shoal.report.svg import Canvas
+from shoal.report.charts import hide_frame, new_figure, styled, to_svg
 from shoal.spec.number_formats import BF16, E4M3, E5M2, FP16, Format
 from shoal.training.records.histograms import KINDS, Histogram
 
@@ -18,10 +20,7 @@ FORMATS: dict[str, tuple[Format, bool]] = {
 
 BARS = ("fp16", "e5m2", "e4m3")  # formats whose ranges end inside the picture
 LOWEST, HIGHEST = -60, 20  # octaves drawn; the first and last include everything below and above
-LEFT, CELL, ROW, TOP = 190, 7.0, 13, 62
-COLUMN = 84  # width of a format's column
-SIZE = 10.5  # font size
-CELLS, RANGES = "#2f6fb5", "#b5562f"
+RANGES = "#b5562f"
 NOTE = (
     "Each row is a tensor, each cell an octave, darker for more of its numbers. Bars show the range of a format, from "
     "half of its smallest number on. On the right: the fraction of the nonzero numbers that would underflow to 0 and, "
@@ -41,24 +40,29 @@ def histograms(step: int, tensors: Sequence[Histogram]) -> str:
     return "".join(parts)
 
 
+@styled
 def picture(rows: Sequence[Histogram]) -> str:
     """Draw the rows of one kind."""
-    canvas = Canvas()
-    right, bottom = LEFT + CELL * (HIGHEST - LOWEST + 1), TOP + ROW * len(rows)
-    _draw_ranges(canvas, bottom)
-    for octave in range(LOWEST, HIGHEST + 1, 10):
-        canvas.text(_x(find_bin(2.0**octave)), bottom + 14, f"2^{octave}", size=SIZE)
-    for column, name in enumerate(FORMATS, 1):
-        canvas.text(right + COLUMN * column, TOP - 8, name, size=SIZE, anchor="end")
-    for i, row in enumerate(rows):
-        y = TOP + ROW * i
-        canvas.text(LEFT - 6, y + ROW - 3, row.name.removesuffix(".weight"), size=SIZE, anchor="end")
-        _draw_cells(canvas, row, y)
-        for column, (kind, scaled) in enumerate(FORMATS.values(), 1):
-            words = share(row, kind, scaled=scaled)
-            canvas.text(right + COLUMN * column, y + ROW - 3, words, size=SIZE, anchor="end")
-    title = f"Histograms by octave of {len(rows)} tensors"
-    return canvas.document(right + COLUMN * len(FORMATS) + 8, bottom + 22, title, inline=True)
+    found = np.array([[octaves(row).get(octave, 0) for octave in range(LOWEST, HIGHEST + 1)] for row in rows])
+    figure, (axes,) = new_figure(1150, 90 + 15 * len(rows))
+    axes.imshow(found / found.max(axis=1, keepdims=True).clip(1), cmap="Blues", aspect="auto",
+                extent=(LOWEST, HIGHEST + 1, len(rows), 0))  # fmt: skip
+    axes.set_yticks(np.arange(len(rows)) + 0.5, [row.name.removesuffix(".weight") for row in rows])
+    axes.set_xticks(range(LOWEST, HIGHEST + 1, 10), [f"2^{octave}" for octave in range(LOWEST, HIGHEST + 1, 10)])
+    for i, name in enumerate(BARS, -len(BARS)):
+        first, last = limits(FORMATS[name][0])
+        low, high = (LOWEST + (bin - find_bin(2.0**LOWEST)) / PER_OCTAVE for bin in (first, last + 1))
+        axes.plot([low, high], [i, i], color=RANGES, linewidth=3)
+        axes.text(low, i, f"{name} ", ha="right", va="center")
+        axes.vlines([low, high], i, len(rows), color=RANGES, linewidth=0.7, linestyles=":")
+    for column, (name, (kind, scaled)) in enumerate(FORMATS.items()):
+        x = HIGHEST + 12 * (column + 1)
+        axes.text(x, -0.5, name, ha="right")
+        for i, row in enumerate(rows):
+            axes.text(x, i + 0.5, share(row, kind, scaled=scaled), ha="right", va="center")
+    axes.set(xlim=(LOWEST, HIGHEST + 1 + 12 * len(FORMATS)), ylim=(len(rows), -len(BARS) - 1))
+    hide_frame(axes)
+    return to_svg(figure, inline=True, title=f"Histograms by octave of {len(rows)} tensors")
 
 
 def share(row: Histogram, kind: Format, *, scaled: bool) -> str:
@@ -81,27 +85,3 @@ def octaves(row: Histogram) -> dict[int, int]:
             octave = min(HIGHEST, max(LOWEST, to_octave(i)))
             found[octave] = found.get(octave, 0) + row.counts[i]
     return found
-
-
-def _draw_cells(canvas: Canvas, row: Histogram, y: float) -> None:
-    found = octaves(row)
-    total, most = sum(found.values()), max(found.values(), default=1)
-    for octave, n in sorted(found.items()):
-        words = f"{row.name}: {100 * n / total:.2g} % between 2^{octave} and 2^{octave + 1}"
-        canvas.rect(_x(find_bin(2.0**octave)), y, CELL - 0.5, ROW - 1, CELLS, opacity=0.08 + 0.92 * n / most,
-                    content=f"<title>{escape(words)}</title>")
-
-
-def _draw_ranges(canvas: Canvas, bottom: float) -> None:
-    for i, name in enumerate(BARS):
-        low, high = limits(FORMATS[name][0])
-        start, stop, y = _x(low), _x(high + 1), 8 + 14 * i
-        canvas.rect(start, y - 1.5, stop - start, 3, RANGES)
-        canvas.text(start - 5, y + 4, name, size=SIZE, anchor="end")
-        for x in (start, stop):
-            canvas.add("path", d=f"M{x:g} {y} V{bottom}", stroke=RANGES, stroke_width=0.7, stroke_dasharray="2 3")
-
-
-def _x(bin: int) -> float:
-    """Return the x coordinate of a bin's start."""
-    return LEFT + CELL / PER_OCTAVE * (bin - find_bin(2.0**LOWEST))

@@ -16,11 +16,17 @@ from importlib.resources import files
 import numpy as np
 
 from shoal.pipeline.simulator.columns import OPS
-from shoal.report.svg import ICON
 from shoal.report.tables import html_table
 from shoal.report.timeline.chart import Chart, legend, table
 from shoal.report.timeline.palette import NAMES, Paint, colour, ink
 
+ICON = (
+    "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'%3E"
+    "%3Crect y='2' width='10' height='5' fill='%234a7fc1'/%3E"
+    "%3Crect x='6' y='9' width='10' height='5' fill='%23e79245'/%3E"
+    "%3C/svg%3E"
+)
+"""Of every page, as a data URL."""
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 

@@ -18,7 +18,6 @@ from shoal.base.files import check_writable, write_atomically
 from shoal.base.terminal import printable
 from shoal.base.units import show_bytes, show_seconds
 from shoal.report.curves import curves, describe_curves
-from shoal.report.histograms import histograms
 from shoal.report.page import HELP, Fragment, comparison, page, timelines
 from shoal.report.tables import html_table, html_tiles, text_table
 from shoal.report.timeline.chart import Chart
@@ -277,6 +276,8 @@ def _html(report: RunReport) -> str:
     if len(happened := event_table(report.events)) > 1:
         parts += ["<h2>Events</h2>", _table(happened)]
     if recorded := read_histograms(report.folder):
+        from shoal.report.histograms import histograms  # slow import
+
         parts.append(histograms(*recorded))
     if compared:
         parts += [

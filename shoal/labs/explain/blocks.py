@@ -5,15 +5,18 @@ from __future__ import annotations
 import colorsys
 from collections.abc import Sequence
 
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
 from shoal.base.units import show_bytes
 from shoal.labs.autoshard.notation.notation import Array, NamedMesh, Sharding, Sizes, list_holders
-from shoal.report.svg import FAINT, GRID, INK, MARGIN, Canvas
+from shoal.report.charts import styled, to_svg
 from shoal.report.tables import text_table
-from shoal.report.timeline.palette import ink
+from shoal.report.timeline.palette import FAINT, GRID, INK, ink
 
 MOST_BLOCKS = 8  # largest number of blocks drawn along each side
 
@@ -110,56 +113,66 @@ Stage = tuple[Sequence[State], Sequence[State], Sequence[State], str]
 array is the left factor."""
 
 EMPTY = "#eef0f3"
-TILE, GAP = 34.0, 6.0  # size of a device, and gap between two [pixels]
-PANEL = 44.0  # gap between panels, for a sign
-NUMBER = 13.0  # height of the number above a device
-HEAD = 54.0  # height of a panel's three lines of text
+GAP = 0.2  # between devices, each of which is 1 wide and high
 
 
+@styled
 def figure(stages: Sequence[Stage], title: str, mesh: NamedMesh, sizes: Sizes, itemsize: int) -> str:
-    """Draw all stages, from top to bottom, as SVG."""
-    places = [_place(rank, mesh) for rank in range(mesh.ranks)]
-    wide = max(250.0, max(x for x, _ in places) + TILE)
-    high = max(y for _, y in places) + TILE + NUMBER
-    canvas = Canvas()
+    """Draw all stages, from top to bottom, as SVG; the factors end in the row in which the result begins."""
     ways = zip(directions(mesh), ("to the right", "down", "by the plane"), strict=True)
     axes = ", ".join(f"{axis} {way}" for axis, way in ways if axis)
-    words = f"Devices: {axes}. Each shows the full array, with its own block coloured; hatched: a term of a sum"
-    canvas.heading(title, words)
-    y, columns = 84.0, max(1, *(sum(bool(states) for states in stage[:3]) for stage in stages))
-    across, down = wide + PANEL, high + HEAD + 14
-    for left, right, out, name in stages:
-        if name:
-            canvas.text(MARGIN, y + 12, name, size=15, font_weight=600)
-            y += 26
+    words = f"Devices: {axes}.\nEach shows the full array, with its own block coloured; hatched: a term of a sum"
+    columns = max(1, *(sum(bool(states) for states in stage[:3]) for stage in stages))
+    above = [max(len(left), len(right)) for left, right, *_ in stages]
+    heights = [rows + max(0, len(stage[2]) - 1) for rows, stage in zip(above, stages, strict=True)]
+    places = [_place(rank, mesh) for rank in range(mesh.ranks)]
+    wide, high = (38.0 * (1 + max(at)) for at in zip(*places, strict=True))
+    panels = Figure(figsize=(max(620, columns * max(330, wide + 60)) / 96, (90 + sum(heights) * (high + 100)) / 96),
+                    layout="constrained")
+    panels.suptitle(f"{title}\n{words}", x=0.01, ha="left", weight="bold")
+    grid = panels.subplots(sum(heights), columns, squeeze=False)
+    for empty in grid.flat:
+        empty.set_axis_off()
+    row = 0
+    for (left, right, out, name), rows, height in zip(stages, above, heights, strict=True):
         factors = [states for states in (left, right) if states]
-        rows = max(map(len, factors))
-        # The factors end in the row in which the result begins.
-        for column, states in enumerate([*factors, out]):
+        for column, (states, sign) in enumerate(zip([*factors, out], ("", "×", "="), strict=False)):
             first = rows - 1 if states is out else rows - len(states)
-            for row, (array, how) in enumerate(states, first):
-                canvas.place(MARGIN + column * across, y + row * down, panel(array, how, mesh, sizes, itemsize))
-        if out:
-            for column, sign in ((1, "×"), (2, "=")):
-                x = MARGIN + column * across - PANEL / 2 - 4
-                middle = y + (rows - 1) * down + HEAD + high / 2 + 12
-                canvas.text(x, middle, sign, size=24, fill=FAINT, anchor="middle")
-        y += (rows + max(0, len(out) - 1)) * down + 12
-    return canvas.document(2 * MARGIN + columns * wide + (columns - 1) * PANEL, y + 10, title)
+            for number, (array, how) in enumerate(states):
+                heading = f"{name}\n" if name and column == number == 0 else ""
+                _draw_panel(grid[row + first + number, column], heading, array, how, mesh, sizes, itemsize)
+            if out and sign:
+                beside = grid[row + rows - 1, column]
+                beside.text(-0.12, 0.5, sign, size=20, color=FAINT, transform=beside.transAxes)
+        row += height
+    return to_svg(panels)
 
 
-def panel(array: Array, how: str, mesh: NamedMesh, sizes: Sizes, itemsize: int) -> Canvas:
-    canvas = Canvas()
-    canvas.text(0, 12, f"→ {how}" if how else "given", size=11, fill=FAINT)
-    canvas.text(0, 29, str(array), size=14, font_weight=600)
-    shape = show_shape(array.sharding.local_shape(sizes, mesh))
-    local = array.sharding.local_numel(sizes, mesh) * itemsize
-    words = f"{shape} each: {show_bytes(local)}, {show_bytes(local * mesh.ranks)} in all"
-    canvas.text(0, 45, words, size=11, fill=FAINT)
+def _draw_panel(
+    axes: Axes, heading: str, array: Array, how: str, mesh: NamedMesh, sizes: Sizes, itemsize: int
+) -> None:
+    """Draw a miniature of the array for each device, with its own block."""
+    sharding = array.sharding
+    shape, local = show_shape(sharding.local_shape(sizes, mesh)), sharding.local_numel(sizes, mesh) * itemsize
+    held = f"{shape} each: {show_bytes(local)}, {show_bytes(local * mesh.ranks)} in all"
+    axes.set_title(f"{heading}{f'→ {how}' if how else 'given'}\n{array}\n{held}", size=8.5, weight="normal")
     for rank in range(mesh.ranks):
         x, y = _place(rank, mesh)
-        canvas.place(x, HEAD + y, _device(rank, array.sharding, mesh))
-    return canvas
+        axes.text(x + 0.5, y - 0.05, f"{rank}", size=7, ha="center", color=FAINT)
+        (rows, row), (columns, column) = (
+            (mesh.size(along), mesh.position(rank, along)) for along in _split_axes(sharding)
+        )
+        colour = hue((row * columns + column) / (rows * columns))
+        axes.add_patch(Rectangle((x, y), 1, 1, facecolor=EMPTY, edgecolor=INK))
+        axes.add_patch(Rectangle(
+            (x + column / columns, y + row / rows), 1 / columns, 1 / rows, facecolor=colour, edgecolor="white",
+            hatch="////" * bool(sharding.unreduced), linewidth=0,
+        ))  # fmt: skip
+        axes.vlines([x + i / columns for i in range(1, columns)], y, y + 1, color=GRID, linewidth=0.6)
+        axes.hlines([y + i / rows for i in range(1, rows)], x, x + 1, color=GRID, linewidth=0.6)
+    axes.autoscale_view()
+    axes.invert_yaxis()
+    axes.set_aspect("equal", anchor="W")
 
 
 def directions(mesh: NamedMesh) -> tuple[str, str, str]:
@@ -172,36 +185,8 @@ def directions(mesh: NamedMesh) -> tuple[str, str, str]:
 
 
 def _place(rank: int, mesh: NamedMesh) -> tuple[float, float]:
+    """Return the x and y of a device."""
     right, down, planes = directions(mesh)
     column, row, plane = (mesh.position(rank, axes) for axes in (right, down, planes))
-    height = TILE + GAP + NUMBER
-    return column * (TILE + GAP), row * height + plane * (mesh.size(down) * height + 2 * GAP)
-
-
-def _device(rank: int, sharding: Sharding, mesh: NamedMesh) -> Canvas:
-    """Draw a miniature of the array with the block of one device."""
-    canvas = Canvas()
-    (rows, row), (columns, column) = ((mesh.size(a), mesh.position(rank, a)) for a in _split_axes(sharding))
-    across, down = TILE / columns, TILE / rows
-    canvas.text(TILE / 2, 10, f"{rank}", size=9.5, fill=FAINT, anchor="middle")
-    canvas.rect(0, NUMBER, TILE, TILE, EMPTY)
-    x, y = column * across, NUMBER + row * down
-    canvas.rect(x, y, across, down, hue((row * columns + column) / (rows * columns)))
-    if sharding.unreduced:
-        canvas.add("path", d=_hatching(x, y, across, down), stroke="#ffffff", stroke_width=1.4, fill="none")
-    inner = [f"M{i * across:.2f} {NUMBER} v{TILE}" for i in range(1, columns)]
-    inner += [f"M0 {NUMBER + i * down:.2f} h{TILE}" for i in range(1, rows)]
-    if inner:
-        canvas.add("path", d=" ".join(inner), stroke=GRID, stroke_width=0.7, fill="none")
-    canvas.rect(0, NUMBER, TILE, TILE, "none", stroke=INK, stroke_width=0.9)
-    return canvas
-
-
-def _hatching(x: float, y: float, width: float, height: float) -> str:
-    """Return a path of diagonals, from the left or lower edge of a rectangle to its upper or right edge."""
-    lines = []
-    for k in range(1, int((width + height) / 5) + 1):
-        far = 5.0 * k
-        start = f"M{x + max(0.0, far - height):.1f} {y + min(far, height):.1f}"
-        lines.append(f"{start} L{x + min(far, width):.1f} {y + max(0.0, far - width):.1f}")
-    return " ".join(lines)
+    height = 1 + 2 * GAP  # with its number
+    return column * (1 + GAP), row * height + plane * (mesh.size(down) * height + GAP)

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from pydantic import NonNegativeInt, PositiveInt
 from rich.console import Console
 from rich.table import Table
@@ -24,8 +25,7 @@ from shoal.labs.collectives.textbook import TEXTBOOK, describe
 from shoal.labs.collectives.topology import Topology
 from shoal.labs.explain.network import NetworkOptions, build_network, check_network
 from shoal.labs.explain.rounds import draw_figure, draw_rounds, draw_traffic
-from shoal.report.charts import draw_lines, new_figure, to_svg
-from shoal.report.svg import MARGIN, Canvas
+from shoal.report.charts import draw_lines, styled, to_svg
 from shoal.report.tables import text_table
 
 TOPOLOGIES = ("full", "ring", "torus-2d", "torus-3d", "fat-tree", "islands")
@@ -214,24 +214,28 @@ def _crossovers(prices: dict[str, Price]) -> str:
 # ---- figure ---------------------------------------------------------------------------------------------------------
 
 
+@styled
 def draw(
     shown: Description, prices: dict[str, Price], bound: Bound, topology: Topology, size: float, where: str
 ) -> str:
     """Draw an SVG with the rounds of one algorithm, its traffic, and the times of all algorithms over the size."""
-    width = max(900.0, 140 + 62.0 * min(shown.ranks, 24))
-    canvas = Canvas()
-    title = f"{shown.collective} on {shown.ranks} ranks by {shown.algorithm}"
     seconds = show_seconds(prices[shown.algorithm].seconds(size))
-    canvas.heading(title, f"S = {show_bytes(size)} on {where}: {seconds}")
-    rounds, height = draw_figure(shown, topology, size, width - 2 * MARGIN)
-    canvas.place(MARGIN, 84, rounds)
-    below = 84 + height + 34
+    title = (
+        f"{shown.collective} on {shown.ranks} ranks by {shown.algorithm}\n"
+        f"S = {show_bytes(size)} on {where}: {seconds}"
+    )
+    height = 60.0 + 62 * len(shown.rounds)
+    figure = Figure(
+        figsize=(max(9.4, 1.4 + 0.65 * min(shown.ranks, 24)), (height + CHARTS) / 96), layout="constrained"
+    )
+    figure.suptitle(title, x=0.01, ha="left", weight="bold")
     if shown.ranks > 1:
-        charts, (matrix, times) = new_figure(width - 2 * MARGIN, CHARTS, columns=2)
-        draw_traffic(matrix, shown, size)
+        above, below = figure.subfigures(2, 1, height_ratios=(height, CHARTS))
+        draw_figure(above.subplots(), shown, topology, size)
+        traffic_chart, times = below.subplots(1, 2)
+        draw_traffic(traffic_chart, shown, size)
         _draw_times(times, prices, bound, topology)
-        canvas.embed(MARGIN, below, to_svg(charts))
-    return canvas.document(width, below + CHARTS + 40, title)
+    return to_svg(figure)
 
 
 def _draw_times(axes: Axes, prices: dict[str, Price], bound: Bound, topology: Topology) -> None:

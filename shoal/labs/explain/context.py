@@ -22,10 +22,9 @@ from shoal.engine.parallel.context.token_order import ORDERS, Chunks, TokenAssig
 from shoal.labs.explain.blocks import hue, label
 from shoal.planning.cost.micro_batch import MicroBatch
 from shoal.planning.cost.time.traffic import context_parallel, even_share
-from shoal.report.charts import new_figure, styled, to_svg
-from shoal.report.svg import mix
+from shoal.report.charts import hide_frame, new_figure, styled, to_svg
 from shoal.report.tables import text_table
-from shoal.report.timeline.palette import WHITE, ink
+from shoal.report.timeline.palette import WHITE, ink, mix
 from shoal.spec.catalog import model_shape
 from shoal.spec.catalog.models import ModelShape
 from shoal.spec.compatibility.sizes import check_layout
@@ -216,6 +215,4 @@ def _draw_steps(axes: Axes, order: RingOrder) -> None:
     axes.set_yticks(steps, [f"step {step}" for step in steps])
     axes.invert_yaxis()
     axes.xaxis.set_visible(False)
-    axes.grid(False)
-    axes.spines[:].set_visible(False)
-    axes.tick_params(length=0)
+    hide_frame(axes)

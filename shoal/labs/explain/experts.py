@@ -16,12 +16,12 @@ from shoal.base.errors import UsageError
 from shoal.base.section import Section
 from shoal.engine.collectives.mesh import Mesh
 from shoal.labs.explain.blocks import hue, show_numbers
-from shoal.report.svg import FAINT, GRID, MARGIN, Canvas, mix
+from shoal.report.charts import draw_tiles, new_figure, to_svg
+from shoal.report.timeline.palette import mix
 from shoal.spec.catalog import Experts, ModelShape, model_shape
 from shoal.spec.compatibility.sizes import check_layout
 from shoal.spec.layout import Layout, ZeroStage
 
-TILE_WIDTH, TILE_HEIGHT, GAP = 128.0, 74.0, 10.0
 SHOWN = 4  # largest number of experts listed in a tile
 
 
@@ -130,9 +130,8 @@ def _describe_groups(held: list[StageExperts], layout: Layout) -> str:
 
 
 def _cell(one: StageExperts, layout: Layout) -> Text:
-    colour = hue(one.experts.start // len(one.experts) / layout.ep)
     text = Text(f"rank {one.rank}\n", style="dim")
-    text.append(show_numbers(one.experts, SHOWN), style=f"bold {colour}")
+    text.append(show_numbers(one.experts, SHOWN), style=f"bold {_colour(one, layout)}")
     if one.part:
         text.append(f"\npart {one.part}")
     text.append(f"\ndp{one.dp} tp{one.tp}", style="dim")
@@ -141,21 +140,19 @@ def _cell(one: StageExperts, layout: Layout) -> Text:
 
 def draw(held: list[StageExperts], title: str, layout: Layout, per_node: int) -> str:
     """Draw an SVG with a tile for each rank, coloured by its experts, and a row for each node."""
-    canvas = Canvas()
-    canvas.heading(title, "A tile is a rank, a row a node; the colour is that of the experts it holds.")
-    rows = -(-len(held) // per_node)
-    columns = min(per_node, len(held))
-    for one in held:
-        row, column = divmod(one.rank, per_node)
-        x, y = MARGIN + column * (TILE_WIDTH + GAP), 80 + row * (TILE_HEIGHT + GAP)
-        colour = hue(one.experts.start // len(one.experts) / layout.ep)
-        canvas.rect(x, y, TILE_WIDTH, TILE_HEIGHT, mix(colour, "#ffffff", 0.75), rx=6, stroke=GRID)
-        canvas.rect(x, y, 7, TILE_HEIGHT, colour, rx=3)
-        canvas.text(x + 16, y + 20, f"rank {one.rank}", size=11, fill=FAINT)
-        canvas.text(x + 16, y + 40, f"experts {show_numbers(one.experts, SHOWN)}", size=13, font_weight=600)
-        words = f"dp {one.dp}, tp {one.tp}" + (f"; part {one.part}" if one.part else "")
-        canvas.text(x + 16, y + 60, words, size=11, fill=FAINT)
-    bottom, words = 80 + rows * (TILE_HEIGHT + GAP), _describe_groups(held, layout)
-    canvas.text(MARGIN, bottom + 16, words, fill=FAINT)
-    width = max(columns * (TILE_WIDTH + GAP) - GAP, 9.9 * len(title), 6.2 * len(words))
-    return canvas.document(2 * MARGIN + width, bottom + 36, title)
+    rows, columns = -(-len(held) // per_node), min(per_node, len(held))
+    words = "A tile is a rank, a row a node; the colour is that of the experts it holds."
+    figure, (axes,) = new_figure(max(138.0 * columns, 760), 110 + 84 * rows, title=f"{title}\n{words}")
+    draw_tiles(axes, (
+        (*divmod(one.rank, per_node), mix(_colour(one, layout), "#ffffff", 0.6),
+         f"rank {one.rank}\nexperts {show_numbers(one.experts, SHOWN)}\ndp {one.dp}, tp {one.tp}"
+         + f"; part {one.part}" * bool(one.part))
+        for one in held
+    ))  # fmt: skip
+    axes.set(xticks=(), yticks=())
+    axes.set_xlabel(_describe_groups(held, layout), loc="left")
+    return to_svg(figure)
+
+
+def _colour(one: StageExperts, layout: Layout) -> str:
+    return hue(one.experts.start // len(one.experts) / layout.ep)

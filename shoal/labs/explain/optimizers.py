@@ -23,8 +23,8 @@ from shoal.pipeline.from_layout import check_run
 from shoal.planning.cost.memory.state import state_bytes
 from shoal.planning.cost.parameters import StagePart
 from shoal.report.charts import COLOURS, draw_bars, new_figure, styled, to_svg
-from shoal.report.svg import FAINT, INK
 from shoal.report.tables import text_table
+from shoal.report.timeline.palette import FAINT, INK
 from shoal.spec.catalog import model_shape
 from shoal.spec.config import OptimizerConfig, build_config
 from shoal.spec.config.sections import OptimizerName

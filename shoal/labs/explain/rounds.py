@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import groupby
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.collections import PathCollection, PolyCollection
 from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.path import Path
 from matplotlib.ticker import MaxNLocator
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -17,10 +20,9 @@ from shoal.labs.collectives.checker import State, contributors, play
 from shoal.labs.collectives.description import REDUCING, Collective, Description, Round
 from shoal.labs.collectives.price import price_round
 from shoal.labs.collectives.topology import Topology
-from shoal.report.charts import styled
-from shoal.report.svg import FAINT, GRID, INK, Canvas, mix
+from shoal.report.charts import hide_frame, styled
 from shoal.report.tables import text_table
-from shoal.report.timeline.palette import WHITE
+from shoal.report.timeline.palette import INK, WHITE, mix
 
 SHADES = "·░▒▓█"
 MOST_ROUNDS = 32  # largest number shown; of more, the first and the last
@@ -101,93 +103,52 @@ def shade(part: float) -> str:
 
 # ---- figure: time runs down, ranks are side by side, arrows are messages ---------------------------------------------
 
-STORED, ADDED = "#2563eb", "#e07b1a"
-EMPTY = "#eef0f3"
-ROW, BOX, GAP = 70, 20, 14  # height of a round, height of a rank's box, gap between ranks [pixels]
-LEFT, RIGHT = 74, 64  # margins for the round's number and its time
-NARROWEST = 2  # minimum width of a strip; below it, the mean is drawn
-HEAD = 30  # margin for the ranks' numbers
-LEGEND = 34
+STORED, ADDED, PARTLY, EMPTY = "#2563eb", "#e07b1a", "#f0ac60", "#eef0f3"
+BOX, WIDE = 0.28, 0.84  # height of a rank's blocks, of a round; and their width, of the distance of two ranks
 MOST_CELLS = 9  # largest number of ranks whose traffic is numbered
 
 
-def draw_figure(description: Description, topology: Topology, size: float, width: float) -> tuple[Canvas, float]:
-    """Draw every round of a description for S = ``size`` bytes, ``width`` pixels wide. Returns the height, too."""
-    canvas = Canvas()
-    n = description.ranks
-    step = (width - LEFT - RIGHT) / n
-    wide = step - min(GAP, step / 4)
-    centre = [LEFT + (rank + 0.5) * step for rank in range(n)]
-    for rank, x in enumerate(centre):
-        words = f"rank {rank}" if step > 46 else f"{rank}"
-        canvas.text(x, 16, words, size=12, anchor="middle", font_weight=600)
-    states = list(play(description))
-    for number, messages in enumerate(description.rounds):
-        top, bottom = HEAD + number * ROW + BOX, HEAD + (number + 1) * ROW
-        canvas.text(0, (top + bottom) / 2 + 4, f"round {number + 1}", size=12, fill=FAINT)
-        seconds = price_round(messages, description.share, topology).seconds(size)
-        canvas.text(width, (top + bottom) / 2 + 4, show_seconds(seconds), size=12, fill=FAINT, anchor="end")
-        for message in sorted(messages, key=lambda m: -abs(m.source - m.target)):
-            _arrow(canvas, centre[message.source], top + 2, centre[message.target], bottom - 3, message.reduce)
-    for number, held in enumerate(states):
-        y = HEAD + number * ROW
-        for rank, x in enumerate(centre):
-            parts = cells(description, held, rank)
-            output = description.final(rank)
+@styled
+def draw_figure(axes: Axes, description: Description, topology: Topology, size: float) -> None:
+    """Draw every round of a description for S = ``size`` bytes: x is the rank, y the round."""
+    corners, fills, edges = [], [], []
+    for number, held in enumerate(play(description)):
+        for rank in range(description.ranks):
+            output, start = description.final(rank), rank - WIDE / 2
             done = bool(output) and all(held[rank].get(b) == contributors(description, b) for b in output)
-            strips = parts if wide / len(parts) >= NARROWEST else [sum(parts) / len(parts)]
-            _box(canvas, x - wide / 2, y, wide, strips, done=done)
-    bottom = HEAD + len(description.rounds) * ROW + BOX
-    _legend(canvas, bottom + 24, description, size)
-    return canvas, bottom + LEGEND
-
-
-def _box(canvas: Canvas, x: float, y: float, width: float, parts: Sequence[float], *, done: bool) -> None:
-    """Draw a strip for each block of a rank, the darker the more contributions it has."""
-    each = width / len(parts)
-    canvas.rect(x, y, width, BOX, EMPTY, rx=2)
-    start = 0
-    for part, equal in groupby(parts):
-        count = len(list(equal))
-        if part > 0:
-            colour = STORED if part >= 1 else mix("#fbe3c6", ADDED, part)
-            canvas.rect(x + start * each, y, count * each, BOX, colour)
-        start += count
-    if each > 3 and len(parts) > 1:
-        between = " ".join(f"M{x + i * each:.1f} {y} v{BOX}" for i in range(1, len(parts)))
-        canvas.add("path", d=between, stroke="#ffffff", stroke_width=1)
-    edge = {"stroke": INK, "stroke_width": 1.8} if done else {"stroke": "#c3c8d0"}
-    canvas.rect(x, y, width, BOX, "none", rx=2, **edge)
-
-
-def _arrow(canvas: Canvas, x0: float, y0: float, x1: float, y1: float, added: bool) -> None:
-    colour = ADDED if added else STORED
-    bend = (y1 - y0) * 0.45
-    tip = y1 - 5
-    canvas.add("path", d=f"M{x0:.1f} {y0} C{x0:.1f} {y0 + bend:.1f} {x1:.1f} {tip - bend:.1f} {x1:.1f} {tip}",
-               fill="none", stroke=colour, stroke_width=1.6, opacity=0.85)
-    canvas.add("path", d=f"M{x1 - 4:.1f} {tip - 1} L{x1:.1f} {y1} L{x1 + 4:.1f} {tip - 1} Z", fill=colour)
-
-
-def _legend(canvas: Canvas, y: float, description: Description, size: float) -> None:
+            parts = cells(description, held, rank)
+            for part, equal in groupby(parts):  # a block is darker with more contributions
+                end = start + WIDE * len(list(equal)) / len(parts)
+                corners.append([(start, number), (end, number), (end, number + BOX), (start, number + BOX)])
+                fills.append(EMPTY if part == 0 else STORED if part >= 1 else mix("#fbe3c6", ADDED, part))
+                edges.append(INK if done else "white")
+                start = end
+    axes.add_collection(PolyCollection(corners, facecolors=fills, edgecolors=edges, linewidths=0.8))
+    every = [(i, message) for i, messages in enumerate(description.rounds) for message in messages]
+    colours = [ADDED if message.reduce else STORED for _, message in every]
+    steps = [Path.MOVETO, Path.CURVE4, Path.CURVE4, Path.CURVE4]
+    arrows = [
+        Path([(m.source, i + BOX), (m.source, i + 0.65), (m.target, i + 0.6), (m.target, i + 0.92)], steps)
+        for i, m in every
+    ]
+    axes.add_collection(PathCollection(arrows, facecolors="none", edgecolors=colours, linewidths=1.3, alpha=0.85))
+    axes.scatter([m.target for _, m in every], [i + 0.94 for i, _ in every], marker="v", s=14, c=colours)
+    times = [show_seconds(price_round(r, description.share, topology).seconds(size)) for r in description.rounds]
+    axes.set_yticks([i + 0.6 for i in range(len(times))], [f"round {i + 1}\n{time}" for i, time in enumerate(times)])
+    axes.set(xlim=(-0.5, description.ranks - 0.5), ylim=(len(times) + BOX + 0.05, -0.05))
+    axes.xaxis.tick_top()
+    axes.xaxis.set_major_locator(MaxNLocator(24, integer=True))
+    axes.xaxis.set_major_formatter(lambda rank, _: f"rank {rank:.0f}")
+    hide_frame(axes)
     sums = {message.reduce for message in description.messages}
-    boxes = [(mix("#fbe3c6", ADDED, 0.5), GRID, "sum of some ranks")] if True in sums else []
-    boxes += [(STORED, GRID, "complete"), (EMPTY, GRID, "nothing"), ("none", INK, "rank done")]
-    x = float(LEFT)
-    for fill, stroke, words in boxes:
-        canvas.rect(x, y - 10, 12, 12, fill, stroke=stroke)
-        x = _legend_text(canvas, x + 17, y, words)
-    for added, words in ((True, "sent and added"), (False, "sent and stored")):
-        if added in sums:
-            canvas.add("path", d=f"M{x} {y - 4} h16", stroke=ADDED if added else STORED, stroke_width=2)
-            x = _legend_text(canvas, x + 21, y, words)
-    _legend_text(canvas, x, y, f"strip: a block, {description.share} S = {show_bytes(size * float(description.share))}")
-
-
-def _legend_text(canvas: Canvas, x: float, y: float, words: str) -> float:
-    """Return the x of the next entry."""
-    canvas.text(x, y, words, size=11.5, fill=FAINT)
-    return x + 13 + 6.4 * len(words)
+    handles: list[Patch | Line2D] = [Patch(color=PARTLY, label="sum of some ranks")] if True in sums else []
+    handles += [Patch(color=STORED, label="complete"), Patch(color=EMPTY, label="nothing"),
+                Patch(facecolor="none", edgecolor=INK, label="rank done")]  # fmt: skip
+    ways = {True: (ADDED, "sent and added"), False: (STORED, "sent and stored")}
+    handles += [Line2D([], [], color=ways[added][0], label=ways[added][1]) for added in sorted(sums)]
+    handles.append(Patch(color="none", label=f"strip: blocks, each {description.share} S = "
+                                             f"{show_bytes(size * float(description.share))}"))
+    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.0, 0.0), ncols=4)
 
 
 @styled
@@ -199,10 +160,9 @@ def draw_traffic(axes: Axes, description: Description, size: float) -> None:
     axes.imshow(np.ma.masked_equal(sent, 0), cmap=LinearSegmentedColormap.from_list("traffic", ("#dbe7fd", "#1d3f9c")))
     axes.set_title("Sent over all rounds: from row to column")
     axes.xaxis.tick_top()
-    axes.grid(False)
     axes.xaxis.set_major_locator(MaxNLocator(16, integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(16, integer=True))
-    axes.tick_params(length=0)
+    hide_frame(axes)
     if description.ranks <= MOST_CELLS:
         for (source, target), blocks in np.ndenumerate(sent):
             words = show_bytes(blocks * float(description.share) * size)

@@ -17,8 +17,8 @@ from typing import Any
 from shoal import __version__
 from shoal.base.section import Section, validate
 from shoal.labs.interactive.panels import PANELS, call_names, call_panel, recorded_requests
+from shoal.report.page import ICON
 from shoal.report.server import LocalPage, ServedFile
-from shoal.report.svg import ICON
 
 SCRIPTS = ("lab.js", "kit.js", "mesh_chart.js", "drawing.js", *(f"panel_{name}.js" for name in PANELS))
 SAVED_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline' data:; img-src data:"

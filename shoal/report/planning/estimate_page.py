@@ -16,8 +16,8 @@ from shoal.planning.run import KINDS
 from shoal.report.charts import PAGE_WIDTH, draw_lines, new_figure, stacked_bars, styled, to_svg
 from shoal.report.page import page
 from shoal.report.planning.estimate_lines import bound
-from shoal.report.svg import FAINT
 from shoal.report.tables import html_table, html_tiles
+from shoal.report.timeline.palette import FAINT
 
 if TYPE_CHECKING:
     from shoal.training.dry_run.dry_run import Counted

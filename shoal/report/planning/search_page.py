@@ -15,14 +15,12 @@ from shoal.base.units import show_bytes, show_seconds
 from shoal.planning.estimate import NAMES, StepEstimate
 from shoal.planning.search.plan import Plan
 from shoal.planning.search.planner import LayoutPlanner
-from shoal.report.charts import COLOURS, stacked_bars
+from shoal.report.charts import COLOURS, draw_tiles, new_figure, stacked_bars, to_svg
 from shoal.report.page import page
 from shoal.report.planning.tables import best_mfu, run_toml
-from shoal.report.svg import FAINT, INK, Canvas, mix
 from shoal.report.tables import html_table
+from shoal.report.timeline.palette import mix
 from shoal.spec.layout import Layout
-
-CELL, NAME = (118, 62), 120
 
 
 def write_page(path: Path, model: str, plan: Plan, estimates: Sequence[StepEstimate], reasons: Sequence[str]) -> None:
@@ -72,28 +70,21 @@ def write_map(
     path: Path, planners: Sequence[LayoutPlanner], nodes: Sequence[int], found: Sequence[Sequence[Plan | None]]
 ) -> None:
     """Write a figure with a cell for each model and number of nodes: the best mesh and its MFU; darker is higher."""
-    canvas = Canvas()
-    width, height = CELL
-    for column, count in enumerate(nodes):
-        canvas.text(NAME + (column + 0.5) * width, 20, f"{count:,} node{'s' * (count > 1)}", anchor="middle")
-    for row, (planner, plans) in enumerate(zip(planners, found, strict=True)):
-        y = 32 + row * height
-        canvas.text(NAME - 10, y + height / 2 + 4, planner.model, anchor="end")
-        for column, plan in enumerate(plans):
-            _map_cell(canvas, NAME + column * width, y, plan)
-    size = (NAME + len(nodes) * width + 6, 32 + len(planners) * height + 6)
-    write_atomically(path, canvas.document(*size, "The best layout by model and number of nodes"))
+    figure, (axes,) = new_figure(120 + 120 * len(nodes), 30 + 64 * len(planners))
+    draw_tiles(axes, (
+        (row, column, *_map_cell(plan)) for row, plans in enumerate(found) for column, plan in enumerate(plans)
+    ))  # fmt: skip
+    axes.set_xticks([column + 0.5 for column in range(len(nodes))], [f"{n:,} node{'s' * (n > 1)}" for n in nodes])
+    axes.set_yticks([row + 0.5 for row in range(len(planners))], [planner.model for planner in planners])
+    axes.xaxis.tick_top()
+    write_atomically(path, to_svg(figure, title="The best layout by model and number of nodes"))
 
 
-def _map_cell(canvas: Canvas, x: float, y: float, plan: Plan | None) -> None:
-    width, height = CELL
-    fill, ink, words = "#f1f2f4", FAINT, ["", "does not fit", ""]
-    if plan:
-        layout, mfu = plan.found.layout, best_mfu(plan)
-        fill = mix("#ffffff", COLOURS[0], 0.15 + 0.75 * min(1.0, mfu / 0.8))
-        ink = "#ffffff" if mfu > 0.4 else INK
-        schedule = layout.schedule if layout.pp > 1 else f"ZeRO-{layout.zero}"
-        words = [_degrees(layout) or "one device", schedule, f"MFU {100 * mfu:.0f} %"]
-    canvas.add("rect", x=x, y=y, width=width - 4, height=height - 4, rx=4, fill=fill)
-    for line, text in enumerate(words):
-        canvas.text(x + width / 2 - 2, y + 17 + 16 * line, text, anchor="middle", size=11, fill=ink)
+def _map_cell(plan: Plan | None) -> tuple[str, str]:
+    """Return the colour and the text of a cell."""
+    if plan is None:
+        return "#f1f2f4", "does not fit"
+    layout, mfu = plan.found.layout, best_mfu(plan)
+    schedule = layout.schedule if layout.pp > 1 else f"ZeRO-{layout.zero}"
+    words = (_degrees(layout) or "one device", schedule, f"MFU {100 * mfu:.0f} %")
+    return mix("#ffffff", COLOURS[0], 0.15 + 0.75 * min(1.0, mfu / 0.8)), "\n".join(words)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from shoal.pipeline.program import Op
-from shoal.report.svg import INK, mix
 
+INK, FAINT, GRID = "#1f2328", "#6b7280", "#e5e7eb"
 NAMES = {
     Op.FORWARD: "forward",
     Op.BACKWARD: "backward",
@@ -73,3 +73,13 @@ def luminance(colour: str) -> float:
     channels = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def mix(colour: str, other: str, part: float) -> str:
+    """Mix a colour ``#rrggbb`` with a part (0 to 1) of another.
+
+    >>> mix("#000000", "#ffffff", 0.5)
+    '#808080'
+    """
+    channels = ((int(colour[i : i + 2], 16), int(other[i : i + 2], 16)) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(a + (b - a) * part):02x}" for a, b in channels)

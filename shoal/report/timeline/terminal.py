@@ -12,10 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.base.terminal import printable
-from shoal.report.svg import mix
 from shoal.report.tables import text_table
 from shoal.report.timeline.chart import Chart, axis, has_shades, legend, table
-from shoal.report.timeline.palette import BLACK, Paint, colour, ink
+from shoal.report.timeline.palette import BLACK, Paint, colour, ink, mix
 
 IDLE = -1
 MOST_ROWS = 32  # maximum ranks shown; of more, the first and the last

@@ -8,7 +8,6 @@ from pathlib import Path
 from shoal.base.files import check_writable, write_atomically
 from shoal.report.page import HELP, comparison, page, timelines
 from shoal.report.timeline.chart import Chart
-from shoal.report.timeline.figure import write_figure
 from shoal.report.timeline.trace import write_trace
 
 KINDS = (".html", ".svg", ".png", ".json", ".json.gz")
@@ -30,6 +29,8 @@ def write(path: Path, charts: Sequence[Chart], *, title: str, lead: str) -> None
     if path.suffix == ".html":
         write_atomically(path, page(title, lead, [comparison(charts), timelines(charts), HELP]))
     elif path.suffix in (".svg", ".png"):
+        from shoal.report.timeline.figure import write_figure  # slow import
+
         write_figure(path, charts)
     else:
         write_trace(path, charts)

@@ -60,31 +60,30 @@ def test_all_reduce(capsys):
     assert out.count("████████") == 8  # all ranks complete after the last round, and none before
 
 
-@pytest.mark.parametrize(("collective", "topology"), [
-    *((collective, "islands") for collective in Collective),
-    *(("all-reduce", topology) for topology in ("full", "ring", "torus-2d", "torus-3d", "fat-tree")),
-])
-def test_every_collective_and_every_network_is_drawn(capsys, tmp_path, collective, topology):
+@pytest.mark.parametrize("topology", ["full", "ring", "torus-2d", "torus-3d", "fat-tree", "islands"])
+def test_every_network(capsys, topology):
+    out = explained(capsys, "all-reduce", "--topology", topology, "--ranks", "12", "--algorithm", "hierarchical")
+    assert all(f"│ {name} " in out for name in TEXTBOOK[Collective.ALL_REDUCE])
+
+
+@pytest.mark.parametrize("collective", Collective)
+def test_every_collective_is_drawn(capsys, tmp_path, collective):
     out = explained(
-        capsys, collective, "--topology", topology, "--ranks", "12", "--algorithm", "hierarchical",
+        capsys, collective, "--topology", "islands", "--ranks", "8", "--per-node", "4", "--algorithm", "hierarchical",
         "--out", str(tmp_path / "x.svg"),
     )
     assert all(f"│ {name} " in out for name in TEXTBOOK[collective])
-    root = ET.parse(tmp_path / "x.svg").getroot()
-    per_node = 6
-    messages = list(describe(collective, "hierarchical", 12, per_node=per_node).messages)
-    (chart,) = [each for each in root.iter(f"{SVG}svg") if each is not root]
-    of_chart = {*chart.iter(f"{SVG}path")}
-    arrows = [path for path in root.iter(f"{SVG}path") if " C" in path.get("d") and path not in of_chart]
-    assert len(arrows) == len(messages)
+    messages = list(describe(collective, "hierarchical", 8, per_node=4).messages)
+    paths = [path.get("d", "").split() for path in ET.parse(tmp_path / "x.svg").iter(f"{SVG}path")]
+    assert len([path for path in paths if path.count("C") == 1]) == len(messages)  # an arrow is one curve
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 40])
+@pytest.mark.parametrize("ranks", [1, 2, 18])
 def test_any_number_of_ranks(capsys, tmp_path, ranks):
     drawn = tmp_path / "x.svg"
     out = explained(capsys, "all-reduce", "--ranks", str(ranks), "--algorithm", "ring", "--out", str(drawn))
     assert f"on {ranks} ranks by ring" in out
-    assert ("more rounds" in out) == (ranks == 40)
+    assert ("more rounds" in out) == (ranks == 18)
     ET.parse(drawn)
 
 

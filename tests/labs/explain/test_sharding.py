@@ -84,28 +84,23 @@ def test_one_array_and_a_resharding(capsys):
 NETWORKS = ["full", "ring", "torus", "fat-tree", "islands", "rings"]
 
 
-@pytest.mark.parametrize("text, topology", [
-    *product([PRODUCT, CHAIN, "A[Ix, J] -> A[I, Jx]"], NETWORKS), ("A[I, J]{Ux}", ""),
-])  # fmt: skip
-def test_everything_is_drawn_on_every_network(capsys, tmp_path, text, topology):
+@pytest.mark.parametrize("text, topology", [*product([PRODUCT, "A[Ix, J] -> A[I, Jx]"], NETWORKS)])
+def test_every_network(capsys, text, topology):
+    assert "µs" in explained(capsys, text, "--mesh", "x=2,y=2", "--topology", topology)
+
+
+@pytest.mark.parametrize("text", [PRODUCT, CHAIN, "A[Ix, J] -> A[I, Jx]", "A[I, J]{Ux}"])
+def test_everything_is_drawn(capsys, tmp_path, text):
     drawn = tmp_path / "x.svg"
-    network = ["--topology", topology] if topology else []
-    out = explained(capsys, text, "--mesh", "x=2,y=2", *network, "--out", str(drawn))
+    out = explained(capsys, text, "--mesh", "x=2,y=2", "--out", str(drawn))
     root = ET.parse(drawn).getroot()
     words = [element.text for element in root.iter(f"{SVG}text")]
-    states = len(re.findall(r"^given$|^→", "\n".join(words), re.MULTILINE))
-    assert [words.count(str(rank)) for rank in range(4)] == [states] * 4  # each device once in each state
-    assert len([path for path in root.iter(f"{SVG}rect") if path.get("fill", "").startswith("#")]) >= 2 * 4 * states
-    width, height = (float(root.get(side)) for side in ("width", "height"))
-    assert width < 1200 and height < 4000
+    states = len([word for word in words if word == "given" or word.startswith("→")])
+    assert states and [words.count(str(rank)) for rank in range(4)] == [states] * 4  # each device once in each state
+    hatched = len(re.findall(r"fill: url\(#", drawn.read_text()))
+    unreduced = [word for word in words if re.fullmatch(r"\w+\[[^]]*\]\{U\w+\}", word)]
+    assert hatched == 4 * len(unreduced)  # an unreduced block is a term of a sum
     assert f"drawn: {drawn}" in out
-
-
-def test_an_unreduced_block_is_hatched(capsys, tmp_path):
-    for text, hatched in (("A[I, J]{Ux}", 4), ("A[I, Jx]", 0)):
-        explained(capsys, text, "--mesh", "x=4", "--out", str(tmp_path / "x.svg"))
-        paths = ET.parse(tmp_path / "x.svg").getroot().iter(f"{SVG}path")
-        assert len([path for path in paths if path.get("stroke") == "#ffffff"]) == hatched
 
 
 def test_the_longer_of_the_last_two_axes_goes_to_the_right():

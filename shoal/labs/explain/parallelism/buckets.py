@@ -20,14 +20,12 @@ from shoal.base.section import Section
 from shoal.base.units import show_bytes
 from shoal.planning.cost.buckets import Bucket, cut_buckets, fill_buckets
 from shoal.planning.cost.parameters import StagePart, list_units
-from shoal.report.charts import COLOURS
-from shoal.report.svg import FAINT, GRID, INK, MARGIN, Canvas, mix
+from shoal.report.charts import draw_bars, new_figure, to_svg
 from shoal.report.tables import text_table
 from shoal.spec.catalog import ModelShape, model_shape
 from shoal.spec.layout import Layout, ZeroStage
 from shoal.spec.number_formats import FORMATS
 
-WIDTH = 800.0  # of the picture, without margins
 MOST_DRAWN = 40
 
 
@@ -137,17 +135,13 @@ def _shorten(names: tuple[str, ...]) -> Iterator[str]:
 
 def draw(found: list[Held], cap: float, title: str) -> str:
     """Draw a bar for each bucket, the one that is reduced first on top, with its cap."""
-    canvas, shown = Canvas(), [*enumerate(found)][::-1][:MOST_DRAWN]
+    shown = [*enumerate(found)][::-1][:MOST_DRAWN]
     more = f" The first {len(shown)} of {len(found)}." if len(shown) < len(found) else ""
-    canvas.heading(title, f"In the order in which backward completes them.{more}")
-    scale = WIDTH / max(held.bytes for held in found)
-    for row, (number, held) in enumerate(shown):
-        y = 84 + 22 * row
-        canvas.rect(MARGIN, y, held.bytes * scale, 18, mix(COLOURS[0], "#ffffff", 0.7), rx=3, stroke=GRID)
-        words = ", ".join(_shorten(held.names))
-        canvas.text(MARGIN + 8, y + 13, f"{number}: {show_bytes(held.bytes)}  {words[:90]}", size=11, fill=INK)
-    bottom = 84 + 22 * len(shown)
-    if 0 < cap * scale <= WIDTH:
-        canvas.rect(MARGIN + cap * scale, 80, 1.5, bottom - 80, COLOURS[5])
-        canvas.text(MARGIN + cap * scale + 4, bottom + 14, f"{cap / 2**20:g} MiB", size=11, fill=FAINT)
-    return canvas.document(2 * MARGIN + WIDTH, bottom + 34, title)
+    words = f"In the order in which backward completes them.{more}"
+    figure, (axes,) = new_figure(860, 90 + 22 * len(shown), title=f"{title}\n{words}")
+    bars = [
+        (f"{number}: {', '.join(_shorten(held.names))[:70]}", [float(held.bytes)], show_bytes(held.bytes))
+        for number, held in shown
+    ]
+    draw_bars(axes, [""], bars, (cap, f"{cap / 2**20:g} MiB") if cap else None)
+    return to_svg(figure)

@@ -13,8 +13,9 @@ from shoal.base.section import Section
 from shoal.pipeline.schedules import EVERY, SCHEDULES
 from shoal.pipeline.simulator.compare import PlayedSchedule, compare_schedules, schedule_name
 from shoal.pipeline.simulator.theory import THEORY
+from shoal.report.charts import to_svg
 from shoal.report.tables import text_table
-from shoal.report.timeline.figure import figure, svg
+from shoal.report.timeline.figure import draw_timelines
 from shoal.report.timeline.schedules import schedule_chart
 from shoal.report.timeline.terminal import show
 
@@ -58,7 +59,7 @@ def explain(options: PipelineOptions, console: Console) -> Callable[[], str]:
     console.print()
     chart = schedule_chart(played[chosen], seconds=False)
     show(console, [chart])
-    return lambda: svg(figure([chart]))
+    return lambda: to_svg(draw_timelines([chart]))
 
 
 def _play(name: str, options: PipelineOptions) -> PlayedSchedule:
