@@ -230,7 +230,8 @@ def draw(
     )
     figure.suptitle(title, x=0.01, ha="left", weight="bold")
     if shown.ranks > 1:
-        above, below = figure.subfigures(2, 1, height_ratios=(height, CHARTS))
+        grid = figure.add_gridspec(2, 1, height_ratios=(height, CHARTS))
+        above, below = (figure.add_subfigure(grid[row]) for row in range(2))
         draw_figure(above.subplots(), shown, topology, size)
         traffic_chart, times = below.subplots(1, 2)
         draw_traffic(traffic_chart, shown, size)

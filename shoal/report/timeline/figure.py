@@ -66,7 +66,7 @@ def _draw_lanes(axes: Axes, chart: Chart, per_time: float, lane: float) -> None:
     corners = np.stack([[left, top], [right, top], [right, top + part], [left, top + part]])  # [4, 2, rows]
     axes.barh(np.arange(ranks), axes.get_xlim()[1], height=1 - gap, align="edge", color=GROUND)
     axes.add_collection(PolyCollection(
-        corners.transpose(2, 0, 1), facecolors=[fills[i] for i in chart.paint], edgecolors="white", linewidths=0.3
+        [*corners.transpose(2, 0, 1)], facecolors=[fills[i] for i in chart.paint], edgecolors="white", linewidths=0.3
     ))  # fmt: skip
     size = min(6.5, (1 - gap) * lane * 0.75)
     needed = (len(str(columns.microbatch.max(initial=0))) + 0.5) * DIGIT * size / per_time
