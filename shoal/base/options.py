@@ -64,7 +64,10 @@ def read(
         UsageError: an unknown option, or a value that cannot be parsed.
         SystemExit: 0, after ``--help``.
     """
-    default = {name: _defaults(section) | values.get(name, {}) for name, section in sections.items()}
+    default = {
+        name: {key: field.default for key, field in section.model_fields.items() if not field.is_required()}
+        | values.get(name, {}) for name, section in sections.items()
+    }  # fmt: skip
     if (given := _read_plain(sections, args)) is not None:
         return {name: default[name] | given[name] for name in sections}
     import tyro
@@ -207,10 +210,6 @@ def _bare(kind: Any) -> Any:
     while get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
     return kind
-
-
-def _defaults(section: type[BaseModel]) -> dict[str, Any]:
-    return {name: field.default for name, field in section.model_fields.items() if not field.is_required()}
 
 
 def _join_rows(lines: list[str], width: int) -> list[str]:

@@ -56,11 +56,7 @@ def parse_run(command: str, options: type[T], args: list[str], sections: Sequenc
 
 
 def _split_section(args: list[str], option: str, sections: Sequence[str]) -> tuple[str, list[str]]:
-    """Split the section named after ``--help`` from the arguments ("" for none).
-
-    Raises:
-        UsageError: no such section.
-    """
+    """Split the section named after ``--help`` from the arguments ("" for none)."""
     i = args.index(option)
     after = args[i + 1] if i + 1 < len(args) else ""
     if not after or after.startswith("-") or after.endswith(".toml"):

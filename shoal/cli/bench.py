@@ -35,12 +35,7 @@ BENCHMARKS = {
 
 
 def main(args: list[str]) -> int:
-    """Run one of the benchmarks; return the exit code, 1 if a target is missed.
-
-    Raises:
-        UsageError: bad options.
-        SystemExit: 143, on SIGTERM.
-    """
+    """Run one of the benchmarks; return the exit code, 1 if a target is missed."""
     if not args or args[0] in ("-h", "--help"):
         print("shoal bench WHAT [--help]\n")
         print(*listed({name: load_benchmark(name).__doc__ or "" for name in BENCHMARKS}, 13), sep="\n")

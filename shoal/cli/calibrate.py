@@ -56,9 +56,6 @@ def run(options: CalibrateOptions) -> int:
 
     The exit code is 1 if estimates are far off or in another order (`is_right`), or if the picked layout is 5 % slower
     than the fastest.
-
-    Raises:
-        UsageError: a file exists, or is missing; or an option has no effect.
     """
     for unread, names, why in (
         (options.check, ("out", "ranks", "from_gpu"), "only for a new file; --check makes none"),

@@ -24,28 +24,29 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command(
-        "shoal.cli.run.train", "Train a model: shoal train [RUN.toml] [--section.field VALUE ...]"
+        "shoal.cli.run.train", "Train a model: shoal train [RUN.toml] [--section.field VALUE ...]", "train"
     ),
     "launch": Command(
-        "shoal.cli.run.launch",
+        "shoal.cli.run.train",
         "Submit a run to SLURM, Kubernetes, Ray or SkyPilot: shoal launch RUN.toml --on slurm --run-folder runs/one",
+        "launch",
     ),
     "verify": Command(
         "shoal.cli.run.verify",
-        "Prove that a layout computes what one device computes: shoal verify [RUN.toml] [--random N]",
+        "Prove that a layout computes what one device computes: shoal verify [RUN.toml] [--random N]", "verify",
     ),
     "sample": Command(
-        "shoal.cli.run.sample", 'Generate text from a trained model: shoal sample FOLDER "def main("'
+        "shoal.cli.run.generate", 'Generate text from a trained model: shoal sample FOLDER "def main("', "sample"
     ),
-    "chat": Command("shoal.cli.run.chat", "Talk with a trained model: shoal chat FOLDER"),
+    "chat": Command("shoal.cli.run.generate", "Talk with a trained model: shoal chat FOLDER", "chat"),
     "eval": Command(
         "shoal.cli.run.eval", "Compute the loss of a trained model on a text: shoal eval FOLDER --data PATH"
     ),
     "report": Command(
-        "shoal.cli.run.report", "Show how a run went, measured and simulated: shoal report RUN_FOLDER"
+        "shoal.cli.run.report", "Show how a run went, measured and simulated: shoal report RUN_FOLDER", "report"
     ),
     "watch": Command(
-        "shoal.cli.run.watch", "Follow runs on a local page: shoal watch RUN_FOLDER ... [--out PAGE.html]"
+        "shoal.cli.run.report", "Follow runs on a local page: shoal watch RUN_FOLDER ... [--out PAGE.html]", "watch"
     ),
     "data train-tokenizer": Command(
         "shoal.cli.run.data",
@@ -103,8 +104,8 @@ COMMANDS = {
         "shoal.cli.pages.lab", "Open a local page to choose and compare layouts: shoal lab [--out PAGE.html]"
     ),
     "chaos": Command(
-        "shoal.cli.run.chaos",
-        "Inject faults into a run and check that it recovers: shoal chaos [RUN.toml] --trials 50",
+        "shoal.cli.run.verify",
+        "Inject faults into a run and check that it recovers: shoal chaos [RUN.toml] --trials 50", "chaos",
     ),
     "checkpoint verify": Command(
         "shoal.cli.run.checkpoint", "Prove that a checkpoint is complete and undamaged: shoal checkpoint verify PATH",

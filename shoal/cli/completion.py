@@ -30,11 +30,7 @@ complete -o default -F _shoal shoal
 
 
 def print_completion(shell: str) -> None:
-    """Print the completion script of a shell.
-
-    Raises:
-        UsageError: another shell than bash, zsh and fish.
-    """
+    """Print the completion script of a shell."""
     if shell not in ("bash", "zsh", "fish"):
         raise UsageError(f"--completion {shell}: {did_you_mean(shell, ('bash', 'zsh', 'fish'))}")
     options = {name: sorted(list_options(command)) for name, command in COMMANDS.items()}

@@ -80,11 +80,7 @@ class EstimateOptions(Section):
 
 
 def main(args: list[str]) -> int:
-    """Estimate or count, print, and write the page; return the exit code, 1 if the run does not fit.
-
-    Raises:
-        UsageError: bad options, a name that is not in the catalog, or an invalid layout.
-    """
+    """Estimate or count, print, and write the page; return the exit code, 1 if the run does not fit."""
     options, config = parse_run("estimate", EstimateOptions, args, COMMANDS["estimate"].config)
     check_writable(options.out, "--out", ".svg" if options.sweep else ".html")
     if options.sweep:

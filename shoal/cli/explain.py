@@ -10,12 +10,7 @@ from shoal.labs.explain.subjects import PRODUCT, SUBJECTS, WordOptions, find_sub
 
 
 def main(args: list[str]) -> int:
-    """Explain one subject; return the exit code.
-
-    Raises:
-        UsageError: an unknown subject, or bad options.
-        SystemExit: help was requested.
-    """
+    """Explain one subject; return the exit code."""
     if not args or args[0] in ("-h", "--help"):
         collectives = [each.value for each in Collective]
         about = {name: options.__doc__ or "" for name, (options, _) in SUBJECTS.items() if name not in collectives}

@@ -67,11 +67,7 @@ def split_restart(text: str) -> tuple[str, str]:
 
 
 def run(options: GoodputOptions) -> int:
-    """Compute, simulate, print and draw; return the exit code.
-
-    Raises:
-        UsageError: not a number, or a save that takes longer than the job's time between failures.
-    """
+    """Compute, simulate, print and draw; return the exit code."""
     check_writable(options.out, "--out", ".svg")
     if options.spares is not None:
         reject_unused(options, ("availability",), "--spares gives their number")

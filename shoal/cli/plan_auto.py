@@ -56,11 +56,7 @@ class AutoOptions(Section):
 
 
 def run(options: AutoOptions) -> int:
-    """Plan, print and check; return the exit code, 1 if nothing fits or the check fails.
-
-    Raises:
-        UsageError: an unknown name, a module without a graph, or a mesh that does not match the cluster.
-    """
+    """Plan, print and check; return the exit code, 1 if nothing fits or the check fails."""
     from shoal.labs.autoshard import execute, listing, operators
     from shoal.labs.autoshard.intra.ilp import SECONDS, NothingFits
     from shoal.labs.autoshard.search import StagedPlan

@@ -28,11 +28,7 @@ FOR_ESTIMATES = ("model", "catalog", "micro_batch", "sequence_length", "precisio
 
 
 def run(options: SimulateOptions) -> int:
-    """Simulate, print and draw; return the exit code.
-
-    Raises:
-        UsageError: an unknown schedule, one that the sizes do not allow, or a rank, link or file that does not exist.
-    """
+    """Simulate, print and draw; return the exit code."""
     if options.check:
         return _check(options)
     check_writable(options.out, "--out", *KINDS)

@@ -35,11 +35,7 @@ class ValidateOptions(Section):
 
 
 def run(options: ValidateOptions) -> int:
-    """Score the cost model, print, and write the requested files; return the exit code.
-
-    Raises:
-        UsageError: no folder, no measurements in it, or a file that cannot be written.
-    """
+    """Score the cost model, print, and write the requested files; return the exit code."""
     check_writable(options.out, "--out", ".html")
     check_writable(options.fit, "--fit", ".toml", new=options.fit != options.constants)
     found = shoal.validate_estimates(options.folder, constants=options.constants, fit=options.fit is not None)

@@ -26,7 +26,7 @@ ICON = (
     "%3Crect x='6' y='9' width='10' height='5' fill='%23e79245'/%3E"
     "%3C/svg%3E"
 )
-"""Of every page, as a data URL."""
+"""The icon of every page, as a data URL."""
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 

@@ -170,11 +170,7 @@ def read_run(folder: Path, config: RunConfig) -> RunReport:
 
 
 def read_comparison(folder: Path) -> Comparison | None:
-    """Read a run's recorded step and simulate it; None if no step was recorded.
-
-    Raises:
-        UsageError: a file is damaged.
-    """
+    """Read a run's recorded step and simulate it; None if no step was recorded."""
     profile = read_profile(folder)
     return Comparison.simulate(MeasuredStep.from_profile(profile)) if profile else None
 

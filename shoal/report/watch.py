@@ -25,9 +25,6 @@ class WatchedRun:
 
     Args:
         name: how the page calls it.
-
-    Raises:
-        UsageError: the folder is not that of a run.
     """
 
     def __init__(self, folder: Path, name: str):
@@ -55,11 +52,7 @@ class WatchedRun:
 
 
 class WatchedRuns:
-    """The runs of one page.
-
-    Raises:
-        UsageError: a folder is not that of a run.
-    """
+    """The runs of one page."""
 
     def __init__(self, folders: Sequence[Path]):
         names = [folder.resolve().name for folder in folders]

@@ -1,14 +1,16 @@
-"""`shoal report`."""
+"""`shoal report` and `shoal watch`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated
 
+from pydantic import Field
 from rich.console import Console
 
 import shoal
-from shoal.base.options import POSITIONAL
+from shoal.base.errors import UsageError
+from shoal.base.options import POSITIONAL, reject_unused
 from shoal.base.section import Section
 
 
@@ -21,10 +23,36 @@ class ReportOptions(Section):
     run folder."""
 
 
-def run(options: ReportOptions) -> int:
+def report(options: ReportOptions) -> int:
     """Write the report, and print a summary."""
     written = shoal.write_report(options.run_folder, options.out)
     from shoal.report.run import print_report
 
     print_report(Console(highlight=False), written)
+    return 0
+
+
+class WatchOptions(Section):
+    runs: Annotated[tuple[Path, ...], POSITIONAL] = ()
+    """Run folders."""
+
+    out: Path | None = None
+    """Write the page as one file (.html), with the values of now, and serve nothing."""
+
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port on 127.0.0.1 (default: a free one)."""
+
+    browser: bool = True
+    """Open the page in the browser."""
+
+
+def watch(options: WatchOptions) -> int:
+    """Serve the page until Ctrl-C, or write it."""
+    if not options.runs:
+        raise UsageError("name at least one run folder: shoal watch RUN_FOLDER.")
+    if options.out:
+        reject_unused(options, ("port", "browser"), "--out writes a file and serves nothing")
+    written = shoal.watch(options.runs, out=options.out, port=options.port, browser=options.browser)
+    if written:
+        print(f"written: {written}")
     return 0

@@ -150,11 +150,7 @@ class Difference(NamedTuple):
 
 
 def check_ranks(machine: Cluster) -> None:
-    """Refuse to run a plan on more than `MOST_RANKS` processes.
-
-    Raises:
-        UsageError: the machine has more devices.
-    """
+    """Refuse to run a plan on more than `MOST_RANKS` processes."""
     if machine.size > MOST_RANKS:
         raise UsageError(f"--check: {machine.size} processes, one for each device; at most {MOST_RANKS} are started")
 

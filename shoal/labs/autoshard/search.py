@@ -85,11 +85,7 @@ class Target:
     def best(
         self, graph: OperatorGraph, meshes: Sequence[NamedMesh], in_flight: int = 1
     ) -> tuple[Builder, ShardingProblem, Solution]:
-        """Find the cheapest solution on any of some meshes.
-
-        Raises:
-            NothingFits: no solution fits on any of them.
-        """
+        """Find the cheapest solution on any of some meshes."""
         best, proven = None, True
         for mesh in meshes:
             builder = self.builder(graph, mesh)
@@ -107,11 +103,7 @@ class Target:
 
 
 def plan_unstaged(graph: OperatorGraph, target: Target, meshes: Sequence[NamedMesh]) -> OperatorPlan:
-    """Find the best plan on all devices, and the baselines beside it.
-
-    Raises:
-        NothingFits: no plan fits.
-    """
+    """Find the best plan on all devices, and the baselines beside it."""
     builder, problem, found = target.best(graph, meshes)
     baselines = []
     for name, (restricted, layout) in restrict_to_baselines(builder, problem).items():
@@ -124,12 +116,7 @@ def plan_unstaged(graph: OperatorGraph, target: Target, meshes: Sequence[NamedMe
 
 
 def plan_stages(forward: Forward, target: Target, most: int) -> StagedPlan:
-    """Find the best pipeline of up to ``most`` stages on parts of the cluster.
-
-    Raises:
-        UsageError: an output belongs to no stage.
-        NothingFits: no pipeline fits.
-    """
+    """Find the best pipeline of up to ``most`` stages on parts of the cluster."""
     search = StageSearch(Layers(forward, LAYERS_PER_STAGE * most), target)
     check_outputs(node for node in forward.outputs if node not in search.layers.nodes and node.op != "placeholder")
     cluster, count = target.cluster, len(search.layers.ends)
@@ -141,11 +128,7 @@ def plan_stages(forward: Forward, target: Target, most: int) -> StagedPlan:
 
 
 def check_outputs(stageless: Iterable[Node]) -> None:
-    """Refuse outputs that no stage makes.
-
-    Raises:
-        UsageError: naming them.
-    """
+    """Refuse outputs that no stage makes."""
     if names := ", ".join(node.name for node in stageless):
         raise UsageError(
             f"--stages: the module returns {names} unchanged, which no stage makes.\n"
@@ -198,11 +181,7 @@ class StageSearch:
         return [found[number] for number in range(len(stages))]
 
     def best(self, first: int, last: int, part: Part, left: int) -> tuple[Builder, ShardingProblem, Solution]:
-        """Find the cheapest solution of some layers on a part, as the first of ``left`` stages.
-
-        Raises:
-            NothingFits: no solution fits on any grid.
-        """
+        """Find the cheapest solution of some layers on a part, as the first of ``left`` stages."""
         graph = differentiate(self.layers.part(first, last))
         return self.target.best(graph, list_grids(*part), self._in_flight(left))
 

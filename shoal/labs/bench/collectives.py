@@ -17,7 +17,7 @@ from rich.text import Text
 from torch import Tensor
 
 from shoal.base.errors import UsageError
-from shoal.base.files import check_writable, write_atomically
+from shoal.base.files import check_writable
 from shoal.base.section import NonEmpty
 from shoal.base.units import BYTES, parse, show_bytes, show_seconds
 from shoal.engine.collectives.group import allocate
@@ -31,7 +31,6 @@ from shoal.labs.collectives.price import bus_bandwidth
 from shoal.labs.collectives.run import run_blocks, run_vector
 from shoal.labs.collectives.textbook import TEXTBOOK, describe
 from shoal.launch.worker_pool import Pool
-from shoal.report.charts import draw_lines, new_figure, to_svg
 from shoal.spec.layout import Layout
 
 BACKEND = "backend"
@@ -60,9 +59,6 @@ class CollectivesBenchmark(Benchmark):
     out: Path | None = None
     """Also write the table to this file, .csv."""
 
-    plot: Path | None = None
-    """Also draw the bus bandwidth over the size to this file, .svg."""
-
     def run(self, console: Console, notify: Notify) -> bool:
         wanted = [Collective(name) for name in choose_names(self.only, list(Collective), "bench collectives --only")]
         sizes = sorted({parse(size, BYTES, where="--sizes") for size in self.sizes})
@@ -71,7 +67,6 @@ class CollectivesBenchmark(Benchmark):
         if not all(2 <= n <= MOST_RANKS for n in self.ranks):
             raise UsageError(f"--ranks {' '.join(map(str, self.ranks))}: use 2 to {MOST_RANKS} processes each")
         check_writable(self.out, "--out", ".csv", new=True)
-        check_writable(self.plot, "--plot", ".svg", new=True)
         rows: list[Row] = []
         try:
             for row in measure(wanted, sorted(set(self.ranks)), sizes, self.turns, notify):
@@ -81,8 +76,6 @@ class CollectivesBenchmark(Benchmark):
                 _print_table(rows, console)
                 if self.out:
                     write_records(rows, self.out)
-                if self.plot:
-                    write_atomically(self.plot, draw(rows))
         return True
 
 
@@ -201,28 +194,6 @@ def _print_table(rows: Sequence[Row], console: Console) -> None:
             "x backend's time": row["ratio"],
         } for row in rows
     ], above="heading"))  # fmt: skip
-
-
-def draw(rows: Sequence[Row]) -> str:
-    """Draw bus bandwidth over size as an SVG, a chart for each collective and number of ranks."""
-    ranks = sorted({row["ranks"] for row in rows})
-    names = list(dict.fromkeys(row["collective"] for row in rows))
-    figure, charts = new_figure(
-        560 * len(ranks), 60 + 300 * len(names), rows=len(names), columns=len(ranks),
-        title="Bus bandwidth of collectives, as nccl-tests defines it; median of turns; the backend's own dashed",
-    )
-    for axes, (name, n) in zip(charts, product(names, ranks), strict=True):
-        series: dict[str, list[tuple[float, float]]] = {}
-        for row in rows:
-            if (row["collective"], row["ranks"]) == (name, n):
-                series.setdefault(row["algorithm"], []).append((row["size"], row["bus"]))
-        axes.set_visible(bool(series))  # pairs without measurements
-        if series:
-            draw_lines(
-                axes, f"{name} on {n} ranks", series, dots=True, dashed=frozenset({BACKEND}), x=("S", show_bytes),
-                y=("", lambda bus: f"{show_bytes(bus)}/s"),
-            )
-    return to_svg(figure)
 
 
 # ---- shared memory beside gloo ---------------------------------------------------------------------------------------

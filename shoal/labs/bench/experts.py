@@ -18,20 +18,20 @@ from torch import Tensor
 from shoal.base.errors import UsageError
 from shoal.base.options import reject_unused
 from shoal.base.section import NonEmpty
-from shoal.engine.device import pick_device, tune_process
+from shoal.engine.device import tune_process
 from shoal.engine.models.experts.layer import MoE
 from shoal.engine.models.experts.router import RoutingContext
 from shoal.labs.bench.benchmark import Benchmark, Notify, Row, all_met, check_folder, make_table
 from shoal.labs.bench.learning import experiment
 from shoal.labs.bench.learning.experiment import VALIDATION, TrainedRun, build_run
 from shoal.labs.bench.race import quartiles, time_in_turns
-from shoal.labs.bench.step.workload import DTYPES, BenchPrecision
 from shoal.report.charts import Points
 from shoal.spec.catalog import Experts, model_shape
 from shoal.spec.config import RunConfig
 
+PER_TOKEN = 2  # experts of a token
 TARGETS = {8: 1.0, 64: 1.5}
-"""Speed of the grouped experts that is required on the CPU, as a multiple of the loop's, by number of experts."""
+"""Speed of the grouped experts that is required, as a multiple of the loop's, by number of experts."""
 
 
 class ExpertsBenchmark(Benchmark):
@@ -39,9 +39,6 @@ class ExpertsBenchmark(Benchmark):
 
     experts: NonEmpty[PositiveInt] = (8, 64)
     """Experts of the layer (with --learning the first value is used)."""
-
-    per_token: PositiveInt = 2
-    """Experts of a token."""
 
     tokens: PositiveInt = 1024
     """Number of tokens."""
@@ -52,14 +49,8 @@ class ExpertsBenchmark(Benchmark):
     width: PositiveInt = 4096
     """Total width of a layer's experts: more experts are narrower ones (Dai et al. 2024, "DeepSeekMoE")."""
 
-    precision: BenchPrecision = "fp32"
-    """fp32 or bf16."""
-
     repeats: PositiveInt = 15
     """Measurements of each, in turns; medians count."""
-
-    device: str = "auto"
-    """auto, cpu or cuda."""
 
     learning: bool = False
     """Instead train a dense model and a Switch model with the same FLOPs per token; exit code 1 if Switch does not
@@ -80,34 +71,31 @@ class ExpertsBenchmark(Benchmark):
 
     def run(self, console: Console, notify: Notify) -> bool:
         if self.learning:
-            reject_unused(self, ("per_token", "tokens", "hidden", "width", "precision", "repeats", "device"),
+            reject_unused(self, ("tokens", "hidden", "width", "repeats"),
                           "it configures the measurement that --learning replaces")
             return self.compare_learning(console, notify)
         reject_unused(self, ("seeds", "steps", "shape", "out"), "it needs --learning")
-        device = pick_device(self.device)
-        if self.per_token > min(self.experts):
-            raise UsageError(f"bench experts --per-token {self.per_token}: more than --experts {min(self.experts)}.")
+        if min(self.experts) < PER_TOKEN:
+            raise UsageError(f"bench experts --experts {min(self.experts)}: a token goes to {PER_TOKEN} of them.")
         if uneven := [count for count in self.experts if self.width % count]:
             raise UsageError(f"bench experts --width {self.width} is not a multiple of --experts {uneven[0]}.")
-        tune_process(products=device.type == "cpu")  # for both, as in training
-        timings = [self.measure(count, device) for count in self.experts]
-        title = f"{self.tokens} tokens, k {self.per_token}, h {self.hidden}, {self.precision} on {device.type}"
+        tune_process()  # for both, as in training
+        timings = [self.measure(count) for count in self.experts]
+        title = f"{self.tokens} tokens, k {PER_TOKEN}, h {self.hidden}, fp32"
         console.print(make_table(title, timings))
         return all_met(timings)
 
-    def measure(self, count: int, device: torch.device) -> Row:
+    def measure(self, count: int) -> Row:
         """Time a forward and backward of both in turns, router included, on the same weights and tokens. The difference
         is the largest of outputs and gradients, relative to the largest of each."""
         shape = model_shape("tiny").model_copy(update={
-            "hidden": self.hidden, "experts": Experts(count=count, per_token=self.per_token, ffn=self.width // count),
+            "hidden": self.hidden, "experts": Experts(count=count, per_token=PER_TOKEN, ffn=self.width // count),
         })
         generator = torch.Generator().manual_seed(0)
         layer = MoE(shape, 0)
         for parameter in layer.parameters():
             parameter.data = torch.randn(parameter.shape, generator=generator) * 0.05
-        layer.to(device, DTYPES[self.precision])
-        x, gradient = (torch.randn(1, self.tokens, self.hidden, generator=generator).to(device, DTYPES[self.precision])
-                       for _ in range(2))  # [1, s, h]
+        x, gradient = (torch.randn(1, self.tokens, self.hidden, generator=generator) for _ in range(2))  # [1, s, h]
         x.requires_grad_()
         experts = layer.experts
         assert experts.gate is not None, "the experts of the llama family are gated"
@@ -123,14 +111,12 @@ class ExpertsBenchmark(Benchmark):
             y = forward[kind]()
             results[kind] = (y.detach(), *torch.autograd.grad(y, [x, layer.router.weight, *weights[kind]], gradient))
 
-        seconds = time_in_turns(
-            {kind: partial(step, kind) for kind in forward}, self.repeats, warmup=2, device=device
-        )
+        seconds = time_in_turns({kind: partial(step, kind) for kind in forward}, self.repeats, warmup=2)
         stacked = [*results["loop"][:3], *(torch.stack(results["loop"][3 + part :: 3]) for part in range(3))]
         difference = max(float((a - b).abs().max() / b.abs().max())
                          for a, b in zip(results["grouped"], stacked, strict=True))
         ratios = [slow / fast for fast, slow in zip(seconds["grouped"], seconds["loop"], strict=True)]
-        target = TARGETS.get(count) if device.type == "cpu" else None
+        target = TARGETS.get(count)
         return {
             "experts": count, "width": self.width // count, "loop ms": 1e3 * median(seconds["loop"]),
             "grouped ms": 1e3 * median(seconds["grouped"]), "loop / grouped": median(ratios),

@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import PositiveInt
 from rich.console import Console
 
 from shoal.base.files import check_writable
@@ -45,9 +45,6 @@ class FailoverBenchmark(Benchmark):
     trials: PositiveInt = 5
     """Losses of each: a rank is killed in a backward at a random step."""
 
-    seed: NonNegativeInt = 0
-    """Seed of the steps and ranks."""
-
     out: Path | None = None
     """File for the results (.csv or .json)."""
 
@@ -80,7 +77,7 @@ class FailoverBenchmark(Benchmark):
             "train": {"steps": STEPS, "global_batch": ranks}, "checkpoint": {"every": SAVE_EVERY},
             "failover": {"node_ranks": 1} | RECOVERIES[recovery],
         })  # fmt: skip
-        found = chaos(config, trials=self.trials, faults="kill-backward", seed=self.seed)
+        found = chaos(config, trials=self.trials, faults="kill-backward")
         seconds = [each for trial in found.trials for each in trial.seconds]
         low, high = quartiles(seconds) if seconds else (None, None)
         lost = [steps for trial in found.trials for steps in trial.lost]

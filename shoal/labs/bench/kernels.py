@@ -22,6 +22,7 @@ from shoal.labs.bench.race import Step, time_in_turns
 from shoal.labs.bench.step.workload import DTYPES, BenchPrecision, MatmulWorkload
 
 KERNELS: tuple[Kernel, ...] = ("sdpa", "explicit")
+HEADS, HEAD_DIM = 8, 32
 
 
 class AttentionBenchmark(Benchmark):
@@ -32,12 +33,6 @@ class AttentionBenchmark(Benchmark):
 
     tokens: PositiveInt = 2048
     """Total tokens, in sequences of each length."""
-
-    heads: PositiveInt = 8
-    """Query and key heads."""
-
-    head_dim: PositiveInt = 32
-    """Width of one head."""
 
     repeats: PositiveInt = 7
     """Measurements of each; the median counts."""
@@ -58,7 +53,7 @@ class AttentionBenchmark(Benchmark):
     def measure(self, length: int, precision: BenchPrecision, device: torch.device) -> Row:
         """Time both kernels in turns, on all tokens in sequences of one length (at least one sequence). The difference
         is the largest of the outputs, relative to the largest output."""
-        shape = (max(1, self.tokens // length), self.heads, length, self.head_dim)
+        shape = (max(1, self.tokens // length), HEADS, length, HEAD_DIM)
         generator = torch.Generator().manual_seed(0)
         q, k, v, gradient = (torch.randn(shape, generator=generator).to(device, DTYPES[precision]) for _ in range(4))
         inputs = [x.requires_grad_() for x in (q, k, v)]

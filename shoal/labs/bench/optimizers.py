@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from pydantic import PositiveInt
@@ -16,18 +16,16 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from shoal.base.boxes import Box
-from shoal.base.errors import UsageError
 from shoal.base.section import NonEmpty
 from shoal.engine.device import tune_process
 from shoal.engine.kernels.adam8bit import WIDTH, dynamic_map
-from shoal.engine.models.products import by_mkl
 from shoal.engine.optim.build import COMPILED, RULES, build, weight_decay
 from shoal.engine.optim.shards import Shard, ShardPart, Shards
 from shoal.engine.optim.sophia import Sophia
 from shoal.labs.bench.benchmark import Benchmark, Notify, Row, choose_names, make_table
 from shoal.labs.bench.race import quartiles, time_in_turns
 from shoal.planning.cost.parameters import StagePart, list_units
-from shoal.spec.catalog import ModelShape, model_shape
+from shoal.spec.catalog import model_shape
 from shoal.spec.config import OptimizerConfig
 from shoal.spec.layout import Layout
 
@@ -64,62 +62,41 @@ class OptimizersBenchmark(Benchmark):
     parameters: NonEmpty[PositiveInt] = (10_000_000,)
     """Numbers of parameters."""
 
-    model: str | None = None
-    """Model without experts, of which enough layers are taken; default: llama layers, 512 wide, or 1024 from 50 million
-    parameters."""
-
     turns: PositiveInt = 9
     """Updates of each variant, in turns; medians count."""
 
-    threads: PositiveInt = 1
-    """CPU threads."""
-
-    products: Literal["equal", "torch"] = "equal"
-    """Library of matrix products of the baselines: shoal's choice, or torch's default."""
-
     def run(self, console: Console, notify: Notify) -> bool:
         rules = choose_names(self.rules, sorted(RULES), "bench optimizers --rules")
-        shape = None if self.model is None else model_shape(self.model)
-        if shape is not None and shape.experts:
-            raise UsageError(f"bench optimizers --model {self.model}: it has experts; choose a model without.")
         tune_process()
-        torch.set_num_threads(self.threads)
+        torch.set_num_threads(1)
         timings = []
         for count in self.parameters:
             for rule in rules:
                 notify(f"{rule}, {count:,} parameters")
-                shapes = choose_shapes(count, shape)
-                timings.append(measure(rule, shapes, self.turns, products=self.products == "equal"))
-        title = f"one update on {self.threads} threads: shoal's on the flat shard, torch's by tensor"
+                timings.append(measure(rule, choose_shapes(count), self.turns))
+        title = "one update on one thread: shoal's on the flat shard, torch's by tensor"
         console.print(make_table(title, [row for rows in timings for row in rows]))
-        if self.products == "torch":
-            console.print("The baselines use torch's default library of matrix products.")
         return all(any(row["met"] for row in rows) for rows in timings)
 
 
-def choose_shapes(parameters: int, model: ModelShape | None = None) -> dict[str, tuple[int, ...]]:
-    """Return the shapes, by name, of enough layers of a model (default: of a narrow llama) for a number of
-    parameters."""
-    if model is None:
-        hidden = 1024 if parameters >= 50_000_000 else 512
-        sizes = {"hidden": hidden, "ffn": 11 * hidden // 4, "heads": 8, "kv_heads": 8, "head_dim": hidden // 8}
-        model = model_shape("tiny").model_copy(update=sizes)
+def choose_shapes(parameters: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes, by name, of enough layers of a llama, 512 or 1024 wide, for a number of parameters."""
+    hidden = 1024 if parameters >= 50_000_000 else 512
+    sizes = {"hidden": hidden, "ffn": 11 * hidden // 4, "heads": 8, "kv_heads": 8, "head_dim": hidden // 8}
+    model = model_shape("tiny").model_copy(update=sizes)
     (layer,) = list_units(model, Layout(), StagePart(range(1), first=False, last=False))
     layers = -(-parameters // sum(math.prod(parameter.global_shape) for parameter in layer))
     units = list_units(model, Layout(), StagePart(range(layers), first=False, last=False))
     return {parameter.name: parameter.global_shape for unit in units for parameter in unit}
 
 
-def measure(rule: str, shapes: dict[str, tuple[int, ...]], turns: int, *, products: bool = True) -> list[Row]:
-    """Time one update of each variant in each turn; return a row for each variant of shoal. With ``products`` the
-    baselines use shoal's library of matrix products, otherwise torch's default."""
+def measure(rule: str, shapes: dict[str, tuple[int, ...]], turns: int) -> list[Row]:
+    """Time one update of each variant in each turn; return a row for each variant of shoal."""
     config = OptimizerConfig.model_validate({"name": rule, "hessian_every": 10**9})
     ours = {"eager": partial(build_flat, config, shapes)}
     if rule in COMPILED:
         ours["compiled"] = partial(build_flat, config, shapes, compile=True)
-    baselines = {
-        way: partial(build_baseline, config, shapes, way, products=products) for way in baseline_names(rule)
-    }
+    baselines = {way: partial(build_baseline, config, shapes, way) for way in baseline_names(rule)}
     builders = ours | baselines
     seconds: dict[str, list[float]] = {name: [] for name in builders}
     # The variant that allocates first was up to a tenth slower, so each side comes first in half of the turns.
@@ -165,9 +142,7 @@ def baseline_names(rule: str) -> tuple[str, ...]:
     return ("fused", "foreach") if rule in FUSED else ("plain loop",)
 
 
-def build_baseline(
-    config: OptimizerConfig, shapes: dict[str, tuple[int, ...]], way: str, *, products: bool = True
-) -> Update:
+def build_baseline(config: OptimizerConfig, shapes: dict[str, tuple[int, ...]], way: str) -> Update:
     """Build an update of a baseline on its own copy of the parameters, as tensors."""
     sizes = [math.prod(shape) for shape in shapes.values()]
     weights, gradients = (
@@ -184,7 +159,7 @@ def build_baseline(
             optimizer.step()
             return weights
 
-        return update if products else by_mkl()(update)
+        return update
     loop = {"sage": _sage, "sophia-g": _sophia, "sophia-h": _sophia, "muon": _muon, "adam8bit": _adam8bit}[config.name]
     states: list[dict[str, Tensor]] = [{} for _ in sizes]
     steps = itertools.count(1)
@@ -196,7 +171,7 @@ def build_baseline(
             one(w, g, state, step, weight_decay(config, "", tuple(w.shape)), config)
         return weights
 
-    return update_by_loop if products else by_mkl()(update_by_loop)
+    return update_by_loop
 
 
 def build_torch(config: OptimizerConfig, parameters: Iterable[nn.Parameter], way: str) -> torch.optim.Optimizer:

@@ -203,11 +203,7 @@ def run_race(race: Race, turns: int, steps: int, warmup: int, notify: Notify) ->
 def take_turns(
     variants: Sequence[Variant], turns: int, steps: int, warmup: int, notify: Notify
 ) -> list[VariantResult]:
-    """Train variants in turns of some steps, each in its own processes, after at least one untimed step of warm-up.
-
-    Raises:
-        RaceError: a variant failed.
-    """
+    """Train variants in turns of some steps, each in its own processes, after at least one untimed step of warm-up."""
     results = [VariantResult(variant) for variant in variants]
     with ExitStack() as stack:
         notify(f"starting {len(results)} variants")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 
 import torch
@@ -12,17 +12,13 @@ from torch import Tensor
 
 from shoal.labs.collectives.description import VECTORS, Description, even
 
-Reduction = Callable[..., Tensor]
-"""How a received tensor is combined with the rank's own: `torch.add`, `torch.mul`, `torch.minimum`, `torch.maximum`."""
-
 PIECE_BYTES = 2 << 20  # largest message of a piece; while one piece is added, the next is in flight
 MOST_PIECES = 4
 
 
 def run_vector(
-    description: Description, x: Tensor, group: dist.ProcessGroup, reduction: Reduction = torch.add, *,
-    pieces: int | None = None,
-) -> Tensor:  # fmt: skip
+    description: Description, x: Tensor, group: dist.ProcessGroup, *, pieces: int | None = None
+) -> Tensor:
     """Broadcast, reduce or all-reduce contiguous ``x`` in place; a reduce leaves partial sums elsewhere.
 
     A large vector is cut into pieces. Each runs the algorithm independently, one step after the piece before it, so
@@ -49,16 +45,13 @@ def run_vector(
         pieces = min(MOST_PIECES, max(1, math.ceil(bytes_sent / PIECE_BYTES)))
     blocks = range(description.blocks)
     _interleave(
-        _execute(description, _BlockBuffer(part, blocks, even(part.numel(), len(blocks))), group, reduction, tag)
+        _execute(description, _BlockBuffer(part, blocks, even(part.numel(), len(blocks))), group, tag)
         for tag, part in enumerate(flat.split(even(flat.numel(), pieces)))
     )
     return x
 
 
-def run_blocks(
-    description: Description, x: Tensor, sizes: Sequence[int], group: dist.ProcessGroup,
-    reduction: Reduction = torch.add,
-) -> Tensor:  # fmt: skip
+def run_blocks(description: Description, x: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:
     """Scatter, gather, all-gather, reduce-scatter or all-to-all with blocks of any sizes, empty ones too.
 
     Args:
@@ -83,7 +76,7 @@ def run_blocks(
     held = sorted(received.union(given))
     buffer = _BlockBuffer(x.new_empty(sum(sizes[block] for block in held)), held, [sizes[block] for block in held])
     buffer.store(given, x)
-    _interleave([_execute(description, buffer, group, reduction)])
+    _interleave([_execute(description, buffer, group)])
     return buffer.load(wanted)
 
 
@@ -115,18 +108,18 @@ class _BlockBuffer:
         views = self.views(blocks)
         return views[0] if len(views) == 1 else torch.cat(views) if views else self.flat[:0]
 
-    def store(self, blocks: Sequence[int], values: Tensor, reduction: Reduction | None = None) -> None:
-        """Write the blocks from one flat tensor, or reduce it into them."""
+    def store(self, blocks: Sequence[int], values: Tensor, *, add: bool = False) -> None:
+        """Write the blocks from one flat tensor, or add it to them."""
         views = self.views(blocks)
         for view, part in zip(views, values.split([view.numel() for view in views]) if views else (), strict=True):
-            if reduction is None:
-                view.copy_(part)
+            if add:
+                view.add_(part)
             else:
-                reduction(view, part, out=view)
+                view.copy_(part)
 
 
 def _execute(
-    description: Description, buffer: _BlockBuffer, group: dist.ProcessGroup, reduction: Reduction, tag: int = 0
+    description: Description, buffer: _BlockBuffer, group: dist.ProcessGroup, tag: int = 0
 ) -> Iterator[None]:
     """Execute one rank's part of a description, and yield in each round while its messages are in flight.
 
@@ -158,7 +151,7 @@ def _execute(
         for work in works:
             work.wait()
         if receive and arrived is not None:
-            buffer.store(receive.blocks, arrived, reduction if receive.reduce else None)
+            buffer.store(receive.blocks, arrived, add=receive.reduce)
 
 
 def _interleave(executions: Iterable[Iterator[None]]) -> None:

@@ -20,11 +20,7 @@ class CompatibilityOptions(Section):
 
 
 def explain(options: CompatibilityOptions, console: Console) -> None:
-    """Print the matrix, or one technique's part of it.
-
-    Raises:
-        UsageError: unknown technique.
-    """
+    """Print the matrix, or one technique's part of it."""
     if options.technique and options.technique not in TECHNIQUES:
         raise UsageError(
             f"--technique {options.technique!r}: unknown; {did_you_mean(options.technique, TECHNIQUES)}"

@@ -80,11 +80,7 @@ class RingOrder(NamedTuple):
 
 
 def explain(options: ContextOptions, console: Console) -> Callable[[], str]:
-    """Print which rank has and computes what. Returns a function that draws it.
-
-    Raises:
-        UsageError: ranks, heads and tokens do not fit each other.
-    """
+    """Print which rank has and computes what. Returns a function that draws it."""
     shape, s = model_shape(options.model), options.sequence_length
     layout = Layout(cp=options.ranks, ulysses=options.ulysses, cp_order=options.order)
     check_layout(layout, shape, global_batch=1, sequence_length=s)

@@ -82,11 +82,7 @@ class NetworkOptions(Section):
 
 
 def check_network(options: NetworkOptions, topologies: tuple[str, ...], more: dict[str, tuple[str, ...]]) -> None:
-    """Reject an unknown topology, and options that it does not use by `READ_BY` and ``more``.
-
-    Raises:
-        UsageError: names the first such option.
-    """
+    """Reject an unknown topology, and options that it does not use by `READ_BY` and ``more``."""
     if options.topology not in topologies:
         raise UsageError(f"--topology {options.topology}: {did_you_mean(options.topology, topologies)}")
     for name, readers in {**READ_BY, **more}.items():
@@ -95,11 +91,7 @@ def check_network(options: NetworkOptions, topologies: tuple[str, ...], more: di
 
 
 def build_network(options: NetworkOptions, ranks: int, shape: tuple[int, ...]) -> Topology:
-    """Build the topology that the options name; ``shape`` is that of a torus.
-
-    Raises:
-        UsageError: the ranks do not divide into nodes.
-    """
+    """Build the topology that the options name; ``shape`` is that of a torus."""
     wire, per_node = options.wire, options.ranks_per_node(ranks)
     gamma = 3 / accelerator(options.accelerator).memory_bandwidth  # reads two numbers and writes one
     match options.topology:

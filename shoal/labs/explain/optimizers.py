@@ -116,9 +116,6 @@ class OptimizersOptions(Section):
     steps: PositiveInt = 60
     """Number of steps."""
 
-    momentum: float = 0.9
-    """Momentum of momentum, nesterov and muon, from 0 to below 1."""
-
     model: str = "llama-3-8b"
     """A model of the catalog, whose states are counted."""
 
@@ -131,12 +128,10 @@ class OptimizersOptions(Section):
 
 def explain(options: OptimizersOptions, console: Console) -> Callable[[], str]:
     """Print the tables. Returns a function that draws the charts."""
-    if not 0 <= options.momentum < 1:
-        raise UsageError(f"--momentum {options.momentum}: must be from 0 to below 1.")
     if options.precision not in FORMATS:
         raise UsageError(f"--precision {options.precision}: {did_you_mean(options.precision, FORMATS)}")
     memory = bytes_per_parameter(options.model, options.precision)
-    groups = trace_rules(options.steps, options.momentum)
+    groups = trace_rules(options.steps)
     console.print(_make_loss_table(groups, options.steps), "")
     rows = [(name, f"{size:.3f}") for name, size in memory.items()]
     title = f"states of {options.model}, {options.precision}"
@@ -178,7 +173,7 @@ class TracedRule(NamedTuple):
     paths: list[RulePath]
 
 
-def trace_rules(steps: int, momentum: float) -> list[list[TracedRule]]:
+def trace_rules(steps: int) -> list[list[TracedRule]]:
     """Trace the rules of each of `GROUPS`, each with the rate of `RATES` that has the least mean loss in the valley."""
     def total_loss(config: OptimizerConfig) -> float:
         return sum(min(loss, 1e9) for loss in walk(SURFACES[0], config, steps).losses)
@@ -188,7 +183,7 @@ def trace_rules(steps: int, momentum: float) -> list[list[TracedRule]]:
         rules = []
         for name in names:
             best = min((OptimizerConfig(
-                name="momentum" if name == "nesterov" else name, nesterov=name == "nesterov", momentum=momentum,
+                name="momentum" if name == "nesterov" else name, nesterov=name == "nesterov", momentum=0.9,
                 weight_decay=0.0, hessian_every=1, hessian_scale=1.0, learning_rate=rate,
             ) for rate in RATES), key=total_loss)  # fmt: skip
             rules.append(TracedRule(name, best.learning_rate, [walk(surface, best, steps) for surface in SURFACES]))

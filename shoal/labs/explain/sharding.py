@@ -118,11 +118,7 @@ def study_sharding(text: str, options: ShardingOptions) -> ShardingStudy:
 
 
 def explain(text: str, options: ShardingOptions, console: Console) -> Callable[[], str]:
-    """Print the explanation. Returns a function that draws it.
-
-    Raises:
-        UsageError: a malformed expression, or bad options.
-    """
+    """Print the explanation. Returns a function that draws it."""
     study = study_sharding(text, options)
     expression, plan = study.expression, study.search
     mesh, sizes = plan.mesh, plan.sizes

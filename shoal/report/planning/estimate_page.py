@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import accumulate
 from pathlib import Path
@@ -82,17 +82,29 @@ def roofline(estimate: Estimate) -> str:
     machine = estimate.run.cluster.accelerator
     peak, bandwidth = estimate.peak, machine.memory_bandwidth
     wide = machine.dense_flops(KINDS[estimate.run.policy.compute.name])  # of the head, if layers are in 8 bits
-    corner = peak / bandwidth
-    series = {f"ridge {corner:.0f} FLOPs/byte": [(0.1, 0.1 * bandwidth), (corner, peak), (1e5, peak)]}
-    for name, work in operations(estimate).items():
-        rate = min(wide if name == "head" else peak, work.intensity * bandwidth)
-        series[f"{name} {work.intensity:,.{0 if work.intensity >= 100 else 1}f}"] = [(work.intensity, rate)]
-    figure, (axes,) = new_figure(PAGE_WIDTH, 330)
-    draw_lines(
-        axes, "Roofline of one layer's operations", series, dots=True,
-        x=("FLOPs per byte of memory", lambda x: f"{x:g}"), y=("FLOP/s, by the data sheet", lambda y: f"{y:.0e}"),
-    )  # fmt: skip
-    return to_svg(figure, inline=True)
+    points = {
+        name: (work.intensity, min(wide if name == "head" else peak, work.intensity * bandwidth))
+        for name, work in operations(estimate).items()
+    }
+    return draw_roofline(points, peak, bandwidth, "Roofline of one layer's operations", inline=True)
+
+
+def draw_roofline(
+    points: Mapping[str, tuple[float, float]], peak: float, bandwidth: float, title: str, *, inline: bool = False
+) -> str:
+    """Draw a roofline and operations on it, or under it where they were measured.
+
+    Args:
+        points: FLOPs per byte and FLOP/s by name.
+        inline: for use in a page.
+    """
+    ridge = peak / bandwidth
+    series = {f"ridge {ridge:,.3g} FLOPs/byte": [(ridge / 1000, peak / 1000), (ridge, peak), (100 * ridge, peak)]}
+    series |= {f"{name}: {point[0]:,.3g}": [point] for name, point in points.items()}
+    figure, (axes,) = new_figure(PAGE_WIDTH, 380)
+    draw_lines(axes, title, series, dots=True, x=("FLOPs per byte of memory", lambda x: f"{x:g}"),
+               y=("FLOP/s", lambda y: f"{y:.0e}"))  # fmt: skip
+    return to_svg(figure, inline=inline)
 
 
 def write_memory_page(path: Path, estimate: Estimate, counted: Counted, measured: Counted | None) -> None:

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
 
 from shoal.base.errors import UsageError
@@ -17,8 +16,8 @@ from shoal.labs.bench.learning.experiment import TrainedRun
 
 @pytest.mark.parametrize("count", [2, 5])
 def test_a_loop_over_experts_computes_the_same(count: int) -> None:
-    benchmark = ExpertsBenchmark(per_token=2, tokens=24, hidden=8, width=6 * count, repeats=1)
-    found = benchmark.measure(count, torch.device("cpu"))
+    benchmark = ExpertsBenchmark(tokens=24, hidden=8, width=6 * count, repeats=1)
+    found = benchmark.measure(count)
     assert found["difference"] < 1e-5
     assert found["loop ms"] > 0 and found["grouped ms"] > 0
 
@@ -33,7 +32,7 @@ def test_the_median_of_the_turns_ratios_meets_the_target(
         return {"grouped": grouped, "loop": [2.0, 2.0, 1.5]}
 
     monkeypatch.setattr(experts, "time_in_turns", measured)
-    found = ExpertsBenchmark(tokens=24, hidden=8, width=48).measure(8, torch.device("cpu"))
+    found = ExpertsBenchmark(tokens=24, hidden=8, width=48).measure(8)
     assert found["target"] == 1.0 and found["met"] is met
 
 

@@ -74,7 +74,6 @@ def test_the_command(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--momentum", "1"], "from 0 to below 1"),
         (["--precision", "bf17"], "did you mean 'bf16'?"),
         (["--model", "llama-3-9b"], "llama-3-8b"),
         (["--out", "x.pdf"], "ending in .svg"),

@@ -65,11 +65,7 @@ def _copy(x: Tensor, y: Tensor, non_blocking: bool = False) -> Tensor:
 
 
 def _cut_gradients(program: ExportedProgram) -> None:
-    """Detach tensors read under `torch.no_grad`, or passed to `detach_`: a functional program knows neither.
-
-    Raises:
-        UsageError: a tensor with a gradient is written to past autograd.
-    """
+    """Detach tensors read under `torch.no_grad`, or passed to `detach_`: a functional program knows neither."""
     graph = program.graph_module.graph
     place = {node: i for i, node in enumerate(graph.nodes)}
     for node in [node for node in graph.nodes if node.target is aten.detach_.default]:

@@ -148,12 +148,24 @@ class StepRunner:
             before.read()
 
 
-def measure_point(setting: GpuSetting, point: RunPoint, trace: bool = False) -> Row:
-    """Time steps of a run; return its MFU, its kernels, its peak memory, and the estimates of both.
+def describe_rates(setting: GpuSetting, point: RunPoint, step: float, attained: float) -> Row:
+    """Describe a step of some seconds, given the FLOP/s of the products of one layer.
 
     MFU counts attention in full, as the rest of shoal does, and in its causal half. "% of products" is the second over
-    the rate of the products of one layer, measured just before.
+    the rate of the products.
     """
+    shape = check(point.config)
+    full = point.tokens * shape.flops_per_token(point.sequence)
+    causal = full - point.tokens * 6 * shape.layers * shape.heads * shape.head_dim * point.sequence
+    return {
+        "step ms": 1e3 * step, "TFLOP/s": full / step / 1e12,
+        "MFU %": setting.share_of_peak(full / step, "bf16"), "causal %": setting.share_of_peak(causal / step, "bf16"),
+        "% of products": 100 * causal / step / attained,
+    }
+
+
+def measure_point(setting: GpuSetting, point: RunPoint, trace: bool = False) -> Row:
+    """Time steps of a run; return its MFU, its kernels, its peak memory, and the estimates of both."""
     device, shape = setting.torch_device, check(point.config)
     attained = attained_flops(shape, point.batch * point.sequence, device)
     if not setting.rehearsal:
@@ -166,13 +178,9 @@ def measure_point(setting: GpuSetting, point: RunPoint, trace: bool = False) -> 
         (None, None) if setting.rehearsal else (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
     )
     busy, launches = profile_step(engine, setting, 999, setting.out / "trace.json.gz" if trace else None)
-    full = point.tokens * shape.flops_per_token(point.sequence)
-    causal = full - point.tokens * 6 * shape.layers * shape.heads * shape.head_dim * point.sequence
-    estimate = point.estimate(setting)
+    estimate, rates = point.estimate(setting), describe_rates(setting, point, step, attained)
     return {
-        "step ms": 1e3 * step, "TFLOP/s": full / step / 1e12,
-        "MFU %": setting.share_of_peak(full / step, "bf16"), "causal %": setting.share_of_peak(causal / step, "bf16"),
-        "% of products": 100 * causal / step / attained,
+        **rates,
         "kernels ms": 1e3 * busy, "host-bound %": max(0.0, 100 * (1 - busy / step)), "launches": launches,
         "estimated ms": 1e3 * estimate.step_seconds,
         "allocated GB": allocated and allocated / 1e9, "estimated GB": estimate.fullest.allocated / 1e9,
@@ -181,7 +189,7 @@ def measure_point(setting: GpuSetting, point: RunPoint, trace: bool = False) -> 
             "microbatches": point.microbatches, "tokens/s": point.tokens / step, "seconds": seconds,
             "attained_flops": attained,
             "reserved GB": reserved and reserved / 1e9, "estimated reserved GB": estimate.fullest.reserved / 1e9,
-            "% of fp8 peak": setting.share_of_peak(full / step, "fp8") if engine.float8 else None,
+            "% of fp8 peak": setting.share_of_peak(1e12 * rates["TFLOP/s"], "fp8") if engine.float8 else None,
         },
     }  # fmt: skip
 

@@ -17,7 +17,7 @@ from shoal.engine.device import init_world
 from shoal.engine.models.transformer import Transformer, initialise
 from shoal.labs.bench.benchmark import Row
 from shoal.labs.bench.gpu.ceilings import attained_flops
-from shoal.labs.bench.gpu.engine_run import RunPoint, time_each
+from shoal.labs.bench.gpu.engine_run import RunPoint, describe_rates, time_each
 from shoal.labs.bench.gpu.item import GpuSetting, attempt
 from shoal.spec.catalog import ModelShape
 from shoal.training.check import check
@@ -46,13 +46,8 @@ def time_rival(setting: GpuSetting, name: str, point: RunPoint) -> Iterator[Row]
             optimizer.zero_grad(set_to_none=True)
 
         seconds = median(time_each(step, setting))
-        full = point.tokens * shape.flops_per_token(point.sequence)
-        causal = full - point.tokens * 6 * shape.layers * shape.heads * shape.head_dim * point.sequence
         return {
-            "step ms": 1e3 * seconds, "tokens/s": point.tokens / seconds, "TFLOP/s": full / seconds / 1e12,
-            "MFU %": setting.share_of_peak(full / seconds, "bf16"),
-            "causal %": setting.share_of_peak(causal / seconds, "bf16"),
-            "% of products": 100 * causal / seconds / attained,
+            "tokens/s": point.tokens / seconds, **describe_rates(setting, point, seconds, attained),
             "allocated GB": None if setting.rehearsal else torch.cuda.max_memory_allocated() / 1e9,
         }
 

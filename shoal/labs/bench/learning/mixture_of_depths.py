@@ -4,7 +4,6 @@ the FLOPs they save."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
 
 from pydantic import Field, PositiveInt
 from rich.console import Console
@@ -27,9 +26,6 @@ class DepthsBenchmark(Experiment):
 
     capacity: float = Field(0.25, gt=0, le=1)
     """Fraction of the tokens that pass through every other layer."""
-
-    weight: Literal["score", "sigmoid"] = "score"
-    """Factor of such a layer's output, as in model.depths."""
 
     steps: PositiveInt = 800
     """Steps of each run; the shorter dense run takes as many as cost the FLOPs of the layers that take some tokens."""
@@ -65,11 +61,11 @@ class DepthsBenchmark(Experiment):
         the total FLOPs of "as deep", with its own learning-rate schedule.
         """
 
-        def build(layers: int, steps: int, depths: dict[str, float | str]) -> RunConfig:
+        def build(layers: int, steps: int, depths: dict[str, float]) -> RunConfig:
             model = {"layers": layers, "hidden": 48, "heads": 4, "ffn": 128, "depths": depths}
             return build_run(model, seed=seed, steps=steps, micro_batch=BATCH, learning_rate=4e-3)
 
-        depths: dict[str, float | str] = {"capacity": self.capacity, "weight": self.weight}
+        depths: dict[str, float] = {"capacity": self.capacity}
         dense, layers = build(LAYERS, self.steps, {}), LAYERS
         if kind == DENSE:
             return dense

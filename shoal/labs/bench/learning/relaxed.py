@@ -41,6 +41,7 @@ FAMILIES = {
     "parameter server, Hogwild!": ("ps-bsp", "ps-ssp", "ps-async", "hogwild"),
 }
 REFERENCE = "all-reduce"
+PACE = 0.04  # seconds: minimum compute time of a step, by sleeping
 METHODS = (REFERENCE, *(method for methods in FAMILIES.values() for method in methods))
 OVER_LINKS = tuple(method for method in METHODS if method not in UNSYNCHRONISED)
 """Methods whose ranks send data to each other."""
@@ -64,11 +65,8 @@ class RelaxedBenchmark(Experiment):
     ranks: PositiveInt = 4
     """Replicas, each a rank of one thread."""
 
-    pace: NonNegativeFloat = 0.04
-    """Minimum compute time of a step in seconds, by sleeping."""
-
     straggler: PositiveFloat = 3.0
-    """Multiple of that time for the last rank; 1 for no straggler."""
+    """Compute time of the last rank's steps, as a multiple of the others'; 1 for no straggler."""
 
     link_gbs: NonNegativeFloat = 0.0
     """GB/s of a simulated network between the replicas (testing.link_gbs), without the methods that share memory; 0 for
@@ -141,7 +139,7 @@ class RelaxedBenchmark(Experiment):
                 "relaxed": relaxed,
                 "data": {"sampler": "pool" if sync in POOLED else "even"},
                 "train": {"global_batch": 2 * self.ranks, "validate_every": 0, "threads": 1},
-                "testing": {"min_step_seconds": self.pace, "straggler": slow, "link_gbs": self.link_gbs},
+                "testing": {"min_step_seconds": PACE, "straggler": slow, "link_gbs": self.link_gbs},
                 "checkpoint": {"every": 0},
                 "metrics": {"log_every": 10, "tensorboard": False},
             },

@@ -27,11 +27,7 @@ class AcceleratorsOptions(Section):
 
 
 def explain(options: AcceleratorsOptions, console: Console) -> None:
-    """Print the table of all accelerators, or all that is known about some.
-
-    Raises:
-        UsageError: a name that is not in the catalog, or more than fit beside each other.
-    """
+    """Print the table of all accelerators, or all that is known about some."""
     if len(options.names) > MOST:
         raise UsageError(f"--names: {len(options.names)} accelerators; at most {MOST} fit side by side.")
     chosen = [accelerator(name) for name in options.names]

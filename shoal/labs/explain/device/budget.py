@@ -27,6 +27,8 @@ from shoal.spec.catalog import ModelShape, model_shape
 from shoal.spec.catalog.accelerators import Accelerator, accelerator
 from shoal.spec.catalog.clusters import Cluster, Node, cluster, link
 
+TEXT_BYTES = 5.0  # of a token: the 60 TB of 12e12 tokens
+
 
 class BudgetOptions(Section):
     """Days, dollars and energy of a training on some devices.
@@ -69,9 +71,6 @@ class BudgetOptions(Section):
 
     axes: PositiveInt = 3
     """Axes of a torus over which FSDP communicates, both directions of each."""
-
-    text_bytes: PositiveFloat = 5.0
-    """Bytes of text of a token: 5 are the 60 TB of 12e12 tokens."""
 
     out: Path | None = None
     """Also draw the days over the number of devices to this file, .svg."""
@@ -187,7 +186,7 @@ def _work_rows(options: BudgetOptions, work: Work) -> Iterator[tuple[str, str]]:
     yield named, f"{work.flops:.3g}, {petaflop_days(work.flops):,.4g} petaFLOP/s-days"
     if work.tokens:
         ids = ", ".join(f"{show_bytes(work.tokens * size)} in {8 * size} bits" for size in (2, 4))
-        yield "tokens on disk", f"{show_bytes(work.tokens * options.text_bytes)} of text; as numbers {ids}"
+        yield "tokens on disk", f"{show_bytes(work.tokens * TEXT_BYTES)} of text; as numbers {ids}"
 
 
 def _cost_rows(training: FullTraining, machine: Accelerator, machines: Cluster) -> Iterator[tuple[str, str]]:

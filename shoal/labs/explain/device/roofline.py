@@ -22,8 +22,7 @@ from shoal.planning.cost.roofline import OperationCost, least_rows, matrix_produ
 from shoal.planning.describe import estimate
 from shoal.planning.estimate import Estimate
 from shoal.planning.run import KINDS
-from shoal.report.charts import draw_lines, new_figure, to_svg
-from shoal.report.planning.estimate_page import operations
+from shoal.report.planning.estimate_page import draw_roofline, operations
 from shoal.report.tables import text_table
 from shoal.spec.catalog import model_shape
 from shoal.spec.catalog.accelerators import Accelerator
@@ -85,12 +84,14 @@ def explain(options: RooflineOptions, console: Console) -> Callable[[], str]:
         console.print(f"one core of this machine, fp32: {speeds}", highlight=False)
         console.print(_table(points, peak, bandwidth, measured=True))
         console.print("Operands in a cache are read faster than the copies of main memory that the roof is made of.")
-        return partial(draw, points, peak, bandwidth, "Roofline of one core of this machine, measured")
+        return _draw(points, peak, bandwidth, "Roofline of one core of this machine, measured")
     found = _estimate(options)
     machine, policy = found.run.cluster.accelerator, found.run.policy
     peak, bandwidth, kind = found.peak, machine.memory_bandwidth, found.run.products
-    costs = _one_product(options, policy.compute.itemsize) if options.product else operations(found)
-    k, n = _sizes(options)[1:] if options.product else (found.run.shape.hidden, found.run.shape.ffn // options.tp)
+    costs, k, n = operations(found), found.run.shape.hidden, found.run.shape.ffn // options.tp
+    if options.product:
+        m, k, n = _sizes(options)
+        costs = {f"[{m}, {k}] x [{k}, {n}]": matrix_product(m, k, n, policy.compute.itemsize)}
     wide = {"head": machine.dense_flops(KINDS[policy.compute.name])}  # not in 8 bits
     points = {name: Placed(cost, min(wide.get(name, peak), cost.intensity * bandwidth)) for name, cost in costs.items()}
     where = f"{machine.name}, {kind}: {peak / 1e12:,.4g} TFLOP/s dense, {show_bytes(bandwidth)}/s"
@@ -99,7 +100,7 @@ def explain(options: RooflineOptions, console: Console) -> Callable[[], str]:
     console.print(f"[bold]{what}[/] on {where}", highlight=False)
     console.print(_table(points, peak, bandwidth))
     console.print(_facts(peak, machine, kind, k, n, policy.compute.itemsize))
-    return partial(draw, points, peak, bandwidth, f"Roofline of {machine.name}, {kind}")
+    return _draw(points, peak, bandwidth, f"Roofline of {machine.name}, {kind}")
 
 
 def _estimate(options: RooflineOptions) -> Estimate:
@@ -119,9 +120,9 @@ def _sizes(options: RooflineOptions) -> list[int]:
     return sizes
 
 
-def _one_product(options: RooflineOptions, itemsize: int) -> dict[str, OperationCost]:
-    m, k, n = _sizes(options)
-    return {f"[{m}, {k}] x [{k}, {n}]": matrix_product(m, k, n, itemsize)}
+def _draw(points: Mapping[str, Placed], peak: float, bandwidth: float, title: str) -> Callable[[], str]:
+    return partial(draw_roofline, {name: (cost.intensity, rate) for name, (cost, rate) in points.items()}, peak,
+                   bandwidth, title)  # fmt: skip
 
 
 def _table(points: Mapping[str, Placed], peak: float, bandwidth: float, *, measured: bool = False) -> Table:
@@ -182,15 +183,3 @@ def _time(step: Callable[[], object]) -> float:
             calls += 1
         found.append(spent / calls)
     return min(found)
-
-
-def draw(points: Mapping[str, Placed], peak: float, bandwidth: float, title: str) -> str:
-    """Draw the roofline and the operations on it, or under it where they were measured."""
-    ridge = peak / bandwidth
-    series = {f"ridge {ridge:,.3g} FLOPs/byte": [(ridge / 1000, peak / 1000), (ridge, peak), (100 * ridge, peak)]}
-    for name, (cost, rate) in points.items():
-        series[f"{name}: {cost.intensity:,.3g}"] = [(cost.intensity, rate)]
-    figure, (axes,) = new_figure(860, 380)
-    draw_lines(axes, title, series, dots=True, x=("FLOPs per byte of memory", lambda x: f"{x:g}"),
-               y=("FLOP/s", lambda y: f"{y:.0e}"))  # fmt: skip
-    return to_svg(figure)

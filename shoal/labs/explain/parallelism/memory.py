@@ -18,7 +18,7 @@ from rich.table import Table
 from shoal.base.section import Section
 from shoal.base.units import show_bytes
 from shoal.planning.cost.memory import activations
-from shoal.planning.cost.memory.saved import Saved, total
+from shoal.planning.cost.memory.saved import total
 from shoal.planning.cost.micro_batch import MicroBatch
 from shoal.planning.describe import estimate
 from shoal.planning.estimate import Estimate
@@ -109,7 +109,9 @@ def explain(options: MemoryOptions, console: Console) -> Callable[[], str]:
     console.print(f"[bold]{options.model}[/] on {where}, {batch}", highlight=False)
     console.print(_parts(found), "")
     saved = activations.layer(found.forward)
-    console.print(_activations(saved), "")
+    rows = [(tensor.what, tensor.shape, show_bytes(tensor.bytes)) for tensor in saved]
+    rows.append(("all of a layer", "", show_bytes(total(saved))))
+    console.print(text_table(("kept by a layer for backward", "", "of a rank"), rows, words=(0, 1)), "")
     console.print("A layer by what is recomputed: 34 + 5 a s/h of a GPT with stored scores, and what shoal keeps.")
     console.print(_modes(found))
     return partial(draw, found, f"Memory of {options.model}, {run.layout.describe()}")
@@ -127,12 +129,6 @@ def _parts(found: Estimate) -> Table:
     return text_table(("fullest rank", "bytes", "of the device"), rows)
 
 
-def _activations(saved: list[Saved]) -> Table:
-    rows = [(tensor.what, tensor.shape, show_bytes(tensor.bytes)) for tensor in saved]
-    rows += [("all of a layer", "", show_bytes(total(saved)))]
-    return text_table(("kept by a layer for backward", "", "of a rank"), rows, words=(0, 1))
-
-
 def _modes(found: Estimate) -> Table:
     """Compare the bytes of a layer in each recomputation: by the formula, and of shoal's two attention kernels."""
     run, rows = found.run, []
@@ -143,9 +139,10 @@ def _modes(found: Estimate) -> Table:
     return text_table(("", "formula", "shoal, explicit scores", "shoal, sdpa"), rows)
 
 
-def _kernels(found: Estimate) -> list[MicroBatch]:
+def _kernels(found: Estimate, s: int | None = None) -> list[MicroBatch]:
+    """Return the micro-batch with each attention kernel, and with another sequence length."""
     forward = found.forward
-    args = (forward.shape, forward.layout, forward.s, forward.itemsize)
+    args = (forward.shape, forward.layout, s or forward.s, forward.itemsize)
     return [MicroBatch(*args, "explicit", fused=forward.fused), MicroBatch(*args, "sdpa", fused=forward.fused)]
 
 
@@ -161,12 +158,8 @@ def draw(found: Estimate, title: str) -> str:
             (s, korthikanti(run.shape, run.layout.micro_batch, s, run.layout, "none")) for s in SEQUENCES
         ]
     }  # fmt: skip
-    for name, batch in zip(("explicit scores", "sdpa"), _kernels(found), strict=True):
-        series[name] = [(s, total(activations.layer(_with_length(batch, s), "none"))) for s in SEQUENCES]
+    for kernel, name in enumerate(("explicit scores", "sdpa")):
+        series[name] = [(s, total(activations.layer(_kernels(found, s)[kernel], "none"))) for s in SEQUENCES]
     draw_lines(lines, "Activations of a layer over the sequence length", series, dots=True,
                x=("tokens", lambda x: f"{x:,.0f}"), y=("", show_bytes))  # fmt: skip
     return to_svg(figure)
-
-
-def _with_length(batch: MicroBatch, s: int) -> MicroBatch:
-    return MicroBatch(batch.shape, batch.layout, s, batch.itemsize, batch.kernel, fused=batch.fused)

@@ -52,7 +52,8 @@ def explain(options: PipelineOptions, console: Console) -> Callable[[], str]:
             refused[name] = str(error).split("\n")[0]
     sizes = f"p = {options.pp} ranks, m = {options.microbatches} micro-batches"
     console.print(f"{sizes}; a forward takes 1 T, a backward 2 T", highlight=False)
-    console.print(text_table(HEADINGS, [_row(one) for one in sorted(played.values(), key=_order)], words=(0, 6), gap=1))
+    ranked = sorted(played.values(), key=lambda one: (one.timeline.step_time, float(one.timeline.peak_live.max())))
+    console.print(text_table(HEADINGS, [_row(one) for one in ranked], words=(0, 6), gap=1))
     console.print("alive: most activations of a rank, in micro-batches of a p-th of the layers; copies: of weights")
     for name, reason in refused.items():
         console.print(f"{name}: {reason}", highlight=False, style="dim")
@@ -67,10 +68,6 @@ def _play(name: str, options: PipelineOptions) -> PlayedSchedule:
     return played
 
 
-def _order(played: PlayedSchedule) -> tuple[float, float]:
-    return played.timeline.step_time, float(played.timeline.peak_live.max())
-
-
 def _row(played: PlayedSchedule) -> tuple[str, ...]:
     """Return a schedule's values; the unit of activations is a micro-batch's on a rank with a p-th of the layers."""
     timeline, program = played.timeline, played.timeline.columns.program
@@ -78,12 +75,7 @@ def _row(played: PlayedSchedule) -> tuple[str, ...]:
     source = EVERY[played.name].source if played.name in EVERY else THEORY[played.name].source
     return (
         played.name, f"{timeline.step_time:.4g}", f"{100 * timeline.bubble:.1f} %",
-        f"{share * timeline.peak_live.max():.3g}", _copies(played),
+        f"{share * timeline.peak_live.max():.3g}", str(program.model_copies * int(timeline.weight_versions.max())),
         schedule_chart(played, seconds=False).summary()["messages"],
         source.split(":")[0].split(", ")[0],
     )  # fmt: skip
-
-
-def _copies(played: PlayedSchedule) -> str:
-    """Return the weight versions, and copies of the model, that the fullest rank holds."""
-    return str(played.timeline.columns.program.model_copies * int(played.timeline.weight_versions.max()))

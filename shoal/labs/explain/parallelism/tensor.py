@@ -78,9 +78,10 @@ def explain(options: TensorOptions, console: Console) -> Callable[[], str]:
     batch = f"{options.micro_batch} x {s:,} tokens"
     console.print(f"[bold]{options.model}[/], {layout.describe()}, bf16, {batch}", highlight=False)
     console.print(_parameters(shape, layout), "")
-    console.print(_operators(options), "")
-    degrees = [tp for tp in dict.fromkeys((*DEGREES, options.tp)) if _divides(shape, tp)]
-    held = {tp: _state(shape, _layout(options, tp)) for tp in sorted(degrees)}
+    operators = OPERATORS[options.sequence_parallel]
+    console.print(text_table(("operator", "forward", "backward"), operators, words=(0, 1, 2)), "")
+    degrees = [tp for tp in sorted({*DEGREES, options.tp}) if shape.heads % tp == shape.ffn % tp == 0]
+    held = {tp: _state(shape, _layout(options, tp)) for tp in degrees}
     console.print("Over tp: bytes of a rank between steps, and what it sends for a layer and a micro-batch.")
     console.print(_costs(options, shape, s, held))
     return partial(draw, held, f"Parameters, gradients and optimizer of {options.model} on a rank over tp")
@@ -89,10 +90,6 @@ def explain(options: TensorOptions, console: Console) -> Callable[[], str]:
 def _layout(options: TensorOptions, tp: int) -> Layout:
     split = options.sequence_parallel and tp > 1
     return Layout(tp=tp, sequence_parallel=split, micro_batch=options.micro_batch)
-
-
-def _divides(shape: ModelShape, tp: int) -> bool:
-    return shape.heads % tp == 0 and shape.ffn % tp == 0
 
 
 def _parameters(shape: ModelShape, layout: Layout) -> Table:
@@ -111,10 +108,6 @@ def _parameters(shape: ModelShape, layout: Layout) -> Table:
 
 def _sides(sides: tuple[int, ...]) -> str:
     return " x ".join(f"{side:,}" for side in sides)
-
-
-def _operators(options: TensorOptions) -> Table:
-    return text_table(("operator", "forward", "backward"), OPERATORS[options.sequence_parallel], words=(0, 1, 2))
 
 
 def _state(shape: ModelShape, layout: Layout) -> tuple[int, int, int]:

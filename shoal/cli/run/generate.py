@@ -1,8 +1,10 @@
-"""`shoal sample`."""
+"""`shoal sample` and `shoal chat`."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,17 +18,11 @@ from shoal.base.section import Section
 from shoal.base.terminal import printable
 
 
-class SampleOptions(Section):
+class GenerateOptions(Section):
     folder: Annotated[Path, POSITIONAL]
     """A run, or a model in Hugging Face's format."""
 
-    prompt: Annotated[tuple[str, ...], POSITIONAL] = ()
-    """Texts to continue, together."""
-
-    prompts: Path | None = None
-    """File with a text to continue on each line."""
-
-    max_tokens: PositiveInt = 200
+    max_tokens: PositiveInt = 500
     """Most tokens to generate."""
 
     temperature: NonNegativeFloat = 0.8
@@ -39,16 +35,10 @@ class SampleOptions(Section):
     """Draw among the k likeliest tokens."""
 
     stop: tuple[str, ...] = ()
-    """Texts that end a continuation."""
+    """Texts that end the generated text."""
 
     seed: NonNegativeInt = 0
     """Random seed; prompt i takes seed + i."""
-
-    tp: PositiveInt = 1
-    """Tensor-parallel ranks."""
-
-    pp: PositiveInt = 1
-    """Pipeline ranks."""
 
     precision: Literal["fp32", "bf16-all", "fp64"] = "fp32"
     """Number format."""
@@ -57,7 +47,29 @@ class SampleOptions(Section):
     """auto is CUDA if there is one."""
 
 
-def run(options: SampleOptions) -> int:
+class SampleOptions(GenerateOptions):
+    prompt: Annotated[tuple[str, ...], POSITIONAL] = ()
+    """Texts to continue, together."""
+
+    prompts: Path | None = None
+    """File with a text to continue on each line."""
+
+    max_tokens: PositiveInt = 200
+    """Most tokens to generate."""
+
+    tp: PositiveInt = 1
+    """Tensor-parallel ranks."""
+
+    pp: PositiveInt = 1
+    """Pipeline ranks."""
+
+
+class ChatOptions(GenerateOptions):
+    system: str = ""
+    """Message before all others."""
+
+
+def sample(options: SampleOptions) -> int:
     """Generate text and print it, one prompt's while it is generated."""
     prompts = list(options.prompt)
     if options.prompts:
@@ -68,6 +80,31 @@ def run(options: SampleOptions) -> int:
     shoal.sample(options.folder, prompts, **given, show=_print)
     print()
     return 0
+
+
+def chat(options: ChatOptions) -> int:
+    """Read messages from stdin, and print the reply to each while it is generated."""
+    chat = shoal.open_chat(options.folder, **options.model_dump(exclude={"folder"}))
+    for message in _messages():
+        chat.reply(message, _print)
+        print()
+    return 0
+
+
+def _messages() -> Iterator[str]:
+    """Yield the lines of stdin, typed after a prompt on a terminal."""
+    typed = sys.stdin.isatty()
+    if typed:
+        with suppress(ImportError):
+            import readline  # noqa: F401  # input() then edits and remembers lines
+        print("Ctrl-C ends a reply, Ctrl-D the conversation.")
+    while True:
+        try:
+            line = input("> " if typed else "")
+        except EOFError:
+            return
+        if line.strip():
+            yield line
 
 
 def _print(text: str) -> None:
