@@ -36,7 +36,7 @@ def run_vector(
     flat = x.view(-1)
     if description.copies:
         copies = _BlockBuffer(flat.repeat(group.size()), range(group.size()), [flat.numel()] * group.size())
-        _interleave([_execute(description, copies, group, reduction)])
+        _interleave([_execute(description, copies, group)])
         flat.copy_(copies.load((group.rank(),)))
         return x
     if pieces is None:
