@@ -16,9 +16,6 @@ AnyPath = Path | UPath
 def to_path(address: str | Path, option: str = "checkpoint.folder") -> AnyPath:
     """Return the path, or a `UPath` for an address with a protocol, such as ``s3://bucket/run``.
 
-    Args:
-        option: name of the setting, for the message.
-
     Raises:
         UsageError: the protocol is unknown, or its package is missing.
     """

@@ -85,9 +85,6 @@ def open_to_append(path: str | Path) -> io.BufferedWriter:
 def write_atomically(path: Path, content: str | bytes, *, new: bool = False) -> None:
     """Write a file atomically, in place of an existing one.
 
-    Args:
-        new: fail if the file exists.
-
     Raises:
         OSError: it is a link or no regular file, it cannot be written, or it exists and ``new`` is set; an existing
             file is unchanged.

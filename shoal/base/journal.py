@@ -31,9 +31,6 @@ class Journal:
     """Append lines to a file. Lines that cannot be written are kept and written with the next ones.
 
     Several processes may append to one file: lines are written in one call, so that they do not interleave.
-
-    Args:
-        report: called with a note for the user when writing first fails.
     """
 
     def __init__(self, path: Path, report: Callable[[str], None] = warn):

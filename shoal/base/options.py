@@ -213,11 +213,7 @@ def _bare(kind: Any) -> Any:
 
 
 def _join_rows(lines: list[str], width: int) -> list[str]:
-    """Shorten tyro's help: one frame for all arguments, and one row for an option whose help fits beside it.
-
-    Args:
-        width: largest width of the rows.
-    """
+    """Shorten tyro's help: one frame for all arguments, and one row for an option whose help fits beside it."""
     joined: list[str] = []
     for line in lines:
         above = joined[-1] if joined else ""
@@ -244,11 +240,7 @@ def _without_box(text: str) -> str:
 
 
 def listed(subjects: Mapping[str, str], width: int) -> list[str]:
-    """List subjects with the first paragraph of their description, wrapped to the terminal's width.
-
-    Args:
-        width: width of the name column.
-    """
+    """List subjects with the first paragraph of their description, wrapped to the terminal's width."""
     lines = []
     for name, description in subjects.items():
         paragraph = " ".join(description.split("\n\n")[0].split())
@@ -259,10 +251,6 @@ def listed(subjects: Mapping[str, str], width: int) -> list[str]:
 
 def reject_unused(options: Section, names: Sequence[str], why: str) -> None:
     """Reject options that have no effect on the result.
-
-    Args:
-        names: names of the options.
-        why: the reason, for the message.
 
     Raises:
         UsageError: naming the first such option that is set.

@@ -39,9 +39,6 @@ def parse(text: str, units: dict[str, float], *, where: str) -> float:
 def parse_counts(text: str, *, where: str) -> list[int]:
     """Parse comma-separated integers, each at least 1.
 
-    Args:
-        where: name for the error message, such as an option.
-
     Raises:
         UsageError: a part is not a number, or below 1.
 

@@ -101,7 +101,7 @@ COMMANDS = {
         "shoal.cli.explain", "Show how one thing works and what it costs: shoal explain all-reduce", "main"
     ),
     "lab": Command(
-        "shoal.cli.pages.lab", "Open a local page to choose and compare layouts: shoal lab [--out PAGE.html]"
+        "shoal.cli.run.report", "Open a local page to choose and compare layouts: shoal lab [--out PAGE.html]", "lab"
     ),
     "chaos": Command(
         "shoal.cli.run.verify",

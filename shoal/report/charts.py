@@ -122,12 +122,7 @@ def draw_lines(
 def draw_means(
     axes: Axes, title: str, series: Mapping[str, Sequence[Points]], *, grey: Sequence[str], x: str, y: str
 ) -> None:
-    """Draw curves on linear axes: the mean of each name's lines thick, the lines themselves thin.
-
-    Args:
-        series: lines by name, one for each repetition.
-        grey: names to draw in grey, as references.
-    """
+    """Draw curves on linear axes: the mean of each name's lines thick, the lines themselves thin."""
     axes.set_title(title)
     axes.set_xlabel(x)
     axes.set_ylabel(y)

@@ -89,11 +89,7 @@ def comparison(charts: Sequence[Chart], *, mark: bool = True) -> str:
 
 
 def timelines(charts: Sequence[Chart]) -> Fragment:
-    """Return timelines above each other on one time axis, to zoom into and point at.
-
-    Args:
-        charts: charts whose times are all in the same unit.
-    """
+    """Return timelines above each other on one time axis, to zoom into and point at."""
     paints = sorted({paint for chart in charts for paint in chart.paints}, key=str)
     body = [_tools(charts)]
     for i, chart in enumerate(charts):

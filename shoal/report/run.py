@@ -121,9 +121,6 @@ def write_report(run_folder: str | Path, out: str | Path | None = None) -> RunRe
         out: a page (.html), a figure (.svg, .png) or a trace (.json, .json.gz); figures and traces only show the
             timelines. None for ``report.html`` in the run folder.
 
-    Returns:
-        The data of the report.
-
     Raises:
         UsageError: no such run, nothing has been logged yet, the file cannot be written, or a figure or trace is
             requested and no step was recorded.

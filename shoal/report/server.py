@@ -187,11 +187,8 @@ class PageServer:
         self._thread: Thread | None = None
 
     def run(self, *, browser: bool = True) -> None:
-        """Serve until Ctrl-C.
-
-        Args:
-            browser: open the page in the user's browser.
-        """
+        """Print the URL, and serve until Ctrl-C."""
+        print(f"{self.url}\nThe URL is for you alone: its token opens the page. Ctrl-C stops the server.", flush=True)
         if browser:
             Thread(target=self._open, daemon=True).start()
         try:

@@ -21,11 +21,7 @@ CONNECT = "connect-src 'self'"
 
 
 class WatchedRun:
-    """A run whose files are read again when they have changed.
-
-    Args:
-        name: how the page calls it.
-    """
+    """A run whose files are read again when they have changed."""
 
     def __init__(self, folder: Path, name: str):
         self.folder, self.name, self.config = folder, name, open_run(folder)
@@ -160,7 +156,5 @@ def watch(
         check_writable(Path(out), "--out", ".html")
         write_atomically(Path(out), watched.html(live=False))
         return Path(out)
-    server = PageServer(build_page(watched), port)
-    print(f"{server.url}\nThe URL is for you alone: its token opens the page. Ctrl-C stops the server.", flush=True)
-    server.run(browser=browser)
+    PageServer(build_page(watched), port).run(browser=browser)
     return None

@@ -1,8 +1,9 @@
-"""`shoal report` and `shoal watch`."""
+"""`shoal report`, `shoal watch` and `shoal lab`: pages."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from threading import Thread
 from typing import Annotated
 
 from pydantic import Field
@@ -10,6 +11,7 @@ from rich.console import Console
 
 import shoal
 from shoal.base.errors import UsageError
+from shoal.base.files import check_writable, write_atomically
 from shoal.base.options import POSITIONAL, reject_unused
 from shoal.base.section import Section
 
@@ -32,10 +34,7 @@ def report(options: ReportOptions) -> int:
     return 0
 
 
-class WatchOptions(Section):
-    runs: Annotated[tuple[Path, ...], POSITIONAL] = ()
-    """Run folders."""
-
+class PageOptions(Section):
     out: Path | None = None
     """Write the page as one file (.html), with the values of now, and serve nothing."""
 
@@ -44,6 +43,11 @@ class WatchOptions(Section):
 
     browser: bool = True
     """Open the page in the browser."""
+
+
+class WatchOptions(PageOptions):
+    runs: Annotated[tuple[Path, ...], POSITIONAL] = ()
+    """Run folders."""
 
 
 def watch(options: WatchOptions) -> int:
@@ -55,4 +59,23 @@ def watch(options: WatchOptions) -> int:
     written = shoal.watch(options.runs, out=options.out, port=options.port, browser=options.browser)
     if written:
         print(f"written: {written}")
+    return 0
+
+
+def lab(options: PageOptions) -> int:
+    """Serve the lab until Ctrl-C, or write it; return 0."""
+    from shoal.labs.interactive.page import build_page, record_answers, saved_html
+
+    if options.out:
+        check_writable(options.out, "--out", ".html")
+        reject_unused(options, ("port", "browser"), "--out writes a file and serves nothing")
+        write_atomically(options.out, saved_html(record_answers()))
+        print(f"written: {options.out}")
+        return 0
+    from shoal.labs.interactive.panels import warm_up
+    from shoal.report.server import PageServer
+
+    server = PageServer(build_page(), options.port)
+    Thread(target=warm_up, daemon=True).start()
+    server.run(browser=options.browser)
     return 0

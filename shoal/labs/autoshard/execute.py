@@ -190,9 +190,6 @@ def compare(
 
     Stages exchange unsharded tensors: the check is of their shardings and cuts.
 
-    Args:
-        given, expected: from `reference`.
-
     Returns:
         The largest difference on this rank of each output and gradient of its stage, and of each parameter after a step
         of gradient descent; relative to the largest number of all outputs, or of all gradients. (A gradient may

@@ -33,11 +33,7 @@ TRACED = 8  # bytes of an element of the traced graph
 
 
 class OperatorPlan(NamedTuple):
-    """A module split over all devices.
-
-    Attributes:
-        baselines: the splits that people write by hand, on the same mesh.
-    """
+    """A module split over all devices."""
 
     plan: ShardingPlan
     baselines: list[Baseline]

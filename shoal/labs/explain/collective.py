@@ -72,12 +72,7 @@ class CollectiveOptions(NetworkOptions):
 
 @dataclass(frozen=True)
 class CollectiveStudy:
-    """Every algorithm of one collective on one network.
-
-    Attributes:
-        shown: the algorithm to draw; checked.
-        size: S [bytes].
-    """
+    """Every algorithm of one collective on one network for S of ``size`` bytes; ``shown`` is checked, and drawn."""
 
     descriptions: dict[str, Description]
     prices: dict[str, Price]

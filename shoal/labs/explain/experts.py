@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import PositiveInt
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -46,8 +46,8 @@ class PlacementOptions(Section):
     etp: PositiveInt | None = None
     """Ranks that split one expert (default: tp)."""
 
-    zero: NonNegativeInt = 1
-    """What is sharded over the ranks that hold the same, 0 to 3."""
+    zero: ZeroStage = 1
+    """What is sharded over the ranks that hold the same."""
 
     per_node: PositiveInt = 8
     """Ranks of a node, one row of the picture."""
@@ -104,13 +104,10 @@ def explain(options: PlacementOptions, console: Console) -> Callable[[], str]:
 
 
 def _check(options: PlacementOptions) -> tuple[ModelShape, Layout, Experts]:
-    if options.zero > 3:
-        raise UsageError(f"explain experts --zero {options.zero}: must be 0 to 3.")
     shape = model_shape(options.model)
     if shape.experts is None:
         raise UsageError(f"explain experts --model {options.model}: the model has no experts; try mixtral-8x7b.")
-    zero = cast("ZeroStage", options.zero)
-    layout = Layout(dp=options.dp, tp=options.tp, ep=options.ep, etp=options.etp, zero=zero)
+    layout = Layout(dp=options.dp, tp=options.tp, ep=options.ep, etp=options.etp, zero=options.zero)
     check_layout(layout, shape, global_batch=options.dp, sequence_length=shape.max_sequence)
     return shape, layout, shape.experts
 

@@ -14,7 +14,8 @@ from shoal.labs.explain.device.accelerators import find_node
 from shoal.spec.catalog.accelerators import accelerator
 from shoal.spec.catalog.clusters import link
 
-READ_BY = {"oversubscription": ("fat-tree",), "nics": ("islands",), "inside": ("islands",)}
+INSIDE = "nvlink-4"  # link inside an island
+READ_BY = {"oversubscription": ("fat-tree",), "nics": ("islands",)}
 """The topologies that use each option."""
 
 
@@ -33,9 +34,6 @@ class NetworkOptions(Section):
 
     bandwidth: str = ""
     """Its bandwidth in one direction instead of the catalog's: 45GB/s."""
-
-    inside: str = "nvlink-4"
-    """Link inside an island: a name of the catalog."""
 
     per_node: PositiveInt | None = None
     """Ranks of a node or of a leaf switch (default: the largest divisor of their number up to 8)."""
@@ -102,7 +100,7 @@ def build_network(options: NetworkOptions, ranks: int, shape: tuple[int, ...]) -
         case "fat-tree":
             return networks.fat_tree(ranks, per_node, wire, options.oversubscription, gamma)
         case "islands":
-            known = link(options.inside)
+            known = link(INSIDE)
             inside = Wire(known.latency, known.bandwidth, known.name)
             return networks.islands(ranks, per_node, inside, wire, options.nics, gamma)
         case _:

@@ -38,13 +38,13 @@ class PerParameter(NamedTuple):
         return sum(self)
 
 
-def per_parameter(formats: Formats, moments: int = 2) -> PerParameter:
-    """Count the bytes in a precision and with a number of moments; gradients are added directly to their sums."""
+def per_parameter(formats: Formats) -> PerParameter:
+    """Count the bytes in a precision with Adam's two moments; gradients are added directly to their sums."""
     return PerParameter(
         weights=formats.compute.itemsize,
         gradients=formats.reduce.itemsize,
         master=formats.storage.itemsize if formats.master else 0,
-        moments=moments * formats.state.itemsize,
+        moments=2 * formats.state.itemsize,
     )
 
 
@@ -69,9 +69,6 @@ class PrecisionOptions(Section):
     billions: tuple[PositiveInt, ...] = (1, 7, 70, 405)
     """Parameters of the models, in units of 10^9."""
 
-    moments: PositiveInt = 2
-    """Numbers that the optimizer keeps for each parameter: 2 are Adam's."""
-
     memory: str = ""
     """Memory of a device, such as 192GB: adds the largest model that it holds, before activations."""
 
@@ -89,16 +86,13 @@ def explain(options: PrecisionOptions, console: Console) -> None:
     console.print(_formats(), "")
     console.print(_precisions(), "")
     console.print(_memory(
-        f"bytes per parameter with {options.moments} moments, and GB of models", options, holds,
-        {name: per_parameter(formats, options.moments) for name, formats in FORMATS.items()},
+        "bytes per parameter with 2 moments, and GB of models", options, holds,
+        {name: per_parameter(formats) for name, formats in FORMATS.items()},
     ), "")
-    others: dict[str, PerParameter | float] = {}
-    if options.moments == PrecisionOptions().moments:
-        others |= RECIPES
+    others: dict[str, PerParameter | float] = {**RECIPES}
     if options.per_parameter:
         others["--per-parameter"] = options.per_parameter
-    if others:
-        console.print(_memory("as others count, with Adam", options, holds, others))
+    console.print(_memory("as others count, with Adam", options, holds, others))
 
 
 def _formats() -> Table:

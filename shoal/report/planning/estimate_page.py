@@ -92,12 +92,7 @@ def roofline(estimate: Estimate) -> str:
 def draw_roofline(
     points: Mapping[str, tuple[float, float]], peak: float, bandwidth: float, title: str, *, inline: bool = False
 ) -> str:
-    """Draw a roofline and operations on it, or under it where they were measured.
-
-    Args:
-        points: FLOPs per byte and FLOP/s by name.
-        inline: for use in a page.
-    """
+    """Draw a roofline and operations by name, as (FLOPs per byte, FLOP/s): on it, or under it if measured."""
     ridge = peak / bandwidth
     series = {f"ridge {ridge:,.3g} FLOPs/byte": [(ridge / 1000, peak / 1000), (ridge, peak), (100 * ridge, peak)]}
     series |= {f"{name}: {point[0]:,.3g}": [point] for name, point in points.items()}

@@ -37,13 +37,7 @@ FADE = 0.42  # how much the last shade is mixed with white
 
 
 class Paint(NamedTuple):
-    """Properties that determine a colour.
-
-    Attributes:
-        op: op of the action.
-        copy: model copy, 0 or 1 (further ones alternate).
-        shade: index of the stage among its rank's stages, 0 to `SHADES` - 1.
-    """
+    """Properties that determine a colour."""
 
     op: Op
     copy: int = 0

@@ -44,14 +44,7 @@ def show(console: Console, charts: Sequence[Chart], *, rows: int = MOST_ROWS) ->
 
 
 def timeline(chart: Chart, width: int, end: float, *, rows: int = MOST_ROWS, coloured: bool = True) -> list[Text]:
-    """Return the rows of one timeline, with its time axis below them.
-
-    Args:
-        width: maximum columns of a line.
-        end: end of the axis, which starts at 0.
-        rows: maximum number of ranks shown.
-        coloured: use colours instead of characters.
-    """
+    """Return the rows of one timeline, with its time axis below them."""
     label = len(f"rank {chart.timeline.ranks - 1}") + 1
     idle = 1 - chart.timeline.busy[chart.kind] / chart.timeline.compute_span if chart.timeline.compute_span else None
     notes = [f" {100 * share:3.0f}% idle" for share in idle] if idle is not None and width >= 72 else None

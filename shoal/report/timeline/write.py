@@ -17,11 +17,6 @@ KINDS = (".html", ".svg", ".png", ".json", ".json.gz")
 def write(path: Path, charts: Sequence[Chart], *, title: str, lead: str) -> None:
     """Write timelines as a page (.html), a figure for a paper (.svg, .png) or a trace (.json, .json.gz).
 
-    Args:
-        charts: charts whose times are all in the same unit.
-        title: title of a page, plain text.
-        lead: description of the page, in a sentence or two of plain text.
-
     Raises:
         UsageError: the suffix is not supported, or the folder does not exist.
     """

@@ -210,7 +210,7 @@ def test_batches_of_the_parts_make_up_the_step():
 
 
 def test_attention_kernels_agree():
-    timing = AttentionBenchmark(tokens=64, heads=2, head_dim=8, repeats=1).measure(32, "fp32", torch.device("cpu"))
+    timing = AttentionBenchmark(tokens=64, repeats=1).measure(32, "fp32", torch.device("cpu"))
     assert timing["difference"] < 1e-5 and timing["sdpa ms"] > 0 and timing["explicit ms"] > 0
 
 
@@ -301,9 +301,9 @@ def test_races_that_are_done_are_told_whatever_ends_the_next(end, tmp_path, monk
     assert "one training step" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("options", ["step --out", "collectives --out", "collectives --plot"])
+@pytest.mark.parametrize("options", ["step --out", "collectives --out"])
 def test_a_table_is_not_written_over_another(options, tmp_path):
-    there, folder = (tmp_path / f"{name}.{'svg' if 'plot' in options else 'csv'}" for name in ("there", "folder"))
+    there, folder = (tmp_path / f"{name}.csv" for name in ("there", "folder"))
     there.write_text("measured for hours")
     folder.mkdir()
     for path, message in ((there, "not overwritten"), (folder, "it is a folder")):

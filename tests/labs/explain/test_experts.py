@@ -51,7 +51,7 @@ def test_the_command_prints_and_draws(capsys: pytest.CaptureFixture[str], tmp_pa
         (["--model", "llama-3-8b"], "the model has no experts"),
         (["--ep", "3"], "does not divide"),
         (["--out", "picture.gif"], "ending in .svg"),
-        (["--zero", "7"], "0 to 3"),
+        (["--zero", "7"], "'0', '1', '2', '3'"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(

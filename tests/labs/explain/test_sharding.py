@@ -123,7 +123,7 @@ def test_the_longer_of_the_last_two_axes_goes_to_the_right():
         ([PRODUCT, "--mesh", "x=32", "--run"], "at most 16 are started"),
         ([PRODUCT, "--mesh", "x=128", "--topology", "full"], "--topology rings"),
         ([PRODUCT, "--mesh", "x=4", "--out", "x.png"], "ending in .svg"),
-        ([PRODUCT, "--mesh", "x=4", "--inside", "nvlink-3"], "only for --topology islands, not full"),
+        ([PRODUCT, "--mesh", "x=4", "--nics", "2"], "only for --topology islands, not full"),
         ([PRODUCT, "--mesh", "x=4", "--topology", "rings", "--per-node", "2"], "for --topology fat-tree or islands"),
         (["A[Ix] -> A[I]", "--mesh", "x=4", "--backward"], "--backward: only for a product, not for one array"),
         (["A[Ix] -> A[I]", "--mesh", "x=4", "--routes", "3"], "--routes 3: only for a product, not for one array"),

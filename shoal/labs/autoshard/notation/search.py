@@ -180,9 +180,6 @@ class RouteSearch:
         For every pair of states that can be multiplied these are the cheapest moves before and after it, and a single
         collective where several are cheaper (an all-reduce).
 
-        Args:
-            a, b: as for `multiply`.
-
         Raises:
             UsageError: no route exists.
         """

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,11 +15,12 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from shoal.engine.collectives.mesh import Mesh
-from shoal.engine.data.batches import Batch, SyntheticDataset
 from shoal.engine.device import synchronize
 from shoal.labs.bench.benchmark import Row
 from shoal.labs.bench.gpu.ceilings import attained_flops
 from shoal.labs.bench.gpu.item import GpuSetting
+from shoal.labs.bench.race import time_in_turns
+from shoal.labs.bench.step.workload import RepeatedDataset
 from shoal.planning.estimate import Estimate
 from shoal.planning.run import EstimatedRun
 from shoal.spec.catalog.clusters import cluster
@@ -31,15 +32,6 @@ from shoal.training.step.late_step import StartedStep
 
 REHEARSED = "h200-sxm"
 """Accelerator of the estimates that a rehearsal shows."""
-
-
-class RepeatedDataset(SyntheticDataset):
-    """Random tokens that repeat after some samples; without them, as usual, all differ."""
-
-    repeats = 0
-
-    def batch(self, indices: Sequence[int]) -> Batch:
-        return super().batch([i % self.repeats for i in indices] if self.repeats else indices)
 
 
 def build_engine(config: RunConfig, device: torch.device, masked: float = 0.0, repeats: int = 0) -> Engine:
@@ -59,14 +51,7 @@ def build_engine(config: RunConfig, device: torch.device, masked: float = 0.0, r
 
 @dataclass(frozen=True)
 class RunPoint:
-    """A training run to time.
-
-    Attributes:
-        model: values of the config's section, with the vocabulary.
-        sequence: tokens of a sequence.
-        batch: sequences of a micro-batch.
-        changes: further config values by section.
-    """
+    """A training run to time: tokens of a sequence, sequences of a micro-batch, and further config by section."""
 
     model: Mapping[str, Any]
     sequence: int
@@ -118,18 +103,13 @@ def time_each(
     Args:
         together: steps that are timed as one, so that the host may launch the next before the device is done.
     """
+    numbers = itertools.count(first)
     warmup, steps, together = setting.pick(warmup, 1), setting.pick(steps, 1), setting.pick(together, 1)
-    seconds, device = [], setting.torch_device
-    for number in range(first, first + warmup):
-        step(number)
-    for number in range(first + warmup, first + warmup + steps * together, together):
-        synchronize(device)
-        begin = time.perf_counter()
-        for i in range(together):
-            step(number + i)
-        synchronize(device)
-        seconds.append((time.perf_counter() - begin) / together)
-    return seconds
+    for _ in range(warmup):
+        step(next(numbers))
+    return time_in_turns(
+        {"": lambda: step(next(numbers))}, steps, warmup=0, in_a_row=together, device=setting.torch_device
+    )[""]
 
 
 class StepRunner:

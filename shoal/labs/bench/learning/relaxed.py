@@ -72,10 +72,6 @@ class RelaxedBenchmark(Experiment):
     """GB/s of a simulated network between the replicas (testing.link_gbs), without the methods that share memory; 0 for
     none."""
 
-    margin: NonNegativeFloat = 0.0
-    """Nats per token by which any mean validation loss may exceed that of all-reduce; 0 for each method's own margin,
-    which is valid for the default steps, ranks and straggler."""
-
     def run(self, console: Console, notify: Notify) -> bool:
         possible = OVER_LINKS if self.link_gbs else METHODS
         wanted = choose_names(self.only, METHODS, "bench relaxed --only") if self.only else possible
@@ -89,7 +85,6 @@ class RelaxedBenchmark(Experiment):
         check_folder(self.out, "bench relaxed --out")
         runs = self.train([name for name in METHODS if name in wanted or name == REFERENCE], notify)
         summaries = experiment.compare(runs, REFERENCE)
-        margins = {each.name: self.margin or MARGINS[each.name] for each in summaries}
         base = summaries[0].mean("seconds")
         setting = f"{self.ranks} replicas"
         if self.straggler > 1:
@@ -99,7 +94,7 @@ class RelaxedBenchmark(Experiment):
         console.print(make_table(f"{self.steps} steps on {setting}", [
             {
                 "sync": each.name, "validation loss": f"{each.loss:.3f}", "std": f"{each.spread:.3f}",
-                "minus all-reduce's": f"{each.difference:+.3f}", "margin": f"{margins[each.name]:.2f}",
+                "minus all-reduce's": f"{each.difference:+.3f}", "margin": f"{MARGINS[each.name]:.2f}",
                 "seconds": f"{each.mean('seconds'):.1f}", "speedup": f"{base / each.mean('seconds'):.2f}",
             } for each in summaries
         ]))  # fmt: skip
@@ -109,7 +104,7 @@ class RelaxedBenchmark(Experiment):
             y="training loss, nats per token",
         )
         experiment.write_files(self.out, name, experiment.list_losses(runs, x="seconds"), picture)
-        worse = [each.name for each in summaries if not each.difference <= margins[each.name]]  # NaN too
+        worse = [each.name for each in summaries if not each.difference <= MARGINS[each.name]]  # NaN too
         console.print(f"beyond their margin: {', '.join(worse)}" if worse else "all within their margins")
         return not worse
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from shoal.engine.collectives.group import ThrottledLink
 from shoal.engine.collectives.mesh import Mesh
-from shoal.engine.data.batches import Batch
+from shoal.engine.data.batches import Batch, SyntheticDataset
 from shoal.spec.catalog import ModelShape, model_shape
 from shoal.spec.compatibility.sizes import check_layout
 from shoal.spec.config import DataConfig, OptimizerConfig, RunConfig
@@ -54,8 +54,11 @@ class Workload:
         return model_shape(self.model)
 
     @cached_property
-    def samples(self) -> RepeatedSamples:
-        return RepeatedSamples(self)
+    def samples(self) -> RepeatedDataset:
+        """The sequences of four steps, repeated."""
+        samples = RepeatedDataset(self.shape.vocab, self.sequence_length, SEED, masked=0.0)
+        samples.repeats = 4 * self.sequences
+        return samples
 
     @property
     def tokens(self) -> int:
@@ -89,19 +92,13 @@ class MatmulWorkload:
         return self.side
 
 
-class RepeatedSamples:
-    """Random tokens: the sequences of four steps, repeated, so that the loss falls as they are learnt."""
+class RepeatedDataset(SyntheticDataset):
+    """Random tokens that repeat after some samples, so that the loss falls as they are learnt; 0 for never."""
 
-    def __init__(self, workload: Workload):
-        generator = torch.Generator().manual_seed(SEED)
-        shape = (4 * workload.sequences, workload.sequence_length + 1)
-        self.vocab_size, self.samples = workload.shape.vocab, shape[0]
-        self.fingerprint = f"random {shape}"
-        self._tokens = torch.randint(workload.shape.vocab, shape, generator=generator)
+    repeats = 0
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        rows = self._tokens[torch.tensor(indices) % len(self._tokens)]
-        return Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
+        return super().batch([i % self.repeats for i in indices] if self.repeats else indices)
 
 
 def emulate_device(layers: Iterable[nn.Module], seconds: float) -> None:

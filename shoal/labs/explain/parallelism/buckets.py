@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import PositiveFloat, PositiveInt
 from rich.console import Console
 
 from shoal.base.errors import UsageError, did_you_mean
@@ -44,7 +44,7 @@ class BucketsOptions(Section):
     tp: PositiveInt = 1
     """Tensor-parallel ranks, which split the parameters first."""
 
-    zero: int = Field(1, ge=0, le=3)
+    zero: ZeroStage = 1
     """ZeRO stage; in stage 3 every layer has a bucket."""
 
     bucket_mb: PositiveFloat = 25.0
@@ -92,7 +92,7 @@ def explain(options: BucketsOptions, console: Console) -> Callable[[], str]:
     if options.precision not in FORMATS:
         raise UsageError(f"--precision {options.precision}: unknown; {did_you_mean(options.precision, FORMATS)}")
     shape, reduce = model_shape(options.model), FORMATS[options.precision].reduce
-    layout = Layout(dp=options.dp, tp=options.tp, zero=cast("ZeroStage", options.zero), bucket_mb=options.bucket_mb)
+    layout = Layout(dp=options.dp, tp=options.tp, zero=options.zero, bucket_mb=options.bucket_mb)
     found = list_buckets(shape, layout, reduce.itemsize)
     cap = ", one for each layer" if options.zero == 3 else f" of at least {options.bucket_mb:g} MiB"
     console.print(

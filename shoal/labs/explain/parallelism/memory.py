@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 from pydantic import PositiveInt
 from rich.console import Console
@@ -49,7 +48,7 @@ class MemoryOptions(Section):
     pp: PositiveInt = 1
     """Pipeline stages; replicas fill the rest of the cluster."""
 
-    zero: int = 1
+    zero: ZeroStage = 1
     """ZeRO stage."""
 
     sequence_parallel: bool = False
@@ -95,7 +94,7 @@ def korthikanti(shape: ModelShape, micro_batch: int, s: int, layout: Layout, rec
 def explain(options: MemoryOptions, console: Console) -> Callable[[], str]:
     """Print the tables. Returns a function that draws them."""
     layout = Layout(
-        tp=options.tp, pp=options.pp, zero=cast("ZeroStage", options.zero), recompute=options.recompute,
+        tp=options.tp, pp=options.pp, zero=options.zero, recompute=options.recompute,
         sequence_parallel=options.sequence_parallel, micro_batch=options.micro_batch,
     )  # fmt: skip
     found = estimate(

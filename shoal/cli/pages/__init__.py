@@ -1,1 +1,0 @@
-"""Commands that serve a page on this machine."""
