@@ -113,14 +113,11 @@ def measure_scaled_products(setting: GpuSetting, scales: str) -> Iterator[Row]:
         a = torch.randn(tokens, k, device=device).to(torch.float8_e4m3fn)
         b = torch.randn(n, k, device=device).to(torch.float8_e4m3fn).t()
         for fast in (False, True):
-            call = _scaled_product(a, b, scales, fast)
-
-            def measure(call: Callable[[], Tensor] = call, k: int = k, n: int = n) -> Row:
-                rate = 2 * tokens * k * n / time_call(call, device)
-                return {"TFLOP/s": rate / 1e12, "% of peak": setting.share_of_peak(rate, "fp8")}
-
-            row = {"product": name, "m": tokens, "k": k, "n": n, "fast accumulation": fast}
-            yield attempt(row, measure)
+            row: dict[str, Any] = {"product": name, "m": tokens, "k": k, "n": n, "fast accumulation": fast}
+            with attempt(row):
+                rate = 2 * tokens * k * n / time_call(_scaled_product(a, b, scales, fast), device)
+                row |= {"TFLOP/s": rate / 1e12, "% of peak": setting.share_of_peak(rate, "fp8")}
+            yield row
 
 
 def _scaled_product(a: Tensor, b: Tensor, scales: str, fast: bool) -> Callable[[], Tensor]:
@@ -156,22 +153,17 @@ def measure_attention(setting: GpuSetting, kernel: str) -> Iterator[Row]:
             )
             seen = DOCUMENT if kernel.startswith("documents") else s
             flops = 2 * total * min(seen, s) * shape.heads * shape.head_dim  # of the causal half
-            row = {"sequence": s, "heads": f"{shape.heads}/{kv} x {shape.head_dim}"}
-
-            def measure(q: Tensor = q, k: Tensor = k, v: Tensor = v, flops: float = flops) -> Row:
+            row: dict[str, Any] = {"sequence": s, "heads": f"{shape.heads}/{kv} x {shape.head_dim}"}
+            with attempt(row):
                 attend = _attention(kernel, q, k, v)
                 out = attend()
-                gradient = torch.randn_like(out)
-                forward = time_call(attend, device)
-                backward = time_call(
-                    lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True), device
-                )
-                return {
+                grad = partial(torch.autograd.grad, out, (q, k, v), torch.randn_like(out), retain_graph=True)
+                forward, backward = time_call(attend, device), time_call(grad, device)
+                row |= {
                     "forward ms": 1e3 * forward, "backward ms": 1e3 * backward,
                     "forward TFLOP/s": flops / forward / 1e12, "backward TFLOP/s": 2.5 * flops / backward / 1e12,
                 }
-
-            yield attempt(row, measure)
+            yield row
 
 
 KERNELS = (*BACKENDS, "documents, lengths", "documents, flex", "documents, dense mask")

@@ -1,4 +1,5 @@
-"""The same steps on the CPU and on the device with every technique; kernels against float64; the memory checker."""
+"""The same steps on the CPU and on the device with every technique; kernels against float64; the memory checker;
+layouts of many ranks against one."""
 
 from __future__ import annotations
 
@@ -10,10 +11,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from shoal.engine.device import allow_reproducible_products, reproducible
-from shoal.engine.kernels.example import Example, examples_of_kernel, relative_error
+import shoal
+from shoal.engine.device import allow_reproducible_products, init_world, reproducible
+from shoal.engine.kernels.example import examples_of_kernel, relative_error
 from shoal.labs.bench.benchmark import Row
 from shoal.labs.bench.gpu.engine_run import build_engine
 from shoal.labs.bench.gpu.item import GpuSetting, attempt
@@ -22,6 +25,7 @@ from shoal.spec.config.run import build_config
 from shoal.spec.config.sections import OptimizerName
 from shoal.spec.number_formats import FORMATS, FP64
 from shoal.testing.verify.compare import AMPLIFIED
+from shoal.testing.verify.verify import Verification
 
 STEPS = 3
 EXACT = {"fp64": 1e-9, "fp32": 1e-5}
@@ -82,17 +86,16 @@ def compare_devices(setting: GpuSetting, name: str) -> Iterator[Row]:
     changes = VARIANTS[name]
     rule = str(changes.get("optimizer", {}).get("name", ""))
     for precision, allowed in EXACT.items():
-
-        def measure(precision: str = precision, allowed: float = allowed) -> Row:
+        row: dict[str, Any] = {"precision": precision}
+        with attempt(row, "failed"):
             ours = train_steps(changes, precision, setting.torch_device)
             reference = train_steps(changes, precision, torch.device("cpu"))
             loss, norm = loss_and_norm_errors(ours, reference)
             weight = max(relative_error(ours.weights[key], value) for key, value in reference.weights.items())
             limit = allowed * AMPLIFIED.get(rule, 1.0)
             passed = max(loss, norm, weight if precision == "fp64" else 0.0) <= limit
-            return {"loss": loss, "gradient norm": norm, "weights": weight, "allowed": limit, "passed": passed}
-
-        yield attempt({"precision": precision}, measure, "failed")
+            row |= {"loss": loss, "gradient norm": norm, "weights": weight, "allowed": limit, "passed": passed}
+        yield row
 
 
 def compare_precisions(setting: GpuSetting) -> Iterator[Row]:
@@ -102,15 +105,12 @@ def compare_precisions(setting: GpuSetting) -> Iterator[Row]:
         f"fp8, {scales}": {"float8": {"scales": scales}} for scales in ("row", "block")
     }
     for name, changes in names.items():
-        precision = name.partition(",")[0]
-
-        def measure(precision: str = precision, changes: Changes = changes) -> Row:
-            ours = train_steps(changes, precision, setting.torch_device)
-            loss, norm = loss_and_norm_errors(ours, reference)
+        precision, row = name.partition(",")[0], dict[str, Any](precision=name)
+        with attempt(row, "failed"):
+            loss, norm = loss_and_norm_errors(train_steps(changes, precision, setting.torch_device), reference)
             allowed = NARROW[FORMATS[precision].products != "compute"]
-            return {"loss": loss, "gradient norm": norm, "allowed": allowed, "passed": loss <= allowed}
-
-        yield attempt({"precision": name}, measure, "failed")
+            row |= {"loss": loss, "gradient norm": norm, "allowed": allowed, "passed": loss <= allowed}
+        yield row
 
 
 def repeat_steps(setting: GpuSetting) -> Iterator[Row]:
@@ -131,16 +131,12 @@ def check_kernel(setting: GpuSetting, name: str) -> Iterator[Row]:
     torch.manual_seed(0)
     for example in examples_of_kernel(name):
         for dtype in example.dtypes:
-
-            def measure(example: Example = example, dtype: torch.dtype = dtype) -> Row:
-                errors = example.errors(setting.torch_device, dtype)
-                worst = max(errors, key=lambda name: errors[name])
+            row: dict[str, Any] = {"example": example.name, "format": str(dtype).removeprefix("torch.")}
+            with attempt(row, "failed"):
+                worst, error = max(example.errors(setting.torch_device, dtype).items(), key=lambda each: each[1])
                 allowed = example.allowed(dtype)
-                return {"worst": worst, "relative error": errors[worst], "allowed": allowed,
-                        "passed": errors[worst] <= allowed}  # fmt: skip
-
-            row = {"example": example.name, "format": str(dtype).removeprefix("torch.")}
-            yield attempt(row, measure, "failed")
+                row |= {"worst": worst, "relative error": error, "allowed": allowed, "passed": error <= allowed}
+            yield row
 
 
 def check_memory(setting: GpuSetting) -> Iterator[Row]:
@@ -154,6 +150,60 @@ def check_memory(setting: GpuSetting) -> Iterator[Row]:
     environment = safe_environment(os.environ) | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     code = subprocess.run(["timeout", "150", *command], env=environment, check=False).returncode  # ends children too
     yield {"tool": "memcheck", "exit code": code, "passed": code == 0}
+
+
+# ---- ranks on one device ---------------------------------------------------------------------------------------------
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp 2, ZeRO-3": {"dp": 2, "zero": 3}, "tp 2, sequence parallel": {"tp": 2, "sequence_parallel": True},
+    "pp 2, zb-v": {"pp": 2, "schedule": "zb-v"}, "cp 2": {"cp": 2}, "ep 2": {"dp": 2, "ep": 2},
+    "tp 2, documents": {"tp": 2}, "cp 2, documents": {"cp": 2},
+    **{f"dp 2, ZeRO-{zero}": {"dp": 2, "zero": zero} for zero in range(3)}, "tp 2": {"tp": 2},
+}  # fmt: skip
+PRECISIONS = ("fp64", "bf16", "fp32")
+"""Fused operators and attention kernels run in bf16 and fp32 only; in fp64 no rounding hides a difference."""
+
+
+def verify_layout(setting: GpuSetting, name: str, precision: str) -> Iterator[Row]:
+    """Compare one layout in one of `PRECISIONS` with one device, which computes in float64."""
+    exact = precision == "fp64"
+    # A token goes to 2 of 4 experts in fp64 only: rounding may change which ones, so otherwise it goes to all.
+    experts = {"experts": {"count": 4, "ffn": 32, "per_token": 2 if exact else 4}} if "ep" in LAYOUTS[name] else {}
+    found = shoal.verify(build_config({
+        "model": {"name": "tiny", "layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 32, **experts},
+        "parallel": LAYOUTS[name], "train": {"global_batch": 8, "precision": precision},
+        "data": {"source": "synthetic", "sequence_length": 16, "document_mask": "documents" in name},
+    }), steps=setting.pick(3, 1), own_precision=not exact, device=setting.device, show=True)  # fmt: skip
+    yield _judge(found)
+
+
+def verify_drawn(setting: GpuSetting, count: int, seed: int) -> Iterator[Row]:
+    """Compare randomly drawn layouts of up to 8 ranks with one device."""
+    config = build_config({"train": {"seed": seed}})
+    yield _judge(shoal.verify(config, random=count, steps=setting.pick(3, 1), device=setting.device, show=True))
+
+
+def _judge(found: Verification) -> Row:
+    text = found.findings[0].text.partition("\n")[0] if found.findings else ""
+    return {"layouts": found.layouts, "differ": found.differing,
+            "largest error of a gradient": found.worst_gradient, "first": text, "passed": found.same}  # fmt: skip
+
+
+def check_backend(setting: GpuSetting) -> Iterator[Row]:
+    """Call the collectives of a world of one rank: NCCL on a GPU, gloo in a rehearsal."""
+    init_world(0, 1, dist.HashStore(), setting.torch_device, 60.0)
+    x = torch.arange(8.0, device=setting.torch_device)
+    out = torch.empty_like(x)
+    for name, call in {
+        "all-reduce": lambda: (out.copy_(x), dist.all_reduce(out)),
+        "all-gather": lambda: dist.all_gather_into_tensor(out, x),
+        "reduce-scatter": lambda: dist.reduce_scatter_tensor(out, x),
+        "all-to-all": lambda: dist.all_to_all_single(out, x), "broadcast": lambda: dist.broadcast(out.copy_(x), 0),
+    }.items():  # fmt: skip
+        out.zero_()
+        call()
+        yield {"collective": name, "backend": dist.get_backend(), "passed": torch.equal(out, x)}
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
@@ -195,13 +196,14 @@ def execute(order: tuple[int, GpuSetting, Item]) -> None:
         _append(setting.file(part), {"table": item.title, "item": item.name, "result": verdict, **values})
 
 
-def attempt(row: Row, measure: Callable[[], Row], verdict: str = "unsupported") -> Row:
-    """Return the row with what is measured, or with a verdict and the error in place of it."""
+@contextmanager
+def attempt(row: dict[str, Any], verdict: str = "unsupported") -> Iterator[None]:
+    """Add to the row, if the enclosed measurement fails, a verdict and the error."""
     try:
-        return {**row, **measure()}
+        yield
     except Exception as error:  # any: an unsupported call is a result too
         text = str(error).strip().partition("\n")[0].partition(". ")[0][:200]
-        return {**row, "result": f"{verdict}: {type(error).__name__}: {text}"}
+        row["result"] = f"{verdict}: {type(error).__name__}: {text}"
 
 
 def describe_machine(setting: GpuSetting) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from shoal.engine.kernels.example import list_kernels
-from shoal.labs.bench.gpu import ceilings, equality, ranks, rivals, smoke, speed
+from shoal.labs.bench.gpu import ceilings, equality, rivals, smoke, speed
 from shoal.labs.bench.gpu.engine_run import RunPoint
 from shoal.labs.bench.gpu.item import GpuSetting, Item
 from shoal.spec.config.sections import OptimizerName
@@ -45,19 +45,20 @@ def equality_with_cpu(setting: GpuSetting) -> list[Item]:
 
 def ranks_on_one_device(setting: GpuSetting) -> list[Item]:
     """Part 3: layouts of many ranks on one device against one rank."""
-    title, names = "layouts against one device", [*ranks.LAYOUTS]
+    title, names = "layouts against one device", [*equality.LAYOUTS]
     chosen, later = setting.pick((names[:7], names[7:]), (names[:1], []))
 
     def layouts(names: list[str]) -> Iterator[Item]:
-        for precision in ranks.PRECISIONS:
+        for precision in equality.PRECISIONS:
             for name in names:
-                yield Item(f"{title}, {precision}", name, ranks.verify_layout, (name, precision), 120)
+                yield Item(f"{title}, {precision}", name, equality.verify_layout, (name, precision), 120)
 
     seeds, count = setting.pick((5, 6), (1, 1))
     drawn = [
-        Item(f"{title}, fp64", f"{count} drawn, seed {n}", ranks.verify_drawn, (count, n), 150) for n in range(seeds)
+        Item(f"{title}, fp64", f"{count} drawn, seed {n}", equality.verify_drawn, (count, n), 150) for n in range(seeds)
     ]
-    return [Item("collectives of one rank", "backend", ranks.check_backend), *layouts(chosen), *drawn, *layouts(later)]
+    backend = Item("collectives of one rank", "backend", equality.check_backend)
+    return [backend, *layouts(chosen), *drawn, *layouts(later)]
 
 
 def _timed(title: str, name: str, point: RunPoint, *, trace: bool = False) -> Item:

@@ -29,9 +29,8 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 def time_rival(setting: GpuSetting, name: str, point: RunPoint) -> Iterator[Row]:
     """Time steps of another implementation: float32 weights, bf16 products, fused AdamW, accumulated gradients."""
     shape = check(point.config)
-    row = {"layers": shape.layers, "s": point.sequence, "b": point.batch}
-
-    def measure() -> Row:
+    row: dict[str, Any] = {"layers": shape.layers, "s": point.sequence, "b": point.batch}
+    with attempt(row):
         device = setting.torch_device
         attained = attained_flops(shape, point.batch * point.sequence, device)
         module, compute_loss = RIVALS[name](setting, shape)
@@ -46,12 +45,11 @@ def time_rival(setting: GpuSetting, name: str, point: RunPoint) -> Iterator[Row]
             optimizer.zero_grad(set_to_none=True)
 
         seconds = median(time_each(step, setting))
-        return {
+        row |= {
             "tokens/s": point.tokens / seconds, **describe_rates(setting, point, seconds, attained),
             "allocated GB": None if setting.rehearsal else torch.cuda.max_memory_allocated() / 1e9,
         }
-
-    yield attempt(row, measure)
+    yield row
 
 
 def _fsdp(setting: GpuSetting, shape: ModelShape) -> tuple[nn.Module, Loss]:

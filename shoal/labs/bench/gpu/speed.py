@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from tempfile import TemporaryDirectory
 from typing import Any, get_args
 
@@ -49,7 +49,10 @@ def model_point(setting: GpuSetting, name: str, s: int, b: int, *, compile: bool
 
 def time_point(setting: GpuSetting, point: RunPoint, trace: bool = False) -> Iterator[Row]:
     """Time one run; a run that needs too much memory is a result too."""
-    yield attempt({}, lambda: measure_point(setting, point, trace))
+    row: dict[str, Any] = {}
+    with attempt(row):
+        row |= measure_point(setting, point, trace)
+    yield row
 
 
 # ---- 8 bits ----------------------------------------------------------------------------------------------------------
@@ -78,18 +81,16 @@ def measure_loss_gap(setting: GpuSetting, recipes: list[str]) -> Iterator[Row]:
     reference: list[float] = []
     for name in recipes:
         point = RunPoint(setting.pick(model, TINY), setting.pick(512, 32), setting.pick(8, 2), microbatches=1)
-
-        def measure(name: str = name, point: RunPoint = point) -> Row:
+        row: dict[str, Any] = {"recipe": name, "steps": steps}
+        with attempt(row):
             config = point.changed(**list_recipes()[name]).config
             engine = build_engine(config, setting.torch_device, repeats=4)
             losses = [engine.step(step).loss for step in range(steps)]
-            tail = losses[-5:]
+            last = mean(losses[-5:])
             if not reference:
-                reference.append(sum(tail) / len(tail))
-            return {"first loss": losses[0], "last losses": sum(tail) / len(tail),
-                    "gap": sum(tail) / len(tail) - reference[0]}  # fmt: skip
-
-        yield attempt({"recipe": name, "steps": steps}, measure)
+                reference.append(last)
+            row |= {"first loss": losses[0], "last losses": last, "gap": last - reference[0]}
+        yield row
 
 
 # ---- optimizers ------------------------------------------------------------------------------------------------------
@@ -98,8 +99,8 @@ def measure_loss_gap(setting: GpuSetting, recipes: list[str]) -> Iterator[Row]:
 def measure_optimizer(setting: GpuSetting, name: OptimizerName, precision: str) -> Iterator[Row]:
     """Time updates of a model with a billion parameters, without forward and backward."""
     device = setting.torch_device
-
-    def measure() -> Row:
+    row: dict[str, Any] = {}
+    with attempt(row):
         point = model_point(setting, "llama-3.2-1b", 128, 1).changed(
             train={"precision": precision, "global_batch": setting.pick(1, 2)}, optimizer={"name": name}
         )
@@ -108,12 +109,11 @@ def measure_optimizer(setting: GpuSetting, name: OptimizerName, precision: str) 
         count = engine.shape.parameters()
         seconds = time_call(partial(engine.optimizer.step, 1e-6), device)
         allocated = None if setting.rehearsal else torch.cuda.memory_allocated() / count
-        return {
+        row |= {
             "ms": 1e3 * seconds, "states B/param": engine.optimizer.bytes() / count, "allocated B/param": allocated,
             "parameters": count,
         }
-
-    yield attempt({}, measure)
+    yield row
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
