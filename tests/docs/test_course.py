@@ -13,6 +13,7 @@ import pytest
 from shoal.cli.main import main
 from shoal.labs.glossary.words import PAGES, page_file, read_words
 from tests.docs import pages as course
+from tests.docs.lab_links import panel_states
 from tests.docs.pages import COURSE, LECTURES, ROOT, Example, Page, read_items, read_pages
 
 ITEMS, EXISTING = 221, read_pages()
@@ -82,7 +83,7 @@ def test_a_page_has_all_its_parts(page: Page) -> None:
     idea = page.text.split("\n## ")[0].split("\n", 1)[1]
     assert 7 <= len(re.findall(r"[.:!?](?=\s)", idea)) <= 18, "the idea in about ten sentences"
     assert page.blocks("text"), "a formula"
-    assert "`shoal lab`" in page.text.split("## In the lab")[1]
+    assert panel_states(page.text.split("## In the lab")[1])
     pictures = re.findall(r"^!\[[^]]+\]\(([^)]+\.svg)\)\n\n?Drawn by `(shoal [^`]+)`", page.text, re.M)
     assert pictures, "a picture, and below it: Drawn by `shoal ...`"
 

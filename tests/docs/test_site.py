@@ -26,4 +26,7 @@ def test_the_site_builds_strictly_and_fetches_nothing(tmp_path) -> None:
     for page in tmp_path.rglob("*.html"):
         fetched = re.findall(r'<(?:script|img|link|source)[^>]+(?:src|href)="(https?:)?//', page.read_text())
         assert not fetched, page
+    pipelines = (tmp_path / "course" / "10-pipelines.html").read_text()
+    assert '<a href="../panels.html#timeline?schedule=zb-v"><code>shoal lab' in pipelines
+    assert '"saved":true' in (tmp_path / "panels.html").read_text()
     assert (tmp_path / "course" / "index.html").exists() and (tmp_path / "search" / "search_index.json").exists()

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from threading import Thread
 from typing import Annotated
+from urllib.parse import quote
 
 from pydantic import Field
 from rich.console import Console
 
 import shoal
-from shoal.base.errors import UsageError
+from shoal.base.errors import UsageError, did_you_mean
 from shoal.base.files import check_writable, write_atomically
 from shoal.base.options import POSITIONAL, reject_unused
 from shoal.base.section import Section
@@ -62,20 +63,30 @@ def watch(options: WatchOptions) -> int:
     return 0
 
 
-def lab(options: PageOptions) -> int:
+class LabOptions(PageOptions):
+    panel: str = ""
+    """Panel and state to open, as in the page's URL after the #: timeline?schedule=zb-v (default: the first panel)."""
+
+
+def lab(options: LabOptions) -> int:
     """Serve the lab until Ctrl-C, or write it; return 0."""
     from shoal.labs.interactive.page import build_page, record_answers, saved_html
+    from shoal.labs.interactive.panels import PANELS, warm_up
 
+    panel = options.panel.partition("?")[0]
+    if panel and panel not in PANELS:
+        raise UsageError(f"--panel {options.panel}: there is no panel '{panel}'; {did_you_mean(panel, PANELS)}")
     if options.out:
         check_writable(options.out, "--out", ".html")
-        reject_unused(options, ("port", "browser"), "--out writes a file and serves nothing")
+        reject_unused(options, ("port", "panel", "browser"), "--out writes a file and serves nothing")
         write_atomically(options.out, saved_html(record_answers()))
         print(f"written: {options.out}")
         return 0
-    from shoal.labs.interactive.panels import warm_up
     from shoal.report.server import PageServer
 
     server = PageServer(build_page(), options.port)
+    if panel:
+        server.url += f"#{quote(options.panel, safe='?=&,')}"
     Thread(target=warm_up, daemon=True).start()
     server.run(browser=options.browser)
     return 0

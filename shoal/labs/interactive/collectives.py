@@ -127,7 +127,10 @@ def list_networks(request: NetworksRequest) -> dict[str, Any]:
 
 
 def record_requests() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the requests of a saved page: every collective by its fastest algorithm on the ring."""
+    """Yield the requests of a saved page: every collective by its fastest algorithm, and every all-reduce."""
     yield "networks", {}
+    first = CollectivesRequest().model_dump(mode="json")
     for collective in Collective:
-        yield "collectives", {**CollectivesRequest().model_dump(mode="json"), "collective": collective.value}
+        yield "collectives", first | {"collective": collective.value}
+    for algorithm in TEXTBOOK[Collective.ALL_REDUCE]:
+        yield "collectives", first | {"algorithm": algorithm}

@@ -186,12 +186,20 @@ RECORDED = {
     "recompute": ("selective", "full"),
 }  # fmt: skip
 """Moves from it that a saved page answers."""
+COURSE: tuple[dict[str, Any], ...] = (
+    FIRST | {"model": "llama-3.2-1b", "cluster": "1xH100", "global_batch": "128K", "parallel": {
+        **FIRST["parallel"], "zero": 0, "tp": 1, "sequence_parallel": False, "pp": 1}},
+    FIRST | {"model": "mixtral-8x7b", "parallel": {**FIRST["parallel"], "zero": 3, "ep": 4, "tp": 1, "pp": 1}},
+)  # fmt: skip
+"""Other pictures of it: of one device, and of experts."""
 
 
 def record_requests() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the requests of the first picture, and of each control's moves from it."""
+    """Yield the requests of the first picture, of each control's moves from it, and of the course."""
     yield "layout-choices", {}
     yield "layout", FIRST
+    for request in COURSE:
+        yield "layout", request
     yield "layout-moves", FIRST
     for name, values in RECORDED.items():
         for value in values:

@@ -189,20 +189,27 @@ def scale_gradients(request: GradientsRequest) -> dict[str, Any]:
     step = 2.0 ** (_floor_log2(Fraction(form.largest)) - form.digits)
     beyond = ~stored.isfinite() | (scaled.abs() > form.largest + step / 2)
     small = (size > 0) & (size < 2.0**form.smallest)
-    total = int((gradients != 0).sum())
-    exponents = torch.frexp(gradients[gradients != 0])[1] - 1
-    first, last = BINS
-    counts = torch.bincount(exponents.clamp(first, last) - first, minlength=last - first + 1)
+    counts = count_exponents(request.of)
+    total = sum(counts)
     shares = {"zero": int(lost.sum()), "subnormal": int(small.sum()), "too large": int(beyond.sum())}
     return {
-        "first": first,
-        "counts": counts.tolist(),
+        "first": BINS[0],
+        "counts": counts,
         "total": total,
         "shares": {
             **{name: count / total for name, count in shares.items()}, "normal": 1 - sum(shares.values()) / total,
         },
         "tiniest": form.tiniest, "smallest": form.smallest, "largest": _floor_log2(Fraction(form.largest)) + 1,
     }  # fmt: skip
+
+
+@cache
+def count_exponents(of: str) -> list[int]:
+    """Count the gradients that are not zero by the exponent of 2 of their size, over `BINS`."""
+    gradients = measure_gradients(of)
+    exponents = torch.frexp(gradients[gradients != 0])[1] - 1
+    first, last = BINS
+    return torch.bincount(exponents.clamp(first, last) - first, minlength=last - first + 1).tolist()
 
 
 @cache

@@ -8,7 +8,9 @@ import pytest
 from shoal.base.errors import UsageError
 from shoal.cli.main import main
 from shoal.labs.interactive import panels
-from shoal.labs.interactive.page import read_asset, record_answers, saved_html
+from shoal.labs.interactive.page import Recorded, read_asset, saved_html
+from tests.docs.lab_links import panel_states
+from tests.docs.pages import read_pages
 
 ASSETS = Path(panels.__file__).parent / "assets"
 
@@ -37,6 +39,8 @@ def test_every_call_has_a_request(monkeypatch):
     (["--out", "page.txt"], "--out page.txt: give a file ending in .html"),
     (["--out", "/no/such/page.html"], "there is no folder /no/such"),
     (["--out", "page.html", "--port", "8000"], "--port 8000: --out writes a file and serves nothing"),
+    (["--panel", "timelien?pp=2"], "there is no panel 'timelien'; did you mean 'timeline'?"),
+    (["--out", "page.html", "--panel", "timeline"], "--panel timeline: --out writes a file and serves nothing"),
     (["--otu", "page.html"], "Perhaps you meant: --out"),
 ])  # fmt: skip
 def test_bad_options_are_refused(words, message, capsys, tmp_path, monkeypatch):
@@ -53,27 +57,22 @@ def test_no_request_reads_a_file(schedule, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def answers() -> list:
-    return list(record_answers())
-
-
-def test_recorded_answers_are_plain(answers):
-    assert {each.call for each in answers} >= {"layout", "layout-choices", "roofline", "roofline-choices"}
-    for each in answers:
-        json.dumps(each.answer, allow_nan=False)
-
-
-def test_a_missing_token_is_answered_with_401(page, lab):
-    assert page.goto(lab.url).status == 200
-    assert page.request.get(lab.url.rsplit("/", 2)[0] + "/").status == 401
-
-
-@pytest.fixture(scope="module")
 def written(tmp_path_factory) -> str:
     """The page of ``shoal lab --out``."""
     file = tmp_path_factory.mktemp("lab") / "lab.html"
     assert main(["lab", "--out", str(file)]) == 0
     return file.read_text()
+
+
+@pytest.fixture(scope="module")
+def answers(written) -> list:
+    facts = json.loads(written.split('id="facts">')[1].split("</script>")[0])
+    return [Recorded(call=call, request=request, answer=answer) for call, request, answer in facts["answers"]]
+
+
+def test_a_missing_token_is_answered_with_401(page, lab):
+    assert page.goto(lab.url).status == 200
+    assert page.request.get(lab.url.rsplit("/", 2)[0] + "/").status == 401
 
 
 @pytest.mark.parametrize("name", panels.PANELS)
@@ -83,6 +82,16 @@ def test_a_written_page_shows_each_panel_offline(written, saved, name):
     page.wait_for_timeout(100)
     assert not page.locator(".refusal").count()
     assert "recorded answers" in page.locator("#saved").inner_text()
+
+
+def test_every_page_of_the_course_opens_a_panel_of_the_written_page(written, saved):
+    states = {state: page.name for page in read_pages() for state in panel_states(page.text)}
+    page = saved(written, "#saved:not([hidden])")
+    for state, name in states.items():
+        page.goto(f"{page.url.partition('#')[0]}#{state}")
+        page.wait_for_selector(f".panel.{state.partition('?')[0]} > .answers")
+        page.wait_for_timeout(50)
+        assert not page.locator(".refusal").count(), f"{name}: {state}"
 
 
 def test_a_saved_page_has_no_markup_of_its_answers(answers):

@@ -23,9 +23,11 @@ function fill(element, attributes, children) {
 
 const PREFIXES = [["T", 1e12], ["G", 1e9], ["M", 1e6], ["k", 1e3], ["", 1]];
 
+const FORMATS = [0, 1, 2, 3].map((most) => new Intl.NumberFormat("en-US", { maximumFractionDigits: most })); // slow to make
+
 function digits(value) {
   const size = Math.abs(value);
-  return value.toLocaleString("en-US", { maximumFractionDigits: size >= 100 ? 0 : size >= 10 ? 1 : 2 });
+  return FORMATS[size >= 100 ? 0 : size >= 10 ? 1 : 2].format(value);
 }
 
 export function metric(value, unit) {
@@ -47,7 +49,7 @@ export const show = {
     return `${digits(value * 1e9)} ns`;
   },
   percent: (value) => `${digits(100 * value)} %`,
-  count: (value) => value.toLocaleString("en-US"),
+  count: (value) => FORMATS[3].format(value),
   short(value) { // 70.6B parameters, 1.4T tokens
     const [suffix, factor] = [["T", 1e12], ["B", 1e9], ["M", 1e6], ["k", 1e3], ["", 1]].find(([, each]) => value >= each)
       ?? ["", 1];

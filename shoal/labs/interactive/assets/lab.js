@@ -9,8 +9,9 @@
 import { button, h, refusal } from "lab/kit";
 
 const KEPT = 120; // recorded answers of a page to save, the newest
+const SLOW = 250; // milliseconds of an answer after which the page says that it computes
 
-let facts, mounted, shown;
+let facts, mounted, shown, slowCalls = 0, writing;
 const panels = new Map();
 const recorded = new Map();
 
@@ -57,10 +58,14 @@ function readHash() {
   return panels.has(name) ? [name, query] : [facts.panels[0], ""];
 }
 
+// Waits until the panel has asked for its answer: a browser takes several milliseconds to change the URL.
 function writeState(name, state, defaults) {
-  if (name !== shown) return;
-  const query = encode(state, defaults);
-  history.replaceState(null, "", `#${name}${query ? `?${query}` : ""}`);
+  clearTimeout(writing);
+  writing = setTimeout(() => {
+    if (name !== shown) return;
+    const query = encode(state, defaults);
+    history.replaceState(null, "", `#${name}${query ? `?${query}` : ""}`);
+  });
 }
 
 // Fields that differ from their default, as name=value; texts as they are, other values as JSON.
@@ -103,18 +108,30 @@ async function api(name, request = {}) {
     if (!found) throw refuse("This saved page has no answer for that choice.\nshoal lab computes any other.");
     return structuredClone(found[2]);
   }
-  let response;
-  try {
-    response = await fetch(`api/${name}`, { method: "POST", body: JSON.stringify(request) });
-  } catch {
+  const response = await whileBusy(() => fetch(`api/${name}`, { method: "POST", body: JSON.stringify(request) })).catch(() => {
     throw refuse("The server has stopped.\nRun shoal lab again, and open the URL that it prints.");
-  }
+  });
   const answer = await response.json().catch(() => ({ error: `${name}: status ${response.status}` }));
   if (!response.ok) throw refuse(answer.error);
   recorded.delete(key(name, request)); // the newest are at the end
   recorded.set(key(name, request), [name, request, answer]);
   if (recorded.size > KEPT) forget();
   return answer;
+}
+
+// Says that the server computes, once that takes a moment.
+async function whileBusy(call) {
+  let counted = 0;
+  const timer = setTimeout(() => countSlow(counted = 1), SLOW);
+  try { return await call(); } finally {
+    clearTimeout(timer);
+    countSlow(-counted);
+  }
+}
+
+function countSlow(more) {
+  slowCalls += more;
+  document.getElementById("busy").textContent = slowCalls ? "Computing …" : "";
 }
 
 function forget() { // answers of an empty request are those of a panel's choices: they stay

@@ -5,7 +5,7 @@ const AXES = { tp: "tensor parallel", cp: "context parallel", ep: "expert parall
 const GAP = 3, MOST_CELL = 15;
 
 export function meshChart() {
-  let answer, painted, chosen = 0, axis = null, places = [];
+  let answer, painted, chosen = 0, axis = null;
   const table = h("div", { class: "scroll" }), said = h("p", { class: "note" });
   const drawn = canvas(draw, { height: (wide) => (answer ? arrange(wide).tall : 60), label: "Accelerators of the cluster" });
   drawn.canvas.addEventListener("pointermove", (event) => point(event));
@@ -24,14 +24,20 @@ export function meshChart() {
     }
   }
 
+  /** The upper left corner of a rank's cell. */
+  function place(rank, { cell, gap, across, down, many, columns }) {
+    const each = answer.cluster.per_node, node = Math.floor(rank / each), at = rank % each;
+    return [(node % many) * across + gap / 2 + (at % columns) * cell,
+      Math.floor(node / many) * down + gap / 2 + Math.floor(at / columns) * cell];
+  }
+
   function draw(context, wide) {
     if (!answer) return;
-    const { cell, gap, across, down, many, columns } = arrange(wide);
+    const arranged = arrange(wide), { cell, gap, across, down, many, columns } = arranged;
     const { devices, per_node: each } = answer.cluster, inset = cell > 4 ? 1 : 0;
     const shades = COLOURS.map(colour), pipeline = axisOf("pp");
     const group = axis ? members(axisOf(axis)) : null;
     const lane = colour("--lane"), ink = colour("--ink");
-    places = [];
     if (cell > 4) {
       context.fillStyle = lane;
       for (let node = 0; node * each < devices; node++) {
@@ -40,29 +46,33 @@ export function meshChart() {
         context.fill();
       }
     }
-    for (let rank = 0; rank < devices; rank++) {
-      const node = Math.floor(rank / each), at = rank % each;
-      const x = (node % many) * across + gap / 2 + (at % columns) * cell;
-      const y = Math.floor(node / many) * down + gap / 2 + Math.floor(at / columns) * cell;
-      const stage = pipeline ? index(rank, pipeline) : 0;
+    const stageOf = (rank) => (pipeline ? index(rank, pipeline) : 0), faint = (rank) => group !== null && !group.has(rank);
+    for (let rank = 0, next; rank < devices; rank = next) { // equal cells without gaps are one rectangle
+      const stage = stageOf(rank), pale = faint(rank), rowEnds = Math.min(devices, rank - (rank % each % columns) + columns,
+        rank - (rank % each) + each);
+      next = rank + 1;
+      while (!inset && next < rowEnds && stageOf(next) === stage && faint(next) === pale) next += 1;
+      const [x, y] = place(rank, arranged);
       context.fillStyle = shades[stage % shades.length];
-      context.globalAlpha = group && !group.has(rank) ? 0.16 : 1;
-      context.fillRect(x, y, cell - inset, cell - inset);
-      places.push([x, y]);
+      context.globalAlpha = pale ? 0.16 : 1;
+      context.fillRect(x, y, (next - rank) * cell - inset, cell - inset);
     }
     context.globalAlpha = 1;
     context.strokeStyle = ink;
     context.lineWidth = 1.5;
-    const [x, y] = places[chosen] ?? [0, 0];
+    const [x, y] = place(chosen, arranged);
     context.strokeRect(x - 0.5, y - 0.5, cell - inset + 1, cell - inset + 1);
   }
 
   function point(event) {
     if (!answer) return;
-    const { cell } = arrange(drawn.canvas.clientWidth);
-    const found = places.findIndex(([x, y]) => event.offsetX >= x && event.offsetX < x + cell && event.offsetY >= y
-      && event.offsetY < y + cell);
-    if (found < 0 || found === chosen) return;
+    const arranged = arrange(drawn.canvas.clientWidth), { cell } = arranged;
+    let found = 0;
+    for (; found < answer.cluster.devices; found++) {
+      const [x, y] = place(found, arranged);
+      if (event.offsetX >= x && event.offsetX < x + cell && event.offsetY >= y && event.offsetY < y + cell) break;
+    }
+    if (found === answer.cluster.devices || found === chosen) return;
     chosen = found;
     say();
     drawn.paint();

@@ -202,7 +202,7 @@ export async function mount(element, state, api, onState) {
   }
 
   const ask = latest(api, "collectives", take, (error) => { player.pause(); refused.replaceChildren(refusal(error)); body.hidden = true; });
-  const body = h("div", { class: "answers" }, tiles,
+  const body = h("div", { class: "answers", hidden: true }, tiles,
     h("section", {}, h("h2", {}, "Round by round ", where), player.element, words, h("div", { class: "pair" }, network, matrix)),
     h("section", {}, h("h2", {}, "Time over size ", h("small", {}, "with the sizes from which another algorithm is the fastest")), times.element, costs));
   element.append(h("div", { class: "answers" }, refused, body));

@@ -120,7 +120,7 @@ export async function mount(element, state, api, onState) {
   }
 
   const ask = latest(api, "optimizers", take, (error) => { player.pause(); refused.replaceChildren(refusal(error)); body.hidden = true; });
-  const body = h("div", { class: "answers" }, tiles,
+  const body = h("div", { class: "answers", hidden: true }, tiles,
     h("section", {}, heading, player.element, h("div", { class: "pair wide" }, map.element, losses.element), ends));
   element.append(h("div", { class: "answers" }, refused, body));
   ask({ ...state });

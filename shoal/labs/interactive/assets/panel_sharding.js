@@ -185,7 +185,7 @@ export async function mount(element, state, api, onState) {
     const { route: _, ...request } = state; // the route is a choice among the answers
     send(request);
   }
-  const body = h("div", { class: "answers" }, tiles,
+  const body = h("div", { class: "answers", hidden: true }, tiles,
     h("section", {}, h("h2", {}, "Who holds what ", where), cases, player.element, h("div", { class: "row" }, run, result), trouble,
       h("div", { class: "pair" }, h("div", {}, list, key), devices)),
     routes);
