@@ -206,8 +206,10 @@ export function tile(name, value, note, attributes = {}) {
 }
 
 export function legend(items) {
-  return h("ul", { class: "legend" }, items.map(({ name, colour, value }) =>
-    h("li", {}, h("i", { style: { background: colour } }), name, value && h("b", {}, ` ${value}`))));
+  return h("ul", { class: "legend" }, items.map(({ name, colour, value, dash }) => {
+    const background = dash ? `repeating-linear-gradient(90deg, ${colour} 0 3px, transparent 3px 5px)` : colour;
+    return h("li", {}, h("i", { style: { background } }), name, value && h("b", {}, ` ${value}`));
+  }));
 }
 
 // A stacked bar with an optional limit; `items`: [{name, value, colour, text}].

@@ -41,6 +41,7 @@ async function open() {
   for (const tab of document.querySelectorAll("#tabs a")) {
     tab.setAttribute("aria-selected", tab.dataset.panel === name);
     tab.tabIndex = tab.dataset.panel === name ? 0 : -1;
+    if (tab.dataset.panel === name) tab.parentElement.scrollLeft = tab.offsetLeft - tab.parentElement.offsetLeft - 60; // on a phone
   }
   element.replaceChildren();
   element.className = `panel ${name}`;

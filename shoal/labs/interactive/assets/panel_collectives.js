@@ -165,7 +165,7 @@ export async function mount(element, state, api, onState) {
       height: 330, x: { low: sizes[0], high: sizes[sizes.length - 1], log: true, label: "S, bytes of the largest input or output of a rank", show: show.bytes },
       y: { low: Math.min(...every, ...answer.bound.filter((value) => value > 0)) * 0.8, high: Math.max(...every) * 1.2, log: true, label: "time", show: show.seconds },
       series: [
-        ...names.map((name) => ({ name, colour: own(name), wide: name === answer.algorithm, points: sizes.map((size, i) => [size, answer.times[name][i]]) })),
+        ...names.map((name, i) => ({ name, colour: own(name), dash: i < COLOURS.length ? undefined : "5 3", wide: name === answer.algorithm, points: sizes.map((size, i) => [size, answer.times[name][i]]) })),
         { name: "lower bound", colour: "var(--ink)", dash: "4 4", points: sizes.map((size, i) => [size, answer.bound[i]]) },
       ],
       marks,
