@@ -28,5 +28,7 @@ def test_the_site_builds_strictly_and_fetches_nothing(tmp_path) -> None:
         assert not fetched, page
     pipelines = (tmp_path / "course" / "10-pipelines.html").read_text()
     assert '<a href="../panels.html#timeline?schedule=zb-v"><code>shoal lab' in pipelines
+    parallel = re.sub(r' style="[^"]*"', "", (tmp_path / "course" / "05-data-parallelism.html").read_text())
+    assert "T<sub>comm</sub> = 8 D F / W<sub>link</sub>" in parallel
     assert '"saved":true' in (tmp_path / "panels.html").read_text()
     assert (tmp_path / "course" / "index.html").exists() and (tmp_path / "search" / "search_index.json").exists()

@@ -120,10 +120,10 @@ def test_a_used_port_is_refused(server, capsys):
 
 
 def test_the_command_prints_its_url_and_ends_with_ctrl_c():
-    words = [sys.executable, "-m", "shoal", "lab", "--no-browser"]
+    words = [sys.executable, "-m", "shoal", "lab", "--no-browser", "--panel", "sharding?mesh=x=4&expression=A[I, Jx]"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as started:
         url = started.stdout.readline().strip()
-        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/[\w-]{32}/", url)
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/[\w-]{32}/#sharding\?mesh=x=4&expression=A%5BI,%20Jx%5D", url)
         connection = http.client.HTTPConnection("127.0.0.1", urlsplit(url).port, timeout=60)
         connection.request("GET", urlsplit(url).path)
         assert b"shoal lab" in connection.getresponse().read()

@@ -25,6 +25,7 @@ from shoal.labs.explain.sharding import (
     run_small,
     study_sharding,
 )
+from shoal.spec.catalog.accelerators import accelerators
 from shoal.spec.catalog.clusters import links
 
 EQUAL = 1e-9
@@ -214,6 +215,7 @@ def list_sharding_choices(request: ShardingChoicesRequest) -> dict[str, Any]:
     return {
         "topologies": list(TOPOLOGIES),
         "links": list(links()),
+        "accelerators": [name for name, each in accelerators().items() if "bf16" in each.peak_flops],
         "dtypes": list(ITEMSIZE),
         "examples": [[name, *example] for name, example in EXAMPLES.items()],
     }
@@ -223,5 +225,4 @@ def record_requests() -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the requests of a saved page: the examples."""
     yield "sharding-choices", {}
     for expression, mesh in EXAMPLES.values():
-        first = ShardingRequest(expression=expression, mesh=mesh)
-        yield "sharding", first.model_dump(exclude={"accelerator"})
+        yield "sharding", ShardingRequest(expression=expression, mesh=mesh).model_dump()

@@ -9,7 +9,7 @@ from shoal.base.errors import UsageError
 from shoal.cli.main import main
 from shoal.labs.interactive import panels
 from shoal.labs.interactive.page import Recorded, read_asset, saved_html
-from tests.docs.lab_links import panel_states
+from tests.docs.site_hooks import panel_states
 from tests.docs.pages import read_pages
 
 ASSETS = Path(panels.__file__).parent / "assets"
@@ -54,6 +54,15 @@ def test_no_request_reads_a_file(schedule, monkeypatch):
     monkeypatch.setattr("builtins.open", lambda *_: pytest.fail("a file is read"))
     with pytest.raises(UsageError, match="the lab reads no files"):
         panels.call_panel("layout", {"parallel": {"pp": 2, "schedule": schedule}})
+
+
+def test_a_slow_answer_is_announced(page, lab):
+    held = []
+    page.route("**/api/numbers", held.append)
+    page.goto(f"{lab.url}#numbers")
+    page.wait_for_function("document.getElementById('busy').textContent === 'Computing …'")
+    held.pop().continue_()
+    page.wait_for_function("!document.getElementById('busy').textContent")
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 import {
   COLOURS, button, check, choice, copyable, divisors, h, latest, legend, powers, refusal, show, slider, stackedBar, text, tile,
 } from "lab/kit";
+import { table } from "lab/drawing";
 import { meshChart } from "lab/mesh_chart";
 
 export const title = "Layout";
@@ -336,13 +337,11 @@ function describeMoves({ moves, kept, complete }, now, apply, searchAll) {
   const about = kept === null ? `${now.memory.fits ? "Single changes that are faster and fit" : "Nearest that fits: single changes"}, the fastest first:`
     : kept.length ? `No single change fits. Nearest that fits, with the same ${kept.join(", ")}:`
       : "The best layouts of a search of the cluster:";
-  return [h("p", { class: "note" }, about), h("div", { class: "scroll" }, h("table", {},
-    h("thead", {}, h("tr", {}, ["change", "step", "", "MFU", "memory", ""].map((name) => h("th", { scope: "col" }, name)))),
-    h("tbody", {}, moves.map((move) => h("tr", {},
-      h("td", { class: "words" }, move.name), h("td", {}, show.seconds(move.seconds)),
-      h("td", {}, `${move.change > 0 ? "+" : "−"}${show.percent(Math.abs(move.change))}`), h("td", {}, show.percent(move.mfu)),
-      h("td", {}, show.bytes(move.reserved)),
-      h("td", {}, button("Apply", () => apply(move.parallel), { class: "small", "aria-label": `Apply ${move.name}` })))))))];
+  return [h("p", { class: "note" }, about), table(["change", "step", "", "MFU", "memory", ""], moves.map((move) => [
+    move.name, show.seconds(move.seconds), `${move.change > 0 ? "+" : "−"}${show.percent(Math.abs(move.change))}`,
+    show.percent(move.mfu), show.bytes(move.reserved),
+    button("Apply", () => apply(move.parallel), { class: "small", "aria-label": `Apply ${move.name}` }),
+  ]), { words: [0] })];
 }
 
 function summary({ model, cluster, layout, step, mfu, memory, training }) {

@@ -2,6 +2,7 @@
 import {
   COLOURS, axes, button, choice, h, latest, logScale, metric, powers, refusal, s, show, slider, tile,
 } from "lab/kit";
+import { table } from "lab/drawing";
 
 export const title = "Roofline";
 
@@ -48,11 +49,11 @@ export async function mount(element, state, api, onState) {
       h("fieldset", {}, h("legend", {}, "Accelerator"), by.accelerator.element, by.precision.element, compare.element, compared),
       h("fieldset", {}, h("legend", {}, "Model and batch"), by.model.element, by.batch.element, by.sequence_length.element),
       h("fieldset", {}, h("legend", {}, "This machine"), measure, note)));
-  const refused = h("div"), tiles = h("div", { class: "tiles" }), drawing = h("div", { class: "chart" }), table = h("div", { class: "scroll" });
+  const refused = h("div"), tiles = h("div", { class: "tiles" }), drawing = h("div", { class: "chart" }), operations = h("div");
   const here = h("div");
   element.append(h("div", { class: "answers" }, refused, tiles,
     h("section", {}, h("h2", {}, "Roofline ", h("small", {}, "of one layer's forward; both axes are logarithmic")), drawing),
-    h("section", {}, h("h2", {}, "Operations of one layer, on one device"), table), here));
+    h("section", {}, h("h2", {}, "Operations of one layer, on one device"), operations), here));
 
   const ask = latest(api, "roofline", answered, (error) => refused.replaceChildren(refusal(error)));
   const watcher = new ResizeObserver(() => { if (last) draw(); });
@@ -95,14 +96,13 @@ export async function mount(element, state, api, onState) {
   }
 
   function writeTable() {
-    table.replaceChildren(h("table", {},
-      h("thead", {}, h("tr", {}, ["operation", "FLOPs", "bytes of memory", "FLOPs/B", "bound by", "at most", "time at least"]
-        .map((name) => h("th", { scope: "col" }, name)))),
-      h("tbody", {}, last.operations.map((each, i) => h("tr", {},
-        h("td", {}, h("i", { class: "dot", style: { background: `var(${COLOURS[i % COLOURS.length]})` } }), each.name),
-        h("td", {}, metric(each.flops, "FLOP")), h("td", {}, show.bytes(each.bytes)), h("td", {}, number(each.intensity)),
-        h("td", {}, each.intensity >= last.ridge ? "arithmetic" : "memory"), h("td", {}, show.flops(each.rate)),
-        h("td", {}, show.seconds(each.seconds)))))));
+    operations.replaceChildren(table(
+      ["operation", "FLOPs", "bytes of memory", "FLOPs/B", "bound by", "at most", "time at least"],
+      last.operations.map((each, i) => [
+        [h("i", { class: "dot", style: { background: `var(${COLOURS[i % COLOURS.length]})` } }), each.name],
+        metric(each.flops, "FLOP"), show.bytes(each.bytes), number(each.intensity),
+        each.intensity >= last.ridge ? "arithmetic" : "memory", show.flops(each.rate), show.seconds(each.seconds),
+      ])));
   }
 
   function draw() {

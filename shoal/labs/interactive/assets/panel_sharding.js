@@ -5,7 +5,8 @@ import { number, playback, table } from "lab/drawing";
 export const title = "Sharding";
 
 export const defaults = {
-  expression: "A[I, Jx] * B[Jx, K] -> C[I, K]", mesh: "x=4", sizes: "", dtype: "bf16", topology: "full", link: "nvlink-4", route: 0,
+  expression: "A[I, Jx] * B[Jx, K] -> C[I, K]", mesh: "x=4", sizes: "", dtype: "bf16", topology: "full", link: "nvlink-4",
+  accelerator: "h100-sxm", route: 0,
 };
 
 const STEP_SECONDS = 1.4;
@@ -44,7 +45,8 @@ export async function mount(element, state, api, onState) {
   element.append(h("div", { class: "controls" },
     h("fieldset", {}, h("legend", {}, "Product"), example.element, expression.element, mesh.element, sizes.element, pick("dtype", "Format", known.dtypes).element,
       h("p", { class: "note" }, "Upper-case letters are dims, lower-case letters after them the mesh axes that shard them: A[Ix, J]. C[I, K]{Ux} is a sum along x that is not added up yet. Dims without a size have 4096.")),
-    h("fieldset", {}, h("legend", {}, "Network"), pick("topology", "Network", known.topologies).element, pick("link", "Link", known.links).element)));
+    h("fieldset", {}, h("legend", {}, "Network"), pick("topology", "Network", known.topologies).element, pick("link", "Link", known.links).element,
+      pick("accelerator", "Accelerator", known.accelerators).element)));
 
   // ---- steps ----
 
@@ -152,7 +154,7 @@ export async function mount(element, state, api, onState) {
         button(`${i + 1}`, () => { state.route = i; onState(state); take(answer); }, { class: "small", "aria-pressed": String(i === state.route) }),
         each.multiplied.join("; ") || "–", each.collectives.join("; ") || "none", show.seconds(each.compute), show.seconds(each.moving), show.seconds(each.seconds), show.bytes(each.sent),
       ]),
-      { best: state.route, words: [2] },
+      { best: state.route, words: [1, 2] },
     ));
     list.replaceChildren(...chosen.steps.map((one) => h("li", {}, h("b", {}, one.what), ` ${one.before.join(" * ")} → ${one.after}`,
       h("small", {}, one.algorithm ? ` ${one.algorithm}, ${show.bytes(one.sent)} from a device, ${show.seconds(one.seconds)}` : ` ${one.seconds ? show.seconds(one.seconds) : "nothing is sent"}`))));
