@@ -13,8 +13,8 @@ import pytest
 from shoal.cli.main import main
 from shoal.labs.glossary.words import PAGES, page_file, read_words
 from tests.docs import pages as course
-from tests.docs.site_hooks import panel_states
 from tests.docs.pages import COURSE, LECTURES, ROOT, Example, Page, read_items, read_pages
+from tests.docs.site_hooks import panel_states
 
 ITEMS, EXISTING = 221, read_pages()
 WRITTEN = [pytest.param(page, id=page.name) for page in EXISTING]

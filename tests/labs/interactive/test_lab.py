@@ -9,8 +9,8 @@ from shoal.base.errors import UsageError
 from shoal.cli.main import main
 from shoal.labs.interactive import panels
 from shoal.labs.interactive.page import Recorded, read_asset, saved_html
-from tests.docs.site_hooks import panel_states
 from tests.docs.pages import read_pages
+from tests.docs.site_hooks import panel_states
 
 ASSETS = Path(panels.__file__).parent / "assets"
 
@@ -58,7 +58,7 @@ def test_no_request_reads_a_file(schedule, monkeypatch):
 
 def test_a_slow_answer_is_announced(page, lab):
     held = []
-    page.route("**/api/numbers", held.append)
+    page.route("**/api/numbers", lambda route: held.append(route))
     page.goto(f"{lab.url}#numbers")
     page.wait_for_function("document.getElementById('busy').textContent === 'Computing …'")
     held.pop().continue_()
