@@ -60,9 +60,9 @@ def test_a_slow_answer_is_announced(page, lab):
     held = []
     page.route("**/api/numbers", lambda route: held.append(route))
     page.goto(f"{lab.url}#numbers")
-    page.wait_for_function("document.getElementById('busy').textContent === 'Computing …'")
+    page.wait_for_function("() => document.getElementById('busy').textContent === 'Computing …'")
     held.pop().continue_()
-    page.wait_for_function("!document.getElementById('busy').textContent")
+    page.wait_for_function("() => !document.getElementById('busy').textContent")
 
 
 @pytest.fixture(scope="module")

@@ -205,7 +205,7 @@ def test_pins_and_state_come_back_from_the_url(panel, page):
     move(page, "ZeRO stage")
     page.locator("#pin").click()
     assert page.locator("table.pins tbody tr").count() == 3
-    page.wait_for_function("location.hash.split('seconds').length === 3")  # both pins
+    page.wait_for_function("() => location.hash.split('seconds').length === 3")  # both pins
     url, text = page.evaluate("location.href"), page.locator("table.pins").inner_text()
     page.goto("about:blank")
     page.goto(url)
