@@ -32,7 +32,7 @@ from shoal.engine.checkpoint.manifest import (
     unusable,
 )
 from shoal.engine.checkpoint.write import State
-from shoal.engine.collectives.json_collectives import Group, all_gather, get_rank, get_size
+from shoal.engine.collectives.json_collectives import HostGroup, all_gather, get_rank, get_size
 
 ReadBox = Callable[[str], bytearray | memoryview]
 
@@ -41,7 +41,7 @@ def load(
     path: AnyPath,
     state: State,
     *,
-    group: Group = None,
+    group: HostGroup = None,
     model: dict[str, Any] | None = None,
     convert: bool = False,
     ignore_prefixes: tuple[str, ...] = (),
@@ -87,7 +87,7 @@ def load(
     return extra
 
 
-def verify(path: AnyPath, *, group: Group = None) -> None:
+def verify(path: AnyPath, *, group: HostGroup = None) -> None:
     """Read a complete checkpoint and compare every byte with the manifest's checksums; ranks share the files.
 
     Raises:
@@ -349,7 +349,7 @@ def _problems(path: AnyPath, manifest: Manifest | RankPart, files: list[str]) ->
     return problems
 
 
-def raise_together(problems: list[str], group: Group) -> None:
+def raise_together(problems: list[str], group: HostGroup) -> None:
     """Raise the errors of all ranks on every rank, without duplicates."""
     if found := dict.fromkeys(problem for rank in all_gather(problems, group) for problem in rank):
         raise CheckpointError("\n".join(found))

@@ -31,7 +31,7 @@ from shoal.engine.checkpoint.manifest import (
     write_manifest,
 )
 from shoal.engine.checkpoint.write import SavePlan, State, plan_save, write_part
-from shoal.engine.collectives.json_collectives import Group, broadcast, gather, get_rank
+from shoal.engine.collectives.json_collectives import HostGroup, broadcast, gather, get_rank
 from shoal.engine.streams import Mark, SideStream, lock_pages
 
 LOCK = ".lock"
@@ -61,7 +61,7 @@ class Checkpointer:
         self,
         folder: AnyPath,
         *,
-        group: Group,
+        group: HostGroup,
         keep: int,
         asynchronous: bool,
         fresh: bool = False,
@@ -128,7 +128,7 @@ class Checkpointer:
                     self._report(f"quarantined {path.name} as {aside.name}; it will not be used to resume")
         gather(None, self._group)
 
-    def regroup(self, group: Group) -> None:
+    def regroup(self, group: HostGroup) -> None:
         """Save with the ranks of this group from now on; the others have exited. No save may be in flight."""
         self._group = group
 

@@ -8,26 +8,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-Group = dist.ProcessGroup | None
+HostGroup = dist.ProcessGroup | None
 """A process group with gloo for host memory, or None for a single process."""
 
 
-def world() -> Group:
+def world() -> HostGroup:
     """Return the group of all ranks."""
     return dist.group.WORLD if dist.is_initialized() else None
 
 
-def get_rank(group: Group) -> int:
+def get_rank(group: HostGroup) -> int:
     """Return this process's rank in the group."""
     return dist.get_rank(group) if group is not None else 0
 
 
-def get_size(group: Group) -> int:
+def get_size(group: HostGroup) -> int:
     """Return the number of ranks in the group."""
     return dist.get_world_size(group) if group is not None else 1
 
 
-def gather(value: Any, group: Group) -> list[Any]:
+def gather(value: Any, group: HostGroup) -> list[Any]:
     """Return every rank's value, in rank order, on rank 0; an empty list on other ranks."""
     if group is None:
         return [value]
@@ -37,7 +37,7 @@ def gather(value: Any, group: Group) -> list[Any]:
     return _decode(parts, sizes) if parts else []
 
 
-def all_gather(value: Any, group: Group) -> list[Any]:
+def all_gather(value: Any, group: HostGroup) -> list[Any]:
     """Return every rank's value, in rank order, on every rank."""
     if group is None:
         return [value]
@@ -47,7 +47,7 @@ def all_gather(value: Any, group: Group) -> list[Any]:
     return _decode(parts, sizes)
 
 
-def broadcast(value: Any, group: Group) -> Any:
+def broadcast(value: Any, group: HostGroup) -> Any:
     """Return rank 0's value on every rank."""
     if group is None:
         return value
@@ -64,7 +64,7 @@ def _encode(value: Any) -> torch.Tensor:
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
-def _pad(data: torch.Tensor, group: Group) -> tuple[torch.Tensor, list[int]]:
+def _pad(data: torch.Tensor, group: HostGroup) -> tuple[torch.Tensor, list[int]]:
     """Pad a rank's bytes to the longest rank's; return them with the length of each rank's."""
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(get_size(group))]
     dist.all_gather(sizes, torch.tensor([data.numel()]), group=group)

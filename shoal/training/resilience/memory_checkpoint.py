@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from shoal.base.errors import UsageError
 from shoal.engine.checkpoint.write import SavePlan, State, build_header, describe_part, plan_save
-from shoal.engine.collectives.json_collectives import Group, all_gather, broadcast, gather, get_rank, get_size
+from shoal.engine.collectives.json_collectives import HostGroup, all_gather, broadcast, gather, get_rank, get_size
 from shoal.engine.streams import Mark, SideStream
 from shoal.training.resilience import memory_slot
 from shoal.training.resilience.host_memory_dir import (
@@ -53,7 +53,7 @@ class RankTopology:
     nodes: list[int]
 
     @staticmethod
-    def collect(group: Group, node_ranks: int = 0) -> RankTopology:
+    def collect(group: HostGroup, node_ranks: int = 0) -> RankTopology:
         """Gather the topology of a group of nodes of ``node_ranks``; 0 treats each host as a node. Collective."""
         hosts = all_gather(socket.gethostname(), group)
         names = list(dict.fromkeys(hosts))
@@ -101,7 +101,7 @@ class InMemoryCheckpointer:
         home: Path,
         run_folder: Path,
         *,
-        group: Group,
+        group: HostGroup,
         node_ranks: int = 0,
         keep: tuple[int, str] | None = None,
         device: torch.device = CPU,

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from shoal.engine.collectives.json_collectives import Group, broadcast, gather
+from shoal.engine.collectives.json_collectives import HostGroup, broadcast, gather
 from shoal.engine.device import reproducible
 from shoal.training.nonfinite_locator import ValueWatch, When
 from shoal.training.resilience.replicas import SilentFailure, hash_bits
@@ -24,7 +24,7 @@ Trace = list[tuple[When, str, int]]
 """Sort key, description and hash of each value of a step."""
 
 
-def reexecute(engine: Engine, step: int, group: Group, where: Where = "same") -> None:
+def reexecute(engine: Engine, step: int, group: HostGroup, where: Where = "same") -> None:
     """Compute a step twice, without its update, and compare. Collective.
 
     Args:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shoal.base.boxes import Box
 from shoal.engine.checkpoint.manifest import key
-from shoal.engine.collectives.json_collectives import Group, broadcast, gather
+from shoal.engine.collectives.json_collectives import HostGroup, broadcast, gather
 from shoal.training.step.engine import Engine
 
 CHUNK = 1 << 20  # elements hashed together, which bounds the temporary memory
@@ -69,7 +69,7 @@ def _parameters(engine: Engine) -> Iterator[tuple[str, Box, str, Tensor]]:
             yield name, piece.box, " (optimizer copy)", piece.tensor
 
 
-def compare_replicas(engine: Engine, step: int, group: Group) -> None:
+def compare_replicas(engine: Engine, step: int, group: HostGroup) -> None:
     """Compare the parameters of replicas. Collective.
 
     Args:

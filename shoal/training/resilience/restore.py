@@ -25,7 +25,7 @@ from shoal.engine.checkpoint import CheckpointError, list_checkpoints, load, sto
 from shoal.engine.checkpoint.load import check_part, raise_together, touched
 from shoal.engine.checkpoint.manifest import merge
 from shoal.engine.checkpoint.write import State, file_name
-from shoal.engine.collectives.json_collectives import Group, all_gather, broadcast, gather, get_rank
+from shoal.engine.collectives.json_collectives import HostGroup, all_gather, broadcast, gather, get_rank
 from shoal.training.resilience import memory_slot
 from shoal.training.resilience.host_memory_dir import make_run_dir
 from shoal.training.resilience.memory_checkpoint import RankTopology, split_messages
@@ -62,7 +62,7 @@ def restore(
     home: Path,
     state: State,
     *,
-    group: Group,
+    group: HostGroup,
     model: dict[str, Any] | None,
     before: int | None = None,
 ) -> tuple[Restored | None, list[str]]:
@@ -109,7 +109,9 @@ def restore(
 # ---- saves in memory -------------------------------------------------------------------------------------------------
 
 
-def _saves_in_memory(home: Path, places: RankTopology, group: Group) -> tuple[dict[tuple[int, str], _Save], list[str]]:
+def _saves_in_memory(
+    home: Path, places: RankTopology, group: HostGroup
+) -> tuple[dict[tuple[int, str], _Save], list[str]]:
     """Return saves by (step, attempt), and notes on damaged descriptions, on rank 0 only.
 
     The files are not read: `load` verifies what it uses, and a large state is not read twice.
@@ -129,7 +131,7 @@ def _saves_in_memory(home: Path, places: RankTopology, group: Group) -> tuple[di
     return saves, notes
 
 
-def _drop_damaged(save: _Save | None, places: RankTopology, group: Group) -> tuple[list[str], bool]:
+def _drop_damaged(save: _Save | None, places: RankTopology, group: HostGroup) -> tuple[list[str], bool]:
     """Verify every byte of a save's copies, and drop the damaged ones. Ranks of a host share the work.
 
     Args:
@@ -159,7 +161,7 @@ def _drop_damaged(save: _Save | None, places: RankTopology, group: Group) -> tup
 
 
 def _load_from_memory(
-    home: Path, places: RankTopology, save: _Save | None, state: State, group: Group, model: dict[str, Any] | None
+    home: Path, places: RankTopology, save: _Save | None, state: State, group: HostGroup, model: dict[str, Any] | None
 ) -> dict[str, Any]:
     """Assemble a save on each host and load it.
 
@@ -199,7 +201,7 @@ def _prepare(save: _Save) -> dict[str, Any]:
 
 
 def _collect_files(
-    folder: Path, places: RankTopology, needed: list[str], holders: dict[str, list[tuple[int, str]]], group: Group
+    folder: Path, places: RankTopology, needed: list[str], holders: dict[str, list[tuple[int, str]]], group: HostGroup
 ) -> dict[str, Path]:
     """Return the paths of the needed files on this host; those that only other hosts have are received into ``folder``.
 
@@ -234,7 +236,7 @@ def _collect_files(
     return found
 
 
-def _send(path: Path, to: int, group: Group) -> None:
+def _send(path: Path, to: int, group: HostGroup) -> None:
     try:
         data = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
     except OSError:
@@ -245,7 +247,7 @@ def _send(path: Path, to: int, group: Group) -> None:
         dist.send(part, group=group, group_dst=to)
 
 
-def _receive(path: Path, source: int, group: Group) -> None:
+def _receive(path: Path, source: int, group: HostGroup) -> None:
     size = torch.zeros(1, dtype=torch.int64)
     dist.recv(size, group=group, group_src=source)
     data = torch.empty(max(0, int(size)), dtype=torch.uint8)

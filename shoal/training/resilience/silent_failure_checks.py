@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from shoal.engine.collectives.json_collectives import Group, gather
+from shoal.engine.collectives.json_collectives import HostGroup, gather
 from shoal.spec.config import FailoverConfig
 from shoal.training.records.timer import ActionTimer
 from shoal.training.resilience.reexecute import reexecute
@@ -66,7 +66,7 @@ class SilentFailureChecks:
 
     def __init__(self, engine: Engine, config: FailoverConfig, step: int, extra: dict[str, Any]):
         self.engine, self.config, self.proven = engine, config, step
-        self.group: Group = dist.group.WORLD if engine.mesh.layout.world_size > 1 else None
+        self.group: HostGroup = dist.group.WORLD if engine.mesh.layout.world_size > 1 else None
         self.spikes = SpikeDetector(config.spike_factor, config.spike_window) if config.spike_factor else None
         self.rollbacks = 0
         self.timer: ActionTimer | None = None
