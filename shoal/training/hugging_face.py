@@ -7,13 +7,14 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Literal
 
 import tomli_w
 import torch
 
 from shoal.base.errors import UsageError
 from shoal.base.files import check_writable, write_atomically
-from shoal.engine.checkpoint.hugging_face import HFWeights, export_weights
+from shoal.engine.checkpoint.hugging_face import HFExport, HFWeights
 from shoal.engine.data.tokenizer import BytesTokenizer, Tokenizer
 from shoal.spec.config import build_config
 from shoal.spec.hugging_face import hf_config
@@ -48,13 +49,17 @@ def import_hf(folder: str | Path, out: str | Path | None = None, *, sequence_len
     return text
 
 
-def export_hf(run_folder: str | Path, out: str | Path, *, dtype: str = "saved") -> str:
+def export_hf(
+    run_folder: str | Path, out: str | Path, *, dtype: str = "saved",
+    weights: Literal["safetensors", "dcp"] = "safetensors",
+) -> str:
     """Write the newest good checkpoint of a run as a new folder that transformers' ``from_pretrained`` reads.
 
     The folder appears under its name when it is complete. A tokenizer goes along if the run has one of its own.
 
     Args:
         dtype: "saved", or the number format of the weights as torch names it.
+        weights: the format of their files; "dcp" is read by `torch.distributed.checkpoint` instead.
 
     Returns:
         What was written, in a line.
@@ -78,15 +83,16 @@ def export_hf(run_folder: str | Path, out: str | Path, *, dtype: str = "saved") 
     except OSError as error:
         raise UsageError(f"--out {out} cannot be made: {error.strerror}.") from None
     try:
-        written = export_weights(found.path, shape, made, None if dtype == "saved" else getattr(torch, dtype))
+        stored = HFExport(found.path, shape, None if dtype == "saved" else getattr(torch, dtype))
+        (stored.save_dcp if weights == "dcp" else stored.save_safetensors)(made)
         ends = {"bos_token_id": None, "eos_token_id": tokenizer.end_of_document}  # not the family's default tokens
-        described = hf_config(shape, written, str(run_folder)) | ends
+        described = hf_config(shape, stored.dtype, str(run_folder)) | ends
         write_atomically(made / "config.json", json.dumps(described, indent=2))
         tokens = _write_tokenizer(tokenizer, config.model.weights, made)
         made.rename(out)
     finally:
         shutil.rmtree(made, ignore_errors=True)
-    return f"{out}: {described['architectures'][0]}, step {found.step}, {written}; {tokens}"
+    return f"{out}: {described['architectures'][0]}, step {found.step}, {stored.dtype}; {tokens}"
 
 
 def _write_tokenizer(tokenizer: Tokenizer, weights: Path | None, made: Path) -> str:

@@ -1,12 +1,16 @@
 """Models from transformers and back: the same logits, the same training on any layout, and clear errors."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import shoal
 from shoal.base.boxes import Box, Piece
@@ -249,3 +253,57 @@ def test_the_model_of_the_folder_is_that_of_the_run(tmp_path):
     (model / "config.json").write_text(json.dumps(values | {"vocab_size": "many"}))
     with pytest.raises(shoal.UsageError, match=r"model\.vocab = 'many'"):
         check_weights(config)
+
+
+def save_sharded(folder: Path) -> None:
+    """Save weights as a run with FSDP does, cut over ranks, beside an optimizer's state."""
+    import torch.distributed.checkpoint as dcp  # takes a second, as transformers
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    weights = load_file(folder / "model.safetensors")
+    cut = {name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in weights.items()}
+    (folder / "dcp").mkdir(exist_ok=True)
+    dcp.save({"model": cut, "optimizer": {"state": cut, "step": 3}}, checkpoint_id=folder / "dcp")
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt2"])
+def test_torch_checkpoints_both_ways(name, pool, tmp_path):
+    """A checkpoint of two ranks is the model that they saved; an exported one is read by torch alone."""
+    import torch.distributed.checkpoint as dcp
+
+    theirs = build(name, tmp_path / "model")
+    pool.run(save_sharded, 2, tmp_path / "model")
+    stored = tmp_path / "model" / "dcp"
+    shutil.copy(tmp_path / "model" / "config.json", stored)
+    tokens = torch.randint(300, (2, 40))
+    assert torch.equal(logits_of(stored, tokens), logits_of(tmp_path / "model", tokens))
+    train_in(pool, config_of(stored, {"tp": 2}), tmp_path / "run")
+    words = ["export", "hf", str(tmp_path / "run"), "--out"]
+    assert main([*words, str(tmp_path / "out"), "--weights", "dcp"]) == 0 and main([*words, str(tmp_path / "hf")]) == 0
+    weights = {key: torch.empty_like(value) for key, value in theirs.named_parameters()}
+    dcp.load(weights, checkpoint_id=tmp_path / "out", no_dist=True)
+    wanted = type(theirs).from_pretrained(tmp_path / "hf").state_dict()
+    assert all(torch.equal(value, wanted[key]) for key, value in weights.items())
+    assert torch.equal(logits_of(tmp_path / "out", tokens), logits_of(tmp_path / "hf", tokens))
+
+
+def test_a_torch_checkpoint_runs_no_code_and_damage_is_named(tmp_path, capsys):
+    import torch.distributed.checkpoint as dcp
+
+    build("llama", model := tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+
+    def refused(message: str) -> None:
+        assert main(["import", "hf", str(model)]) == 2
+        assert message in capsys.readouterr().err
+
+    dcp.save({"net": {"layer": torch.ones(2)}}, checkpoint_id=model, no_dist=True)
+    refused("no tensor is called model.embed_tokens.weight, as in Hugging Face's format; it has net.layer")
+    (model / ".metadata").write_bytes(b"cos\nsystem\n(S'touch ran'\ntR.")
+    refused("it names os.system, which no list of tensors needs")
+    (model / ".metadata").write_bytes(b"")
+    refused("it cannot be read")
+    dcp.save(weights, checkpoint_id=model, no_dist=True)
+    (model / "__0_0.distcp").write_bytes(b"short")
+    with pytest.raises(shoal.UsageError, match=r"__0_0\.distcp: tensor 'model\.\S+' cannot be read"):
+        logits_of(model, torch.zeros(1, 4, dtype=torch.int64))

@@ -14,7 +14,7 @@ from shoal.base.section import Section
 
 class ImportOptions(Section):
     folder: Annotated[Path, POSITIONAL]
-    """Folder of a model: config.json and safetensors, and a tokenizer.json if it has one."""
+    """Folder of a model: config.json, weights as safetensors or DCP, and a tokenizer.json if it has one."""
 
     out: Path | None = None
     """File to write instead of the terminal."""
@@ -33,6 +33,9 @@ class ExportOptions(Section):
     dtype: Literal["saved", "float32", "bfloat16", "float16"] = "saved"
     """Number format of the weights; saved keeps the checkpoint's."""
 
+    weights: Literal["safetensors", "dcp"] = "safetensors"
+    """Format of the files: safetensors, or a checkpoint that torch.distributed.checkpoint reads, in the same names."""
+
 
 def import_hf(options: ImportOptions) -> int:
     """Print or write the TOML of a run that starts with the model."""
@@ -44,5 +47,5 @@ def import_hf(options: ImportOptions) -> int:
 
 def export_hf(options: ExportOptions) -> int:
     """Write the newest good checkpoint as a model folder."""
-    print(shoal.export_hf(options.run_folder, options.out, dtype=options.dtype))
+    print(shoal.export_hf(options.run_folder, options.out, dtype=options.dtype, weights=options.weights))
     return 0

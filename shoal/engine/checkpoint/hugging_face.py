@@ -1,14 +1,14 @@
 """Weights in Hugging Face's format: safetensors files, of which each rank reads only its own boxes.
 
-The names are transformers' of the families in `shoal.spec.hugging_face`. Only safetensors are read, no pickle, and no
-code of a model folder is run.
+The names are transformers' of the families in `shoal.spec.hugging_face`. Safetensors are read, or a checkpoint of torch
+(`shoal.engine.checkpoint.dcp`); no code of a model folder is run.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from functools import cache
+from collections.abc import Iterable, Mapping
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from shoal.spec.hugging_face import FAMILIES, model_fields, model_type
 
 INDEX = "model.safetensors.index.json"
 ONE_FILE = "model.safetensors"
+DCP_LIST = ".metadata"
 READ = ("F64", "F32", "BF16", "F16")  # number formats of weights; the others need scales
 SHARD_BYTES = 5_000_000_000  # of one exported file, as transformers writes them
 
@@ -167,15 +168,20 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 class HFWeights:
-    """The weights of a model folder.
+    """The weights of a model folder: safetensors files, or a checkpoint of torch.distributed.checkpoint.
 
     Raises:
-        UsageError: no safetensors, a missing tensor, or one of another shape than the model's.
+        UsageError: neither, a missing tensor, or one of another shape than the model's.
     """
 
     def __init__(self, folder: Path, shape: ModelShape):
         self.folder, self.shape = folder, shape
-        self.files = _files_of_tensors(folder)
+        self._dcp = None
+        if (folder / DCP_LIST).is_file():
+            from shoal.engine.checkpoint.dcp import open_dcp  # loading it takes a second
+
+            self._dcp = open_dcp(folder / DCP_LIST)
+        self._files = {} if self._dcp else _files_of_tensors(folder)
         self._opened = cache(lambda file: safe_open(folder / file, "pt"))
 
     def check(self, parameters: Mapping[str, tuple[int, ...]]) -> None:
@@ -228,11 +234,13 @@ class HFWeights:
 
     def _slice(self, name: str) -> Any:
         for known in (name, name.removeprefix("transformer.")):  # the first GPT-2 files lack the prefix
-            if known in self.files:
+            if self._dcp and known in self._dcp:
+                return self._dcp[known]
+            if known in self._files:
                 try:
-                    return self._opened(self.files[known]).get_slice(known)
+                    return self._opened(self._files[known]).get_slice(known)
                 except (SafetensorError, OSError) as error:
-                    raise UsageError(f"{self.folder / self.files[known]}: it cannot be read: {error}") from None
+                    raise UsageError(f"{self.folder / self._files[known]}: it cannot be read: {error}") from None
         raise UsageError(f"{self.folder}: no file has the tensor '{name}'.")
 
 
@@ -249,61 +257,87 @@ def _files_of_tensors(folder: Path) -> dict[str, str]:
             return dict.fromkeys(file.keys(), ONE_FILE)
     except (SafetensorError, OSError) as error:
         raise UsageError(f"{path}: it cannot be read: {error}\n  Name a folder with config.json and the weights as "
-                         "safetensors; other formats are not read.") from None
+                         "safetensors; or as a checkpoint of torch (DCP); "
+                         "other formats are not read.") from None
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
-def export_weights(checkpoint: AnyPath, shape: ModelShape, folder: Path, dtype: torch.dtype | None = None) -> str:
-    """Write the weights of a checkpoint into a new folder, file by file.
+class HFExport:
+    """The weights of a checkpoint in Hugging Face's format, read a few layers at a time.
+
+    Attributes:
+        dtype: number format of the weights, as torch names it.
+        units: names of parameters that are read together: complete layers, since one tensor may join several.
 
     Args:
         dtype: number format of the weights; None keeps the checkpoint's.
 
-    Returns:
-        The number format of the weights, as torch names it.
-
     Raises:
         CheckpointError: the checkpoint is damaged.
     """
-    saved = {name.removeprefix("model."): each for name, each in read_manifest(checkpoint).tensors.items()
-             if name.startswith("model.") and not (shape.tied and name == "model.head.weight")}
-    formats = {name: torch.float32 if name.endswith("router.bias") else dtype or DTYPES[each.dtype]
-               for name, each in saved.items()}  # fmt: skip
-    sizes = {name: formats[name].itemsize * Box.full(each.shape).numel for name, each in saved.items()}
-    shards = list(_shards(sizes))
-    index: dict[str, str] = {}
-    for number, names in enumerate(shards, 1):
-        file = ONE_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        tensors = {
-            name: torch.empty(saved[name].shape, dtype=torch.float32 if hf_tensor(name, shape).less else formats[name])
+
+    def __init__(self, checkpoint: AnyPath, shape: ModelShape, dtype: torch.dtype | None = None):
+        self._checkpoint, self._shape = checkpoint, shape
+        self._saved = {name.removeprefix("model."): each for name, each in read_manifest(checkpoint).tensors.items()
+                       if name.startswith("model.") and not (shape.tied and name == "model.head.weight")}
+        self._formats = {name: torch.float32 if name.endswith("router.bias") else dtype or DTYPES[each.dtype]
+                         for name, each in self._saved.items()}  # fmt: skip
+        weights = [each for name, each in self._formats.items() if not name.endswith("router.bias")]
+        self.dtype = str(max(weights, key=lambda each: each.itemsize)).removeprefix("torch.")
+        units: dict[str, list[str]] = {}
+        for name in self._saved:
+            units.setdefault(_unit(name), []).append(name)
+        self.units = list(units.values())
+
+    def size(self, names: Iterable[str]) -> int:
+        """Return the bytes of parameters."""
+        return sum(self._formats[name].itemsize * Box.full(self._saved[name].shape).numel for name in names)
+
+    def read(self, names: Iterable[str], device: str = "cpu") -> dict[str, Tensor]:
+        """Return the tensors of parameters by their names in Hugging Face's format; on "meta" nothing is read."""
+        less = {name: hf_tensor(name, self._shape).less for name in names}
+        tensors = {  # a difference from one keeps its digits if it is rounded last
+            name: torch.empty(self._saved[name].shape, dtype=torch.float32 if less[name] else self._formats[name],
+                              device=device)
             for name in names
-        }  # a difference from one keeps its digits if it is rounded last
-        state = {f"model.{n}": [Piece(tuple(t.shape), Box.full(tuple(t.shape)), t)] for n, t in tensors.items()}
-        load(checkpoint, state, convert=True, ignore_prefixes=("",))
-        tensors = {name: t.sub_(less).to(formats[name]) if (less := hf_tensor(name, shape).less) else t
-                   for name, t in tensors.items()}  # fmt: skip
-        renamed = _rename(tensors, shape)
-        save_file(renamed, folder / file, metadata={"format": "pt"})
-        index |= dict.fromkeys(renamed, file)
-    if len(shards) > 1:
-        total = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": index}
-        write_atomically(folder / INDEX, json.dumps(total, indent=2))
-    weights = [each for name, each in formats.items() if not name.endswith("router.bias")]
-    return str(max(weights, key=lambda each: each.itemsize)).removeprefix("torch.")
+        }  # fmt: skip
+        if device != "meta":
+            state = {f"model.{n}": [Piece(tuple(t.shape), Box.full(tuple(t.shape)), t)] for n, t in tensors.items()}
+            load(self._checkpoint, state, convert=True, ignore_prefixes=("",))
+        stored = {name: t.sub_(less[name]).to(self._formats[name]) if less[name] else t for name, t in tensors.items()}
+        return _rename(stored, self._shape)
 
+    def save_safetensors(self, folder: Path) -> None:
+        """Write files of at most `SHARD_BYTES` into a folder, one in memory at a time."""
+        shards: list[list[str]] = [[]]
+        for unit in self.units:
+            if shards[-1] and self.size(shards[-1] + unit) > SHARD_BYTES:
+                shards.append([])
+            shards[-1] += unit
+        index: dict[str, str] = {}
+        for number, names in enumerate(shards, 1):
+            file = ONE_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+            tensors = self.read(names)
+            save_file(tensors, folder / file, metadata={"format": "pt"})
+            index |= dict.fromkeys(tensors, file)
+        if len(shards) > 1:
+            total = {"metadata": {"total_size": self.size(self._saved)}, "weight_map": index}
+            write_atomically(folder / INDEX, json.dumps(total, indent=2))
 
-def _shards(sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """Yield the names of the parameters of each file: complete layers, so that joined tensors are in one."""
-    names: list[str] = []
-    for unit in dict.fromkeys(map(_unit, sizes)):
-        of_unit = [name for name in sizes if _unit(name) == unit]
-        if names and sum(sizes[name] for name in (*names, *of_unit)) > SHARD_BYTES:
-            yield names
-            names = []
-        names += of_unit
-    yield names
+    def save_dcp(self, folder: Path) -> None:
+        """Write a checkpoint of torch.distributed.checkpoint, one layer in memory at a time."""
+        from shoal.engine.checkpoint.dcp import save_dcp
+
+        empty: dict[str, Tensor] = {}
+        unit_of: dict[str, list[str]] = {}
+        for unit in self.units:
+            tensors = self.read(unit, "meta")
+            empty |= tensors
+            unit_of |= dict.fromkeys(tensors, unit)
+        read = lru_cache(maxsize=1)(lambda names: self.read(names))
+        save_dcp(folder, empty, lambda name: read(tuple(unit_of[name]))[name])
 
 
 def _unit(name: str) -> str:
@@ -317,7 +351,7 @@ def _rename(tensors: Mapping[str, Tensor], shape: ModelShape) -> dict[str, Tenso
         for expert, each in enumerate(tensor) if ".experts." in name else ((0, tensor),):
             at = hf_tensor(name, shape, expert)
             if (order := stored_rows(name, shape)) is not None:
-                each = torch.empty_like(each).index_copy_(0, order, each)
+                each = torch.empty_like(each).index_copy_(0, order.to(each.device), each)
             parts.setdefault(at.name, {}).setdefault(at.expert, []).append(each.t() if at.transposed else each)
             steps[at.name] = at.step
     joined = {name: {expert: _join(each, steps[name]) for expert, each in of.items()} for name, of in parts.items()}
