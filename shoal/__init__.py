@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from shoal.testing.own_run import AdamW as AdamW
     from shoal.testing.own_run import Run as Run
     from shoal.testing.verify.verify import verify as verify
+    from shoal.training.hugging_face import export_gguf as export_gguf
     from shoal.training.hugging_face import export_hf as export_hf
     from shoal.training.hugging_face import import_hf as import_hf
 
@@ -92,7 +93,7 @@ _HOMES = {
     "shoal.testing.chaos.run": ("chaos",),
     "shoal.testing.own_run": ("AdamW", "Run"),
     "shoal.testing.verify.verify": ("verify",),
-    "shoal.training.hugging_face": ("export_hf", "import_hf"),
+    "shoal.training.hugging_face": ("export_gguf", "export_hf", "import_hf"),
 }
 """The public names of each module."""
 

@@ -69,6 +69,10 @@ COMMANDS = {
         "shoal.cli.run.hugging_face",
         "Write a run's model as a Hugging Face folder: shoal export hf RUN_FOLDER --out FOLDER", "export_hf",
     ),
+    "export gguf": Command(
+        "shoal.cli.run.hugging_face",
+        "Write a run's model as a file for llama.cpp: shoal export gguf RUN_FOLDER --out FILE.gguf", "export_gguf",
+    ),
     "bench": Command(
         "shoal.cli.bench", "Measure shoal against torch's own implementations: shoal bench step", "main"
     ),

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +15,10 @@ import torch
 
 from shoal.base.errors import UsageError
 from shoal.base.files import check_writable, write_atomically
+from shoal.engine.checkpoint.gguf import check_gguf
+from shoal.engine.checkpoint.gguf import export_gguf as export_gguf_file
 from shoal.engine.checkpoint.hugging_face import HFExport, HFWeights
+from shoal.engine.data.chat import PLAIN, ChatTemplate
 from shoal.engine.data.tokenizer import BytesTokenizer, Tokenizer
 from shoal.spec.config import build_config
 from shoal.spec.hugging_face import hf_config
@@ -93,6 +97,47 @@ def export_hf(
     finally:
         shutil.rmtree(made, ignore_errors=True)
     return f"{out}: {described['architectures'][0]}, step {found.step}, {stored.dtype}; {tokens}"
+
+
+def export_gguf(run_folder: str | Path, out: str | Path, *, dtype: str = "saved") -> str:
+    """Write the newest good checkpoint of a run as a new GGUF file for llama.cpp, with its tokenizer and chat template.
+
+    Needs the extra ``shoal[gguf]``.
+
+    Args:
+        dtype: "saved", or the number format of matrices as torch names it; llama.cpp's own tool quantises further.
+
+    Returns:
+        What was written, in a line.
+
+    Raises:
+        UsageError: no run, no good checkpoint, a model or tokenizer that llama.cpp does not have, or ``out`` exists.
+
+    >>> import shoal
+    >>> shoal.export_gguf("runs/example", "example.bin")
+    Traceback (most recent call last):
+    shoal.base.errors.UsageError: --out example.bin: give a file ending in .gguf.
+    """
+    out = Path(out)
+    config, shape, tokenizer = describe_run(run_folder)
+    check_writable(out, "--out", ".gguf", new=True)
+    architecture = check_gguf(shape, tokenizer, str(run_folder))
+    if find_spec("gguf") is None:
+        raise UsageError("shoal export gguf needs the extra: pip install 'shoal[gguf]'.")
+    found = find_good_checkpoint(config, run_folder)
+    weights = [config.model.weights] if config.model.weights else []
+    template = ChatTemplate.find([Path(run_folder), *weights]).text
+    made = out.with_name(f".{out.name}-{os.getpid()}")
+    try:
+        export_gguf_file(
+            found.path, shape, made, None if dtype == "saved" else getattr(torch, dtype), architecture=architecture,
+            name=config.model.name, tokenizer=tokenizer, template="" if template == PLAIN else template,
+        )
+        made.rename(out)
+    finally:
+        made.unlink(missing_ok=True)
+    tokens = "no tokenizer (the run reads bytes)" if isinstance(tokenizer, BytesTokenizer) else "with its tokenizer"
+    return f"{out}: {architecture}, step {found.step}, {out.stat().st_size:,} bytes; {tokens}"
 
 
 def _write_tokenizer(tokenizer: Tokenizer, weights: Path | None, made: Path) -> str:

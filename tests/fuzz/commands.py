@@ -301,7 +301,7 @@ FIRST = {  # words that keep a command small, unless others replace them
     "plan": {"--model": "tiny", "--cluster": "2xH100"}, "plan auto": {"--layers": "1", "--cluster": "2xH100"},
     "goodput": {"--failures": "50"}, "estimate": {"--model": "tiny"}, "sample": {"--max-tokens": "2"},
     "verify": {"--steps": "1"}, "train": {"--run-folder": "new"}, "data train-tokenizer": {"--out": "new"},
-    "export hf": {"--out": "new"}, "explain": {}, "bench": {},
+    "export hf": {"--out": "new"}, "export gguf": {"--out": "new.gguf"}, "explain": {}, "bench": {},
 }  # fmt: skip
 
 
@@ -327,7 +327,8 @@ def some_words(draw: Callable) -> list[str]:
     words = name.split()
     if draw(st.integers(0, 19)) == 0:
         words[draw(st.integers(0, len(words) - 1))] = draw(JUNK)
-    if name in ("sample", "report", "import hf", "export hf", "checkpoint verify", "checkpoint inspect", "validate"):
+    if name in ("sample", "report", "import hf", "export hf", "export gguf", "checkpoint verify", "checkpoint inspect",
+                "validate"):
         words += [draw(st.sampled_from(FILES))] + ["def"] * (name == "sample")
     elif name in ("explain", "bench"):
         words.append(draw(st.sampled_from(["all-reduce", "compatibility", "precision", "A[Ix] -> A[x]", "step"])))

@@ -1,4 +1,4 @@
-"""`shoal import hf` and `shoal export hf`."""
+"""`shoal import hf`, `shoal export hf` and `shoal export gguf`."""
 
 from __future__ import annotations
 
@@ -23,16 +23,18 @@ class ImportOptions(Section):
     """Tokens per sequence of the run."""
 
 
-class ExportOptions(Section):
+class FileExportOptions(Section):
     run_folder: Annotated[Path, POSITIONAL]
     """A run folder that holds a checkpoint."""
 
     out: Path
-    """New folder to write: transformers' from_pretrained reads it."""
+    """New folder or file to write."""
 
     dtype: Literal["saved", "float32", "bfloat16", "float16"] = "saved"
     """Number format of the weights; saved keeps the checkpoint's."""
 
+
+class ExportOptions(FileExportOptions):
     weights: Literal["safetensors", "dcp"] = "safetensors"
     """Format of the files: safetensors, or a checkpoint that torch.distributed.checkpoint reads, in the same names."""
 
@@ -48,4 +50,10 @@ def import_hf(options: ImportOptions) -> int:
 def export_hf(options: ExportOptions) -> int:
     """Write the newest good checkpoint as a model folder."""
     print(shoal.export_hf(options.run_folder, options.out, dtype=options.dtype, weights=options.weights))
+    return 0
+
+
+def export_gguf(options: FileExportOptions) -> int:
+    """Write the newest good checkpoint as a file of llama.cpp."""
+    print(shoal.export_gguf(options.run_folder, options.out, dtype=options.dtype))
     return 0

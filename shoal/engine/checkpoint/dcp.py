@@ -46,7 +46,7 @@ class _ListReader(pickle.Unpickler):
 
 
 class DCPTensor:
-    """A stored tensor, of which slices are read; the methods are those of safetensors.
+    """A stored tensor, of which slices are read; the methods are as in safetensors.
 
     Args:
         read: reads a stored chunk of it by the offset.

@@ -43,7 +43,8 @@ class ChatTemplate:
         import jinja2  # torch needs it too
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        self.names, self.stop, self.fingerprint = names, tuple(stop), f"{template} {sorted(names.items())}"
+        self.text, self.names, self.stop = template, names, tuple(stop)
+        self.fingerprint = f"{template} {sorted(names.items())}"
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
         environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}

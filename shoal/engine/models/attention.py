@@ -167,7 +167,7 @@ def rotary_table(
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     frequencies = theta ** (-torch.arange(0, d, 2, device=positions.device, dtype=exact) / d)
     if scaling is not None:
-        kept = _kept_frequencies(frequencies, theta, scaling)
+        kept = kept_frequencies(frequencies, theta, scaling)
         frequencies = kept * frequencies + (1 - kept) * frequencies / scaling.factor
     angles = torch.outer(positions.to(exact), frequencies)
     cos, sin = angles.cos(), angles.sin()
@@ -176,7 +176,7 @@ def rotary_table(
     return cos.to(dtype), sin.to(dtype)
 
 
-def _kept_frequencies(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
+def kept_frequencies(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
     """Return the part of each frequency that is not divided, [d/2]: 1 for fast waves, 0 for slow ones."""
     if scaling.kind == "linear":
         return torch.zeros_like(frequencies)
