@@ -305,6 +305,8 @@ class RankProcesses:
         print(f"rank {cause.rank} {cause.how}{cause.where}{others}. Its log: {log}", file=sys.stderr)
         if report.strip():
             warn(report.rstrip())
+        if cause.traces:
+            warn(f"the newest collectives of each rank: {self.log_folder / 'collectives-*.json'}")
 
     def _records(self) -> list[HeartbeatRecord | None]:
         return [heartbeat.read(heartbeat.record_path(self.scratch, rank)) for rank in range(len(self.processes))]
@@ -325,7 +327,7 @@ class RankProcesses:
         # A killed rank may not have exited yet; asked again, it would give no stack.
         if not at_once and not self.lost and (trouble := self.watchdog.look(signs, now)):
             living = {rank: sign.record for rank, sign in signs.items() if sign.record}
-            self.lost = watchdog.locate_lost_rank(trouble, living, self.scratch)
+            self.lost = watchdog.locate_lost_rank(trouble, living, self.scratch, self.log_folder)
             assert self.lost is not None  # all ranks are on this host
             self.processes[self.lost.rank].send_signal(signal.SIGKILL)
 

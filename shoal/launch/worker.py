@@ -18,7 +18,12 @@ from shoal.engine.collectives.json_collectives import all_gather, broadcast, wor
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.data.batches import Dataset
 from shoal.engine.data.token_stream import SPLITS
-from shoal.engine.device import allow_reproducible_products, destroy_world, write_collective_traces
+from shoal.engine.device import (
+    allow_reproducible_products,
+    destroy_world,
+    read_collective_trace,
+    write_collective_traces,
+)
 from shoal.launch.rank_env import RankEnv, detect_rank_env, read_payload, record_end, scratch_folder
 from shoal.launch.recovery.generations import Abandoned, Orders, forget, is_peer_loss, leave_world
 from shoal.launch.rendezvous import become_rank, open_port_notice
@@ -53,7 +58,7 @@ class Generation:
         if member.how != "local" and member.local_rank == 0:
             self.before = read_previous_attempt(member)
         self.records = scratch_folder() if member.how == "local" else make_shared_folder(member)
-        self.beat = Heartbeat(self.records and record_path(self.records, member.rank))
+        self.beat = Heartbeat(self.records and record_path(self.records, member.rank), read_collective_trace)
         self.trainer: Trainer | None = None
 
     def run(self, built: Callable[[Trainer], None] | None = None) -> int:

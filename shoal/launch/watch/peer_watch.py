@@ -111,7 +111,7 @@ class PeerWatch:
             trouble = self.dog.look(signs, time.monotonic(), silent=self._next(living))
             if trouble is None or (trouble.rank < 0 and self.member.local_rank):  # one rank handles stuck ranks
                 continue
-            lost = watchdog.locate_lost_rank(trouble, living, self.folder, alone=False)
+            lost = watchdog.locate_lost_rank(trouble, living, self.folder, self.run_folder / "logs", alone=False)
             if lost is None:
                 # The lost rank is on another host, whose ranks find it.
                 time.sleep(self.dog.limits.progress_timeout_seconds)

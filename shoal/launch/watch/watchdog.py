@@ -14,21 +14,22 @@ import re
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from shoal.base.errors import redact
-from shoal.base.files import open_to_append, read_tail
+from shoal.base.files import make_folder, open_to_append, read_tail, write_atomically
 from shoal.engine.device import COLLECTIVE_SECONDS
 from shoal.launch.rank_env import stack_path
 from shoal.launch.watch.rank_failure import Failure
 from shoal.spec.config import FailoverConfig
-from shoal.training.resilience.heartbeat import HeartbeatRecord, Phase
+from shoal.training.resilience.heartbeat import ASKED, HeartbeatRecord, Phase, record_path, trace_path
 
 STACK_SIGNAL = signal.SIGUSR2  # makes a rank write its stack (`faulthandler`)
 MOST_STACKS = 16 << 20  # bytes read of a file of stacks
+TRACE_SECONDS = 1.0  # timeout of the traces, which a thread of the rank writes
 STACK_SECONDS = 3.0  # timeout of the stack: a rank on a busy machine may have to wait for a core
 STOPPED_SECONDS = 2.0
 START_SECONDS = 60.0  # from the start of a process to its first heartbeat, without CPU use
@@ -163,13 +164,34 @@ def _content(path: Path) -> str:
     return read_tail(path, MOST_STACKS)
 
 
+def collect_traces(ranks: Iterable[int], folder: Path, logs: Path) -> tuple[str, ...]:
+    """Request traces of the newest collectives of ranks, move them to the run's logs, and return their names there."""
+    written = {rank: trace_path(record_path(folder, rank)) for rank in ranks}
+    asked = folder / ASKED
+    asked.touch()
+    deadline = time.monotonic() + TRACE_SECONDS
+    while time.monotonic() < deadline and not all(path.exists() for path in written.values()):
+        time.sleep(0.05)
+    asked.unlink()
+    names = []
+    for rank, path in written.items():
+        with contextlib.suppress(OSError):  # the rank has not answered, or the disk is full
+            if trace := path.read_bytes():
+                make_folder(logs)
+                write_atomically(logs / f"collectives-{rank}.json", trace)
+                names.append(f"collectives-{rank}.json")
+            path.unlink()
+    return tuple(names)
+
+
 def locate_lost_rank(
-    lost: Failure, records: dict[int, HeartbeatRecord], folder: Path, *, alone: bool = True
+    lost: Failure, records: dict[int, HeartbeatRecord], folder: Path, logs: Path, *, alone: bool = True
 ) -> Failure | None:
     """Add the stack, and the number of a stuck rank, to what `Watchdog.look` found; None if it is on another host.
 
     Args:
         records: heartbeat records of all ranks here that still run.
+        logs: folder of the run for traces of the collectives of a stuck run.
         alone: whether all ranks are on this host. If not, and all ranks here wait, the lost rank is on another host.
     """
     stuck = lost.rank < 0
@@ -182,7 +204,8 @@ def locate_lost_rank(
         return None
     rank = find_stuck_rank(found, records) if stuck else lost.rank
     how = f"{lost.trouble} since {time.monotonic() - lost.when:.1f} s and was ended,"
-    return replace(lost, rank=rank, report=redact(found[rank]), trouble=how, record=records[rank])
+    traces = collect_traces(records, folder, logs) if stuck else ()
+    return replace(lost, rank=rank, report=redact(found[rank]), trouble=how, record=records[rank], traces=traces)
 
 
 def find_stuck_rank(found: dict[int, str], records: dict[int, HeartbeatRecord]) -> int:

@@ -12,13 +12,17 @@ import mmap
 import os
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 from pathlib import Path
 
+from shoal.base.files import write_atomically
 from shoal.pipeline.program import Action, Op
 
 PERIOD = 0.2  # seconds between heartbeats
+ASKED = "trace-asked"  # file beside the records: their ranks write a trace of their collectives
 OPS = list(Op)
 DESCRIPTIONS = {
     Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.BACKWARD_INPUT: "backward to the input",
@@ -95,9 +99,12 @@ class Heartbeat:
     """Writer of a rank's heartbeat record; also a `Recorder` of its runtime's actions.
 
     Without a path (a rank without supervisor), the record is in memory only.
+
+    Args:
+        trace: returns a trace of the rank's collectives, which the thread writes when it is asked for (`ASKED`).
     """
 
-    def __init__(self, path: Path | None = None):
+    def __init__(self, path: Path | None = None, trace: Callable[[], bytes] | None = None):
         size = ctypes.sizeof(_MappedRecord)
         if path is None:
             self._map = mmap.mmap(-1, size)
@@ -114,7 +121,7 @@ class Heartbeat:
         self._record.pid = os.getpid()  # last: readers ignore a record without pid
         self._closed = threading.Event()
         if path is not None:
-            threading.Thread(target=self._beat, name="beat", daemon=True).start()
+            threading.Thread(target=self._beat, args=(path, trace), name="beat", daemon=True).start()
 
     def phase(self, phase: Phase) -> None:
         """Record the start of a phase."""
@@ -155,9 +162,13 @@ class Heartbeat:
         """End the heartbeats of this record; the process continues with another."""
         self._closed.set()
 
-    def _beat(self) -> None:
+    def _beat(self, path: Path, trace: Callable[[], bytes] | None) -> None:
+        asked, written = path.with_name(ASKED), trace_path(path)
         while not self._closed.wait(PERIOD):
             self._record.alive = time.monotonic()
+            if trace and asked.exists() and not written.exists():
+                with suppress(OSError):  # a full disk: the watchdog does without
+                    write_atomically(written, trace())
 
 
 def describe_action(action: Action) -> str:
@@ -175,6 +186,11 @@ def describe_action(action: Action) -> str:
 def record_path(scratch: Path, rank: int) -> Path:
     """Return the path of a rank's record."""
     return scratch / f"beat-{rank}"
+
+
+def trace_path(record: Path) -> Path:
+    """Return the file beside a rank's record in which it answers `ASKED`."""
+    return record.with_name(f"trace-{record.name}")
 
 
 def read(path: Path) -> HeartbeatRecord | None:
