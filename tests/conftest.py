@@ -9,6 +9,7 @@ from hypothesis import settings
 
 from shoal.cli.main import READ_AT_IMPORT
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test, nor a drawn command line, asks the hub
 os.environ.update(READ_AT_IMPORT)  # no thread but this one: `server` may fork it
 
 import torch

@@ -22,7 +22,7 @@ from shoal.engine.data.chat import PLAIN, ChatTemplate
 from shoal.engine.data.tokenizer import BytesTokenizer, Tokenizer
 from shoal.spec.config import build_config
 from shoal.spec.hugging_face import hf_config
-from shoal.training.inference.source import HF_SEQUENCE, describe_hf, describe_run, find_good_checkpoint
+from shoal.training.inference.source import HF_SEQUENCE, describe_hf, describe_run, find_good_checkpoint, find_hf_folder
 
 BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
 """Files that go along from the folder that a run started with."""
@@ -32,7 +32,8 @@ def import_hf(folder: str | Path, out: str | Path | None = None, *, sequence_len
     """Return the TOML of a run that starts with the weights of a model folder, and write it to a new file.
 
     Args:
-        folder: ``config.json`` and safetensors of a family in docs/hugging-face.md; ``tokenizer.json`` if it has one.
+        folder: ``config.json`` and weights of a family in docs/hugging-face.md, ``tokenizer.json`` if it has one; or
+            "owner/name" of a model on the Hugging Face hub.
 
     Raises:
         UsageError: another family, other files, or ``out`` exists.
@@ -42,9 +43,10 @@ def import_hf(folder: str | Path, out: str | Path | None = None, *, sequence_len
     >>> print(shoal.import_hf("models/example").splitlines()[1])
     name = "example"
     """
-    folder = Path(folder).expanduser().absolute()
     check_writable(Path(out) if out else None, "--out", ".toml", new=True)
-    values = describe_hf(folder, sequence_length)
+    name = Path(folder).expanduser().absolute().name
+    folder = find_hf_folder(folder)
+    values = describe_hf(folder, sequence_length, name)
     shape = build_config(values).model.shape(vocab=1, sequence_length=1)
     HFWeights(folder, shape)  # its files are readable
     text = tomli_w.dumps(values)

@@ -194,6 +194,19 @@ def test_the_commands(tmp_path, capsys, monkeypatch):
     assert not list(Path().glob(".out*"))
 
 
+def test_a_model_of_the_hub_is_named_after_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    stored, commit = tmp_path / "models--owner--Small-1", "a" * 40
+    build("llama", stored / "snapshots" / commit)
+    (stored / "refs").mkdir()
+    (stored / "refs" / "main").write_text(commit)
+    assert main(["import", "hf", "owner/Small-1"]) == 0
+    assert f'name = "Small-1"\nweights = "{stored}/snapshots/{commit}"' in capsys.readouterr().out
+    assert main(["import", "hf", "owner/Small-2"]) == 2
+    assert "owner/Small-2 is no folder, and cannot be taken from the hub: " in capsys.readouterr().err
+    assert main(["import", "hf", str(tmp_path / "none")]) == 2
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

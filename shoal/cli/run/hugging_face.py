@@ -14,7 +14,8 @@ from shoal.base.section import Section
 
 class ImportOptions(Section):
     folder: Annotated[Path, POSITIONAL]
-    """Folder of a model: config.json, weights as safetensors or DCP, and a tokenizer.json if it has one."""
+    """Folder of a model: config.json, weights as safetensors or DCP, and a tokenizer.json if it has one; or owner/name
+    on the Hugging Face hub."""
 
     out: Path | None = None
     """File to write instead of the terminal."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shoal.base.addresses import to_path
-from shoal.base.errors import UsageError
+from shoal.base.errors import UsageError, redact
 from shoal.base.files import read_json
 from shoal.base.section import validate
 from shoal.base.terminal import warn
@@ -31,6 +33,7 @@ from shoal.spec.layout import Layout
 from shoal.training.run_folder import get_checkpoint_folder, with_own_tokenizer
 from shoal.training.step.model_state import ModelState
 
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
 HF_SEQUENCE = 1024  # tokens per sequence of a run that starts with a model folder, if the model has as many
 _NOT_WEIGHTS = ("optimizer.", "precision.", "relaxed.", "replica.")
 
@@ -122,18 +125,43 @@ def describe_run(folder: str | Path) -> tuple[RunConfig, ModelShape, Tokenizer]:
     return config, shape, tokenizer
 
 
-def describe_hf(folder: Path, sequence_length: int = HF_SEQUENCE) -> dict[str, Any]:
+def find_hf_folder(name: str | Path) -> Path:
+    """Return a model folder; for "owner/name" of a model on the Hugging Face hub, its local copy, downloaded if needed.
+
+    Of a model on the hub only configs, safetensors, tokenizers and templates are taken, no code and no pickle.
+
+    Raises:
+        UsageError: there is no such folder, nor a model that can be downloaded.
+    """
+    folder = Path(name).expanduser().absolute()
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(name)) or folder.exists() or folder.parent.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    print(f"downloading {name} from the hub, unless it is here", file=sys.stderr)
+    try:
+        return Path(snapshot_download(str(name), allow_patterns=HUB_FILES, ignore_patterns=["*/*", "consolidated*"]))
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        raise UsageError(
+            f"{name} is no folder, and cannot be taken from the hub: {redact(str(error))}"
+            "\n  Name a folder with config.json and safetensors; HF_TOKEN opens models that need consent."
+        ) from None
+
+
+def describe_hf(folder: Path, sequence_length: int = HF_SEQUENCE, name: str = "") -> dict[str, Any]:
     """Return the values of the config of a run that starts with a model folder.
 
     Args:
         folder: an absolute path.
         sequence_length: tokens per sequence, if the model has as many.
+        name: name of the model (default: the folder's).
     """
     fields = read_hf_config(folder)
     data: dict[str, Any] = {"sequence_length": min(sequence_length, fields["max_sequence"])}
     if (folder / "tokenizer.json").is_file():
         data["tokenizer"] = str(folder / "tokenizer.json")
-    return {"model": {"name": folder.name, "weights": str(folder), **fields}, "data": data}
+    return {"model": {"name": name or folder.name, "weights": str(folder), **fields}, "data": data}
 
 
 def _hf_ends(folder: Path) -> set[int]:
