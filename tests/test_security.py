@@ -50,6 +50,8 @@ BETWEEN_PROCESSES = {
 }  # a parent and its children, by a pipe that no one else has
 
 
+BY_NAME = SHOAL / "engine" / "checkpoint" / "dcp.py"  # torch's own format, with a list of what a pickle may name
+
 OF_OBJECTS = {name for name in dir(torch.distributed) if "object" in name and not name.startswith("_")}
 BY_LOOPBACK = {SHOAL / "labs" / "autoshard" / "execute.py"}  # `shoal plan auto --check`, between processes of its own
 
@@ -70,8 +72,12 @@ def test_no_source_unpickles_or_runs_text():
             names = {alias.name for alias in node.names} if isinstance(node, ast.Import) else set()
             names |= {node.module} if isinstance(node, ast.ImportFrom) and node.module else set()
             called = dotted(node.func) if isinstance(node, ast.Call) else ""
-            if (names & UNPICKLES and path not in BETWEEN_PROCESSES) or called in {*RUNS_CODE, "torch.load", "np.load"}:
+            if (names & UNPICKLES and path not in {*BETWEEN_PROCESSES, BY_NAME}) or called in {*RUNS_CODE, "np.load"}:
                 found.append(f"{path}:{node.lineno}: {called or names}")
+            if called == "torch.load" and (path != BY_NAME or "weights_only=True" not in ast.unparse(node)):
+                found.append(f"{path}:{node.lineno}: {called}")
+            if path == BY_NAME and called in {"pickle.load", "pickle.loads", "pickle.Unpickler"}:
+                found.append(f"{path}:{node.lineno}: {called}")
             if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
                 found.append(f"{path}:{node.value.lineno}: trust_remote_code")
     assert not found
@@ -124,6 +130,20 @@ def test_what_is_planted_in_a_file_is_not_run(place, tmp_path, capfd, monkeypatc
                 shoal.train(config.model_copy(update={"train": train}), resume=folder)
             assert not canary.exists(), (file, content)
             shutil.rmtree(folder)
+
+
+def test_what_is_planted_in_a_checkpoint_of_torch_is_not_run(place, tmp_path, capfd):
+    canary, model, run = tmp_path / "canary", tmp_path / "model", place.run()
+    assert main(["export", "hf", str(run), "--out", str(model), "--weights", "dcp"]) == 0
+    words = ["eval", str(model), "--data", str(place.corpus), "--limit", "1"]
+    assert main(words) == 0
+    for file in (".metadata", "__0_0.distcp"):
+        good = (model / file).read_bytes()
+        for content in payloads(canary):
+            (model / file).write_bytes(content + bytes(max(0, len(good) - len(content))))
+            assert main(words) == 2
+            assert not canary.exists()
+        (model / file).write_bytes(good)
 
 
 @pytest.mark.parametrize("kind", ["tokenizer", "text", "jsonl", "parquet", "config", "catalog", "tokens"])
