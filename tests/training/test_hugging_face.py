@@ -1,6 +1,7 @@
 """Models from transformers and back: the same logits, the same training on any layout, and clear errors."""
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -23,8 +24,10 @@ from shoal.spec.config import build_config
 from shoal.spec.config.model import ModelConfig
 from shoal.spec.hugging_face import model_fields
 from shoal.training.check import check_weights
-from tests.trainings.runs import train_in
+from tests.trainings.runs import ROOT, train_in
+from tests.trainings.runs import shoal as run_shoal
 
+PAGE = ROOT / "docs" / "hugging-face.md"
 WIDE = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 64,
@@ -168,18 +171,36 @@ def test_imported_trained_on_a_layout_and_exported(name, pool, tmp_path):
         torch.testing.assert_close(logits_of(tmp_path / "out", tokens), exported(tokens).logits, rtol=0, atol=1e-5)
 
 
-def test_the_commands(tmp_path, capsys, monkeypatch):
-    """Import, train, export in two files with a tokenizer, and import again."""
-    build("qwen3", tmp_path / "model")
+def test_the_page_from_the_hub_to_a_model_folder(tmp_path, capsys, monkeypatch):
+    """The page's commands on a small model and 8 ranks; then export in two files, and import of them."""
     monkeypatch.chdir(tmp_path)
-    assert main(["import", "hf", "model", "--out", "run.toml"]) == 0
-    words = ["--data.source", "synthetic", "--data.sequence-length", "32", "--train.steps", "1"]
-    assert main(["data", "train-tokenizer", "--data.source", "text", "--data.paths", str(Path(__file__)),
-                 "--vocab-size", "290", "--out", "tokens.json"]) == 0
-    assert main(["train", "run.toml", *words, "--data.tokenizer", "tokens.json", "--run-folder", "run"]) == 0
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    stored, commit = tmp_path / "models--Qwen--Qwen3-0.6B", "a" * 40
+    folder = stored / "snapshots" / commit
+    build("qwen3", folder)
+    (stored / "refs").mkdir()
+    (stored / "refs" / "main").write_text(commit)
+    Path("corpus").mkdir()
+    for number in range(40):
+        Path("corpus", f"{number}.txt").write_text(f"Row {number} of a text. " * 20)
+    Path("held-out.txt").write_text("Row 41 of a text. " * 20)
+    assert main(["data", "train-tokenizer", "--data.paths", "corpus", "--vocab-size", "290", "--out",
+                 str(folder / "tokenizer.json")]) == 0
+    small = ["--train.steps", "2", "--train.global-batch", "8", "--data.sequence-length", "32", "--train.threads", "1",
+             "--data.cache", "cache", "--data.validation-fraction", "0.3", "--metrics.sample-prompt", ""]  # fmt: skip
+    block = PAGE.read_text().partition("    shoal import hf")[1:]
+    for line in "".join(block).split("\n\n")[0].splitlines():
+        program, *words = shlex.split(line, comments=True)
+        if words[0] == "train":
+            code, said = run_shoal(*words, *small, cwd=tmp_path)
+            assert code == 0, said
+        elif program == "shoal" and not {"--tasks", "gguf"} & {*words}:  # whose libraries are not everywhere
+            assert main(words) == 0, line
+    assert f'name = "Qwen3-0.6B"\nweights = "{folder}"' in Path("run.toml").read_text()
+    capsys.readouterr()
     monkeypatch.setattr(hugging_face, "SHARD_BYTES", 60_000)
-    assert main(["export", "hf", "run", "--out", "out", "--dtype", "bfloat16"]) == 0
-    assert "Qwen3ForCausalLM, step 1, bfloat16; with its tokenizer" in capsys.readouterr().out
+    assert main(["export", "hf", "trained", "--out", "out", "--dtype", "bfloat16"]) == 0
+    assert "Qwen3ForCausalLM, step 2, bfloat16; with its tokenizer" in capsys.readouterr().out
     assert len(list(Path("out").glob("model-*.safetensors"))) == 2
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -187,24 +208,14 @@ def test_the_commands(tmp_path, capsys, monkeypatch):
     tokenizer = AutoTokenizer.from_pretrained("out")
     assert exported.config.eos_token_id == tokenizer.eos_token_id
     assert exported.dtype == torch.bfloat16 and tokenizer.eos_token == "<|endoftext|>"
-    assert tokenizer.decode(tokenizer.encode("def main(")) == "def main("
+    assert tokenizer.decode(tokenizer.encode("a text")) == "a text"
     assert main(["import", "hf", "out"]) == 0
     assert 'tokenizer = "' in capsys.readouterr().out
-    assert main(["export", "hf", "run", "--out", "out"]) == 2 and "nothing is overwritten" in capsys.readouterr().err
+    assert main(["export", "hf", "trained", "--out", "out"]) == 2
+    assert "nothing is overwritten" in capsys.readouterr().err
     assert not list(Path().glob(".out*"))
-
-
-def test_a_model_of_the_hub_is_named_after_it(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    stored, commit = tmp_path / "models--owner--Small-1", "a" * 40
-    build("llama", stored / "snapshots" / commit)
-    (stored / "refs").mkdir()
-    (stored / "refs" / "main").write_text(commit)
-    assert main(["import", "hf", "owner/Small-1"]) == 0
-    assert f'name = "Small-1"\nweights = "{stored}/snapshots/{commit}"' in capsys.readouterr().out
-    assert main(["import", "hf", "owner/Small-2"]) == 2
-    assert "owner/Small-2 is no folder, and cannot be taken from the hub: " in capsys.readouterr().err
-    assert main(["import", "hf", str(tmp_path / "none")]) == 2
+    assert main(["import", "hf", "owner/none"]) == 2 and main(["import", "hf", str(tmp_path / "none")]) == 2
+    assert "owner/none is no folder, and cannot be taken from the hub: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
