@@ -197,6 +197,7 @@ def test_the_page_from_the_hub_to_a_model_folder(tmp_path, capsys, monkeypatch):
         elif program == "shoal" and not {"--tasks", "gguf"} & {*words}:  # whose libraries are not everywhere
             assert main(words) == 0, line
     assert f'name = "Qwen3-0.6B"\nweights = "{folder}"' in Path("run.toml").read_text()
+    assert main(["eval", "Qwen/Qwen3-0.6B", "--data", "held-out.txt", "--limit", "1"]) == 0  # without a folder
     capsys.readouterr()
     monkeypatch.setattr(hugging_face, "SHARD_BYTES", 60_000)
     assert main(["export", "hf", "trained", "--out", "out", "--dtype", "bfloat16"]) == 0

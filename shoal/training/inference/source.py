@@ -90,20 +90,20 @@ OVERLAP = DataConfig.model_fields["overlap"].default  # which the sampler "even"
 
 
 def open_source(folder: str | Path) -> ModelSource:
-    """Describe the model of a run folder or of a folder in Hugging Face's format.
+    """Describe the model of a run folder, of a folder in Hugging Face's format, or of the hub ("owner/name").
 
     Damaged checkpoints that are newer than the one taken are listed on stderr.
 
     Raises:
         UsageError: it is neither, has no good checkpoint, or holds a model that shoal does not compute.
     """
-    folder = Path(folder).expanduser()
+    name, folder = Path(folder).expanduser().absolute().name, find_hf_folder(folder)
     if (folder / RUN_FILE).is_file() or not (folder / "config.json").is_file():
         config, shape, tokenizer = describe_run(folder)
         found = find_good_checkpoint(config, folder)
         ends = frozenset({tokenizer.end_of_document})
         return ModelSource(config, shape, str(found.path), config.data.sequence_length, ends)
-    config = build_config(describe_hf(folder.absolute()))
+    config = build_config(describe_hf(folder.absolute(), name=name))
     tokenizer = load_tokenizer(config.data.tokenizer)
     shape = config.model.shape(vocab=tokenizer.vocab_size, sequence_length=1)
     HFWeights(folder, shape)  # its files are readable
@@ -133,8 +133,8 @@ def find_hf_folder(name: str | Path) -> Path:
     Raises:
         UsageError: there is no such folder, nor a model that can be downloaded.
     """
-    folder = Path(name).expanduser().absolute()
-    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(name)) or folder.exists() or folder.parent.is_dir():
+    folder = Path(name).expanduser()
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(name)) or folder.exists() or folder.absolute().parent.is_dir():
         return folder
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
@@ -145,7 +145,7 @@ def find_hf_folder(name: str | Path) -> Path:
     except (OSError, ValueError, HfHubHTTPError) as error:
         raise UsageError(
             f"{name} is no folder, and cannot be taken from the hub: {redact(str(error))}"
-            "\n  Name a folder with config.json and safetensors; HF_TOKEN opens models that need consent."
+            "\n  Name the folder of a run, or of a model with config.json; HF_TOKEN opens models that need consent."
         ) from None
 
 
