@@ -122,5 +122,8 @@ COMMANDS = {
 }  # fmt: skip
 """Commands by name, in the order of the help."""
 
-GROUPS = {"data": "Text and tokenizers of a run", "checkpoint": "Proof and contents of a checkpoint"}
+GROUPS = {
+    "data": "Text and tokenizers of a run", "checkpoint": "Proof and contents of a checkpoint",
+    "export": "A run's model for transformers or llama.cpp",
+}  # fmt: skip
 """First words of commands that share a line of the help."""
