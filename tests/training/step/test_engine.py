@@ -19,7 +19,7 @@ from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.data.batches import Batch, MixtureDataset, SyntheticDataset, open_dataset
 from shoal.engine.models.loss import IGNORE
 from shoal.engine.models.transformer import Transformer, initialise
-from shoal.spec.config import build_config
+from shoal.spec.config import MixtureSource, build_config
 from shoal.training.check import check
 from shoal.training.step.engine import Engine
 from tests.trainings.runs import small_config
@@ -164,7 +164,8 @@ def losses_by_source(values) -> tuple[dict, dict, float, dict]:
     """The losses of two sources over two steps that leave the weights alone, and of a validation."""
     config = build_config(values)
     datasets = {name: SyntheticDataset(257, 8, seed) for seed, name in enumerate(("web", "code"))}
-    samples = MixtureDataset(datasets, {"web": 3, "code": 1}, {"web": 0, "code": 0}, seed=0)
+    sources = {name: MixtureSource(weight=weight) for name, weight in {"web": 3, "code": 1}.items()}
+    samples = MixtureDataset(datasets, sources, seed=0, sequence_length=8)
     engine, _ = engine_of(values, samples)
     results = [engine.step(step, dry=True) for step in range(2)]
     taken = engine.source_losses.take()
