@@ -92,7 +92,7 @@ def server() -> PreforkServer:
     environment = {**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
     beside = "PYTEST_XDIST_WORKER" in os.environ
     with patch("shoal.launch.prefork.is_safe_to_fork", return_value=True) if beside else nullcontext():
-        made = PreforkServer(environment, preload=[*PRELOADED, *worker_pool.PRELOADED, "tests.trainings.measured"])
+        made = PreforkServer(environment, preload=[*PRELOADED, *worker_pool.PRELOADED, "tests.trainings.in_forks"])
     atexit.register(made.__exit__, None, None, None)
     return made
 
