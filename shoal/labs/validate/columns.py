@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from shoal.planning.cost.flops import hardware_flops
 from shoal.planning.run import EstimatedRun
+from shoal.spec.catalog import ModelShape, model_shape
 from shoal.spec.catalog.accelerators import Accelerator, accelerator
 from shoal.spec.catalog.clusters import Node, link, nodes
 
@@ -22,7 +23,7 @@ _ACCELERATORS = (  # word, GB of memory, name in the catalog, node; the first ma
     ("mi325", "", "mi325x", "MI300X"), ("v5p", "", "tpu-v5p", "v5p"), ("v5e", "", "tpu-v5e", "v5e"),
     ("v6e", "", "tpu-v6e", "v6e"), ("tpu v4", "", "tpu-v4", "v4"),
 )  # fmt: skip
-_EXPERTS = {"deepseek-v2": (1536.0, 2), "deepseek-v3": (2048.0, 1)}  # width, shared; ffn is that of dense layers
+_LATENT = ("deepseek-v2", "deepseek-v3")
 _GATHERED_AGAIN = 14_018_000  # first job of nanotron's benchmark that gathers inputs again (by memory)
 _NETWORKS = (("efa", "efa"), ("omni", "omni-path"), ("roce", "roce"), ("nics", "roce"))
 _PER_NODE = (  # bandwidth between nodes: the product of the numbers, Gb/s
@@ -176,13 +177,20 @@ def gathers_kept(row: Row, default: bool) -> bool:
     return int(job[1]) < _GATHERED_AGAIN and (number(row, "pp") or 1) == 1 if job else default
 
 
-def experts(row: Row) -> tuple[int, int, int, float | None]:
-    """Return the routed experts of a layer and of a token, the shared ones, and their width if it is not the ffn."""
-    count, active = int(number(row, "n_experts") or 1), int(number(row, "topk") or 1)
-    for name, (width, shared) in _EXPERTS.items():
-        if name in (row.get("model") or "") and count > 1:
-            return count, active, shared, width
-    return count, active, 0, None
+def latent_model(row: Row) -> ModelShape | None:
+    """Return the catalog's model with latent attention that a row names; its columns have no widths of latents."""
+    return next((model_shape(name) for name in _LATENT if (row.get("model") or "").startswith(name)), None)
+
+
+def sends_rows_once(row: Row, default: bool) -> bool:
+    """Whether rows are copied to experts inside nodes: Megatron-Bridge's recipes have `moe_flex_dispatcher_backend`."""
+    return default or "Megatron-Bridge" in (row.get("framework") or "")
+
+
+def expert_tensor(row: Row) -> int | None:
+    """Return the ranks that split each expert: as published, 1 in Megatron-Bridge's recipes, else None: like others."""
+    published = number(row, "etp")
+    return int(published) if published else 1 if sends_rows_once(row, False) else None
 
 
 def memory(row: Row) -> tuple[float | None, str]:

@@ -153,7 +153,8 @@ def _layout(row: Row, known: _Known, software: Software) -> tuple[Layout, float]
     virtual = int(known("vpp", 1)) if pp > 1 else 1
     return Layout.model_validate({
         "dp": dp, "zero": stage, "zero_shard": shard if stage and shard < dp else None, "tp": tp, "pp": pp, "cp": cp,
-        "ep": number(row, "ep") or 1, "sequence_parallel": row.get("sp") == "y", "micro_batch": each,
+        "ep": number(row, "ep") or 1, "etp": columns.expert_tensor(row), "micro_batch": each,
+        "sequence_parallel": row.get("sp") == "y" or bool(tp > 1 and number(row, "n_experts")),  # Megatron demands it
         "recompute": {"": software.recompute, "operators": "selective"}.get(mode, mode),
         "virtual_stages": virtual if virtual > 1 else None, "schedule": columns.schedule(row, virtual),
     }), batch  # fmt: skip
@@ -163,14 +164,16 @@ def _shape(row: Row, known: _Known) -> ModelShape:
     hidden = stated(row, "hidden")
     heads = known("heads", max(1, round(hidden / HEAD)))
     gated = columns.gated(row)
-    count, active, shared, width = columns.experts(row)
     ffn = known("ffn", 8 * hidden / 3 if gated else 4 * hidden)
-    experts = Experts(count=count, per_token=active, ffn=int(width or ffn), shared=shared) if count > 1 else None
+    count = int(number(row, "n_experts") or 1)
+    experts = Experts(count=count, per_token=int(number(row, "topk") or 1), ffn=int(ffn)) if count > 1 else None
     integers = {
         "layers": stated(row, "layers"), "hidden": hidden, "heads": heads, "kv_heads": number(row, "kv_heads") or heads,
         "head_dim": number(row, "head_dim") or hidden / heads, "ffn": ffn, "vocab": known("vocab", VOCABULARY),
         "max_sequence": stated(row, "seq"),
     }  # fmt: skip
+    if model := columns.latent_model(row):
+        return model.model_copy(update={name: round(integers[name]) for name in ("layers", "vocab", "max_sequence")})
     return ModelShape.model_validate({
         "family": "llama" if gated else "gpt", "tied": columns.tied(row), "experts": experts,
         **{name: max(1, round(value)) for name, value in integers.items()},
@@ -185,6 +188,7 @@ def _software(row: Row, software: Software) -> Software:
         "selective": {"selective": "core", "operators": "operators"}.get(mode or "", software.selective),
         "fused_norm": software.fused_norm or "RMS" in (row.get("attn_kernel") or ""),
         "reduced_apart": software.reduced_apart * fixed, "ties_first": software.balanced and not fixed,
+        "rows_once": columns.sends_rows_once(row, software.rows_once),
         "gathers_kept": columns.gathers_kept(row, software.gathers_kept),
         "overlap_tensor": software.overlap_tensor and "vanilla" not in (row.get("note") or ""),
     })  # fmt: skip

@@ -33,7 +33,8 @@ E = 2.0  # bytes of an element during computation: bf16 or fp16
 FACTS = (
     "gradient_bytes", "reduce_bytes", "overlap_data", "overlap_gather", "overlap_tensor", "overlap_pipeline",
     "balanced", "dropout", "unit_messages", "bucket_copies", "shard_copies", "reduced_apart", "gathers_kept",
-    "unsplit_logits", "fused_norm", "ties_first", "ahead", "fused_loss", "kept_ffn", "pads_values",
+    "unsplit_logits", "fused_norm", "ties_first", "ahead", "fused_loss", "kept_ffn", "pads_values", "rows_once",
+    "row_bytes", "overlap_experts",
 )  # fmt: skip
 """Fields of `Runs` that are properties of the software, with the same names in `Software`."""
 
@@ -67,8 +68,13 @@ class Runs:
     query_rank: np.ndarray = _optional(0)  # widths of latent attention: of the latent of queries
     kv_rank: np.ndarray = _optional(0)  # of the latent of keys and values
     rotary_dim: np.ndarray = _optional(0)  # of the key that all heads share; 0 is attention without latents
-    experts: np.ndarray = _optional(1)  # of a layer; 1 without a router
-    active: np.ndarray = _optional(1)  # experts of a token
+    dense: np.ndarray = _optional(1)  # blocks of width `ffn` in a layer without a router; the mean over all layers
+    routed: np.ndarray = _optional(0)  # part of the layers that have a router
+    shared: np.ndarray = _optional(0)  # experts of such a layer that every token passes
+    experts: np.ndarray = _optional(1)  # that it chooses from
+    per_token: np.ndarray = _optional(0)  # experts that it chooses
+    groups: np.ndarray = _optional(1)  # of experts
+    groups_per_token: np.ndarray = _optional(1)  # that the experts of a token are chosen from
     tp: np.ndarray = _optional(1)
     tp_x: np.ndarray = _optional(1)  # first grid dimension of 2D tensor parallelism
     pp: np.ndarray = _optional(1)
@@ -76,6 +82,7 @@ class Runs:
     dp: np.ndarray = _optional(1)
     cp: np.ndarray = _optional(1)
     ep: np.ndarray = _optional(1)
+    etp: np.ndarray = _optional(1)  # ranks that split each expert
     zero: np.ndarray = _optional(0)
     shard: np.ndarray = _optional(1)  # ranks over which ZeRO shards
     sequence_parallel: np.ndarray = _optional(0)
@@ -115,6 +122,9 @@ class Runs:
     fused_loss: np.ndarray = _optional(0)
     kept_ffn: np.ndarray = _optional(4)
     pads_values: np.ndarray = _optional(0)
+    rows_once: np.ndarray = _optional(0)
+    row_bytes: np.ndarray = _optional(2)
+    overlap_experts: np.ndarray = _optional(0)
 
     @staticmethod
     def from_rows(rows: Sequence[Mapping[str, Any]]) -> Runs:
@@ -150,6 +160,16 @@ class Runs:
     def tokens(self) -> np.ndarray:
         """Tokens of a micro-batch on one rank: b s / cp."""
         return self.b * self.s / self.cp
+
+    @property
+    def alone(self) -> np.ndarray:
+        """Blocks of width `ffn` that every token passes in a layer; the mean over layers."""
+        return self.dense + self.routed * self.shared
+
+    @property
+    def active(self) -> np.ndarray:
+        """Blocks of width `ffn` that a token passes in a layer, routed experts included; the mean over layers."""
+        return self.alone + self.routed * self.per_token
 
     @property
     def values(self) -> np.ndarray:
@@ -210,7 +230,8 @@ def describe_row(run: EstimatedRun) -> dict[str, Any]:
         **_experts(run), "seen": run.computed_scores, "s": run.sequence_length, "b": layout.micro_batch,
         "microbatches": max(1.0, run.global_batch / (layout.dp * layout.micro_batch)),
         "tp": layout.tp, "tp_x": layout.tp_x, "pp": layout.pp, "virtual": virtual, "dp": layout.dp, "cp": layout.cp,
-        "ep": layout.ep, "zero": layout.zero, "shard": layout.shards, "sequence_parallel": layout.sequence_parallel,
+        "ep": layout.ep, "etp": layout.expert_tensor, "zero": layout.zero, "shard": layout.shards,
+        "sequence_parallel": layout.sequence_parallel,
         "recompute": RECOMPUTE.index("operators" if operators else layout.recompute), "warmup": warmup, "alive": alive,
         "software": list(software_table()).index(software.name), "attention": ATTENTION.index(kernel),
         "generation": GENERATIONS.index(machine.generation), "network": NETWORKS.index(network),
@@ -230,13 +251,13 @@ def _latent(shape: ModelShape) -> dict[str, int]:
 
 
 def _experts(run: EstimatedRun) -> dict[str, float]:
-    """Return the experts of a layer and of a token, shared ones included, and their width; means over layers."""
+    """Return what `Runs` has of feed-forward blocks and experts; means over layers."""
     shape, experts = run.shape, run.shape.experts
     if experts is None:
-        return {"experts": 1, "active": 1, "ffn": shape.ffn}
-    sparse = len(experts.layers(shape.layers)) / shape.layers
-    dense = (1 - sparse) * shape.ffn / experts.ffn
+        return {"ffn": shape.ffn}
+    routed = len(experts.layers(shape.layers)) / shape.layers
     return {
-        "experts": sparse * (experts.count + experts.shared) + dense * run.layout.ep,
-        "active": sparse * (experts.per_token + experts.shared) + dense, "ffn": experts.ffn,
+        "ffn": experts.ffn, "dense": (1 - routed) * shape.ffn / experts.ffn, "routed": routed,
+        "shared": experts.shared, "experts": experts.count, "per_token": experts.per_token, "groups": experts.groups,
+        "groups_per_token": experts.groups_per_token,
     }  # fmt: skip

@@ -66,8 +66,8 @@ def search_software(
 
 def _choices(run: EstimatedRun, degrees: Fields, space: LayoutSpace) -> Iterator[tuple[Fields, ...]]:
     """Yield the layouts of a mesh, level by level."""
-    if degrees["ulysses"] > 1 or degrees["etp"] is not None or degrees["tp"] > run.cluster.per_node:
-        return  # the closed forms do not distinguish the first two; tensor parallelism stays inside a node
+    if degrees["ulysses"] > 1 or degrees["tp"] > run.cluster.per_node:
+        return  # the closed forms do not distinguish the first; tensor parallelism stays inside a node
     shards = [s for s in shardings(degrees, space) if s["zero"] in run.software.zero_stages]
     shards = [s for s in shards if s.get("reshard_after_forward", True)]
     for work in works(run, degrees, space):
@@ -96,7 +96,7 @@ def _columns(run: EstimatedRun, levels: list[tuple[Fields, ...]]) -> dict[str, n
         "b", "microbatches", "sequence_parallel", "recompute", "virtual", "warmup", "alive", "zero", "shard",
     )  # fmt: skip
     columns = dict(zip(names, np.array(rows, float).T, strict=True))
-    same = {name: first[name] for name in ("dp", "tp", "pp", "cp", "ep")}
+    same = {name: first[name] for name in ("dp", "tp", "pp", "cp", "ep")} | {"etp": first["etp"] or first["tp"]}
     return columns | {name: np.full(len(levels), float(value)) for name, value in same.items()}
 
 

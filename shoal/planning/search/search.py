@@ -175,6 +175,8 @@ class Search:
         self.replicas: dict[tuple, ReplicaChoices] = {}
         self.placed: dict[tuple[StagePrices, Outline], PlacedModel] = {}
         self.capacity = StageMemory(run, self.known).capacity
+        layers, experts = range(run.shape.layers), run.shape.experts
+        self.dense_first = tuple(sorted(layers, key=run.shape.sparse)) if experts else layers
 
     def all(self, progress: Progressing | None = None) -> None:
         """Visit all branches, in order of their lower bound."""
@@ -225,15 +227,19 @@ class Search:
         """Return whether some rank could hold its share of the layers, and its part of one micro-batch's activations.
 
         All of these activations are alive before the first backward on that rank. If only some layers have experts, the
-        layers of the share are unknown, and all of them may have experts.
+        share has as many of them as it can, or as few.
         """
-        shape = self.run.shape
-        if shape.experts and len({shape.sparse(layer) for layer in range(shape.layers)}) > 1:
-            return True
-        plain = self._priced(degrees, way, {"zero": 0})
-        part = StagePart(range(-(-shape.layers // degrees["pp"])), first=False, last=False)
-        kept = activations.total(activations.several(plain.forward, part.layers))
-        return bool((self._replicas(degrees, way).reserved(plain, [part], kept) <= self.capacity).any())
+        plain, replicas = self._priced(degrees, way, {"zero": 0}), self._replicas(degrees, way)
+        each = -(-self.run.shape.layers // degrees["pp"])
+        ends = (StagePart(layers, False, False) for layers in (self.dense_first[:each], self.dense_first[-each:]))
+        for kinds, part in {plain.kinds(part): part for part in ends}.items():
+            if plain.forward.distinguishes_layers:
+                kept = activations.total(activations.several(plain.forward, part.layers))
+            else:
+                kept = sum(count * plain.layer_bytes(*kind) for kind, count in kinds)
+            if (replicas.reserved(plain, [part], kept) <= self.capacity).any():
+                return True
+        return False
 
     def _replicas(self, degrees: Fields, way: Fields) -> ReplicaChoices:
         """Return the ways to shard on a mesh, for any micro-batch."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from shoal.base.section import Section
 from shoal.spec.catalog.tables import entries, find
@@ -94,6 +94,16 @@ class Software(Section):
 
     pads_values: bool = False
     """Whether latent attention's values get zeros up to the width of queries, for kernels that take equal widths."""
+
+    rows_once: bool = False
+    """Whether a token's row is sent once to each node that has experts of it, and copied there (DeepEP, HybridEP)."""
+
+    row_bytes: PositiveFloat = 2
+    """Bytes per element of rows on their way to experts and back, the mean of both."""
+
+    overlap_experts: float = Field(default=0.0, ge=0, le=1)
+    """Part of the rows' travel behind passes of another micro-batch (DualPipe); in the rest, the processors that copy
+    rows are missing to these."""
 
     recompute: Literal["none", "selective", "full"] = "none"
     """Recomputation, if a publication does not name it."""

@@ -44,7 +44,7 @@ def test_a_host_that_runs_ahead_holds_what_collectives_have_not_read(pp: int) ->
 
 
 def test_a_host_gains_more_in_a_backward_than_in_a_forward() -> None:
-    layout = {"vocab": 1, "s": 1024, **ROOM}
+    layout = {"vocab": 1, "s": 1280, **ROOM}
     one, two = (unread(calibration(), **layout, microbatches=m, dp=1, shard=1) for m in (1, 2))
     assert 1.9 * one < two, "four times as much, or all"
 

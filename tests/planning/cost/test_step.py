@@ -60,17 +60,41 @@ def test_more_to_do_takes_longer_and_needs_more(count: int, recompute: int, tp: 
 
 def test_rows_of_experts_travel() -> None:
     """There and back, forward and backward; what leaves a node by one adapter each takes longer."""
-    sparse = LLAMA | {"experts": 16, "active": 2}
+    sparse = LLAMA | {"experts": 16, "per_token": 2, "routed": 1, "dense": 0}
     runs = Runs.from_rows([sparse | {"ep": ep} for ep in (1, 8)] + [sparse | {"ep": 16, "dp": 16, "shard": 16}])
     k = Kernels(runs, calibration())
-    assert k.routed[0] == 0
+    assert k.routing[0] == 0
     each = 2 * 8192 * 2 * 4096
     reached = runs.inside[1] * calibration().at("inside")
-    assert k.routed[1] == pytest.approx(each * 7 / 8 / reached + float(k.group(runs.ep, 1).exchange_latency[1]))
-    assert k.routed[2] > each / 2 / 50e9
-    alone = Kernels(Runs.from_rows([sparse]), calibration())
-    assert k.forward[1] - alone.forward[0] == pytest.approx(2 * k.routed[1])
-    assert k.backward[1] - alone.backward[0] == pytest.approx(2 * k.routed[1])
+    assert k.routing[1] == pytest.approx(each * 7 / 8 / reached + float(k.group(runs.ep, 1).exchange_latency[1]))
+    assert k.routing[2] > each / 2 / 50e9
+    still = k.products + k.attention[0] + k.elements + 1 * k.exchange
+    assert k.forward - still == pytest.approx(2 * k.routing)
+
+
+def test_experts_that_ranks_split_need_the_rows_of_all_of_them() -> None:
+    """8 ranks that split each expert gather 8 times as many rows; spread over ranks instead, rows only travel."""
+    sparse = LLAMA | {"experts": 8, "per_token": 2, "routed": 1, "dense": 0, "tp": 8, "dp": 1, "sequence_parallel": 1}
+    split, spread = Runs.from_rows([sparse | {"etp": 8}]), Runs.from_rows([sparse | {"ep": 8}])
+    ways = [Kernels(runs, calibration()) for runs in (split, spread)]
+    assert ways[0].routing > 2 * ways[1].routing
+    assert weights_on_rank(split)[0] == pytest.approx(weights_on_rank(spread)[0])
+
+
+def test_rows_leave_once_for_each_node_and_travel_beside_another_micro_batch() -> None:
+    """DeepSeek-V3's rows: of 8 experts in 4 of 8 groups, a node each, half as many rows leave (section 3.2.2)."""
+    sparse = LLAMA | {
+        "experts": 256, "per_token": 8, "routed": 1, "dense": 0, "ffn": 2048, "groups": 8, "groups_per_token": 4,
+        "ep": 64, "dp": 64,
+    }  # fmt: skip
+    plain, once, beside = (
+        Kernels(Runs.from_rows([sparse | change]), calibration())
+        for change in ({}, {"rows_once": 1}, {"rows_once": 1, "overlap_experts": 1})
+    )
+    latency = plain.group(np.array([64]), 1).exchange_latency
+    assert once.routing - latency == pytest.approx((plain.routing - latency) / 2)
+    computing = once.forward + once.backward - 4 * once.routing
+    assert beside.forward + beside.backward == pytest.approx(np.maximum(computing, 4 * once.routing), rel=1e-6)
 
 
 def test_recomputation_trades_time_for_memory() -> None:
@@ -89,7 +113,7 @@ def test_operators_are_between_a_layer_and_its_attention() -> None:
 
 def test_experts_are_sharded_over_the_ranks_that_have_the_same_ones() -> None:
     """Of 8 ranks with ep 2, 4 have the same experts: each has a quarter of their states, an eighth of all others."""
-    sparse = LLAMA | {"experts": 8, "active": 2, "ep": 2}
+    sparse = LLAMA | {"experts": 8, "per_token": 2, "routed": 1, "dense": 0, "ep": 2}
     runs = Runs.from_rows([sparse, sparse | {"ep": 1}, LLAMA])
     _, layers, _ = split_layers(runs)
     layer, ends = weights_on_rank(runs)

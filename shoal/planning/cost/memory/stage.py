@@ -126,10 +126,12 @@ class StageMemory:
 
     def kinds(self, part: StagePart) -> Kinds:
         """Return the number of a stage's layers by kind: expert or dense, for all tokens or some."""
-        shape = self.run.shape
+        shape, layers = self.run.shape, part.layers
         if shape.experts is None and shape.depths is None:
-            return (((False, False), len(part.layers)),)
-        return tuple(sorted(Counter((shape.sparse(i), shape.skips(i)) for i in part.layers).items()))
+            return (((False, False), len(layers)),)
+        return self.once(("kinds", layers), lambda: tuple(
+            sorted(Counter((shape.sparse(i), shape.skips(i)) for i in layers).items())
+        ))  # fmt: skip
 
     def _layers(self, part: StagePart) -> tuple[Kinds, int] | Sequence[int]:
         """Return the properties of a stage's layers that affect its passes, as a cache key."""
@@ -201,6 +203,11 @@ class StageMemory:
         return self.once(key, lambda: activations.total(
             activations.stage(self.forward, part.layers, first=part.first, last=part.last)
         ))
+
+    def layer_bytes(self, sparse: bool, skips: bool) -> int:
+        """Return the bytes that one micro-batch keeps alive in a layer of a kind, cached."""
+        key = ("layer kept", self.pass_key, sparse, skips)
+        return self.once(key, lambda: activations.total(activations.layer(self.forward, sparse=sparse, skips=skips)))
 
     @property
     def message(self) -> int:

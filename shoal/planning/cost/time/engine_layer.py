@@ -78,7 +78,7 @@ def layer_times(run: EstimatedRun, shape: ModelShape, s: int) -> LayerTimes:
     wide, ring = run.policy.compute.itemsize / E, layout.cp > 1
     unfused = run.attention == "explicit" and not ring  # never in a ring
     runs = Runs.from_rows([
-        describe_row(run) | {"ffn": shape.ffn, "experts": 1, "active": 1, "s": s, "microbatches": 1}
+        describe_row(run) | {"ffn": shape.ffn, "dense": 1, "routed": 0, "s": s, "microbatches": 1}
     ])
     calibration = cluster_calibration(cluster)
     c, k = calibration.numbers, Kernels(runs, calibration)

@@ -104,7 +104,20 @@ class Kernels:
         block = self.product(n, hidden, up, self.layer_rate) + self.product(
             n, r.ffn / r.tp_y, hidden, self.layer_rate
         )
-        return attention + r.active * block
+        return attention + r.alone * block + self.experts_products
+
+    @cached_property
+    def rows(self) -> np.ndarray:
+        """Rows of tokens that a rank sends to experts in a layer with a router: each token goes to several."""
+        return self.runs.tokens / self.runs.tp * self.runs.per_token
+
+    @cached_property
+    def experts_products(self) -> np.ndarray:
+        """Seconds of the products of a rank's experts in a forward, each with an equal part of the rows."""
+        r, rate, each = self.runs, self.layer_rate, self.runs.experts / self.runs.ep
+        rows, width = np.maximum(self.rows * r.etp / each, 1), r.ffn / r.etp
+        one = self.product(rows, r.hidden, (1 + r.gated) * width, rate) + self.product(rows, width, r.hidden, rate)
+        return r.routed * each * one
 
     @cached_property
     def from_latents(self) -> np.ndarray:
@@ -161,7 +174,8 @@ class Kernels:
         copied = np.where(r.rotary_dim > 0, 2.0, 1.0)  # heads of latents are copied together
         heads = copied * c["passes_heads"] * (q + 2 * kv)
         inner = self.tokens_between * (r.hidden / r.tp_x + r.latents) * norms + r.tokens * (wide + heads)
-        return E * inner / self.hbm
+        moved = r.routed * c["passes_rows"] * self.rows * r.hidden
+        return E * (inner + moved) / self.hbm
 
     @cached_property
     def exchange(self) -> np.ndarray:
@@ -172,14 +186,33 @@ class Kernels:
         r, (q, kv) = self.runs, self.widths
         group, size = self.group(r.tp_y, r.tp_x), E * r.tokens * r.hidden / r.tp_x
         along_y = np.where(r.sequence_parallel > 0, 2 * group.all_gather(size), group.all_reduce(size))
-        inside = 2 * q + 2 * kv + (2 + r.gated) * r.ffn * r.active / r.tp
+        inside = 2 * q + 2 * kv + (2 + r.gated) * r.ffn * r.alone / r.tp
         return along_y + self.group(r.tp_x, 1).all_gather(E * r.tokens * inside * r.tp_x, 4) / 2
 
     @cached_property
-    def routed(self) -> np.ndarray:
-        """Seconds of sending rows to their experts' ranks, or back, evenly between ranks."""
-        r, rows = self.runs, E * self.runs.tokens / self.runs.tp * self.runs.active * self.runs.hidden
-        return self.group(r.ep, 1).all_to_all(rows * (r.ep - 1) / r.ep)
+    def sums(self) -> np.ndarray:
+        """Tensor-parallel sums in a layer's forward. Routed experts have none: their tokens are spread over ranks."""
+        return 2 - self.runs.routed * (self.runs.shared == 0)
+
+    @cached_property
+    def routing(self) -> np.ndarray:
+        """Seconds of sending rows to their experts' ranks, or back, evenly between ranks; the mean over layers.
+
+        Ranks that split experts gather the rows of all of them, and sum their results. Where a row is sent once to each
+        node and copied there (DeepSeek-AI 2024, DeepSeek-V3, section 3.2.2), it leaves for as many other nodes as hold
+        experts of its token: of N nodes and k experts N (1 - (1 - 1/N)^k), limited by the groups that it chooses from.
+        """
+        r, local = self.runs, np.clip(self.runs.per_node // self.runs.etp, 1, self.runs.ep)
+        nodes, size = np.ceil(r.ep / local), r.row_bytes * self.rows * r.hidden
+        reached = np.minimum(nodes * (1 - (1 - 1 / nodes) ** r.per_token),
+                             r.groups_per_token * np.maximum(1, nodes / r.groups))
+        once = np.where(r.rows_once > 0, np.minimum(reached / np.maximum(r.per_token, 1), 1), 1.0)
+        inside = r.inside * self.constant("inside")
+        crossing = size * np.maximum((r.ep - 1) / inside, (r.ep - local) * once / self.outside) / r.ep
+        crossing = np.where(nodes > 1, crossing, size * (r.ep - 1) / r.ep / inside)
+        latency = self.group(r.ep, r.etp).exchange_latency
+        gathering = self.group(r.etp, 1).all_gather(E * self.rows * r.etp * r.hidden)
+        return r.routed * (latency + crossing + gathering)
 
     @cached_property
     def context(self) -> tuple[np.ndarray, np.ndarray]:
@@ -207,7 +240,8 @@ class Kernels:
     @cached_property
     def forward(self) -> np.ndarray:
         """Seconds of a layer's forward on the accelerator."""
-        return self.products + self.attention[0] + self.elements + 2 * self.exchange + 2 * self.routed + self.context[0]
+        inside = self.products + self.attention[0] + self.elements + self.context[0]
+        return inside + self.sums * self.exchange + 2 * self.routing
 
     @cached_property
     def again(self) -> np.ndarray:
@@ -222,12 +256,22 @@ class Kernels:
     @cached_property
     def backward(self) -> np.ndarray:
         """Seconds of a layer's backward with recomputation on the accelerator."""
+        return self.computing_backward + 2 * self.routing - self.hidden_rows
+
+    @cached_property
+    def computing_backward(self) -> np.ndarray:
+        """Seconds of a layer's backward with recomputation, without sending rows to experts."""
         r, again = self.runs, (self.runs.sequence_parallel > 0) & (self.runs.gathers_kept == 0)
-        sums = self.exchange * np.where(again, 3, 2)  # block inputs are gathered once more
+        sums = self.exchange * self.sums * np.where(again, 1.5, 1)  # block inputs are gathered once more
         hidden = np.minimum(sums * self.constants["hide_tensor"], self.products)
         exposed = sums - np.where(r.overlap_tensor > 0, hidden, 0.0)
-        computing = 2 * self.products + self.attention[1] + 2 * self.elements
-        return computing + exposed + 2 * self.routed + self.context[1] + self.again
+        return 2 * self.products + self.attention[1] + 2 * self.elements + exposed + self.context[1] + self.again
+
+    @cached_property
+    def hidden_rows(self) -> np.ndarray:
+        """Seconds in which rows of a layer travel, forward and backward, behind passes of another micro-batch."""
+        computing = self.forward - 2 * self.routing + self.computing_backward
+        return np.minimum(self.runs.overlap_experts * 4 * self.routing, computing)
 
     @cached_property
     def launches_of_both(self) -> np.ndarray:

@@ -99,8 +99,8 @@ def exposed_sharding(forward: V, backward: V, compute: V, constants: Mapping[str
     """
     slowed = constants["contention"]
     return (
-        np.maximum(0.0, forward - compute) + slowed * forward,
-        np.maximum(0.0, backward - 2 * compute) + slowed * backward,
+        np.maximum(0.0, forward - compute) + slowed * np.minimum(forward, compute),
+        np.maximum(0.0, backward - 2 * compute) + slowed * np.minimum(backward, 2 * compute),
     )
 
 

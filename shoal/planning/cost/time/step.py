@@ -50,16 +50,25 @@ def _up_to(share: np.ndarray, r: Runs) -> np.ndarray:
 
 def weights_on_rank(r: Runs) -> tuple[np.ndarray, np.ndarray]:
     """Return the parameters on one rank of a layer, and of the extra part of an end stage."""
-    layer = r.attention_weights + r.hidden * (2 + r.gated) * r.ffn * r.experts / r.ep
+    layer = r.attention_weights + r.hidden * (2 + r.gated) * r.ffn * r.alone
     ends = np.where((r.pp > 1) | (r.tied > 0), 1.0, 2.0)
-    return layer / r.tp + r.hidden * r.latents, ends * r.vocab * r.hidden / r.tp
+    return layer / r.tp + r.hidden * r.latents + experts_on_rank(r), ends * r.vocab * r.hidden / r.tp
+
+
+def experts_on_rank(r: Runs) -> np.ndarray:
+    """Return the parameters of a layer's experts on one rank; the mean over layers."""
+    return r.routed * r.hidden * (2 + r.gated) * r.ffn * r.experts / (r.ep * r.etp)
+
+
+def experts_shard(r: Runs) -> np.ndarray:
+    """Return the ranks over which ZeRO shards an expert: those of other parameters that have the same experts."""
+    return np.maximum(r.shard * r.tp / (r.ep * r.etp), 1)
 
 
 def shard_parameters(r: Runs, weights: np.ndarray, layers: np.ndarray) -> np.ndarray:
     """Return the parameters of a rank's shard of some layers and ends; experts have fewer replicas."""
-    experts = layers * r.hidden * (2 + r.gated) * r.ffn * r.experts / r.ep / r.tp
-    experts = np.where(r.experts > 1, experts, 0.0)
-    return (weights - experts) / np.maximum(r.shard, 1) + experts / np.maximum(r.shard / r.ep, 1)
+    experts = layers * experts_on_rank(r)
+    return (weights - experts) / np.maximum(r.shard, 1) + experts / experts_shard(r)
 
 
 class StepTimes(NamedTuple):
@@ -109,12 +118,13 @@ def step(runs: Runs, constants: Calibration) -> StepTimes:
     layer, end = weights_on_rank(r)
     weights = most_layers * layer + end
     forward, backward = k.layer
-    sharding = _sharding(k, weights, most_layers * forward + k.head / 3, most_layers * backward + k.head * 2 / 3)
+    parts = _parts(r, weights, most_layers)
+    sharding = _sharding(k, parts, most_layers * forward + k.head / 3, most_layers * backward + k.head * 2 / 3)
     slower = 1 + c["stragglers"] * np.log2(np.maximum(r.ranks / r.per_node, 1))
     added = c["accumulate"] * (E + 2 * r.gradient_bytes) * weights  # bytes: gradient read, its sum read and written
     accumulate = np.where(r.zero < 3, added * r.microbatches / k.hbm, 0.0)
     update = shard_parameters(r, weights, most_layers) * c["update"] / k.hbm
-    reduction = _reduction(k, weights, most_layers * k.forward, most_layers * k.backward)
+    reduction = _reduction(k, parts, most_layers * k.forward, most_layers * k.backward)
     sharing = r.microbatches * sharding * slower + reduction
     return StepTimes((busy + accumulate) * slower, bubble * slower, sharing, update, k.constant("fixed"))
 
@@ -131,16 +141,16 @@ def explain_step(k: Kernels, times: StepTimes) -> dict[str, np.ndarray]:
     rows, hop = r.vocab / r.tp, np.where(r.pp > 1, _hop(k), 0.0)
     product = 3 * k.product(r.tokens, r.hidden, rows, k.rate)
     shown = np.where(r.overlap_pipeline > 0, 1 - c["hide_pipeline"], 1.0)
-    messages = 2 * hop * (m * shown * r.virtual)
+    messages, travel = 2 * hop * (m * shown * r.virtual), 4 * k.routing - k.hidden_rows
     found = {
         "matrix products": layers * 3 * k.products + head * product,
         "attention": layers * sum(k.attention),
         "element by element": layers * 3 * k.elements + head * (k.head - product - k.exchange),
         "recomputation": layers * k.again,
         "tensor parallelism": layers * (k.forward + k.backward - 3 * k.products - sum(k.attention) - 3 * k.elements
-                                        - 4 * k.routed - sum(k.context) - k.again) + head * k.exchange,
+                                        - travel - sum(k.context) - k.again) + head * k.exchange,
         "context parallelism": layers * sum(k.context),
-        "expert parallelism": layers * 4 * k.routed,
+        "expert parallelism": layers * travel,
         "messages between stages": messages,
     }  # fmt: skip
     found |= {"gathers and reductions": times.sharing, "optimizer": times.update, "bubble": times.bubble}
@@ -155,33 +165,61 @@ def _hop(k: Kernels) -> np.ndarray:
     return k.constants["hop"] + E * k.tokens_between * r.hidden / bandwidth
 
 
-def _reduction(k: Kernels, weights: np.ndarray, forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
+class _Part(NamedTuple):
+    """Parameters with the same replicas: of layers without routed experts, or of routed experts.
+
+    Attributes:
+        elements: on one rank.
+        ranks: replicas.
+        shard: ranks among them that ZeRO shards over.
+        stride: distance between these.
+    """
+
+    elements: np.ndarray
+    ranks: np.ndarray
+    shard: np.ndarray
+    stride: np.ndarray
+
+
+def _parts(r: Runs, weights: np.ndarray, layers: np.ndarray) -> list[_Part]:
+    """Split a rank's parameters by their replicas; no second part if no run has a router."""
+    experts, ranks, spread = layers * experts_on_rank(r), r.dp * r.cp, r.ep * r.etp
+    found = [_Part(weights - experts, ranks, r.shard, r.tp)]
+    if r.routed.any():
+        found.append(_Part(experts, np.maximum(ranks * r.tp / spread, 1), experts_shard(r), spread))
+    return found
+
+
+def _reduction(k: Kernels, parts: list[_Part], forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
     """Return the exposed gradient reduction after the backward, and the parameter gather of ZeRO-1 and 2.
 
     With ZeRO-3 only shards remain to be reduced, between the groups that each hold a full copy (hybrid sharding).
     """
-    r = k.runs
-    size, ranks = weights * r.reduce_bytes, r.dp * r.cp
-    group = k.group(ranks, r.tp)
-    total = np.where(r.zero > 0, group.all_gather(size), group.all_reduce(size))
-    between = k.group(np.maximum(ranks / r.shard, 1), r.tp * r.shard).all_reduce(size / r.shard)
-    total = np.where(r.zero == 3, between, total)
+    r, total, gather = k.runs, 0.0, 0.0
+    for part in parts:
+        some, size = part.elements > 0, part.elements * r.reduce_bytes
+        group = k.group(part.ranks, part.stride)
+        reduced = np.where(r.zero > 0, group.all_gather(size), group.all_reduce(size))
+        groups = k.group(np.maximum(part.ranks / part.shard, 1), part.stride * part.shard)
+        total += some * np.where(r.zero == 3, groups.all_reduce(size / part.shard), reduced)
+        gather += some * k.group(part.shard, part.stride).all_gather(part.elements * E)
     hidden = np.where(r.overlap_data > 0, k.constants["hide_data"] * backward, 0.0)
     left = np.maximum(total - hidden, LAST_BUCKET * total)
-    gather = k.group(r.shard, r.tp).all_gather(weights * E)
     gather = np.where(
         r.overlap_gather > 0, np.maximum(gather - k.constants["hide_data"] * forward, LAST_BUCKET * gather), gather
     )
     return left + np.where((r.zero > 0) & (r.zero < 3), gather, 0.0)
 
 
-def _sharding(k: Kernels, weights: np.ndarray, forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
-    """Return the exposed ZeRO-3 time per micro-batch: two gathers and a reduction, which slow down memory."""
-    r, c = k.runs, k.constants
-    group = k.group(r.shard, r.tp)
-    messages = r.layers / r.pp * r.unit_messages
-    gather = group.all_gather(weights * E, messages)
-    reduce = group.all_gather(weights * r.reduce_bytes, messages)
+def _sharding(k: Kernels, parts: list[_Part], forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
+    """Return the exposed ZeRO-3 time per micro-batch: two gathers and a reduction, which slow down what hides them."""
+    r, gather, reduce = k.runs, 0.0, 0.0
+    for part in parts:
+        group = k.group(part.shard, part.stride)
+        messages = (part.elements > 0) * r.layers / r.pp * r.unit_messages
+        gather += group.all_gather(part.elements * E, messages)
+        reduce += group.all_gather(part.elements * r.reduce_bytes, messages)
     late = soft_max(forward, gather, 6.0) - forward + soft_max(backward, gather + reduce, 6.0) - backward
-    slowed = np.where(r.axes > 1, 0.0, c["contention"])  # a TPU's transfers take none of its compute units
-    return np.where((r.zero == 3) & (r.shard > 1), late + slowed * (2 * gather + reduce), 0.0)
+    hidden = np.minimum(gather, forward) + np.minimum(gather + reduce, backward)
+    slowed = np.where(r.axes > 1, 0.0, k.constants["contention"])  # a TPU's transfers take none of its compute units
+    return np.where((r.zero == 3) & (r.shard > 1), late + slowed * hidden, 0.0)
