@@ -195,7 +195,8 @@ def _reduction(k: Kernels, parts: list[_Part], forward: np.ndarray, backward: np
 
     With ZeRO-3 only shards remain to be reduced, between the groups that each hold a full copy (hybrid sharding).
     """
-    r, total, gather = k.runs, 0.0, 0.0
+    r = k.runs
+    total, gather = np.zeros((2, r.size))
     for part in parts:
         some, size = part.elements > 0, part.elements * r.reduce_bytes
         group = k.group(part.ranks, part.stride)
@@ -213,7 +214,8 @@ def _reduction(k: Kernels, parts: list[_Part], forward: np.ndarray, backward: np
 
 def _sharding(k: Kernels, parts: list[_Part], forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
     """Return the exposed ZeRO-3 time per micro-batch: two gathers and a reduction, which slow down what hides them."""
-    r, gather, reduce = k.runs, 0.0, 0.0
+    r = k.runs
+    gather, reduce = np.zeros((2, r.size))
     for part in parts:
         group = k.group(part.shard, part.stride)
         messages = (part.elements > 0) * r.layers / r.pp * r.unit_messages
