@@ -102,7 +102,7 @@ class Software(Section):
     """Bytes per element of rows on their way to experts and back, the mean of both."""
 
     overlap_experts: float = Field(default=0.0, ge=0, le=1)
-    """Part of the rows' travel behind passes of another micro-batch (DualPipe); in the rest, the processors that copy
+    """Part of the rows' travel that passes of another micro-batch hide (DualPipe); in the rest, the processors that copy
     rows are missing to these."""
 
     recompute: Literal["none", "selective", "full"] = "none"

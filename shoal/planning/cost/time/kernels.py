@@ -269,7 +269,7 @@ class Kernels:
 
     @cached_property
     def hidden_rows(self) -> np.ndarray:
-        """Seconds in which rows of a layer travel, forward and backward, behind passes of another micro-batch."""
+        """Seconds in which rows of a layer travel, forward and backward, while another micro-batch is computed."""
         computing = self.forward - 2 * self.routing + self.computing_backward
         return np.minimum(self.runs.overlap_experts * 4 * self.routing, computing)
 

@@ -61,7 +61,7 @@ def experts_on_rank(r: Runs) -> np.ndarray:
 
 
 def experts_shard(r: Runs) -> np.ndarray:
-    """Return the ranks over which ZeRO shards an expert: those of other parameters that have the same experts."""
+    """Return the ranks over which ZeRO shards an expert: of all its ranks, the ones with the same experts."""
     return np.maximum(r.shard * r.tp / (r.ep * r.etp), 1)
 
 
