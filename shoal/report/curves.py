@@ -37,7 +37,7 @@ VALIDATION = "validation_loss"  # drawn as dots in the figure of the loss
 RANKS = "memory_by_rank"
 NAMED = {
     "source_loss": "loss of source {}", "source_validation_loss": "validation loss of source {}",
-    "named_validation": "validation loss on {}",
+    "named_validation": "validation loss on {}", "metrics": "{}", "validation_metrics": "validation {}",
 }  # fmt: skip
 """Fields of `StepMetrics` with a value for each of several names, each a figure."""
 

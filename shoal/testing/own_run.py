@@ -15,6 +15,7 @@ from shoal.base.errors import UsageError
 from shoal.engine.checkpoint.load import load_checkpoint
 from shoal.engine.checkpoint.manifest import newest
 from shoal.engine.own.definition import PICKLED, OwnModel, Samples, save_own_model
+from shoal.engine.own.optimizer import MakeOptimizer
 from shoal.launch.rank_env import detect_rank_env
 from shoal.launch.train import train
 from shoal.spec.config import RUN_FILE, OptimizerConfig, RunConfig, build_config, load_config
@@ -66,9 +67,10 @@ class Run:
     Functions and samples reach the ranks with cloudpickle, so they may be of a notebook.
 
     Args:
-        model, loss, data, validation, collate, blocks, tensor_parallel, on_metrics: see `OwnModel`.
+        model, loss, data, validation, collate, blocks, tensor_parallel, make_optimizer, schedule, on_step,
+            on_validation, on_save: see `OwnModel`.
         layout: data and tensor parallelism, ZeRO and the size of a micro-batch.
-        optimizer: section [optimizer]; `AdamW` makes one.
+        optimizer: section [optimizer], or its fields as a dict; `AdamW` makes one.
         global_batch: samples of a step (default: one micro-batch for each replica).
         name: name of the model, in the records of the run.
         sections: other sections of the config and their fields, such as ``checkpoint={"every": 100}``.
@@ -97,23 +99,30 @@ class Run:
         validation: Samples | None = None,
         *,
         layout: Layout | None = None,
-        optimizer: OptimizerConfig | None = None,
+        optimizer: OptimizerConfig | dict[str, Any] | None = None,
         global_batch: int | None = None,
         collate: Callable[[list[Any]], Any] = default_collate,
         blocks: tuple[str, ...] = (),
         tensor_parallel: Mapping[str, str] | None = None,
-        on_metrics: Callable[[StepMetrics], object] | None = None,
+        make_optimizer: MakeOptimizer | None = None,
+        schedule: Callable[[int, int], float] | None = None,
+        on_step: Callable[[StepMetrics], object] | None = None,
+        on_validation: Callable[[StepMetrics], object] | None = None,
+        on_save: Callable[[int, Path], object] | None = None,
         name: str = "own",
         **sections: dict[str, Any],
     ):
-        self.own = OwnModel(model, loss, data, validation, collate, blocks, tensor_parallel, on_metrics)
-        layout, optimizer = layout or Layout(), optimizer or OptimizerConfig()
+        self.own = OwnModel(model, loss, data, validation, collate, blocks, tensor_parallel, make_optimizer, schedule,
+                            on_step, on_validation, on_save)
+        layout = layout or Layout()
         batch = {"global_batch": global_batch or layout.dp * layout.micro_batch, "validation_sequences": 1}
         given = {"train": batch | sections.pop("train", {}), "data": {"sequence_length": 1}, "model": {"name": name}}
+        if isinstance(optimizer, dict):
+            given["optimizer"] = optimizer
         if "parallel" in sections:
             raise UsageError("Run: section [parallel] is given.\n  Give layout= in its place.")
         self.config = build_config(given | sections, source="Run").model_copy(
-            update={"parallel": layout, "optimizer": optimizer}
+            update={"parallel": layout} | ({"optimizer": optimizer} if isinstance(optimizer, OptimizerConfig) else {})
         )
 
     def train(self, steps: int, *, folder: str | Path | None = None, resume: str | Path | None = None) -> RunResult:

@@ -16,13 +16,14 @@ from shoal.engine.data.tokenizer import load_tokenizer
 from shoal.engine.device import pick_device
 from shoal.engine.models.transformer import Transformer
 from shoal.engine.own.definition import OwnShape, load_own_model
+from shoal.engine.own.optimizer import MakeOptimizer, check_optimizer
 from shoal.engine.own.tensor import SplitRanks, apply_table
 from shoal.pipeline.from_layout import check_run
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RunConfig, build_config
 from shoal.spec.config.data import DataConfig
 from shoal.spec.config.model import ModelConfig
-from shoal.spec.config.sections import TrainConfig
+from shoal.spec.config.sections import OptimizerConfig, TrainConfig
 from shoal.spec.layout import Layout
 from shoal.spec.number_formats import FORMATS
 from shoal.spec.sync_methods import UNSYNCHRONISED
@@ -83,10 +84,28 @@ def check_own_model(config: RunConfig) -> OwnShape:
     if FORMATS[config.train.precision].products != "compute":
         raise UsageError(f"train.precision = '{config.train.precision}' with model.module: its products are its own."
                          "\n  Choose fp32, bf16, fp16 or fp64.")
+    if own.make_optimizer:
+        check_own_optimizer(config, own.make_optimizer)
     if config.optimizer.name.startswith("sophia"):
         raise UsageError(f"optimizer.name = '{config.optimizer.name}' with model.module: it needs logits of tokens."
                          "\n  Choose another optimizer.")
     return OwnShape.describe(own)
+
+
+def check_own_optimizer(config: RunConfig, make: MakeOptimizer) -> None:
+    """Reject settings that an optimizer of one's own cannot have; try it out.
+
+    Raises:
+        UsageError: naming the setting.
+    """
+    if config.optimizer.name != OptimizerConfig.model_fields["name"].default:
+        raise UsageError(f"optimizer.name = '{config.optimizer.name}' with an OwnModel that has make_optimizer."
+                         "\n  Leave one of them out.")
+    formats = FORMATS[config.train.precision]
+    if formats.widened or formats.narrow:
+        raise UsageError(f"train.precision = '{config.train.precision}' with make_optimizer: only optimizers of shoal "
+                         "round weights and states.\n  Choose fp32, bf16, fp16 or fp64.")
+    check_optimizer(make, config.optimizer, sharded=config.parallel.zero > 0 or config.parallel.tp > 1)
 
 
 OWN_LAYOUT = ("dp", "tp", "zero", "zero_shard", "micro_batch", "bucket_mb", "overlap", "prefetch",

@@ -61,6 +61,7 @@ class StateManager:
             asynchronous=config.checkpoint.asynchronous,
             fresh=fresh,
             report=report,
+            saved=engine.saved,
         )
         self.memory: InMemoryCheckpointer | None = None
         self._stalled, self._saved = 0.0, -1
@@ -124,6 +125,11 @@ class StateManager:
         self._wait_for_disk()
         if self.memory:
             self.memory.wait()
+
+    def end_saved(self) -> None:
+        """End a save to disk that is complete."""
+        if not self.disk.in_flight:
+            self._wait_for_disk()
 
     def _wait_for_disk(self) -> None:
         """Wait for the save in flight; report its failure."""

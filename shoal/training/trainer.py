@@ -218,6 +218,7 @@ class Trainer:
             if last or self.step == 1 or self.step % config.metrics.log_every == 0 or self.validation_loss is not None:
                 self._log(result)
         self.display.progress(self.step, config.train.steps)
+        self.states.end_saved()
         if not result.met or last:
             return
         if self._due(config.checkpoint.every):
@@ -235,6 +236,8 @@ class Trainer:
             self.beat.phase(Phase.VALIDATE)
             self.validation_loss = self.engine.evaluate(self.samples["validation"])
             self.display.validation(self.validation_loss, self.step, self.engine.validated.get("dropped"))
+            for name, value in (self.engine.validated.get("metrics") or {}).items():
+                self.display.note(f"step {self.step}: validation {name} {value:.4g}", style="green")
             for name, samples in self.validation.items():
                 found = self.engine.sum_complete(samples, self.config.train.validation_sequences)
                 self.named_loss[name] = found.mean
@@ -267,10 +270,11 @@ class Trainer:
             saving=stalled / (stalled + seconds),
             validation_dropped=validated.get("dropped"),
             source_validation_loss=validated.get("sources"),
+            validation_metrics=validated.get("metrics"),
             source_loss=source_loss,
             source_tokens=self.engine.source_losses.tokens(self.step * self.config.train.global_batch, length),
             named_validation=self.named_loss or None,
-            **self.engine.routing_metrics(),
+            **self.engine.step_metrics(),
         )
 
     def _gather_memory(self) -> list[int]:

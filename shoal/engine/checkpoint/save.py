@@ -52,6 +52,7 @@ class Checkpointer:
         asynchronous: return from `save` as soon as the state is copied to memory.
         fresh: the run starts from the beginning; a folder with checkpoints belongs to another run and is rejected.
         report: called on rank 0 with messages for the user: a step saved twice, an older folder set aside.
+        saved: called on rank 0 with each step and its committed folder, when a save is waited for.
 
     Raises:
         CheckpointError: another process saves into the folder, or it holds another run's checkpoints.
@@ -66,12 +67,13 @@ class Checkpointer:
         asynchronous: bool,
         fresh: bool = False,
         report: Callable[[str], None] = print,
+        saved: Callable[[int, AnyPath], object] = lambda step, folder: None,
     ) -> None:
         if keep < 1:
             raise CheckpointError(f"checkpoint.keep = {keep}: at least 1 must be kept.")
         self._folder, self._group, self._keep, self._asynchronous = folder, group, keep, asynchronous
         self._renames = isinstance(folder, Path)
-        self._report = report
+        self._report, self._saved = report, saved
         self._rank = get_rank(group)
         self._lock: IO[str] | None = None
         self._nonce = self._on_first_rank(lambda: self._open(fresh))
@@ -149,6 +151,8 @@ class Checkpointer:
         path, note = pending.result()
         if note and self._rank == 0:
             self._report(note)
+        if self._rank == 0:
+            self._saved(int(path.name.removeprefix("step-")), path)
         return path
 
     def close(self) -> None:

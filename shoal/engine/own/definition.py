@@ -23,6 +23,7 @@ from torch.utils.data import default_collate
 
 from shoal.base.errors import UsageError
 from shoal.base.files import expanded, open_to_read
+from shoal.engine.own.optimizer import MakeOptimizer
 from shoal.engine.own.user_code import explain, explained
 from shoal.spec.catalog import ModelShape
 
@@ -40,7 +41,8 @@ class OwnModel:
         model: returns the module, with its initial values. It is called on each rank, with the same state of torch's
             random generator, and once on the meta device if that is possible.
         loss: returns the summed loss of a batch and the number of terms in the sum, from (module, batch). A step
-            minimises the sum over the global batch divided by the number of terms.
+            minimises the sum over the global batch divided by the number of terms. A third value may be metrics: a dict
+            of names and their (sum, number of terms), without gradients.
         data: samples, with ``len(data)`` and ``data[i]``; or a function that returns them, called on each rank.
         validation: samples of the validation, of the same kind; None for none.
         collate: makes a batch, any nesting of tensors, from a list of samples.
@@ -48,8 +50,12 @@ class OwnModel:
             ``("layers.0", "layers.1")``; without any, it gathers the full model for each micro-batch.
         tensor_parallel: how layers are split over ``parallel.tp`` ranks: styles by pattern of their names
             (`shoal.engine.own.tensor`); None for the plan that a model of transformers has (``model.tp_plan``).
-        on_metrics: called on rank 0, in its process, with each logged record (`shoal.training.records.metrics`); what
-            it raises ends the run.
+        make_optimizer: returns a ``torch.optim.Optimizer`` of groups of parameters, in the place of ``optimizer.name``.
+        schedule: returns the learning rate of a step, from (step, steps), in the place of ``optimizer.schedule``.
+        on_step: called with each logged record (`shoal.training.records.metrics`). This and the next two are called on
+            rank 0, in its process; what they raise ends the run.
+        on_validation: called with the record of each step that validated.
+        on_save: called with the step and the folder of each checkpoint that is complete.
 
     >>> import torch
     >>> own = OwnModel(
@@ -67,13 +73,17 @@ class OwnModel:
     collate: Callable[[list[Any]], Any] = default_collate
     blocks: tuple[str, ...] = ()
     tensor_parallel: Mapping[str, str] | None = None
-    on_metrics: Callable[[Any], object] | None = None
+    make_optimizer: MakeOptimizer | None = None
+    schedule: Callable[[int, int], float] | None = None
+    on_step: Callable[[Any], object] | None = None
+    on_validation: Callable[[Any], object] | None = None
+    on_save: Callable[[int, Any], object] | None = None
 
     def __post_init__(self) -> None:
         """Raises `UsageError` if a function is none, or the blocks are one name."""
-        for name in ("model", "loss", "collate", "on_metrics"):
+        for name in ("model", "loss", "collate", "make_optimizer", "schedule", "on_step", "on_validation", "on_save"):
             value = getattr(self, name)
-            if not callable(value) and not (name == "on_metrics" and value is None):
+            if not callable(value) and not (value is None and name not in ("model", "loss", "collate")):
                 raise UsageError(f"model.module: its {name} is {_describe(value)}.\n  Give a function.")
         if isinstance(self.blocks, str):
             raise UsageError(f"model.module: its blocks are the text {self.blocks!r}.\n  Give a tuple of names.")
@@ -88,27 +98,31 @@ class OwnModel:
             with explained("its model()"):
                 return self._checked(self.model())
 
-    def compute(self, module: nn.Module, batch: Any) -> tuple[Tensor, Any]:
-        """Return the summed loss [] of a batch and its number of terms, a number or [].
+    def compute(self, module: nn.Module, batch: Any) -> tuple[Tensor, Any, dict[str, list[Any]]]:
+        """Return the summed loss [] of a batch, its number of terms, a number or [], and its metrics.
 
         Raises:
             UsageError: the loss is something else, or has no gradient although gradients are computed.
         """
         found = self.loss(module, batch)
-        if not isinstance(found, (tuple, list)) or len(found) != 2:
+        if not isinstance(found, (tuple, list)) or len(found) not in (2, 3):
             raise UsageError(f"model.module: its loss() returns {_describe(found)}, not the sum of the losses of the "
                              f"batch and the number of its terms.\n  {SUM_AND_TERMS}")
-        loss, terms = found
+        loss, terms, metrics = found if len(found) == 3 else (*found, dict[str, Any]())
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             raise UsageError(f"model.module: the loss of its loss() is {_describe(loss)}, not a sum."
                              f"\n  {SUM_AND_TERMS}")
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise UsageError("model.module: the loss of its loss() has no gradient: it was detached, or uses no "
                              "parameter.\n  Without any term, return (0 * model(...).sum(), 0).")
-        if not (isinstance(terms, Tensor) and terms.numel() == 1) and not isinstance(terms, (int, float, Number)):
+        if not _is_number(terms):
             raise UsageError(f"model.module: the number of terms of its loss() is {_describe(terms)}."
                              f"\n  {SUM_AND_TERMS}")
-        return loss.view(()), terms.detach().view(()) if isinstance(terms, Tensor) else terms
+        pairs = list(metrics.values()) if isinstance(metrics, dict) else [metrics]
+        if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 and all(map(_is_number, pair)) for pair in pairs):
+            raise UsageError("model.module: the third value of its loss() is no dict of metrics and their (sum, number "
+                             "of terms).\n  Return such as {'accuracy': (correct.sum(), correct.numel())}.")
+        return loss.view(()), _detach(terms), {str(name): [*map(_detach, pair)] for name, pair in metrics.items()}
 
     def build_empty(self) -> nn.Module:
         """Build the module without values, on the meta device if it can be built there."""
@@ -156,6 +170,14 @@ class OwnModel:
 
 
 SUM_AND_TERMS = "Return (loss.sum(), number of terms), both of the batch, such as (loss.sum(), loss.numel())."
+
+
+def _is_number(value: object) -> bool:
+    return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Number)
+
+
+def _detach(value: Any) -> Any:
+    return value.detach().view(()) if isinstance(value, Tensor) else value
 
 
 def _describe(value: object) -> str:
@@ -261,7 +283,7 @@ def save_own_model(own: OwnModel, file: Path) -> None:
 
     Modules that are not installed are written with it, so that a change of their files does not change the run.
     """
-    for function in (own.model, own.loss, own.data, own.validation, own.collate, own.on_metrics):
+    for function in vars(own).values():
         module = sys.modules.get(getattr(function, "__module__", None) or type(function).__module__)
         path = getattr(module, "__file__", None)
         if module is None or not path or module.__name__.startswith("shoal."):

@@ -114,7 +114,8 @@ class OwnStage(LocalStage):
     """The only stage of an own model.
 
     Attributes:
-        counted: number of terms of the losses since it was last set to 0, float64 [].
+        counted: number of terms of the losses since `begin`, float64 [].
+        metrics: sum and number of terms of each metric since then, float64 [2].
         buckets: parameters outside of the blocks, which ZeRO-3 gathers for each micro-batch.
         ranks: those that split its layers, if any.
         blocks: what ZeRO-3 gathers one after the other; None without blocks.
@@ -131,8 +132,15 @@ class OwnStage(LocalStage):
         self.statistics = Statistics(module)
         device = parameters.mesh.device
         self.counted = torch.zeros((), dtype=torch.float64, device=device)
+        self.metrics: dict[str, Tensor] = {}
         self.buckets = [] if parameters.zero < 3 else parameters.buckets
         self.blocks: Blocks | None = None
+
+    def begin(self) -> None:
+        """Begin a step or a validation."""
+        self.counted.zero_()
+        self.metrics.clear()
+        self.statistics.begin()
 
     def forward(self, batch: OwnBatch, hidden: Tensor | None, part: Slice | None) -> Tensor:  # type: ignore[override]
         """Return the summed loss of a micro-batch; without gradients, as in a validation.
@@ -153,7 +161,7 @@ class OwnStage(LocalStage):
         # Autocast: operators that need it, such as sums of losses, compute in float32.
         cast = torch.autocast(self.parameters.mesh.device.type, compute, enabled=compute != wide)
         with cast, self.blocks.forward() if self.blocks else nullcontext(), explained("its loss()"):
-            loss, terms = self.own.compute(self.module, batch.values)
+            loss, terms, metrics = self.own.compute(self.module, batch.values)
         if self.ranks:
             self.ranks.shared = None  # the graph that it holds ends here
         if training:
@@ -162,6 +170,11 @@ class OwnStage(LocalStage):
             for bucket in self.buckets:
                 bucket.free()
         self.counted += terms
+        for name, values in metrics.items():
+            if name not in self.metrics:
+                self.metrics[name] = torch.zeros(2, dtype=torch.float64, device=self.counted.device)
+            for total, value in zip(self.metrics[name], values, strict=True):
+                total += value
         return loss.to(wide)  # the factor on it may not fit into float16
 
     def state(self, rank: int) -> dict[str, list[Piece]]:

@@ -62,8 +62,10 @@ def verify_own_model(console: Console, config: RunConfig, steps: int, device: st
         UsageError: the run is impossible, or a step fails.
     """
     begin = time.monotonic()
+    own = load_own_model(config.model.module)
+    optimizer = "of its own" if own.make_optimizer else config.optimizer.name
     console.print(f"[bold]verify[/]    {config.model.name} on {config.parallel.describe()}, fp64, "
-                  f"optimizer {config.optimizer.name}, {steps} steps of {config.train.global_batch} samples")
+                  f"optimizer {optimizer}, {steps} steps of {config.train.global_batch} samples")
     check(config)
     try_samples(config)
     with Pool(config.parallel.world_size, device=device) as pool:
@@ -181,7 +183,7 @@ def compute_gradients(config: RunConfig, step: int, values: Tensors) -> Tensors:
             lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
         statistics.rewind()
         draw_as(seed, batch)
-        loss, count = own.compute(module, batch.values)
+        loss, count, _ = own.compute(module, batch.values)
         loss.backward()
         terms += float(count)
     gradients = {

@@ -61,6 +61,7 @@ class StepMetrics:
         depth_expected: fraction of all tokens that were predicted to be selected.
         depth_loss: cross-entropy of the predictor [nats per token].
         memory_by_rank: peak memory of each rank; None on one rank and with relaxed data parallelism.
+        metrics, validation_metrics: metrics of a model of one's own in this step, and in its validation, by name.
     """
 
     step: int
@@ -95,6 +96,8 @@ class StepMetrics:
     depth_expected: float | None = None
     depth_loss: float | None = None
     memory_by_rank: list[int] | None = None
+    metrics: dict[str, float] | None = None
+    validation_metrics: dict[str, float] | None = None
 
     def known(self) -> dict[str, Any]:
         """Return all values that are not None, by name."""
@@ -124,7 +127,8 @@ TAGS = {
 
 BY_NAME = {
     "source_loss": "loss_by_source", "source_validation_loss": "validation_loss_by_source",
-    "source_tokens": "tokens_by_source", "named_validation": "validation",
+    "source_tokens": "tokens_by_source", "named_validation": "validation", "metrics": "metrics",
+    "validation_metrics": "validation_metrics",
 }  # fmt: skip
 """Fields with a value for each of several names, and their groups."""
 

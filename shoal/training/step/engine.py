@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.base.addresses import AnyPath
 from shoal.base.boxes import Piece
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.data.batches import Batch, Dataset
@@ -68,7 +69,7 @@ class Engine(EngineState):
         batches = self.get_batches(step)
         updates = [self.program.update_by_microbatch[m] for m in range(self.microbatches)]
         tokens = self.count_tokens(batches, updates, self.loss_replicas)
-        rate = learning_rate(step, self.config.train.steps, self.config.optimizer)
+        rate = self.learning_rate(step)
         loss_scale = self.loss_scale.value if self.loss_scale else 1.0
         for counts in self.layer_counts:
             counts.begin()
@@ -103,7 +104,7 @@ class Engine(EngineState):
         counts = count_on_device(unmasked, self.loss_replicas, self.mesh.device)
         for layer_counts in self.layer_counts:
             layer_counts.begin()
-        rate = learning_rate(step, self.config.train.steps, self.config.optimizer)
+        rate = self.learning_rate(step)
         scale = [counts[0].clamp(min=1).double().reciprocal()] * len(batches)
 
         def update(action: Action, loss: Tensor) -> StartedStep:
@@ -158,6 +159,10 @@ class Engine(EngineState):
             scale.made()
         return StepResult(mean, norm, rate, tokens, stopped, loss_scale)
 
+    def learning_rate(self, step: int) -> float:
+        """Return the learning rate of a step, from 0."""
+        return learning_rate(step, self.config.train.steps, self.config.optimizer)
+
     # ---- validation and metrics ----------------------------------------------------------------------------------
 
     @property
@@ -180,13 +185,16 @@ class Engine(EngineState):
             self.validated["sources"] = losses
         return found.mean
 
-    def routing_metrics(self) -> dict[str, Any]:
-        """Return the router metrics of the last step, as fields of `StepMetrics`."""
+    def step_metrics(self) -> dict[str, Any]:
+        """Return further metrics of the last step, such as those of routers, as fields of `StepMetrics`."""
         batch = self.config.train.global_batch, self.config.data.sequence_length
         return {name: value for counts in self.layer_counts for name, value in counts.metrics(*batch).items()}
 
     def logged(self, metrics: StepMetrics) -> None:
         """Note a record that rank 0 has written."""
+
+    def saved(self, step: int, folder: AnyPath) -> None:
+        """Note on rank 0 that a checkpoint is complete."""
 
     # ---- state ---------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,8 @@ from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.data.batches import Batch, Dataset, Prefetcher
 from shoal.engine.data.order import OverlappingShards
 from shoal.engine.optim.build import build_for
+from shoal.engine.optim.rule import Rule
+from shoal.engine.optim.shards import Shards
 from shoal.engine.parallel.zero.optimizer_shards import build_optimizer_shards
 from shoal.engine.precision.loss_scale import LossScale
 from shoal.spec.catalog import ModelShape
@@ -42,7 +44,7 @@ class EngineState(ModelState):
     ):
         super().__init__(config, shape, mesh, trained=True)
         self.samples = samples
-        layout, train = config.parallel, config.train
+        layout = config.parallel
         mean = layout.sync == "all-reduce" or layout.sync in COMPRESSED
         self.loss_replicas = (mesh if mean else self.sync_mesh).group("dp")
         if initial:
@@ -53,7 +55,7 @@ class EngineState(ModelState):
         shards = build_optimizer_shards(
             self.parameters, self.sync_mesh, config.optimizer, self.policy.storage, mixed=mixed
         )
-        self.optimizer = build_for(self.policy, config.optimizer, shards, train.seed, compile=train.compile)
+        self.optimizer = self.build_optimizer(shards)
         self.observe: Callable[[], object] | None = None
         self.estimating = False
         self.loss_scale = LossScale(config.loss_scale) if self.policy.formats.scaled else None
@@ -62,6 +64,11 @@ class EngineState(ModelState):
         self.runtime.on_loss = self.source_losses.add if self.source_losses.names else None
         self.replica_offset = 0
         self.skip(Skips())
+
+    def build_optimizer(self, shards: Shards) -> Rule:
+        """Build the optimizer of this rank's shards."""
+        train = self.config.train
+        return build_for(self.policy, self.config.optimizer, shards, train.seed, compile=train.compile)
 
     def complete_gradients(self, *_: object) -> None:
         """Sum the tied embedding's gradient over the first and last stages, which completes all gradients."""

@@ -6,14 +6,19 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from shoal.base.addresses import AnyPath
 from shoal.base.boxes import Piece
 from shoal.base.errors import UsageError
 from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.ops import all_reduce, to_host
 from shoal.engine.data.batches import Batch, Dataset
+from shoal.engine.optim.rule import Rule
+from shoal.engine.optim.shards import Shards
 from shoal.engine.own.definition import SUM_AND_TERMS, load_own_model
+from shoal.engine.own.optimizer import OwnRule
 from shoal.engine.own.stage import OwnStage, build_own_stage
 from shoal.engine.own.user_code import explained
 from shoal.engine.parallel.apply import LocalStage
@@ -33,6 +38,7 @@ class OwnEngine(Engine):
 
     Attributes:
         divisor: that of the loss before its backward, see `count_tokens`.
+        metrics: means of the definition's metrics in the last step.
     """
 
     stage: OwnStage
@@ -41,6 +47,7 @@ class OwnEngine(Engine):
         super().__init__(*arguments, **options)
         self.starts_early = False  # terms are counted on the host
         self.divisor = 1
+        self.metrics: dict[str, float] = {}
 
     def build_stages(self, trained: bool) -> tuple[list[LocalStage], RankParameters]:
         own, train = load_own_model(self.config.model.module), self.config.train
@@ -53,10 +60,37 @@ class OwnEngine(Engine):
     def describe_module(self) -> nn.Module:
         return self.stage.module
 
+    def build_optimizer(self, shards: Shards) -> Rule:
+        make = self.stage.own.make_optimizer
+        return OwnRule(self.config.optimizer, shards, make) if make else super().build_optimizer(shards)
+
+    def learning_rate(self, step: int) -> float:
+        schedule, steps = self.stage.own.schedule, self.config.train.steps
+        if schedule is None:
+            return super().learning_rate(step)
+        with explained("its schedule()"):
+            rate = float(schedule(step, steps))
+        if not 0 <= rate < math.inf:
+            raise UsageError(f"model.module: its schedule() returns {rate} for step {step} of {steps}.\n  Return a "
+                             "learning rate from 0.")
+        return rate
+
     def logged(self, metrics: StepMetrics) -> None:
-        if self.stage.own.on_metrics:
-            with explained("its on_metrics()"):
-                self.stage.own.on_metrics(metrics)
+        own = self.stage.own
+        if own.on_step:
+            with explained("its on_step()"):
+                own.on_step(metrics)
+        if own.on_validation and metrics.validation_loss is not None:
+            with explained("its on_validation()"):
+                own.on_validation(metrics)
+
+    def saved(self, step: int, folder: AnyPath) -> None:
+        if self.stage.own.on_save:
+            with explained("its on_save()"):
+                self.stage.own.on_save(step, folder)
+
+    def step_metrics(self) -> dict[str, Any]:
+        return {"metrics": self.metrics or None}
 
     def prefetches(self) -> bool:
         return super().prefetches() and not self.samples.draws  # type: ignore[attr-defined]
@@ -73,12 +107,11 @@ class OwnEngine(Engine):
 
         That is 1, or with loss scaling a power of two near the terms of the step before, for the range of float16.
         """
-        self.stage.counted.zero_()
-        self.stage.statistics.begin()
+        self.stage.begin()
         return [self.divisor] * (max(updates) + 1)
 
     def update(self, step: int, tokens: float, rate: float, stop: bool, action: Action, loss: Tensor) -> StepResult:
-        terms = self._terms()
+        terms, self.metrics = self._totals()
         if not (terms > 0 or terms == float(loss) == 0):
             raise UsageError(f"model.module: the terms of its loss() in step {step} are {terms:g}, with a loss of "
                              f"{float(loss):g} on this rank.\n  {SUM_AND_TERMS}")
@@ -90,21 +123,27 @@ class OwnEngine(Engine):
             self.stage.statistics.end(self.mesh)
         return result
 
-    def _terms(self) -> float:
-        return float(to_host(all_reduce(self.stage.counted.clone(), self.mesh.group("dp"))))
+    def _totals(self) -> tuple[float, dict[str, float]]:
+        """Return the terms of the losses and the means of the metrics, over all replicas. Collective."""
+        found = self.stage.metrics
+        each = torch.cat((self.stage.counted.view(1), *(found[name] for name in sorted(found))))
+        terms, *pairs = to_host(all_reduce(each, self.mesh.group("dp")))
+        means = zip(sorted(found), pairs[::2], pairs[1::2], strict=True)
+        return terms, {name: total / (number or 1.0) for name, total, number in means}
 
     def evaluate(self, samples: Dataset) -> float:
-        """Return the loss per term of the first `validation_sequences` samples."""
+        """Return the loss per term of the first `validation_sequences` samples; ``validated`` has the metrics."""
         layout = self.config.parallel
         n, per_pass = layout.micro_batch, layout.micro_batch * layout.dp
         passes = self.validation_sequences // per_pass
         first = [m * per_pass + self.mesh.index("dp") * n for m in range(passes)]
         batches = [samples.batch(range(start, start + n)).to(self.mesh.device) for start in first]
-        self.stage.counted.zero_()
-        self.stage.statistics.begin()
+        self.stage.begin()
         loss = self.build_runtime(build_forwards(self.program, passes)).evaluate(batches)
         self.stage.statistics.cancel()  # some modules change buffers in each forward
-        return float(to_host(all_reduce(loss, self.mesh.group("dp")))) / (self._terms() or 1.0)
+        terms, metrics = self._totals()
+        self.validated = {"metrics": metrics or None}
+        return float(to_host(all_reduce(loss, self.mesh.group("dp")))) / (terms or 1.0)
 
     def state(self) -> dict[str, list[Piece]]:
         """Return all tensors that a checkpoint stores: also buffers and frozen parameters."""

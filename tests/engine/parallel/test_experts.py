@@ -231,7 +231,7 @@ def routed_of(config: RunConfig):
     engine = engine_of(config)
     engine.evaluate(engine.samples)
     engine.step(0)
-    return engine.routing_metrics(), engine.routing.totals, engine.validated
+    return engine.step_metrics(), engine.routing.totals, engine.validated
 
 
 @pytest.mark.parametrize("gate", ["switch", "expert-choice", "top-k"])

@@ -114,7 +114,7 @@ def test_chosen_tokens_arrive_in_order_and_come_home(pool: Pool, parallel: dict,
 def foreseen_of(config: RunConfig):
     engine = engine_of(config)
     engine.step(0)
-    return engine.routing_metrics()
+    return engine.step_metrics()
 
 
 def test_what_is_foreseen_is_the_same_on_every_layout(pool: Pool) -> None:

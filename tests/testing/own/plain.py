@@ -139,5 +139,9 @@ split = OwnModel(Split, words, Tokens, tensor_parallel={
 
 ODD_BLOCKS = ("layers.0", "layers.1", "layers.2")
 odd = OwnModel(Odd, weighted, Drawn, blocks=ODD_BLOCKS)
+nadam = OwnModel(
+    Recurrent, words, Tokens, make_optimizer=torch.optim.NAdam, schedule=lambda step, steps: 0.1 / (2 + step)
+)
+factors = OwnModel(Recurrent, words, Tokens, make_optimizer=torch.optim.Adafactor)
 unet = OwnModel(UNet, rebuilt, Images)
 lstm = OwnModel(Recurrent, words, Tokens)

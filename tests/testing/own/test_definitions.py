@@ -43,6 +43,7 @@ def missing() -> nn.Module:
     (OwnModel(net, lambda model, batch: None, ROWS), r"its loss\(\) returns NoneType None, not the sum"),
     (OwnModel(net, lambda model, batch: (model(batch), 1), ROWS), r"is a tensor of float32 \[2, 4\], not a sum"),
     (OwnModel(net, lambda model, batch: (model(batch).sum(), "1"), ROWS), r"the number of terms .* is str '1'"),
+    (OwnModel(net, lambda model, batch: (*loss(model, batch), {"a": 1}), ROWS), "is no dict of metrics and their .sum"),
     (OwnModel(net, lambda model, batch: (batch.sum(), 1), ROWS), "has no gradient: it was detached, or uses no param"),
     (OwnModel(lambda: 3, loss, ROWS), "returns int, not an nn.Module"),
     (OwnModel(missing, loss, ROWS), r"its model\(\) fails: RuntimeError: no such weights \(.*_definitions.py:\d+\)"),

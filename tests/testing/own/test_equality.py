@@ -43,6 +43,8 @@ def config_of(name: str, layout: dict[str, Any], **sections: dict[str, Any]) -> 
     ("wide_llama", {"dp": 2, "tp": 2, "zero": 3}, {}),
     ("wide_qwen3_moe", {"dp": 2, "tp": 2, "zero": 1}, {}),
     ("split", {"tp": 4}, {"optimizer": {"name": "muon"}}),
+    ("nadam", {"dp": 2, "zero": 2}, {}),
+    ("factors", {"dp": 2}, {}),
 ])  # fmt: skip
 def test_gradients_weights_and_buffers_are_those_of_one_device(name, layout, sections, pool):
     config = config_of(name, layout, **sections)
@@ -120,6 +122,16 @@ def test_what_cannot_be_is_refused_before_a_rank_starts(section, field, value, s
     changed = getattr(config, section).model_copy(update={field: value})
     with pytest.raises(UsageError, match=says):
         check(config.model_copy(update={section: changed}))
+
+
+@pytest.mark.parametrize(("name", "layout", "sections", "says"), [
+    ("factors", {"dp": 2, "zero": 1}, {}, "its optimizer updates a part of a parameter in another way"),
+    ("nadam", {}, {"optimizer": {"name": "muon"}}, "optimizer.name = 'muon' with an OwnModel that has make_optimizer"),
+    ("nadam", {}, {"train": {"precision": "bf16-all"}}, "train.precision = 'bf16-all' with make_optimizer"),
+])  # fmt: skip
+def test_what_an_optimizer_of_ones_own_cannot_do_is_refused(name, layout, sections, says):
+    with pytest.raises(UsageError, match=says):
+        check(config_of(name, layout, **sections))
 
 
 def test_an_unknown_block_is_refused():

@@ -11,9 +11,9 @@ import torch
 import shoal
 from shoal.base.errors import UsageError
 from shoal.base.files import LARGEST
+from shoal.engine.optim.schedule import learning_rate
 from shoal.engine.own.definition import OwnModel, load_own_model, save_own_model
 from shoal.launch import train as train_module
-from shoal.training.records.metrics import StepMetrics
 from shoal.training.resilience.events import read_events
 from tests.testing.own.plain import Images, UNet, rebuilt
 from tests.trainings.forked import command
@@ -38,10 +38,15 @@ class Deadly:
         return self.images[i]
 
 
-def run_of(data: object = Images, on_metrics: object = None, **layout: int) -> shoal.Run:
+def measured(model: torch.nn.Module, batch: list[torch.Tensor]) -> tuple[torch.Tensor, int, dict[str, tuple]]:
+    loss, terms = rebuilt(model, batch)
+    return loss, terms, {"root": (loss.detach(), terms), "samples": (torch.tensor([len(batch[0])]), 1)}
+
+
+def run_of(data: object = Images, loss: object = rebuilt, own: dict | None = None, **layout: int) -> shoal.Run:
     return shoal.Run(
-        on_metrics=on_metrics,
-        model=UNet, loss=rebuilt, data=data, layout=shoal.Layout(micro_batch=2, **layout), global_batch=4,
+        **own or {},
+        model=UNet, loss=loss, data=data, layout=shoal.Layout(micro_batch=2, **layout), global_batch=4,
         optimizer=shoal.AdamW(lr=0.01), checkpoint={"every": 2}, metrics={"log_every": 1, "tensorboard": False},
         train={"device": "cpu"}, failover={"memory_every": 1},
     )
@@ -80,15 +85,29 @@ def test_it_goes_on_after_the_loss_of_a_rank_with_the_same_bits(undisturbed, tmp
 
 
 def test_it_resumes_on_another_layout_by_its_folder_alone(undisturbed, tmp_path):
-    """The copy of the definition in the run folder is enough, as for `shoal train --resume`."""
-    seen = tmp_path / "seen"
+    """The copy of the definition in the run folder is enough, as for `shoal train --resume`.
 
-    def note(record: StepMetrics) -> None:
-        with open(seen, "a") as file:
-            file.write(f"{record.step} {record.loss}\n")
+    Its own AdamW, schedule and metrics are those of shoal.
+    """
 
-    half = run_of(dp=2, zero=2, on_metrics=note).train(STEPS // 2, folder=tmp_path / "run")
-    assert seen.read_text().splitlines() == [f"{each.step} {each.loss}" for each in half.metrics]
+    def note(*values: object) -> None:
+        with open(tmp_path / "seen", "a") as file:
+            file.write(" ".join(map(str, values)) + "\n")
+
+    own = {
+        "make_optimizer": lambda groups: torch.optim.AdamW(groups, betas=(0.9, 0.95)),
+        "schedule": lambda step, steps: learning_rate(step, STEPS, shoal.AdamW(lr=0.01)),
+        "on_step": lambda record: note(record.step, record.metrics),
+        "on_validation": lambda record: note("validated", record.step, record.validation_metrics),
+        "on_save": lambda step, folder: note("saved", step, folder.name),
+    }
+    half = run_of(loss=measured, own=own, dp=2, zero=2).train(STEPS // 2, folder=tmp_path / "run")
+    seen = (tmp_path / "seen").read_text().splitlines()
+    assert [line for line in seen if line[0].isdigit()] == [f"{each.step} {each.metrics}" for each in half.metrics]
+    assert half.metrics[1].metrics == {"root": pytest.approx(half.metrics[1].loss), "samples": 2}
+    assert half.metrics[2].validation_metrics["root"] == pytest.approx(half.metrics[2].validation_loss)
+    assert [line for line in seen if line[0] == "v"] == [f"validated 3 {half.metrics[2].validation_metrics}"]
+    assert [line for line in seen if line[0] == "s"] == ["saved 2 step-00000002", "saved 3 step-00000003"]
     config = shoal.load_config(tmp_path / "run" / "run.toml")
     assert Path(config.model.module).parent == tmp_path / "run"
     layout = config.parallel.model_copy(update={"dp": 1, "zero": 3})

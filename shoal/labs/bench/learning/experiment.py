@@ -215,7 +215,7 @@ def train(values: dict[str, Any], validations: int) -> tuple[Points, Points, dic
             losses.append((done, result.loss))
             skipped += result.skipped
             if done > steps - every and engine.routing:
-                dropped.append(engine.routing_metrics()["dropped"])
+                dropped.append(engine.step_metrics()["dropped"])
             if done % every == 0 or done == steps:
                 validated.append((done, engine.evaluate(held_out)))
     except NonFinite:
@@ -224,7 +224,7 @@ def train(values: dict[str, Any], validations: int) -> tuple[Points, Points, dic
     facts: dict[str, float] = {"layers": shape.layers, "parameters": shape.parameters(), "flops_per_token": flops}
     facts |= {"skipped": skipped, "dropped": mean(dropped[1:] or dropped)}
     if engine.depths:
-        predicted = engine.routing_metrics()
+        predicted = engine.step_metrics()
         facts |= {"accuracy": predicted["depth_accuracy"], "recall": predicted["depth_recall"]}
         facts["sampled"] = sampled_loss(engine.stages[0].module, held_out, config.train.validation_sequences)
     return losses, validated, facts
