@@ -82,6 +82,15 @@ class EstimateOptions(Section):
 def main(args: list[str]) -> int:
     """Estimate or count, print, and write the page; return the exit code, 1 if the run does not fit."""
     options, config = parse_run("estimate", EstimateOptions, args, COMMANDS["estimate"].config)
+    from_file = config if split_run_file(args)[0] else None
+    if from_file and config.model.module and not options.model:
+        counted_alone = [name for name in EstimateOptions.model_fields if name not in ("cluster", "catalog")]
+        reject_unused(options, counted_alone, "a module of one's own is counted, with the settings of its file")
+        if options.catalog:
+            shoal.add_catalog(options.catalog)
+        counts = shoal.estimate_own_model(config, options.cluster)
+        print("\n".join(counts.lines()))
+        return 0 if counts.fits else 1
     check_writable(options.out, "--out", ".svg" if options.sweep else ".html")
     if options.sweep:
         unused = ("tokens", "days", "budget", "price", "dry_run", "json_")
@@ -93,7 +102,6 @@ def main(args: list[str]) -> int:
         reject_unused(options, ("rank", "steps", "measure"), "only with --dry-run, which runs a rank's first steps")
     if options.catalog:
         shoal.add_catalog(options.catalog)
-    from_file = config if split_run_file(args)[0] else None
     model = options.model or (None if from_file else DEFAULT_MODEL)
     name = model or config.model.name
     run: dict[str, Any] = {

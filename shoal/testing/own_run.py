@@ -18,6 +18,7 @@ from shoal.engine.own.definition import PICKLED, OwnModel, Samples, save_own_mod
 from shoal.engine.own.optimizer import MakeOptimizer
 from shoal.launch.rank_env import detect_rank_env
 from shoal.launch.train import train
+from shoal.planning.own_estimate import OwnEstimate, estimate_own_model
 from shoal.spec.config import RUN_FILE, OptimizerConfig, RunConfig, build_config, load_config
 from shoal.spec.layout import Layout
 from shoal.testing.verify.verify import Verification, verify
@@ -150,6 +151,16 @@ class Run:
         with tempfile.TemporaryDirectory(prefix="shoal-own-") as made:
             config = self._written(Path(made)).model_copy(update={"parallel": layout or self.config.parallel})
             return verify(config, steps=steps, show=show)
+
+    def estimate(self, layout: Layout | None = None, *, cluster: str = "8xH100") -> OwnEstimate:
+        """Estimate memory and time of a layout (default: the run's) on a cluster, from one micro-batch without values.
+
+        Raises:
+            UsageError: the run is impossible, or the cluster is not known.
+        """
+        with tempfile.TemporaryDirectory(prefix="shoal-own-") as made:
+            config = self._written(Path(made)).model_copy(update={"parallel": layout or self.config.parallel})
+            return estimate_own_model(config, cluster)
 
     def _written(self, folder: Path) -> RunConfig:
         """Return the config with the definition written into a folder."""

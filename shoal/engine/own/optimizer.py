@@ -24,7 +24,7 @@ MakeOptimizer = Callable[[Groups], torch.optim.Optimizer]
 class OwnRule(Rule):
     """An optimizer of a definition, on views of the shards in the shapes of their boxes.
 
-    Its states are saved: those of a parameter's shape by box, other tensors as they are. Whole numbers are set to the
+    Its states are saved: tensors of a parameter's shape by box, others as they are. Whole numbers are set to the
     count of updates.
     """
 
@@ -54,7 +54,7 @@ class OwnRule(Rule):
     def update(self, learning_rate: float) -> None:
         if self.rule is None:
             return
-        if self.count == 1:  # its states may be those of `_allocate`
+        if self.count == 1:  # `_allocate` may have made an update
             self.rule = self._make()
         assert self.rule is not None, "the groups are the same"
         for group in self.rule.param_groups:
@@ -126,6 +126,17 @@ def check_optimizer(make: MakeOptimizer, config: OptimizerConfig, *, sharded: bo
         raise UsageError("model.module: its optimizer updates a part of a parameter in another way than the full one, "
                          "and parallel.zero and parallel.tp split parameters.\n  Leave both out, or give one that "
                          "updates each element by itself.")
+
+
+def count_states(make: MakeOptimizer, config: OptimizerConfig) -> float:
+    """Return the number of states per element of a parameter."""
+    parameter = nn.Parameter(torch.ones(6, 4))
+    rule = make_optimizer(make, [{"params": [parameter], "lr": config.learning_rate, "weight_decay": 0.0}])
+    parameter.grad = torch.ones_like(parameter)
+    with explained("its optimizer"):
+        rule.step()
+    held = [value.numel() for value in rule.state[parameter].values() if isinstance(value, Tensor)]
+    return sum(number for number in held if number > 1) / parameter.numel()
 
 
 def _updated(make: MakeOptimizer, config: OptimizerConfig, parts: list[Tensor]) -> Tensor:

@@ -40,6 +40,10 @@ class OwnBatch:
         """Return the batch on a device, without waiting."""
         return self.map(lambda tensor: to_device(tensor, device))
 
+    def tensors(self) -> list[Tensor]:
+        """Return its tensors."""
+        return [value for value in tree_leaves(self.values) if isinstance(value, Tensor)]
+
     def map(self, change: Callable[[Tensor], Tensor]) -> OwnBatch:
         """Return the batch with each tensor changed."""
         values = tree_map(lambda value: change(value) if isinstance(value, Tensor) else value, self.values)

@@ -186,7 +186,7 @@ class Engine(EngineState):
         return found.mean
 
     def step_metrics(self) -> dict[str, Any]:
-        """Return further metrics of the last step, such as those of routers, as fields of `StepMetrics`."""
+        """Return further metrics of the last step, such as of routers, as fields of `StepMetrics`."""
         batch = self.config.train.global_batch, self.config.data.sequence_length
         return {name: value for counts in self.layer_counts for name, value in counts.metrics(*batch).items()}
 
