@@ -261,11 +261,16 @@ class Runtime:
             self._sending = [(work, sent) for work, sent in self._sending if not work.is_completed()]
             self._sending.append((start_send(tensor, ranks[target], self.groups[channel]), tensor))
         else:
-            b, s, h = self.hidden_shape
-            if action.part >= 0:
-                s = s * self.slices[action.part] // sum(self.slices)
-            tensor = held[action[1:4]] = torch.empty(b, s, h, dtype=self.dtype, device=self.mesh.device)
+            shape, dtype = self.message_format(action)
+            tensor = held[action[1:4]] = torch.empty(shape, dtype=dtype, device=self.mesh.device)
             self._receiving[action.op, action[1:4]] = start_receive(tensor, ranks[source], self.groups[channel])
+
+    def message_format(self, action: Action) -> tuple[Sequence[int], torch.dtype]:
+        """Return shape and dtype of a tensor that an action receives."""
+        b, s, h = self.hidden_shape
+        if action.part >= 0:
+            s = s * self.slices[action.part] // sum(self.slices)
+        return (b, s, h), self.dtype
 
     def _arrived(self, op: Op, action: Action) -> None:
         """Wait for the message that a computation needs, if one comes from another rank."""

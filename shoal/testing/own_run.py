@@ -69,8 +69,8 @@ class Run:
 
     Args:
         model, loss, data, validation, collate, blocks, tensor_parallel, make_optimizer, schedule, on_step,
-            on_validation, on_save: see `OwnModel`.
-        layout: data and tensor parallelism, ZeRO and the size of a micro-batch.
+            on_validation, on_save, pipeline: see `OwnModel`.
+        layout: data, tensor and pipeline parallelism, ZeRO and the size of a micro-batch.
         optimizer: section [optimizer], or its fields as a dict; `AdamW` makes one.
         global_batch: samples of a step (default: one micro-batch for each replica).
         name: name of the model, in the records of the run.
@@ -110,11 +110,12 @@ class Run:
         on_step: Callable[[StepMetrics], object] | None = None,
         on_validation: Callable[[StepMetrics], object] | None = None,
         on_save: Callable[[int, Path], object] | None = None,
+        pipeline: tuple[str, ...] = (),
         name: str = "own",
         **sections: dict[str, Any],
     ):
         self.own = OwnModel(model, loss, data, validation, collate, blocks, tensor_parallel, make_optimizer, schedule,
-                            on_step, on_validation, on_save)
+                            on_step, on_validation, on_save, pipeline)
         layout = layout or Layout()
         batch = {"global_batch": global_batch or layout.dp * layout.micro_batch, "validation_sequences": 1}
         given = {"train": batch | sections.pop("train", {}), "data": {"sequence_length": 1}, "model": {"name": name}}

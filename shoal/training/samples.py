@@ -7,9 +7,13 @@ from typing import cast
 from shoal.engine.data.batches import CompleteDataset, Dataset, open_complete, open_dataset
 from shoal.engine.data.prepare import prepare
 from shoal.engine.data.token_stream import Split
-from shoal.engine.own.definition import load_own_model
+from shoal.engine.own.definition import OwnShape, load_own_model
 from shoal.engine.own.samples import OwnDataset
+from shoal.engine.own.stage import find_chain
 from shoal.engine.own.trial import try_out
+from shoal.engine.precision.policy import POLICIES
+from shoal.pipeline.from_layout import build_layout_program
+from shoal.pipeline.partition import assign_layers
 from shoal.spec.config import RunConfig
 
 
@@ -27,10 +31,15 @@ def open_validation(config: RunConfig, *, progress: bool = False) -> dict[str, C
 
 
 def try_samples(config: RunConfig) -> None:
-    """Try out the samples and the loss of a model of one's own before ranks start; see `try_out`."""
+    """Try out the samples, the loss and the stages of a model of one's own before ranks start; see `try_out`."""
     if config.model.module:
-        try_out(load_own_model(config.model.module), config.train.seed, config.parallel.micro_batch,
-                config.parallel.tp)
+        own, layout, train = load_own_model(config.model.module), config.parallel, config.train
+        try_out(own, train.seed, layout.micro_batch, layout.tp)
+        if layout.pp > 1:
+            batch = OwnDataset(own, "train", train.seed).batch(range(layout.micro_batch))
+            program = build_layout_program(layout, layout.microbatches(train.global_batch))
+            chain = find_chain(own, POLICIES[train.precision], train.seed, batch)
+            chain.find_shared(assign_layers(OwnShape.describe(own), program))
 
 
 def prepare_samples(config: RunConfig) -> None:

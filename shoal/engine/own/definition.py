@@ -48,6 +48,8 @@ class OwnModel:
         collate: makes a batch, any nesting of tensors, from a list of samples.
         blocks: names of modules in the order of the forward, of which ZeRO-3 holds one or two at a time, such as
             ``("layers.0", "layers.1")``; without any, it gathers the full model for each micro-batch.
+        pipeline: names of modules that run one after the other, each with the output of the one before as its first
+            input; a list of modules stands for its modules. ``parallel.pp`` splits them into stages.
         tensor_parallel: how layers are split over ``parallel.tp`` ranks: styles by pattern of their names
             (`shoal.engine.own.tensor`); None for the plan that a model of transformers has (``model.tp_plan``).
         make_optimizer: returns a ``torch.optim.Optimizer`` of groups of parameters, in the place of ``optimizer.name``.
@@ -78,6 +80,7 @@ class OwnModel:
     on_step: Callable[[Any], object] | None = None
     on_validation: Callable[[Any], object] | None = None
     on_save: Callable[[int, Any], object] | None = None
+    pipeline: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Raises `UsageError` if a function is none, or the blocks are one name."""
@@ -85,8 +88,9 @@ class OwnModel:
             value = getattr(self, name)
             if not callable(value) and not (value is None and name not in ("model", "loss", "collate")):
                 raise UsageError(f"model.module: its {name} is {_describe(value)}.\n  Give a function.")
-        if isinstance(self.blocks, str):
-            raise UsageError(f"model.module: its blocks are the text {self.blocks!r}.\n  Give a tuple of names.")
+        for name in ("blocks", "pipeline"):
+            if isinstance(value := getattr(self, name), str):
+                raise UsageError(f"model.module: its {name} are the text {value!r}.\n  Give a tuple of names.")
         if self.tensor_parallel is not None and not isinstance(self.tensor_parallel, Mapping):
             raise UsageError(f"model.module: its tensor_parallel is {_describe(self.tensor_parallel)}.\n  Give a dict "
                              "of patterns and styles.")
@@ -139,6 +143,25 @@ class OwnModel:
         chosen = self.data if split == "train" or self.validation is None else self.validation
         with drawing(0), explained(f"its {split} data"):
             return chosen() if callable(chosen) else chosen
+
+    def name_links(self, module: nn.Module) -> tuple[str, ...]:
+        """Return the names of the modules of the pipeline's chain.
+
+        Raises:
+            UsageError: one does not exist, or is named twice.
+        """
+        modules, found = dict(module.named_modules()), list[str]()
+        for name in self.pipeline:
+            if name not in modules:
+                raise UsageError(f"model.module: its pipeline has {name!r}, which its model has not.\n  Its modules "
+                                 f"are {', '.join(list(modules)[1:10])}, ...")
+            listed = isinstance(modules[name], (nn.ModuleList, nn.Sequential))
+            found += [f"{name}.{part}" for part in modules[name]._modules] if listed else [name]
+        for name in found:
+            if found.count(name) > 1 or any(name.startswith(f"{other}.") for other in found):
+                raise UsageError(f"model.module: its pipeline has {name!r} twice, or as a part of another."
+                                 "\n  Leave one out.")
+        return tuple(found)
 
     def _checked(self, module: object) -> nn.Module:
         if not isinstance(module, nn.Module):
@@ -214,15 +237,20 @@ class OwnShape(ModelShape):
     @staticmethod
     def describe(own: OwnModel) -> OwnShape:
         """Return the shape of a definition's model."""
-        named = own.build_empty().named_parameters()
-        tensors = tuple((name, tuple(p.shape)) for name, p in named if p.requires_grad)
+        module = own.build_empty()
+        tensors = tuple((name, tuple(p.shape)) for name, p in module.named_parameters() if p.requires_grad)
         if not tensors:
             raise UsageError("model.module: its model has no parameter to train.")
-        return OwnShape(family="gpt", layers=1, hidden=1, heads=1, kv_heads=1, head_dim=1, ffn=1, vocab=2,
+        layers = max(1, len(own.name_links(module)))
+        return OwnShape(family="gpt", layers=layers, hidden=1, heads=1, kv_heads=1, head_dim=1, ffn=1, vocab=2,
                         max_sequence=1, tied=False, tensors=tensors)
 
     def parameters(self) -> int:
         return sum(math.prod(shape) for _, shape in self.tensors)
+
+    def mean_layer_matrices(self) -> float:
+        """Return infinity: stages get equal numbers of modules, as the work beside them is not known."""
+        return math.inf
 
     def flops_per_token(self, sequence_length: int) -> int:
         """Return 0: the FLOPs of the model are not known."""

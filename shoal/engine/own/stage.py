@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from weakref import ReferenceType, ref
 
@@ -17,12 +18,13 @@ from shoal.engine.collectives.ops import all_reduce, to_host
 from shoal.engine.models.cache import Slice
 from shoal.engine.models.initial import stream_key
 from shoal.engine.own.blocks import Blocks, group_parameters
+from shoal.engine.own.chain import Chain, LinkSeeds, StageLinks, trace_chain
 from shoal.engine.own.definition import OwnModel
 from shoal.engine.own.samples import OwnBatch
 from shoal.engine.own.tensor import SplitRanks, apply_table
 from shoal.engine.own.user_code import explained
 from shoal.engine.parallel.apply import LocalStage, materialise
-from shoal.engine.parallel.placement import replicate
+from shoal.engine.parallel.placement import ENDS, replicate
 from shoal.engine.parallel.zero.rank_parameters import RankParameters
 from shoal.engine.parallel.zero.zero_engine import ShardedParameters
 from shoal.engine.precision.policy import Policy
@@ -34,10 +36,19 @@ class Statistics:
     Each micro-batch of a step starts with the step's first values; the next step starts with the mean of what all
     micro-batches of all replicas made of them. So they depend on the size of a micro-batch, and not on the layout.
     Whole numbers, such as counters, take the largest.
+
+    Args:
+        renewed: whether each micro-batch gets new tensors, as the backward of others, which run forward before it, may
+            need theirs unchanged.
     """
 
-    def __init__(self, module: nn.Module):
+    def __init__(self, module: nn.Module, *, renewed: bool = False):
         self.module, kept = module, module.state_dict(keep_vars=True)
+        self._owners: dict[str, list[tuple[nn.Module, str]]] = {}
+        for name, buffer in module.named_buffers() if renewed else ():
+            self._owners[name] = [
+                (owner, key) for owner in module.modules() for key, held in owner._buffers.items() if held is buffer
+            ]
         self._names = [name for name, b in module.named_buffers() if name in kept and b.numel()]
         self._start: dict[str, Tensor] = {}
         self._made: dict[str, Tensor] = {}
@@ -57,7 +68,10 @@ class Statistics:
     def rewind(self) -> None:
         """Begin a micro-batch."""
         for name, buffer in self.buffers.items() if self._start else ():
-            buffer.copy_(self._start[name])
+            for owner, key in self._owners.get(name, ()):
+                owner._buffers[key] = self._start[name].clone()
+            if name not in self._owners:
+                buffer.copy_(self._start[name])
 
     def cancel(self) -> None:
         """Go back to the values before the step, if one began and did not end."""
@@ -111,9 +125,11 @@ def draw_as(seed: int, batch: OwnBatch) -> None:
 
 
 class OwnStage(LocalStage):
-    """The only stage of an own model.
+    """The only stage of an own model, or one of its pipeline.
 
     Attributes:
+        seeds: of what the modules of its chain draw.
+        links: the modules of the chain that the stage computes; None for the only stage.
         counted: number of terms of the losses since `begin`, float64 [].
         metrics: sum and number of terms of each metric since then, float64 [2].
         buckets: parameters outside of the blocks, which ZeRO-3 gathers for each micro-batch.
@@ -123,13 +139,13 @@ class OwnStage(LocalStage):
 
     def __init__(
         self, own: OwnModel, module: nn.Module, parameters: ShardedParameters, policy: Policy, seed: int,
-        ranks: SplitRanks | None = None,
+        ranks: SplitRanks | None, seeds: LinkSeeds, links: StageLinks | None, index: int,
     ):
-        self.index = self.part = 0
-        self.ranks = ranks
+        self.index = self.part = index
+        self.ranks, self.seeds, self.links = ranks, seeds, links
         self.own, self.module, self.parameters = own, module, parameters  # type: ignore[assignment]
         self.policy, self.seed = policy, seed
-        self.statistics = Statistics(module)
+        self.statistics = Statistics(module, renewed=links is not None)
         device = parameters.mesh.device
         self.counted = torch.zeros((), dtype=torch.float64, device=device)
         self.metrics: dict[str, Tensor] = {}
@@ -143,25 +159,25 @@ class OwnStage(LocalStage):
         self.statistics.begin()
 
     def forward(self, batch: OwnBatch, hidden: Tensor | None, part: Slice | None) -> Tensor:  # type: ignore[override]
-        """Return the summed loss of a micro-batch; without gradients, as in a validation.
+        """Return the summed loss of a micro-batch, or on an earlier stage the tensor for the next one.
 
         Raises:
             UsageError: the loss fails, or is not as `OwnModel` says, or the forward does not run the blocks in order.
         """
-        training, compute = torch.is_grad_enabled(), self.policy.compute
-        wide = torch.promote_types(compute, torch.float32)
-        batch = batch.map(lambda tensor: tensor.to(wide) if tensor.is_floating_point() else tensor)
+        training, wide = torch.is_grad_enabled(), torch.promote_types(self.policy.compute, torch.float32)
+        batch = widen(batch, self.policy)
         for bucket in self.buckets:
             bucket.gather()
         for bucket in self.buckets:
             bucket.wait()
         self.statistics.rewind()
         draw_as(self.seed, batch)
+        self.seeds.first = batch.first
         self.module.train(training)
-        # Autocast: operators that need it, such as sums of losses, compute in float32.
-        cast = torch.autocast(self.parameters.mesh.device.type, compute, enabled=compute != wide)
+        cast = autocast(self.policy, self.parameters.mesh.device)
         with cast, self.blocks.forward() if self.blocks else nullcontext(), explained("its loss()"):
-            loss, terms, metrics = self.own.compute(self.module, batch.values)
+            compute = partial(self.own.compute, self.module, batch.values)
+            found = self.links.run(compute, hidden) if self.links else compute()
         if self.ranks:
             self.ranks.shared = None  # the graph that it holds ends here
         if training:
@@ -169,6 +185,9 @@ class OwnStage(LocalStage):
         else:
             for bucket in self.buckets:
                 bucket.free()
+        if isinstance(found, Tensor):
+            return found
+        loss, terms, metrics = found
         self.counted += terms
         for name, values in metrics.items():
             if name not in self.metrics:
@@ -177,12 +196,14 @@ class OwnStage(LocalStage):
                 total += value
         return loss.to(wide)  # the factor on it may not fit into float16
 
-    def state(self, rank: int) -> dict[str, list[Piece]]:
+    def state(self) -> dict[str, list[Piece]]:
         """Return, by name, the values that are saved besides the trained parameters: buffers and frozen parameters."""
+        links, mesh = self.links, self.parameters.mesh
         frozen = {name: p for name, p in self.module.named_parameters() if not p.requires_grad}
+        first = mesh.index("dp") == mesh.index("tp") == 0
         return {
-            name: [Piece(tuple(value.shape), Box.full(tuple(value.shape)), value.data, rank == 0)]
-            for name, value in (frozen | self.statistics.buffers).items()
+            name: [Piece(tuple(value.shape), Box.full(tuple(value.shape)), value.data, first)]
+            for name, value in (frozen | self.statistics.buffers).items() if links is None or links.keeps(name)
         }
 
     def fill(self, values: nn.Module) -> None:
@@ -196,33 +217,80 @@ class OwnStage(LocalStage):
             parameters.gather()
 
 
-def build_own_stage(own: OwnModel, mesh: Mesh, policy: Policy, seed: int) -> OwnStage:
-    """Build the stage with its parameters in buckets; `OwnStage.fill` or a checkpoint fills them."""
-    module = own.build(seed)
+def set_formats(module: nn.Module, policy: Policy, device: torch.device) -> None:
+    """Move what is not trained to a device, and give it and normalisations the formats of a policy."""
     for parameter in module.parameters():
         if not parameter.requires_grad:
             dtype = policy.compute if parameter.is_floating_point() else None  # others may be packed numbers
-            parameter.data = parameter.data.to(mesh.device, dtype)
+            parameter.data = parameter.data.to(device, dtype)
     wide = torch.promote_types(policy.compute, torch.float32)
     for owner in module.modules():
         for name, buffer in owner.named_buffers(recurse=False):
             dtype = torch.promote_types(buffer.dtype, wide) if buffer.is_floating_point() else None
-            owner._buffers[name] = buffer.to(mesh.device, dtype).contiguous()
+            owner._buffers[name] = buffer.to(device, dtype).contiguous()
         if policy.compute.itemsize < 4 and isinstance(owner, (_NormBase, nn.LayerNorm, nn.GroupNorm)):
             owner.forward = partial(normalise_wide, ref(owner))  # type: ignore[method-assign]
+
+
+def widen(batch: OwnBatch, policy: Policy) -> OwnBatch:
+    """Return a batch with its floats in the format of sums."""
+    wide = torch.promote_types(policy.compute, torch.float32)
+    return batch.map(lambda tensor: tensor.to(wide) if tensor.is_floating_point() else tensor)
+
+
+def autocast(policy: Policy, device: torch.device) -> torch.autocast:
+    """Return the context in which operators that need it, such as sums of losses, compute in float32."""
+    wide = torch.promote_types(policy.compute, torch.float32)
+    return torch.autocast(device.type, policy.compute, enabled=policy.compute != wide)
+
+
+def find_chain(own: OwnModel, policy: Policy, seed: int, batch: OwnBatch) -> Chain:
+    """Return the chain of a definition, from a run of its first micro-batch in the formats of a policy; see `Chain`."""
+    cpu = torch.device("cpu")
+
+    def prepare(module: nn.Module) -> None:
+        for parameter in module.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(policy.compute)
+        set_formats(module, policy, cpu)
+
+    return trace_chain(own, widen(batch, policy), seed, prepare, partial(autocast, policy, cpu))
+
+
+def build_own_stage(
+    own: OwnModel, mesh: Mesh, policy: Policy, seed: int, chain: Chain | None = None, part: range = range(0),
+    index: int = 0, shared: frozenset[str] = frozenset(),
+) -> OwnStage:
+    """Build a stage with its parameters in buckets; `OwnStage.fill` or a checkpoint fills them.
+
+    Args:
+        chain: of a pipeline; None for the full module.
+        part: the stage's modules of the chain.
+        shared: parameters that the first and the last stage share.
+    """
+    module = own.build(seed)
+    set_formats(module, policy, mesh.device)
     ranks = SplitRanks(mesh.required_group("tp"), mesh.index("tp"), mesh.size("tp")) if mesh.size("tp") > 1 else None
     split = apply_table(module, own.tensor_parallel, ranks) if ranks else {}
+    seeds = LinkSeeds(own, module, seed)
+    links = StageLinks(chain, part, module, policy.compute, mesh.device) if chain else None
     placements = {
         name: split.get(name) or replicate(name, parameter, mesh, partial=False)
         for name, parameter in module.named_parameters() if parameter.requires_grad
     }
+    for name in shared & placements.keys():
+        each = placements[name]
+        placements[name] = replace(
+            each, sum_over=(*each.sum_over, ENDS), copies=2 * each.copies, stages=2 * each.stages,
+            primary=each.primary and index == 0,
+        )
     unclaimed = materialise(module, placements, policy.compute, mesh.device)
     blocks = own.blocks if mesh.layout.zero == 3 else ()
     groups = group_parameters(module, [module.get_submodule(name) for name in blocks])
     parameters = ShardedParameters(
         [[(p, unclaimed.pop(p)) for p in group if p in unclaimed] for group in groups], mesh, policy
     )
-    stage = OwnStage(own, module, parameters, policy, seed, ranks)
+    stage = OwnStage(own, module, parameters, policy, seed, ranks, seeds, links, index)
     if blocks:
         stage.blocks = Blocks(blocks, module, groups, parameters)
         stage.buckets = stage.blocks.rest

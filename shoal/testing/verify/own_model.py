@@ -22,6 +22,7 @@ from shoal.base.errors import UsageError
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import all_reduce
 from shoal.engine.device import choose_transport, pick_device
+from shoal.engine.own.chain import LinkSeeds
 from shoal.engine.own.definition import load_own_model
 from shoal.engine.own.samples import OwnDataset
 from shoal.engine.own.stage import Statistics, draw_as
@@ -124,7 +125,7 @@ def run_steps(config: RunConfig, steps: int) -> list[RankStep]:
     for step in range(steps):
         loss = engine.step(step).loss
         gradients = _owned(engine.parameters.reduced_gradients())
-        state = engine.weights() | engine.stage.state(rank)
+        state = engine.weights() | engine.saved_beside()
         results.append((loss, gradients, _owned(state), _find_uneven(engine)))
     return results
 
@@ -176,13 +177,14 @@ def compute_gradients(config: RunConfig, step: int, values: Tensors) -> Tensors:
     samples, terms = OwnDataset(own, "train", seed), 0.0
     module = own.build(seed).double().train()
     module.load_state_dict({name: values.get(name, value) for name, value in module.state_dict().items()})
-    statistics = Statistics(module)
+    statistics, seeds = Statistics(module), LinkSeeds(own, module, seed)
     statistics.begin()
     for first in range(step * config.train.global_batch, (step + 1) * config.train.global_batch, n):
         batch = samples.batch(range(first, first + n)).map(
             lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
         statistics.rewind()
         draw_as(seed, batch)
+        seeds.first = batch.first
         loss, count, _ = own.compute(module, batch.values)
         loss.backward()
         terms += float(count)

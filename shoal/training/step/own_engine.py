@@ -17,14 +17,20 @@ from shoal.engine.collectives.ops import all_reduce, to_host
 from shoal.engine.data.batches import Batch, Dataset
 from shoal.engine.optim.rule import Rule
 from shoal.engine.optim.shards import Shards
+from shoal.engine.own.chain import Chain
 from shoal.engine.own.definition import SUM_AND_TERMS, load_own_model
 from shoal.engine.own.optimizer import OwnRule
-from shoal.engine.own.stage import OwnStage, build_own_stage
+from shoal.engine.own.runtime import OwnRuntime
+from shoal.engine.own.samples import OwnDataset
+from shoal.engine.own.stage import OwnStage, build_own_stage, find_chain
 from shoal.engine.own.user_code import explained
 from shoal.engine.parallel.apply import LocalStage
 from shoal.engine.parallel.zero.rank_parameters import RankParameters
+from shoal.engine.runtime import Runtime
 from shoal.pipeline.from_layout import build_forwards
-from shoal.pipeline.program import Action
+from shoal.pipeline.partition import assign_layers
+from shoal.pipeline.program import Action, Program
+from shoal.spec.config import RunConfig
 from shoal.training.records.metrics import StepMetrics
 from shoal.training.step.engine import Engine
 from shoal.training.step.optimizer_step import StepResult
@@ -39,33 +45,58 @@ class OwnEngine(Engine):
     Attributes:
         divisor: that of the loss before its backward, see `count_tokens`.
         metrics: means of the definition's metrics in the last step.
+        chain: that of a pipeline.
     """
 
-    stage: OwnStage
+    stages: list[OwnStage]  # type: ignore[assignment]
 
     def __init__(self, *arguments: Any, **options: Any):
+        config: RunConfig = arguments[0]
+        self.own = load_own_model(config.model.module)
+        self.chain: Chain | None = None
         super().__init__(*arguments, **options)
         self.starts_early = False  # terms are counted on the host
         self.divisor = 1
         self.metrics: dict[str, float] = {}
 
     def build_stages(self, trained: bool) -> tuple[list[LocalStage], RankParameters]:
-        own, train = load_own_model(self.config.model.module), self.config.train
-        self.stage = build_own_stage(own, self.sync_mesh, self.policy, train.seed)
-        return [self.stage], RankParameters([self.stage.parameters])
+        own, seed, mesh, program = self.own, self.config.train.seed, self.sync_mesh, self.program
+        if program.depth == 1:
+            stage = build_own_stage(own, mesh, self.policy, seed)
+            return [stage], RankParameters([stage.parameters])
+        batch = OwnDataset(own, "train", seed).batch(range(self.config.parallel.micro_batch))
+        self.chain = chain = find_chain(own, self.policy, seed, batch)
+        parts = assign_layers(self.shape, program)
+        shared = chain.find_shared(parts)
+        holders = sorted({program.stage_rank[0], program.stage_rank[program.depth - 1]})
+        # Group creation is collective: every rank creates these groups at the same point.
+        ends = mesh.group(f"pp:{','.join(map(str, holders))}", purpose="ends") if shared else None
+        stages = [
+            build_own_stage(own, mesh, self.policy, seed, chain, parts[i], i, shared)
+            for i in program.rank_stages(mesh.index("pp"))
+        ]
+        return list(stages), RankParameters([stage.parameters for stage in stages], ends)
+
+    def build_runtime(self, program: Program) -> Runtime:
+        if self.chain is None:
+            return super().build_runtime(program)
+        inputs = [self.chain.inputs[part.start] for part in assign_layers(self.shape, self.program)]
+        return OwnRuntime(program, self.stages, self.sync_mesh, inputs)
 
     def initialise(self) -> None:
-        self.stage.fill(self.stage.own.build(self.config.train.seed))
+        values = self.own.build(self.config.train.seed)
+        for stage in self.stages:
+            stage.fill(values)
 
     def describe_module(self) -> nn.Module:
-        return self.stage.module
+        return self.own.build_empty()
 
     def build_optimizer(self, shards: Shards) -> Rule:
-        make = self.stage.own.make_optimizer
+        make = self.own.make_optimizer
         return OwnRule(self.config.optimizer, shards, make) if make else super().build_optimizer(shards)
 
     def learning_rate(self, step: int) -> float:
-        schedule, steps = self.stage.own.schedule, self.config.train.steps
+        schedule, steps = self.own.schedule, self.config.train.steps
         if schedule is None:
             return super().learning_rate(step)
         with explained("its schedule()"):
@@ -76,7 +107,7 @@ class OwnEngine(Engine):
         return rate
 
     def logged(self, metrics: StepMetrics) -> None:
-        own = self.stage.own
+        own = self.own
         if own.on_step:
             with explained("its on_step()"):
                 own.on_step(metrics)
@@ -85,9 +116,9 @@ class OwnEngine(Engine):
                 own.on_validation(metrics)
 
     def saved(self, step: int, folder: AnyPath) -> None:
-        if self.stage.own.on_save:
+        if self.own.on_save:
             with explained("its on_save()"):
-                self.stage.own.on_save(step, folder)
+                self.own.on_save(step, folder)
 
     def step_metrics(self) -> dict[str, Any]:
         return {"metrics": self.metrics or None}
@@ -100,14 +131,15 @@ class OwnEngine(Engine):
             with explained("the backward of its loss", only_its_own=True):
                 return super().step(step, stop=stop, dry=dry)
         finally:  # buffers of a step that failed, was skipped or dry are those before it
-            self.stage.statistics.cancel()
+            for stage in self.stages:
+                stage.statistics.cancel()
 
     def count_tokens(self, batches: Sequence[Batch], updates: Sequence[int], replicas: Group | None) -> list[int]:
         """Begin a step; return for each update by what the loss is divided before its backward.
 
         That is 1, or with loss scaling a power of two near the terms of the step before, for the range of float16.
         """
-        self.stage.begin()
+        self._begin()
         return [self.divisor] * (max(updates) + 1)
 
     def update(self, step: int, tokens: float, rate: float, stop: bool, action: Action, loss: Tensor) -> StepResult:
@@ -120,16 +152,27 @@ class OwnEngine(Engine):
             self.divisor = 1 << max(0, math.frexp(terms)[1])
         result = super().update(step, terms, rate, stop, action, loss)
         if not result.skipped:
-            self.stage.statistics.end(self.mesh)
+            for stage in self.stages:
+                stage.statistics.end(self.mesh)
         return result
+
+    def _begin(self) -> None:
+        for stage in self.stages:
+            stage.begin()
 
     def _totals(self) -> tuple[float, dict[str, float]]:
         """Return the terms of the losses and the means of the metrics, over all replicas. Collective."""
-        found = self.stage.metrics
-        each = torch.cat((self.stage.counted.view(1), *(found[name] for name in sorted(found))))
-        terms, *pairs = to_host(all_reduce(each, self.mesh.group("dp")))
-        means = zip(sorted(found), pairs[::2], pairs[1::2], strict=True)
+        stage = self.stages[-1]  # if any of this rank computes the loss, the last
+        names = self.chain.metrics if self.chain else sorted(stage.metrics)
+        none = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        each = torch.cat((stage.counted.view(1), *(stage.metrics.get(name, none) for name in names)))
+        terms, *pairs = to_host(self._sum(each))
+        means = zip(names, pairs[::2], pairs[1::2], strict=True)
         return terms, {name: total / (number or 1.0) for name, total, number in means}
+
+    def _sum(self, x: Tensor) -> Tensor:
+        """Sum over replicas and stages. Collective."""
+        return all_reduce(all_reduce(x, self.mesh.group("dp")), self.mesh.group("pp"))
 
     def evaluate(self, samples: Dataset) -> float:
         """Return the loss per term of the first `validation_sequences` samples; ``validated`` has the metrics."""
@@ -138,19 +181,20 @@ class OwnEngine(Engine):
         passes = self.validation_sequences // per_pass
         first = [m * per_pass + self.mesh.index("dp") * n for m in range(passes)]
         batches = [samples.batch(range(start, start + n)).to(self.mesh.device) for start in first]
-        self.stage.begin()
+        self._begin()
         loss = self.build_runtime(build_forwards(self.program, passes)).evaluate(batches)
-        self.stage.statistics.cancel()  # some modules change buffers in each forward
+        for stage in self.stages:
+            stage.statistics.cancel()  # some modules change buffers in each forward
         terms, metrics = self._totals()
         self.validated = {"metrics": metrics or None}
-        return float(to_host(all_reduce(loss, self.mesh.group("dp")))) / (terms or 1.0)
+        return float(to_host(self._sum(loss))) / (terms or 1.0)
 
     def state(self) -> dict[str, list[Piece]]:
         """Return all tensors that a checkpoint stores: also buffers and frozen parameters."""
-        return super().state() | {f"model.{name}": pieces for name, pieces in self._kept().items()}
+        return super().state() | {f"model.{name}": pieces for name, pieces in self.saved_beside().items()}
 
-    def _kept(self) -> dict[str, list[Piece]]:
-        return self.stage.state(self.mesh.rank)
+    def saved_beside(self) -> dict[str, list[Piece]]:
+        return {name: pieces for stage in self.stages for name, pieces in stage.state().items()}
 
     def _move(self, batches: Sequence[Any], sequences: float) -> list[Any]:
         return [batch.to(self.mesh.device) for batch in batches]

@@ -1,6 +1,7 @@
 """Plain modules that shoal does not know, with their losses and samples."""
 
 import random
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -137,6 +138,34 @@ split = OwnModel(Split, words, Tokens, tensor_parallel={
     "norm": "replicated_with_grad_allreduce", "mixed": "colwise_gather_output", "last": "rowwise_split_input",
 })  # fmt: skip
 
+class Tower(nn.Module):
+    """Modules one after the other, of several widths, with draws, recomputation and running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.2))
+        widths = (6, 8, 8, 5, 7, 6)
+        self.parts = nn.ModuleList(
+            nn.Sequential(nn.Linear(a, b), nn.BatchNorm1d(b, momentum=0.3), nn.Dropout(0.3), nn.Tanh())
+            for a, b in pairwise(widths)
+        )
+        self.scale = nn.Parameter(torch.tensor(0.7), requires_grad=False)
+        self.unused = nn.Linear(3, 3)
+        self.head = nn.Sequential(nn.Dropout(0.2), nn.Linear(6, 4, bias=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.stem(x)
+        for i, part in enumerate(self.parts):
+            y = checkpoint(part, y, use_reentrant=False) if i % 2 else part(y) * self.scale
+        return F.linear(self.head(y), self.stem[0].weight[:4].t())
+
+
+def measured(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor, dict[str, tuple[Tensor, int]]]:
+    loss, terms = weighted(model, batch)
+    return loss, terms, {"root": (loss.detach().sqrt(), len(batch))}
+
+
+tower = OwnModel(Tower, measured, Drawn, pipeline=("parts",))
 ODD_BLOCKS = ("layers.0", "layers.1", "layers.2")
 odd = OwnModel(Odd, weighted, Drawn, blocks=ODD_BLOCKS)
 nadam = OwnModel(

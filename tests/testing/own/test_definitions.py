@@ -169,7 +169,7 @@ def buffers_around(config: RunConfig) -> list[dict[str, Tensor]]:
     engine, seen = start(config), []
 
     def look() -> None:
-        seen.append({name: buffer.clone() for name, buffer in engine.stage.statistics.buffers.items()})
+        seen.append({name: buffer.clone() for name, buffer in engine.stages[0].statistics.buffers.items()})
 
     engine.step(0)
     look()
@@ -194,7 +194,7 @@ def learn(config: RunConfig) -> tuple[list[float], torch.dtype, float]:
     engine = start(config)
     losses = [engine.step(step).loss for step in range(24)]
     scale = engine.loss_scale.value if engine.loss_scale else 0
-    return losses, engine.stage.module.layers[2].running_var.dtype, scale
+    return losses, engine.stages[0].module.layers[2].running_var.dtype, scale
 
 
 def of_many_terms(model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
@@ -217,7 +217,7 @@ def test_normalisations_and_sums_are_in_float32_in_mixed_precision(precision, po
 def freed(config: RunConfig) -> list[bool]:
     engine = start(config)
     engine.step(0)
-    return [bucket.gathered for bucket in engine.stage.parameters.buckets]
+    return [bucket.gathered for bucket in engine.stages[0].parameters.buckets]
 
 
 def test_recomputation_gathers_no_block_that_stays(pool):

@@ -44,6 +44,9 @@ def config_of(name: str, layout: dict[str, Any], **sections: dict[str, Any]) -> 
     ("wide_qwen3_moe", {"dp": 2, "tp": 2, "zero": 1}, {}),
     ("split", {"tp": 4}, {"optimizer": {"name": "muon"}}),
     ("nadam", {"dp": 2, "zero": 2}, {}),
+    ("tower", {"pp": 2, "dp": 2, "zero": 2, "schedule": "interleaved-1f1b", "virtual_stages": 2}, {}),
+    ("gpt2", {"pp": 2, "schedule": "gpipe"}, {}),
+    ("wide_llama", {"pp": 2, "tp": 2}, {}),
     ("factors", {"dp": 2}, {}),
 ])  # fmt: skip
 def test_gradients_weights_and_buffers_are_those_of_one_device(name, layout, sections, pool):

@@ -41,7 +41,7 @@ def causal(config: Any) -> nn.Module:
 
 llama = OwnModel(
     lambda: causal(transformers.LlamaConfig(**SMALL, num_key_value_heads=1, tie_word_embeddings=True)),
-    next_token, Tokens, blocks=("model.layers.0", "model.layers.1"),
+    next_token, Tokens, blocks=("model.layers.0", "model.layers.1"), pipeline=("model.layers",),
 )
 
 
@@ -52,24 +52,28 @@ def build_qwen3_moe(kv_heads: int) -> nn.Module:
     ))  # fmt: skip
 
 
-qwen3_moe = OwnModel(lambda: build_qwen3_moe(kv_heads=1), next_token, Tokens)
+qwen3_moe = OwnModel(lambda: build_qwen3_moe(kv_heads=1), next_token, Tokens, pipeline=("model.layers",))
 gpt2 = OwnModel(
     lambda: causal(transformers.GPT2Config(vocab_size=VOCAB, n_positions=32, n_embd=32, n_layer=2, n_head=2, **IDS)),
-    next_token, Tokens, blocks=("transformer.h.0", "transformer.h.1"),
+    next_token, Tokens, blocks=("transformer.h.0", "transformer.h.1"), pipeline=("transformer.h",),
 )
 wide_llama = OwnModel(
     lambda: causal(transformers.LlamaConfig(**SMALL, num_key_value_heads=2, mlp_bias=True)),
-    next_token, Tokens, blocks=("model.layers.0", "model.layers.1"),
+    next_token, Tokens, blocks=("model.layers.0", "model.layers.1"), pipeline=("model.layers",),
 )
 wide_qwen3_moe = OwnModel(lambda: build_qwen3_moe(kv_heads=2), next_token, Tokens)
-bert = OwnModel(lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SMALL)), masked_token, Tokens)
+bert = OwnModel(
+    lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SMALL)), masked_token, Tokens,
+    pipeline=("bert.encoder.layer",),
+)
 t5 = OwnModel(
     lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(
         vocab_size=VOCAB, d_model=32, d_kv=16, d_ff=48, num_layers=2, num_heads=2)),
     copied, Tokens, blocks=tuple(f"{part}.block.{i}" for part in ("encoder", "decoder") for i in range(2)),
+    pipeline=("encoder.block", "decoder.block"),
 )
 vit = OwnModel(
     lambda: transformers.ViTForImageClassification(transformers.ViTConfig(
         **{k: v for k, v in SMALL.items() if k != "vocab_size"}, image_size=16, patch_size=4, num_labels=CLASSES)),
-    classified, Images,
+    classified, Images, pipeline=("vit.layers",),
 )  # fmt: skip

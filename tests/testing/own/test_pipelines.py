@@ -1,0 +1,110 @@
+"""Chains of modules that cannot be stages are refused, and what stages save is resumed on other layouts."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shoal
+from shoal.base.errors import UsageError
+from shoal.engine.own.definition import OwnModel
+from shoal.engine.own.samples import OwnDataset
+from shoal.engine.own.stage import find_chain
+from shoal.engine.precision.policy import POLICIES
+from shoal.launch import train as train_module
+from shoal.training.check import check
+from shoal.training.samples import try_samples
+from tests.testing.own import plain, zoo
+from tests.testing.own.test_equality import config_of
+
+
+class Chain(nn.Module):
+    """Linear layers; a text says how they are called."""
+
+    def __init__(self, how: str = ""):
+        super().__init__()
+        self.how, self.layers = how, nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        layers = self.layers
+        match self.how:
+            case "skip":
+                return layers[2](layers[1](y := layers[0](x))) + y
+            case "backwards":
+                return layers[0](layers[1](layers[2](x)))
+            case "some":
+                return layers[1](layers[0](x))
+        return layers[2](layers[1](layers[0](x)))
+
+
+def chain(how: str = "", *names: str) -> OwnModel:
+    names = names or ("layers",)
+    return OwnModel(lambda: Chain(how), lambda m, b: plain.rebuilt(m, [b]), torch.ones(8, 4), pipeline=names)
+
+
+def trace(own: OwnModel) -> object:
+    return find_chain(own, POLICIES["fp32"], 0, OwnDataset(own, "train", 0).batch(range(2)))
+
+
+@pytest.mark.parametrize(("own", "says"), [
+    (chain("skip"), "'layers.2' of its pipeline, or what follows it, uses more .* from the input of 'layers.0'"),
+    (chain("backwards"), "'layers.2' of its pipeline does not run as number 3"),
+    (chain("some"), "'layers.2' of its pipeline does not run in the forward"),
+    (chain("", "layer"), "its pipeline has 'layer', which its model has not"),
+    (chain("", "layers", "layers.1"), "its pipeline has 'layers.1' twice"),
+    (zoo.t5, "'encoder.block.1' of its pipeline has two inputs with a gradient"),
+])  # fmt: skip
+def test_modules_that_are_no_chain_are_refused(own, says):
+    with pytest.raises(UsageError, match=says):
+        trace(own)
+
+
+def test_a_chain_knows_what_its_modules_use():
+    found = trace(plain.tower)
+    assert found.names == tuple(f"parts.{i}" for i in range(5))
+    assert [shape for (shape, _) in found.inputs] == [(2, 6), (2, 8), (2, 8), (2, 5), (2, 7)]
+    assert found.parts["stem.0.weight"] == {-1, 4} and found.parts["parts.3.0.bias"] == {3}
+    assert found.metrics == ("root",) and found.place("head.1.weight") == 4
+    with pytest.raises(UsageError, match=r"the stages 0, 2 of its pipeline use stem.0.weight"):
+        found.find_shared([range(2), range(2, 4), range(4, 5), range(5, 5)])
+
+
+@pytest.mark.parametrize(("layout", "says"), [
+    ({"pp": 2, "dp": 2, "zero": 3}, "parallel.zero = 3 with parallel.pp"),
+    ({"pp": 2, "schedule": "zb-h1"}, "parallel.schedule = zb-h1 with model.module: it slices"),
+    ({"pp": 8}, "5 layers cannot fill 8 stages"),
+])  # fmt: skip
+def test_layouts_that_a_chain_cannot_have_are_refused(layout, says):
+    with pytest.raises(UsageError, match=says):
+        check(config_of("tower", layout))
+
+
+def test_a_chain_is_tried_before_ranks_start():
+    with pytest.raises(UsageError, match="has two inputs with a gradient"):
+        try_samples(config_of("t5", {"pp": 2}))
+
+
+def run_of(**layout: int) -> shoal.Run:
+    return shoal.Run(
+        plain.Tower, plain.measured, plain.Drawn, pipeline=("parts",), global_batch=8,
+        optimizer={"name": "momentum", "learning_rate": 0.01},  # Adam takes the sign of gradients that are rounding
+        layout=shoal.Layout(micro_batch=2, **layout),
+        train={"device": "cpu", "validate_every": 2, "validation_sequences": 4},
+        metrics={"log_every": 1, "tensorboard": False}, checkpoint={"every": 2},
+    )  # fmt: skip
+
+
+def test_a_pipeline_resumes_without_one(rank_server, monkeypatch, tmp_path):
+    monkeypatch.setattr(train_module, "start_rank_server", lambda ranks, device: nullcontext(rank_server))
+    alone = run_of().train(4, folder=tmp_path / "alone")
+    half = run_of(pp=2).train(2, folder=tmp_path / "run")
+    ended = run_of(dp=2).train(4, folder=tmp_path / "run", resume=tmp_path / "run")
+    assert [half.code, ended.code] == [0, 0]
+    for mine, other in zip(ended.metrics, alone.metrics, strict=True):
+        assert mine.loss == pytest.approx(other.loss, rel=1e-4)
+        assert mine.metrics == pytest.approx(other.metrics, rel=1e-4)
+    validated = [[each.validation_loss for each in run.metrics if each.validation_loss] for run in (ended, alone)]
+    assert len(validated[0]) == 2 and validated[0] == pytest.approx(validated[1], rel=1e-4)
+    for name, value in ended.weights().items():
+        torch.testing.assert_close(value, alone.weights()[name], rtol=1e-3, atol=1e-4, msg=name)
