@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from shoal.planning.describe import estimate as estimate
     from shoal.planning.full_training import train_fully as train_fully
     from shoal.planning.goodput import goodput as goodput
-    from shoal.planning.own_estimate import OwnEstimate as OwnEstimate
     from shoal.planning.own_estimate import estimate_own_model as estimate_own_model
     from shoal.planning.schedule_times import compare_schedules_on_cluster as compare_schedules_on_cluster
     from shoal.planning.search.planner import LayoutPlanner as LayoutPlanner
@@ -82,7 +81,7 @@ _HOMES = {
     "shoal.planning.describe": ("estimate",),
     "shoal.planning.full_training": ("train_fully",),
     "shoal.planning.goodput": ("goodput",),
-    "shoal.planning.own_estimate": ("OwnEstimate", "estimate_own_model"),
+    "shoal.planning.own_estimate": ("estimate_own_model",),
     "shoal.planning.schedule_times": ("compare_schedules_on_cluster",),
     "shoal.planning.search.planner": ("LayoutPlanner", "plan"),
     "shoal.report.run": ("write_report",),

@@ -105,12 +105,26 @@ class OwnEstimate:
             yield "  does not fit: take a higher parallel.zero or tp, a smaller micro_batch, or recompute in the module"
 
 
-def estimate_own_model(config: RunConfig, cluster: str | Cluster = "8xH100") -> OwnEstimate:
+def estimate_own_model(
+    config: RunConfig, cluster: str | Cluster = "8xH100", counts: OwnCounts | None = None
+) -> OwnEstimate:
     """Estimate a run of a model of one's own on a cluster.
+
+    Args:
+        counts: of its micro-batch, if they are known.
 
     Raises:
         UsageError: the cluster is not known or too small, the layout has other axes, or the model or its first batch
             fails.
+
+    >>> import shoal, torch
+    >>> run = shoal.Run(
+    ...     model=lambda: torch.nn.Linear(4, 1), loss=lambda model, batch: (model(batch).square().sum(), len(batch)),
+    ...     data=torch.ones(16, 4),
+    ... )
+    >>> found = run.estimate(shoal.Layout(dp=2), cluster="8xH100")  # which calls this
+    >>> found.counts.parameters, found.memory["weights"], found.fits
+    (5, 20, True)
     """
     layout, train = config.parallel, config.train
     if layout.world_size != layout.dp * layout.tp:
@@ -121,7 +135,7 @@ def estimate_own_model(config: RunConfig, cluster: str | Cluster = "8xH100") -> 
         raise UsageError(f"{layout.describe()} needs {layout.world_size} accelerators, and {found.describe()} has "
                          f"{found.size}.\n  Give a larger --cluster, or lower parallel.dp or tp.")
     own, policy = load_own_model(config.model.module), POLICIES[train.precision]
-    counts, links = count_own_model(own, config), attained(found)
+    counts, links = counts or count_own_model(own, config), attained(found)
     shards = layout.shards if layout.zero else 1
     storage, compute, reduce = policy.storage.itemsize, policy.compute.itemsize, policy.reduce.itemsize
     p, shard = counts.parameters, -(-counts.parameters // shards)

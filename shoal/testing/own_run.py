@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.utils.data import default_collate
@@ -19,6 +19,7 @@ from shoal.engine.own.optimizer import MakeOptimizer
 from shoal.launch.rank_env import detect_rank_env
 from shoal.launch.train import train
 from shoal.planning.own_estimate import OwnEstimate, estimate_own_model
+from shoal.planning.own_search import plan_own_model
 from shoal.spec.config import RUN_FILE, OptimizerConfig, RunConfig, build_config, load_config
 from shoal.spec.layout import Layout
 from shoal.testing.verify.verify import Verification, verify
@@ -70,7 +71,9 @@ class Run:
     Args:
         model, loss, data, validation, collate, blocks, tensor_parallel, make_optimizer, schedule, on_step,
             on_validation, on_save, pipeline: see `OwnModel`.
-        layout: data, tensor and pipeline parallelism, ZeRO and the size of a micro-batch.
+        layout: data, tensor and pipeline parallelism, ZeRO and the size of a micro-batch; "auto" for the fastest that
+            fits on the ``cluster``, by `plan_own_model`.
+        cluster: name of a cluster, for "auto".
         optimizer: section [optimizer], or its fields as a dict; `AdamW` makes one.
         global_batch: samples of a step (default: one micro-batch for each replica).
         name: name of the model, in the records of the run.
@@ -99,7 +102,8 @@ class Run:
         data: Samples,
         validation: Samples | None = None,
         *,
-        layout: Layout | None = None,
+        layout: Layout | Literal["auto"] | None = None,
+        cluster: str | None = None,
         optimizer: OptimizerConfig | dict[str, Any] | None = None,
         global_batch: int | None = None,
         collate: Callable[[list[Any]], Any] = default_collate,
@@ -116,16 +120,23 @@ class Run:
     ):
         self.own = OwnModel(model, loss, data, validation, collate, blocks, tensor_parallel, make_optimizer, schedule,
                             on_step, on_validation, on_save, pipeline)
-        layout = layout or Layout()
-        batch = {"global_batch": global_batch or layout.dp * layout.micro_batch, "validation_sequences": 1}
+        chosen = layout if isinstance(layout, Layout) else Layout()
+        if layout == "auto" and not (cluster and global_batch):
+            raise UsageError("Run: layout 'auto' needs cluster and global_batch.\n  Give both, such as "
+                             "cluster='8xH100'.")
+        batch = {"global_batch": global_batch or chosen.dp * chosen.micro_batch, "validation_sequences": 1}
         given = {"train": batch | sections.pop("train", {}), "data": {"sequence_length": 1}, "model": {"name": name}}
         if isinstance(optimizer, dict):
             given["optimizer"] = optimizer
         if "parallel" in sections:
             raise UsageError("Run: section [parallel] is given.\n  Give layout= in its place.")
         self.config = build_config(given | sections, source="Run").model_copy(
-            update={"parallel": layout} | ({"optimizer": optimizer} if isinstance(optimizer, OptimizerConfig) else {})
+            update={"parallel": chosen} | ({"optimizer": optimizer} if isinstance(optimizer, OptimizerConfig) else {})
         )
+        if layout == "auto" and cluster:
+            with tempfile.TemporaryDirectory(prefix="shoal-own-") as made:
+                best = plan_own_model(self._written(Path(made)), cluster)[0]
+            self.config = self.config.model_copy(update={"parallel": best.config.parallel})
 
     def train(self, steps: int, *, folder: str | Path | None = None, resume: str | Path | None = None) -> RunResult:
         """Train up to a step, in a new run folder (default: under ``runs/``) or in that of a run to resume.

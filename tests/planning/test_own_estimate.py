@@ -8,6 +8,7 @@ import shoal
 from shoal.base.errors import UsageError
 from shoal.engine.collectives.mesh import Mesh
 from shoal.planning.own_estimate import count_own_model, estimate_own_model
+from shoal.planning.own_search import plan_own_model
 from shoal.spec.config import RunConfig
 from shoal.training.check import check
 from shoal.training.samples import open_samples
@@ -45,11 +46,28 @@ def test_flops_and_saved_tensors_of_a_linear_layer_are_counted():
     assert count_own_model(plain.lstm, config_of("lstm", {})).flops > 6 * 8000 * 2 * plain.LENGTH
 
 
-def test_a_model_that_is_too_large_is_said_without_being_built():
-    run = shoal.Run(
-        model=lambda: nn.Linear(200_000, 200_000), loss=lambda m, b: (m(b[0].sum((1, 2, 3)).expand(200_000)).sum(), 1),
-        data=plain.Images,
+def large_run(side: int, **arguments: object) -> shoal.Run:
+    return shoal.Run(
+        model=lambda: nn.Linear(side, side), loss=lambda m, b: (m(b[0].sum((1, 2, 3)).expand(side)).sum(), 1),
+        data=plain.Images, **arguments,
     )  # fmt: skip
+
+
+def test_the_fastest_layout_that_fits_is_planned():
+    found = [each.config.parallel for each in plan_own_model(config_of("wide_llama", {}), "4xH100")]
+    assert {layout.tp for layout in found} == {1, 2}  # tp 4 does not divide its heads
+    assert all(layout.world_size == 4 for layout in found)
+    assert (found[0].dp, found[0].zero) == (4, 0)  # nothing else is needed
+    planned = large_run(100_000, layout="auto", cluster="8xH100", global_batch=8).config.parallel
+    assert (planned.dp, planned.zero) == (8, 2)  # 40 GB of weights, and as much of gradients
+    with pytest.raises(UsageError, match=r"no layout on 8 x h100-sxm fits; the nearest, dp 8 .ZeRO-2.*220 GB"):
+        large_run(200_000, layout="auto", cluster="8xH100", global_batch=8)
+    with pytest.raises(UsageError, match=r"layout 'auto' needs cluster"):
+        large_run(4, layout="auto")
+
+
+def test_a_model_that_is_too_large_is_said_without_being_built():
+    run = large_run(200_000)
     found = run.estimate()
     assert not found.fits and any("does not fit" in line for line in found.lines())
     with pytest.raises(UsageError, match=r"dp 9 .* needs 9 accelerators, and 8 x h100"):
