@@ -120,7 +120,7 @@ def estimate_own_model(
     >>> import shoal, torch
     >>> run = shoal.Run(
     ...     model=lambda: torch.nn.Linear(4, 1), loss=lambda model, batch: (model(batch).square().sum(), len(batch)),
-    ...     data=torch.ones(16, 4),
+    ...     data=torch.ones(16, 4), global_batch=4,
     ... )
     >>> found = run.estimate(shoal.Layout(dp=2), cluster="8xH100")  # which calls this
     >>> found.counts.parameters, found.memory["weights"], found.fits
@@ -131,6 +131,9 @@ def estimate_own_model(
         raise UsageError(f"{layout.describe()}: estimates of a module of one's own count parallel.dp and tp.\n  Leave "
                          "the others out.")
     found = cluster_of(cluster) if isinstance(cluster, str) else cluster
+    if train.global_batch % (layout.dp * layout.micro_batch):
+        raise UsageError(f"train.global_batch = {train.global_batch} is no multiple of dp {layout.dp} x micro_batch "
+                         f"{layout.micro_batch}.\n  Use {layout.dp * layout.micro_batch}.")
     if layout.world_size > found.size:
         raise UsageError(f"{layout.describe()} needs {layout.world_size} accelerators, and {found.describe()} has "
                          f"{found.size}.\n  Give a larger --cluster, or lower parallel.dp or tp.")

@@ -67,10 +67,12 @@ def test_the_fastest_layout_that_fits_is_planned():
 
 
 def test_a_model_that_is_too_large_is_said_without_being_built():
-    run = large_run(200_000)
+    run = large_run(200_000, global_batch=9)
     found = run.estimate()
     assert not found.fits and any("does not fit" in line for line in found.lines())
     with pytest.raises(UsageError, match=r"dp 9 .* needs 9 accelerators, and 8 x h100"):
         run.estimate(shoal.Layout(dp=9))
+    with pytest.raises(UsageError, match=r"train.global_batch = 9 is no multiple of dp 2 x micro_batch 1"):
+        run.estimate(shoal.Layout(dp=2))
     with pytest.raises(UsageError, match=r"count parallel.dp and tp"):
         run.estimate(shoal.Layout(pp=2))
