@@ -1,6 +1,7 @@
 """Models from transformers and back: the same logits, the same training on any layout, and clear errors."""
 
 import json
+import os
 import shlex
 import shutil
 from pathlib import Path
@@ -328,6 +329,10 @@ def test_a_torch_checkpoint_runs_no_code_and_damage_is_named(tmp_path, capsys):
     refused("it names os.system, which no list of tensors needs")
     (model / ".metadata").write_bytes(b"")
     refused("it cannot be read")
+    (model / ".metadata").unlink()
+    (model / "model.safetensors").unlink()
+    os.mkfifo(model / "model.safetensors")  # whose other end nobody opens
+    refused("model.safetensors: it cannot be read")
     dcp.save(weights, checkpoint_id=model, no_dist=True)
     (model / "__0_0.distcp").write_bytes(b"short")
     with pytest.raises(shoal.UsageError, match=r"__0_0\.distcp: tensor 'model\.\S+' cannot be read"):

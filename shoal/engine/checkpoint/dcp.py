@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from shoal.base.boxes import Box
 from shoal.base.errors import UsageError
+from shoal.base.files import open_to_read
 from shoal.engine.checkpoint.manifest import DTYPE_NAMES
 
 FIRST = ("model.embed_tokens.weight", "wte.weight")  # parameters that models have; what precedes them is a prefix
@@ -85,7 +86,7 @@ def open_dcp(path: Path) -> dict[str, DCPTensor]:
         UsageError: the list of tensors cannot be read, or names no model.
     """
     try:
-        with open(path, "rb") as file:
+        with open_to_read(path) as file:
             content = _ListReader(file).load()
         if not isinstance(content, Metadata):
             raise pickle.UnpicklingError("it is another object")
@@ -105,7 +106,7 @@ def open_dcp(path: Path) -> dict[str, DCPTensor]:
         try:
             if stored_in.parent != path.parent or at.transform_descriptors:
                 raise OSError("it is in another folder, or compressed")
-            with open(stored_in, "rb") as file:
+            with open_to_read(stored_in) as file:
                 file.seek(at.offset)
                 data = io.BytesIO(file.read(at.length))
             found: Tensor = torch.load(data, map_location="cpu", weights_only=True)

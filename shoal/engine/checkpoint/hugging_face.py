@@ -20,7 +20,7 @@ from torch import Tensor
 from shoal.base.addresses import AnyPath
 from shoal.base.boxes import Box, Piece
 from shoal.base.errors import UsageError
-from shoal.base.files import read_json, write_atomically
+from shoal.base.files import open_to_read, read_json, write_atomically
 from shoal.engine.checkpoint.load import load
 from shoal.engine.checkpoint.manifest import DTYPES, read_manifest
 from shoal.spec.catalog import ModelShape
@@ -182,7 +182,7 @@ class HFWeights:
 
             self._dcp = open_dcp(folder / DCP_LIST)
         self._files = {} if self._dcp else _files_of_tensors(folder)
-        self._opened = cache(lambda file: safe_open(folder / file, "pt"))
+        self._opened = cache(lambda file: _open_tensors(folder / file))
 
     def check(self, parameters: Mapping[str, tuple[int, ...]]) -> None:
         """Check that every parameter is stored with its shape and as plain numbers, by the headers of the files."""
@@ -244,6 +244,17 @@ class HFWeights:
         raise UsageError(f"{self.folder}: no file has the tensor '{name}'.")
 
 
+def _open_tensors(path: Path) -> Any:
+    """Open a file of safetensors.
+
+    Raises:
+        OSError: no regular file; `safe_open` would wait for the other end of a pipe.
+        SafetensorError: its content is damaged.
+    """
+    open_to_read(path).close()
+    return safe_open(path, "pt")
+
+
 def _files_of_tensors(folder: Path) -> dict[str, str]:
     """Return the name of the file of each tensor."""
     if (folder / INDEX).exists():
@@ -253,7 +264,7 @@ def _files_of_tensors(folder: Path) -> dict[str, str]:
         raise UsageError(f"{folder / INDEX}: weight_map must map tensors to files of this folder.")
     path = folder / ONE_FILE
     try:
-        with safe_open(path, "pt") as file:
+        with _open_tensors(path) as file:
             return dict.fromkeys(file.keys(), ONE_FILE)
     except (SafetensorError, OSError) as error:
         raise UsageError(f"{path}: it cannot be read: {error}\n  Name a folder with config.json and the weights as "
