@@ -115,7 +115,7 @@ def test_the_rank_that_raised_is_named_first_with_its_traceback(pool, bad):
     with pytest.raises(RankError) as caught:
         pool.run(raises_on, 3, bad)
     rank, cause = caught.value.failures[0]
-    assert rank == bad
+    assert rank == bad, caught.value
     assert "in raises_on" in cause and "ArithmeticError: the real cause" in cause
     assert {rank for rank, _ in caught.value.failures} == {0, 1, 2}
     assert str(caught.value).index(f"rank {bad}") < str(caught.value).index("perhaps only because a peer was lost")

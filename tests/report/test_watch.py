@@ -234,12 +234,12 @@ def test_the_command_writes_a_page_or_refuses(runs, tmp_path, capsys):
         assert why in capsys.readouterr().err
 
 
-def test_the_command_serves_until_it_is_stopped(runs, capsys, monkeypatch):
+def test_the_command_serves_until_it_is_stopped(runs, monkeypatch):
     servers = []
     monkeypatch.setattr(PageServer, "run", lambda self, *, browser: servers.append((self, browser)))
     assert main(["watch", str(runs[0]), "--no-browser"]) == 0
     [(server, browser)] = servers
-    assert not browser and capsys.readouterr().out.startswith(f"{server.url}\n")
+    assert not browser
     server.socket.close()
 
 

@@ -27,6 +27,7 @@ from shoal.engine.parallel.context import causal_blocks
 from shoal.engine.parallel.context.apply import ContextPositions
 from shoal.engine.parallel.context.ring import RingPosition
 from shoal.engine.parallel.context.token_order import count_tokens
+from shoal.engine.parallel.linear import SplitNorm
 from shoal.engine.parallel.tensor_2d import Grid
 from shoal.engine.parallel.weight_grad import sum_products
 from shoal.engine.parallel.zero.bucket import DataParallelGroups
@@ -216,7 +217,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "grid-norm": Fault(
         "each rank along tp_x normalises by its own part of the hidden state",
-        Grid, "total", lambda right, grid, sums: sums * grid.x.size(), {"tp": 4, "tp_x": 2},
+        SplitNorm, "_mean", lambda right, norm, x: x.mean(-1, keepdim=True), {"tp": 4, "tp_x": 2},
     ),
     "vocabulary-padding": Fault(
         "the padding of the vocabulary is part of the softmax",
