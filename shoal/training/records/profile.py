@@ -246,4 +246,8 @@ def _profile(paths: Sequence[Path]) -> Profile:
     if len(world) != stages * dp * tp or {rank.steps for rank in ranks} != {ranks[0].steps} or pp != stages:
         raise ValueError(f"{len(ranks)} ranks have recorded, not all of {stages} x {dp} x {tp}, or not the same steps")
     program = Program(tuple(by_stage[i] for i in range(stages)), **values)
+    limits = (program.stages, program.microbatches, program.sequence_slices)
+    for action in (action for rank in program.actions for action in rank):
+        if any(not -1 <= value < limit for value, limit in zip(action[1:4], limits, strict=True)):
+            raise ValueError(f"{action} is not of {limits[0]} stages, {limits[1]} micro-batches, {limits[2]} slices")
     return Profile(program, headers[0]["layout"], tuple(ranks))

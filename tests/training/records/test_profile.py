@@ -108,6 +108,7 @@ DAMAGED = {
     "nothing": lambda lines: [],
     "a list": lambda lines: ["[]", *lines[1:]],
     "a list for a stage": lambda lines: [lines[0].replace('["F",0,', '["F",[],'), *lines[1:]],
+    "a stage too many": lambda lines: [lines[0].replace('["F",0,', '["F",2,'), *lines[1:]],
     "other actions": lambda lines: [lines[0].replace('"actions":[[', '"actions":[["F",9],['), *lines[1:]],
 }
 
