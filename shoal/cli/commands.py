@@ -24,16 +24,15 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command(
-        "shoal.cli.run.train", "Train a model: shoal train [RUN.toml] [--section.field VALUE ...]", "train"
+        "shoal.cli.run.train", "Train a model: shoal train [RUN.toml] [--section.field VALUE ...]"
     ),
     "launch": Command(
-        "shoal.cli.run.train",
+        "shoal.cli.run.launch",
         "Submit a run to SLURM, Kubernetes, Ray or SkyPilot: shoal launch RUN.toml --on slurm --run-folder runs/one",
-        "launch",
     ),
     "verify": Command(
         "shoal.cli.run.verify",
-        "Prove that a layout computes what one device computes: shoal verify [RUN.toml] [--random N]", "verify",
+        "Prove that a layout computes what one device computes: shoal verify [RUN.toml] [--random N]",
     ),
     "sample": Command(
         "shoal.cli.run.generate", 'Generate text from a trained model: shoal sample FOLDER "def main("', "sample"
@@ -43,10 +42,10 @@ COMMANDS = {
         "shoal.cli.run.eval", "Compute the loss of a trained model on a text: shoal eval FOLDER --data PATH"
     ),
     "report": Command(
-        "shoal.cli.run.report", "Show how a run went, measured and simulated: shoal report RUN_FOLDER", "report"
+        "shoal.cli.run.report", "Show how a run went, measured and simulated: shoal report RUN_FOLDER"
     ),
     "watch": Command(
-        "shoal.cli.run.report", "Follow runs on a local page: shoal watch RUN_FOLDER ... [--out PAGE.html]", "watch"
+        "shoal.cli.run.watch", "Follow runs on a local page: shoal watch RUN_FOLDER ... [--out PAGE.html]"
     ),
     "data train-tokenizer": Command(
         "shoal.cli.run.data",
@@ -105,11 +104,11 @@ COMMANDS = {
         "shoal.cli.explain", "Show how one thing works and what it costs: shoal explain all-reduce", "main"
     ),
     "lab": Command(
-        "shoal.cli.run.report", "Open a local page to choose and compare layouts: shoal lab [--out PAGE.html]", "lab"
+        "shoal.cli.run.lab", "Open a local page to choose and compare layouts: shoal lab [--out PAGE.html]"
     ),
     "chaos": Command(
-        "shoal.cli.run.verify",
-        "Inject faults into a run and check that it recovers: shoal chaos [RUN.toml] --trials 50", "chaos",
+        "shoal.cli.run.chaos",
+        "Inject faults into a run and check that it recovers: shoal chaos [RUN.toml] --trials 50",
     ),
     "checkpoint verify": Command(
         "shoal.cli.run.checkpoint", "Prove that a checkpoint is complete and undamaged: shoal checkpoint verify PATH",

@@ -16,8 +16,10 @@ from shoal.spec.catalog.clusters import cluster
 from shoal.spec.layout import Layout
 
 DEGREES = ("tp", "cp", "ep", "pp", "zero", "zero_shard", "virtual_stages", "micro_batch")
+CHANGE_RANKS = ("nodes", "tp", "cp", "pp")
 SWEPT = ("nodes", "sequence_length", "global_batch", *DEGREES)
-"""What can be varied. Replicas fill the cluster, so dp follows from the nodes and the other degrees."""
+"""What can be varied. Replicas fill the cluster, so dp follows from the numbers that `CHANGE_RANKS`, also where the
+layout gives it."""
 
 
 def sweep(text: str, layout: Layout, **run: Any) -> tuple[str, list[tuple[int, StepEstimate | str]]]:
@@ -45,7 +47,7 @@ def sweep(text: str, layout: Layout, **run: Any) -> tuple[str, list[tuple[int, S
         raise UsageError(f"--sweep {text}: give integers with commas, as {name}=1,2,4")
     found: list[tuple[int, StepEstimate | str]] = []
     for value in sorted({int(each) for each in values.split(",")}):
-        changed, arguments = layout, dict(run)
+        changed, arguments = layout, run | ({"fill": True} if name in CHANGE_RANKS else {})
         try:
             if name in DEGREES:
                 fields = layout.model_dump(exclude_unset=True) | {name: value}

@@ -66,7 +66,7 @@ def to_svg(figure: Figure, *, inline: bool = False, title: str = "") -> str:
     file = io.StringIO()
     figure.savefig(file, format="svg", transparent=inline, metadata={"Date": None})
     named = f'<svg role="img" aria-label="{escape(title)}" ' if title else "<svg "
-    text = file.getvalue().replace("<svg ", named, 1)
+    text = file.getvalue().replace("<svg ", named, 1).replace(" \n", " ")  # a path in one line, not one a point
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     return text.replace(INK, "currentColor").replace(FAINT, "currentColor") if inline else text
 

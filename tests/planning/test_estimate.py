@@ -334,7 +334,7 @@ def test_a_sweep_is_of_estimates(tmp_path: Path) -> None:
     wanted = shoal.estimate(Layout(zero=3, sequence_parallel=True, tp=8), **run)
     assert (last.step_seconds, last.run.layout) == (wanted.step_seconds, wanted.run.layout)
     assert first.run.layout.dp == 16 and network_intensity(first) > network_intensity(last)
-    _, (smaller, larger) = sweep("nodes=1,2", Layout(zero=3), **run)
+    _, (smaller, larger) = sweep("nodes=1,2", Layout(zero=3, dp=16), **run)
     assert [each.run.cluster.size for _, each in (smaller, larger)] == [8, 16]
     words = "estimate --model llama-3-8b --parallel.zero 3 --global-batch 32 --sweep sequence-length=1024,2048 --out"
     assert main([*words.split(), str(tmp_path / "sweep.svg")]) == 0

@@ -153,7 +153,7 @@ def main() -> int:
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
     if order["agent"]:
         subprocess_handler.Popen = Worker
-        # For a log that nobody reads, it looks through all modules that are loaded, here thousands, for half a second.
+        # It searches all loaded modules for a name in its log. A fork has thousands: half a second for each entry.
         dynamic_rendezvous.get_method_name = lambda depth=2: "no_method"
         return torchrun([*order["agent"], *order["words"]])
     if order["script"]:

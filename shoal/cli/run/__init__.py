@@ -1,1 +1,1 @@
-"""Commands that train a model, and commands that inspect its run, data and checkpoints."""
+"""Commands that train a model, commands that inspect its run, data and checkpoints, and the lab."""

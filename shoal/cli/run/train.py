@@ -1,15 +1,13 @@
-"""`shoal train` and `shoal launch`."""
+"""`shoal train`: train a model."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from pydantic import PositiveInt
 
 import shoal
 from shoal.base.section import Section
-from shoal.spec.cluster_job import ClusterJob
 from shoal.spec.config import RunConfig
 
 
@@ -32,7 +30,7 @@ class TrainOptions(Section):
     """Same as --metrics.profile: record some steps action by action, for `shoal report`."""
 
 
-def train(options: TrainOptions, config: RunConfig) -> int:
+def run(options: TrainOptions, config: RunConfig) -> int:
     """Train; return the exit code of the run."""
     if options.profile:
         config = config.model_copy(update={"metrics": config.metrics.model_copy(update={"profile": True})})
@@ -40,18 +38,3 @@ def train(options: TrainOptions, config: RunConfig) -> int:
         config, ranks=options.ranks, run_folder=options.run_folder, resume=options.resume,
         auto_resume=options.auto_resume,
     )
-
-
-class LaunchOptions(ClusterJob):
-    dry_run: bool = False
-    """Print what would be submitted, and submit nothing."""
-
-
-def launch(options: LaunchOptions, config: RunConfig) -> int:
-    """Submit a run, or print its job; the command that submits it is printed on stderr."""
-    job = ClusterJob.model_validate(options.model_dump(exclude={"dry_run"}))
-    submission = shoal.submit(config, job, dry_run=options.dry_run)
-    if options.dry_run:
-        print(submission.text, end="")
-    print(f"{'submit with' if options.dry_run else 'submitted by'}: {submission.show()}", file=sys.stderr)
-    return 0

@@ -92,7 +92,7 @@ def open_dcp(path: Path) -> dict[str, DCPTensor]:
             raise pickle.UnpicklingError("it is another object")
         stored = {n: each for n, each in content.state_dict_metadata.items() if isinstance(each, TensorStorageMetadata)}
     except (OSError, EOFError, pickle.UnpicklingError, AttributeError, TypeError, ValueError, LookupError) as error:
-        raise UsageError(f"{path}: it cannot be read: {error}.") from None
+        raise UsageError(f"{path}: it cannot be read: {str(error) or 'it is cut off'}.") from None
     first = min((name for name in stored if name.endswith(FIRST)), key=len, default=None)
     if first is None:
         some = ", ".join([*stored][:3]) or "none"
@@ -111,7 +111,7 @@ def open_dcp(path: Path) -> dict[str, DCPTensor]:
                 data = io.BytesIO(file.read(at.length))
             found: Tensor = torch.load(data, map_location="cpu", weights_only=True)
         except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
-            raise UsageError(f"{stored_in}: tensor '{name}' cannot be read: {error}.") from None
+            raise UsageError(f"{stored_in}: tensor '{name}' cannot be read: {str(error) or 'it is cut off'}.") from None
         return found
 
     return {

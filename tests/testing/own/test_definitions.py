@@ -156,7 +156,7 @@ def refusal(config: RunConfig) -> str:
     ("misfit", r"its loss\(\) fails in layers.1, a Linear: RuntimeError: mat1 and mat2 .*/test_definitions.py:\d+\)"),
     ("no_text", r"its loss\(\) fails: IndexError: .*/test_definitions.py:\d+\)"),
     ("in_place", "the backward of its loss fails: RuntimeError: one of the variables needed for gradient"),
-    ("lost", "DistError"),  # no fault of the definition: the run goes on without the rank
+    ("lost", "DistError"),  # the definition is right: the run continues without the rank
 ])  # fmt: skip
 def test_what_only_a_step_shows_is_refused_by_it(name, says, pool):
     """Blocks in another order than the forward's would have wrong gradients."""

@@ -87,7 +87,7 @@ def test_it_goes_on_after_the_loss_of_a_rank_with_the_same_bits(undisturbed, tmp
 def test_it_resumes_on_another_layout_by_its_folder_alone(undisturbed, tmp_path):
     """The copy of the definition in the run folder is enough, as for `shoal train --resume`.
 
-    Its own AdamW, schedule and metrics are those of shoal.
+    The user's AdamW, schedule and metrics give the same run as shoal's.
     """
 
     def note(*values: object) -> None:
