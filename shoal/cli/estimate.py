@@ -76,7 +76,7 @@ class EstimateOptions(Section):
     """Print one JSON object instead, in seconds, bytes and fractions."""
 
     out: Path | None = None
-    """Write a page (.html)."""
+    """Write a page (.html), or the figure of a sweep (.svg)."""
 
 
 def main(args: list[str]) -> int:

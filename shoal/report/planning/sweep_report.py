@@ -23,30 +23,35 @@ def sweep_lines(
     """Estimate a sweep, and yield a line for each value; draw it to ``out``. See `sweep` for arguments and errors."""
     name, found = sweep(text, layout, **arguments)
     estimates = {value: each for value, each in found if isinstance(each, StepEstimate)}
+    sent = {value: intensity for value, each in estimates.items() if (intensity := network_intensity(each))}
     rows = []
     for value, each in estimates.items():
-        run, rate, intensity = each.run, each.run.tokens / each.step_seconds, network_intensity(each)
+        run, rate = each.run, each.run.tokens / each.step_seconds
         rows.append((
             f"{value:,}", str(run.layout.dp), show_seconds(each.step_seconds), f"{rate:,.0f}",
             f"{rate / run.cluster.size:,.0f}", f"{100 * each.mfu:.1f} %", show_bytes(each.fullest.reserved),
-            show_bytes(each.fullest.activations), f"{intensity:,.0f}" if intensity else "–",
+            show_bytes(each.fullest.activations), f"{sent[value]:,.0f}" if value in sent else "–",
             "" if each.fits else "does not fit",
         ))  # fmt: skip
     yield from table_lines((name, *HEADINGS), rows, right=0)
     yield from (f"{name} {value}: {why.splitlines()[0]}" for value, why in found if isinstance(why, str))
     if out:
-        write_atomically(out, draw_sweep(name, estimates, f"{model} on {arguments['cluster']}"))
+        devices = f"nodes of {arguments['cluster']}" if name == "nodes" else arguments["cluster"]
+        write_atomically(out, draw_sweep(name, estimates, sent, f"{model} on {devices}"))
         yield f"written: {out}"
 
 
-def draw_sweep(name: str, estimates: Mapping[int, StepEstimate], title: str) -> str:
-    """Return four charts as SVG: tokens/s, MFU, memory, and FLOPs over bytes sent."""
+def draw_sweep(name: str, estimates: Mapping[int, StepEstimate], sent: Mapping[int, float], title: str) -> str:
+    """Return four charts as SVG: tokens/s, MFU, memory, and FLOPs over bytes sent.
+
+    Args:
+        sent: FLOPs over bytes sent of each value (`network_intensity`).
+    """
     figure, charts = new_figure(1040, 620, rows=2, columns=2, title=title)
     rates = {value: each.run.tokens / each.step_seconds for value, each in estimates.items()}
     first = min(rates)
     proportion = {"in proportion": {value: rates[first] * value / first for value in rates}} if name == "nodes" else {}
     held = {value: each.fullest for value, each in estimates.items()}
-    sent = {value: intensity for value, each in estimates.items() if (intensity := network_intensity(each))}
     drawn: list[tuple[str, dict[str, dict[int, float]], Axis]] = [
         ("Throughput", {"estimated": rates, **proportion}, ("tokens/s", lambda rate: show_metric(rate, ""))),
         ("MFU", {"estimated": {value: 100 * each.mfu for value, each in estimates.items()}},
@@ -55,7 +60,7 @@ def draw_sweep(name: str, estimates: Mapping[int, StepEstimate], title: str) -> 
          {"reserved": {value: each.reserved for value, each in held.items()},
           "activations": {value: each.activations for value, each in held.items()},
           "limit": {value: each.capacity for value, each in estimates.items()}}, ("", show_bytes)),
-        ("Computation over communication", {"a device": sent}, ("FLOPs per byte sent", "{:,g}".format)),
+        ("Computation over communication", {"a device": {**sent}}, ("FLOPs per byte sent", "{:,g}".format)),
     ]  # fmt: skip
     for axes, (heading, lines, y) in zip(charts, drawn, strict=True):
         draw_lines(
