@@ -54,21 +54,21 @@ OPTIONS = """
 
 
 def describe_curves(
-    name: str, metrics: Sequence[StepMetrics], events: Sequence[dict[str, Any]], thing: str = "token"
+    name: str, metrics: Sequence[StepMetrics], events: Sequence[dict[str, Any]], unit: str = "token"
 ) -> dict[str, Any]:
     """Return a run's curves as plain data: its name, marks, and each figure's title and lines.
 
     Values that are not finite are left out, since no axis shows them; the first such step is marked.
 
     Args:
-        thing: what the run counts.
+        unit: what the run counts.
     """
     figures = []
     for key, (title, logarithmic, read) in FIGURES.items():
         if (lines := {"line": _points(metrics, read)})["line"]:
             if key == "loss" and (dots := _points(metrics, lambda m: m.validation_loss)):
                 lines["dots"] = dots
-            counted = title if thing == "token" else title.replace(" per token", "").replace("token", thing)
+            counted = title if unit == "token" else title.replace(" per token", "").replace("token", unit)
             figures.append({"key": key, "title": counted, "log": logarithmic, **lines})
         if key == "memory" and (by_rank := [m.memory_by_rank for m in metrics if m.memory_by_rank]):
             points = [[rank, number / MIB] for rank, number in enumerate(by_rank[-1])]

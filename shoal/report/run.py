@@ -106,7 +106,7 @@ class RunReport:
         if validation is not None:
             facts.append(("validation loss", f"{validation:.4f}"))
         rates = [m.tokens_per_second for m in self.metrics[1:] or self.metrics]
-        facts.append((f"{self.config.thing}s per second (median)", f"{median(rates):,.0f}"))
+        facts.append((f"{self.config.counted}s per second (median)", f"{median(rates):,.0f}"))
         if last.mfu is not None:
             facts.append(("model FLOPs utilisation", f"{100 * last.mfu:.1f} %"))
         facts.append(("peak memory of a rank", show_bytes(max(m.memory_bytes for m in self.metrics))))
@@ -264,7 +264,7 @@ def print_report(console: Console, report: RunReport) -> None:
 def _html(report: RunReport) -> str:
     config, compared = report.config, report.comparison
     lead = f"{config.model.name}, {config.parallel.describe()}, {config.train.precision}."
-    shown = describe_curves(report.folder.name, report.metrics, report.events, config.thing)
+    shown = describe_curves(report.folder.name, report.metrics, report.events, config.counted)
     parts: list[Fragment | str] = [html_tiles(report.facts()), curves([shown])]
     if len(happened := event_table(report.events)) > 1:
         parts += ["<h2>Events</h2>", _table(happened)]

@@ -77,7 +77,9 @@ def export_hf(
     >>> shoal.export_hf("runs/example", "exported")
     'exported: LlamaForCausalLM, step 2, float32; no tokenizer (the run reads bytes)'
     """
-    out = Path(out)
+    out, number_format = Path(out), read_dtype(dtype)
+    if weights not in ("safetensors", "dcp"):
+        raise UsageError(f"--weights {weights}: give safetensors or dcp.")
     config, shape, tokenizer = describe_run(run_folder)
     if os.path.lexists(out):
         raise UsageError(f"--out {out} exists already, and nothing is overwritten.\n  Name a new folder.")
@@ -89,7 +91,7 @@ def export_hf(
     except OSError as error:
         raise UsageError(f"--out {out} cannot be made: {error.strerror}.") from None
     try:
-        stored = HFExport(found.path, shape, None if dtype == "saved" else getattr(torch, dtype))
+        stored = HFExport(found.path, shape, number_format)
         (stored.save_dcp if weights == "dcp" else stored.save_safetensors)(made)
         ends = {"bos_token_id": None, "eos_token_id": tokenizer.end_of_document}  # not the family's default tokens
         described = hf_config(shape, stored.dtype, str(run_folder)) | ends
@@ -99,6 +101,17 @@ def export_hf(
     finally:
         shutil.rmtree(made, ignore_errors=True)
     return f"{out}: {described['architectures'][0]}, step {found.step}, {stored.dtype}; {tokens}"
+
+
+def read_dtype(dtype: str) -> torch.dtype | None:
+    """Return the number format of exported weights; None for that of the checkpoint.
+
+    Raises:
+        UsageError: another name.
+    """
+    if dtype not in ("saved", "float32", "bfloat16", "float16"):
+        raise UsageError(f"--dtype {dtype}: give saved, float32, bfloat16 or float16.")
+    return None if dtype == "saved" else getattr(torch, dtype)
 
 
 def export_gguf(run_folder: str | Path, out: str | Path, *, dtype: str = "saved") -> str:
@@ -120,7 +133,7 @@ def export_gguf(run_folder: str | Path, out: str | Path, *, dtype: str = "saved"
     Traceback (most recent call last):
     shoal.base.errors.UsageError: --out example.bin: give a file ending in .gguf.
     """
-    out = Path(out)
+    out, number_format = Path(out), read_dtype(dtype)
     config, shape, tokenizer = describe_run(run_folder)
     check_writable(out, "--out", ".gguf", new=True)
     architecture = check_gguf(shape, tokenizer, str(run_folder))
@@ -132,7 +145,7 @@ def export_gguf(run_folder: str | Path, out: str | Path, *, dtype: str = "saved"
     made = out.with_name(f".{out.name}-{os.getpid()}")
     try:
         export_gguf_file(
-            found.path, shape, made, None if dtype == "saved" else getattr(torch, dtype), architecture=architecture,
+            found.path, shape, made, number_format, architecture=architecture,
             name=config.model.name, tokenizer=tokenizer, template="" if template == PLAIN else template,
         )
         made.rename(out)

@@ -80,7 +80,7 @@ class Trainer:
         self.shape, self.samples, self.folder, self.local_ranks = shape, samples, folder, local_ranks
         self.beat, self.stop = beat or Heartbeat(), stop or StopRequests()
         self.first = mesh.rank == 0
-        self.display = Display(None if self.first else Console(quiet=True), config.thing)
+        self.display = Display(None if self.first else Console(quiet=True), config.counted)
         self.begin = time.monotonic()
         if config.parallel.bucket_mb == "auto":
             config, found = settle_bucket_size(config, shape, mesh, samples["train"], folder, resume=resume)

@@ -1,5 +1,6 @@
 """Runs as files of llama.cpp: tensors under the names of its own library, values, tokenizer, and what is refused."""
 
+import json
 import re
 from pathlib import Path
 
@@ -81,6 +82,13 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(tokenizer, tmp_path):
     assert check_gguf(model_shape("tiny"), BytesTokenizer(), "run") == "llama"
     refused("the family gpt2; llama, mistral", "gpt2-124m")
     refused("a model with windows", window=4)
-    other = tmp_path / "other.json"
+    other, values = tmp_path / "other.json", json.loads(tokenizer.read_text())
     other.write_text(tokenizer.read_text().replace('"add_prefix_space": false', '"add_prefix_space": true'))
     refused("no name for the way in which this tokenizer splits", words=other)
+    other.write_text(json.dumps(values | {"normalizer": {"type": "Lowercase"}}))
+    refused("no name for the way in which this tokenizer splits", words=other)
+    end = {"type": "TemplateProcessing", "pair": [{"Sequence": {"id": "A", "type_id": 0}}],
+           "single": [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}],
+           "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}}}
+    other.write_text(json.dumps(values | {"post_processor": end}))
+    refused("adds tokens after a text", words=other)

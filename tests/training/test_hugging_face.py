@@ -2,8 +2,10 @@
 
 import json
 import os
+import pickle
 import shlex
 import shutil
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -327,8 +329,12 @@ def test_a_torch_checkpoint_runs_no_code_and_damage_is_named(tmp_path, capsys):
     refused("no tensor is called model.embed_tokens.weight, as in Hugging Face's format; it has net.layer")
     (model / ".metadata").write_bytes(b"cos\nsystem\n(S'touch ran'\ntR.")
     refused("it names os.system, which no list of tensors needs")
-    (model / ".metadata").write_bytes(b"")
+    for damaged in (b"", b"\x8e" + b"\xff" * 8, pickle.dumps(OrderedDict)):
+        (model / ".metadata").write_bytes(damaged)
+        refused("it cannot be read")
+    (model / ".metadata").write_bytes(b"cpathlib\nPath\n(N(S'is_file'\nS'changed'\ndtb.")  # sets an attribute of Path
     refused("it cannot be read")
+    assert callable(Path.is_file)
     (model / ".metadata").unlink()
     (model / "model.safetensors").unlink()
     os.mkfifo(model / "model.safetensors")  # opening it would wait for a writer
@@ -336,4 +342,10 @@ def test_a_torch_checkpoint_runs_no_code_and_damage_is_named(tmp_path, capsys):
     dcp.save(weights, checkpoint_id=model, no_dist=True)
     (model / "__0_0.distcp").write_bytes(b"short")
     with pytest.raises(shoal.UsageError, match=r"__0_0\.distcp: tensor 'model\.\S+' cannot be read: \w"):
+        logits_of(model, torch.zeros(1, 4, dtype=torch.int64))
+    listed = pickle.loads((model / ".metadata").read_bytes())
+    listed.state_dict_metadata["model.norm.weight"].chunks.clear()
+    dcp.save(weights, checkpoint_id=model, no_dist=True)
+    (model / ".metadata").write_bytes(pickle.dumps(listed))
+    with pytest.raises(shoal.UsageError, match=r"tensor 'model.norm.weight': \d+ of its elements are in no file"):
         logits_of(model, torch.zeros(1, 4, dtype=torch.int64))

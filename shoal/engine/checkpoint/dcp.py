@@ -24,7 +24,9 @@ from shoal.base.errors import UsageError
 from shoal.base.files import open_to_read
 from shoal.engine.checkpoint.manifest import DTYPE_NAMES
 
-FIRST = ("model.embed_tokens.weight", "wte.weight")  # parameters that models have; what precedes them is a prefix
+EMBEDDINGS = ("model.embed_tokens.weight", "wte.weight")  # every model has one; what precedes its name is a prefix
+DAMAGE = (OSError, EOFError, RuntimeError, pickle.UnpicklingError, AttributeError, ImportError, TypeError, ValueError,
+          LookupError, ArithmeticError, MemoryError)  # what reading arbitrary bytes may raise
 _KNOWN = {
     "torch.distributed.checkpoint.metadata": {
         "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
@@ -43,7 +45,13 @@ class _ListReader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name not in _KNOWN.get(module, ()):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no list of tensors needs")
-        return super().find_class(module, name)
+        return join_path if module.startswith("pathlib") else super().find_class(module, name)
+
+
+def join_path(*parts: str) -> str:
+    """Read a path as text. The writer's system or Python may have path classes that do not exist here, and a pickle may
+    set attributes of the classes that it names."""
+    return "/".join(parts)
 
 
 class DCPTensor:
@@ -51,10 +59,11 @@ class DCPTensor:
 
     Args:
         read: reads a stored chunk of it by the offset.
+        where: its file and name, for errors.
     """
 
-    def __init__(self, stored: TensorStorageMetadata, read: Callable[[torch.Size], Tensor]):
-        self._stored, self._read = stored, read
+    def __init__(self, stored: TensorStorageMetadata, read: Callable[[torch.Size], Tensor], where: str):
+        self._stored, self._read, self._where = stored, read, where
 
     def get_dtype(self) -> str:
         """Return the number format as safetensors names it."""
@@ -67,12 +76,15 @@ class DCPTensor:
 
     def __getitem__(self, slices: Sequence[slice]) -> Tensor:
         wanted = Box(tuple(s.start for s in slices), tuple(s.stop - s.start for s in slices))
-        values = torch.empty(wanted.shape, dtype=self._stored.properties.dtype)
+        values, missing = torch.empty(wanted.shape, dtype=self._stored.properties.dtype), wanted.numel
         for chunk in self._stored.chunks:
             box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
             if common := wanted.intersect(box):
                 stored = self._read(chunk.offsets)[common.to_local(box).slices]
                 values[common.to_local(wanted).slices] = stored
+                missing -= common.numel  # stored chunks do not overlap
+        if missing:
+            raise UsageError(f"{self._where}: {missing:,} of its elements are in no file.")
         return values
 
 
@@ -91,31 +103,34 @@ def open_dcp(path: Path) -> dict[str, DCPTensor]:
         if not isinstance(content, Metadata):
             raise pickle.UnpicklingError("it is another object")
         stored = {n: each for n, each in content.state_dict_metadata.items() if isinstance(each, TensorStorageMetadata)}
-    except (OSError, EOFError, pickle.UnpicklingError, AttributeError, TypeError, ValueError, LookupError) as error:
+    except DAMAGE as error:
         raise UsageError(f"{path}: it cannot be read: {str(error) or 'it is cut off'}.") from None
-    first = min((name for name in stored if name.endswith(FIRST)), key=len, default=None)
+    first = min((name for name in stored if name.endswith(EMBEDDINGS)), key=len, default=None)
     if first is None:
         some = ", ".join([*stored][:3]) or "none"
-        raise UsageError(f"{path}: no tensor is called {FIRST[0]}, as in Hugging Face's format; it has {some}.")
-    prefix = first.removesuffix(next(name for name in FIRST if first.endswith(name)))
+        raise UsageError(f"{path}: no tensor is called {EMBEDDINGS[0]}, as in Hugging Face's format; it has {some}.")
+    prefix = first.removesuffix(next(name for name in EMBEDDINGS if first.endswith(name)))
 
     @lru_cache(maxsize=1)  # pieces of one chunk are read in turn
     def read(name: str, offset: torch.Size) -> Tensor:
-        at = content.storage_data[MetadataIndex(name, offset)]
-        stored_in = path.parent / at.relative_path
+        stored_in = path
         try:
+            at = content.storage_data[MetadataIndex(name, offset)]
+            stored_in = path.parent / at.relative_path
             if stored_in.parent != path.parent or at.transform_descriptors:
                 raise OSError("it is in another folder, or compressed")
             with open_to_read(stored_in) as file:
                 file.seek(at.offset)
                 data = io.BytesIO(file.read(at.length))
-            found: Tensor = torch.load(data, map_location="cpu", weights_only=True)
-        except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+            found = torch.load(data, map_location="cpu", weights_only=True)
+            if not isinstance(found, Tensor):
+                raise OSError("it is no tensor")
+        except DAMAGE as error:
             raise UsageError(f"{stored_in}: tensor '{name}' cannot be read: {str(error) or 'it is cut off'}.") from None
         return found
 
     return {
-        name.removeprefix(prefix): DCPTensor(each, partial(read, name))
+        name.removeprefix(prefix): DCPTensor(each, partial(read, name), f"{path}: tensor '{name}'")
         for name, each in stored.items() if name.startswith(prefix)
     }
 
@@ -139,5 +154,7 @@ def save_dcp(folder: Path, empty: Mapping[str, Tensor], find: Callable[[str], Te
         empty: the tensors by name, on the meta device, in the order in which they are written.
         find: returns a tensor by name.
     """
+    # With CUDA, copying ahead would sort the tensors by size, and each layer would be read many times.
+    writer = FileSystemWriter(folder, per_thread_copy_ahead=0)
     with warnings.catch_warnings(action="ignore"):  # that there is a single process
-        save(dict(empty), storage_writer=FileSystemWriter(folder), planner=_ReadLate(find), no_dist=True)
+        save(dict(empty), storage_writer=writer, planner=_ReadLate(find), no_dist=True)

@@ -20,7 +20,7 @@ from shoal.base.files import read_text
 from shoal.engine.checkpoint.load import load
 from shoal.engine.checkpoint.manifest import DTYPES, read_manifest
 from shoal.engine.data.tokenizer import BytesTokenizer, FileTokenizer, Tokenizer
-from shoal.engine.models.attention import kept_frequencies
+from shoal.engine.models.attention import rotary_frequencies
 from shoal.spec.catalog import ModelShape
 from shoal.spec.hugging_face import model_type
 
@@ -48,8 +48,6 @@ _SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
 SPLITS = {rf"{_SHORT}{_WORDS}|\p{{N}}{{1,3}}{_REST}": "llama-bpe", rf"{_SHORT}{_WORDS}|\p{{N}}{_REST}": "qwen2"}
 """How texts are split before byte pairs are merged, by the expression, besides GPT-2's."""
 
-NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # kinds of tokens (gguf.TokenType)
-
 
 def check_gguf(shape: ModelShape, tokenizer: Tokenizer, where: str) -> str:
     """Return the architecture of a model in llama.cpp.
@@ -71,6 +69,10 @@ def check_gguf(shape: ModelShape, tokenizer: Tokenizer, where: str) -> str:
         raise UsageError(f"{where}: a model with {unlike} is not written as GGUF.\n  Write a folder: shoal export hf.")
     if isinstance(tokenizer, FileTokenizer):
         _name_split(tokenizer)
+        text, around = tokenizer.encode("a").tolist(), tokenizer.encode("a", begin=True).tolist()
+        if around[-len(text):] != text or len(around) > len(text) + 1:
+            raise UsageError(f"{tokenizer.path}: GGUF says nothing of a tokenizer that adds tokens after a text, or "
+                             "several before it.\n  Write a folder: shoal export hf.")
     return ARCHITECTURES[kind]
 
 
@@ -103,7 +105,7 @@ def export_gguf(
             if scale.kind == "linear":
                 writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
                 writer.add_rope_scaling_factor(scale.factor)
-            else:
+            elif scale.kind == "llama3":
                 writer.add_tensor_info("rope_freqs.weight", (shape.head_dim // 2,), np.dtype("float32"),
                                        2 * shape.head_dim)  # fmt: skip
         for key, each in saved.items():
@@ -147,12 +149,9 @@ def _pair(rows: Tensor, head_dim: int) -> Tensor:
 
 
 def _divisors(shape: ModelShape) -> Tensor:
-    """Return by what each rotary frequency is divided, [head_dim / 2] float32 (`rotary_table`)."""
-    scaling = shape.rope_scaling
-    assert scaling is not None
-    frequencies = shape.rope_theta ** (-torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim)
-    kept = kept_frequencies(frequencies, shape.rope_theta, scaling)
-    return 1 / (kept + (1 - kept) / scaling.factor)
+    """Return by what each rotary frequency is divided, [head_dim / 2] float32."""
+    unscaled = rotary_frequencies(shape.head_dim, shape.rope_theta)
+    return unscaled / rotary_frequencies(shape.head_dim, shape.rope_theta, shape.rope_scaling)
 
 
 def _write_values(writer: GGUFWriter, shape: ModelShape, name: str) -> None:
@@ -179,19 +178,22 @@ def _write_tokenizer(writer: GGUFWriter, vocab: int, tokenizer: Tokenizer, templ
     if isinstance(tokenizer, BytesTokenizer):
         writer.add_tokenizer_model("none")  # llama.cpp takes ids alone
         return
+    from gguf import TokenType
+
     values = _read(tokenizer)
-    tokens, kinds = [f"[PAD{i}]" for i in range(vocab)], [UNUSED] * vocab
+    tokens, kinds = [f"[PAD{i}]" for i in range(vocab)], [TokenType.UNUSED] * vocab
     for token, number in values["model"]["vocab"].items():
-        tokens[number], kinds[number] = token, NORMAL
+        tokens[number], kinds[number] = token, TokenType.NORMAL
     for added in values.get("added_tokens", ()):
-        tokens[added["id"]], kinds[added["id"]] = added["content"], CONTROL if added["special"] else USER_DEFINED
+        tokens[added["id"]] = added["content"]
+        kinds[added["id"]] = TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(_name_split(tokenizer))
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
     writer.add_token_merges([each if isinstance(each, str) else " ".join(each) for each in values["model"]["merges"]])
     writer.add_eos_token_id(tokenizer.end_of_document)
-    begin = tokenizer.encode("", begin=True)
+    begin = tokenizer.encode("", begin=True)  # at most one token, before a text: `check_gguf`
     writer.add_add_bos_token(len(begin) > 0)
     if len(begin):
         writer.add_bos_token_id(int(begin[0]))
@@ -209,7 +211,9 @@ def _name_split(tokenizer: FileTokenizer) -> str:
     values = _read(tokenizer)
     splitter, name = values.get("pre_tokenizer") or {}, None
     steps = splitter.get("pretokenizers", [splitter])
-    if values["model"].get("type") == "BPE" and values["model"].get("merges") and not any(
+    # llama.cpp leaves out Qwen2's normaliser, NFC, and knows no other.
+    normaliser = (values.get("normalizer") or {"type": "NFC"}).get("type")
+    if normaliser == "NFC" and values["model"].get("type") == "BPE" and values["model"].get("merges") and not any(
         step.get("add_prefix_space") for step in steps
     ):
         match steps:

@@ -268,8 +268,7 @@ def _files_of_tensors(folder: Path) -> dict[str, str]:
             return dict.fromkeys(file.keys(), ONE_FILE)
     except (SafetensorError, OSError) as error:
         raise UsageError(f"{path}: it cannot be read: {error}\n  Name a folder with config.json and the weights as "
-                         "safetensors; or as a checkpoint of torch (DCP); "
-                         "other formats are not read.") from None
+                         "safetensors or as a checkpoint of torch (DCP); other formats are not read.") from None
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ def adam8bit_(
         )
 
 
-adam8bit_.register_kernel("cuda", launch("adam8bit", "update"))
+adam8bit_.register_kernel("cuda", lambda *inputs: launch("adam8bit", "update")(*inputs, width=WIDTH))
 
 
 # ---- codes -----------------------------------------------------------------------------------------------------

@@ -165,10 +165,7 @@ def rotary_table(
 ) -> tuple[Tensor, Tensor]:
     """Return cos and sin of position [s] times frequency, each [s, d/2] (Su et al. 2021, section 3.2.2)."""
     exact = torch.float64 if dtype == torch.float64 else torch.float32
-    frequencies = theta ** (-torch.arange(0, d, 2, device=positions.device, dtype=exact) / d)
-    if scaling is not None:
-        kept = kept_frequencies(frequencies, theta, scaling)
-        frequencies = kept * frequencies + (1 - kept) * frequencies / scaling.factor
+    frequencies = rotary_frequencies(d, theta, scaling, device=positions.device, dtype=exact)
     angles = torch.outer(positions.to(exact), frequencies)
     cos, sin = angles.cos(), angles.sin()
     if scaling is not None and scaling.magnitude != 1:
@@ -176,7 +173,19 @@ def rotary_table(
     return cos.to(dtype), sin.to(dtype)
 
 
-def kept_frequencies(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
+def rotary_frequencies(
+    d: int, theta: float, scaling: RopeScaling | None = None, *, device: torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:  # fmt: skip
+    """Return the angle per position of each pair of elements, [d/2] (Su et al. 2021, section 3.2.2)."""
+    frequencies = theta ** (-torch.arange(0, d, 2, device=device, dtype=dtype) / d)
+    if scaling is None:
+        return frequencies
+    kept = _kept_frequencies(frequencies, theta, scaling)
+    return kept * frequencies + (1 - kept) * frequencies / scaling.factor
+
+
+def _kept_frequencies(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
     """Return the part of each frequency that is not divided, [d/2]: 1 for fast waves, 0 for slow ones."""
     if scaling.kind == "linear":
         return torch.zeros_like(frequencies)

@@ -168,11 +168,15 @@ def collect_traces(ranks: Iterable[int], folder: Path, logs: Path) -> tuple[str,
     """Request traces of the newest collectives of ranks, move them to the run's logs, and return their names there."""
     written = {rank: trace_path(record_path(folder, rank)) for rank in ranks}
     asked = folder / ASKED
-    asked.touch()
-    deadline = time.monotonic() + TRACE_SECONDS
-    while time.monotonic() < deadline and not all(path.exists() for path in written.values()):
-        time.sleep(0.05)
-    asked.unlink()
+    with contextlib.suppress(OSError):  # a full disk: the failure is reported without traces
+        for path in written.values():
+            path.unlink(missing_ok=True)  # of an answer that came too late before
+        asked.touch()
+        deadline = time.monotonic() + TRACE_SECONDS
+        while time.monotonic() < deadline and not all(path.exists() for path in written.values()):
+            time.sleep(0.05)
+    with contextlib.suppress(OSError):
+        asked.unlink(missing_ok=True)
     names = []
     for rank, path in written.items():
         with contextlib.suppress(OSError):  # the rank has not answered, or the disk is full

@@ -102,8 +102,8 @@ class Software(Section):
     """Bytes per element of rows on their way to experts and back, the mean of both."""
 
     overlap_experts: float = Field(default=0.0, ge=0, le=1)
-    """Part of the rows' travel that passes of another micro-batch hide (DualPipe); for the rest,
-    processors that copy rows are missing to these."""
+    """Fraction of the rows' travel time that the computation of another micro-batch hides (DualPipe). During the rest,
+    the processors that copy rows compute nothing."""
 
     recompute: Literal["none", "selective", "full"] = "none"
     """Recomputation, if a publication does not name it."""

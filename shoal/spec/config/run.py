@@ -64,7 +64,7 @@ class RunConfig(Section):
     testing: sections.TestingConfig = sections.TestingConfig()
 
     @property
-    def thing(self) -> Literal["token", "sample"]:
+    def counted(self) -> Literal["token", "sample"]:
         """What the run counts: tokens, or the samples of a model of one's own, whose losses have no known unit."""
         return "sample" if self.model.module else "token"
 

@@ -33,12 +33,12 @@ class Display:
     """Terminal output of one run, on rank 0. As a context manager, it removes the progress bar on exit.
 
     Args:
-        thing: what the run counts.
+        counted: what the run counts.
     """
 
-    def __init__(self, console: Console | None = None, thing: Literal["token", "sample"] = "token"):
-        self.console, self.thing = console or Console(highlight=False), thing
-        self._unit = " nats per token" if thing == "token" else ""
+    def __init__(self, console: Console | None = None, counted: Literal["token", "sample"] = "token"):
+        self.console, self.counted = console or Console(highlight=False), counted
+        self._unit = " nats per token" if counted == "token" else ""
         self._lines = 0
         self._last: StepMetrics | None = None
         self._bar: Progress | None = None
@@ -58,7 +58,7 @@ class Display:
         tokens = config.train.global_batch * config.data.sequence_length
         ranks = f" = {layout.world_size} ranks" if layout.world_size > 1 else ", 1 rank"
         facts = [
-            ("model", f"{config.model.name}, {short(parameters)} parameters, {tokens:,} {self.thing}s per step"),
+            ("model", f"{config.model.name}, {short(parameters)} parameters, {tokens:,} {self.counted}s per step"),
             ("layout", f"{layout.describe()}{ranks}"),
             ("", "\n".join(grid_of_ranks(layout, self.console.width - LABEL - 6, unicode=unicode))),
             ("device", f"{device}, {config.train.precision}, {threads} thread{'s' if threads > 1 else ''} per rank"),
@@ -81,7 +81,7 @@ class Display:
 
     def step(self, metrics: StepMetrics) -> None:
         """Print the line of a logged step and advance the progress bar."""
-        columns = _columns(self.console.width, metrics.steps, experts=metrics.dropped is not None, thing=self.thing)
+        columns = _columns(self.console.width, metrics.steps, experts=metrics.dropped is not None, counted=self.counted)
         if self._lines % HEADER_EVERY == 0:
             self.note("  ".join(f"{title:>{width}}" for title, width, _ in columns), style="bold")
         self._lines += 1
@@ -108,7 +108,7 @@ class Display:
         if (last := self._last) is not None:
             speed, left = short(last.tokens_per_second), duration(last.seconds_left)
             loss = "-" if last.loss is None else f"{last.loss:.4f}"
-            known = f"loss {loss}  {speed} {self.thing}s/s  {left} left"
+            known = f"loss {loss}  {speed} {self.counted}s/s  {left} left"
         self._bar.update(self._bar.task_ids[0], completed=step, description=known, refresh=True)
 
     def validation(self, loss: float, step: int, dropped: float | None = None, *, name: str = "") -> None:
@@ -207,13 +207,13 @@ def _shorten(size: int, most: int) -> list[int | None]:
 
 
 def _columns(
-    width: int, steps: int, *, experts: bool, thing: str
+    width: int, steps: int, *, experts: bool, counted: str
 ) -> list[tuple[str, int, Callable[[StepMetrics], str]]]:
     """Return title, width and text of the columns of a step's line: 80 characters in all, below a million steps."""
     columns: list[tuple[str, int, Callable[[StepMetrics], str]]] = [
         ("step", max(4, len(str(steps))), lambda m: str(m.step)),
         ("loss", 6, lambda m: "-" if m.loss is None else f"{m.loss:.4f}"[:6]),
-        (f"{thing}s/s", 8 if thing == "token" else 9, lambda m: short(m.tokens_per_second)),
+        (f"{counted}s/s", 8 if counted == "token" else 9, lambda m: short(m.tokens_per_second)),
         ("per rank", 8, lambda m: short(m.tokens_per_second_per_rank)),
         ("MFU", 5, lambda m: "-" if m.mfu is None else f"{100 * m.mfu:.1f}%"),
         ("grad norm", 9, lambda m: "skipped" if m.gradient_norm is None else f"{m.gradient_norm:.3g}"),
@@ -221,7 +221,7 @@ def _columns(
         ("memory", 6, lambda m: binary(m.memory_bytes)),
         ("time left", 9, lambda m: duration(m.seconds_left)),
     ]
-    if thing == "sample":  # of unknown FLOPs
+    if counted == "sample":  # of unknown FLOPs
         columns = [column for column in columns if column[0] != "MFU"]
     if experts:
         columns[3] = ("dropped", 7, lambda m: f"{100 * (m.dropped or 0.0):.1f}%")

@@ -167,7 +167,7 @@ class Heartbeat:
         while not self._closed.wait(PERIOD):
             self._record.alive = time.monotonic()
             if trace and asked.exists() and not written.exists():
-                with suppress(OSError):  # a full disk: the watchdog does without
+                with suppress(OSError, RuntimeError):  # a full disk, or no trace: the watchdog does without
                     write_atomically(written, trace())
 
 

@@ -6,7 +6,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shoal.engine.kernels.adam8bit import WIDTH
 from shoal.engine.kernels.programs.rounding import store_rounded
 
 BLOCKS = 8
@@ -63,8 +62,9 @@ def update(
     weights: Tensor, gradient: Tensor, mean_codes: Tensor, square_codes: Tensor, mean_scales: Tensor,
     square_scales: Tensor, levels: Tensor, nearest: Tensor, starts: Tensor, moments: Tensor, scale: Tensor,
     skip: Tensor, key: int, rate: float, decay: float, beta1: float, beta2: float, eps: float, count: int,
+    *, width: int,
 ) -> None:  # fmt: skip
-    """Launch `adam8bit_program`."""
+    """Launch `adam8bit_program` for blocks of ``width`` elements."""
     (rows, columns), blocks = weights.shape, mean_scales.shape[1]
     key = (key & 0xFFFFFFFF) - ((key & 0x80000000) << 1)  # the low 32 bits, signed
     bias1, bias2 = 1 - beta1**count, 1 - beta2**count
@@ -72,5 +72,5 @@ def update(
     adam8bit_program[(triton.cdiv(rows * blocks, BLOCKS),)](
         weights, gradient, mean_codes, square_codes, mean_scales, square_scales, levels, nearest, starts, moments,
         scale, skip, key, rows, columns, blocks, weights.stride(0), *map(float, numbers), SHARED=moments.numel() > 0,
-        BLOCKS=BLOCKS, WIDTH=WIDTH,
+        BLOCKS=BLOCKS, WIDTH=width,
     )  # fmt: skip
