@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -89,3 +91,13 @@ def test_two_runs_cannot_save_into_one_folder(pool, tmp_path):
             Checkpointer(tmp_path, group=None, keep=1, asynchronous=True)
         assert len(list(tmp_path.glob(".staging-*"))) == 1  # the living run's staging folder is left alone
     Checkpointer(tmp_path, group=None, keep=1, asynchronous=True).close()
+
+
+def test_a_lock_of_a_process_that_is_ending_is_waited_for(tmp_path):
+    script = "import fcntl, sys, time; file = open(sys.argv[1], 'a'); fcntl.lockf(file, fcntl.LOCK_EX); print(flush=True)"
+    words = [sys.executable, "-c", f"{script}; time.sleep(0.5)", str(tmp_path / "lock")]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        held = storage.lock(tmp_path / "lock")
+    assert held is not None
+    held.close()
