@@ -94,7 +94,8 @@ def test_two_runs_cannot_save_into_one_folder(pool, tmp_path):
 
 
 def test_a_lock_of_a_process_that_is_ending_is_waited_for(tmp_path):
-    script = "import fcntl, sys, time; file = open(sys.argv[1], 'a'); fcntl.lockf(file, fcntl.LOCK_EX); print(flush=True)"
+    script = "import fcntl, sys, time; file = open(sys.argv[1], 'a')"
+    script += "; fcntl.lockf(file, fcntl.LOCK_EX); print(flush=True)"
     words = [sys.executable, "-c", f"{script}; time.sleep(0.5)", str(tmp_path / "lock")]
     with subprocess.Popen(words, stdout=subprocess.PIPE) as other:
         other.stdout.readline()
