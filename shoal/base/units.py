@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from shoal.base.errors import UsageError
@@ -49,6 +50,24 @@ def parse_counts(text: str, *, where: str) -> list[int]:
     if not all(re.fullmatch("[1-9][0-9]{0,15}", part) for part in parts):
         raise UsageError(f"{where} {text}: give numbers of at least 1, with commas, as 1,8,64")
     return [int(part) for part in parts]
+
+
+def parse_numbers(text: str, *, where: str) -> list[float]:
+    """Parse comma-separated numbers.
+
+    Raises:
+        UsageError: a part is not a finite number.
+
+    >>> parse_numbers("0.5, -2,1e-3", where="--values")
+    [0.5, -2.0, 0.001]
+    """
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = [math.nan]
+    if not all(map(math.isfinite, found)):
+        raise UsageError(f"{where} {text}: give numbers with commas, as 0.5,-2,1e-3")
+    return found
 
 
 def show_bytes(size: float) -> str:

@@ -17,9 +17,9 @@ from rich.text import Text
 
 from shoal.base.errors import UsageError, did_you_mean
 from shoal.base.options import reject_unused
-from shoal.base.units import BYTES, parse, show_bytes, show_seconds
+from shoal.base.units import BYTES, parse, parse_numbers, show_bytes, show_seconds
 from shoal.labs.collectives.checker import check
-from shoal.labs.collectives.description import ROOTED, Collective, Description
+from shoal.labs.collectives.description import ROOTED, VECTORS, Collective, Description
 from shoal.labs.collectives.price import Bound, Price, bus_bandwidth, fastest, lower_bound, price, sort_by_time, traffic
 from shoal.labs.collectives.textbook import TEXTBOOK, describe
 from shoal.labs.collectives.topology import Topology
@@ -66,6 +66,9 @@ class CollectiveOptions(NetworkOptions):
     segments: PositiveInt | None = None
     """Blocks of a pipelined chain, the ring broadcast and reduce (default: --ranks)."""
 
+    values: str = ""
+    """A number of each rank, to follow through the rounds: 0.8,-0.2,-0.7,0.4 on 4 ranks."""
+
     out: Path | None = None
     """Also draw the rounds, the traffic and the times to this file, .svg."""
 
@@ -107,10 +110,11 @@ def explain(collective: Collective, options: CollectiveOptions, console: Console
     """Print the explanation. Returns a function that draws it."""
     found = study_collective(collective, options)
     prices, bound, topology, shown, size = found.prices, found.bound, found.topology, found.shown, found.size
+    values = parse_values(options, shown)
     where = f"{topology.name}, {options.describe_wire()}"
     what = f"[bold]{collective}[/] of S = {show_bytes(size)} on {shown.ranks} ranks by [bold]{shown.algorithm}[/]"
     console.print(f"{what}: {where}")
-    console.print(draw_rounds(shown, topology, size))
+    console.print(draw_rounds(shown, topology, size, values))
     console.print()
     console.print(_facts(shown, topology, size))
     console.print(_comparison(found.descriptions, prices, bound, topology, size))
@@ -129,6 +133,25 @@ def _check(collective: Collective, options: CollectiveOptions) -> None:
     check_network(options, TOPOLOGIES, {})
     if collective not in ("broadcast", "reduce"):
         reject_unused(options, ["segments"], f"only for a broadcast or reduce, not {collective}")
+
+
+def parse_values(options: CollectiveOptions, shown: Description) -> list[float]:
+    """Return the number of each rank; none without --values.
+
+    Raises:
+        UsageError: not one number for each rank, or an algorithm that cuts the vector into blocks.
+    """
+    values = parse_numbers(options.values, where="--values") if options.values else []
+    if values and len(values) != shown.ranks:
+        raise UsageError(
+            f"--values {options.values}: {len(values)} numbers for {shown.ranks} ranks; give --ranks {len(values)}"
+        )
+    if values and (shown.blocks > 1 or shown.collective not in VECTORS):
+        raise UsageError(
+            f"--values: {shown.collective} by {shown.algorithm} moves {shown.blocks} blocks; one number fits "
+            "algorithms that send the full vector: broadcast, reduce or all-reduce with --algorithm tree"
+        )
+    return values
 
 
 def _grid(ranks: int, dims: int) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
 
 import numpy as np
@@ -62,14 +63,22 @@ def _ways(messages: Round) -> list[str]:
     return parts
 
 
-def draw_rounds(description: Description, topology: Topology, size: float) -> RenderableType:
-    """Draw a line for each round: its messages, its time for S = ``size`` bytes and every rank's blocks after it."""
+def draw_rounds(
+    description: Description, topology: Topology, size: float, values: Sequence[float] = ()
+) -> RenderableType:
+    """Draw a line for each round: its messages, its time for S = ``size`` bytes and every rank's blocks after it.
+
+    Args:
+        values: the number that each rank begins with, to print the ranks' numbers instead of blocks (one block alone).
+    """
     n, states = description.ranks, play(description)
     start = next(states)
-    wide = n * (len(cells(description, start, 0)) + 1) <= MOST_WIDTH
+    wide = bool(values) or n * (len(cells(description, start, 0)) + 1) <= MOST_WIDTH
     drawn = range(n if n * 2 <= MOST_WIDTH else 0)
 
     def draw(held: State) -> list[Text]:
+        if values:
+            return [Text(f"{sum_values(held, rank, values):g}" if held[rank] else SHADES[0]) for rank in drawn]
         return [_draw_cells(cells(description, held, rank), wide) for rank in drawn]
 
     rows: list[tuple[str | Text, ...]] = [("start", *draw(start), "", "")]
@@ -83,10 +92,17 @@ def draw_rounds(description: Description, topology: Topology, size: float) -> Re
     headings = ("", *(f"{'rank ' if rank == 0 and wide else ''}{rank}" for rank in drawn), "time", "messages")
     table = text_table(headings, rows, words={*range(len(headings))} - {len(headings) - 2}, gap=1)
     legend = "a rank's blocks: · none  ░▒▓ sums of some ranks  █ complete"
+    if values:
+        legend = "each rank's number; what arrives is added or stored"
     if not drawn:
         legend = f"(blocks are drawn for up to {MOST_WIDTH // 2} ranks; these are {n})"
     block = f"1 block = {description.share} S = {show_bytes(size * float(description.share))}"
     return Group(table, Text(legend, "dim"), Text(block, "dim"))
+
+
+def sum_values(held: State, rank: int, values: Sequence[float]) -> float:
+    """Return the number in the only block of a rank: the sum of its contributors' values, without rounding's noise."""
+    return round(sum(values[each] for each in held[rank][0]), 9)
 
 
 def _draw_cells(parts: list[float], wide: bool) -> Text:

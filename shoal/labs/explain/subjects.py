@@ -14,7 +14,17 @@ from shoal.base.errors import UsageError
 from shoal.base.files import check_writable, write_atomically
 from shoal.base.section import Section, validate
 from shoal.labs.collectives.description import Collective
-from shoal.labs.explain import collective, compatibility, context, experts, optimizers, precision, scaling, sharding
+from shoal.labs.explain import (
+    backprop,
+    collective,
+    compatibility,
+    context,
+    experts,
+    optimizers,
+    precision,
+    scaling,
+    sharding,
+)
 from shoal.labs.explain.device import accelerators, budget, roofline
 from shoal.labs.explain.parallelism import buckets, memory, pipeline, tensor, zero
 from shoal.labs.glossary.words import Word, find_word, nearest_words, page_file
@@ -25,6 +35,7 @@ Show = Callable[[Any, Console], Callable[[], str] | None]
 SUBJECTS: dict[str, tuple[type[Section], Show]] = {
     **{each.value: (collective.CollectiveOptions, partial(collective.explain, each)) for each in Collective},
     "accelerators": (accelerators.AcceleratorsOptions, accelerators.explain),
+    "backprop": (backprop.BackpropOptions, backprop.explain),
     "budget": (budget.BudgetOptions, budget.explain),
     "buckets": (buckets.BucketsOptions, buckets.explain),
     "compatibility": (compatibility.CompatibilityOptions, compatibility.explain),
@@ -46,7 +57,7 @@ PRODUCT = '"A[Ix, J] * B[J, Ky] -> C[Ix, Ky]"'
 
 
 class WordOptions(Section):
-    """Any word of the glossary: what it means, its page of the course, and a command."""
+    """Any word of the glossary: its meaning, page and a command."""
 
 
 def explain(subject: str, console: Console | None = None, **options: Any) -> None:

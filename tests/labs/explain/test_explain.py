@@ -124,6 +124,14 @@ def test_phrases():
         (["all-reduce", "--oversubscription", "8"], "--oversubscription 8.0: only for --topology fat-tree, not full"),
         (["all-reduce", "--topology", "fat-tree", "--nics", "2"], "only for --topology islands, not fat-tree"),
         (["all-reduce", "--segments", "4"], "--segments 4: only for a broadcast or reduce, not all-reduce"),
+        (["all-reduce", "--values", "1,2"], "--values 1,2: 2 numbers for 8 ranks; give --ranks 2"),
+        (["all-reduce", "--ranks", "2", "--values", "1,nan"], "--values 1,nan: give numbers with commas"),
+        (["all-reduce", "--ranks", "2", "--algorithm", "ring", "--values", "1,2"], "by ring moves 2 blocks"),
+        (["all-gather", "--ranks", "1", "--values", "1"], "the full vector: broadcast, reduce or all-reduce"),
+        (["backprop", "--samples", "1,2"], "--samples 1,2: give 2 inputs and the target"),
+        (["backprop", "--weights", "1"], "--weights 1: give 1 to 4 weights and the bias"),
+        (["backprop", "--ranks", "3"], "2 do not fill steps of --ranks 3 x --accumulate 1 = 3 samples"),
+        (["backprop", "--ranks", "9"], "--ranks 9: each rank is printed; at most 8"),
     ],
 )
 def test_what_cannot_be_explained(capsys, words, message):
