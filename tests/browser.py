@@ -23,16 +23,31 @@ def browser() -> Iterator[object]:
         chromium.close()
 
 
+@pytest.fixture(scope="session")
+def window(browser) -> object:
+    """A page for all tests of a process: a new one would take two seconds of each."""
+    return browser.new_page()
+
+
 @pytest.fixture
-def page(browser) -> Iterator[object]:
+def page(window) -> Iterator[object]:
     """An empty page, 1200 pixels wide. No script may fail on it, and nothing may be printed to its console."""
-    page = browser.new_page(viewport={"width": 1200, "height": 900})
     problems: list[str] = []
-    page.on("pageerror", lambda error: problems.append(str(error)))
-    page.on("console", lambda said: problems.append(f"{said.type}: {said.text}"))
-    page.on("requestfailed", lambda request: problems.append(f"failed: {request.url}"))
-    yield page
-    page.close()
+    watched = {
+        "pageerror": lambda error: problems.append(str(error)),
+        "console": lambda said: problems.append(f"{said.type}: {said.text}"),
+        "requestfailed": lambda request: problems.append(f"failed: {request.url}"),
+    }
+    window.set_viewport_size({"width": 1200, "height": 900})
+    window.emulate_media(color_scheme="light")
+    for event, note in watched.items():
+        window.on(event, note)
+    yield window
+    for event, note in watched.items():
+        window.remove_listener(event, note)
+    window.unroute_all()
+    window.context.set_offline(False)
+    window.goto("about:blank")
     assert not [problem for problem in problems if "status of 400" not in problem]  # a refusal, which the page shows
 
 
@@ -49,3 +64,10 @@ def saved(page, tmp_path: Path):
         return page
 
     return open_file
+
+
+def check_widths(page) -> None:
+    """Check that a page is as wide as its window: of a phone, a tablet and a desk."""
+    for width in (390, 900, 1500):
+        page.set_viewport_size({"width": width, "height": 900})
+        assert page.evaluate("document.documentElement.scrollWidth") == width

@@ -17,7 +17,7 @@ import torch
 from shoal.engine.models.products import tune_products
 from shoal.launch import worker_pool
 from shoal.launch.worker_pool import Pool
-from tests.browser import browser, page, saved  # noqa: F401 -- fixtures
+from tests.browser import browser, page, saved, window  # noqa: F401 -- fixtures
 from tests.trainings.fixtures import base_config, base_run, corpus  # noqa: F401 -- fixtures
 from tests.trainings.forked import server
 from tests.trainings.supervised import rank_server, supervised, undisturbed  # noqa: F401 -- fixtures
