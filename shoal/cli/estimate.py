@@ -88,9 +88,9 @@ def main(args: list[str]) -> int:
         reject_unused(options, counted_alone, "a module of one's own is counted, with the settings of its file")
         if options.catalog:
             shoal.add_catalog(options.catalog)
-        counts = shoal.estimate_own_model(config, options.cluster)
-        print("\n".join(counts.lines()))
-        return 0 if counts.fits else 1
+        estimated = shoal.estimate_own_model(config, options.cluster)
+        print("\n".join(estimated.lines()))
+        return 0 if estimated.fits else 1
     check_writable(options.out, "--out", ".svg" if options.sweep else ".html")
     if options.sweep:
         unused = ("tokens", "days", "budget", "price", "dry_run", "json_")

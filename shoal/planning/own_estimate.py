@@ -7,30 +7,35 @@ if they need them. Their FLOPs and saved tensors are counted, and priced as for 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from shoal.base.errors import UsageError
 from shoal.base.units import show_bytes, show_metric, show_seconds
-from shoal.engine.own.definition import OwnModel, drawing, load_own_model
+from shoal.engine.own.blocks import group_parameters
+from shoal.engine.own.check import check_own_model
+from shoal.engine.own.definition import OwnModel, load_own_model
+from shoal.engine.own.formats import autocast
 from shoal.engine.own.optimizer import count_states
 from shoal.engine.own.samples import OwnBatch, OwnDataset
-from shoal.engine.own.tensor import InputSplitLinear, OutputSplitLinear, SplitEmbedding, SplitRanks, apply_table
-from shoal.engine.own.user_code import explained
+from shoal.engine.own.tensor import InputSplitLinear, OutputSplitLinear, SplitEmbedding
+from shoal.engine.own.trial import run_first
 from shoal.engine.precision.policy import POLICIES, Policy
 from shoal.planning.cost.memory.optimizer_state import STATES
+from shoal.planning.cost.memory.stage import device_capacity, library_bytes
 from shoal.planning.cost.time.communication import axis_extent, ring_group
 from shoal.planning.cost.time.engine_layer import attained, product_rate
+from shoal.spec.catalog.calibration import cluster_calibration
 from shoal.spec.catalog.clusters import Cluster
 from shoal.spec.catalog.clusters import cluster as cluster_of
 from shoal.spec.config import RunConfig
+from shoal.spec.layout import Layout
 
 OTHER_STATES = {"muon": 1.0, "adafactor": 0.0, "adam8bit": 0.5}
 """States per parameter of other optimizers of shoal, about, for matrices."""
@@ -42,6 +47,7 @@ class OwnCounts:
 
     Attributes:
         parameters: trained elements of the rank.
+        in_blocks: those in the definition's blocks.
         frozen: bytes of buffers and of parameters that are not trained.
         flops: of matrix products, forward and backward.
         saved: bytes kept for the backward, without the parameters.
@@ -50,11 +56,12 @@ class OwnCounts:
     """
 
     parameters: int
+    in_blocks: int
     frozen: int
     flops: int
     saved: int
     sent: int
-    real: bool
+    real: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,15 +70,17 @@ class OwnEstimate:
 
     Attributes:
         memory: bytes of a rank by content, at the peak of a step.
+        capacity: bytes of an accelerator that a process has.
         compute, tensor_parallel, data_parallel: seconds of a step. Products run at the rate that large ones attain, so
             they are a lower bound.
-        exposed: seconds of data parallelism that the backward does not hide.
+        exposed: seconds of data parallelism that cannot be hidden by products.
     """
 
     config: RunConfig
     cluster: Cluster
     counts: OwnCounts
     memory: dict[str, int]
+    capacity: float
     compute: float
     tensor_parallel: float
     data_parallel: float
@@ -85,7 +94,7 @@ class OwnEstimate:
     @property
     def fits(self) -> bool:
         """Whether the memory of an accelerator is enough."""
-        return sum(self.memory.values()) <= self.cluster.memory_bytes
+        return sum(self.memory.values()) <= self.capacity
 
     def lines(self) -> Iterator[str]:
         """Yield the estimate as text."""
@@ -97,7 +106,7 @@ class OwnEstimate:
         yield (f"  counted   {counts.parameters:,} parameters per rank, {show_metric(counts.flops, 'FLOP')} per "
                f"micro-batch of {config.parallel.micro_batch}, {how}")
         kinds = ", ".join(f"{kind} {show_bytes(size)}" for kind, size in self.memory.items() if size)
-        yield f"  memory    {show_bytes(total)} of {show_bytes(self.cluster.memory_bytes)} per rank: {kinds}"
+        yield f"  memory    {show_bytes(total)} of {show_bytes(self.capacity)} per rank: {kinds}"
         yield (f"  step      at least {show_seconds(self.step_seconds)}: products {show_seconds(self.compute)}, tensor "
                f"parallelism {show_seconds(self.tensor_parallel)}, data parallelism {show_seconds(self.data_parallel)}"
                f" ({show_seconds(self.exposed)} not hidden)")
@@ -114,8 +123,8 @@ def estimate_own_model(
         counts: of its micro-batch, if they are known.
 
     Raises:
-        UsageError: the cluster is not known or too small, the layout has other axes, or the model or its first batch
-            fails.
+        UsageError: the cluster is not known or too small, the layout has other axes or offloads, training refuses the
+            settings, or the model or its first batch fails.
 
     >>> import shoal, torch
     >>> run = shoal.Run(
@@ -127,6 +136,9 @@ def estimate_own_model(
     (5, 20, True)
     """
     layout, train = config.parallel, config.train
+    if layout.offload != "none":
+        raise UsageError(f"parallel.offload = {layout.offload!r}: estimates of a module of one's own do not count it."
+                         "\n  Leave it out.")
     if layout.world_size != layout.dp * layout.tp:
         raise UsageError(f"{layout.describe()}: estimates of a module of one's own count parallel.dp and tp.\n  Leave "
                          "the others out.")
@@ -137,6 +149,8 @@ def estimate_own_model(
     if layout.world_size > found.size:
         raise UsageError(f"{layout.describe()} needs {layout.world_size} accelerators, and {found.describe()} has "
                          f"{found.size}.\n  Give a larger --cluster, or lower parallel.dp or tp.")
+    if counts is None:
+        check_own_model(config)
     own, policy = load_own_model(config.model.module), POLICIES[train.precision]
     counts, links = counts or count_own_model(own, config), attained(found)
     shards = layout.shards if layout.zero else 1
@@ -148,12 +162,13 @@ def estimate_own_model(
         states = STATES[name] if name in STATES else OTHER_STATES[name]
     full = p * compute if layout.zero < 3 else 0
     master = shard * storage if layout.zero == 3 or storage != compute else 0
-    blocks = max(1, len(own.blocks))
+    blocks, calibration = max(1, len(own.blocks)), cluster_calibration(found)
+    ahead = counts.in_blocks * min(1 + layout.prefetch, blocks) // blocks
     memory = {
         "weights": full + master, "gradients": (p if layout.zero < 2 else shard) * reduce,
         "optimizer": int(shard * states * policy.state.itemsize), "activations": counts.saved,
-        "gathered": p * compute * min(1 + layout.prefetch, blocks) // blocks if layout.zero == 3 else 0,
-        "buffers": counts.frozen,
+        "gathered": (p - counts.in_blocks + ahead) * compute if layout.zero == 3 else 0, "buffers": counts.frozen,
+        "libraries": int(library_bytes(found, calibration)),
     }
     passes = layout.microbatches(train.global_batch)
     formats = policy.formats.compute.name
@@ -161,47 +176,60 @@ def estimate_own_model(
     seconds = passes * counts.flops / product_rate(found, kind)
     ranks = ring_group(links, *axis_extent(layout, "tp"))
     summed = passes * ranks.all_reduce(counts.sent) if layout.tp > 1 else 0.0
-    replicas = ring_group(links, *axis_extent(layout, "dp"))
-    moved = replicas.all_reduce(p * reduce) if layout.dp > 1 else 0.0
-    if layout.zero == 3 and layout.dp > 1:
-        moved += passes * (2 if layout.reshard_after_forward else 1) * replicas.all_gather(p * compute)
-    hidden = seconds * 2 / 3 / passes if layout.overlap else 0.0  # the backward of the last micro-batch
-    return OwnEstimate(config, found, counts, memory, seconds, summed, moved, max(0.0, moved - hidden))
+    moved = _price_data_parallelism(layout, links, counts, compute, reduce, seconds, passes)
+    return OwnEstimate(config, found, counts, memory, device_capacity(found, calibration), seconds, summed, *moved)
+
+
+def _price_data_parallelism(
+    layout: Layout, cluster: Cluster, counts: OwnCounts, compute: int, reduce: int, products: float, passes: int
+) -> tuple[float, float]:
+    """Return the seconds of a step's gathers and reductions, and those that products cannot hide.
+
+    ZeRO-2 and 3 reduce in each micro-batch, others in the last (`shoal.engine.parallel.zero.zero_engine`). ZeRO-3
+    gathers blocks for forward and for backward, and other parameters once for each micro-batch.
+
+    Args:
+        compute, reduce: bytes of an element of weights and of gradients.
+        products: seconds of the products of a step.
+        passes: micro-batches of a step.
+    """
+    shards, replicas = (ring_group(cluster, *axis_extent(layout, axis)) for axis in ("shard", "replicate"))
+    size = counts.parameters * reduce
+    reductions = passes if layout.zero >= 2 else 1
+    reduced = reductions * shards.reduce_scatter(size) + replicas.all_reduce(size / layout.shards)
+    hidden = products * 2 / 3 * reductions / passes if layout.overlap else 0.0  # by these backwards
+    if layout.zero < 3:
+        gathered = shards.all_gather(counts.parameters * compute)  # after the update
+        return reduced + gathered, max(0.0, reduced - hidden) + gathered
+    times, rest = 2 if layout.reshard_after_forward else 1, counts.parameters - counts.in_blocks
+    gathered = passes * shards.all_gather(rest * compute)
+    blocks = passes * times * shards.all_gather(counts.in_blocks * compute)
+    if counts.in_blocks and layout.prefetch:
+        hidden = products  # the next block is gathered while one computes
+    return gathered + blocks + reduced, gathered + max(0.0, blocks + reduced - hidden)
 
 
 # ---- counting ------------------------------------------------------------------------------------------------------
 
 
 def count_own_model(own: OwnModel, config: RunConfig) -> OwnCounts:
-    """Count the first micro-batch, on fake tensors if that is possible.
+    """Count the first micro-batch, on fake tensors if that is possible; see `run_first`.
 
     Raises:
-        UsageError: the model or its loss fails on the CPU too.
+        UsageError: the model or its loss fails.
     """
-    policy, seed = POLICIES[config.train.precision], config.train.seed
+    policy, seed, tp = POLICIES[config.train.precision], config.train.seed, config.parallel.tp
     batch = OwnDataset(own, "train", seed).batch(range(config.parallel.micro_batch))
-    try:
-        with drawing(seed), FakeTensorMode(allow_non_fake_inputs=True) as fake:
-            return _count(own, own.model(), batch.map(fake.from_tensor), config.parallel.tp, policy, real=False)
-    except UsageError:
-        raise
-    except Exception:  # it reads values
-        pass
-    with explained("its loss()"), drawing(seed):
-        return _count(own, own.build(seed), batch, config.parallel.tp, policy, real=True)
+    counts, real = run_first(own, policy, seed, batch, partial(_count, own, policy), tp)
+    return replace(counts, real=real)
 
 
-def _count(own: OwnModel, module: nn.Module, batch: OwnBatch, tp: int, policy: Policy, *, real: bool) -> OwnCounts:
-    sent = _SummedBytes()
-    if tp > 1:
-        apply_table(module, own.tensor_parallel, SplitRanks(None, 0, tp))
-        sent.watch(module)
+def _count(own: OwnModel, policy: Policy, module: nn.Module, batch: OwnBatch) -> OwnCounts:
+    sent = _SummedBytes(module)
     trained = [p for p in module.parameters() if p.requires_grad]
-    for parameter in module.parameters():
-        if parameter.is_floating_point():
-            parameter.data = parameter.data.to(policy.compute)
-    fixed = {_storage(x) for x in module.parameters()}
-    fixed |= {_storage(value) for value in batch.tensors()}
+    groups = group_parameters(module, [module.get_submodule(name) for name in own.blocks])[:-1] if own.blocks else []
+    untrained = [x for x in (*module.parameters(), *module.buffers()) if not x.requires_grad]
+    fixed = {_storage(x) for x in (*trained, *untrained, *batch.tensors())}
     held: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -209,17 +237,26 @@ def _count(own: OwnModel, module: nn.Module, batch: OwnBatch, tp: int, policy: P
             held[_storage(tensor)] = tensor.untyped_storage().nbytes()
         return tensor
 
-    narrow = policy.compute.itemsize < 4
-    counter = FlopCounterMode(display=False)
-    cast: Any = torch.autocast("cpu", policy.compute) if narrow else nullcontext()
-    module.train()
+    counter = FlopCounterMode(display=False, custom_mapping=ON_THE_CPU)
     with counter, _decomposed(), saved_tensors_hooks(keep, lambda tensor: tensor):
-        with cast:
+        with autocast(policy, torch.device("cpu")):
             loss, _, _ = own.compute(module, batch.values)
         loss.backward()
-    frozen = sum(x.numel() * x.element_size() for x in (*module.parameters(), *module.buffers()) if not x.requires_grad)
-    return OwnCounts(sum(p.numel() for p in trained), frozen, counter.get_total_flops(), sum(held.values()),
-                     sent.bytes, real)  # fmt: skip
+    return OwnCounts(
+        parameters=sum(p.numel() for p in trained),
+        in_blocks=sum(p.numel() for group in groups for p in group if p.requires_grad),
+        frozen=sum(x.numel() * x.element_size() for x in untrained),
+        flops=counter.get_total_flops(), saved=sum(held.values()), sent=sent.bytes,
+    )  # fmt: skip
+
+
+ON_THE_CPU = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
+        lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
+        lambda g, q, k, v, *_, **__: sdpa_backward_flop_count(g, q, k, v),
+}  # fmt: skip
+"""FLOPs of operators that torch counts on accelerators alone, from shapes."""
 
 
 @contextmanager
@@ -239,11 +276,9 @@ def _storage(tensor: Tensor) -> int:
 class _SummedBytes:
     """Bytes that split layers sum: the outputs of those split by input, and the gradients of inputs of the others."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: nn.Module):
         self.bytes = 0
         self._last: Tensor | None = None
-
-    def watch(self, module: nn.Module) -> None:
         for layer in module.modules():
             if isinstance(layer, (InputSplitLinear, SplitEmbedding)):
                 layer.register_forward_hook(lambda _, args, y: self._add(y))

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 from shoal.base.errors import UsageError, divisors
 from shoal.base.units import show_bytes
+from shoal.engine.own.check import check_own_model
 from shoal.engine.own.definition import OwnModel, load_own_model
+from shoal.engine.own.optimizer import check_optimizer
 from shoal.engine.own.tensor import SplitRanks, apply_table
 from shoal.planning.own_estimate import OwnCounts, OwnEstimate, count_own_model, estimate_own_model
 from shoal.spec.catalog.clusters import Cluster
@@ -29,11 +31,14 @@ def plan_own_model(config: RunConfig, cluster: str | Cluster, *, ranks: int | No
     Raises:
         UsageError: none fits, or the model or its first batch fails.
     """
+    check_own_model(config.model_copy(update={"parallel": Layout()}))
     found = cluster_of(cluster) if isinstance(cluster, str) else cluster
     size, least = ranks or found.size, None
     fitting: list[OwnEstimate] = []
-    for counted, counts in _count(config, size):
-        for zero in (0, 1, 2, 3) if counted.parallel.dp > 1 else (0,):
+    own = load_own_model(config.model.module)
+    splits = _splits_states(own, config)
+    for counted, counts in _count(own, config, size, splits=splits):
+        for zero in (0, 1, 2, 3) if counted.parallel.dp > 1 and splits else (0,):
             layout = counted.parallel.model_copy(update={"zero": zero})
             estimate = estimate_own_model(counted.model_copy(update={"parallel": layout}), found, counts)
             if estimate.fits:
@@ -51,12 +56,14 @@ def plan_own_model(config: RunConfig, cluster: str | Cluster, *, ranks: int | No
     return sorted(fitting, key=lambda each: (round(each.step_seconds, 6), each.config.parallel.zero))
 
 
-def _count(config: RunConfig, ranks: int) -> Iterator[tuple[RunConfig, OwnCounts]]:
+def _count(
+    own: OwnModel, config: RunConfig, ranks: int, *, splits: bool
+) -> Iterator[tuple[RunConfig, OwnCounts]]:
     """Yield configs with each degree of tensor parallelism and size of a micro-batch, and their counts."""
-    own, batch = load_own_model(config.model.module), config.train.global_batch
+    batch = config.train.global_batch
     for tp in divisors(ranks):
         dp = ranks // tp
-        if batch % dp or (tp > 1 and not _splits(own, tp)):
+        if batch % dp or (tp > 1 and not (splits and _splits(own, tp))):
             continue
         micro_batch = 1
         while micro_batch <= MOST_SAMPLES and batch // dp % micro_batch == 0:
@@ -70,6 +77,17 @@ def _count(config: RunConfig, ranks: int) -> Iterator[tuple[RunConfig, OwnCounts
                 raise
             yield changed, counts
             micro_batch *= 2
+
+
+def _splits_states(own: OwnModel, config: RunConfig) -> bool:
+    """Return whether the optimizer updates parts of parameters."""
+    if not own.make_optimizer:
+        return True
+    try:
+        check_optimizer(own.make_optimizer, config.optimizer, sharded=True)
+    except UsageError:  # it needs full tensors
+        return False
+    return True
 
 
 def _splits(own: OwnModel, tp: int) -> bool:

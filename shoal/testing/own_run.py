@@ -73,7 +73,7 @@ class Run:
             on_validation, on_save, pipeline: see `OwnModel`.
         layout: data, tensor and pipeline parallelism, ZeRO and the size of a micro-batch; "auto" for the fastest that
             fits on the ``cluster``, by `plan_own_model`.
-        cluster: name of a cluster, for "auto".
+        cluster: name of a cluster, for "auto" and estimates (default: 8xH100).
         optimizer: section [optimizer], or its fields as a dict; `AdamW` makes one.
         global_batch: samples of a step (default: one micro-batch for each replica).
         name: name of the model, in the records of the run.
@@ -120,6 +120,11 @@ class Run:
     ):
         self.own = OwnModel(model, loss, data, validation, collate, blocks, tensor_parallel, make_optimizer, schedule,
                             on_step, on_validation, on_save, pipeline)
+        if layout not in (None, "auto") and not isinstance(layout, Layout):
+            raise UsageError(f"Run: layout = {layout!r}.\n  Give shoal.Layout(dp=2) or another, or 'auto'.")
+        if optimizer is not None and not isinstance(optimizer, (OptimizerConfig, dict)):
+            raise UsageError(f"Run: optimizer = {optimizer!r}.\n  Give shoal.AdamW(lr=0.001), a dict of section "
+                             "[optimizer] such as {'name': 'sgd'}, or make_optimizer= with one of torch.optim.")
         chosen = layout if isinstance(layout, Layout) else Layout()
         if layout == "auto" and not (cluster and global_batch):
             raise UsageError("Run: layout 'auto' needs cluster and global_batch.\n  Give both, such as "
@@ -133,9 +138,10 @@ class Run:
         self.config = build_config(given | sections, source="Run").model_copy(
             update={"parallel": chosen} | ({"optimizer": optimizer} if isinstance(optimizer, OptimizerConfig) else {})
         )
-        if layout == "auto" and cluster:
+        self.cluster = cluster or "8xH100"
+        if layout == "auto":
             with tempfile.TemporaryDirectory(prefix="shoal-own-") as made:
-                best = plan_own_model(self._written(Path(made)), cluster)[0]
+                best = plan_own_model(self._written(Path(made)), self.cluster)[0]
             self.config = self.config.model_copy(update={"parallel": best.config.parallel})
 
     def train(self, steps: int, *, folder: str | Path | None = None, resume: str | Path | None = None) -> RunResult:
@@ -164,15 +170,15 @@ class Run:
             config = self._written(Path(made)).model_copy(update={"parallel": layout or self.config.parallel})
             return verify(config, steps=steps, show=show)
 
-    def estimate(self, layout: Layout | None = None, *, cluster: str = "8xH100") -> OwnEstimate:
-        """Estimate memory and time of a layout (default: the run's) on a cluster, from one micro-batch without values.
+    def estimate(self, layout: Layout | None = None, *, cluster: str | None = None) -> OwnEstimate:
+        """Estimate memory and time of a layout on a cluster (default: the run's), from one micro-batch without values.
 
         Raises:
             UsageError: the run is impossible, or the cluster is not known.
         """
         with tempfile.TemporaryDirectory(prefix="shoal-own-") as made:
             config = self._written(Path(made)).model_copy(update={"parallel": layout or self.config.parallel})
-            return estimate_own_model(config, cluster)
+            return estimate_own_model(config, cluster or self.cluster)
 
     def _written(self, folder: Path) -> RunConfig:
         """Return the config with the definition written into a folder."""

@@ -7,9 +7,9 @@ from typing import cast
 from shoal.engine.data.batches import CompleteDataset, Dataset, open_complete, open_dataset
 from shoal.engine.data.prepare import prepare
 from shoal.engine.data.token_stream import Split
+from shoal.engine.own.chain import find_chain
 from shoal.engine.own.definition import OwnShape, load_own_model
 from shoal.engine.own.samples import OwnDataset
-from shoal.engine.own.stage import find_chain
 from shoal.engine.own.trial import try_out
 from shoal.engine.precision.policy import POLICIES
 from shoal.pipeline.from_layout import build_layout_program

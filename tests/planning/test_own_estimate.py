@@ -1,13 +1,15 @@
 """Estimates of a model of one's own are what its engine holds, and what its operators compute."""
 
 import pytest
+import torch
 import torch.distributed as dist
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import shoal
 from shoal.base.errors import UsageError
 from shoal.engine.collectives.mesh import Mesh
-from shoal.planning.own_estimate import count_own_model, estimate_own_model
+from shoal.planning.own_estimate import OwnCounts, count_own_model, estimate_own_model
 from shoal.planning.own_search import plan_own_model
 from shoal.spec.config import RunConfig
 from shoal.training.check import check
@@ -46,6 +48,68 @@ def test_flops_and_saved_tensors_of_a_linear_layer_are_counted():
     assert count_own_model(plain.lstm, config_of("lstm", {})).flops > 6 * 8000 * 2 * plain.LENGTH
 
 
+class Attention(nn.Module):
+    """Attention of the rows of an image, with a norm and a buffer that backward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.norm = nn.Linear(16, 16), nn.LayerNorm(16)
+        self.register_buffer("scale", torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:  # [b, 3, 16, 16], as 3 heads of 16 tokens
+        q = self.project(x)
+        return self.norm(F.scaled_dot_product_attention(q, q, q)) * self.scale
+
+
+def test_attention_and_norms_are_counted_as_the_engine_computes_them():
+    own = shoal.OwnModel(Attention, lambda m, b: (m(b[0]).sum(), 1), plain.Images)
+    counts = count_own_model(own, config_of("unet", {}, train={"global_batch": 8, "precision": "bf16"}))
+    rows = 2 * 3 * 16
+    product, attention = 2 * rows * 16 * 16, 2 * rows * 16 * 16
+    assert counts.flops == 2 * product + 7 * attention  # of the input no gradient; 2 products and 5 in the backward
+    tensors = rows * 16 * (2 + 2 + 2 + 4)  # the input, q, the output of attention; the norm's input in float32
+    statistics = rows * 4 + rows * (4 + 4) + 2 * 16 * 4  # of the softmax; of the norm, and its parameters in float32
+    assert counts.saved == tensors + statistics  # the buffer is no activation
+    assert counts.frozen == 16 * 4
+
+
+@pytest.mark.parametrize(("loss", "says"), [
+    (lambda m, b: (m(b[0][:, :2]).sum(), 1), "its loss.. fails in down.0, a Conv2d: RuntimeError"),
+    (lambda m, b: (m(b[0]).sum() * b[0].sum().item(), 1), ""),
+    (lambda m, b: (m(b[0]).sum() * float(b[0].numpy().sum()), 1), ""),
+])  # fmt: skip
+def test_only_a_loss_that_reads_values_is_run_with_them(loss, says):
+    built = []
+    own = shoal.OwnModel(lambda: built.append(1) or plain.UNet(), loss, plain.Images)
+    if says:
+        with pytest.raises(UsageError, match=says):
+            count_own_model(own, config_of("unet", {}))
+    else:
+        assert count_own_model(own, config_of("unet", {})).real
+    assert len(built) == (1 if says else 2)
+
+
+def test_zero_pays_for_its_reductions_and_shards():
+    def price(zero: int, **layout: int) -> float:
+        config = config_of("llama", {"dp": 8, "zero": zero, "micro_batch": 1, **layout}, train={"global_batch": 32})
+        return estimate_own_model(config, "8x1xH100-IB400", counts).data_parallel
+
+    counts = OwnCounts(10**9, 10**9, 0, 10**9, 0, 0)
+    assert price(2) > 2 * price(1)  # it reduces in each of 4 micro-batches
+    assert price(3, reshard_after_forward=False) < price(3)
+    assert price(3, zero_shard=2) < price(3)
+
+
+@pytest.mark.parametrize(("layout", "sections", "says"), [
+    ({}, {"train": {"precision": "fp8"}}, "train.precision = 'fp8' with model.module"),
+    ({}, {"optimizer": {"name": "sophia-g"}}, "optimizer.name = 'sophia-g' with model.module"),
+    ({"dp": 2, "zero": 1, "offload": "optimizer"}, {}, "parallel.offload = 'optimizer': estimates .* do not count it"),
+])  # fmt: skip
+def test_what_training_refuses_is_not_estimated(layout, sections, says):
+    with pytest.raises(UsageError, match=says):
+        estimate_own_model(config_of("lstm", layout, **sections))
+
+
 def large_run(side: int, **arguments: object) -> shoal.Run:
     return shoal.Run(
         model=lambda: nn.Linear(side, side), loss=lambda m, b: (m(b[0].sum((1, 2, 3)).expand(side)).sum(), 1),
@@ -60,7 +124,7 @@ def test_the_fastest_layout_that_fits_is_planned():
     assert (found[0].dp, found[0].zero) == (4, 0)  # nothing else is needed
     planned = large_run(100_000, layout="auto", cluster="8xH100", global_batch=8).config.parallel
     assert (planned.dp, planned.zero) == (8, 2)  # 40 GB of weights, and as much of gradients
-    with pytest.raises(UsageError, match=r"no layout on 8 x h100-sxm fits; the nearest, dp 8 .ZeRO-2.*220 GB"):
+    with pytest.raises(UsageError, match=r"no layout on 8 x h100-sxm fits; the nearest, dp 8 .ZeRO-2.*227 GB"):
         large_run(200_000, layout="auto", cluster="8xH100", global_batch=8)
     with pytest.raises(UsageError, match=r"layout 'auto' needs cluster"):
         large_run(4, layout="auto")
@@ -69,6 +133,7 @@ def test_the_fastest_layout_that_fits_is_planned():
 def test_a_model_that_is_too_large_is_said_without_being_built():
     run = large_run(200_000, global_batch=9)
     found = run.estimate()
+    assert [large_run(4, cluster="4xH100").estimate(cluster=name).cluster.size for name in (None, "8xH100")] == [4, 8]
     assert not found.fits and any("does not fit" in line for line in found.lines())
     with pytest.raises(UsageError, match=r"dp 9 .* needs 9 accelerators, and 8 x h100"):
         run.estimate(shoal.Layout(dp=9))

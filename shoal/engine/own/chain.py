@@ -11,20 +11,21 @@ parameters that are used there, and to the inputs of modules before, if the modu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from shoal.base.errors import UsageError
 from shoal.engine.models.initial import stream_key
-from shoal.engine.own.definition import OwnModel, drawing
+from shoal.engine.own.definition import OwnModel
+from shoal.engine.own.formats import autocast
 from shoal.engine.own.samples import OwnBatch
-from shoal.engine.own.user_code import explained
+from shoal.engine.own.trial import run_first
+from shoal.engine.precision.policy import Policy
 
 HIDDEN = "hidden_states"
 """Name of the input, if a module of the chain does not take it by position."""
@@ -52,7 +53,7 @@ class Chain:
     metrics: tuple[str, ...]
 
     def find_shared(self, stages: Sequence[range]) -> frozenset[str]:
-        """Return the parameters that the first and the last stage use.
+        """Return the parameters that both the first and the last stage use.
 
         Raises:
             UsageError: other stages share a parameter.
@@ -134,38 +135,20 @@ def set_input(args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor) -> tuple
     return ((x, *args[1:]), kwargs) if args else (args, kwargs | {HIDDEN: x})
 
 
-def trace_chain(
-    own: OwnModel, batch: OwnBatch, seed: int, prepare: Callable[[nn.Module], object],
-    computing: Callable[[], AbstractContextManager[Any]],
-) -> Chain:
-    """Run the full module once, on fake tensors or, if it needs values, on the CPU.
-
-    Args:
-        prepare: gives its parameters and buffers the formats of the run.
-        computing: autocast of the run.
+def find_chain(own: OwnModel, policy: Policy, seed: int, batch: OwnBatch) -> Chain:
+    """Find the chain of a definition by a run of its first micro-batch in the formats of a policy; see `run_first`.
 
     Raises:
         UsageError: the modules are no chain, or the loss fails.
     """
-    try:
-        with drawing(seed), FakeTensorMode(allow_non_fake_inputs=True) as fake:
-            return _trace(own, own.model(), batch.map(fake.from_tensor), prepare, computing)
-    except UsageError:
-        raise
-    except Exception:  # it reads values
-        pass
-    with drawing(seed), explained("its loss()"):
-        return _trace(own, own.build(seed), batch, prepare, computing)
+    found, _ = run_first(own, policy, seed, batch, partial(_trace, own, policy))
+    return found
 
 
-def _trace(
-    own: OwnModel, module: nn.Module, batch: OwnBatch, prepare: Callable[[nn.Module], object],
-    computing: Callable[[], AbstractContextManager[Any]],
-) -> Chain:
+def _trace(own: OwnModel, policy: Policy, module: nn.Module, batch: OwnBatch) -> Chain:
     names = own.name_links(module)
-    prepare(module)
-    trace = _Trace(module.train(), names)
-    with computing():
+    trace = _Trace(module, names)
+    with autocast(policy, torch.device("cpu")):
         loss, _, metrics = own.compute(module, batch.values)
     if trace.entered < len(names):
         raise UsageError(f"model.module: {names[trace.entered]!r} of its pipeline does not run in the forward.")

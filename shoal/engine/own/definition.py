@@ -83,7 +83,7 @@ class OwnModel:
     pipeline: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raises `UsageError` if a function is none, or the blocks are one name."""
+        """Raises `UsageError` if `model` or another function is not callable, or names are given as one text."""
         for name in ("model", "loss", "collate", "make_optimizer", "schedule", "on_step", "on_validation", "on_save"):
             value = getattr(self, name)
             if not callable(value) and not (value is None and name not in ("model", "loss", "collate")):
@@ -100,7 +100,7 @@ class OwnModel:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             with explained("its model()"):
-                return self._checked(self.model())
+                return self.checked(self.model())
 
     def compute(self, module: nn.Module, batch: Any) -> tuple[Tensor, Any, dict[str, list[Any]]]:
         """Return the summed loss [] of a batch, its number of terms, a number or [], and its metrics.
@@ -122,7 +122,7 @@ class OwnModel:
         if not _is_number(terms):
             raise UsageError(f"model.module: the number of terms of its loss() is {_describe(terms)}."
                              f"\n  {SUM_AND_TERMS}")
-        pairs = list(metrics.values()) if isinstance(metrics, dict) else [metrics]
+        pairs = metrics.values() if isinstance(metrics, dict) else [None]
         if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 and all(map(_is_number, pair)) for pair in pairs):
             raise UsageError("model.module: the third value of its loss() is no dict of metrics and their (sum, number "
                              "of terms).\n  Return such as {'accuracy': (correct.sum(), correct.numel())}.")
@@ -132,7 +132,7 @@ class OwnModel:
         """Build the module without values, on the meta device if it can be built there."""
         try:
             with torch.device("meta"):
-                return self._checked(self.model())
+                return self.checked(self.model())
         except UsageError:
             raise
         except Exception:  # a module that reads values while it is built
@@ -163,7 +163,12 @@ class OwnModel:
                                  "\n  Leave one out.")
         return tuple(found)
 
-    def _checked(self, module: object) -> nn.Module:
+    def checked(self, module: object) -> nn.Module:
+        """Return what ``model`` has returned.
+
+        Raises:
+            UsageError: it is no module, or has parameters or blocks that cannot be trained.
+        """
         if not isinstance(module, nn.Module):
             raise UsageError(f"model.module: its model() returns {type(module).__name__}, not an nn.Module.")
         for name, parameter in module.named_parameters():

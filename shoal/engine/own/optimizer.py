@@ -118,7 +118,8 @@ def check_optimizer(make: MakeOptimizer, config: OptimizerConfig, *, sharded: bo
     """Update a small matrix as a full one and in parts, by which an optimizer that needs full tensors is found.
 
     Raises:
-        UsageError: it has another result in parts although parameters are sharded; or it fails.
+        UsageError: it has another result in parts although parameters are sharded; its groups keep numbers, which
+            checkpoints do not have; or it fails.
     """
     values = torch.linspace(-1, 1, 24, dtype=torch.float64).view(6, 4)
     full = _updated(make, config, [values])
@@ -142,9 +143,20 @@ def count_states(make: MakeOptimizer, config: OptimizerConfig) -> float:
 def _updated(make: MakeOptimizer, config: OptimizerConfig, parts: list[Tensor]) -> Tensor:
     held = [nn.Parameter(part.clone()) for part in parts]
     rule = make_optimizer(make, [{"params": held, "lr": config.learning_rate, "weight_decay": config.weight_decay}])
+    before = _read_groups(rule)
     for step in range(3):
         for parameter, start in zip(held, parts, strict=True):
             parameter.grad = (start * (7 + step)).sin()
         with explained("its optimizer"):
             rule.step()
+    after = _read_groups(rule)
+    if changed := {key for old, new in zip(before, after, strict=True) for key, _ in new.items() - old.items()}:
+        raise UsageError(f"model.module: the steps of its optimizer change {', '.join(sorted(changed))} of its groups, "
+                         "which checkpoints do not store.\n  Give one that keeps them in the state of each parameter.")
     return torch.cat([parameter.detach().flatten() for parameter in held])
+
+
+def _read_groups(rule: torch.optim.Optimizer) -> list[dict[str, str]]:
+    """Return the settings of an optimizer's groups as text, without the rate, which each update sets."""
+    return [{key: repr(value) for key, value in group.items() if key not in ("params", "lr")}
+            for group in rule.param_groups]

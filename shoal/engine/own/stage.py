@@ -1,25 +1,25 @@
-"""The single stage of a model of one's own: its parameters in ZeRO's buckets, its buffers, and what it draws."""
+"""A pipeline stage of a model of one's own, or all of it: parameters in ZeRO's buckets, buffers, and random draws."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
-from torch.nn.modules.batchnorm import _NormBase
 
 from shoal.base.boxes import Box, Piece
+from shoal.base.errors import UsageError
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import all_reduce, to_host
 from shoal.engine.models.cache import Slice
 from shoal.engine.models.initial import stream_key
 from shoal.engine.own.blocks import Blocks, group_parameters
-from shoal.engine.own.chain import Chain, LinkSeeds, StageLinks, trace_chain
+from shoal.engine.own.chain import Chain, LinkSeeds, StageLinks
 from shoal.engine.own.definition import OwnModel
+from shoal.engine.own.formats import autocast, set_formats, widen
 from shoal.engine.own.samples import OwnBatch
 from shoal.engine.own.tensor import SplitRanks, apply_table
 from shoal.engine.own.user_code import explained
@@ -124,6 +124,14 @@ def draw_as(seed: int, batch: OwnBatch) -> None:
     torch.manual_seed(stream_key(seed, f"batch {batch.first}") & (1 << 63) - 1)
 
 
+ALL_METRICS = "Return all of them for each batch, with 0 terms where there are none."
+
+
+def show_names(names: tuple[str, ...]) -> str:
+    """Return names of metrics as text."""
+    return ", ".join(names) or "none"
+
+
 class OwnStage(LocalStage):
     """The only stage of an own model, or one of its pipeline.
 
@@ -132,6 +140,7 @@ class OwnStage(LocalStage):
         links: the modules of the chain that the stage computes; None for the only stage.
         counted: number of terms of the losses since `begin`, float64 [].
         metrics: sum and number of terms of each metric since then, float64 [2].
+        names: names of the metrics, from a pipeline's first batch, else from the first batch since then.
         buckets: parameters outside of the blocks, which ZeRO-3 gathers for each micro-batch.
         ranks: those that split its layers, if any.
         blocks: what ZeRO-3 gathers one after the other; None without blocks.
@@ -149,6 +158,7 @@ class OwnStage(LocalStage):
         device = parameters.mesh.device
         self.counted = torch.zeros((), dtype=torch.float64, device=device)
         self.metrics: dict[str, Tensor] = {}
+        self.names: tuple[str, ...] | None = None
         self.buckets = [] if parameters.zero < 3 else parameters.buckets
         self.blocks: Blocks | None = None
 
@@ -156,6 +166,7 @@ class OwnStage(LocalStage):
         """Begin a step or a validation."""
         self.counted.zero_()
         self.metrics.clear()
+        self.names = self.links.chain.metrics if self.links else None
         self.statistics.begin()
 
     def forward(self, batch: OwnBatch, hidden: Tensor | None, part: Slice | None) -> Tensor:  # type: ignore[override]
@@ -189,6 +200,12 @@ class OwnStage(LocalStage):
             return found
         loss, terms, metrics = found
         self.counted += terms
+        names = tuple(sorted(metrics))
+        if self.names is None:
+            self.names = names
+        if names != self.names:
+            raise UsageError(f"model.module: the metrics of its loss() are {show_names(names)}, and of another batch "
+                             f"{show_names(self.names)}.\n  {ALL_METRICS}")
         for name, values in metrics.items():
             if name not in self.metrics:
                 self.metrics[name] = torch.zeros(2, dtype=torch.float64, device=self.counted.device)
@@ -215,46 +232,6 @@ class OwnStage(LocalStage):
                 for piece in pieces:
                     piece.tensor.copy_(given[name][piece.box.slices])
             parameters.gather()
-
-
-def set_formats(module: nn.Module, policy: Policy, device: torch.device) -> None:
-    """Move what is not trained to a device, and give it and normalisations the formats of a policy."""
-    for parameter in module.parameters():
-        if not parameter.requires_grad:
-            dtype = policy.compute if parameter.is_floating_point() else None  # others may be packed numbers
-            parameter.data = parameter.data.to(device, dtype)
-    wide = torch.promote_types(policy.compute, torch.float32)
-    for owner in module.modules():
-        for name, buffer in owner.named_buffers(recurse=False):
-            dtype = torch.promote_types(buffer.dtype, wide) if buffer.is_floating_point() else None
-            owner._buffers[name] = buffer.to(device, dtype).contiguous()
-        if policy.compute.itemsize < 4 and isinstance(owner, (_NormBase, nn.LayerNorm, nn.GroupNorm)):
-            owner.forward = partial(normalise_wide, ref(owner))  # type: ignore[method-assign]
-
-
-def widen(batch: OwnBatch, policy: Policy) -> OwnBatch:
-    """Return a batch with its floats in the format of sums."""
-    wide = torch.promote_types(policy.compute, torch.float32)
-    return batch.map(lambda tensor: tensor.to(wide) if tensor.is_floating_point() else tensor)
-
-
-def autocast(policy: Policy, device: torch.device) -> torch.autocast:
-    """Return the context in which operators that need it, such as sums of losses, compute in float32."""
-    wide = torch.promote_types(policy.compute, torch.float32)
-    return torch.autocast(device.type, policy.compute, enabled=policy.compute != wide)
-
-
-def find_chain(own: OwnModel, policy: Policy, seed: int, batch: OwnBatch) -> Chain:
-    """Return the chain of a definition, from a run of its first micro-batch in the formats of a policy; see `Chain`."""
-    cpu = torch.device("cpu")
-
-    def prepare(module: nn.Module) -> None:
-        for parameter in module.parameters():
-            if parameter.is_floating_point():
-                parameter.data = parameter.data.to(policy.compute)
-        set_formats(module, policy, cpu)
-
-    return trace_chain(own, widen(batch, policy), seed, prepare, partial(autocast, policy, cpu))
 
 
 def build_own_stage(
@@ -295,15 +272,3 @@ def build_own_stage(
         stage.blocks = Blocks(blocks, module, groups, parameters)
         stage.buckets = stage.blocks.rest
     return stage
-
-
-def normalise_wide(module: ReferenceType[nn.Module], x: Tensor) -> Tensor:
-    """Compute a normalisation in float32, the format of its statistics; torch does not mix formats on every device."""
-    norm = module()
-    assert norm is not None, "its own forward calls this"
-    own = dict(norm._parameters)
-    norm._parameters.update({name: p if p is None else p.float() for name, p in own.items()})  # type: ignore[misc]
-    try:
-        return type(norm).forward(norm, x.float()).to(x.dtype)
-    finally:
-        norm._parameters.update(own)

@@ -1,14 +1,38 @@
-"""A first batch and a loss without values, before ranks start."""
+"""Runs of a first micro-batch in one process, without values if that is possible."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
+from torch import nn
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shoal.base.errors import UsageError
 from shoal.engine.own.definition import OwnModel, drawing
-from shoal.engine.own.samples import OwnDataset
+from shoal.engine.own.formats import prepare, widen
+from shoal.engine.own.samples import OwnBatch, OwnDataset
 from shoal.engine.own.tensor import SplitRanks, apply_table
-from shoal.engine.own.user_code import explained
+from shoal.engine.own.user_code import explained, list_causes
+from shoal.engine.precision.policy import Policy
+
+T = TypeVar("T")
+
+FITTING = ("Where heads are split, tp divides their number, also that of keys and values; each layer whose output is "
+           "split needs one that takes it.")
+
+NEEDS_VALUES = (
+    fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedFakeTensorException, fake_tensor.UnsupportedOperatorException,
+    fake_tensor.UnsupportedMutationAliasingException, NotImplementedError,
+)  # fmt: skip
+"""Errors of a fake tensor whose values are read, such as by ``item``, ``nonzero`` or an operator without shapes."""
+
+SAYS_SO = re.compile("tensor subclass|fake ?tensor|fake impl|data pointer", re.IGNORECASE)
+"""Messages of other errors for the same reason, such as ``numpy()`` and custom operators raise."""
 
 
 def try_out(own: OwnModel, seed: int, micro_batch: int, tp: int = 1) -> None:
@@ -38,5 +62,37 @@ def try_out(own: OwnModel, seed: int, micro_batch: int, tp: int = 1) -> None:
         own.compute(module, batches[0].map(lambda tensor: tensor.to("meta")).values)
 
 
-FITTING = ("Where heads are split, tp divides their number, also that of keys and values; each layer whose output is "
-           "split needs one that takes it.")
+def run_first(
+    own: OwnModel, policy: Policy, seed: int, batch: OwnBatch, run: Callable[[nn.Module, OwnBatch], T], tp: int = 1
+) -> tuple[T, bool]:
+    """Build the module in the formats of a policy, on fake tensors, and run a function on it and a batch.
+
+    A module that reads values is built and run with them on the CPU. One whose layers are split over ``tp`` ranks is
+    not, as one rank's part has no right values.
+
+    Returns:
+        What the function returns, and whether values were needed.
+
+    Raises:
+        UsageError: the module or its loss fails.
+    """
+    what = f"its loss() with layers split over parallel.tp = {tp}" if tp > 1 else "its loss()"
+    with explained(what, f"{FITTING} It runs without values here." if tp > 1 else ""):
+        try:
+            with drawing(seed), FakeTensorMode(allow_non_fake_inputs=True) as fake:
+                module = own.checked(own.model())
+                prepare(module, policy)
+                if tp > 1:
+                    apply_table(module, own.tensor_parallel, SplitRanks(None, 0, tp))
+                return run(module.train(), widen(batch.map(fake.from_tensor), policy)), False
+        except Exception as error:
+            if tp > 1 or not _needs_values(error):
+                raise
+    with drawing(seed), explained(what):
+        module = own.build(seed)
+        prepare(module, policy)
+        return run(module.train(), widen(batch, policy)), True
+
+
+def _needs_values(error: Exception) -> bool:
+    return any(isinstance(each, NEEDS_VALUES) or SAYS_SO.search(str(each)) for each in list_causes(error))

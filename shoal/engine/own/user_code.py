@@ -18,8 +18,8 @@ from shoal.engine.collectives.shm.progress import PeerLost
 NOT_ITS_OWN = (str(Path(__file__).parents[2]), sys.base_prefix, "<frozen")
 """Beginnings of the names of files of shoal and of Python."""
 
-PASSING = (OSError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError, dist.DistError, PeerLost)
-"""Errors that another attempt may not have, also if a definition's code raises them."""
+TRANSIENT = (OSError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError, dist.DistError, PeerLost)
+"""Errors that may not recur in another attempt, also if a definition's code raises them."""
 
 AUTOGRAD = "_engine_run_backward"
 """Function of torch in whose frame an error of a backward operator ends."""
@@ -38,7 +38,7 @@ def explained(what: str, remedy: str = "", *, only_its_own: bool = False) -> Ite
     except UsageError:
         raise
     except Exception as error:
-        if _passes(error) or (only_its_own and not _is_its_own(error)):
+        if _is_transient(error) or (only_its_own and not _is_its_own(error)):
             raise
         raise UsageError(f"model.module: {what} fails{_place(error)}: {explain(error)}."
                          + (f"\n  {remedy}" if remedy else "")) from error
@@ -61,12 +61,18 @@ def _is_its_own(error: Exception) -> bool:
     return frames[-1].name == AUTOGRAD or any(_is_own_file(frame.filename) for frame in frames)
 
 
-def _passes(error: BaseException | None) -> bool:
+def list_causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and what caused it, the latest first."""
     while error is not None:
-        by_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
-        if by_gloo or (isinstance(error, PASSING) and not isinstance(error, FileNotFoundError)):
-            return True
+        yield error
         error = error.__cause__ or error.__context__
+
+
+def _is_transient(error: BaseException) -> bool:
+    for each in list_causes(error):
+        by_gloo = isinstance(each, RuntimeError) and "gloo" in str(each)
+        if by_gloo or (isinstance(each, TRANSIENT) and not isinstance(each, FileNotFoundError)):
+            return True
     return False
 
 

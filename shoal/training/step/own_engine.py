@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +18,12 @@ from shoal.engine.collectives.ops import all_reduce, to_host
 from shoal.engine.data.batches import Batch, Dataset
 from shoal.engine.optim.rule import Rule
 from shoal.engine.optim.shards import Shards
-from shoal.engine.own.chain import Chain
+from shoal.engine.own.chain import Chain, find_chain
 from shoal.engine.own.definition import SUM_AND_TERMS, load_own_model
 from shoal.engine.own.optimizer import OwnRule
 from shoal.engine.own.runtime import OwnRuntime
 from shoal.engine.own.samples import OwnDataset
-from shoal.engine.own.stage import OwnStage, build_own_stage, find_chain
+from shoal.engine.own.stage import ALL_METRICS, OwnStage, build_own_stage, show_names
 from shoal.engine.own.user_code import explained
 from shoal.engine.parallel.apply import LocalStage
 from shoal.engine.parallel.zero.rank_parameters import RankParameters
@@ -161,14 +162,24 @@ class OwnEngine(Engine):
             stage.begin()
 
     def _totals(self) -> tuple[float, dict[str, float]]:
-        """Return the terms of the losses and the means of the metrics, over all replicas. Collective."""
+        """Return the terms of the losses and the means of the metrics with terms, over all replicas. Collective.
+
+        Raises:
+            UsageError: replicas have metrics of other names.
+        """
         stage = self.stages[-1]  # if any of this rank computes the loss, the last
-        names = self.chain.metrics if self.chain else sorted(stage.metrics)
+        names = stage.names or ()
+        digest = crc32("\n".join(names).encode()) >> 12  # so that sums of squares are exact
+        same = stage.counted.new_tensor([digest, digest**2])
+        terms, total, squares = to_host(self._sum(torch.cat((stage.counted.view(1), same))))
+        if self.mesh.size("dp") * self.mesh.size("pp") * int(squares) != int(total) ** 2:  # their variance is not 0
+            raise UsageError(f"model.module: the metrics of its loss() are {show_names(names)} on this rank, and "
+                             f"others on another.\n  {ALL_METRICS}")
+        if not names:
+            return terms, {}
         none = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
-        each = torch.cat((stage.counted.view(1), *(stage.metrics.get(name, none) for name in names)))
-        terms, *pairs = to_host(self._sum(each))
-        means = zip(names, pairs[::2], pairs[1::2], strict=True)
-        return terms, {name: total / (number or 1.0) for name, total, number in means}
+        pairs = to_host(self._sum(torch.stack([stage.metrics.get(name, none) for name in names])))
+        return terms, {name: total / number for name, (total, number) in zip(names, pairs, strict=True) if number}
 
     def _sum(self, x: Tensor) -> Tensor:
         """Sum over replicas and stages. Collective."""

@@ -171,6 +171,16 @@ odd = OwnModel(Odd, weighted, Drawn, blocks=ODD_BLOCKS)
 nadam = OwnModel(
     Recurrent, words, Tokens, make_optimizer=torch.optim.NAdam, schedule=lambda step, steps: 0.1 / (2 + step)
 )
+class Counting(torch.optim.SGD):
+    """Keeps a number in its groups."""
+
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            group["updates"] = group.get("updates", 0) + 1
+        super().step(closure)
+
+
+counting = OwnModel(Recurrent, words, Tokens, make_optimizer=Counting)
 factors = OwnModel(Recurrent, words, Tokens, make_optimizer=torch.optim.Adafactor)
 unet = OwnModel(UNet, rebuilt, Images)
 lstm = OwnModel(Recurrent, words, Tokens)

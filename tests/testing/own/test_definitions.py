@@ -44,6 +44,7 @@ def missing() -> nn.Module:
     (OwnModel(net, lambda model, batch: (model(batch), 1), ROWS), r"is a tensor of float32 \[2, 4\], not a sum"),
     (OwnModel(net, lambda model, batch: (model(batch).sum(), "1"), ROWS), r"the number of terms .* is str '1'"),
     (OwnModel(net, lambda model, batch: (*loss(model, batch), {"a": 1}), ROWS), "is no dict of metrics and their .sum"),
+    (OwnModel(net, lambda model, batch: (*loss(model, batch), (1, 2)), ROWS), "is no dict of metrics and their .sum"),
     (OwnModel(net, lambda model, batch: (batch.sum(), 1), ROWS), "has no gradient: it was detached, or uses no param"),
     (OwnModel(lambda: 3, loss, ROWS), "returns int, not an nn.Module"),
     (OwnModel(missing, loss, ROWS), r"its model\(\) fails: RuntimeError: no such weights \(.*_definitions.py:\d+\)"),
@@ -234,6 +235,41 @@ def settled(config: RunConfig, folder: Path) -> float | str:
 def test_the_bucket_size_can_be_measured(pool, tmp_path):
     first, second = pool.run(settled, 2, config_of("unet", {"dp": 2, "zero": 1, "bucket_mb": "auto"}), tmp_path)
     assert first == second == 1.0  # all sizes give one bucket
+
+
+def by_sample(model: nn.Module, batch: Tensor) -> tuple[Tensor, int, dict[str, tuple[float, int]]]:
+    """A loss whose metrics have the name of its micro-batch's half of the samples."""
+    return *loss(model, batch), {"low" if batch.min() < 0.5 else "high": (1.0, 1)}
+
+
+def by_replica(model: nn.Module, batch: Tensor) -> tuple[Tensor, int, dict[str, tuple[float, int]]]:
+    """A loss with a metric on one rank alone, and one without terms."""
+    return *loss(model, batch), {"empty": (0.0, 0), "a": (3.0, 1)} | ({"b": (1.0, 1)} if dist.get_rank() else {})
+
+
+one_name = OwnModel(net, lambda model, batch: (*loss(model, batch), {"empty": (0.0, 0), "a": (3.0, 1)}), ROWS)
+two_names, some_names = OwnModel(net, by_sample, ROWS), OwnModel(net, by_replica, ROWS)
+
+
+def metrics_or_refusal(config: RunConfig) -> str:
+    engine = start(config)
+    try:
+        engine.step(0)
+    except UsageError as error:
+        return str(error)
+    return str(engine.metrics)
+
+
+@pytest.mark.parametrize(("name", "dp", "says"), [
+    ("one_name", 2, r"^{'a': 3.0}$"),
+    ("two_names", 1, r"the metrics of its loss\(\) are \w+, and of another batch \w+.\n  Return all of them"),
+    ("some_names", 2, r"are a, (b, )?empty on this rank, and others on another.\n  Return all of them for each batch"),
+])  # fmt: skip
+def test_metrics_have_the_same_names_in_all_batches(name, dp, says, pool):
+    config = named(name, train={"global_batch": 16})
+    layout = config.parallel.model_copy(update={"dp": dp, "zero": 0})
+    for found in pool.run(metrics_or_refusal, dp, config.model_copy(update={"parallel": layout})):
+        assert re.search(says, found), found
 
 
 def test_samples_that_draw_are_those_of_the_seed_and_are_not_made_by_a_thread():

@@ -129,6 +129,7 @@ def test_what_cannot_be_is_refused_before_a_rank_starts(section, field, value, s
 
 @pytest.mark.parametrize(("name", "layout", "sections", "says"), [
     ("factors", {"dp": 2, "zero": 1}, {}, "its optimizer updates a part of a parameter in another way"),
+    ("counting", {}, {}, "the steps of its optimizer change updates of its groups, which checkpoints do not store"),
     ("nadam", {}, {"optimizer": {"name": "muon"}}, "optimizer.name = 'muon' with an OwnModel that has make_optimizer"),
     ("nadam", {}, {"train": {"precision": "bf16-all"}}, "train.precision = 'bf16-all' with make_optimizer"),
 ])  # fmt: skip

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.base.errors import UsageError
+from shoal.engine.own.chain import find_chain
 from shoal.engine.own.definition import OwnModel
 from shoal.engine.own.samples import OwnDataset
-from shoal.engine.own.stage import find_chain
 from shoal.engine.precision.policy import POLICIES
 from shoal.launch import train as train_module
 from shoal.training.check import check

@@ -132,6 +132,10 @@ def test_another_model_does_not_resume_a_run(undisturbed):
     ({"blocks": "layers"}, "its blocks are the text 'layers'"),
     ({"trian": {}}, "Run: there is no key 'trian'; did you mean 'train'"),
     ({"train": {"stpes": 1}}, r"Run: there is no key 'train.stpes'; did you mean 'steps'"),
+    ({"layout": {"dp": 2}}, r"Run: layout = {'dp': 2}.\n  Give shoal.Layout"),
+    ({"layout": "Auto"}, "Run: layout = 'Auto'"),
+    ({"optimizer": torch.optim.SGD}, r"Run: optimizer = <class 'torch.optim.sgd.SGD'>.\n  .* or make_optimizer="),
+    ({"optimizer": "sgd"}, "Run: optimizer = 'sgd'"),
     ({"parallel": {"dp": 2}}, r"section \[parallel\] is given.\n  Give layout="),
 ])  # fmt: skip
 def test_wrong_arguments_are_named(arguments, says):

@@ -1,0 +1,94 @@
+"""Settings of a run that a model of one's own cannot have."""
+
+from __future__ import annotations
+
+from shoal.base.errors import UsageError
+from shoal.engine.own.definition import OwnShape, load_own_model
+from shoal.engine.own.optimizer import MakeOptimizer, check_optimizer
+from shoal.engine.own.tensor import SplitRanks, apply_table
+from shoal.pipeline.from_layout import build_layout_program, splits_backward
+from shoal.spec.config import RunConfig
+from shoal.spec.config.data import DataConfig
+from shoal.spec.config.model import ModelConfig
+from shoal.spec.config.sections import OptimizerConfig, TrainConfig
+from shoal.spec.layout import Layout
+from shoal.spec.number_formats import FORMATS
+from shoal.spec.schedules import ASYNCHRONOUS, SLICED
+
+OWN_LAYOUT = ("dp", "tp", "zero", "zero_shard", "micro_batch", "bucket_mb", "overlap", "prefetch",
+              "reshard_after_forward", "offload")  # fmt: skip
+"""Fields of a layout that any module can have."""
+
+OWN_PIPELINE = ("pp", "schedule", "virtual_stages", "stage_layers")
+"""Fields of a layout that a module with a pipeline can have."""
+
+
+def check_own_model(config: RunConfig) -> OwnShape:
+    """Load the run's own model, and reject settings that need to know its layers.
+
+    Raises:
+        UsageError: naming the setting.
+    """
+    if config.model != ModelConfig(name=config.model.name, module=config.model.module):
+        raise UsageError("model.module gives the full model.\n  Leave all other fields of [model] but name out.")
+    own, layout = load_own_model(config.model.module), config.parallel
+    for name in layout.model_fields_set:
+        value, default = getattr(layout, name), Layout.model_fields[name].default
+        if name in OWN_PIPELINE and not own.pipeline and value != default:
+            raise UsageError(f"parallel.{name} = {value!r} with model.module, whose layers shoal does not know.\n  "
+                             "Give pipeline in its OwnModel: the names of modules that run one after the other.")
+        if name not in (*OWN_LAYOUT, *OWN_PIPELINE) and value != default:
+            raise UsageError(f"parallel.{name} = {value!r} with model.module, whose layers shoal does not know."
+                             f"\n  Leave it out; {', '.join(OWN_LAYOUT)} work with any module.")
+    if layout.pp > 1:
+        check_own_pipeline(config)
+    for name in config.data.model_fields_set - {"sequence_length", "cache"}:
+        if getattr(config.data, name) != DataConfig.model_fields[name].get_default(call_default_factory=True):
+            raise UsageError(f"data.{name} with model.module, whose OwnModel has its own samples.\n  Leave it out: "
+                             "data, validation and collate of the OwnModel take the place of [data].")
+    if layout.tp > 1:
+        apply_table(own.build_empty(), own.tensor_parallel, SplitRanks(None, 0, layout.tp))
+    for name in ("compile", "cuda_graphs", "attention"):
+        value = getattr(config.train, name)
+        if value != TrainConfig.model_fields[name].default:
+            raise UsageError(f"train.{name} = {value!r} with model.module: leave it out, and do so in the module.")
+    if FORMATS[config.train.precision].products != "compute":
+        raise UsageError(f"train.precision = '{config.train.precision}' with model.module: its products are its own."
+                         "\n  Choose fp32, bf16, fp16 or fp64.")
+    if own.make_optimizer:
+        check_own_optimizer(config, own.make_optimizer)
+    if config.optimizer.name.startswith("sophia"):
+        raise UsageError(f"optimizer.name = '{config.optimizer.name}' with model.module: it needs logits of tokens."
+                         "\n  Choose another optimizer.")
+    return OwnShape.describe(own)
+
+
+def check_own_optimizer(config: RunConfig, make: MakeOptimizer) -> None:
+    """Reject settings that an optimizer of one's own cannot have; try it out.
+
+    Raises:
+        UsageError: naming the setting.
+    """
+    if config.optimizer.name != OptimizerConfig.model_fields["name"].default:
+        raise UsageError(f"optimizer.name = '{config.optimizer.name}' with an OwnModel that has make_optimizer."
+                         "\n  Leave one of them out.")
+    formats = FORMATS[config.train.precision]
+    if formats.widened or formats.narrow:
+        raise UsageError(f"train.precision = '{config.train.precision}' with make_optimizer: only optimizers of shoal "
+                         "round weights and states.\n  Choose fp32, bf16, fp16 or fp64.")
+    check_optimizer(make, config.optimizer, sharded=config.parallel.zero > 0 or config.parallel.tp > 1)
+
+
+def check_own_pipeline(config: RunConfig) -> None:
+    """Reject what a pipeline of one's own modules cannot do.
+
+    Raises:
+        UsageError: naming the setting.
+    """
+    layout = config.parallel
+    if layout.zero == 3:
+        raise UsageError("parallel.zero = 3 with parallel.pp and model.module.\n  Use zero 2.")
+    program = build_layout_program(layout, layout.microbatches(config.train.global_batch))
+    if layout.schedule in (*SLICED, *ASYNCHRONOUS) or splits_backward(program) or program.model_copies > 1:
+        raise UsageError(f"parallel.schedule = {layout.schedule} with model.module: it slices sequences, splits "
+                         "backward, or has several copies of weights.\n  Use gpipe, 1f1b or interleaved-1f1b.")
