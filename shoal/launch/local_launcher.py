@@ -22,14 +22,14 @@ from shoal.base.files import read_json, read_tail
 from shoal.base.journal import Journal
 from shoal.base.terminal import warn
 from shoal.launch.prefork import PreforkServer, PreforkServerEnded, end_processes, local_environment
-from shoal.launch.rank_env import failure_path
+from shoal.launch.rank_env import PLACE, failure_path
 from shoal.launch.recovery.generations import LEAVE, LOG
 from shoal.launch.watch import watchdog
 from shoal.launch.watch.rank_failure import Ending, Failure
 from shoal.spec.config import FailoverConfig
 from shoal.training.resilience import heartbeat
 from shoal.training.resilience.heartbeat import HeartbeatRecord, Phase
-from shoal.training.stop import PREEMPTED, REQUESTED, StopRequests
+from shoal.training.stop import PREEMPTED, REGROUP, REQUESTED, StopRequests
 
 PRELOADED = (
     "shoal.launch.preload", "shoal.training.trainer", "shoal.training.async_dp.trainers", "shoal.training.check",
@@ -48,11 +48,17 @@ def start_rank_server(ranks: int, device: str) -> PreforkServer:
 
 
 class RankProcess:
-    """Process of a rank, which takes orders through a pipe (`shoal.launch.recovery.generations`)."""
+    """Process of a rank, which takes orders through a pipe (`shoal.launch.recovery.generations`).
+
+    Attributes:
+        place: index of its device, which is its rank in the layout without losses; -1 for a spare.
+        ready: file that a replacement creates once it can join; None for any other process.
+    """
 
     def __init__(
         self, server: PreforkServer, module: str, environment: Mapping[str, str], log: Path, *, heard: bool
     ):
+        self.place, self.ready = -1, None
         received, self._orders = os.pipe()
         try:
             self.process = server.start(module, environment, log, heard=heard, pipe=received)
@@ -64,6 +70,11 @@ class RankProcess:
         weakref.finalize(self, os.close, self._orders)
         self.pid, self.poll, self.wait = self.process.pid, self.process.poll, self.process.wait
         self.send_signal = self.process.send_signal
+
+    @property
+    def can_join(self) -> bool:
+        """Whether it runs, and has tried its device if it is a replacement."""
+        return self.poll() is None and (self.ready is None or self.ready.exists())
 
     @property
     def returncode(self) -> int | None:
@@ -111,6 +122,7 @@ class RankProcesses:
         self.processes: list[RankProcess] = []
         self.survivors: dict[int, RankProcess] = {}  # after the loss of a rank: processes that can take part again
         self.lost: Failure | None = None  # rank killed by the watchdog
+        self.asked_to_regroup = False
         self._seen: dict[int, float] = {}  # when the end of a rank was noticed
         self._left_since = float("inf")  # since when a rank has left its groups
         self._passed = 0  # stop requests already forwarded to the ranks
@@ -121,8 +133,8 @@ class RankProcesses:
         self.watchdog, self._began = watchdog.Watchdog(self.limits), time.monotonic()
         try:
             for rank in sorted(range(ranks), key=self.kept.__contains__):  # new ones first, as they take longest
-                if self.stop.count:
-                    break
+                if self.stop.count and not self.kept:
+                    break  # those that are kept save their state first
                 self._start(module, rank, ranks, environment)
             self.started(self.server.pid, self.scratch, [process.pid for process in self.processes])
             return self._watch()
@@ -141,21 +153,24 @@ class RankProcesses:
             "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks), "SHOAL_SCRATCH": str(self.scratch),
             "SHOAL_OWNER": str(os.getpid()), **environment,
         }
+        log, moves = {LOG: str(self._log(rank))}, self.limits.shrink == "replicas"  # a process may take other ranks
         if (process := self.kept.get(rank)) is not None:
-            process.tell(variables)
+            process.tell(variables | ({PLACE: str(process.place)} | log if moves else {}))
         else:
             Journal(self._log(rank)).append(self.header)  # after the output of earlier launches
             while self.spares and process is None:
                 if (spare := self.spares.pop(0)).poll() is None:
-                    spare.tell(variables | {LOG: str(self._log(rank))})
+                    spare.tell(variables | log)
                     process = spare
         if process is None:
-            process = RankProcess(self.server, module, variables, self._log(rank), heard=rank == 0)
+            given = variables | (log if moves else {})
+            process = RankProcess(self.server, module, given, self._log(rank), heard=rank == 0 or moves)
+        process.place = rank if process.place < 0 else process.place
         self.processes.insert(rank, process)
 
     def _watch(self) -> Ending:
         ended = self._ended()
-        while len(ended) < len(self.processes) and not self._failed():
+        while len(ended) < len(self.processes) and not self._failed() and not self._regrouped():
             self._pass_on()
             self._look()
             self._end_if_apart()
@@ -163,6 +178,9 @@ class RankProcesses:
             ended |= self._ended()
         self._look(at_once=True)
         furthest = max((record.steps for record in self._records() if record and record.begun >= 0), default=-1)
+        if self._regrouped():
+            self.survivors = dict(enumerate(self.processes))
+            return Ending(0, None, furthest, regrouped=True)
         if not self._failed():
             for rank, process in enumerate(self.processes):
                 if process.returncode and process.returncode != PREEMPTED:
@@ -231,6 +249,12 @@ class RankProcesses:
         record = heartbeat.read(heartbeat.record_path(self.scratch, rank))
         return record is not None and record.phase is Phase.LEFT
 
+    def _regrouped(self) -> bool:
+        """Return whether all ranks have left their groups because they were asked to."""
+        return self.asked_to_regroup and all(
+            process.poll() is None and self._left(rank) for rank, process in enumerate(self.processes)
+        )
+
     def _code(self) -> int:
         if all(process.returncode == 0 for process in self.processes) and self.processes:
             return 0
@@ -253,6 +277,7 @@ class RankProcesses:
     def _failed(self) -> bool:
         now = time.monotonic()
         left = any(rank not in self._seen and self._left(rank) for rank in range(len(self.processes)))
+        left = left and not self.asked_to_regroup
         self._left_since = min(self._left_since, now) if left else float("inf")
         if now > self._left_since + GRACE_SECONDS:  # connections were lost, though no rank has ended
             return True
@@ -342,6 +367,12 @@ class RankProcesses:
             how = f"did not join the others within {limit:g} s and was ended,"
             self.keeps, self.lost = False, Failure(apart[0], -signal.SIGKILL, trouble=how, record=records[apart[0]])
             self.processes[apart[0]].send_signal(signal.SIGKILL)
+
+    def regroup(self) -> None:
+        """Ask the ranks to keep their state after the current step, leave their groups and wait for the next attempt."""
+        self.asked_to_regroup = True
+        with suppress(OSError):
+            (self.scratch / REGROUP).touch()
 
     def _pass_on(self) -> None:
         """Forward stop requests: SIGTERM for the first, SIGKILL for the second."""

@@ -18,6 +18,8 @@ from shoal.base.errors import DivergenceError, UsageError, redact
 from shoal.base.files import read_json, write_atomically
 from shoal.engine.device import pick_device
 
+PLACE = "SHOAL_PLACE"  # variable: see `RankEnv.place`
+
 
 @dataclass(frozen=True)
 class RankEnv:
@@ -26,6 +28,7 @@ class RankEnv:
     Attributes:
         how: launcher: `RankProcesses` ("local"), torchrun (or anything that sets its variables), or SLURM's srun.
         master: rendezvous address and port, unless the ranks rendezvous through a file.
+        place: index of the device of a process that may have had another rank; None takes the local rank.
     """
 
     rank: int
@@ -34,10 +37,12 @@ class RankEnv:
     local_world_size: int
     how: Literal["local", "torchrun", "slurm"]
     master: tuple[str, int] = ("", 0)
+    place: int | None = None
 
     def device(self, choice: str) -> torch.device:
         """Select the device of this rank. See `pick_device`."""
-        return pick_device(choice, self.local_rank, bound=self.how == "slurm")
+        index = self.local_rank if self.place is None else self.place
+        return pick_device(choice, index, bound=self.how == "slurm")
 
     def neighbours(self) -> range:
         """Return the ranks of this machine that are in the world (ranks are numbered machine by machine)."""
@@ -77,7 +82,7 @@ def _from_torchrun() -> RankEnv:
     ranks, local_ranks = _number("WORLD_SIZE"), _number("LOCAL_WORLD_SIZE")
     place = _number("RANK", below=ranks), ranks, _number("LOCAL_RANK", below=local_ranks), local_ranks
     if local:
-        return RankEnv(*place, "local")
+        return RankEnv(*place, "local", place=int(os.environ.get(PLACE, place[2])))
     return RankEnv(*place, "torchrun", (os.environ["MASTER_ADDR"], _number("MASTER_PORT", below=1 << 16)))
 
 

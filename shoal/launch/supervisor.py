@@ -25,6 +25,7 @@ from shoal.launch.devices import find_devices, visible_devices_variable
 from shoal.launch.local_launcher import RankProcess, RankProcesses, start_rank_server
 from shoal.launch.prefork import PreforkServer, PreforkServerEnded, end_processes, local_environment
 from shoal.launch.recovery.elastic_layout import replan
+from shoal.launch.recovery.generations import READY, TRIED
 from shoal.launch.watch.rank_failure import Ending
 from shoal.spec.config import RunConfig
 from shoal.training.check import check
@@ -36,6 +37,8 @@ from shoal.training.stop import PREEMPTED, StopRequests
 
 PROCESSES_FILE = "processes.json"
 """File in the folder of a live run with its process ids and the folder of the heartbeat records."""
+
+REPLACE_SECONDS = 2.0  # between two tries to replace lost processes while the others go on
 
 
 class Supervisor:
@@ -69,6 +72,10 @@ class Supervisor:
         self._recovery: tuple[float, int] | None = None  # pending recovery: start time, steps done at the failure
         self._kept: dict[int, RankProcess] = {}  # processes of the survivors of a lost rank
         self._spares: list[RankProcess] = []  # processes that wait for the place of a lost rank
+        self._waiting: list[RankProcess] = []  # survivors and replacements without a rank in the present layout
+        self._placed = True  # whether the devices are numbered as without losses
+        self._regrouping = False  # whether the pending recovery follows no loss, but lets replicas join
+        self._tried = 0.0  # when lost processes were last replaced
         self._begun = False
         self.began = 0  # steps done at the start of the newest attempt
         self._diverged = -1  # steps done at the last divergence
@@ -96,10 +103,7 @@ class Supervisor:
         if self._server is None or self._server.ended:
             asked = self.config.parallel.world_size
             self._server = stack.enter_context(start_rank_server(asked, self.device))
-        layout = self._layout
         config, variables = self._plan()
-        if config.parallel != layout or variables:
-            self._end_kept()
         ranks = config.parallel.world_size
         scratch = stack.enter_context(
             temporary_folder("shoal-launch", self.folder, self.config.failover.memory_folder, self.folder)
@@ -109,7 +113,7 @@ class Supervisor:
             payload |= {"resume": True, "restarted": True}
         (scratch / "payload.json").write_text(json.dumps(payload))
         self._begun = False
-        processes = RankProcesses(
+        self._ranks = processes = RankProcesses(
             self.logs, scratch, self.device, self.stop, self._server, self.config.failover, kept=self._kept,
             spares=self._spares,
             keeps=self._keeps(), survivable=self.survivable, notice=self._notice, started=self._write_processes,
@@ -126,8 +130,12 @@ class Supervisor:
         return all_reduce and failover.restarts > 0 and failover.recovery_timeout_seconds > 0
 
     def _end_kept(self) -> None:
-        end_processes([each.process for each in self._kept.values()])
-        self._kept = {}
+        end_processes([each.process for each in self._alive])
+        self._kept, self._waiting = {}, []
+
+    @property
+    def _alive(self) -> list[RankProcess]:
+        return [each for each in (*self._kept.values(), *self._waiting) if each.poll() is None]
 
     def _start_spares(self) -> None:
         """Start missing spares, as far as the system can."""
@@ -145,32 +153,95 @@ class Supervisor:
             UsageError: the run is impossible on these devices.
         """
         asked = self.config.parallel.world_size
-        available = find_devices(self.folder, self.device, asked, self._server if self.attempt else None)
+        tested = self.attempt > 0 and not self._regrouping  # replacements have tried theirs
+        available = find_devices(self.folder, self.device, asked, self._server if tested else None)
         if len(available) < asked and not self.config.failover.replan:
             raise UsageError(
                 f"{len(available)} of {asked} devices available, and failover.replan = false."
                 "\n  Restore the others, or leave failover.replan out."
             )
-        config = self.config
-        if len(available) < asked:
-            config = replan(config, check(config), len(available), fits=self._fits)
+        variables: dict[str, str] = {}
+        if on_those_left := self._plan_on_those_left(available):
+            config, there = on_those_left, f"{len(self._alive)} of {asked} ranks"
+        else:
+            config, there = self.config, f"{len(available)} of {asked} devices"
+            self._placed = len(available) == asked
+            if not self._placed:
+                config = replan(config, check(config), len(available), fits=self._fits)
+            chosen = available[: config.parallel.world_size]
+            if self.device == "cuda" and chosen != list(range(len(chosen))):
+                variables = visible_devices_variable(chosen)
+            if variables or config.parallel != self._layout:
+                self._end_kept()
         if config.parallel != self._layout:
             self._layout = config.parallel
-            warn(f"{len(available)} of {asked} devices available: now on {config.parallel.describe()}")
+            warn(f"{there} available: now on {config.parallel.describe()}")
             write_event(
                 self.folder, "replanned", attempt=self.attempt, devices=available, layout=config.parallel.describe(),
                 ranks=config.parallel.world_size,
             )
-        chosen = available[: config.parallel.world_size]
-        narrowed = self.device == "cuda" and chosen != list(range(len(chosen)))
-        return config, visible_devices_variable(chosen) if narrowed else {}
+        return config, variables
+
+    def _plan_on_those_left(self, available: list[int]) -> RunConfig | None:
+        """Give ranks to the processes that can take part at once, where `failover.shrink` allows fewer replicas.
+
+        Returns:
+            The run with the replicas that they suffice for; with all of them if not even for one, so that the missing
+            processes are started first. None if all have to be started.
+        """
+        if self.config.failover.shrink == "never" or not self._kept or not self._placed:
+            return None
+        self._spares[:] = [spare for spare in self._spares if spare.poll() is None]
+        missing = sorted({*available} - {each.place for each in self._alive})
+        for place, spare in zip(missing, tuple(self._spares), strict=False):
+            spare.place = place
+            self._spares.remove(spare)
+            self._waiting.append(spare)
+        there = {each.place: each for each in self._alive if each.place in available}
+        end_processes([each.process for each in self._alive if each.place not in there])
+        chosen = {place: each for place, each in sorted(there.items()) if each.can_join}
+        try:
+            config = replan(self.config, check(self.config), len(chosen), fits=self._fits, replicas=True)
+        except UsageError:
+            if len(available) < self.config.parallel.world_size:
+                return None
+            config, chosen = self.config, there
+        ranks = config.parallel.world_size
+        others = (each for place, each in chosen.items() if place >= ranks)
+        spread = {rank: chosen.get(rank) or next(others, None) for rank in range(ranks)}
+        self._kept = {rank: each for rank, each in spread.items() if each}
+        self._waiting = [each for each in there.values() if each not in self._kept.values()]
+        return config
+
+    def _replace_lost(self) -> None:
+        """Start processes in the place of lost ones while the others go on; once all can take part, let them join."""
+        asked, alive = self.config.parallel.world_size, self._alive
+        if len(alive) == asked and all(each.can_join for each in alive):
+            self._ranks.regroup()
+        if len(alive) == asked or time.monotonic() < self._tried + REPLACE_SECONDS:
+            return
+        self._tried = time.monotonic()
+        with suppress(PreforkServerEnded, OSError, UsageError):  # the next try may succeed
+            lost = {*find_devices(self.folder, self.device, asked, None)} - {each.place for each in alive}
+            for place in sorted(lost):
+                ready = self._ranks.scratch / f"ready-{place}"
+                ready.unlink(missing_ok=True)
+                tried = f"cuda:{place}" if self.device == "cuda" else "cpu"
+                environment = {**local_environment(asked, self.device), READY: str(ready), TRIED: tried}
+                assert self._server is not None
+                process = RankProcess(self._server, self.module, environment, self.logs / "spares.log", heard=True)
+                process.place, process.ready = place, ready
+                self._waiting.append(process)
 
     def _fits(self, config: RunConfig) -> None:
         check_memory(config, check(config), torch.device(self.device), range(config.parallel.world_size))
 
     def _should_restart(self, ending: Ending) -> bool:
         """Return whether to start another attempt; record the failure."""
-        cause = ending.cause
+        cause, self._regrouping, self._tried = ending.cause, ending.regrouped, 0.0
+        if ending.regrouped:
+            self._recovery = time.monotonic(), ending.furthest
+            return True
         if cause is None:
             return False
         if self.stop.count and cause.code < 0:  # killed by our own signals
@@ -228,12 +299,16 @@ class Supervisor:
         if self._recovery and first.steps > first.begun:
             (since, furthest), self._recovery = self._recovery, None
             seconds, lost = time.monotonic() - since, max(0, furthest - first.begun)
-            self.recoveries.append(seconds)
+            if not self._regrouping:
+                self.recoveries.append(seconds)
             self.lost += lost
             write_event(
-                self.folder, "recovered", attempt=self.attempt, step=first.begun, lost=lost, seconds=round(seconds, 2),
-                kind=self._kind,
+                self.folder, "joined" if self._regrouping else "recovered", attempt=self.attempt, step=first.begun,
+                lost=lost, seconds=round(seconds, 2), kind=self._kind,
             )
+            self._regrouping = False
+        if self._kept and self._placed and self._layout != self.config.parallel and self._recovery is None:
+            self._replace_lost()
         return self._recovery is not None
 
     def _write_processes(self, server: int, scratch: Path, ranks: list[int]) -> None:

@@ -52,6 +52,19 @@ def check_elastic(run_folder: Path | None, environment: Mapping[str, str] = os.e
         )
 
 
+def refuse_shrink(config: RunConfig) -> None:
+    """Reject `failover.shrink` on ranks that shoal has not started.
+
+    Raises:
+        UsageError: it is set.
+    """
+    if config.failover.shrink != "never":
+        raise UsageError(
+            f"failover.shrink = '{config.failover.shrink}' on ranks of torchrun or SLURM, which end all ranks when one "
+            "is lost.\n  Leave it out; a restart on fewer nodes takes fewer replicas (failover.replan)."
+        )
+
+
 def refuse_again(member: RankEnv, environment: Mapping[str, str] = os.environ) -> None:
     """Raise the `UsageError` of the previous attempt, if any: torch elastic restarts after any exit code."""
     if restarts(environment) and int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:

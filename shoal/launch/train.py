@@ -17,7 +17,7 @@ from shoal.launch.checks.memory import check_memory
 from shoal.launch.local_launcher import start_rank_server
 from shoal.launch.rank_env import RankEnv, detect_rank_env, record_end
 from shoal.launch.supervisor import Supervisor
-from shoal.launch.torch_elastic import adapt_to_ranks, check_elastic, idle, refuse_again, should_resume
+from shoal.launch.torch_elastic import adapt_to_ranks, check_elastic, idle, refuse_again, refuse_shrink, should_resume
 from shoal.launch.watch.peer_watch import make_shared_folder
 from shoal.spec.config import RunConfig
 from shoal.training.async_dp.engines import survives_rank_loss
@@ -92,6 +92,7 @@ def _train(
     if auto_resume and run_folder is None:
         raise UsageError("--auto-resume needs --run-folder, by which the run is found when the job is started again.")
     if member is not None:
+        refuse_shrink(config)
         check_elastic(resume or run_folder)
         refuse_again(member)
         config = adapt_to_ranks(config, check(config), member, auto_resume)

@@ -25,7 +25,7 @@ from shoal.engine.device import (
     write_collective_traces,
 )
 from shoal.launch.rank_env import RankEnv, detect_rank_env, read_payload, record_end, scratch_folder
-from shoal.launch.recovery.generations import Abandoned, Orders, forget, is_peer_loss, leave_world
+from shoal.launch.recovery.generations import Abandoned, Orders, forget, get_ready, is_peer_loss, leave_world
 from shoal.launch.rendezvous import become_rank, open_port_notice
 from shoal.launch.watch.peer_watch import LastState, PeerWatch, find_cause, make_shared_folder, read_previous_attempt
 from shoal.spec.config import build_config
@@ -66,6 +66,9 @@ class Generation:
 
         Args:
             built: callback that receives the trainer before its first step.
+
+        Raises:
+            Abandoned: the ranks are to meet again in another layout.
         """
         payload, member = self.payload, self.member
         config = build_config(payload["config"])
@@ -113,7 +116,8 @@ class Generation:
             trainer.display.note(open_port)
         if built is not None:
             built(trainer)
-        trainer.run()
+        if trainer.run():
+            raise Abandoned
         trainer.barrier()
         self.beat.phase(Phase.DONE)
         if neighbours is not None:
@@ -137,7 +141,7 @@ class Generation:
             write_event(folder, "resumed", step=self.trainer.step, ranks=ranks, how=how)
 
     def abandon(self, error: BaseException) -> None:
-        """Leave the world after the loss of another rank, of which ``error`` is the consequence."""
+        """Leave the world for another generation; ``error`` is `Abandoned`, or the consequence of a rank's loss."""
         if self.records is not None and not isinstance(error, Abandoned):
             record_end(self.records, self.member.rank, error)
         trainer, self.trainer = self.trainer, None
@@ -162,6 +166,7 @@ def run_generations(built: Callable[[Trainer], None] | None = None) -> int:
     outlive_readers()
     orders = Orders()
     if "RANK" not in os.environ:  # a spare
+        get_ready()
         orders.next()
     while True:
         generation: Generation | None = None

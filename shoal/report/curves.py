@@ -117,7 +117,7 @@ def _marks(metrics: Sequence[StepMetrics], events: Sequence[dict[str, Any]]) -> 
         step = event.get("step")
         if type(step) is not int or step < 0:
             continue
-        if event["event"] in ("resumed", "recovered", "rolled back"):
+        if event["event"] in ("resumed", "recovered", "joined", "rolled back"):
             changes = event.get("changed")
             changed |= isinstance(changes, dict) and any(str(name).startswith("parallel.") for name in changes)
             changed |= ranks is not None and event.get("ranks", ranks) != ranks

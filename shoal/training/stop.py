@@ -14,6 +14,9 @@ PREEMPTED = 75
 REQUESTED = "stop"
 """File beside the heartbeats of a run's ranks that their parent creates before it asks them to stop."""
 
+REGROUP = "regroup"
+"""File beside it that their parent creates so that they keep their state and meet again in another layout."""
+
 
 class StopRequests:
     """Counter of signals that request a stop. As a context manager, it restores the previous handlers on exit.
@@ -28,6 +31,16 @@ class StopRequests:
         self.requested = requested
         self.count = 0
         self.preempted = False  # by a signal other than Ctrl-C's: the run will be restarted
+
+    @property
+    def ends(self) -> bool:
+        """Whether the run is to end. A process that was between two generations may have missed the signal."""
+        return self.count > 0 or (self.requested is not None and self.requested.exists())
+
+    @property
+    def asked(self) -> bool:
+        """Whether the run is to end, or its ranks to meet again, after the current step."""
+        return self.ends or (self.requested is not None and self.requested.with_name(REGROUP).exists())
 
     def listen(self, *signals: signal.Signals) -> None:
         """Count these signals from now on (default: all)."""

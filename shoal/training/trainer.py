@@ -126,8 +126,12 @@ class Trainer:
 
     # ---- the loop ------------------------------------------------------------------------------------------------
 
-    def run(self) -> None:
-        """Train to the last step or until a stop request, then save the state."""
+    def run(self) -> bool:
+        """Train to the last step or until a stop request, then save the state.
+
+        Returns:
+            Whether the ranks are to meet again in another layout, for which the state was only saved in memory.
+        """
         self.stop.listen()
         self._show_banner()
         stopped, steps = False, self.config.train.steps
@@ -153,6 +157,11 @@ class Trainer:
                     continue
                 stopped = result.stop and self.step < steps  # equal on all ranks, so all stop after the same step
                 self._after_step(result, last=stopped or self.step == steps)
+            if stopped and not any(all_gather(self.stop.ends, self.states.group)):
+                self.beat.phase(Phase.SAVE)
+                self.states.remember(self.step)
+                self.states.wait()
+                return True
             self.beat.phase(Phase.END)
             self.states.save_last(self.step)
             self._close()
@@ -160,6 +169,7 @@ class Trainer:
                 every = all_gather(asdict(self.timed.times), world() if self.mesh.layout.world_size > 1 else None)
                 times = {rank: RankTimes(**spent) for rank, spent in enumerate(every)}
                 self.display.console.print(times_table(times))
+        return False
 
     def _step(self) -> StepResult | None:
         """Run a step. If it only starts, return None, or its result if something is due after it.
@@ -169,7 +179,7 @@ class Trainer:
         Raises:
             NonFinite: on every rank; `step` is then the number of steps before the failed one.
         """
-        stop = self.stop.count > 0
+        stop = self.stop.asked
         if not self.reads_late:
             return self.engine.step(self.step, stop=stop)
         before, started = self.unread, self.engine.start(self.step, stop=stop)

@@ -20,6 +20,7 @@ from shoal.testing.chaos.run import chaos
 RECOVERIES: dict[str, dict[str, Any]] = {
     "survivors, memory": {"memory_every": 1},
     "survivors, memory, a spare": {"memory_every": 1, "spares": 1},
+    "survivors, memory, fewer replicas": {"memory_every": 1, "shrink": "replicas"},
     "survivors, disk": {},
     "all ranks, memory": {"memory_every": 1, "recovery_timeout_seconds": 0},
     "all ranks, disk": {"recovery_timeout_seconds": 0},

@@ -21,12 +21,14 @@ NO_KNOBS = {"straggler": "", "kill": ""}  # disables fault knobs of ranks that m
 
 
 def replan(
-    config: RunConfig, shape: ModelShape, devices: int, fits: Callable[[RunConfig], object] = lambda config: None
+    config: RunConfig, shape: ModelShape, devices: int, fits: Callable[[RunConfig], object] = lambda config: None, *,
+    replicas: bool = False,
 ) -> RunConfig:
     """Return the run on at most ``devices`` devices; unchanged if they suffice.
 
     Args:
         fits: raises `UsageError` for a run that is impossible (too little memory).
+        replicas: whether only the number of replicas may change.
 
     Raises:
         UsageError: no layout fits.
@@ -40,9 +42,12 @@ def replan(
         )
     why: UsageError | None = None
     for layout in sorted(_candidates(config, devices), key=lambda layout: _distance(config.parallel, layout)):
+        if replicas and _distance(config.parallel, layout)[0]:
+            break  # the nearest are first
         update: dict[str, object] = {"parallel": layout, "testing": config.testing.model_copy(update=NO_KNOBS)}
-        if layout.dp == 1 and config.failover.reexecute_on == "replica":  # no other replica exists
-            update["failover"] = config.failover.model_copy(update={"reexecute_on": "same"})
+        if layout.dp == 1:  # no other replica exists
+            alone = {"reexecute_on": "same", "shrink": "never"}
+            update["failover"] = config.failover.model_copy(update=alone)
         changed = config.model_copy(update=update)
         try:
             check_run(changed, shape)

@@ -1,7 +1,7 @@
 """Generations of one rank's process: when a peer is lost, it leaves its groups and joins the next generation.
 
 Process, imports, device context, allocator and compiled code stay; the model is built again and takes the newest saved
-state. The supervisor sends orders through a pipe: the environment of the next generation as JSON, or an empty one to
+state. Ranks also meet again, without a loss, to let lost replicas join. The supervisor sends orders through a pipe: the environment of the next generation as JSON, or an empty one to
 leave the current one. A signal interrupts a rank that computes; a rank that waits for others gets an error:
 every rank that leaves closes its connections, so waits in gloo end one after the other. NCCL is aborted.
 """
@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
 
@@ -26,10 +27,13 @@ import torch.distributed as dist
 from shoal.base.errors import UsageError
 from shoal.engine.collectives.shm.progress import PeerLost
 from shoal.engine.device import abort_device_groups, destroy_world
+from shoal.launch.devices import check_device
 from shoal.launch.prefork import PIPE
 
 LEAVE: dict[str, str] = {}  # order to leave the current generation
-LOG = "SHOAL_LOG"  # variable of an order: file for the output of a process that was a spare
+LOG = "SHOAL_LOG"  # variable of an order: file for the output of a process that takes another rank
+READY = "SHOAL_READY"  # variable of a spare: file that it creates once it has computed on the device `TRIED`
+TRIED = "SHOAL_TRIED"
 INTERRUPT = signal.SIGURG  # ignored by default, and used by no library
 AGAIN_SECONDS = 0.1  # until another interrupt: a callback may have swallowed the exception
 
@@ -50,6 +54,8 @@ class Orders:
         self._inside = False  # whether the main thread is in a generation
         self._given, self._entered = int("RANK" in os.environ), 0  # generations, of which a spare has none yet
         self._main = threading.main_thread().ident or 0
+        self._stdout = os.dup(1)  # of rank 0, which any process may become
+        self._take_log()
         signal.signal(INTERRUPT, self._on_signal)
         pipe = os.environ.pop(PIPE, "")
         if not pipe:
@@ -67,16 +73,17 @@ class Orders:
             self._inside = False
 
     def next(self) -> None:
-        """Wait for the next generation and take its environment, and its log if this process was a spare."""
-        order = self._next.get()
-        os.environ.update(order)
+        """Wait for the next generation and take its environment, and its log if it has another rank."""
+        os.environ.update(self._next.get())
+        self._take_log()
+
+    def _take_log(self) -> None:
         if log := os.environ.pop(LOG, ""):
             end = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
             sys.stdout.flush()
             sys.stderr.flush()
             os.dup2(end, 2)
-            if order["RANK"] != "0":
-                os.dup2(end, 1)
+            os.dup2(self._stdout if os.environ["RANK"] == "0" else end, 1)
             os.close(end)
 
     def _receive(self, pipe: int) -> None:
@@ -98,6 +105,13 @@ class Orders:
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if self._inside:
             raise Abandoned
+
+
+def get_ready() -> None:
+    """Compute on the device of a lost rank, if this spare is to take its place, and say so (`READY`)."""
+    if ready := os.environ.pop(READY, ""):
+        check_device(os.environ.pop(TRIED))
+        Path(ready).touch()
 
 
 def is_peer_loss(error: BaseException | None) -> bool:

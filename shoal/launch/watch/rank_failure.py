@@ -83,11 +83,13 @@ class Ending:
         code: exit code for this process.
         cause: rank that failed first; None if none failed.
         furthest: largest number of steps done by a rank; -1 if none had started.
+        regrouped: whether all ranks have left, as they were asked to, and wait for the next attempt.
     """
 
     code: int
     cause: Failure | None
     furthest: int
+    regrouped: bool = False
 
     @property
     def usage(self) -> bool:

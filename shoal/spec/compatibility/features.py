@@ -177,6 +177,10 @@ CLIPPING = _is_not("optimizer.clip_norm", 0)
 # ---- around the step -------------------------------------------------------------------------------------------------
 
 MEMORY_CHECKPOINTS = _set("failover.memory_every")
+NO_MEMORY_CHECKPOINTS = _is("failover.memory_every", 0)
+NO_RESTARTS = _is("failover.restarts", 0)
+NO_RECOVERY_TIME = _is("failover.recovery_timeout_seconds", 0)
+SHRINKING = _set("failover.shrink")
 REPLICA_CHECKS = _set("failover.check_replicas_every")
 SPIKES = _set("failover.spike_factor")
 NO_SPIKES = _is("failover.spike_factor", 0.0)

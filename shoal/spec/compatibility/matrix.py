@@ -58,6 +58,7 @@ TECHNIQUES: Mapping[str, Example] = {
     "Sophia-G": {"optimizer": {"name": "sophia-g"}},
     "Sophia-H": {"optimizer": {"name": "sophia-h"}},
     "in-memory checkpoints": {"failover": {"memory_every": 10}},
+    "fewer replicas after a loss": {"parallel": {"dp": 2}, "failover": {"memory_every": 10, "shrink": "replicas"}},
     "comparison of replicas": {"failover": {"check_replicas_every": 10}},
     "loss spike detection": {"failover": {"spike_factor": 10.0}},
     "straggler reports": {"failover": {"stragglers_every": 10}},

@@ -272,6 +272,10 @@ class FailoverConfig(Section):
     spares: NonNegativeInt = 0
     """Processes that wait, with all imports done, for the place of a lost rank. They hold no device and no state."""
 
+    shrink: Literal["never", "replicas"] = "never"
+    """Whether a run that lacks processes goes on with fewer replicas, and the same global batch, while they are
+    replaced. They join after a step, with the state from memory. Not under torchrun and SLURM."""
+
     replan: bool = True
     """Restart on fewer devices after a loss, and on all of them when they return, with the layout nearest to parallel.
     Without it, a run that lacks devices ends."""

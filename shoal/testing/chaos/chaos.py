@@ -87,6 +87,7 @@ class Chaos:
         self.folder, self.server, self.log = folder, server, log
         self.others = self._forks()  # not of these runs
         self.steps, self.ranks = config.train.steps, config.parallel.world_size
+        self.shrinks = config.failover.shrink != "never"
         program = build_layout_program(config.parallel, config.parallel.microbatches(config.train.global_batch))
         self.actions = [[action.op.value for action in actions] for actions in program.actions]
         prepare(self.config.data)
@@ -147,6 +148,8 @@ class Chaos:
         fault = Planted(kind.effect, rank, step, op, nth, fraction=rng.random(), seed=rng.randrange(2**31))
         if name in ("kill-two", "kill-recovery"):
             other = rng.choice([each for each in range(self.ranks) if each != rank])
+            if name == "kill-recovery" and self.shrinks:
+                other = 0  # which any layout has
             if name == "kill-recovery":
                 return [fault, Planted(kind.effect, other, 0, START, attempt=1)]
             op, nth = self._action(other, MOMENT_OPS[kind.moment], rng)
@@ -293,7 +296,8 @@ class Chaos:
             except CheckpointError as error:
                 if kind.effect not in DAMAGES:
                     trial.problems.append(str(error))
-        rounding = ROUNDING.get(self.config.train.precision, ROUGH) if kind.rounded else None
+        rounded = kind.rounded or (self.shrinks and any(event["event"] == "replanned" for event in events))
+        rounding = ROUNDING.get(self.config.train.precision, ROUGH) if rounded else None
         trial.problems += compare_checkpoints(last_checkpoint(self.reference), last_checkpoint(folder), rounding)
 
 

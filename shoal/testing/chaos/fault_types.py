@@ -49,9 +49,9 @@ KINDS = {
     "disk-full": FaultType("", "", r"[Nn]o space left on device", late=True),
     "read-only": FaultType("", "", r"[Rr]ead-only file system", late=True),
     "slow": FaultType("slow", "forward", r"slowest: rank RANK "),
-    "lost-node": FaultType("kill", "any", r"rank RANK was killed(.|\n)*devices available: now on", rounded=True),
+    "lost-node": FaultType("kill", "any", r"rank RANK was killed(.|\n)*available: now on", rounded=True),
     "returned-node": FaultType(
-        "kill", "any", r"devices available: now on(.|\n)*devices available: now on", rounded=True
+        "kill", "any", r"available: now on(.|\n)*available: now on", rounded=True
     ),
 }  # fmt: skip
 

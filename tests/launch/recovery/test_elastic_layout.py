@@ -101,6 +101,15 @@ def test_replicas_with_states_of_their_own_are_not_given_up():
         replan(run(dp=2, sync="local-sgd"), SHAPE, 1)
 
 
+@pytest.mark.parametrize(("devices", "replicas"), [(7, 2), (5, 2), (3, 1)])
+def test_only_replicas_are_left_out(devices, replicas):
+    """Of two ranks each; three do not divide 16."""
+    now = replan(run(dp=4, tp=2, micro_batch=2), SHAPE, devices, replicas=True).parallel
+    assert (now.dp, now.tp, now.micro_batch) == (replicas, 2, 2)
+    with pytest.raises(UsageError, match="no layout for 1 of 8 devices"):
+        replan(run(dp=4, tp=2), SHAPE, 1, replicas=True)
+
+
 def test_fault_knobs_of_ranks_that_are_gone_are_dropped():
     config = build_config({"parallel": {"dp": 2}, "train": {"global_batch": 4}, "testing": {"straggler": "1=2"}})
     assert replan(config, SHAPE, 1).testing.straggler == ""

@@ -1,0 +1,104 @@
+"""A run loses ranks and goes on with fewer replicas; the lost ones join after a step, and the losses stay the same."""
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from shoal.base.errors import UsageError
+from shoal.launch.devices import LOST_FILE
+from shoal.launch.local_launcher import RankProcess
+from shoal.launch.torch_elastic import refuse_shrink
+from shoal.spec.config import RunConfig, build_config
+from shoal.training.check import check
+from shoal.training.resilience.events import read_events
+from tests.trainings.runs import checkpoints, curve, logged, wait_for
+from tests.trainings.supervised import config_of
+
+STEPS = 20
+
+
+@pytest.fixture
+def started(monkeypatch) -> list[RankProcess]:
+    """The processes that a supervisor starts."""
+    found: list[RankProcess] = []
+    build = RankProcess.__init__
+    monkeypatch.setattr(RankProcess, "__init__", lambda self, *a, **o: (found.append(self), build(self, *a, **o))[0])
+    return found
+
+
+def assert_same_losses(folder: Path, other: Path) -> None:
+    """Equal to rounding in float64, and no step is missing or logged twice."""
+    assert [step for step, _, _ in curve(folder)] == list(range(1, STEPS + 1))
+    for (_, loss, norm), (_, same_loss, same_norm) in zip(curve(folder), curve(other), strict=True):
+        assert loss == pytest.approx(same_loss, rel=1e-9) and norm == pytest.approx(same_norm, rel=1e-9)
+    assert STEPS in checkpoints(folder)
+
+
+def shrinking(corpus: Path, parallel: dict, **sections: dict) -> RunConfig:
+    failover = {"memory_every": 1, "restarts": 4, "shrink": "replicas"} | sections.pop("failover", {})
+    train = {"precision": "fp64", "global_batch": 6, "steps": STEPS} | sections.pop("train", {})
+    return config_of(corpus, parallel=parallel, failover=failover, train=train, checkpoint={"every": 0}, **sections)
+
+
+def story(folder: Path) -> list[object]:
+    """What happened: the ranks of each layout, and how the run went on."""
+    kinds = {"replanned": "ranks", "recovered": "kind", "joined": "kind"}
+    return [event[kinds[event["event"]]] for event in read_events(folder) if event["event"] in kinds]
+
+
+def test_the_replicas_that_are_left_go_on_and_the_lost_one_joins(supervised, corpus, started, capfd):
+    """Rank 0 of two replicas of two ranks is killed, and the rank that took its place."""
+    config = shrinking(corpus, {"tp": 2}, train={"global_batch": 4})
+    code, undisturbed = supervised(config, name="undisturbed")
+    assert code == 0 and not story(undisturbed)
+    started.clear()
+    code, folder = supervised(config, "kill@4:0:F,,kill@+2:3:R")
+    said = capfd.readouterr().err
+    assert code == 0, said
+    assert story(folder) == [2, "in process", 4, "in process"] * 2, said
+    assert len(started) == 4 + 2  # nothing but the lost ranks
+    assert "3 of 4 ranks available: now on" in said and "4 of 4 ranks available: now on" in said
+    assert not any(event["lost"] > 1 for event in read_events(folder) if event["event"] in ("recovered", "joined"))
+    assert_same_losses(folder, undisturbed)
+
+
+def test_a_replica_joins_when_its_device_is_back(supervised, corpus, started, monkeypatch, tmp_path):
+    """Three replicas; a spare takes the place of the first lost rank, and then rank 0 is lost with its device."""
+    config = shrinking(corpus, {"dp": 3}, failover={"spares": 1}, testing={"min_step_seconds": 0.05})
+    code, undisturbed = supervised(config, name="undisturbed")
+    assert code == 0
+    monkeypatch.setenv("LOST_DEVICES", "[[], [0]]")
+    monkeypatch.setattr("shoal.launch.supervisor.REPLACE_SECONDS", 0.1)
+
+    def restore() -> None:
+        wait_for(lambda: logged(tmp_path / "run") >= 6)
+        (tmp_path / "run" / LOST_FILE).write_text(json.dumps([]))
+
+    thread = threading.Thread(target=restore)
+    thread.start()
+    started.clear()
+    code, folder = supervised(config, "kill@2:1:F,kill@4:0:B")
+    thread.join()
+    assert code == 0
+    assert story(folder) == ["in process", 2, "in process", 3, "in process"]
+    assert_same_losses(folder, undisturbed)
+
+
+@pytest.mark.parametrize(("values", "why"), [
+    ({"parallel": {"dp": 1}}, "parallel.dp = 1: no replica is left"),
+    ({"failover": {"memory_every": 0}}, "failover.memory_every = 0: replicas that join take the state from memory"),
+    ({"failover": {"restarts": 0}}, "failover.restarts = 0: no process survives a loss"),
+    ({"failover": {"recovery_timeout_seconds": 0}}, "recovery_timeout_seconds = 0: no process survives a loss"),
+    ({"parallel": {"sync": "local-sgd"}}, "parallel.sync = .*: its replicas share no common state"),
+])  # fmt: skip
+def test_what_cannot_go_on_with_fewer_replicas_is_refused(values, why):
+    asked = {
+        "parallel": {"dp": 2}, "failover": {"shrink": "replicas", "memory_every": 1}, "train": {"global_batch": 4},
+    }
+    config = build_config({name: section | values.get(name, {}) for name, section in asked.items()})
+    with pytest.raises(UsageError, match=why):
+        check(config)
+    with pytest.raises(UsageError, match="failover.shrink = 'replicas' on ranks of torchrun or SLURM"):
+        refuse_shrink(config)
