@@ -58,7 +58,8 @@ class RankProcess:
     def __init__(
         self, server: PreforkServer, module: str, environment: Mapping[str, str], log: Path, *, heard: bool
     ):
-        self.place, self.ready = -1, None
+        self.place = -1
+        self.ready: Path | None = None
         received, self._orders = os.pipe()
         try:
             self.process = server.start(module, environment, log, heard=heard, pipe=received)
@@ -369,7 +370,7 @@ class RankProcesses:
             self.processes[apart[0]].send_signal(signal.SIGKILL)
 
     def regroup(self) -> None:
-        """Ask the ranks to keep their state after the current step, leave their groups and wait for the next attempt."""
+        """Ask the ranks to keep their state after the current step, leave their groups and wait for another attempt."""
         self.asked_to_regroup = True
         with suppress(OSError):
             (self.scratch / REGROUP).touch()

@@ -38,7 +38,7 @@ from shoal.training.stop import PREEMPTED, StopRequests
 PROCESSES_FILE = "processes.json"
 """File in the folder of a live run with its process ids and the folder of the heartbeat records."""
 
-REPLACE_SECONDS = 2.0  # between two tries to replace lost processes while the others go on
+REPLACE_SECONDS = 2.0  # between two tries to replace lost processes while the others continue
 
 
 class Supervisor:
@@ -162,9 +162,9 @@ class Supervisor:
             )
         variables: dict[str, str] = {}
         if on_those_left := self._plan_on_those_left(available):
-            config, there = on_those_left, f"{len(self._alive)} of {asked} ranks"
+            config, count = on_those_left, f"{len(self._alive)} of {asked} ranks"
         else:
-            config, there = self.config, f"{len(available)} of {asked} devices"
+            config, count = self.config, f"{len(available)} of {asked} devices"
             self._placed = len(available) == asked
             if not self._placed:
                 config = replan(config, check(config), len(available), fits=self._fits)
@@ -175,7 +175,7 @@ class Supervisor:
                 self._end_kept()
         if config.parallel != self._layout:
             self._layout = config.parallel
-            warn(f"{there} available: now on {config.parallel.describe()}")
+            warn(f"{count} available: now on {config.parallel.describe()}")
             write_event(
                 self.folder, "replanned", attempt=self.attempt, devices=available, layout=config.parallel.describe(),
                 ranks=config.parallel.world_size,
@@ -197,24 +197,24 @@ class Supervisor:
             spare.place = place
             self._spares.remove(spare)
             self._waiting.append(spare)
-        there = {each.place: each for each in self._alive if each.place in available}
-        end_processes([each.process for each in self._alive if each.place not in there])
-        chosen = {place: each for place, each in sorted(there.items()) if each.can_join}
+        present = {each.place: each for each in self._alive if each.place in available}
+        end_processes([each.process for each in self._alive if each.place not in present])
+        chosen = {place: each for place, each in sorted(present.items()) if each.can_join}
         try:
             config = replan(self.config, check(self.config), len(chosen), fits=self._fits, replicas=True)
         except UsageError:
             if len(available) < self.config.parallel.world_size:
                 return None
-            config, chosen = self.config, there
+            config, chosen = self.config, present
         ranks = config.parallel.world_size
         others = (each for place, each in chosen.items() if place >= ranks)
         spread = {rank: chosen.get(rank) or next(others, None) for rank in range(ranks)}
         self._kept = {rank: each for rank, each in spread.items() if each}
-        self._waiting = [each for each in there.values() if each not in self._kept.values()]
+        self._waiting = [each for each in present.values() if each not in self._kept.values()]
         return config
 
     def _replace_lost(self) -> None:
-        """Start processes in the place of lost ones while the others go on; once all can take part, let them join."""
+        """Start processes in the place of lost ones while the others continue; once all can take part, let them join."""
         asked, alive = self.config.parallel.world_size, self._alive
         if len(alive) == asked and all(each.can_join for each in alive):
             self._ranks.regroup()

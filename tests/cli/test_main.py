@@ -68,6 +68,7 @@ TYPED = {
     "failover.memory_folder": (Path("/tmp/x y"), ["/tmp/x y"]),
     "failover.spike_window": (9, ["9"]),
     "failover.reexecute_on": ("replica", ["replica"]),
+    "failover.shrink": ("replicas", ["replicas"]),
     "train.precision": ("bf16", ["bf16"]),
     "train.attention": ("explicit", ["explicit"]),
     "train.device": ("cpu", ["cpu"]),

@@ -1,9 +1,10 @@
 """Generations of one rank's process: when a peer is lost, it leaves its groups and joins the next generation.
 
 Process, imports, device context, allocator and compiled code stay; the model is built again and takes the newest saved
-state. Ranks also meet again, without a loss, to let lost replicas join. The supervisor sends orders through a pipe: the environment of the next generation as JSON, or an empty one to
-leave the current one. A signal interrupts a rank that computes; a rank that waits for others gets an error:
-every rank that leaves closes its connections, so waits in gloo end one after the other. NCCL is aborted.
+state. Ranks also meet again, without a loss, to let lost replicas join. The supervisor sends orders through a pipe: the
+environment of the next generation as JSON, or an empty one to leave the current one. A signal interrupts a rank that
+computes; a rank that waits for others gets an error: every rank that leaves closes its connections, so waits in gloo
+end one after the other. NCCL is aborted.
 """
 
 from __future__ import annotations

@@ -163,7 +163,6 @@ CONFLICTS = (
 
     # ---- around the step ---------------------------------------------------------------------------------------------
     Conflict(f.ROLLBACKS, f.NO_SPIKES, "spike detection is off", "Set the factor, for example to 10"),
-    Conflict(f.SHRINKING, f.RELAXED, "its replicas share no common state between two steps", "Leave shrink out"),
     Conflict(f.SHRINKING, f.ONE_REPLICA, "no replica is left after a loss", "Leave shrink out, or use parallel.dp 2"),
     Conflict(f.SHRINKING, f.NO_MEMORY_CHECKPOINTS, "replicas that join take the state from memory",
              "Set failover.memory_every, for example to 10"),

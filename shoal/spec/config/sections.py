@@ -273,7 +273,7 @@ class FailoverConfig(Section):
     """Processes that wait, with all imports done, for the place of a lost rank. They hold no device and no state."""
 
     shrink: Literal["never", "replicas"] = "never"
-    """Whether a run that lacks processes goes on with fewer replicas, and the same global batch, while they are
+    """Whether a run that lacks processes continues with fewer replicas, and the same global batch, while they are
     replaced. They join after a step, with the state from memory. Not under torchrun and SLURM."""
 
     replan: bool = True

@@ -39,7 +39,7 @@ class AsyncTrainer(Trainer):
 
     engine: AsyncEngine
 
-    def run(self) -> None:
+    def run(self) -> bool:
         self.stop.listen()
         self._show_banner()
         self.peak = sum_peak_flops(self.engine, self.local_ranks)
@@ -56,6 +56,7 @@ class AsyncTrainer(Trainer):
             self.beat.phase(Phase.END)
             self._close()
             self._show_board()
+        return False
 
     def barrier(self) -> None:
         """Wait for all living ranks."""

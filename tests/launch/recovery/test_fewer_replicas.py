@@ -1,4 +1,4 @@
-"""A run loses ranks and goes on with fewer replicas; the lost ones join after a step, and the losses stay the same."""
+"""A run loses ranks and continues with fewer replicas; the lost ones join after a step, and the losses stay the same."""
 
 import json
 import threading
@@ -43,7 +43,7 @@ def shrinking(corpus: Path, parallel: dict, **sections: dict) -> RunConfig:
 
 
 def story(folder: Path) -> list[object]:
-    """What happened: the ranks of each layout, and how the run went on."""
+    """What happened: the ranks of each layout, and how the run continued."""
     kinds = {"replanned": "ranks", "recovered": "kind", "joined": "kind"}
     return [event[kinds[event["event"]]] for event in read_events(folder) if event["event"] in kinds]
 
@@ -100,5 +100,5 @@ def test_what_cannot_go_on_with_fewer_replicas_is_refused(values, why):
     config = build_config({name: section | values.get(name, {}) for name, section in asked.items()})
     with pytest.raises(UsageError, match=why):
         check(config)
-    with pytest.raises(UsageError, match="failover.shrink = 'replicas' on ranks of torchrun or SLURM"):
+    with pytest.raises(UsageError, match=r"failover\.shrink = 'replicas' on ranks of torchrun or SLURM"):
         refuse_shrink(config)
