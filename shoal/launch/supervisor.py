@@ -214,7 +214,7 @@ class Supervisor:
         return config
 
     def _replace_lost(self) -> None:
-        """Start processes in the place of lost ones while the others continue; once all can take part, let them join."""
+        """Start processes for lost ones while the others continue; once all can take part, let them join."""
         asked, alive = self.config.parallel.world_size, self._alive
         if len(alive) == asked and all(each.can_join for each in alive):
             self._ranks.regroup()

@@ -1,4 +1,4 @@
-"""A run loses ranks and continues with fewer replicas; the lost ones join after a step, and the losses stay the same."""
+"""A run loses ranks and continues with fewer replicas; the lost ones join after a step, and the losses are the same."""
 
 import json
 import threading
