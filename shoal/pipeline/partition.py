@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 
 from shoal.pipeline.program import Program
@@ -40,10 +41,37 @@ def stage_layers(layers: int, stages: int, head: float = 0.0) -> list[range]:
 
 def assign_layers(shape: ModelShape, program: Program) -> list[range]:
     """Return the layers of each part of a model: as set by the layout, or balanced with the head counted."""
-    if program.layers:
-        ends = list(accumulate(program.layers))
-        return [range(end - size, end) for end, size in zip(ends, program.layers, strict=True)]
-    return balance_layers(shape, program.depth)
+    return read_layers(program) or balance_layers(shape, program.depth)
+
+
+def read_layers(program: Program) -> list[range]:
+    """Return the layers of each part of a model as set by the layout; none if it sets none."""
+    ends = list(accumulate(program.layers))
+    return [range(end - size, end) for end, size in zip(ends, program.layers, strict=True)]
+
+
+def split_work(work: Sequence[float], stages: int) -> list[range]:
+    """Split consecutive modules into ranges, one per stage and none empty, minimising the work of the slowest stage.
+
+    Dynamic programming over the modules before each cut (Narayanan et al. 2019, "PipeDream", section 3.1, without
+    replicated stages). Among equals, the squares of the stages' work decide.
+
+    >>> split_work([1, 1, 1, 1, 4], 2)
+    [range(0, 4), range(4, 5)]
+    """
+    ends = [0.0, *accumulate(work)]
+    # Of the first modules, by their number: the slowest stage, the squares, and the ranges.
+    best = {stop: (ends[stop], ends[stop] ** 2, [range(stop)]) for stop in range(1, len(ends))}
+    for stage in range(1, stages):
+        best = {
+            stop: min(
+                ((max(slowest, ends[stop] - ends[cut]), squares + (ends[stop] - ends[cut]) ** 2,
+                  [*ranges, range(cut, stop)]) for cut, (slowest, squares, ranges) in best.items() if cut < stop),
+                key=lambda each: each[:2],
+            )
+            for stop in range(stage + 1, len(ends))
+        }  # fmt: skip
+    return best[len(work)][2]
 
 
 def balance_layers(shape: ModelShape, stages: int) -> list[range]:

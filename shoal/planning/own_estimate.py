@@ -7,20 +7,19 @@ if they need them. Their FLOPs and saved tensors are counted, and priced as for 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from shoal.base.errors import UsageError
 from shoal.base.units import show_bytes, show_metric, show_seconds
 from shoal.engine.own.blocks import group_parameters
 from shoal.engine.own.check import check_own_model
 from shoal.engine.own.definition import OwnModel, load_own_model
+from shoal.engine.own.flops import count_flops
 from shoal.engine.own.formats import autocast
 from shoal.engine.own.optimizer import count_states
 from shoal.engine.own.samples import OwnBatch, OwnDataset
@@ -237,8 +236,7 @@ def _count(own: OwnModel, policy: Policy, module: nn.Module, batch: OwnBatch) ->
             held[_storage(tensor)] = tensor.untyped_storage().nbytes()
         return tensor
 
-    counter = FlopCounterMode(display=False, custom_mapping=ON_THE_CPU)
-    with counter, _decomposed(), saved_tensors_hooks(keep, lambda tensor: tensor):
+    with count_flops() as counter, saved_tensors_hooks(keep, lambda tensor: tensor):
         with autocast(policy, torch.device("cpu")):
             loss, _, _ = own.compute(module, batch.values)
         loss.backward()
@@ -248,25 +246,6 @@ def _count(own: OwnModel, policy: Policy, module: nn.Module, batch: OwnBatch) ->
         frozen=sum(x.numel() * x.element_size() for x in untrained),
         flops=counter.get_total_flops(), saved=sum(held.values()), sent=sent.bytes,
     )  # fmt: skip
-
-
-ON_THE_CPU = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
-        lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
-        lambda g, q, k, v, *_, **__: sdpa_backward_flop_count(g, q, k, v),
-}  # fmt: skip
-"""FLOPs of operators that torch counts on accelerators alone, from shapes."""
-
-
-@contextmanager
-def _decomposed() -> Iterator[None]:
-    """Let recurrent layers be products: as one operator, they are not counted."""
-    before = torch.backends.mkldnn.set_flags(_enabled=False)
-    try:
-        yield
-    finally:
-        torch.backends.mkldnn.set_flags(_enabled=before[0])
 
 
 def _storage(tensor: Tensor) -> int:

@@ -114,7 +114,7 @@ class Run:
         on_step: Callable[[StepMetrics], object] | None = None,
         on_validation: Callable[[StepMetrics], object] | None = None,
         on_save: Callable[[int, Path], object] | None = None,
-        pipeline: tuple[str, ...] = (),
+        pipeline: tuple[str, ...] | Literal["auto"] = (),
         name: str = "own",
         **sections: dict[str, Any],
     ):

@@ -8,12 +8,11 @@ from shoal.engine.data.batches import CompleteDataset, Dataset, open_complete, o
 from shoal.engine.data.prepare import prepare
 from shoal.engine.data.token_stream import Split
 from shoal.engine.own.chain import find_chain
-from shoal.engine.own.definition import OwnShape, load_own_model
+from shoal.engine.own.definition import load_own_model
 from shoal.engine.own.samples import OwnDataset
 from shoal.engine.own.trial import try_out
 from shoal.engine.precision.policy import POLICIES
 from shoal.pipeline.from_layout import build_layout_program
-from shoal.pipeline.partition import assign_layers
 from shoal.spec.config import RunConfig
 
 
@@ -39,7 +38,7 @@ def try_samples(config: RunConfig) -> None:
             batch = OwnDataset(own, "train", train.seed).batch(range(layout.micro_batch))
             program = build_layout_program(layout, layout.microbatches(train.global_batch))
             chain = find_chain(own, POLICIES[train.precision], train.seed, batch)
-            chain.find_shared(assign_layers(OwnShape.describe(own), program))
+            chain.find_shared(chain.assign(program))
 
 
 def prepare_samples(config: RunConfig) -> None:

@@ -13,19 +13,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.base.errors import UsageError
 from shoal.engine.models.initial import stream_key
 from shoal.engine.own.definition import OwnModel
+from shoal.engine.own.flops import count_flops
 from shoal.engine.own.formats import autocast
 from shoal.engine.own.samples import OwnBatch
 from shoal.engine.own.trial import run_first
 from shoal.engine.precision.policy import Policy
+from shoal.pipeline.partition import read_layers, split_work
+from shoal.pipeline.program import Program
 
 HIDDEN = "hidden_states"
 """Name of the input, if a module of the chain does not take it by position."""
@@ -43,6 +48,7 @@ class Chain:
             the first module.
         places: the same of each module outside of the chain, when it first ran.
         metrics: names of the metrics of the loss.
+        flops: of the forward of each, with what runs between it and the next; the first with all before it.
     """
 
     names: tuple[str, ...]
@@ -51,6 +57,12 @@ class Chain:
     parts: dict[str, frozenset[int]]
     places: dict[str, int]
     metrics: tuple[str, ...]
+    flops: tuple[int, ...]
+
+    def assign(self, program: Program) -> list[range]:
+        """Return the modules of each stage: as set by the layout, or balanced by their FLOPs."""
+        work = self.flops if any(self.flops) else [1] * len(self.flops)
+        return read_layers(program) or split_work(work, program.depth)
 
     def find_shared(self, stages: Sequence[range]) -> frozenset[str]:
         """Return the parameters that both the first and the last stage use.
@@ -80,8 +92,9 @@ class Chain:
 class _Trace:
     """A run of the full module, with a new leaf of autograd as the input of each module of the chain."""
 
-    def __init__(self, module: nn.Module, names: Sequence[str]):
-        self.names, self.entered = names, 0
+    def __init__(self, module: nn.Module, names: Sequence[str], counter: FlopCounterMode):
+        self.names, self.entered, self.counter = names, 0, counter
+        self.counted: list[int] = []  # FLOPs before each
         self.inputs: list[Tensor] = []  # as computed
         self.leaves: list[Tensor] = []
         self.outputs: list[tuple[tuple[int, ...], torch.dtype, int]] = []
@@ -111,6 +124,7 @@ class _Trace:
                 raise UsageError(f"model.module: {name!r} of its pipeline has two inputs with a gradient, and stages "
                                  "send one.\n  Leave it out.")
             self.entered += 1
+            self.counted.append(self.counter.get_total_flops())
             self.inputs.append(x)
             self.leaves.append(x.detach().requires_grad_())
             return set_input(args, kwargs, self.leaves[-1])
@@ -147,8 +161,8 @@ def find_chain(own: OwnModel, policy: Policy, seed: int, batch: OwnBatch) -> Cha
 
 def _trace(own: OwnModel, policy: Policy, module: nn.Module, batch: OwnBatch) -> Chain:
     names = own.name_links(module)
-    trace = _Trace(module, names)
-    with autocast(policy, torch.device("cpu")):
+    with count_flops() as counter, autocast(policy, torch.device("cpu")):
+        trace = _Trace(module, names, counter)
         loss, _, metrics = own.compute(module, batch.values)
     if trace.entered < len(names):
         raise UsageError(f"model.module: {names[trace.entered]!r} of its pipeline does not run in the forward.")
@@ -163,9 +177,11 @@ def _trace(own: OwnModel, policy: Policy, module: nn.Module, batch: OwnBatch) ->
                                  "only pass on their output, or fewer.")
             if id(leaf) in named:
                 parts.setdefault(named[id(leaf)], set()).add(i)
+    counted = [0, *trace.counted[1:], counter.get_total_flops()]
     return Chain(
         names, tuple((tuple(x.shape), x.dtype) for x in trace.inputs), tuple(trace.outputs),
         {name: frozenset(found) for name, found in parts.items()}, trace.places, tuple(sorted(metrics)),
+        tuple(after - before for before, after in pairwise(counted)),
     )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from numbers import Number
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import cloudpickle
 import numpy as np
@@ -49,7 +49,8 @@ class OwnModel:
         blocks: names of modules in the order of the forward, of which ZeRO-3 holds one or two at a time, such as
             ``("layers.0", "layers.1")``; without any, it gathers the full model for each micro-batch.
         pipeline: names of modules that run one after the other, each with the output of the one before as its first
-            input; a list of modules stands for its modules. ``parallel.pp`` splits them into stages.
+            input; a list of modules stands for its modules. ``parallel.pp`` splits them into stages. "auto" takes the
+            list of the most modules, of those in no other list.
         tensor_parallel: how layers are split over ``parallel.tp`` ranks: styles by pattern of their names
             (`shoal.engine.own.tensor`); None for the plan that a model of transformers has (``model.tp_plan``).
         make_optimizer: returns a ``torch.optim.Optimizer`` of groups of parameters, in the place of ``optimizer.name``.
@@ -80,7 +81,7 @@ class OwnModel:
     on_step: Callable[[Any], object] | None = None
     on_validation: Callable[[Any], object] | None = None
     on_save: Callable[[int, Any], object] | None = None
-    pipeline: tuple[str, ...] = ()
+    pipeline: tuple[str, ...] | Literal["auto"] = ()
 
     def __post_init__(self) -> None:
         """Raises `UsageError` if `model` or another function is not callable, or names are given as one text."""
@@ -89,7 +90,7 @@ class OwnModel:
             if not callable(value) and not (value is None and name not in ("model", "loss", "collate")):
                 raise UsageError(f"model.module: its {name} is {_describe(value)}.\n  Give a function.")
         for name in ("blocks", "pipeline"):
-            if isinstance(value := getattr(self, name), str):
+            if isinstance(value := getattr(self, name), str) and (name, value) != ("pipeline", "auto"):
                 raise UsageError(f"model.module: its {name} are the text {value!r}.\n  Give a tuple of names.")
         if self.tensor_parallel is not None and not isinstance(self.tensor_parallel, Mapping):
             raise UsageError(f"model.module: its tensor_parallel is {_describe(self.tensor_parallel)}.\n  Give a dict "
@@ -148,20 +149,30 @@ class OwnModel:
         """Return the names of the modules of the pipeline's chain.
 
         Raises:
-            UsageError: one does not exist, or is named twice.
+            UsageError: one does not exist, or is named twice; or there is no list to take.
         """
         modules, found = dict(module.named_modules()), list[str]()
-        for name in self.pipeline:
+        lists = [name for name, each in modules.items() if isinstance(each, (nn.ModuleList, nn.Sequential))]
+        for name in self._find_longest(modules, lists) if self.pipeline == "auto" else self.pipeline:
             if name not in modules:
                 raise UsageError(f"model.module: its pipeline has {name!r}, which its model has not.\n  Its modules "
                                  f"are {', '.join(list(modules)[1:10])}, ...")
-            listed = isinstance(modules[name], (nn.ModuleList, nn.Sequential))
-            found += [f"{name}.{part}" for part in modules[name]._modules] if listed else [name]
+            parts = [f"{name}.{part}".lstrip(".") for part in modules[name]._modules]
+            found += parts if name in lists else [name]
         for name in found:
             if found.count(name) > 1 or any(name.startswith(f"{other}.") for other in found):
                 raise UsageError(f"model.module: its pipeline has {name!r} twice, or as a part of another."
                                  "\n  Leave one out.")
         return tuple(found)
+
+    def _find_longest(self, modules: dict[str, nn.Module], lists: list[str]) -> list[str]:
+        outer = [name for name in lists if not any(name.startswith(f"{each}.") for each in lists)]
+        if "" in lists:  # the model itself
+            return [""]
+        if not outer:
+            raise UsageError("model.module: its pipeline is 'auto', and its model has no ModuleList or Sequential.\n"
+                             "  Give the names of modules that run one after the other.")
+        return [max(outer, key=lambda name: len(modules[name]._modules))]
 
     def checked(self, module: object) -> nn.Module:
         """Return what ``model`` has returned.

@@ -29,7 +29,6 @@ from shoal.engine.parallel.apply import LocalStage
 from shoal.engine.parallel.zero.rank_parameters import RankParameters
 from shoal.engine.runtime import Runtime
 from shoal.pipeline.from_layout import build_forwards
-from shoal.pipeline.partition import assign_layers
 from shoal.pipeline.program import Action, Program
 from shoal.spec.config import RunConfig
 from shoal.training.records.metrics import StepMetrics
@@ -67,7 +66,7 @@ class OwnEngine(Engine):
             return [stage], RankParameters([stage.parameters])
         batch = OwnDataset(own, "train", seed).batch(range(self.config.parallel.micro_batch))
         self.chain = chain = find_chain(own, self.policy, seed, batch)
-        parts = assign_layers(self.shape, program)
+        parts = chain.assign(program)
         shared = chain.find_shared(parts)
         holders = sorted({program.stage_rank[0], program.stage_rank[program.depth - 1]})
         # Group creation is collective: every rank creates these groups at the same point.
@@ -81,7 +80,7 @@ class OwnEngine(Engine):
     def build_runtime(self, program: Program) -> Runtime:
         if self.chain is None:
             return super().build_runtime(program)
-        inputs = [self.chain.inputs[part.start] for part in assign_layers(self.shape, self.program)]
+        inputs = [self.chain.inputs[part.start] for part in self.chain.assign(self.program)]
         return OwnRuntime(program, self.stages, self.sync_mesh, inputs)
 
     def initialise(self) -> None:

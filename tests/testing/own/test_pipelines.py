@@ -1,9 +1,12 @@
 """Chains of modules that cannot be stages are refused, and what stages save is resumed on other layouts."""
 
 from contextlib import nullcontext
+from itertools import combinations, pairwise
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import shoal
@@ -13,6 +16,8 @@ from shoal.engine.own.definition import OwnModel
 from shoal.engine.own.samples import OwnDataset
 from shoal.engine.precision.policy import POLICIES
 from shoal.launch import train as train_module
+from shoal.pipeline.from_layout import build_layout_program
+from shoal.pipeline.partition import split_work
 from shoal.training.check import check
 from shoal.training.samples import try_samples
 from tests.testing.own import plain, zoo
@@ -53,6 +58,7 @@ def trace(own: OwnModel) -> object:
     (chain("some"), "'layers.2' of its pipeline does not run in the forward"),
     (chain("", "layer"), "its pipeline has 'layer', which its model has not"),
     (chain("", "layers", "layers.1"), "its pipeline has 'layers.1' twice"),
+    (OwnModel(lambda: nn.Linear(4, 4), plain.rebuilt, torch.ones(8, 4), pipeline="auto"), "has no ModuleList or S"),
     (zoo.t5, "'encoder.block.1' of its pipeline has two inputs with a gradient"),
 ])  # fmt: skip
 def test_modules_that_are_no_chain_are_refused(own, says):
@@ -68,6 +74,32 @@ def test_a_chain_knows_what_its_modules_use():
     assert found.metrics == ("root",) and found.place("head.1.weight") == 4
     with pytest.raises(UsageError, match=r"the stages 0, 2 of its pipeline use stem.0.weight"):
         found.find_shared([range(2), range(2, 4), range(4, 5), range(5, 5)])
+
+
+def test_stages_are_balanced_by_the_work_of_their_modules():
+    """Of which the last has the loss and the head."""
+    sizes = (4, 4, 4, 4, 32, 4)
+    own = OwnModel(
+        lambda: nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(sizes))),
+        lambda m, b: plain.rebuilt(m, [b]), torch.ones(8, 4), pipeline="auto",
+    )  # fmt: skip
+    found = trace(own)
+    assert found.names == ("0", "1", "2", "3", "4")
+    assert found.flops == tuple(2 * 2 * a * b for a, b in pairwise(sizes))
+    layout = config_of("tower", {"pp": 2}).parallel
+    assert found.assign(build_layout_program(layout, 4)) == [range(4), range(4, 5)]
+    layout = layout.model_copy(update={"stage_layers": (1, 4)})
+    assert found.assign(build_layout_program(layout, 4)) == [range(1), range(1, 5)]
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=7), st.data())
+def test_no_other_split_has_less_work_in_its_slowest_stage(work, data):
+    stages = data.draw(st.integers(1, len(work)))
+    cuts = [(0, *cut, len(work)) for cut in combinations(range(1, len(work)), stages - 1)]
+    best = min(max(sum(work[a:b]) for a, b in pairwise(cut)) for cut in cuts)
+    found = split_work(work, stages)
+    assert max(sum(work[i] for i in each) for each in found) == best
+    assert [i for each in found for i in each] == [*range(len(work))] and all(found) and len(found) == stages
 
 
 @pytest.mark.parametrize(("layout", "says"), [

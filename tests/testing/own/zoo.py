@@ -55,7 +55,7 @@ def build_qwen3_moe(kv_heads: int) -> nn.Module:
 qwen3_moe = OwnModel(lambda: build_qwen3_moe(kv_heads=1), next_token, Tokens, pipeline=("model.layers",))
 gpt2 = OwnModel(
     lambda: causal(transformers.GPT2Config(vocab_size=VOCAB, n_positions=32, n_embd=32, n_layer=2, n_head=2, **IDS)),
-    next_token, Tokens, blocks=("transformer.h.0", "transformer.h.1"), pipeline=("transformer.h",),
+    next_token, Tokens, blocks=("transformer.h.0", "transformer.h.1"), pipeline="auto",
 )
 wide_llama = OwnModel(
     lambda: causal(transformers.LlamaConfig(**SMALL, num_key_value_heads=2, mlp_bias=True)),
