@@ -40,21 +40,28 @@ def zb_auto(
     times, memory = times or StageDurations(), ranks if memory is None else memory
     if memory < 1:
         raise UsageError(f"zb-auto: memory for {memory} activations, but each pipeline rank needs memory for one")
-    return min(_candidates(ranks, microbatches, times, memory, kept), key=lambda orders: _cost(orders, times))
+    best: list[list[Action]] = []
+    least = (inf, inf)  # no span yet
+    for orders in _published(ranks, microbatches, memory):
+        if (cost := _cost(orders, times)) < least:
+            best, least = orders, cost
+    computing = microbatches * (times.forward + times.input + times.weight)
+    for patience, lead in product((0.0, 0.5, 1.0), (2, 1, microbatches)):
+        scheduler = GreedyScheduler(microbatches, times, looped(ranks, 1), kept)
+        most_idle = (least[0] - computing) * (1 + ROUNDING) + ROUNDING  # with more, a rank's span exceeds the least
+        orders = scheduler.run(_rules(scheduler, memory, patience, lead), most_idle)
+        if orders and (cost := _cost(orders, times)) < least:
+            best, least = orders, cost
+    return best
 
 
-def _candidates(
-    ranks: int, microbatches: int, times: StageDurations, memory: int, kept: float
-) -> Iterator[list[list[Action]]]:
-    """Yield the candidate orders; ties go to the first."""
+def _published(ranks: int, microbatches: int, memory: int) -> Iterator[list[list[Action]]]:
+    """Yield the published orders that fit in memory."""
     if memory >= ranks:
         most = min(memory, 2 * ranks - 1)
         halves = [partial(zero_bubble_with_memory, memory=held) for held in (most, ranks)]
         for order in (*halves, partial(one_f_one_b, virtual=1)):
             yield [order(rank, ranks, microbatches) for rank in range(ranks)]
-    for patience, lead in product((0.0, 0.5, 1.0), (2, 1, microbatches)):
-        scheduler = GreedyScheduler(microbatches, times, looped(ranks, 1), kept)
-        yield scheduler.run(_rules(scheduler, memory, patience, lead))
 
 
 def _cost(orders: list[list[Action]], times: StageDurations) -> tuple[float, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator
+from math import inf
 
 from shoal.pipeline.program import Action, Op, StageDurations
 
@@ -34,16 +35,24 @@ class GreedyScheduler:
         self.change = {F: 1.0, I: kept - 1.0, W: -kept}
         self.orders: list[list[Action]] = [[] for _ in ranks]
 
-    def run(self, choose: Choice) -> list[list[Action]]:
-        """Let the ranks choose until none can do anything more, and return their orders."""
+    def run(self, choose: Choice, most_idle: float = inf) -> list[list[Action]]:
+        """Let the ranks choose until none can do anything more, and return their orders.
+
+        Args:
+            most_idle: stop with no orders as soon as a rank has idled longer since its first action.
+        """
         lasting = {F: self.times.forward, I: self.times.input, W: self.times.weight}
-        busy_until = [0.0 for _ in self.orders]
+        busy_until, idle = [0.0 for _ in self.orders], [0.0 for _ in self.orders]
         events = [(0.0, rank) for rank in range(len(self.orders))]
         while events:
             now, rank = heapq.heappop(events)
             action = choose(rank, now) if busy_until[rank] <= now else None
             if action is None:
                 continue
+            if self.orders[rank]:
+                idle[rank] += now - busy_until[rank]
+                if idle[rank] > most_idle:
+                    return []
             end = busy_until[rank] = now + lasting[action.op]
             heapq.heappush(events, (end, rank))
             for arrival, other in self._do(rank, action, end):

@@ -214,7 +214,7 @@ def test_pins_and_state_come_back_from_the_url(panel, page):
     assert page.locator("table.pins").inner_text() == text
     assert page.get_by_label("ZeRO stage", exact=True).evaluate("input => input.valueAsNumber") == 2
     page.get_by_role("button", name="Remove pin 1").click()
-    page.get_by_role("button", name="Open").click()
+    page.get_by_role("button", name="Open pin").click()
     assert page.locator("table.pins tbody tr").count() == 2
 
 
@@ -240,6 +240,9 @@ def test_the_mesh_draws_a_group_of_the_rank_pointed_at(panel):
     assert page.evaluate(pixels) != before
     page.locator(".frame canvas").hover(position={"x": 60, "y": 10})
     assert "Rank 0 " not in page.locator(".frame + .note").inner_text()
+    for key, rank in (("Home", 0), ("ArrowRight", 1), ("ArrowDown", 9), ("ArrowUp", 1), ("End", 15)):
+        page.locator(".frame canvas").press(key)
+        assert page.locator(".frame + .note").inner_text().startswith(f"Rank {rank} ")
 
 
 def test_a_page_saved_by_the_button_opens_offline(panel, page, saved):
@@ -270,6 +273,21 @@ def test_every_control_has_a_name_and_the_keyboard_reaches_it(panel):
     unnamed = "() => [...document.querySelectorAll('input, select, textarea, button')].filter(" \
               "each => !each.labels?.length && !each.getAttribute('aria-label') && !each.textContent.trim()).length"
     assert page.evaluate(unnamed) == 0
+    page.locator(".sizes").evaluate("details => { details.open = true; }")
+    controls, reached = ".panel :is(input, select, textarea, button, canvas, summary)", 0
+    for _ in range(80):  # more than there are controls
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement === document.body"):
+            break
+        reached += page.evaluate(f"document.activeElement.matches('{controls}')")
+        assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none", "no visible focus"
+    every = f"[...document.querySelectorAll('{controls}')].filter(each => each.checkVisibility() && !each.disabled)"
+    assert reached == page.evaluate(f"{every}.length") > 25
+    page.get_by_role("button", name="dp · data parallel").press("Enter")
+    assert page.evaluate("document.activeElement.textContent") == "dp · data parallel"  # its table is drawn again
+    page.locator("#pin").press("Enter")
+    page.get_by_role("button", name="Remove pin 1").press("Enter")
+    assert page.locator("table.pins tbody tr").count() == 1
     page.get_by_role("tab", name="Layout").press("ArrowRight")
     page.wait_for_selector(".panel.roofline .tile b")
     assert page.get_by_role("tab", name="Roofline").get_attribute("aria-selected") == "true"

@@ -98,7 +98,7 @@ def test_an_expression_has_routes_and_one_is_chosen_and_run(panel):
     page = panel("sharding?mesh=x%3D2", FIRST_ANSWER["sharding"])
     assert page.locator(".device").count() == 2
     cheapest = texts(page, ".tile b")[0]
-    page.get_by_role("button", name="3", exact=True).click()
+    page.get_by_role("button", name="Route 3", exact=True).click()
     assert texts(page, ".tile b")[0] != cheapest and "route=2" in page.url
     page.get_by_role("button", name="Run this route").click()
     page.wait_for_selector(".result.good", timeout=120_000)

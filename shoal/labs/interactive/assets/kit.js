@@ -157,6 +157,14 @@ function select(element) {
   getSelection().addRange(range);
 }
 
+// Replaces an element's children; the focus stays on the control with the same name.
+export function redraw(element, ...children) {
+  const name = (each) => each.getAttribute("aria-label") ?? each.textContent;
+  const focused = element.contains(document.activeElement) ? name(document.activeElement) : null;
+  element.replaceChildren(...children);
+  if (focused) [...element.querySelectorAll("button, pre")].find((each) => name(each) === focused)?.focus({ preventScroll: true });
+}
+
 export function powers(most, from = 1) {
   const found = [];
   for (let n = from; n <= most; n *= 2) found.push(n);

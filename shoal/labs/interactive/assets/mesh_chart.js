@@ -1,13 +1,21 @@
 // The mesh of a layout on its nodes: every accelerator a cell, coloured by pipeline rank; the groups of one of them.
-import { COLOURS, canvas, colour, h, show } from "lab/kit";
+import { COLOURS, canvas, colour, h, redraw, show } from "lab/kit";
 
 const AXES = { tp: "tensor parallel", cp: "context parallel", ep: "expert parallel", dp: "data parallel", pp: "pipeline" };
 const GAP = 3, MOST_CELL = 15;
 
 export function meshChart() {
   let answer, painted, chosen = 0, axis = null;
-  const table = h("div", { class: "scroll" }), said = h("p", { class: "note" });
-  const drawn = canvas(draw, { height: (wide) => (answer ? arrange(wide).tall : 60), label: "Accelerators of the cluster" });
+  const table = h("div", { class: "scroll" }), said = h("p", { class: "note", "aria-live": "polite" });
+  const drawn = canvas(draw, { height: (wide) => (answer ? arrange(wide).tall : 60), label: "Accelerators of the cluster. Arrow keys choose one." });
+  drawn.canvas.tabIndex = 0;
+  drawn.canvas.addEventListener("keydown", (event) => {
+    const each = answer?.cluster.per_node;
+    const step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: each, ArrowUp: -each, Home: -Infinity, End: Infinity }[event.key];
+    if (!step || event.ctrlKey || event.metaKey || event.altKey) return;
+    event.preventDefault();
+    choose(Math.max(0, Math.min(answer.cluster.devices - 1, chosen + step)));
+  });
   drawn.canvas.addEventListener("pointermove", (event) => point(event));
   drawn.canvas.addEventListener("click", (event) => point(event));
   const element = h("div", {}, drawn.element, said, table);
@@ -72,8 +80,12 @@ export function meshChart() {
       const [x, y] = place(found, arranged);
       if (event.offsetX >= x && event.offsetX < x + cell && event.offsetY >= y && event.offsetY < y + cell) break;
     }
-    if (found === answer.cluster.devices || found === chosen) return;
-    chosen = found;
+    if (found < answer.cluster.devices) choose(found);
+  }
+
+  function choose(rank) {
+    if (rank === chosen) return;
+    chosen = rank;
     say();
     drawn.paint();
   }
@@ -96,7 +108,7 @@ export function meshChart() {
     answer = to;
     if (chosen >= to.cluster.devices) chosen = 0;
     if (axis && !axisOf(axis)) axis = null;
-    table.replaceChildren(h("table", { class: "mesh" },
+    redraw(table, h("table", { class: "mesh" },
       h("thead", {}, h("tr", {}, ["axis", "ranks", "link", "sent a step", "collectives"].map((name) =>
         h("th", { scope: "col", class: name === "collectives" ? "words" : "" }, name)))),
       h("tbody", {}, to.axes.map((each) => {

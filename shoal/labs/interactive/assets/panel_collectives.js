@@ -1,5 +1,5 @@
 // Collectives panel: the rounds of one algorithm on a network, and the time of all algorithms over the size.
-import { button, choice, COLOURS, h, latest, refusal, s, show, slider, tile } from "lab/kit";
+import { button, choice, COLOURS, h, latest, redraw, refusal, s, show, slider, tile } from "lab/kit";
 import { number, playback, plot, powersOfTen, range, table } from "lab/drawing";
 
 export const title = "Collectives";
@@ -189,7 +189,7 @@ export async function mount(element, state, api, onState) {
       tile("Over the lower bound", `${number(own.seconds / answer.bound_seconds)} x`, show.seconds(answer.bound_seconds)));
     where.textContent = `${answer.topology}; ${answer.wire}`;
     const order = Object.entries(answer.algorithms).sort(([, a], [, b]) => a.seconds - b.seconds);
-    costs.replaceChildren(table(
+    redraw(costs, table(
       ["algorithm", "rounds", "sent in turn [S]", "added in turn [S]", "sent by all [S]", "time"],
       order.map(([name, one]) => [
         button(name, () => change({ algorithm: name }), { class: "small", "aria-pressed": String(name === answer.algorithm) }),

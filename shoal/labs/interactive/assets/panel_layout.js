@@ -1,6 +1,6 @@
 // Layout panel: a layout's time, memory, cost and traffic on a cluster, after each move of a slider.
 import {
-  COLOURS, button, check, choice, copyable, divisors, h, latest, legend, powers, refusal, show, slider, stackedBar, text, tile,
+  COLOURS, button, check, choice, copyable, divisors, h, latest, legend, powers, redraw, refusal, show, slider, stackedBar, text, tile,
 } from "lab/kit";
 import { table } from "lab/drawing";
 import { meshChart } from "lab/mesh_chart";
@@ -50,7 +50,7 @@ export async function mount(element, state, api, onState) {
   headline.append(refused, tiles);
   const time = section("One step of the busiest rank"), memory = section("Memory of the fullest rank");
   const chart = meshChart();
-  const mesh = h("section", {}, h("h2", {}, "Mesh ", h("small", {}, "accelerators by pipeline rank; point at one to see its groups")),
+  const mesh = h("section", {}, h("h2", {}, "Mesh ", h("small", {}, "accelerators by pipeline rank; point at one, or move with the arrow keys, to see its groups")),
     chart.element);
   const moves = h("div", { class: "moves" });
   const movesButton = button("What would you change?", () => askMoves(), { class: "main" });
@@ -116,7 +116,7 @@ export async function mount(element, state, api, onState) {
       onState(state);
       writePins();
     }, { id: "pin" });
-    pinned.body.replaceChildren(
+    redraw(pinned.body,
       pinTable([current, ...state.pins.map((each, i) => ({ name: `pin ${i + 1}`, ...each }))], (i) => {
         state.pins = state.pins.filter((_, j) => j !== i);
         onState(state);
@@ -363,12 +363,12 @@ function pinTable(rows, remove, open) {
       h("td", {}, show.percent(row.mfu)),
       h("td", { class: row.fits ? "" : "bad" }, show.bytes(row.reserved), row.fits ? "" : " too much"),
       h("td", {}, row.dollars ? show.dollars(row.dollars) : "no price"),
-      h("td", {}, i ? h("span", { class: "row" }, button("Open", () => open(state), { class: "small" }),
+      h("td", {}, i ? h("span", { class: "row" }, button("Open", () => open(state), { class: "small", "aria-label": `Open ${name}` }),
         button("Remove", () => remove(i - 1), { class: "small", "aria-label": `Remove ${name}` })) : ""))))));
 }
 
 function writeFiles(body, { toml, commands }) {
-  body.replaceChildren(
+  redraw(body,
     h("p", { class: "note" }, "Save this as run.toml; shoal train, verify and estimate read it."), copyable(toml, "run.toml"),
     copyable(commands.join("\n"), "commands"));
 }

@@ -1,5 +1,5 @@
 // Sharding panel: an expression of sharded arrays, its routes with prices, who holds what at each step, and a run.
-import { button, choice, h, latest, refusal, s, show, text, tile } from "lab/kit";
+import { button, choice, h, latest, redraw, refusal, s, show, text, tile } from "lab/kit";
 import { number, playback, table } from "lab/drawing";
 
 export const title = "Sharding";
@@ -148,10 +148,10 @@ export async function mount(element, state, api, onState) {
       tile("Over the cheapest", best.seconds ? `${number(chosen.seconds / best.seconds)} x` : "1 x"),
     ] : answer.arrays.map((name) => tile(name, show.bytes(answer.states[name].bytes), "on each device"))));
     routes.hidden = !answer.routes.length;
-    routes.replaceChildren(h("h2", {}, answer.routes.length === 1 ? "The cheapest moves" : `${answer.routes.length} legal routes, the cheapest first`), table(
+    redraw(routes, h("h2", {}, answer.routes.length === 1 ? "The cheapest moves" : `${answer.routes.length} legal routes, the cheapest first`), table(
       ["route", "multiplied as", "collectives", "products", "collectives", "together", "each sends"],
       answer.routes.map((each, i) => [
-        button(`${i + 1}`, () => { state.route = i; onState(state); take(answer); }, { class: "small", "aria-pressed": String(i === state.route) }),
+        button(`${i + 1}`, () => { state.route = i; onState(state); take(answer); }, { class: "small", "aria-label": `Route ${i + 1}`, "aria-pressed": String(i === state.route) }),
         each.multiplied.join("; ") || "–", each.collectives.join("; ") || "none", show.seconds(each.compute), show.seconds(each.moving), show.seconds(each.seconds), show.bytes(each.sent),
       ]),
       { best: state.route, words: [1, 2] },

@@ -1,5 +1,5 @@
 // Training panel: a small run on real processes of this machine, watched, disturbed and verified.
-import { button, copyable, h, latest, legend, refusal, s, show, slider, tile } from "lab/kit";
+import { button, copyable, h, latest, legend, redraw, refusal, s, show, slider, tile } from "lab/kit";
 import { number, plot, range, table } from "lab/drawing";
 
 export const title = "Training";
@@ -90,9 +90,9 @@ export async function mount(element, state, api, onState) {
       tile("Run", STATUS[seen.status], seen.layout ?? "start one"),
       tile("Step", last ? `${last[0]} of ${seen.request.steps}` : "–"), tile("Loss", last ? number(last[1], 4) : "–", "nats per token"),
       tile("Speed", last ? `${show.short(last[2])}/s` : "–", "tokens"));
-    where.replaceChildren(...(seen.folder ? [h("p", { class: "note" }, "The run's folder, and its command:"), copyable(`${seen.folder}\n${seen.command}`, "folder and command")] : []),
+    redraw(where, ...(seen.folder ? [h("p", { class: "note" }, "The run's folder, and its command:"), copyable(`${seen.folder}\n${seen.command}`, "folder and command")] : []),
       ...(seen.status === "failed" ? [h("pre", {}, seen.output)] : []));
-    processes.replaceChildren(...(seen.ranks ?? []).map((pid, rank) => button(`Kill rank ${rank} (process ${pid})`, () => call("training-kill", { rank }), { disabled: api.saved })));
+    redraw(processes, ...(seen.ranks ?? []).map((pid, rank) => button(`Kill rank ${rank} (process ${pid})`, () => call("training-kill", { rank }), { disabled: api.saved })));
     if (!processes.children.length) processes.append(h("p", { class: "note" }, seen.status === "running" ? "The ranks are starting." : "No rank is running."));
     events.replaceChildren(...(seen.events?.length ? [table(["after", "event", "details"], seen.events.map(({ time, event, ...rest }) => [
       show.seconds(Math.max(0, time)), event, Object.entries(rest).map(([name, value]) => `${name} ${typeof value === "string" ? value.split("\n")[0] : JSON.stringify(value)}`).join(", ").slice(0, 160),
