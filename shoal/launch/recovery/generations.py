@@ -109,7 +109,11 @@ class Orders:
 
 
 def get_ready() -> None:
-    """Compute on the device of a lost rank, if this spare is to take its place, and say so (`READY`)."""
+    """Compute on the device of a lost rank, if this spare is to take its place, and say so (`READY`).
+
+    A request to stop that comes before its first generation does not end it: that reads the request (`StopRequests`).
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if ready := os.environ.pop(READY, ""):
         check_device(os.environ.pop(TRIED))
         Path(ready).touch()

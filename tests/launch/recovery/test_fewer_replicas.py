@@ -1,6 +1,8 @@
 """A run loses ranks and continues with fewer replicas; the lost ones join after a step, and the losses are the same."""
 
 import json
+import os
+import signal
 import threading
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 from shoal.base.errors import UsageError
 from shoal.launch.devices import LOST_FILE
 from shoal.launch.local_launcher import RankProcess
+from shoal.launch.supervisor import Supervisor
 from shoal.launch.torch_elastic import refuse_shrink
 from shoal.spec.config import RunConfig, build_config
 from shoal.training.check import check
@@ -84,6 +87,22 @@ def test_a_replica_joins_when_its_device_is_back(supervised, corpus, started, mo
     assert code == 0
     assert story(folder) == ["in process", 2, "in process", 3, "in process"]
     assert_same_losses(folder, undisturbed)
+
+
+def test_a_stop_while_a_replica_joins_is_saved(supervised, corpus, monkeypatch, capfd):
+    """The replacement has no handler of signals yet."""
+    decide = Supervisor._should_restart
+
+    def interrupt(supervisor, ending) -> bool:
+        if ending.regrouped:
+            os.kill(os.getpid(), signal.SIGINT)
+        return decide(supervisor, ending)
+
+    monkeypatch.setattr(Supervisor, "_should_restart", interrupt)
+    code, folder = supervised(shrinking(corpus, {"dp": 2}, train={"global_batch": 4, "steps": 4000}), "kill@4:0:F")
+    said = capfd.readouterr().err
+    assert code == 0, said
+    assert max(checkpoints(folder)) == logged(folder) < 4000 and story(folder)[:3] == [1, "in process", 2], said
 
 
 @pytest.mark.parametrize(("values", "why"), [
