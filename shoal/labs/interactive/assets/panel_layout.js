@@ -67,11 +67,11 @@ export async function mount(element, state, api, onState) {
   function change(changed) {
     Object.assign(state, changed);
     onState(state);
+    clearTimeout(waiting);
+    ask(buildRequest(state)); // first: the server computes while the page writes its controls
     controls.write(state, last);
     moves.replaceChildren();
     movesButton.disabled = false;
-    clearTimeout(waiting);
-    ask(buildRequest(state));
   }
 
   function answered(answer) {
