@@ -23,9 +23,10 @@ class Adafactor(Rule):
     """Adafactor's algorithm 6, with the learning rate instead of the relative step size rho.
 
     A matrix [n, m] has n + m states, ``row`` and ``column``, stored unsharded by every holder of a part of it; other
-    parameters have a second moment per element. A parameter of several experts [E, n, m] is E matrices, each with its
-    own scale and threshold. For parameters held by several ranks, an update needs two reductions: the rows and columns
-    of all matrices, and two squared norms of every matrix and other parameter.
+    parameters, such as kernels of convolutions, have a second moment per element. A parameter of several experts
+    [E, n, m] is E matrices, each with its own scale and threshold. For parameters held by several ranks, an update
+    needs two reductions: the rows and columns of all matrices, and two squared norms of every matrix and other
+    parameter.
     """
 
     def __init__(self, config: OptimizerConfig, shards: Shards):
@@ -34,7 +35,7 @@ class Adafactor(Rule):
         self._rows_at_once = BLOCK if shards.device.type == "cpu" else None  # elements; None processes a part at once
         self.shapes = {  # shapes of each parameter's rows and columns: [n] and [m], or [E, n] and [E, m]
             name: (shape[:-1], (*shape[:-2], shape[-1]))
-            for name, shape in shards.parameters.items() if len(shape) > 1
+            for name, shape in shards.parameters.items() if len(shape) in (2, 3)
         }  # fmt: skip
         self.sizes = [math.prod(shape) for both in self.shapes.values() for shape in both]
         self.factors = torch.zeros(sum(self.sizes), dtype=shards.dtype, device=shards.device)
@@ -44,7 +45,8 @@ class Adafactor(Rule):
             (shard, single) for shard in shards.shards for part in shard.parts for single in _split_experts(part)
         ]
         self.matrix_shapes = {
-            single: shape[-2:] for name, shape in shards.parameters.items() for single in _matrix_names(name, shape)
+            single: shape[1:] if len(shape) == 3 else shape
+            for name, shape in shards.parameters.items() for single in _matrix_names(name, shape)
         }
         numels = [math.prod(shape) for shape in self.matrix_shapes.values()]
         self.numels = torch.tensor(numels, dtype=torch.float64, device=shards.device).unsqueeze(1)
@@ -178,7 +180,7 @@ def _matrix_names(name: str, shape: tuple[int, ...]) -> list[str]:
 
 def _split_experts(part: ShardPart) -> Iterator[ShardPart]:
     """Yield a part, or the part of each expert in it."""
-    if len(part.global_shape) < 3:
+    if len(part.global_shape) != 3:
         yield part
         return
     box = Box(part.box.offset[1:], part.box.shape[1:])

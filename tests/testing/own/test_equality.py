@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from hypothesis import Phase, assume, given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from shoal.base.errors import UsageError
@@ -37,7 +39,7 @@ def config_of(name: str, layout: dict[str, Any], **sections: dict[str, Any]) -> 
     ("bert", {"dp": 2, "zero": 2}, {"optimizer": {"name": "muon"}}),
     ("t5", {"dp": 2, "zero": 3, "prefetch": 0}, {"optimizer": {"name": "adafactor"}}),
     ("vit", {"dp": 2}, {"optimizer": {"name": "sgd", "clip_norm": 0.1}}),
-    ("unet", {"dp": 4, "zero": 2, "zero_shard": 2, "offload": "optimizer"}, {}),
+    ("unet", {"dp": 4, "zero": 2, "zero_shard": 2, "offload": "optimizer"}, {"optimizer": {"name": "adafactor"}}),
     ("lstm", {"dp": 4, "zero": 3, "zero_shard": 2}, {}),
     ("odd", {"dp": 2, "zero": 3}, {}),
     ("wide_llama", {"dp": 2, "tp": 2, "zero": 3}, {}),
@@ -55,6 +57,42 @@ def test_gradients_weights_and_buffers_are_those_of_one_device(name, layout, sec
     verdict = compare_own_model(pool, config, steps=2)
     assert not verdict.findings, verdict.findings[0].text
     assert 0 < verdict.worst_gradient < 1e-9
+
+
+@st.composite
+def drawn_configs(draw: st.DrawFn) -> RunConfig:
+    """A module on up to four ranks, with any kind of data parallelism beside its table or its pipeline."""
+
+    def choose(*options: Any) -> Any:
+        return draw(st.sampled_from(options))
+
+    name = choose("bert", "lstm", "odd", "split", "tower", "unet", "vit", "wide_llama", "wide_qwen3_moe")
+    tp = choose(1, 2) if name in ("split", "wide_llama", "wide_qwen3_moe") else 1
+    pp = choose(1, 2) if name in ("tower", "wide_llama") else 1
+    dp = choose(*(dp for dp in (1, 2, 4) if dp * tp * pp in (2, 4)))
+    layout = {
+        "dp": dp, "tp": tp, "pp": pp, "zero": choose(*range(3 if pp > 1 else 4)), "overlap": choose(False, True),
+        "bucket_mb": choose(25.0, 0.01), "micro_batch": choose(*(n for n in (2, 4) if 8 % (n * dp) == 0)),
+    }  # fmt: skip
+    if dp == 4 and layout["zero"] > 1:
+        layout["zero_shard"] = choose(None, 2)
+    if layout["zero"] == 3:
+        layout |= {"prefetch": choose(0, 1, 2), "reshard_after_forward": choose(False, True)}
+    if pp > 1:
+        layout["schedule"] = choose("gpipe", "1f1b", "interleaved-1f1b")
+    optimizer = {"name": choose("adamw", "sgd", "momentum", "muon"), "clip_norm": choose(0.0, 0.1)}
+    return config_of(name, layout, optimizer=optimizer)
+
+
+@settings(max_examples=4, deadline=None, derandomize=True, phases=[Phase.generate])
+@given(config=drawn_configs())
+def test_drawn_layouts_compute_what_one_device_does(pool, config):
+    try:
+        check(config)
+    except UsageError:
+        assume(False)
+    verdict = compare_own_model(pool, config, steps=2)
+    assert not verdict.findings, verdict.findings[0].text
 
 
 def by_rank(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
