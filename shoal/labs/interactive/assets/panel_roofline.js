@@ -160,28 +160,31 @@ function chart({ peak, bandwidth, ridge, operations, others, accelerator, width,
       y: { scale: y, format: (value) => metric(value, ""), label: "FLOP/s" }, width, height, margin,
     }),
     s("path", { d: `${roof(peak, bandwidth)}V${height - margin.bottom}H${x(low)}Z`, class: "area" }),
-    others.map((each) => s("g", {}, s("path", { d: roof(each.peak, each.bandwidth), class: "other" }),
-      s("text", { x: width - margin.right, y: y(each.peak) - 5, "text-anchor": "end", class: "label" }, each.name))),
+    others.map((each) => s("path", { d: roof(each.peak, each.bandwidth), class: "other" })),
     s("path", { d: roof(peak, bandwidth), class: "roof" }),
     s("line", { x1: x(ridge), x2: x(ridge), y1: y(peak), y2: height - margin.bottom, class: "ridge" }),
-    s("text", { x: x(ridge) + 5, y: height - margin.bottom - 6, class: "label" }, `ridge ${number(ridge)}`),
-    s("text", { x: width - margin.right, y: y(peak) - 6, "text-anchor": "end", class: "label strong" }, `${accelerator} ${show.flops(peak)}`),
     operations.map((each, i) => s("g", { class: "point" },
       s("circle", { cx: x(each.intensity), cy: y(each.rate), r: 5.5, fill: `var(${COLOURS[i % COLOURS.length]})` },
         s("title", {}, `${each.name}: ${number(each.intensity)} FLOPs/B, ${measured ? "measured" : "at most"} ${show.flops(each.rate)}`)))),
-    (width < 560 ? [] : labels(operations, x, y, width)).map(({ name, left, top, anchor }) =>
-      s("text", { x: left, y: top, "text-anchor": anchor, class: "label" }, name)));
+    spread([
+      { name: `${accelerator} ${show.flops(peak)}`, left: width - margin.right, top: y(peak) - 6, step: -13, end: true, strong: true },
+      { name: `ridge ${number(ridge)}`, left: x(ridge) + 5, top: height - margin.bottom - 6, step: -13 },
+      ...others.map((each) => ({ name: each.name, left: width - margin.right, top: y(each.peak) - 5, step: -13, end: true })),
+      ...(width < 560 ? [] : operations).map((each) => {
+        const at = x(each.intensity), end = at + wide(each.name) > width - 10;
+        return { name: each.name, left: end ? at - 8 : at + 8, top: y(each.rate) + 18, step: 13, end };
+      }),
+    ], operations.map((each) => [x(each.intensity) - 7, x(each.intensity) + 7, y(each.rate) + 4])));
 }
 
-// Names of the points, below them and one line further down where two would overlap.
-function labels(operations, x, y, width) {
-  const taken = [];
-  return operations.map((each) => {
-    const at = x(each.intensity), wide = each.name.length * 6.4 + 10, anchor = at + wide > width - 10 ? "end" : "start";
-    const left = anchor === "end" ? at - 8 : at + 8, from = anchor === "end" ? left - wide : left;
-    let top = y(each.rate) + 18;
-    while (taken.some(([a, b, t]) => a < from + wide && from < b && Math.abs(t - top) < 12)) top += 13;
-    taken.push([from, from + wide, top]);
-    return { name: each.name, left, top, anchor };
+const wide = (name) => name.length * 6.4 + 10;
+
+// Labels, each a line further up or down (`step`) while it would lie over another or over what is `taken`: [from, to, y].
+function spread(labels, taken) {
+  return labels.map(({ name, left, top, step, end, strong }) => {
+    const from = end ? left - wide(name) : left, to = from + wide(name);
+    while (taken.some(([a, b, y]) => a < to && from < b && Math.abs(y - top) < 12)) top += step;
+    taken.push([from, to, top]);
+    return s("text", { x: left, y: top, "text-anchor": end ? "end" : "start", class: strong ? "label strong" : "label" }, name);
   });
 }
