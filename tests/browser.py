@@ -40,6 +40,7 @@ def page(window) -> Iterator[object]:
     }
     window.set_viewport_size({"width": 1200, "height": 900})
     window.emulate_media(color_scheme="light")
+    window.set_default_timeout(30_000)
     for event, note in watched.items():
         window.on(event, note)
     yield window

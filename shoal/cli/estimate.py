@@ -15,7 +15,7 @@ from shoal.base.section import Section
 from shoal.cli.arguments import is_given, parse_run, split_run_file
 from shoal.cli.commands import COMMANDS
 from shoal.report.planning.estimate_lines import change_rows, estimate_facts, estimate_lines
-from shoal.report.planning.values import list_estimate_values
+from shoal.report.planning.values import list_estimate_values, list_own_values
 
 DEFAULT_MODEL = "llama-3-8b"
 
@@ -84,12 +84,12 @@ def main(args: list[str]) -> int:
     options, config = parse_run("estimate", EstimateOptions, args, COMMANDS["estimate"].config)
     from_file = config if split_run_file(args)[0] else None
     if from_file and config.model.module and not options.model:
-        counted_alone = [name for name in EstimateOptions.model_fields if name not in ("cluster", "catalog")]
+        counted_alone = [name for name in EstimateOptions.model_fields if name not in ("cluster", "catalog", "json_")]
         reject_unused(options, counted_alone, "a module of one's own is counted, with the settings of its file")
         if options.catalog:
             shoal.add_catalog(options.catalog)
         estimated = shoal.estimate_own_model(config, options.cluster)
-        print("\n".join(estimated.lines()))
+        print(dumps(list_own_values(estimated)) if options.json_ else "\n".join(estimated.lines()))
         return 0 if estimated.fits else 1
     check_writable(options.out, "--out", ".svg" if options.sweep else ".html")
     if options.sweep:

@@ -6,6 +6,7 @@ import pytest
 
 import shoal
 from shoal.cli.main import main
+from tests.testing.own.test_equality import PLAIN
 
 
 def read(words: list[str], capsys: pytest.CaptureFixture, code: int = 0) -> dict:
@@ -21,6 +22,15 @@ def test_an_estimate(capsys):
     assert sum(values["seconds"].values()) == pytest.approx(values["step_seconds"], rel=0.01)
     low, high = values["step_seconds_80"]
     assert low < values["step_seconds"] < high
+
+
+def test_an_estimate_of_a_model_of_ones_own(capsys, tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(f'model = {{module = "{PLAIN}:lstm"}}\nparallel = {{dp = 8}}\ntrain = {{global_batch = 16}}\n')
+    values = read(["estimate", str(file)], capsys)
+    wanted = shoal.estimate_own_model(shoal.load_config(file), "8xH100")
+    assert values["fits"] and values["step_seconds_at_least"] == wanted.step_seconds
+    assert values["memory_bytes"]["parts"] == wanted.memory and values["layout"]["dp"] == 8
 
 
 def test_a_plan_and_one_that_does_not_fit(capsys):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoal.base.section import plain
 from shoal.planning.estimate import StepEstimate
 from shoal.planning.full_training import FullTraining
 from shoal.planning.run import EstimatedRun
 from shoal.planning.search.plan import Plan
+
+if TYPE_CHECKING:
+    from shoal.planning.own_estimate import OwnEstimate  # imports torch
 
 
 def list_estimate_values(model: str, estimate: StepEstimate, training: FullTraining) -> dict[str, Any]:
@@ -20,6 +23,23 @@ def list_estimate_values(model: str, estimate: StepEstimate, training: FullTrain
         **_list_step_values(estimate),
         "training": _list_training_values(training),
     }
+
+
+def list_own_values(estimate: OwnEstimate) -> dict[str, Any]:
+    """Return the values of `shoal estimate` for a model of one's own."""
+    config = estimate.config
+    return {
+        "model": config.model.name, "parameters_per_rank": estimate.counts.parameters,
+        "cluster": estimate.cluster.name, "devices": estimate.cluster.size, "precision": config.train.precision,
+        "optimizer": config.optimizer.name, "global_batch": config.train.global_batch, "fits": estimate.fits,
+        "step_seconds_at_least": estimate.step_seconds,
+        "seconds": {
+            "products": estimate.compute, "tensor_parallel": estimate.tensor_parallel,
+            "data_parallel": estimate.data_parallel, "data_parallel_exposed": estimate.exposed,
+        },
+        "memory_bytes": {"capacity": estimate.capacity, "parts": estimate.memory},
+        "layout": plain(config.parallel),
+    }  # fmt: skip
 
 
 def list_plan_values(
