@@ -169,7 +169,8 @@ class PageServer:
     """
 
     def __init__(self, page: LocalPage, port: int = 0):
-        self.socket = socket.socket()
+        # For this protocol asyncio turns Nagle's algorithm off, with which answers wait 40 ms for an acknowledgement.
+        self.socket = socket.socket(proto=socket.IPPROTO_TCP)
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             self.socket.bind((HOST, port))

@@ -52,6 +52,18 @@ def test_files_and_calls_are_answered(server):
     assert ask(server, "api/twice", method="POST", body='{"n": 21}') == (200, '{"n":42}')
 
 
+def test_an_answer_waits_for_no_acknowledgement(server):
+    """It comes as head and body. By Nagle's algorithm the body would wait for the client's delayed acknowledgement."""
+    url, times = urlsplit(server.url), []
+    connection = http.client.HTTPConnection(url.hostname, url.port, timeout=10)
+    for _ in range(20):
+        begin = time.monotonic()
+        connection.request("GET", url.path)
+        connection.getresponse().read()
+        times.append(time.monotonic() - begin)
+    assert min(times[10:]) < 0.03  # 40 ms else; the system acknowledges the first few at once
+
+
 @pytest.mark.parametrize("path", ["/", "/a.js", "/api/twice", "/x/a.js", "/%2e%2e/etc/passwd", "//"])
 def test_every_request_needs_the_token(server, path):
     assert ask(server, path)[0] == 401
