@@ -7,20 +7,26 @@ from typing import Annotated, Any
 
 from pydantic import Field, NonNegativeFloat
 
+from shoal.base.errors import UsageError
 from shoal.base.section import Section
 from shoal.pipeline.schedules import EVERY
+from shoal.pipeline.schedules.file import load_csv
 from shoal.pipeline.simulator.compare import AUTOMATIC, compare_schedules, schedule_name
 from shoal.report.page import pack_column, pack_timeline, paint_colours
 from shoal.report.timeline.chart import legend
 from shoal.report.timeline.schedules import schedule_chart, schedule_lines
 
 MOST_RANKS, MOST_MICROBATCHES, MOST_VIRTUAL, MOST_SLICES = 64, 128, 8, 16
+MOST_TEXT = 1 << 18  # of a pasted schedule
 SLICED = ("gpipe", "terapipe")
 """Schedules for which the panel offers slices of the sequence."""
 
 
 class TimelineRequest(Section):
     """One schedule and the costs of its passes, in units of one micro-batch's forward through a rank."""
+
+    csv: Annotated[str, Field(max_length=MOST_TEXT)] = ""
+    """A schedule as torch.distributed.pipelining writes it, in the place of a named one and of the sizes below."""
 
     schedule: str = "1f1b"
     pp: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 4
@@ -45,19 +51,22 @@ def play_timeline(request: TimelineRequest) -> dict[str, Any]:
     Raises:
         UsageError: an unknown schedule, or sizes that it does not allow.
     """
-    name = schedule_name(request.schedule)
-    own = name in EVERY and EVERY[name].virtual is None
+    name = "pasted" if request.csv else schedule_name(request.schedule)
+    pasted = load_csv(request.csv, name) if request.csv else None
+    if pasted and (pasted.ranks > MOST_RANKS or pasted.microbatches > MOST_MICROBATCHES):
+        raise UsageError(f"the pasted schedule has {pasted.ranks} ranks and {pasted.microbatches} micro-batches; at "
+                         f"most {MOST_RANKS} and {MOST_MICROBATCHES} are played")
+    chosen = name in EVERY and EVERY[name].virtual is None
     (played,) = compare_schedules(
-        [name], pp=request.pp, microbatches=request.microbatches,
-        virtual_stages=request.virtual_stages if own else None,
+        [] if pasted else [name], file=pasted, pp=request.pp, microbatches=request.microbatches,
+        virtual_stages=request.virtual_stages if chosen else None,
         slices=request.slices if name in SLICED else None, forward=request.forward,
         backward_input=request.backward_input, backward_weight=request.backward_weight, comm=request.link,
     )  # fmt: skip
     chart, timeline = schedule_chart(played, seconds=False), played.timeline
     paints = chart.paints
     return {
-        "name": name,
-        "source": EVERY[name].source if name in EVERY else "Qi et al. 2024, section 3.1",
+        "source": EVERY[name].source if name in EVERY else "" if pasted else "Qi et al. 2024, section 3.1",
         "step_time": timeline.step_time,
         "ideal_time": float(timeline.busy.mean()),
         "bubble": timeline.bubble,
@@ -68,12 +77,14 @@ def play_timeline(request: TimelineRequest) -> dict[str, Any]:
         "weight_versions": int(timeline.weight_versions.max()),
         "messages": len(timeline.messages.source),
         "ranks": timeline.ranks,
+        "microbatches": timeline.columns.program.microbatches,
         "stages": timeline.columns.program.stages,
         "stage_rank": list(timeline.columns.program.stage_rank),
         "closed_form": " ".join(schedule_lines([played])),
         "paints": [{**paint_colours(paint), "name": paint.name} for paint in paints],
         "legend": [[paints.index(paint), words] for paint, words in legend([chart])],
         **pack_timeline(chart, paints),
+        "name": name,
         "sent": pack_column(timeline.messages.start[chart.kind], "f4"),
         "arrived": pack_column(timeline.messages.end[chart.kind], "f4"),
     }

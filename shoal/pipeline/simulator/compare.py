@@ -53,7 +53,8 @@ class PlayedSchedule:
 
 
 def compare_schedules(
-    schedules: Sequence[str] = ("1f1b",), *, file: str | Path | None = None, pp: int = 4, microbatches: int = 8,
+    schedules: Sequence[str] = ("1f1b",), *, file: str | Path | Program | None = None, pp: int = 4,
+    microbatches: int = 8,
     virtual_stages: int | None = None, slices: int | None = None, dp: int = 1, tp: int = 1, forward: float = 1.0,
     backward_input: float = 1.0, backward_weight: float = 1.0, pair: float | None = None, comm: float = 0.0,
     latency: float = 0.0, blocking: bool = False, reduce: float = 0.0, step: float = 0.0, memory: float | None = None,
@@ -66,8 +67,8 @@ def compare_schedules(
         schedules: names as in a layout; also zb-1p and zb-2p, the automatic schedule with once and twice the
             memory of 1f1b. Hyphens, underscores and capitals do not matter.
             Duplicates are ignored.
-        file: a schedule in the format of torch.distributed.pipelining, simulated first. It sets the number of
-            pipeline ranks and micro-batches.
+        file: a schedule in the format of torch.distributed.pipelining, or a program, simulated first. It sets the
+            number of pipeline ranks and micro-batches.
         pp: pipeline ranks.
         microbatches: micro-batches per step.
         virtual_stages: stages per rank, for schedules that leave it open (default: 2).
@@ -111,7 +112,7 @@ def compare_schedules(
     links = MessageTimes(comm, latency, blocking=blocking)
     durations = StageDurations(forward, backward_input, backward_weight, comm)
     closed = not (comm or latency or jitter or stragglers or (slices or 1) > 1)
-    read = [] if file is None else [_read(Path(file))]
+    read = [] if file is None else [("program", file) if isinstance(file, Program) else _read(Path(file))]
     for _, program in read:
         pp, microbatches = program.ranks, program.microbatches
 

@@ -63,6 +63,19 @@ def test_a_micro_batch_is_followed_by_keyboard_and_pointer(panel):
     page.wait_for_function("() => document.querySelector('.path').textContent.includes('stage 0 on rank 0')")
 
 
+def test_a_pasted_schedule_is_played_beside_a_named_one(panel):
+    page = panel("timeline?compare=1f1b&pp=8", FIRST_ANSWER["timeline"])
+    page.get_by_label("Or your own").fill("0F0,0F1,0B0\n1F0,1B0,1F1,1B1")
+    page.wait_for_selector(".refusal")
+    page.get_by_label("Or your own").fill("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1")
+    page.wait_for_function("() => document.querySelector('h2').textContent.startsWith('pasted')")
+    one = ["9.2 T", "34.8 %", "53.3 %", "2"]  # it is 1F1B
+    both = "[...document.querySelectorAll('.tile b')].map((each) => each.textContent).join()"
+    page.wait_for_function(f"all => {both} === all", arg=",".join(one + one))
+    assert page.locator(".refusal").count() == 0 and page.get_by_label("Pipeline ranks").is_disabled()
+    assert "csv=0F0" in page.url
+
+
 def test_a_step_is_played_paused_and_stepped(panel):
     page = panel("timeline", FIRST_ANSWER["timeline"])
     page.get_by_role("button", name="Play").click()

@@ -1,11 +1,11 @@
 // Timeline panel: a simulated step of one pipeline schedule, or of two above each other, played.
-import { canvas, choice, h, latest, legend, refusal, show, slider, tile } from "lab/kit";
+import { canvas, choice, h, latest, legend, refusal, show, slider, text, tile } from "lab/kit";
 import { canvasColours, number, playback, range, unpack } from "lab/drawing";
 
 export const title = "Timeline";
 
 export const defaults = {
-  schedule: "1f1b", compare: "zb-h1", pp: 4, microbatches: 8, virtual_stages: 2, slices: 1,
+  schedule: "1f1b", csv: "", compare: "zb-h1", pp: 4, microbatches: 8, virtual_stages: 2, slices: 1,
   forward: 1, backward_input: 1, backward_weight: 1, link: 0.1,
 };
 
@@ -38,10 +38,16 @@ export async function mount(element, state, api, onState) {
     pp: count("pp", "Pipeline ranks", range(1, 64)), microbatches: count("microbatches", "Micro-batches", range(1, 128)),
     virtual_stages: count("virtual_stages", "Stages on each rank", range(1, 8)), slices: count("slices", "Slices of a sequence", range(1, 16)),
   };
+  const named = choice({ label: "Schedule", options: names, value: state.schedule, onInput: (schedule) => change({ schedule }) });
+  let typing;
+  const pasted = text({
+    label: "Or your own", value: state.csv, lines: 2, placeholder: "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1",
+    help: "A row for each rank, as torch.distributed.pipelining writes it",
+    onInput(csv) { clearTimeout(typing); typing = setTimeout(() => change({ csv: csv.trim() }), 250); },
+  });
   element.append(
     h("div", { class: "controls" },
-      h("fieldset", {}, h("legend", {}, "Schedule"),
-        choice({ label: "Schedule", options: names, value: state.schedule, onInput: (schedule) => change({ schedule }) }).element,
+      h("fieldset", {}, h("legend", {}, "Schedule"), named.element, pasted.element,
         choice({ label: "Compare with", options: [none, ...names], value: state.compare, onInput: (compare) => change({ compare }) }).element,
         Object.values(sliders).map((each) => each.element)),
       h("fieldset", {}, h("legend", {}, "Time of one micro-batch on one rank"),
@@ -115,6 +121,7 @@ export async function mount(element, state, api, onState) {
       key.replaceChildren(legend(answer.legend.map(([paint, name]) => ({ name, colour: answer.paints[paint][dark ? "dark" : "light"] }))));
       lanes.canvas.setAttribute("aria-label", `Timeline of ${answer.name}: step ${units(answer.step_time)}, bubble ${show.percent(answer.bubble)}. Arrow keys move between actions.`);
       draw();
+      if (row === rows[0] && state.csv) compare({ pp: answer.ranks, microbatches: answer.microbatches });
     }
 
     const laneHeight = () => Math.max(7, Math.min(26, Math.floor(520 / row.answer.ranks)));
@@ -299,12 +306,17 @@ export async function mount(element, state, api, onState) {
   // ---- together ----
 
   function ask() {
-    const used = schedules.filter((each) => each.name === state.schedule || each.name === state.compare);
+    const used = schedules.filter((each) => (each.name === state.schedule && !state.csv) || each.name === state.compare);
     for (const key of ["virtual_stages", "slices"]) sliders[key].enable(used.some((each) => each[key]));
-    const { compare, schedule, ...sizes } = state;
-    rows[0].ask({ ...sizes, schedule });
-    rows[1].section.hidden = !compare || compare === schedule;
-    if (rows[1].section.hidden) { rows[1].hide(); draw(); } else rows[1].ask({ ...sizes, schedule: compare });
+    for (const each of [named, sliders.pp, sliders.microbatches]) each.enable(!state.csv);
+    const { compare: other, ...request } = state;
+    rows[0].ask(request);
+    if (!state.csv) compare({}); // else with the sizes of the pasted one, once they are known
+  }
+  function compare(sizes) {
+    const { compare: schedule, ...request } = state;
+    rows[1].section.hidden = !schedule || (schedule === state.schedule && !state.csv);
+    if (rows[1].section.hidden) { rows[1].hide(); draw(); } else rows[1].ask({ ...request, ...sizes, schedule, csv: "" });
   }
 
   element.append(h("div", { class: "answers" }, player.element, rows.map((each) => each.section)));
