@@ -359,6 +359,7 @@ def test_compiled_layers_compute_the_same(pool, parallel, precision, settings):
 
 def take_steps(config: RunConfig) -> tuple[torch.Tensor, int]:
     """Loss and gradient norm of two steps, and the number of compiled graphs."""
+    torch._dynamo.reset()  # this process may have compiled the layers of many other tests
     graphs = []
     capture = aot_autograd(fw_compiler=lambda graph, _: graphs.append(graph) or make_boxed_func(graph.forward))
     case = prepare(config, own_precision=True, accumulate=False)
