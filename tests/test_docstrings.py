@@ -1,4 +1,4 @@
-"""Every example in a docstring runs, but those of public names: tests/test_api.py has these."""
+"""Every example in a docstring runs. tests/test_api.py runs the ones of public names."""
 
 import doctest
 import importlib

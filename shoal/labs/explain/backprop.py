@@ -161,14 +161,15 @@ def _show(value: float) -> str:
 
 
 def _tabulate_passes(update: Update, names: list[str]) -> Table:
+    """Tabulate the passes in 80 columns: without dl/db, which is dl/dy and a gradient of the next table."""
     products = [f"{name} x{name[1:]}" for name in names[:-1]]
-    headings = ("rank", "inputs", "target", *products, "y", "loss", "dl/dy", *(f"dl/d{name}" for name in names))
+    headings = ("rank", "inputs", "target", *products, "y", "loss", "dl/dy", *(f"dl/d{name}" for name in names[:-1]))
     rows = []
     for one in update.passes:
         *inputs, target = map(_show, one.sample)
-        numbers = (*one.products, one.y, one.loss, one.slope, *one.gradient)
+        numbers = (*one.products, one.y, one.loss, one.slope, *one.gradient[:-1])
         rows.append([f"{one.rank}", ", ".join(inputs), target, *map(_show, numbers)])
-    return text_table(headings, rows, words=(0, 1))
+    return text_table(headings, rows, words=(0, 1), gap=1)
 
 
 def _tabulate_update(update: Update, names: list[str]) -> Table:

@@ -103,7 +103,7 @@ def test_replicas_with_states_of_their_own_are_not_given_up():
 
 @pytest.mark.parametrize(("devices", "replicas"), [(7, 2), (5, 2), (3, 1)])
 def test_only_replicas_are_left_out(devices, replicas):
-    """Of two ranks each; three do not divide 16."""
+    """Replicas have two ranks each, and three replicas do not divide a batch of 16."""
     now = replan(run(dp=4, tp=2, micro_batch=2), SHAPE, devices, replicas=True).parallel
     assert (now.dp, now.tp, now.micro_batch) == (replicas, 2, 2)
     with pytest.raises(UsageError, match="no layout for 1 of 8 devices"):

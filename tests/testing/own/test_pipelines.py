@@ -77,7 +77,7 @@ def test_a_chain_knows_what_its_modules_use():
 
 
 def test_stages_are_balanced_by_the_work_of_their_modules():
-    """Of which the last has the loss and the head."""
+    """The last module carries the loss and the head."""
     sizes = (4, 4, 4, 4, 32, 4)
     own = OwnModel(
         lambda: nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(sizes))),
