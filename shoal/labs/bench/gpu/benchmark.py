@@ -11,10 +11,11 @@ from rich.console import Console
 
 from shoal.base.errors import UsageError
 from shoal.base.section import NonEmpty
+from shoal.engine.device import usable_cores
 from shoal.labs.bench.benchmark import Benchmark, Notify, choose_names, make_table
 from shoal.labs.bench.gpu.item import GpuSetting, read_run, run_part, start_server
 from shoal.labs.bench.gpu.page import write_page
-from shoal.labs.bench.gpu.parts import PARTS
+from shoal.labs.bench.gpu.parts import PARTS, UNTIMED
 from shoal.labs.bench.gpu.rivals import RIVALS
 
 Part = Annotated[int, Field(ge=1, le=len(PARTS))]
@@ -57,7 +58,8 @@ class GpuBenchmark(Benchmark):
         failed = []
         with start_server(setting) as server:
             for part in dict.fromkeys(self.part):
-                found = run_part(part, PARTS[part][1](setting), setting, self.minutes, notify, server)
+                at_once = max(1, min(6, usable_cores() // 2)) if part in UNTIMED else 1
+                found = run_part(part, PARTS[part][1](setting), setting, self.minutes, notify, server, at_once)
                 for title, rows in found.tables().items():
                     console.print(make_table(title + found.note, rows))
                 failed += [f"part {part}: {row['table']}, {row['item']}: {row['result']}" for row in found.failed]

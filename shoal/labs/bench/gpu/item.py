@@ -16,6 +16,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -148,9 +149,14 @@ def start_server(setting: GpuSetting) -> PreforkServer:
 
 
 def run_part(
-    part: int, items: Sequence[Item], setting: GpuSetting, minutes: float, notify: Notify, server: PreforkServer
+    part: int, items: Sequence[Item], setting: GpuSetting, minutes: float, notify: Notify, server: PreforkServer,
+    at_once: int = 1,
 ) -> PartRun:
-    """Run the items one after another, each in its own process; return what the file then contains."""
+    """Run the items, each in its own process; return what the file then contains.
+
+    Args:
+        at_once: items that run side by side; 1 for those that measure time.
+    """
     end = time.monotonic() + 60 * minutes
     header = {"part": part, "command": " ".join(["shoal", *sys.argv[1:]]), "rehearsal": setting.rehearsal,
               "date": time.strftime("%Y-%m-%d %H:%M:%S"), "items": len(items)}  # fmt: skip
@@ -160,34 +166,41 @@ def run_part(
     except RankError as error:
         header["trouble"] = error.reason
     _append(setting.file(part), header)
-    for number, item in enumerate(items, 1):
-        left = end - time.monotonic()
-        notify(f"part {part}, {number} of {len(items)}: {item.title}, {item.name}")
+    threads = max(1, usable_cores() // at_once)
+
+    def run(numbered: tuple[int, Item]) -> None:
+        number, item = numbered
+        begin = time.monotonic()
         trouble = STOPPED
-        if left > 0:
+        if begin < end:
+            notify(f"part {part}, {number} of {len(items)}: {item.title}, {item.name}")
             try:
                 with Pool(1, server=server, device=setting.device) as pool:
-                    pool.map(execute, [(part, setting, item)], timeout=min(item.seconds, left))
-                continue
+                    pool.map(execute, [(part, setting, item, threads)], timeout=min(item.seconds, end - begin))
+                trouble = ""
             except (RankError, RuntimeError) as error:
                 if time.monotonic() < end:
                     trouble = f"lost: {error.reason if isinstance(error, RankError) else error}"
-                with open_to_append(setting.log) as file:
-                    file.write(f"--- {item.title}, {item.name}\n{error}\n".encode())
-        _append(setting.file(part), {"table": item.title, "item": item.name, "result": trouble})
+                _log(setting, f"{error}\n")
+            _log(setting, f"--- {item.title}, {item.name}: {time.monotonic() - begin:.1f} s\n")
+        if trouble:
+            _append(setting.file(part), {"table": item.title, "item": item.name, "result": trouble})
+
+    with ThreadPoolExecutor(at_once) as executor:
+        list(executor.map(run, enumerate(items, 1)))
     found = read_run(setting.file(part))
     assert found, "the header was just written"
     return found
 
 
-def execute(order: tuple[int, GpuSetting, Item]) -> None:
-    """Run one item in this process, and append its rows to the part's file."""
-    part, setting, item = order
+def execute(order: tuple[int, GpuSetting, Item, int]) -> None:
+    """Run one item in this process, with a number of threads, and append its rows to the part's file."""
+    part, setting, item, threads = order
     for stream in (1, 2):  # what torch, the compiler and commands print belongs in the log
         with open_to_append(setting.log) as log:
             os.dup2(log.fileno(), stream)
     if not setting.rehearsal:
-        torch.set_num_threads(usable_cores())
+        torch.set_num_threads(threads)
         torch.cuda.set_device(setting.torch_device)
         round_only_results()  # as on a rank
     for row in item.measure(setting, *item.args):
@@ -245,3 +258,8 @@ def _plain(value: Any) -> Any:
 def _append(path: Path, value: dict[str, Any]) -> None:
     with open_to_append(path) as file:
         file.write(json_lines([value]).encode())
+
+
+def _log(setting: GpuSetting, text: str) -> None:
+    with open_to_append(setting.log) as file:
+        file.write(text.encode())

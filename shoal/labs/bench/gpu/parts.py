@@ -162,3 +162,6 @@ PARTS: dict[int, tuple[str, Callable[[GpuSetting], list[Item]]]] = {
     6: ("checkpoints and spread", checkpoints_and_spread),
 }
 """Name and items of each part."""
+
+UNTIMED = (2, 3)
+"""Parts that measure no time: their items run side by side."""

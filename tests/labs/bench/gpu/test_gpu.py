@@ -63,7 +63,7 @@ def test_a_lost_item_ends_nothing(tmp_path: Path) -> None:
     assert "MemoryError: no memory for 5 GB" in results[4][2]
     assert results[5] == ("miss", 0.123457, "failed") and run.rows[5]["limit"] == "inf"
     assert [row["item"] for row in run.failed] == ["crash", "hang", "fail", "miss"]
-    assert len(shown) == 6
+    assert len(shown) == 5
     assert read_run(setting.file(1)) == late
     assert [row["result"] for row in late.rows] == [item.STOPPED] and late.failed == []
 
