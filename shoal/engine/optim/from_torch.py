@@ -80,7 +80,9 @@ class FromTorch(Rule):
                     # Without a fused kernel, the host reads it in every update.
                     states["step"] = torch.zeros((), device=parameter.device if fused else "cpu")
                 self.rule.state[parameter] = states
-        self.skips_on_device = self.fuses_scale = fused and shards.device.type == "cuda"
+        on_device = fused and shards.device.type == "cuda"
+        # Fused kernels take the factor in float32.
+        self.skips_on_device = self.fuses_scale = on_device and shards.dtype != torch.float64
 
     def apply(self, learning_rate: float, scale: Tensor | float, skip: Tensor | None) -> None:
         if not self.fuses_scale:

@@ -37,7 +37,7 @@ class Muon(Rule):
         self.matrices, self.rest = kinds.get(True, empty), adamw_beside(config, kinds.get(False, empty))
         self.momentum = self.matrices.zeros()
         self.rounds = list(plan_rounds(self.matrices))
-        self.skips_on_device = shards.device.type == "cuda"
+        self.skips_on_device = shards.device.type == "cuda" and self.rest.skips_on_device
 
     def apply(self, learning_rate: float, scale: Tensor | float, skip: Tensor | None) -> None:
         if not self.skips_on_device:

@@ -38,7 +38,7 @@ class Rule(ABC):
         """Apply one update.
 
         Args:
-            scale: factor on the gradients. A tensor, float32 [] on the shards' device, is not read by the host.
+            scale: factor on the gradients. A tensor, [] on the shards' device, is not read by the host.
             skip: float32 []; if it is 1, as after an overflow, weights and states stay unchanged. `count` grows in
                 either case; correct it by ``resume_at(count - 1)`` once the skip is known.
         """

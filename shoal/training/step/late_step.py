@@ -86,7 +86,7 @@ def update_on_device(
     failed.copy_(torch.maximum(failed, (~torch.isfinite(totals).all()).float()))
     scale: Tensor | float = 1.0
     if clip := engine.config.optimizer.clip_norm:
-        scale = (clip / totals[2].sqrt()).clamp(max=1).float()
+        scale = (clip / totals[2].sqrt()).clamp(max=1)
     engine.optimizer.step(rate, scale, failed)
     engine.refresh_parameters()
     if engine.routing:

@@ -41,6 +41,9 @@ class GpuBenchmark(Benchmark):
     """Comma-separated list of other implementations to time in part 4: fsdp, transformers, liger; or none. A missing
     package is reported."""
 
+    only: str = ""
+    """Run only items whose table or name contains this text."""
+
     minutes: PositiveFloat = 9.5
     """Time of a part; further items are not run."""
 
@@ -59,7 +62,8 @@ class GpuBenchmark(Benchmark):
         with start_server(setting) as server:
             for part in dict.fromkeys(self.part):
                 at_once = max(1, min(6, usable_cores() // 2)) if part in UNTIMED else 1
-                found = run_part(part, PARTS[part][1](setting), setting, self.minutes, notify, server, at_once)
+                items = [item for item in PARTS[part][1](setting) if self.only in f"{item.title}: {item.name}"]
+                found = run_part(part, items, setting, self.minutes, notify, server, at_once)
                 for title, rows in found.tables().items():
                     console.print(make_table(title + found.note, rows))
                 failed += [f"part {part}: {row['table']}, {row['item']}: {row['result']}" for row in found.failed]

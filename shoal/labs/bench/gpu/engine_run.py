@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import DeviceType
@@ -157,26 +158,39 @@ def measure_point(setting: GpuSetting, point: RunPoint, trace: bool = False) -> 
     allocated, reserved = (
         (None, None) if setting.rehearsal else (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
     )
-    busy, launches = profile_step(engine, setting, 999, setting.out / "trace.json.gz" if trace else None)
+    kernels = profile_step(engine, setting, 999, setting.out / "trace.json.gz" if trace else None)
     estimate, rates = point.estimate(setting), describe_rates(setting, point, step, attained)
     return {
         **rates,
-        "kernels ms": 1e3 * busy, "host-bound %": max(0.0, 100 * (1 - busy / step)), "launches": launches,
+        "kernels ms": 1e3 * kernels.seconds, "host-bound %": max(0.0, 100 * (1 - kernels.seconds / step)),
+        "launches": kernels.launches,
         "estimated ms": 1e3 * estimate.step_seconds,
         "allocated GB": allocated and allocated / 1e9, "estimated GB": estimate.fullest.allocated / 1e9,
         "more": {
             "layers": shape.layers, "s": point.sequence, "b": point.batch, "compiled": point.compile,
             "microbatches": point.microbatches, "tokens/s": point.tokens / step, "seconds": seconds,
-            "attained_flops": attained,
+            "attained_flops": attained, "longest kernels": kernels.longest,
             "reserved GB": reserved and reserved / 1e9, "estimated reserved GB": estimate.fullest.reserved / 1e9,
             "% of fp8 peak": setting.share_of_peak(1e12 * rates["TFLOP/s"], "fp8") if engine.float8 else None,
         },
     }  # fmt: skip
 
 
-def profile_step(engine: Engine, setting: GpuSetting, step: int, trace: Path | None = None) -> tuple[float, int]:
-    """Return the seconds in which the device computes during a step, and the number of its kernels. In a rehearsal,
-    the operators of the CPU take the place of kernels."""
+class StepKernels(NamedTuple):
+    """Kernels of one step.
+
+    Attributes:
+        seconds: time in which at least one runs.
+        longest: [name, ms, launches] of the kernels with the largest total time.
+    """
+
+    seconds: float
+    launches: int
+    longest: list[tuple[str, float, int]]
+
+
+def profile_step(engine: Engine, setting: GpuSetting, step: int, trace: Path | None = None) -> StepKernels:
+    """Return the kernels of a step. In a rehearsal, the operators of the CPU take their place."""
     cuda = not setting.rehearsal
     kinds = [ProfilerActivity.CPU] * (trace is not None or not cuda) + [ProfilerActivity.CUDA] * cuda
     with profile(activities=kinds) as profiler:
@@ -185,21 +199,25 @@ def profile_step(engine: Engine, setting: GpuSetting, step: int, trace: Path | N
     if trace:
         profiler.export_chrome_trace(str(trace))
     wanted = DeviceType.CUDA if cuda else DeviceType.CPU
-    spans = sorted(
-        (event.time_range.start, event.time_range.end) for event in profiler.events()
+    events = [
+        event for event in profiler.events()
         if event.device_type == wanted and not getattr(event, "is_user_annotation", False)
-    )  # fmt: skip
-    return 1e-6 * covered(spans), len(spans)
+    ]  # fmt: skip
+    total, count = Counter[str](), Counter(event.name[:120] for event in events)
+    for event in events:
+        total[event.name[:120]] += event.time_range.elapsed_us()
+    longest = [(name, round(1e-3 * us, 3), count[name]) for name, us in total.most_common(16)]
+    return StepKernels(1e-6 * covered([(e.time_range.start, e.time_range.end) for e in events]), len(events), longest)
 
 
 def covered(spans: list[tuple[float, float]]) -> float:
-    """Return the length of the union of intervals, sorted by start.
+    """Return the length of the union of intervals.
 
-    >>> covered([(0, 2), (1, 3), (5, 6)])
+    >>> covered([(1, 3), (5, 6), (0, 2)])
     4.0
     """
     total, end = 0.0, float("-inf")
-    for start, stop in spans:
+    for start, stop in sorted(spans):
         total += max(0.0, stop - max(start, end))
         end = max(end, stop)
     return total

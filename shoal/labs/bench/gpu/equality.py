@@ -31,6 +31,8 @@ STEPS = 3
 EXACT = {"fp64": 1e-9, "fp32": 1e-5}
 """Largest relative error of losses and gradient norms, and in float64 also of weights. In float32, Adam turns gradients
 that are only rounding into full updates, so weights are only shown."""
+AMPLIFIED_FP32 = {"muon": 10.0}
+"""Larger errors in float32, by optimizer: Muon raises small singular values of updates, which are mostly rounding."""
 NARROW = 2e-2, 5e-2
 """Largest relative error of the loss in 16 bits, and in 8 bits."""
 
@@ -47,7 +49,8 @@ VARIANTS: dict[str, Changes] = {
     "experts, dropping": {"model": {"experts": {**EXPERTS, "per_token": 2, "capacity_factor": 1.0}}},
     "mixture of depths": {"model": {"depths": {"capacity": 0.5}}},
     "sequence slices": {"parallel": {"schedule": "terapipe", "sequence_slices": 2}},
-    "gpt": {"model": {"name": "tiny-gpt", "layers": 2}},
+    # Key biases have no gradient but rounding, which Adam would turn into full updates.
+    "gpt": {"model": {"name": "tiny-gpt", "layers": 2}, "optimizer": {"name": "momentum"}},
     "tied": {"model": {"tied": True}},
     "offload, optimizer": {"parallel": {"offload": "optimizer"}},
 }
@@ -92,7 +95,7 @@ def compare_devices(setting: GpuSetting, name: str) -> Iterator[Row]:
             reference = train_steps(changes, precision, torch.device("cpu"))
             loss, norm = loss_and_norm_errors(ours, reference)
             weight = max(relative_error(ours.weights[key], value) for key, value in reference.weights.items())
-            limit = allowed * AMPLIFIED.get(rule, 1.0)
+            limit = allowed * AMPLIFIED.get(rule, AMPLIFIED_FP32.get(rule, 1.0) if precision == "fp32" else 1.0)
             passed = max(loss, norm, weight if precision == "fp64" else 0.0) <= limit
             row |= {"loss": loss, "gradient norm": norm, "weights": weight, "allowed": limit, "passed": passed}
         yield row

@@ -122,11 +122,11 @@ def recipes_and_rules(setting: GpuSetting) -> list[Item]:
             yield _timed(RECIPES, name, speed.layer_point(setting, 4, 4096, 2, compile=compiled, **changes))
 
     return [
-        *points(True),
+        *points(False),
         Item("loss of the recipes", "loss", speed.measure_loss_gap, ([*recipes],), seconds=240),
         *(
             _timed("mixture of experts, 4 layers", "8 of 64", replace(mixture, compile=way))
-            for way in setting.pick((True, False), (False,))
+            for way in setting.pick((False, True), (False,))
         ),
         *(
             Item("optimizers, 1.2 billion parameters", f"{name}, {kind}", speed.measure_optimizer, (name, kind))
@@ -137,7 +137,7 @@ def recipes_and_rules(setting: GpuSetting) -> list[Item]:
                    speed.model_point(setting, "llama-3.2-1b", 4096, 2, parallel={"micro_batch": 2, **layout}))
             for name, layout in offloads.items()
         ),
-        *(() if setting.rehearsal else points(False)),
+        *(() if setting.rehearsal else points(True)),
     ]  # fmt: skip
 
 
