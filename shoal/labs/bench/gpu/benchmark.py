@@ -51,18 +51,25 @@ class GpuBenchmark(Benchmark):
         rivals = () if self.rivals == "none" else tuple(choose_names(self.rivals, RIVALS, "bench gpu --rivals"))
         if self.device == "cuda" and not torch.cuda.is_available():
             raise UsageError("bench gpu: torch sees no CUDA device here.\n  Rehearse on the CPU with --device cpu.")
+        setting = GpuSetting(self.device, self.out.absolute(), rivals)
+        listed = {
+            part: [item for item in PARTS[part][1](setting) if self.only in f"{item.title}: {item.name}"]
+            for part in dict.fromkeys(self.part)
+        }
+        chosen = {part: items for part, items in listed.items() if items}
+        if not chosen:
+            parts = ", ".join(map(str, listed))
+            raise UsageError(f"bench gpu --only {self.only!r}: no table or item of part {parts} contains it.")
         try:
             self.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"bench gpu --out {self.out}: {error.strerror}.") from None
-        setting = GpuSetting(self.device, self.out.absolute(), rivals)
         if setting.rehearsal:
             console.print(REHEARSAL)
         failed = []
         with start_server(setting) as server:
-            for part in dict.fromkeys(self.part):
+            for part, items in chosen.items():
                 at_once = max(1, min(6, usable_cores() // 2)) if part in UNTIMED else 1
-                items = [item for item in PARTS[part][1](setting) if self.only in f"{item.title}: {item.name}"]
                 found = run_part(part, items, setting, self.minutes, notify, server, at_once)
                 for title, rows in found.tables().items():
                     console.print(make_table(title + found.note, rows))

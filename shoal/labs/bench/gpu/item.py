@@ -40,7 +40,8 @@ PACKAGES = (
     "nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "nvidia-nccl-cu13", "nvidia-nccl-cu12",
 )
 TOOLS = ("compute-sanitizer", "nsys", "ncu", "g++", "gcc", "clang", "cc")
-STOPPED = "not run: the time of the part was used up"
+NOT_RUN = "not run: the time of the part was used up"
+ENDED = "ended: the time of the part was used up"
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,6 @@ def run_part(
     Args:
         at_once: items that run side by side; 1 for those that measure time.
     """
-    end = time.monotonic() + 60 * minutes
     header = {"part": part, "command": " ".join(["shoal", *sys.argv[1:]]), "rehearsal": setting.rehearsal,
               "date": time.strftime("%Y-%m-%d %H:%M:%S"), "items": len(items)}  # fmt: skip
     try:
@@ -166,12 +166,13 @@ def run_part(
     except RankError as error:
         header["trouble"] = error.reason
     _append(setting.file(part), header)
+    end = time.monotonic() + 60 * minutes
     threads = max(1, usable_cores() // at_once)
 
     def run(numbered: tuple[int, Item]) -> None:
         number, item = numbered
         begin = time.monotonic()
-        trouble = STOPPED
+        trouble = NOT_RUN
         if begin < end:
             notify(f"part {part}, {number} of {len(items)}: {item.title}, {item.name}")
             try:
@@ -179,9 +180,9 @@ def run_part(
                     pool.map(execute, [(part, setting, item, threads)], timeout=min(item.seconds, end - begin))
                 trouble = ""
             except (RankError, RuntimeError) as error:
-                if time.monotonic() < end:
-                    trouble = f"lost: {error.reason if isinstance(error, RankError) else error}"
-                _log(setting, f"{error}\n")
+                ended = end - begin < item.seconds and time.monotonic() >= end
+                trouble = ENDED if ended else f"lost: {error.reason if isinstance(error, RankError) else error}"
+                _log(setting, f"{ENDED if ended else error}\n")  # an item that did not hang has no stack to show
             _log(setting, f"--- {item.title}, {item.name}: {time.monotonic() - begin:.1f} s\n")
         if trouble:
             _append(setting.file(part), {"table": item.title, "item": item.name, "result": trouble})

@@ -11,11 +11,11 @@ from typing import Any
 from shoal.base.files import write_atomically
 from shoal.labs.bench.benchmark import format_cell
 from shoal.labs.bench.gpu.item import PartRun
-from shoal.labs.bench.gpu.parts import OTHERS, PARTS, RECIPES, SHAPES
+from shoal.labs.bench.gpu.parts import DEEP_RECIPES, OTHERS, PARTS, RECIPES, SHAPES
 from shoal.report.page import page
 from shoal.report.tables import html_table, html_tiles
 
-CHARTED = (SHAPES, OTHERS, "small models, bf16", RECIPES)
+CHARTED = (SHAPES, OTHERS, "small models, bf16", RECIPES, DEEP_RECIPES)
 DRAWS = find_spec("matplotlib") is not None  # a machine for measurements may lack it
 LEAD = "First contact with a GPU: correctness, speed, and estimates beside measurements."
 REHEARSAL = "Rehearsal on the CPU with tiny sizes. No figure of this part is a GPU's."

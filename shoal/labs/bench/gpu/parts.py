@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -68,6 +68,7 @@ def _timed(title: str, name: str, point: RunPoint, *, trace: bool = False) -> It
 
 SHAPES = "bf16, layers of Llama-3-8B"
 RECIPES = "8-bit recipes, 4 layers of Llama-3-8B"
+DEEP_RECIPES = "8-bit recipes, 16 layers of Llama-3-8B"
 OTHERS = "other implementations, bf16, 8 layers of Llama-3-8B"
 
 
@@ -111,33 +112,39 @@ def recipes_and_rules(setting: GpuSetting) -> list[Item]:
     moe = {"name": "olmoe-1b-7b", "layers": 4, "vocab": 50_304}
     tiny_moe = {**speed.TINY, "experts": {"count": 8, "ffn": 32, "per_token": 2}}
     mixture = RunPoint(setting.pick(moe, tiny_moe), setting.pick(4096, 32), setting.pick(4, 2))
-    pairs = [(name, "bf16" if name != "sophia-h" else "fp32") for name in get_args(OptimizerName)]
-    pairs += [("adamw", kind) for kind in ("bf16-moments", "bf16-weights", "bf16-all")]
+    pairs = [("adamw", kind) for kind in ("bf16", "bf16-moments", "bf16-weights", "bf16-all")]
+    pairs += [(name, "bf16") for name in ("adam8bit", "muon", "adafactor")]
+    others = [name for name in get_args(OptimizerName) if (name, "bf16") not in pairs]
     offloads: dict[str, dict[str, Any]] = {
         "none": {}, "optimizer": {"offload": "optimizer"}, "parameters": {"offload": "parameters", "zero": 3},
     }  # fmt: skip
 
-    def points(compiled: bool) -> Iterator[Item]:
-        for name, changes in recipes.items():
-            yield _timed(RECIPES, name, speed.layer_point(setting, 4, 4096, 2, compile=compiled, **changes))
+    def points(names: Iterable[str], layers: int, *, compiled: bool = False) -> Iterator[Item]:
+        for name in names:
+            point = speed.layer_point(setting, layers, 4096, 2, compile=compiled, **recipes[name])
+            yield _timed(RECIPES if layers == 4 else DEEP_RECIPES, name, point)
+
+    def experts(compiled: bool) -> Item:
+        return _timed("mixture of experts, 4 layers", "8 of 64", replace(mixture, compile=compiled))
+
+    def optimizers(pairs: Iterable[tuple[str, str]]) -> Iterator[Item]:
+        for name, kind in pairs:
+            title = "optimizers, 1.2 billion parameters"
+            yield Item(title, f"{name}, {kind}", speed.measure_optimizer, (name, kind))
 
     return [
-        *points(False),
+        *points(recipes, 4),
         Item("loss of the recipes", "loss", speed.measure_loss_gap, ([*recipes],), seconds=240),
-        *(
-            _timed("mixture of experts, 4 layers", "8 of 64", replace(mixture, compile=way))
-            for way in setting.pick((False, True), (False,))
-        ),
-        *(
-            Item("optimizers, 1.2 billion parameters", f"{name}, {kind}", speed.measure_optimizer, (name, kind))
-            for name, kind in pairs
-        ),
+        *points(("bf16", "fp8, tensor", "fp8, delayed"), 16),
+        experts(False),
+        *optimizers(pairs),
         *(
             _timed("offload, 1.2 billion parameters", name,
                    speed.model_point(setting, "llama-3.2-1b", 4096, 2, parallel={"micro_batch": 2, **layout}))
             for name, layout in offloads.items()
         ),
-        *(() if setting.rehearsal else points(True)),
+        *optimizers((name, "fp32" if name == "sophia-h" else "bf16") for name in others),
+        *setting.pick([experts(True), *points(recipes, 4, compiled=True)], []),
     ]  # fmt: skip
 
 

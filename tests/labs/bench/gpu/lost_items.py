@@ -1,4 +1,4 @@
-"""Items that crash, hang, fail, miss their limit, or succeed."""
+"""Items that crash, hang, fail, miss their limit, wait for another one, or succeed."""
 
 import os
 import signal
@@ -25,6 +25,15 @@ def fail(setting: GpuSetting) -> Iterator[dict]:
 
 def miss(setting: GpuSetting) -> Iterator[dict]:
     yield {"value": 0.1234567890123, "limit": float("inf"), "passed": False}
+
+
+def meet(setting: GpuSetting) -> Iterator[dict]:
+    """Wait until two items have begun."""
+    setting.out.joinpath(f"begun-{os.getpid()}").touch()
+    end = time.monotonic() + 60
+    while len(found := [*setting.out.glob("begun-*")]) < 2 and time.monotonic() < end:
+        time.sleep(0.01)
+    yield {"passed": len(found) == 2}
 
 
 def succeed(setting: GpuSetting) -> Iterator[dict]:

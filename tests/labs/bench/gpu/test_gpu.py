@@ -65,7 +65,25 @@ def test_a_lost_item_ends_nothing(tmp_path: Path) -> None:
     assert [row["item"] for row in run.failed] == ["crash", "hang", "fail", "miss"]
     assert len(shown) == 5
     assert read_run(setting.file(1)) == late
-    assert [row["result"] for row in late.rows] == [item.STOPPED] and late.failed == []
+    assert [row["result"] for row in late.rows] == [item.NOT_RUN] and late.failed == []
+
+
+def test_items_side_by_side_and_the_end_of_the_time(tmp_path: Path) -> None:
+    setting, server = GpuSetting("cpu", tmp_path), shared_server()
+    items = [Item("table", name, lost.meet) for name in ("one", "other")]
+    run = run_part(2, items, setting, 5.0, lambda text: None, server, at_once=2)
+    assert sorted((row["item"], row["result"]) for row in run.rows) == [("one", "passed"), ("other", "passed")]
+    run = run_part(2, [Item("table", "hang", lost.hang)], setting, 0.03, lambda text: None, server)
+    assert run.rows[-1]["result"] == item.ENDED and run.failed == []
+    log = (tmp_path / "log.txt").read_text()
+    assert item.ENDED in log and "in hang" not in log  # no stack of an item that did not hang
+
+
+def test_only_the_named_items_run(tmp_path: Path) -> None:
+    assert rehearse(tmp_path, "--part", "3", "6", "--only", "collectives of one rank")
+    run = read_run(tmp_path / "part-3.jsonl")
+    assert run and run.header["items"] == 1 and {row["item"] for row in run.rows} == {"backend"}
+    assert not (tmp_path / "part-6.jsonl").exists()  # a run without items would hide an older one
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------
@@ -88,6 +106,7 @@ def test_page_of_a_gpu(tmp_path: Path) -> None:
     (["--device", "cuda"], "no CUDA device"),
     (["--rivals", "megatron"], "'megatron' is unknown"),
     (["--part", "7"], "part"),
+    (["--part", "1", "6", "--only", "sophia"], "--only 'sophia': no table or item of part 1, 6"),
     (["--out", "/proc/none/x"], "--out"),
 ])  # fmt: skip
 def test_bad_input(tmp_path: Path, options: list[str], message: str) -> None:
