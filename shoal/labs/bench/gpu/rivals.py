@@ -44,7 +44,7 @@ def time_rival(setting: GpuSetting, name: str, point: RunPoint) -> Iterator[Row]
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
-        seconds = median(time_each(step, setting))
+        seconds = median(time_each(step, setting, together=2))  # as shoal's
         row |= {
             "tokens/s": point.tokens / seconds, **describe_rates(setting, point, seconds, attained),
             "allocated GB": None if setting.rehearsal else torch.cuda.max_memory_allocated() / 1e9,
