@@ -7,7 +7,7 @@ from typing import Literal
 
 from shoal.spec.catalog import ModelShape
 from shoal.spec.catalog.clusters import Cluster
-from shoal.spec.catalog.software import Software, find_software
+from shoal.spec.catalog.software import AttentionKernel, Software, find_software
 from shoal.spec.config import Float8Config, OptimizerConfig
 from shoal.spec.layout import Layout
 from shoal.spec.number_formats import FORMATS, Formats
@@ -67,6 +67,19 @@ class EstimatedRun:
             return False
         fits = self.shape.query_dim % 8 == 0 and self.shape.query_dim <= 256
         return self.attention == "sdpa" and self.policy.compute.itemsize == 2 and fits and self.cluster.at_once is None
+
+    @property
+    def flash(self) -> AttentionKernel:
+        """The fused attention kernel.
+
+        shoal's own is cuDNN's on Hopper and Blackwell, as fast as FlashAttention-3, unless it takes lengths, a window
+        or blocks of a ring (`shoal.engine.models.attention_kernels`): then, and elsewhere, it is FlashAttention-2.
+        """
+        ours = self.software.name == "shoal"
+        lengths = self.by_lengths and (self.document_mask or self.shape.window is not None)
+        has_cudnn = self.cluster.accelerator.generation in ("hopper", "blackwell") and self.policy.compute.itemsize == 2
+        slower = ours and (lengths or self.layout.cp_ring > 1 or not has_cudnn)
+        return "flash-2" if slower else self.software.attention
 
     @property
     def products(self) -> str:

@@ -24,7 +24,7 @@ class SoftwareEstimate(StepEstimate):
     """
 
     def __init__(self, run: EstimatedRun):
-        self.run, self.calibration = run, cluster_calibration(run.cluster)
+        self.run, self.calibration = run, cluster_calibration(run.cluster, run.software.name)
         self.runs = Runs.from_rows([describe_row(run)])
 
     @cached_property

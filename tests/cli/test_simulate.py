@@ -71,7 +71,7 @@ def test_times_of_a_machine_that_was_calibrated(tmp_path: Path, capsys: pytest.C
             f'[links.{name}]\nbandwidth = {speed / 20}\nlatency = {1e6 / speed}\nsource = "a test"\n'
             f'[nodes.{name}]\naccelerator = "{name}"\ninside = "{name}"\nper_node = 64\nsource = "a test"\n'
             f"[nodes.{name}.constants]\nlaunch = {1e6 / speed}\nlatency_inside = {1e6 / speed}\nmicro_batch = 0.0\n"
-            f"collective_launch = 0.0\n"
+            f"collective_launch = 0.0\nfixed = 0.0\n"
         )
         words = f"--cluster 4x{name} --catalog {file} --model tiny --precision fp32 --compare zb-h1 --microbatches 6"
         assert main(["simulate", *words.split(), "--sequence-length", "128"]) == 0

@@ -111,7 +111,8 @@ def test_products_in_8_bits_take_their_own_time() -> None:
     assert eight.layer().attention == plain.layer().attention and eight.layer().head == plain.layer().head
     assert eight.step_seconds < plain.step_seconds and eight.mfu < plain.mfu
     blocks = Estimate(replace(wide, precision="mxfp8"))
-    assert (blocks.step_seconds, blocks.peak) == (plain.step_seconds, plain.peak), "multiplied in bf16"
+    assert (blocks.layer().products, blocks.peak) == (plain.layer().products, plain.peak), "multiplied in bf16"
+    assert blocks.stages[0].adding > 2 * plain.stages[0].adding, "no product in 8 bits adds its gradient to the sum"
     newer = {name: Estimate(replace(wide, cluster=cluster("8xB200"), precision=name)) for name in ("fp8", "mxfp8")}
     assert newer["mxfp8"].peak == newer["fp8"].peak, "which multiplies blocks of 32"
 

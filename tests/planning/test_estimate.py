@@ -89,11 +89,15 @@ def test_a_host_ahead_of_its_accelerator_is_a_floor_under_the_step() -> None:
 
 
 def test_adding_gradients_up_reads_each_and_reads_and_writes_its_sum() -> None:
+    """Products in bf16 add to it themselves: the rows of the embedding are left, and in 8 bits the layers' matrices."""
     found = estimate(LAYOUT)
-    for part, times in zip(found.parts, found.stages, strict=True):
-        moved = (2 + 4 + 4) * sum(found.stage_elements(part))  # bfloat16, and sums in float32
-        assert times.adding == pytest.approx(found.slower * moved / found.hbm, rel=1e-4)
-        assert times.backward_weight == times.matrices + times.adding
+    table = found.run.shape.vocab * found.run.shape.hidden / 8
+    for run, products in ((found, False), (Estimate(replace(found.run, precision="fp8")), True)):
+        for part, times in zip(run.parts, run.stages, strict=True):
+            alone = part.first * table + products * (sum(run.stage_elements(part)) - (part.first + part.last) * table)
+            moved = run.constants["accumulate"] * (2 + 4 + 4) * alone  # bfloat16, and sums in float32
+            assert times.adding == pytest.approx(run.slower * moved / run.hbm, rel=1e-4)
+            assert times.backward_weight == times.matrices + times.adding
 
 
 def test_a_host_that_computes_itself_adds_its_launches_to_every_pass() -> None:
@@ -108,7 +112,8 @@ def test_a_host_that_computes_itself_adds_its_launches_to_every_pass() -> None:
     assert times.launches_backward == pytest.approx(2 * layer.launches_backward)
     assert times.forward == pytest.approx(beside.stages[0].forward + times.launches)
     assert times.launched == 0 < beside.stages[0].launched
-    assert itself.step_seconds > 1.2 * beside.step_seconds, "the bubble is as much longer"
+    between = beside.calibration.at("fixed")  # what an accelerator waits for its host after a step
+    assert itself.step_seconds > 1.2 * (beside.step_seconds - between), "the bubble is as much longer"
 
 
 def test_through_memory_sequence_parallelism_meets_twice_for_each_sum() -> None:
@@ -201,7 +206,7 @@ def test_muons_products_and_exchange_by_hand() -> None:
         found = Estimate(
             EstimatedRun(shape, Layout(dp=ranks, zero=int(ranks > 1)), machine, 512, ranks, "bf16", "muon")
         )
-        return found.finishing[0, 1], found
+        return found.finishing[0, 1] - found.calibration.at("fixed"), found
 
     (alone, one), (shared, four) = update(1, 1), update(4, 1)
     (alone_moved, _), (shared_moved, _) = update(1, 1e9), update(4, 1e9)  # products of no time
@@ -362,7 +367,9 @@ def test_a_runs_file_is_read_whole(tmp_path: Path) -> None:
     assert written.step_seconds > 1.1 * plain.step_seconds
     assert written.fullest.activations > 2 * plain.fullest.activations, "scores are kept"
     by_lengths = read(data={"sequence_length": 4096, "document_mask": True})
-    assert by_lengths.layer().attention == plain.layer().attention
+    rates = [plain.calibration.at(kernel, generation="hopper") for kernel in ("flash_2", "flash_3")]
+    slower = rates[1] / rates[0]  # flash takes lengths, cuDNN does not
+    assert by_lengths.layer().attention == pytest.approx(slower * plain.layer().attention)
     assert by_lengths.fullest.activations == plain.fullest.activations
     plain = read("fp32")
     masked = read("fp32", data={"sequence_length": 4096, "document_mask": True})

@@ -19,10 +19,10 @@ PUBLISHED = {  # layout, model, cluster, sequences, tokens of a sequence, softwa
         Layout(tp=8, pp=4, zero=1, sequence_parallel=True), "llama-2-70b",
         "256x8xA100", 1024, 4096, "shoal", 2e12, 1_720_320,
     ),
-    # Meta 2024, model card of Llama 3; without a published layout
+    # Meta 2024, model card of Llama 3; without a published layout or software
     "Llama 3 70B": (
         Layout(tp=8, pp=4, zero=1, sequence_parallel=True, virtual_stages=5, schedule="interleaved-1f1b"),
-        "llama-3-70b", "512x8xH100", 2048, 8192, "shoal", 15e12, 6.4e6,
+        "llama-3-70b", "512x8xH100", 2048, 8192, "other", 15e12, 6.4e6,
     ),
     # Meta 2024, model card of Llama 3.1; layout of Dubey et al. 2024, table 4
     "Llama 3.1 405B": (

@@ -218,7 +218,7 @@ def describe_row(run: EstimatedRun) -> dict[str, Any]:
     machine, wide = cluster.accelerator, run.policy.compute.itemsize / E
     warmup, alive = SCHEDULES.get(layout.schedule, (1.0, 1.0))
     unfused = (run.attention == "explicit" and layout.cp == 1) or shape.softcap is not None
-    kernel = "unfused" if unfused else software.attention
+    kernel = "unfused" if unfused else run.flash
     operators = layout.recompute == "selective" and software.selective == "operators"
     network = network_name(cluster)
     virtual = (layout.virtual_stages or 2) if layout.schedule == "interleaved-1f1b" and layout.pp > 1 else 1

@@ -36,7 +36,7 @@ def search_software(
     Only what the software has is searched: its ZeRO stages, 1F1B and interleaved stages, zero bubbles where it has
     them. Context parallelism is one kind.
     """
-    begin, constants, plan = time.perf_counter(), cluster_calibration(run.cluster), Plan(run)
+    begin, constants, plan = time.perf_counter(), cluster_calibration(run.cluster, run.software.name), Plan(run)
     space = replace(
         space, schedules=tuple(name for name in run.software.schedules if name in SCHEDULES), uneven=False
     )

@@ -14,7 +14,7 @@ from shoal.base.files import read_toml
 from shoal.base.section import Section, validate
 from shoal.spec.catalog.accelerators import Generation
 from shoal.spec.catalog.clusters import Cluster
-from shoal.spec.catalog.software import software_table
+from shoal.spec.catalog.software import find_software, software_table
 from shoal.spec.catalog.tables import shipped
 
 if TYPE_CHECKING:
@@ -191,6 +191,11 @@ def _read_own(software: tuple[str, ...]) -> Calibration:
     return read_calibration()
 
 
-def cluster_calibration(cluster: Cluster) -> Calibration:
-    """Return shoal's own calibration, with the values measured on the nodes of a cluster (`shoal calibrate`)."""
-    return calibration().measured(cluster.constants) if cluster.constants else calibration()
+def cluster_calibration(cluster: Cluster, software: str = "other") -> Calibration:
+    """Return the calibration of a software on a cluster.
+
+    It has the values measured with the software on this generation of accelerators (`Software.constants`), and over
+    them those measured on the cluster's nodes (`shoal calibrate`).
+    """
+    found = {**find_software(software).constants.get(cluster.accelerator.generation, {}), **cluster.constants}
+    return calibration().measured(found) if found else calibration()

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from shoal.base.section import Section
+from shoal.spec.catalog.accelerators import Generation
 from shoal.spec.catalog.tables import entries, find
 from shoal.spec.layout import ZeroStage
 
@@ -113,6 +114,10 @@ class Software(Section):
 
     schedules: tuple[str, ...] = ("1f1b", "interleaved-1f1b")
     """Pipeline schedules that it has, for a search."""
+
+    constants: dict[Generation, dict[str, NonNegativeFloat]] = Field(default={})
+    """Constants of the cost model measured with this software, by generation of accelerators; elsewhere those fitted to
+    published measurements count."""
 
     source: str
     """Source of the facts."""

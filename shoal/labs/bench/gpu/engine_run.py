@@ -22,6 +22,7 @@ from shoal.labs.bench.gpu.ceilings import attained_flops
 from shoal.labs.bench.gpu.item import GpuSetting
 from shoal.labs.bench.race import time_in_turns
 from shoal.labs.bench.step.workload import RepeatedDataset
+from shoal.planning.cost.memory.stage import outside_allocator
 from shoal.planning.estimate import Estimate
 from shoal.planning.run import EstimatedRun
 from shoal.spec.catalog.clusters import cluster
@@ -146,7 +147,10 @@ def describe_rates(setting: GpuSetting, point: RunPoint, step: float, attained: 
 
 
 def measure_point(setting: GpuSetting, point: RunPoint, trace: bool = False) -> Row:
-    """Time steps of a run; return its MFU, its kernels, its peak memory, and the estimates of both."""
+    """Time steps of a run; return its MFU, its kernels, its peak memory, and the estimates of both.
+
+    Offloaded runs have no estimates. Only torch's allocator counts as reserved, measured and estimated.
+    """
     device, shape = setting.torch_device, check(point.config)
     attained = attained_flops(shape, point.batch * point.sequence, device)
     if not setting.rehearsal:
@@ -159,18 +163,22 @@ def measure_point(setting: GpuSetting, point: RunPoint, trace: bool = False) -> 
         (None, None) if setting.rehearsal else (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
     )
     kernels = profile_step(engine, setting, 999, setting.out / "trace.json.gz" if trace else None)
-    estimate, rates = point.estimate(setting), describe_rates(setting, point, step, attained)
+    rates = describe_rates(setting, point, step, attained)
+    expected = point.estimate(setting) if point.config.parallel.offload == "none" else None
+    outside = outside_allocator(expected.run.cluster.memory_bytes, expected.calibration) if expected else 0.0
     return {
         **rates,
         "kernels ms": 1e3 * kernels.seconds, "host-bound %": max(0.0, 100 * (1 - kernels.seconds / step)),
         "launches": kernels.launches,
-        "estimated ms": 1e3 * estimate.step_seconds,
-        "allocated GB": allocated and allocated / 1e9, "estimated GB": estimate.fullest.allocated / 1e9,
+        "estimated ms": expected and 1e3 * expected.step_seconds,
+        "allocated GB": allocated and allocated / 1e9,
+        "estimated GB": expected and expected.fullest.allocated / 1e9,
         "more": {
             "layers": shape.layers, "s": point.sequence, "b": point.batch, "compiled": point.compile,
             "microbatches": point.microbatches, "tokens/s": point.tokens / step, "seconds": seconds,
             "attained_flops": attained, "longest kernels": kernels.longest,
-            "reserved GB": reserved and reserved / 1e9, "estimated reserved GB": estimate.fullest.reserved / 1e9,
+            "reserved GB": reserved and reserved / 1e9,
+            "estimated reserved GB": expected and (expected.fullest.reserved - outside) / 1e9,
             "% of fp8 peak": setting.share_of_peak(1e12 * rates["TFLOP/s"], "fp8") if engine.float8 else None,
         },
     }  # fmt: skip

@@ -103,7 +103,9 @@ class StageMemory:
     def __init__(self, run: EstimatedRun, known: dict | None = None):
         self.run = run
         self.known = {} if known is None else known
-        self.calibration: Calibration = self.once("constants", lambda: cluster_calibration(run.cluster))
+        self.calibration: Calibration = self.once("constants", lambda: (
+            cluster_calibration(run.cluster, run.software.name)
+        ))  # fmt: skip
         self.constants = self.calibration.numbers
         self.capacity, self.library_bytes, self.fragmentation = self.once("device", lambda: (
             device_capacity(run.cluster, self.calibration), library_bytes(run.cluster, self.calibration),

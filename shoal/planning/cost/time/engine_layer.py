@@ -54,10 +54,10 @@ def attained(cluster: Cluster) -> Cluster:
     return replace(cluster, inside=inside, nic=nic, thin=c.at("thin", network=network))
 
 
-def memory_rate(cluster: Cluster) -> float:
-    """Return the attained memory bandwidth of kernels in bytes/s."""
+def memory_rate(cluster: Cluster, software: str = "other") -> float:
+    """Return the memory bandwidth in bytes/s that kernels attain, of a software with constants of its own."""
     machine = cluster.accelerator
-    return machine.memory_bandwidth * cluster_calibration(cluster).at("hbm", generation=machine.generation)
+    return machine.memory_bandwidth * cluster_calibration(cluster, software).at("hbm", generation=machine.generation)
 
 
 def product_rate(cluster: Cluster, kind: str) -> float:
@@ -80,7 +80,7 @@ def layer_times(run: EstimatedRun, shape: ModelShape, s: int) -> LayerTimes:
     runs = Runs.from_rows([
         describe_row(run) | {"ffn": shape.ffn, "dense": 1, "routed": 0, "s": s, "microbatches": 1}
     ])
-    calibration = cluster_calibration(cluster)
+    calibration = cluster_calibration(cluster, run.software.name)
     c, k = calibration.numbers, Kernels(runs, calibration)
     longer = 2 - 1 / layout.cp_ring if layout.cp_order == "contiguous" else 1.0  # on the last place of an uneven ring
     masked = run.document_mask and not run.by_lengths

@@ -126,8 +126,8 @@ class StagePrices(StageMemory):
         super().__init__(run, known)
         self.finished: dict[tuple, tuple[float, float, float]] = {}
         self.peak, self.hbm, self.cluster, self.slower = self.once("machine", lambda: (
-            run.cluster.accelerator.dense_flops(run.products), memory_rate(run.cluster), attained(run.cluster),
-            1 + self.constants["stragglers"] * log2(run.cluster.nodes),
+            run.cluster.accelerator.dense_flops(run.products), memory_rate(run.cluster, run.software.name),
+            attained(run.cluster), 1 + self.constants["stragglers"] * log2(run.cluster.nodes),
         ))  # fmt: skip
 
     def group(self, axis: str) -> CommunicationGroup:
@@ -185,6 +185,10 @@ class StagePrices(StageMemory):
         )  # fmt: skip
         if key not in self.known:
             found = layer_times(run, shape, s)
+            if sparse:  # rows are sorted by expert and back, weighted and summed
+                rows = (self.forward.chosen if skips else self.forward).routed.sent
+                moved = self.constants["passes_rows"] * rows * shape.hidden * self.forward.itemsize
+                found = found._replace(elements=found.elements + moved / self.hbm)
             if skips:
                 moved = ROUTING * self.forward.tokens_between * shape.hidden * self.forward.itemsize
                 found = found._replace(elements=found.elements + moved / self.hbm)
@@ -274,13 +278,20 @@ class StagePrices(StageMemory):
         return StageTimes(*[slower * seconds for seconds in found])
 
     def _adding(self, kinds: Kinds, first: bool, last: bool) -> float:
-        """Return the seconds to read each gradient of a stage, and to read and write its sum over micro-batches."""
+        """Return the seconds to read each gradient of a stage, and to read and write its sum over micro-batches.
+
+        Fused products in 16 or 32 bits add to the sum themselves, and memory waits for arithmetic there
+        (`shoal.engine.kernels.add_product`). The rows of the embedding and the matrices of experts are added alone.
+        """
         shape, layout, policy = self.run.shape, self.run.layout, self.run.policy
-        weights = (last + (first and not shape.tied)) * shape.vocab * shape.hidden / layout.tp
+        fused, eight = self.run.fuses, self.forward.eight is not None
+        ends = first if fused else last + (first and not shape.tied)
+        weights = ends * shape.vocab * shape.hidden / layout.tp
         for (sparse, _), count in kinds:
             # `linear` also asks for a dense layer if the model has none; that result is unused.
             layer = next((i for i in range(shape.layers) if shape.sparse(i) == sparse), 0)
-            weights += count * sum(self.stage_elements(StagePart(range(layer, layer + 1), False, False)))
+            plain, experts = self.stage_elements(StagePart(range(layer, layer + 1), False, False))
+            weights += count * (experts + (plain if eight or not fused else 0))
         moved = weights * (policy.compute.itemsize + 2 * policy.reduce.itemsize)
         return self.constants["accumulate"] * moved / self.hbm
 
@@ -332,6 +343,8 @@ class StagePrices(StageMemory):
             reduction = exposed_reduction(reduction, size, backward, layout, self.constants)
         touched = 2 * state.optimizer + updated * (2 * policy.storage.itemsize + 2 * policy.reduce.itemsize)
         update = self.constants["update_slow"] * touched / self.hbm + self._orthogonal(state)
+        if part.last and run.cluster.at_once is None:  # what the host does between steps, while its device waits
+            update += self.calibration.at("fixed")
         return reduction, update, gather
 
     def _orthogonal(self, state: StateBytes) -> float:
