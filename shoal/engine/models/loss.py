@@ -23,16 +23,19 @@ class CrossEntropy(nn.Module):
     CPU, torch's loss is used, because it compiles to one kernel.
 
     Attributes:
+        columns: number of logits that are ids; the others are padding. None if all are.
         keep_rows: whether to keep the loss of each sequence.
         rows: [b] loss of each sequence [nats] in the last forward, detached, if kept.
     """
 
+    columns: int | None = None
     keep_rows = False
     rows: Tensor | None = None
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the loss; overwrites logits of >= 32 bits. logits: [b, s, v]; targets: [b, s] ids or `IGNORE`."""
         if torch.compiler.is_compiling():  # on the CPU: `shoal.engine.parallel.apply` compiles no loss on CUDA
+            logits = logits[..., : self.columns]
             logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
             if not self.keep_rows:
                 return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
@@ -40,7 +43,8 @@ class CrossEntropy(nn.Module):
             self.rows = each.detach().view(targets.shape).sum(1)
             return each.sum()
         counts = targets != IGNORE
-        return SummedCrossEntropy.apply(logits, targets, counts, logits.shape[-1], None, self.rows_for(targets))
+        columns = self.columns or logits.shape[-1]
+        return SummedCrossEntropy.apply(logits, targets, counts, columns, None, self.rows_for(targets))
 
     def rows_for(self, targets: Tensor) -> Tensor | None:
         """Return the memory for the loss of each sequence, [b]; None if it is not kept."""

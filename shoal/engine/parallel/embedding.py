@@ -79,7 +79,7 @@ class VocabularyLoss(CrossEntropy):
     def __init__(self, unsplit: nn.Module, name: str, at: TensorParallel):
         super().__init__()
         self.at, self.placements = at, list[ParamPlacement]()
-        columns = -(-at.shape.vocab // at.size)
+        columns = at.shape.vocabulary_rows(at.size)
         self.first = at.rank * columns
         self.columns = min(columns, max(0, at.shape.vocab - self.first))
 

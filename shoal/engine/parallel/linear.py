@@ -210,7 +210,7 @@ class Linear(nn.Linear):
 
 def describe_part(n: int, local: int) -> str:
     """Return ``128/4`` for size 128 with 32 local."""
-    return str(n) if n == local else f"{n}/{-(-n // local)}"
+    return str(n) if n <= local else f"{n}/{-(-n // local)}"
 
 
 def _are_watched(*modules: nn.Module) -> bool:
@@ -399,12 +399,15 @@ class JointNorm(SplitNorm):
 
 # ---- parameters ------------------------------------------------------------------------------------------------
 
+BY_TOKEN_ID = ("embed.token", "head")
+"""Modules whose weight has a row for each token id."""
+
 
 def keep_rows(module: nn.Module, name: str, part: str, at: TensorParallel, parts: int) -> ParamPlacement:
     """Keep one of ``parts`` equal row ranges of a parameter; the last ranges may be short and are padded."""
     total, *rest = getattr(module, part).shape
     copies = at.size // parts
-    rows = -(-total // parts)
+    rows = at.shape.vocabulary_rows(parts) if name in BY_TOKEN_ID else -(-total // parts)
     start = min(at.rank // copies * rows, total)
     box = Box((start, *(0 for _ in rest)), (min(rows, total - start), *rest))
     return keep_box(

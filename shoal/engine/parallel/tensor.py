@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -15,6 +16,7 @@ from shoal.engine.models.attention import Sinks
 from shoal.engine.models.transformer import Transformer
 from shoal.engine.parallel.embedding import SequenceEmbedding, VocabularyEmbedding, VocabularyLoss
 from shoal.engine.parallel.linear import (
+    BY_TOKEN_ID,
     ColumnLinear,
     GatheredLatents,
     HeadsLinear,
@@ -113,7 +115,26 @@ def apply_tensor_parallel(
         if name not in placements:
             by_head = mesh.size("tp") > 1 and name.endswith(("q_norm.weight", "k_norm.weight"))
             placements[name] = replicate(name, parameter, mesh, partial=in_parts or by_head)
+    if mesh.size("tp") == 1:
+        _pad_vocabulary(model, shape, placements)
     return {name: placements[name] for name, _ in model.named_parameters()}
+
+
+def _pad_vocabulary(model: Transformer, shape: ModelShape, placements: dict[str, ParamPlacement]) -> None:
+    """Add rows without a token id to unsplit matrices, in place (`ModelShape.vocabulary_rows`)."""
+    rows = shape.vocabulary_rows(1)
+    for name in BY_TOKEN_ID:
+        if (placed := placements.get(f"{name}.weight")) is not None:
+            module: Any = model.get_submodule(name)
+            module.weight = nn.Parameter(module.weight.new_empty(rows, shape.hidden))
+            placements[f"{name}.weight"] = replace(placed, local=(rows, shape.hidden))
+    model.loss.columns = shape.vocab
+    _tie(model, shape)
+
+
+def _tie(model: Transformer, shape: ModelShape) -> None:
+    if shape.tied and model.embed is not None and model.head is not None:
+        model.head.weight = model.embed.token.weight
 
 
 def _replace(
@@ -129,8 +150,7 @@ def _replace(
                 split = style(module, name, at)
                 model.set_submodule(name, split)
                 placements |= {placement.name: placement for placement in split.placements}
-    if at.shape.tied and model.embed is not None and model.head is not None:
-        model.head.weight = model.embed.token.weight
+    _tie(model, at.shape)
     return placements
 
 

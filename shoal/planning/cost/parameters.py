@@ -91,7 +91,8 @@ def list_units(
         return LocalParameter(name, size, box, box.numel, summed, y)
 
     def rows(name: str, *size: int, parts: int = tp, alone: bool = False) -> LocalParameter:
-        copies, each = tp // parts, -(-size[0] // parts)
+        by_token_id = name in ("embed.token.weight", "head.weight")
+        copies, each = tp // parts, shape.vocabulary_rows(parts) if by_token_id else -(-size[0] // parts)
         start = min(tp_index // copies * each, size[0])
         box = Box((start, *(0 for _ in size[1:])), (min(each, size[0] - start), *size[1:]))
         partial = f"tp/{copies}" if copies > 1 else ""

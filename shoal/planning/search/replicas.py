@@ -35,6 +35,8 @@ class ReplicaChoices:
         self.storage, self.compute, self.reduce = (
             format.itemsize for format in (run.policy.storage, run.policy.compute, run.policy.reduce)
         )
+        self.hidden = run.shape.hidden
+        self.rows_without_id = max(0, run.shape.vocabulary_rows(run.layout.tp) - run.shape.vocab)
         self.moments = least(run.optimizer, run.policy.state.itemsize)
         self.held: dict[tuple, np.ndarray] = {}
 
@@ -63,9 +65,14 @@ class ReplicaChoices:
                 local = elements / cut.ranks
                 masters = local * self.storage if self.storage != self.compute else 0.0
                 found += np.where(self.zero < 3, elements * self.compute + masters, local * self.storage)
-                found += np.where(self.zero < 2, elements, local) * self.reduce + local * self.moments
+                found += np.where(self.zero < 2, elements, local) * self.reduce
+                found += np.maximum(local - sum(map(self._without_states, parts)), 0) * self.moments
             self.held[key] = found[:, 0]
         return self.held[key]
+
+    def _without_states(self, part: StagePart) -> int:
+        """Return the elements of rows without a token id, which may all lie in the shard that is counted."""
+        return (part.first + part.last) * self.rows_without_id * self.hidden
 
     def adding(self, plain: StagePrices, parts: Sequence[StagePart], seconds: np.ndarray) -> np.ndarray:
         """Return lower bounds of ZeRO's additions to the time, in seconds. [4, ways, stages]
@@ -84,6 +91,7 @@ class ReplicaChoices:
                           lambda part: plain.message_counts(part, 0))
         )  # fmt: skip
         gathered, reduced, reductions, updated, gathers = np.zeros((5, len(self.ways), len(parts)))
+        without = np.array([*map(self._without_states, parts)])
         for elements, of_units, buckets, (cut, over) in zip(every, units, filled, self.groups, strict=False):
             messages, sharded = np.where(self.zero == 3, of_units, buckets), cut.ranks > 1
             gather = sharded * cut.all_gather(elements * self.compute, messages)
@@ -100,5 +108,5 @@ class ReplicaChoices:
         hides = np.where(self.zero < 2, seconds[1] + seconds[2], 1e30)
         sizes = every[: len(self.groups)].sum(axis=0) * self.reduce
         reductions = exposed_reduction(plain.run.passes * reductions, sizes, hides, layout, plain.constants)
-        touched = updated * (2 * self.moments + 2 * self.storage + 2 * self.reduce)
+        touched = updated * (2 * self.storage + 2 * self.reduce) + np.maximum(updated - without, 0) * 2 * self.moments
         return np.stack([slower * passes, reductions, plain.constants["update_slow"] * touched / plain.hbm, gathers])

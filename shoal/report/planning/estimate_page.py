@@ -73,7 +73,7 @@ def operations(estimate: Estimate) -> dict[str, OperationCost]:
         width = experts.ffn // layout.expert_tensor
         found["expert's up"] = matrix_product(rows, shape.hidden, width, factor, e)
         found["expert's down"] = matrix_product(rows, width, shape.hidden, factor, e)
-    head = matrix_product(n, shape.hidden, -(-shape.vocab // layout.tp), e)
+    head = matrix_product(n, shape.hidden, shape.vocabulary_rows(layout.tp), e)
     return found | {"head": head, "residual": OperationCost(n * hidden, 3 * e * n * hidden)}
 
 

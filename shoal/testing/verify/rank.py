@@ -114,7 +114,7 @@ def _compare_step(engine: Engine, job: ComparisonJob, rule: str, step: int, samp
             for a in actions
             if a.op is Op.FORWARD and a.stage == stage.index
         ]
-        errors = trace_errors(tracer, trace_file(job.folder), engine.mesh, job.shape.vocab, passed, scale)
+        errors = trace_errors(tracer, trace_file(job.folder), engine.mesh, job.shape, passed, scale)
         found.trace.update(errors)
     return found
 

@@ -85,14 +85,14 @@ class ForwardTrace:
         return (mine if self.tokens is None else mine[:, self.tokens.cpu()])[:, self.part]
 
 
-def local_part(key: str, x: Tensor, mesh: Mesh, vocab: int) -> Tensor:
+def local_part(key: str, x: Tensor, mesh: Mesh, shape: ModelShape) -> Tensor:
     """Return this rank's part of a forward's reference tensor, [b, s, ...], or [b] for the loss."""
     phase, module = key.split("/", 1)
     tp, index = mesh.size("tp"), mesh.index("tp")
     if module == "loss":
         return x.sum().view(1) if phase == "forward" else x[:1]
     if module == "head":
-        rows = -(-vocab // tp)
+        rows = shape.vocabulary_rows(tp)
         return x[..., index * rows : (index + 1) * rows]
     tp_x, tp_y = mesh.layout.tp_x, mesh.layout.tp_y
     if tp_x > 1:
@@ -101,7 +101,7 @@ def local_part(key: str, x: Tensor, mesh: Mesh, vocab: int) -> Tensor:
 
 
 def trace_errors(
-    tracer: Tracer, reference: Path, mesh: Mesh, vocab: int, passes: list[ForwardTrace], loss_scale: float = 1.0
+    tracer: Tracer, reference: Path, mesh: Mesh, shape: ModelShape, passes: list[ForwardTrace], loss_scale: float = 1.0
 ) -> dict[str, tuple[float, float, int]]:
     """Compare the tensors that a rank recorded with the reference's.
 
@@ -123,7 +123,7 @@ def trace_errors(
             full = file.get_tensor(key)
             differences = []
             for value, each in zip(values, passes, strict=False):
-                expected = local_part(key, each.select(full), mesh, vocab)
+                expected = local_part(key, each.select(full), mesh, shape)
                 value = value.cpu().double() / (loss_scale if key.startswith("backward") else 1.0)
                 if key.endswith("/head"):  # a rank's last ids may be padding
                     value = value[..., : expected.shape[-1]]

@@ -71,7 +71,7 @@ def gauss_newton_bartlett(engine: EngineState, step: int, batches: Sequence[Batc
 def _labels(engine: EngineState, key: int) -> Callable[[Tensor, Tensor], Tensor]:
     """Return a function that draws labels from logits and token indices (passed in place of targets)."""
     tp, rank, group = engine.mesh.size("tp"), engine.mesh.index("tp"), engine.mesh.group("tp")
-    rows = -(-engine.shape.vocab // tp)
+    rows = engine.shape.vocabulary_rows(tp)
     used = min(rows, max(0, engine.shape.vocab - rank * rows))  # without padding
 
     def labels(logits: Tensor, index: Tensor) -> Tensor:

@@ -137,9 +137,22 @@ def memory(shape: ModelShape, tp_x: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("tp_x", [1, 2])
 def test_every_matrix_is_held_once(pool: Pool, tp_x: int) -> None:
-    shape = LLAMA.model_copy(update={"kv_heads": 4, "vocab": 12})
+    shape = LLAMA.model_copy(update={"kv_heads": 4, "vocab": 128})
     for whole, here in pool.run(memory, 4, shape, tp_x):
         assert here * 4 == whole
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_matrices_by_token_id_have_rows_for_aligned_products(tied: bool) -> None:
+    shape = LLAMA.model_copy(update={"vocab": 50_257, "tied": tied})
+    with torch.device("meta"):
+        model = Transformer(shape)
+    placements = apply_tensor_parallel(model, shape, Mesh(Layout(), 0))
+    assert model.embed and model.head and (model.embed.token.weight is model.head.weight) == tied
+    assert len(model.head.weight) == len(model.embed.token.weight) == 50_272
+    assert [(name, p.local[0], p.box.shape[0]) for name, p in placements.items() if p.local != p.box.shape] == [
+        (name, 50_272, 50_257) for name in ("embed.token.weight", "head.weight")[: 2 - tied]
+    ]
 
 
 @pytest.mark.parametrize("table", [TENSOR_PARALLEL, TENSOR_PARALLEL_2D], ids=["one dimension", "grid"])

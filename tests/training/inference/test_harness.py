@@ -55,8 +55,9 @@ def test_loglikelihood_is_the_sum_over_the_tokens(model):
 
 
 def test_the_likeliest_continuation_is_greedy(model):
-    (answer,) = model.generate_until([("def ", {"until": [], "max_gen_toks": 3})])
-    assert model.loglikelihood([("def ", answer)])[0][1] and not model.loglikelihood([("def ", answer + "\x07")])[0][1]
+    # Without a space at the end, which would belong to the continuation.
+    (answer,) = model.generate_until([("def", {"until": [], "max_gen_toks": 3})])
+    assert model.loglikelihood([("def", answer)])[0][1] and not model.loglikelihood([("def", answer + "\x07")])[0][1]
 
 
 @pytest.mark.parametrize("length", [5, WINDOW, WINDOW + 1, 2 * WINDOW + 7])

@@ -254,7 +254,7 @@ def embedding(run: MicroBatch) -> list[Saved]:
 @once
 def head(run: MicroBatch) -> list[Saved]:
     """Return the saved tensors of the final norm, the output matrix and the loss."""
-    n, rows = run.tokens, -(-run.shape.vocab // run.layout.tp)
+    n, rows = run.tokens, run.shape.vocabulary_rows(run.layout.tp)
     return [
         *_norm(run),
         Saved("head input", "[b, s, h]", run.itemsize * n * run.shape.hidden),

@@ -89,5 +89,5 @@ def _embedding(run: MicroBatch) -> int:
 @once
 def head(run: MicroBatch) -> int:
     """Return the bytes of the output matrix's input and of the logits' gradient."""
-    rows = -(-run.shape.vocab // run.layout.tp)
+    rows = run.shape.vocabulary_rows(run.layout.tp)
     return run.itemsize * run.tokens * (run.shape.hidden + rows)

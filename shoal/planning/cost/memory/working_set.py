@@ -47,7 +47,7 @@ class Moment(NamedTuple):
 def moments(run: MicroBatch, part: StagePart, kind: Half = "full") -> list[Moment]:
     """Return the possible peaks of a pass of one micro-batch, without other messages of its rank."""
     passing, e, n = run.hidden_bytes, run.itemsize, run.tokens
-    rows, h, full = -(-run.shape.vocab // run.layout.tp), run.shape.hidden, kind == "full"
+    rows, h, full = run.shape.vocabulary_rows(run.layout.tp), run.shape.hidden, kind == "full"
     come = 0 if part.last else passing  # a gradient, consumed by the first half
     table = e * rows * h if e < 4 else 0  # a gradient, before it is added
     places = [run.shape.sparse(layer) for layer in reversed(part.layers)]

@@ -67,7 +67,7 @@ def stage_flops(
     """
     shape = run.shape
     n = run.layout.micro_batch * sum(seen.tokens)
-    total = 3 * 2 * n * shape.hidden * -(-shape.vocab // run.layout.tp) * part.last
+    total = 3 * 2 * n * shape.hidden * shape.vocabulary_rows(run.layout.tp) * part.last
     passes = 3 if run.layout.recompute == "full" else 2
     for layer in part.layers:
         if not shape.skips(layer):

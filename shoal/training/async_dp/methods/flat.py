@@ -14,7 +14,7 @@ from shoal.engine.parallel.zero.rank_parameters import RankParameters
 
 
 class FlatPart(NamedTuple):
-    """Location of one parameter's local part: which of the flat tensors, and the range in it."""
+    """Location of one parameter's local part, without padding: which of the flat tensors, and the range in it."""
 
     split: ParamPlacement
     bucket: int
@@ -27,7 +27,7 @@ class FlatPart(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.split.local)
+        return self.split.box.shape
 
     def view(self, flats: Sequence[Tensor]) -> Tensor:
         """Return this part of flat tensors, as a view."""
@@ -48,9 +48,9 @@ class Flat:
         self.weights = [bucket.master for bucket in parameters.buckets]
         self.gradients = [gradients.shard for gradients in parameters.gradients]
         self.parts = [
-            FlatPart(slot.placement, b, slot.start, slot.stop)
+            FlatPart(slot.placement, b, slot.start, slot.start + slot.placement.box.numel)
             for b, bucket in enumerate(parameters.buckets)
-            for slot in bucket.slots
+            for slot in bucket.slots if slot.placement.box.numel
         ]
 
     @property
