@@ -28,7 +28,7 @@ from shoal.report.timeline.write import KINDS, write
 from shoal.spec.config import RUN_FILE, RunConfig, load_config
 from shoal.training.records.histograms import read_histograms
 from shoal.training.records.metrics import StepMetrics, read_metrics
-from shoal.training.records.profile import read_profile
+from shoal.training.records.profile import FOLDER, read_profile
 from shoal.training.resilience.events import read_events
 
 PAGE = "report.html"
@@ -110,6 +110,8 @@ class RunReport:
         if last.mfu is not None:
             facts.append(("model FLOPs utilisation", f"{100 * last.mfu:.1f} %"))
         facts.append(("peak memory of a rank", show_bytes(max(m.memory_bytes for m in self.metrics))))
+        if traces := sorted(file.name for file in (self.folder / FOLDER).glob("trace-rank-*")):
+            facts.append(("operators and kernels, for Perfetto", f"{FOLDER}/{traces[0]}, {len(traces)} in all"))
         return facts + effective_facts(self.events)
 
 

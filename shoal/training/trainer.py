@@ -108,8 +108,10 @@ class Trainer:
         self.beat.begun(self.step)
         profiled = range(self.step + config.metrics.profile_after, config.train.steps)[: config.metrics.profile_steps]
         self.profiler = None
-        if config.metrics.profile and profiled:
-            self.profiler = Profiler(self.engine.runtime, mesh, profiled, folder, self.states.group)
+        if (config.metrics.profile or config.metrics.trace) and profiled:
+            self.profiler = Profiler(
+                self.engine.runtime, mesh, profiled, folder, self.states.group, trace=config.metrics.trace
+            )
         every = config.metrics.histograms
         self.histograms = Histograms(self.engine, every, folder) if every else None
         self.writer: MetricsWriter | None = None

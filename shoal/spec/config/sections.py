@@ -228,6 +228,9 @@ class MetricsConfig(Section):
     profile: bool = False
     """Record the start and end of each action for some steps, on every rank, for `shoal report`."""
 
+    trace: bool = False
+    """Record the same steps with torch's profiler: operators and kernels of each rank, for Perfetto."""
+
     profile_after: NonNegativeInt = 3
     """Steps before the first recorded one; the first steps are slower."""
 

@@ -1,8 +1,9 @@
 """Step profiles: start and end of each action of a step on every rank, in ``profile/`` of the run folder.
 
-Each rank writes a file of JSON lines: a header with the program and the rank's buckets, then for each recorded step
-three lists over the rank's actions (start, arrival of the awaited message, end) and its bucket reductions in the order
-of their start. Times are in seconds on rank 0's clock.
+Each rank writes JSON lines, ``rank-*.jsonl``: a header with the program and the rank's buckets, then for each recorded
+step three lists over the rank's actions (start, arrival of the awaited message, end) and its bucket reductions in the
+order of their start. Times are in seconds on rank 0's clock. With a trace, torch's profiler writes
+``trace-rank-*.json.gz``.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -57,15 +59,19 @@ class Profiler:
         mesh: mesh of the run; all ranks must construct a profiler at the same time.
         folder: run folder.
         group: group of all ranks on the CPU; None for one rank.
+        trace: whether torch's profiler records the operators and kernels of these steps too.
     """
 
-    def __init__(self, runtime: Runtime, mesh: Mesh, steps: range, folder: Path, group: dist.ProcessGroup | None):
+    def __init__(
+        self, runtime: Runtime, mesh: Mesh, steps: range, folder: Path, group: dist.ProcessGroup | None, *,
+        trace: bool = False,
+    ):
         self.runtime, self.mesh, self.steps, self.folder = runtime, mesh, steps, folder
         if mesh.rank == 0:
             with best_effort(folder / FOLDER):
-                for path in make_folder(folder / FOLDER).glob("rank-*"):  # never mix ranks and steps of two starts
+                for path in make_folder(folder / FOLDER).glob("*rank-*"):  # never mix ranks and steps of two starts
                     path.unlink()
-        self._timer = ActionTimer(mesh.device)
+        self._timer, self._trace = ActionTimer(mesh.device), torch_profiler(mesh.device) if trace else None
         self._offset = clock_offset(group) if group else 0.0
         self._offset -= broadcast(time.perf_counter(), group)  # start time
         self._lines: list[dict[str, Any]] = []
@@ -77,6 +83,8 @@ class Profiler:
     def before_step(self, step: int) -> None:
         """Start recording if due; the first step is 0."""
         if step in self.steps:
+            if self._trace and step == self.steps[0]:
+                self._trace.start()
             self._timer.start()
             self.runtime.recorders.append(self._timer)
             self._reductions = []
@@ -128,7 +136,20 @@ class Profiler:
         with best_effort(folder):
             make_folder(folder)
             write_atomically(folder / f"rank-{mesh.rank:05d}.jsonl", json_lines([header, *self._lines], compact=True))
-        self._lines = []
+            if self._trace:
+                self._trace.stop()
+                with TemporaryDirectory() as temporary:
+                    self._trace.export_chrome_trace(str(file := Path(temporary, f"trace-rank-{mesh.rank:05d}.json.gz")))
+                    write_atomically(folder / file.name, file.read_bytes())
+        self._lines, self._trace = [], None
+
+
+def torch_profiler(device: torch.device) -> torch.profiler.profile:
+    """Return torch's profiler of the operators of this process, and of the kernels of its CUDA device."""
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    return torch.profiler.profile(activities=kinds)
 
 
 def _describe_bucket(bucket: Bucket) -> HeldBucket:

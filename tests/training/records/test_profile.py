@@ -1,9 +1,11 @@
 """Profiles of real runs: every action of the program once and in order, on one clock; nothing where not asked for."""
 
+import gzip
 import json
 import re
 import shutil
 import time
+from collections import Counter
 
 import pytest
 import torch.distributed as dist
@@ -12,10 +14,27 @@ from shoal.base.errors import UsageError
 from shoal.cli.main import main
 from shoal.pipeline.from_layout import build_layout_program
 from shoal.pipeline.program import RECEIVES, SENDS, find_receive, matching_send
+from shoal.report.run import read_run
 from shoal.training.records.profile import clock_offset, read_profile
 from tests.trainings.runs import small_config, train_in
 
 PROFILED = {"profile": True, "profile_after": 1, "profile_steps": 2}
+
+
+def test_traces_of_torch_have_the_operators_of_the_recorded_steps(corpus, pool, tmp_path):
+    config = small_config(
+        corpus, {"dp": 2}, train={"steps": 4, "validate_every": 0},
+        metrics={"trace": True, "profile_after": 1, "profile_steps": 2},
+    )
+    folder = train_in(pool, config, tmp_path / "run")
+    for rank in range(2):
+        with gzip.open(folder / "profile" / f"trace-rank-{rank:05d}.json.gz") as file:
+            names = Counter(event.get("name") for event in json.load(file)["traceEvents"])
+        assert names["aten::embedding"] == 2 * config.parallel.microbatches(config.train.global_batch)
+    assert read_profile(folder).ranks[1].steps == (1, 2)
+    assert ("operators and kernels, for Perfetto", "profile/trace-rank-00000.json.gz, 2 in all") in (
+        read_run(folder, config).facts()
+    )
 
 
 @pytest.mark.parametrize(
