@@ -53,14 +53,14 @@ class _Layer:
     Attributes:
         input: ranks with equal inputs, unless each has its own tokens.
         output: ranks with equal outputs, likewise.
-        units: number of local outputs, without padding.
+        units: number of local outputs that are no padding; None if all are.
         terms: whether ranks with equal outputs each have a partial sum of their gradient.
     """
 
     name: str
     input: str
     output: str
-    units: int
+    units: int | None = None
     terms: bool = False
 
 
@@ -81,7 +81,7 @@ class Histograms:
         self.place = {row: i for i, row in enumerate(rows)}
         head = "embed.token.weight" if engine.shape.tied else "head.weight"
         slots = (slot for bucket in engine.parameters.buckets for slot in bucket.slots)
-        self.vocabulary = next((slot.placement.box.shape[0] for slot in slots if slot.placement.name == head), 0)
+        self.vocabulary = next((slot.placement.box.shape[0] for slot in slots if slot.placement.name == head), None)
         # If there are more tensor-parallel ranks than key/value heads, several ranks compute the same head.
         self.shared = f"tp/{max(1, engine.mesh.size('tp') // engine.shape.kv_heads)}"
         self.sharers = engine.mesh.group(self.shared)
@@ -133,20 +133,19 @@ class Histograms:
         undo.callback(stage.module.register_forward_hook(leave).remove)
         for name, module in stage.module.named_modules():
             if isinstance(module, nn.Linear):
-                hook = partial(self._after_forward, self._layer(name, module))
+                hook = partial(self._after_forward, self._layer(name))
                 undo.callback(module.register_forward_hook(hook).remove)
 
-    def _layer(self, name: str, module: nn.Linear) -> _Layer:
+    def _layer(self, name: str) -> _Layer:
         if name == "head":
-            return _Layer(name, "tp_y", "tp/1", self.vocabulary or module.out_features)
+            return _Layer(name, "tp_y", "tp/1", self.vocabulary)  # 0 on a rank whose rows are all padding
         if name.endswith((".out", ".down")):
-            return _Layer(name, "tp/1", "tp_y", module.out_features)
+            return _Layer(name, "tp/1", "tp_y")
         if name.endswith("_down"):  # of the latents: computed by every rank from its tokens
             ranks = "tp/1" if self.engine.mesh.layout.sequence_parallel else "tp_y"
-            return _Layer(name, ranks, ranks, module.out_features)
+            return _Layer(name, ranks, ranks)
         heads = name.endswith((".attention.k", ".attention.v"))
-        shared = self.shared if heads else "tp/1"
-        return _Layer(name, "tp_y", shared, module.out_features, terms=heads and self.sharers is not None)
+        return _Layer(name, "tp_y", self.shared if heads else "tp/1", terms=heads and self.sharers is not None)
 
     def _after_forward(self, layer: _Layer, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         x = args[0]

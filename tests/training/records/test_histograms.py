@@ -70,17 +70,18 @@ def test_so_do_ranks_with_experts(pool, tmp_path):
 
 
 def test_so_do_ranks_that_compute_latents(pool, tmp_path):
-    model = {"heads": 4, "kv_heads": 4, "latent": {"key_value_rank": 6, "rotary_dim": 4, "query_rank": 5}}
+    model = {"heads": 8, "kv_heads": 8, "ffn": 16, "latent": {"key_value_rank": 6, "rotary_dim": 4, "query_rank": 5}}
     one = histograms_of(pool, {}, tmp_path / "one", model)
     assert sum(one["output gradients", "layers.0.attention.kv_down"]) == 8 * 8 * 10
-    for i, sequence_parallel in enumerate((False, True)):
-        parallel = {"tp": 2, "sequence_parallel": sequence_parallel}
+    for i, (ranks, sequence_parallel) in enumerate(((8, False), (2, True))):  # of 8 ranks the last holds no token id
+        parallel = {"tp": ranks, "sequence_parallel": sequence_parallel}
         compare(one, histograms_of(pool, parallel, tmp_path / str(i), model), parallel)
 
 
 def compare(one, other, parallel):
     assert other.keys() == one.keys()
     for key, counts in one.items():
+        assert sum(other[key]) == sum(counts), (parallel, key)
         # Some gradients are 0 in exact arithmetic, and here rounding alone, far below all others.
         seen = slice(find_bin(2.0**-45), None)
         moved = sum(abs(a - b) for a, b in zip(counts[seen], other[key][seen], strict=True))

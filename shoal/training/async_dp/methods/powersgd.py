@@ -75,7 +75,6 @@ class PowerSGD(Compressed):
         found: dict[str, list[Piece]] = defaultdict(list)
         for i, q in self.factors.items():
             split, shape = self.flat.parts[i].split, tuple(q.shape)
-            if split.box.numel:  # else it is only padding
-                name = f"{'-'.join(map(str, split.box.offset))}.{split.name}"
-                found[name].append(Piece(shape, Box.full(shape), q, split.primary))
+            name = f"{'-'.join(map(str, split.box.offset))}.{split.name}"
+            found[name].append(Piece(shape, Box.full(shape), q, split.primary))
         return replace(super().states(), common={"q": dict(found)})
