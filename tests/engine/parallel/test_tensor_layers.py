@@ -19,7 +19,7 @@ from shoal.spec.catalog import ModelShape
 from shoal.spec.layout import Layout
 
 LLAMA = ModelShape(
-    family="llama", layers=1, hidden=10, heads=8, kv_heads=2, head_dim=4, ffn=12, vocab=13, max_sequence=8, tied=False
+    family="llama", layers=1, hidden=10, heads=8, kv_heads=2, head_dim=4, ffn=12, vocab=61, max_sequence=8, tied=False
 )
 WIDE = LLAMA.model_copy(update={"hidden": 12, "ffn": 16, "kv_heads": 8})
 GPT = LLAMA.model_copy(update={"family": "gpt", "kv_heads": 8})
@@ -93,7 +93,7 @@ def errors(shape: ModelShape, layout: Layout, overlap: bool) -> dict[str, float]
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(
     "shape",
-    [LLAMA, GPT, LLAMA.model_copy(update={"vocab": 5})],  # 5 ids over 4 ranks: the last rank has none
+    [LLAMA, GPT, LLAMA.model_copy(update={"vocab": 20})],  # of 4 ranks, two have none of 20 ids
     ids=["llama", "gpt", "small vocabulary"],
 )
 def test_split_layers_compute_what_whole_ones_do(
