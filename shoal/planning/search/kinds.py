@@ -125,8 +125,9 @@ class Shelf:
             first = self._simplest_tie(roomy)
             rows.setdefault(str(first.layout), first._replace(role="more memory free"))
         simpler, before = [], np.inf
-        for found in ranked[: ranked.index(chosen)]:
-            if found.seconds <= SLOWEST * fastest.seconds and found.seconds * (1 + TIE) <= before:
+        most = next(level for (level, _), found in cells if found is chosen)
+        for (level, _), found in cells:
+            if level < most and found.seconds <= SLOWEST * fastest.seconds and found.seconds * (1 + TIE) <= before:
                 simpler.append(found._replace(role="simpler"))
                 before = found.seconds
         for found in reversed(simpler):

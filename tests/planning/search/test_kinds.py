@@ -34,3 +34,14 @@ def test_tensor_parallelism_across_nodes_must_be_faster_by_more_than_its_error(g
     recommended = shelf.list()[0]
     assert recommended.layout == (inside if gain < ACROSS else across)
     assert {found.role for found in shelf.list()} == ({"recommended", "fastest"} if gain < ACROSS else {"recommended"})
+
+
+def test_what_is_called_simpler_is_simpler() -> None:
+    """A slower layout of the same complexity that leaves more memory free is none."""
+    run = LayoutPlanner("llama-3-70b", "1x4xH100", global_batch=16).run
+    shelf = Shelf(run, diverse=True)
+    for seconds, layout, reserved in (
+        (1.0, Layout(tp=4), 79e9), (1.15, Layout(tp=2, dp=2), 1e9), (1.02, Layout(tp=2, pp=2), 1e9),
+    ):  # fmt: skip
+        shelf.keep(PricedLayout(seconds, layout, PeakMemory(reserved, 0, 0, 0, 0, 0, 0, 0)), capacity=80e9)
+    assert [(found.role, found.seconds) for found in shelf.list()] == [("recommended", 1.0), ("more memory free", 1.02)]
