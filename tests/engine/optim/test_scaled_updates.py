@@ -1,9 +1,12 @@
 """Updates with scaled gradients, and updates that are skipped."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from shoal.engine.optim.build import RULES, build
+from shoal.engine.optim.from_torch import FromTorch
 from shoal.engine.optim.shards import Shards
 from shoal.engine.optim.sophia import Sophia
 from shoal.spec.config import OptimizerConfig
@@ -56,3 +59,11 @@ def test_without_a_scale_gradients_are_not_read() -> None:
     assert gradient._version == version
     rule.step(0.1, scale=0.5)
     assert torch.equal(gradient, torch.full((4,), 0.5))
+
+
+@pytest.mark.parametrize(("dtype", "fused"), [(torch.float32, True), (torch.float64, False)])
+def test_fused_rules_take_the_factor_unless_they_would_round_it(dtype: torch.dtype, fused: bool) -> None:
+    """torch's kernels on CUDA read it as float32."""
+    shards = Shards.from_parameters([("w", *torch.ones(2, 4, dtype=dtype))], lambda *_: 0.0)
+    rule = FromTorch(OptimizerConfig(name="adamw"), replace(shards, device=torch.device("cuda")), name="adamw")
+    assert (rule.fuses_scale, rule.skips_on_device) == (fused, fused)
