@@ -38,7 +38,8 @@ def write_gpu_catalog(folder: Path, out: Path) -> str:
         The constants in one line.
 
     Raises:
-        UsageError: the folder has no readable run of part 1, or one of a rehearsal or of a GPU that the catalog lacks.
+        UsageError: the folder has no readable run of part 1, or one of a rehearsal or of a GPU that the catalog lacks,
+            or a figure is missing or wrong.
     """
     first, speed = (read_run(folder / f"part-{part}.jsonl") for part in (1, 4))
     if first is None:
@@ -52,8 +53,14 @@ def write_gpu_catalog(folder: Path, out: Path) -> str:
     node = next((node for node in nodes().values() if gpu and node.accelerator == gpu.name), None)
     if gpu is None or node is None:
         raise UsageError(f"--from-gpu {folder}: the catalog has no node with the GPU '{device}'.")
-    constants = {key: float(f"{value:.4g}") for key, value in fit_constants(gpu, first, speed).items()}
-    source = f"shoal bench gpu, {first.header['date'][:10]}, {device}, torch {first.header['versions']['torch']}"
+    try:
+        constants = {key: float(f"{value:.4g}") for key, value in fit_constants(gpu, first, speed).items()}
+        source = f"shoal bench gpu, {first.header['date'][:10]}, {device}, torch {first.header['versions']['torch']}"
+    except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+        raise UsageError(
+            f"--from-gpu {folder}: a row of part-1.jsonl or part-4.jsonl is damaged: {type(error).__name__}: {error}."
+            f"\n  Run the parts again: shoal bench gpu --part 1 4 --out {folder}"
+        ) from None
     efficiency = min(1.0, constants.pop("best", gpu.matmul_efficiency))
     tables = {
         "accelerators": {NAME: {

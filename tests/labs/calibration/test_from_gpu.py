@@ -66,13 +66,20 @@ def test_constants_are_recovered(results: Path, capsys: pytest.CaptureFixture) -
     assert main(["calibrate", "--from-gpu", str(results), "--out", str(out)]) == 2  # it exists
 
 
-def test_bad_results(results: Path) -> None:
+def test_bad_results(results: Path, capsys: pytest.CaptureFixture) -> None:
     damaged = results / "damaged"
     damaged.mkdir()
     (damaged / "part-1.jsonl").write_text('{"kind": broken')
     for folder in (results / "none", damaged):
         with pytest.raises(UsageError, match="no readable run in part-1"):
             write_gpu_catalog(folder, results / "gpu.toml")
+    good = (results / "part-1.jsonl").read_text()
+    (results / "part-1.jsonl").write_text(good.replace('"m": 8192', '"m": 0', 1))
+    with pytest.raises(UsageError, match="damaged: ZeroDivisionError"):
+        write_gpu_catalog(results, results / "gpu.toml")
+    (results / "part-1.jsonl").write_text(good + '\n{"table": "products"}\n')
+    write_gpu_catalog(results, results / "other.toml")
+    assert "left out line" in capsys.readouterr().err
     write_part(results, 1, [], device="Voodoo 2")
     with pytest.raises(UsageError, match="no node with the GPU 'Voodoo 2'"):
         write_gpu_catalog(results, results / "gpu.toml")

@@ -136,12 +136,19 @@ class PartRun:
 def read_run(path: Path) -> PartRun | None:
     """Return the newest run in a part's file; None without any."""
     found: PartRun | None = None
-    for value in read_json_lines(path, dict, "row of a benchmark"):
+    for value in read_json_lines(path, _parse_line, "row of a benchmark"):
         if "part" in value:
             found = PartRun(value)
         elif found:
             found.rows.append(value)
     return found
+
+
+def _parse_line(value: Any) -> dict[str, Any]:
+    line = dict(value)
+    if not ({"rehearsal", "date"} if "part" in line else {"table", "item", "result"}) <= line.keys():
+        raise LookupError
+    return line
 
 
 def start_server(setting: GpuSetting) -> PreforkServer:

@@ -40,7 +40,7 @@ def _section(run: PartRun) -> Iterator[str]:
         "Triton": versions.get("triton"), "date": header["date"], "lost or failed": str(len(run.failed)),
     }  # fmt: skip
     yield html_tiles([(name, str(value)) for name, value in facts.items() if value])
-    yield f"<p>{escape(header.get('trouble', ''))} <code>{escape(header['command'])}</code></p>"
+    yield f"<p>{escape(header.get('trouble', ''))} <code>{escape(header.get('command', ''))}</code></p>"
     yield from _scatter(run)
     for title, rows in run.tables().items():
         yield f"<h3>{escape(title + run.note)}</h3>"
