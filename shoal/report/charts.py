@@ -110,12 +110,17 @@ def draw_lines(
         axes.set_yscale("log")
         axes.set_ylim(bottom=lowest)
         bottom, top = axes.get_ylim()
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if top < 1000 * bottom else (1,)))
+        axes.yaxis.set_major_locator(_locate_powers(bottom, top))
     for axis, (label, show) in ((axes.xaxis, x), (axes.yaxis, y)):
         axis.set_label_text(label)
         axis.set_major_formatter(FuncFormatter(lambda value, _, show=show: show(value)))
         axis.set_minor_formatter(NullFormatter())
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def _locate_powers(low: float, high: float) -> LogLocator:
+    """Place ticks at powers of ten; over less than three of them at 2 and 5 times each, too."""
+    return LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,))
 
 
 @styled
@@ -227,10 +232,13 @@ def draw_scatter(axes: Axes, points: Mapping[str, Points], *, unit: str, log: bo
         axes.plot([low, high], [factor * low, factor * high], style, color=FAINT, linewidth=0.9)
     for (name, group), colour in zip(points.items(), cycle(COLOURS), strict=False):
         xs, ys = zip(*group, strict=True)
-        axes.scatter(xs, ys, s=10, color=colour, alpha=0.6, linewidths=0, label=name)
+        axes.scatter(xs, ys, s=10 if len(values) > 200 else 30, color=colour, alpha=0.6, linewidths=0, label=name)
     if log:
-        axes.set_xscale("log")
-        axes.set_yscale("log")
+        axes.set(xscale="log", yscale="log")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(_locate_powers(low, high))
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_formatter(NullFormatter())
     axes.set(xlim=(low, high), ylim=(low, high), aspect="equal")
     axes.set(xlabel=f"measured [{unit}]", ylabel=f"estimated [{unit}]; dashed: 10 % off")
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))

@@ -11,7 +11,7 @@ from typing import Any
 from shoal.base.files import write_atomically
 from shoal.labs.bench.benchmark import format_cell
 from shoal.labs.bench.gpu.item import PartRun
-from shoal.labs.bench.gpu.parts import DEEP_RECIPES, OTHERS, PARTS, RECIPES, SHAPES
+from shoal.labs.bench.gpu.parts import BESIDE, DEEP_RECIPES, OTHERS, PARTS, RECIPES, SHAPES
 from shoal.report.page import page
 from shoal.report.tables import html_table, html_tiles
 
@@ -42,9 +42,12 @@ def _section(run: PartRun) -> Iterator[str]:
     yield html_tiles([(name, str(value)) for name, value in facts.items() if value])
     yield f"<p>{escape(header.get('trouble', ''))} <code>{escape(header.get('command', ''))}</code></p>"
     yield from _scatter(run)
-    for title, rows in run.tables().items():
+    tables = run.tables()
+    for title, rows in tables.items():
         yield f"<h3>{escape(title + run.note)}</h3>"
-        if DRAWS and title in CHARTED and (bars := [_bar(row) for row in rows if row.get("TFLOP/s")]):
+        ours = [{**row, "item": f"shoal, {row['item']}"} for row in tables.get(SHAPES, ()) if BESIDE in row["item"]]
+        charted = [*ours, *rows] if title == OTHERS else rows
+        if DRAWS and title in CHARTED and (bars := [_bar(row) for row in charted if row.get("TFLOP/s")]):
             from shoal.report.charts import stacked_bars
 
             yield stacked_bars(["TFLOP/s"], bars)

@@ -70,6 +70,8 @@ SHAPES = "bf16, layers of Llama-3-8B"
 RECIPES = "8-bit recipes, 4 layers of Llama-3-8B"
 DEEP_RECIPES = "8-bit recipes, 16 layers of Llama-3-8B"
 OTHERS = "other implementations, bf16, 8 layers of Llama-3-8B"
+BESIDE = "8 layers, s 4096, b 2"
+"""Name of the run that other implementations are compared with."""
 
 
 def bf16_speed(setting: GpuSetting) -> list[Item]:
@@ -153,7 +155,7 @@ def checkpoints_and_spread(setting: GpuSetting) -> list[Item]:
     point = speed.layer_point(setting, 8, 4096, 2)
     return [
         *(
-            _timed("spread between processes", f"8 layers, s 4096, b 2, number {n}", point)
+            _timed("spread between processes", f"{BESIDE}, number {n}", point)
             for n in range(1, setting.pick(4, 2))
         ),
         Item("checkpoints in the background", "save", speed.measure_checkpoint, seconds=420),

@@ -95,10 +95,13 @@ def test_page_of_a_gpu(tmp_path: Path) -> None:
     step = {"table": parts.SHAPES, "item": "16 layers", "result": "", "TFLOP/s": 600.0, "MFU %": 60.6, "step ms": 100.0,
             "estimated ms": 97.0, "allocated GB": 70.0, "estimated GB": 71.0, "more": {"layers": 16}}  # fmt: skip
     lost = {"table": parts.SHAPES, "item": "8 layers", "result": "lost: was killed by SIGSEGV"}
-    write_page(tmp_path / "index.html", {1: None, 4: PartRun(header, [step, lost])})
+    same = {**step, "item": f"{parts.BESIDE}, eager"}
+    rival = {"table": parts.OTHERS, "item": "fsdp", "result": "", "TFLOP/s": 540.0}
+    write_page(tmp_path / "index.html", {1: None, 4: PartRun(header, [step, lost, same, rival])})
     page = (tmp_path / "index.html").read_text()
     assert "Not run." in page and "Rehearsal" not in page and "GPU &lt;0&gt;" in page
     assert "600 TFLOP/s, MFU 60.6 %" in page and "lost: was killed by SIGSEGV" in page
+    assert f"shoal, {parts.BESIDE}, eager" in page and "540 TFLOP/s" in page
     assert "estimated GB over allocated GB" in page and "estimated ms over step ms" in page
 
 
