@@ -158,7 +158,7 @@ def _for_kubernetes(run: _PlacedRun) -> Submission:
         "name": job.name, "nodes": run.nodes, "gpus": run.gpus, "cpus": run.ranks * job.cpus_per_rank,
         "image": json.dumps(job.image), "mount": json.dumps(str(job.run_folder.parent)), "config": run.toml,
         "volume": volume, "claim": None if job.volume else fill("claim.yaml", {"volume": volume, "size": size}).strip(),
-        "command": run.start_node("/config/run.toml", f"{job.name}-0.{job.name}", "JOB_COMPLETION_INDEX"),
+        "command": run.start_node("/config/run.toml", f"{job.name}-ranks-0-0.{job.name}", "JOB_COMPLETION_INDEX"),
     })  # fmt: skip
     return Submission(f"{job.name}.yaml", text, ("kubectl", "apply", "--filename", "FILE"))
 

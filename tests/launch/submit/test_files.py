@@ -38,6 +38,66 @@ def documents(text: str) -> dict[str, Any]:
     return {each["kind"]: each for each in yaml.safe_load_all(text)}
 
 
+def job_of(found: dict[str, Any]) -> dict[str, Any]:
+    """The template of the only job of a JobSet."""
+    [replicated] = found["JobSet"]["spec"]["replicatedJobs"]
+    return replicated["template"]
+
+
+# Fields of a JobSet by its API reference (jobset.x-k8s.io/v1alpha2). A set has the values that a field may have.
+JOBSET: dict[str, Any] = {
+    "apiVersion": {"jobset.x-k8s.io/v1alpha2"}, "kind": {"JobSet"}, "metadata": dict,
+    "spec": {
+        "network": {"enableDNSHostnames": bool, "subdomain": str, "publishNotReadyAddresses": bool},
+        "successPolicy": {"operator": {"All", "Any"}, "targetReplicatedJobs": [str]},
+        "failurePolicy": {
+            "maxRestarts": int, "restartStrategy": {"Recreate", "BlockingRecreate", "InPlaceRestart"},
+            "rules": [{
+                "name": re.compile(r"[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?"),
+                "action": {"FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts", "RestartJob",
+                           "RestartJobAndIgnoreMaxRestarts"},
+                "onJobFailureReasons": [{"BackoffLimitExceeded", "DeadlineExceeded", "FailedIndexes",
+                                         "MaxFailedIndexesExceeded", "PodFailurePolicy"}],
+                "onJobFailureMessagePatterns": [str], "targetReplicatedJobs": [str],
+            }],
+        },
+        "replicatedJobs": [{
+            "name": str, "groupName": str, "replicas": int, "template": {"metadata": dict, "spec": dict},
+            "dependsOn": [{"name": str, "status": {"Ready", "Complete"}}],
+        }],
+        "suspend": bool, "coordinator": {"replicatedJob": str, "jobIndex": int, "podIndex": int},
+        "managedBy": str, "ttlSecondsAfterFinished": int, "volumeClaimPolicies": list,
+    },
+}  # fmt: skip
+
+
+def check_fields(found: Any, wanted: Any, path: str) -> None:
+    if isinstance(wanted, dict):
+        assert isinstance(found, dict), path
+        for name, value in found.items():
+            assert name in wanted, f"{path}.{name} is no field"
+            check_fields(value, wanted[name], f"{path}.{name}")
+    elif isinstance(wanted, list):
+        assert isinstance(found, list), path
+        for number, each in enumerate(found):
+            check_fields(each, wanted[0], f"{path}[{number}]")
+    elif isinstance(wanted, set):
+        assert found in wanted, f"{path} = {found!r}"
+    elif isinstance(wanted, re.Pattern):
+        assert wanted.fullmatch(found), f"{path} = {found!r}"
+    else:
+        assert type(found) is wanted, f"{path} = {found!r}"
+
+
+def check_jobset(found: dict[str, Any]) -> None:
+    """Check the fields of a JobSet, and that the names of its pods are labels of DNS."""
+    check_fields(found, JOBSET, "jobset")
+    for each in found["spec"]["replicatedJobs"]:
+        last = each["template"]["spec"]["completions"] - 1
+        pod = f"{found['metadata']['name']}-{each['name']}-{each['replicas'] - 1}-{last}"
+        assert len(pod) <= 63 and re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", pod), f"{pod}: at most 63 characters"
+
+
 # ---- SLURM -----------------------------------------------------------------------------------------------------------
 
 SRUN = """#!/bin/bash
@@ -111,15 +171,14 @@ def test_the_batch_script_asks_for_what_the_run_needs():
 
 def test_the_manifest_says_what_shoal_says():
     found = documents(built("k8s"))
-    assert list(found) == ["ConfigMap", "Service", "PersistentVolumeClaim", "Job"]
+    assert list(found) == ["ConfigMap", "PersistentVolumeClaim", "JobSet"]
     assert build_config(tomllib.loads(found["ConfigMap"]["data"]["run.toml"])) == CONFIG
-    job = found["Job"]["spec"]
+    job = job_of(found)["spec"]
     assert (job["completions"], job["parallelism"], job["completionMode"]) == (2, 2, "Indexed")
     pod = job["template"]["spec"]
     [train] = pod["containers"]
     assert pod["restartPolicy"] == "Never"  # which a podFailurePolicy needs
     assert train["resources"]["limits"] == {"nvidia.com/gpu": 8, "cpu": 64}
-    assert pod["subdomain"] == found["Service"]["metadata"]["name"] and found["Service"]["spec"]["clusterIP"] == "None"
     rules = [rule for rule in job["podFailurePolicy"]["rules"] if "onExitCodes" in rule]
     assert {(*rule["onExitCodes"]["values"],): rule["action"] for rule in rules} == {
         (2,): "FailJob", (PREEMPTED,): "Ignore"
@@ -138,8 +197,33 @@ def test_the_manifest_matches_the_schemas_of_kubernetes():
     kubernetes_validate = pytest.importorskip("kubernetes_validate")
     one = build_config({"parallel": {"dp": 2}, "train": {"device": "cpu"}})
     for text in (built("k8s"), built("k8s", volume="mine"), built("k8s", one)):
-        for each in yaml.safe_load_all(text):
+        found = documents(text)
+        job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "one"}, **job_of(found)}
+        for each in (*(each for kind, each in found.items() if kind != "JobSet"), job):
             kubernetes_validate.validate(each, kubernetes_validate.latest_version(), strict=True)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_the_manifest_matches_the_reference_of_jobset(nodes):
+    text = built("k8s", build_config({"parallel": {"dp": 8 * nodes}}), run_folder=f"/runs/{'long' * 9}")
+    check_jobset(documents(text)["JobSet"])
+
+
+@pytest.mark.parametrize(("old", "new", "says"), [
+    ("maxRestarts: 20", "maxRestart: 20", "spec.failurePolicy.maxRestart"),
+    ("enableDNSHostnames: true", "enableDNSHostnames: 1", "spec.network.enableDNSHostnames"),
+    ("action: FailJobSet", "action: FailJob", r"rules\[0\].action"),
+    ("[PodFailurePolicy]", "[ExitCode]", r"onJobFailureReasons"),
+    ("name: badInput", "name: bad-input", r"rules\[0\].name"),
+    ("name: ranks", f"name: {'r' * 60}", "63"),
+    ("v1alpha2", "v1alpha1", "apiVersion"),
+    ("replicas: 1", "replicas: 1\n      completions: 2", r"replicatedJobs\[0\].completions"),
+])
+def test_the_check_of_jobset_finds_mistakes(old, new, says):
+    text = built("k8s")
+    assert text.count(old) == 1
+    with pytest.raises(AssertionError, match=says):
+        check_jobset(documents(text.replace(old, new))["JobSet"])
 
 
 def test_the_task_of_skypilot():
@@ -170,8 +254,10 @@ def test_torchrun_is_called_as_it_wants(on, node, tmp_path):
     """The shell's part is run; the words that torchrun would get are parsed by its own parser."""
     (tmp_path / "torchrun").write_text(TORCHRUN)
     (tmp_path / "torchrun").chmod(0o755)
-    file = documents(built(on))["Job"]["spec"]["template"]["spec"]["containers"][0]["args"][0] if on == "k8s" else None
-    script = file or yaml.safe_load(built(on))["run"]
+    if on == "k8s":
+        script = job_of(documents(built(on)))["spec"]["template"]["spec"]["containers"][0]["args"][0]
+    else:
+        script = yaml.safe_load(built(on))["run"]
     environment = {
         "PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path), "JOB_COMPLETION_INDEX": str(node),
         "SKYPILOT_NODE_RANK": str(node), "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
@@ -181,7 +267,7 @@ def test_torchrun_is_called_as_it_wants(on, node, tmp_path):
     given = get_args_parser().parse_args(words)
     assert store == "1" and (given.nnodes, given.nproc_per_node, given.max_restarts) == ("2", "8", 100)
     assert given.rdzv_conf == f"is_host={int(node == 0)},join_timeout=3600"
-    assert given.rdzv_endpoint == ("one-0.one:29400" if on == "k8s" else "10.0.0.1:29400")
+    assert given.rdzv_endpoint == ("one-ranks-0-0.one:29400" if on == "k8s" else "10.0.0.1:29400")
     assert (given.module, given.training_script) == (True, "shoal")
     run_folder = ["--run-folder", "/runs/one", "--auto-resume"]
     config = "/config/run.toml" if on == "k8s" else str(tmp_path / "one.toml")
