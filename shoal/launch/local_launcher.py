@@ -21,19 +21,18 @@ from shoal.base.errors import redact
 from shoal.base.files import read_json, read_tail
 from shoal.base.journal import Journal
 from shoal.base.terminal import warn
-from shoal.launch.prefork import PreforkServer, PreforkServerEnded, end_processes, local_environment
+from shoal.launch.prefork import COMPILER, PreforkServer, PreforkServerEnded, end_processes, local_environment
 from shoal.launch.rank_env import PLACE, failure_path
 from shoal.launch.recovery.generations import LEAVE, LOG
 from shoal.launch.watch import watchdog
 from shoal.launch.watch.rank_failure import Ending, Failure
-from shoal.spec.config import FailoverConfig
+from shoal.spec.config import FailoverConfig, RunConfig
 from shoal.training.resilience import heartbeat
 from shoal.training.resilience.heartbeat import HeartbeatRecord, Phase
 from shoal.training.stop import PREEMPTED, REGROUP, REQUESTED, StopRequests
 
 PRELOADED = (
-    "shoal.launch.preload", "shoal.training.trainer", "shoal.training.async_dp.trainers", "shoal.training.check",
-    "torch.utils.tensorboard",
+    "shoal.training.trainer", "shoal.training.async_dp.trainers", "shoal.training.check", "torch.utils.tensorboard",
 )
 GRACE_SECONDS = 3.0  # between SIGTERM and SIGKILL of a dead rank's peers, in which the root cause may still be reported
 HELD_SECONDS = 1.0  # in which a survivor leaves that is stopped or has not finished its start
@@ -43,8 +42,12 @@ LOOK_SECONDS = 0.1  # between checks of the heartbeats
 TAIL_LINES, TAIL_BYTES = 30, 1 << 20  # of a rank's log, shown after its failure
 
 
-def start_rank_server(ranks: int, device: str) -> PreforkServer:
-    return PreforkServer(local_environment(ranks, device), preload=PRELOADED, may_fork=device == "cpu")
+def start_rank_server(config: RunConfig, device: str) -> PreforkServer:
+    """Start the server that forks the ranks of a run on this machine."""
+    recomputes = config.parallel.recompute != "none" or bool(config.model.module)  # a module of one's own may
+    preload = [*PRELOADED, COMPILER] if config.train.compile or recomputes else PRELOADED
+    environment = local_environment(config.parallel.world_size, device)
+    return PreforkServer(environment, preload=preload, may_fork=device == "cpu")
 
 
 class RankProcess:

@@ -101,8 +101,7 @@ class Supervisor:
 
     def _attempt(self, stack: ExitStack) -> Ending:
         if self._server is None or self._server.ended:
-            asked = self.config.parallel.world_size
-            self._server = stack.enter_context(start_rank_server(asked, self.device))
+            self._server = stack.enter_context(start_rank_server(self.config, self.device))
         config, variables = self._plan()
         ranks = config.parallel.world_size
         scratch = stack.enter_context(

@@ -115,7 +115,7 @@ def _train(
         except (UsageError, OSError) as error:  # the command line prints it
             record_end(make_shared_folder(member), member.rank, error)
             raise
-    with start_rank_server(config.parallel.world_size, device) as server:  # before data is prepared by several threads
+    with start_rank_server(config, device) as server:  # before data is prepared by several threads
         prepare_samples(config)
         if resumed is None:
             folder = new_run(config, run_folder)

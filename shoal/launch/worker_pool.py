@@ -26,11 +26,11 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
-from shoal.launch.prefork import PreforkServer, Process, end_processes, local_environment
+from shoal.launch.prefork import COMPILER, PreforkServer, Process, end_processes, local_environment
 from shoal.launch.watch.rank_failure import Failure
 from shoal.launch.watch.watchdog import collect_stacks
 
-PRELOADED = ["shoal.launch.preload"]  # imported by the shared server of all pools
+PRELOADED = ["shoal.engine.collectives.ops", "shoal.engine.models.transformer", COMPILER]  # by the server of all pools
 START_SECONDS = 180.0  # time to import torch on a busy machine
 GRACE_SECONDS = 5.0  # time for the peers of a failed rank to fail
 LONGEST_WAIT = 3600.0  # per wait: `multiprocessing.connection.wait` does not accept timeouts of weeks

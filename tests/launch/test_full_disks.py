@@ -28,7 +28,7 @@ for disk in ("memory", "run"):
 config = load_config(place / "config.toml")
 folder = new_run(config, place / "run" / "run")
 payload = {"config": plain(config), "folder": str(folder), "resume": False, "made": True}
-with start_rank_server(2, "cpu") as server:
+with start_rank_server(config, "cpu") as server:
     code = Supervisor(
         config, payload, folder, "cpu", survivable=False, module="tests.trainings.faulty", server=server
     ).run()

@@ -23,7 +23,7 @@ from shoal.launch.local_launcher import RankProcesses, start_rank_server
 from shoal.launch.prefork import PreforkServer, local_environment
 from shoal.launch.rank_env import RankEnv, _expand_counts, _first_host, detect_rank_env
 from shoal.launch.watch.watchdog import Watchdog
-from shoal.spec.config import FailoverConfig
+from shoal.spec.config import FailoverConfig, build_config
 from shoal.training.stop import StopRequests
 from tests.trainings.forked import ORDER, Command
 
@@ -76,7 +76,8 @@ def all_gone(pids: list[int], seconds: float = 5) -> bool:
 
 
 def test_ranks_meet_and_finish(folder, capfd):
-    with start_rank_server(2, "cpu") as server:  # here, since its stdout is that of now
+    config = build_config({"parallel": {"dp": 2}})
+    with start_rank_server(config, "cpu") as server:  # here, since its stdout is that of now
         assert launch(server, {"folder": str(folder), "act": "finish"}, folder / "logs") == 0
     for rank, report in enumerate(reports(folder)):
         assert (report["rank"], report["world_size"], report["how"], report["total"]) == (rank, 2, "local", 2.0)

@@ -25,6 +25,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch.nn.attention import SDPBackend
 
+from shoal.engine.compiler import constant
+
 Kernel = Literal["sdpa", "explicit"]
 MaskKind = Literal["causal", "lengths", "dense"]
 FusedKernel = Literal["cpu", "cudnn", "flash", "efficient", "math"]
@@ -73,13 +75,13 @@ def describe_device(device: torch.device) -> CudaDevice | None:
     return CudaDevice(torch.cuda.get_device_capability(device), torch.backends.cudnn.version() or 0)
 
 
-@torch.compiler.assume_constant_result
+@constant
 def sdpa_backends(device: torch.device, dtype: torch.dtype, head_dim: int, mask: MaskKind) -> list[SDPBackend]:
     """Return the kernels of `choose_kernels` for ``scaled_dot_product_attention`` on a CUDA device."""
     return [BACKENDS[name] for name in choose_kernels(describe_device(device), dtype, head_dim, mask)]
 
 
-@torch.compiler.assume_constant_result
+@constant
 def takes_lengths(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Return whether fused attention cuts sequences by lengths, and needs no dense mask."""
     return "flash" in choose_kernels(describe_device(device), dtype, head_dim, "lengths")

@@ -155,13 +155,19 @@ class Block(nn.Module):
         return self.mlp_post_norm(self.mlp(y, context.routing) if self.sparse else self.mlp(y))
 
 
+def _table(rows: int, width: int) -> nn.Embedding:
+    """Return an embedding. Numbers drawn on the meta device would import torch's compiler, a second of each process."""
+    weight = torch.empty(rows, width)
+    return nn.Embedding.from_pretrained(weight if weight.is_meta else nn.init.normal_(weight), freeze=False)
+
+
 class Embedding(nn.Module):
     """Token embeddings, with learned positions in the gpt family."""
 
     def __init__(self, shape: ModelShape):
         super().__init__()
-        self.token = nn.Embedding(shape.vocab, shape.hidden)
-        self.position = nn.Embedding(shape.max_sequence, shape.hidden) if shape.family == "gpt" else None
+        self.token = _table(shape.vocab, shape.hidden)
+        self.position = _table(shape.max_sequence, shape.hidden) if shape.family == "gpt" else None
         self.scale = math.sqrt(shape.hidden) if shape.scaled_embedding else 1.0
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:

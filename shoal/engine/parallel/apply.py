@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.engine.collectives.mesh import Mesh
+from shoal.engine.compiler import prepare_compiler
 from shoal.engine.data.batches import Batch
 from shoal.engine.models.attention_kernels import Kernel
 from shoal.engine.models.cache import Slice
@@ -113,6 +114,7 @@ def _build_stage(
     apply_context_parallel(model, mesh, assignment, chosen)
     apply_mixture_of_depths(model, shape, mesh, assignment, chosen)
     if compile:
+        prepare_compiler()
         compiled: list[tuple[nn.Module, str]] = []
         for layer in model.layers.values():
             if layer.sparse:  # the rows of each expert vary; experts have fused operators and grouped products

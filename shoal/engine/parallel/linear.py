@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from shoal.base.boxes import Box
 from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.ops import copy_to, gather_from, reduce_from, scatter_to
+from shoal.engine.compiler import untraced
 from shoal.engine.kernels.swiglu import swiglu
 from shoal.engine.parallel.float8_encoding import Encoded
 from shoal.engine.parallel.float8_product import Float8Product
@@ -64,14 +65,14 @@ class TensorParallel:
     overlap: bool = False
     symmetric: bool = False
 
-    @torch.compiler.disable  # it would compile collectives again whenever their count of bytes changes
+    @untraced  # it would compile collectives again whenever their count of bytes changes
     def gather_input(self, x: Tensor) -> Tensor:
         """Enter a block, whose ranks need all of x: [b, s, h] (or [b, s/tp, h]) -> [b, s, h]."""
         if self.sequence_parallel:
             return gather_from(x, self.y, SEQUENCE, self.sink.flush)
         return copy_to(x, self.y, self.sink.flush)
 
-    @torch.compiler.disable
+    @untraced
     def reduce_output(self, x: Tensor) -> Tensor:
         """Leave a block by summing the partial outputs: [b, s, h] -> [b, s, h] or [b, s/tp, h]."""
         return scatter_to(x, self.y, SEQUENCE) if self.sequence_parallel else reduce_from(x, self.y)
@@ -382,7 +383,7 @@ class SplitNorm(nn.Module):
         y = (wide * (self._mean(wide.square()) + self.eps).rsqrt()).to(x.dtype) * self.weight
         return y if self.bias is None else y + self.bias
 
-    @torch.compiler.disable
+    @untraced
     def _mean(self, x: Tensor) -> Tensor:
         """Average over all ranks, every one of whose results depends on the total."""
         return copy_to(reduce_from(x.sum(-1, keepdim=True), self.group), self.group) / self.width

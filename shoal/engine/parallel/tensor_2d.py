@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from shoal.base.boxes import Box
 from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.ops import gather_from, scatter_to
+from shoal.engine.compiler import untraced
 from shoal.engine.parallel.embedding import SequenceEmbedding
 from shoal.engine.parallel.linear import Linear, SplitNorm, TensorParallel, keep_rows, multiply
 from shoal.engine.parallel.placement import ParamPlacement, keep_box
@@ -42,17 +43,17 @@ class Grid(TensorParallel):
 
     x: Group = field(kw_only=True)
 
-    @torch.compiler.disable
+    @untraced
     def gather_hidden(self, x: Tensor) -> Tensor:
         """Gather the hidden state: [b, s, h/x] or [b, s/y, h/x] -> [b, s, h]."""
         return gather_from(self.gather_input(x), self.x, HIDDEN)
 
-    @torch.compiler.disable
+    @untraced
     def reduce_hidden(self, x: Tensor) -> Tensor:
         """Reduce to this rank's part: [b, s, h] -> [b, s, h/x] or [b, s/y, h/x]."""
         return self.reduce_output(scatter_to(x, self.x, HIDDEN))
 
-    @torch.compiler.disable
+    @untraced
     def own_units(self, partial_sums: Sequence[Tensor], users: Sequence[int]) -> list[Tensor]:
         """Reduce partial sums [b, s, f/y] of a block's first products to this rank's units, in one collective.
 

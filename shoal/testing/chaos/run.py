@@ -138,7 +138,7 @@ def chaos(
     place = Path(folder or tempfile.mkdtemp(prefix="shoal-chaos-"))
     place.mkdir(mode=0o700, parents=True, exist_ok=True)
     log = place / "output.log"
-    with _captured(log, show) as console, start_rank_server(config.parallel.world_size, "cpu") as server:
+    with _captured(log, show) as console, start_rank_server(config, "cpu") as server:
         if minutes is not None:
             return ChaosResult(place, long_run=_endure(config, place, server, console, minutes, every, seed))
         runs = Chaos(config, place, server, log)

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.engine.compiler import prepare_compiler
 from shoal.engine.models import attention, attention_kernels
 from shoal.engine.models.attention import Mask, causal_mask, document_mask
 from shoal.engine.models.attention_kernels import CudaDevice, choose_kernels, takes_lengths
@@ -128,6 +129,7 @@ def test_steps_by_lengths_are_steps_by_masks(recompute: str, packed: bool, slice
 
 def test_under_the_compiler(lengths) -> None:
     """One graph, which other lengths do not compile again."""
+    prepare_compiler()
     torch._dynamo.reset()
     core, compiled = attention.AttentionCore(), []
 
@@ -146,6 +148,7 @@ def test_under_the_compiler(lengths) -> None:
 
 def test_the_order_of_kernels_under_the_compiler(monkeypatch) -> None:
     monkeypatch.setattr(attention_kernels, "describe_device", lambda device: H200)
+    prepare_compiler()
     torch._dynamo.reset()
     fast = torch.compile(attention._attend_on_cuda, backend="eager", dynamic=False, fullgraph=True)
     q, k = torch.randn(1, 4, 12, 8).bfloat16(), torch.randn(1, 2, 12, 8).bfloat16()

@@ -128,7 +128,7 @@ def run_of(**layout: int) -> shoal.Run:
 
 
 def test_a_pipeline_resumes_without_one(rank_server, monkeypatch, tmp_path):
-    monkeypatch.setattr(train_module, "start_rank_server", lambda ranks, device: nullcontext(rank_server))
+    monkeypatch.setattr(train_module, "start_rank_server", lambda config, device: nullcontext(rank_server))
     alone = run_of().train(4, folder=tmp_path / "alone")
     half = run_of(pp=2).train(2, folder=tmp_path / "run")
     ended = run_of(dp=2).train(4, folder=tmp_path / "run", resume=tmp_path / "run")

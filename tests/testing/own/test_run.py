@@ -56,7 +56,7 @@ def run_of(data: object = Images, loss: object = rebuilt, own: dict | None = Non
 def forked_ranks(rank_server):
     """Ranks are forks of one server, so that no test pays for its imports."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_module, "start_rank_server", lambda ranks, device: nullcontext(rank_server))
+        patch.setattr(train_module, "start_rank_server", lambda config, device: nullcontext(rank_server))
         yield
 
 
