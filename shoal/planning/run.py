@@ -96,7 +96,8 @@ class EstimatedRun:
         if window is None or window >= s:
             return 1.0
         local = sum(self.shape.reach(layer) is not None for layer in range(self.shape.layers)) / self.shape.layers
-        each = window * (2 * s - window) / s**2 if self.by_lengths else 1.0 if self.document_mask else 2.0
+        seen = window * (s if self.shape.chunked else 2 * s - window) / s**2
+        each = seen if self.by_lengths else 1.0 if self.document_mask else 2.0
         return 1 + local * (each - 1)
 
     @property

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from shoal.base.errors import UsageError
-from shoal.spec import deepseek
+from shoal.spec import deepseek, llama4
 from shoal.spec.catalog import ModelShape, RopeScaling
 
 Config = Mapping[str, Any]
@@ -88,6 +88,10 @@ FAMILIES = {
         {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "use_bidirectional_attention": False},
         _GEMMA | {"qk_norm": True}, windows="by layer", gemma=True,
     ),
+    "llama4_text": HFFamily(
+        "Llama4ForCausalLM", {"hidden_act": "silu", "attention_bias": False, "num_experts_per_tok": 1},
+        {"family": "llama", "chunked": True, "global_rope": False},
+    ),
     "gpt2": HFFamily(
         "GPT2LMHeadModel",
         {"activation_function": "gelu_new", "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
@@ -104,6 +108,9 @@ def model_fields(config: Config, where: str) -> dict[str, Any]:
         UsageError: the architecture, or a value of it, is not one that shoal computes.
     """
     kind = config.get("model_type")
+    if kind == "llama4" and isinstance(text := config.get("text_config"), Mapping):  # with images; its text model alone
+        config = {"quantization_config": config.get("quantization_config"), **text}
+        kind = config.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
         raise UsageError(f"{where}: model_type = {kind!r} is not a family that shoal trains.\n"
@@ -140,7 +147,8 @@ def _llama_fields(config: Config, family: HFFamily, where: str) -> dict[str, Any
     hidden, heads, longest = config["hidden_size"], config["num_attention_heads"], config["max_position_embeddings"]
     kind = config["model_type"]
     by_layer = config.get("rope_parameters") or {}
-    rotary: Config = {"rope_theta": config.get("rope_theta", 1e6 if kind == "gemma3_text" else 10000.0)} | (
+    base = {"gemma3_text": 1e6, "llama4_text": 5e5}.get(kind, 1e4)
+    rotary: Config = {"rope_theta": config.get("rope_theta", base)} | (
         by_layer.get("full_attention") or by_layer or config.get("rope_scaling") or {})
     fields = {
         **family.parts, "layers": config["num_hidden_layers"], "hidden": hidden, "heads": heads,
@@ -149,9 +157,10 @@ def _llama_fields(config: Config, family: HFFamily, where: str) -> dict[str, Any
         "tied": config.get("tie_word_embeddings", family.gemma), "norm_eps": config["rms_norm_eps"],
         "rope_theta": float(rotary["rope_theta"]), **_windows(config, family),
     }  # fmt: skip
-    deep = config.get("model_type") in ("deepseek_v2", "deepseek_v3")
-    if deep:
+    if kind in ("deepseek_v2", "deepseek_v3"):
         fields |= deepseek.latent_fields(config) | {"experts": deepseek.expert_fields(config, where)}
+    if kind == "llama4_text":
+        fields |= llama4.model_fields(config, where)
     if family.gemma:
         fields |= _gemma_fields(config, fields)
     match rotary.get("rope_type", rotary.get("type", "default")):
@@ -232,8 +241,7 @@ def _windows(config: Config, family: HFFamily) -> dict[str, Any]:
         local = [each == "sliding_attention" for each in types]
     if True not in local:
         return {}
-    period = next(n for n in range(1, len(local) + 1) if all(x == local[i % n] for i, x in enumerate(local)))
-    pattern = ["local" if each else "global" for each in local[:period]]
+    pattern = llama4.find_pattern(local)
     return {"window": window} | ({"pattern": pattern} if "global" in pattern else {})
 
 
@@ -290,6 +298,8 @@ def hf_config(shape: ModelShape, dtype: str, where: str) -> dict[str, Any]:
     if shape.latent is not None:
         del values["head_dim"]  # which transformers takes for the rotated part
         values |= deepseek.config_fields(shape, kind)
+    elif kind == "llama4_text":
+        values |= llama4.config_fields(shape)
     elif (experts := shape.experts) is not None:
         count, width = family.experts
         values |= {count: experts.count, EXPERTS_PER_TOKEN: experts.per_token, width: experts.ffn,
@@ -314,7 +324,9 @@ def model_type(shape: ModelShape, where: str = "model") -> str:
         UsageError: transformers has no such model.
     """
     experts, unlike = shape.experts, ""
-    if shape.latent:
+    if not shape.global_rope:
+        unlike = llama4.find_unlike(shape)
+    elif shape.latent:
         unlike = deepseek.find_unlike(shape)
     elif shape.depths:
         unlike = "layers that skip tokens"
@@ -338,7 +350,7 @@ def model_type(shape: ModelShape, where: str = "model") -> str:
 
 
 _PARTS = ("family", "qkv_bias", "out_bias", "qk_norm", "joint_qk_norm", "post_norm", "activation", "sinks",
-          "scaled_embedding")  # fmt: skip
+          "scaled_embedding", "chunked", "global_rope")  # fmt: skip
 _GEMMAS = ("softcap", "logit_softcap", "query_scalar", "local_rope_theta")
 
 
@@ -346,7 +358,11 @@ def _has_parts(kind: str, family: HFFamily, shape: ModelShape) -> bool:
     """Return whether a family consists of a shape's parts; of latent attention and its experts all that are given."""
     experts = shape.experts
     if any(getattr(shape, name) != family.parts.get(name, ModelShape.model_fields[name].default)
-           for name in _PARTS):  # fmt: skip
+           for name in _PARTS if (kind, name) != ("llama4_text", "qk_norm")):  # fmt: skip
+        return False
+    if kind == "llama4_text":
+        return not any(getattr(shape, name) for name in _GEMMAS)
+    if shape.plain_qk_norm or (experts and experts.scales_input):
         return False
     if not family.gemma and any(getattr(shape, name) for name in _GEMMAS):
         return False

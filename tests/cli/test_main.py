@@ -31,6 +31,9 @@ TYPED = {
     "model.sinks": (True, ["True"]),
     "model.qk_norm": (True, ["True"]),
     "model.joint_qk_norm": (True, ["True"]),
+    "model.plain_qk_norm": (True, ["True"]),
+    "model.chunked": (True, ["True"]),
+    "model.global_rope": (False, ["False"]),
     "model.post_norm": ("only", ["only"]),
     "model.activation": ("gelu", ["gelu"]),
     "model.pattern": (("local", "global"), ["local", "global"]),
@@ -118,7 +121,7 @@ PARTS = {"experts": ExpertsConfig, "depths": DepthsConfig, "latent": LatentConfi
 def test_every_field_of_a_part_of_the_model_can_be_typed(part, dashes):
     """They are sections inside the model's."""
     others = {"gate": ("switch", "switch"), "score": ("sigmoid", "sigmoid"), "normalise": (False, "False"),
-              "biases": (True, "True"),
+              "biases": (True, "True"), "scales_input": (True, "True"),
               "bias_update": (0.125, "0.125"), "capacity": (0.25, "0.25"), "weight": ("sigmoid", "sigmoid")}
     values, words = {}, []
     for key in PARTS[part].model_fields:

@@ -77,6 +77,12 @@ MODELS = {
         "rope_parameters": {"rope_type": "yarn", "rope_theta": 150.0, "factor": 32.0, "beta_fast": 4.0,
                             "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 16},
     }),
+    "llama4": ("Llama4Text", WIDE | {
+        "head_dim": 8, "intermediate_size": 16, "intermediate_size_mlp": 48, "num_local_experts": 4,
+        "interleave_moe_layer_step": 2, "attention_chunk_size": 9, "no_rope_layers": [1, 0, 1], "floor_scale": 7,
+        "num_hidden_layers": 3, "pad_token_id": None,
+        "rope_parameters": SCALING | {"high_freq_factor": 1.0, "factor": 16.0},  # as Scout's
+    }),
     "llama-yarn": ("Llama", WIDE | {"rope_parameters": {
         "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16}}),
     "gpt2": ("GPT2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 300}),
@@ -94,6 +100,7 @@ LAYOUTS = {
     "deepseek-v2": {"pp": 2, "cp": 2},
     "deepseek-v3": {"dp": 2, "tp": 2, "sequence_parallel": True, "ep": 2, "zero": 3},
     "gpt-oss": {"dp": 2, "tp": 2, "sequence_parallel": True, "ep": 2, "zero": 3},
+    "llama4": {"dp": 2, "cp": 2, "ep": 2, "zero": 2, "tp": 2, "sequence_parallel": True},
     "gpt2": {"cp": 2, "dp": 2},
 }
 STEPS, BATCH, RATE = 3, 8, 1e-3
@@ -133,6 +140,18 @@ def test_logits_are_those_of_transformers(name, tmp_path):
     with torch.no_grad():
         wanted = theirs(tokens).logits
     torch.testing.assert_close(logits_of(tmp_path / "model", tokens), wanted, rtol=0, atol=1e-5 * wanted.abs().max())
+
+
+def test_the_text_model_of_llama_4_with_images(tmp_path):
+    """A folder with one more prefix, whose other tensors are not read."""
+    build("llama4", folder := tmp_path / "model")
+    tokens = torch.randint(300, (1, 40))
+    alone = logits_of(folder, tokens)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama4", "text_config": config}))
+    stored = {f"language_model.{name}": each for name, each in load_file(folder / "model.safetensors").items()}
+    save_file(stored | {"vision_model.x": torch.ones(1)}, folder / "model.safetensors")
+    assert torch.equal(logits_of(folder, tokens), alone)
 
 
 def config_of(folder: Path, parallel: dict):

@@ -61,6 +61,12 @@ _GPT_OSS = {
     "mlp.experts.gate": "mlp.experts.gate_up_proj", "mlp.experts.up": "mlp.experts.gate_up_proj",
     "mlp.experts.gate_bias": "mlp.experts.gate_up_proj_bias", "mlp.experts.up_bias": "mlp.experts.gate_up_proj_bias",
 }
+_LLAMA4 = {
+    **{f"mlp.{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
+    **{f"mlp.shared.{part}": f"feed_forward.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+    "mlp.router": "feed_forward.router", "mlp.experts.down": "feed_forward.experts.down_proj",
+    "mlp.experts.gate": "feed_forward.experts.gate_up_proj", "mlp.experts.up": "feed_forward.experts.gate_up_proj",
+}
 _OLMO2 = {"attention_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"}
 _GEMMA = _OLMO2 | {"mlp_norm": "pre_feedforward_layernorm"}
 _GPT2 = {
@@ -73,7 +79,7 @@ _GPT2 = {
 NAMES = {
     "gpt2": _GPT2, "mixtral": _LLAMA | _MIXTRAL, "qwen3_moe": _LLAMA | _QWEN3_MOE, "olmo2": _LLAMA | _OLMO2,
     "gpt_oss": _LLAMA | _GPT_OSS, "deepseek_v2": _LLAMA | _DEEPSEEK, "deepseek_v3": _LLAMA | _DEEPSEEK,
-    "gemma2": _LLAMA | _GEMMA, "gemma3_text": _LLAMA | _GEMMA,
+    "llama4_text": _LLAMA | _LLAMA4, "gemma2": _LLAMA | _GEMMA, "gemma3_text": _LLAMA | _GEMMA,
 }  # fmt: skip
 """Names of modules by family; other families have llama's."""
 
@@ -83,14 +89,16 @@ class HFTensor(NamedTuple):
 
     Attributes:
         transposed: whether a matrix is stored [in, out] (GPT-2).
+        parts: number of parameters of this size that the tensor joins.
         start: first of its outputs in a tensor that joins several parameters (GPT-2's q, k, v).
         less: what the stored value is less than the parameter (1 in norms of Gemma).
         step: distance of its outputs in a tensor that joins several (2 in gpt-oss, whose gate and up alternate).
-        expert: index in a tensor that has all experts of a layer; None if each has its own (gpt-oss has one tensor).
+        expert: index in a tensor that has all experts of a layer; None if each has its own.
     """
 
     name: str
     transposed: bool = False
+    parts: int = 1
     start: int = 0
     less: float = 0.0
     step: int = 1
@@ -102,7 +110,7 @@ def hf_tensor(name: str, shape: ModelShape, expert: int = 0) -> HFTensor:
 
     >>> from shoal.spec.catalog import model_shape
     >>> hf_tensor("layers.3.attention.q.weight", model_shape("tiny"))
-    HFTensor(name='model.layers.3.self_attn.q_proj.weight', transposed=False, start=0, less=0.0, \
+    HFTensor(name='model.layers.3.self_attn.q_proj.weight', transposed=False, parts=1, start=0, less=0.0, \
 step=1, expert=None)
     """
     kind = model_type(shape)
@@ -118,26 +126,30 @@ step=1, expert=None)
     start = "qkv".index(module[-1]) * shape.hidden if joined else 0
     matrix = part == "weight" and module.startswith(("attention.", "mlp."))
     stored = names.get(f"{module}.{part}") or names[module].format(expert)
-    if kind == "gpt_oss" and ".experts." in name:
-        joined = module.endswith(("gate", "up", "gate_bias", "up_bias"))
+    if kind in ("gpt_oss", "llama4_text") and ".experts." in name:
+        alternate, parts = kind == "gpt_oss", 1 + module.endswith(("gate", "up", "gate_bias", "up_bias"))
+        start = ("up" in module) * (1 if alternate else shape.moe.ffn)
         return HFTensor(
-            f"{prefix}{stored}", not module.endswith("bias"), int("up" in module), step=1 + joined, expert=expert
+            f"{prefix}{stored}", not module.endswith("bias"), parts, start, step=parts if alternate else 1,
+            expert=expert,
         )
     stored = stored if f"{module}.{part}" in names else f"{stored}.{part}"
     less = float(FAMILIES[kind].gemma and "norm" in module)
-    return HFTensor(f"{prefix}{stored}", gpt and matrix, start, less)
+    return HFTensor(f"{prefix}{stored}", gpt and matrix, 3 if joined else 1, start, less)
 
 
 def stored_rows(name: str, shape: ModelShape) -> Tensor | None:
     """Return where each row of a parameter is stored, [rows]; None if in place.
 
-    DeepSeek's rotate the pairs (2 i, 2 i + 1) of a query, shoal (i, i + r/2).
+    DeepSeek's and Llama 4's rotate the pairs (2 i, 2 i + 1) of a query, shoal (i, i + r/2).
     """
-    latent, kind = shape.latent, name.removesuffix(".weight").rpartition(".")[2]
-    if latent is None or not name.endswith((".attention.q.weight", ".q_up.weight", ".kv_down.weight")):
+    latent, kind, r = shape.latent, name.removesuffix(".weight").rpartition(".")[2], shape.rotary_dim
+    if latent is not None and name.endswith((".attention.q.weight", ".q_up.weight", ".kv_down.weight")):
+        before, blocks = (latent.key_value_rank, 1) if kind == "kv_down" else (shape.head_dim, shape.heads)
+    elif not shape.global_rope and name.endswith((".attention.q.weight", ".attention.k.weight")):
+        before, blocks = 0, shape.heads if kind == "q" else shape.kv_heads
+    else:
         return None
-    before, blocks = (latent.key_value_rank, 1) if kind == "kv_down" else (shape.head_dim, shape.heads)
-    r = latent.rotary_dim
     inside = torch.cat((torch.arange(before), before + torch.arange(r).view(-1, 2).t().flatten()))
     return (torch.arange(blocks).unsqueeze(1) * (before + r) + inside).flatten()
 
@@ -196,7 +208,7 @@ class HFWeights:
                 found = tuple(stored.get_shape())
                 of_one = size[1:] if ".experts." in name else size
                 *others, last = of_one[::-1] if at.transposed else of_one
-                last *= at.step if "c_attn" not in at.name else 3
+                last *= at.parts
                 wanted = (*others, last) if at.expert is None else (size[0], *others, last)
                 if found != wanted:
                     raise UsageError(f"{self.folder}: tensor '{at.name}' has the shape {found}, this model {wanted}.")
@@ -233,7 +245,8 @@ class HFWeights:
         return (stored.t() if at.transposed else stored)[:: at.step]
 
     def _slice(self, name: str) -> Any:
-        for known in (name, name.removeprefix("transformer.")):  # the first GPT-2 files lack the prefix
+        # The first GPT-2 files lack the prefix, and Llama 4 with images has one more.
+        for known in (name, name.removeprefix("transformer."), f"language_model.{name}"):
             if self._dcp and known in self._dcp:
                 return self._dcp[known]
             if known in self._files:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -38,6 +39,7 @@ class Context(NamedTuple):
     documents: Tensor | None = None  # [b, t] document numbers on the host, separated by the mask
     local_mask: Tensor | Segments | None = None  # of layers with a window
     local_rotary: tuple[Tensor, Tensor] | None = None  # of these, if their frequencies differ
+    temperature: Tensor | None = None  # [s, 1] factors on queries of layers without positions
 
     def rotary_with(self, window: int | None) -> tuple[Tensor, Tensor] | None:
         """Return cos and sin of a layer with or without a window."""
@@ -192,7 +194,7 @@ def _kept_frequencies(frequencies: Tensor, theta: float, scaling: RopeScaling) -
     low, high, longest = scaling.low_frequency, scaling.high_frequency, scaling.original_max_sequence
     if scaling.kind == "llama3":
         turns = longest * frequencies / (2 * math.pi)
-        return ((turns - low) / (high - low)).clamp(0, 1)
+        return ((turns - low) / max(high - low, 1e-9)).clamp(0, 1)  # equal in Llama 4: nothing is between
 
     def number(turns: float) -> float:
         """Return the number of the wave that makes these turns."""
@@ -251,11 +253,14 @@ class Mask(nn.Module):
 
     Args:
         kernel, head_dim, window: of the attention that reads the mask. Without a width it may read a dense mask alone.
+        chunked: the window cuts sequences into chunks, and attention stays inside a chunk too.
     """
 
-    def __init__(self, kernel: Kernel = "sdpa", head_dim: int | None = None, window: int | None = None):
+    def __init__(
+        self, kernel: Kernel = "sdpa", head_dim: int | None = None, window: int | None = None, chunked: bool = False
+    ):
         super().__init__()
-        self.window = window
+        self.window, self.chunked = window, chunked
         self.fused_width = head_dim if kernel == "sdpa" else None
 
     def forward(self, start: int, s: int, documents: Tensor | None, x: Tensor) -> Tensor | Segments | None:
@@ -269,6 +274,8 @@ class Mask(nn.Module):
         by_lengths = self.fused_width is not None and takes_lengths(x.device, x.dtype, self.fused_width)
         t = start + s
         window = self.window if self.window is not None and self.window < t else None
+        if window and self.chunked:
+            documents = cut_chunks(documents, window, t, len(x) if by_lengths else 1)
         if documents is None:
             dense = (start or window) and not by_lengths
             return causal_mask(s, t, x.device, window)[None, None] if dense else None
@@ -287,6 +294,16 @@ def causal_mask(s: int, t: int, device: torch.device, window: int | None = None)
     """
     seen = torch.ones(s, t, dtype=torch.bool, device=device).tril(t - s)
     return seen if window is None else seen.triu(t - s - window + 1)
+
+
+def cut_chunks(documents: Tensor | None, size: int, t: int, b: int = 1) -> Tensor:
+    """Return document numbers [b, t] that also change at every multiple of ``size`` tokens, on the host.
+
+    >>> cut_chunks(torch.tensor([[0, 0, 0, 1, 1]]), 2, 5)
+    tensor([[0, 0, 1, 6, 7]])
+    """
+    chunks = torch.from_numpy(np.arange(t) // size)
+    return chunks.expand(b, t) if documents is None else documents[:, :t] * t + chunks
 
 
 def document_mask(documents: Tensor, s: int, window: int | None = None) -> Tensor:

@@ -41,7 +41,7 @@ class LatentAttention(nn.Module):
     """
 
     def __init__(
-        self, shape: ModelShape, kernel: Kernel = "sdpa", *, recompute: bool = False, window: int | None = None
+        self, shape: ModelShape, index: int, kernel: Kernel = "sdpa", *, recompute: bool = False
     ):
         super().__init__()
         assert shape.latent is not None
@@ -62,7 +62,8 @@ class LatentAttention(nn.Module):
         self.kv_up = nn.Linear(
             self.latent.key_value_rank, shape.heads * (shape.head_dim + shape.value_dim), bias=False
         )
-        self.window, self.core = window, AttentionCore(kernel, window, shape.softcap)
+        self.window = shape.reach(index)
+        self.core = AttentionCore(kernel, self.window, shape.softcap)
         self.out = nn.Linear(shape.heads * shape.value_dim, h, bias=False)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:

@@ -40,13 +40,14 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor, update: Tensor | None = None):
         """Normalise the last dimension of x, [.., h]; or (on CUDA) return x + update, and that normalised."""
         eps = self.smallest(x)
+        weight = x.new_ones(self.normalized_shape) if self.weight is None else self.weight
         if kernels.use_fused(x):
-            total, y, _ = rms_norm(x, update, self.weight, eps)
+            total, y, _ = rms_norm(x, update, weight, eps)
             return y if update is None else (total, y)
-        plain = x.dtype in (torch.float32, torch.float64) and self.weight is not None
+        plain = x.dtype in (torch.float32, torch.float64)
         if torch.compiler.is_compiling() or not plain or x.device.type != "cpu":
             return super().forward(x)
-        return RMSNormFunction.apply(x, self.weight, eps)
+        return RMSNormFunction.apply(x, weight, eps)
 
     def smallest(self, x: Tensor) -> float:
         """Return the number added to the mean square."""

@@ -53,7 +53,7 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self, shape: ModelShape, kernel: Kernel = "sdpa", *, recompute: bool = False, window: int | None = None
+        self, shape: ModelShape, index: int, kernel: Kernel = "sdpa", *, recompute: bool = False
     ):
         super().__init__()
         bias = shape.family == "gpt" or shape.qkv_bias
@@ -63,20 +63,23 @@ class Attention(nn.Module):
         self.v = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=bias)
         self.joint = shape.joint_qk_norm
         self.q_norm, self.k_norm = (
-            RMSNorm((heads if self.joint else 1) * shape.head_dim, eps=shape.norm_eps) if shape.qk_norm else None
-            for heads in (shape.heads, shape.kv_heads)
+            RMSNorm((heads if self.joint else 1) * shape.head_dim, shape.norm_eps, not shape.plain_qk_norm)
+            if shape.norms_heads(index) else None for heads in (shape.heads, shape.kv_heads)
         )
         self.sinks = Sinks(shape.heads) if shape.sinks else None
-        self.window, self.core = window, AttentionCore(kernel, window, shape.softcap)
+        self.window, self.rotated = shape.reach(index), shape.rotated(index)
+        self.core = AttentionCore(kernel, self.window, shape.softcap)
         self.scale = 1.0 if shape.query_scalar is None else math.sqrt(shape.head_dim / shape.query_scalar)
         self.out = nn.Linear(
             shape.heads * shape.head_dim, shape.hidden, bias=shape.family == "gpt" or shape.out_bias
         )
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        q, k, v = self._heads(x, context.rotary_with(self.window))  # [b, a or k, s, d]
+        q, k, v = self._heads(x, context.rotary_with(self.window) if self.rotated else None)  # [b, a or k, s, d]
         if self.scale != 1.0:
             q = q * self.scale
+        if context.temperature is not None and not self.rotated:
+            q = q * context.temperature
         if context.part is not None:
             k, v = context.part.extend(self, k, v)  # [b, k, t, d]
         core = partial(recomputed, self.core) if self.recompute else self.core
@@ -106,6 +109,12 @@ class Attention(nn.Module):
         return (rotate(q, *rotary), rotate(k, *rotary), v) if rotary else (q, k, v)
 
 
+def temperature(positions: Tensor, shape: ModelShape, dtype: torch.dtype) -> Tensor:
+    """Return the factors on queries without rotary positions: [s] -> [s, 1]."""
+    steps = ((positions + 1) // shape.temperature_floor).to(torch.promote_types(dtype, torch.float32))
+    return (1 + shape.temperature * steps.log1p()).to(dtype).unsqueeze(-1)
+
+
 def norm(shape: ModelShape) -> nn.Module:
     """Return RMSNorm for llama, else LayerNorm."""
     kind = RMSNorm if shape.family == "llama" else nn.LayerNorm
@@ -122,7 +131,7 @@ class Block(nn.Module):
         before, after = shape.post_norm != "only", shape.post_norm is not None
         self.attention_norm = norm(shape) if before else nn.Identity()
         attention = Attention if shape.latent is None else LatentAttention
-        self.attention = attention(shape, kernel, recompute=recompute == "selective", window=shape.reach(index))
+        self.attention = attention(shape, index, kernel, recompute=recompute == "selective")
         self.attention_post_norm = norm(shape) if after else nn.Identity()
         self.mlp_norm = norm(shape) if before else nn.Identity()
         self.sparse = shape.sparse(index)
@@ -193,7 +202,7 @@ class Transformer(nn.Module):
         self.shape, self.seed = shape, seed
         kernel = kernel if shape.softcap is None else "explicit"
         self.positions, self.mask = Positions(), Mask(kernel, shape.query_dim)
-        self.local_mask = Mask(kernel, shape.query_dim, shape.window) if shape.window else None
+        self.local_mask = Mask(kernel, shape.query_dim, shape.window, shape.chunked) if shape.window else None
         self.embed: Embedding | None = Embedding(shape)
         blocks = {str(i): Block(shape, i, kernel, recompute) for i in range(shape.layers)}
         self.layers = cast("dict[str, Block]", nn.ModuleDict(blocks))  # keyed by layer number in the full model
@@ -243,6 +252,8 @@ class Transformer(nn.Module):
         if shape.local_rope_theta is not None:
             other = rotary_table(positions, shape.rotary_dim, shape.local_rope_theta, x.dtype)
             context = context._replace(local_rotary=other)
+        if shape.temperature:
+            context = context._replace(temperature=temperature(positions, shape, x.dtype))
         if part is not None:
             part.stop = part.start + tokens.shape[1]
         for layer in self.layers.values():

@@ -82,16 +82,17 @@ class RankCounts:
         """
         if self.run.layout.cp == 1:
             return seen_alone(self.run, self.slices, window)
-        from shoal.engine.parallel.context.causal_blocks import split_scores  # imports torch
+        from shoal.engine.models.attention import cut_chunks  # imports torch
+        from shoal.engine.parallel.context.causal_blocks import CausalBlocks
 
         place, ring, u = self.mesh.index("ring"), spread.ring, self.run.layout.ulysses
         scores = []
+        documents = cut_chunks(None, window, self.run.s) if window and self.run.shape.chunked else None
         for number in range(len(spread.by_slice)):
             queries = spread.ring_chunks(place, range(number, number + 1))
-            found = [
-                piece for other in range(ring)
-                for piece in split_scores(queries, spread.ring_chunks(other, range(number + 1)), window)
-            ]
+            keys = [spread.ring_chunks(other, range(number + 1)) for other in range(ring)]
+            blocks = CausalBlocks(queries, keys, documents, by_lengths=self.run.by_lengths, window=window)
+            found = [piece for other in range(ring) for piece in blocks.blocks(other)]
             scores.append(tuple(self._computed(piece) for piece in found))
         return Seen(tuple(spread.lengths(self.mesh.index("cp"))), tuple(scores), u, around=True)
 

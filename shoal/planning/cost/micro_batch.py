@@ -168,9 +168,9 @@ class MicroBatch:
 
     @cached_property
     def distinguishes_layers(self) -> bool:
-        """True if patterns select which layers' products are in 8 bits, or some layers have windows in a mask."""
+        """True if patterns select which layers' products are in 8 bits, or layers differ in masks or norms of heads."""
         windows = not self.by_lengths and any(self.window(layer) for layer in range(self.shape.layers))
-        return windows or (self.eight is not None and bool(self.eight.keep))
+        return windows or self.shape.plain_qk_norm or (self.eight is not None and bool(self.eight.keep))
 
     @property
     def stores_scores(self) -> bool:

@@ -179,7 +179,7 @@ def list_units(
         if shape.joint_qk_norm:
             yield rows(f"{name}.q_norm.weight", q)
             yield rows(f"{name}.k_norm.weight", kv, parts=group)
-        elif shape.qk_norm:
+        elif shape.qk_norm and not shape.plain_qk_norm:
             yield head_norm(f"{name}.q_norm.weight")
             yield head_norm(f"{name}.k_norm.weight")
         if shape.sinks:

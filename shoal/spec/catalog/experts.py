@@ -72,6 +72,9 @@ class Experts(LayerPattern):
     scale: PositiveFloat = 1.0
     """top-k: factor on the weights."""
 
+    scales_input: bool = False
+    """top-k with one expert per token: its weight multiplies the expert's input instead of its output (Llama 4)."""
+
     biases: bool = False
     """top-k: the router's logits and the matrices of the experts have biases (gpt-oss)."""
 

@@ -142,6 +142,9 @@ class ModelShape(Section):
     """With qk_norm, one norm over all heads of the queries and one over all keys, instead of one of each head (Team
     OLMo 2024, "2 OLMo 2 Furious", section 3.3)."""
 
+    plain_qk_norm: bool = False
+    """With qk_norm, its norms have no weights, and layers without rotary positions none (Llama 4)."""
+
     post_norm: Literal["also", "only"] | None = None
     """Norms of what attention and the feed-forward block add to the residual stream, besides norms of their inputs
     (also: Gemma 2) or instead (only: OLMo 2); llama only."""
@@ -175,6 +178,21 @@ class ModelShape(Section):
 
     pattern: tuple[Reach, ...] = Field(default=(), max_length=2**14)
     """With a window, the kinds of the layers, repeated over the model (Gemma 2: local, global); empty: all local."""
+
+    chunked: bool = False
+    """Whether the window cuts sequences into chunks of that many tokens: a query of a local layer sees its own chunk
+    alone (Meta AI 2025, "The Llama 4 herd")."""
+
+    global_rope: bool = True
+    """Whether queries and keys of global layers are rotated; otherwise these layers have no positions (NoPE: Kazemnejad
+    et al. 2023; Llama 4); llama only."""
+
+    temperature: NonNegativeFloat = 0.0
+    """Without global_rope, the query at position p of a global layer is multiplied by 1 + temperature x ln(1 + floor((p
+    + 1) / temperature_floor)) (Nakanishi 2025, "Scalable-softmax"; Llama 4: 0.1)."""
+
+    temperature_floor: Width = 8192
+    """Positions before the first factor other than 1."""
 
     experts: Experts | None = None
     """Experts that replace the feed-forward blocks of some layers."""
@@ -229,7 +247,7 @@ class ModelShape(Section):
             layer += (self.latent.query_rank or 0) + self.latent.key_value_rank  # norms of latent attention
         block = h * f * self._matrices_of_block()
         qk_norms = q + kv if self.joint_qk_norm else 2 * self.head_dim
-        layer += (q + 2 * kv) * (gpt or self.qkv_bias) + qk_norms * self.qk_norm
+        layer += (q + 2 * kv) * (gpt or self.qkv_bias) + qk_norms * (self.qk_norm and not self.plain_qk_norm)
         layer += h * self.out_bias + self.heads * self.sinks
         if gpt:
             layer, block = layer + h, block + f + h  # including the biases
@@ -275,6 +293,14 @@ class ModelShape(Section):
         """Return the window of a layer, or None if its queries see all earlier tokens."""
         local = not self.pattern or self.pattern[layer % len(self.pattern)] == "local"
         return self.window if local else None
+
+    def rotated(self, layer: int) -> bool:
+        """Return whether a layer has rotary positions."""
+        return self.family == "llama" and (self.global_rope or self.reach(layer) is not None)
+
+    def norms_heads(self, layer: int) -> bool:
+        """Return whether a layer has norms of queries and keys."""
+        return self.qk_norm and (not self.plain_qk_norm or self.rotated(layer))
 
     def sparse(self, layer: int) -> bool:
         """Return whether a layer has experts."""

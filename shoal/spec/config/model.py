@@ -136,11 +136,21 @@ class ModelConfig(Section):
             raise UsageError("model.pattern, but no layer has a window.\n  Set model.window, or leave pattern out.")
         if shape.local_rope_theta and shape.window is None:
             raise UsageError("model.local_rope_theta, but no layer has a window.\n  Set model.window, or leave it out.")
+        for name, off in (("chunked", False), ("global_rope", True)):
+            if getattr(shape, name) is not off and shape.window is None:
+                raise UsageError(f"model.{name}, but no layer has a window.\n  Set model.window, or leave it out.")
+        if shape.temperature and shape.global_rope:
+            raise UsageError(f"model.temperature = {shape.temperature} is for layers without positions, and all have "
+                             "some.\n  Set model.global_rope to false, or leave it out.")
         if shape.activation == "gelu" and shape.experts:
             raise UsageError("model.activation = 'gelu', but experts compute SwiGLU, plain or clamped.\n"
                              "  Leave it out, or set it to clamped.")
-        if shape.joint_qk_norm and not shape.qk_norm:
-            raise UsageError("model.joint_qk_norm without norms of queries and keys.\n  Set model.qk_norm too.")
+        for name in ("joint_qk_norm", "plain_qk_norm"):
+            if getattr(shape, name) and not shape.qk_norm:
+                raise UsageError(f"model.{name} without norms of queries and keys.\n  Set model.qk_norm too.")
+        if shape.joint_qk_norm and shape.plain_qk_norm:
+            raise UsageError("model.joint_qk_norm with model.plain_qk_norm: norms over all heads have weights.\n"
+                             "  Leave one of them out.")
         for name in ("rope_scaling", "qkv_bias", "out_bias", "qk_norm", "post_norm", "activation", "sinks",
                      "local_rope_theta", "latent"):
             if shape.family != "llama" and getattr(shape, name):
@@ -161,8 +171,8 @@ class ModelConfig(Section):
         scaling = _merge(RopeScaling, shape.rope_scaling, self.rope_scaling)
         if scaling is None:
             return None
-        if scaling.low_frequency >= scaling.high_frequency:
-            raise UsageError(f"model.rope_scaling.low_frequency = {scaling.low_frequency:g} is not below "
+        if scaling.low_frequency > scaling.high_frequency:
+            raise UsageError(f"model.rope_scaling.low_frequency = {scaling.low_frequency:g} is above "
                              f"high_frequency = {scaling.high_frequency:g}.\n  Make it smaller.")
         return scaling
 
@@ -174,6 +184,9 @@ class ModelConfig(Section):
             if getattr(shape, field):
                 raise UsageError(f"model.{field} with model.latent: latent attention has no such part.\n"
                                  "  Leave one of them out.")
+        if not shape.global_rope:
+            raise UsageError("model.global_rope = false with model.latent: latent attention rotates in every layer.\n"
+                             "  Leave one of them out.")
         if shape.kv_heads != shape.heads:
             raise UsageError(f"model.kv_heads = {shape.kv_heads} with model.latent: every head has its own keys and "
                              f"values.\n  Set model.kv_heads = model.heads = {shape.heads}.")
@@ -199,6 +212,9 @@ class ModelConfig(Section):
         if experts.per_token != (need := _EXPERTS_PER_TOKEN.get(gate, experts.per_token)):
             raise UsageError(f"model.experts.per_token = {experts.per_token}, but the gate {gate} takes {need}.\n"
                              f"  Leave it out, or choose the gate top-k.")
+        if experts.scales_input and experts.per_token > 1:
+            raise UsageError(f"model.experts.scales_input with model.experts.per_token = {experts.per_token}: a token "
+                             "has one expert then.\n  Set per_token to 1, or leave scales_input out.")
         if experts.count % experts.groups:
             raise UsageError(f"model.experts.groups = {experts.groups} does not divide model.experts.count = "
                              f"{experts.count}.\n  Choose a divisor.")
@@ -206,7 +222,7 @@ class ModelConfig(Section):
                                 experts.count // experts.groups):
             raise UsageError(f"model.experts.per_token = {experts.per_token}, but model.experts.groups_per_token = "
                              f"{experts.groups_per_token} groups have {within} experts.\n  Take more groups.")
-        for name in ("groups", "score", "normalise", "scale", "biases", "bias_update"):
+        for name in ("groups", "score", "normalise", "scale", "biases", "bias_update", "scales_input"):
             value = getattr(experts, name)
             if gate != "top-k" and value != Experts.model_fields[name].default:
                 raise UsageError(f"model.experts.{name} = {value} is for the gate top-k, not for {gate}.\n"

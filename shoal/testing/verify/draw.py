@@ -118,7 +118,8 @@ def draw_run(choose: Choose, max_ranks: int = 8, *, routers: bool = True) -> Run
     if model["name"] == "tiny":
         model |= choose(({}, {"post_norm": "also"}, {"post_norm": "only"}))
         heads_alone = tp_x == 1 and not model.get("latent")
-        model |= choose(({}, {"qk_norm": True}, {"qk_norm": True, "joint_qk_norm": True}) if heads_alone else ({},))
+        norms = ({}, *({"qk_norm": True, more: True} for more in ("qk_norm", "joint_qk_norm", "plain_qk_norm")))
+        model |= choose(norms if heads_alone else ({},))
         model["qkv_bias"] = not model.get("latent") and choose((False, False, True))
         model["out_bias"] = not model.get("latent") and choose((False, False, True))
         model["sinks"] = heads_alone and choose((False, False, True))
@@ -129,8 +130,11 @@ def draw_run(choose: Choose, max_ranks: int = 8, *, routers: bool = True) -> Run
     if not model.get("depths") and choose((False, True)):
         model["window"] = choose((3, 1, 2, 5))
         model["pattern"] = choose(((), ("local", "global"), ("global", "local", "local")))
+        model["chunked"] = choose((False, True))
         if model["name"] == "tiny" and not model.get("latent"):
             model["local_rope_theta"] = choose((None, 100.0))
+            model |= choose(({}, {"global_rope": False}, {
+                "global_rope": False, "temperature": 0.7, "temperature_floor": 3}))  # fmt: skip
     return build_config({"model": model, "parallel": parallel, "data": data, "train": train})
 
 
@@ -187,6 +191,7 @@ def _draw_experts(choose: Choose, parallel: dict[str, Any], ranks: int) -> dict[
         experts |= {
             "score": choose(("softmax", "sigmoid")), "normalise": choose((True, False)), "scale": choose((1.0, 2.5)),
             "bias_update": choose((0.0, 0.01)), "biases": choose((False, True)),
+            "scales_input": experts["per_token"] == 1 and choose((False, True)),
         }
     return experts
 

@@ -39,6 +39,11 @@ CONFIGS: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
     "mixtral-8x7b": ("mixtral", (4096, 14336, 32, 32, 8, 32000), {
         "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2,
         "tie_word_embeddings": False}),
+    "llama-4-scout": ("llama4_text", (5120, 8192, 48, 40, 8, 202048), {"rope_parameters": {
+        "rope_type": "llama3", "rope_theta": 500000.0, "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192}}),
+    "llama-4-maverick": ("llama4_text", (5120, 8192, 48, 40, 8, 202048), {
+        "num_local_experts": 128, "interleave_moe_layer_step": 2, "use_qk_norm": False}),
     "gpt-oss-20b": ("gpt_oss", (2880, 2880, 24, 64, 8, 201088), GPT_OSS | {"num_local_experts": 32}),
     "gpt-oss-120b": ("gpt_oss", (2880, 2880, 36, 64, 8, 201088), GPT_OSS | {"num_local_experts": 128}),
     "deepseek-v2": ("deepseek_v2", (5120, 12288, 60, 128, 128, 102400), {
@@ -73,6 +78,8 @@ def test_a_shape_is_that_of_the_published_config(name):
             assert value == shape.head_dim  # its default
         elif field == "latent":
             assert {**given[field], "value_dim": given[field]["value_dim"] or shape.head_dim} == value
+        elif field == "rope_scaling":
+            assert {**given[field], **value} == given[field]
         elif field == "experts":
             assert {n: v for n, v in value.items() if n not in TRAINING and v != given[field][n]} == {}
         elif field not in (LENGTH, "name"):

@@ -44,6 +44,28 @@ def test_the_runs_own_precision_stays_within_its_rounding(pool: Pool, precision:
     assert verdict.worst_gradient < TOLERANCES[precision].gradient
 
 
+LLAMA4 = {
+    "layers": 3, "window": 5, "pattern": ["local", "global"], "chunked": True, "global_rope": False, "temperature": 0.7,
+    "temperature_floor": 3, "qk_norm": True, "plain_qk_norm": True,
+    "experts": {"count": 4, "ffn": 8, "every": 2, "shared": 1, "score": "sigmoid", "scales_input": True,
+                "normalise": False, "balance_loss": 0.1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("parallel", "masked"), [
+    ({"dp": 2, "zero": 3, "tp": 2, "sequence_parallel": True, "ep": 2, "recompute": "full"}, False),
+    ({"pp": 3, "schedule": "terapipe", "sequence_slices": 3}, True),
+    ({"cp": 4, "ulysses": 2, "tp": 2, "cp_order": "striped"}, True),
+])  # fmt: skip
+def test_chunks_and_layers_without_positions_on_layouts(pool: Pool, parallel: dict, masked: bool) -> None:
+    model = LLAMA4 if parallel.get("schedule") != "terapipe" else {**LLAMA4, "experts": {}}
+    config = small_run(parallel, model, precision="fp64")
+    data = config.data.model_copy(update={"sequence_length": 18, "document_mask": masked})
+    verdict, _ = run_case(prepare(config.model_copy(update={"data": data}), own_precision=False), pool, steps=2)
+    assert not verdict.findings, verdict.findings[0].text
+    assert verdict.worst_gradient <= 1e-12
+
+
 @pytest.mark.parametrize(("parallel", "latent"), [
     ({"dp": 2, "zero": 3, "tp": 2, "sequence_parallel": True, "recompute": "full"}, {"query_rank": 6, "value_dim": 3}),
     ({"tp": 2, "pp": 2, "schedule": "zb-h1", "recompute": "selective"}, {"value_dim": 6}),
@@ -106,6 +128,12 @@ def test_drawn_runs_are_valid_and_reach_every_corner() -> None:
         "windows, beside every other axis": all(
             any(run.model.window and getattr(run.parallel, axis) > 1 for run in drawn)
             for axis in ("dp", "tp", "cp", "pp", "zero")
+        ),
+        "chunks, layers without positions, and weights of inputs, beside every other axis": all(
+            any(on(run) and getattr(run.parallel, axis) > 1 for run in drawn)
+            for axis in ("dp", "tp", "cp", "pp", "zero")
+            for on in (lambda run: run.model.chunked, lambda run: run.model.temperature,
+                       lambda run: run.model.experts.scales_input)
         ),
         "windows in some layers, of documents over cp": any(
             run.model.window and run.model.pattern and run.data.document_mask and run.parallel.cp_ring > 1

@@ -100,10 +100,12 @@ def test_documents_are_lengths_on_accelerators_and_masks_on_the_cpu() -> None:
         assert sum(one.flops.values()) == sum(other.flops.values())
 
 
+@pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("parallel", [{}, {"cp": 2}])
-def test_windows_are_computed_alone_on_accelerators(parallel: dict) -> None:
+def test_windows_are_computed_alone_on_accelerators(parallel: dict, chunked: bool) -> None:
     """In bf16, by a kernel that takes them; formulas count the same."""
     model = {"heads": 4, "kv_heads": 2, "head_dim": 16, "window": 32, "pattern": ("local", "global")}
+    model |= {"chunked": chunked}
     config = small_run(parallel, model, precision="bf16", attention="sdpa")
     config = config.model_copy(update={"data": config.data.model_copy(update={"sequence_length": 512})})
     shape = config.model.shape(vocab=257, sequence_length=512)

@@ -53,7 +53,10 @@ class MoE(nn.Module):
         weights, chosen = self.router(x, context)  # [b, s, E]
         permutation = permute(chosen.flatten(0, 1), x, self.router.most_choices(x))
         experts = self.experts.announce(permutation.ends)
-        finish = experts(permutation.copy(x.flatten(0, 1)))
+        rows = x
+        if self.router.experts.scales_input:  # of which a token has one
+            rows, weights = x * weights.sum(-1, keepdim=True).to(x.dtype), chosen.to(weights.dtype)
+        finish = experts(permutation.copy(rows.flatten(0, 1)))
         if self.down_bias is None:
             return lambda: permutation.combine(finish(), weights.flatten(0, 1)).view_as(x)
         biases = weights.to(x.dtype) @ self.down_bias  # [b, s, h]

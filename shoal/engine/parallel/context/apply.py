@@ -23,7 +23,7 @@ from shoal.engine import kernels
 from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import all_to_all_dims
-from shoal.engine.models.attention import AttentionCore
+from shoal.engine.models.attention import AttentionCore, cut_chunks
 from shoal.engine.models.attention_kernels import takes_lengths
 from shoal.engine.models.transformer import Transformer
 from shoal.engine.parallel.context.causal_blocks import CausalBlocks, token_positions
@@ -70,7 +70,8 @@ def apply_context_parallel(
     fused_width = model.mask.fused_width
     model.set_submodule("mask", ContextMask(at, fused_width))
     if model.local_mask is not None:
-        model.set_submodule("local_mask", ContextMask(at, fused_width, model.local_mask.window))
+        local = model.local_mask
+        model.set_submodule("local_mask", ContextMask(at, fused_width, local.window, local.chunked))
     for layer in model.layers.values():
         own = at if layer.depth is None or chosen is None else replace(at, tokens=chosen)
         layer.attention.set_submodule("core", ContextAttention(own, layer.attention.core))
@@ -99,17 +100,22 @@ class ContextMask(ContextModule):
     Args:
         fused_width: width of the heads of fused attention; None is explicit attention.
         window: tokens that a query sees, its own included; None for all.
+        chunked: the window cuts sequences into chunks, and attention stays inside a chunk too.
     """
 
-    def __init__(self, at: ContextParallel, fused_width: int | None = None, window: int | None = None):
+    def __init__(
+        self, at: ContextParallel, fused_width: int | None = None, window: int | None = None, chunked: bool = False
+    ):
         super().__init__(at)
-        self.fused_width, self.window = fused_width, window
+        self.fused_width, self.window, self.chunked = fused_width, window, chunked
 
     def forward(self, start: int, s: int, documents: Tensor | None, x: Tensor) -> CausalBlocks:
         tokens, slices = self.at.tokens, self.at.slices(start, s)
         keys = [tokens.ring_chunks(position, range(slices.stop)) for position in range(tokens.ring)]
         by_lengths = self.fused_width is not None and takes_lengths(x.device, x.dtype, self.fused_width)
         queries = tokens.ring_chunks(self.at.ring.index, slices)
+        if self.window and self.chunked:
+            documents = cut_chunks(documents, self.window, max(some[-1] + 1 for each in keys for some in each), len(x))
         return CausalBlocks(queries, keys, documents, x.device, by_lengths=by_lengths, window=self.window)
 
 

@@ -36,7 +36,7 @@ def layer(
         inside = layer(run.chosen, mode, sparse=sparse)
         return [*_router(run), *(saved._replace(what=f"{saved.what} of chosen tokens") for saved in inside)]
     before = [] if run.shape.post_norm == "only" else _norm(run)
-    return [*before, *_qk_norms(run), *_attention(run, mode, number), *after_attention(run, sparse, number)]
+    return [*before, *_qk_norms(run, number), *_attention(run, mode, number), *after_attention(run, sparse, number)]
 
 
 def after_attention(run: MicroBatch, sparse: bool, number: int = 0) -> list[Saved]:
@@ -91,10 +91,10 @@ def _norm(run: MicroBatch) -> list[Saved]:
     ]
 
 
-def _qk_norms(run: MicroBatch) -> list[Saved]:
+def _qk_norms(run: MicroBatch, number: int) -> list[Saved]:
     """Return the saved tensors of the norms of queries and keys, of each head or of all together."""
     shape, t, e, n, x = run.shape, run.layout.tp, run.itemsize, run.tokens, run.exact
-    if not shape.qk_norm:
+    if not shape.norms_heads(number):
         return []
     heads = shape.heads // t + shape.kv_heads // min(t, shape.kv_heads)
     width, sums = heads * shape.head_dim, 2 if shape.joint_qk_norm else heads
@@ -216,6 +216,8 @@ def experts(run: MicroBatch) -> list[Saved]:
         *(Saved(f"{what} of experts", "[m, f]", e * rows.computed * f) for what in inside),
         Saved("results of experts", "[m, h]", e * rows.sent * h),
     ]
+    if of.scales_input:
+        saved.append(Saved("weights and choices", "[n, E]", e * rows.own * (of.count + 1)))
     if of.biases and not (run.fused and x == e):
         saved.append(Saved("weights of biases", "[n, E]", e * rows.own * of.count))
     if layout.ep * layout.expert_tensor > 1:
@@ -231,6 +233,8 @@ def context(run: MicroBatch) -> list[Saved]:
         saved.append(Saved("cos, sin", "[s, d/2]", 2 * run.itemsize * run.s_local * (shape.rotary_dim // 2)))
     if shape.local_rope_theta and None in {shape.reach(i) for i in range(shape.layers)}:
         saved *= 2
+    if shape.temperature:
+        saved.append(Saved("factors on queries", "[s]", run.itemsize * run.s_local))
     kept = run.layout.recompute != "none" or shape.by_blocks
     if not run.by_lengths and kept and run.layout.cp == 1:
         windows = {run.window(i) for i in range(shape.layers)}
