@@ -115,8 +115,10 @@ def model_fields(config: Config, where: str) -> dict[str, Any]:
     if family is None:
         raise UsageError(f"{where}: model_type = {kind!r} is not a family that shoal trains.\n"
                          f"  These are: {', '.join(FAMILIES)}.")
-    if config.get("quantization_config"):
-        raise UsageError(f"{where}: quantization_config: quantised weights are not read.\n"
+    quantised = config.get("quantization_config") or {}
+    method = quantised.get("quant_method") if isinstance(quantised, Mapping) else "?"
+    if quantised and (kind, method) != ("gpt_oss", "mxfp4"):
+        raise UsageError(f"{where}: quantization_config: quantised weights are not read, but for gpt-oss in MXFP4.\n"
                          "  Name a folder with the weights in float32, bfloat16 or float16.")
     for name, only in family.fixed.items():
         if config.get(name, only) not in (only, None):

@@ -154,6 +154,35 @@ def test_the_text_model_of_llama_4_with_images(tmp_path):
     assert torch.equal(logits_of(folder, tokens), alone)
 
 
+def test_experts_in_mxfp4(tmp_path, monkeypatch):
+    """Random blocks are what transformers decodes, whichever part of a tensor is read."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    monkeypatch.setitem(MODELS, "gpt-oss", (MODELS["gpt-oss"][0], MODELS["gpt-oss"][1] | {
+        "hidden_size": 64, "intermediate_size": 96}))
+    build("gpt-oss", folder := tmp_path / "model")
+    stored = load_file(folder / "model.safetensors")
+    for name in [name for name in stored if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inside, out = stored[name].shape
+        blocks = torch.randint(256, (experts, out, inside // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(120, 126, blocks.shape[:-1], dtype=torch.uint8)
+        stored[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(stored, folder / "model.safetensors")
+    tokens = torch.randint(300, (1, 40))
+    wanted = logits_of(folder, tokens)
+    save_file({name: each for name, each in stored.items() if f"{name}_blocks" not in stored},
+              folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    assert torch.equal(logits_of(folder, tokens), wanted)
+    check_weights(config_of(folder, {}))
+    weights = HFWeights(folder, ModelConfig(name="x", **read_hf_config(folder)).shape(vocab=1, sequence_length=1))
+    box, full = Box((1, 5, 33), (2, 40, 20)), stored["model.layers.1.mlp.experts.gate_up_proj"]
+    weights.fill("layers.1.mlp.experts.up", Piece((4, 96, 64), box, part := torch.empty(box.shape)))
+    assert torch.equal(part, full[1:3, 33:53, 11:91:2].mT)
+
+
 def config_of(folder: Path, parallel: dict):
     fields = read_hf_config(folder)
     if "experts" in fields:  # transformers adds no such loss unless asked, and moves no bias

@@ -23,6 +23,7 @@ from shoal.base.errors import UsageError
 from shoal.base.files import open_to_read, read_json, write_atomically
 from shoal.engine.checkpoint.load import load
 from shoal.engine.checkpoint.manifest import DTYPES, read_manifest
+from shoal.engine.checkpoint.mxfp4 import Mxfp4Slice
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import build_config
 from shoal.spec.hugging_face import FAMILIES, model_fields, model_type
@@ -249,6 +250,8 @@ class HFWeights:
         for known in (name, name.removeprefix("transformer."), f"language_model.{name}"):
             if self._dcp and known in self._dcp:
                 return self._dcp[known]
+            if f"{known}_blocks" in self._files:
+                return Mxfp4Slice(self._slice(f"{known}_blocks"), self._slice(f"{known}_scales"))
             if known in self._files:
                 try:
                     return self._opened(self._files[known]).get_slice(known)
