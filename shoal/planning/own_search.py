@@ -10,17 +10,19 @@ from shoal.engine.own.check import check_own_model
 from shoal.engine.own.definition import OwnModel, load_own_model
 from shoal.engine.own.optimizer import check_optimizer
 from shoal.engine.own.tensor import SplitRanks, apply_table
-from shoal.planning.own_estimate import OwnCounts, OwnEstimate, count_own_model, estimate_own_model
+from shoal.planning.own_counts import ChainCounts, OwnCounts, count_chain, count_own_model, extend
+from shoal.planning.own_estimate import OwnEstimate, estimate_own_model
 from shoal.spec.catalog.clusters import Cluster
 from shoal.spec.catalog.clusters import cluster as cluster_of
 from shoal.spec.config import RunConfig
 from shoal.spec.layout import Layout
 
-MOST_SAMPLES = 64  # in a micro-batch
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+"""Samples of a micro-batch."""
 
 
 def plan_own_model(config: RunConfig, cluster: str | Cluster, *, ranks: int | None = None) -> list[OwnEstimate]:
-    """Estimate the layouts of a model of one's own on a cluster: dp, tp, ZeRO and the size of a micro-batch.
+    """Estimate the layouts of a model of one's own on a cluster: dp, tp, pp, ZeRO and the size of a micro-batch.
 
     Args:
         ranks: number of ranks (default: all accelerators).
@@ -38,7 +40,8 @@ def plan_own_model(config: RunConfig, cluster: str | Cluster, *, ranks: int | No
     own = load_own_model(config.model.module)
     splits = _splits_states(own, config)
     for counted, counts in _count(own, config, size, splits=splits):
-        for zero in (0, 1, 2, 3) if counted.parallel.dp > 1 and splits else (0,):
+        most = 3 if isinstance(counts, OwnCounts) else 2
+        for zero in range(most + 1) if counted.parallel.dp > 1 and splits else (0,):
             layout = counted.parallel.model_copy(update={"zero": zero})
             estimate = estimate_own_model(counted.model_copy(update={"parallel": layout}), found, counts)
             if estimate.fits:
@@ -52,31 +55,41 @@ def plan_own_model(config: RunConfig, cluster: str | Cluster, *, ranks: int | No
         layout, needed = least.config.parallel, show_bytes(sum(least.memory.values()))
         raise UsageError(f"layout auto: no layout on {size} x {found.accelerator.name} fits; the nearest, "
                          f"{layout.describe()} with micro_batch {layout.micro_batch}, needs {needed} per rank.\n  Use "
-                         "a larger cluster, blocks, a table of tensor_parallel, or recompute in the module.")
-    return sorted(fitting, key=lambda each: (round(each.step_seconds, 6), each.config.parallel.zero))
+                         "a larger cluster, blocks, pipeline, tensor_parallel, or recompute in the module.")
+    return sorted(fitting, key=lambda each: (
+        round(each.step_seconds, 6), each.config.parallel.pp, each.config.parallel.zero
+    ))  # fmt: skip
 
 
 def _count(
     own: OwnModel, config: RunConfig, ranks: int, *, splits: bool
-) -> Iterator[tuple[RunConfig, OwnCounts]]:
-    """Yield configs with each degree of tensor parallelism and size of a micro-batch, and their counts."""
+) -> Iterator[tuple[RunConfig, OwnCounts | ChainCounts]]:
+    """Yield configs with each degree of tensor and pipeline parallelism and size of a micro-batch, and their counts."""
     batch = config.train.global_batch
     for tp in divisors(ranks):
-        dp = ranks // tp
-        if batch % dp or (tp > 1 and not (splits and _splits(own, tp))):
+        layouts = [
+            Layout(dp=ranks // tp // pp, tp=tp, pp=pp, micro_batch=n)
+            for n in MICRO_BATCHES for pp in divisors(ranks // tp)
+            if batch % (ranks // tp // pp * n) == 0 and (pp == 1 or (own.pipeline and ranks // tp * n <= batch))
+        ]
+        if not layouts or (tp > 1 and not (splits and _splits(own, tp))):
             continue
-        micro_batch = 1
-        while micro_batch <= MOST_SAMPLES and batch // dp % micro_batch == 0:
-            layout = Layout(dp=dp, tp=tp, micro_batch=micro_batch)
-            changed = config.model_copy(update={"parallel": layout})
-            try:
-                counts = count_own_model(own, changed)
-            except UsageError:
-                if tp > 1:  # its heads are not divisible
-                    break
-                raise
-            yield changed, counts
-            micro_batch *= 2
+        kind = count_chain if max(layout.pp for layout in layouts) > 1 else count_own_model
+        try:
+            one, *two = (
+                kind(own, config.model_copy(update={"parallel": Layout(tp=tp, micro_batch=n)}))
+                for n in (1, 2) if any(layout.micro_batch >= n for layout in layouts)
+            )
+        except UsageError:
+            if tp > 1:  # its heads are not divisible
+                continue
+            raise
+        for layout in layouts:
+            counts = extend(one, two[0], layout.micro_batch) if two else one
+            if isinstance(counts, ChainCounts) and layout.pp > len(counts.chain.names):
+                continue
+            of = counts.full if isinstance(counts, ChainCounts) and layout.pp == 1 else counts
+            yield config.model_copy(update={"parallel": layout}), of
 
 
 def _splits_states(own: OwnModel, config: RunConfig) -> bool:

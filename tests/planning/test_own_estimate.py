@@ -1,5 +1,7 @@
 """Estimates of a model of one's own are what its engine holds, and what its operators compute."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,13 +11,16 @@ from torch import Tensor, nn
 import shoal
 from shoal.base.errors import UsageError
 from shoal.engine.collectives.mesh import Mesh
-from shoal.planning.own_estimate import OwnCounts, count_own_model, estimate_own_model
+from shoal.engine.own.definition import load_own_model
+from shoal.pipeline.from_layout import build_layout_program
+from shoal.planning.own_counts import OwnCounts, count_chain, count_own_model, extend
+from shoal.planning.own_estimate import estimate_own_model
 from shoal.planning.own_search import plan_own_model
 from shoal.spec.config import RunConfig
 from shoal.training.check import check
 from shoal.training.samples import open_samples
 from shoal.training.step.own_engine import OwnEngine
-from tests.testing.own import plain
+from tests.testing.own import plain, zoo
 from tests.testing.own.test_equality import config_of
 
 
@@ -30,12 +35,13 @@ def held(config: RunConfig) -> tuple[dict[str, int], int]:
     ("wide_llama", {"dp": 2, "tp": 2, "zero": 1}, "bf16"),
     ("nadam", {"dp": 2}, "fp32"),
     ("llama", {"dp": 2, "zero": 3}, "fp32"),
+    ("gpt2", {"pp": 2, "dp": 2, "zero": 1}, "fp32"),  # both stages hold the tied embedding
 ])  # fmt: skip
 def test_states_are_those_of_the_engine(name, layout, precision, pool):
     config = config_of(name, layout, train={"global_batch": 8, "precision": precision})
     memory = estimate_own_model(config).memory
-    bytes_, optimizer = pool.run(held, config.parallel.world_size, config)[0]
-    found = bytes_["parameters"], bytes_["gradients"], optimizer
+    ranks = [(b["parameters"], b["gradients"], o) for b, o in pool.run(held, config.parallel.world_size, config)]
+    found = max(ranks, key=sum)
     assert found == pytest.approx([memory[kind] for kind in ("weights", "gradients", "optimizer")], rel=0.02)  # padding
 
 
@@ -46,6 +52,40 @@ def test_flops_and_saved_tensors_of_a_linear_layer_are_counted():
     assert (counts.parameters, counts.flops, counts.real) == (40, 2 * 2 * (2 * 4 * 8), False)  # and of the weights
     assert count_own_model(plain.odd, config).real  # it reads a value
     assert count_own_model(plain.lstm, config_of("lstm", {})).flops > 6 * 8000 * 2 * plain.LENGTH
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_counts_of_a_chain_grow_with_samples_and_add_up(tp):
+    """Counts of four samples follow from those of one and two; stages have the counts of the model."""
+    one, two, four = (
+        count_chain(load_own_model(config.model.module), config)
+        for config in (config_of("wide_llama", {"tp": tp, "micro_batch": n}) for n in (1, 2, 4))
+    )
+    extended, full = extend(one, two, 4), four.full
+    assert extended.saved == pytest.approx(four.saved, rel=1e-3)  # one sample needs no tensors of indices for masks
+    assert replace(extended.full, saved=full.saved) == full
+    assert (extended.sent, extended.messages, extended.sizes) == (four.sent, four.messages, four.sizes)
+    assert full == count_own_model(zoo.wide_llama, config_of("wide_llama", {"tp": tp, "micro_batch": 4}))
+    stages = four.assign(build_layout_program(shoal.Layout(pp=2), 4))
+    for name in ("parameters", "flops", "saved", "sent", "forward_flops"):
+        assert sum(getattr(each, name) for each in stages) == pytest.approx(getattr(four.full, name), rel=1e-6), name
+    assert stages[0].message == 0 < stages[1].message
+
+
+@pytest.mark.parametrize(("pp", "passes", "kept"), [(2, 4, 2), (4, 8, 3)])
+def test_a_pipeline_of_equal_modules_waits_as_its_schedule_says(pp, passes, kept):
+    """1F1B idles for (p - 1) of m micro-batches. Of p = 4 ranks of a layer each, the second keeps 3 inputs; the first
+    has 4 of one number for each sample. Of 2 ranks, the second keeps 2 for its two layers."""
+    run = shoal.Run(
+        model=lambda: nn.Sequential(*(nn.Linear(20_000, 20_000, bias=False) for _ in range(4))), pipeline=("",),
+        loss=lambda m, b: (m(b[0].sum((1, 2, 3)).view(-1, 1).expand(-1, 20_000)).sum(), 1), data=plain.Images,
+        layout=shoal.Layout(pp=pp, micro_batch=64, schedule="1f1b"), global_batch=64 * passes,
+    )  # fmt: skip
+    found, alone = run.estimate(), run.estimate(shoal.Layout(micro_batch=64))
+    assert found.compute == pytest.approx(alone.compute / pp, rel=0.1)  # the first layer has no gradient of its input
+    assert found.pipeline == pytest.approx(found.compute * (pp - 1) / passes, rel=0.2)
+    assert found.counts.parameters == 4 // pp * 20_000**2
+    assert found.memory["activations"] == pytest.approx(kept * 64 * 20_000 * 4, rel=1e-3)
 
 
 class Attention(nn.Module):
@@ -139,5 +179,5 @@ def test_a_model_that_is_too_large_is_said_without_being_built():
         run.estimate(shoal.Layout(dp=9))
     with pytest.raises(UsageError, match=r"train.global_batch = 9 is no multiple of dp 2 x micro_batch 1"):
         run.estimate(shoal.Layout(dp=2))
-    with pytest.raises(UsageError, match=r"count parallel.dp and tp"):
-        run.estimate(shoal.Layout(pp=2))
+    with pytest.raises(UsageError, match=r"count parallel.dp, tp and pp"):
+        run.estimate(shoal.Layout(cp=2))

@@ -81,6 +81,12 @@ class Chain:
                 shared.add(name)
         return frozenset(shared)
 
+    def uses(self, name: str, part: range) -> bool:
+        """Return whether a stage of these modules computes with a parameter; an unused one belongs to that of its
+        module."""
+        places = self.parts.get(name) or {self.place(name)}
+        return any(place in part or (place < 0 and not part.start) for place in places)
+
     def place(self, name: str) -> int:
         """Return the index of the module of the chain that a parameter or buffer belongs to, or runs after."""
         for i, link in enumerate(self.names):
@@ -227,7 +233,7 @@ class StageLinks:
         self.chain, self.part = chain, part
         self.hidden: Tensor | None = None
         self.absent = {
-            name for name, p in module.named_parameters() if p.requires_grad and not self.uses(name)
+            name for name, p in module.named_parameters() if p.requires_grad and not chain.uses(name, part)
         }
         for name in self.absent:
             full = module.get_parameter(name)
@@ -249,11 +255,6 @@ class StageLinks:
     def is_last(self) -> bool:
         """Whether the stage computes the loss."""
         return self.part.stop == len(self.chain.names)
-
-    def uses(self, name: str) -> bool:
-        """Return whether the stage computes with a parameter; an unused one belongs to the stage of its module."""
-        places = self.chain.parts.get(name) or {self.chain.place(name)}
-        return any(place in self.part or (place < 0 and not self.part.start) for place in places)
 
     def keeps(self, name: str) -> bool:
         """Return whether the stage saves a buffer or a parameter that is not trained."""

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,12 +27,13 @@ from shoal.engine.device import allocator_environment
 from shoal.labs.bench.benchmark import Benchmark, Notify, Row, all_met, choose_names, make_table, write_records
 from shoal.labs.bench.kernels import multiply
 from shoal.labs.bench.race import Race, RaceError, Variant, run_race
+from shoal.labs.bench.step.own_races import LIBRARIES, own_ddp, own_dtensor, own_fsdp, own_step
 from shoal.labs.bench.step.torch_baselines import MICROBATCHES, SCHEDULES, ddp, dtensor, fsdp, pipeline, plain, threaded
 from shoal.labs.bench.step.workload import BenchPrecision, MatmulWorkload, Workload, make_layout, shoal_step
 from shoal.spec.layout import Layout
 from shoal.spec.sync_methods import COMPRESSED
 
-SHARED = ("dp", "zero", "fsdp", "threads", "overlap-network", "compression-network", "pp")
+SHARED = ("dp", "zero", "fsdp", "threads", "overlap-network", "compression-network", "pp", "own")
 """Races whose ranks or micro-batches share the sequences of a step evenly."""
 
 
@@ -41,8 +43,8 @@ class StepBenchmark(Benchmark):
 
     only: str = ""
     """Comma-separated list of races: dp, zero, fsdp, threads, overlap, overlap-device, overlap-network,
-    compression-network, tp, tp-overlap, tp-overlap-network, pp, single, compile; or one race of a kind, such as
-    "pp zb-v" or "tp-overlap ring"."""
+    compression-network, tp, tp-overlap, tp-overlap-network, pp, own, single, compile; or one race of a kind, such
+    as "pp zb-v" or "own fsdp"."""
 
     turns: PositiveInt = 10
     """Turns of each variant; medians over all turns are compared."""
@@ -107,6 +109,10 @@ class StepBenchmark(Benchmark):
         )}  # fmt: skip
         kinds = dict.fromkeys(name.split()[0] for name in every)
         names = choose_names(self.only, [*kinds, *every], "bench step --only")
+        if find_spec("transformers") is None:
+            if any(name.split()[0] == "own" for name in names) and self.only:
+                raise UsageError("bench step --only own needs a Llama: pip install transformers.")
+            every = {name: race for name, race in every.items() if not name.startswith("own ")}
         # one side of a comparison uses the allocator's defaults
         present = [name for name in (*allocator_environment(), "GLIBC_TUNABLES", "LD_PRELOAD") if os.environ.get(name)]
         if present:
@@ -184,7 +190,10 @@ class VariantFactory:
 def build_races(workload: Workload, ranks: int = 2, *, products: bool = True) -> list[Race]:
     """Return all races over one workload, with the arguments of `VariantFactory`."""
     make = VariantFactory(workload, ranks, products)
-    return [*_data_parallel(make), *_overlap(make), *_tensor_parallel(make), *_pipelines(make), *_one_process(make)]
+    return [
+        *_data_parallel(make), *_overlap(make), *_tensor_parallel(make), *_pipelines(make), *_own_models(make),
+        *_one_process(make),
+    ]  # fmt: skip
 
 
 def _data_parallel(make: VariantFactory) -> list[Race]:
@@ -276,6 +285,23 @@ def _pipelines(make: VariantFactory) -> list[Race]:
         Race("pp best", fastest, tuple(theirs.values()), target=1.1, fastest=True),
         Race("pp one-process", fastest, (process,), target=0.93, fastest=True),
         *(Race(f"pp {name}", (ours[name],), (theirs[name],), target=1.0, also=(process,)) for name in SCHEDULES),
+    ]
+
+
+def _own_models(make: VariantFactory) -> list[Race]:
+    """transformers' Llama as a model of one's own."""
+    ranks, mb = make.ranks, 8
+
+    def shoal(name: str, **layout: Any) -> Variant:
+        return Variant(f"shoal {name}", partial(own_step, **layout), make.workload, ranks)
+
+    replicated = make.torch(f"DDP, buckets of {mb} MB", own_ddp, bucket_mb=mb)
+    others = tuple(make.torch(name, build) for name, build in LIBRARIES.items())
+    return [
+        Race("own dp", (shoal("zero 1", dp=ranks, zero=1, bucket_mb=mb),), (replicated, *others), target=1.0,
+             also=(shoal("zero 0", dp=ranks, bucket_mb=mb),)),
+        Race("own fsdp", (shoal("zero 3", dp=ranks, zero=3),), (make.torch("FSDP2 fully_shard", own_fsdp),), 1.0),
+        Race("own tp", (shoal("tp", tp=ranks),), (make.torch("DTensor", own_dtensor),), target=1.0),
     ]
 
 

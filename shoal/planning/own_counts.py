@@ -1,0 +1,206 @@
+"""Counts of a model of one's own, from one micro-batch on fake tensors.
+
+The module's own forward and backward run without values (`torch._subclasses.FakeTensorMode`), or with values on the CPU
+if they need them. Their FLOPs and saved tensors are counted, in a pipeline for each module of its chain.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from shoal.engine.own.blocks import group_parameters
+from shoal.engine.own.chain import Chain, find_chain
+from shoal.engine.own.definition import OwnModel
+from shoal.engine.own.flops import count_flops
+from shoal.engine.own.formats import autocast
+from shoal.engine.own.samples import OwnBatch, OwnDataset
+from shoal.engine.own.tensor import InputSplitLinear, OutputSplitLinear, SplitEmbedding
+from shoal.engine.own.trial import run_first
+from shoal.engine.precision.policy import POLICIES, Policy
+from shoal.pipeline.program import Program
+from shoal.spec.config import RunConfig
+
+
+@dataclass(frozen=True)
+class OwnCounts:
+    """Counts of one micro-batch on one of the ranks that split the layers, of the model or of a stage of its pipeline.
+
+    Attributes:
+        parameters: trained elements of the rank.
+        in_blocks: those in the definition's blocks.
+        frozen: bytes of buffers and of parameters that are not trained.
+        flops: of matrix products, forward and backward.
+        saved: bytes kept for the backward, without the parameters.
+        sent: bytes that tensor parallelism sums, forward and backward.
+        real: whether values were needed.
+        forward_flops: those of the forward.
+        message: bytes of the tensor that a stage gets from the one before.
+    """
+
+    parameters: int
+    in_blocks: int
+    frozen: int
+    flops: int
+    saved: int
+    sent: int
+    real: bool = False
+    forward_flops: int = 0
+    message: int = 0
+
+
+@dataclass(frozen=True)
+class ChainCounts:
+    """Counts of the modules of a chain, each with what runs between it and the next; the first with all before it.
+
+    Attributes:
+        full: of the model.
+        sizes: elements of each trained parameter on the rank.
+        in_blocks: names of those in the definition's blocks.
+        saved, sent, messages: as in `OwnCounts`, of each module.
+    """
+
+    chain: Chain
+    full: OwnCounts
+    sizes: dict[str, int]
+    in_blocks: frozenset[str]
+    saved: tuple[int, ...]
+    sent: tuple[int, ...]
+    messages: tuple[int, ...]
+
+    def assign(self, program: Program) -> list[OwnCounts]:
+        """Return the counts of each stage, whose modules are those that training would choose.
+
+        Raises:
+            UsageError: stages other than the first and the last share a parameter.
+        """
+        chain, parts = self.chain, self.chain.assign(program)
+        chain.find_shared(parts)
+        work = chain.flops if any(chain.flops) else (1,) * len(chain.names)
+        found = []
+        for part in parts:
+            used = [name for name in self.sizes if chain.uses(name, part)]
+            share = sum(work[i] for i in part) / sum(work)
+            found.append(replace(
+                self.full, parameters=sum(self.sizes[name] for name in used),
+                in_blocks=sum(self.sizes[name] for name in used if name in self.in_blocks),
+                flops=round(self.full.flops * share), forward_flops=round(self.full.forward_flops * share),
+                saved=sum(self.saved[i] for i in part), sent=sum(self.sent[i] for i in part),
+                message=self.messages[part.start] if part.start else 0,
+            ))  # fmt: skip
+        return found
+
+
+def count_own_model(own: OwnModel, config: RunConfig) -> OwnCounts:
+    """Count the first micro-batch, on fake tensors if that is possible; see `run_first`.
+
+    Raises:
+        UsageError: the model or its loss fails.
+    """
+    counter, real = _run(own, config, ())
+    return replace(counter.full, real=real)
+
+
+def count_chain(own: OwnModel, config: RunConfig) -> ChainCounts:
+    """Count the first micro-batch by the modules of the pipeline's chain.
+
+    Raises:
+        UsageError: the model or its loss fails, or its modules are no chain.
+    """
+    policy, seed = POLICIES[config.train.precision], config.train.seed
+    chain = find_chain(own, policy, seed, OwnDataset(own, "train", seed).batch(range(config.parallel.micro_batch)))
+    counter, real = _run(own, config, chain.names)
+    saved, sent = ([of[i] for i in range(len(chain.names))] for of in (counter.saved, counter.sent))
+    messages = tuple(prod(shape) * dtype.itemsize for shape, dtype in chain.inputs)
+    return ChainCounts(
+        chain, replace(counter.full, real=real), counter.sizes, counter.in_blocks, tuple(saved), tuple(sent), messages
+    )
+
+
+def extend(one: OwnCounts | ChainCounts, two: OwnCounts | ChainCounts, samples: int) -> OwnCounts | ChainCounts:
+    """Return the counts of a micro-batch of some samples, from counts of the same kind with one and with two."""
+
+    def along(a: int, b: int) -> int:
+        return a + (samples - 1) * (b - a)
+
+    changed: dict[str, Any] = {}
+    for name in ("full", "flops", "forward_flops", "saved", "sent", "message", "messages"):
+        a, b = getattr(one, name, None), getattr(two, name, None)
+        if isinstance(a, OwnCounts):
+            changed[name] = extend(a, b, samples)
+        elif a is not None:
+            changed[name] = tuple(map(along, a, b)) if isinstance(a, tuple) else along(a, b)
+    return replace(one, **changed)
+
+
+def _run(own: OwnModel, config: RunConfig, links: Sequence[str]) -> tuple[_Counter, bool]:
+    policy, seed, tp = POLICIES[config.train.precision], config.train.seed, config.parallel.tp
+    batch = OwnDataset(own, "train", seed).batch(range(config.parallel.micro_batch))
+    return run_first(own, policy, seed, batch, partial(_Counter, own, policy, links), tp)
+
+
+class _Counter:
+    """Counts of a module's forward and backward, in total and by the links of a chain.
+
+    Attributes:
+        saved, sent: bytes by the index of the link that runs.
+    """
+
+    def __init__(self, own: OwnModel, policy: Policy, links: Sequence[str], module: nn.Module, batch: OwnBatch):
+        self._at = 0
+        self.saved, self.sent = Counter[int](), Counter[int]()
+        self._entered: Tensor | None = None
+        for i, name in enumerate(links):
+            module.get_submodule(name).register_forward_pre_hook(lambda _, args, i=i: self._begin(i))
+        for layer in module.modules():
+            if isinstance(layer, (InputSplitLinear, SplitEmbedding)):
+                layer.register_forward_hook(lambda _, args, y: self._send(y))
+            elif isinstance(layer, OutputSplitLinear):
+                layer.register_forward_pre_hook(lambda _, args: self._enter(args[0]))
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        blocks = [module.get_submodule(name) for name in own.blocks]
+        grouped = {id(p) for group in group_parameters(module, blocks)[:-1] for p in group} if blocks else set()
+        untrained = [x for x in (*module.parameters(), *module.buffers()) if not x.requires_grad]
+        self._seen = {_storage(x) for x in (*trained.values(), *untrained, *batch.tensors())}
+        with count_flops() as counter, saved_tensors_hooks(self._keep, lambda tensor: tensor):
+            with autocast(policy, torch.device("cpu")):
+                loss, _, _ = own.compute(module, batch.values)
+            forward = counter.get_total_flops()
+            loss.backward()
+        self.sizes = {name: p.numel() for name, p in trained.items()}
+        self.in_blocks = frozenset(name for name, p in trained.items() if id(p) in grouped)
+        self.full = OwnCounts(
+            parameters=sum(self.sizes.values()), in_blocks=sum(self.sizes[name] for name in self.in_blocks),
+            frozen=sum(x.numel() * x.element_size() for x in untrained), flops=counter.get_total_flops(),
+            saved=self.saved.total(), sent=self.sent.total(), forward_flops=forward,
+        )  # fmt: skip
+
+    def _begin(self, link: int) -> None:
+        self._at = link
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        if _storage(tensor) not in self._seen:
+            self._seen.add(_storage(tensor))
+            self.saved[self._at] += tensor.untyped_storage().nbytes()
+        return tensor
+
+    def _enter(self, x: Tensor) -> None:
+        if x is not self._entered:  # queries, keys and values share one
+            self._entered = x
+            self._send(x)
+
+    def _send(self, x: Tensor) -> None:
+        """Count a sum over ranks: of the output of a layer split by input, or the gradient of the input of others."""
+        self.sent[self._at] += x.numel() * x.element_size()
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
