@@ -133,10 +133,10 @@ def extend(one: OwnCounts | ChainCounts, two: OwnCounts | ChainCounts, samples: 
 
     changed: dict[str, Any] = {}
     for name in ("full", "flops", "forward_flops", "saved", "sent", "message", "messages"):
-        a, b = getattr(one, name, None), getattr(two, name, None)
+        a, b = (getattr(each, name, 0) for each in (one, two))
         if isinstance(a, OwnCounts):
             changed[name] = extend(a, b, samples)
-        elif a is not None:
+        elif hasattr(one, name):
             changed[name] = tuple(map(along, a, b)) if isinstance(a, tuple) else along(a, b)
     return replace(one, **changed)
 
