@@ -133,10 +133,12 @@ def extend(one: OwnCounts | ChainCounts, two: OwnCounts | ChainCounts, samples: 
 
     changed: dict[str, Any] = {}
     for name in ("full", "flops", "forward_flops", "saved", "sent", "message", "messages"):
-        a, b = (getattr(each, name, 0) for each in (one, two))
+        if not hasattr(one, name):
+            continue
+        a, b = (getattr(each, name) for each in (one, two))
         if isinstance(a, OwnCounts):
             changed[name] = extend(a, b, samples)
-        elif hasattr(one, name):
+        else:
             changed[name] = tuple(map(along, a, b)) if isinstance(a, tuple) else along(a, b)
     return replace(one, **changed)
 
