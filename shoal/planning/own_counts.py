@@ -42,7 +42,7 @@ class OwnCounts:
         saved: bytes kept for the backward, without the parameters.
         sent: bytes that tensor parallelism sums, forward and backward.
         real: whether values were needed.
-        forward_flops: those of the forward.
+        forward_flops: FLOPs of the forward alone.
         message: bytes of the tensor that a stage gets from the one before.
     """
 
