@@ -10,6 +10,7 @@ _MOMENTS = ("adam", "adamw", "radam", "adam8bit", "sage", "muon", *_CURVATURE)
 READ_BY = {
     "betas": _MOMENTS, "eps": (*_MOMENTS, "adagrad"), "momentum": ("momentum", "muon"), "nesterov": ("momentum",),
     "sensitivity_beta": ("sage",), "hessian_every": _CURVATURE, "hessian_scale": _CURVATURE,
+    "from_weights": ("adam", "adamw"),
 }  # fmt: skip
 """For each optimizer setting that some rules ignore, the rules that read it."""
 SCHEDULED_BY = {"decay_fraction": ("wsd",), "min_lr_fraction": ("cosine", "linear", "wsd", "inverse-sqrt")}

@@ -15,6 +15,7 @@ from shoal.engine.collectives.shm.region import host_identity
 from shoal.engine.data.tokenizer import load_tokenizer
 from shoal.engine.device import pick_device
 from shoal.engine.models.transformer import Transformer
+from shoal.engine.optim.from_torch import MOMENTS
 from shoal.engine.own.check import check_own_model
 from shoal.engine.own.definition import OwnShape
 from shoal.pipeline.from_layout import check_run
@@ -69,9 +70,15 @@ def check_weights(config: RunConfig) -> None:
                          f"{theirs[field]!r}.\n  `shoal import hf {folder}` writes the fields of its model.")
     with torch.device("meta"):
         model = Transformer(shape)
-    HFWeights(folder, shape).check({
-        name: tuple(each.shape) for name, each in (*model.named_parameters(), *model.named_buffers())
-    })
+    weights, parameters = HFWeights(folder, shape), {n: tuple(each.shape) for n, each in model.named_parameters()}
+    weights.check(parameters | {name: tuple(each.shape) for name, each in model.named_buffers()})
+    if config.optimizer.from_weights:
+        if not weights.optimizer:
+            raise UsageError(f"optimizer.from_weights: {folder} has no optimizer's state; only checkpoints of torch "
+                             "(DCP) have.\n  Leave it out: the optimizer starts anew.")
+        for kind in MOMENTS:
+            weights.check(parameters, kind)
+        weights.updates(parameters)
 
 
 def check_secrets(config: RunConfig) -> None:

@@ -17,11 +17,14 @@ from shoal.base.errors import UsageError
 from shoal.base.files import check_writable, write_atomically
 from shoal.engine.checkpoint.gguf import check_gguf
 from shoal.engine.checkpoint.gguf import export_gguf as export_gguf_file
-from shoal.engine.checkpoint.hugging_face import HFExport, HFWeights
+from shoal.engine.checkpoint.hugging_face import HFWeights
+from shoal.engine.checkpoint.hugging_face_export import HFExport
 from shoal.engine.data.chat import PLAIN, ChatTemplate
 from shoal.engine.data.tokenizer import BytesTokenizer, Tokenizer
+from shoal.engine.optim.schedule import learning_rate
 from shoal.spec.config import build_config
 from shoal.spec.hugging_face import hf_config
+from shoal.spec.optimizers import READ_BY
 from shoal.training.inference.source import HF_SEQUENCE, describe_hf, describe_run, find_good_checkpoint, find_hf_folder
 
 BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
@@ -48,7 +51,10 @@ def import_hf(folder: str | Path, out: str | Path | None = None, *, sequence_len
     folder = find_hf_folder(folder).absolute()
     values = describe_hf(folder, sequence_length, name)
     shape = build_config(values).model.shape(vocab=1, sequence_length=1)
-    HFWeights(folder, shape)  # its files are readable
+    if found := HFWeights(folder, shape).optimizer:  # its files are readable
+        names = {"lr": "learning_rate"}
+        values["optimizer"] = {"from_weights": True} | {names.get(name, name): each for name, each in found.items()}
+        build_config(values)
     text = tomli_w.dumps(values)
     if out:
         write_atomically(Path(out), text, new=True)
@@ -57,7 +63,7 @@ def import_hf(folder: str | Path, out: str | Path | None = None, *, sequence_len
 
 def export_hf(
     run_folder: str | Path, out: str | Path, *, dtype: str = "saved",
-    weights: Literal["safetensors", "dcp"] = "safetensors",
+    weights: Literal["safetensors", "dcp"] = "safetensors", optimizer: bool = False,
 ) -> str:
     """Write the newest good checkpoint of a run as a new folder that transformers' ``from_pretrained`` reads.
 
@@ -66,6 +72,7 @@ def export_hf(
     Args:
         dtype: "saved", or the number format of the weights as torch names it.
         weights: the format of their files; "dcp" is read by `torch.distributed.checkpoint` instead.
+        optimizer: with "dcp", also write the moments of "adam" or "adamw".
 
     Returns:
         What was written, in a line.
@@ -84,6 +91,9 @@ def export_hf(
     if os.path.lexists(out):
         raise UsageError(f"--out {out} exists already, and nothing is overwritten.\n  Name a new folder.")
     hf_config(shape, "", str(run_folder))  # before anything is read
+    if optimizer and (weights != "dcp" or config.optimizer.name not in READ_BY["from_weights"]):
+        raise UsageError(f"--optimizer with --weights {weights}, and optimizer.name = '{config.optimizer.name}': only "
+                         "the state of adam or adamw is written, with --weights dcp.\n  Leave it out.")
     found = find_good_checkpoint(config, run_folder)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -92,7 +102,11 @@ def export_hf(
         raise UsageError(f"--out {out} cannot be made: {error.strerror}.") from None
     try:
         stored = HFExport(found.path, shape, number_format)
-        (stored.save_dcp if weights == "dcp" else stored.save_safetensors)(made)
+        if weights == "dcp":
+            rate = learning_rate(min(found.step, config.train.steps - 1), config.train.steps, config.optimizer)
+            stored.save_dcp(made, config.optimizer if optimizer else None, rate)
+        else:
+            stored.save_safetensors(made)
         ends = {"bos_token_id": None, "eos_token_id": tokenizer.end_of_document}  # not the family's default tokens
         described = hf_config(shape, stored.dtype, str(run_folder)) | ends
         write_atomically(made / "config.json", json.dumps(described, indent=2))

@@ -5,6 +5,7 @@ import os
 import pickle
 import shlex
 import shutil
+import tomllib
 from collections import OrderedDict
 from pathlib import Path
 
@@ -19,14 +20,15 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import shoal
 from shoal.base.boxes import Box, Piece
 from shoal.cli.main import main
-from shoal.engine.checkpoint import hugging_face
+from shoal.engine.checkpoint import hugging_face_export
 from shoal.engine.checkpoint.hugging_face import HFWeights, read_hf_config
+from shoal.engine.checkpoint.manifest import list_checkpoints
 from shoal.engine.data.batches import open_dataset
 from shoal.engine.models.transformer import Transformer
 from shoal.spec.config import build_config
 from shoal.spec.config.model import ModelConfig
 from shoal.spec.hugging_face import model_fields
-from shoal.training.check import check_weights
+from shoal.training.check import check, check_weights
 from tests.trainings.runs import ROOT, train_in
 from tests.trainings.runs import shoal as run_shoal
 
@@ -183,12 +185,12 @@ def test_experts_in_mxfp4(tmp_path, monkeypatch):
     assert torch.equal(part, full[1:3, 33:53, 11:91:2].mT)
 
 
-def config_of(folder: Path, parallel: dict):
+def config_of(folder: Path, parallel: dict, changes: dict[str, dict] = {}):  # noqa: B006
     fields = read_hf_config(folder)
     if "experts" in fields:  # transformers adds no such loss unless asked, and moves no bias
         fields["experts"]["balance_loss"] = 0.0
         fields["experts"]["bias_update"] = min(1e-12, fields["experts"].get("bias_update", 0.0))
-    return build_config({
+    values = {
         "model": {"name": "imported", "weights": str(folder), **fields}, "parallel": {"micro_batch": 2, **parallel},
         "data": {"source": "synthetic", "sequence_length": 32},
         "train": {"steps": STEPS, "global_batch": BATCH, "threads": 1, "device": "cpu"},
@@ -196,7 +198,8 @@ def config_of(folder: Path, parallel: dict):
                       "schedule": "constant", "warmup_steps": 0, "weight_decay": 0.0,
                       "clip_norm": 0.0},
         "metrics": {"tensorboard": False},
-    })  # fmt: skip
+    }  # fmt: skip
+    return build_config({name: section | changes.get(name, {}) for name, section in values.items()})
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -220,6 +223,15 @@ def test_imported_trained_on_a_layout_and_exported(name, pool, tmp_path):
     tokens = torch.randint(300, (2, 32))
     with torch.no_grad():
         torch.testing.assert_close(logits_of(tmp_path / "out", tokens), exported(tokens).logits, rtol=0, atol=1e-5)
+    words = ["export", "hf", str(tmp_path / "run"), "--weights", "dcp", "--optimizer"]
+    assert main([*words, "--out", str(tmp_path / "dcp")]) == 0
+    [saved] = list_checkpoints(tmp_path / "run" / "checkpoints")
+    stored = HFWeights(tmp_path / "dcp", config.model.shape(vocab=1, sequence_length=1))
+    for moment in ("exp_avg", "exp_avg_sq"):
+        for key, wanted in shoal.load_checkpoint(saved.path, prefix=(before := f"optimizer.{moment}.")).items():
+            size = tuple(wanted.shape)
+            stored.fill(key.removeprefix(before), Piece(size, Box.full(size), got := torch.empty(size)), moment)
+            assert torch.equal(got, wanted), key
 
 
 def test_the_page_from_the_hub_to_a_model_folder(tmp_path, capsys, monkeypatch):
@@ -250,7 +262,7 @@ def test_the_page_from_the_hub_to_a_model_folder(tmp_path, capsys, monkeypatch):
     assert f'name = "Qwen3-0.6B"\nweights = "{folder}"' in Path("run.toml").read_text()
     assert main(["eval", "Qwen/Qwen3-0.6B", "--data", "held-out.txt", "--limit", "1"]) == 0  # without a folder
     capsys.readouterr()
-    monkeypatch.setattr(hugging_face, "SHARD_BYTES", 60_000)
+    monkeypatch.setattr(hugging_face_export, "SHARD_BYTES", 60_000)
     assert main(["export", "hf", "trained", "--out", "out", "--dtype", "bfloat16"]) == 0
     assert "Qwen3ForCausalLM, step 2, bfloat16; with its tokenizer" in capsys.readouterr().out
     assert len(list(Path("out").glob("model-*.safetensors"))) == 2
@@ -310,6 +322,16 @@ def test_a_mistral_model_has_transformers_default_window():
     assert fields["window"] == transformers.MistralConfig().sliding_window == 4096
 
 
+def test_only_a_checkpoint_of_torch_has_moments(tmp_path, capsys):
+    build("llama", model := tmp_path / "model")
+    with pytest.raises(shoal.UsageError, match=r"optimizer\.from_weights: \S+ has no optimizer's state"):
+        check_weights(config_of(model, {}, {"optimizer": {"from_weights": True}}))
+    assert main(["export", "hf", str(tmp_path), "--out", str(tmp_path / "out"), "--optimizer"]) == 2
+    alone = build_config({"optimizer": {"from_weights": True}})
+    with pytest.raises(shoal.UsageError, match="there is no folder to read moments from"):
+        check(alone)
+
+
 def test_quantised_weights_are_refused(tmp_path):
     build("llama", model := tmp_path / "model")
     config = config_of(model, {})
@@ -361,6 +383,77 @@ def test_torch_checkpoints_both_ways(name, pool, tmp_path):
     wanted = type(theirs).from_pretrained(tmp_path / "hf").state_dict()
     assert all(torch.equal(value, wanted[key]) for key, value in weights.items())
     assert torch.equal(logits_of(tmp_path / "out", tokens), logits_of(tmp_path / "hf", tokens))
+
+
+def test_the_optimizer_goes_to_torch_and_back(pool, tmp_path, capsys):
+    """Two steps here, two with torch's AdamW, two here: as six with torch's AdamW, which never stopped.
+
+    GPT-2, as the other models of transformers round some values to float32.
+    """
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    build("gpt2", tmp_path / "model")
+    import transformers
+
+    def open_model(folder: Path):
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+
+    def optimizer(model):
+        decay = [{"params": [p for p in model.parameters() if (p.dim() > 1) == matrix], "weight_decay": 0.1 * matrix}
+                 for matrix in (True, False)]
+        return torch.optim.AdamW(decay, lr=RATE, betas=(0.9, 0.95), eps=1e-5)
+
+    def train(model, rule, steps):
+        for step in steps:
+            batch = data.batch(range(step * BATCH, (step + 1) * BATCH))
+            F.cross_entropy(model(batch.tokens).logits.flatten(0, 1), batch.targets.flatten()).backward()
+            rule.step()
+            rule.zero_grad()
+
+    def compare(folder: Path) -> None:
+        for (key, wanted), got in zip(theirs.named_parameters(), open_model(folder).parameters(), strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-12, msg=lambda m, key=key: f"{key}: {m}")
+
+    def train_here(folder: Path, layout: dict, out: str, **settings: object):
+        changes = {"train": {"steps": 2, "precision": "fp64"}, "optimizer": {"weight_decay": 0.1, **settings}}
+        config = config_of(folder, layout, changes)
+        check_weights(config)
+        train_in(pool, config, tmp_path / f"run-{out}")
+        words = ["--weights", "dcp", "--optimizer"] if out == "out" else []
+        assert main(["export", "hf", str(tmp_path / f"run-{out}"), "--out", str(tmp_path / out), *words]) == 0
+
+    theirs = open_model(tmp_path / "model")
+    data = open_dataset(config_of(tmp_path / "model", {}).data, seed=0, split="train")
+    never = optimizer(theirs)
+    train(theirs, never, range(2))
+    train_here(tmp_path / "model", {"dp": 2, "zero": 3}, "out")
+
+    model = open_model(tmp_path / "model")
+    rule = optimizer(model)
+    state = {**dict(model.named_parameters()), "optim": get_optimizer_state_dict(model, rule)}
+    dcp.load(state, checkpoint_id=tmp_path / "out", no_dist=True)
+    set_optimizer_state_dict(model, rule, state["optim"])
+    assert {each["step"].item() for each in rule.state.values()} == {2.0}
+    assert [group["weight_decay"] for group in rule.param_groups] == [0.1, 0.0]
+    for group in rule.param_groups:
+        group["lr"] = RATE
+    train(model, rule, range(2, 4))
+    train(theirs, never, range(2, 4))
+    for (key, wanted), got in zip(theirs.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-12, msg=lambda m, key=key: f"{key}: {m}")
+
+    state = {"model": dict(model.named_parameters()), "optimizer": get_optimizer_state_dict(model, rule)}
+    dcp.save(state, checkpoint_id=tmp_path / "back", no_dist=True)
+    shutil.copy(tmp_path / "model" / "config.json", tmp_path / "back")
+    capsys.readouterr()
+    assert main(["import", "hf", str(tmp_path / "back")]) == 0
+    section = tomllib.loads(capsys.readouterr().out)["optimizer"]
+    assert section == {"from_weights": True, "learning_rate": RATE, "betas": [0.9, 0.95], "eps": 1e-5,
+                       "weight_decay": 0.1}
+    train_here(tmp_path / "back", {"tp": 2, "pp": 2}, "hf", from_weights=True)
+    train(theirs, never, range(2))
+    compare(tmp_path / "hf")
 
 
 def test_a_torch_checkpoint_runs_no_code_and_damage_is_named(tmp_path, capsys):

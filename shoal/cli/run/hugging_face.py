@@ -39,6 +39,9 @@ class ExportOptions(FileExportOptions):
     weights: Literal["safetensors", "dcp"] = "safetensors"
     """Format of the files: safetensors, or a checkpoint that torch.distributed.checkpoint reads, in the same names."""
 
+    optimizer: bool = False
+    """With dcp, also the moments of adam or adamw, in torch's names, with which torch's own optimizer continues."""
+
 
 def import_hf(options: ImportOptions) -> int:
     """Print or write the TOML of a run that starts with the model."""
@@ -50,7 +53,8 @@ def import_hf(options: ImportOptions) -> int:
 
 def export_hf(options: ExportOptions) -> int:
     """Write the newest good checkpoint as a model folder."""
-    print(shoal.export_hf(options.run_folder, options.out, dtype=options.dtype, weights=options.weights))
+    print(shoal.export_hf(options.run_folder, options.out, dtype=options.dtype, weights=options.weights,
+                          optimizer=options.optimizer))
     return 0
 
 

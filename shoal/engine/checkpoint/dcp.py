@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from shoal.engine.checkpoint.manifest import DTYPE_NAMES
 EMBEDDINGS = ("model.embed_tokens.weight", "wte.weight")  # every model has one; what precedes its name is a prefix
 DAMAGE = (OSError, EOFError, RuntimeError, pickle.UnpicklingError, AttributeError, ImportError, TypeError, ValueError,
           LookupError, ArithmeticError, MemoryError)  # what reading arbitrary bytes may raise
+SETTINGS = ("lr", "betas", "eps", "weight_decay")  # of a group of parameters of AdamW
 _KNOWN = {
     "torch.distributed.checkpoint.metadata": {
         "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
@@ -88,8 +89,23 @@ class DCPTensor:
         return values
 
 
-def open_dcp(path: Path) -> dict[str, DCPTensor]:
-    """Return the tensors of a model by name, without a common prefix such as "model.".
+class DCPContent(NamedTuple):
+    """What a checkpoint has of a model.
+
+    Attributes:
+        weights: by name, without a common prefix such as "model.".
+        states: of the optimizer, by the name of the weight and "exp_avg", "exp_avg_sq" or "step".
+        settings: of the optimizer: learning rate, betas, eps and weight decay (the largest of its groups), as torch
+            names them.
+    """
+
+    weights: dict[str, DCPTensor]
+    states: dict[str, DCPTensor]
+    settings: dict[str, Any]
+
+
+def open_dcp(path: Path) -> DCPContent:
+    """Return the tensors of a model.
 
     Args:
         path: the list of tensors, ``.metadata``; their files are in its folder.
@@ -111,8 +127,7 @@ def open_dcp(path: Path) -> dict[str, DCPTensor]:
         raise UsageError(f"{path}: no tensor is called {EMBEDDINGS[0]}, as in Hugging Face's format; it has {some}.")
     prefix = first.removesuffix(next(name for name in EMBEDDINGS if first.endswith(name)))
 
-    @lru_cache(maxsize=1)  # pieces of one chunk are read in turn
-    def read(name: str, offset: torch.Size) -> Tensor:
+    def read_stored(name: str, offset: torch.Size | None = None) -> Any:
         stored_in = path
         try:
             at = content.storage_data[MetadataIndex(name, offset)]
@@ -123,38 +138,56 @@ def open_dcp(path: Path) -> dict[str, DCPTensor]:
                 file.seek(at.offset)
                 data = io.BytesIO(file.read(at.length))
             found = torch.load(data, map_location="cpu", weights_only=True)
-            if not isinstance(found, Tensor):
+            if offset is not None and not isinstance(found, Tensor):
                 raise OSError("it is no tensor")
         except DAMAGE as error:
             raise UsageError(f"{stored_in}: tensor '{name}' cannot be read: {str(error) or 'it is cut off'}.") from None
         return found
 
-    return {
-        name.removeprefix(prefix): DCPTensor(each, partial(read, name), f"{path}: tensor '{name}'")
-        for name, each in stored.items() if name.startswith(prefix)
-    }
+    read = lru_cache(maxsize=1)(read_stored)  # pieces of one chunk are read in turn
+    tensors = {name: DCPTensor(each, partial(read, name), f"{path}: tensor '{name}'") for name, each in stored.items()}
+    weights = {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
+    first = min((name for name in stored if name.endswith(tuple(f"{each}.exp_avg" for each in EMBEDDINGS))),
+                key=len, default=None)
+    if first is None:
+        return DCPContent(weights, {}, {})
+    first = first.removesuffix(".exp_avg")
+    before = first.removesuffix(next(name for name in EMBEDDINGS if first.endswith(name)))
+    states = {name.removeprefix(before): each for name, each in tensors.items() if name.startswith(before)}
+    groups = f"{before.rpartition('state.')[0]}param_groups."
+    found: dict[str, list[Any]] = {}
+    for name in content.state_dict_metadata:
+        setting = name.rpartition(".")[2]
+        if name.startswith(groups) and setting in SETTINGS:
+            found.setdefault(setting, []).append(read_stored(name))
+    try:
+        settings = {name: each[0] if name == "betas" else float(max(each)) for name, each in found.items()}
+    except DAMAGE:
+        raise UsageError(f"{path}: one of the optimizer's settings ({', '.join(SETTINGS)}) is no number.") from None
+    return DCPContent(weights, states, settings)
 
 
 class _ReadLate(DefaultSavePlanner):
-    """Plan of a save whose tensors are read when they are written, one layer in memory at a time."""
+    """Plan of a save whose tensors on the meta device are read when they are written, one layer in memory at a time."""
 
     def __init__(self, find: Callable[[str], Tensor]):
         super().__init__()
         self._find = find
 
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        """Return the tensor of the plan's entry."""
-        return self._find(index.fqn)
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """Return the tensor or value of the plan's entry."""
+        value = self.state_dict[index.fqn]
+        return self._find(index.fqn) if isinstance(value, Tensor) and value.is_meta else value
 
 
-def save_dcp(folder: Path, empty: Mapping[str, Tensor], find: Callable[[str], Tensor]) -> None:
-    """Write tensors into a folder as a checkpoint of one rank.
+def save_dcp(folder: Path, state: Mapping[str, Any], find: Callable[[str], Tensor]) -> None:
+    """Write a nested state into a folder as a checkpoint of one rank.
 
     Args:
-        empty: the tensors by name, on the meta device, in the order in which they are written.
-        find: returns a tensor by name.
+        state: values by name, in the order in which they are written; tensors on the meta device are read late.
+        find: returns such a tensor by name, joined by dots.
     """
     # With CUDA, copying ahead would sort the tensors by size, and each layer would be read many times.
     writer = FileSystemWriter(folder, per_thread_copy_ahead=0)
     with warnings.catch_warnings(action="ignore"):  # that there is a single process
-        save(dict(empty), storage_writer=writer, planner=_ReadLate(find), no_dist=True)
+        save(dict(state), storage_writer=writer, planner=_ReadLate(find), no_dist=True)

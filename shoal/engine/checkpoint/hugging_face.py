@@ -6,23 +6,18 @@ The names are transformers' of the families in `shoal.spec.hugging_face`. Safete
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from shoal.base.addresses import AnyPath
 from shoal.base.boxes import Box, Piece
 from shoal.base.errors import UsageError
-from shoal.base.files import open_to_read, read_json, write_atomically
-from shoal.engine.checkpoint.load import load
-from shoal.engine.checkpoint.manifest import DTYPES, read_manifest
+from shoal.base.files import open_to_read, read_json
 from shoal.engine.checkpoint.mxfp4 import Mxfp4Slice
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import build_config
@@ -32,7 +27,6 @@ INDEX = "model.safetensors.index.json"
 ONE_FILE = "model.safetensors"
 DCP_LIST = ".metadata"
 READ = ("F64", "F32", "BF16", "F16")  # number formats of weights; the others need scales
-SHARD_BYTES = 5_000_000_000  # of one exported file, as transformers writes them
 
 _LLAMA = {
     "embed.token": "model.embed_tokens", "norm": "model.norm", "head": "lm_head",
@@ -155,9 +149,6 @@ def stored_rows(name: str, shape: ModelShape) -> Tensor | None:
     return (torch.arange(blocks).unsqueeze(1) * (before + r) + inside).flatten()
 
 
-# ---- reading ---------------------------------------------------------------------------------------------------------
-
-
 def read_hf_config(folder: Path) -> dict[str, Any]:
     """Return ``config.json`` of a model folder as fields of the config section `model`.
 
@@ -181,7 +172,11 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 class HFWeights:
-    """The weights of a model folder: safetensors files, or a checkpoint of torch.distributed.checkpoint.
+    """The weights of a model folder: safetensors files, or a checkpoint of torch.distributed.checkpoint, which may also
+    have the moments of AdamW.
+
+    Attributes:
+        optimizer: settings of the optimizer whose moments are there, as torch names them; empty without.
 
     Raises:
         UsageError: neither, a missing tensor, or one of another shape than the model's.
@@ -189,20 +184,26 @@ class HFWeights:
 
     def __init__(self, folder: Path, shape: ModelShape):
         self.folder, self.shape = folder, shape
-        self._dcp = None
+        self._dcp: Mapping[str, Any] = {}
+        self._states: Mapping[str, Any] = {}
+        self.optimizer: dict[str, Any] = {}
         if (folder / DCP_LIST).is_file():
             from shoal.engine.checkpoint.dcp import open_dcp  # loading it takes a second
 
-            self._dcp = open_dcp(folder / DCP_LIST)
+            self._dcp, self._states, self.optimizer = open_dcp(folder / DCP_LIST)
         self._files = {} if self._dcp else _files_of_tensors(folder)
         self._opened = cache(lambda file: _open_tensors(folder / file))
 
-    def check(self, parameters: Mapping[str, tuple[int, ...]]) -> None:
-        """Check that every parameter is stored with its shape and as plain numbers, by the headers of the files."""
+    def check(self, parameters: Mapping[str, tuple[int, ...]], moment: str = "") -> None:
+        """Check that every parameter is stored with its shape and as plain numbers, by the headers of the files.
+
+        Args:
+            moment: "exp_avg" or "exp_avg_sq", to check these states of AdamW instead.
+        """
         for name, size in parameters.items():
             for expert in range(size[0] if ".experts." in name else 1):
                 at = hf_tensor(name, self.shape, expert)
-                stored = self._slice(at.name)
+                stored = self._slice(at.name, moment)
                 if (kind := stored.get_dtype()) not in READ:
                     raise UsageError(f"{self.folder}: tensor '{at.name}' is stored as {kind}; "
                                      f"{', '.join(READ)} are read.")
@@ -214,41 +215,57 @@ class HFWeights:
                 if found != wanted:
                     raise UsageError(f"{self.folder}: tensor '{at.name}' has the shape {found}, this model {wanted}.")
 
-    def fill(self, name: str, piece: Piece) -> None:
-        """Read one piece of a parameter into its tensor."""
+    def updates(self, parameters: Iterable[str]) -> int:
+        """Return the number of updates after which AdamW's moments were stored.
+
+        Raises:
+            UsageError: parameters have had different numbers of updates.
+        """
+        counts = {name: int(self._slice(hf_tensor(name, self.shape).name, "step")[()]) for name in parameters}
+        if len(different := {*counts.values()}) > 1:
+            raise UsageError(f"{self.folder}: its parameters have had different numbers of updates, {min(different)} "
+                             f"to {max(different)}.\n  Leave optimizer.from_weights out: AdamW then starts anew.")
+        return counts.popitem()[1]
+
+    def fill(self, name: str, piece: Piece, moment: str = "") -> None:
+        """Read one piece of a parameter, or of its moment, into its tensor."""
         box = piece.box
         if (order := stored_rows(name, self.shape)) is not None:
             rows = order[box.offset[0] : box.offset[0] + box.shape[0]]
             if len(rows):
                 first, last = int(rows.min()), int(rows.max())
                 wide = Box((first, *box.offset[1:]), (last + 1 - first, *box.shape[1:]))
-                piece.tensor.copy_(self._read(hf_tensor(name, self.shape), wide)[rows - first])
+                piece.tensor.copy_(self._read(hf_tensor(name, self.shape), wide, moment)[rows - first])
             return
         if ".experts." not in name:
             at = hf_tensor(name, self.shape)
-            piece.tensor.copy_(self._read(at, box))
-            if at.less:
+            piece.tensor.copy_(self._read(at, box, moment))
+            if at.less and not moment:
                 piece.tensor.add_(at.less)
             return
         of_one = Box(box.offset[1:], box.shape[1:])
         for i in range(box.shape[0]):
-            piece.tensor[i].copy_(self._read(hf_tensor(name, self.shape, box.offset[0] + i), of_one))
+            piece.tensor[i].copy_(self._read(hf_tensor(name, self.shape, box.offset[0] + i), of_one, moment))
 
-    def _read(self, at: HFTensor, box: Box) -> Tensor:
+    def _read(self, at: HFTensor, box: Box, moment: str) -> Tensor:
         begin, others = at.start + at.step * box.offset[0], zip(box.offset[1:], box.shape[1:], strict=True)
         first = slice(begin, begin + max(0, at.step * (box.shape[0] - 1) + 1))
         slices = [first, *(slice(o, o + n) for o, n in others)]
         slices = slices[::-1] if at.transposed else slices
         if at.expert is None:
-            stored = self._slice(at.name)[tuple(slices)]
+            stored = self._slice(at.name, moment)[tuple(slices)]
         else:
-            stored = self._slice(at.name)[(slice(at.expert, at.expert + 1), *slices)][0]
+            stored = self._slice(at.name, moment)[(slice(at.expert, at.expert + 1), *slices)][0]
         return (stored.t() if at.transposed else stored)[:: at.step]
 
-    def _slice(self, name: str) -> Any:
+    def _slice(self, name: str, moment: str = "") -> Any:
         # The first GPT-2 files lack the prefix, and Llama 4 with images has one more.
         for known in (name, name.removeprefix("transformer."), f"language_model.{name}"):
-            if self._dcp and known in self._dcp:
+            if moment:
+                if (state := f"{known}.{moment}") in self._states:
+                    return self._states[state]
+                continue
+            if known in self._dcp:
                 return self._dcp[known]
             if f"{known}_blocks" in self._files:
                 return Mxfp4Slice(self._slice(f"{known}_blocks"), self._slice(f"{known}_scales"))
@@ -285,108 +302,3 @@ def _files_of_tensors(folder: Path) -> dict[str, str]:
     except (SafetensorError, OSError) as error:
         raise UsageError(f"{path}: it cannot be read: {error}\n  Name a folder with config.json and the weights as "
                          "safetensors or as a checkpoint of torch (DCP); other formats are not read.") from None
-
-
-# ---- writing ---------------------------------------------------------------------------------------------------------
-
-
-class HFExport:
-    """The weights of a checkpoint in Hugging Face's format, read a few layers at a time.
-
-    Attributes:
-        dtype: number format of the weights, as torch names it.
-        units: names of parameters that are read together: complete layers, since one tensor may join several.
-
-    Args:
-        dtype: number format of the weights; None keeps the checkpoint's.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged.
-    """
-
-    def __init__(self, checkpoint: AnyPath, shape: ModelShape, dtype: torch.dtype | None = None):
-        self._checkpoint, self._shape = checkpoint, shape
-        self._saved = {name.removeprefix("model."): each for name, each in read_manifest(checkpoint).tensors.items()
-                       if name.startswith("model.") and not (shape.tied and name == "model.head.weight")}
-        self._formats = {name: torch.float32 if name.endswith("router.bias") else dtype or DTYPES[each.dtype]
-                         for name, each in self._saved.items()}  # fmt: skip
-        weights = [each for name, each in self._formats.items() if not name.endswith("router.bias")]
-        self.dtype = str(max(weights, key=lambda each: each.itemsize)).removeprefix("torch.")
-        units: dict[str, list[str]] = {}
-        for name in self._saved:
-            units.setdefault(_unit(name), []).append(name)
-        self.units = list(units.values())
-
-    def size(self, names: Iterable[str]) -> int:
-        """Return the bytes of parameters."""
-        return sum(self._formats[name].itemsize * Box.full(self._saved[name].shape).numel for name in names)
-
-    def read(self, names: Iterable[str], device: str = "cpu") -> dict[str, Tensor]:
-        """Return the tensors of parameters by their names in Hugging Face's format; on "meta" nothing is read."""
-        less = {name: hf_tensor(name, self._shape).less for name in names}
-        tensors = {  # a difference from one keeps its digits if it is rounded last
-            name: torch.empty(self._saved[name].shape, dtype=torch.float32 if less[name] else self._formats[name],
-                              device=device)
-            for name in names
-        }  # fmt: skip
-        if device != "meta":
-            state = {f"model.{n}": [Piece(tuple(t.shape), Box.full(tuple(t.shape)), t)] for n, t in tensors.items()}
-            load(self._checkpoint, state, convert=True, ignore_prefixes=("",))
-        stored = {name: t.sub_(less[name]).to(self._formats[name]) if less[name] else t for name, t in tensors.items()}
-        return _rename(stored, self._shape)
-
-    def save_safetensors(self, folder: Path) -> None:
-        """Write files of at most `SHARD_BYTES` into a folder, one in memory at a time."""
-        shards: list[list[str]] = [[]]
-        for unit in self.units:
-            if shards[-1] and self.size(shards[-1] + unit) > SHARD_BYTES:
-                shards.append([])
-            shards[-1] += unit
-        index: dict[str, str] = {}
-        for number, names in enumerate(shards, 1):
-            file = ONE_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-            tensors = self.read(names)
-            save_file(tensors, folder / file, metadata={"format": "pt"})
-            index |= dict.fromkeys(tensors, file)
-        if len(shards) > 1:
-            total = {"metadata": {"total_size": self.size(self._saved)}, "weight_map": index}
-            write_atomically(folder / INDEX, json.dumps(total, indent=2))
-
-    def save_dcp(self, folder: Path) -> None:
-        """Write a checkpoint of torch.distributed.checkpoint, one layer in memory at a time."""
-        from shoal.engine.checkpoint.dcp import save_dcp
-
-        empty: dict[str, Tensor] = {}
-        unit_of: dict[str, list[str]] = {}
-        for unit in self.units:
-            tensors = self.read(unit, "meta")
-            empty |= tensors
-            unit_of |= dict.fromkeys(tensors, unit)
-        read = lru_cache(maxsize=1)(lambda names: self.read(names))
-        save_dcp(folder, empty, lambda name: read(tuple(unit_of[name]))[name])
-
-
-def _unit(name: str) -> str:
-    return ".".join(name.split(".")[:2]) if name.startswith("layers.") else name
-
-
-def _rename(tensors: Mapping[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
-    parts: dict[str, dict[int | None, list[Tensor]]] = {}
-    steps: dict[str, int] = {}
-    for name, tensor in sorted(tensors.items(), key=lambda item: hf_tensor(item[0], shape).start):
-        for expert, each in enumerate(tensor) if ".experts." in name else ((0, tensor),):
-            at = hf_tensor(name, shape, expert)
-            if (order := stored_rows(name, shape)) is not None:
-                each = torch.empty_like(each).index_copy_(0, order.to(each.device), each)
-            parts.setdefault(at.name, {}).setdefault(at.expert, []).append(each.t() if at.transposed else each)
-            steps[at.name] = at.step
-    joined = {name: {expert: _join(each, steps[name]) for expert, each in of.items()} for name, of in parts.items()}
-    return {name: of[None] if None in of else torch.stack([*of.values()]) for name, of in joined.items()}
-
-
-def _join(each: list[Tensor], step: int) -> Tensor:
-    """Join parameters along their outputs, in turn if ``step`` is more than 1."""
-    if step > 1:
-        return torch.stack(each, dim=-1).flatten(-2)
-    return torch.cat(each, dim=-1).contiguous() if len(each) > 1 else each[0].clone(
-        memory_format=torch.contiguous_format)

@@ -48,6 +48,11 @@ def _check_optimizer(config: RunConfig) -> None:
                 )
 
 
+    if optimizer.from_weights and config.model.weights is None:
+        raise UsageError("optimizer.from_weights without model.weights: there is no folder to read moments from."
+                         "\n  Leave it out, or name the folder of a model.")
+
+
 def _check_precision(config: RunConfig) -> None:
     precision = config.train.precision
     formats = FORMATS[precision]

@@ -72,6 +72,9 @@ class OptimizerConfig(Section):
     learning_rate: PositiveFloat = 1e-3
     """Peak learning rate."""
 
+    from_weights: bool = False
+    """adam and adamw: start with the moments and number of updates that model.weights has (a checkpoint of torch)."""
+
     betas: tuple[Decay, Decay] = (0.9, 0.95)
     """adam, adamw, radam, adam8bit, sage, and muon's AdamW: decay rates of the first and second moment. sophia: decay
     rates of the gradient and of the Hessian diagonal."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 
+from shoal.engine.checkpoint.hugging_face import HFWeights
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.data.batches import Batch, Dataset, Prefetcher
 from shoal.engine.data.order import OverlappingShards
 from shoal.engine.optim.build import build_for
+from shoal.engine.optim.from_torch import MOMENTS
 from shoal.engine.optim.rule import Rule
 from shoal.engine.optim.shards import Shards
 from shoal.engine.parallel.zero.optimizer_shards import build_optimizer_shards
@@ -69,6 +72,17 @@ class EngineState(ModelState):
         """Build the optimizer of this rank's shards."""
         train = self.config.train
         return build_for(self.policy, self.config.optimizer, shards, train.seed, compile=train.compile)
+
+    def read_weights(self, folder: Path) -> HFWeights:
+        weights = super().read_weights(folder)
+        if self.config.optimizer.from_weights:
+            states = self.optimizer.states()
+            for kind, named in states.items():
+                for name, pieces in named.items():
+                    for piece in pieces:
+                        weights.fill(name, piece, kind)
+            self.optimizer.resume_at(weights.updates(states[MOMENTS[0]]))
+        return weights
 
     def complete_gradients(self, *_: object) -> None:
         """Sum the tied embedding's gradient over the first and last stages, which completes all gradients."""

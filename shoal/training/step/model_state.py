@@ -108,13 +108,14 @@ class ModelState:
         initialise(self.parameters, self.shape, self.config.train.seed)
 
     @torch.no_grad()
-    def read_weights(self, folder: Path) -> None:
-        """Replace the weights by a model folder's, of which each rank reads its own pieces."""
+    def read_weights(self, folder: Path) -> HFWeights:
+        """Replace the weights by a model folder's, of which each rank reads its own pieces; return the folder."""
         weights = HFWeights(expanded(folder, "model.weights"), self.shape)
         for name, pieces in self.weights().items():
             for piece in pieces:
                 weights.fill(name, piece)
         self.parameters.gather()
+        return weights
 
     def describe_module(self) -> nn.Module:
         """Return the unsplit model without values: the names of all its modules and parameters."""
