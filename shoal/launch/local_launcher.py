@@ -28,6 +28,7 @@ from shoal.launch.watch import watchdog
 from shoal.launch.watch.rank_failure import Ending, Failure
 from shoal.spec.config import FailoverConfig, RunConfig
 from shoal.training.resilience import heartbeat
+from shoal.training.resilience.events import describe_recordings
 from shoal.training.resilience.heartbeat import HeartbeatRecord, Phase
 from shoal.training.stop import PREEMPTED, REGROUP, REQUESTED, StopRequests
 
@@ -334,8 +335,8 @@ class RankProcesses:
         print(f"rank {cause.rank} {cause.how}{cause.where}{others}. Its log: {log}", file=sys.stderr)
         if report.strip():
             warn(report.rstrip())
-        if cause.traces:
-            warn(f"the newest collectives of each rank: {self.log_folder / 'collectives-*.json'}")
+        if cause.recordings:
+            warn(describe_recordings(self.log_folder.parent, cause.recordings, cause.rank))
 
     def _records(self) -> list[HeartbeatRecord | None]:
         return [heartbeat.read(heartbeat.record_path(self.scratch, rank)) for rank in range(len(self.processes))]

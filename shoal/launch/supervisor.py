@@ -10,6 +10,7 @@ import json
 import os
 import time
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from shoal.launch.prefork import PreforkServer, PreforkServerEnded, end_processe
 from shoal.launch.recovery.elastic_layout import replan
 from shoal.launch.recovery.generations import READY, TRIED
 from shoal.launch.watch.rank_failure import Ending
+from shoal.launch.watch.recordings import keep_recordings
 from shoal.spec.config import RunConfig
 from shoal.training.check import check
 from shoal.training.resilience.effective_time import EffectiveTime
@@ -119,6 +121,8 @@ class Supervisor:
         )
         ending = processes.run(self.module, ranks, {"SHOAL_ATTEMPT": str(self.attempt), **variables})
         self._kept = processes.survivors
+        if ending.cause is not None and not ending.usage:
+            ending = replace(ending, cause=replace(ending.cause, recordings=keep_recordings(self.folder)))
         processes.print_cause(ending)
         return ending
 

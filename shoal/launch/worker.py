@@ -28,10 +28,11 @@ from shoal.launch.rank_env import RankEnv, detect_rank_env, read_payload, record
 from shoal.launch.recovery.generations import Abandoned, Orders, forget, get_ready, is_peer_loss, leave_world
 from shoal.launch.rendezvous import become_rank, open_port_notice
 from shoal.launch.watch.peer_watch import LastState, PeerWatch, find_cause, make_shared_folder, read_previous_attempt
+from shoal.launch.watch.recordings import keep_recordings
 from shoal.spec.config import build_config
 from shoal.training.async_dp.trainers import trainer_class
 from shoal.training.check import check
-from shoal.training.resilience.events import write_event
+from shoal.training.resilience.events import describe_recordings, write_event
 from shoal.training.resilience.heartbeat import Heartbeat, Phase, record_path
 from shoal.training.resilience.host_memory_dir import release, run_dir
 from shoal.training.run_folder import list_changes, new_run
@@ -92,6 +93,9 @@ class Generation:
         samples: dict[str, Dataset] = {split: open_samples(config, split) for split in SPLITS}
         validation = open_validation(config)
         _agree_on_data({**samples, **validation})
+        # Locally, the supervisor reports failures.
+        follows = payload.get("restarted") and member.how != "local"
+        lost = self._find_previous(Path(folder)) if follows else None
         self.trainer = trainer = trainer_class(config)(
             config,
             check(config),
@@ -105,8 +109,8 @@ class Generation:
             stop=self.stop,
             validation=validation,
         )
-        if payload.get("restarted") and member.how != "local":  # locally, the supervisor reports failures
-            self._report_previous(Path(folder))
+        if follows:
+            self._report_previous(Path(folder), lost)
         elif payload["resume"] and not payload.get("restarted") and member.rank == 0:
             write_event(
                 Path(folder), "resumed", step=trainer.step, ranks=member.world_size, how=member.how,
@@ -130,13 +134,22 @@ class Generation:
             time.sleep(PARTING_SECONDS)
         return PREEMPTED
 
-    def _report_previous(self, folder: Path) -> None:
-        assert self.trainer is not None
+    def _find_previous(self, folder: Path) -> dict[str, Any] | None:
+        """Return on rank 0 what ended the attempt before, with the recordings of its ranks. Collective."""
         every = all_gather([asdict(last) for last in self.before], world())
+        lost = find_cause([LastState(**last) for last in chain.from_iterable(every)]) if self.member.rank == 0 else None
+        if lost and (kept := keep_recordings(folder)):
+            lost["recordings"] = [*kept]
+        return lost
+
+    def _report_previous(self, folder: Path, lost: dict[str, Any] | None) -> None:
+        assert self.trainer is not None
         if self.member.rank == 0:
-            if lost := find_cause([LastState(**last) for last in chain.from_iterable(every)]):
+            if lost:
                 write_event(folder, "failure", **lost)
                 self.trainer.display.note(f"in the attempt before, rank {lost['rank']} {lost['how']}")
+                if kept := lost.get("recordings"):
+                    self.trainer.display.note(describe_recordings(folder, kept, lost["rank"]))
             ranks, how = self.member.world_size, self.member.how
             write_event(folder, "resumed", step=self.trainer.step, ranks=ranks, how=how)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from pathlib import Path
+from pathlib import Path, PurePath
 from statistics import median
 from typing import Any
+from urllib.parse import quote
 
 from rich.console import Console
 from rich.text import Text
@@ -210,6 +212,10 @@ def event_table(events: Sequence[dict[str, Any]]) -> list[list[str]]:
 def _format(name: str, value: object) -> str:
     if name in ("how", "where"):
         return str(value)
+    if name == "recordings" and isinstance(value, list):
+        return f"recorded before: {PurePath(value[0]).parent}, {len(value)} files" if value else ""
+    if isinstance(value, list):
+        value = ", ".join(f"{each:g}" if isinstance(each, float) else str(each) for each in value)
     if isinstance(value, dict):  # fields that a resume changed
         value = ", ".join(f"{field} = {new}" for field, new in value.items())
     return f"{name.replace('_', ' ')} {value:g}" if isinstance(value, float) else f"{name.replace('_', ' ')} {value}"
@@ -270,6 +276,7 @@ def _html(report: RunReport) -> str:
     parts: list[Fragment | str] = [html_tiles(report.facts()), curves([shown])]
     if len(happened := event_table(report.events)) > 1:
         parts += ["<h2>Events</h2>", _table(happened)]
+    parts += _recordings(report)
     if recorded := read_histograms(report.folder):
         from shoal.report.histograms import histograms  # slow import
 
@@ -290,6 +297,18 @@ def _html(report: RunReport) -> str:
     else:
         parts.append(f"<h2>One step</h2><p>{escape(NO_PROFILE)}</p>")
     return page(report.folder.name, lead, parts)
+
+
+def _recordings(report: RunReport) -> list[str]:
+    """Return links to what ranks had recorded before failures, if it is still there."""
+    links = []
+    for event in report.events:
+        for name in event.get("recordings", ()):
+            file = report.folder / PurePath(name)
+            if PurePath(name).parts[:1] == ("logs",) and ".." not in PurePath(name).parts and file.is_file():
+                target = quote(os.path.relpath(file, report.file.parent))
+                links.append(f'<li><a href="{escape(target)}">{escape(printable(name))}</a></li>')
+    return ["<h2>Recorded before failures</h2>", f"<ul>{''.join(links)}</ul>"] if links else []
 
 
 def _table(table: list[list[str]]) -> str:

@@ -75,7 +75,7 @@ def check_weights(config: RunConfig) -> None:
     if config.optimizer.from_weights:
         if not weights.optimizer:
             raise UsageError(f"optimizer.from_weights: {folder} has no optimizer's state; only checkpoints of torch "
-                             "(DCP) have.\n  Leave it out: the optimizer starts anew.")
+                             "(DCP) have.\n  Leave it out: the optimizer starts without moments.")
         for kind in MOMENTS:
             weights.check(parameters, kind)
         weights.updates(parameters)

@@ -60,8 +60,9 @@ def test_a_lost_rank_is_named_and_nothing_is_lost(faults, supervised, undisturbe
             assert "faulty.py" in failure["report"]  # where it stood
         if fault.startswith("stall"):  # and not the one that waits for it
             assert "stuck_here" in failure["report"]
-            assert failure["traces"] == "collectives-0.json, collectives-1.json"
-            traces = [json.loads((folder / "logs" / f"collectives-{each}.json").read_text()) for each in range(2)]
+            assert failure["recordings"] == [f"logs/failure-1/collectives-{each}.json" for each in range(2)]
+            traces = [json.loads((folder / each).read_text()) for each in failure["recordings"]]
+            assert f"recorded before: {folder / failure['recordings'][int(rank)]}" in said
             assert all(each["entries"] and each["pg_config"] for each in traces)
     assert all(f"restart {i} of at most {limit} without progress" in said for i in range(1, limit))
     assert end["code"] == 0 and end["failures"] == limit - 1 and 0 < end["effective"] < 1

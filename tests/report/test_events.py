@@ -1,11 +1,14 @@
 """What happened to a run, as its report tells it."""
 
+import re
+
 import pytest
 
 from shoal.cli.main import main
+from shoal.launch.watch.recordings import keep_recordings
 from shoal.report.run import effective_facts, event_table
 from shoal.spec.config import save_config
-from shoal.training.resilience.events import write_event
+from shoal.training.resilience.events import describe_recordings, read_events, write_event
 from tests.trainings.runs import small_config
 
 EVENTS = [
@@ -17,6 +20,10 @@ EVENTS = [
     {"time": 1e9 + 9, "event": "end", "code": 75, "seconds": 10.0, "counted": 4.0, "failures": 1, "lost": 2},
     {"time": 1e9 + 30, "event": "end", "code": 0, "seconds": 10.0, "counted": 8.0, "failures": 0, "lost": 0},
 ]
+METRICS = (
+    '{"step": 1, "steps": 2, "loss": 1.0, "learning_rate": 0.1, "tokens_per_second": 1.0, '
+    '"tokens_per_second_per_rank": 1.0, "memory_bytes": 1, "seconds_left": 1.0}\n'
+)
 
 
 def test_all_starts_of_a_run_are_counted():
@@ -40,13 +47,48 @@ def test_each_event_is_a_row_that_says_all_but_the_stack():
     assert [row[-1] for row in event_table(resumed)[1:]] == ["", "changed train.steps = 4"]
 
 
+def test_a_list_of_numbers_is_short():
+    assert event_table([{"time": 1e9, "event": "slowest", "ranks": [0.1 + 0.2, 1]}])[1][-1] == "ranks 0.3, 1"
+
+
+def test_recordings_of_a_failure_are_kept_named_and_linked(corpus, tmp_path):
+    """The profile of the next attempt replaces its own files alone, and each failure has its own folder."""
+    save_config(small_config(corpus), tmp_path / "run.toml")
+    (tmp_path / "metrics.jsonl").write_text(METRICS)
+    assert keep_recordings(tmp_path) == ()
+    profile, logs = tmp_path / "profile", tmp_path / "logs"
+    for folder in (profile, logs):
+        folder.mkdir()
+    for name in ("rank-00000.jsonl", "trace-rank-00000.json.gz", "trace-rank-00001.json.gz"):
+        (profile / name).write_text("first")
+    (logs / "collectives-1.json").write_text("{}")
+    kept = keep_recordings(tmp_path)
+    assert kept == (
+        "logs/failure-1/rank-00000.jsonl", "logs/failure-1/trace-rank-00000.json.gz",
+        "logs/failure-1/trace-rank-00001.json.gz", "logs/failure-1/collectives-1.json",
+    )
+    (profile / "trace-rank-00000.json.gz").unlink()
+    (profile / "trace-rank-00000.json.gz").write_text("second")
+    assert (tmp_path / kept[1]).read_text() == "first" and not (logs / "collectives-1.json").exists()
+    assert len(keep_recordings(tmp_path)) == 3 and (logs / "failure-2").is_dir()
+    said = describe_recordings(tmp_path, [*kept, "logs/failure-1/nccl-1"], 1)
+    assert said.startswith(f"recorded before: {tmp_path / kept[2]}, {tmp_path / kept[3]}, ")
+    assert said.endswith(", 5 in all")
+    write_event(tmp_path, "failure", rank=1, recordings=[*kept, "logs/gone", "logs/../run.toml", "/etc/hostname"])
+    assert event_table(read_events(tmp_path))[1][-1] == "recorded before: logs/failure-1, 7 files"
+    (profile / "rank-00000.jsonl").unlink()  # which is no profile
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "pages.html")]) == 0
+    links = re.findall(r'<li><a href="([^"]+)"', (tmp_path / "pages.html").read_text())
+    assert links == [*kept]
+    with open(tmp_path / "events.jsonl", "a") as file:
+        file.write('{"time": 1, "event": "failure", "recordings": [1]}\n')
+    assert len(read_events(tmp_path)) == 1  # the damaged one is left out
+
+
 @pytest.mark.parametrize("some", [True, False])
 def test_the_report_of_a_run_tells_them(some, corpus, tmp_path, capfd):
     save_config(small_config(corpus), tmp_path / "run.toml")
-    (tmp_path / "metrics.jsonl").write_text(
-        '{"step": 1, "steps": 2, "loss": 1.0, "learning_rate": 0.1, "tokens_per_second": 1.0, '
-        '"tokens_per_second_per_rank": 1.0, "memory_bytes": 1, "seconds_left": 1.0}\n'
-    )
+    (tmp_path / "metrics.jsonl").write_text(METRICS)
     for event in EVENTS if some else []:
         values = {name: value for name, value in event.items() if name not in ("time", "event")}
         write_event(tmp_path, event["event"], **values)

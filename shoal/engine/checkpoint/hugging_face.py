@@ -176,7 +176,7 @@ class HFWeights:
     have the moments of AdamW.
 
     Attributes:
-        optimizer: settings of the optimizer whose moments are there, as torch names them; empty without.
+        optimizer: settings of the optimizer whose moments are stored, as torch names them; empty without moments.
 
     Raises:
         UsageError: neither, a missing tensor, or one of another shape than the model's.
@@ -224,7 +224,8 @@ class HFWeights:
         counts = {name: int(self._slice(hf_tensor(name, self.shape).name, "step")[()]) for name in parameters}
         if len(different := {*counts.values()}) > 1:
             raise UsageError(f"{self.folder}: its parameters have had different numbers of updates, {min(different)} "
-                             f"to {max(different)}.\n  Leave optimizer.from_weights out: AdamW then starts anew.")
+                             f"to {max(different)}.\n  Leave optimizer.from_weights out: AdamW then starts without "
+                             "moments.")
         return counts.popitem()[1]
 
     def fill(self, name: str, piece: Piece, moment: str = "") -> None:

@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,9 @@ from shoal.base.files import read_json
 from shoal.launch.rank_env import RankEnv, failure_path
 from shoal.launch.watch import watchdog
 from shoal.launch.watch.rank_failure import Failure
+from shoal.launch.watch.recordings import keep_recordings
 from shoal.spec.config import FailoverConfig
-from shoal.training.resilience.events import write_event
+from shoal.training.resilience.events import describe_recordings, write_event
 from shoal.training.resilience.heartbeat import Phase, read, record_path
 from shoal.training.resilience.owned_folders import is_private
 
@@ -130,7 +131,10 @@ class PeerWatch:
         return [rank for rank in (*ranks[own:], *ranks[: own - 1]) if rank in living][:1]
 
     def _end(self, lost: Failure) -> None:
+        lost = replace(lost, recordings=keep_recordings(self.run_folder))
         print(f"rank {lost.rank} {lost.how}{lost.where}\n{lost.report}", file=sys.stderr, flush=True)
+        if lost.recordings:
+            print(describe_recordings(self.run_folder, lost.recordings, lost.rank), file=sys.stderr, flush=True)
         ended_path(self.folder, lost.rank).touch()
         write_event(self.run_folder, "failure", **lost.event())
         assert lost.record is not None  # it was found by its record

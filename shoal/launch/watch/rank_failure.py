@@ -21,7 +21,7 @@ class Failure:
         trouble: why it was killed, if it did not end by itself.
         record: its last heartbeat.
         diverged: whether it found NaN or infinite values (`DivergenceError`); the report is then the diagnosis.
-        traces: files with the newest collectives of each rank of the host, if it was stuck.
+        recordings: files of what the ranks of the attempt, or of the host, have recorded (`keep_recordings`).
     """
 
     rank: int
@@ -31,7 +31,7 @@ class Failure:
     trouble: str = ""
     record: HeartbeatRecord | None = None
     diverged: bool = False
-    traces: tuple[str, ...] = ()
+    recordings: tuple[str, ...] = ()
 
     @property
     def order(self) -> tuple[bool, float]:
@@ -72,7 +72,7 @@ class Failure:
             "rank": self.rank, "host": socket.gethostname(), "how": self.how,
             "step": record.steps if record and record.begun >= 0 else None, "where": record and record.where,
             "report": self.report or None,
-        } | ({"traces": ", ".join(self.traces)} if self.traces else {})
+        } | ({"recordings": [*self.recordings]} if self.recordings else {})
 
 
 @dataclass(frozen=True)

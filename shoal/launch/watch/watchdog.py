@@ -164,8 +164,8 @@ def _content(path: Path) -> str:
     return read_tail(path, MOST_STACKS)
 
 
-def collect_traces(ranks: Iterable[int], folder: Path, logs: Path) -> tuple[str, ...]:
-    """Request traces of the newest collectives of ranks, move them to the run's logs, and return their names there."""
+def collect_traces(ranks: Iterable[int], folder: Path, logs: Path) -> None:
+    """Request traces of the newest collectives of ranks, and move them to the run's logs."""
     written = {rank: trace_path(record_path(folder, rank)) for rank in ranks}
     asked = folder / ASKED
     with contextlib.suppress(OSError):  # a full disk: the failure is reported without traces
@@ -177,15 +177,12 @@ def collect_traces(ranks: Iterable[int], folder: Path, logs: Path) -> tuple[str,
             time.sleep(0.05)
     with contextlib.suppress(OSError):
         asked.unlink(missing_ok=True)
-    names = []
     for rank, path in written.items():
         with contextlib.suppress(OSError):  # the rank has not answered, or the disk is full
             if trace := path.read_bytes():
                 make_folder(logs)
                 write_atomically(logs / f"collectives-{rank}.json", trace)
-                names.append(f"collectives-{rank}.json")
             path.unlink()
-    return tuple(names)
 
 
 def locate_lost_rank(
@@ -208,8 +205,9 @@ def locate_lost_rank(
         return None
     rank = find_stuck_rank(found, records) if stuck else lost.rank
     how = f"{lost.trouble} since {time.monotonic() - lost.when:.1f} s and was ended,"
-    traces = collect_traces(records, folder, logs) if stuck else ()
-    return replace(lost, rank=rank, report=redact(found[rank]), trouble=how, record=records[rank], traces=traces)
+    if stuck:
+        collect_traces(records, folder, logs)
+    return replace(lost, rank=rank, report=redact(found[rank]), trouble=how, record=records[rank])
 
 
 def find_stuck_rank(found: dict[int, str], records: dict[int, HeartbeatRecord]) -> int:

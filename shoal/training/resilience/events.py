@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from shoal.base.files import json_lines, read_json_lines
 from shoal.base.journal import Journal
 
 FILE_NAME = "events.jsonl"
+SHOWN = 4  # names of recordings in a message
 
 
 def write_event(folder: Path, event: str, **values: Any) -> None:
@@ -28,14 +30,28 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
     return read_json_lines(folder / FILE_NAME, _parse, "event")
 
 
+def describe_recordings(run_folder: Path, names: Iterable[str], rank: int) -> str:
+    """Return a line that names the recordings of a failure, those of the rank that caused it first."""
+    files = sorted(names, key=lambda name: _rank_of(name) != rank)
+    more = f", {len(files)} in all" if len(files) > SHOWN else ""
+    return f"recorded before: {', '.join(str(run_folder / name) for name in files[:SHOWN])}{more}"
+
+
 def _parse(event: dict[str, Any]) -> dict[str, Any]:
     json.dumps(event, ensure_ascii=False).encode()  # raises ValueError for what is not Unicode
     if type(event["event"]) is not str:
         raise ValueError("not the name of an event")
+    if not all(type(name) is str for name in event.get("recordings", ())):
+        raise ValueError("not the names of files")
     numbers = [event["time"], *(event[name] for name in SUMMED.get(event["event"], ()))]
     if not all(type(number) in (int, float) and 0 <= number <= LATEST for number in numbers):
         raise ValueError("wrong numbers")
     return event
+
+
+def _rank_of(name: str) -> int:
+    digits = "".join(filter(str.isdigit, Path(name).name.partition(".")[0]))
+    return int(digits or -1)
 
 
 SUMMED = {"end": ("seconds", "counted", "failures", "lost"), "recovered": ("seconds",)}
