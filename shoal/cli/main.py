@@ -44,8 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: list[str]) -> int:
-    if args[:1] == ["help"]:  # shoal help train
-        args = [*args[1:], "--help"]
+    if args[:1] == ["help"]:
+        args = _find_help(args[1:])
     if not args or args[0] in ("-h", "--help"):
         print(_usage())
         return 0
@@ -60,6 +60,9 @@ def _run(args: list[str]) -> int:
         from shoal.cli.completion import print_completion
 
         print_completion(args[1] if len(args) > 1 else "")
+        return 0
+    if len(args) == 2 and args[1] in ("-h", "--help") and (group := _in_group(args[0])):
+        print("\n".join(f"  {name:<22}{COMMANDS[name].help.split(': shoal ')[0]}" for name in group))
         return 0
     name, words = _split_command(args)
     command = COMMANDS[name]
@@ -77,13 +80,27 @@ def _run(args: list[str]) -> int:
     return function(*parse_run(name, takes["options"], words, command.config))
 
 
+def _find_help(topic: list[str]) -> list[str]:
+    """Return the command line that shows a topic: a command, a section of the config, a technique or a word."""
+    from shoal.spec.config import RunConfig
+
+    if not topic or topic[0] in COMMANDS or _in_group(topic[0]):
+        return [*topic, "--help"]
+    return ["train", "--help", *topic] if topic[0] in RunConfig.model_fields else ["explain", *topic]
+
+
+def _in_group(word: str) -> list[str]:
+    """Return the commands of two words that begin with a word."""
+    return [name for name in COMMANDS if name.startswith(f"{word} ") and word not in COMMANDS]
+
+
 def _split_command(args: list[str]) -> tuple[str, list[str]]:
     """Split the command (one or two words) from its arguments."""
     for words in (2, 1):
         if (name := " ".join(args[:words])) in COMMANDS:
             return name, args[words:]
-    group = [name for name in COMMANDS if name.startswith(f"{args[0]} ")]
-    if group and (len(args) == 1 or args[1] in ("-h", "--help")):
+    group = _in_group(args[0])
+    if group and len(args) == 1:
         raise UsageError(f"'{args[0]}' needs one of: {', '.join(name.split()[1] for name in group)}")
     given = " ".join(args[:2]) if group else args[0]
     raise UsageError(f"there is no command '{given}'; {did_you_mean(given, group or COMMANDS)}")
@@ -101,7 +118,7 @@ def _usage() -> str:
             lines[-1] += f", {last}"
         else:
             lines.append(f"  {group:<14}{GROUPS[group]}: {last}")
-    return "\n".join([*lines, "shoal COMMAND --help shows its options and defaults; shoal --version, versions."])
+    return "\n".join([*lines, "shoal COMMAND --help: options, defaults; shoal help zero: a topic; --version."])
 
 
 def _refuse(error: UsageError) -> int:

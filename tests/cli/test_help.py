@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 
@@ -9,6 +10,21 @@ from shoal.base.section import docstrings
 from shoal.cli.commands import COMMANDS
 from shoal.cli.main import main
 from shoal.spec.config import RunConfig
+
+
+@pytest.mark.parametrize(("topic", "says"), [
+    ("data", "data inspect          Show what a run's data holds"),  # a group of commands
+    ("plan auto", "usage: shoal plan auto"), ("parallel", "--parallel.tp"), ("zero-1", "ZeRO"), ("1f1b", "a pipeline"),
+])
+def test_help_of_a_topic(topic, says, capsys):
+    with suppress(SystemExit):
+        assert main(["help", *topic.split()]) == 0
+    assert says.lower() in capsys.readouterr().out.lower()
+
+
+def test_help_of_an_unknown_topic_suggests_one(capsys):
+    assert main(["help", "zer"]) == 2
+    assert "did you mean 'zero'?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [[], ["--help"], ["-h"]])

@@ -31,8 +31,8 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
 
 
 def describe_recordings(run_folder: Path, names: Iterable[str], rank: int) -> str:
-    """Return a line that names the recordings of a failure, those of the rank that caused it first."""
-    files = sorted(names, key=lambda name: _rank_of(name) != rank)
+    """Return a line that names the recordings of a failure, first what the rank that caused it has recorded."""
+    files = sorted(names, key=lambda name: _get_rank(name) != rank)
     more = f", {len(files)} in all" if len(files) > SHOWN else ""
     return f"recorded before: {', '.join(str(run_folder / name) for name in files[:SHOWN])}{more}"
 
@@ -49,7 +49,7 @@ def _parse(event: dict[str, Any]) -> dict[str, Any]:
     return event
 
 
-def _rank_of(name: str) -> int:
+def _get_rank(name: str) -> int:
     digits = "".join(filter(str.isdigit, Path(name).name.partition(".")[0]))
     return int(digits or -1)
 
