@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Command(NamedTuple):
@@ -14,13 +14,25 @@ class Command(NamedTuple):
         function: name of the function. It takes ``options``, an instance of a section, and ``config``, the run's
             `RunConfig`, if the command works on a run; or ``args``, the command line. It returns the exit code.
         config: sections of the run's config that the command line can set; () for all.
+        run: values of a config without a run's file that differ from the defaults, by section.
     """
 
     module: str
     help: str
     function: str = "run"
     config: tuple[str, ...] = ()
+    run: dict[str, dict[str, Any]] = {}
 
+
+SMALL_RUN: dict[str, dict[str, Any]] = {
+    "model": {"name": "tiny", "layers": 2, "hidden": 32, "heads": 2, "ffn": 64},
+    "parallel": {"dp": 2, "zero": 1, "micro_batch": 1},
+    "data": {"source": "stdlib", "tokenizer": "bytes", "sequence_length": 64},
+    "train": {"steps": 12, "global_batch": 4, "validate_every": 0},
+    "checkpoint": {"every": 3},
+    "failover": {"heartbeat_timeout_seconds": 3, "stragglers_every": 2, "progress_timeout_seconds": 3},
+}
+"""A run that can be lost hundreds of times: two replicas, seconds of training, and checkpoints on disk."""
 
 COMMANDS = {
     "train": Command(
@@ -108,7 +120,8 @@ COMMANDS = {
     ),
     "chaos": Command(
         "shoal.cli.run.chaos",
-        "Inject faults into a run and check that it recovers: shoal chaos [RUN.toml] --trials 50",
+        "Inject faults into a small run, or yours: shoal chaos [RUN.toml] --trials 50",
+        run=SMALL_RUN,
     ),
     "checkpoint verify": Command(
         "shoal.cli.run.checkpoint", "Prove that a checkpoint is complete and undamaged: shoal checkpoint verify PATH",

@@ -36,8 +36,8 @@ class ForkedProcess:
 
     def __init__(self, run: Callable[[], object], stderr: int | None = None):
         self.returncode: int | None = None
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in filter(None, (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)):
+            stream.flush()
 
         def begin_and_run() -> None:
             _begin(stderr)
@@ -84,6 +84,7 @@ def _begin(stderr: int | None) -> None:
     os.close(empty)
     if stderr is not None:
         os.dup2(stderr, 2)
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # this process may have replaced them by other files
     signal.set_wakeup_fd(-1)
     for signum in (*JOB_SIGNALS, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(signum, signal.SIG_DFL)

@@ -100,6 +100,7 @@ class RankProcesses:
         spares: processes without a rank, of which the first ones replace those that are not kept.
         keeps: whether the survivors of a lost rank keep their processes (`survivors`).
         survivable: whether the ranks continue after a signal killed one other than rank 0.
+        replace: called with the number of ranks that were lost, before their survivors leave.
         notice: called regularly with the heartbeat records of all ranks; returns whether it waits for a change.
         started: called once with the server's process id, ``scratch`` and the ranks' process ids.
     """
@@ -117,11 +118,13 @@ class RankProcesses:
         kept: Mapping[int, RankProcess] | None = None,
         spares: list[RankProcess] | None = None,
         keeps: bool = False,
+        replace: Callable[[int], None] = lambda lost: None,
         notice: Callable[[list[HeartbeatRecord | None]], bool] = lambda records: False,
         started: Callable[[int, Path, list[int]], None] = lambda server, scratch, ranks: None,
     ):
         self.log_folder, self.scratch, self.device, self.survivable = log_folder, scratch, device, survivable
         self.stop, self.server, self.limits, self.notice, self.started = stop, server, limits, notice, started
+        self.replace = replace
         self.header = f"---- started {time.strftime('%Y-%m-%d %H:%M:%S')} by process {os.getpid()} ----\n"
         self.kept, self.spares, self.keeps = dict(kept or {}), [] if spares is None else spares, keeps
         self.processes: list[RankProcess] = []
@@ -193,7 +196,7 @@ class RankProcesses:
             return Ending(self._code(), None, furthest)
         ended |= self._ended()  # again: the cause ended first, but may have been polled just before
         if self.keeps and any(self._failure(rank).sure for rank in ended & self._bad()):
-            self._let_leave()
+            self._let_leave(len(ended & self._bad()))
         else:
             self._send(signal.SIGTERM)
             self._wait(GRACE_SECONDS, lambda: any(
@@ -216,10 +219,11 @@ class RankProcesses:
         cause = min(causes, key=lambda failure: failure.order)
         return Ending(cause.code if cause.code > 0 else (128 - cause.code if cause.code else 1), cause, furthest)
 
-    def _let_leave(self) -> None:
-        """Tell the survivors to leave their groups, and wait until they have."""
+    def _let_leave(self, lost: int) -> None:
+        """Tell the survivors of ``lost`` ranks to leave their groups, and wait until they have."""
         for process in self.processes:
             process.tell(LEAVE)
+        self.replace(lost)
         begin = time.monotonic()
         self._wait(self.limits.recovery_timeout_seconds, lambda: not self._leaving(time.monotonic() - begin))
 
@@ -344,11 +348,14 @@ class RankProcesses:
     def _look(self, *, at_once: bool = False) -> None:
         """Regularly call ``notice`` and kill a lost rank."""
         now = time.monotonic()
-        if now - self._looked < (0.0 if self._waited_for else LOOK_SECONDS) and not at_once:
+        due = at_once or now - self._looked >= LOOK_SECONDS
+        if not due and not self._waited_for:
             return
-        self._looked = now
         records = self._records()
         self._waited_for = self.notice(records)
+        if not due:
+            return
+        self._looked = now
         signs = {
             rank: watchdog.Sign(record, *watchdog.process_state(process.pid)) if process.poll() is None
             else watchdog.Sign(None, "", 0.0)

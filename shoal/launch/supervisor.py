@@ -117,7 +117,8 @@ class Supervisor:
         self._ranks = processes = RankProcesses(
             self.logs, scratch, self.device, self.stop, self._server, self.config.failover, kept=self._kept,
             spares=self._spares,
-            keeps=self._keeps(), survivable=self.survivable, notice=self._notice, started=self._write_processes,
+            keeps=self._keeps(), survivable=self.survivable, replace=self._start_spares, notice=self._notice,
+            started=self._write_processes,
         )
         ending = processes.run(self.module, ranks, {"SHOAL_ATTEMPT": str(self.attempt), **variables})
         self._kept = processes.survivors
@@ -140,12 +141,14 @@ class Supervisor:
     def _alive(self) -> list[RankProcess]:
         return [each for each in (*self._kept.values(), *self._waiting) if each.poll() is None]
 
-    def _start_spares(self) -> None:
-        """Start missing spares, as far as the system can."""
+    def _start_spares(self, lost: int = 0) -> None:
+        """Start missing spares, as far as the system can, or as many as ranks were lost, whose places they take."""
+        failover = self.config.failover
+        wanted = max(failover.spares, lost if failover.shrink == "never" else 0)
         self._spares[:] = [spare for spare in self._spares if spare.poll() is None]
         environment = local_environment(self.config.parallel.world_size, self.device)
         with suppress(PreforkServerEnded, OSError):
-            while self._server and len(self._spares) < self.config.failover.spares:
+            while self._server and len(self._spares) < wanted:
                 log = self.logs / "spares.log"
                 self._spares.append(RankProcess(self._server, self.module, environment, log, heard=True))
 
@@ -272,7 +275,7 @@ class Supervisor:
             if limit:
                 warn(f"not restarting: {limit} restarts made no progress past step {max(0, self.furthest)}")
             return False
-        since = cause.when if cause.trouble else cause.record.alive if cause.record else time.monotonic()
+        since = cause.when if cause.trouble else cause.record.last_sign if cause.record else time.monotonic()
         if self._recovery is None:  # else the recovery itself has failed, and its time continues
             self._recovery = min(since, time.monotonic()), ending.furthest
         if 1 < self.fruitless == limit:  # the last try replaces all processes

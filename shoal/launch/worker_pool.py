@@ -187,11 +187,11 @@ class Pool:
     def _ready(self, number: int) -> list[_Worker]:
         """Return ``number`` live workers that are waiting for a call."""
         self._workers = [worker for worker in self._workers if worker.process.poll() is None]
+        server = self._server or shared_server()  # before the pipes: it would inherit and keep open the workers' ends
         while len(self._workers) < number:
             own_end, worker_end = Pipe()
             environment = local_environment(self.size, self.device)
             with worker_end:
-                server = self._server or shared_server()
                 process = server.start("shoal.launch.pool_worker", environment, pipe=worker_end.fileno())
             worker = _Worker(process, own_end, Path(self._folder.name, f"stack-{next(self._serial)}"))
             worker.send((os.getcwd(), sys.path, worker.stack, pickle.dumps(self._setup)))

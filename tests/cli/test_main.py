@@ -12,6 +12,7 @@ import shoal
 from shoal.base.section import Section, plain
 from shoal.cli.arguments import parse_run
 from shoal.cli.main import main
+from shoal.cli.run.chaos import ChaosOptions
 from shoal.cli.run.train import TrainOptions
 from shoal.engine.checkpoint.manifest import Manifest, StoredBox, StoredFile, StoredTensor
 from shoal.engine.data.prepare import DataContents
@@ -146,6 +147,15 @@ def test_sections_that_a_command_does_not_show_are_the_files(tmp_path):
     file.write_text("[parallel]\ntp = 4")
     _, config = parse_run("data inspect", TrainOptions, [str(file), "--data.source", "text"], ("data",))
     assert (config.parallel.tp, config.data.source) == (4, "text")
+
+
+def test_without_a_file_a_command_may_have_a_run_of_its_own(tmp_path):
+    options, config = parse_run("chaos", ChaosOptions, ["--trials", "20", "--parallel.dp", "4"])
+    assert (options.trials, config.parallel.dp, config.model.layers, config.train.steps) == (20, 4, 2, 12)
+    file = tmp_path / "run.toml"
+    file.write_text("[parallel]\ntp = 4")
+    _, config = parse_run("chaos", ChaosOptions, [str(file)])
+    assert plain(config) == plain(RunConfig.model_validate({"parallel": {"tp": 4}}))
 
 
 # ---- commands ------------------------------------------------------------------------------------------------------

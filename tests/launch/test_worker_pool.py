@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -18,6 +20,7 @@ from hypothesis import strategies as st
 
 from shoal.engine.device import init_world
 from shoal.launch import worker_pool
+from shoal.launch.prefork import PreforkServer, local_environment
 from shoal.launch.worker_pool import Pool, RankError
 
 ROOT = Path(__file__).parents[2]
@@ -131,6 +134,15 @@ def test_a_worker_that_dies_is_named_and_replaced(pool, fn, said):
     assert caught.value.failures[0][0] == 1
     assert said in caught.value.failures[0][1]
     assert pool.run(sum_of_ranks, 2, 1.0)[1] == (1, 2, 1.0)
+
+
+def test_the_death_of_the_first_worker_is_noticed_though_the_server_starts_with_it(monkeypatch):
+    """The server is a fork: it must not keep open the worker's end of the pipe."""
+    with ExitStack() as stack:
+        start = cache(lambda: stack.enter_context(PreforkServer(local_environment(1))))
+        monkeypatch.setattr(worker_pool, "shared_server", start)
+        with Pool(1) as pool, pytest.raises(RankError, match="was killed by SIGKILL"):
+            pool.run(killed_on, 1, 0, timeout=20)
 
 
 def meets_nobody_next_time(bad: int) -> None:

@@ -203,9 +203,10 @@ def merge(step: int, extra: dict[str, Any], parts: Iterable[RankPart]) -> Manife
             known.boxes += tensor.boxes
     if unheld := sorted(names - set(tensors)):
         raise CheckpointError(f"no rank holds a piece of tensor '{unheld[0]}' ({len(unheld)} such): it would be lost.")
-    for name, tensor in tensors.items():
-        check_cover(name, tensor.shape, [b.box for b in tensor.boxes])
-    return Manifest(step=step, extra=extra, files=files, tensors=dict(sorted(tensors.items())))
+    try:
+        return Manifest(step=step, extra=extra, files=files, tensors=dict(sorted(tensors.items())))
+    except ValidationError as error:
+        raise CheckpointError(error.errors()[0]["msg"]) from None
 
 
 def check_cover(name: str, shape: tuple[int, ...], boxes: list[Box]) -> None:

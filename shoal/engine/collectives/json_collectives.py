@@ -11,6 +11,8 @@ import torch.distributed as dist
 HostGroup = dist.ProcessGroup | None
 """A process group with gloo for host memory, or None for a single process."""
 
+SIZE, FIRST = 8, 256  # bytes of a value's length, and of the first message, which holds a short value completely
+
 
 def world() -> HostGroup:
     """Return the group of all ranks."""
@@ -31,19 +33,25 @@ def gather(value: Any, group: HostGroup) -> list[Any]:
     """Return every rank's value, in rank order, on rank 0; an empty list on other ranks."""
     if group is None:
         return [value]
-    padded, sizes = _pad(_encode(value), group)
-    parts = [torch.empty_like(padded) for _ in sizes] if get_rank(group) == 0 else []
-    dist.gather(padded, parts or None, group=group, group_dst=0)
-    return _decode(parts, sizes) if parts else []
+    data, first = _encode(value), get_rank(group) == 0
+    parts, sizes = _exchange_first(data, group)
+    if max(sizes) > FIRST - SIZE:
+        padded = _pad(data, max(sizes))
+        parts = [torch.empty_like(padded) for _ in sizes] if first else []
+        dist.gather(padded, parts or None, group=group, group_dst=0)
+    return _decode(parts, sizes) if first else []
 
 
 def all_gather(value: Any, group: HostGroup) -> list[Any]:
     """Return every rank's value, in rank order, on every rank."""
     if group is None:
         return [value]
-    padded, sizes = _pad(_encode(value), group)
-    parts = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(parts, padded, group=group)
+    data = _encode(value)
+    parts, sizes = _exchange_first(data, group)
+    if max(sizes) > FIRST - SIZE:
+        padded = _pad(data, max(sizes))
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded, group=group)
     return _decode(parts, sizes)
 
 
@@ -52,11 +60,15 @@ def broadcast(value: Any, group: HostGroup) -> Any:
     if group is None:
         return value
     data = _encode(value)
-    size = torch.tensor([data.numel()])
-    dist.broadcast(size, group=group, group_src=0)
-    if get_rank(group) != 0:
-        data = torch.empty(int(size), dtype=torch.uint8)
-    dist.broadcast(data, group=group, group_src=0)
+    first = _first_message(data)
+    dist.broadcast(first, group=group, group_src=0)
+    size = _read_size(first)
+    if size <= FIRST - SIZE:
+        data = first[SIZE : SIZE + size]
+    else:
+        if get_rank(group) != 0:
+            data = torch.empty(size, dtype=torch.uint8)
+        dist.broadcast(data, group=group, group_src=0)
     return json.loads(bytes(data.numpy()))
 
 
@@ -64,13 +76,26 @@ def _encode(value: Any) -> torch.Tensor:
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
-def _pad(data: torch.Tensor, group: HostGroup) -> tuple[torch.Tensor, list[int]]:
-    """Pad a rank's bytes to the longest rank's; return them with the length of each rank's."""
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(get_size(group))]
-    dist.all_gather(sizes, torch.tensor([data.numel()]), group=group)
-    padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
-    padded[: data.numel()] = data
-    return padded, [int(size) for size in sizes]
+def _exchange_first(data: torch.Tensor, group: HostGroup) -> tuple[list[torch.Tensor], list[int]]:
+    """Return the beginning of every rank's bytes, which is all of them if they are short, and their lengths."""
+    own = _first_message(data)
+    every = [torch.empty_like(own) for _ in range(get_size(group))]
+    dist.all_gather(every, own, group=group)
+    return [each[SIZE:] for each in every], [_read_size(each) for each in every]
+
+
+def _first_message(data: torch.Tensor) -> torch.Tensor:
+    """Return the length of a rank's bytes and their beginning, uint8 [FIRST]."""
+    length = torch.tensor([data.numel()]).view(torch.uint8)
+    return _pad(torch.cat([length, data[: FIRST - SIZE]]), FIRST)
+
+
+def _read_size(message: torch.Tensor) -> int:
+    return int(message[:SIZE].view(torch.int64))
+
+
+def _pad(data: torch.Tensor, size: int) -> torch.Tensor:
+    return torch.nn.functional.pad(data, (0, size - data.numel()))
 
 
 def _decode(parts: list[torch.Tensor], sizes: list[int]) -> list[Any]:

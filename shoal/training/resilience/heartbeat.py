@@ -74,6 +74,11 @@ class HeartbeatRecord:
         return Action(OPS[self.op], self.stage, self.microbatch, self.part, self.version)
 
     @property
+    def last_sign(self) -> float:
+        """Time of its last heartbeat or progress."""
+        return max(self.alive, self.marked)
+
+    @property
     def joined(self) -> bool:
         """Whether it has made a mark since the start of its process: it has joined the world."""
         return self.count > 1

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from shoal.base.errors import UsageError
 from shoal.engine.checkpoint.write import SavePlan, State, build_header, describe_part, plan_save
-from shoal.engine.collectives.json_collectives import HostGroup, all_gather, broadcast, gather, get_rank, get_size
+from shoal.engine.collectives.json_collectives import HostGroup, all_gather, gather, get_rank, get_size
 from shoal.engine.streams import Mark, SideStream
 from shoal.training.resilience import memory_slot
 from shoal.training.resilience.host_memory_dir import (
@@ -55,7 +55,11 @@ class RankTopology:
     @staticmethod
     def collect(group: HostGroup, node_ranks: int = 0) -> RankTopology:
         """Gather the topology of a group of nodes of ``node_ranks``; 0 treats each host as a node. Collective."""
-        hosts = all_gather(socket.gethostname(), group)
+        return RankTopology.locate(all_gather(socket.gethostname(), group), node_ranks)
+
+    @staticmethod
+    def locate(hosts: list[str], node_ranks: int) -> RankTopology:
+        """Return the topology of ranks on these hosts; see `collect`."""
         names = list(dict.fromkeys(hosts))
         return RankTopology(hosts, [r // node_ranks if node_ranks else names.index(h) for r, h in enumerate(hosts)])
 
@@ -109,8 +113,9 @@ class InMemoryCheckpointer:
     ):
         self._home, self._group, self._report = home, group, report
         self._rank, self._world = get_rank(group), get_size(group)
-        self.places = RankTopology.collect(group, node_ranks)
-        self.attempt: str = broadcast(secrets.token_hex(4), group)
+        every = all_gather((socket.gethostname(), secrets.token_hex(4)), group)
+        self.places = RankTopology.locate([host for host, _ in every], node_ranks)
+        self.attempt: str = every[0][1]
         self._leads = self.places.first_on_host(self._rank) == self._rank
         problem = ""
         if self._leads:

@@ -176,7 +176,10 @@ def _load_from_memory(
     if "error" in common:
         raise CheckpointError(common["error"])
     records = [SlotRecord.model_validate(values) for values in common["records"]]
-    manifest = merge(records[0].step, records[0].extra, [record.part for record in records])
+    try:
+        manifest = merge(records[0].step, records[0].extra, [record.part for record in records])
+    except CheckpointError as error:  # on every rank, as all have the same records
+        raise CheckpointError(f"step {records[0].step}: {error}") from None
     holders = {file_name(int(owner)): copies for owner, copies in common["holders"].items()}
     folder = home / f"restoring-{common['token']}"
     try:
@@ -192,10 +195,6 @@ def _prepare(save: _Save) -> dict[str, Any]:
     if lost := sorted(set(range(some.world_size)) - save.records.keys()):
         which = f"rank{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))} of {some.world_size}"
         return {"error": f"step {some.step}: no node has the part of {which}."}
-    try:
-        merge(some.step, some.extra, [record.part for record in save.records.values()])
-    except CheckpointError as error:
-        return {"error": f"step {some.step}: {error}"}
     records = [record.model_dump(mode="json") for _, record in sorted(save.records.items())]
     return {"records": records, "holders": save.holders, "token": secrets.token_hex(4)}
 
