@@ -45,7 +45,7 @@ def parse_run(command: str, options: type[T], args: list[str], sections: Sequenc
     elif "resume" in options.model_fields:
         args = _complete_resume(args)
     file, args = split_run_file(args)
-    base = (load_config(file) if file else RunConfig.model_validate(COMMANDS[command].run)).model_dump()
+    base = (load_config(file) if file else RunConfig.model_validate(COMMANDS[command].run or {})).model_dump()
     fields = RunConfig.model_fields
     types = {"": options} | {name: type(fields[name].default) for name in sections or fields}
     if wants_help:

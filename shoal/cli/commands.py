@@ -21,7 +21,7 @@ class Command(NamedTuple):
     help: str
     function: str = "run"
     config: tuple[str, ...] = ()
-    run: dict[str, dict[str, Any]] = {}
+    run: dict[str, dict[str, Any]] | None = None
 
 
 SMALL_RUN: dict[str, dict[str, Any]] = {
