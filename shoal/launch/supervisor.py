@@ -76,6 +76,7 @@ class Supervisor:
         self._spares: list[RankProcess] = []  # processes that wait for the place of a lost rank
         self._waiting: list[RankProcess] = []  # survivors and replacements without a rank in the present layout
         self._placed = True  # whether the devices are numbered as without losses
+        self._listed = 0  # devices at the start of the newest attempt, tested or not
         self._regrouping = False  # whether the pending recovery follows no loss, but lets replicas join
         self._tried = 0.0  # when lost processes were last replaced
         self._begun = False
@@ -159,7 +160,8 @@ class Supervisor:
             UsageError: the run is impossible on these devices.
         """
         asked = self.config.parallel.world_size
-        tested = self.attempt > 0 and not self._regrouping  # replacements have tried theirs
+        self._listed = len(find_devices(self.folder, self.device, asked, None))
+        tested = self.attempt > 0 and not (self._regrouping and self._placed)  # replacements have tried theirs
         available = find_devices(self.folder, self.device, asked, self._server if tested else None)
         if len(available) < asked and not self.config.failover.replan:
             raise UsageError(
@@ -239,6 +241,16 @@ class Supervisor:
                 process.place, process.ready = place, ready
                 self._waiting.append(process)
 
+    def _take_returned(self) -> None:
+        """After a restart on fewer devices, start all ranks again from memory once more devices are listed."""
+        if self.config.failover.shrink == "never" or time.monotonic() < self._tried + REPLACE_SECONDS:
+            return
+        self._tried = time.monotonic()
+        with suppress(UsageError):
+            asked = self.config.parallel.world_size
+            if len(find_devices(self.folder, self.device, asked, None)) > self._listed:
+                self._ranks.regroup()
+
     def _fits(self, config: RunConfig) -> None:
         check_memory(config, check(config), torch.device(self.device), range(config.parallel.world_size))
 
@@ -313,8 +325,11 @@ class Supervisor:
                 lost=lost, seconds=round(seconds, 2), kind=self._kind,
             )
             self._regrouping = False
-        if self._kept and self._placed and self._layout != self.config.parallel and self._recovery is None:
-            self._replace_lost()
+        if self._layout != self.config.parallel and self._recovery is None:
+            if not self._placed:
+                self._take_returned()
+            elif self._kept:
+                self._replace_lost()
         return self._recovery is not None
 
     def _write_processes(self, server: int, scratch: Path, ranks: list[int]) -> None:

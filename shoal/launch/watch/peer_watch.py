@@ -3,8 +3,9 @@
 These launchers notice exits but not hangs, and no process of shoal outlives the ranks. So the ranks of a host keep
 their heartbeats in a shared folder, with the exception that ended each. A thread of each rank checks the next rank's
 heartbeat, and one rank's thread checks whether any makes progress. A lost rank is reported with its stack and killed,
-and the launcher restarts the ranks. A rank that is alone on its host can be found stuck, but not stopped. The ranks of
-the next attempt gather the records of their hosts and name the rank that caused the failure.
+and the launcher restarts the ranks. A host that is gone without closing its connections, or whose only rank is stopped,
+finds nothing itself: a rank that waits for it is killed after some time, so that the launcher forms the next round. The
+ranks of the next attempt gather the records of their hosts and name the rank that caused the failure.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from shoal.training.resilience.heartbeat import Phase, read, record_path
 from shoal.training.resilience.owned_folders import is_private
 
 LOOK_SECONDS = 0.5
+PATIENCE = 3  # looks, one each `failover.progress_timeout_seconds`, at which all ranks here wait for another host
 FOLDER_PREFIX = f"shoal-beats-{os.getuid()}-"
 LEFT_SECONDS = 60.0  # minimum age of abandoned records before they are removed
 
@@ -105,16 +107,21 @@ class PeerWatch:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _watch(self) -> None:
+        unheard = 0  # looks in a row at which all ranks here waited for another host
         while True:
             time.sleep(LOOK_SECONDS)
             signs = {rank: self._observe(rank) for rank in self.member.neighbours()}
             living = {rank: sign.record for rank, sign in signs.items() if sign.record and sign.state not in ("", "Z")}
             trouble = self.dog.look(signs, time.monotonic(), silent=self._next(living))
             if trouble is None or (trouble.rank < 0 and self.member.local_rank):  # one rank handles stuck ranks
+                unheard = 0
                 continue
-            lost = watchdog.locate_lost_rank(trouble, living, self.folder, self.run_folder / "logs", alone=False)
+            if gone := unheard == PATIENCE:
+                trouble = replace(trouble, trouble="waits for another host, whose ranks are silent,")
+            lost = watchdog.locate_lost_rank(trouble, living, self.folder, self.run_folder / "logs", alone=gone)
             if lost is None:
-                # The lost rank is on another host, whose ranks find it.
+                # The lost rank is on another host, whose ranks find it, unless that host is gone with its connections.
+                unheard += 1
                 time.sleep(self.dog.limits.progress_timeout_seconds)
             else:
                 self._end(lost)

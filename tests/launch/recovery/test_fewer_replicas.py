@@ -89,6 +89,28 @@ def test_a_replica_joins_when_its_device_is_back(supervised, corpus, started, mo
     assert_same_losses(folder, undisturbed)
 
 
+def test_a_device_that_is_back_after_a_restart_on_fewer_is_used(supervised, corpus, monkeypatch, tmp_path):
+    """The only replica that was left is lost too, so that all processes are replaced, on one device."""
+    config = shrinking(corpus, {"dp": 2}, train={"global_batch": 4}, testing={"min_step_seconds": 0.05})
+    code, undisturbed = supervised(config, name="undisturbed")
+    assert code == 0
+    monkeypatch.setenv("LOST_DEVICES", "[[0], [0]]")
+    monkeypatch.setattr("shoal.launch.supervisor.REPLACE_SECONDS", 0.1)
+
+    def restore() -> None:
+        wait_for(lambda: story(tmp_path / "run") == [1, "in process", "restart"])
+        (tmp_path / "run" / LOST_FILE).write_text(json.dumps([]))
+
+    thread = threading.Thread(target=restore)
+    thread.start()
+    code, folder = supervised(config, "kill@3:0:F,kill@+2:0:F")
+    thread.join()
+    assert code == 0
+    assert story(folder) == [1, "in process", "restart", 2, "restart"]
+    assert [event["lost"] for event in read_events(folder) if event["event"] == "joined"] == [0]
+    assert_same_losses(folder, undisturbed)
+
+
 def test_a_stop_while_a_replica_joins_is_saved(supervised, corpus, monkeypatch, capfd):
     """The replacement has no handler of signals yet."""
     decide = Supervisor._should_restart

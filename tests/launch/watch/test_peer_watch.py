@@ -1,4 +1,4 @@
-"""The records of ranks that somebody else started: whose they are, and who removes them."""
+"""Ranks that somebody else started: whose their records are, who removes them, and who waits for a host in vain."""
 
 import os
 import subprocess
@@ -8,10 +8,16 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from shoal.launch.rank_env import RankEnv
-from shoal.launch.watch.peer_watch import LEFT_SECONDS, make_shared_folder
-from shoal.training.resilience.heartbeat import Heartbeat, record_path
+from shoal.launch.rank_env import RankEnv, stack_path
+from shoal.launch.watch.peer_watch import LEFT_SECONDS, PATIENCE, PeerWatch, make_shared_folder
+from shoal.launch.watch.watchdog import write_stack_when_asked
+from shoal.launch.worker_pool import RankError
+from shoal.spec.config import FailoverConfig
+from shoal.training.resilience.events import read_events
+from shoal.training.resilience.heartbeat import Heartbeat, Phase, record_path
 
 LONG = 2 * LEFT_SECONDS
 MEMBER = RankEnv(0, 2, 0, 2, "torchrun", ("localhost", 29400))
@@ -63,3 +69,28 @@ def test_an_earlier_round_of_the_same_job_is_removed_at_once(temporary):
     first = make_shared_folder(MEMBER, environment)
     second = make_shared_folder(MEMBER, {**environment, "TORCHELASTIC_RESTART_COUNT": "1"})
     assert first != second and [*temporary.iterdir()] == [second]
+
+
+def wait_for_a_silent_host(folder: Path, seconds: float) -> None:
+    """Receive, on rank 0, what the only rank of another host never sends."""
+    if dist.get_rank() == 1:
+        time.sleep(60)
+    beat = Heartbeat(record_path(folder, 0))
+    write_stack_when_asked(stack_path(folder, 0))
+    beat.begun(3)
+    beat.phase(Phase.STEP)
+    beat.stepped(4, seconds=0.1)
+    limits = FailoverConfig(progress_timeout_seconds=seconds)
+    PeerWatch(RankEnv(0, 2, 0, 1, "torchrun", ("localhost", 29400)), folder, limits, folder)
+    dist.recv(torch.zeros(1), 1)
+
+
+def test_a_rank_that_waits_for_a_silent_host_is_ended(pool, tmp_path):
+    """A stage of a pipeline whose neighbour's host is gone, with open connections: gloo would wait ten minutes."""
+    begin = time.monotonic()
+    with pytest.raises(RankError, match="was killed by SIGKILL"):
+        pool.run(wait_for_a_silent_host, 2, tmp_path, 1.0)
+    assert time.monotonic() - begin > 1 + PATIENCE
+    [failure] = [event for event in read_events(tmp_path) if event["event"] == "failure"]
+    assert failure["rank"] == 0 and "waits for another host, whose ranks are silent" in failure["how"]
+    assert "wait_for_a_silent_host" in failure["report"]
