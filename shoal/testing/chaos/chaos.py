@@ -173,13 +173,15 @@ class Chaos:
     def _supervise(
         self, folder: Path, faults: Sequence[Planted] = (), *, resume: bool = False, own_server: bool = False
     ) -> int:
-        """Run to the end; return the exit code of `shoal train`."""
+        """Run to the end; return the exit code of `shoal train`. A request to stop ends the trials too."""
         os.environ[VARIABLE] = json.dumps([asdict(fault) for fault in faults])
         try:
             supervisor = create_supervisor(
                 self.config, folder, None if own_server else self.server, resume=resume, faulty=bool(faults)
             )
             code = supervisor.run()
+            if supervisor.stop.count:
+                raise KeyboardInterrupt
             self.began = supervisor.began
             return code
         except (UsageError, OSError) as error:

@@ -1,7 +1,10 @@
 """`shoal chaos`: moments are drawn fairly, trials pass where nothing is lost, and a trial that should fail does."""
 
+import os
 import random
 import re
+import signal
+import threading
 
 import pytest
 from hypothesis import given
@@ -10,7 +13,15 @@ from hypothesis import strategies as st
 from shoal.cli.main import main
 from shoal.launch.worker_pool import Pool
 from shoal.spec.config import save_config
-from shoal.testing.chaos.chaos import ROUGH, Chaos, Trial, compare_checkpoints, last_checkpoint
+from shoal.testing.chaos.chaos import (
+    ROUGH,
+    Chaos,
+    Trial,
+    compare_checkpoints,
+    last_checkpoint,
+    steps_done,
+    wait_until,
+)
 from shoal.testing.chaos.fault_injection import COMMITTING, STAGING, START, damage
 from shoal.testing.chaos.fault_types import KINDS, NEED_MOUNTS
 from shoal.testing.chaos.run import count_by_fault
@@ -75,6 +86,20 @@ def test_another_last_state_is_found(chaos, tmp_path):
         chaos.config = same
     for rounding in (None, ROUGH):
         assert "differ" in compare_checkpoints(good, last_checkpoint(other), rounding)[0]
+
+
+def test_a_request_to_stop_ends_the_trials_and_not_only_one(chaos):
+    folder = chaos.folder / "asked"
+
+    def ask() -> None:
+        wait_until(lambda: steps_done(folder) >= 1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        chaos._supervise(folder)
+    thread.join()
 
 
 def test_a_process_that_outlives_its_run_is_found(chaos):
