@@ -116,7 +116,7 @@ class PeerWatch:
             if trouble is None or (trouble.rank < 0 and self.member.local_rank):  # one rank handles stuck ranks
                 unheard = 0
                 continue
-            if gone := unheard == PATIENCE:
+            if gone := trouble.rank < 0 and unheard == PATIENCE:
                 trouble = replace(trouble, trouble="waits for another host, whose ranks are silent,")
             lost = watchdog.locate_lost_rank(trouble, living, self.folder, self.run_folder / "logs", alone=gone)
             if lost is None:
