@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
 
 from shoal.engine.own.blocks import group_parameters
 from shoal.engine.own.chain import Chain, find_chain
@@ -40,6 +41,9 @@ class OwnCounts:
         frozen: bytes of buffers and of parameters that are not trained.
         flops: of matrix products, forward and backward.
         saved: bytes kept for the backward, without the parameters.
+        kept: the same where blocks are recomputed: their inputs, and all outside of them.
+        rebuilt: bytes that the largest block keeps, as it is recomputed.
+        again: FLOPs of the blocks' forward.
         sent: bytes that tensor parallelism sums, forward and backward.
         real: whether values were needed.
         forward_flops: FLOPs of the forward alone.
@@ -55,6 +59,9 @@ class OwnCounts:
     real: bool = False
     forward_flops: int = 0
     message: int = 0
+    kept: int = 0
+    rebuilt: int = 0
+    again: int = 0
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,7 @@ class ChainCounts:
         full: of the model.
         sizes: elements of each trained parameter on the rank.
         in_blocks: names of those in the definition's blocks.
-        saved, sent, messages: as in `OwnCounts`, of each module.
+        saved, sent, messages, kept, rebuilt, again: as in `OwnCounts`, of each module.
     """
 
     chain: Chain
@@ -75,6 +82,9 @@ class ChainCounts:
     saved: tuple[int, ...]
     sent: tuple[int, ...]
     messages: tuple[int, ...]
+    kept: tuple[int, ...]
+    rebuilt: tuple[int, ...]
+    again: tuple[int, ...]
 
     def assign(self, program: Program) -> list[OwnCounts]:
         """Return the counts of each stage, whose modules are those that training would choose.
@@ -93,8 +103,8 @@ class ChainCounts:
                 self.full, parameters=sum(self.sizes[name] for name in used),
                 in_blocks=sum(self.sizes[name] for name in used if name in self.in_blocks),
                 flops=round(self.full.flops * share), forward_flops=round(self.full.forward_flops * share),
-                saved=sum(self.saved[i] for i in part), sent=sum(self.sent[i] for i in part),
-                message=self.messages[part.start] if part.start else 0,
+                **{name: sum(getattr(self, name)[i] for i in part) for name in ("saved", "sent", "kept", "again")},
+                rebuilt=max(self.rebuilt[i] for i in part), message=self.messages[part.start] if part.start else 0,
             ))  # fmt: skip
         return found
 
@@ -118,11 +128,13 @@ def count_chain(own: OwnModel, config: RunConfig) -> ChainCounts:
     policy, seed = POLICIES[config.train.precision], config.train.seed
     chain = find_chain(own, policy, seed, OwnDataset(own, "train", seed).batch(range(config.parallel.micro_batch)))
     counter, real = _run(own, config, chain.names)
-    saved, sent = ([of[i] for i in range(len(chain.names))] for of in (counter.saved, counter.sent))
+    found = (counter.saved, counter.sent, counter.kept, counter.rebuilt, counter.again)
+    saved, sent, kept, rebuilt, again = (tuple(of[i] for i in range(len(chain.names))) for of in found)
     messages = tuple(prod(shape) * dtype.itemsize for shape, dtype in chain.inputs)
     return ChainCounts(
-        chain, replace(counter.full, real=real), counter.sizes, counter.in_blocks, tuple(saved), tuple(sent), messages
-    )
+        chain, replace(counter.full, real=real), counter.sizes, counter.in_blocks, saved, sent, messages, kept, rebuilt,
+        again,
+    )  # fmt: skip
 
 
 def extend(one: OwnCounts | ChainCounts, two: OwnCounts | ChainCounts, samples: int) -> OwnCounts | ChainCounts:
@@ -132,7 +144,7 @@ def extend(one: OwnCounts | ChainCounts, two: OwnCounts | ChainCounts, samples: 
         return a + (samples - 1) * (b - a)
 
     changed: dict[str, Any] = {}
-    for name in ("full", "flops", "forward_flops", "saved", "sent", "message", "messages"):
+    for name in ("full", "flops", "forward_flops", "saved", "sent", "message", "messages", "kept", "rebuilt", "again"):
         if not hasattr(one, name):
             continue
         a, b = (getattr(each, name) for each in (one, two))
@@ -157,11 +169,16 @@ class _Counter:
     """
 
     def __init__(self, own: OwnModel, policy: Policy, links: Sequence[str], module: nn.Module, batch: OwnBatch):
-        self._at = 0
-        self.saved, self.sent = Counter[int](), Counter[int]()
+        self._at, self._block, self._flops, self._runs = 0, -1, 0, True
+        self.saved, self.sent, self.kept = Counter[int](), Counter[int](), Counter[int]()
+        self.rebuilt, self.again = Counter[int](), Counter[int]()  # by the block's index; in a chain the link's
         self._entered: Tensor | None = None
         for i, name in enumerate(links):
             module.get_submodule(name).register_forward_pre_hook(lambda _, args, i=i: self._begin(i))
+        for i, name in enumerate(own.name_blocks(module)):
+            block = module.get_submodule(name)
+            block.register_forward_pre_hook(partial(self._enter_block, i), with_kwargs=True)
+            block.register_forward_hook(lambda *_: self._leave_block())
         for layer in module.modules():
             if isinstance(layer, (InputSplitLinear, SplitEmbedding)):
                 layer.register_forward_hook(lambda _, args, y: self._send(y))
@@ -172,17 +189,18 @@ class _Counter:
         grouped = {id(p) for group in group_parameters(module, blocks)[:-1] for p in group} if blocks else set()
         untrained = [x for x in (*module.parameters(), *module.buffers()) if not x.requires_grad]
         self._seen = {_storage(x) for x in (*trained.values(), *untrained, *batch.tensors())}
-        with count_flops() as counter, saved_tensors_hooks(self._keep, lambda tensor: tensor):
+        with count_flops() as self._counter, saved_tensors_hooks(self._keep, lambda tensor: tensor):
             with autocast(policy, torch.device("cpu")):
                 loss, _, _ = own.compute(module, batch.values)
-            forward = counter.get_total_flops()
+            forward, self._runs = self._counter.get_total_flops(), False
             loss.backward()
         self.sizes = {name: p.numel() for name, p in trained.items()}
         self.in_blocks = frozenset(name for name, p in trained.items() if id(p) in grouped)
         self.full = OwnCounts(
             parameters=sum(self.sizes.values()), in_blocks=sum(self.sizes[name] for name in self.in_blocks),
-            frozen=sum(x.numel() * x.element_size() for x in untrained), flops=counter.get_total_flops(),
-            saved=self.saved.total(), sent=self.sent.total(), forward_flops=forward,
+            frozen=sum(x.numel() * x.element_size() for x in untrained), flops=self._counter.get_total_flops(),
+            saved=self.saved.total(), sent=self.sent.total(), forward_flops=forward, kept=self.kept.total(),
+            rebuilt=max(self.rebuilt.values(), default=0), again=self.again.total(),
         )  # fmt: skip
 
     def _begin(self, link: int) -> None:
@@ -191,8 +209,27 @@ class _Counter:
     def _keep(self, tensor: Tensor) -> Tensor:
         if _storage(tensor) not in self._seen:
             self._seen.add(_storage(tensor))
-            self.saved[self._at] += tensor.untyped_storage().nbytes()
+            size = tensor.untyped_storage().nbytes()
+            self.saved[self._at] += size
+            if self._block < 0:
+                self.kept[self._at] += size
+            else:
+                self.rebuilt[self._block] += size
         return tensor
+
+    def _enter_block(self, block: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._runs:  # it recomputes by itself
+            return
+        for x in tree_leaves((args, kwargs)):
+            if isinstance(x, Tensor) and x.requires_grad:
+                self.kept[self._at] += x.numel() * x.element_size()
+        self._block, self._flops = block, self._counter.get_total_flops()
+
+    def _leave_block(self) -> None:
+        if not self._runs:
+            return
+        self.again[self._block] += self._counter.get_total_flops() - self._flops
+        self._block = -1
 
     def _enter(self, x: Tensor) -> None:
         if x is not self._entered:  # queries, keys and values share one

@@ -83,7 +83,7 @@ class OwnEstimate:
                f"parallelism {show_seconds(self.tensor_parallel)}, data parallelism {show_seconds(self.data_parallel)}"
                f" ({show_seconds(self.exposed)} not hidden){waits}")
         if not self.fits:
-            yield "  does not fit: take a higher parallel.zero or tp, a smaller micro_batch, or recompute in the module"
+            yield "  does not fit: take a higher parallel.zero, tp or pp, a smaller micro_batch, or recompute = 'full'"
 
 
 def estimate_own_model(
@@ -117,6 +117,7 @@ def estimate_own_model(
     policy, links = POLICIES[train.precision], attained(found)
     program = build_layout_program(layout, layout.microbatches(train.global_batch), transfers=False)
     stages = counts.assign(program) if isinstance(counts, ChainCounts) else [counts]
+    stages = [_recompute(each) if layout.recompute == "full" else replace(each, rebuilt=0) for each in stages]
     ranks = [_add([stages[i] for i in program.rank_stages(rank)]) for rank in range(program.ranks)]
 
     kind = {"bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}.get(policy.formats.compute.name, "fp32")
@@ -124,7 +125,10 @@ def estimate_own_model(
     sums = [split.all_reduce(each.sent) if layout.tp > 1 else 0.0 for each in stages]
     timeline = _simulate(layout, links, program, stages, sums, rate)
     kept = timeline.peak_bytes(np.array([each.saved for each in stages], float))
-    memories = [_count_memory(config, found, policy, each, int(k)) for each, k in zip(ranks, kept, strict=True)]
+    memories = [
+        _count_memory(config, found, policy, each, int(bytes_) + each.rebuilt)
+        for each, bytes_ in zip(ranks, kept, strict=True)
+    ]
     largest = max(range(len(ranks)), key=lambda rank: sum(memories[rank].values()))
 
     passes = program.microbatches
@@ -157,6 +161,11 @@ def _check(config: RunConfig, cluster: Cluster) -> None:
                          f"{cluster.size}.\n  Give a larger --cluster, or lower parallel.dp, tp or pp.")
 
 
+def _recompute(stage: OwnCounts) -> OwnCounts:
+    """Return the counts of a stage whose blocks are computed again in backward, with their sums over ranks."""
+    return replace(stage, saved=stage.kept, flops=stage.flops + stage.again, sent=stage.sent * 3 // 2)
+
+
 def _add(stages: Sequence[OwnCounts]) -> OwnCounts:
     """Return the counts of a rank, from its stages; each has its copy of the buffers."""
     first, *others = stages
@@ -164,7 +173,7 @@ def _add(stages: Sequence[OwnCounts]) -> OwnCounts:
         name: sum(getattr(each, name) for each in stages)
         for name in ("parameters", "in_blocks", "frozen", "flops", "saved", "sent", "forward_flops")
     }
-    return replace(first, **totals) if others else first
+    return replace(first, **totals, rebuilt=max(each.rebuilt for each in stages)) if others else first
 
 
 def _simulate(

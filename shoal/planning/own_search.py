@@ -22,7 +22,8 @@ MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
 
 def plan_own_model(config: RunConfig, cluster: str | Cluster, *, ranks: int | None = None) -> list[OwnEstimate]:
-    """Estimate the layouts of a model of one's own on a cluster: dp, tp, pp, ZeRO and the size of a micro-batch.
+    """Estimate the layouts of a model of one's own on a cluster: dp, tp, pp, ZeRO, the size of a micro-batch, and
+    recomputation where a layout does not fit without.
 
     Args:
         ranks: number of ranks (default: all accelerators).
@@ -42,12 +43,14 @@ def plan_own_model(config: RunConfig, cluster: str | Cluster, *, ranks: int | No
     for counted, counts in _count(own, config, size, splits=splits):
         most = 3 if isinstance(counts, OwnCounts) else 2
         for zero in range(most + 1) if counted.parallel.dp > 1 and splits else (0,):
-            layout = counted.parallel.model_copy(update={"zero": zero})
-            estimate = estimate_own_model(counted.model_copy(update={"parallel": layout}), found, counts)
-            if estimate.fits:
-                fitting.append(estimate)
-            if least is None or sum(estimate.memory.values()) < sum(least.memory.values()):
-                least = estimate
+            for recompute in ("none", "full") if own.blocks or own.pipeline else ("none",):
+                layout = counted.parallel.model_copy(update={"zero": zero, "recompute": recompute})
+                estimate = estimate_own_model(counted.model_copy(update={"parallel": layout}), found, counts)
+                if least is None or sum(estimate.memory.values()) < sum(least.memory.values()):
+                    least = estimate
+                if estimate.fits:
+                    fitting.append(estimate)
+                    break
     if least is None:
         raise UsageError(f"layout auto: no number of replicas on {size} ranks divides train.global_batch = "
                          f"{config.train.global_batch}.\n  Use a multiple of {size}.")
@@ -55,7 +58,7 @@ def plan_own_model(config: RunConfig, cluster: str | Cluster, *, ranks: int | No
         layout, needed = least.config.parallel, show_bytes(sum(least.memory.values()))
         raise UsageError(f"layout auto: no layout on {size} x {found.accelerator.name} fits; the nearest, "
                          f"{layout.describe()} with micro_batch {layout.micro_batch}, needs {needed} per rank.\n  Use "
-                         "a larger cluster, blocks, pipeline, tensor_parallel, or recompute in the module.")
+                         "a larger cluster, blocks, a pipeline or a table of tensor_parallel.")
     return sorted(fitting, key=lambda each: (
         round(each.step_seconds, 6), each.config.parallel.pp, each.config.parallel.zero
     ))  # fmt: skip

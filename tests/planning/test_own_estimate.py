@@ -63,7 +63,7 @@ def test_counts_of_a_chain_grow_with_samples_and_add_up(tp):
     )
     extended, full = extend(one, two, 4), four.full
     assert extended.saved == pytest.approx(four.saved, rel=1e-3)  # one sample needs no tensors of indices for masks
-    assert replace(extended.full, saved=full.saved) == full
+    assert replace(extended.full, saved=full.saved, kept=full.kept) == full
     assert (extended.sent, extended.messages, extended.sizes) == (four.sent, four.messages, four.sizes)
     assert full == count_own_model(zoo.wide_llama, config_of("wide_llama", {"tp": tp, "micro_batch": 4}))
     stages = four.assign(build_layout_program(shoal.Layout(pp=2), 4))
@@ -86,6 +86,9 @@ def test_a_pipeline_of_equal_modules_waits_as_its_schedule_says(pp, passes, kept
     assert found.pipeline == pytest.approx(found.compute * (pp - 1) / passes, rel=0.2)
     assert found.counts.parameters == 4 // pp * 20_000**2
     assert found.memory["activations"] == pytest.approx(kept * 64 * 20_000 * 4, rel=1e-3)
+    again = run.estimate(run.config.parallel.model_copy(update={"recompute": "full"}))
+    assert again.compute == pytest.approx(found.compute * 15 / 11, rel=0.01)  # 4 forwards beside 11 products
+    assert again.memory["activations"] == pytest.approx((kept + 1) * 64 * 20_000 * 4, rel=1e-3)  # one as it is rebuilt
 
 
 class Attention(nn.Module):

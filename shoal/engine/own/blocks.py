@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import checkpoint
 
 from shoal.base.errors import UsageError
 from shoal.engine.parallel.zero.bucket import Bucket
@@ -29,6 +31,24 @@ def group_parameters(module: nn.Module, blocks: Sequence[nn.Module]) -> list[lis
     inside = {each for block in blocks for each in block.modules()}
     outside = {p for each in module.modules() if each not in inside for p in each.parameters(recurse=False)}
     return [*([p for p in block.parameters() if p not in outside] for block in blocks), list(module.parameters())]
+
+
+def recompute_modules(modules: Iterable[nn.Module]) -> None:
+    """Make each module keep its inputs alone in a forward, and compute again in backward (Chen et al. 2016).
+
+    Its hooks do not run again. It gets no cache of keys and values (transformers), which would grow by both forwards.
+    """
+
+    def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map(lambda value: None if _is_cache(value) else value, (args, kwargs))
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    for each in modules:
+        each.forward = partial(run, each.forward)  # type: ignore[method-assign]
+
+
+def _is_cache(value: object) -> bool:
+    return type(value).__module__ == "transformers.cache_utils"
 
 
 class Blocks:

@@ -37,6 +37,11 @@ def check_own_model(config: RunConfig) -> OwnShape:
         if name in OWN_PIPELINE and not own.pipeline and value != default:
             raise UsageError(f"parallel.{name} = {value!r} with model.module, whose layers shoal does not know.\n  "
                              "Give pipeline in its OwnModel: the names of modules that run one after the other.")
+        if name == "recompute" and value == "full" and (own.blocks or own.pipeline):
+            continue
+        if name == "recompute" and value != default:
+            raise UsageError(f"parallel.recompute = {value!r} with model.module.\n  Use 'full', and give blocks or "
+                             "pipeline in its OwnModel: the modules that are computed again.")
         if name not in (*OWN_LAYOUT, *OWN_PIPELINE) and value != default:
             raise UsageError(f"parallel.{name} = {value!r} with model.module, whose layers shoal does not know."
                              f"\n  Leave it out; {', '.join(OWN_LAYOUT)} work with any module.")

@@ -145,6 +145,14 @@ class OwnModel:
         with drawing(0), explained(f"its {split} data"):
             return chosen() if callable(chosen) else chosen
 
+    def name_blocks(self, module: nn.Module) -> tuple[str, ...]:
+        """Return the names of the modules that ``parallel.recompute`` computes again: of the pipeline, or the blocks.
+
+        Raises:
+            UsageError: as `name_links`.
+        """
+        return self.name_links(module) if self.pipeline else self.blocks
+
     def name_links(self, module: nn.Module) -> tuple[str, ...]:
         """Return the names of the modules of the pipeline's chain.
 

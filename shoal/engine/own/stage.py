@@ -16,7 +16,7 @@ from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import all_reduce, to_host
 from shoal.engine.models.cache import Slice
 from shoal.engine.models.initial import stream_key
-from shoal.engine.own.blocks import Blocks, group_parameters
+from shoal.engine.own.blocks import Blocks, group_parameters, recompute_modules
 from shoal.engine.own.chain import Chain, LinkSeeds, StageLinks
 from shoal.engine.own.definition import OwnModel
 from shoal.engine.own.formats import autocast, set_formats, widen
@@ -251,6 +251,9 @@ def build_own_stage(
     split = apply_table(module, own.tensor_parallel, ranks) if ranks else {}
     seeds = LinkSeeds(own, module, seed)
     links = StageLinks(chain, part, module, policy.compute, mesh.device) if chain else None
+    if mesh.layout.recompute == "full":
+        names = own.name_blocks(module)
+        recompute_modules(module.get_submodule(name) for i, name in enumerate(names) if not chain or i in part)
     placements = {
         name: split.get(name) or replicate(name, parameter, mesh, partial=False)
         for name, parameter in module.named_parameters() if parameter.requires_grad

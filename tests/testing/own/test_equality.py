@@ -50,6 +50,9 @@ def config_of(name: str, layout: dict[str, Any], **sections: dict[str, Any]) -> 
     ("gpt2", {"pp": 2, "schedule": "gpipe"}, {}),
     ("wide_llama", {"pp": 2, "tp": 2}, {}),
     ("factors", {"dp": 2}, {}),
+    ("gpt2", {"dp": 2, "zero": 3, "recompute": "full"}, {}),
+    ("wide_llama", {"pp": 2, "tp": 2, "recompute": "full"}, {}),
+    ("tower", {"pp": 2, "recompute": "full"}, {}),  # with batch norms and dropout
 ])  # fmt: skip
 def test_gradients_weights_and_buffers_are_those_of_one_device(name, layout, sections, pool):
     config = config_of(name, layout, **sections)
