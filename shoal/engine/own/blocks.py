@@ -44,7 +44,7 @@ def recompute_modules(modules: Iterable[nn.Module]) -> None:
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
     for each in modules:
-        each.forward = partial(run, each.forward)  # type: ignore[method-assign]
+        each.forward = partial(run, each.forward)
 
 
 def _is_cache(value: object) -> bool:
