@@ -21,7 +21,6 @@ from shoal.base.errors import redact
 from shoal.base.files import read_json, read_tail
 from shoal.base.journal import Journal
 from shoal.base.terminal import warn
-from shoal.engine.optim.from_torch import TORCH
 from shoal.launch.prefork import COMPILER, PreforkServer, PreforkServerEnded, end_processes, local_environment
 from shoal.launch.rank_env import PLACE, failure_path
 from shoal.launch.recovery.generations import LEAVE, LOG
@@ -46,11 +45,8 @@ TAIL_LINES, TAIL_BYTES = 30, 1 << 20  # of a rank's log, shown after its failure
 
 def start_rank_server(config: RunConfig, device: str) -> PreforkServer:
     """Start the server that forks the ranks of a run on this machine."""
-    recomputes = config.parallel.recompute != "none" or bool(config.model.module)  # a module of one's own may
-    imported = recomputes or config.optimizer.name in TORCH  # torch's optimizers import it when they are built
-    preload = [*PRELOADED, COMPILER] if config.train.compile or imported else PRELOADED
     environment = local_environment(config.parallel.world_size, device)
-    return PreforkServer(environment, preload=preload, may_fork=device == "cpu")
+    return PreforkServer(environment, preload=[*PRELOADED, COMPILER], may_fork=device == "cpu")
 
 
 class RankProcess:

@@ -42,7 +42,7 @@ from shoal.launch.forked_process import JOB_SIGNALS, ForkedProcess, is_safe_to_f
 READ_AT_START = "OMP_WAIT_POLICY"  # environment variable that OpenMP reads once, when torch is imported
 START_SECONDS = 180.0  # for the first answer of a server that has to import torch, on a busy machine
 ANSWER_SECONDS = 20.0  # for any other answer: the server only waits for orders
-COMPILER = "torch._dynamo"  # takes a second to import; `torch.compile` needs it, and so does recomputation
+COMPILER = "torch._dynamo"  # takes a second to import; compiling, recomputing and building torch's optimizers need it
 PIPE = "SHOAL_PIPE"  # environment variable with the file descriptor of a pipe passed to a process
 
 
