@@ -16,6 +16,7 @@ from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import Transfer, start_receive, start_send
 from shoal.engine.data.batches import Batch
 from shoal.engine.models.cache import Slice
+from shoal.engine.models.labels import look_further
 from shoal.engine.parallel.apply import LocalStage
 from shoal.engine.weight_versions import WeightVersions
 from shoal.pipeline.program import RECEIVES, SENDS, WEIGHTS, Action, Op, Program
@@ -86,6 +87,7 @@ class Runtime:
         self.last_weights = _last_weights(self.actions)
         self.hidden_shape, self.dtype, self.slices = hidden_shape, dtype, slices
         self.tokens, self.cuda_graphs = tokens, cuda_graphs
+        self.further = max(stage.further for stage in stages)
         self.versions = {
             stage.index: WeightVersions(
                 stage.parameters.buckets, [(i, a) for i, a in enumerate(self.actions) if a.stage == stage.index]
@@ -154,6 +156,9 @@ class Runtime:
         self._reset()
         if self.cuda_graphs:  # after the previous step's tensors are gone: without marks, each layer would begin a step
             torch.compiler.cudagraph_mark_step_begin()
+        if self.further and torch.is_grad_enabled():  # before ranks take their tokens of a sequence
+            batches = [replace(each, further=look_further(each.tokens, each.targets, each.documents, self.further))
+                       for each in batches]  # fmt: skip
         batches = [take_tokens(batch, self.tokens) for batch in batches]
         updated = None
         for stage in self.stages.values():
@@ -285,7 +290,8 @@ def take_tokens(batch: Batch, tokens: Tensor | slice | None) -> Batch:
     """Return some tokens of a micro-batch (None: all), with the documents of all tokens, which attention needs."""
     if tokens is None:
         return batch
-    return replace(batch, tokens=batch.tokens[:, tokens], targets=batch.targets[:, tokens])
+    further = None if batch.further is None else batch.further[..., tokens]
+    return replace(batch, tokens=batch.tokens[:, tokens], targets=batch.targets[:, tokens], further=further)
 
 
 def _last_weights(actions: Sequence[Action]) -> set[Action]:

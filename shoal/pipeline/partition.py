@@ -76,4 +76,10 @@ def split_work(work: Sequence[float], stages: int) -> list[range]:
 
 def balance_layers(shape: ModelShape, stages: int) -> list[range]:
     """Return balanced layers for each part of a model."""
-    return stage_layers(shape.layers, stages, shape.vocab * shape.hidden / shape.mean_layer_matrices())
+    return stage_layers(shape.layers, stages, measure_head(shape))
+
+
+def measure_head(shape: ModelShape) -> float:
+    """Return the work of the head, and of multi-token prediction, in layers."""
+    layer, more = shape.mean_layer_matrices(), shape.mtp_depth
+    return ((1 + more) * shape.vocab * shape.hidden + 2 * more * shape.hidden**2) / layer + more

@@ -56,7 +56,7 @@ def config_fields(shape: ModelShape, kind: str) -> dict[str, Any]:
     """Return the entries of ``config.json`` that these families have besides llama's."""
     latent, experts = shape.latent, shape.moe
     assert latent is not None
-    third = {"rope_interleave": True, "num_nextn_predict_layers": 0} if kind == "deepseek_v3" else {
+    third = {"rope_interleave": True, "num_nextn_predict_layers": shape.mtp_depth} if kind == "deepseek_v3" else {
         "topk_method": "greedy" if experts.groups == 1 else "group_limited_greedy"}  # fmt: skip
     return third | {
         "q_lora_rank": latent.query_rank, "kv_lora_rank": latent.key_value_rank,

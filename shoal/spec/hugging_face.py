@@ -161,6 +161,8 @@ def _llama_fields(config: Config, family: HFFamily, where: str) -> dict[str, Any
     }  # fmt: skip
     if kind in ("deepseek_v2", "deepseek_v3"):
         fields |= deepseek.latent_fields(config) | {"experts": deepseek.expert_fields(config, where)}
+        if kind == "deepseek_v3" and config.get("num_nextn_predict_layers"):
+            fields["mtp_depth"] = config["num_nextn_predict_layers"]
     if kind == "llama4_text":
         fields |= llama4.model_fields(config, where)
     if family.gemma:

@@ -64,7 +64,8 @@ def check_weights(config: RunConfig) -> None:
     folder = expanded(config.model.weights, "model.weights")
     stored = build_config({"model": {"name": folder.name, **read_hf_config(folder)}}).model.shape(
         vocab=1, sequence_length=1)
-    ours, theirs = (each.model_dump(exclude={"experts", "max_sequence"}) for each in (shape, stored))
+    ours, theirs = (each.model_dump(exclude={"experts", "max_sequence", "mtp_weight"}) for each in (shape, stored))
+    theirs["mtp_depth"] = min(ours["mtp_depth"], theirs["mtp_depth"])  # fewer modules may be trained than are stored
     for field in (field for field in ours if ours[field] != theirs[field]):
         raise UsageError(f"model.{field} = {ours[field]!r}, but the model of model.weights = '{folder}' has "
                          f"{theirs[field]!r}.\n  `shoal import hf {folder}` writes the fields of its model.")

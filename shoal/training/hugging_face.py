@@ -114,6 +114,8 @@ def export_hf(
         made.rename(out)
     finally:
         shutil.rmtree(made, ignore_errors=True)
+    left = shape.mtp_depth - described.get("num_nextn_predict_layers", 0)
+    tokens += "; without its modules of multi-token prediction, which the family does not have" if left else ""
     return f"{out}: {described['architectures'][0]}, step {found.step}, {stored.dtype}; {tokens}"
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import random
 import shlex
 import shutil
 import tomllib
@@ -21,13 +22,19 @@ import shoal
 from shoal.base.boxes import Box, Piece
 from shoal.cli.main import main
 from shoal.engine.checkpoint import hugging_face_export
+from shoal.engine.checkpoint.gguf import ARCHITECTURES
 from shoal.engine.checkpoint.hugging_face import HFWeights, read_hf_config
 from shoal.engine.checkpoint.manifest import list_checkpoints
 from shoal.engine.data.batches import open_dataset
 from shoal.engine.models.transformer import Transformer
+from shoal.planning.cost.buckets import count_elements
+from shoal.planning.cost.parameters import StagePart
+from shoal.spec.catalog import ModelShape
 from shoal.spec.config import build_config
 from shoal.spec.config.model import ModelConfig
-from shoal.spec.hugging_face import model_fields
+from shoal.spec.hugging_face import FAMILIES, hf_config, model_fields
+from shoal.spec.layout import Layout
+from shoal.testing.verify.draw import draw_run
 from shoal.training.check import check, check_weights
 from tests.trainings.runs import ROOT, train_in
 from tests.trainings.runs import shoal as run_shoal
@@ -128,11 +135,16 @@ def build(name: str, folder: Path):
 def logits_of(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
     """What shoal's model computes with the weights of a folder."""
     shape = ModelConfig(name="x", **read_hf_config(folder)).shape(vocab=1, sequence_length=1)
-    model, weights = Transformer(shape), HFWeights(folder, shape)
     with torch.no_grad():
-        for name, p in (*model.named_parameters(), *model.named_buffers()):
-            weights.fill(name, Piece(tuple(p.shape), Box.full(tuple(p.shape)), p))
-        return model(tokens)
+        return fill_from(folder, shape)(tokens)
+
+
+@torch.no_grad()
+def fill_from(folder: Path, shape: ModelShape) -> Transformer:
+    model, weights = Transformer(shape), HFWeights(folder, shape)
+    for name, p in (*model.named_parameters(), *model.named_buffers()):
+        weights.fill(name, Piece(tuple(p.shape), Box.full(tuple(p.shape)), p))
+    return model
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -154,6 +166,58 @@ def test_the_text_model_of_llama_4_with_images(tmp_path):
     stored = {f"language_model.{name}": each for name, each in load_file(folder / "model.safetensors").items()}
     save_file(stored | {"vision_model.x": torch.ones(1)}, folder / "model.safetensors")
     assert torch.equal(logits_of(folder, tokens), alone)
+
+
+def test_multi_token_prediction_of_deepseek_v3(pool, tmp_path, monkeypatch):
+    """Modules beside transformers' own, which read what is exported; elsewhere they are left out."""
+    from transformers import DeepseekV3ForCausalLM
+    from transformers.modeling_layers import MtpModel
+
+    depth, kind = 2, MODELS["deepseek-v3"][0]
+    monkeypatch.setitem(MODELS, "mtp", (kind, MODELS["deepseek-v3"][1] | {"num_nextn_predict_layers": depth}))
+    theirs = build("mtp", folder := tmp_path / "model")
+    assert "mtp_depth" not in read_hf_config(folder)  # no file has its modules
+    torch.manual_seed(2)
+    modules = MtpModel(theirs, depth).eval()
+    weights = load_file(folder / "model.safetensors")
+    for k, layer in enumerate(modules.layers):
+        for name, value in layer.state_dict().items():
+            name = name.removeprefix("mtp_block.").replace("post_norm", "shared_head.norm")
+            value = float("norm" in name) + 0.1 * torch.randn_like(value)  # of which some are undefined
+            if ".experts." in name:
+                name, parts = name.rpartition(".")[0], value.chunk(2, 1) if "gate_up" in name else (value,)
+                names = ("gate_proj", "up_proj") if len(parts) == 2 else ("down_proj",)
+                weights |= {f"model.layers.{2 + k}.{name}.{e}.{part}.weight": each[e].clone()
+                            for part, each in zip(names, parts, strict=True) for e in range(len(value))}  # fmt: skip
+            else:
+                weights[f"model.layers.{2 + k}.{name}"] = value
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = config_of(folder, {"pp": 2, "cp": 2})
+    check_weights(config)
+    assert config.model.mtp_depth == depth
+    train_in(pool, config, tmp_path / "run")
+    assert main(["export", "hf", str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 0
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    copies = {f"model.layers.{i}.{each}.weight" for i in (2, 3) for each in ("embed_tokens", "shared_head.head")}
+    assert stored.keys() == weights.keys() | copies
+    monkeypatch.setattr(DeepseekV3ForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.2.*",
+                                                                                      r"model\.layers\.3.*"])
+    for where in (folder, tmp_path / "out"):
+        theirs = DeepseekV3ForCausalLM.from_pretrained(where)
+        modules = MtpModel.from_pretrained(theirs)
+        tokens = torch.randint(300, (1, 20))
+        with torch.no_grad():
+            hidden, wanted = theirs.model(tokens).last_hidden_state, []
+            for k in range(depth):
+                later = F.pad(tokens[:, k + 1 :], (0, k + 1))
+                hidden = modules.forward_layer(k, hidden, torch.arange(20)[None], None, input_ids=later)
+                wanted.append(theirs.lm_head(hidden))
+        shape = ModelConfig(name="x", **read_hf_config(where)).shape(vocab=1, sequence_length=1)
+        ours, found = fill_from(where, shape), []
+        ours.head.register_forward_hook(lambda module, args, output, found=found: found.append(output.detach().clone()))
+        ours(tokens, F.pad(tokens[:, 1:], (0, 1)))
+        for got, logits in zip(found, wanted, strict=False):
+            torch.testing.assert_close(got, logits, rtol=0, atol=1e-5 * logits.abs().max())
 
 
 def test_experts_in_mxfp4(tmp_path, monkeypatch):
@@ -232,6 +296,33 @@ def test_imported_trained_on_a_layout_and_exported(name, pool, tmp_path):
             size = tuple(wanted.shape)
             stored.fill(key.removeprefix(before), Piece(size, Box.full(size), got := torch.empty(size)), moment)
             assert torch.equal(got, wanted), key
+
+
+def test_the_table_of_families_is_true():
+    """Of each family: a test of its logits and of training on a layout, its parts among the drawn runs, its size."""
+    import transformers
+
+    page = PAGE.read_text().partition("| `model_type` | import |")[2].split("\n\n")[0].splitlines()[2:]
+    rows = {kind: [cell == "yes" for cell in cells] for kind, *cells in (
+        [cell.strip() for cell in line.strip("|").split("|")] for line in page)}  # fmt: skip
+    assert rows.keys() == FAMILIES.keys()
+    drawn = [draw_run(random.Random(i).choice).model for i in range(300)]
+    kinds: dict[str, set[str]] = {}
+    for name, (kind, values) in MODELS.items():
+        config = getattr(transformers, f"{kind}Config")(**values)
+        kinds.setdefault(config.model_type, set()).add(name)
+        fields = model_fields(config.to_dict(), name) | {"mtp_depth": 0}  # not in these classes
+        with torch.device("meta"):
+            theirs = transformers.AutoModelForCausalLM.from_config(config)
+        shape = ModelConfig(name="x", **fields).shape(vocab=1, sequence_length=1)
+        count = count_elements(shape, Layout(), StagePart(range(shape.layers)))
+        assert sum(count) == shape.parameters() == sum(weight.numel() for weight in theirs.parameters())
+        assert FAMILIES[config.model_type].architecture == hf_config(shape, "float32", name)["architectures"][0]
+        for part, value in FAMILIES[config.model_type].parts.items():
+            assert part == "family" or any(getattr(model, part) == value for model in drawn), part
+    for kind, (*always, on_layout, is_drawn, estimated, gguf) in rows.items():
+        assert all((*always, is_drawn, estimated)) and kind in kinds
+        assert on_layout == bool(kinds[kind] & LAYOUTS.keys()) and gguf == (kind in ARCHITECTURES), kind
 
 
 def test_the_page_from_the_hub_to_a_model_folder(tmp_path, capsys, monkeypatch):

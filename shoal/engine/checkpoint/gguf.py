@@ -17,6 +17,7 @@ from shoal.base.addresses import AnyPath
 from shoal.base.boxes import Box, Piece
 from shoal.base.errors import UsageError
 from shoal.base.files import read_text
+from shoal.engine.checkpoint.hugging_face_export import find_saved
 from shoal.engine.checkpoint.load import load
 from shoal.engine.checkpoint.manifest import DTYPES, read_manifest
 from shoal.engine.data.tokenizer import BytesTokenizer, FileTokenizer, Tokenizer
@@ -92,8 +93,7 @@ def export_gguf(
     """
     import gguf
 
-    saved = {key.removeprefix("model."): each for key, each in read_manifest(checkpoint).tensors.items()
-             if key.startswith("model.") and not (shape.tied and key == "model.head.weight")}
+    saved = find_saved(read_manifest(checkpoint), shape)
     kinds = {torch.float32: gguf.GGMLQuantizationType.F32, torch.bfloat16: gguf.GGMLQuantizationType.BF16,
              torch.float16: gguf.GGMLQuantizationType.F16, torch.float64: gguf.GGMLQuantizationType.F64}  # fmt: skip
     writer = gguf.GGUFWriter(path, architecture)

@@ -49,6 +49,7 @@ _DEEPSEEK = {
     "attention.q_down": "self_attn.q_a_proj", "attention.q_latent_norm": "self_attn.q_a_layernorm",
     "attention.q_up": "self_attn.q_b_proj", "attention.kv_down": "self_attn.kv_a_proj_with_mqa",
     "attention.kv_latent_norm": "self_attn.kv_a_layernorm", "attention.kv_up": "self_attn.kv_b_proj",
+    "embedding_norm": "enorm", "hidden_norm": "hnorm", "projection": "eh_proj", "last_norm": "shared_head.norm",
 }
 _GPT_OSS = {
     "attention.sinks.weight": "self_attn.sinks", "mlp.router": "mlp.router", "mlp.router.logit_bias": "mlp.router.bias",
@@ -157,6 +158,9 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / "config.json"
     fields = model_fields(_read_object(path), str(path))
+    first = f"model.layers.{fields['layers']}.eh_proj.weight"
+    if fields.get("mtp_depth") and not (folder / DCP_LIST).is_file() and first not in _files_of_tensors(folder):
+        del fields["mtp_depth"]  # transformers leaves the modules out, and their number in the config
     try:
         build_config({"model": {"name": folder.name or "model", **fields}})
     except UsageError as error:

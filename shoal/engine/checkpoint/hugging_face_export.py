@@ -17,11 +17,12 @@ from shoal.base.boxes import Box, Piece
 from shoal.base.files import write_atomically
 from shoal.engine.checkpoint.hugging_face import INDEX, ONE_FILE, hf_tensor, stored_rows
 from shoal.engine.checkpoint.load import load
-from shoal.engine.checkpoint.manifest import DTYPES, read_manifest
+from shoal.engine.checkpoint.manifest import DTYPES, Manifest, StoredTensor, read_manifest
 from shoal.engine.optim.build import rate_factor, weight_decay
 from shoal.engine.optim.from_torch import MOMENTS
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import OptimizerConfig
+from shoal.spec.hugging_face import model_type
 
 SHARD_BYTES = 5_000_000_000  # of one exported file, as transformers writes them
 
@@ -46,8 +47,7 @@ class HFExport:
         manifest = read_manifest(checkpoint)
         self.updates: int = manifest.extra.get("updates", manifest.step)
         self._tensors = manifest.tensors
-        self._saved = {name.removeprefix("model."): each for name, each in manifest.tensors.items()
-                       if name.startswith("model.") and not (shape.tied and name == "model.head.weight")}
+        self._saved = find_saved(manifest, shape)
         self._formats = {name: torch.float32 if name.endswith("router.bias") else dtype or DTYPES[each.dtype]
                          for name, each in self._saved.items()}  # fmt: skip
         weights = [each for name, each in self._formats.items() if not name.endswith("router.bias")]
@@ -59,7 +59,8 @@ class HFExport:
 
     def size(self, names: Iterable[str]) -> int:
         """Return the bytes of parameters."""
-        return sum(self._formats[name].itemsize * Box.full(self._saved[name].shape).numel for name in names)
+        return sum(self._formats[name].itemsize * Box.full(self._saved[name].shape).numel *
+                   (1 + len(_copies(name, self._shape))) for name in names)  # fmt: skip
 
     def read(self, names: Iterable[str], device: str = "cpu") -> dict[str, Tensor]:
         """Return the tensors of parameters by their names in Hugging Face's format; on "meta" nothing is read."""
@@ -71,7 +72,7 @@ class HFExport:
         }  # fmt: skip
         self._fill("model", tensors)
         stored = {name: t.sub_(less[name]).to(self._formats[name]) if less[name] else t for name, t in tensors.items()}
-        return _rename(stored, self._shape)
+        return _rename(stored, self._shape, copies=True)
 
     def read_moments(self, names: Iterable[str], kind: str, device: str = "cpu") -> dict[str, Tensor]:
         """Return a state of the optimizer as `read` returns parameters; a router's bias has none."""
@@ -151,11 +152,30 @@ class HFExport:
         return [group | {"params": [*each]} for group, each in zip(rule.param_groups, names.values(), strict=True)]
 
 
+def find_saved(manifest: Manifest, shape: ModelShape) -> dict[str, StoredTensor]:
+    """Return the tensors of a checkpoint that belong to a model in other formats.
+
+    Modules of multi-token prediction do if its family has them: others compute the same without.
+    """
+    left = () if model_type(shape) == "deepseek_v3" else range(shape.layers, shape.blocks)
+    without = tuple(f"model.layers.{i}." for i in left) + ("model.head.weight",) * shape.tied
+    return {name.removeprefix("model."): each for name, each in manifest.tensors.items()
+            if name.startswith("model.") and not name.startswith(without)}  # fmt: skip
+
+
+def _copies(name: str, shape: ModelShape) -> list[str]:
+    """Return the names of the copies that DeepSeek's modules of multi-token prediction have of a shared matrix."""
+    head = ["shared_head.head"]
+    own = {"embed.token.weight": ["embed_tokens", *head * shape.tied], "head.weight": head}
+    modules = range(shape.layers, shape.blocks) if model_type(shape) == "deepseek_v3" else ()
+    return [f"model.layers.{i}.{each}.weight" for i in modules for each in own.get(name, ())]
+
+
 def _unit(name: str) -> str:
     return ".".join(name.split(".")[:2]) if name.startswith("layers.") else name
 
 
-def _rename(tensors: Mapping[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
+def _rename(tensors: Mapping[str, Tensor], shape: ModelShape, *, copies: bool = False) -> dict[str, Tensor]:
     parts: dict[str, dict[int | None, list[Tensor]]] = {}
     steps: dict[str, int] = {}
     for name, tensor in sorted(tensors.items(), key=lambda item: hf_tensor(item[0], shape).start):
@@ -163,8 +183,9 @@ def _rename(tensors: Mapping[str, Tensor], shape: ModelShape) -> dict[str, Tenso
             at = hf_tensor(name, shape, expert)
             if (order := stored_rows(name, shape)) is not None:
                 each = torch.empty_like(each).index_copy_(0, order.to(each.device), each)
-            parts.setdefault(at.name, {}).setdefault(at.expert, []).append(each.t() if at.transposed else each)
-            steps[at.name] = at.step
+            for stored in (at.name, *(_copies(name, shape) if copies else ())):
+                parts.setdefault(stored, {}).setdefault(at.expert, []).append(each.t() if at.transposed else each)
+                steps[stored] = at.step
     joined = {name: {expert: _join(each, steps[name]) for expert, each in of.items()} for name, of in parts.items()}
     return {name: of[None] if None in of else torch.stack([*of.values()]) for name, of in joined.items()}
 

@@ -36,7 +36,7 @@ class Batch:
             stay inside documents.
         samples: global sample index of each sequence, ``[n]`` int64; None if nothing is drawn by it.
         sources: number of the source of each sequence in a mixture, ``[n]`` int64; None without a mixture.
-        sequences, labels: see `Transformer.forward`.
+        sequences, labels, further: see `Transformer.forward`.
     """
 
     tokens: torch.Tensor
@@ -46,6 +46,7 @@ class Batch:
     sources: torch.Tensor | None = None
     sequences: float = 1
     labels: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+    further: torch.Tensor | None = None
 
     def unmasked(self) -> int:
         """Return the number of targets that count in the loss."""

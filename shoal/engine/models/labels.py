@@ -1,13 +1,16 @@
-"""Labels drawn from the model's own distribution, with logits unsplit or split over ranks by token id."""
+"""Labels besides the next token: drawn from the model's own distribution, or of later tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.engine.models.initial import stream_key, uniform
+from shoal.engine.models.loss import IGNORE
+from shoal.engine.streams import to_device
 
 ELSEWHERE = -1
 """Label that belongs to another rank's ids; it counts in the loss."""
@@ -23,6 +26,8 @@ def draw_labels(
     start: int = 0, part: int = 0, gather: Callable[[Tensor], Tensor] = lambda x: x.unsqueeze(0),
 ) -> Tensor:
     """Draw one label per token by inverse transform of a uniform number of (key, index).
+
+    Logits are unsplit, or split over ranks by token id.
 
     Args:
         logits: [b, s, n] of n consecutive ids; n may be 0 if other parts exist.
@@ -49,3 +54,25 @@ def draw_labels(
     target = inside.to(cumulative.dtype).unsqueeze(-1) * cumulative[..., -1:]
     ids = torch.searchsorted(cumulative, target).squeeze(-1).clamp(max=logits.shape[-1] - 1)
     return torch.where(mine, start + ids, ELSEWHERE)
+
+
+def look_further(tokens: Tensor, targets: Tensor, documents: Tensor | None, depth: int) -> Tensor:
+    """Return inputs and targets of the modules of multi-token prediction, [depth, 2, b, s]: of k places later.
+
+    A module has no target where the sequence or the document ends before.
+
+    Args:
+        tokens, targets, documents: of complete sequences, as in `Transformer.forward`.
+
+    >>> look_further(torch.tensor([[5, 6, 7]]), torch.tensor([[6, 7, 8]]), None, 1)[0, :, 0].tolist()
+    [[6, 7, 0], [7, 8, -100]]
+    """
+    found = []
+    for k in range(1, depth + 1):
+        after = 0, min(k, tokens.shape[1])
+        later, wanted = F.pad(tokens[:, k:], after), F.pad(targets[:, k:], after, value=IGNORE)
+        if documents is not None:
+            inside = F.pad(documents[:, k:] == documents[:, :-k], after)
+            wanted = wanted.masked_fill(~to_device(inside, wanted.device), IGNORE)
+        found.append(torch.stack((later, wanted)))
+    return torch.stack(found)

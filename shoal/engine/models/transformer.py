@@ -38,6 +38,7 @@ from shoal.engine.models.experts.layer import MoE
 from shoal.engine.models.experts.router import RoutingContext
 from shoal.engine.models.feedforward import MLP, SwiGLU, project, project_joined
 from shoal.engine.models.initial import Initial, fill
+from shoal.engine.models.labels import look_further
 from shoal.engine.models.latent_attention import LatentAttention
 from shoal.engine.models.loss import CrossEntropy
 from shoal.engine.models.mixture_of_depths import MixtureOfDepths
@@ -170,6 +171,31 @@ def _table(rows: int, width: int) -> nn.Embedding:
     return nn.Embedding.from_pretrained(weight if weight.is_meta else nn.init.normal_(weight), freeze=False)
 
 
+class ModelEnd(nn.Module):
+    """All that follows the last layer, as one call: its parameters are used several times, and gathered together."""
+
+    def forward(self, compute: Callable[..., Tensor], *inputs: object) -> Tensor:
+        return compute(*inputs)
+
+
+class PredictionBlock(Block):
+    """Module of multi-token prediction: a layer with a projection of its two inputs before it, and a norm after it.
+
+    Module k takes what module k - 1 gave for a token (the first: the model's normalised output), and the embedding of
+    the token k places later (DeepSeek-AI 2024, "DeepSeek-V3", section 2.2). Embedding and head are the model's.
+    """
+
+    def __init__(self, shape: ModelShape, index: int, kernel: Kernel = "sdpa", recompute: Recompute = "none"):
+        super().__init__(shape, index, kernel, recompute)
+        self.embedding_norm, self.hidden_norm, self.last_norm = norm(shape), norm(shape), norm(shape)
+        self.projection = nn.Linear(2 * shape.hidden, shape.hidden, bias=False)
+
+    def predict(self, hidden: Tensor, embedded: Tensor, context: Context) -> Tensor:
+        """Return hidden states for the head, [b, s, h], from the hidden states of the module before and embeddings."""
+        both = torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), -1)
+        return self.last_norm(self(self.projection(both), context))
+
+
 class Embedding(nn.Module):
     """Token embeddings, with learned positions in the gpt family."""
 
@@ -204,11 +230,14 @@ class Transformer(nn.Module):
         self.positions, self.mask = Positions(), Mask(kernel, shape.query_dim)
         self.local_mask = Mask(kernel, shape.query_dim, shape.window, shape.chunked) if shape.window else None
         self.embed: Embedding | None = Embedding(shape)
-        blocks = {str(i): Block(shape, i, kernel, recompute) for i in range(shape.layers)}
+        self.first = True  # whether this stage begins with the embedding
+        blocks = {str(i): (Block if i < shape.layers else PredictionBlock)(shape, i, kernel, recompute)
+                  for i in range(shape.blocks)}  # fmt: skip
         self.layers = cast("dict[str, Block]", nn.ModuleDict(blocks))  # keyed by layer number in the full model
         self.norm: nn.Module | None = norm(shape)
         self.head: nn.Linear | None = nn.Linear(shape.hidden, shape.vocab, bias=False)
         self.loss = CrossEntropy()
+        self.end = ModelEnd() if shape.mtp_depth else None
         if shape.tied:
             self.head.weight = self.embed.token.weight
 
@@ -223,6 +252,7 @@ class Transformer(nn.Module):
         *,
         sequences: float = 1,
         labels: Callable[[Tensor, Tensor], Tensor] | None = None,
+        further: Tensor | None = None,
     ) -> Tensor:
         """Run the parts that this stage holds.
 
@@ -237,13 +267,15 @@ class Transformer(nn.Module):
                 generation) disables randomness.
             sequences: number of sequences in the global batch, over which router losses are averaged.
             labels: computes the loss targets from (logits, targets).
+            further: `look_further` of multi-token prediction; None computes it, of tokens that are complete sequences.
 
         Returns:
             The summed loss [nats] with targets, logits [b, s, v] without, or hidden states [b, s, h] without a head.
+            The loss of multi-token prediction is not in it, but its gradient is in the loss's.
         """
         shape, start, rotary = self.shape, part.start if part else 0, None
         positions = self.positions(start, tokens.shape[1], tokens.device)
-        x = hidden if self.embed is None else self.embed(tokens, positions)
+        x = self.embed(tokens, positions) if self.first and self.embed is not None else hidden
         assert x is not None, "hidden states, where the embedding is absent"
         if shape.family == "llama":
             rotary = rotary_table(positions, shape.rotary_dim, shape.rope_theta, x.dtype, shape.rope_scaling)
@@ -257,13 +289,40 @@ class Transformer(nn.Module):
         if part is not None:
             part.stop = part.start + tokens.shape[1]
         for layer in self.layers.values():
-            x = layer(x, context)
+            if not isinstance(layer, PredictionBlock):
+                x = layer(x, context)
         if self.norm is None or self.head is None:
             return x
-        logits = cap(self.head(self.norm(x)), shape.logit_softcap)
+        if self.end is None:
+            return self._finish(x, targets, labels)
+        if targets is not None and torch.is_grad_enabled():
+            further = look_further(tokens, targets, documents, shape.mtp_depth) if further is None else further
+        return self.end(self._finish, x, targets, labels, further, context)
+
+    def _finish(
+        self, x: Tensor, targets: Tensor | None, labels: Callable[[Tensor, Tensor], Tensor] | None,
+        further: Tensor | None = None, context: Context | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Compute the loss or the logits from the output of the last layer, [b, s, h]."""
+        assert self.norm is not None and self.head is not None
+        hidden = self.norm(x)
+        more = None if further is None or context is None else self._predict(hidden, further, context)
+        logits = cap(self.head(hidden), self.shape.logit_softcap)
         if targets is None:
             return logits
-        return self.loss(logits, targets if labels is None else labels(logits, targets))
+        loss = self.loss(logits, targets if labels is None else labels(logits, targets))
+        return loss if more is None else loss + (more - more.detach())
+
+    def _predict(self, hidden: Tensor, further: Tensor, context: Context) -> Tensor:
+        """Return the weighted loss of multi-token prediction (DeepSeek-AI 2024, DeepSeek-V3, equation 25)."""
+        assert self.embed is not None and self.head is not None
+        modules = [layer for layer in self.layers.values() if isinstance(layer, PredictionBlock)]
+        losses = []
+        for module, (tokens, targets) in zip(modules, further.unbind(), strict=True):
+            embedded = self.embed.forward(tokens, tokens)  # without hooks of the model's beginning: `end` has its own
+            hidden = module.predict(hidden, embedded, context)
+            losses.append(self.loss(cap(self.head(hidden), self.shape.logit_softcap), targets))
+        return torch.stack(losses).mean() * self.shape.mtp_weight
 
     def _make_masks(self, *inputs: Any) -> tuple[Any, Any]:
         """Return the masks of the layers that see all earlier tokens and of those with a window, where there are any.

@@ -146,6 +146,8 @@ class OwnStage(LocalStage):
         blocks: what ZeRO-3 gathers one after the other; None without blocks.
     """
 
+    further = 0
+
     def __init__(
         self, own: OwnModel, module: nn.Module, parameters: ShardedParameters, policy: Policy, seed: int,
         ranks: SplitRanks | None, seeds: LinkSeeds, links: StageLinks | None, index: int,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -14,7 +15,7 @@ from shoal.engine.data.batches import Batch
 from shoal.engine.models.attention_kernels import Kernel
 from shoal.engine.models.cache import Slice
 from shoal.engine.models.initial import fill
-from shoal.engine.models.transformer import Transformer, initial
+from shoal.engine.models.transformer import PredictionBlock, Transformer, initial
 from shoal.engine.parallel.context.apply import apply_context_parallel
 from shoal.engine.parallel.context.token_order import TokenAssignment
 from shoal.engine.parallel.embedding import EmbeddingTable
@@ -53,8 +54,13 @@ class LocalStage:
         samples = batch.samples if torch.is_grad_enabled() else None  # no random draws in validation
         return self.module(
             batch.tokens, batch.targets, batch.documents, hidden, part, samples,
-            sequences=batch.sequences, labels=batch.labels,
+            sequences=batch.sequences, labels=batch.labels, further=batch.further,
         )
+
+    @property
+    def further(self) -> int:
+        """Modules of multi-token prediction in this stage."""
+        return self.module.shape.mtp_depth if self.module.head is not None else 0
 
 
 def build_stages(
@@ -73,7 +79,7 @@ def build_stages(
     position, holders = mesh.index("pp"), program.stage_rank
     # Group creation is collective: every rank creates these groups at the same point.
     ends = None
-    if shape.tied and program.depth > 1:
+    if shape.shares_ends and program.depth > 1:
         places = sorted({rank for s, rank in enumerate(holders) if program.is_first(s) or program.is_last(s)})
         ends = mesh.group(f"pp:{','.join(map(str, places))}", purpose="ends")
     copies = ""
@@ -139,7 +145,11 @@ def _build_stage(
     if float8:
         apply_float8(model, float8, placements, parameters, sink)
     if not cuda_graphs:  # a recorded backward cannot first overwrite a buffer and later add to it
-        sink.connect(parameters, model)
+        again: Counter[Tensor] = Counter()
+        if model.end is not None and model.head is not None and model.embed is not None:
+            again[model.head.weight] += shape.mtp_depth
+            again[model.embed.token.weight] += shape.mtp_depth - (not model.first)
+        sink.connect(parameters, model, again)
     if layout.zero == 3:
         needed = [
             [bucket for bucket in parameters.buckets if any(slot.parameter in set(unit) for slot in bucket.slots)]
@@ -153,23 +163,28 @@ def _build_stage(
 
 def keep_stage(model: Transformer, stage: int, layers: Sequence[range]) -> None:
     """Remove from a model, in place, everything that other stages compute, given the layer range of every stage."""
-    keep, stages = layers[stage], len(layers)
+    keep, last, shape = [*layers[stage]], stage == len(layers) - 1, model.shape
+    if last:
+        keep += range(shape.layers, shape.blocks)
     for name in list(model.layers):
         if int(name) not in keep:
             del model.layers[name]
     if stage > 0:
-        model.embed = None
-    if stage < stages - 1:
-        model.norm = model.head = None
+        model.first = False
+        if not (last and shape.mtp_depth):
+            model.embed = None
+    if not last:
+        model.norm = model.head = model.end = None
 
 
 def share_tied(
     placements: dict[str, ParamPlacement], shape: ModelShape, stage: int, stages: int
 ) -> dict[str, ParamPlacement]:
-    """Mark a tied embedding held by the first and the last stage: one parameter with two partial gradients."""
-    if not shape.tied or stages == 1:
+    """Mark an embedding held by the first and the last stage: one parameter with two partial gradients."""
+    if not shape.shares_ends or stages == 1:
         return placements
-    local, name = ("embed.token.weight", "head.weight")[stage > 0], "embed.token.weight"
+    name = "embed.token.weight"
+    local = "head.weight" if stage > 0 and not shape.mtp_depth else name
     if local not in placements:
         return placements
     split = placements[local]
@@ -219,11 +234,14 @@ def initialise(parameters: RankParameters, shape: ModelShape, seed: int) -> None
 
 def _units(model: Transformer) -> list[list[nn.Module]]:
     """Return the groups of modules that are gathered together, in forward order."""
-    units: list[list[nn.Module]] = [[layer] for layer in model.layers.values()]
-    if model.embed is not None:
+    modules = [layer for layer in model.layers.values() if isinstance(layer, PredictionBlock)]
+    units: list[list[nn.Module]] = [[layer] for layer in model.layers.values() if layer not in modules]
+    if model.embed is not None and model.first:
         units.insert(0, [model.embed])
     if model.norm is not None and model.head is not None:
         units.append([model.norm, model.head])
+        if model.end is not None and model.embed is not None:
+            units[-1] = [model.end, *units[-1], *modules, model.embed, model.end]
     return units
 
 

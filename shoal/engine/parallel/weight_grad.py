@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -50,12 +50,16 @@ class GradSink:
         self._defer = defer
         self._waiting: list[tuple[Sequence[nn.Parameter], Term]] = []
 
-    def connect(self, parameters: ShardedParameters, model: nn.Module) -> None:
-        """Send gradients of a model's matrices to the buffers of its parameters from now on."""
+    def connect(self, parameters: ShardedParameters, model: nn.Module, again: Mapping[Tensor, int]) -> None:
+        """Send gradients of a model's matrices to the buffers of its parameters from now on.
+
+        Args:
+            again: how often a forward uses a matrix besides once for each module that has it.
+        """
         self.parameters = parameters
         owners: list[Any] = [module for module in model.modules() if getattr(module, "sink", None) is self]
         matrices = [(owner, p) for owner in owners for p in owner.parameters(recurse=False) if p.dim() > 1]
-        parameters.expect(Counter(matrix for _, matrix in matrices))
+        parameters.expect(Counter[Tensor](matrix for _, matrix in matrices) + Counter(again))
         for (_, before), (owner, matrix) in pairwise(matrices):
             owner.follows = parameters.are_adjacent((before, matrix))
         for owner in owners:

@@ -63,6 +63,7 @@ class Runs:
     memory: np.ndarray  # bytes
     gated: np.ndarray = _optional(1)  # 1 if the feed-forward block has two input matrices (SwiGLU), else 0
     tied: np.ndarray = _optional(0)  # 1 if the head is the embedding
+    further: np.ndarray = _optional(0)  # modules of multi-token prediction
     seen: np.ndarray = _optional(1)  # scores of fused attention, relative to all earlier tokens; the mean over layers
     value_dim: np.ndarray = _optional(0)  # of a head's values; 0 is head_dim
     query_rank: np.ndarray = _optional(0)  # widths of latent attention: of the latent of queries
@@ -226,7 +227,7 @@ def describe_row(run: EstimatedRun) -> dict[str, Any]:
     return row | {
         "layers": shape.layers, "hidden": shape.hidden, "heads": shape.heads, "kv_heads": shape.kv_heads,
         "head_dim": shape.query_dim, "value_dim": shape.value_dim, **_latent(shape),
-        "vocab": shape.vocab, "gated": shape.family == "llama", "tied": shape.tied,
+        "vocab": shape.vocab, "further": shape.mtp_depth, "gated": shape.family == "llama", "tied": shape.tied,
         **_experts(run), "seen": run.computed_scores, "s": run.sequence_length, "b": layout.micro_batch,
         "microbatches": max(1.0, run.global_batch / (layout.dp * layout.micro_batch)),
         "tp": layout.tp, "tp_x": layout.tp_x, "pp": layout.pp, "virtual": virtual, "dp": layout.dp, "cp": layout.cp,

@@ -69,7 +69,7 @@ class Filled(NamedTuple):
         sizes: size of each kind.
         counts: buckets of each kind.
         of_unit: for each unit, the numbers of the buckets of its own parameters.
-        used: for each unit, the buckets it needs: a tied output matrix needs the embedding's bucket.
+        used: for each unit, the buckets it needs: the model's end may need the embedding's bucket.
     """
 
     buckets: list[Bucket]
@@ -125,7 +125,7 @@ def _filled(
         for unit in numbers:
             of_unit[unit] += (i,)
     used = list(of_unit)
-    if shape.tied and part.first and part.last:
+    if shape.shares_ends and part.first and part.last:
         used[-1] = (*used[0], *(bucket for bucket in used[-1] if bucket not in used[0]))
     kinds: dict[Size, int] = {}  # in order of appearance
     kind = [kinds.setdefault(Size.from_bucket(bucket), len(kinds)) for bucket in buckets]

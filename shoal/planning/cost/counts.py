@@ -141,8 +141,12 @@ class RankCounts:
         part, shape, which = self.parts[action.stage], self.run.shape, 0 if action.op in FORWARDS else 1
         some = [layer for layer in part.layers if shape.skips(layer)]
         every = [layer for layer in part.layers if not shape.skips(layer)]
+        every += range(shape.layers, shape.blocks) if part.last else ()
         kinds = [(self.run, part._replace(layers=every), self._share(self.spread, action.part))]
         sent = Sent()
+        for _ in range(shape.mtp_depth * part.last):  # the embedding and the head once more
+            again = tensor_parallel(self.run, StagePart(()), kinds[0][2].tokens, by_parts=self.by_parts)
+            sent.add(again[which])
         if some and self.chosen is not None:
             fewer = replace(self.run, s=self.chosen.tokens)
             kinds.append((fewer, StagePart(some, False, False), self._share(self.chosen, action.part)))
@@ -242,7 +246,7 @@ class RankCounts:
         sent["dp", "all-reduce"] += all_reduced(NUMBER * updates, mesh.size("dp"))
         sent["world", "all-reduce"] += all_reduced(NUMBER * (3 if updates == 1 else 2 + updates), mesh.size("world"))
         if self.run.shape.experts:  # router statistics
-            layers = len(self.run.shape.experts.layers(self.run.shape.layers))
+            layers = len(self.run.shape.experts.layers(self.run.shape.blocks))
             counted = NUMBER * layers * (ROUTED + self.run.shape.experts.count)
             sent["world", "all-reduce"] += all_reduced(counted, mesh.size("world"))
         if self.run.shape.depths:  # mixture-of-depths statistics

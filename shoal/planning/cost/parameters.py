@@ -22,7 +22,7 @@ class StagePart(NamedTuple):
     Attributes:
         layers: layer numbers.
         first, last: True if it has the embedding, or the final norm and the head.
-        shared: True if a tied embedding is shared with another stage.
+        shared: True if the embedding is shared with another stage.
     """
 
     layers: Sequence[int]
@@ -34,7 +34,7 @@ class StagePart(NamedTuple):
 def stage_parts(shape: ModelShape, program: Program) -> list[StagePart]:
     """Return the parts of all stages in order."""
     layers, depth = assign_layers(shape, program), program.depth
-    shared = shape.tied and depth > 1
+    shared = shape.shares_ends and depth > 1
     of_copy = [StagePart(layers[i], i == 0, i == depth - 1, shared) for i in range(depth)]
     return of_copy * program.model_copies
 
@@ -214,6 +214,12 @@ def list_units(
         if not shape.tied:
             last.append(rows("head.weight", shape.vocab, h))
         elif part.shared:
+            last.append(rows("embed.token.weight", shape.vocab, h, alone=True))
+        for i in range(shape.layers, shape.blocks):
+            last += layer(i)
+            last += [replicated(f"layers.{i}.{name}_norm.weight", h) for name in ("embedding", "hidden", "last")]
+            last.append(replicated(f"layers.{i}.projection.weight", h, 2 * h))
+        if shape.mtp_depth and part.shared and not shape.tied:
             last.append(rows("embed.token.weight", shape.vocab, h, alone=True))
         units.append(last)
     return units

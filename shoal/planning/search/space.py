@@ -17,7 +17,7 @@ from typing import Any
 
 from shoal.base.errors import UsageError, divisors
 from shoal.base.section import validate
-from shoal.pipeline.partition import balance_layers
+from shoal.pipeline.partition import balance_layers, measure_head
 from shoal.pipeline.schedules import SCHEDULES
 from shoal.planning.estimable import check_trained
 from shoal.planning.run import EstimatedRun
@@ -164,7 +164,7 @@ def splits(shape: ModelShape, pp: int, depth: int, space: LayoutSpace) -> tuple[
     if "stage_layers" in space.fixed or not space.uneven or depth != pp or pp == 1:
         return ({"stage_layers": None},)
     even = tuple(len(part) for part in balance_layers(shape, depth))
-    return _splits(even, ceil(shape.vocab * shape.hidden / shape.mean_layer_matrices()))
+    return _splits(even, ceil(measure_head(shape)))
 
 
 @cache

@@ -145,6 +145,13 @@ class ModelShape(Section):
     plain_qk_norm: bool = False
     """With qk_norm, its norms have no weights, and layers without rotary positions none (Llama 4)."""
 
+    mtp_depth: int = Field(default=0, ge=0, le=64)
+    """Modules after the last layer, each of which predicts one token further in training (multi-token prediction:
+    DeepSeek-AI 2024, DeepSeek-V3, section 2.2); llama only."""
+
+    mtp_weight: PositiveFloat = 0.3
+    """Weight of the mean of their losses, which are no part of the reported loss."""
+
     post_norm: Literal["also", "only"] | None = None
     """Norms of what attention and the feed-forward block add to the residual stream, besides norms of their inputs
     (also: Gemma 2) or instead (only: OLMo 2); llama only."""
@@ -219,6 +226,16 @@ class ModelShape(Section):
         return self.latent.rotary_dim if self.latent else self.head_dim
 
     @property
+    def blocks(self) -> int:
+        """Layers, with one in each module of multi-token prediction."""
+        return self.layers + self.mtp_depth
+
+    @property
+    def shares_ends(self) -> bool:
+        """Whether the end of the model uses the embedding: as its head, or in multi-token prediction."""
+        return self.tied or self.mtp_depth > 0
+
+    @property
     def by_blocks(self) -> bool:
         """Whether attention saves the log-sum-exp of its scores with every kernel, and never the scores."""
         return self.sinks or self.softcap is not None
@@ -251,7 +268,8 @@ class ModelShape(Section):
         layer += h * self.out_bias + self.heads * self.sinks
         if gpt:
             layer, block = layer + h, block + f + h  # including the biases
-        total = self.layers * (layer + block) + (2 * h + self.max_sequence * h if gpt else h)
+        total = self.blocks * (layer + block) + (2 * h + self.max_sequence * h if gpt else h)
+        total += self.mtp_depth * (3 * h + 2 * h * h)
         if (experts := self.experts) is not None:
             routers = (2 if experts.gate == "noisy-top-k" else 1) * h * experts.count
             of_experts = (experts.count + experts.shared) * self._block(experts)
@@ -259,7 +277,7 @@ class ModelShape(Section):
                 of_experts += experts.count * (1 + (self._matrices_of_block() - 1) * experts.ffn + h)
             if gpt and experts.shared:
                 of_experts += experts.shared * experts.ffn + h
-            total += len(experts.layers(self.layers)) * (routers + of_experts - block)
+            total += len(experts.layers(self.blocks)) * (routers + of_experts - block)
         total += sum(self.router(i) for i in range(self.layers))
         return total + self.vocab * h * (1 if self.tied else 2)
 
@@ -278,11 +296,12 @@ class ModelShape(Section):
         (not halved for causality), and in a local layer with the window instead of s; recomputation and the embedding
         lookup do not count. Routed experts count per token as if none were dropped (Fedus et al. 2022, section 2), and
         so does the router. A layer that processes k of a sequence's s tokens counts k/s, its attention scores (k/s)^2,
-        and its router for all tokens.
+        and its router for all tokens. A module of multi-token prediction counts its layer, its projection and the head.
         """
         s, wide = sequence_length, self.query_dim + self.value_dim
-        of_token, of_some = 6 * self.vocab * self.hidden, 0  # per token; and per sequence, for layers that skip tokens
-        for layer in range(self.layers):
+        of_token = 6 * (1 + self.mtp_depth) * self.vocab * self.hidden + 12 * self.mtp_depth * self.hidden**2
+        of_some = 0  # per sequence, for layers that skip tokens
+        for layer in range(self.blocks):
             n = self.taken(layer, s)
             done = 6 * (self.layer_matrices(layer) + self.heads * wide * min(n, self.reach(layer) or n))
             of_token += 6 * self.router(layer) if self.skips(layer) else done

@@ -150,6 +150,7 @@ WEIGHTS = Feature("model.weights", lambda run: run.config.model.weights is not N
 WINDOW = Feature("model.window", lambda run: run.shape.window is not None)
 QK_NORM = Feature("model.qk_norm", lambda run: run.shape.qk_norm)
 SINKS = Feature("model.sinks", lambda run: run.shape.sinks)
+MTP = Feature("model.mtp_depth", lambda run: run.shape.mtp_depth > 0)
 LATENT = Feature("model.latent", lambda run: run.shape.latent is not None)
 
 # ---- computing -------------------------------------------------------------------------------------------------------

@@ -83,6 +83,12 @@ CONFLICTS = (
     Conflict(f.RELAXED, f.DEPTHS, "the loss of predictors is a mean over the global batch, and its replicas differ",
              "Leave sync out"),
 
+    *_each((f.MTP,), (f.TOKEN_PIPELINE, f.ASYNC_PIPELINE, f.DEPTHS), "its modules look at later tokens, in the last "
+           "stage and at its version of the embedding", "Leave one of them out"),
+    Conflict(f.MTP, f.GRID, "its modules need complete hidden states", "Leave mtp_depth or tp_x out"),
+    Conflict(f.MTP, f.FLOAT8, "products of 8 bits are in the model's layers alone", "Leave mtp_depth out, or use bf16"),
+    Conflict(f.MTP, f.SOPHIA, "curvature is estimated of one loss", "Leave mtp_depth out, or choose adamw"),
+
     # ---- schedules ---------------------------------------------------------------------------------------------------
     Conflict(f.SLICES, f.NOT_SLICED, "it computes full sequences",
              "Set parallel.schedule to terapipe, or leave sequence_slices out"),

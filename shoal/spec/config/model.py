@@ -152,7 +152,7 @@ class ModelConfig(Section):
             raise UsageError("model.joint_qk_norm with model.plain_qk_norm: norms over all heads have weights.\n"
                              "  Leave one of them out.")
         for name in ("rope_scaling", "qkv_bias", "out_bias", "qk_norm", "post_norm", "activation", "sinks",
-                     "local_rope_theta", "latent"):
+                     "local_rope_theta", "latent", "mtp_depth"):
             if shape.family != "llama" and getattr(shape, name):
                 raise UsageError(f"model.{name}, but model {self.name} is of the family gpt.\n  Leave it out.")
         if shape.rotary_dim % 2 and shape.family == "llama":

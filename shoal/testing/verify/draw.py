@@ -115,6 +115,8 @@ def draw_run(choose: Choose, max_ranks: int = 8, *, routers: bool = True) -> Run
         model["depths"] = _draw_depths(choose, length, model["layers"], cp, parts)
     if model["name"] == "tiny" and tp_x == 1:
         model |= _draw_latent(choose, heads)
+    if model["name"] == "tiny" and not model.get("depths") and not is_excluded(features.MTP, drawn):
+        model |= choose(({}, {}, {"mtp_depth": 1}, {"mtp_depth": 2, "mtp_weight": 1.0}))
     if model["name"] == "tiny":
         model |= choose(({}, {"post_norm": "also"}, {"post_norm": "only"}))
         heads_alone = tp_x == 1 and not model.get("latent")

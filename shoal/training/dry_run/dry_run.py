@@ -157,7 +157,7 @@ def _check_even(config: RunConfig, shape: ModelShape) -> None:
     A rank would receive a different number than it sends, which only the other ranks know.
     """
     layout, experts, s = config.parallel, shape.moe, config.data.sequence_length
-    for tokens in sorted({shape.taken(layer, s) for layer in experts.layers(shape.layers)}):
+    for tokens in sorted({shape.taken(layer, s) for layer in experts.layers(shape.blocks)}):
         each = assign_tokens(layout, tokens)
         lengths = sorted({sum(each.lengths(rank)) for rank in range(layout.cp)})
         if len(lengths) > 1 or lengths[0] % layout.tp or lengths[0] // layout.tp * experts.per_token % experts.count:

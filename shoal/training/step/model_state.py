@@ -70,7 +70,7 @@ class ModelState:
             layout, shape, microbatches=self.microbatches, sequence_length=config.data.sequence_length
         )
         self.program = build_layout_program(layout, self.microbatches, len(self.slices))
-        check_program(self.program, tied=shape.tied)
+        check_program(self.program, tied=shape.shares_ends)
         self.spread = assign_tokens(layout, config.data.sequence_length, self.slices)
         self.float8 = Float8.from_policy(self.policy, config.float8, shape, mesh.device)
         self.sync_mesh = mesh if layout.sync == "all-reduce" else mesh.replica()

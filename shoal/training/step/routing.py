@@ -55,7 +55,7 @@ class ExpertRouting(LayerCounts):
 
     def __init__(self, stages: Sequence[LocalStage], program: Program, mesh: Mesh, shape: ModelShape):
         experts = shape.moe
-        super().__init__(mesh, experts.layers(shape.layers), SUMS + experts.count)
+        super().__init__(mesh, experts.layers(shape.blocks), SUMS + experts.count)
         self.shape = shape
         routers = [(r, stage.index < program.depth) for stage in stages for r in find_modules(stage.module, Router)]
         self.modules: list[Router] = [router for router, _ in routers]
@@ -104,7 +104,7 @@ def expert_metrics(totals: Tensor, shape: ModelShape, sequences: int, length: in
     sums, loads = totals[:, :SUMS].sum(0), totals[:, SUMS:]
     shares = loads / loads.sum(1, keepdim=True).clamp(min=1)
     experts = shape.moe
-    tokens = sequences * sum(shape.taken(layer, length) for layer in experts.layers(shape.layers))
+    tokens = sequences * sum(shape.taken(layer, length) for layer in experts.layers(shape.blocks))
     wanted = tokens if experts.gate == "expert-choice" else float(loads.sum() + sums[0])
     dropped, balance_loss, z_loss = sums.tolist()
     per_layer = sequences * len(totals)

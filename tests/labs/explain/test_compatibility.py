@@ -16,6 +16,7 @@ from shoal.spec.compatibility.table import CONFLICTS, find_conflict
 NO_TECHNIQUES = {
     "train.device", "train.transport", "testing.straggler", "testing.min_step_seconds", "testing.kill",
     "testing.link_gbs", "model.weights", "model.qk_norm", "model.latent", "model.window", "model.sinks",
+    "model.mtp_depth",
     "failover.restarts", "failover.recovery_timeout_seconds",
 }  # fmt: skip
 

@@ -157,6 +157,7 @@ def test_what_windows_keep(pool: Pool, kernel: str, masked: bool, s: int, recomp
     {"softcap": 2.0, "window": 7, "pattern": ("local", "global"), "local_rope_theta": 100.0},
     {"qk_norm": True, "plain_qk_norm": True, "window": 7, "pattern": ("local", "global"), "chunked": True,
      "global_rope": False, "temperature": 0.1},
+    {"mtp_depth": 2},
     {"sinks": True, "window": 7, "pattern": ("local", "global"), "out_bias": True, "activation": "clamped"},
 ])  # fmt: skip
 @pytest.mark.parametrize("fused", [False, True])

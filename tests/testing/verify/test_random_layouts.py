@@ -81,6 +81,22 @@ def test_latent_attention_on_layouts(pool: Pool, parallel: dict, latent: dict) -
     assert verdict.worst_gradient <= 1e-12
 
 
+@pytest.mark.parametrize(("parallel", "model"), [
+    ({}, {"tied": True}),
+    ({"pp": 2, "tp": 2, "sequence_parallel": True, "zero": 1}, {"mtp_weight": 1.0}),
+    ({"dp": 2, "zero": 3, "pp": 2, "schedule": "zb-h1", "recompute": "full"}, {"tied": True}),
+    ({"cp": 2, "tp": 2, "dp": 2, "zero": 3}, {"window": 3}),
+    ({"dp": 2, "ep": 2, "pp": 3}, {"experts": {"count": 4, "ffn": 8, "per_token": 2, "balance_loss": 0.1}}),
+])  # fmt: skip
+def test_multi_token_prediction_on_layouts(pool: Pool, parallel: dict, model: dict) -> None:
+    """The last stage has a copy of the embedding; ranks see tokens of others, and documents end before them."""
+    config = small_run(parallel, {"mtp_depth": 2, **model}, precision="fp64")
+    data = config.data.model_copy(update={"sequence_length": 18, "document_mask": True})
+    verdict, _ = run_case(prepare(config.model_copy(update={"data": data}), own_precision=False), pool, steps=2)
+    assert not verdict.findings, verdict.findings[0].text
+    assert verdict.worst_gradient <= 1e-12
+
+
 def test_drawn_runs_are_valid_and_reach_every_corner() -> None:
     drawn = [draw_run(random.Random(i).choice) for i in range(600)]
     for run in drawn:
@@ -134,6 +150,10 @@ def test_drawn_runs_are_valid_and_reach_every_corner() -> None:
             for axis in ("dp", "tp", "cp", "pp", "zero")
             for on in (lambda run: run.model.chunked, lambda run: run.model.temperature,
                        lambda run: run.model.experts.scales_input)
+        ),
+        "multi-token prediction, beside every other axis": all(
+            any(run.model.mtp_depth and getattr(run.parallel, axis) > 1 for run in drawn)
+            for axis in ("dp", "tp", "cp", "pp", "zero")
         ),
         "windows in some layers, of documents over cp": any(
             run.model.window and run.model.pattern and run.data.document_mask and run.parallel.cp_ring > 1

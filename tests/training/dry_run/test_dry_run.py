@@ -166,6 +166,8 @@ def formulas_of(config: RunConfig, shape: ModelShape, mesh: DryMesh) -> RankCoun
     ({}, {"dp": 4, "zero": 3, "zero_shard": 2, "prefetch": 2, "tp": 2, "sequence_parallel": True, "recompute": "full"}),
     ({"tied": True}, {"pp": 2, "tp": 4, "schedule": "dualpipe", "tp_overlap": True, "dp": 2, "zero": 2}),
     ({"name": "tiny-gpt", "tied": True}, {"cp": 4, "ulysses": 2, "recompute": "full", "zero": 3, "pp": 2}),
+    ({"mtp_depth": 2, "experts": {"count": 4, "ffn": 8}}, {"pp": 2, "tp": 2, "sequence_parallel": True, "etp": 1}),
+    ({"mtp_depth": 1, "tied": True}, {"zero": 3, "dp": 2, "tp": 2, "cp": 2, "recompute": "full"}),
     ({"name": "tiny-gpt"}, {"tp": 4, "tp_x": 2, "recompute": "full", "pp": 2}),
 ])
 def test_bytes_sent_of_a_later_step(model: dict, parallel: dict) -> None:

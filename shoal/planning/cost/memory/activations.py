@@ -257,7 +257,21 @@ def embedding(run: MicroBatch) -> list[Saved]:
 
 @once
 def head(run: MicroBatch) -> list[Saved]:
-    """Return the saved tensors of the final norm, the output matrix and the loss."""
+    """Return the saved tensors of the final norm, the output matrix and the loss, and of multi-token prediction."""
+    shape, found = run.shape, _head(run)
+    if not shape.mtp_depth:
+        return found
+    found.append(Saved("inputs and targets of modules", "[D, 2, b, s]", 16 * shape.mtp_depth * run.tokens))
+    both = Saved("inputs of a projection", "[b, s, 2 h]", 2 * run.itemsize * run.tokens_between * shape.hidden)
+    same = (run.fused or run.itemsize >= 4) and not run.layout.sequence_parallel  # tensor as the input of the head
+    for number in range(shape.layers, shape.blocks):
+        inside = layer(run, sparse=shape.sparse(number), number=number)
+        found += [*_norm(run)[same:], *_norm(run), both, *inside, *_head(run)]
+    return found
+
+
+def _head(run: MicroBatch) -> list[Saved]:
+    """Return the saved tensors of a norm, the output matrix and a loss."""
     n, rows = run.tokens, run.shape.vocabulary_rows(run.layout.tp)
     return [
         *_norm(run),

@@ -75,7 +75,7 @@ def moments(run: MicroBatch, part: StagePart, kind: Half = "full") -> list[Momen
         # At the output matrix's input gradient, when the probabilities are freed.
         making = come + (e - run.logit) * n * rows + e * n * h + _copied(run)
         # A matrix shared with another stage is reduced separately, as soon as its gradient is computed.
-        complete = making if run.shape.tied and not part.first else come + 2 * passing - gone
+        complete = making if run.shape.shares_ends and not part.first else come + 2 * passing - gone
         # The loss works in place except for a cast of its gradient.
         found.append(Moment("loss", come + (e if e < run.logit else 0) * n * rows))
         found += _both("head", making + table * run.copies_gradients, complete) if full else [Moment("head", making)]

@@ -290,7 +290,11 @@ class Kernels:
 
     @cached_property
     def head(self) -> np.ndarray:
-        """Seconds of forward and backward of the output matrix and the loss."""
+        """Seconds of forward and backward of the output matrix and the loss, and of multi-token prediction."""
         r, n, rows = self.runs, self.runs.tokens, self.runs.vocab / self.runs.tp
         loss = 4 * self.constant("passes_loss") * n * rows / self.hbm
-        return 3 * self.product(n, r.hidden, rows, self.rate) + loss + self.exchange
+        once = 3 * self.product(n, r.hidden, rows, self.rate) + loss + self.exchange
+        if not r.further.any():
+            return once
+        projection = 3 * self.product(n, 2 * r.hidden, r.hidden, self.rate)
+        return once + r.further * (once + projection + self.forward + self.backward)

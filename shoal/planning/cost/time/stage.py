@@ -234,7 +234,9 @@ class StagePrices(StageMemory):
 
     def _stage(self, kinds: Kinds, first: bool, last: bool, part: StagePart | None = None) -> StageTimes:
         """Return the times of a stage of some layers; without ZeRO's additions if ``part`` is None."""
-        layout = self.run.layout
+        layout, shape = self.run.layout, self.run.shape
+        modules = range(shape.layers, shape.blocks) if last else ()  # of multi-token prediction
+        kinds = (*kinds, *(((shape.sparse(i), False), 1) for i in modules))
         layers, dense, rows, context, context_backward = sum(count for _, count in kinds), self.layer(), 0.0, 0.0, 0.0
         parts = []  # means over layers
         for (sparse, skips), count in kinds if layers else (((False, False), 1),):
@@ -244,7 +246,9 @@ class StagePrices(StageMemory):
             waits = self._context(one.attention, skips=skips)
             context, context_backward = context + share * waits[0], context_backward + share * waits[1]
         layer = LayerTimes(*map(sum, zip(*parts, strict=True)))._replace(head=dense.head, loss=dense.loss)
-        head, loss = (layer.head, layer.loss) if last else (0.0, 0.0)
+        head, loss = (layer.head, layer.loss * (1 + len(modules))) if last else (0.0, 0.0)
+        of_module = 1 + 2 * shape.hidden * layout.tp / (shape.vocab * layout.sequence_shards)  # with its projection
+        head *= 1 + len(modules) * of_module
         ends = (first + last) * layer.exchange / 2
         forward = layer.products + layer.attention + layer.elements
         again = {

@@ -67,7 +67,10 @@ def stage_flops(
     """
     shape = run.shape
     n = run.layout.micro_batch * sum(seen.tokens)
-    total = 3 * 2 * n * shape.hidden * shape.vocabulary_rows(run.layout.tp) * part.last
+    total = 3 * 2 * n * shape.hidden * shape.vocabulary_rows(run.layout.tp) * part.last * (1 + shape.mtp_depth)
+    for layer in range(shape.layers, shape.blocks) if part.last else ():  # multi-token prediction
+        total += _layer(run, local if local and shape.reach(layer) else seen, shape.sparse(layer))
+        total += 3 * 2 * (n // run.layout.sequence_shards) * 2 * shape.hidden**2
     passes = 3 if run.layout.recompute == "full" else 2
     for layer in part.layers:
         if not shape.skips(layer):
