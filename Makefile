@@ -16,6 +16,7 @@ test: style             ## all checks and the full suite; mypy, which takes one 
 suite: $(VENV)/.ready   ## three files of tests at a time: on two cores, tests that wait leave time to others
 	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null && exit; done; \
 		echo "There is no Chromium on PATH: tests of pages in a browser are skipped."
+	$(BIN)/python -m compileall -q shoal
 	$(BIN)/python -m pytest -n 3 --dist loadfile
 
 gpu-test: $(VENV)/.ready ## correctness on this machine's GPU: smoke test, equality with the CPU, many ranks on one GPU

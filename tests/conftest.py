@@ -15,7 +15,7 @@ os.environ.update(READ_AT_IMPORT)  # no thread but this one: `server` may fork i
 import torch
 
 from shoal.engine.models.products import tune_products
-from shoal.launch import worker_pool
+from shoal.launch import prefork, worker_pool
 from shoal.launch.worker_pool import Pool
 from tests.browser import browser, page, saved, window  # noqa: F401 -- fixtures
 from tests.trainings.fixtures import base_config, base_run, corpus  # noqa: F401 -- fixtures
@@ -56,6 +56,9 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
         gc.enable()
         if "PYTEST_XDIST_WORKER" in os.environ:
+            # xdist's own thread is no reason against forks: it only reads from a pipe, and holds no lock. A server that
+            # is a new interpreter would import for five seconds, in each test that trains.
+            prefork.is_safe_to_fork = lambda: True
             server()  # now, before tests change anything that it would inherit
 
 

@@ -7,6 +7,7 @@ import re
 import tempfile
 import xml.etree.ElementTree as ET
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from shoal.labs.glossary.words import PAGES, page_file, read_words
 from tests.docs import pages as course
 from tests.docs.pages import COURSE, LECTURES, ROOT, Example, Page, read_items, read_pages
 from tests.docs.site_hooks import panel_states
+from tests.trainings.runs import shoal
 
 ITEMS, EXISTING = 221, read_pages()
 WRITTEN = [pytest.param(page, id=page.name) for page in EXISTING]
@@ -35,6 +37,8 @@ def run(command: str) -> tuple[int, str]:
     """Run a command in this process; return its exit code and what it printed."""
     program, *words = Example(command, ()).words
     assert program == "shoal", command
+    if words[0] == "train":  # as a fork, whose ranks are forks of it: none imports torch
+        return shoal(*words, cwd=Path.cwd())
     with tempfile.TemporaryFile("w+") as out, contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         kept = [os.dup(stream) for stream in (1, 2)]  # ranks write to the process's own streams
         try:

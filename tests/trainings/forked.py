@@ -19,10 +19,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from unittest.mock import patch
 
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
@@ -86,13 +85,10 @@ def folder() -> Path:
 def server() -> PreforkServer:
     """The process that forks commands, ranks and the workers of pools; it ends with this one.
 
-    Where pytest-xdist runs files of tests beside each other, it is a fork of this process, which has imported nearly
-    all of it for its tests. xdist's own thread is no reason against it: it only reads from a pipe, and holds no lock.
+    It is a fork of this process, which has imported nearly all of it for its tests.
     """
     environment = {**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-    beside = "PYTEST_XDIST_WORKER" in os.environ
-    with patch("shoal.launch.prefork.is_safe_to_fork", return_value=True) if beside else nullcontext():
-        made = PreforkServer(environment, preload=[*PRELOADED, *worker_pool.PRELOADED, "tests.trainings.in_forks"])
+    made = PreforkServer(environment, preload=[*PRELOADED, *worker_pool.PRELOADED, "tests.trainings.in_forks"])
     atexit.register(made.__exit__, None, None, None)
     return made
 
