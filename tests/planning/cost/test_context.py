@@ -20,15 +20,12 @@ def sent(config: RunConfig) -> dict[tuple[str, str], float]:
     return dict(sent_in_a_step(engine_of(config)))
 
 
-@pytest.mark.parametrize(
-    ("precision", "recompute"), [("fp32", "none"), ("fp32", "selective"), ("fp32", "full"), ("bf16", "none")]
-)
-@pytest.mark.parametrize(
-    "parallel",
-    [{"cp": 2}, {"cp": 4}, {"cp": 2, "ulysses": 2}, {"cp": 4, "ulysses": 4}, {"cp": 4, "ulysses": 2},
-     {"cp": 2, "ulysses": 2, "tp": 2}],
-    ids=["ring-2", "ring-4", "exchange-2", "exchange-4", "both", "tp"],
-)  # fmt: skip
+@pytest.mark.parametrize(("parallel", "recompute", "precision"), [
+    ({"cp": 2}, "none", "bf16"), ({"cp": 2}, "full", "fp32"), ({"cp": 4}, "selective", "fp32"),
+    ({"cp": 2, "ulysses": 2}, "selective", "fp32"), ({"cp": 2, "ulysses": 2}, "full", "bf16"),
+    ({"cp": 4, "ulysses": 4}, "none", "fp32"), ({"cp": 4, "ulysses": 2}, "selective", "bf16"),
+    ({"cp": 2, "ulysses": 2, "tp": 2}, "none", "fp32"),
+])
 def test_a_layer_sends_what_the_formulas_say(pool: Pool, parallel: dict, recompute: str, precision: str) -> None:
     """Two key/value heads: of 4 that exchange heads, or 2 with tp 2, two get the same."""
     config = small_run(

@@ -60,7 +60,7 @@ def test_any_rank_of_any_layout_holds_what_the_formulas_say(
         assert said == found
 
 
-@pytest.mark.parametrize("zero", [0, 2, 3])
+@pytest.mark.parametrize("zero", [0, 3])
 @pytest.mark.parametrize("split", [{"ep": 2}, {"ep": 2, "tp": 2}, {"ep": 4, "tp": 2, "etp": 1}])
 def test_experts(pool: Pool, split: dict[str, int], zero: int) -> None:
     """Their own ranks shard them, with a router and a shared expert beside."""
@@ -72,19 +72,21 @@ def test_experts(pool: Pool, split: dict[str, int], zero: int) -> None:
             assert said == found
 
 
-@pytest.mark.parametrize("parallel", [{"zero": 3}, {"zero": 1, "sequence_parallel": True}, {"pp": 2}])
-def test_a_grid(pool: Pool, parallel: dict) -> None:
+@pytest.mark.parametrize(("parallel", "optimizer", "family", "heads"), [
+    ({"dp": 2, "zero": 3}, "adafactor", "tiny", 1), ({"pp": 2}, "adamw", "tiny-gpt", 2),
+    ({"dp": 2, "zero": 1, "sequence_parallel": True}, "adam8bit", "tiny", 4), ({}, "adafactor", "tiny-gpt", 2),
+])
+def test_a_grid(pool: Pool, parallel: dict, optimizer: str, family: str, heads: int) -> None:
     """A key/value head for each two ranks, and one for all; rows of optimizer states that are cut along both axes."""
-    for optimizer, family, heads in (("adamw", "tiny-gpt", 2), ("adafactor", "tiny", 1), ("adam8bit", "tiny", 4)):
-        model = {"name": family, "hidden": 64, "ffn": 320, "kv_heads": heads}
-        config = small_run({"dp": 2 // parallel.get("pp", 1), "tp": 4, "tp_x": 2, **parallel}, model, precision="bf16")
-        config = config.model_copy(update={"optimizer": OptimizerConfig(name=optimizer)})
-        for found, said in pool.run(held, 8, config):
-            assert said == found
+    model = {"name": family, "hidden": 64, "ffn": 320, "kv_heads": heads}
+    config = small_run({"tp": 4, "tp_x": 2, **parallel}, model, precision="bf16")
+    config = config.model_copy(update={"optimizer": OptimizerConfig(name=optimizer)})
+    for found, said in pool.run(held, config.parallel.world_size, config):
+        assert said == found
 
 
 @pytest.mark.parametrize("optimizer", sorted(RULES))
-@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("zero", [0, 3])
 def test_every_optimizer(pool: Pool, optimizer: str, zero: int) -> None:
     """Wide enough that adam8bit quantises, and that its blocks are cut by shards and by tp."""
     model = {"hidden": 60, "ffn": 300, "heads": 6, "kv_heads": 3, "head_dim": 12}

@@ -13,4 +13,4 @@ def on_fake_cuda() -> Iterator[Callable]:
     if reason := why_unavailable():
         pytest.skip(reason)
     with start_process() as process:
-        yield lambda function, *args: process.submit(function, *args).result(timeout=300)
+        yield lambda function, *args: process.submit(function, *args).result(timeout=500)
