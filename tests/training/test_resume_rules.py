@@ -8,7 +8,7 @@ import pytest
 
 from shoal.base.section import plain
 from shoal.engine.optim.build import RULES
-from shoal.spec.optimizers import ESTIMATES
+from shoal.spec.optimizers import ELEMENTWISE, ESTIMATES
 from shoal.training.run_folder import new_run
 from shoal.training.step.engine import Engine
 from shoal.training.step.optimizer_step import NonFinite, StepResult
@@ -30,6 +30,8 @@ def test_any_rule_goes_on_where_it_was(rule, corpus, pool, tmp_path):
     same = train_in(pool, config, copy_until(whole, tmp_path / "same", 3), resume=True)
     assert curve(same) == curve(whole)
     assert same_bits(checkpoints(same)[5], checkpoints(whole)[5])
+    if rule in ELEMENTWISE and rule != "adamw":  # their states are cut as weights are, by the same code
+        return
     layout = type(config.parallel)(tp=2, micro_batch=8)
     other = train_in(
         pool, config.model_copy(update={"parallel": layout}), copy_until(whole, tmp_path / "other", 3), resume=True

@@ -90,10 +90,9 @@ def errors(shape: ModelShape, layout: Layout, overlap: bool) -> dict[str, float]
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["apart", "overlap"])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
-@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(
-    "shape",
-    [LLAMA, GPT, LLAMA.model_copy(update={"vocab": 20})],  # of 4 ranks, two have none of 20 ids
+    ("shape", "ranks"),
+    [(LLAMA, 2), (GPT, 4), (LLAMA.model_copy(update={"vocab": 20}), 4)],  # two of 4 ranks have none of 20 ids
     ids=["llama", "gpt", "small vocabulary"],
 )
 def test_split_layers_compute_what_whole_ones_do(
@@ -106,15 +105,13 @@ def test_split_layers_compute_what_whole_ones_do(
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
-@pytest.mark.parametrize(("ranks", "x"), [(4, 2), (8, 2), (8, 4)])
 @pytest.mark.parametrize(
-    "shape",
+    ("shape", "ranks", "x"),
     [
-        WIDE,
-        WIDE.model_copy(update={"family": "gpt", "kv_heads": 4}),
-        WIDE.model_copy(update={"kv_heads": 1, "vocab": 5}),
+        (WIDE, 4, 2), (WIDE, 8, 4), (WIDE.model_copy(update={"family": "gpt", "kv_heads": 4}), 8, 2),
+        (WIDE.model_copy(update={"kv_heads": 1, "vocab": 5}), 4, 2),
     ],
-    ids=["llama", "gpt", "one head"],
+    ids=["llama", "llama, 4 x 2", "gpt", "one head"],
 )
 def test_layers_split_over_a_grid_compute_what_whole_ones_do(
     pool: Pool, shape: ModelShape, ranks: int, x: int, sequence_parallel: bool

@@ -18,7 +18,6 @@ from shoal.labs.autoshard.notation.notation import NamedMesh
 from shoal.labs.autoshard.plan import build_plan
 from tests.labs.autoshard.modules import (
     MLP,
-    Attention,
     LoRA,
     Odd,
     beside_one_device,
@@ -39,15 +38,14 @@ def example(name):
         initialise(module, 0)
         tokens = torch.randint(0, 32, (4, 8))
         return module, (tokens, tokens.roll(1, 1))
-    modules = {"mlp": MLP(12, 20, bias=True), "attention": Attention(16, 4), "odd": Odd(), "lora": LoRA(12, 20)}
+    modules = {"mlp": MLP(12, 20, bias=True), "odd": Odd(), "lora": LoRA(12, 20)}
     module = modules[name].double()
-    shape = {"mlp": (8, 12), "attention": (2, 6, 16), "odd": (10, 6), "lora": (8, 12)}[name]
+    shape = {"mlp": (8, 12), "odd": (10, 6), "lora": (8, 12)}[name]
     return module, (torch.randn(shape, dtype=torch.float64),)
 
 
 @pytest.mark.parametrize("name, mesh", [
-    ("llama", GRID), ("gpt", LINE), ("mlp", LINE), ("attention", GRID), ("odd", NamedMesh("xy", (3, 2))),
-    ("lora", LINE),
+    ("llama", GRID), ("gpt", LINE), ("mlp", LINE), ("odd", NamedMesh("xy", (3, 2))), ("lora", LINE),
 ], ids=str)  # fmt: skip
 def test_plans_compute_what_one_device_computes(pool, name, mesh):
     module, inputs = example(name)
@@ -56,7 +54,7 @@ def test_plans_compute_what_one_device_computes(pool, name, mesh):
     trained = {f"update {parameter}" for parameter, p in module.named_parameters() if p.requires_grad}
     rng = np.random.default_rng(len(name) + mesh.ranks)
     kinds = set()
-    for plan in random_plans(builder(graph, "4xA100", mesh), rng, 1 if name in ("llama", "gpt", "attention") else 2):
+    for plan in random_plans(builder(graph, "4xA100", mesh), rng, 1 if name in ("llama", "gpt") else 2):
         kinds.update(move.kind for resharding in plan.reshardings for move in resharding.moves)
         run = beside_one_device(plan, module, inputs, forward)
         expected = run[2]

@@ -96,7 +96,7 @@ def everything(collective):
     blocks(collective, torch.float32, [0] * (count - 1) + [7])
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("ranks", [1, 3, 4, 6])
 @pytest.mark.parametrize("collective", Collective)
 def test_every_algorithm_gives_the_backends_own_result(pool, collective, ranks):
     pool.run(everything, ranks, collective)

@@ -69,11 +69,11 @@ def test_every_network(capsys, topology):
 @pytest.mark.parametrize("collective", Collective)
 def test_every_collective_is_drawn(capsys, tmp_path, collective):
     out = explained(
-        capsys, collective, "--topology", "islands", "--ranks", "8", "--per-node", "4", "--algorithm", "hierarchical",
+        capsys, collective, "--topology", "islands", "--ranks", "4", "--per-node", "2", "--algorithm", "hierarchical",
         "--out", str(tmp_path / "x.svg"),
     )
     assert all(f"│ {name} " in out for name in TEXTBOOK[collective])
-    messages = list(describe(collective, "hierarchical", 8, per_node=4).messages)
+    messages = list(describe(collective, "hierarchical", 4, per_node=2).messages)
     paths = [path.get("d", "").split() for path in ET.parse(tmp_path / "x.svg").iter(f"{SVG}path")]
     assert len([path for path in paths if path.count("C") == 1]) == len(messages)  # an arrow is one curve
 

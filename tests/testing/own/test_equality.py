@@ -34,20 +34,17 @@ def config_of(name: str, layout: dict[str, Any], **sections: dict[str, Any]) -> 
 
 @pytest.mark.parametrize(("name", "layout", "sections"), [
     ("llama", {"dp": 2, "zero": 3}, {}),
-    ("qwen3_moe", {"dp": 2, "zero": 1}, {}),
     ("gpt2", {"dp": 2, "zero": 3, "reshard_after_forward": False}, {}),  # with dropout
     ("bert", {"dp": 2, "zero": 2}, {"optimizer": {"name": "muon"}}),
     ("t5", {"dp": 2, "zero": 3, "prefetch": 0}, {"optimizer": {"name": "adafactor"}}),
     ("vit", {"dp": 2}, {"optimizer": {"name": "sgd", "clip_norm": 0.1}}),
     ("unet", {"dp": 4, "zero": 2, "zero_shard": 2, "offload": "optimizer"}, {"optimizer": {"name": "adafactor"}}),
     ("lstm", {"dp": 4, "zero": 3, "zero_shard": 2}, {}),
-    ("odd", {"dp": 2, "zero": 3}, {}),
     ("wide_llama", {"dp": 2, "tp": 2, "zero": 3}, {}),
     ("wide_qwen3_moe", {"dp": 2, "tp": 2, "zero": 1}, {}),
     ("split", {"tp": 4}, {"optimizer": {"name": "muon"}}),
     ("nadam", {"dp": 2, "zero": 2}, {}),
     ("tower", {"pp": 2, "dp": 2, "zero": 2, "schedule": "interleaved-1f1b", "virtual_stages": 2}, {}),
-    ("gpt2", {"pp": 2, "schedule": "gpipe"}, {}),
     ("wide_llama", {"pp": 2, "tp": 2}, {}),
     ("factors", {"dp": 2}, {}),
     ("gpt2", {"dp": 2, "zero": 3, "recompute": "full"}, {}),
