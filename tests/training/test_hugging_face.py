@@ -106,6 +106,7 @@ LAYOUTS = {
     "qwen2": {"tp": 4},  # two ranks hold each head of keys, with its biases
     "qwen3": {"pp": 2, "tp": 2, "schedule": "1f1b"},
     "qwen3-moe": {"dp": 2, "ep": 2, "zero": 1},
+    "deepseek-v2": {"pp": 2, "cp": 2},
     "deepseek-v3": {"dp": 2, "tp": 2, "sequence_parallel": True, "ep": 2, "zero": 3},
     "gpt-oss": {"dp": 2, "tp": 2, "sequence_parallel": True, "ep": 2, "zero": 3},
     "llama4": {"dp": 2, "cp": 2, "ep": 2, "zero": 2, "tp": 2, "sequence_parallel": True},

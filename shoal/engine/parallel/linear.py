@@ -332,6 +332,9 @@ class GatheredLatents(nn.Module):
 class HeadsLinear(ColumnLinear):
     """`ColumnLinear` of latents, which its rank has in full."""
 
+    def results(self, x: Tensor, layers: Sequence[Linear], *, joined: bool = False) -> Sequence[Tensor]:
+        return multiply(x, layers, joined=joined)
+
     def enter(self, x: Tensor) -> Tensor:
         return x
 

@@ -69,7 +69,7 @@ def test_chunks_and_layers_without_positions_on_layouts(pool: Pool, parallel: di
 @pytest.mark.parametrize(("parallel", "latent"), [
     ({"dp": 2, "zero": 3, "tp": 2, "sequence_parallel": True, "recompute": "full"}, {"query_rank": 6, "value_dim": 3}),
     ({"tp": 2, "pp": 2, "schedule": "zb-h1", "recompute": "selective"}, {"value_dim": 6}),
-    ({"cp": 4, "ulysses": 2, "tp": 2, "sequence_parallel": True}, {"query_rank": 6}),
+    ({"cp": 4, "ulysses": 2, "tp": 2, "sequence_parallel": True, "tp_overlap": True}, {"query_rank": 6}),
 ])  # fmt: skip
 def test_latent_attention_on_layouts(pool: Pool, parallel: dict, latent: dict) -> None:
     """Latents that every rank computes, of its own tokens or of all."""
