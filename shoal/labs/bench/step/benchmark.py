@@ -298,8 +298,8 @@ def _own_models(make: VariantFactory) -> list[Race]:
     replicated = make.torch(f"DDP, buckets of {mb} MB", own_ddp, bucket_mb=mb)
     others = tuple(make.torch(name, build) for name, build in LIBRARIES.items())
     return [
-        Race("own dp", (shoal("zero 1", dp=ranks, zero=1, bucket_mb=mb),), (replicated, *others), target=1.0,
-             also=(shoal("zero 0", dp=ranks, bucket_mb=mb),)),
+        Race("own dp", tuple(shoal(f"zero {zero}", dp=ranks, zero=zero, bucket_mb=mb) for zero in (0, 1)),
+             (replicated, *others), target=1.0, fastest=True),
         Race("own fsdp", (shoal("zero 3", dp=ranks, zero=3),), (make.torch("FSDP2 fully_shard", own_fsdp),), 1.0),
         Race("own tp", (shoal("tp", tp=ranks),), (make.torch("DTensor", own_dtensor),), target=1.0),
     ]
