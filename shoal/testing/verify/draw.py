@@ -151,7 +151,8 @@ def draw_run_with(optimizer: str, choose: Choose, max_ranks: int = 8) -> RunConf
     wide = choose((13, 22) if run.parallel.tp_x == 1 else (14, 22))
     model = run.model.model_copy(update={"hidden": wide, "ffn": run.parallel.tp * choose((40, 131))})
     if is_excluded(features.MTP, bare):
-        model = model.model_copy(update={"mtp_depth": BARE.model.mtp_depth, "mtp_weight": BARE.model.mtp_weight})
+        unset = BARE.model.model_dump()
+        model = model.model_copy(update={name: unset[name] for name in ("mtp_depth", "mtp_weight")})
     settings["schedule"] = choose(("cosine", "linear", "wsd", "inverse-sqrt", "constant"))
     settings["warmup_steps"] = choose((0, 1, 2))  # of 3 steps, in which all schedules differ
     settings["lr_factors"] = choose(({}, {"embed.*": 0.5, "*norm*": 2.0, "layers.1.*": 0.25}))
