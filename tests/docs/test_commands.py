@@ -1,16 +1,20 @@
 """Commands in the README and the documentation are commands of shoal, with options that these have."""
 
 import re
+import shlex
 from functools import cache
 
 import pytest
 
 from shoal.cli.commands import COMMANDS
 from shoal.cli.completion import list_options
+from shoal.cli.main import main
 from tests.docs.test_site import PAGES, ROOT
 
 COMMAND = re.compile(r"(?:^ {4,}|^\$ |`)(?:\w+=\S+ )*shoal ([a-z][^`#|;&>\n]*)", re.MULTILINE)
 OPTION = re.compile(r"(?<=\s)--[a-z][\w.-]*")
+COMPUTED = re.compile(r"^(?: {4,}|\$ )shoal ((?:estimate|explain|goodput|simulate) .*?)(?:   .*| [|#].*)?$", re.M)
+ELSEWHERE = re.compile(r"\.toml|\.csv|here|--dry-run|--run|optimizers")  # a file, calibration, ranks; or the course's
 OF_THEIR_OWN = {"explain", "bench"}  # each topic and each benchmark has options of its own
 
 
@@ -30,6 +34,22 @@ def test_commands_and_options_exist(page) -> None:
         if name.split()[0] not in OF_THEIR_OWN:
             unknown = [o for o in OPTION.findall(words) if not is_known(o.replace("_", "-"), options_of(name))]
             assert not unknown, f"shoal {words}: {unknown}"
+
+
+def list_computed() -> list[str]:
+    """Return the examples that only compute, one of each; the course's are run with what they print."""
+    found = {
+        command.strip(): None
+        for page in PAGES if "course" not in page.parts
+        for command in COMPUTED.findall(re.sub(r"\\\n +", "", page.read_text())) if not ELSEWHERE.search(command)
+    }
+    return list(found)
+
+
+@pytest.mark.parametrize("command", list_computed())
+def test_examples_that_only_compute_run(command, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(shlex.split(command)) == ("Does not fit" in (out := capsys.readouterr().out)), out
 
 
 def is_known(option: str, options: frozenset[str]) -> bool:
