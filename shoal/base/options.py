@@ -96,6 +96,11 @@ def read(
             width = get_terminal_size().columns
             print(fill(usage, width, subsequent_indent="  "), *_join_rows(rows, width), sep="\n")
             raise
+        for option in args:
+            if (name := option.removeprefix("--")) != option and name and name in sections:  # tyro would list them all
+                first = next(iter(sections[name].model_fields)).replace("_", "-")
+                raise UsageError(f"{prog}: {option} is a section of options.\n  Give one of them, such as "
+                                 f"{option}.{first}.\n  For full helptext, run {prog} --help") from None
         raise UsageError(f"{prog}: {_without_box(errors.getvalue())}") from None
     for (name, field), value in of_files.items():
         found[name][field] = found[name][field] or value

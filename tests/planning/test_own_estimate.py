@@ -56,7 +56,7 @@ def test_flops_and_saved_tensors_of_a_linear_layer_are_counted():
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_counts_of_a_chain_grow_with_samples_and_add_up(tp):
-    """Counts of four samples follow from those of one and two; stages have the counts of the model."""
+    """Counts of one and of two samples give the counts of four. The counts of all stages add up to the model's."""
     one, two, four = (
         count_chain(load_own_model(config.model.module), config)
         for config in (config_of("wide_llama", {"tp": tp, "micro_batch": n}) for n in (1, 2, 4))
@@ -70,6 +70,8 @@ def test_counts_of_a_chain_grow_with_samples_and_add_up(tp):
     for name in ("parameters", "flops", "saved", "sent", "forward_flops"):
         assert sum(getattr(each, name) for each in stages) == pytest.approx(getattr(four.full, name), rel=1e-6), name
     assert stages[0].message == 0 < stages[1].message
+    with pytest.raises(UsageError, match=r"its pipeline has 2 modules, and the layout 3 stages"):
+        four.assign(build_layout_program(shoal.Layout(pp=3), 4))
 
 
 @pytest.mark.parametrize(("pp", "passes", "kept"), [(2, 4, 2), (4, 8, 3)])

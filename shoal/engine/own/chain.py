@@ -60,7 +60,15 @@ class Chain:
     flops: tuple[int, ...]
 
     def assign(self, program: Program) -> list[range]:
-        """Return the modules of each stage: as set by the layout, or balanced by their FLOPs."""
+        """Return the modules of each stage: as set by the layout, or balanced by their FLOPs.
+
+        Raises:
+            UsageError: there are more stages than modules.
+        """
+        modules, stages = len(self.names), program.depth
+        if stages > modules:
+            raise UsageError(f"model.module: its pipeline has {modules} modules, and the layout {stages} stages."
+                             "\n  Lower parallel.pp or virtual_stages, or name more modules.")
         work = self.flops if any(self.flops) else [1] * len(self.flops)
         return read_layers(program) or split_work(work, program.depth)
 
