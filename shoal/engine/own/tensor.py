@@ -5,6 +5,7 @@ transformers uses in its plans, so its models need no table.
 
     colwise               linear layer split by output; its output stays split
     colwise_gather_output the same, with the output gathered
+    colwise_kv:n          linear layer of n heads of keys or values: neighbouring ranks hold one head if tp exceeds n
     rowwise               linear layer split by input, which is split already; its output is summed
     rowwise_split_input   the same, for an input that is not split
     embedding_rowwise     embedding split by id; the rows that are looked up are summed
@@ -13,6 +14,8 @@ transformers uses in its plans, so its models need no table.
 
 For a parameter, "colwise" splits the last dim but one, "rowwise" the last, and "packed_colwise" each half of the last
 dim but one, such as gates joined with their linear part.
+
+Layers of transformers named "k_proj" and "v_proj" that are "colwise" have the heads that their attention says.
 
 Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
 """
@@ -169,10 +172,18 @@ LINEAR = {"colwise": (-2, False), "colwise_gather_output": (-2, True), "rowwise"
           "rowwise_split_input": (-1, True)}  # fmt: skip
 """Styles of linear layers: the dim of the weight that they split, and whether input and output are full."""
 
+KV_HEADS = "colwise_kv"
+"""Style of a linear layer of keys or values, followed by a colon and the number of its heads."""
+
+QUERIES_PER_HEAD = "num_key_value_groups"
+"""Attribute of an attention of transformers: how many heads of queries share one of keys and values."""
+
 COMPLETE = ("colwise_gather_output", "rowwise_split_input", "embedding_rowwise")
 """Styles of layers with an unsplit input and output."""
 
-STYLES = (*LINEAR, "packed_colwise", "embedding_rowwise", "replicated_with_grad_allreduce", "moe_tp_experts")
+STYLES = (
+    *LINEAR, f"{KV_HEADS}:n", "packed_colwise", "embedding_rowwise", "replicated_with_grad_allreduce", "moe_tp_experts"
+)
 
 
 def choose_table(module: nn.Module, given: Table | None) -> dict[str, str]:
@@ -189,7 +200,7 @@ def choose_table(module: nn.Module, given: Table | None) -> dict[str, str]:
     rules: dict[str, str] = {}
     for pattern, style in table.items():
         found = [name for name in names if matches(pattern, name)]
-        if style not in STYLES and (found or given is not None):
+        if style not in STYLES and not _read_heads(style) and (found or given is not None):
             raise UsageError(f"model.module: tensor_parallel has {style!r} for {pattern!r}.\n  Styles are "
                              f"{', '.join(STYLES)}.")
         if not found and given is not None:
@@ -199,6 +210,21 @@ def choose_table(module: nn.Module, given: Table | None) -> dict[str, str]:
     if not rules:
         raise UsageError("model.module: no pattern of its plan fits a layer.\n  Give tensor_parallel.")
     return rules
+
+
+def _read_heads(style: str) -> int:
+    """Return the number of heads that a style says; 0 if it says none."""
+    kind, _, heads = style.partition(":")
+    return int(heads) if kind == KV_HEADS and heads.isdecimal() else 0
+
+
+def _count_kv_heads(module: nn.Module, name: str) -> int:
+    """Return the number of heads of keys or values of an attention of transformers; 0 for other layers."""
+    owner, _, part = name.rpartition(".")
+    attention, layer = module.get_submodule(owner), module.get_submodule(name)
+    if part not in ("k_proj", "v_proj") or not hasattr(attention, QUERIES_PER_HEAD) or type(layer) is not nn.Linear:
+        return 0
+    return layer.out_features // getattr(attention, "head_dim", layer.out_features)
 
 
 def apply_table(module: nn.Module, given: Table | None, ranks: SplitRanks) -> dict[str, ParamPlacement]:
@@ -225,6 +251,7 @@ class _Application:
         names: name of each parameter of the full module.
         owners: modules of each parameter, with the names that they have for it.
         split: what replaces each parameter that is split.
+        shared: modules whose heads of keys and values several ranks hold.
     """
 
     def __init__(self, module: nn.Module, ranks: SplitRanks):
@@ -234,6 +261,7 @@ class _Application:
         for name, p in module.named_parameters(remove_duplicate=False):
             self.owners.setdefault(p, []).append(name)
         self.split: dict[nn.Parameter, nn.Parameter] = {}
+        self.shared: set[nn.Module] = set()
         self.placements: dict[str, ParamPlacement] = {}
 
     def apply(self, name: str, style: str, rules: dict[str, str]) -> None:
@@ -247,8 +275,10 @@ class _Application:
         tied = [other for p in layer.parameters(recurse=False) for other in self.owners.get(p, ())]
         if style in COMPLETE and any(rules.get(other.rpartition(".")[0]) not in COMPLETE for other in tied):
             return  # an embedding that is not split is tied to it; unsplit it computes the same
-        if style in LINEAR:
-            self._split_linear(layer, name, *LINEAR[style])
+        if heads := _count_kv_heads(self.module, name) if style == "colwise" else _read_heads(style):
+            self._split_linear(layer, name, -2, False, self._divide_heads(name, heads))
+        elif style in LINEAR:
+            self._split_linear(layer, name, *LINEAR[style], self.ranks.size)
         elif style == "embedding_rowwise":
             self._split_embedding(layer, name)
         elif style == "replicated_with_grad_allreduce":
@@ -272,7 +302,20 @@ class _Application:
                 raise UsageError(f"model.module: {name} and {other} are one parameter, and tensor_parallel splits "
                                  f"only {other}.\n  Split both (embedding_rowwise, colwise_gather_output) or neither.")
 
-    def _split_linear(self, layer: nn.Module, name: str, dim: int, full: bool) -> None:
+    def _divide_heads(self, name: str, heads: int) -> int:
+        """Return the number of parts of a layer of keys or values, at most one for each head."""
+        tp = self.ranks.size
+        if heads % tp and tp % heads:
+            raise UsageError(f"parallel.tp = {tp} splits {heads} heads of keys or values of {name}.\n  Choose a number "
+                             "of ranks that divides it, or a multiple of it.")
+        parts = min(heads, tp)
+        attention = self.module.get_submodule(name.rpartition(".")[0])
+        if parts < tp and attention not in self.shared and hasattr(attention, QUERIES_PER_HEAD):
+            setattr(attention, QUERIES_PER_HEAD, getattr(attention, QUERIES_PER_HEAD) * parts // tp)
+            self.shared.add(attention)
+        return parts
+
+    def _split_linear(self, layer: nn.Module, name: str, dim: int, full: bool, parts: int) -> None:
         if type(layer) is not nn.Linear:
             raise UsageError(f"model.module: tensor_parallel splits {name!r}, a {type(layer).__name__}.\n  Only a "
                              "torch.nn.Linear is split by its name; name the parameters of other layers.")
@@ -280,9 +323,9 @@ class _Application:
         replacement = kind(layer, self.ranks, full)
         self._replace(layer, replacement)
         padded = dim == -2 and full
-        self._keep(replacement, f"{name}.weight", "weight", dim, padded=padded)
+        self._keep(replacement, f"{name}.weight", "weight", dim, parts, padded=padded)
         if layer.bias is not None and dim == -2:
-            self._keep(replacement, f"{name}.bias", "bias", -1, padded=padded)
+            self._keep(replacement, f"{name}.bias", "bias", -1, parts, padded=padded)
 
     def _split_embedding(self, layer: nn.Module, name: str) -> None:
         if type(layer) is not nn.Embedding or layer.max_norm is not None or layer.sparse or layer.scale_grad_by_freq:
@@ -290,7 +333,7 @@ class _Application:
                              "is split, without max_norm, sparse and scale_grad_by_freq.")
         replacement = SplitEmbedding(layer, self.ranks)
         self._replace(layer, replacement)
-        self._keep(replacement, f"{name}.weight", "weight", -2, padded=True)
+        self._keep(replacement, f"{name}.weight", "weight", -2, self.ranks.size, padded=True)
 
     def _replace(self, layer: nn.Module, replacement: nn.Module) -> None:
         for name, each in list(self.module.named_modules(remove_duplicate=False)):
@@ -300,33 +343,37 @@ class _Application:
     def _split_parameter(self, owner: nn.Module, name: str, part: str, style: str) -> None:
         dims = getattr(owner, part).dim()
         if style == "packed_colwise" and dims > 1:
-            self._keep(owner, name, part, -2, packed=True)
+            self._keep(owner, name, part, -2, self.ranks.size, packed=True)
         elif style in ("colwise", "rowwise"):
-            self._keep(owner, name, part, -1 if style == "rowwise" or dims == 1 else -2)
+            self._keep(owner, name, part, -1 if style == "rowwise" or dims == 1 else -2, self.ranks.size)
         else:
             raise UsageError(f"model.module: tensor_parallel has {style!r} for the parameter {name}.\n  A parameter is "
                              "split by colwise, packed_colwise or rowwise.")
 
     def _keep(
-        self, owner: nn.Module, name: str, part: str, dim: int, *, padded: bool = False, packed: bool = False
-    ) -> None:
-        """Replace a parameter by this rank's part along a dim, without values."""
+        self, owner: nn.Module, name: str, part: str, dim: int, parts: int, *, padded: bool = False,
+        packed: bool = False,
+    ) -> None:  # fmt: skip
+        """Replace a parameter by this rank's part along a dim, without values; neighbours share one of fewer parts."""
         full = getattr(owner, part)
         if not full.requires_grad:
             raise UsageError(f"model.module: tensor_parallel splits {name}, which is not trained.\n  Leave it out.")
         if full in self.split:  # of another module that holds it
             setattr(owner, part, self.split[full])
             return
-        size, tp = full.shape[dim] // (2 if packed else 1), self.ranks.size
-        if size % tp and not padded:
-            raise UsageError(f"parallel.tp = {tp} splits {size} {'rows' if dim == -2 else 'columns'} of {name}.\n  "
-                             "Choose a number of ranks that divides it.")
-        share = -(-size // tp)
-        first = min(self.ranks.rank * share, size)
+        size, copies = full.shape[dim] // (2 if packed else 1), self.ranks.size // parts
+        if size % parts and not padded:
+            raise UsageError(f"parallel.tp = {self.ranks.size} splits {size} {'rows' if dim == -2 else 'columns'} of "
+                             f"{name}.\n  Choose a number of ranks that divides it.")
+        share = -(-size // parts)
+        first = min(self.ranks.rank // copies * share, size)
         offset, shape, local = [0] * full.dim(), list(full.shape), list(full.shape)
         offset[dim], shape[dim], local[dim] = first, min(share, size - first), share * (2 if packed else 1)
         self.split[full] = kept = nn.Parameter(full.new_empty(local), full.requires_grad)
         setattr(owner, part, kept)
         kind: Callable[..., ParamPlacement] = PackedPlacement if packed else ParamPlacement
         box = Box(tuple(offset), tuple(shape))
-        self.placements[self.names[full]] = kind(self.names[full], tuple(full.shape), box, tuple(local))
+        self.placements[self.names[full]] = kind(
+            self.names[full], tuple(full.shape), box, tuple(local), (f"tp/{copies}",) if copies > 1 else (), copies,
+            primary=self.ranks.rank % copies == 0,
+        )

@@ -138,6 +138,27 @@ split = OwnModel(Split, words, Tokens, tensor_parallel={
     "norm": "replicated_with_grad_allreduce", "mixed": "colwise_gather_output", "last": "rowwise_split_input",
 })  # fmt: skip
 
+
+class Grouped(nn.Module):
+    """Attention with four heads of queries, and two of keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCAB, 12), nn.Linear(12, VOCAB)
+        self.q, self.k, self.v, self.out = (nn.Linear(12, n) for n in (12, 6, 6, 12))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        q, k, v = (layer(x).unflatten(-1, (-1, 3)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.head(x + self.out(y.transpose(1, 2).flatten(2)))
+
+
+grouped = OwnModel(Grouped, words, Tokens, tensor_parallel={
+    "q": "colwise", "{k,v}": "colwise_kv:2", "out": "rowwise",
+})  # fmt: skip
+
+
 class Tower(nn.Module):
     """Modules one after the other, of several widths, with draws, recomputation and running statistics."""
 

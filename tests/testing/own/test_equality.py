@@ -42,6 +42,8 @@ def config_of(name: str, layout: dict[str, Any], **sections: dict[str, Any]) -> 
     ("lstm", {"dp": 4, "zero": 3, "zero_shard": 2}, {}),
     ("wide_llama", {"dp": 2, "tp": 2, "zero": 3}, {}),
     ("wide_qwen3_moe", {"dp": 2, "tp": 2, "zero": 1}, {}),
+    ("llama", {"tp": 2, "zero": 2}, {}),  # with one head of keys and values
+    ("grouped", {"tp": 4}, {"optimizer": {"name": "muon"}}),
     ("split", {"tp": 4}, {"optimizer": {"name": "muon"}}),
     ("nadam", {"dp": 2, "zero": 2}, {}),
     ("tower", {"pp": 2, "dp": 2, "zero": 2, "schedule": "interleaved-1f1b", "virtual_stages": 2}, {}),
@@ -66,8 +68,9 @@ def drawn_configs(draw: st.DrawFn) -> RunConfig:
     def choose(*options: Any) -> Any:
         return draw(st.sampled_from(options))
 
-    name = choose("bert", "lstm", "odd", "split", "tower", "unet", "vit", "wide_llama", "wide_qwen3_moe")
-    tp = choose(1, 2) if name in ("split", "wide_llama", "wide_qwen3_moe") else 1
+    name = choose("bert", "grouped", "lstm", "odd", "split", "tower", "unet", "vit", "wide_llama", "wide_qwen3_moe")
+    tp = choose(1, 2) if name in ("grouped", "split", "wide_llama", "wide_qwen3_moe") else 1
+    tp = 4 if name == "grouped" and tp == 2 else tp  # more ranks than heads of keys and values
     pp = choose(1, 2) if name in ("tower", "wide_llama") else 1
     dp = choose(*(dp for dp in (1, 2, 4) if dp * tp * pp in (2, 4)))
     layout = {

@@ -46,6 +46,8 @@ def test_parts_of_a_packed_parameter_cover_it_once(data):
     ({"embedding": "rowwise"}, "splits 'embedding', a Embedding"),
     ({"embedding.weight": "rowwise"}, "head.weight and embedding.weight are one parameter"),
     ({"mixed": "colwise"}, "parallel.tp = 2 splits 13 rows of mixed.weight"),
+    ({"up": "colwise_kv"}, "has 'colwise_kv' for 'up'"),
+    ({"up": "colwise_kv:3"}, "parallel.tp = 2 splits 3 heads of keys or values of up"),
 ])  # fmt: skip
 def test_a_table_that_cannot_be_is_refused(table, says):
     with pytest.raises(UsageError, match=says):
@@ -73,9 +75,20 @@ def test_the_shape_that_a_resume_compares_does_not_depend_on_the_ranks():
 
 @pytest.mark.parametrize(("own", "says"), [
     (replace(plain.split, tensor_parallel={"up": "colwise"}), r"tp = 2 fails.*: RuntimeError: .*plain.py:\d+\)"),
-    (zoo.llama, r"tp = 2 fails in .*: RuntimeError: shape .* is invalid .*also that of keys and values"),
+    (zoo.wide_llama, r"tp = 4 fails in .*: RuntimeError: shape .* is invalid .*also that of keys and values"),
 ])  # fmt: skip
 def test_parts_that_do_not_fit_together_are_found_before_a_rank_starts(own: OwnModel, says):
     try_out(own, 0, 2)
     with pytest.raises(UsageError, match=f"(?s)its loss.. with layers split over parallel.{says}"):
-        try_out(own, 0, 2, tp=2)
+        try_out(own, 0, 2, tp=4 if "4" in says else 2)
+
+
+def test_a_head_of_keys_is_held_by_neighbours_and_their_gradients_are_summed():
+    placements = [apply_table(plain.Grouped(), plain.grouped.tensor_parallel, SplitRanks(None, r, 4)) for r in range(4)]
+    found = [each["k.weight"] for each in placements]
+    assert [each.box for each in found] == [Box((row, 0), (3, 12)) for row in (0, 0, 3, 3)]
+    assert {(each.sum_over, each.copies) for each in found} == {(("tp/2",), 2)}
+    assert [each.primary for each in found] == [True, False, True, False]
+    attention = zoo.qwen3_moe.build(0)
+    apply_table(attention, None, SplitRanks(None, 1, 2))
+    assert attention.model.layers[0].self_attn.num_key_value_groups == 1  # of the rank's one head of queries
