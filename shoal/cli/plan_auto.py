@@ -9,7 +9,6 @@ from pydantic import PositiveInt
 import shoal
 from shoal.base.options import reject_unused
 from shoal.base.section import Section
-from shoal.base.units import show_bytes
 
 
 class AutoOptions(Section):
@@ -58,8 +57,6 @@ class AutoOptions(Section):
 def run(options: AutoOptions) -> int:
     """Plan, print and check; return the exit code, 1 if nothing fits or the check fails."""
     from shoal.labs.autoshard import execute, listing, operators
-    from shoal.labs.autoshard.intra.ilp import SECONDS, NothingFits
-    from shoal.labs.autoshard.search import StagedPlan
 
     if options.catalog:
         shoal.add_catalog(options.catalog)
@@ -74,29 +71,20 @@ def run(options: AutoOptions) -> int:
     else:
         shape = operators.select_shape(options.model, options.layers, options.sequence_length)
         module, inputs = operators.build_model(shape, options.micro_batch, options.sequence_length, check=options.check)
-    try:
-        found = shoal.plan_operators(
-            module, inputs, cluster_name=options.cluster, mesh=options.mesh, stages=options.stages,
-            microbatches=options.microbatches, precision=options.precision, memory=options.memory,
-        )  # fmt: skip
-    except NothingFits as nothing:
-        what = "sharding" if options.stages == 1 else "pipeline"
-        capacity = show_bytes(operators.find_capacity(machine, options.memory))
-        if nothing.proven:
-            print(f"No {what} fits into {capacity} per device.")
-        else:
-            print(f"No {what} within {capacity} per device was found in the time limit of {SECONDS:.0f} s per solve.")
+    found = operators.try_plan(
+        module, inputs, cluster_name=options.cluster, mesh=options.mesh, stages=options.stages,
+        microbatches=options.microbatches, precision=options.precision, memory=options.memory,
+    )  # fmt: skip
+    if isinstance(found, str):
+        print(found)
         return 1
-    name = options.module or options.model
-    if isinstance(found, StagedPlan):
-        listed = listing.stage_lines(name, options.precision, options.microbatches, found)
-    else:
-        listed = [*listing.lines(name, options.precision, options.microbatches, found)]
-        if shape is not None and machine.size > 1:
-            batch = options.micro_batch * options.microbatches
-            listed += ["", *listing.for_train(
-                options.model, shape, options.sequence_length, batch, options.precision, found, options.micro_batch,
-            )]  # fmt: skip
+    listed = listing.lines(options.module or options.model, options.precision, options.microbatches, found)
+    if shape is not None and machine.size > 1:
+        batch = options.micro_batch * options.microbatches
+        layout = [*listing.for_train(
+            options.model, shape, options.sequence_length, batch, options.precision, found, options.micro_batch
+        )]  # fmt: skip
+        listed += ["", *layout] if layout else []
     print("\n".join(listed))
     if not options.check:
         return 0

@@ -40,7 +40,7 @@ def empty():
 
 BLOCK = """
 import torch
-from tests.labs.autoshard.modules import MLP, Attention
+from tests.planning.auto.modules import MLP, Attention
 
 def make():
     return torch.nn.Sequential(Attention(16, 4), MLP(16, 32)), (torch.randn(3, 5, 16),)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,116 +12,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.base.errors import UsageError
-from shoal.labs.autoshard.capture.forward import Forward, export_forward
-from shoal.labs.autoshard.capture.graph import BACKWARD, FORWARD, RESHAPES, Operator, OperatorGraph
-from shoal.labs.autoshard.capture.trace import differentiate
-from shoal.labs.autoshard.intra.problem import ENDS, GIVEN, UPDATE
-from shoal.labs.autoshard.notation.notation import Sharding
-from shoal.labs.autoshard.notation.run import Runner, block_box
-from shoal.labs.autoshard.plan import ShardingPlan, StagePlan
-from shoal.labs.autoshard.search import OperatorPlan, StagedPlan, check_outputs
+from shoal.engine.collectives.group import Group, create_backend, world
+from shoal.engine.sharding.graph import BACKWARD, FORWARD, OperatorGraph
+from shoal.engine.sharding.named_axes import block_box
+from shoal.engine.sharding.plan import GIVEN, UPDATE, ShardingPlan
+from shoal.engine.sharding.ranks import MeshRank
+from shoal.engine.sharding.step import ShardedStep, Values
+from shoal.planning.auto.capture.forward import Forward, export_forward
+from shoal.planning.auto.capture.trace import differentiate
+from shoal.planning.auto.plan import StagePlan
+from shoal.planning.auto.search import OperatorPlan, StagedPlan, check_outputs
 from shoal.spec.catalog.clusters import Cluster
 
 EXACT = 1e-10
 """Largest relative difference, in float64, at which a plan counts as equal to one device."""
 MOST_RANKS = 8
-
-
-class ShardedStep:
-    """One rank's training step.
-
-    Args:
-        plan: for all devices of the runner's mesh.
-        given: unsharded parameters, buffers and inputs, by the names of the graph; this rank keeps its blocks.
-    """
-
-    def __init__(self, plan: ShardingPlan, runner: Runner, given: Mapping[str, Tensor]):
-        self.plan, self.runner, self.ops = plan, runner, plan.graph.ops
-        self.rank = runner.rank
-        self.values: dict[str, Tensor] = {}
-        self.moved: dict[tuple[str, Sharding], Tensor] = {}  # by name and sharding, for all readers in a phase
-        for name, tensor in given.items():
-            self.give(name, tensor)
-
-    def give(self, name: str, tensor: Tensor) -> None:
-        """Take this rank's block of an unsharded tensor from outside."""
-        self.values[name] = self.block(name, tensor, self.plan.sharding(name)).clone()
-
-    def run(self, phase: str) -> None:
-        self.moved.clear()
-        for op in self.ops.values():
-            if op.kind == "call" and op.phase == phase:
-                self.values[op.name] = self._run(op)
-
-    def update(self, name: str, rate: float, master: Tensor) -> Tensor:
-        """Return a parameter after a step of gradient descent, in the sharding in which it is kept.
-
-        Args:
-            master: the unsharded parameter, of which this rank updates the block whose optimizer state it keeps.
-        """
-        update = UPDATE + name
-        new = self.block(name, master, self.plan.sharding(update)) - rate * self.values[update]
-        return self._move(name, new, self.plan.sharding(update), self.plan.sharding(name))
-
-    def block(self, name: str, tensor: Tensor, sharding: Sharding) -> Tensor:
-        """Return this rank's block of an unsharded tensor."""
-        return tensor[block_box(sharding, self.rank, self.ops[name].sizes, self.plan.mesh).slices]
-
-    def _run(self, op: Operator) -> Tensor:
-        split = self.plan.splits.get(op.name)
-        if split is None:  # a constant
-            return _run_local(op, tuple(self.values[name] for name in op.operands), op.shape)
-        operands = zip(op.operands, split.operands, strict=True)
-        tensors = tuple(self._read(name, sharding) for name, sharding in operands)
-        shape = split.made.local_shape(op.sizes, self.plan.mesh)
-        if op.op == "embedding":
-            out = self._embedding(tensors, split.operands[0].dims[0][1])
-        elif op.op == "embedding_dense_backward" and not op.args[4]:  # else scaled by token frequency, and not split
-            out = self._embedding_backward(op, tensors, split.made.dims[0][1], shape[0])
-        else:
-            out = _run_local(op, tensors, shape)
-        if isinstance(out, Tensor):
-            if tuple(out.shape) != shape:
-                raise RuntimeError(f"{op.name}: {op.target} of blocks has shape {tuple(out.shape)}, not {shape}")
-            out = self._move(op.name, out, split.made, split.out)
-        return out
-
-    def _read(self, name: str, sharding: Sharding) -> Tensor:
-        """Return a tensor in a sharding, moved once in a phase."""
-        key = (name, sharding)
-        if key not in self.moved:
-            self.moved[key] = self._move(name, self.values[name], self.plan.sharding(name), sharding)
-        return self.moved[key]
-
-    def _move(self, name: str, x: Tensor, before: Sharding, after: Sharding) -> Tensor:
-        return x if before == after else self.runner.move_all(self.plan.moves[name, before, after], x)
-
-    def _embedding(self, tensors: tuple[Tensor, ...], axes: str) -> Tensor:
-        """Read rows of this rank's part of the table; zeros for the tokens of other devices."""
-        table, tokens = tensors
-        row = tokens - self.plan.mesh.position(self.rank, axes) * len(table)
-        mine = (row >= 0) & (row < len(table))
-        return torch.where(mine.unsqueeze(-1), table[row.clamp(0, len(table) - 1)], 0.0)
-
-    def _embedding_backward(self, op: Operator, tensors: tuple[Tensor, ...], axes: str, rows: int) -> Tensor:
-        gradient, tokens = tensors
-        row = tokens - self.plan.mesh.position(self.rank, axes) * rows
-        mine = (row >= 0) & (row < rows) & (tokens != op.args[3])  # the padding's row has no gradient
-        out = gradient.new_zeros(rows, gradient.shape[-1])
-        return out.index_add_(0, row[mine], gradient[mine])
-
-
-def _run_local(op: Operator, tensors: tuple[Tensor, ...], shape: tuple[int, ...]) -> Tensor:
-    """Run an operator on blocks; where its arguments name sizes, use the shape of its block."""
-    if op.name.startswith(ENDS):
-        return tensors[0]
-    if op.op in RESHAPES:
-        return tensors[0].reshape(shape)
-    if op.op == "expand":
-        return tensors[0].expand(shape)
-    if op.op == "getitem":
-        return tensors[0][op.args[1]]
-    return op.call(tensors)
 
 
 class Difference(NamedTuple):
@@ -202,48 +108,57 @@ def compare(
     for stage in stages:
         if stage is mine:
             outside = [op.name for op in graph.ops.values() if op.kind not in ("call", "gradient")]
-            step = ShardedStep(mine.plan, Runner(mine.plan.mesh, mine.rank), {name: tensors[name] for name in outside})
-            step.run(FORWARD)
+            step = ShardedStep(mine.plan, MeshRank(mine.plan.mesh, rank - mine.rank, partial(_connect, mine.rank)),
+                               torch.device("cpu"))  # fmt: skip
+            values = {name: step.block(name, tensors[name]) for name in outside}
+            step.run(FORWARD, values)
         if len(stages) > 1:
             made = {f"boundary {name}": op for name, op in mine.sends}
-            _gather_tensors(_list_blocks(step, made) if stage is mine else [], tensors)
+            _gather_tensors(_list_blocks(step, values, made) if stage is mine else [], tensors)
     for stage in reversed(stages):
         if stage is mine:
             for op in graph.ops.values():
                 if op.kind == "gradient":
                     unread = torch.zeros(op.shape, dtype=op.dtype)  # or only read detached
-                    step.give(op.name, tensors.get(op.name, unread))
-            step.run(BACKWARD)
+                    values[op.name] = step.block(op.name, tensors.get(op.name, unread))
+            step.run(BACKWARD, values)
         if len(stages) > 1:
             boundaries = {name: op for name, op in graph.gradients.items() if name.startswith("boundary ")}
             made = {f"gradient {name.removeprefix('boundary ')}": op for name, op in boundaries.items()}
-            _gather_tensors(_list_blocks(step, made) if stage is mine else [], tensors)
+            _gather_tensors(_list_blocks(step, values, made) if stage is mine else [], tensors)
     largest = {update: max((x.abs().max().item() for name, x in expected.items() if name.startswith(UPDATE) == update),
                            default=1.0) or 1.0 for update in (False, True)}  # fmt: skip
     errors = {}
 
     def check(name: str, op: str, block: Tensor, expect: Tensor, *, update: bool) -> None:
-        errors[name] = (block - step.block(op, expect, mine.plan.sharding(op))).abs().max().item() / largest[update]
+        errors[name] = (block - step.block(op, expect)).abs().max().item() / largest[update]
 
     for node, made_by in mine.sends:
         if (name := f"output {node}") in expected:
-            check(name, GIVEN + made_by, step.values[GIVEN + made_by], expected[name], update=False)
+            check(name, GIVEN + made_by, values[GIVEN + made_by], expected[name], update=False)
     for parameter in graph.parameters:
         name, update = parameter.name, UPDATE + parameter.name
         if update in mine.plan.splits:
             gradient = expected.get(update, torch.zeros(parameter.shape, dtype=parameter.dtype))
-            check(update, update, step.values[update], gradient, update=True)
-            new = given[name] - rate * gradient
-            check(f"new {name}", name, step.update(name, rate, given[name]), new, update=True)
+            check(update, update, values[update], gradient, update=True)
+            states, kept = mine.plan.sharding(update), mine.plan.sharding(name)
+            new = step.move(name, step.block(name, given[name], states) - rate * values[update], states, kept)
+            check(f"new {name}", name, new, given[name] - rate * gradient, update=True)
     return errors
 
 
-def _list_blocks(step: ShardedStep, made: Mapping[str, str]) -> list[tuple]:
+def _connect(first: int, ranks: tuple[int, ...]) -> Group:
+    """Return the group of some ranks of a mesh whose first rank is ``first``."""
+    everyone = len(ranks) == dist.get_world_size()
+    return Group.from_backend(world() if everyone else create_backend([first + rank for rank in ranks]))
+
+
+def _list_blocks(step: ShardedStep, values: Values, made: Mapping[str, str]) -> list[tuple]:
     """List this rank's blocks of the outputs of a stage, by name and operator: (name, shape, box, block)."""
     found = []
     for name, op in made.items():
-        box = block_box(step.plan.sharding(GIVEN + op), step.rank, step.ops[op].sizes, step.plan.mesh)
-        found.append((name, step.ops[op].shape, box, step.values[GIVEN + op].contiguous()))
+        box = block_box(step.plan.sharding(GIVEN + op), step.rank.rank, step.ops[op].sizes, step.plan.mesh)
+        found.append((name, step.ops[op].shape, box, values[GIVEN + op].contiguous()))
     return found
 
 

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 
 from shoal.base.units import show_bytes, show_seconds
-from shoal.labs.autoshard.plan import Resharding, ShardingPlan
-from shoal.labs.autoshard.search import OperatorPlan, StagedPlan
+from shoal.engine.sharding.plan import Resharding, ShardingPlan
+from shoal.planning.auto.search import OperatorPlan, StagedPlan
 from shoal.planning.run import EstimatedRun
 from shoal.planning.search.space import fits
 from shoal.report.planning.tables import run_toml
@@ -18,8 +18,14 @@ from shoal.spec.layout import Layout
 WEIGHT_COLUMNS = ["weight", "kept", "multiplied as", "optimizer state"]
 
 
-def lines(name: str, precision: str, microbatches: int, found: OperatorPlan) -> Iterator[str]:
+def lines(name: str, precision: str, microbatches: int, found: OperatorPlan | StagedPlan) -> list[str]:
     """List a plan of the module ``name``."""
+    if isinstance(found, StagedPlan):
+        return _stage_lines(name, precision, microbatches, found)
+    return [*_plan_lines(name, precision, microbatches, found)]
+
+
+def _plan_lines(name: str, precision: str, microbatches: int, found: OperatorPlan) -> Iterator[str]:
     plan = found.plan
     count = sum(op.numel for op in plan.graph.parameters)
     yield f"{name}: {count:,} parameters, {len(plan.graph.ops):,} operators; {precision}, AdamW"
@@ -79,15 +85,17 @@ def _baseline_rows(found: OperatorPlan) -> Iterator[list[str]]:
 
 
 def for_train(
-    model: str, shape: ModelShape, sequence_length: int, batch: int, precision: str, found: OperatorPlan,
-    sequences: int,
+    model: str, shape: ModelShape, sequence_length: int, batch: int, precision: str,
+    found: OperatorPlan | StagedPlan, sequences: int,
 ) -> Iterator[str]:  # fmt: skip
-    """Write the best split by hand that `shoal train` accepts as the TOML of a run.
+    """Write the best split by hand that `shoal train` accepts as the TOML of a run; nothing beside stages.
 
     Args:
         batch: sequences per step.
         sequences: per micro-batch, over all devices.
     """
+    if isinstance(found, StagedPlan):
+        return
     plan, run = found.plan, EstimatedRun(shape, Layout(), found.machine, sequence_length, batch, precision)
     taken: list[tuple[str, ShardingPlan, Layout]] = []
     for baseline in found.baselines:
@@ -107,7 +115,7 @@ def for_train(
     yield from run_toml(model, run, layout).splitlines()
 
 
-def stage_lines(name: str, precision: str, microbatches: int, found: StagedPlan) -> list[str]:
+def _stage_lines(name: str, precision: str, microbatches: int, found: StagedPlan) -> list[str]:
     """List a plan in stages."""
     single = show_seconds(found.single_seconds) if found.single_seconds < float("inf") else "it does not fit"
     listed = [

@@ -11,12 +11,14 @@ import torch
 from torch import nn
 
 from shoal.base.errors import UsageError, did_you_mean
-from shoal.base.units import BYTES, parse
+from shoal.base.units import BYTES, parse, show_bytes
 from shoal.engine.models.transformer import Transformer, initialise
-from shoal.labs.autoshard.capture.forward import export_forward
-from shoal.labs.autoshard.capture.trace import capture_graph
-from shoal.labs.autoshard.notation.notation import NamedMesh, parse_mesh
-from shoal.labs.autoshard.search import OperatorPlan, StagedPlan, Target, list_grids, plan_stages, plan_unstaged
+from shoal.engine.sharding.named_axes import NamedMesh
+from shoal.labs.autoshard.notation.notation import parse_mesh
+from shoal.planning.auto.capture.forward import export_forward
+from shoal.planning.auto.capture.trace import capture_graph
+from shoal.planning.auto.intra.ilp import SECONDS, NothingFits
+from shoal.planning.auto.search import OperatorPlan, StagedPlan, Target, list_grids, plan_stages, plan_unstaged
 from shoal.planning.cost.memory.stage import device_capacity, library_bytes
 from shoal.planning.run import KINDS
 from shoal.spec.catalog import ModelShape, model_shape
@@ -73,6 +75,18 @@ def plan_operators(
     if mesh:
         raise UsageError("--mesh with --stages: each stage has its own grid.\n  Leave one of them out.")
     return plan_stages(export_forward(module, inputs), target, stages)
+
+
+def try_plan(module: nn.Module, inputs: tuple[Any, ...], **options: Any) -> OperatorPlan | StagedPlan | str:
+    """Plan as `plan_operators` does; where nothing fits, return that in words."""
+    try:
+        return plan_operators(module, inputs, **options)
+    except NothingFits as nothing:
+        what = "sharding" if options["stages"] == 1 else "pipeline"
+        capacity = show_bytes(find_capacity(cluster(options["cluster_name"]), options["memory"]))
+        if nothing.proven:
+            return f"No {what} fits into {capacity} per device."
+        return f"No {what} within {capacity} per device was found in the time limit of {SECONDS:.0f} s per solve."
 
 
 def find_capacity(machine: Cluster, memory: str = "") -> float:

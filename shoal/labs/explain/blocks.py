@@ -13,7 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.base.units import show_bytes
-from shoal.labs.autoshard.notation.notation import Array, NamedMesh, Sharding, Sizes, list_holders
+from shoal.engine.sharding.named_axes import NamedMesh, Sharding, Sizes
+from shoal.labs.autoshard.notation.notation import Array, list_holders
 from shoal.report.charts import styled, to_svg
 from shoal.report.tables import text_table
 from shoal.report.timeline.palette import FAINT, GRID, INK, ink

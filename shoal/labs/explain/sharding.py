@@ -17,17 +17,11 @@ from rich.text import Text
 from shoal.base.errors import UsageError, did_you_mean
 from shoal.base.options import reject_unused
 from shoal.base.units import show_bytes, show_seconds
-from shoal.labs.autoshard.notation.moves import Move, count_sent
+from shoal.engine.sharding.moves import Move
+from shoal.engine.sharding.named_axes import NamedMesh, Sizes
+from shoal.labs.autoshard.notation.moves import count_sent
 from shoal.labs.autoshard.notation.network import MOST_RANKS, Links, Rings
-from shoal.labs.autoshard.notation.notation import (
-    Array,
-    Expression,
-    NamedMesh,
-    Sizes,
-    parse,
-    parse_mesh,
-    parse_sizes,
-)
+from shoal.labs.autoshard.notation.notation import Array, Expression, parse, parse_mesh, parse_sizes
 from shoal.labs.autoshard.notation.product import REMEDIES, classify, list_products
 from shoal.labs.autoshard.notation.search import Route, RouteSearch, add_backward, find_forward
 from shoal.labs.explain.blocks import Stage, State, draw_array, figure, make_memory_table
@@ -113,7 +107,7 @@ def study_sharding(text: str, options: ShardingOptions) -> ShardingStudy:
     check_network(options, TOPOLOGIES, {"per_node": ("fat-tree", "islands")})
     rings = options.topology == "rings"
     network = Rings(mesh, options.wire) if rings else Links(mesh, build_network(options, mesh.ranks, mesh.shape))
-    search = RouteSearch(mesh, sizes, ITEMSIZE[options.dtype], network, _peak(options))
+    search = RouteSearch(mesh, sizes, ITEMSIZE[options.dtype], network, peak_flops=_peak(options))
     return ShardingStudy(expression, options, search)
 
 

@@ -10,8 +10,10 @@ from pydantic import NonNegativeInt
 
 from shoal.base.errors import UsageError
 from shoal.base.section import Section
-from shoal.labs.autoshard.notation.moves import Move, count_sent
-from shoal.labs.autoshard.notation.notation import Sharding, list_holders
+from shoal.engine.sharding.moves import Move
+from shoal.engine.sharding.named_axes import Sharding
+from shoal.labs.autoshard.notation.moves import count_sent
+from shoal.labs.autoshard.notation.notation import list_holders
 from shoal.labs.autoshard.notation.product import REMEDIES, classify, list_products
 from shoal.labs.autoshard.notation.run import compare, compare_moves
 from shoal.labs.autoshard.notation.search import Route, find_forward

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from shoal.cli.main import main
-from shoal.labs.autoshard.notation.notation import NamedMesh, Sharding
+from shoal.engine.sharding.named_axes import NamedMesh, Sharding
 from shoal.labs.explain.blocks import directions
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from shoal.base.errors import UsageError
-from shoal.labs.autoshard.notation.notation import NamedMesh
+from shoal.engine.sharding.named_axes import NamedMesh
 from shoal.labs.collectives.description import Collective, Message
 from shoal.labs.collectives.price import Price, price_round, sort_by_time
 from shoal.labs.collectives.textbook import TEXTBOOK, describe
 from shoal.labs.collectives.topology import Topology, Wire
 
 MOST_RANKS = 64  # of a topology: every message of every group is priced
-
-
-class Network(Protocol):
-    def price(self, collective: str, axes: str, size: float) -> tuple[float, str]:
-        """Return seconds and algorithm for S of ``size`` bytes: the largest input or output of one rank."""
 
 
 @dataclass(frozen=True)

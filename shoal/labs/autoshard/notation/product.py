@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 from itertools import takewhile
 
-from shoal.labs.autoshard.notation.notation import Expression, NamedMesh, Sharding, Sizes
+from shoal.engine.sharding.named_axes import NamedMesh, Sharding, Sizes
+from shoal.labs.autoshard.notation.notation import Expression
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.base.boxes import Box
-from shoal.labs.autoshard.notation.moves import SLICE, Move
-from shoal.labs.autoshard.notation.notation import Array, Expression, NamedMesh, Sharding, Sizes
+from shoal.engine.sharding.moves import SLICE, Move
+from shoal.engine.sharding.named_axes import NamedMesh, Sharding, Sizes
+from shoal.labs.autoshard.notation.moves import describe_move
+from shoal.labs.autoshard.notation.notation import Array, Expression
 from shoal.labs.autoshard.notation.search import ProductChain, Route
 from shoal.labs.collectives.description import Collective
 from shoal.labs.collectives.run import run_blocks, run_vector
@@ -76,7 +78,7 @@ class Runner:
         parts = self.mesh.size(move.axes)
         if move.kind == SLICE:
             return x.chunk(parts, target)[self.mesh.position(self.rank, move.axes)].contiguous()
-        group, description = self.group(move.axes), move.description(self.mesh)
+        group, description = self.group(move.axes), describe_move(move, self.mesh)
         if move.kind == Collective.ALL_REDUCE:
             return run_vector(description, x.clone(memory_format=torch.contiguous_format), group, pieces=1)
         # A group counts its ranks in rising order, and a dim its blocks in the order of its axes.

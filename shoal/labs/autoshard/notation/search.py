@@ -7,17 +7,15 @@ a route is such a pair, with the cheapest moves before and after; all pairs are 
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from shoal.base.errors import UsageError
-from shoal.labs.autoshard.notation.moves import SLICE, Move, list_moves
-from shoal.labs.autoshard.notation.network import Network
-from shoal.labs.autoshard.notation.notation import Expression, NamedMesh, Sharding, Sizes
+from shoal.engine.sharding.moves import Move
+from shoal.engine.sharding.named_axes import Sharding
+from shoal.labs.autoshard.notation.notation import Expression
 from shoal.labs.autoshard.notation.product import ShardedProduct, list_products
-
-STEP = 1e-12  # s added to each move, so that of paths with equal times the one with fewer moves is taken
+from shoal.planning.auto.moves import STEP, MoveSearch, Path, find_cheapest
 
 
 @dataclass(frozen=True)
@@ -100,58 +98,15 @@ class ProductChain:
         return tuple(route for pair in pairs for route in pair)
 
 
-@dataclass(frozen=True)
-class Path:
-    """The cheapest path to a state."""
-
-    cost: float  # seconds
-    origin: Sharding  # the state that it starts from
-    moves: tuple[Move, ...]
-
-
 @dataclass
-class RouteSearch:
+class RouteSearch(MoveSearch):
     """Finds and prices routes.
 
     Attributes:
-        itemsize: bytes of an element.
         peak_flops: of one device, FLOP/s.
     """
 
-    mesh: NamedMesh
-    sizes: Sizes
-    itemsize: int
-    network: Network
-    peak_flops: float
-    _next: dict[Sharding, list[Move]] = field(default_factory=dict)
-
-    def moves(self, sharding: Sharding) -> list[Move]:
-        """List every possible next move, priced."""
-        if sharding not in self._next:
-            self._next[sharding] = [self._price(move) for move in list_moves(sharding, self.mesh, self.sizes)]
-        return self._next[sharding]
-
-    def _price(self, move: Move) -> Move:
-        if move.kind == SLICE:
-            return move
-        size = move.payload(self.mesh, self.sizes) * self.itemsize
-        seconds, algorithm = self.network.price(move.kind, move.axes, size)
-        return replace(move, algorithm=algorithm, seconds=seconds)
-
-    def reach(self, starts: Mapping[Sharding, float]) -> dict[Sharding, Path]:
-        """Find the cheapest path to every state from any of some states, which have costs [s] already."""
-        return _cheapest(starts, lambda state: [(move.after, move) for move in self.moves(state)])
-
-    def reshard(self, before: Sharding, after: Sharding) -> tuple[Move, ...]:
-        """Find the cheapest moves from one state of an array to another.
-
-        Raises:
-            UsageError: no moves lead there: only a product makes an array unreduced.
-        """
-        reached = self.reach({before: 0.0})
-        if after not in reached:
-            raise UsageError(f"{before} cannot become {after}: no collective leaves an array unreduced, a product does")
-        return reached[after].moves
+    peak_flops: float = field(kw_only=True)
 
     def multiply(
         self, product: ShardedProduct, a: Mapping[Sharding, Path], b: Mapping[Sharding, Path],
@@ -201,29 +156,8 @@ class RouteSearch:
         for state in self.reach(dict.fromkeys(starts, 0.0)):
             for move in self.moves(state):
                 against.setdefault(move.after, []).append((state, move))
-        found = _cheapest({wanted: 0.0}, lambda state: against.get(state, []))
+        found = find_cheapest({wanted: 0.0}, lambda state: against.get(state, []))
         return {state: Path(path.cost, state, path.moves[::-1]) for state, path in found.items()}
-
-
-def _cheapest(
-    starts: Mapping[Sharding, float], steps: Callable[[Sharding], list[tuple[Sharding, Move]]]
-) -> dict[Sharding, Path]:
-    """Find the cheapest path to every state (Dijkstra 1959), by steps that lead from one to the next."""
-    done: dict[Sharding, Path] = {}
-    queue = [(cost, i, Path(cost, state, ()), state) for i, (state, cost) in enumerate(starts.items())]
-    heapq.heapify(queue)
-    count = len(queue)  # breaks ties, so that states need no order
-    while queue:
-        cost, _, path, state = heapq.heappop(queue)
-        if state in done:
-            continue
-        done[state] = path
-        for after, move in steps(state):
-            if after not in done:
-                total = cost + move.seconds + STEP
-                heapq.heappush(queue, (total, count, Path(total, path.origin, (*path.moves, move)), after))
-                count += 1
-    return done
 
 
 # ---- chains of products ----------------------------------------------------------------------------------------------

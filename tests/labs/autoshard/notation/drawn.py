@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
 
+from shoal.engine.sharding.named_axes import NamedMesh, Sharding
 from shoal.labs.autoshard.notation.network import Links, Rings
-from shoal.labs.autoshard.notation.notation import NamedMesh, Sharding
 from shoal.labs.autoshard.notation.run import Runner, difference, random_array, shard_array
 from shoal.labs.autoshard.notation.search import Route, RouteSearch
 from shoal.labs.collectives.topology import Wire, fully_connected
@@ -38,7 +38,7 @@ def shardings(draw, letters, mesh, *, unreduced=True):
 def planner(mesh, sizes, *, links=True, itemsize=8, peak=1e9):
     """Prices on a fully connected network, or on rings."""
     network = Links(mesh, fully_connected(mesh.ranks, WIRE)) if links else Rings(mesh, WIRE)
-    return RouteSearch(mesh, sizes, itemsize, network, peak)
+    return RouteSearch(mesh, sizes, itemsize, network, peak_flops=peak)
 
 
 class Counted:

@@ -4,8 +4,9 @@ import math
 
 import pytest
 
+from shoal.engine.sharding.named_axes import NamedMesh
 from shoal.labs.autoshard.notation.network import Rings
-from shoal.labs.autoshard.notation.notation import NamedMesh, parse
+from shoal.labs.autoshard.notation.notation import parse
 from shoal.labs.autoshard.notation.search import RouteSearch, add_backward, find_forward
 from shoal.labs.collectives.topology import Wire
 from shoal.spec.catalog.accelerators import accelerator
@@ -92,7 +93,7 @@ def test_gather_or_reduce():
     """Chapter 3, question 4: A[B, D] * W[Dx, F]: reduce C, 4 B F bytes, or gather W, 2 D F and X times the FLOPs."""
     mesh, sizes = NamedMesh("x", (4,)), {"B": 2048, "D": 8192, "F": 32768}
     expression, sizes = parse("A[B, D] * W[Dx, F] -> C[B, F]", mesh, sizes)
-    plan = RouteSearch(mesh, sizes, 2, rings(mesh), V5P)
+    plan = RouteSearch(mesh, sizes, 2, rings(mesh), peak_flops=V5P)
     routes = {str(route.multiplied[1]): route for _, (route,) in find_forward(expression, plan)}
     reduce, gather = routes["[Dx, F]"], routes["[D, F]"]
     assert [str(t) for t in reduce.moves] == ["slice x into D", "all-reduce x"]
@@ -132,7 +133,7 @@ SCHEMES = {
 
 def layer(scheme, mesh, sizes):
     expression, sizes = parse(SCHEMES[scheme][0], mesh, sizes)
-    plan = RouteSearch(mesh, sizes, 2, Rings(mesh, Wire(0.0, W / 2)), V5P)
+    plan = RouteSearch(mesh, sizes, 2, Rings(mesh, Wire(0.0, W / 2)), peak_flops=V5P)
     return add_backward(expression, find_forward(expression, plan)[0][1], plan)
 
 

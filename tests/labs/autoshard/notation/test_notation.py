@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.base.errors import UsageError
-from shoal.labs.autoshard.notation.notation import NamedMesh, Sharding, list_holders, parse, parse_mesh, parse_sizes
+from shoal.engine.sharding.named_axes import NamedMesh, Sharding
+from shoal.labs.autoshard.notation.notation import list_holders, parse, parse_mesh, parse_sizes
 from tests.labs.autoshard.notation.drawn import SIZE, meshes, shardings
 
 MESH = NamedMesh("xyz", (2, 8, 2))

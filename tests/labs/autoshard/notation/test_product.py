@@ -3,7 +3,8 @@
 import pytest
 
 from shoal.base.errors import UsageError
-from shoal.labs.autoshard.notation.notation import NamedMesh, parse
+from shoal.engine.sharding.named_axes import NamedMesh
+from shoal.labs.autoshard.notation.notation import parse
 from shoal.labs.autoshard.notation.product import ShardedProduct, classify, list_products
 
 MESH = NamedMesh("xyz", (2, 2, 2))

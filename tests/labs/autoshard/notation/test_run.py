@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.engine.sharding.named_axes import NamedMesh
 from shoal.labs.autoshard.notation.moves import count_sent
-from shoal.labs.autoshard.notation.notation import NamedMesh, parse
+from shoal.labs.autoshard.notation.notation import parse
 from shoal.labs.autoshard.notation.product import ShardedProduct
 from shoal.labs.autoshard.notation.run import compare
 from shoal.labs.autoshard.notation.search import add_backward, find_forward

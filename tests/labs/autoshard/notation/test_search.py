@@ -9,13 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.base.errors import UsageError
+from shoal.engine.sharding.named_axes import NamedMesh, Sharding
 from shoal.labs.autoshard.notation.network import Links
-from shoal.labs.autoshard.notation.notation import NamedMesh, Sharding, parse
+from shoal.labs.autoshard.notation.notation import parse
 from shoal.labs.autoshard.notation.product import ShardedProduct
-from shoal.labs.autoshard.notation.search import STEP, RouteSearch, find_forward
+from shoal.labs.autoshard.notation.search import RouteSearch, find_forward
 from shoal.labs.collectives.price import price
 from shoal.labs.collectives.textbook import TEXTBOOK, describe
 from shoal.labs.collectives.topology import Wire, fully_connected, islands, torus
+from shoal.planning.auto.moves import STEP
 from tests.labs.autoshard.notation.drawn import SIZE, WIRE, planner, shardings
 
 SIZES = dict.fromkeys("IJKDBF", SIZE)

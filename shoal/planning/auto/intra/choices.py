@@ -1,52 +1,18 @@
 """Ways to split one operator over a mesh: an assignment of mesh axes to the letters of its iteration space.
 
 Tensors have a `Sharding` of the named-axis notation with the letters A, B, C, ... for their dims in order, so that
-`shoal.labs.autoshard.notation` lists, prices and runs their moves.
+`shoal.planning.auto.moves` lists and prices their moves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from functools import cache
 from itertools import permutations, product
-from string import ascii_uppercase
 
-from shoal.labs.autoshard.capture.graph import Operator
-from shoal.labs.autoshard.intra.spaces import Dims, IterationSpace
-from shoal.labs.autoshard.notation.notation import NamedMesh, Sharding, Sizes
-
-
-@dataclass(frozen=True)
-class OperatorSplit:
-    """How an operator is split.
-
-    Attributes:
-        operands: the shardings in which it reads its operands.
-        made: the sharding in which the local operators leave its output.
-        out: the sharding in which others read it: as it was made, or after one collective.
-        parts: into which its work is split.
-    """
-
-    operands: tuple[Sharding, ...]
-    made: Sharding
-    out: Sharding
-    parts: int = 1
-
-
-@cache
-def by_position(axes: tuple[str, ...], unreduced: str = "") -> Sharding:
-    """Make a tensor's sharding from the mesh axes of each of its dims.
-
-    >>> str(by_position(("x", ""), "y"))
-    '[Ax, B]{Uy}'
-    """
-    return Sharding(tuple(zip(ascii_uppercase, axes, strict=False)), "".join(sorted(unreduced)))
-
-
-def replicated(ndim: int) -> Sharding:
-    """Make the sharding of a tensor that every device holds in full."""
-    return by_position(("",) * ndim)
+from shoal.engine.sharding.graph import Operator
+from shoal.engine.sharding.named_axes import NamedMesh, Sharding, Sizes, by_position, replicated
+from shoal.engine.sharding.plan import OperatorSplit
+from shoal.planning.auto.intra.spaces import Dims, IterationSpace
 
 
 def split_nothing(operands: Iterable[Operator], op: Operator) -> OperatorSplit:

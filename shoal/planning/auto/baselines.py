@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from shoal.engine.parallel.embedding import VocabularyEmbedding
 from shoal.engine.parallel.linear import ColumnLinear, RowLinear
 from shoal.engine.parallel.tensor import TENSOR_PARALLEL, matches
-from shoal.labs.autoshard.capture.graph import Operator
-from shoal.labs.autoshard.intra.choices import OperatorSplit, by_position, list_shardings, replicated
-from shoal.labs.autoshard.intra.problem import UPDATE, Builder, ShardingProblem
-from shoal.labs.autoshard.notation.notation import NamedMesh, Sharding
+from shoal.engine.sharding.graph import Operator
+from shoal.engine.sharding.named_axes import NamedMesh, Sharding, by_position, replicated
+from shoal.engine.sharding.plan import UPDATE, OperatorSplit
+from shoal.planning.auto.intra.choices import list_shardings
+from shoal.planning.auto.intra.problem import Builder, ShardingProblem
 from shoal.spec.layout import Layout, ZeroStage
 
 

@@ -19,7 +19,7 @@ from string import ascii_uppercase
 
 import torch
 
-from shoal.labs.autoshard.capture.graph import RESHAPES, Operator, Ref, overload
+from shoal.engine.sharding.graph import RESHAPES, Operator, Ref, overload
 
 Dims = tuple[str, ...]
 """The letter of each dim of a tensor, "" for one that is not split."""

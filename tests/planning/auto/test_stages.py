@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.labs.autoshard.capture.layers import DELTA, _cut
-from shoal.labs.autoshard.stages import AssignedStage, find_pipeline, latency, list_parts
+from shoal.planning.auto.capture.layers import DELTA, _cut
+from shoal.planning.auto.stages import AssignedStage, find_pipeline, latency, list_parts
 
 
 def every(layers, nodes, per_node):

@@ -10,17 +10,18 @@ from typing import NamedTuple
 from torch.fx import Node
 
 from shoal.base.errors import UsageError
-from shoal.labs.autoshard.baselines import restrict_to_baselines
-from shoal.labs.autoshard.capture.forward import Forward
-from shoal.labs.autoshard.capture.graph import OperatorGraph
-from shoal.labs.autoshard.capture.layers import Layers
-from shoal.labs.autoshard.capture.trace import differentiate
-from shoal.labs.autoshard.intra.ilp import NothingFits, Solution, solve
-from shoal.labs.autoshard.intra.price import Prices
-from shoal.labs.autoshard.intra.problem import Builder, ShardingProblem
-from shoal.labs.autoshard.notation.notation import NamedMesh
-from shoal.labs.autoshard.plan import Baseline, ShardingPlan, StagePlan, build_plan
-from shoal.labs.autoshard.stages import AssignedStage, Part, find_pipeline, latency
+from shoal.engine.sharding.graph import OperatorGraph
+from shoal.engine.sharding.named_axes import NamedMesh
+from shoal.engine.sharding.plan import ShardingPlan
+from shoal.planning.auto.baselines import restrict_to_baselines
+from shoal.planning.auto.capture.forward import Forward
+from shoal.planning.auto.capture.layers import Layers
+from shoal.planning.auto.capture.trace import differentiate
+from shoal.planning.auto.intra.ilp import NothingFits, Solution, solve
+from shoal.planning.auto.intra.price import Prices
+from shoal.planning.auto.intra.problem import Builder, ShardingProblem
+from shoal.planning.auto.plan import Baseline, StagePlan, build_plan
+from shoal.planning.auto.stages import AssignedStage, Part, find_pipeline, latency
 from shoal.planning.cost.memory.stage import allocator_excess
 from shoal.planning.cost.time.communication import ring_group
 from shoal.planning.cost.time.engine_layer import attained

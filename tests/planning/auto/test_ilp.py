@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.labs.autoshard.capture.trace import capture_graph
-from shoal.labs.autoshard.intra.ilp import NothingFits, solve
-from shoal.labs.autoshard.intra.problem import Decision, ShardingProblem, TensorMoves
-from shoal.labs.autoshard.notation.notation import NamedMesh
-from tests.labs.autoshard.modules import builder
+from shoal.engine.sharding.named_axes import NamedMesh
+from shoal.planning.auto.capture.trace import capture_graph
+from shoal.planning.auto.intra.ilp import NothingFits, solve
+from shoal.planning.auto.intra.problem import Decision, ShardingProblem, TensorMoves
+from tests.planning.auto.modules import builder
 
 
 def best(problem, capacity=None, in_flight=1):

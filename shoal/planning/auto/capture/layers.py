@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, fx
 
-from shoal.labs.autoshard.capture.forward import Forward, get_schema, operand
+from shoal.planning.auto.capture.forward import Forward, get_schema, operand
 
 DELTA = 0.5  # a layer may have this part of the mean FLOPs more than the mean
 CUTS = 150  # candidates for cuts: the places that carry the fewest bytes

@@ -10,13 +10,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from shoal.engine.models.transformer import Transformer
-from shoal.labs.autoshard.capture.forward import Forward, export_forward
+from shoal.engine.sharding.named_axes import NamedMesh
+from shoal.engine.sharding.plan import ShardingPlan
 from shoal.labs.autoshard.execute import reference, single_stage
-from shoal.labs.autoshard.intra.ilp import Solution, solve
-from shoal.labs.autoshard.intra.problem import Builder
-from shoal.labs.autoshard.notation.notation import NamedMesh
-from shoal.labs.autoshard.plan import ShardingPlan, build_plan
-from shoal.labs.autoshard.search import Target
+from shoal.planning.auto.capture.forward import Forward, export_forward
+from shoal.planning.auto.intra.ilp import Solution, solve
+from shoal.planning.auto.intra.problem import Builder
+from shoal.planning.auto.plan import build_plan
+from shoal.planning.auto.search import Target
 from shoal.spec.catalog import model_shape
 from shoal.spec.catalog.clusters import cluster
 from shoal.spec.number_formats import FORMATS

@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.labs.autoshard.baselines import restrict_to_baselines
-from shoal.labs.autoshard.capture.forward import export_forward
-from shoal.labs.autoshard.capture.graph import BACKWARD, FORWARD
-from shoal.labs.autoshard.capture.trace import capture_graph, differentiate
-from shoal.labs.autoshard.intra.ilp import solve
-from shoal.labs.autoshard.intra.problem import GIVEN
-from shoal.labs.autoshard.notation.notation import NamedMesh
-from shoal.labs.autoshard.plan import build_plan
-from tests.labs.autoshard.modules import MLP, Attention, builder, shard, transformer
+from shoal.engine.sharding.graph import BACKWARD, FORWARD
+from shoal.engine.sharding.named_axes import NamedMesh
+from shoal.engine.sharding.plan import GIVEN
+from shoal.planning.auto.baselines import restrict_to_baselines
+from shoal.planning.auto.capture.forward import export_forward
+from shoal.planning.auto.capture.trace import capture_graph, differentiate
+from shoal.planning.auto.intra.ilp import solve
+from shoal.planning.auto.plan import build_plan
+from tests.planning.auto.modules import MLP, Attention, builder, shard, transformer
 
 LINE = NamedMesh("x", (8,))
 

@@ -17,7 +17,7 @@ from string import ascii_letters
 import torch
 from torch.utils._pytree import tree_map_only
 
-from shoal.labs.autoshard.capture.graph import RESHAPES, Operator, OperatorGraph, Ref, assign_phases, overload
+from shoal.engine.sharding.graph import RESHAPES, Operator, OperatorGraph, Ref, assign_phases, overload
 
 Form = tuple[tuple[int, ...], ...]
 """The sizes into which each dim of a tensor is unfolded; none for a dim of 1."""

@@ -14,23 +14,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from shoal.labs.autoshard.capture.graph import BACKWARD, FORWARD, VIEWS, Operator, OperatorGraph, Ref
-from shoal.labs.autoshard.intra.choices import (
-    OperatorSplit,
-    follow,
-    list_reductions,
-    list_shardings,
-    list_splits,
-    split_nothing,
-)
-from shoal.labs.autoshard.intra.price import Prices
-from shoal.labs.autoshard.intra.spaces import LOOKUPS, IterationSpace, build_space
-from shoal.labs.autoshard.notation.notation import Sharding
-
-UPDATE, GIVEN = "update ", "given "
-"""Prefixes of added operators: of a parameter, the one that updates it, in the sharding of its optimizer states; of an
-output, the one that returns it, with sums added up."""
-ENDS = (UPDATE, GIVEN)
+from shoal.engine.sharding.graph import BACKWARD, FORWARD, VIEWS, Operator, OperatorGraph, Ref
+from shoal.engine.sharding.named_axes import Sharding
+from shoal.engine.sharding.plan import ENDS, GIVEN, UPDATE, OperatorSplit
+from shoal.planning.auto.intra.choices import follow, list_reductions, list_shardings, list_splits, split_nothing
+from shoal.planning.auto.intra.price import Prices
+from shoal.planning.auto.intra.spaces import LOOKUPS, IterationSpace, build_space
 
 
 @dataclass

@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from shoal.labs.autoshard.capture.graph import VIEWS, Operator
-from shoal.labs.autoshard.notation.moves import Move
-from shoal.labs.autoshard.notation.network import Network
-from shoal.labs.autoshard.notation.notation import NamedMesh, Sharding
-from shoal.labs.autoshard.notation.search import Path, RouteSearch
-from shoal.labs.collectives.description import Collective
+from shoal.engine.sharding.graph import VIEWS, Operator
+from shoal.engine.sharding.moves import ALL_TO_ALL, Move
+from shoal.engine.sharding.named_axes import NamedMesh, Sharding
+from shoal.planning.auto.moves import MoveSearch, Network, Path
 from shoal.planning.cost.roofline import OperationCost
 from shoal.planning.cost.time.communication import ring_group
 from shoal.planning.cost.time.engine_layer import attained, memory_rate, product_rate
@@ -32,9 +30,9 @@ class ClusterNetwork:
     def price(self, collective: str, axes: str, size: float) -> tuple[float, str]:
         inner = max(self.mesh.axes.index(axis) for axis in axes)
         ring = ring_group(self.cluster, self.mesh.size(axes), math.prod(self.mesh.shape[inner + 1 :]))
-        if collective == Collective.ALL_TO_ALL:
+        if collective == ALL_TO_ALL:
             return ring.all_to_all(size * (ring.ranks - 1) / ring.ranks), "pairwise"
-        return getattr(ring, str(collective).replace("-", "_"))(size), "ring"
+        return getattr(ring, collective.replace("-", "_"))(size), "ring"
 
 
 @dataclass
@@ -56,7 +54,7 @@ class Prices:
     itemsize: int
     gradient_bytes: float
     state_bytes: float
-    _searches: dict[tuple[tuple[int, ...], int], RouteSearch] = field(default_factory=dict)
+    _searches: dict[tuple[tuple[int, ...], int], MoveSearch] = field(default_factory=dict)
     _reached: dict[tuple[tuple[int, ...], int, Sharding], dict[Sharding, Path]] = field(default_factory=dict)
 
     @staticmethod
@@ -101,7 +99,7 @@ class Prices:
     def _reach(self, op: Operator, before: Sharding) -> dict[Sharding, Path]:
         key = (op.shape, self.get_itemsize(op))
         if key not in self._searches:
-            self._searches[key] = RouteSearch(self.mesh, op.sizes, key[1], self.network, self.peak)
+            self._searches[key] = MoveSearch(self.mesh, op.sizes, key[1], self.network)
         if (*key, before) not in self._reached:
             self._reached[*key, before] = self._searches[key].reach({before: 0.0})
         return self._reached[*key, before]

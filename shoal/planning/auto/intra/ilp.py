@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shoal.labs.autoshard.intra.problem import ShardingProblem, TensorMoves
+from shoal.planning.auto.intra.problem import ShardingProblem, TensorMoves
 
 SECONDS = 120.0  # time limit of a solve
 INFEASIBLE = 2  # among the codes of `scipy.optimize.milp`

@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from shoal.base.errors import UsageError
-from shoal.labs.autoshard.capture.forward import export_forward
-from shoal.labs.autoshard.capture.trace import differentiate
+from shoal.engine.sharding.named_axes import NamedMesh
 from shoal.labs.autoshard.execute import compare, find_worst
-from shoal.labs.autoshard.notation.notation import NamedMesh
-from tests.labs.autoshard.modules import beside_one_device, builder, random_plans
+from shoal.planning.auto.capture.forward import export_forward
+from shoal.planning.auto.capture.trace import differentiate
+from tests.planning.auto.modules import beside_one_device, builder, random_plans
 
 
 class Two(nn.Module):

@@ -5,14 +5,14 @@ import torch
 from torch import nn
 
 from shoal.engine.models.transformer import initialise
-from shoal.labs.autoshard.capture.forward import export_forward
-from shoal.labs.autoshard.capture.layers import Layers
-from shoal.labs.autoshard.capture.trace import differentiate
 from shoal.labs.autoshard.execute import compare, find_worst, reference
-from shoal.labs.autoshard.plan import build_plan
-from shoal.labs.autoshard.search import StageSearch
-from shoal.labs.autoshard.stages import AssignedStage
-from tests.labs.autoshard.modules import target, transformer
+from shoal.planning.auto.capture.forward import export_forward
+from shoal.planning.auto.capture.layers import Layers
+from shoal.planning.auto.capture.trace import differentiate
+from shoal.planning.auto.plan import build_plan
+from shoal.planning.auto.search import StageSearch
+from shoal.planning.auto.stages import AssignedStage
+from tests.planning.auto.modules import target, transformer
 
 
 def compared(pool, ranks, module, inputs, forward, stages):

@@ -9,14 +9,14 @@ from torch import nn
 
 from shoal.base.errors import UsageError
 from shoal.engine.models.transformer import initialise
-from shoal.labs.autoshard.baselines import restrict_to_baselines
-from shoal.labs.autoshard.capture.forward import export_forward
-from shoal.labs.autoshard.capture.trace import capture_graph, differentiate
+from shoal.engine.sharding.named_axes import NamedMesh
 from shoal.labs.autoshard.execute import Difference, compare, find_worst
-from shoal.labs.autoshard.intra.ilp import solve
-from shoal.labs.autoshard.notation.notation import NamedMesh
-from shoal.labs.autoshard.plan import build_plan
-from tests.labs.autoshard.modules import (
+from shoal.planning.auto.baselines import restrict_to_baselines
+from shoal.planning.auto.capture.forward import export_forward
+from shoal.planning.auto.capture.trace import capture_graph, differentiate
+from shoal.planning.auto.intra.ilp import solve
+from shoal.planning.auto.plan import build_plan
+from tests.planning.auto.modules import (
     MLP,
     LoRA,
     Odd,

@@ -23,9 +23,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map_only
 
 from shoal.base.errors import UsageError
-from shoal.labs.autoshard.capture.forward import Forward, export_forward, operand, writes
-from shoal.labs.autoshard.capture.graph import Operator, OperatorGraph, Ref, assign_phases
-from shoal.labs.autoshard.capture.unfold import unfold
+from shoal.engine.sharding.graph import Operator, OperatorGraph, Ref, assign_phases
+from shoal.planning.auto.capture.forward import Forward, export_forward, operand, writes
+from shoal.planning.auto.capture.unfold import unfold
 
 aten = torch.ops.aten
 SAME = {"alias", "detach", "clone", "lift_fresh_copy", "contiguous", "lift"}
