@@ -24,8 +24,10 @@ from shoal.engine.own.definition import OwnModel
 from shoal.engine.own.flops import count_flops
 from shoal.engine.own.formats import autocast
 from shoal.engine.own.samples import OwnBatch, OwnDataset
+from shoal.engine.own.split_backward import LateGradients
 from shoal.engine.own.tensor import InputSplitLinear, OutputSplitLinear, SplitEmbedding
 from shoal.engine.own.trial import run_first
+from shoal.engine.parallel.zero.gradients import Term
 from shoal.engine.precision.policy import POLICIES, Policy
 from shoal.pipeline.program import Program
 from shoal.spec.config import RunConfig
@@ -44,6 +46,8 @@ class OwnCounts:
         kept: the same where blocks are recomputed: their inputs, and all outside of them.
         rebuilt: bytes that the largest block keeps, as it is recomputed.
         again: FLOPs of the blocks' forward.
+        weight_flops: FLOPs of weight gradients that a schedule may compute later.
+        between: bytes that these are computed from.
         sent: bytes that tensor parallelism sums, forward and backward.
         real: whether values were needed.
         forward_flops: FLOPs of the forward alone.
@@ -62,6 +66,8 @@ class OwnCounts:
     kept: int = 0
     rebuilt: int = 0
     again: int = 0
+    weight_flops: int = 0
+    between: int = 0
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,7 @@ class ChainCounts:
         full: of the model.
         sizes: elements of each trained parameter on the rank.
         in_blocks: names of those in the definition's blocks.
-        saved, sent, messages, kept, rebuilt, again: as in `OwnCounts`, of each module.
+        saved, sent, messages, kept, rebuilt, again, weight_flops, between: as in `OwnCounts`, of each module.
     """
 
     chain: Chain
@@ -85,6 +91,8 @@ class ChainCounts:
     kept: tuple[int, ...]
     rebuilt: tuple[int, ...]
     again: tuple[int, ...]
+    weight_flops: tuple[int, ...]
+    between: tuple[int, ...]
 
     def assign(self, program: Program) -> list[OwnCounts]:
         """Return the counts of each stage, whose modules are those that training would choose.
@@ -103,7 +111,8 @@ class ChainCounts:
                 self.full, parameters=sum(self.sizes[name] for name in used),
                 in_blocks=sum(self.sizes[name] for name in used if name in self.in_blocks),
                 flops=round(self.full.flops * share), forward_flops=round(self.full.forward_flops * share),
-                **{name: sum(getattr(self, name)[i] for i in part) for name in ("saved", "sent", "kept", "again")},
+                **{name: sum(getattr(self, name)[i] for i in part) for name in (
+                    "saved", "sent", "kept", "again", "weight_flops", "between")},
                 rebuilt=max(self.rebuilt[i] for i in part), message=self.messages[part.start] if part.start else 0,
             ))  # fmt: skip
         return found
@@ -115,7 +124,7 @@ def count_own_model(own: OwnModel, config: RunConfig) -> OwnCounts:
     Raises:
         UsageError: the model or its loss fails.
     """
-    counter, real = _run(own, config, ())
+    counter, real = _run(own, config, None)
     return replace(counter.full, real=real)
 
 
@@ -127,13 +136,14 @@ def count_chain(own: OwnModel, config: RunConfig) -> ChainCounts:
     """
     policy, seed = POLICIES[config.train.precision], config.train.seed
     chain = find_chain(own, policy, seed, OwnDataset(own, "train", seed).batch(range(config.parallel.micro_batch)))
-    counter, real = _run(own, config, chain.names)
-    found = (counter.saved, counter.sent, counter.kept, counter.rebuilt, counter.again)
-    saved, sent, kept, rebuilt, again = (tuple(of[i] for i in range(len(chain.names))) for of in found)
+    counter, real = _run(own, config, chain)
+    found = (counter.saved, counter.sent, counter.kept, counter.rebuilt, counter.again, counter.weight_flops,
+             counter.between)
+    saved, sent, kept, rebuilt, again, *late = (tuple(of[i] for i in range(len(chain.names))) for of in found)
     messages = tuple(prod(shape) * dtype.itemsize for shape, dtype in chain.inputs)
     return ChainCounts(
         chain, replace(counter.full, real=real), counter.sizes, counter.in_blocks, saved, sent, messages, kept, rebuilt,
-        again,
+        again, *late,
     )  # fmt: skip
 
 
@@ -144,7 +154,8 @@ def extend(one: OwnCounts | ChainCounts, two: OwnCounts | ChainCounts, samples: 
         return a + (samples - 1) * (b - a)
 
     changed: dict[str, Any] = {}
-    for name in ("full", "flops", "forward_flops", "saved", "sent", "message", "messages", "kept", "rebuilt", "again"):
+    for name in ("full", "flops", "forward_flops", "saved", "sent", "message", "messages", "kept", "rebuilt", "again",
+                 "weight_flops", "between"):
         if not hasattr(one, name):
             continue
         a, b = (getattr(each, name) for each in (one, two))
@@ -155,10 +166,27 @@ def extend(one: OwnCounts | ChainCounts, two: OwnCounts | ChainCounts, samples: 
     return replace(one, **changed)
 
 
-def _run(own: OwnModel, config: RunConfig, links: Sequence[str]) -> tuple[_Counter, bool]:
+def _run(own: OwnModel, config: RunConfig, chain: Chain | None) -> tuple[_Counter, bool]:
     policy, seed, tp = POLICIES[config.train.precision], config.train.seed, config.parallel.tp
     batch = OwnDataset(own, "train", seed).batch(range(config.parallel.micro_batch))
-    return run_first(own, policy, seed, batch, partial(_Counter, own, policy, links), tp)
+    return run_first(own, policy, seed, batch, partial(_Counter, own, policy, chain), tp)
+
+
+class _CountedLate(LateGradients):
+    """Weight gradients that a schedule may compute later, of a module that no rank holds."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__(module)
+        self.found: list[tuple[nn.Parameter, Term, Sequence[Tensor]]] = []
+
+    def trains(self, weight: object) -> bool:
+        return isinstance(weight, nn.Parameter) and weight.requires_grad
+
+    def waits(self) -> bool:
+        return True
+
+    def add(self, weight: nn.Parameter, term: Term, kept: Sequence[Tensor]) -> None:
+        self.found.append((weight, term, kept))
 
 
 class _Counter:
@@ -168,12 +196,14 @@ class _Counter:
         saved, sent: bytes by the index of the link that runs.
     """
 
-    def __init__(self, own: OwnModel, policy: Policy, links: Sequence[str], module: nn.Module, batch: OwnBatch):
+    def __init__(self, own: OwnModel, policy: Policy, chain: Chain | None, module: nn.Module, batch: OwnBatch):
         self._at, self._block, self._flops, self._runs = 0, -1, 0, True
         self.saved, self.sent, self.kept = Counter[int](), Counter[int](), Counter[int]()
         self.rebuilt, self.again = Counter[int](), Counter[int]()  # by the block's index; in a chain the link's
+        self.weight_flops, self.between = Counter[int](), Counter[int]()
         self._entered: Tensor | None = None
-        for i, name in enumerate(links):
+        late = _CountedLate(module) if chain else None
+        for i, name in enumerate(chain.names if chain else ()):
             module.get_submodule(name).register_forward_pre_hook(lambda _, args, i=i: self._begin(i))
         for i, name in enumerate(own.name_blocks(module)):
             block = module.get_submodule(name)
@@ -194,6 +224,8 @@ class _Counter:
                 loss, _, _ = own.compute(module, batch.values)
             forward, self._runs = self._counter.get_total_flops(), False
             loss.backward()
+            if chain and late:
+                self._count_late(late, {p: max(chain.parts.get(name, {0})) for name, p in trained.items()})
         self.sizes = {name: p.numel() for name, p in trained.items()}
         self.in_blocks = frozenset(name for name, p in trained.items() if id(p) in grouped)
         self.full = OwnCounts(
@@ -202,6 +234,18 @@ class _Counter:
             saved=self.saved.total(), sent=self.sent.total(), forward_flops=forward, kept=self.kept.total(),
             rebuilt=max(self.rebuilt.values(), default=0), again=self.again.total(),
         )  # fmt: skip
+
+    def _count_late(self, late: _CountedLate, links: dict[nn.Parameter, int]) -> None:
+        """Count weight gradients, and what they are computed from, by the last module that uses the weight."""
+        seen = set[int]()
+        for weight, term, kept in late.found:
+            before, link = self._counter.get_total_flops(), max(0, links[weight])
+            term(torch.empty_like(weight), True)
+            self.weight_flops[link] += self._counter.get_total_flops() - before
+            for tensor in kept:
+                if _storage(tensor) not in seen:
+                    seen.add(_storage(tensor))
+                    self.between[link] += tensor.untyped_storage().nbytes()
 
     def _begin(self, link: int) -> None:
         self._at = link

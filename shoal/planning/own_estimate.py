@@ -124,7 +124,7 @@ def estimate_own_model(
     rate, split = product_rate(found, kind), ring_group(links, *axis_extent(layout, "tp"))
     sums = [split.all_reduce(each.sent) if layout.tp > 1 else 0.0 for each in stages]
     timeline = _simulate(layout, links, program, stages, sums, rate)
-    kept = timeline.peak_bytes(np.array([each.saved for each in stages], float))
+    kept = timeline.peak_bytes(*(np.array([getattr(s, of) for s in stages], float) for of in ("saved", "between")))
     memories = [
         _count_memory(config, found, policy, each, int(bytes_) + each.rebuilt)
         for each, bytes_ in zip(ranks, kept, strict=True)
@@ -187,11 +187,12 @@ def _simulate(
     """
     half = np.array(sums) / 2
     forward = np.array([each.forward_flops / rate for each in stages]) + half
+    late = np.array([each.weight_flops / rate for each in stages])
     backward = np.array([(each.flops - each.forward_flops) / rate for each in stages]) + half
     hop = ring_group(cluster, *axis_extent(layout, "pp"))
     size = max(each.message for each in stages)
     links = MessageTimes(size / hop.hop, hop.hop_latency) if layout.pp > 1 else MessageTimes()
-    return simulate(program, ActionTimes(forward, backward=backward), links)
+    return simulate(program, ActionTimes(forward, backward - late, late), links)
 
 
 def _count_memory(config: RunConfig, cluster: Cluster, policy: Policy, rank: OwnCounts, saved: int) -> dict[str, int]:

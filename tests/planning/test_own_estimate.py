@@ -90,6 +90,8 @@ def test_a_pipeline_of_equal_modules_waits_as_its_schedule_says(pp, passes, kept
     assert found.memory["activations"] == pytest.approx(kept * 64 * 20_000 * 4, rel=1e-3)
     again = run.estimate(run.config.parallel.model_copy(update={"recompute": "full"}))
     assert again.compute == pytest.approx(found.compute * 15 / 11, rel=0.01)  # 4 forwards beside 11 products
+    split = run.estimate(run.config.parallel.model_copy(update={"schedule": "zb-h1"}))
+    assert split.compute == found.compute and split.pipeline == pytest.approx(found.pipeline / 3, rel=0.2)
     assert again.memory["activations"] == pytest.approx((kept + 1) * 64 * 20_000 * 4, rel=1e-3)  # one as it is rebuilt
 
 

@@ -6,7 +6,7 @@ from shoal.base.errors import UsageError
 from shoal.engine.own.definition import OwnShape, load_own_model
 from shoal.engine.own.optimizer import MakeOptimizer, check_optimizer
 from shoal.engine.own.tensor import SplitRanks, apply_table
-from shoal.pipeline.from_layout import build_layout_program, splits_backward
+from shoal.pipeline.from_layout import build_layout_program
 from shoal.spec.config import RunConfig
 from shoal.spec.config.data import DataConfig
 from shoal.spec.config.model import ModelConfig
@@ -94,6 +94,6 @@ def check_own_pipeline(config: RunConfig) -> None:
     if layout.zero == 3:
         raise UsageError("parallel.zero = 3 with parallel.pp and model.module.\n  Use zero 2.")
     program = build_layout_program(layout, layout.microbatches(config.train.global_batch))
-    if layout.schedule in (*SLICED, *ASYNCHRONOUS) or splits_backward(program) or program.model_copies > 1:
-        raise UsageError(f"parallel.schedule = {layout.schedule} with model.module: it slices sequences, splits "
-                         "backward, or has several copies of weights.\n  Use gpipe, 1f1b or interleaved-1f1b.")
+    if layout.schedule in (*SLICED, *ASYNCHRONOUS) or program.model_copies > 1:
+        raise UsageError(f"parallel.schedule = {layout.schedule} with model.module: it slices sequences, or has "
+                         "several copies of weights.\n  Use 1f1b, interleaved-1f1b, zb-h1, zb-v or another.")

@@ -21,6 +21,7 @@ from shoal.engine.own.chain import Chain, LinkSeeds, StageLinks
 from shoal.engine.own.definition import OwnModel
 from shoal.engine.own.formats import autocast, set_formats, widen
 from shoal.engine.own.samples import OwnBatch
+from shoal.engine.own.split_backward import LateGradients
 from shoal.engine.own.tensor import SplitRanks, apply_table
 from shoal.engine.own.user_code import explained
 from shoal.engine.parallel.apply import LocalStage, materialise
@@ -238,7 +239,7 @@ class OwnStage(LocalStage):
 
 def build_own_stage(
     own: OwnModel, mesh: Mesh, policy: Policy, seed: int, chain: Chain | None = None, part: range = range(0),
-    index: int = 0, shared: frozenset[str] = frozenset(),
+    index: int = 0, shared: frozenset[str] = frozenset(), *, splits: bool = False,
 ) -> OwnStage:
     """Build a stage with its parameters in buckets; `OwnStage.fill` or a checkpoint fills them.
 
@@ -246,6 +247,7 @@ def build_own_stage(
         chain: of a pipeline; None for the full module.
         part: the stage's modules of the chain.
         shared: parameters that the first and the last stage share.
+        splits: whether a schedule splits backwards.
     """
     module = own.build(seed)
     set_formats(module, policy, mesh.device)
@@ -253,6 +255,7 @@ def build_own_stage(
     split = apply_table(module, own.tensor_parallel, ranks) if ranks else {}
     seeds = LinkSeeds(own, module, seed)
     links = StageLinks(chain, part, module, policy.compute, mesh.device) if chain else None
+    late = LateGradients(module) if splits else None  # before recomputation, which runs what it changes
     if mesh.layout.recompute == "full":
         names = own.name_blocks(module)
         recompute_modules(module.get_submodule(name) for i, name in enumerate(names) if not chain or i in part)
@@ -272,6 +275,8 @@ def build_own_stage(
     parameters = ShardedParameters(
         [[(p, unclaimed.pop(p)) for p in group if p in unclaimed] for group in groups], mesh, policy
     )
+    if late:
+        late.connect(parameters)
     stage = OwnStage(own, module, parameters, policy, seed, ranks, seeds, links, index)
     if blocks:
         stage.blocks = Blocks(blocks, module, groups, parameters)

@@ -163,7 +163,7 @@ class LinearFunction(torch.autograd.Function):
             for run, gradient in zip(ctx.runs, gradients, strict=True):
                 if not wanted[run.start]:
                     continue  # frozen
-                term = partial(_add_product, gradient, x.detach())  # without x's autograd history
+                term = partial(accumulate_product, gradient, x.detach())  # without x's autograd history
                 if sink.parameters is None:
                     direct[run.start] = torch.empty_like(weights[run.start])
                     term(direct[run.start], True)
@@ -246,7 +246,7 @@ def give_gradients(gradient: Tensor, x: Tensor, keys: Sequence[Tensor]) -> Tenso
     layers = [find_owner(key) for key in keys]
     weights = [layer.weight for layer in layers]
     d_x = gradient @ join_adjacent(weights)
-    layers[0].sink.add(weights, partial(_add_product, gradient, x))
+    layers[0].sink.add(weights, partial(accumulate_product, gradient, x))
     return d_x
 
 
@@ -272,7 +272,8 @@ multiply_adjacent.register_autograd(_differentiate, setup_context=_save)
 # Gradient terms: functions of (accumulator, whether to overwrite it) that update it in place.
 
 
-def _add_product(gradient: Tensor, x: Tensor, total: Tensor, fresh: bool) -> None:
+def accumulate_product(gradient: Tensor, x: Tensor, total: Tensor, fresh: bool) -> None:
+    """Accumulate the weight gradient of a product: dY^T X of [.., out] and [.., in]."""
     d_y, x = gradient.flatten(0, -2), x.flatten(0, -2)
     if total.dtype == x.dtype:
         torch.mm(d_y.t(), x, out=total) if fresh else torch.addmm(total, d_y.t(), x, out=total)

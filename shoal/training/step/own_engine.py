@@ -28,7 +28,7 @@ from shoal.engine.own.user_code import explained
 from shoal.engine.parallel.apply import LocalStage
 from shoal.engine.parallel.zero.rank_parameters import RankParameters
 from shoal.engine.runtime import Runtime
-from shoal.pipeline.from_layout import build_forwards
+from shoal.pipeline.from_layout import build_forwards, splits_backward
 from shoal.pipeline.program import Action, Program
 from shoal.spec.config import RunConfig
 from shoal.training.records.metrics import StepMetrics
@@ -72,7 +72,7 @@ class OwnEngine(Engine):
         # Group creation is collective: every rank creates these groups at the same point.
         ends = mesh.group(f"pp:{','.join(map(str, holders))}", purpose="ends") if shared else None
         stages = [
-            build_own_stage(own, mesh, self.policy, seed, chain, parts[i], i, shared)
+            build_own_stage(own, mesh, self.policy, seed, chain, parts[i], i, shared, splits=splits_backward(program))
             for i in program.rank_stages(mesh.index("pp"))
         ]
         return list(stages), RankParameters([stage.parameters for stage in stages], ends)

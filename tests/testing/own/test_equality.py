@@ -51,7 +51,8 @@ def config_of(name: str, layout: dict[str, Any], **sections: dict[str, Any]) -> 
     ("factors", {"dp": 2}, {}),
     ("gpt2", {"dp": 2, "zero": 3, "recompute": "full"}, {}),
     ("wide_llama", {"pp": 2, "tp": 2, "recompute": "full"}, {}),
-    ("tower", {"pp": 2, "recompute": "full"}, {}),  # with batch norms and dropout
+    ("tower", {"pp": 2, "recompute": "full", "schedule": "zb-v"}, {}),  # with batch norms and dropout
+    ("gpt2", {"pp": 2, "schedule": "zb-h1", "dp": 2, "zero": 2}, {}),
 ])  # fmt: skip
 def test_gradients_weights_and_buffers_are_those_of_one_device(name, layout, sections, pool):
     config = config_of(name, layout, **sections)
@@ -82,7 +83,7 @@ def drawn_configs(draw: st.DrawFn) -> RunConfig:
     if layout["zero"] == 3:
         layout |= {"prefetch": choose(0, 1, 2), "reshard_after_forward": choose(False, True)}
     if pp > 1:
-        layout["schedule"] = choose("gpipe", "1f1b", "interleaved-1f1b")
+        layout["schedule"] = choose("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
     optimizer = {"name": choose("adamw", "sgd", "momentum", "muon"), "clip_norm": choose(0.0, 0.1)}
     return config_of(name, layout, optimizer=optimizer)
 

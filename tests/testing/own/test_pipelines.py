@@ -104,7 +104,7 @@ def test_no_other_split_has_less_work_in_its_slowest_stage(work, data):
 
 @pytest.mark.parametrize(("layout", "says"), [
     ({"pp": 2, "dp": 2, "zero": 3}, "parallel.zero = 3 with parallel.pp"),
-    ({"pp": 2, "schedule": "zb-h1"}, "parallel.schedule = zb-h1 with model.module: it slices"),
+    ({"pp": 2, "schedule": "dualpipe"}, "parallel.schedule = dualpipe with model.module: it slices"),
     ({"pp": 8}, "5 layers cannot fill 8 stages"),
 ])  # fmt: skip
 def test_layouts_that_a_chain_cannot_have_are_refused(layout, says):

@@ -137,6 +137,11 @@ class ShardedParameters:
             self._later = None
         self._end_backward()
 
+    @property
+    def deferring(self) -> bool:
+        """Whether a backward runs inside `deferred`."""
+        return self._later is not None
+
     def add_deferred(self, key: Hashable) -> None:
         """Accumulate the terms deferred under this key, and start the reductions of complete buckets."""
         for parameters, term in self._deferred.pop(key):
