@@ -8,6 +8,7 @@ import platform
 import resource
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -89,10 +90,21 @@ def init_world(
 
 
 def destroy_world() -> None:
-    """Leave the default process group and all groups created from it; do nothing without one."""
+    """Leave the default process group and all groups created from it; do nothing without one.
+
+    gloo waits up to 10 ms for each connection that it closes, so groups close theirs side by side.
+    """
     leave_groups()
     if dist.is_initialized():
+        groups, host = list(dist.distributed_c10d._world.pg_names), torch.device("cpu")
+        backends = [group._get_backend(host) for group in groups if host in group._device_types]
+        groups.clear()
         dist.destroy_process_group()
+        closing = [threading.Thread(target=backends.pop) for _ in backends]
+        for thread in closing:
+            thread.start()
+        for thread in closing:
+            thread.join()
     # Torch names groups by their number. A rank whose rendezvous failed must count like one that never tried.
     dist.distributed_c10d._world.group_count = 0
 
