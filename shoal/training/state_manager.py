@@ -16,7 +16,7 @@ from shoal.engine.streams import Mark
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RunConfig
 from shoal.training.resilience.host_memory_dir import run_dir
-from shoal.training.resilience.memory_checkpoint import InMemoryCheckpointer
+from shoal.training.resilience.memory_checkpoint import InMemoryCheckpointer, RankTopology
 from shoal.training.resilience.restore import Restored, restore
 from shoal.training.resilience.spikes import Skips
 from shoal.training.run_folder import check_steps_left, get_checkpoint_folder
@@ -54,6 +54,7 @@ class StateManager:
         self.report = report
         self.beside: Callable[[], dict[str, Any]] = dict
         self.group = self._new_group()
+        self.places = RankTopology.collect(self.group, config.failover.node_ranks)
         self.disk = Checkpointer(
             get_checkpoint_folder(config, folder),
             group=self.group,
@@ -193,6 +194,7 @@ class StateManager:
             group=self.group,
             model=self.shape.model_dump(mode="json"),
             before=before,
+            places=self.places,
         )
         for line in refused:
             self.report(line)
@@ -238,17 +240,16 @@ class StateManager:
         if not self.config.failover.memory_every:
             return
         try:
-            memory = InMemoryCheckpointer(
+            self.memory = InMemoryCheckpointer(
                 run_dir(self.folder, self.config.failover),
                 self.folder,
                 group=self._new_group(),
-                node_ranks=self.config.failover.node_ranks,
+                places=self.places,
+                state=self.engine.state(),
                 keep=restored.save if restored else None,
                 device=self.engine.mesh.device,
                 report=self.report,
             )
-            memory.prepare(self.engine.state())
-            self.memory = memory
         except UsageError as error:
             if fresh:
                 raise

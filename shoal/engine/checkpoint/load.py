@@ -69,21 +69,23 @@ def load(
     Raises:
         CheckpointError: naming the file or tensor: another model, set of tensors, shape or dtype; or damage.
     """
-    every = set().union(*all_gather(sorted(state), group))
-    problem, extra = "", {}
+    names, saved, problem, extra = sorted(state), set[str](), "", {}
     try:
         manifest = manifest or read_manifest(path)
         extra = manifest.extra
         check_model(path, extra.get("model"), model)
         state = {name: pieces for name, pieces in state.items()
                  if not name.startswith(optional_prefixes) or _fits(manifest, name, pieces)}
-        every = {name for name in every if not name.startswith(optional_prefixes)}
-        _check_names(path, set(manifest.tensors), every, (*ignore_prefixes, *optional_prefixes))
+        saved = set(manifest.tensors)
+        _check_present(path, saved, {name for name in names if not name.startswith(optional_prefixes)})
         _check_tensors(path, manifest, state, convert)
         _fill(path, manifest, state, files)
     except (CheckpointError, OSError) as error:
         problem = str(error)
-    raise_together([problem] if problem else [], group)
+    every = all_gather((problem, names), group)
+    if found := dict.fromkeys(problem for problem, _ in every if problem):
+        raise CheckpointError("\n".join(found))
+    _check_all_loaded(path, saved.difference(*(names for _, names in every)), (*ignore_prefixes, *optional_prefixes))
     return extra
 
 
@@ -217,12 +219,15 @@ def check_model(path: AnyPath, saved: Any, wanted: dict[str, Any] | None) -> Non
         raise CheckpointError(f"{path} holds another model than this run's:\n  " + "\n  ".join(differ))
 
 
-def _check_names(path: AnyPath, saved: set[str], wanted: set[str], ignore_prefixes: tuple[str, ...]) -> None:
+def _check_present(path: AnyPath, saved: set[str], wanted: set[str]) -> None:
     if missing := sorted(wanted - saved):
         raise CheckpointError(
             f"{path} has no tensor '{missing[0]}' ({len(missing)} missing in all); {did_you_mean(missing[0], saved)}"
         )
-    if left := sorted(name for name in saved - wanted if not name.startswith(ignore_prefixes)):
+
+
+def _check_all_loaded(path: AnyPath, unread: set[str], ignore_prefixes: tuple[str, ...]) -> None:
+    if left := sorted(name for name in unread if not name.startswith(ignore_prefixes)):
         raise CheckpointError(
             f"{path} holds tensor '{left[0]}', which no rank loads ({len(left)} such): the state that resumes is not "
             "the one that was saved.\n  To skip tensors intentionally, name their prefix in `ignore_prefixes`."

@@ -27,7 +27,7 @@ from shoal.labs.bench.step.workload import Workload, build_engine
 from shoal.launch.worker_pool import Pool
 from shoal.spec.catalog import model_shape
 from shoal.spec.config import FailoverConfig
-from shoal.training.resilience.memory_checkpoint import InMemoryCheckpointer
+from shoal.training.resilience.memory_checkpoint import InMemoryCheckpointer, RankTopology
 from shoal.training.resilience.restore import restore
 from shoal.training.step.engine import Engine
 
@@ -157,9 +157,8 @@ def step_with_saves(
     if kind == "on disk":
         saver = Checkpointer(folder / "checkpoints", group=group, keep=1, asynchronous=True)
     elif kind != "nothing saved":
-        node_ranks = ranks if kind == "in memory" else 1
-        saver = InMemoryCheckpointer(folder / "home", folder, group=group, node_ranks=node_ranks)
-        saver.prepare(engine.state())
+        places = RankTopology.collect(group, ranks if kind == "in memory" else 1)
+        saver = InMemoryCheckpointer(folder / "home", folder, group=group, places=places, state=engine.state())
 
     def step(number: int) -> float:
         loss = engine.step(number).loss
@@ -182,7 +181,8 @@ def _time_restores(workload: Workload, disk: Path, memory: Path) -> dict[str, li
     checkpoints = Checkpointer(disk / "checkpoints", group=group, keep=1, asynchronous=False)
     checkpoints.save(1, engine.state(), {})
     checkpoints.close()
-    kept = InMemoryCheckpointer(memory / "home", memory, group=group, node_ranks=1)
+    places = RankTopology.collect(group, 1)
+    kept = InMemoryCheckpointer(memory / "home", memory, group=group, places=places)
     kept.save(1, engine.state(), {})
     kept.wait()
     if dist.get_world_size() > 1 and dist.get_rank() == 0:
@@ -194,8 +194,8 @@ def _time_restores(workload: Workload, disk: Path, memory: Path) -> dict[str, li
         assert found is not None and found.step == 1
 
     nowhere = memory / "empty"
-    places = {"memory": (nowhere, memory / "home"), "disk": (disk / "checkpoints", nowhere)}
-    calls = {place: partial(restore_from, *folders) for place, folders in places.items()}
+    tiers = {"memory": (nowhere, memory / "home"), "disk": (disk / "checkpoints", nowhere)}
+    calls = {tier: partial(restore_from, *folders) for tier, folders in tiers.items()}
     seconds = time_in_turns(calls, RESTORES, warmup=0, prepare=lambda place: dist.barrier())
     kept.close()
     return seconds

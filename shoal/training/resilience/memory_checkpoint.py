@@ -47,21 +47,20 @@ CHUNK = 16 << 20
 
 @dataclass(frozen=True)
 class RankTopology:
-    """Location of each rank: host name and node index."""
+    """Location of each rank: host name and node index; and a name for this meeting of the ranks, drawn by rank 0."""
 
     hosts: list[str]
     nodes: list[int]
+    token: str
 
     @staticmethod
     def collect(group: HostGroup, node_ranks: int = 0) -> RankTopology:
         """Gather the topology of a group of nodes of ``node_ranks``; 0 treats each host as a node. Collective."""
-        return RankTopology.locate(all_gather(socket.gethostname(), group), node_ranks)
-
-    @staticmethod
-    def locate(hosts: list[str], node_ranks: int) -> RankTopology:
-        """Return the topology of ranks on these hosts; see `collect`."""
+        every = all_gather((socket.gethostname(), secrets.token_hex(4)), group)
+        hosts = [host for host, _ in every]
         names = list(dict.fromkeys(hosts))
-        return RankTopology(hosts, [r // node_ranks if node_ranks else names.index(h) for r, h in enumerate(hosts)])
+        nodes = [r // node_ranks if node_ranks else names.index(h) for r, h in enumerate(hosts)]
+        return RankTopology(hosts, nodes, every[0][1])
 
     def first_on_host(self, rank: int) -> int:
         """Return the first rank on the same host."""
@@ -88,7 +87,8 @@ class InMemoryCheckpointer:
     Args:
         home: the run's directory in this host's memory (`shoal.training.resilience.host_memory_dir.run_dir`).
         group: separate gloo group of all ranks; None in a single process.
-        node_ranks: see `RankTopology.collect`.
+        places: of the group.
+        state: what will be saved, for which memory is checked and reserved; None if that is not known yet.
         keep: save (step, attempt) that this run resumes from; removed after the next save. Other states of earlier
             attempts are removed immediately.
         device: device of the state.
@@ -97,7 +97,7 @@ class InMemoryCheckpointer:
         copied: see `shoal.engine.checkpoint.save.Checkpointer`.
 
     Raises:
-        UsageError: on every rank: a host's memory cannot be used.
+        UsageError: on every rank: a host's memory cannot be used, or is too little for all its ranks.
     """
 
     def __init__(
@@ -106,16 +106,15 @@ class InMemoryCheckpointer:
         run_folder: Path,
         *,
         group: HostGroup,
-        node_ranks: int = 0,
+        places: RankTopology,
+        state: State | None = None,
         keep: tuple[int, str] | None = None,
         device: torch.device = CPU,
         report: Callable[[str], None] = print,
     ):
         self._home, self._group, self._report = home, group, report
         self._rank, self._world = get_rank(group), get_size(group)
-        every = all_gather((socket.gethostname(), secrets.token_hex(4)), group)
-        self.places = RankTopology.locate([host for host, _ in every], node_ranks)
-        self.attempt: str = every[0][1]
+        self.places, self.attempt = places, places.token
         self._leads = self.places.first_on_host(self._rank) == self._rank
         problem = ""
         if self._leads:
@@ -127,7 +126,8 @@ class InMemoryCheckpointer:
                     report(line)
             except UsageError as error:
                 problem = str(error)
-        self._raise_first(problem)
+        plan = plan_save(state or {})
+        sizes = self._agree(plan.size, problem)
         node = home / f"node-{self.places.nodes[self._rank]:05d}"
         ranks = [self._rank, *self.places.senders(self._rank)]
         self._slots = [
@@ -141,28 +141,21 @@ class InMemoryCheckpointer:
         self._turn, self._first = 0, True
         self._pending: Future[tuple[bool, str]] | None = None
         self._local = self._abandoned = False  # whether a save is at its own part; whether a rank was lost
-
-    def prepare(self, state: State) -> None:
-        """Check that the host has enough memory for all its ranks, and reserve memory for the first save.
-
-        Raises:
-            UsageError: on every rank: a host has too little memory.
-        """
-        plan = plan_save(state)
-        sizes = all_gather(plan.size, self._group)
         own = [r for r in range(self._world) if self.places.hosts[r] == self.places.hosts[self._rank]]
-        problem = ""
         try:
-            check_free_memory(self._home, 2 * sum(sizes[r] for rank in own for r in (rank, *self.places.senders(rank))))
+            check_free_memory(home, 2 * sum(sizes[r] for rank in own for r in (rank, *self.places.senders(rank))))
         except UsageError as error:
             problem = str(error)
-        self._raise_first(problem)
-        self._reserve(0, len(build_header(plan.slots)) + plan.size)
+        self._agree(0, problem)
+        if state is not None:
+            self._reserve(0, len(build_header(plan.slots)) + plan.size)
 
-    def _raise_first(self, problem: str) -> None:
-        """Raise the first rank's error on every rank."""
-        if found := [each for each in all_gather(problem, self._group) if each]:
+    def _agree(self, value: int, problem: str) -> list[int]:
+        """Return the values of all ranks, or raise the first rank's error on every rank."""
+        every = all_gather((value, problem), self._group)
+        if found := [each for _, each in every if each]:
             raise UsageError(found[0])
+        return [value for value, _ in every]
 
     def _reserve(self, turn: int, size: int) -> None:
         with contextlib.suppress(OSError):  # the save reports it

@@ -99,6 +99,14 @@ def read(folder: Path) -> SlotRecord:
         FileNotFoundError: the slot is empty.
     """
     try:
+        return SlotRecord.model_validate_json(read_text(folder))
+    except ValidationError as error:
+        raise CheckpointError(f"{folder / PART} is not of this format: {error.errors()[0]['msg']}.") from None
+
+
+def read_text(folder: Path) -> bytes:
+    """Read the description of a slot as JSON. See `read`."""
+    try:
         digest, _, text = (folder / PART).read_bytes().partition(b"\n")
     except FileNotFoundError:
         raise
@@ -106,10 +114,7 @@ def read(folder: Path) -> SlotRecord:
         raise CheckpointError(f"{folder / PART} cannot be read: {error.strerror}.") from None
     if hashlib.sha256(text).hexdigest().encode() != digest:
         raise CheckpointError(f"{folder / PART} is damaged.")
-    try:
-        return SlotRecord.model_validate_json(text)
-    except ValidationError as error:
-        raise CheckpointError(f"{folder / PART} is not of this format: {error.errors()[0]['msg']}.") from None
+    return text
 
 
 def list_slots(home: Path) -> list[Path]:

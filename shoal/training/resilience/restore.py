@@ -8,10 +8,9 @@ next one taken: local files are not written, so a full memory does not prevent i
 
 from __future__ import annotations
 
-import secrets
 import shutil
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from shoal.engine.checkpoint import CheckpointError, list_checkpoints, load, sto
 from shoal.engine.checkpoint.load import check_part, raise_together, touched
 from shoal.engine.checkpoint.manifest import merge
 from shoal.engine.checkpoint.write import State, file_name
-from shoal.engine.collectives.json_collectives import HostGroup, all_gather, broadcast, gather, get_rank
+from shoal.engine.collectives.json_collectives import HostGroup, all_gather, get_rank
 from shoal.training.resilience import memory_slot
 from shoal.training.resilience.host_memory_dir import make_run_dir
 from shoal.training.resilience.memory_checkpoint import RankTopology, split_messages
@@ -45,16 +44,20 @@ class Restored:
     source: str  # description of the source
 
 
-@dataclass
-class _Save:
-    """One save across the memories of all hosts, on rank 0.
+@dataclass(frozen=True)
+class _Copy:
+    """Copy of one rank's part of a save, in the memory of the host of rank ``holder``."""
 
-    Attributes:
-        holders: locations of each rank's file: (a rank on that host, the slot's folder).
-    """
+    step: int
+    attempt: str
+    rank: int
+    world_size: int
+    folder: str
+    holder: int
 
-    records: dict[int, SlotRecord] = field(default_factory=dict)
-    holders: dict[int, list[tuple[int, str]]] = field(default_factory=lambda: defaultdict(list))
+
+Save = dict[int, list[_Copy]]
+"""The copies of each rank's part of one save across the memories of all hosts; equal on all ranks."""
 
 
 def restore(
@@ -65,6 +68,7 @@ def restore(
     group: HostGroup,
     model: dict[str, Any] | None,
     before: int | None = None,
+    places: RankTopology | None = None,
 ) -> tuple[Restored | None, list[str]]:
     """Fill the tensors of ``state`` from the newest complete state; of equal steps, memory is preferred. Collective.
 
@@ -73,32 +77,27 @@ def restore(
         group: gloo group of all ranks, without pending operations.
         model: see `shoal.engine.checkpoint.load`.
         before: largest acceptable step.
+        places: of the group (default: collected).
 
     Returns:
         The loaded state, or None if none exists; and a line for each newer state that was refused. Equal on all ranks.
     """
-    places = RankTopology.collect(group)
-    saves, notes = _saves_in_memory(home, places, group)
-    order = [(step, 1, attempt) for step, attempt in saves]
-    try:
-        if get_rank(group) == 0:
-            order += [(step, 0, path.name) for step, path in list_checkpoints(checkpoints)]
-    except Exception as error:  # a disk that is gone; each object-store library has its own exceptions
-        notes.append(f"checkpoints in {checkpoints} cannot be listed: {error}")
-    order, notes = broadcast((sorted(order), notes), group)
+    places = places or RankTopology.collect(group)
+    saves, on_disk, notes = _list_saves(checkpoints, home, places, group)
+    order = sorted([(step, 1, attempt) for step, attempt in saves] + [(step, 0, name) for step, name in on_disk])
     while order:
         step, in_memory, name = order.pop()
         if before is not None and step > before:
             continue
         try:
             if in_memory:
-                extra = _load_from_memory(home, places, saves.get((step, name)), state, group, model)
+                extra = _load_from_memory(home, places, saves[step, name], state, group, model)
                 return Restored(step, extra, (step, name), "from memory"), notes
             path = checkpoints / name
             verify(path, group=group)
             return Restored(step, _load(path, state, group=group, model=model), None, f"from {path}"), notes
         except CheckpointError as error:
-            damaged, left = _drop_damaged(saves.get((step, name)), places, group) if in_memory else ([], False)
+            damaged, left = _drop_damaged(saves[step, name], places, group) if in_memory else ([], False)
             tier = "in memory" if in_memory else "checkpoint"
             notes += [f"{tier} refused: {line}" for line in damaged or [str(error)]]
             if damaged and left:
@@ -109,79 +108,73 @@ def restore(
 # ---- saves in memory -------------------------------------------------------------------------------------------------
 
 
-def _saves_in_memory(
-    home: Path, places: RankTopology, group: HostGroup
-) -> tuple[dict[tuple[int, str], _Save], list[str]]:
-    """Return saves by (step, attempt), and notes on damaged descriptions, on rank 0 only.
+def _list_saves(
+    checkpoints: AnyPath, home: Path, places: RankTopology, group: HostGroup
+) -> tuple[dict[tuple[int, str], Save], list[tuple[int, str]], list[str]]:
+    """Return saves in memory by (step, attempt), checkpoints on disk as (step, name), and notes on damaged ones.
 
-    The files are not read: `load` verifies what it uses, and a large state is not read twice.
+    Only descriptions are read: `load` verifies what it uses, and a large state is not read twice.
     """
-    rank = get_rank(group)
-    intact, errors = memory_slot.read_all(home) if places.first_on_host(rank) == rank else ([], [])
-    found = [(record.model_dump(mode="json"), str(folder)) for record, folder in intact]
-    saves: dict[tuple[int, str], _Save] = defaultdict(_Save)
-    notes: list[str] = []
-    for holder, (slots, damaged) in enumerate(gather((found, [str(error) for error in errors]), group)):
-        notes += [f"in memory refused: {error}" for error in damaged]
-        for values, folder in slots:
-            record = SlotRecord.model_validate(values)
-            save = saves[record.save]
-            save.records[record.rank] = record
-            save.holders[record.rank].append((holder, folder))
-    return saves, notes
+    rank, copies, on_disk, notes = get_rank(group), list[tuple[Any, ...]](), list[tuple[int, str]](), list[str]()
+    if places.first_on_host(rank) == rank:
+        intact, errors = memory_slot.read_all(home)
+        copies = [(each.step, each.attempt, each.rank, each.world_size, str(folder)) for each, folder in intact]
+        notes = [f"in memory refused: {error}" for error in errors]
+    try:
+        if rank == 0:
+            on_disk = [(step, path.name) for step, path in list_checkpoints(checkpoints)]
+    except Exception as error:  # a disk that is gone; each object-store library has its own exceptions
+        notes.append(f"checkpoints in {checkpoints} cannot be listed: {error}")
+    every = all_gather((copies, on_disk, notes), group)
+    saves: dict[tuple[int, str], Save] = defaultdict(lambda: defaultdict(list))
+    for holder, (held, _, _) in enumerate(every):
+        for copy in (_Copy(*values, holder) for values in held):
+            saves[copy.step, copy.attempt][copy.rank].append(copy)
+    return saves, [(step, name) for step, name in every[0][1]], [note for *_, notes in every for note in notes]
 
 
-def _drop_damaged(save: _Save | None, places: RankTopology, group: HostGroup) -> tuple[list[str], bool]:
+def _drop_damaged(save: Save, places: RankTopology, group: HostGroup) -> tuple[list[str], bool]:
     """Verify every byte of a save's copies, and drop the damaged ones. Ranks of a host share the work.
-
-    Args:
-        save: the save on rank 0; ignored on other ranks.
 
     Returns:
         A line for each damaged copy, and whether a copy is left. Equal on all ranks.
     """
-    rank, copies = get_rank(group), save.holders if save else {}
-    every = [(owner, holder, path) for owner, held in copies.items() for holder, path in held]
-    every = broadcast(every, group)
-    on_host = [copy for copy in every if places.hosts[copy[1]] == places.hosts[rank]]
+    rank = get_rank(group)
+    on_host = [copy for held in save.values() for copy in held if places.hosts[copy.holder] == places.hosts[rank]]
     local = [r for r, host in enumerate(places.hosts) if host == places.hosts[rank]]
     damaged = []
-    for owner, holder, path in on_host[local.index(rank) :: len(local)]:
+    for copy in on_host[local.index(rank) :: len(local)]:
         try:
-            check_part(Path(path), memory_slot.read(Path(path)).part)
+            check_part(Path(copy.folder), memory_slot.read(Path(copy.folder)).part)
         except (CheckpointError, FileNotFoundError) as error:
-            damaged.append((owner, holder, path, str(error)))
-    found = [copy for copies in all_gather(damaged, group) for copy in copies]
-    if save:
-        for owner, holder, path, _ in found:
-            save.holders[owner].remove((holder, path))
-            if not save.holders[owner]:
-                del save.records[owner]
-    return [line for *_, line in found], len(found) < len(every)
+            damaged.append((copy.holder, copy.folder, str(error)))
+    found = {(holder, folder): why for each in all_gather(damaged, group) for holder, folder, why in each}
+    for owner, held in list(save.items()):
+        save[owner] = [copy for copy in held if (copy.holder, copy.folder) not in found]
+        if not save[owner]:
+            del save[owner]
+    return list(found.values()), bool(save)
 
 
 def _load_from_memory(
-    home: Path, places: RankTopology, save: _Save | None, state: State, group: HostGroup, model: dict[str, Any] | None
+    home: Path, places: RankTopology, save: Save, state: State, group: HostGroup, model: dict[str, Any] | None
 ) -> dict[str, Any]:
     """Assemble a save on each host and load it.
-
-    Args:
-        save: the save on rank 0; ignored on other ranks.
 
     Raises:
         CheckpointError: on every rank: a part is missing, or loading failed (see `load`).
     """
-    rank = get_rank(group)
-    common = broadcast(_prepare(save or _Save()) if rank == 0 else None, group)
-    if "error" in common:
-        raise CheckpointError(common["error"])
-    records = [SlotRecord.model_validate(values) for values in common["records"]]
+    some = next(iter(save.values()))[0]
+    if lost := sorted(set(range(some.world_size)) - save.keys()):
+        which = f"rank{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))} of {some.world_size}"
+        raise CheckpointError(f"step {some.step}: no node has the part of {which}.")
+    records = _exchange_records(save, group)
     try:
         manifest = merge(records[0].step, records[0].extra, [record.part for record in records])
     except CheckpointError as error:  # on every rank, as all have the same records
-        raise CheckpointError(f"step {records[0].step}: {error}") from None
-    holders = {file_name(int(owner)): copies for owner, copies in common["holders"].items()}
-    folder = home / f"restoring-{common['token']}"
+        raise CheckpointError(f"step {some.step}: {error}") from None
+    holders = {file_name(owner): copies for owner, copies in save.items()}
+    folder = home / f"restoring-{places.token}"
     try:
         files = _collect_files(folder, places, sorted(touched(manifest, state)), holders, group)
         return _load(home, state, group=group, model=model, manifest=manifest, files=files)
@@ -189,18 +182,28 @@ def _load_from_memory(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _prepare(save: _Save) -> dict[str, Any]:
-    """Return, on rank 0, what all ranks must know of a save, or the reason why it is unusable."""
-    some = next(iter(save.records.values()))
-    if lost := sorted(set(range(some.world_size)) - save.records.keys()):
-        which = f"rank{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))} of {some.world_size}"
-        return {"error": f"step {some.step}: no node has the part of {which}."}
-    records = [record.model_dump(mode="json") for _, record in sorted(save.records.items())]
-    return {"records": records, "holders": save.holders, "token": secrets.token_hex(4)}
+def _exchange_records(save: Save, group: HostGroup) -> list[SlotRecord]:
+    """Return the description of each rank's part, read by the holder of its first copy.
+
+    Raises:
+        CheckpointError: on every rank: one has been damaged since it was listed.
+    """
+    texts, problems = {}, []
+    for owner, (copy, *_) in save.items():
+        if copy.holder == get_rank(group):
+            try:
+                texts[owner] = memory_slot.read_text(Path(copy.folder)).decode()
+            except (CheckpointError, FileNotFoundError) as error:
+                problems.append(str(error))
+    every = all_gather((sorted(texts.items()), problems), group)
+    if found := [problem for _, problems in every for problem in problems]:
+        raise CheckpointError("\n".join(found))
+    texts = {owner: text for owned, _ in every for owner, text in owned}
+    return [SlotRecord.model_validate_json(texts[owner]) for owner in sorted(save)]
 
 
 def _collect_files(
-    folder: Path, places: RankTopology, needed: list[str], holders: dict[str, list[tuple[int, str]]], group: HostGroup
+    folder: Path, places: RankTopology, needed: list[str], holders: dict[str, list[_Copy]], group: HostGroup
 ) -> dict[str, Path]:
     """Return the paths of the needed files on this host; those that only other hosts have are received into ``folder``.
 
@@ -211,6 +214,12 @@ def _collect_files(
         CheckpointError: on every rank: a file could not be read, or this host has no space for it.
     """
     rank = get_rank(group)
+
+    def near(file: str, host: str) -> Path | None:
+        return next((Path(copy.folder) / file for copy in holders[file] if places.hosts[copy.holder] == host), None)
+
+    if all(near(file, host) for file in holders for host in set(places.hosts)):  # nothing to send
+        return {file: near(file, places.hosts[rank]) or folder for file in needed}
     every = all_gather(needed, group)
     wanted: dict[int, set[str]] = defaultdict(set)  # files needed on a host, by its first rank
     for asking, files in enumerate(every):
@@ -218,17 +227,16 @@ def _collect_files(
     found, problems = {}, []
     for first, files in sorted(wanted.items()):
         for file in sorted(files):
-            near = [path for holder, path in holders[file] if places.hosts[holder] == places.hosts[first]]
-            holder, path = holders[file][0]
+            path, copy = near(file, places.hosts[first]), holders[file][0]
             if places.first_on_host(rank) == first:
-                found[file] = (Path(near[0]) if near else folder) / file
-            if near:
+                found[file] = path or folder / file
+            if path:
                 continue
             try:
-                if rank == holder:
-                    _send(Path(path) / file, first, group)
+                if rank == copy.holder:
+                    _send(Path(copy.folder) / file, first, group)
                 elif rank == first:
-                    _receive(folder / file, holder, group)
+                    _receive(folder / file, copy.holder, group)
             except (OSError, UsageError) as error:
                 problems.append(f"rank {rank}: {error}")
     raise_together(problems, group)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.engine.checkpoint import Checkpointer
-from shoal.training.resilience.memory_checkpoint import InMemoryCheckpointer
+from shoal.training.resilience.memory_checkpoint import InMemoryCheckpointer, RankTopology
 from shoal.training.resilience.restore import Restored, restore
 from tests.engine.checkpoint.cuts import blank, cut, same
 
@@ -50,7 +50,7 @@ def keep(homes: list[Path], steps: list[int], cut_seed: int, node_ranks: int = 0
     said = []
     with imagine_hosts(homes, rank, world) as home:
         memory = InMemoryCheckpointer(
-            home, home, group=group, node_ranks=node_ranks, keep=from_save, report=said.append
+            home, home, group=group, places=RankTopology.collect(group, node_ranks), keep=from_save, report=said.append
         )
     for step in steps:
         memory.save(step, pieces_of(step, cut_seed, rank, world), {"step": step})

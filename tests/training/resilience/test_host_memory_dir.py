@@ -12,13 +12,17 @@ import pytest
 
 from shoal.base.errors import UsageError
 from shoal.training.resilience import host_memory_dir, memory_slot, owned_folders
-from shoal.training.resilience.memory_checkpoint import InMemoryCheckpointer
+from shoal.training.resilience.memory_checkpoint import InMemoryCheckpointer, RankTopology
 from tests.training.resilience.states import go_on, keep, pieces_of
+
+
+def checkpointer(folder, **given):
+    return InMemoryCheckpointer(folder / "home", folder, group=None, places=RankTopology.collect(None), **given)
 
 
 def test_the_memory_is_private_and_given_back(tmp_path):
     home = tmp_path / "home"
-    memory = InMemoryCheckpointer(home, tmp_path, group=None)
+    memory = checkpointer(tmp_path)
     memory.save(1, pieces_of(1, 3, 0, 1), {"step": 1})
     memory.wait()
     assert home.stat().st_mode & 0o777 == 0o700
@@ -38,7 +42,7 @@ def test_a_folder_that_another_could_have_made_is_neither_read_nor_written(how, 
         home.chmod(0o755)
     assert go_on([home], tmp_path / "disk", 3)[0] is None
     with pytest.raises(UsageError, match="is not a private folder of this user"):
-        InMemoryCheckpointer(home, tmp_path, group=None)
+        checkpointer(tmp_path)
 
 
 def test_what_dead_owners_left_is_swept_up_and_what_the_living_have_is_not(tmp_path, monkeypatch):
@@ -59,12 +63,11 @@ def test_what_dead_owners_left_is_swept_up_and_what_the_living_have_is_not(tmp_p
 
 
 def test_too_little_memory_is_refused_before_the_first_step(tmp_path, monkeypatch):
-    memory = InMemoryCheckpointer(tmp_path / "home", tmp_path, group=None)
     monkeypatch.setattr(host_memory_dir.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 100}))
     with pytest.raises(UsageError, match=r"(?s)memory_every: .* need \d+ B in .* has \d+ B free.*memory_every = 0"):
-        memory.prepare(pieces_of(1, 3, 0, 1))
+        checkpointer(tmp_path, state=pieces_of(1, 3, 0, 1))
     monkeypatch.undo()
-    memory.prepare(pieces_of(1, 3, 0, 1))
+    checkpointer(tmp_path, state=pieces_of(1, 3, 0, 1))
 
 
 def test_what_a_sweep_gives_back_counts_as_room(tmp_path, monkeypatch):
@@ -86,12 +89,12 @@ def test_no_room_for_its_owner_is_told(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(UsageError, match=r"failover.memory_folder = .* cannot be written: No space left on device"):
-        InMemoryCheckpointer(tmp_path / "home", tmp_path, group=None)
+        checkpointer(tmp_path)
 
 
 def test_no_room_while_it_runs_is_told_and_costs_nothing_but_that_save(tmp_path, monkeypatch):
     said = []
-    memory = InMemoryCheckpointer(tmp_path / "home", tmp_path, group=None, report=said.append)
+    memory = checkpointer(tmp_path, report=said.append)
     fallocate = os.posix_fallocate
 
     def full(*args):
@@ -108,10 +111,10 @@ def test_no_room_while_it_runs_is_told_and_costs_nothing_but_that_save(tmp_path,
 
 def test_memory_is_had_before_it_is_needed(tmp_path, monkeypatch):
     """Getting it takes longer than writing it: the first save finds one slot, and the second the other."""
-    memory, had = InMemoryCheckpointer(tmp_path / "home", tmp_path, group=None), []
+    had = []
     fallocate = os.posix_fallocate
     monkeypatch.setattr(os, "posix_fallocate", lambda *args: (had.append(threading.current_thread()), fallocate(*args)))
-    memory.prepare(pieces_of(1, 3, 0, 1))
+    memory = checkpointer(tmp_path, state=pieces_of(1, 3, 0, 1))
     assert had == [threading.main_thread()]
     for step in (1, 2, 3):
         memory.save(step, pieces_of(step, 3, 0, 1), {"step": step})

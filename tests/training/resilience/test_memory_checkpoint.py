@@ -144,7 +144,7 @@ def test_killed_while_it_writes_the_state_before_is_whole(pool, moment, tmp_path
 def leave_a_save(home: Path) -> tuple[float, bool]:
     """Leave a save in which the other rank takes no part; return the seconds, and whether its thread still waits."""
     rank, world, group = here()
-    memory = InMemoryCheckpointer(home, home, group=group, node_ranks=1, report=str)
+    memory = InMemoryCheckpointer(home, home, group=group, places=RankTopology.collect(group, 1), report=str)
     begin, waits = time.monotonic(), False
     if rank == 0:
         memory.save(1, pieces_of(1, 3, rank, world), {"step": 1})
@@ -213,7 +213,7 @@ def test_parts_of_two_attempts_are_never_mixed(pool, tmp_path):
 
 
 def forgotten(home: Path) -> set[int]:
-    memory = InMemoryCheckpointer(home, home, group=None)
+    memory = InMemoryCheckpointer(home, home, group=None, places=RankTopology.collect(None))
     for step in (1, 2):
         memory.save(step, pieces_of(step, 3, 0, 1), {"step": step})
     memory.forget(after=1)

@@ -10,7 +10,7 @@ import torch
 
 from shoal.engine.checkpoint import Checkpointer
 from shoal.training.resilience import memory_slot
-from shoal.training.resilience.memory_checkpoint import InMemoryCheckpointer
+from shoal.training.resilience.memory_checkpoint import InMemoryCheckpointer, RankTopology
 from shoal.training.resilience.restore import restore
 from tests.engine.checkpoint.cuts import whole
 
@@ -94,7 +94,7 @@ def test_with_every_one_damaged_each_is_named(disk):
 
 @pytest.mark.parametrize("what", ["another model", "a tensor less", "another shape", "a flipped bit"])
 def test_what_memory_holds_of_something_else_is_refused_and_the_disk_taken(what, disk, tmp_path):
-    memory = InMemoryCheckpointer(tmp_path / "home", tmp_path, group=None)
+    memory = InMemoryCheckpointer(tmp_path / "home", tmp_path, group=None, places=RankTopology.collect(None))
     changes = {"a tensor less": {"optimizer.m": None}, "another shape": {"model.w": torch.zeros(3, 5)}}.get(what, {})
     model = MODEL | {"layers": 3} if what == "another model" else MODEL
     memory.save(5, state_of(5, **changes), {"model": model})
