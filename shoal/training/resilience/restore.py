@@ -46,11 +46,9 @@ class Restored:
 
 @dataclass(frozen=True)
 class _Copy:
-    """Copy of one rank's part of a save, in the memory of the host of rank ``holder``."""
+    """Copy of one rank's part of a save of ``world_size`` ranks, in the memory of the host of rank ``holder``."""
 
     step: int
-    attempt: str
-    rank: int
     world_size: int
     folder: str
     holder: int
@@ -128,8 +126,8 @@ def _list_saves(
     every = all_gather((copies, on_disk, notes), group)
     saves: dict[tuple[int, str], Save] = defaultdict(lambda: defaultdict(list))
     for holder, (held, _, _) in enumerate(every):
-        for copy in (_Copy(*values, holder) for values in held):
-            saves[copy.step, copy.attempt][copy.rank].append(copy)
+        for step, attempt, owner, world_size, folder in held:
+            saves[step, attempt][owner].append(_Copy(step, world_size, folder, holder))
     return saves, [(step, name) for step, name in every[0][1]], [note for *_, notes in every for note in notes]
 
 
