@@ -25,7 +25,7 @@ from shoal.engine.own.flops import count_flops
 from shoal.engine.own.formats import autocast
 from shoal.engine.own.samples import OwnBatch, OwnDataset
 from shoal.engine.own.split_backward import LateGradients
-from shoal.engine.own.tensor import InputSplitLinear, OutputSplitLinear, SplitEmbedding
+from shoal.engine.own.tensor.layers import InputSplitLinear, OutputSplitLinear, SplitEmbedding, SplitRanks
 from shoal.engine.own.trial import run_first
 from shoal.engine.parallel.zero.gradients import Term
 from shoal.engine.precision.policy import POLICIES, Policy
@@ -167,9 +167,9 @@ def extend(one: OwnCounts | ChainCounts, two: OwnCounts | ChainCounts, samples: 
 
 
 def _run(own: OwnModel, config: RunConfig, chain: Chain | None) -> tuple[_Counter, bool]:
-    policy, seed, tp = POLICIES[config.train.precision], config.train.seed, config.parallel.tp
+    policy, seed = POLICIES[config.train.precision], config.train.seed
     batch = OwnDataset(own, "train", seed).batch(range(config.parallel.micro_batch))
-    return run_first(own, policy, seed, batch, partial(_Counter, own, policy, chain), tp)
+    return run_first(own, policy, seed, batch, partial(_Counter, own, policy, chain), SplitRanks.alone(config.parallel))
 
 
 class _CountedLate(LateGradients):
@@ -210,10 +210,13 @@ class _Counter:
             block.register_forward_pre_hook(partial(self._enter_block, i), with_kwargs=True)
             block.register_forward_hook(lambda *_: self._leave_block())
         for layer in module.modules():
-            if isinstance(layer, (InputSplitLinear, SplitEmbedding)):
+            if isinstance(layer, InputSplitLinear):
+                layer.register_forward_hook(
+                    lambda layer, _, y: self._send(y, layer.ranks.size if layer.scatters else 1))
+            elif isinstance(layer, SplitEmbedding):
                 layer.register_forward_hook(lambda _, args, y: self._send(y))
             elif isinstance(layer, OutputSplitLinear):
-                layer.register_forward_pre_hook(lambda _, args: self._enter(args[0]))
+                layer.register_forward_pre_hook(lambda layer, args: self._enter(layer.ranks, args[0]))
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         blocks = [module.get_submodule(name) for name in own.blocks]
         grouped = {id(p) for group in group_parameters(module, blocks)[:-1] for p in group} if blocks else set()
@@ -275,14 +278,14 @@ class _Counter:
         self.again[self._block] += self._counter.get_total_flops() - self._flops
         self._block = -1
 
-    def _enter(self, x: Tensor) -> None:
+    def _enter(self, ranks: SplitRanks, x: Tensor) -> None:
         if x is not self._entered:  # queries, keys and values share one
             self._entered = x
-            self._send(x)
+            self._send(x, 1 if ranks.find_part(x) is None else 1.5)  # gathered twice and scattered once
 
-    def _send(self, x: Tensor) -> None:
+    def _send(self, x: Tensor, times: float = 1) -> None:
         """Count a sum over ranks: of the output of a layer split by input, or the gradient of the input of others."""
-        self.sent[self._at] += x.numel() * x.element_size()
+        self.sent[self._at] += int(x.numel() * x.element_size() * times)
 
 
 def _storage(tensor: Tensor) -> int:

@@ -9,7 +9,8 @@ from shoal.base.units import show_bytes
 from shoal.engine.own.check import check_own_model
 from shoal.engine.own.definition import OwnModel, load_own_model
 from shoal.engine.own.optimizer import check_optimizer
-from shoal.engine.own.tensor import SplitRanks, apply_table
+from shoal.engine.own.tensor.layers import SplitRanks
+from shoal.engine.own.tensor.table import apply_table
 from shoal.planning.own_counts import ChainCounts, OwnCounts, count_chain, count_own_model, extend
 from shoal.planning.own_estimate import OwnEstimate, estimate_own_model
 from shoal.spec.catalog.clusters import Cluster

@@ -10,6 +10,7 @@ from shoal.engine.data.token_stream import Split
 from shoal.engine.own.chain import find_chain
 from shoal.engine.own.definition import load_own_model
 from shoal.engine.own.samples import OwnDataset
+from shoal.engine.own.tensor.layers import SplitRanks
 from shoal.engine.own.trial import try_out
 from shoal.engine.precision.policy import POLICIES
 from shoal.pipeline.from_layout import build_layout_program
@@ -33,7 +34,7 @@ def try_samples(config: RunConfig) -> None:
     """Try out the samples, the loss and the stages of a model of one's own before ranks start; see `try_out`."""
     if config.model.module:
         own, layout, train = load_own_model(config.model.module), config.parallel, config.train
-        try_out(own, train.seed, layout.micro_batch, layout.tp)
+        try_out(own, train.seed, layout.micro_batch, SplitRanks.alone(layout))
         if layout.pp > 1:
             batch = OwnDataset(own, "train", train.seed).batch(range(layout.micro_batch))
             program = build_layout_program(layout, layout.microbatches(train.global_batch))

@@ -54,22 +54,27 @@ def test_flops_and_saved_tensors_of_a_linear_layer_are_counted():
     assert count_own_model(plain.lstm, config_of("lstm", {})).flops > 6 * 8000 * 2 * plain.LENGTH
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_counts_of_a_chain_grow_with_samples_and_add_up(tp):
+@pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"tp": 2, "sequence_parallel": True}])
+def test_counts_of_a_chain_grow_with_samples_and_add_up(layout):
     """Counts of one and of two samples give the counts of four. The counts of all stages add up to the model's."""
     one, two, four = (
         count_chain(load_own_model(config.model.module), config)
-        for config in (config_of("wide_llama", {"tp": tp, "micro_batch": n}) for n in (1, 2, 4))
+        for config in (config_of("wide_llama", layout | {"micro_batch": n}) for n in (1, 2, 4))
     )
     extended, full = extend(one, two, 4), four.full
     assert extended.saved == pytest.approx(four.saved, rel=1e-3)  # one sample needs no tensors of indices for masks
     assert replace(extended.full, saved=full.saved, kept=full.kept) == full
     assert (extended.sent, extended.messages, extended.sizes) == (four.sent, four.messages, four.sizes)
-    assert full == count_own_model(zoo.wide_llama, config_of("wide_llama", {"tp": tp, "micro_batch": 4}))
+    assert full == count_own_model(zoo.wide_llama, config_of("wide_llama", layout | {"micro_batch": 4}))
     stages = four.assign(build_layout_program(shoal.Layout(pp=2), 4))
     for name in ("parameters", "flops", "saved", "sent", "forward_flops"):
         assert sum(getattr(each, name) for each in stages) == pytest.approx(getattr(four.full, name), rel=1e-6), name
     assert stages[0].message == 0 < stages[1].message
+    if layout.get("sequence_parallel"):
+        unsplit = count_own_model(zoo.wide_llama, config_of("wide_llama", {"tp": 2, "micro_batch": 4}))
+        hidden = 4 * 4 * plain.LENGTH * 32  # bytes in float32
+        assert unsplit.saved - full.saved >= 2 * 5 * hidden // 2  # of each layer: two norms, what they return, two sums
+        assert full.sent - unsplit.sent == 2 * 2 * hidden // 2  # backward gathers the inputs of two regions again
     with pytest.raises(UsageError, match=r"its pipeline has 2 modules, and the layout 3 stages"):
         four.assign(build_layout_program(shoal.Layout(pp=3), 4))
 

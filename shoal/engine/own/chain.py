@@ -255,9 +255,11 @@ class StageLinks:
             if i < part.start:
                 link.forward = self._passing(i)
         if part.start:
-            module.get_submodule(chain.names[part.start]).register_forward_pre_hook(self._receive, with_kwargs=True)
+            first = module.get_submodule(chain.names[part.start])
+            first.register_forward_pre_hook(self._receive, with_kwargs=True, prepend=True)
         if part.stop < len(chain.names):
-            module.get_submodule(chain.names[part.stop]).register_forward_pre_hook(self._end, with_kwargs=True)
+            after = module.get_submodule(chain.names[part.stop])
+            after.register_forward_pre_hook(self._end, with_kwargs=True, prepend=True)
 
     @property
     def is_last(self) -> bool:

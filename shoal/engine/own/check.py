@@ -5,7 +5,8 @@ from __future__ import annotations
 from shoal.base.errors import UsageError
 from shoal.engine.own.definition import OwnShape, load_own_model
 from shoal.engine.own.optimizer import MakeOptimizer, check_optimizer
-from shoal.engine.own.tensor import SplitRanks, apply_table
+from shoal.engine.own.tensor.layers import SplitRanks
+from shoal.engine.own.tensor.table import apply_table
 from shoal.pipeline.from_layout import build_layout_program
 from shoal.spec.config import RunConfig
 from shoal.spec.config.data import DataConfig
@@ -15,7 +16,7 @@ from shoal.spec.layout import Layout
 from shoal.spec.number_formats import FORMATS
 from shoal.spec.schedules import ASYNCHRONOUS, SLICED
 
-OWN_LAYOUT = ("dp", "tp", "zero", "zero_shard", "micro_batch", "bucket_mb", "overlap", "prefetch",
+OWN_LAYOUT = ("dp", "tp", "sequence_parallel", "zero", "zero_shard", "micro_batch", "bucket_mb", "overlap", "prefetch",
               "reshard_after_forward", "offload")  # fmt: skip
 """Fields of a layout that any module can have."""
 
@@ -51,8 +52,8 @@ def check_own_model(config: RunConfig) -> OwnShape:
         if getattr(config.data, name) != DataConfig.model_fields[name].get_default(call_default_factory=True):
             raise UsageError(f"data.{name} with model.module, whose OwnModel has its own samples.\n  Leave it out: "
                              "data, validation and collate of the OwnModel take the place of [data].")
-    if layout.tp > 1:
-        apply_table(own.build_empty(), own.tensor_parallel, SplitRanks(None, 0, layout.tp))
+    if ranks := SplitRanks.alone(layout):
+        apply_table(own.build_empty(), own.tensor_parallel, ranks)
     for name in ("compile", "cuda_graphs", "attention"):
         value = getattr(config.train, name)
         if value != TrainConfig.model_fields[name].default:

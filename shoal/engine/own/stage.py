@@ -22,10 +22,11 @@ from shoal.engine.own.definition import OwnModel
 from shoal.engine.own.formats import autocast, set_formats, widen
 from shoal.engine.own.samples import OwnBatch
 from shoal.engine.own.split_backward import LateGradients
-from shoal.engine.own.tensor import SplitRanks, apply_table
+from shoal.engine.own.tensor.layers import SplitRanks
+from shoal.engine.own.tensor.table import apply_table
 from shoal.engine.own.user_code import explained
 from shoal.engine.parallel.apply import LocalStage, materialise
-from shoal.engine.parallel.placement import ENDS, replicate
+from shoal.engine.parallel.placement import ENDS, ParamPlacement, replicate
 from shoal.engine.parallel.zero.rank_parameters import RankParameters
 from shoal.engine.parallel.zero.zero_engine import ShardedParameters
 from shoal.engine.precision.policy import Policy
@@ -193,7 +194,7 @@ class OwnStage(LocalStage):
             compute = partial(self.own.compute, self.module, batch.values)
             found = self.links.run(compute, hidden) if self.links else compute()
         if self.ranks:
-            self.ranks.shared = None  # the graph that it holds ends here
+            self.ranks.forget()
         if training:
             self.statistics.collect()
         else:
@@ -251,8 +252,12 @@ def build_own_stage(
     """
     module = own.build(seed)
     set_formats(module, policy, mesh.device)
-    ranks = SplitRanks(mesh.required_group("tp"), mesh.index("tp"), mesh.size("tp")) if mesh.size("tp") > 1 else None
-    split = apply_table(module, own.tensor_parallel, ranks) if ranks else {}
+    ranks, split = None, dict[str, ParamPlacement]()
+    if mesh.size("tp") > 1:
+        ranks = SplitRanks(
+            mesh.required_group("tp"), mesh.index("tp"), mesh.size("tp"), sequence=mesh.layout.sequence_parallel)
+        edges = {name for i, name in enumerate(chain.names) if i in (part.start, part.stop)} if chain else ()
+        split = apply_table(module, own.tensor_parallel, ranks, edges)
     seeds = LinkSeeds(own, module, seed)
     links = StageLinks(chain, part, module, policy.compute, mesh.device) if chain else None
     late = LateGradients(module) if splits else None  # before recomputation, which runs what it changes

@@ -15,7 +15,8 @@ from shoal.base.errors import UsageError
 from shoal.engine.own.definition import OwnModel, drawing
 from shoal.engine.own.formats import prepare, widen
 from shoal.engine.own.samples import OwnBatch, OwnDataset
-from shoal.engine.own.tensor import SplitRanks, apply_table
+from shoal.engine.own.tensor.layers import SplitRanks
+from shoal.engine.own.tensor.table import apply_table
 from shoal.engine.own.user_code import explained, list_causes
 from shoal.engine.precision.policy import Policy
 
@@ -35,10 +36,10 @@ SAYS_SO = re.compile("tensor subclass|fake ?tensor|fake impl|data pointer", re.I
 """Messages of other errors for the same reason, such as ``numpy()`` and custom operators raise."""
 
 
-def try_out(own: OwnModel, seed: int, micro_batch: int, tp: int = 1) -> None:
+def try_out(own: OwnModel, seed: int, micro_batch: int, ranks: SplitRanks | None = None) -> None:
     """Make the first micro-batch of each split, and compute its loss on the meta device if the module can.
 
-    With ``tp`` ranks that split the module, compute it with one rank's part too.
+    With ranks that split the module, compute it with one rank's part too.
 
     Raises:
         UsageError: no batch can be made, the loss is not as `OwnModel` says, or parts of layers do not fit together.
@@ -54,21 +55,22 @@ def try_out(own: OwnModel, seed: int, micro_batch: int, tp: int = 1) -> None:
         raise
     except Exception:  # many operators need values
         return
-    if tp == 1:
+    if ranks is None:
         return
-    apply_table(module, own.tensor_parallel, SplitRanks(None, 0, tp))
-    what = f"its loss() with layers split over parallel.tp = {tp}"
+    apply_table(module, own.tensor_parallel, ranks)
+    what = f"its loss() with layers split over parallel.tp = {ranks.size}"
     with explained(what, FITTING), drawing(seed), torch.device("meta"):
         own.compute(module, batches[0].map(lambda tensor: tensor.to("meta")).values)
 
 
 def run_first(
-    own: OwnModel, policy: Policy, seed: int, batch: OwnBatch, run: Callable[[nn.Module, OwnBatch], T], tp: int = 1
+    own: OwnModel, policy: Policy, seed: int, batch: OwnBatch, run: Callable[[nn.Module, OwnBatch], T],
+    ranks: SplitRanks | None = None,
 ) -> tuple[T, bool]:
     """Build the module in the formats of a policy, on fake tensors, and run a function on it and a batch.
 
-    A module that reads values is built and run with them on the CPU. One whose layers are split over ``tp`` ranks is
-    not, as one rank's part has no right values.
+    A module that reads values is built and run with them on the CPU. One whose layers are split over ranks is not, as
+    one rank's part has no right values.
 
     Returns:
         What the function returns, and whether values were needed.
@@ -76,17 +78,17 @@ def run_first(
     Raises:
         UsageError: the module or its loss fails.
     """
-    what = f"its loss() with layers split over parallel.tp = {tp}" if tp > 1 else "its loss()"
-    with explained(what, f"{FITTING} It runs without values here." if tp > 1 else ""):
+    what = f"its loss() with layers split over parallel.tp = {ranks.size}" if ranks else "its loss()"
+    with explained(what, f"{FITTING} It runs without values here." if ranks else ""):
         try:
             with drawing(seed), FakeTensorMode(allow_non_fake_inputs=True) as fake:
                 module = own.checked(own.model())
                 prepare(module, policy)
-                if tp > 1:
-                    apply_table(module, own.tensor_parallel, SplitRanks(None, 0, tp))
+                if ranks:
+                    apply_table(module, own.tensor_parallel, ranks)
                 return run(module.train(), widen(batch.map(fake.from_tensor), policy)), False
         except Exception as error:
-            if tp > 1 or not _needs_values(error):
+            if ranks or not _needs_values(error):
                 raise
     with drawing(seed), explained(what):
         module = own.build(seed)

@@ -41,10 +41,13 @@ def config_of(name: str, layout: dict[str, Any], **sections: dict[str, Any]) -> 
     ("unet", {"dp": 4, "zero": 2, "zero_shard": 2, "offload": "optimizer"}, {"optimizer": {"name": "adafactor"}}),
     ("lstm", {"dp": 4, "zero": 3, "zero_shard": 2}, {}),
     ("wide_llama", {"dp": 2, "tp": 2, "zero": 3}, {}),
-    ("wide_qwen3_moe", {"dp": 2, "tp": 2, "zero": 1}, {}),
+    ("wide_qwen3_moe", {"tp": 2, "zero": 1}, {}),
     ("llama", {"tp": 2, "zero": 2}, {}),  # with one head of keys and values
     ("grouped", {"tp": 4}, {"optimizer": {"name": "muon"}}),
     ("split", {"tp": 4}, {"optimizer": {"name": "muon"}}),
+    ("split_bert", {"tp": 2, "sequence_parallel": True}, {"optimizer": {"name": "muon"}}),
+    ("wide_qwen3_moe", {"tp": 2, "zero": 3, "dp": 2, "sequence_parallel": True}, {}),
+    ("wide_llama", {"tp": 2, "pp": 2, "sequence_parallel": True, "recompute": "full"}, {}),
     ("nadam", {"dp": 2, "zero": 2}, {}),
     ("tower", {"pp": 2, "dp": 2, "zero": 2, "schedule": "interleaved-1f1b", "virtual_stages": 2}, {}),
     ("wide_llama", {"pp": 2, "tp": 2}, {}),
@@ -78,6 +81,8 @@ def drawn_configs(draw: st.DrawFn) -> RunConfig:
         "dp": dp, "tp": tp, "pp": pp, "zero": choose(*range(3 if pp > 1 else 4)), "overlap": choose(False, True),
         "bucket_mb": choose(25.0, 0.01), "micro_batch": choose(*(n for n in (2, 4) if 8 % (n * dp) == 0)),
     }  # fmt: skip
+    if tp > 1 and name.startswith("wide"):
+        layout["sequence_parallel"] = choose(False, True)
     if dp == 4 and layout["zero"] > 1:
         layout["zero_shard"] = choose(None, 2)
     if layout["zero"] == 3:

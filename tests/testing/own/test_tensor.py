@@ -12,7 +12,8 @@ from torch import nn
 from shoal.base.boxes import Box
 from shoal.base.errors import UsageError
 from shoal.engine.own.definition import OwnModel
-from shoal.engine.own.tensor import PackedPlacement, SplitRanks, apply_table
+from shoal.engine.own.tensor.layers import SplitRanks
+from shoal.engine.own.tensor.table import PackedPlacement, apply_table
 from shoal.engine.own.trial import try_out
 from shoal.training.check import check
 from tests.testing.own import plain, zoo
@@ -60,6 +61,32 @@ def test_a_layer_that_is_not_trained_is_refused():
         apply_table(module, {"0": "colwise_gather_output"}, SplitRanks(None, 0, 2))
 
 
+class Layers(nn.Module):
+    """A list of layers whose split parts are in them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([plain.Grouped(), plain.Grouped()])
+
+
+@pytest.mark.parametrize(("module", "table", "says"), [
+    (plain.Split, {"up": "colwise", "down": "rowwise"}, "which has no list of layers with a 'rowwise' one"),
+    (Layers, {"layers.*.q": "colwise", "layers.*.out": "rowwise"}, "layers.0 holds layers that .* splits, beside"),
+    (Layers, {"layers.*": "sequence_parallel", "layers.*.q": "sequence_parallel"}, "'layers.0.q', which is a part of"),
+])  # fmt: skip
+def test_what_sequence_parallelism_cannot_split_is_refused(module, table, says):
+    with pytest.raises(UsageError, match=says):
+        apply_table(module(), table, SplitRanks(None, 0, 2, sequence=True))
+
+
+def test_tokens_that_the_ranks_do_not_divide_are_refused():
+    config = config_of("wide_llama", {"tp": 2, "sequence_parallel": True})
+    shorter = replace(zoo.wide_llama, collate=lambda samples: {key: torch.stack([each[key] for each in samples])[:, 1:]
+                                                               for key in samples[0]})  # fmt: skip
+    with pytest.raises(UsageError, match=r"splits \[2, 11, 32\] along its tokens, .* over parallel.tp = 2"):
+        try_out(shorter, 0, 2, SplitRanks.alone(config.parallel))
+
+
 def test_rules_for_other_models_in_a_plan_are_left_out():
     model = zoo.wide_llama.build(0)
     assert any("lm_head" in name for name in model.tp_plan)
@@ -80,7 +107,7 @@ def test_the_shape_that_a_resume_compares_does_not_depend_on_the_ranks():
 def test_parts_that_do_not_fit_together_are_found_before_a_rank_starts(own: OwnModel, says):
     try_out(own, 0, 2)
     with pytest.raises(UsageError, match=f"(?s)its loss.. with layers split over parallel.{says}"):
-        try_out(own, 0, 2, tp=4 if "4" in says else 2)
+        try_out(own, 0, 2, SplitRanks(None, 0, 4 if "4" in says else 2))
 
 
 def test_a_head_of_keys_is_held_by_neighbours_and_their_gradients_are_summed():

@@ -66,6 +66,15 @@ bert = OwnModel(
     lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SMALL)), masked_token, Tokens,
     pipeline=("bert.encoder.layer",),
 )
+split_bert = OwnModel(
+    lambda: transformers.BertForMaskedLM(transformers.BertConfig(
+        **SMALL, hidden_dropout_prob=0, attention_probs_dropout_prob=0)),
+    masked_token, Tokens, tensor_parallel={
+        "bert.encoder.layer.*.attention.self.{query,key,value}": "colwise",
+        "bert.encoder.layer.*.attention.output.dense": "rowwise", "bert.encoder.layer.*": "sequence_parallel",
+        "bert.encoder.layer.*.intermediate.dense": "colwise", "bert.encoder.layer.*.output.dense": "rowwise",
+    },
+)  # fmt: skip
 t5 = OwnModel(
     lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(
         vocab_size=VOCAB, d_model=32, d_kv=16, d_ff=48, num_layers=2, num_heads=2)),

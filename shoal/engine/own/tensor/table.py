@@ -1,39 +1,15 @@
-"""Tensor parallelism of any module: a table of how its layers and parameters are split.
-
-A table maps patterns of names (`shoal.engine.parallel.tensor.matches`) to styles. The styles have the names that
-transformers uses in its plans, so its models need no table.
-
-    colwise               linear layer split by output; its output stays split
-    colwise_gather_output the same, with the output gathered
-    colwise_kv:n          linear layer of n heads of keys or values: neighbouring ranks hold one head if tp exceeds n
-    rowwise               linear layer split by input, which is split already; its output is summed
-    rowwise_split_input   the same, for an input that is not split
-    embedding_rowwise     embedding split by id; the rows that are looked up are summed
-    replicated_with_grad_allreduce  a module between split layers, whose ranks each see a part: gradients are summed
-    moe_tp_experts        a module with split parameters: its output is summed
-
-For a parameter, "colwise" splits the last dim but one, "rowwise" the last, and "packed_colwise" each half of the last
-dim but one, such as gates joined with their linear part.
-
-Layers of transformers named "k_proj" and "v_proj" that are "colwise" have the heads that their attention says.
-
-Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
-"""
+"""Application of a table of tensor parallelism to a module."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from shoal.base.boxes import Box, flat_range
 from shoal.base.errors import UsageError
-from shoal.engine.collectives.group import Group
-from shoal.engine.collectives.ops import all_gather, all_reduce, copy_to, reduce_from, with_conjugate
+from shoal.engine.own.tensor.layers import InputSplitLinear, OutputSplitLinear, SplitEmbedding, SplitRanks
+from shoal.engine.own.tensor.sequence import SEQUENCE_PARALLEL, split_sequence
 from shoal.engine.parallel.placement import ParamPlacement
 from shoal.engine.parallel.tensor import matches
 
@@ -62,112 +38,6 @@ class PackedPlacement(ParamPlacement):
                 yield max(begin - start, 0) + offset, box.to_global(outer)
 
 
-@dataclass
-class SplitRanks:
-    """The ranks that split a module.
-
-    Attributes:
-        group: None to try a table without the other ranks: shapes are right, values are not.
-        shared: the last input of a layer split by output, its version, and what the layer computed with. Layers with
-            one input, such as queries, keys and values, sum its gradient once.
-    """
-
-    group: Group | None
-    rank: int
-    size: int
-    shared: tuple[Tensor, int, bool, Tensor] | None = None
-
-    def enter(self, x: Tensor) -> Tensor:
-        """Return x for a layer that is split by output; backward sums the gradients of all ranks."""
-        same = self.shared
-        if same is None or same[0] is not x or same[1:3] != (x._version, torch.is_grad_enabled()):
-            self.shared = same = x, x._version, torch.is_grad_enabled(), copy_to(x, self.group)
-        return same[3]
-
-    def enter_each(self, x: Any) -> Any:
-        """Return x, whose gradient other operators may read, for a region that is split; others than floats as is."""
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            return x
-        return with_conjugate(x, self.group, lambda x, _: x.view_as(x), lambda g, group: all_reduce(g.clone(), group))
-
-    def leave(self, x: Tensor) -> Tensor:
-        """Sum a region's output, which other operators may read."""
-        return with_conjugate(x, self.group, lambda x, group: all_reduce(x.clone(), group), lambda g, _: g)
-
-    def join(self, x: Tensor) -> Tensor:
-        """Gather the parts of all ranks along the last dim."""
-        return with_conjugate(x, self.group, self._gather, self._part) if self.group else torch.cat([x] * self.size, -1)
-
-    def split(self, x: Tensor) -> Tensor:
-        """Keep this rank's part of the last dim."""
-        return with_conjugate(x, self.group, self._part, self._gather) if self.group else self._part(x)
-
-    def _gather(self, x: Tensor, group: Group) -> Tensor:
-        return all_gather(x.contiguous(), group, x.dim() - 1)
-
-    def _part(self, x: Tensor, group: Group | None = None) -> Tensor:
-        return x.chunk(self.size, -1)[self.rank].contiguous()
-
-
-class SplitLinear(nn.Linear):
-    """Linear layer that holds a part of its weight."""
-
-    def __init__(self, unsplit: nn.Linear, ranks: SplitRanks, full: bool):
-        super(nn.Linear, self).__init__()
-        self.in_features, self.out_features = unsplit.in_features, unsplit.out_features
-        self.weight, self.ranks, self.full = unsplit.weight, ranks, full
-        self.register_parameter("bias", unsplit.bias)
-
-    def extra_repr(self) -> str:
-        """Describe the full layer, and over how many ranks it is split."""
-        return f"{super().extra_repr()}, tp={self.ranks.size}"
-
-
-class OutputSplitLinear(SplitLinear):
-    """Linear layer split by output, which is gathered if ``full``."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer: [.., in] -> [.., out/tp], or [.., out]."""
-        y = F.linear(self.ranks.enter(x), self.weight, self.bias)
-        return self.ranks.join(y)[..., : self.out_features] if self.full else y
-
-
-class InputSplitLinear(SplitLinear):
-    """Linear layer split by input, which is not split yet if ``full``; the bias is added after the sum."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer: [.., in/tp], or [.., in] -> [.., out]."""
-        y = reduce_from(F.linear(self.ranks.split(x) if self.full else x, self.weight), self.ranks.group)
-        return y if self.bias is None else y + self.bias
-
-
-class SplitEmbedding(nn.Embedding):
-    """Embedding split by id: a rank looks up its own, and the ranks sum."""
-
-    def __init__(self, unsplit: nn.Embedding, ranks: SplitRanks):
-        super(nn.Embedding, self).__init__()
-        for name in ("num_embeddings", "embedding_dim", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq",
-                     "sparse", "weight"):  # fmt: skip
-            setattr(self, name, getattr(unsplit, name))
-        self.ranks = ranks
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Look up ids: [..] -> [.., h]."""
-        rows = len(self.weight)
-        first = self.ranks.rank * rows
-        foreign = (ids < first) | (ids >= first + rows)
-        padding = None if self.padding_idx is None else self.padding_idx - first
-        found = F.embedding((ids - first).masked_fill(foreign, 0), self.weight,
-                            padding if padding is not None and 0 <= padding < rows else None)
-        return reduce_from(found.masked_fill(foreign.unsqueeze(-1), 0), self.ranks.group)
-
-    def extra_repr(self) -> str:
-        """Describe the full table, and over how many ranks it is split."""
-        return f"{super().extra_repr()}, tp={self.ranks.size}"
-
-
-# ---- applying a table --------------------------------------------------------------------------------------------
-
 LINEAR = {"colwise": (-2, False), "colwise_gather_output": (-2, True), "rowwise": (-1, False),
           "rowwise_split_input": (-1, True)}  # fmt: skip
 """Styles of linear layers: the dim of the weight that they split, and whether input and output are full."""
@@ -182,8 +52,9 @@ COMPLETE = ("colwise_gather_output", "rowwise_split_input", "embedding_rowwise")
 """Styles of layers with an unsplit input and output."""
 
 STYLES = (
-    *LINEAR, f"{KV_HEADS}:n", "packed_colwise", "embedding_rowwise", "replicated_with_grad_allreduce", "moe_tp_experts"
-)
+    *LINEAR, f"{KV_HEADS}:n", "packed_colwise", "embedding_rowwise", "replicated_with_grad_allreduce",
+    "moe_tp_experts", SEQUENCE_PARALLEL,
+)  # fmt: skip
 
 
 def choose_table(module: nn.Module, given: Table | None) -> dict[str, str]:
@@ -227,8 +98,13 @@ def _count_kv_heads(module: nn.Module, name: str) -> int:
     return layer.out_features // getattr(attention, "head_dim", layer.out_features)
 
 
-def apply_table(module: nn.Module, given: Table | None, ranks: SplitRanks) -> dict[str, ParamPlacement]:
+def apply_table(
+    module: nn.Module, given: Table | None, ranks: SplitRanks, edges: Collection[str] = ()
+) -> dict[str, ParamPlacement]:
     """Split a module in place over ranks; its split parameters have no values then.
+
+    Args:
+        edges: names of modules that start a stage of a pipeline, which gets all tokens.
 
     Returns:
         The placement of each split parameter, and of those whose gradients are summed, by name.
@@ -241,6 +117,9 @@ def apply_table(module: nn.Module, given: Table | None, ranks: SplitRanks) -> di
     for name, style in rules.items():
         table.apply(name, style, rules)
     table.check_ties()
+    if ranks.sequence:
+        for name in split_sequence(module, rules, ranks, edges):
+            table.sum_gradients(name, module.get_parameter(name))
     return table.placements
 
 
@@ -283,16 +162,21 @@ class _Application:
             self._split_embedding(layer, name)
         elif style == "replicated_with_grad_allreduce":
             for p in layer.parameters(recurse=False):
-                shape = tuple(p.shape)
-                self.placements[self.names[p]] = ParamPlacement(
-                    self.names[p], shape, Box.full(shape), shape, ("tp",), self.ranks.size, primary=self.ranks.rank == 0
-                )
+                self.sum_gradients(self.names[p], p)
         elif style == "moe_tp_experts":
             layer.register_forward_pre_hook(lambda _, args: tuple(map(self.ranks.enter_each, args)))
             layer.register_forward_hook(lambda _, args, y: self.ranks.leave(y))
+        elif style == SEQUENCE_PARALLEL:
+            pass  # `split_sequence` follows
         else:
             raise UsageError(f"model.module: tensor_parallel has {style!r} for {name!r}, which is a module.\n  Name "
                              f"its parameters: {', '.join(f'{name}.{part}' for part in layer._parameters)}.")
+
+    def sum_gradients(self, name: str, parameter: nn.Parameter) -> None:
+        """Place a parameter that all ranks hold, each with a part of its gradient, if it has no place yet."""
+        shape = tuple(parameter.shape)
+        self.placements.setdefault(name, ParamPlacement(
+            name, shape, Box.full(shape), shape, ("tp",), self.ranks.size, primary=self.ranks.rank == 0))
 
     def check_ties(self) -> None:
         """Raise `UsageError` if a parameter is split in one module and not in another."""
