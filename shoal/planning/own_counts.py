@@ -39,7 +39,8 @@ class OwnCounts:
 
     Attributes:
         parameters: trained elements of the rank.
-        in_blocks: those in the definition's blocks.
+        in_blocks: those in the blocks of ZeRO-3: the definition's, or the modules of the stage.
+        blocks: number of these.
         frozen: bytes of buffers and of parameters that are not trained.
         flops: of matrix products, forward and backward.
         saved: bytes kept for the backward, without the parameters.
@@ -68,6 +69,7 @@ class OwnCounts:
     again: int = 0
     weight_flops: int = 0
     between: int = 0
+    blocks: int = 0
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class ChainCounts:
     Attributes:
         full: of the model.
         sizes: elements of each trained parameter on the rank.
-        in_blocks: names of those in the definition's blocks.
+        in_blocks: names of those that only one module uses.
         saved, sent, messages, kept, rebuilt, again, weight_flops, between: as in `OwnCounts`, of each module.
     """
 
@@ -109,7 +111,7 @@ class ChainCounts:
             share = sum(work[i] for i in part) / sum(work)
             found.append(replace(
                 self.full, parameters=sum(self.sizes[name] for name in used),
-                in_blocks=sum(self.sizes[name] for name in used if name in self.in_blocks),
+                in_blocks=sum(self.sizes[name] for name in used if name in self.in_blocks), blocks=len(part),
                 flops=round(self.full.flops * share), forward_flops=round(self.full.forward_flops * share),
                 **{name: sum(getattr(self, name)[i] for i in part) for name in (
                     "saved", "sent", "kept", "again", "weight_flops", "between")},
@@ -141,8 +143,10 @@ def count_chain(own: OwnModel, config: RunConfig) -> ChainCounts:
              counter.between)
     saved, sent, kept, rebuilt, again, *late = (tuple(of[i] for i in range(len(chain.names))) for of in found)
     messages = tuple(prod(shape) * dtype.itemsize for shape, dtype in chain.inputs)
+    alone = {name for name in counter.sizes if len(chain.parts.get(name, ())) < 2}
+    in_blocks = frozenset(name for name in alone if name.startswith(tuple(f"{link}." for link in chain.names)))
     return ChainCounts(
-        chain, replace(counter.full, real=real), counter.sizes, counter.in_blocks, saved, sent, messages, kept, rebuilt,
+        chain, replace(counter.full, real=real), counter.sizes, in_blocks, saved, sent, messages, kept, rebuilt,
         again, *late,
     )  # fmt: skip
 
@@ -230,9 +234,9 @@ class _Counter:
             if chain and late:
                 self._count_late(late, {p: max(chain.parts.get(name, {0})) for name, p in trained.items()})
         self.sizes = {name: p.numel() for name, p in trained.items()}
-        self.in_blocks = frozenset(name for name, p in trained.items() if id(p) in grouped)
         self.full = OwnCounts(
-            parameters=sum(self.sizes.values()), in_blocks=sum(self.sizes[name] for name in self.in_blocks),
+            parameters=sum(self.sizes.values()), blocks=len(blocks),
+            in_blocks=sum(p.numel() for p in trained.values() if id(p) in grouped),
             frozen=sum(x.numel() * x.element_size() for x in untrained), flops=self._counter.get_total_flops(),
             saved=self.saved.total(), sent=self.sent.total(), forward_flops=forward, kept=self.kept.total(),
             rebuilt=max(self.rebuilt.values(), default=0), again=self.again.total(),

@@ -171,7 +171,7 @@ def _add(stages: Sequence[OwnCounts]) -> OwnCounts:
     first, *others = stages
     totals = {
         name: sum(getattr(each, name) for each in stages)
-        for name in ("parameters", "in_blocks", "frozen", "flops", "saved", "sent", "forward_flops")
+        for name in ("parameters", "in_blocks", "blocks", "frozen", "flops", "saved", "sent", "forward_flops")
     }
     return replace(first, **totals, rebuilt=max(each.rebuilt for each in stages)) if others else first
 
@@ -207,7 +207,7 @@ def _count_memory(config: RunConfig, cluster: Cluster, policy: Policy, rank: Own
         states = STATES[name] if name in STATES else OTHER_STATES[name]
     full = p * compute if layout.zero < 3 else 0
     master = shard * storage if layout.zero == 3 or storage != compute else 0
-    blocks = max(1, len(own.blocks))
+    blocks = max(1, rank.blocks)
     ahead = rank.in_blocks * min(1 + layout.prefetch, blocks) // blocks
     return {
         "weights": full + master, "gradients": (p if layout.zero < 2 else shard) * reduce,

@@ -42,8 +42,7 @@ def plan_own_model(config: RunConfig, cluster: str | Cluster, *, ranks: int | No
     own = load_own_model(config.model.module)
     splits = _splits_states(own, config)
     for counted, counts in _count(own, config, size, splits=splits):
-        most = 3 if isinstance(counts, OwnCounts) else 2
-        for zero in range(most + 1) if counted.parallel.dp > 1 and splits else (0,):
+        for zero in range(4) if counted.parallel.dp > 1 and splits else (0,):
             for recompute in ("none", "full") if own.blocks or own.pipeline else ("none",):
                 layout = counted.parallel.model_copy(update={"zero": zero, "recompute": recompute})
                 estimate = estimate_own_model(counted.model_copy(update={"parallel": layout}), found, counts)

@@ -92,8 +92,6 @@ def check_own_pipeline(config: RunConfig) -> None:
         UsageError: naming the setting.
     """
     layout = config.parallel
-    if layout.zero == 3:
-        raise UsageError("parallel.zero = 3 with parallel.pp and model.module.\n  Use zero 2.")
     program = build_layout_program(layout, layout.microbatches(config.train.global_batch))
     if layout.schedule in (*SLICED, *ASYNCHRONOUS) or program.model_copies > 1:
         raise UsageError(f"parallel.schedule = {layout.schedule} with model.module: it slices sequences, or has "

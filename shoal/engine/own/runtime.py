@@ -43,5 +43,6 @@ class OwnRuntime(Runtime):
         stage.seeds.first = self.firsts[action.microbatch]  # recomputation draws again
         assert stage.links is not None, "it is of a pipeline"
         stage.links.hidden = self._in_flight[action[1:4]].hidden
+        stage.gather()  # the backward of another micro-batch has freed them
         super()._backward(action)
         stage.links.hidden = None

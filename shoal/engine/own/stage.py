@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -181,10 +182,7 @@ class OwnStage(LocalStage):
         """
         training, wide = torch.is_grad_enabled(), torch.promote_types(self.policy.compute, torch.float32)
         batch = widen(batch, self.policy)
-        for bucket in self.buckets:
-            bucket.gather()
-        for bucket in self.buckets:
-            bucket.wait()
+        self.gather()
         self.statistics.rewind()
         draw_as(self.seed, batch)
         self.seeds.first = batch.first
@@ -216,6 +214,13 @@ class OwnStage(LocalStage):
             for total, value in zip(self.metrics[name], values, strict=True):
                 total += value
         return loss.to(wide)  # the factor on it may not fit into float16
+
+    def gather(self) -> None:
+        """Gather the parameters that a forward or backward needs in ZeRO-3, besides the ones of blocks."""
+        for bucket in self.buckets:
+            bucket.gather()
+        for bucket in self.buckets:
+            bucket.wait()
 
     def state(self) -> dict[str, list[Piece]]:
         """Return, by name, the values that are saved besides the trained parameters: buffers and frozen parameters."""
@@ -275,7 +280,10 @@ def build_own_stage(
             primary=each.primary and index == 0,
         )
     unclaimed = materialise(module, placements, policy.compute, mesh.device)
-    blocks = own.blocks if mesh.layout.zero == 3 else ()
+    blocks: Sequence[str] = own.blocks
+    if chain:
+        blocks = chain.names[part.start : part.stop]
+    blocks = blocks if mesh.layout.zero == 3 else ()
     groups = group_parameters(module, [module.get_submodule(name) for name in blocks])
     parameters = ShardedParameters(
         [[(p, unclaimed.pop(p)) for p in group if p in unclaimed] for group in groups], mesh, policy

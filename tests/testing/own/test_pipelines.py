@@ -103,7 +103,6 @@ def test_no_other_split_has_less_work_in_its_slowest_stage(work, data):
 
 
 @pytest.mark.parametrize(("layout", "says"), [
-    ({"pp": 2, "dp": 2, "zero": 3}, "parallel.zero = 3 with parallel.pp"),
     ({"pp": 2, "schedule": "dualpipe"}, "parallel.schedule = dualpipe with model.module: it slices"),
     ({"pp": 8}, "5 layers cannot fill 8 stages"),
 ])  # fmt: skip
