@@ -49,7 +49,7 @@ class EstimatedRun:
     @property
     def fuses(self) -> bool:
         """True if operators are fused (`shoal.engine.kernels`): on accelerators, unless in fp64."""
-        return bool(self.cluster.accelerator.devices) and self.policy.compute.itemsize < 8
+        return self.cluster.accelerator.is_gpu and self.policy.compute.itemsize < 8
 
     @property
     def eight_bits(self) -> bool:

@@ -6,7 +6,7 @@ Each row becomes a `Point`, or is counted with the reason why it is none.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -202,8 +202,7 @@ def _cluster(row: Row) -> Cluster:
     (machine, node), gpus = found, int(stated(row, "n_gpus"))
     if node.dimensions:
         slices = columns.slices(row)
-        pod = cluster(f"{node.name}-{gpus // slices * node.cores_per_chip}")
-        return replace(pod, nodes=slices, nic=link(node.nic or "dcn") if slices > 1 else None, nics=pod.per_node)
+        return cluster(f"{slices}x{node.name}-{gpus // slices * node.cores_per_chip}")
     switched, memory = int(columns.per_node(row, node)), number(row, "gpu_mem_gb")
     per_node = max(n for n in range(1, min(switched, gpus) + 1) if gpus % n == 0)
     if memory:

@@ -101,6 +101,7 @@ class Runs:
     network: np.ndarray = _optional(0)
     per_node: np.ndarray = _optional(8)  # accelerators
     axes: np.ndarray = _optional(1)  # dimensions of a torus of accelerators; 1 on a switch
+    is_gpu: np.ndarray = _optional(1)  # of which `memory` is rounded down, and libraries take a part
     through_memory: np.ndarray = _optional(0)  # 1 if ranks communicate through shared memory
     # Properties of the software, as in `shoal.spec.catalog.software`.
     gradient_bytes: np.ndarray = _optional(4)
@@ -239,6 +240,7 @@ def describe_row(run: EstimatedRun) -> dict[str, Any]:
         "peak": machine.dense_flops(KINDS[run.policy.compute.name]), "attainable": machine.matmul_efficiency,
         "fp8": run.eight_bits, "peak8": machine.dense_flops("fp8") if run.eight_bits else 0.0,
         "hbm": machine.memory_bandwidth / wide, "memory": cluster.memory_bytes,
+        "is_gpu": machine.is_gpu,
         "inside": cluster.inside.bandwidth * (2 if cluster.torus else 1) / wide if cluster.inside else inf,
         "nic": cluster.nics * cluster.nic.bandwidth / cluster.per_node / wide if cluster.nic else inf,
         "per_node": cluster.per_node, "axes": max(1, len(cluster.torus)), "through_memory": cluster.at_once is not None,

@@ -94,6 +94,11 @@ class Accelerator(Section):
         return self.peak_flops[kind]
 
     @property
+    def is_gpu(self) -> bool:
+        """Whether it is a GPU: sold as 80 GB, it has 80 GiB, of which libraries take a part."""
+        return bool(self.devices) or self.generation not in ("tpu", "other")
+
+    @property
     def half(self) -> str:
         """Its 16-bit number format: bf16, else fp16, else its first format."""
         return next(kind for kind in ("bf16", "fp16", *self.peak_flops) if kind in self.peak_flops)

@@ -108,11 +108,11 @@ class Cluster:
     Attributes:
         name: name as given.
         accelerator: type of all accelerators.
-        nodes, per_node: number of nodes, and accelerators in each. A torus is one node.
+        nodes, per_node: number of nodes, and accelerators in each. A slice of a pod is one node.
         inside: link from one accelerator to the switch of its node; in a torus, each of its links.
         nic: link of one adapter, out of the node; None for a single node.
         nics: adapters per node.
-        torus: sizes of its dimensions, empty for switched nodes.
+        torus: sizes of a node's dimensions, empty for switched nodes.
         wraps_at: axes whose size is a multiple of this are rings, others are lines; 0 if all are lines.
         thin: loss of adapter bandwidth in collectives when the number of nodes doubles: the exponent of a power law.
         at_once: accelerators of a node that compute at the same time, and share its memory; None for all.
@@ -187,7 +187,8 @@ class Cluster:
         if self.inside is None:
             return what
         if self.torus:
-            return f"{what}, torus {' x '.join(map(str, self.torus))} of {self.inside.name}"
+            out = f", {self.nodes} slices with {self.nic.name} between" if self.nic else ""
+            return f"{what}, torus {' x '.join(map(str, self.torus))} of {self.inside.name}{out}"
         last = f" (the last has {self.per_node - self.missing})" if self.missing else ""
         out = f", {self.nodes:,} nodes{last} with {self.nics} x {self.nic.name}" if self.nic else ""
         return f"{what}, {self.inside.name} inside {'each node' if self.nic else 'the node'}{out}"
@@ -217,7 +218,7 @@ def cluster(name: str) -> Cluster:
 
     ``8xH100`` is a node, ``64x8xH100`` 64 nodes; ``-IB400`` selects another network between them; ``4xA100`` is half a
     node; ``100xH100`` is 12 nodes of 8 and one of 4. ``v5p-4096`` is a slice of a pod in the manufacturer's notation,
-    which for v4 and v5p counts TensorCores, two per chip.
+    which for v4, v5p and tpu7x counts TensorCores, two per chip; ``2xv5p-4096`` is two on a data-centre network.
 
     >>> cluster("64x8xH100-IB200").nic.name, cluster("v5p-4096").torus
     ('infiniband-hdr', (8, 16, 16))
@@ -227,11 +228,11 @@ def cluster(name: str) -> Cluster:
     """
     given = re.fullmatch(r"(?:(?:(\d+)x)?(\d+)x)?(.+)", name, re.IGNORECASE)
     wanted, per_node, rest = given.groups() if given else (None, None, name)
-    if wanted is None and per_node is None:
-        pod = re.fullmatch(r"(?:tpu-)?(\w+)-(\d+)", rest)
+    if wanted is None:
+        pod = re.fullmatch(r"(?:tpu-)?(\w+)-(\d+)", rest, re.IGNORECASE)
         if pod and (kind := _known(pod[1])) and nodes()[kind].dimensions:
-            return _slice(name, nodes()[kind], int(pod[2]))
-        if rest in accelerators():
+            return _slices(name, int(per_node or 1), nodes()[kind], int(pod[2]))
+        if per_node is None and rest in accelerators():
             board = accelerator(rest)
             return Cluster(name, board, 1, 1, watts=board.watts, watts_of="of the board alone")
     rest, _, network = rest.rpartition("-") if _network(rest) else (rest, "", "")
@@ -293,18 +294,22 @@ def _network(name: str) -> bool:
     return True
 
 
-def _slice(name: str, node: Node, count: int) -> Cluster:
+def _slices(name: str, slices: int, node: Node, count: int) -> Cluster:
     if node.dimensions is None or node.most is None:
         raise wrong("nodes", node.name, "a pod needs both dimensions and most")
     chips, left = divmod(count, node.cores_per_chip)
+    if not slices:
+        raise UsageError(f"cluster '{name}': at least one slice.")
     if left or not chips or chips > node.most:
         raise UsageError(
             f"cluster '{name}': a slice of {node.name} has up to {node.most:,} chips, and its name counts "
             f"{node.cores_per_chip} for each.\n  The largest is {node.name}-{node.most * node.cores_per_chip}."
         )
     torus, wraps_at = _cube(chips, node.dimensions), node.wraps_at if chips >= node.wraps_from else 0
+    nic = link(node.nic) if slices > 1 and node.nic else None
     return Cluster(
-        name, accelerator(node.accelerator), 1, chips, link(node.inside), torus=torus, wraps_at=wraps_at, **_power(node)
+        name, accelerator(node.accelerator), slices, chips, link(node.inside), nic, chips, torus, wraps_at,
+        **_power(node),
     )
 
 

@@ -134,3 +134,14 @@ def test_a_torus_adds_its_axes() -> None:
     assert machine.torus == (16, 16, 16)
     assert [ring_group(machine, n).bandwidth for n in (8, 16, 256, 4096)] == [90e9, 180e9, 360e9, 540e9]
     assert ring_group(machine, 16, stride=256).bandwidth == 180e9
+
+
+def test_slices_meet_on_the_data_centre_network() -> None:
+    """2 x 4,096 chips, each with 50 Gb/s out: a group that spans both leaves over all of its chips' adapters."""
+    machine = cluster("2xv5p-8192")
+    assert ring_group(machine, 4096) == ring_group(cluster("v5p-8192"), 4096), "one slice"
+    assert ring_group(machine, 8192).bandwidth == 540e9, "4,096 adapters are faster than the torus"
+    assert ring_group(machine, 32, stride=256).bandwidth == 16 * 6.25e9
+    across = ring_group(machine, 2, stride=4096)
+    assert (across.bandwidth, across.hop, across.exchange) == (6.25e9,) * 3
+    assert across.all_reduce(1e9) == pytest.approx(1e9 / 6.25e9, rel=1e-3)

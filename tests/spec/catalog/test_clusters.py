@@ -26,6 +26,9 @@ from shoal.spec.catalog.clusters import cluster, nodes
         ("4x8xH100-EFA400", 32, 4, "efa-400g"),
         ("2xA100-PCIe-40GB-IB100", 2, 1, None),
         ("9408x4xMI250X", 37632, 9408, "slingshot-11"),
+        ("4x16xTrn2", 64, 4, "efa-400g"),
+        ("v5p-256", 128, 1, None),
+        ("5xv5p-8960", 22400, 5, "dcn"),
     ],
 )
 def test_a_name_says_what_there_is(name, accelerators, nodes, nic):
@@ -56,9 +59,9 @@ def test_a_torus_has_all_its_chips(chips):
 
 @pytest.mark.parametrize("name", nodes())
 def test_every_node_type_makes_a_cluster(name):
-    pod = name.startswith("v")
-    found = cluster(f"{name}-64" if pod else f"2x2x{name}")
-    assert found.size == (64 // (1 + ("v4" in name or "v5p" in name)) if pod else 4)
+    node = nodes()[name]
+    found = cluster(f"{name}-64" if node.dimensions else f"2x2x{name}")
+    assert found.size == (64 // node.cores_per_chip if node.dimensions else 4)
     assert found.describe()
 
 
@@ -71,6 +74,7 @@ def test_every_node_type_makes_a_cluster(name):
         ("0x8xH100", "at least one node"),
         ("v5p-1000000", "The largest is v5p-17920"),
         ("v5p-3", "counts 2 for each"),
+        ("0xv5p-128", "at least one slice"),
         ("8xv5p", "slices of a pod"),
         ("", "Write 8xH100"),
     ],

@@ -108,7 +108,8 @@ def footprint(runs: Runs, constants: Calibration) -> Footprint:
     first = _rank(k, first_layers, 1, alive, kept, held + np.where(alone, logits, 0.0))
     second = _rank(k, most_layers, r.pp == 2, after, kept, np.where(r.pp > 2, held, 0.0))
     last = _rank(k, last_layers, 1, waiting, kept, held + logits)
-    beside, capacity, ranks = outside_allocator(r.memory, constants), r.memory * c["usable"], (first, second, last)
+    capacity = r.memory * np.where(r.is_gpu > 0, c["usable"], 1.0)
+    beside, ranks = outside_allocator(r.memory, constants), (first, second, last)
     allocated, needed = (np.maximum.reduce([getattr(rank, name) for rank in ranks]) for name in ("allocated", "needed"))
     reserves = [rank.reserved(capacity - beside) for rank in ranks]
     reserved = np.maximum.reduce(reserves)

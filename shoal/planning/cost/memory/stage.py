@@ -328,13 +328,13 @@ class StageMemory:
 
 
 def device_capacity(cluster: Cluster, calibration: Calibration) -> float:
-    """Return the bytes of a cluster's device available to a process; a device sold as 80 GB has 80 GiB."""
-    return cluster.memory_bytes * (calibration.numbers["usable"] if cluster.accelerator.devices else 1.0)
+    """Return the bytes of a cluster's device available to a process."""
+    return cluster.memory_bytes * (calibration.numbers["usable"] if cluster.accelerator.is_gpu else 1.0)
 
 
 def library_bytes(cluster: Cluster, calibration: Calibration) -> float:
     """Return the bytes of a cluster's device used by libraries and the process."""
-    if not cluster.accelerator.devices:
+    if not cluster.accelerator.is_gpu:
         return 0.0
     return calibration.numbers["base"] * GB + outside_allocator(cluster.memory_bytes, calibration)
 

@@ -109,23 +109,30 @@ def ring_group(cluster: Cluster, ranks: int, stride: int = 1) -> CommunicationGr
     inside = cluster.inside
     if ranks == 1 or inside is None:
         return CommunicationGroup(ranks, inf, inf, inf, 0.0, 0.0, 0.0, 0.0)
-    if cluster.torus:
-        return _in_torus(cluster, inside, ranks, stride)
     local = gcd(cluster.per_node // stride, ranks) if stride < cluster.per_node else 1
+    if cluster.nic is None:
+        local = ranks
     nodes = ranks // local
+    near, near_exchange, steps = inside.bandwidth, inside.bandwidth, local - 1
+    if cluster.torus:
+        near, near_exchange, steps = _in_torus(cluster, inside, local, stride)
     if nodes == 1 or cluster.nic is None:
-        wide, shared = inside.bandwidth, cluster.at_once is not None
-        return _group(ranks, wide, wide, wide, (ranks - 1, 0), (inside.latency, 0.0), through_memory=shared)
+        shared = cluster.at_once is not None
+        return _group(
+            ranks, near, near_exchange, inside.bandwidth, (steps, 0), (inside.latency, 0.0), through_memory=shared
+        )
     share = cluster.nics * cluster.nic.bandwidth / cluster.per_node
-    near = inside.bandwidth if local > 1 else inf
-    exchange = (ranks - 1) / max((local - 1) / near, (ranks - local) / share)
+    if local == 1:
+        near = near_exchange = inf
+    exchange = (ranks - 1) / max((local - 1) / near_exchange, (ranks - local) / share)
     bandwidth = min(local * share * (nodes / 2) ** -cluster.thin, near)
     latencies = inside.latency, cluster.nic.latency
-    return _group(ranks, bandwidth, exchange, min(share, near), (local - 1, nodes - 1), latencies)
+    return _group(ranks, bandwidth, exchange, min(share, near), (steps, nodes - 1), latencies)
 
 
-def _in_torus(cluster: Cluster, link: Link, ranks: int, stride: int) -> CommunicationGroup[float]:
-    """Return a group in a torus: a ring along a full dimension with connected ends, else a path forth and back."""
+def _in_torus(cluster: Cluster, link: Link, ranks: int, stride: int) -> tuple[float, float, int]:
+    """Return the bandwidth, the exchange and the steps of a ring in a torus, as `CommunicationGroup` has them: along a
+    full dimension with connected ends, else a path forth and back."""
     done, links, steps, fullest = 1, 0, 0, 0.0
     for size in reversed(cluster.torus):
         extent = min(done * size, stride * ranks) // max(done, stride)
@@ -136,4 +143,4 @@ def _in_torus(cluster: Cluster, link: Link, ranks: int, stride: int) -> Communic
             fullest = max(fullest, (extent // 2) * (extent - extent // 2) / extent / ways)
         done *= size
     exchange = (ranks - 1) / ranks * link.bandwidth / fullest if fullest else link.bandwidth
-    return _group(ranks, max(1, links) * link.bandwidth, exchange, link.bandwidth, (steps, 0), (link.latency, 0.0))
+    return max(1, links) * link.bandwidth, exchange, steps

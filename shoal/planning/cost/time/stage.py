@@ -357,7 +357,7 @@ class StagePrices(StageMemory):
         if not found.elements:
             return 0.0
         holders = self.group("stage" if run.shape.experts else "holders")
-        wide = "fp32" in machine.peak_flops and not (machine.devices and run.policy.storage == FP32)  # `orthogonal`
+        wide = "fp32" in machine.peak_flops and not (machine.is_gpu and run.policy.storage == FP32)  # `orthogonal`
         part = self.calibration.at("product", generation=machine.generation)
         rate = machine.dense_flops("fp32" if wide else machine.half) * min(part, machine.matmul_efficiency)
         pieces = -(-found.elements // AT_ONCE)
