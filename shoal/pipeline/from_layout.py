@@ -103,6 +103,8 @@ def check_run(config: RunConfig, shape: ModelShape, *, ranks: int | None = None)
     Raises:
         UsageError: the message names the field, its value, the reason and the nearest remedy.
     """
+    if config.model.module:
+        config, shape = _without_layers(config, shape)
     layout, batch, length = config.parallel, config.train.global_batch, config.data.sequence_length
     check_layout(layout, shape, global_batch=batch, sequence_length=length, ranks=ranks)
     check_schedule(layout, shape, batch, sequence_length=length)
@@ -110,6 +112,18 @@ def check_run(config: RunConfig, shape: ModelShape, *, ranks: int | None = None)
     check_float8_sizes(config, shape)
     check_relaxed_sizes(config)
     check_unread(config)
+
+
+def _without_layers(config: RunConfig, shape: ModelShape) -> tuple[RunConfig, ModelShape]:
+    """Return a run whose module has layers of its own: tables split them, and its loss shows the length of samples."""
+    layout = config.parallel
+    if layout.dp * layout.tp % layout.ep:
+        raise UsageError(f"parallel.ep = {layout.ep} does not divide dp {layout.dp} x tp {layout.tp}, whose ranks hold "
+                         "the experts.\n  Choose a number of ranks that does.")
+    sizes = dict.fromkeys(("hidden", "heads", "kv_heads", "ffn"), layout.tp)
+    changed = {"data": config.data.model_copy(update={"sequence_length": layout.tp}),
+               "parallel": layout.model_copy(update={"ep": 1, "etp": None})}
+    return config.model_copy(update=changed), shape.model_copy(update=sizes)
 
 
 def _with_program(config: RunConfig, shape: ModelShape, microbatches: int) -> CheckedRun:

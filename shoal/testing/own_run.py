@@ -70,7 +70,7 @@ class Run:
 
     Args:
         model, loss, data, validation, collate, blocks, tensor_parallel, make_optimizer, schedule, on_step,
-            on_validation, on_save, pipeline: see `OwnModel`.
+            on_validation, on_save, pipeline, expert_parallel: see `OwnModel`.
         layout: data, tensor and pipeline parallelism, ZeRO and the size of a micro-batch; "auto" for the fastest that
             fits on the ``cluster``, by `plan_own_model`.
         cluster: name of a cluster, for "auto" and estimates (default: 8xH100).
@@ -115,11 +115,12 @@ class Run:
         on_validation: Callable[[StepMetrics], object] | None = None,
         on_save: Callable[[int, Path], object] | None = None,
         pipeline: tuple[str, ...] | Literal["auto"] = (),
+        expert_parallel: Mapping[str, str] | None = None,
         name: str = "own",
         **sections: dict[str, Any],
     ):
         self.own = OwnModel(model, loss, data, validation, collate, blocks, tensor_parallel, make_optimizer, schedule,
-                            on_step, on_validation, on_save, pipeline)
+                            on_step, on_validation, on_save, pipeline, expert_parallel)
         if layout not in (None, "auto") and not isinstance(layout, Layout):
             raise UsageError(f"Run: layout = {layout!r}.\n  Give shoal.Layout(dp=2) or another, or 'auto'.")
         if optimizer is not None and not isinstance(optimizer, (OptimizerConfig, dict)):

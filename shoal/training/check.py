@@ -40,12 +40,7 @@ def check(config: RunConfig, ranks: int | None = None) -> ModelShape:
     else:
         vocab = load_tokenizer(config.data.tokenizer).vocab_size
         shape = config.model.shape(vocab=vocab, sequence_length=config.data.sequence_length)
-    if config.model.module:  # its table was checked instead, and its samples' length is when its loss runs
-        sizes = dict.fromkeys(("hidden", "heads", "kv_heads", "ffn"), config.parallel.tp)
-        data = config.data.model_copy(update={"sequence_length": config.parallel.tp})
-        check_run(config.model_copy(update={"data": data}), shape.model_copy(update=sizes), ranks=ranks)
-    else:
-        check_run(config, shape, ranks=ranks)
+    check_run(config, shape, ranks=ranks)
     check_profile(config)
     FaultKnobs.read(config.testing, config.parallel.world_size)
     check_shared_memory(config)

@@ -16,8 +16,10 @@ from shoal.spec.layout import Layout
 from shoal.spec.number_formats import FORMATS
 from shoal.spec.schedules import ASYNCHRONOUS, SLICED
 
-OWN_LAYOUT = ("dp", "tp", "sequence_parallel", "zero", "zero_shard", "micro_batch", "bucket_mb", "overlap", "prefetch",
-              "reshard_after_forward", "offload")  # fmt: skip
+OWN_LAYOUT = (
+    "dp", "tp", "sequence_parallel", "ep", "etp", "zero", "zero_shard", "micro_batch", "bucket_mb", "overlap",
+    "prefetch", "reshard_after_forward", "offload",
+)  # fmt: skip
 """Fields of a layout that any module can have."""
 
 OWN_PIPELINE = ("pp", "schedule", "virtual_stages", "stage_layers")
@@ -52,8 +54,11 @@ def check_own_model(config: RunConfig) -> OwnShape:
         if getattr(config.data, name) != DataConfig.model_fields[name].get_default(call_default_factory=True):
             raise UsageError(f"data.{name} with model.module, whose OwnModel has its own samples.\n  Leave it out: "
                              "data, validation and collate of the OwnModel take the place of [data].")
+    if (layout.ep > 1 or layout.etp) and layout.expert_tensor > 1:
+        raise UsageError(f"parallel.etp = {layout.expert_tensor} with model.module, whose experts are not split (it is "
+                         "tp if it is not set).\n  Set parallel.etp = 1.")
     if ranks := SplitRanks.alone(layout):
-        apply_table(own.build_empty(), own.tensor_parallel, ranks)
+        apply_table(own.build_empty(), own.tensor_parallel, ranks, experts=own.expert_parallel)
     for name in ("compile", "cuda_graphs", "attention"):
         value = getattr(config.train, name)
         if value != TrainConfig.model_fields[name].default:

@@ -53,6 +53,8 @@ class OwnModel:
             list of the most modules, of those in no other list.
         tensor_parallel: how layers are split over ``parallel.tp`` ranks: styles by pattern of their names
             (`shoal.engine.own.tensor`); None for the plan that a model of transformers has (``model.tp_plan``).
+        expert_parallel: the same of experts over ``parallel.ep`` ranks (`shoal.engine.own.tensor.experts`); None for
+            ``model.ep_plan``.
         make_optimizer: returns a ``torch.optim.Optimizer`` of groups of parameters, in the place of ``optimizer.name``.
         schedule: returns the learning rate of a step, from (step, steps), in the place of ``optimizer.schedule``.
         on_step: called with each logged record (`shoal.training.records.metrics`). This and the next two are called on
@@ -82,6 +84,7 @@ class OwnModel:
     on_validation: Callable[[Any], object] | None = None
     on_save: Callable[[int, Any], object] | None = None
     pipeline: tuple[str, ...] | Literal["auto"] = ()
+    expert_parallel: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
         """Raises `UsageError` if `model` or another function is not callable, or names are given as one text."""
@@ -92,9 +95,11 @@ class OwnModel:
         for name in ("blocks", "pipeline"):
             if isinstance(value := getattr(self, name), str) and (name, value) != ("pipeline", "auto"):
                 raise UsageError(f"model.module: its {name} are the text {value!r}.\n  Give a tuple of names.")
-        if self.tensor_parallel is not None and not isinstance(self.tensor_parallel, Mapping):
-            raise UsageError(f"model.module: its tensor_parallel is {_describe(self.tensor_parallel)}.\n  Give a dict "
-                             "of patterns and styles.")
+        for name in ("tensor_parallel", "expert_parallel"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, Mapping):
+                raise UsageError(f"model.module: its {name} is {_describe(value)}.\n  Give a dict of patterns and "
+                                 "styles.")
 
     def build(self, seed: int) -> nn.Module:
         """Build the module on the CPU, with the initial values of a seed."""

@@ -257,12 +257,10 @@ def build_own_stage(
     """
     module = own.build(seed)
     set_formats(module, policy, mesh.device)
-    ranks, split = None, dict[str, ParamPlacement]()
-    if mesh.size("tp") > 1:
-        ranks = SplitRanks(
-            mesh.required_group("tp"), mesh.index("tp"), mesh.size("tp"), sequence=mesh.layout.sequence_parallel)
+    ranks, split = SplitRanks.among(mesh), dict[str, ParamPlacement]()
+    if ranks:
         edges = {name for i, name in enumerate(chain.names) if i in (part.start, part.stop)} if chain else ()
-        split = apply_table(module, own.tensor_parallel, ranks, edges)
+        split = apply_table(module, own.tensor_parallel, ranks, edges, experts=own.expert_parallel)
     seeds = LinkSeeds(own, module, seed)
     links = StageLinks(chain, part, module, policy.compute, mesh.device) if chain else None
     late = LateGradients(module) if splits else None  # before recomputation, which runs what it changes

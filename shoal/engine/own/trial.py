@@ -57,8 +57,8 @@ def try_out(own: OwnModel, seed: int, micro_batch: int, ranks: SplitRanks | None
         return
     if ranks is None:
         return
-    apply_table(module, own.tensor_parallel, ranks)
-    what = f"its loss() with layers split over parallel.tp = {ranks.size}"
+    apply_table(module, own.tensor_parallel, ranks, experts=own.expert_parallel)
+    what = f"its loss() with layers split over {ranks.describe()}"
     with explained(what, FITTING), drawing(seed), torch.device("meta"):
         own.compute(module, batches[0].map(lambda tensor: tensor.to("meta")).values)
 
@@ -78,14 +78,14 @@ def run_first(
     Raises:
         UsageError: the module or its loss fails.
     """
-    what = f"its loss() with layers split over parallel.tp = {ranks.size}" if ranks else "its loss()"
+    what = f"its loss() with layers split over {ranks.describe()}" if ranks else "its loss()"
     with explained(what, f"{FITTING} It runs without values here." if ranks else ""):
         try:
             with drawing(seed), FakeTensorMode(allow_non_fake_inputs=True) as fake:
                 module = own.checked(own.model())
                 prepare(module, policy)
                 if ranks:
-                    apply_table(module, own.tensor_parallel, ranks)
+                    apply_table(module, own.tensor_parallel, ranks, experts=own.expert_parallel)
                 return run(module.train(), widen(batch.map(fake.from_tensor), policy)), False
         except Exception as error:
             if ranks or not _needs_values(error):

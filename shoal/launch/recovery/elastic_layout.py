@@ -67,7 +67,7 @@ def _distance(was: Layout, now: Layout) -> tuple:
         DEGREES.index(split[-1]) if split else 0,
         -now.world_size,
         sum(abs(math.log2(getattr(now, name) / getattr(was, name))) for name in DEGREES),
-        was.ep != now.ep,
+        -now.ep,
         -now.micro_batch,
     )
 

@@ -54,7 +54,7 @@ class EngineState(ModelState):
             self.initialise()
         self.depths = DepthsRouting(self.stages, mesh, shape) if shape.depths else None
         self.layer_counts = [counts for counts in (self.routing, self.depths) if counts]
-        mixed = shape.experts is not None
+        mixed = shape.experts is not None or layout.ep > 1
         shards = build_optimizer_shards(
             self.parameters, self.sync_mesh, config.optimizer, self.policy.storage, mixed=mixed
         )

@@ -13,6 +13,7 @@ from shoal.spec.config import RunConfig, build_config
 from shoal.spec.layout import Layout
 from shoal.training.check import check
 from shoal.training.resilience.events import read_events
+from tests.testing.own.test_equality import config_of as config_of_own
 from tests.trainings.runs import checkpoints, curve
 from tests.trainings.supervised import STEPS, config_of
 
@@ -84,6 +85,12 @@ def test_any_layout_on_any_number_of_devices(dp, tp, cp, pp, zero, micro, severa
         assert not any(batch % more == 0 for more in range(found.dp + 1, min(dp, devices // one) + 1))
     else:
         assert (found.tp, found.cp, found.pp) != (tp, cp, pp)
+
+
+def test_a_module_of_ones_own_keeps_its_split_layers():
+    config = config_of_own("wide_qwen3_moe", {"dp": 2, "tp": 2, "ep": 4, "etp": 1, "sequence_parallel": True})
+    found = replan(config, check(config), 3).parallel
+    assert (found.dp, found.tp, found.ep, found.sequence_parallel) == (1, 2, 2, True)
 
 
 def test_what_does_not_fit_into_memory_is_passed_over():

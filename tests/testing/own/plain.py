@@ -159,6 +159,40 @@ grouped = OwnModel(Grouped, words, Tokens, tensor_parallel={
 })  # fmt: skip
 
 
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(4, 16, 12) / 4), nn.Parameter(torch.randn(4, 12, 16) / 4)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        y = torch.zeros_like(hidden_states)
+        for i, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
+            token, place = torch.where(top_k_index == i)
+            each = F.linear(F.linear(hidden_states[token], up).tanh(), down)
+            y.index_add_(0, token, each * top_k_weights[token, place, None])
+        return y
+
+
+class Routed(nn.Module):
+    """A layer of four experts, of which the last two get no token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.router, self.experts = nn.Embedding(VOCAB, 12), nn.Linear(12, 4), Experts()
+        self.head = nn.Linear(12, VOCAB)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids).flatten(0, 1)
+        scores, chosen = self.router(x)[:, :2].softmax(-1).topk(2)
+        return self.head(x + self.experts(x, chosen, scores)).view(*ids.shape, -1)
+
+
+routed = OwnModel(Routed, words, Tokens, expert_parallel={
+    "experts": "ep_dispatch_experts", "experts.{up,down}": "grouped_gemm",
+})  # fmt: skip
+
+
 class Tower(nn.Module):
     """Modules one after the other, of several widths, with draws, recomputation and running statistics."""
 

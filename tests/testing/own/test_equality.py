@@ -46,7 +46,9 @@ def config_of(name: str, layout: dict[str, Any], **sections: dict[str, Any]) -> 
     ("grouped", {"tp": 4}, {"optimizer": {"name": "muon"}}),
     ("split", {"tp": 4}, {"optimizer": {"name": "muon"}}),
     ("split_bert", {"tp": 2, "sequence_parallel": True}, {"optimizer": {"name": "muon"}}),
-    ("wide_qwen3_moe", {"tp": 2, "zero": 3, "dp": 2, "sequence_parallel": True}, {}),
+    ("wide_qwen3_moe", {"dp": 2, "tp": 2, "ep": 4, "etp": 1, "zero": 3, "sequence_parallel": True}, {}),
+    ("wide_qwen3_moe", {"pp": 2, "dp": 2, "ep": 2}, {"optimizer": {"name": "muon"}}),
+    ("routed", {"dp": 4, "ep": 2, "zero": 2}, {}),
     ("wide_llama", {"tp": 2, "pp": 2, "sequence_parallel": True, "recompute": "full"}, {}),
     ("nadam", {"dp": 2, "zero": 2}, {}),
     ("tower", {"pp": 2, "dp": 2, "zero": 2, "schedule": "interleaved-1f1b", "virtual_stages": 2}, {}),
@@ -72,7 +74,8 @@ def drawn_configs(draw: st.DrawFn) -> RunConfig:
     def choose(*options: Any) -> Any:
         return draw(st.sampled_from(options))
 
-    name = choose("bert", "grouped", "lstm", "odd", "split", "tower", "unet", "vit", "wide_llama", "wide_qwen3_moe")
+    name = choose("bert", "grouped", "lstm", "odd", "routed", "split", "tower", "unet", "vit", "wide_llama",
+                  "wide_qwen3_moe")
     tp = choose(1, 2) if name in ("grouped", "split", "wide_llama", "wide_qwen3_moe") else 1
     tp = 4 if name == "grouped" and tp == 2 else tp  # more ranks than heads of keys and values
     pp = choose(1, 2) if name in ("tower", "wide_llama") else 1
@@ -83,6 +86,8 @@ def drawn_configs(draw: st.DrawFn) -> RunConfig:
     }  # fmt: skip
     if tp > 1 and name.startswith("wide"):
         layout["sequence_parallel"] = choose(False, True)
+    if name in ("routed", "wide_qwen3_moe"):
+        layout |= {"ep": choose(*(ep for ep in (1, 2, 4) if dp * tp % ep == 0)), "etp": 1}
     if dp == 4 and layout["zero"] > 1:
         layout["zero_shard"] = choose(None, 2)
     if layout["zero"] == 3:
@@ -156,6 +161,8 @@ def test_a_wrong_table_is_found_and_said_in_one_sentence(name, says, pool):
 @pytest.mark.parametrize(("section", "field", "value", "says"), [
     ("parallel", "pp", 2, "parallel.pp = 2 with model.module, whose layers shoal does not know"),
     ("parallel", "tp", 2, "parallel.tp with model.module, which has no plan of its own"),
+    ("parallel", "ep", 2, "parallel.ep with model.module, which has no plan of its own"),
+    ("parallel", "etp", 2, "parallel.etp = 2 with model.module, whose experts are not split"),
     ("parallel", "recompute", "full", "parallel.recompute = 'full' with model.module"),
     ("train", "precision", "fp8", "train.precision = 'fp8' with model.module"),
     ("train", "compile", True, "train.compile = True with model.module"),

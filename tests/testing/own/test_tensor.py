@@ -79,6 +79,18 @@ def test_what_sequence_parallelism_cannot_split_is_refused(module, table, says):
         apply_table(module(), table, SplitRanks(None, 0, 2, sequence=True))
 
 
+@pytest.mark.parametrize(("table", "ep", "says"), [
+    (None, 2, "parallel.ep with model.module, which has no plan of its own.\n  Give expert_parallel"),
+    ({"experts": "moe_tp_experts"}, 2, "expert_parallel has 'moe_tp_experts' for 'experts'.\n  Styles are ep_disp"),
+    ({"experts": "ep_dispatch_experts"}, 2, "for 'experts' and names none of its parameters"),
+    ({"experts.up": "grouped_gemm"}, 2, "'grouped_gemm' for 'experts.up'.\n  A module of experts is 'ep_dispatch_exp"),
+    (plain.routed.expert_parallel, 3, "parallel.ep = 3 splits 4 experts of experts.up"),
+])  # fmt: skip
+def test_a_table_of_experts_that_cannot_be_is_refused(table, ep, says):
+    with pytest.raises(UsageError, match=says):
+        apply_table(plain.Routed(), None, SplitRanks(None, 0, 1, expert_ranks=ep), experts=table)
+
+
 def test_tokens_that_the_ranks_do_not_divide_are_refused():
     config = config_of("wide_llama", {"tp": 2, "sequence_parallel": True})
     shorter = replace(zoo.wide_llama, collate=lambda samples: {key: torch.stack([each[key] for each in samples])[:, 1:]

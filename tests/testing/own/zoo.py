@@ -61,7 +61,7 @@ wide_llama = OwnModel(
     lambda: causal(transformers.LlamaConfig(**SMALL, num_key_value_heads=2, mlp_bias=True)),
     next_token, Tokens, blocks=("model.layers.0", "model.layers.1"), pipeline=("model.layers",),
 )
-wide_qwen3_moe = OwnModel(lambda: build_qwen3_moe(kv_heads=2), next_token, Tokens)
+wide_qwen3_moe = OwnModel(lambda: build_qwen3_moe(kv_heads=2), next_token, Tokens, pipeline=("model.layers",))
 bert = OwnModel(
     lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SMALL)), masked_token, Tokens,
     pipeline=("bert.encoder.layer",),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from shoal.base.errors import UsageError
 from shoal.engine.collectives.group import Group
+from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import (
     all_gather,
     all_reduce,
@@ -35,6 +36,7 @@ class SplitRanks:
         shared: the last input of a layer split by output, its version, and what the layer computed with. Layers with
             one input, such as queries, keys and values, sum its gradient once.
         sequence: whether they split the tokens between split layers too (`shoal.engine.own.tensor.sequence`).
+        experts, expert_rank, expert_ranks: those that hold different experts (`shoal.engine.own.tensor.experts`).
         gathered: the last tensor of all tokens for layers split by output, and this rank's part of it.
         again: the last part that backward gathered, and the tensor of all tokens.
     """
@@ -46,11 +48,34 @@ class SplitRanks:
     sequence: bool = False
     gathered: tuple[Tensor, Tensor] | None = None
     again: tuple[Tensor, Tensor] | None = None
+    experts: Group | None = None
+    expert_rank: int = 0
+    expert_ranks: int = 1
 
     @staticmethod
     def alone(layout: Layout) -> SplitRanks | None:
         """Return the first rank of a layout, without the others; None if the layout splits no layers."""
-        return SplitRanks(None, 0, layout.tp, sequence=layout.sequence_parallel) if layout.tp > 1 else None
+        if layout.tp == layout.ep == 1:
+            return None
+        return SplitRanks(None, 0, layout.tp, sequence=layout.sequence_parallel, expert_ranks=layout.ep)
+
+    @staticmethod
+    def among(mesh: Mesh) -> SplitRanks | None:
+        """Return this rank and the others of a mesh; None if its layout splits no layers."""
+        layout, found = mesh.layout, SplitRanks.alone(mesh.layout)
+        if found is None:
+            return None
+        if layout.ep > 1:
+            for axis in ("ep", "edp_shard", "edp_replicate", "stage"):  # on each rank in this order
+                mesh.group(axis)
+            found.experts, found.expert_rank = mesh.group("ep"), mesh.index("ep")
+        found.group, found.rank = mesh.group("tp"), mesh.index("tp")
+        return found
+
+    def describe(self) -> str:
+        """Return ``parallel.tp = 2``, for messages."""
+        ep = f"ep = {self.expert_ranks}" if self.expert_ranks > 1 else ""
+        return "parallel." + " and ".join(filter(None, (f"tp = {self.size}" if self.size > 1 else "", ep)))
 
     def forget(self) -> None:
         """Forget the tensors of a forward, whose graph ends."""

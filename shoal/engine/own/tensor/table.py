@@ -8,6 +8,7 @@ from torch import nn
 
 from shoal.base.boxes import Box, flat_range
 from shoal.base.errors import UsageError
+from shoal.engine.own.tensor.experts import MODULE, PARAMETER, split_experts
 from shoal.engine.own.tensor.layers import InputSplitLinear, OutputSplitLinear, SplitEmbedding, SplitRanks
 from shoal.engine.own.tensor.sequence import SEQUENCE_PARALLEL, split_sequence
 from shoal.engine.parallel.placement import ParamPlacement
@@ -57,29 +58,41 @@ STYLES = (
 )  # fmt: skip
 
 
-def choose_table(module: nn.Module, given: Table | None) -> dict[str, str]:
-    """Return the rule of each module and parameter by name, from a table or the module's own plan (``tp_plan``).
+KINDS = {
+    "tensor_parallel": ("tp", STYLES, "{'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}"),
+    "expert_parallel": ("ep", (MODULE, PARAMETER), f"{{'layers.*.experts': '{MODULE}', "
+                        f"'layers.*.experts.{{up,down}}': '{PARAMETER}'}}"),
+}  # fmt: skip
+"""Field of a layout that a table is for, its styles, and an example."""
+
+
+def choose_table(module: nn.Module, given: Table | None, kind: str = "tensor_parallel") -> dict[str, str]:
+    """Return the rule of each module and parameter by name, from a table or the module's own plan.
+
+    Args:
+        kind: "tensor_parallel", whose plan is ``tp_plan``, or "expert_parallel", whose plan is ``ep_plan``.
 
     Raises:
         UsageError: there is no table, or it has a pattern that fits nothing or an unknown style.
     """
-    table = given if given is not None else getattr(module, "tp_plan", None)
+    short, styles, example = KINDS[kind]
+    table = given if given is not None else getattr(module, f"{short}_plan", None)
     if not table:
-        raise UsageError("parallel.tp with model.module, which has no plan of its own.\n  Give tensor_parallel, a "
-                         "table of its layers such as {'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}.")
+        raise UsageError(f"parallel.{short} with model.module, which has no plan of its own.\n  Give {kind}, a "
+                         f"table of its layers such as {example}.")
     names = [name for name, _ in module.named_modules()] + [name for name, _ in module.named_parameters()]
     rules: dict[str, str] = {}
     for pattern, style in table.items():
         found = [name for name in names if matches(pattern, name)]
-        if style not in STYLES and not _read_heads(style) and (found or given is not None):
-            raise UsageError(f"model.module: tensor_parallel has {style!r} for {pattern!r}.\n  Styles are "
-                             f"{', '.join(STYLES)}.")
+        if style not in styles and not _read_heads(style) and (found or given is not None):
+            raise UsageError(f"model.module: {kind} has {style!r} for {pattern!r}.\n  Styles are "
+                             f"{', '.join(styles)}.")
         if not found and given is not None:
-            raise UsageError(f"model.module: tensor_parallel has {pattern!r}, which no layer or parameter of its model "
+            raise UsageError(f"model.module: {kind} has {pattern!r}, which no layer or parameter of its model "
                              f"fits.\n  Its parameters are {', '.join(names[-8:])}, ...")
         rules |= dict.fromkeys(found, style)
     if not rules:
-        raise UsageError("model.module: no pattern of its plan fits a layer.\n  Give tensor_parallel.")
+        raise UsageError(f"model.module: no pattern of its plan fits a layer.\n  Give {kind}.")
     return rules
 
 
@@ -99,12 +112,14 @@ def _count_kv_heads(module: nn.Module, name: str) -> int:
 
 
 def apply_table(
-    module: nn.Module, given: Table | None, ranks: SplitRanks, edges: Collection[str] = ()
+    module: nn.Module, given: Table | None, ranks: SplitRanks, edges: Collection[str] = (), *,
+    experts: Table | None = None,
 ) -> dict[str, ParamPlacement]:
     """Split a module in place over ranks; its split parameters have no values then.
 
     Args:
         edges: names of modules that start a stage of a pipeline, which gets all tokens.
+        experts: the table of expert parallelism, whose modules take no part in tensor parallelism then.
 
     Returns:
         The placement of each split parameter, and of those whose gradients are summed, by name.
@@ -112,13 +127,17 @@ def apply_table(
     Raises:
         UsageError: the table cannot be applied.
     """
-    rules = choose_table(module, given)
+    routed = choose_table(module, experts, "expert_parallel") if ranks.expert_ranks > 1 else {}
+    rules = choose_table(module, given) if ranks.size > 1 else {}
+    rules = {name: style for name, style in rules.items()
+             if not any(name == each or name.startswith(f"{each}.") for each in routed)}
     table = _Application(module, ranks)
     for name, style in rules.items():
         table.apply(name, style, rules)
     table.check_ties()
+    table.placements |= split_experts(module, routed, ranks)
     if ranks.sequence:
-        for name in split_sequence(module, rules, ranks, edges):
+        for name in split_sequence(module, rules | routed, ranks, edges):
             table.sum_gradients(name, module.get_parameter(name))
     return table.placements
 
