@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
@@ -96,13 +95,13 @@ class ChainCounts:
     weight_flops: tuple[int, ...]
     between: tuple[int, ...]
 
-    def assign(self, program: Program) -> list[OwnCounts]:
+    def assign(self, program: Program, *, sequence_parallel: bool = False) -> list[OwnCounts]:
         """Return the counts of each stage, whose modules are those that training would choose.
 
         Raises:
-            UsageError: stages other than the first and the last share a parameter.
+            UsageError: as in `Chain.assign` and `Chain.find_shared`.
         """
-        chain, parts = self.chain, self.chain.assign(program)
+        chain, parts = self.chain, self.chain.assign(program, sequence_parallel=sequence_parallel)
         chain.find_shared(parts)
         work = chain.flops if any(chain.flops) else (1,) * len(chain.names)
         found = []
@@ -142,7 +141,7 @@ def count_chain(own: OwnModel, config: RunConfig) -> ChainCounts:
     found = (counter.saved, counter.sent, counter.kept, counter.rebuilt, counter.again, counter.weight_flops,
              counter.between)
     saved, sent, kept, rebuilt, again, *late = (tuple(of[i] for i in range(len(chain.names))) for of in found)
-    messages = tuple(prod(shape) * dtype.itemsize for shape, dtype in chain.inputs)
+    messages = tuple(sum(crossing.bytes for crossing in each) for each in chain.crossings)
     alone = {name for name in counter.sizes if len(chain.parts.get(name, ())) < 2}
     in_blocks = frozenset(name for name in alone if name.startswith(tuple(f"{link}." for link in chain.names)))
     return ChainCounts(

@@ -116,7 +116,8 @@ def estimate_own_model(
         counts = count_chain(own, config) if layout.pp > 1 else count_own_model(own, config)
     policy, links = POLICIES[train.precision], attained(found)
     program = build_layout_program(layout, layout.microbatches(train.global_batch), transfers=False)
-    stages = counts.assign(program) if isinstance(counts, ChainCounts) else [counts]
+    stages = [counts] if isinstance(counts, OwnCounts) else counts.assign(
+        program, sequence_parallel=layout.sequence_parallel)
     stages = [_recompute(each) if layout.recompute == "full" else replace(each, rebuilt=0) for each in stages]
     ranks = [_add([stages[i] for i in program.rank_stages(rank)]) for rank in range(program.ranks)]
 

@@ -39,7 +39,7 @@ def try_samples(config: RunConfig) -> None:
             batch = OwnDataset(own, "train", train.seed).batch(range(layout.micro_batch))
             program = build_layout_program(layout, layout.microbatches(train.global_batch))
             chain = find_chain(own, POLICIES[train.precision], train.seed, batch)
-            chain.find_shared(chain.assign(program))
+            chain.find_shared(chain.assign(program, sequence_parallel=layout.sequence_parallel))
 
 
 def prepare_samples(config: RunConfig) -> None:

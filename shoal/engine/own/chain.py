@@ -1,28 +1,31 @@
-"""Pipeline stages of a model of one's own, along a chain of its modules.
+"""Chain of the modules of a model of one's own, along which a pipeline cuts it into stages.
 
-Each module of the chain takes the output of the one before. A stage computes some of them. It runs the definition's
-loss, in which the modules of other stages compute nothing: those before return zeros, the first of its own gets the
-tensor that the stage before has sent, and at the first module of the next stage the run ends.
+Each module of the chain takes the output of the one before. A stage (`shoal.engine.own.links`) computes some of them.
+It runs the definition's loss, in which the modules of other stages compute nothing: those before return what the stage
+before has sent, or zeros, and at the first module of the next stage the run ends.
 
-One run on fake tensors finds what a stage needs: the graph of autograd between two modules of the chain leads to the
-parameters that are used there, and to the inputs of modules before, if the modules are no chain.
+One run on fake tensors finds what a stage needs: edges of autograd's graph between two modules of the chain lead to the
+parameters that are used there, and to tensors that were computed earlier. Besides the input of a stage's first module,
+these may be outputs of modules, such as of an encoder or for a skip connection.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import TreeSpec, tree_leaves, tree_structure
 from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.base.errors import UsageError
-from shoal.engine.models.initial import stream_key
 from shoal.engine.own.definition import OwnModel
 from shoal.engine.own.flops import count_flops
 from shoal.engine.own.formats import autocast
@@ -36,14 +39,42 @@ HIDDEN = "hidden_states"
 """Name of the input, if a module of the chain does not take it by position."""
 
 
+Place = tuple[str, int]
+"""A module, and the index of a tensor in its output, flattened."""
+
+Key = tuple[Any, int]
+"""A tensor in a run: its node of autograd and the index in the node's outputs; without a gradient itself."""
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A tensor that stages before a cut compute and stages after it use.
+
+    Attributes:
+        places: outputs of modules that are it, before the cut.
+        trained: whether its gradient is sent back.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    places: tuple[Place, ...] = ()
+    trained: bool = True
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the tensor."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
 @dataclass(frozen=True)
 class Chain:
     """What a run of the full module has shown of a chain.
 
     Attributes:
         names: its modules, in the order of the forward.
-        inputs: shape and dtype of the input of each.
-        outputs: shape, dtype and length of the tuple of each output; 0 for a tensor alone.
+        crossings: of a cut before each; first the input of the module.
+        blocked: why there can be no cut before a module, by its index.
+        outputs: shape, dtype and structure of each output, of whose tensors the first is meant.
         parts: index of the first module that a parameter is used in, or of the last before, for each use; -1 is before
             the first module.
         places: the same of each module outside of the chain, when it first ran.
@@ -52,42 +83,55 @@ class Chain:
     """
 
     names: tuple[str, ...]
-    inputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
-    outputs: tuple[tuple[tuple[int, ...], torch.dtype, int], ...]
+    crossings: tuple[tuple[Crossing, ...], ...]
+    blocked: dict[int, str]
+    outputs: tuple[tuple[tuple[int, ...], torch.dtype, TreeSpec], ...]
     parts: dict[str, frozenset[int]]
     places: dict[str, int]
     metrics: tuple[str, ...]
     flops: tuple[int, ...]
 
-    def assign(self, program: Program) -> list[range]:
+    def assign(self, program: Program, *, sequence_parallel: bool = False) -> list[range]:
         """Return the modules of each stage: as set by the layout, or balanced by their FLOPs.
 
         Raises:
-            UsageError: there are more stages than modules.
+            UsageError: there are more stages than modules, or a tensor cannot be sent between two; with sequence
+                parallelism, only one tensor is sent, as ranks may have parts of the others.
         """
-        modules, stages = len(self.names), program.depth
-        if stages > modules:
+        modules, stages, given = len(self.names), program.depth, read_layers(program)
+        starts = [i for i in range(modules) if i not in self.blocked]
+        blocked = [each.start for each in given if each.start in self.blocked] or [*self.blocked]
+        if stages > len(starts) or any(each.start in self.blocked for each in given):
+            reason = f" {self.blocked[blocked[0]]}" if blocked else ""
             raise UsageError(f"model.module: its pipeline has {modules} modules, and the layout {stages} stages."
-                             "\n  Lower parallel.pp or virtual_stages, or name more modules.")
+                             f"{reason}\n  Lower parallel.pp or virtual_stages, or name more modules.")
         work = self.flops if any(self.flops) else [1] * len(self.flops)
-        return read_layers(program) or split_work(work, program.depth)
+        ends = [*starts[1:], modules]
+        found = split_work([sum(work[a:b]) for a, b in zip(starts, ends, strict=True)], stages)
+        parts = given or [range(starts[each.start], ends[each.stop - 1]) for each in found]
+        if sequence_parallel and any(len(self.crossings[each.start]) > 1 for each in parts[1:]):
+            raise UsageError("parallel.sequence_parallel with a pipeline of model.module whose stages send several "
+                             "tensors.\n  Leave sequence_parallel out.")
+        return parts
 
-    def find_shared(self, stages: Sequence[range]) -> frozenset[str]:
-        """Return the parameters that both the first and the last stage use.
+    def find_shared(self, stages: Sequence[range]) -> tuple[frozenset[str], tuple[int, ...]]:
+        """Return the parameters that several stages use, and these stages.
 
         Raises:
-            UsageError: other stages share a parameter.
+            UsageError: other stages share others.
         """
-        shared, last = set(), len(stages) - 1
+        shared, holders = set(), tuple[int, ...]()
         for name, places in self.parts.items():
-            used = {next((i for i, stage in enumerate(stages) if place in stage), 0) for place in places}
-            if len(used) > 1 and used != {0, last}:
-                raise UsageError(f"model.module: the stages {', '.join(map(str, sorted(used)))} of its pipeline use "
-                                 f"{name}; only the first and the last may share one.\n  Lower parallel.pp, or "
-                                 "leave modules that use it out of the pipeline.")
+            used = tuple(sorted({next((i for i, stage in enumerate(stages) if p in stage), 0) for p in places}))
+            if len(used) > 1 and holders not in ((), used):
+                these, others = (", ".join(map(str, each)) for each in (used, holders))
+                raise UsageError(f"model.module: the stages {these} of its pipeline use {name}, and the stages "
+                                 f"{others} share others.\n  Lower parallel.pp, or leave modules that use it out of "
+                                 "the pipeline.")
             if len(used) > 1:
                 shared.add(name)
-        return frozenset(shared)
+                holders = used
+        return frozenset(shared), holders
 
     def uses(self, name: str, part: range) -> bool:
         """Return whether a stage of these modules computes with a parameter; an unused one belongs to that of its
@@ -104,24 +148,50 @@ class Chain:
 
 
 class _Trace:
-    """A run of the full module, with a new leaf of autograd as the input of each module of the chain."""
+    """A run of the full module, with a view as the input of each module of the chain.
+
+    Attributes:
+        inputs: of each, as computed.
+        before: number of nodes of autograd that exist when it begins.
+        views: the node of each view, and its module.
+        found: outputs of modules that run once and are not a part of another of the chain: the place of each, and the
+            index of the last module of the chain that had begun.
+        passed: for tensors without a gradient, the last module that takes an earlier one's output, and this one.
+    """
 
     def __init__(self, module: nn.Module, names: Sequence[str], counter: FlopCounterMode):
         self.names, self.entered, self.counter = names, 0, counter
         self.counted: list[int] = []  # FLOPs before each
-        self.inputs: list[Tensor] = []  # as computed
-        self.leaves: list[Tensor] = []
-        self.outputs: list[tuple[tuple[int, ...], torch.dtype, int]] = []
+        self.inputs: list[Tensor] = []
+        self.before: list[int] = []
+        self.views: dict[Any, int] = {}
+        self.outputs: list[tuple[tuple[int, ...], torch.dtype, TreeSpec]] = []
         self.places: dict[str, int] = {}
+        self.runs: Counter[str] = Counter()
+        self.found: dict[Key, list[tuple[Place, int, Tensor]]] = defaultdict(list)
+        self.passed: dict[Key, tuple[int, int]] = {}
         for i, name in enumerate(names):
             link = module.get_submodule(name)
             link.register_forward_pre_hook(self._watch(i), with_kwargs=True)
             link.register_forward_hook(self._leave)
+        inside = tuple(f"{name}." for name in names)
         for name, each in module.named_modules():
-            each.register_forward_pre_hook(lambda _, args, name=name: self._note(name))
+            each.register_forward_pre_hook(partial(self._note, name))
+            if not name.startswith(inside):
+                each.register_forward_hook(partial(self._find, name))
 
-    def _note(self, name: str) -> None:
+    def find_part(self, node: Any) -> int:
+        """Return the index of the last module that had begun when a node was made."""
+        return bisect_right(self.before, node._sequence_nr()) - 1
+
+    def _note(self, name: str, *_: Any) -> None:
         self.places.setdefault(name, self.entered - 1)
+
+    def _find(self, name: str, _: nn.Module, args: Any, output: Any) -> None:
+        self.runs[name] += 1
+        for i, value in enumerate(tree_leaves(output)):
+            if isinstance(value, Tensor):
+                self.found[make_key(value)].append(((name, i), self.entered - 1, value))
 
     def _watch(self, i: int) -> Callable[..., Any]:
         def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -133,24 +203,94 @@ class _Trace:
             if not isinstance(x, Tensor) or not x.is_floating_point():
                 raise UsageError(f"model.module: {name!r} of its pipeline gets no tensor of floats as its first input."
                                  "\n  Name modules whose first input is the output of the one before.")
-            others = [value for value in tree_leaves((args, kwargs)) if value is not x]
-            if any(isinstance(value, Tensor) and value.requires_grad for value in others):
-                raise UsageError(f"model.module: {name!r} of its pipeline has two inputs with a gradient, and stages "
-                                 "send one.\n  Leave it out.")
+            for value in tree_leaves((args, kwargs)):
+                if isinstance(value, Tensor) and value is not x and not value.requires_grad:
+                    self._pass(make_key(value), i)
             self.entered += 1
             self.counted.append(self.counter.get_total_flops())
             self.inputs.append(x)
-            self.leaves.append(x.detach().requires_grad_())
-            return set_input(args, kwargs, self.leaves[-1])
+            mark = torch.zeros((), requires_grad=True).view(1).grad_fn
+            self.before.append(mark._sequence_nr())  # type: ignore[union-attr]
+            view = x.view_as(x)
+            if view.grad_fn is not None:
+                self.views[view.grad_fn] = i
+            return set_input(args, kwargs, view)
 
         return enter
+
+    def _pass(self, key: Key, taken: int) -> None:
+        """Note that a module takes a tensor without a gradient, if one before it made it."""
+        maker = self.found[key][0][0][0] if key in self.found else ""
+        if maker in self.names:
+            self.passed[key] = self.names.index(maker), taken
 
     def _leave(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         first = output[0] if isinstance(output, tuple) else output
         if not isinstance(first, Tensor):
             raise UsageError(f"model.module: {self.names[self.entered - 1]!r} of its pipeline returns no tensor, and "
                              "no tuple that begins with one.\n  Leave it out.")
-        self.outputs.append((tuple(first.shape), first.dtype, len(output) if isinstance(output, tuple) else 0))
+        self.outputs.append((tuple(first.shape), first.dtype, tree_structure(output)))
+
+    def find_crossings(self, end: Tensor) -> tuple[list[list[Crossing]], dict[int, str], dict[Any, set[int]]]:
+        """Return the crossings of each cut, why there can be none, and the parts that use each parameter's node."""
+        needed: list[dict[Key, int]] = [{} for _ in self.names]  # and the part that uses it
+        parts: dict[Any, set[int]] = defaultdict(set)
+        for node, part, child, number in self._edges(end):
+            if hasattr(child, "variable"):
+                parts[child].add(part)
+                continue
+            made, taken = self.find_part(child), part
+            if self.views.get(node) == part:  # the first crossing of the cut before it
+                taken = part - 1
+            if made < 0 and not self._places((child, number), 0) and taken > made:
+                for leaf in _reach(child):  # a function of parameters that each stage computes
+                    parts[leaf].add(part)
+                continue
+            for cut in range(made + 1, taken + 1):
+                needed[cut].setdefault((child, number), part)
+        for key, (made, taken) in self.passed.items():
+            for cut in range(made + 1, taken + 1):
+                needed[cut].setdefault(key, taken)
+        crossings, blocked = list[list[Crossing]](), dict[int, str]()
+        for cut, (x, others) in enumerate(zip(self.inputs, needed, strict=True)):
+            first = make_key(x)
+            crossings.append([])
+            for key, part in {first: cut, **others}.items():
+                places = self._places(key, cut) if key in others else []
+                if key in others and not places:
+                    blocked[cut] = (f"Before {self.names[cut]!r} there is none: {self.names[part]!r}, or what follows "
+                                    "it, uses a tensor that was computed earlier, and is no output of a module that "
+                                    "runs once. Make it one, such as of an nn.Identity.")
+                    continue
+                value = x if key == first else places[0][2]
+                crossings[-1].append(Crossing(
+                    tuple(value.shape), value.dtype, tuple(place for place, _, _ in places),
+                    value.requires_grad or key == first,
+                ))
+        return crossings, blocked, parts
+
+    def _places(self, key: Key, cut: int) -> list[tuple[Place, int, Tensor]]:
+        """Return the outputs of modules that are a tensor, before a cut."""
+        return [each for each in self.found.get(key, ()) if each[1] < cut and self.runs[each[0][0]] == 1]
+
+    def _edges(self, end: Tensor) -> Iterator[tuple[Any, int, Any, int]]:
+        """Yield the edges of a tensor's graph: node, its part, the node before and the index of its output."""
+        seen, todo = set[Any](), [end.grad_fn]
+        while todo:
+            node = todo.pop()
+            if node in seen or hasattr(node, "variable"):
+                continue
+            seen.add(node)
+            part = self.find_part(node)
+            for child, number in node.next_functions:  # type: ignore[union-attr]
+                if child is not None:
+                    yield node, part, child, number
+                    todo.append(child)
+
+
+def make_key(tensor: Tensor) -> Key:
+    """Return what a tensor and its aliases of autograd have in common."""
+    return (tensor, 0) if tensor.grad_fn is None else (tensor.grad_fn, tensor.output_nr)
 
 
 def get_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -180,139 +320,21 @@ def _trace(own: OwnModel, policy: Policy, module: nn.Module, batch: OwnBatch) ->
         loss, _, metrics = own.compute(module, batch.values)
     if trace.entered < len(names):
         raise UsageError(f"model.module: {names[trace.entered]!r} of its pipeline does not run in the forward.")
-    named = {id(p): name for name, p in module.named_parameters()}
-    earlier = {id(leaf): i for i, leaf in enumerate(trace.leaves)}
-    parts: dict[str, set[int]] = {}
-    for i, end in enumerate([*trace.inputs, loss], start=-1):
-        for leaf in _reach(end):
-            if (before := earlier.get(id(leaf), i)) < i:
-                raise UsageError(f"model.module: {names[i]!r} of its pipeline, or what follows it, uses more than its "
-                                 f"input: what was computed from the input of {names[before]!r}.\n  Name modules that "
-                                 "only pass on their output, or fewer.")
-            if id(leaf) in named:
-                parts.setdefault(named[id(leaf)], set()).add(i)
+    named = {p: name for name, p in module.named_parameters()}
+    crossings, blocked, leaves = trace.find_crossings(loss)
+    parts = {named[node.variable]: frozenset(used) for node, used in leaves.items() if node.variable in named}
     counted = [0, *trace.counted[1:], counter.get_total_flops()]
     return Chain(
-        names, tuple((tuple(x.shape), x.dtype) for x in trace.inputs), tuple(trace.outputs),
-        {name: frozenset(found) for name, found in parts.items()}, trace.places, tuple(sorted(metrics)),
+        names, tuple(map(tuple, crossings)), blocked, tuple(trace.outputs), parts, trace.places, tuple(sorted(metrics)),
         tuple(after - before for before, after in pairwise(counted)),
     )
 
 
-def _reach(end: Tensor) -> list[Tensor]:
-    """Return the leaves of a tensor's graph of autograd."""
-    found, seen, todo = list[Tensor](), set[Any](), [end.grad_fn]
+def _reach(node: Any) -> set[Any]:
+    """Return the nodes of the leaves of a graph of autograd."""
+    seen, todo = set[Any](), [node]
     while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if (leaf := getattr(node, "variable", None)) is not None:
-            found.append(leaf)
-        todo += [following for following, _ in node.next_functions]
-    return found
-
-
-# ---- a stage -------------------------------------------------------------------------------------------------------
-
-
-class _Cut(BaseException):
-    """End of a stage's part of a forward, with its output."""
-
-    def __init__(self, output: Tensor):
-        super().__init__()
-        self.output = output
-
-
-class StageLinks:
-    """The modules of a chain as one stage computes them; see the module's docstring.
-
-    Args:
-        part: indices of the stage's modules.
-        module: the full module, of which the parameters of others are freed.
-        dtype, device: of the freed parameters, which are zeros without memory.
-
-    Attributes:
-        absent: parameters that the stage does not use.
-        hidden: input of the stage for the micro-batch that runs forward or backward, which may compute it again.
-    """
-
-    def __init__(self, chain: Chain, part: range, module: nn.Module, dtype: torch.dtype, device: torch.device):
-        self.chain, self.part = chain, part
-        self.hidden: Tensor | None = None
-        self.absent = {
-            name for name, p in module.named_parameters() if p.requires_grad and not chain.uses(name, part)
-        }
-        for name in self.absent:
-            full = module.get_parameter(name)
-            empty = nn.Parameter(torch.zeros((), dtype=dtype, device=device).expand(full.shape), requires_grad=False)
-            for each in module.modules():
-                for key, held in each._parameters.items():
-                    if held is full:
-                        each._parameters[key] = empty
-        for i, name in enumerate(chain.names):
-            link = module.get_submodule(name)
-            if i < part.start:
-                link.forward = self._passing(i)
-        if part.start:
-            first = module.get_submodule(chain.names[part.start])
-            first.register_forward_pre_hook(self._receive, with_kwargs=True, prepend=True)
-        if part.stop < len(chain.names):
-            after = module.get_submodule(chain.names[part.stop])
-            after.register_forward_pre_hook(self._end, with_kwargs=True, prepend=True)
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the stage computes the loss."""
-        return self.part.stop == len(self.chain.names)
-
-    def keeps(self, name: str) -> bool:
-        """Return whether the stage saves a buffer or a parameter that is not trained."""
-        place = self.chain.place(name)
-        return place in self.part or (place < 0 and not self.part.start)
-
-    def run(self, loss: Callable[[], Any], hidden: Tensor | None) -> Any:
-        """Return the loss, or on an earlier stage the tensor for the next one."""
-        self.hidden = hidden
-        try:
-            return loss()
-        except _Cut as cut:
-            return cut.output
-
-    def _passing(self, i: int) -> Callable[..., Any]:
-        shape, dtype, length = self.chain.outputs[i]
-
-        def passing(*args: Any, **kwargs: Any) -> Any:
-            x = get_input(args, kwargs)
-            zeros = torch.zeros(shape, dtype=dtype, device=x.device)
-            return (zeros, *[None] * (length - 1)) if length else zeros
-
-        return passing
-
-    def _receive(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        return set_input(args, kwargs, self.hidden) if self.hidden is not None else None
-
-    def _end(self, _: nn.Module, args: Any, kwargs: Any) -> None:
-        x = get_input(args, kwargs)
-        shape, dtype = self.chain.inputs[self.part.stop]
-        if (tuple(x.shape), x.dtype) != (shape, dtype):
-            raise UsageError(f"model.module: {self.chain.names[self.part.stop]!r} of its pipeline gets {list(x.shape)} "
-                             f"of {x.dtype}, and of the first batch {list(shape)} of {dtype}.\n  Make batches of one "
-                             "size, such as by padding in collate.")
-        raise _Cut(x)
-
-
-class LinkSeeds:
-    """Seeds of torch's generators at each module of a chain, so that a stage draws what one device would.
-
-    Attributes:
-        first: index of the first sample of the micro-batch that runs forward or backward.
-    """
-
-    def __init__(self, own: OwnModel, module: nn.Module, seed: int):
-        self.seed, self.first = seed, 0
-        for i, name in enumerate(own.name_links(module)):
-            module.get_submodule(name).register_forward_pre_hook(lambda _, args, i=i: self._draw(i))
-
-    def _draw(self, i: int) -> None:
-        torch.manual_seed(stream_key(self.seed, f"batch {self.first} module {i}") & (1 << 63) - 1)
+        if (node := todo.pop()) is not None and node not in seen:
+            seen.add(node)
+            todo += [following for following, _ in node.next_functions]
+    return {each for each in seen if hasattr(each, "variable")}

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +19,10 @@ from shoal.engine.collectives.ops import all_reduce, to_host
 from shoal.engine.models.cache import Slice
 from shoal.engine.models.initial import stream_key
 from shoal.engine.own.blocks import Blocks, group_parameters, recompute_modules
-from shoal.engine.own.chain import Chain, LinkSeeds, StageLinks
+from shoal.engine.own.chain import Chain
 from shoal.engine.own.definition import OwnModel
 from shoal.engine.own.formats import autocast, set_formats, widen
+from shoal.engine.own.links import LinkSeeds, StageLinks
 from shoal.engine.own.samples import OwnBatch
 from shoal.engine.own.split_backward import LateGradients
 from shoal.engine.own.tensor.layers import SplitRanks
@@ -174,8 +176,10 @@ class OwnStage(LocalStage):
         self.names = self.links.chain.metrics if self.links else None
         self.statistics.begin()
 
-    def forward(self, batch: OwnBatch, hidden: Tensor | None, part: Slice | None) -> Tensor:  # type: ignore[override]
-        """Return the summed loss of a micro-batch, or on an earlier stage the tensor for the next one.
+    def forward(  # type: ignore[override]
+        self, batch: OwnBatch, hidden: Sequence[Tensor] | None, part: Slice | None
+    ) -> Any:
+        """Return the summed loss [] of a micro-batch, or on an earlier stage the tensors for the next one.
 
         Raises:
             UsageError: the loss fails, or is not as `OwnModel` says, or the forward does not run the blocks in order.
@@ -190,7 +194,7 @@ class OwnStage(LocalStage):
         cast = autocast(self.policy, self.parameters.mesh.device)
         with cast, self.blocks.forward() if self.blocks else nullcontext(), explained("its loss()"):
             compute = partial(self.own.compute, self.module, batch.values)
-            found = self.links.run(compute, hidden) if self.links else compute()
+            found = self.links.run(compute, hidden or ()) if self.links else compute()
         if self.ranks:
             self.ranks.forget()
         if training:
@@ -198,7 +202,7 @@ class OwnStage(LocalStage):
         else:
             for bucket in self.buckets:
                 bucket.free()
-        if isinstance(found, Tensor):
+        if isinstance(found, list):
             return found
         loss, terms, metrics = found
         self.counted += terms
@@ -245,14 +249,15 @@ class OwnStage(LocalStage):
 
 def build_own_stage(
     own: OwnModel, mesh: Mesh, policy: Policy, seed: int, chain: Chain | None = None, part: range = range(0),
-    index: int = 0, shared: frozenset[str] = frozenset(), *, splits: bool = False,
+    index: int = 0, shared: frozenset[str] = frozenset(), holders: tuple[int, ...] = (), *, splits: bool = False,
 ) -> OwnStage:
     """Build a stage with its parameters in buckets; `OwnStage.fill` or a checkpoint fills them.
 
     Args:
         chain: of a pipeline; None for the full module.
         part: the stage's modules of the chain.
-        shared: parameters that the first and the last stage share.
+        shared: parameters that several stages share.
+        holders: these stages.
         splits: whether a schedule splits backwards.
     """
     module = own.build(seed)
@@ -274,8 +279,8 @@ def build_own_stage(
     for name in shared & placements.keys():
         each = placements[name]
         placements[name] = replace(
-            each, sum_over=(*each.sum_over, ENDS), copies=2 * each.copies, stages=2 * each.stages,
-            primary=each.primary and index == 0,
+            each, sum_over=(*each.sum_over, ENDS), copies=len(holders) * each.copies,
+            stages=len(holders) * each.stages, primary=each.primary and index == holders[0],
         )
     unclaimed = materialise(module, placements, policy.compute, mesh.device)
     blocks: Sequence[str] = own.blocks

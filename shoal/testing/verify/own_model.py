@@ -22,8 +22,8 @@ from shoal.base.errors import UsageError
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import all_reduce
 from shoal.engine.device import choose_transport, pick_device
-from shoal.engine.own.chain import LinkSeeds
 from shoal.engine.own.definition import load_own_model
+from shoal.engine.own.links import LinkSeeds
 from shoal.engine.own.samples import OwnDataset
 from shoal.engine.own.stage import Statistics, draw_as
 from shoal.launch.worker_pool import Pool, RankError

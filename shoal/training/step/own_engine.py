@@ -66,13 +66,14 @@ class OwnEngine(Engine):
             return [stage], RankParameters([stage.parameters])
         batch = OwnDataset(own, "train", seed).batch(range(self.config.parallel.micro_batch))
         self.chain = chain = find_chain(own, self.policy, seed, batch)
-        parts = chain.assign(program)
-        shared = chain.find_shared(parts)
-        holders = sorted({program.stage_rank[0], program.stage_rank[program.depth - 1]})
+        parts = chain.assign(program, sequence_parallel=mesh.layout.sequence_parallel)
+        shared, holders = chain.find_shared(parts)
+        ranks = ",".join(map(str, sorted({program.stage_rank[stage] for stage in holders})))
         # Group creation is collective: every rank creates these groups at the same point.
-        ends = mesh.group(f"pp:{','.join(map(str, holders))}", purpose="ends") if shared else None
+        ends = mesh.group(f"pp:{ranks}", purpose="ends") if shared else None
         stages = [
-            build_own_stage(own, mesh, self.policy, seed, chain, parts[i], i, shared, splits=splits_backward(program))
+            build_own_stage(
+                own, mesh, self.policy, seed, chain, parts[i], i, shared, holders, splits=splits_backward(program))
             for i in program.rank_stages(mesh.index("pp"))
         ]
         return list(stages), RankParameters([stage.parameters for stage in stages], ends)
@@ -80,8 +81,8 @@ class OwnEngine(Engine):
     def build_runtime(self, program: Program) -> Runtime:
         if self.chain is None:
             return super().build_runtime(program)
-        inputs = [self.chain.inputs[part.start] for part in self.chain.assign(self.program)]
-        return OwnRuntime(program, self.stages, self.sync_mesh, inputs)
+        crossings = [self.chain.crossings[part.start] for part in self.chain.assign(self.program)]
+        return OwnRuntime(program, self.stages, self.sync_mesh, crossings)
 
     def initialise(self) -> None:
         values = self.own.build(self.config.train.seed)

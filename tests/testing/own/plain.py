@@ -239,3 +239,6 @@ counting = OwnModel(Recurrent, words, Tokens, make_optimizer=Counting)
 factors = OwnModel(Recurrent, words, Tokens, make_optimizer=torch.optim.Adafactor)
 unet = OwnModel(UNet, rebuilt, Images)
 lstm = OwnModel(Recurrent, words, Tokens)
+
+
+deep_unet = OwnModel(UNet, rebuilt, Images, pipeline=("down", "middle", "up"))

@@ -58,6 +58,8 @@ def config_of(name: str, layout: dict[str, Any], **sections: dict[str, Any]) -> 
     ("wide_llama", {"pp": 2, "tp": 2, "recompute": "full"}, {}),
     ("tower", {"pp": 2, "recompute": "full", "schedule": "zb-v"}, {}),  # with batch norms and dropout
     ("gpt2", {"pp": 2, "schedule": "zb-h1", "dp": 2, "zero": 3}, {}),
+    ("t5", {"pp": 4, "recompute": "full"}, {}),  # 3 stages share the embedding
+    ("deep_unet", {"pp": 2, "schedule": "zb-v", "dp": 2, "zero": 3}, {}),
 ])  # fmt: skip
 def test_gradients_weights_and_buffers_are_those_of_one_device(name, layout, sections, pool):
     config = config_of(name, layout, **sections)
