@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,7 +48,7 @@ class RunResult:
 
     folder: Path
     code: int
-    metrics: list[StepMetrics]
+    metrics: list[StepMetrics] = field(repr=False)
 
     def weights(self) -> dict[str, Tensor]:
         """Return the newest saved weights and buffers, as ``load_state_dict`` takes them.

@@ -6,6 +6,7 @@ A terminal shows a progress bar below the lines. Other outputs (file, pipe, job 
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +39,8 @@ class Display:
 
     def __init__(self, console: Console | None = None, counted: Literal["token", "sample"] = "token"):
         self.console, self.counted = console or Console(highlight=False), counted
+        # FORCE_COLOR lets pipes and notebooks count as terminals, but they cannot rewrite a line.
+        self._has_bar = self.console.is_terminal and (console is not None or sys.stdout.isatty())
         self._unit = " nats per token" if counted == "token" else ""
         self._lines = 0
         self._last: StepMetrics | None = None
@@ -91,7 +94,7 @@ class Display:
 
     def progress(self, step: int, steps: int, *, now: bool = False) -> None:
         """Advance the progress bar of a terminal; cheap enough for every step."""
-        if not self.console.is_terminal or self.console.quiet:
+        if not self._has_bar or self.console.quiet:
             return
         if not now and time.monotonic() - self._refreshed < REFRESH_SECONDS:
             return

@@ -43,6 +43,15 @@ def test_examples_in_the_docstrings():
     assert doctest.testmod(display).failed == 0
 
 
+def test_a_notebook_gets_colours_and_no_bar(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as notebooks set it
+    with Display() as view:
+        view.progress(1, 200)
+        view.step(STEP)
+    shown = capsys.readouterr().out
+    assert "\x1b[1m" in shown and "\r" not in shown and "\x1b[2K" not in shown
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_what_is_not_a_terminal_gets_plain_lines_that_fit(width):
     shown = show(width)
