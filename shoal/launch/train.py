@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from shoal.launch.rank_env import RankEnv, detect_rank_env, record_end
 from shoal.launch.supervisor import Supervisor
 from shoal.launch.torch_elastic import adapt_to_ranks, check_elastic, idle, refuse_again, refuse_shrink, should_resume
 from shoal.launch.watch.peer_watch import make_shared_folder
+from shoal.planning.auto.own_loss import with_plan
 from shoal.spec.config import RunConfig
 from shoal.training.async_dp.engines import survives_rank_loss
 from shoal.training.check import check, check_weights
@@ -71,7 +73,8 @@ def train(
     outlive_readers()
     try:
         named, resumed = (None if folder is None else Path(folder) for folder in (run_folder, resume))
-        return _train(config, ranks, named, resumed, auto_resume, started)
+        with tempfile.TemporaryDirectory(prefix="shoal-plan-") as made:
+            return _train(with_plan(config, Path(made)), ranks, named, resumed, auto_resume, started)
     finally:
         os.umask(mask)
 

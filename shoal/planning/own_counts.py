@@ -28,6 +28,7 @@ from shoal.engine.own.tensor.layers import InputSplitLinear, OutputSplitLinear, 
 from shoal.engine.own.trial import run_first
 from shoal.engine.parallel.zero.gradients import Term
 from shoal.engine.precision.policy import POLICIES, Policy
+from shoal.engine.sharding.loss import LossPlan
 from shoal.pipeline.program import Program
 from shoal.spec.config import RunConfig
 
@@ -52,6 +53,7 @@ class OwnCounts:
         real: whether values were needed.
         forward_flops: FLOPs of the forward alone.
         message: bytes of the tensor that a stage gets from the one before.
+        plan: of the operators, if the search splits them.
     """
 
     parameters: int
@@ -69,6 +71,7 @@ class OwnCounts:
     weight_flops: int = 0
     between: int = 0
     blocks: int = 0
+    plan: LossPlan | None = None
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from shoal.engine.precision.policy import POLICIES, Policy
 from shoal.pipeline.from_layout import build_layout_program
 from shoal.pipeline.program import Program
 from shoal.pipeline.simulator import ActionTimes, MessageTimes, Timeline, simulate
+from shoal.planning.auto.own_loss import is_planned, plan_loss
 from shoal.planning.cost.memory.optimizer_state import STATES
 from shoal.planning.cost.memory.stage import device_capacity, library_bytes
 from shoal.planning.cost.time.communication import axis_extent, ring_group
@@ -67,6 +68,16 @@ class OwnEstimate:
         """Whether the memory of an accelerator is enough."""
         return sum(self.memory.values()) <= self.capacity
 
+    def summary(self) -> str:
+        """Return the layout and its time in one line."""
+        layout, plan = self.config.parallel, self.counts.plan
+        split = ""
+        if plan:
+            kept = plan.plan.weight_shardings()
+            split = f", {sum(bool(way.used) for way, *_ in kept.values())} of {len(kept)} weights split by operators"
+        return (f"{layout.describe()}, micro_batch {layout.micro_batch}{split}: at least "
+                f"{show_seconds(self.step_seconds)} a step on {self.cluster.describe()}")
+
     def lines(self) -> Iterator[str]:
         """Yield the estimate as text."""
         config, counts = self.config, self.counts
@@ -111,9 +122,14 @@ def estimate_own_model(
     found = cluster_of(cluster) if isinstance(cluster, str) else cluster
     _check(config, found)
     if counts is None:
-        check_own_model(config)
         own = load_own_model(config.model.module)
-        counts = count_chain(own, config) if layout.pp > 1 else count_own_model(own, config)
+        planned = layout.tp > 1 and layout.pp == 1 and is_planned(own)
+        if planned:
+            check_own_model(config.model_copy(update={"parallel": layout.model_copy(update={"tp": 1})}))
+            counts = plan_loss(own, config, found)
+        else:
+            check_own_model(config)
+            counts = count_chain(own, config) if layout.pp > 1 else count_own_model(own, config)
     policy, links = POLICIES[train.precision], attained(found)
     program = build_layout_program(layout, layout.microbatches(train.global_batch), transfers=False)
     stages = [counts] if isinstance(counts, OwnCounts) else counts.assign(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import NamedTuple
 
 from shoal.base.errors import UsageError, divisors
 from shoal.base.units import show_bytes
@@ -11,6 +13,7 @@ from shoal.engine.own.definition import OwnModel, load_own_model
 from shoal.engine.own.optimizer import check_optimizer
 from shoal.engine.own.tensor.layers import SplitRanks
 from shoal.engine.own.tensor.table import apply_table
+from shoal.planning.auto.own_loss import plan_loss
 from shoal.planning.own_counts import ChainCounts, OwnCounts, count_chain, count_own_model, extend
 from shoal.planning.own_estimate import OwnEstimate, estimate_own_model
 from shoal.spec.catalog.clusters import Cluster
@@ -22,15 +25,24 @@ MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 """Samples of a micro-batch."""
 
 
-def plan_own_model(config: RunConfig, cluster: str | Cluster, *, ranks: int | None = None) -> list[OwnEstimate]:
+class OwnLayouts(NamedTuple):
+    """Layouts of a model of one's own.
+
+    Attributes:
+        fitting: estimates that fit, the fastest first; among equals, with less sharding.
+        unsplit: why the operators of a model without a table cannot be split; empty if they can.
+    """
+
+    fitting: list[OwnEstimate]
+    unsplit: str = ""
+
+
+def plan_own_model(config: RunConfig, cluster: str | Cluster, *, ranks: int | None = None) -> OwnLayouts:
     """Estimate the layouts of a model of one's own on a cluster: dp, tp, pp, ZeRO, the size of a micro-batch, and
-    recomputation where a layout does not fit without.
+    recomputation where a layout does not fit without. Without a table, tp splits operators as `plan_loss` finds.
 
     Args:
         ranks: number of ranks (default: all accelerators).
-
-    Returns:
-        The estimates that fit, the fastest first; among equals, with less sharding.
 
     Raises:
         UsageError: none fits, or the model or its first batch fails.
@@ -40,10 +52,17 @@ def plan_own_model(config: RunConfig, cluster: str | Cluster, *, ranks: int | No
     size, least = ranks or found.size, None
     fitting: list[OwnEstimate] = []
     own = load_own_model(config.model.module)
-    splits = _splits_states(own, config)
-    for counted, counts in _count(own, config, size, splits=splits):
+    splits, unsplit = _splits_states(own, config), ""
+    options: Iterator[tuple[RunConfig, OwnCounts | ChainCounts]] = _count(own, config, size, splits=splits)
+    if splits and not _has_table(own):
+        try:
+            options = chain(options, [*_split_operators(own, config, found, size)])
+        except UsageError as error:
+            unsplit = str(error)
+    for counted, counts in options:
         for zero in range(4) if counted.parallel.dp > 1 and splits else (0,):
-            for recompute in ("none", "full") if own.blocks or own.pipeline else ("none",):
+            again = (own.blocks or own.pipeline) and not (isinstance(counts, OwnCounts) and counts.plan)
+            for recompute in ("none", "full") if again else ("none",):
                 layout = counted.parallel.model_copy(update={"zero": zero, "recompute": recompute})
                 estimate = estimate_own_model(counted.model_copy(update={"parallel": layout}), found, counts)
                 if least is None or sum(estimate.memory.values()) < sum(least.memory.values()):
@@ -58,10 +77,12 @@ def plan_own_model(config: RunConfig, cluster: str | Cluster, *, ranks: int | No
         layout, needed = least.config.parallel, show_bytes(sum(least.memory.values()))
         raise UsageError(f"layout auto: no layout on {size} x {found.accelerator.name} fits; the nearest, "
                          f"{layout.describe()} with micro_batch {layout.micro_batch}, needs {needed} per rank.\n  Use "
-                         "a larger cluster, blocks, a pipeline or a table of tensor_parallel.")
-    return sorted(fitting, key=lambda each: (
-        round(each.step_seconds, 6), each.config.parallel.pp, each.config.parallel.zero
+                         "a larger cluster, blocks, a pipeline or a table of tensor_parallel."
+                         + (f" Its operators are not split: {unsplit}" if unsplit else ""))
+    fitting.sort(key=lambda each: (
+        round(each.step_seconds, 6), each.config.parallel.pp, each.counts.plan is not None, each.config.parallel.zero
     ))  # fmt: skip
+    return OwnLayouts(fitting, unsplit)
 
 
 def _count(
@@ -93,6 +114,31 @@ def _count(
                 continue
             of = counts.full if isinstance(counts, ChainCounts) and layout.pp == 1 else counts
             yield config.model_copy(update={"parallel": layout}), of
+
+
+def _split_operators(
+    own: OwnModel, config: RunConfig, cluster: Cluster, ranks: int
+) -> Iterator[tuple[RunConfig, OwnCounts]]:
+    """Yield configs with each degree of tensor parallelism, and counts with a plan of the operators.
+
+    Micro-batches are as large as fits: this sends the least.
+    """
+    for tp in divisors(ranks)[1:]:
+        dp = ranks // tp
+        for n in reversed(MICRO_BATCHES):
+            if config.train.global_batch % (dp * n):
+                continue
+            layout = Layout(dp=dp, tp=tp, micro_batch=n, zero=3 if dp > 1 else 0)
+            counted = config.model_copy(update={"parallel": layout})
+            counts = plan_loss(own, counted, cluster)
+            yield counted, counts
+            if estimate_own_model(counted, cluster, counts).fits:
+                break
+
+
+def _has_table(own: OwnModel) -> bool:
+    given = own.tensor_parallel
+    return isinstance(given, Mapping) or bool(given is None and getattr(own.build_empty(), "tp_plan", None))
 
 
 def _splits_states(own: OwnModel, config: RunConfig) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,8 +16,10 @@ from shoal.engine.checkpoint.load import load_checkpoint
 from shoal.engine.checkpoint.manifest import newest
 from shoal.engine.own.definition import PICKLED, OwnModel, Samples, save_own_model
 from shoal.engine.own.optimizer import MakeOptimizer
+from shoal.engine.sharding.loss import LossPlan
 from shoal.launch.rank_env import detect_rank_env
 from shoal.launch.train import train
+from shoal.planning.auto.own_loss import with_plan
 from shoal.planning.own_estimate import OwnEstimate, estimate_own_model
 from shoal.planning.own_search import plan_own_model
 from shoal.spec.config import RUN_FILE, OptimizerConfig, RunConfig, build_config, load_config
@@ -72,7 +74,7 @@ class Run:
         model, loss, data, validation, collate, blocks, tensor_parallel, make_optimizer, schedule, on_step,
             on_validation, on_save, pipeline, expert_parallel: see `OwnModel`.
         layout: data, tensor and pipeline parallelism, ZeRO and the size of a micro-batch; "auto" for the fastest that
-            fits on the ``cluster``, by `plan_own_model`.
+            fits on the ``cluster``, by `plan_own_model`, which is printed.
         cluster: name of a cluster, for "auto" and estimates (default: 8xH100).
         optimizer: section [optimizer], or its fields as a dict; `AdamW` makes one.
         global_batch: samples of a step (default: one micro-batch for each replica).
@@ -108,7 +110,7 @@ class Run:
         global_batch: int | None = None,
         collate: Callable[[list[Any]], Any] = default_collate,
         blocks: tuple[str, ...] = (),
-        tensor_parallel: Mapping[str, str] | None = None,
+        tensor_parallel: Mapping[str, str] | LossPlan | Literal["auto"] | None = None,
         make_optimizer: MakeOptimizer | None = None,
         schedule: Callable[[int, int], float] | None = None,
         on_step: Callable[[StepMetrics], object] | None = None,
@@ -142,8 +144,11 @@ class Run:
         self.cluster = cluster or "8xH100"
         if layout == "auto":
             with tempfile.TemporaryDirectory(prefix="shoal-own-") as made:
-                best = plan_own_model(self._written(Path(made)), self.cluster)[0]
+                (best, *_), unsplit = plan_own_model(self._written(Path(made)), self.cluster)
             self.config = self.config.model_copy(update={"parallel": best.config.parallel})
+            if best.counts.plan:
+                self.own = replace(self.own, tensor_parallel=best.counts.plan)
+            print(f"layout auto: {best.summary()}" + (f"\n  operators are not split: {unsplit}" if unsplit else ""))
 
     def train(self, steps: int, *, folder: str | Path | None = None, resume: str | Path | None = None) -> RunResult:
         """Train up to a step, in a new run folder (default: under ``runs/``) or in that of a run to resume.
@@ -158,6 +163,7 @@ class Run:
         with tempfile.TemporaryDirectory(prefix="shoal-own-") as made:
             train_section = self.config.train.model_copy(update={"steps": steps})
             config = self._written(Path(made)).model_copy(update={"train": train_section})
+            config = with_plan(config, Path(made), self.cluster)
             code = train(config, run_folder=folder, resume=resume, started=where.append)
         return RunResult(where[0], code, read_metrics(where[0]))
 

@@ -13,6 +13,7 @@ from shoal.base.errors import UsageError
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.own.definition import load_own_model
 from shoal.pipeline.from_layout import build_layout_program
+from shoal.planning.auto.own_loss import with_plan
 from shoal.planning.own_counts import OwnCounts, count_chain, count_own_model, extend
 from shoal.planning.own_estimate import estimate_own_model
 from shoal.planning.own_search import plan_own_model
@@ -36,9 +37,11 @@ def held(config: RunConfig) -> tuple[dict[str, int], int]:
     ("nadam", {"dp": 2}, "fp32"),
     ("llama", {"dp": 2, "zero": 3}, "fp32"),
     ("gpt2", {"pp": 2, "dp": 2, "zero": 3}, "fp32"),  # both stages hold the tied embedding
+    ("dense", {"tp": 2, "dp": 2, "zero": 1}, "bf16"),  # split by operators
 ])  # fmt: skip
-def test_states_are_those_of_the_engine(name, layout, precision, pool):
+def test_states_are_those_of_the_engine(name, layout, precision, pool, tmp_path):
     config = config_of(name, layout, train={"global_batch": 8, "precision": precision})
+    config = with_plan(config, tmp_path)
     memory = estimate_own_model(config).memory
     ranks = [(b["parameters"], b["gradients"], o) for b, o in pool.run(held, config.parallel.world_size, config)]
     found = max(ranks, key=sum)
@@ -170,7 +173,7 @@ def large_run(side: int, **arguments: object) -> shoal.Run:
 
 
 def test_the_fastest_layout_that_fits_is_planned():
-    found = [each.config.parallel for each in plan_own_model(config_of("wide_llama", {}), "4xH100")]
+    found = [each.config.parallel for each in plan_own_model(config_of("wide_llama", {}), "4xH100").fitting]
     assert {layout.tp for layout in found} == {1, 2}  # tp 4 does not divide its heads
     assert all(layout.world_size == 4 for layout in found)
     assert (found[0].dp, found[0].zero) == (4, 0)  # nothing else is needed
@@ -180,6 +183,31 @@ def test_the_fastest_layout_that_fits_is_planned():
         large_run(200_000, layout="auto", cluster="8xH100", global_batch=8)
     with pytest.raises(UsageError, match=r"layout 'auto' needs cluster"):
         large_run(4, layout="auto")
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_model_without_a_table_is_split_by_operators_or_it_is_said_why_not(reads, capsys):
+    """Of few samples and many weights, less is sent than their gradients. The first is Megatron's split."""
+
+    def loss(model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
+        return model(batch).square().sum() * (batch[0, 0].item() if reads else 1), len(batch)
+
+    run = shoal.Run(
+        lambda: nn.Sequential(nn.Linear(64, 65536), nn.GELU(), nn.Linear(65536, 64)), loss, torch.ones(8, 64),
+        layout="auto", cluster="2xA100", global_batch=2,
+    )  # fmt: skip
+    said = capsys.readouterr().out
+    if reads:
+        assert (run.config.parallel.dp, run.own.tensor_parallel) == (2, None)
+        assert "layout auto: dp 2 (DDP)" in said
+        assert "operators are not split: Sequential: its forward pass reads the value of a tensor" in said
+    else:
+        kept = run.own.tensor_parallel.plan.weight_shardings()
+        assert {name: str(way) for name, (way, *_) in kept.items()} == {
+            "0.weight": "[Ax, B]", "0.bias": "[Ax]", "2.weight": "[A, Bx]", "2.bias": "[A]",
+        }  # fmt: skip
+        assert "layout auto: tp 2, micro_batch 2, 3 of 4 weights split by operators: at least" in said
+        assert run.estimate().step_seconds < run.estimate(shoal.Layout(dp=2, micro_batch=1)).step_seconds
 
 
 def test_a_model_that_is_too_large_is_said_without_being_built():

@@ -89,12 +89,13 @@ class Mesh:
         Besides `AXES`, `EXPERT_AXES` and merged axes (`shoal.spec.layout.mesh_axes`), these parts of axes exist:
 
         "pp:a,b": pipeline positions a and b, such as the holders of a tied embedding; only this rank if at neither.
+        Also "tp:a,b".
         "tp_x": the neighbours in tp that split the hidden state. "tp_y": the other axis of their grid.
         "tp/n": the n neighbours in tp that hold the same key/value head if tp exceeds their number. Also "tp_y/n".
         "ulysses": the neighbours in cp that exchange tokens for heads. "ring": the ranks of ring attention.
         """
-        if axis.startswith("pp:"):
-            ranks = [self.ranks("pp")[int(place)] for place in axis[3:].split(",")]
+        if axis[2:3] == ":":
+            ranks = [self.ranks(axis[:2])[int(place)] for place in axis[3:].split(",")]
             return ranks if self.rank in ranks else [self.rank]
         if "/" in axis:
             full, n = axis.split("/")

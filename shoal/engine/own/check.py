@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from shoal.base.errors import UsageError
-from shoal.engine.own.definition import OwnShape, load_own_model
+from shoal.engine.own.definition import OwnModel, OwnShape, load_own_model
 from shoal.engine.own.optimizer import MakeOptimizer, check_optimizer
 from shoal.engine.own.tensor.layers import SplitRanks
 from shoal.engine.own.tensor.table import apply_table
+from shoal.engine.sharding.loss import LossPlan
 from shoal.pipeline.from_layout import build_layout_program
 from shoal.spec.config import RunConfig
 from shoal.spec.config.data import DataConfig
@@ -58,7 +59,7 @@ def check_own_model(config: RunConfig) -> OwnShape:
         raise UsageError(f"parallel.etp = {layout.expert_tensor} with model.module, whose experts are not split (it is "
                          "tp if it is not set).\n  Set parallel.etp = 1.")
     if ranks := SplitRanks.alone(layout):
-        apply_table(own.build_empty(), own.tensor_parallel, ranks, experts=own.expert_parallel)
+        check_split(own, config, ranks)
     for name in ("compile", "cuda_graphs", "attention"):
         value = getattr(config.train, name)
         if value != TrainConfig.model_fields[name].default:
@@ -72,6 +73,25 @@ def check_own_model(config: RunConfig) -> OwnShape:
         raise UsageError(f"optimizer.name = '{config.optimizer.name}' with model.module: it needs logits of tokens."
                          "\n  Choose another optimizer.")
     return OwnShape.describe(own)
+
+
+def check_split(own: OwnModel, config: RunConfig, ranks: SplitRanks) -> None:
+    """Reject a table or a plan that does not fit the model or the layout.
+
+    Raises:
+        UsageError: naming the setting.
+    """
+    layout, split = config.parallel, own.tensor_parallel
+    if layout.tp == 1 or not isinstance(split, LossPlan):
+        apply_table(own.build_empty(), split, ranks, experts=own.expert_parallel)
+        return
+    if layout.pp > 1 or layout.ep > 1 or layout.recompute != "none" or layout.sequence_parallel:
+        raise UsageError("parallel.pp, ep, recompute or sequence_parallel with tensor_parallel = 'auto', whose "
+                         "operators run one by one.\n  Leave them out, or give a table.")
+    if not split.suits(layout.tp, layout.micro_batch, config.train.precision):
+        raise UsageError(f"{layout.describe()} with micro_batch {layout.micro_batch} in {config.train.precision}: the "
+                         f"operators were split for tp {split.plan.mesh.ranks} with micro_batch {split.micro_batch} in "
+                         f"{split.precision}.\n  Plan again, with tensor_parallel = 'auto'.")
 
 
 def check_own_optimizer(config: RunConfig, make: MakeOptimizer) -> None:

@@ -25,6 +25,7 @@ from shoal.base.errors import UsageError
 from shoal.base.files import expanded, open_to_read
 from shoal.engine.own.optimizer import MakeOptimizer
 from shoal.engine.own.user_code import explain, explained
+from shoal.engine.sharding.loss import LossPlan
 from shoal.spec.catalog import ModelShape
 
 PICKLED = ".pkl"
@@ -52,7 +53,8 @@ class OwnModel:
             input; a list of modules stands for its modules. ``parallel.pp`` splits them into stages. "auto" takes the
             list of the most modules, of those in no other list.
         tensor_parallel: how layers are split over ``parallel.tp`` ranks: styles by pattern of their names
-            (`shoal.engine.own.tensor`); None for the plan that a model of transformers has (``model.tp_plan``).
+            (`shoal.engine.own.tensor`); None for the plan that a model of transformers has (``model.tp_plan``); "auto"
+            for a split of the operators, which the search finds.
         expert_parallel: the same of experts over ``parallel.ep`` ranks (`shoal.engine.own.tensor.experts`); None for
             ``model.ep_plan``.
         make_optimizer: returns a ``torch.optim.Optimizer`` of groups of parameters, in the place of ``optimizer.name``.
@@ -77,7 +79,7 @@ class OwnModel:
     validation: Samples | None = None
     collate: Callable[[list[Any]], Any] = default_collate
     blocks: tuple[str, ...] = ()
-    tensor_parallel: Mapping[str, str] | None = None
+    tensor_parallel: Mapping[str, str] | LossPlan | Literal["auto"] | None = None
     make_optimizer: MakeOptimizer | None = None
     schedule: Callable[[int, int], float] | None = None
     on_step: Callable[[Any], object] | None = None
@@ -97,7 +99,8 @@ class OwnModel:
                 raise UsageError(f"model.module: its {name} are the text {value!r}.\n  Give a tuple of names.")
         for name in ("tensor_parallel", "expert_parallel"):
             value = getattr(self, name)
-            if value is not None and not isinstance(value, Mapping):
+            found = name == "tensor_parallel" and (value == "auto" or isinstance(value, LossPlan))
+            if value is not None and not found and not isinstance(value, Mapping):
                 raise UsageError(f"model.module: its {name} is {_describe(value)}.\n  Give a dict of patterns and "
                                  "styles.")
 

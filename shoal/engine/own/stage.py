@@ -33,6 +33,7 @@ from shoal.engine.parallel.placement import ENDS, ParamPlacement, replicate
 from shoal.engine.parallel.zero.rank_parameters import RankParameters
 from shoal.engine.parallel.zero.zero_engine import ShardedParameters
 from shoal.engine.precision.policy import Policy
+from shoal.engine.sharding.loss import LossPlan, PlannedLoss
 
 
 class Statistics:
@@ -149,6 +150,7 @@ class OwnStage(LocalStage):
         buckets: parameters outside of the blocks, which ZeRO-3 gathers for each micro-batch.
         ranks: those that split its layers, if any.
         blocks: what ZeRO-3 gathers one after the other; None without blocks.
+        planned: the loss as a plan of the search splits it, if it does.
     """
 
     further = 0
@@ -168,6 +170,7 @@ class OwnStage(LocalStage):
         self.names: tuple[str, ...] | None = None
         self.buckets = [] if parameters.zero < 3 else parameters.buckets
         self.blocks: Blocks | None = None
+        self.planned: PlannedLoss | None = None
 
     def begin(self) -> None:
         """Begin a step or a validation."""
@@ -193,7 +196,8 @@ class OwnStage(LocalStage):
         self.module.train(training)
         cast = autocast(self.policy, self.parameters.mesh.device)
         with cast, self.blocks.forward() if self.blocks else nullcontext(), explained("its loss()"):
-            compute = partial(self.own.compute, self.module, batch.values)
+            loss_of = self.planned.compute if self.planned else partial(self.own.compute, self.module)
+            compute = partial(loss_of, batch.values)
             found = self.links.run(compute, hidden or ()) if self.links else compute()
         if self.ranks:
             self.ranks.forget()
@@ -263,7 +267,10 @@ def build_own_stage(
     module = own.build(seed)
     set_formats(module, policy, mesh.device)
     ranks, split = SplitRanks.among(mesh), dict[str, ParamPlacement]()
-    if ranks:
+    plan = own.tensor_parallel if mesh.size("tp") > 1 and isinstance(own.tensor_parallel, LossPlan) else None
+    if plan:
+        split = plan.split(module, mesh.index("tp"))
+    elif ranks:
         edges = {name for i, name in enumerate(chain.names) if i in (part.start, part.stop)} if chain else ()
         split = apply_table(module, own.tensor_parallel, ranks, edges, experts=own.expert_parallel)
     seeds = LinkSeeds(own, module, seed)
@@ -283,7 +290,7 @@ def build_own_stage(
             stages=len(holders) * each.stages, primary=each.primary and index == holders[0],
         )
     unclaimed = materialise(module, placements, policy.compute, mesh.device)
-    blocks: Sequence[str] = own.blocks
+    blocks: Sequence[str] = () if plan else own.blocks
     if chain:
         blocks = chain.names[part.start : part.stop]
     blocks = blocks if mesh.layout.zero == 3 else ()
@@ -294,6 +301,7 @@ def build_own_stage(
     if late:
         late.connect(parameters)
     stage = OwnStage(own, module, parameters, policy, seed, ranks, seeds, links, index)
+    stage.planned = PlannedLoss(plan, module, mesh) if plan else None
     if blocks:
         stage.blocks = Blocks(blocks, module, groups, parameters)
         stage.buckets = stage.blocks.rest

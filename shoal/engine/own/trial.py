@@ -19,6 +19,7 @@ from shoal.engine.own.tensor.layers import SplitRanks
 from shoal.engine.own.tensor.table import apply_table
 from shoal.engine.own.user_code import explained, list_causes
 from shoal.engine.precision.policy import Policy
+from shoal.engine.sharding.loss import LossPlan
 
 T = TypeVar("T")
 
@@ -55,7 +56,7 @@ def try_out(own: OwnModel, seed: int, micro_batch: int, ranks: SplitRanks | None
         raise
     except Exception:  # many operators need values
         return
-    if ranks is None:
+    if ranks is None or isinstance(own.tensor_parallel, LossPlan):
         return
     apply_table(module, own.tensor_parallel, ranks, experts=own.expert_parallel)
     what = f"its loss() with layers split over {ranks.describe()}"

@@ -11,18 +11,24 @@ import torch
 from torch import nn
 
 from shoal.base.errors import UsageError, did_you_mean
-from shoal.base.units import BYTES, parse, show_bytes
+from shoal.base.units import show_bytes
 from shoal.engine.models.transformer import Transformer, initialise
 from shoal.engine.sharding.named_axes import NamedMesh
 from shoal.labs.autoshard.notation.notation import parse_mesh
 from shoal.planning.auto.capture.forward import export_forward
 from shoal.planning.auto.capture.trace import capture_graph
 from shoal.planning.auto.intra.ilp import SECONDS, NothingFits
-from shoal.planning.auto.search import OperatorPlan, StagedPlan, Target, list_grids, plan_stages, plan_unstaged
-from shoal.planning.cost.memory.stage import device_capacity, library_bytes
+from shoal.planning.auto.search import (
+    OperatorPlan,
+    StagedPlan,
+    Target,
+    find_capacity,
+    list_grids,
+    plan_stages,
+    plan_unstaged,
+)
 from shoal.planning.run import KINDS
 from shoal.spec.catalog import ModelShape, model_shape
-from shoal.spec.catalog.calibration import cluster_calibration
 from shoal.spec.catalog.clusters import Cluster, cluster
 from shoal.spec.number_formats import FORMATS
 
@@ -87,14 +93,6 @@ def try_plan(module: nn.Module, inputs: tuple[Any, ...], **options: Any) -> Oper
         if nothing.proven:
             return f"No {what} fits into {capacity} per device."
         return f"No {what} within {capacity} per device was found in the time limit of {SECONDS:.0f} s per solve."
-
-
-def find_capacity(machine: Cluster, memory: str = "") -> float:
-    """Return the bytes of a device for weights, gradients, states and activations."""
-    if memory:
-        return parse(memory, BYTES, where="--memory")
-    constants = cluster_calibration(machine)
-    return device_capacity(machine, constants) - library_bytes(machine, constants)
 
 
 def _list_meshes(text: str, machine: Cluster) -> Sequence[NamedMesh]:

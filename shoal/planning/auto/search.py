@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torch.fx import Node
 
 from shoal.base.errors import UsageError
+from shoal.base.units import BYTES, parse
 from shoal.engine.sharding.graph import OperatorGraph
 from shoal.engine.sharding.named_axes import NamedMesh
 from shoal.engine.sharding.plan import ShardingPlan
@@ -22,7 +23,7 @@ from shoal.planning.auto.intra.price import Prices
 from shoal.planning.auto.intra.problem import Builder, ShardingProblem
 from shoal.planning.auto.plan import Baseline, StagePlan, build_plan
 from shoal.planning.auto.stages import AssignedStage, Part, find_pipeline, latency
-from shoal.planning.cost.memory.stage import allocator_excess
+from shoal.planning.cost.memory.stage import allocator_excess, device_capacity, library_bytes
 from shoal.planning.cost.time.communication import ring_group
 from shoal.planning.cost.time.engine_layer import attained
 from shoal.spec.catalog.calibration import cluster_calibration
@@ -61,15 +62,24 @@ class StagedPlan(NamedTuple):
 
 @dataclass(frozen=True)
 class Target:
-    """The hardware and the training step that a module is planned for."""
+    """The hardware and the training step that a module is planned for.
+
+    Attributes:
+        in_place: whether the optimizer states of a weight have to be split as it is, beside ``shards``.
+        shards: replicas of the plan's devices over which ZeRO splits the states of each block.
+    """
 
     cluster: Cluster
     formats: Formats
     microbatches: int  # per step
     capacity: float  # of a device [bytes]
+    in_place: bool = False
+    shards: int = 1
 
     def builder(self, graph: OperatorGraph, mesh: NamedMesh) -> Builder:
-        return Builder(graph, Prices.on(self.cluster, mesh, self.formats), self.microbatches)
+        prices = Prices.on(self.cluster, mesh, self.formats)
+        prices.state_bytes /= self.shards
+        return Builder(graph, prices, self.microbatches, in_place=self.in_place)
 
     def solve(self, problem: ShardingProblem, in_flight: int = 1) -> Solution:
         """Find the cheapest solution that fits, with ``in_flight`` micro-batches kept for the backward pass.
@@ -77,7 +87,8 @@ class Target:
         Raises:
             NothingFits: no solution fits.
         """
-        return solve(problem, self.capacity, in_flight * (1 + allocator_excess(cluster_calibration(self.cluster))))
+        capacity = None if self.capacity == inf else self.capacity
+        return solve(problem, capacity, in_flight * (1 + allocator_excess(cluster_calibration(self.cluster))))
 
     def best(
         self, graph: OperatorGraph, meshes: Sequence[NamedMesh], in_flight: int = 1
@@ -185,6 +196,14 @@ class StageSearch:
     def _in_flight(self, left: int) -> int:
         """Return how many micro-batches 1F1B keeps on the first of ``left`` stages."""
         return min(left, self.target.microbatches)
+
+
+def find_capacity(machine: Cluster, memory: str = "") -> float:
+    """Return the bytes of a device for weights, gradients, states and activations."""
+    if memory:
+        return parse(memory, BYTES, where="--memory")
+    constants = cluster_calibration(machine)
+    return device_capacity(machine, constants) - library_bytes(machine, constants)
 
 
 def list_grids(nodes: int, per_node: int) -> list[NamedMesh]:

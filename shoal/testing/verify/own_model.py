@@ -7,9 +7,11 @@ had. A run on one device must have the same weights and buffers after each step.
 from __future__ import annotations
 
 import math
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -27,6 +29,7 @@ from shoal.engine.own.links import LinkSeeds
 from shoal.engine.own.samples import OwnDataset
 from shoal.engine.own.stage import Statistics, draw_as
 from shoal.launch.worker_pool import Pool, RankError
+from shoal.planning.auto.own_loss import with_plan
 from shoal.spec.config import RunConfig
 from shoal.spec.layout import Layout
 from shoal.testing.verify.compare import TOLERANCES, Mismatch, Verdict
@@ -67,10 +70,13 @@ def verify_own_model(console: Console, config: RunConfig, steps: int, device: st
     optimizer = "of its own" if own.make_optimizer else config.optimizer.name
     console.print(f"[bold]verify[/]    {config.model.name} on {config.parallel.describe()}, fp64, "
                   f"optimizer {optimizer}, {steps} steps of {config.train.global_batch} samples")
-    check(config)
-    try_samples(config)
-    with Pool(config.parallel.world_size, device=device) as pool:
-        verdict = compare_own_model(pool, config, steps, device)
+    exact = config.model_copy(update={"train": config.train.model_copy(update={"precision": "fp64"})})
+    with tempfile.TemporaryDirectory(prefix="shoal-plan-") as made:
+        planned = with_plan(exact, Path(made))
+        check(config if planned is exact else planned)
+        try_samples(planned)
+        with Pool(config.parallel.world_size, device=device) as pool:
+            verdict = compare_own_model(pool, planned, steps, device)
     seconds, tolerance = time.monotonic() - begin, TOLERANCES["fp64"].gradient
     if verdict.findings:
         console.print(f"[bold red]differs[/]   first at {verdict.findings[0].text}\n"

@@ -193,6 +193,29 @@ routed = OwnModel(Routed, words, Tokens, expert_parallel={
 })  # fmt: skip
 
 
+class Dense(nn.Module):
+    """Layers without a table, one of them frozen, an unused one, and a constant that is made from values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(3 * 16 * 16, 32), nn.Linear(32, 3 * 16 * 16)
+        self.mix, self.unused = nn.Linear(32, 32, bias=False).requires_grad_(False), nn.Linear(3, 3)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.mix(F.gelu(self.up(x.flatten(1)))) * self.scale * torch.tensor([1.0, 0.5]).repeat(16)
+        return self.down(hidden).view_as(x)
+
+
+def graded(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, int, dict[str, tuple]]:
+    loss, terms = rebuilt(model, batch)
+    return loss, terms, {"root": (loss.detach().sqrt(), len(batch[0]))}
+
+
+dense = OwnModel(Dense, graded, Images, tensor_parallel="auto")
+tied = OwnModel(Split, words, Tokens, tensor_parallel="auto")
+
+
 class Tower(nn.Module):
     """Modules one after the other, of several widths, with draws, recomputation and running statistics."""
 

@@ -14,8 +14,9 @@ from shoal.base.files import LARGEST
 from shoal.engine.optim.schedule import learning_rate
 from shoal.engine.own.definition import OwnModel, load_own_model, save_own_model
 from shoal.launch import train as train_module
+from shoal.testing.own_run import RunResult
 from shoal.training.resilience.events import read_events
-from tests.testing.own.plain import Images, UNet, rebuilt
+from tests.testing.own.plain import Dense, Images, UNet, rebuilt
 from tests.trainings.forked import command
 from tests.trainings.runs import DEADLINE
 
@@ -43,10 +44,12 @@ def measured(model: torch.nn.Module, batch: list[torch.Tensor]) -> tuple[torch.T
     return loss, terms, {"root": (loss.detach(), terms), "samples": (torch.tensor([len(batch[0])]), 1)}
 
 
-def run_of(data: object = Images, loss: object = rebuilt, own: dict | None = None, **layout: int) -> shoal.Run:
+def run_of(
+    data: object = Images, loss: object = rebuilt, own: dict | None = None, model: type = UNet, **layout: int
+) -> shoal.Run:
     return shoal.Run(
         **own or {},
-        model=UNet, loss=loss, data=data, layout=shoal.Layout(micro_batch=2, **layout), global_batch=4,
+        model=model, loss=loss, data=data, layout=shoal.Layout(micro_batch=2, **layout), global_batch=4,
         optimizer=shoal.AdamW(lr=0.01), checkpoint={"every": 2}, metrics={"log_every": 1, "tensorboard": False},
         train={"device": "cpu"}, failover={"memory_every": 1},
     )
@@ -118,6 +121,31 @@ def test_it_resumes_on_another_layout_by_its_folder_alone(undisturbed, tmp_path)
     wanted = undisturbed.weights()
     for name, value in half.weights().items():
         torch.testing.assert_close(value, wanted[name], rtol=1e-3, atol=1e-3, msg=name)
+
+
+def test_a_split_of_operators_is_trained_and_its_checkpoints_fit_other_layouts(tmp_path):
+    """The split goes on after the loss of a rank; its half is resumed without it, and another's half with it."""
+    flag = tmp_path / "flag"
+    flag.touch()
+
+    def half(folder: str, data: object, **layout: int) -> RunResult:
+        own = {"tensor_parallel": "auto"}
+        return run_of(data, own=own, model=Dense, **layout).train(STEPS // 2, folder=tmp_path / folder)
+
+    def resumed(run: RunResult, **layout: int) -> dict[str, torch.Tensor]:
+        config = shoal.load_config(run.folder / "run.toml")
+        steps = config.train.model_copy(update={"steps": STEPS})
+        changed = config.model_copy(update={"parallel": shoal.Layout(micro_batch=2, **layout), "train": steps})
+        assert shoal.train(changed, resume=run.folder) == 0
+        return run.weights()
+
+    split = half("split", Deadly(flag), tp=2)
+    assert any(event["event"] == "recovered" for event in read_events(split.folder))
+    replicated = half("replicated", Deadly(flag), dp=2, zero=1)
+    first, second = resumed(split, dp=2, zero=1), resumed(replicated, tp=2)
+    assert "up.weight" in first
+    for name, value in first.items():
+        torch.testing.assert_close(value, second[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
 def test_another_model_does_not_resume_a_run(undisturbed):

@@ -66,7 +66,7 @@ KINDS = {
 """Field of a layout that a table is for, its styles, and an example."""
 
 
-def choose_table(module: nn.Module, given: Table | None, kind: str = "tensor_parallel") -> dict[str, str]:
+def choose_table(module: nn.Module, given: Table | object | None, kind: str = "tensor_parallel") -> dict[str, str]:
     """Return the rule of each module and parameter by name, from a table or the module's own plan.
 
     Args:
@@ -75,6 +75,9 @@ def choose_table(module: nn.Module, given: Table | None, kind: str = "tensor_par
     Raises:
         UsageError: there is no table, or it has a pattern that fits nothing or an unknown style.
     """
+    if not isinstance(given, Mapping | None):
+        raise UsageError("tensor_parallel = 'auto': no split of the operators has been planned for these ranks.\n  "
+                         "Give a table, or lower parallel.tp to 1.")
     short, styles, example = KINDS[kind]
     table = given if given is not None else getattr(module, f"{short}_plan", None)
     if not table:
@@ -112,7 +115,7 @@ def _count_kv_heads(module: nn.Module, name: str) -> int:
 
 
 def apply_table(
-    module: nn.Module, given: Table | None, ranks: SplitRanks, edges: Collection[str] = (), *,
+    module: nn.Module, given: Table | object | None, ranks: SplitRanks, edges: Collection[str] = (), *,
     experts: Table | None = None,
 ) -> dict[str, ParamPlacement]:
     """Split a module in place over ranks; its split parameters have no values then.

@@ -21,12 +21,16 @@ from shoal.base.errors import UsageError
 aten = torch.ops.aten
 
 
-def export(module: nn.Module, inputs: tuple) -> ExportedProgram:
+def export(module: nn.Module, inputs: tuple, name: str = "") -> ExportedProgram:
     """Export the forward pass of a module in training, on example inputs; no numbers are computed.
+
+    Args:
+        name: of the module in messages (default: of its class).
 
     Raises:
         UsageError: it has no graph (its control flow depends on numbers), or changes tensors from outside.
     """
+    name = name or type(module).__name__
     try:
         program = torch.export.export(module, inputs)
         _cut_gradients(program)
@@ -36,12 +40,15 @@ def export(module: nn.Module, inputs: tuple) -> ExportedProgram:
     except Exception as error:
         first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise UsageError(
-            f"{type(module).__name__}: torch.export finds no graph: {first.strip()}"
+            f"{name}: torch.export finds no graph: {first.strip()}"
             "\n  Its forward pass must not depend on the values of tensors."
         ) from error
+    if read := next((n for n in program.graph.nodes if isinstance(n.meta.get("val"), torch.types.py_sym_types)), None):
+        raise UsageError(f"{name}: its forward pass reads the value of a tensor ({read.target}), and a graph has none."
+                         "\n  Compute with tensors.")
     if changed := [out.target for out in program.graph_signature.output_specs if out.kind != OutputKind.USER_OUTPUT]:
         raise UsageError(
-            f"{type(module).__name__}: its forward pass changes {', '.join(map(str, changed))}, "
+            f"{name}: its forward pass changes {', '.join(map(str, changed))}, "
             "which each device would do differently.\n  Remove batch norms and counters, or freeze them with .eval()."
         )
     return program
@@ -179,25 +186,26 @@ class Forward:
     @property
     def outputs(self) -> list[fx.Node]:
         """The outputs, each once."""
-        return list(dict.fromkeys(self._returned))
+        return list(dict.fromkeys(self.returned))
 
     def drop_repeated(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return one tensor for each of the outputs, given all tensors that a call returned."""
-        return list(dict(zip(self._returned, tensors, strict=True)).values())
+        return list(dict(zip(self.returned, tensors, strict=True)).values())
 
     @property
-    def _returned(self) -> list[fx.Node]:
+    def returned(self) -> list[fx.Node]:
+        """The tensors that it returns."""
         (out,) = (node for node in self.module.graph.nodes if node.op == "output")
         return [value for value in out.args[0] if isinstance(value, fx.Node)]
 
 
-def export_forward(module: nn.Module, inputs: tuple) -> Forward:
+def export_forward(module: nn.Module, inputs: tuple, name: str = "") -> Forward:
     """Export a module; a parameter with several names gets the first of these.
 
     Raises:
         UsageError: it has no graph, or no trained parameter.
     """
-    program = export(module, inputs)
+    program = export(module, inputs, name)
     signature = program.graph_signature
     first: dict[int, str] = {}
     names = {name: first.setdefault(id(p), name) for name, p in module.named_parameters(remove_duplicate=False)}
@@ -218,6 +226,6 @@ def export_forward(module: nn.Module, inputs: tuple) -> Forward:
             sources[node.name] = ("input", node.name)
     if not any(kind == "parameter" and values[name].requires_grad for kind, name in sources.values()):
         raise UsageError(
-            f"{type(module).__name__}: nothing in it is trained: it reads no parameter with requires_grad"
+            f"{name or type(module).__name__}: nothing in it is trained: it reads no parameter with requires_grad"
         )
     return Forward(program.graph_module, sources, values)

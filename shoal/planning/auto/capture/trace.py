@@ -192,6 +192,12 @@ def _read_trace(joint: fx.GraphModule, kinds: list[tuple[str, str]], learned: li
             if name in SAME or (name in ("expand", "view", "_to_copy") and _unchanged(node)):
                 new[node] = rename(node.args[0])
                 continue
+            if name == "cat":  # leaves out the empty tensors that caches of keys begin with
+                parts = [part for part in node.args[0] if part.meta["val"].shape != (0,)]
+                node.args = (parts, *node.args[1:])
+                if len(parts) == 1:
+                    new[node] = rename(parts[0])
+                    continue
             target = f"{'' if namespace == 'aten' else namespace + '::'}{name}.{node.target._overloadname}"
             args, kwargs = rename((node.args, dict(node.kwargs)))
             ops[node.name] = Operator(node.name, "call", target, *_describe(value), args, kwargs)

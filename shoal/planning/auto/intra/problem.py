@@ -105,10 +105,11 @@ class Builder:
 
     Args:
         microbatches: per step: gradients are reduced, and weights updated, once for all of them.
+        in_place: whether the optimizer states of a weight have to be kept as it is.
     """
 
-    def __init__(self, graph: OperatorGraph, prices: Prices, microbatches: int = 1):
-        self.prices, self.once = prices, 1 / microbatches
+    def __init__(self, graph: OperatorGraph, prices: Prices, microbatches: int = 1, *, in_place: bool = False):
+        self.prices, self.once, self.in_place = prices, 1 / microbatches, in_place
         self.graph = _add_ends(graph)
         self.ops, self.mesh = self.graph.ops, prices.mesh
         self.spaces = {name: _build_space(op, self.ops) for name, op in self.ops.items()}
@@ -259,7 +260,10 @@ class Builder:
         made = [choice[UPDATE + op.name].out for choice in problem.decisions[update].choices]
         read = [choice[op.name].out for choice in problem.decisions[parameter].choices]
         rows, states = list(dict.fromkeys(made)), list(dict.fromkeys(read))
-        seconds = self.once * np.array([[self.prices.move(op, row, state) for state in states] for row in rows])
+        seconds = self.once * np.array([
+            [np.inf if self.in_place and row != state else self.prices.move(op, row, state) for state in states]
+            for row in rows
+        ])  # fmt: skip
         reader = (parameter, tuple(frozenset({states.index(state)}) for state in read))
         problem.moves.append(TensorMoves(update, np.array([rows.index(row) for row in made]), seconds, (reader,)))
 
