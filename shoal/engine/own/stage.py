@@ -23,8 +23,9 @@ from shoal.engine.own.chain import Chain
 from shoal.engine.own.definition import OwnModel
 from shoal.engine.own.formats import autocast, set_formats, widen
 from shoal.engine.own.links import LinkSeeds, StageLinks
-from shoal.engine.own.samples import OwnBatch
+from shoal.engine.own.samples import OwnBatch, OwnDataset
 from shoal.engine.own.split_backward import LateGradients
+from shoal.engine.own.tensor.draws import split_draws
 from shoal.engine.own.tensor.layers import SplitRanks
 from shoal.engine.own.tensor.table import apply_table
 from shoal.engine.own.user_code import explained
@@ -273,6 +274,8 @@ def build_own_stage(
     elif ranks:
         edges = {name for i, name in enumerate(chain.names) if i in (part.start, part.stop)} if chain else ()
         split = apply_table(module, own.tensor_parallel, ranks, edges, experts=own.expert_parallel)
+        batch = OwnDataset(own, "train", seed).batch(range(mesh.layout.micro_batch))
+        split_draws(own, module, ranks, mesh.layout, batch)
     seeds = LinkSeeds(own, module, seed)
     links = StageLinks(chain, part, module, policy.compute, mesh.device) if chain else None
     late = LateGradients(module) if splits else None  # before recomputation, which runs what it changes

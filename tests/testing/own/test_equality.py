@@ -45,11 +45,11 @@ def config_of(name: str, layout: dict[str, Any], **sections: dict[str, Any]) -> 
     ("llama", {"tp": 2, "zero": 2}, {}),  # with one head of keys and values
     ("grouped", {"tp": 4}, {"optimizer": {"name": "muon"}}),
     ("split", {"tp": 4}, {"optimizer": {"name": "muon"}}),
-    ("split_bert", {"tp": 2, "sequence_parallel": True}, {"optimizer": {"name": "muon"}}),
+    ("split_bert", {"tp": 2, "zero": 1}, {"optimizer": {"name": "muon"}}),
+    ("split_bert", {"tp": 2, "pp": 2, "sequence_parallel": True, "recompute": "full"}, {}),
     ("wide_qwen3_moe", {"dp": 2, "tp": 2, "ep": 4, "etp": 1, "zero": 3, "sequence_parallel": True}, {}),
     ("wide_qwen3_moe", {"pp": 2, "dp": 2, "ep": 2}, {"optimizer": {"name": "muon"}}),
     ("routed", {"dp": 4, "ep": 2, "zero": 2}, {}),
-    ("wide_llama", {"tp": 2, "pp": 2, "sequence_parallel": True, "recompute": "full"}, {}),
     ("nadam", {"dp": 2, "zero": 2}, {}),
     ("tower", {"pp": 2, "dp": 2, "zero": 2, "schedule": "interleaved-1f1b", "virtual_stages": 2}, {}),
     ("wide_llama", {"pp": 2, "tp": 2}, {}),

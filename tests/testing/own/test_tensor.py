@@ -5,13 +5,17 @@ from itertools import pairwise
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+import shoal
 from shoal.base.boxes import Box
 from shoal.base.errors import UsageError
 from shoal.engine.own.definition import OwnModel
+from shoal.engine.own.samples import OwnDataset
+from shoal.engine.own.tensor.draws import find_parts, split_draws
 from shoal.engine.own.tensor.layers import SplitRanks
 from shoal.engine.own.tensor.table import PackedPlacement, apply_table
 from shoal.engine.own.trial import try_out
@@ -89,6 +93,38 @@ def test_what_sequence_parallelism_cannot_split_is_refused(module, table, says):
 def test_a_table_of_experts_that_cannot_be_is_refused(table, ep, says):
     with pytest.raises(UsageError, match=says):
         apply_table(plain.Routed(), None, SplitRanks(None, 0, 1, expert_ranks=ep), experts=table)
+
+
+class Dropped(nn.Module):
+    """With dropout of a split dim, in another order of memory, and of a full one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(4, 8), nn.Linear(8, 4), nn.Dropout(0.4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.dropout(self.drop(self.up(x)).transpose(0, 1), 0.3).transpose(0, 1)
+        return self.drop(self.down(y))
+
+
+def test_ranks_draw_their_part_of_what_one_device_draws():
+    table, layout = {"up": "colwise", "down": "rowwise"}, shoal.Layout(tp=2)
+    own = OwnModel(Dropped, lambda model, x: (model(x).sum(), len(x)), torch.ones(4, 3, 4), tensor_parallel=table)
+    batch = OwnDataset(own, "train", 0).batch(range(2))
+    assert find_parts(own, layout, batch) == {"": [(2, 2), (2, 2), (0, 1)]}
+    x, outputs = torch.randn(2, 3, 4), []
+    full = own.build(0)
+    for rank in range(2):
+        ranks, module = SplitRanks(None, rank, 2), own.build(0)
+        apply_table(module, table, ranks)
+        for name, p in module.named_parameters():
+            p.data = full.get_parameter(name).data.chunk(2, 1 if name == "down.weight" else 0)[rank]
+        module.down.bias = full.down.bias if rank == 0 else None
+        split_draws(own, module, ranks, layout, batch)
+        torch.manual_seed(1)
+        outputs.append(module(x))
+    torch.manual_seed(1)
+    torch.testing.assert_close(outputs[0] + outputs[1], full(x))
 
 
 def test_tokens_that_the_ranks_do_not_divide_are_refused():

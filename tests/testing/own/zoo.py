@@ -68,12 +68,13 @@ bert = OwnModel(
 )
 split_bert = OwnModel(
     lambda: transformers.BertForMaskedLM(transformers.BertConfig(
-        **SMALL, hidden_dropout_prob=0, attention_probs_dropout_prob=0)),
+        **SMALL, attn_implementation="eager")),  # with dropout in and between split layers
     masked_token, Tokens, tensor_parallel={
         "bert.encoder.layer.*.attention.self.{query,key,value}": "colwise",
         "bert.encoder.layer.*.attention.output.dense": "rowwise", "bert.encoder.layer.*": "sequence_parallel",
         "bert.encoder.layer.*.intermediate.dense": "colwise", "bert.encoder.layer.*.output.dense": "rowwise",
     },
+    pipeline=("bert.encoder.layer",),
 )  # fmt: skip
 t5 = OwnModel(
     lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(
