@@ -90,7 +90,8 @@ class Runtime:
         self.further = max(stage.further for stage in stages)
         self.versions = {
             stage.index: WeightVersions(
-                stage.parameters.buckets, [(i, a) for i, a in enumerate(self.actions) if a.stage == stage.index]
+                stage.parameters.buckets, [(i, a) for i, a in enumerate(self.actions) if a.stage == stage.index],
+                early=stage.keeps_views,
             )
             for stage in stages if program.updates > 1
         }

@@ -143,8 +143,8 @@ def estimate_own_model(
     timeline = _simulate(layout, links, program, stages, sums, rate)
     kept = timeline.peak_bytes(*(np.array([getattr(s, of) for s in stages], float) for of in ("saved", "between")))
     memories = [
-        _count_memory(config, found, policy, each, int(bytes_) + each.rebuilt)
-        for each, bytes_ in zip(ranks, kept, strict=True)
+        _count_memory(config, found, policy, each, int(bytes_) + each.rebuilt, versions)
+        for each, bytes_, versions in zip(ranks, kept, timeline.weight_versions.tolist(), strict=True)
     ]
     largest = max(range(len(ranks)), key=lambda rank: sum(memories[rank].values()))
 
@@ -153,7 +153,8 @@ def estimate_own_model(
     compute = passes * ranks[busiest].flops / rate
     summed = passes * sum(sums[i] for i in program.rank_stages(busiest))
     moved = max((
-        _price_data_parallelism(layout, links, each, policy, passes * each.flops / rate, passes) for each in ranks
+        _price_data_parallelism(layout, links, each, policy, passes * each.flops / rate, passes, program.updates)
+        for each in ranks
     ), key=lambda pair: pair[1])  # fmt: skip
     idle = max(0.0, timeline.compute_span - compute - summed)
     return OwnEstimate(
@@ -212,8 +213,14 @@ def _simulate(
     return simulate(program, ActionTimes(forward, backward - late, late), links)
 
 
-def _count_memory(config: RunConfig, cluster: Cluster, policy: Policy, rank: OwnCounts, saved: int) -> dict[str, int]:
-    """Return the bytes of a rank by content, with the activations that it keeps at its peak."""
+def _count_memory(
+    config: RunConfig, cluster: Cluster, policy: Policy, rank: OwnCounts, saved: int, versions: int
+) -> dict[str, int]:
+    """Return the bytes of a rank by content, with the activations that it keeps at its peak.
+
+    Args:
+        versions: of its weights, of an asynchronous pipeline. It computes with copies (`shoal.engine.weight_versions`).
+    """
     layout, own = config.parallel, load_own_model(config.model.module)
     shards = layout.shards if layout.zero else 1
     storage, compute, reduce = policy.storage.itemsize, policy.compute.itemsize, policy.reduce.itemsize
@@ -224,10 +231,11 @@ def _count_memory(config: RunConfig, cluster: Cluster, policy: Policy, rank: Own
         states = STATES[name] if name in STATES else OTHER_STATES[name]
     full = p * compute if layout.zero < 3 else 0
     master = shard * storage if layout.zero == 3 or storage != compute else 0
+    copies = (shard if layout.zero == 3 else p) * compute * (versions - (layout.zero == 3)) if versions > 1 else 0
     blocks = max(1, rank.blocks)
     ahead = rank.in_blocks * min(1 + layout.prefetch, blocks) // blocks
     return {
-        "weights": full + master, "gradients": (p if layout.zero < 2 else shard) * reduce,
+        "weights": full + master + copies, "gradients": (p if layout.zero < 2 else shard) * reduce,
         "optimizer": int(shard * states * policy.state.itemsize), "activations": saved,
         "gathered": (p - rank.in_blocks + ahead) * compute if layout.zero == 3 else 0, "buffers": rank.frozen,
         "libraries": int(library_bytes(cluster, cluster_calibration(cluster))),
@@ -235,7 +243,7 @@ def _count_memory(config: RunConfig, cluster: Cluster, policy: Policy, rank: Own
 
 
 def _price_data_parallelism(
-    layout: Layout, cluster: Cluster, counts: OwnCounts, policy: Policy, products: float, passes: int
+    layout: Layout, cluster: Cluster, counts: OwnCounts, policy: Policy, products: float, passes: int, updates: int
 ) -> tuple[float, float]:
     """Return the seconds of a step's gathers and reductions, and those that products cannot hide.
 
@@ -245,15 +253,16 @@ def _price_data_parallelism(
     Args:
         products: seconds of the products of a step.
         passes: micro-batches of a step.
+        updates: of the weights in a step.
     """
     compute, reduce = policy.compute.itemsize, policy.reduce.itemsize
     shards, replicas = (ring_group(cluster, *axis_extent(layout, axis)) for axis in ("shard", "replicate"))
     size = counts.parameters * reduce
-    reductions = passes if layout.zero >= 2 else 1
-    reduced = reductions * shards.reduce_scatter(size) + replicas.all_reduce(size / layout.shards)
+    reductions = passes if layout.zero >= 2 else updates
+    reduced = reductions * shards.reduce_scatter(size) + updates * replicas.all_reduce(size / layout.shards)
     hidden = products * 2 / 3 * reductions / passes if layout.overlap else 0.0  # by these backwards
     if layout.zero < 3:
-        gathered = shards.all_gather(counts.parameters * compute)  # after the update
+        gathered = updates * shards.all_gather(counts.parameters * compute)  # after each
         return reduced + gathered, max(0.0, reduced - hidden) + gathered
     times, rest = 2 if layout.reshard_after_forward else 1, counts.parameters - counts.in_blocks
     gathered = passes * shards.all_gather(rest * compute)

@@ -15,7 +15,7 @@ from shoal.spec.config.model import ModelConfig
 from shoal.spec.config.sections import OptimizerConfig, TrainConfig
 from shoal.spec.layout import Layout
 from shoal.spec.number_formats import FORMATS
-from shoal.spec.schedules import ASYNCHRONOUS, SLICED
+from shoal.spec.schedules import SLICED
 
 OWN_LAYOUT = (
     "dp", "tp", "sequence_parallel", "ep", "etp", "zero", "zero_shard", "micro_batch", "bucket_mb", "overlap",
@@ -23,7 +23,7 @@ OWN_LAYOUT = (
 )  # fmt: skip
 """Fields of a layout that any module can have."""
 
-OWN_PIPELINE = ("pp", "schedule", "virtual_stages", "stage_layers")
+OWN_PIPELINE = ("pp", "schedule", "virtual_stages", "stage_layers", "update_every")
 """Fields of a layout that a module with a pipeline can have."""
 
 
@@ -118,6 +118,6 @@ def check_own_pipeline(config: RunConfig) -> None:
     """
     layout = config.parallel
     program = build_layout_program(layout, layout.microbatches(config.train.global_batch))
-    if layout.schedule in (*SLICED, *ASYNCHRONOUS) or program.model_copies > 1:
+    if layout.schedule in SLICED or program.model_copies > 1:
         raise UsageError(f"parallel.schedule = {layout.schedule} with model.module: it slices sequences, or has "
-                         "several copies of weights.\n  Use 1f1b, interleaved-1f1b, zb-h1, zb-v or another.")
+                         "several copies of the model.\n  Use 1f1b, interleaved-1f1b, zb-h1, zb-v or another.")

@@ -62,6 +62,10 @@ class OwnRuntime(Runtime):
 
     Args:
         crossings: what each stage gets from the one before (`Chain.crossings`).
+
+    Attributes:
+        terms: number of terms of the loss by stage and micro-batch, float64 []. An asynchronous program sends it along
+            with gradients, as each stage divides them by the terms of its update.
     """
 
     stages: dict[int, OwnStage]  # type: ignore[assignment]
@@ -70,11 +74,13 @@ class OwnRuntime(Runtime):
         self, program: Program, stages: Sequence[OwnStage], mesh: Mesh, crossings: Sequence[Sequence[Crossing]]
     ):
         self.forwards = [Packing(tuple((x.shape, x.dtype) for x in each)) for each in crossings]
-        self.backwards = [Packing(tuple((x.shape, x.dtype) for x in each if x.trained)) for each in crossings]
+        beside = [((), torch.float64)] if program.updates > 1 else []
+        self.backwards = [Packing((*((x.shape, x.dtype) for x in each if x.trained), *beside)) for each in crossings]
         super().__init__(program, stages, mesh, hidden_shape=(0, 0, 0), dtype=torch.float32)
 
     def _reset(self) -> None:
         super()._reset()
+        self.terms: dict[tuple[int, int], Tensor] = {}
         self._flights: dict[Place, tuple[int, list[Tensor], Any]] = {}  # first sample, received, sent or the loss
 
     def _links(self, stage: int) -> StageLinks:
@@ -98,6 +104,7 @@ class OwnRuntime(Runtime):
         if self.program.is_last(stage):
             self._loss += sent.detach()
             sent = [sent * scale]
+            self.terms[stage, microbatch] = self.stages[stage].terms
         else:
             self._hidden[stage + 1, microbatch, part] = self.forwards[stage + 1].pack([x.detach() for x in sent])
         if training:
@@ -108,7 +115,9 @@ class OwnRuntime(Runtime):
         number, microbatch, part = place = action[1:4]
         first, received, sent = self._flights.pop(place)
         stage, packed = self.stages[number], self._gradient.pop(place, None)
-        gradients = [None] if packed is None else self.backwards[number + 1].unpack(packed)
+        gradients: list[Any] = [None] if packed is None else self.backwards[number + 1].unpack(packed)
+        if packed is not None and self.versions:
+            self.terms[number, microbatch] = gradients.pop()
         stage.parameters.last_microbatch = action in self.last_weights
         links = self._links(number)
         stage.seeds.first, links.received = first, received  # recomputation needs both again
@@ -121,4 +130,5 @@ class OwnRuntime(Runtime):
         links.received = ()
         if number:
             found = [x.grad if x.grad is not None else torch.zeros_like(x) for x in received if x.requires_grad]
+            found += [self.terms[number, microbatch]] if self.versions else []
             self._gradient[number - 1, microbatch, part] = self.backwards[number].pack(found)

@@ -146,6 +146,7 @@ class OwnStage(LocalStage):
         seeds: of what the modules of its chain draw.
         links: the modules of the chain that the stage computes; None for the only stage.
         counted: number of terms of the losses since `begin`, float64 [].
+        terms: of the last micro-batch, float64 [].
         metrics: sum and number of terms of each metric since then, float64 [2].
         names: names of the metrics, from a pipeline's first batch, else from the first batch since then.
         buckets: parameters outside of the blocks, which ZeRO-3 gathers for each micro-batch.
@@ -154,7 +155,7 @@ class OwnStage(LocalStage):
         planned: the loss as a plan of the search splits it, if it does.
     """
 
-    further = 0
+    further, keeps_views = 0, True
 
     def __init__(
         self, own: OwnModel, module: nn.Module, parameters: ShardedParameters, policy: Policy, seed: int,
@@ -167,6 +168,7 @@ class OwnStage(LocalStage):
         self.statistics = Statistics(module, renewed=links is not None)
         device = parameters.mesh.device
         self.counted = torch.zeros((), dtype=torch.float64, device=device)
+        self.terms = self.counted
         self.metrics: dict[str, Tensor] = {}
         self.names: tuple[str, ...] | None = None
         self.buckets = [] if parameters.zero < 3 else parameters.buckets
@@ -210,7 +212,8 @@ class OwnStage(LocalStage):
         if isinstance(found, list):
             return found
         loss, terms, metrics = found
-        self.counted += terms
+        self.terms = torch.as_tensor(terms, dtype=torch.float64, device=self.counted.device)
+        self.counted += self.terms
         names = tuple(sorted(metrics))
         if self.names is None:
             self.names = names

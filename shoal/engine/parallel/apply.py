@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +43,10 @@ class LocalStage:
     Attributes:
         index: index among all stages.
         part: the part of the model that the stage computes; equals `index` unless the model has several copies.
+        keeps_views: whether autograd keeps views of parameters for backward (`shoal.engine.weight_versions`).
     """
+
+    keeps_views: ClassVar[bool] = False
 
     index: int
     part: int

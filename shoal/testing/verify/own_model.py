@@ -29,10 +29,13 @@ from shoal.engine.own.links import LinkSeeds
 from shoal.engine.own.samples import OwnDataset
 from shoal.engine.own.stage import Statistics, draw_as
 from shoal.launch.worker_pool import Pool, RankError
+from shoal.pipeline.from_layout import build_layout_program
+from shoal.pipeline.schedules import ASYNCHRONOUS
 from shoal.planning.auto.own_loss import with_plan
 from shoal.spec.config import RunConfig
 from shoal.spec.layout import Layout
 from shoal.testing.verify.compare import TOLERANCES, Mismatch, Verdict
+from shoal.testing.verify.emulate_own import emulate_own_steps
 from shoal.training.check import check
 from shoal.training.samples import open_samples, try_samples
 from shoal.training.step.own_engine import OwnEngine
@@ -82,7 +85,9 @@ def verify_own_model(console: Console, config: RunConfig, steps: int, device: st
         console.print(f"[bold red]differs[/]   first at {verdict.findings[0].text}\n"
                       f"          {len(verdict.findings)} differences beyond {tolerance:.0e} in all, {seconds:.1f} s")
     else:
-        console.print(f"[bold green]the same[/]  as plain PyTorch and one device: every gradient to "
+        stale = config.parallel.schedule in ASYNCHRONOUS
+        what = "one device with the same stale weights" if stale else "plain PyTorch and one device"
+        console.print(f"[bold green]the same[/]  as {what}: every gradient to "
                       f"{verdict.worst_gradient:.1e} (allowed {tolerance:.0e}), {seconds:.1f} s")
     return verdict
 
@@ -90,22 +95,27 @@ def verify_own_model(console: Console, config: RunConfig, steps: int, device: st
 def compare_own_model(pool: Pool, config: RunConfig, steps: int, device: str = "cpu") -> Verdict:
     """Run the steps on the layout's ranks and on one, and compare both and plain autograd.
 
+    An asynchronous pipeline is compared with its emulation (`shoal.testing.verify.emulate_own`).
+
     Raises:
         UsageError: a step fails.
     """
     train = config.train.model_copy(update={"precision": "fp64", "device": device, "steps": steps})
     config = config.model_copy(update={"train": train})
-    alone = config.model_copy(update={"parallel": Layout(micro_batch=config.parallel.micro_batch)})
+    layout = config.parallel
+    stale = build_layout_program(layout, layout.microbatches(train.global_batch)).updates > 1
+    alone = config.model_copy(update={"parallel": Layout(micro_batch=layout.micro_batch)})
     try:
-        found, wanted = (
+        found, *others = (
             _assemble(pool.run(run_steps, each.parallel.world_size, each, steps, timeout=LIMIT_SECONDS))
-            for each in (config, alone)
+            for each in ((config,) if stale else (config, alone))
         )
     except RankError as error:
         _, usage, message = error.failures[0][1].rpartition(f"{UsageError.__module__}.{UsageError.__name__}: ")
         if usage:
             raise UsageError(message.rstrip()) from error
         raise UsageError(f"model.module: a step fails in float64: {error.reason}.") from error
+    wanted = [OwnStep(*each, frozenset()) for each in emulate_own_steps(config, steps)] if stale else others[0]
     verdict = Verdict()
     before = load_own_model(config.model.module).build(config.train.seed).double().state_dict()
     for step, (mine, other) in enumerate(zip(found, wanted, strict=True)):
@@ -114,7 +124,7 @@ def compare_own_model(pool: Pool, config: RunConfig, steps: int, device: str = "
             if config.parallel.tp > 1:
                 text += ". A sum over the ranks of tp may be missing in tensor_parallel: rowwise or moe_tp_experts"
             verdict.findings.append(Mismatch(step, config.optimizer.name, "loss", "", math.inf, (), text))
-        wanted_gradients = compute_gradients(config, step, before)
+        wanted_gradients = other.gradients if stale else compute_gradients(config, step, before)
         _compare(verdict, config, step, "gradient", mine.gradients, wanted_gradients, mine.uneven)
         _compare(verdict, config, step, "weight", mine.after, other.after)
         before = mine.after

@@ -155,13 +155,18 @@ def plain_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> Rule | P
     """Return torch's own AdamW or SGD, or another rule as it is on one device. Weight decay is for matrices only."""
     if config.name in ("adamw", "sgd"):
         return PlainTorch(model, config)
-    named = dict(model.named_parameters())
+    return build(config, build_shards(model, config))
+
+
+def build_shards(model: torch.nn.Module, config: OptimizerConfig) -> Shards:
+    """Return the trained parameters of a model and their gradients, zeros at first, for an update rule."""
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for parameter in named.values():
         parameter.grad = torch.zeros_like(parameter)
-    return build(config, Shards.from_parameters(
+    return Shards.from_parameters(
         ((name, p.detach(), get_gradient(p)) for name, p in named.items()),
         lambda name, p: weight_decay(config, name, tuple(p.shape)), lambda name: rate_factor(config, name),
-    ))
+    )
 
 
 class PlainTorch:

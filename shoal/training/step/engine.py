@@ -79,7 +79,7 @@ class Engine(EngineState):
         batches = self._move(batches, sequences)
         if not dry and isinstance(self.optimizer, Sophia) and self.optimizer.due:
             self.optimizer.learn(estimate(self, step, batches, sum(tokens)))
-        by_stage = StageUpdates(self, step) if self.program.updates > 1 else None
+        by_stage = self.begin_updates(step) if self.program.updates > 1 else None
         update: Update[StepResult | None]
         if dry:
             update = self.complete_gradients
@@ -96,6 +96,10 @@ class Engine(EngineState):
             self.float8.end_step(self.mesh.group("world"))
         assert result is not None, "every program has an update"
         return result
+
+    def begin_updates(self, step: int) -> StageUpdates:
+        """Begin a step of an asynchronous pipeline."""
+        return StageUpdates(self, step)
 
     def start(self, step: int, *, stop: bool = False) -> StartedStep:
         """Launch one step without waiting for its result (`shoal.training.step.late_step`)."""

@@ -86,6 +86,7 @@ class StageUpdates:
     def update(self, rate: float, action: Action, loss: Tensor) -> None:
         """Make one update, unless its gradient or an earlier one was not finite."""
         self.engine.complete_gradients()
+        self.divide(action)
         share = self.engine.parameters.square_norm()
         self.square_norms[action.version - 1] = share
         stage = share.clone()
@@ -97,7 +98,10 @@ class StageUpdates:
         elif not self.failed:
             self.failed = action.version
 
-    def result(self, loss: Tensor, tokens: int, rate: float, *, stop: bool) -> StepResult:
+    def divide(self, action: Action) -> None:
+        """Divide the gradients of an update by the number of its terms, if their loss was not."""
+
+    def result(self, loss: Tensor, tokens: float, rate: float, *, stop: bool) -> StepResult:
         """Return the loss and the mean gradient norm of the step. Collective.
 
         Raises:
@@ -105,7 +109,7 @@ class StageUpdates:
         """
         mesh = self.engine.mesh
         loss_sum, stopped, squares = sum_totals(self.engine, loss, stop, *self.square_norms)
-        mean = loss_sum / max(1, tokens)
+        mean = loss_sum / (tokens or 1)
         if not all(map(math.isfinite, (mean, *squares))):
             failed = (self.failed, -mesh.index("pp"), mesh.describe())
             found = all_gather(failed, world() if mesh.layout.world_size > 1 else None)

@@ -33,7 +33,25 @@ from shoal.pipeline.program import Action, Program
 from shoal.spec.config import RunConfig
 from shoal.training.records.metrics import StepMetrics
 from shoal.training.step.engine import Engine
-from shoal.training.step.optimizer_step import StepResult
+from shoal.training.step.optimizer_step import StageUpdates, StepResult
+
+
+class OwnUpdates(StageUpdates):
+    """Updates of a stage in a step of an asynchronous pipeline, whose gradients come with the number of terms."""
+
+    engine: OwnEngine
+
+    def divide(self, action: Action) -> None:
+        engine, runtime = self.engine, self.engine.runtime
+        assert isinstance(runtime, OwnRuntime), "a pipeline has several stages"
+        updates = engine.program.update_by_microbatch.items()
+        terms = torch.stack([runtime.terms[action.stage, m] for m, update in updates if update == action.version - 1])
+        engine.parameters.scale(1 / (to_host(all_reduce(terms.sum(), engine.mesh.group("dp"))) or 1.0))
+
+    def result(self, loss: Tensor, tokens: float, rate: float, *, stop: bool) -> StepResult:
+        result = super().result(loss, self.engine.count_terms(self.step, loss), rate, stop=stop)
+        self.engine.end_statistics()
+        return result
 
 
 class OwnEngine(Engine):
@@ -144,18 +162,34 @@ class OwnEngine(Engine):
         return [self.divisor] * (max(updates) + 1)
 
     def update(self, step: int, tokens: float, rate: float, stop: bool, action: Action, loss: Tensor) -> StepResult:
-        terms, self.metrics = self._totals()
-        if not (terms > 0 or terms == float(loss) == 0):
-            raise UsageError(f"model.module: the terms of its loss() in step {step} are {terms:g}, with a loss of "
-                             f"{float(loss):g} on this rank.\n  {SUM_AND_TERMS}")
+        terms = self.count_terms(step, loss)
         self.gradient_terms = (terms or 1.0) / self.divisor
         if self.loss_scale:
             self.divisor = 1 << max(0, math.frexp(terms)[1])
         result = super().update(step, terms, rate, stop, action, loss)
         if not result.skipped:
-            for stage in self.stages:
-                stage.statistics.end(self.mesh)
+            self.end_statistics()
         return result
+
+    def begin_updates(self, step: int) -> StageUpdates:
+        return OwnUpdates(self, step)
+
+    def count_terms(self, step: int, loss: Tensor) -> float:
+        """Return the terms of a step, and note its metrics. Collective.
+
+        Raises:
+            UsageError: they are none, with a loss, or fewer.
+        """
+        terms, self.metrics = self._totals()
+        if not (terms > 0 or terms == float(loss) == 0):
+            raise UsageError(f"model.module: the terms of its loss() in step {step} are {terms:g}, with a loss of "
+                             f"{float(loss):g} on this rank.\n  {SUM_AND_TERMS}")
+        return terms
+
+    def end_statistics(self) -> None:
+        """End a step for the buffers. Collective."""
+        for stage in self.stages:
+            stage.statistics.end(self.mesh)
 
     def _begin(self) -> None:
         for stage in self.stages:

@@ -265,3 +265,7 @@ lstm = OwnModel(Recurrent, words, Tokens)
 
 
 deep_unet = OwnModel(UNet, rebuilt, Images, pipeline=("down", "middle", "up"))
+late_tower = OwnModel(
+    Tower, measured, Drawn, pipeline=("parts",), make_optimizer=torch.optim.RMSprop,
+    schedule=lambda step, steps: 1e-4 / (2 + step),
+)

@@ -58,6 +58,9 @@ def config_of(name: str, layout: dict[str, Any], **sections: dict[str, Any]) -> 
     ("wide_llama", {"pp": 2, "tp": 2, "recompute": "full"}, {}),
     ("tower", {"pp": 2, "recompute": "full", "schedule": "zb-v"}, {}),  # with batch norms and dropout
     ("gpt2", {"pp": 2, "schedule": "zb-h1", "dp": 2, "zero": 3}, {}),
+    ("late_tower", {"pp": 4, "schedule": "pipedream"}, {"optimizer": {"clip_norm": 0}}),
+    ("llama", {"pp": 2, "dp": 2, "zero": 3, "schedule": "pipedream-2bw", "micro_batch": 1},
+     {"optimizer": {"clip_norm": 0}}),
     ("t5", {"pp": 4, "recompute": "full"}, {}),  # 3 stages share the embedding
     ("deep_unet", {"pp": 2, "schedule": "zb-v", "dp": 2, "zero": 3}, {}),
 ])  # fmt: skip
