@@ -216,6 +216,72 @@ dense = OwnModel(Dense, graded, Images, tensor_parallel="auto")
 tied = OwnModel(Split, words, Tokens, tensor_parallel="auto")
 
 
+
+class Heads(nn.Module):
+    """Attention of heads of size 4, whose values see the conditioning."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: Tensor, conditioning: Tensor) -> Tensor:
+        computed = self.q(x), self.k(x), self.v(x + conditioning.unsqueeze(1))
+        q, k, v = (each.unflatten(-1, (-1, 4)).transpose(1, 2) for each in computed)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class DiffusionBlock(nn.Module):
+    """Block of a diffusion transformer: norms are shifted, scaled and gated by the conditioning (adaLN)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width, elementwise_affine=False) for _ in range(2))
+        self.attention = Heads(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Dropout(0.1), nn.Linear(2 * width, width))
+        self.modulation = nn.Linear(width, 6 * width)
+
+    def forward(self, x: Tensor, conditioning: Tensor) -> Tensor:
+        shift, scale, gate, *others = self.modulation(F.silu(conditioning)).unsqueeze(1).chunk(6, -1)
+        x = x + gate * self.attention(self.norms[0](x) * (1 + scale) + shift, conditioning)
+        shift, scale, gate = others
+        return x + gate * self.mlp(self.norms[1](x) * (1 + scale) + shift)
+
+
+class DiffusionTransformer(nn.Module):
+    """Predicts the noise of images from their patches, the time and the class (Peebles and Xie 2023)."""
+
+    def __init__(self, width: int = 16, patch: int = 4) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(3, width, patch, patch)
+        self.positions = nn.Parameter(torch.randn(16, width) / 4)
+        self.time = nn.Sequential(nn.Linear(8, width), nn.SiLU(), nn.Linear(width, width))
+        self.classes = nn.Embedding(CLASSES, width)
+        self.blocks = nn.ModuleList(DiffusionBlock(width) for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 3 * patch**2)
+
+    def forward(self, images: Tensor, time: Tensor, classes: Tensor) -> Tensor:
+        x = self.patch(images).flatten(2).transpose(1, 2) + self.positions
+        waves = time.unsqueeze(1) * 2.0 ** torch.arange(4, device=time.device)
+        conditioning = self.time(torch.cat((waves.sin(), waves.cos()), 1)) + self.classes(classes)
+        for block in self.blocks:
+            x = block(x, conditioning)
+        return F.fold(self.head(self.norm(x)).transpose(1, 2), (16, 16), 4, stride=4)
+
+
+def denoised(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+    """Return the loss of the predicted noise, at times that are drawn with it."""
+    images, classes = batch
+    noise, time = torch.randn_like(images), torch.rand(len(images), device=images.device, dtype=images.dtype)
+    level = time.view(-1, 1, 1, 1)
+    return (model((1 - level) * images + level * noise, time, classes) - noise).square().sum(), noise.numel()
+
+
+dit = OwnModel(DiffusionTransformer, denoised, Images, blocks=("blocks.0", "blocks.1"), tensor_parallel={
+    "blocks.*": "sequence_parallel", "blocks.*.attention.{q,k,v}": "colwise", "blocks.*.attention.out": "rowwise",
+    "blocks.*.mlp.0": "colwise", "blocks.*.mlp.3": "rowwise",
+})  # fmt: skip
+
+
 class Tower(nn.Module):
     """Modules one after the other, of several widths, with draws, recomputation and running statistics."""
 

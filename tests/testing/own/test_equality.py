@@ -50,6 +50,7 @@ def config_of(name: str, layout: dict[str, Any], **sections: dict[str, Any]) -> 
     ("wide_qwen3_moe", {"dp": 2, "tp": 2, "ep": 4, "etp": 1, "zero": 3, "sequence_parallel": True}, {}),
     ("wide_qwen3_moe", {"pp": 2, "dp": 2, "ep": 2}, {"optimizer": {"name": "muon"}}),
     ("routed", {"dp": 4, "ep": 2, "zero": 2}, {}),
+    ("dit", {"dp": 2, "tp": 2, "sequence_parallel": True, "zero": 3, "recompute": "full"}, {}),
     ("nadam", {"dp": 2, "zero": 2}, {}),
     ("tower", {"pp": 2, "dp": 2, "zero": 2, "schedule": "interleaved-1f1b", "virtual_stages": 2}, {}),
     ("wide_llama", {"pp": 2, "tp": 2}, {}),
@@ -79,9 +80,9 @@ def drawn_configs(draw: st.DrawFn) -> RunConfig:
     def choose(*options: Any) -> Any:
         return draw(st.sampled_from(options))
 
-    name = choose("bert", "grouped", "lstm", "odd", "routed", "split", "tower", "unet", "vit", "wide_llama",
+    name = choose("bert", "dit", "grouped", "lstm", "odd", "routed", "split", "tower", "unet", "vit", "wide_llama",
                   "wide_qwen3_moe")
-    tp = choose(1, 2) if name in ("grouped", "split", "wide_llama", "wide_qwen3_moe") else 1
+    tp = choose(1, 2) if name in ("dit", "grouped", "split", "wide_llama", "wide_qwen3_moe") else 1
     tp = 4 if name == "grouped" and tp == 2 else tp  # more ranks than heads of keys and values
     pp = choose(1, 2) if name in ("tower", "wide_llama") else 1
     dp = choose(*(dp for dp in (1, 2, 4) if dp * tp * pp in (2, 4)))
@@ -89,7 +90,7 @@ def drawn_configs(draw: st.DrawFn) -> RunConfig:
         "dp": dp, "tp": tp, "pp": pp, "zero": choose(0, 1, 2, 3), "overlap": choose(False, True),
         "bucket_mb": choose(25.0, 0.01), "micro_batch": choose(*(n for n in (2, 4) if 8 % (n * dp) == 0)),
     }  # fmt: skip
-    if tp > 1 and name.startswith("wide"):
+    if tp > 1 and name in ("dit", "wide_llama", "wide_qwen3_moe"):
         layout["sequence_parallel"] = choose(False, True)
     if name in ("routed", "wide_qwen3_moe"):
         layout |= {"ep": choose(*(ep for ep in (1, 2, 4) if dp * tp % ep == 0)), "etp": 1}

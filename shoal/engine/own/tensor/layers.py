@@ -148,6 +148,16 @@ class SplitRanks:
             return x
         return with_conjugate(x, self.group, lambda x, _: x.view_as(x), lambda g, group: all_reduce(g.clone(), group))
 
+    def enter_full(self, x: Any, part: Tensor) -> Any:
+        """Return another input of a module that gathers tokens, given its part of them.
+
+        All ranks get its full gradient, and the layer around sums gradients, so each passes on its share. An input of
+        the rank's tokens alone has a gradient of its own.
+        """
+        if not isinstance(x, Tensor) or not x.is_floating_point() or x.shape[:-1] == part.shape[:-1]:
+            return x
+        return with_conjugate(x, self.group, lambda x, _: x.view_as(x), lambda g, _: g / self.size)
+
     def leave(self, x: Tensor) -> Tensor:
         """Sum a region's output, which other operators may read."""
         return with_conjugate(x, self.group, lambda x, group: all_reduce(x.clone(), group), lambda g, _: g)

@@ -3,7 +3,8 @@
 The layers of the module (`SEQUENCE_PARALLEL`, or the modules of the list that holds split layers) compute tokens one by
 one, but for the modules in them that hold split layers, such as attention. Those gather the tokens of all ranks at
 their entry, and a layer split by input sums its output and leaves each rank its tokens. Adjacent layers pass the parts
-on; the first takes its part of the tokens, and the last gathers them. Gradients of parameters between are summed.
+on; the first takes its part of the tokens, and the last gathers them. Gradients of parameters between are summed, and
+of other inputs of a layer, such as the conditioning of a diffusion transformer.
 
 Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2.
 """
@@ -43,9 +44,11 @@ def split_sequence(
     names, summed = find_layers(module, rules), list[str]()
     for name in names:
         summed += _split_layer(module, name, rules, ranks)
-    for first, last in _find_runs(module, names, edges):
-        module.get_submodule(first).register_forward_pre_hook(
-            partial(_change_input, ranks.split_tokens), with_kwargs=True)
+    runs = list(_find_runs(module, names, edges))
+    for name in names:
+        enter = ranks.split_tokens if any(name == first for first, _ in runs) else _keep
+        _hook_inputs(module, name, enter, lambda x, _: ranks.enter_each(x))
+    for _, last in runs:
         module.get_submodule(last).register_forward_hook(partial(_change_output, ranks.gather_tokens))
     return summed
 
@@ -95,11 +98,11 @@ def _split_layer(module: nn.Module, name: str, rules: Mapping[str, str], ranks: 
                          f"each, or name other modules {SEQUENCE_PARALLEL!r}.")
     for each in full:
         if not _is_in(each, full - {each}):
-            _hook_input(module, each, ranks.gather_tokens)
+            _hook_inputs(module, each, ranks.gather_tokens, ranks.enter_full)
             module.get_submodule(each).register_forward_hook(partial(_change_output, ranks.split_tokens))
     for each in entries:
         if not _is_in(each, full | entries - {each}):
-            _hook_input(module, each, partial(ranks.gather_tokens, entered=True))
+            _hook_inputs(module, each, partial(ranks.gather_tokens, entered=True), ranks.enter_full)
     for each in leaving:
         modules[each].scatters = not _is_in(each, full)
     biases = [f"{each}.bias" for each in leaving if not _is_in(each, full)]
@@ -133,18 +136,30 @@ def _find_next(module: nn.Module, name: str) -> str | None:
     return f"{outer}.{after[0]}".lstrip(".") if after else None
 
 
-def _hook_input(module: nn.Module, name: str, change: Callable[[Tensor], Tensor]) -> None:
-    module.get_submodule(name).register_forward_pre_hook(partial(_change_input, change), with_kwargs=True)
+def _keep(x: Tensor) -> Tensor:
+    return x
 
 
-def _change_input(change: Callable[[Tensor], Tensor], _: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Change the first tensor of floats that a module is called with."""
-    given = {**dict(enumerate(args)), **kwargs}
-    for key, value in given.items():
-        if isinstance(value, Tensor) and value.is_floating_point():
-            given[key] = change(value)
-            break
-    return tuple(given[i] for i in range(len(args))), {key: given[key] for key in kwargs}
+def _hook_inputs(
+    module: nn.Module, name: str, change: Callable[[Tensor], Tensor], others: Callable[[Any, Tensor], Any]
+) -> None:
+    """Change the first tensor of floats that a module is called with, and others, given them and the first."""
+
+    def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        values = [*args, *kwargs.values()]
+        first = next((x for x in values if isinstance(x, Tensor) and x.is_floating_point()), None)
+        if first is None:
+            return None
+        return _map((args, kwargs), lambda x: change(x) if x is first else others(x, first))
+
+    module.get_submodule(name).register_forward_pre_hook(enter, with_kwargs=True)
+
+
+def _map(values: Any, change: Callable[[Any], Any]) -> Any:
+    """Change what is in tuples, lists and dicts, but not in other containers, which a module may keep."""
+    if type(values) in (tuple, list):
+        return type(values)(_map(each, change) for each in values)
+    return {key: _map(each, change) for key, each in values.items()} if type(values) is dict else change(values)
 
 
 def _change_output(change: Callable[[Tensor], Tensor], _: nn.Module, args: Any, output: Any) -> Any:
