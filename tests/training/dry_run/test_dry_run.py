@@ -187,8 +187,8 @@ EXPERTS = {"count": 4, "per_token": 2, "ffn": 24}
 
 @pytest.mark.parametrize(("parallel", "experts", "family"), [
     ({"dp": 2, "tp": 2, "ep": 2, "recompute": "full"}, {"every": 2, "gate": "noisy-top-k"}, "tiny-gpt"),
-    ({"dp": 2, "tp": 2, "ep": 4, "etp": 1, "sequence_parallel": True, "zero": 3, "recompute": "full"}, {"shared": 1},
-     "tiny"),
+    ({"dp": 2, "tp": 2, "ep": 4, "etp": 1, "sequence_parallel": True, "zero": 3, "recompute": "full"},
+     {"shared": 1, "biases": True}, "tiny"),
     ({"cp": 2, "tp": 2, "sequence_parallel": True, "dp": 2, "ep": 4, "cp_order": "striped", "recompute": "full"},
      {"shared": 1, "depths": 0.5}, "tiny"),
 ])  # fmt: skip

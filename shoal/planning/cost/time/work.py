@@ -99,7 +99,8 @@ def _layer(run: MicroBatch, seen: Seen, sparse: bool) -> int:
         core_again -= product * sum(rows * keys for rows, keys in (rectangles[-1] for rectangles in seen.scores))
     mlp = _experts(run) if sparse else _mlp(run, n, shape.ffn)
     again = {"none": 0, "selective": core_again, "full": projections + core + mlp}[run.layout.recompute]
-    return 3 * (projections + mlp) + core + core_backward + again
+    sums = _bias_sums(run) if sparse and shape.moe.biases else 0
+    return 3 * (projections + mlp) + core + core_backward + again + sums
 
 
 def _latent_projections(run: MicroBatch, tokens: int) -> int:
@@ -117,6 +118,12 @@ def _latent_projections(run: MicroBatch, tokens: int) -> int:
 def _mlp(run: MicroBatch, tokens: int, width: int) -> int:
     matrices = 3 if run.shape.family == "llama" else 2
     return 2 * tokens * run.shape.hidden * matrices * (width // run.layout.tp)
+
+
+def _bias_sums(run: MicroBatch) -> int:
+    """Return the FLOPs of the gradients of the biases inside experts: products of their rows with 8 columns of ones."""
+    biases = 2 if run.shape.family == "llama" else 1
+    return 2 * 8 * run.routed.computed * biases * (run.shape.moe.ffn // run.layout.expert_tensor)
 
 
 def _experts(run: MicroBatch) -> int:
