@@ -73,8 +73,8 @@ class OwnEstimate:
         layout, plan = self.config.parallel, self.counts.plan
         split = ""
         if plan:
-            kept = plan.plan.weight_shardings()
-            split = f", {sum(bool(way.used) for way, *_ in kept.values())} of {len(kept)} weights split by operators"
+            ways = [kept for kept, *_ in plan.plan.weight_shardings().values()]
+            split = f", {sum(bool(way.used) for way in ways)} of {len(ways)} weights split by operators"
         return (f"{layout.describe()}, micro_batch {layout.micro_batch}{split}: at least "
                 f"{show_seconds(self.step_seconds)} a step on {self.cluster.describe()}")
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
 from shoal.base.errors import UsageError, divisors
 from shoal.base.units import show_bytes
+from shoal.engine.own.chain import find_chain
 from shoal.engine.own.check import check_own_model
 from shoal.engine.own.definition import OwnModel, load_own_model
 from shoal.engine.own.optimizer import check_optimizer
+from shoal.engine.own.samples import OwnDataset
 from shoal.engine.own.tensor.layers import SplitRanks
 from shoal.engine.own.tensor.table import apply_table
+from shoal.engine.precision.policy import POLICIES
 from shoal.planning.auto.own_loss import plan_loss
 from shoal.planning.own_counts import ChainCounts, OwnCounts, count_chain, count_own_model, extend
 from shoal.planning.own_estimate import OwnEstimate, estimate_own_model
@@ -30,11 +34,21 @@ class OwnLayouts(NamedTuple):
 
     Attributes:
         fitting: estimates that fit, the fastest first; among equals, with less sharding.
+        own: the definition, with a pipeline along the longest list of its modules if it has none and this is a chain.
         unsplit: why the operators of a model without a table cannot be split; empty if they can.
     """
 
     fitting: list[OwnEstimate]
+    own: OwnModel
     unsplit: str = ""
+
+    @property
+    def best(self) -> OwnModel:
+        """The definition with what the fastest layout needs: a plan of its operators, a pipeline, or neither."""
+        fastest = self.fitting[0]
+        plan, layout = fastest.counts.plan, fastest.config.parallel
+        own = self.own if layout.pp > 1 or layout.recompute == "full" else load_own_model(fastest.config.model.module)
+        return replace(own, tensor_parallel=plan) if plan else own
 
 
 def plan_own_model(config: RunConfig, cluster: str | Cluster, *, ranks: int | None = None) -> OwnLayouts:
@@ -51,7 +65,7 @@ def plan_own_model(config: RunConfig, cluster: str | Cluster, *, ranks: int | No
     found = cluster_of(cluster) if isinstance(cluster, str) else cluster
     size, least = ranks or found.size, None
     fitting: list[OwnEstimate] = []
-    own = load_own_model(config.model.module)
+    own = _with_chain(load_own_model(config.model.module), config)
     splits, unsplit = _splits_states(own, config), ""
     options: Iterator[tuple[RunConfig, OwnCounts | ChainCounts]] = _count(own, config, size, splits=splits)
     if splits and not _has_table(own):
@@ -82,7 +96,7 @@ def plan_own_model(config: RunConfig, cluster: str | Cluster, *, ranks: int | No
     fitting.sort(key=lambda each: (
         round(each.step_seconds, 6), each.config.parallel.pp, each.counts.plan is not None, each.config.parallel.zero
     ))  # fmt: skip
-    return OwnLayouts(fitting, unsplit)
+    return OwnLayouts(fitting, own, unsplit)
 
 
 def _count(
@@ -134,6 +148,19 @@ def _split_operators(
             yield counted, counts
             if estimate_own_model(counted, cluster, counts).fits:
                 break
+
+
+def _with_chain(own: OwnModel, config: RunConfig) -> OwnModel:
+    """Return a definition with a pipeline along the longest list of its modules, if it names none and this is one."""
+    if own.pipeline:
+        return own
+    found, seed = replace(own, pipeline="auto"), config.train.seed
+    batch = OwnDataset(own, "train", seed).batch(range(1))
+    try:
+        find_chain(found, POLICIES[config.train.precision], seed, batch)
+    except UsageError:  # no list, or no chain
+        return own
+    return found
 
 
 def _has_table(own: OwnModel) -> bool:

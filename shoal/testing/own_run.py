@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -144,11 +144,12 @@ class Run:
         self.cluster = cluster or "8xH100"
         if layout == "auto":
             with tempfile.TemporaryDirectory(prefix="shoal-own-") as made:
-                (best, *_), unsplit = plan_own_model(self._written(Path(made)), self.cluster)
-            self.config = self.config.model_copy(update={"parallel": best.config.parallel})
-            if best.counts.plan:
-                self.own = replace(self.own, tensor_parallel=best.counts.plan)
-            print(f"layout auto: {best.summary()}" + (f"\n  operators are not split: {unsplit}" if unsplit else ""))
+                found = plan_own_model(self._written(Path(made)), self.cluster)
+                self.own = found.best
+            self.config = self.config.model_copy(update={"parallel": found.fitting[0].config.parallel})
+            if (member := detect_rank_env()) is None or member.rank == 0:
+                why = f"\n  operators are not split: {found.unsplit}" if found.unsplit else ""
+                print(f"layout auto: {found.fitting[0].summary()}{why}")
 
     def train(self, steps: int, *, folder: str | Path | None = None, resume: str | Path | None = None) -> RunResult:
         """Train up to a step, in a new run folder (default: under ``runs/``) or in that of a run to resume.

@@ -187,7 +187,9 @@ def test_the_fastest_layout_that_fits_is_planned():
 
 @pytest.mark.parametrize("reads", [False, True])
 def test_a_model_without_a_table_is_split_by_operators_or_it_is_said_why_not(reads, capsys):
-    """Of few samples and many weights, less is sent than their gradients. The first is Megatron's split."""
+    """Of few samples and many weights, less is sent than their gradients. The first is Megatron's split.
+
+    The list of modules is a pipeline by itself."""
 
     def loss(model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
         return model(batch).square().sum() * (batch[0, 0].item() if reads else 1), len(batch)
@@ -198,12 +200,11 @@ def test_a_model_without_a_table_is_split_by_operators_or_it_is_said_why_not(rea
     )  # fmt: skip
     said = capsys.readouterr().out
     if reads:
-        assert (run.config.parallel.dp, run.own.tensor_parallel) == (2, None)
-        assert "layout auto: dp 2 (DDP)" in said
+        assert (run.config.parallel.pp, run.own.pipeline, run.own.tensor_parallel) == (2, "auto", None)
+        assert "layout auto: pp 2 (1f1b), micro_batch 1: at least" in said
         assert "operators are not split: Sequential: its forward pass reads the value of a tensor" in said
     else:
-        kept = run.own.tensor_parallel.plan.weight_shardings()
-        assert {name: str(way) for name, (way, *_) in kept.items()} == {
+        assert run.own.tensor_parallel.kept() == {
             "0.weight": "[Ax, B]", "0.bias": "[Ax]", "2.weight": "[A, Bx]", "2.bias": "[A]",
         }  # fmt: skip
         assert "layout auto: tp 2, micro_batch 2, 3 of 4 weights split by operators: at least" in said

@@ -307,7 +307,9 @@ def build_own_stage(
     if late:
         late.connect(parameters)
     stage = OwnStage(own, module, parameters, policy, seed, ranks, seeds, links, index)
-    stage.planned = PlannedLoss(plan, module, mesh) if plan else None
+    if plan:
+        stage.planned = PlannedLoss(plan, module, mesh)
+        stage.planned.check_same()
     if blocks:
         stage.blocks = Blocks(blocks, module, groups, parameters)
         stage.buckets = stage.blocks.rest

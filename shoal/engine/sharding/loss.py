@@ -10,14 +10,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from numbers import Number
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ReduceOp
 from torch.utils._pytree import tree_leaves
 
 from shoal.base.errors import UsageError
 from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.mesh import Mesh
+from shoal.engine.collectives.ops import all_reduce, to_host
 from shoal.engine.parallel.placement import ParamPlacement
 from shoal.engine.sharding.graph import BACKWARD, FORWARD
 from shoal.engine.sharding.named_axes import block_box
@@ -52,6 +55,10 @@ class LossPlan:
     returned: tuple[Any, ...]
     metrics: tuple[str, ...]
     constants: dict[str, Tensor]
+
+    def kept(self) -> dict[str, str]:
+        """Return how each weight is kept, by name: `[Ax, B]` is split along its first dim over the mesh axis x."""
+        return {name: str(way) for name, (way, *_) in self.plan.weight_shardings().items()}
 
     def suits(self, tp: int, micro_batch: int, precision: str) -> bool:
         """Return whether it is for these."""
@@ -95,6 +102,15 @@ class PlannedLoss:
         self.gradient = next(op.name for op in ops if op.kind == "gradient")
         self.outside = {op.name: op for op in ops if op.kind in ("parameter", "buffer")}
         self.constants = {name: value.to(mesh.device) for name, value in loss.constants.items()}
+
+    def check_same(self) -> None:
+        """Raise `UsageError` if the ranks have other plans: each may have searched by itself. Collective."""
+        digest = float(crc32(repr(self.loss.plan.splits).encode()))
+        found = torch.tensor([digest, -digest], dtype=torch.float64, device=self.mesh.device)
+        most, least = to_host(all_reduce(found, self.mesh.required_group("tp"), ReduceOp.MAX))
+        if most != -least:
+            raise UsageError("model.module: tensor_parallel = 'auto' found other splits on other ranks.\n  Start the "
+                             "run with shoal train or shoal.Run, which search once, or give a table.")
 
     def compute(self, batch: Any) -> tuple[Tensor, Any, dict[str, list[Any]]]:
         """Return what `OwnModel.compute` does of the full module.

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from shoal.base.errors import UsageError
 from shoal.engine.collectives.mesh import Mesh
@@ -17,6 +18,8 @@ from shoal.planning.auto.own_loss import plan_loss, with_plan
 from shoal.spec.catalog.clusters import cluster
 from shoal.testing.verify.own_model import compare_own_model
 from shoal.training.check import check
+from shoal.training.samples import open_samples
+from shoal.training.step.own_engine import OwnEngine
 from tests.testing.own import plain, zoo
 from tests.testing.own.test_equality import config_of
 
@@ -48,6 +51,25 @@ def test_any_split_of_operators_trains_as_one_device(name, layout, sections, poo
     assert split and {move.kind for each in plan.reshardings for move in each.moves} > {"all-reduce"}
     verdict = compare_own_model(pool, config, steps=2)
     assert not verdict.findings, (verdict.findings[0].text, split)
+
+
+def start(configs: list) -> str:
+    config = configs[dist.get_rank()]
+    try:
+        OwnEngine(config, check(config), Mesh(config.parallel, dist.get_rank()), open_samples(config, "train"))
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_other_splits_are_refused(pool, monkeypatch, tmp_path):
+    configs = []
+    for seed in range(2):
+        (tmp_path / f"{seed}").mkdir()
+        monkeypatch.setattr(search, "solve", choose_randomly(seed))
+        configs.append(with_plan(config_of("dense", {"tp": 2}), tmp_path / f"{seed}"))
+    assert pool.run(start, 2, configs[:1] * 2) == ["", ""]
+    assert all("found other splits on other ranks" in said for said in pool.run(start, 2, configs))
 
 
 def test_what_a_split_does_not_fit_is_refused(tmp_path):

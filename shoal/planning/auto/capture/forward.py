@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from contextlib import redirect_stderr
 from dataclasses import dataclass
+from io import StringIO
 from operator import getitem
 
 import torch
@@ -32,7 +34,9 @@ def export(module: nn.Module, inputs: tuple, name: str = "") -> ExportedProgram:
     """
     name = name or type(module).__name__
     try:
-        program = torch.export.export(module, inputs)
+        with redirect_stderr(StringIO()), warnings.catch_warnings():  # it prints the graph of what fails
+            warnings.simplefilter("ignore", UserWarning)  # of recurrent modules, which keep lists of their parameters
+            program = torch.export.export(module, inputs)
         _cut_gradients(program)
         program = _functional(program)
     except UsageError:
