@@ -16,9 +16,10 @@ from shoal.spec.config.sections import OptimizerConfig, TrainConfig
 from shoal.spec.layout import Layout
 from shoal.spec.number_formats import FORMATS
 from shoal.spec.schedules import SLICED
+from shoal.spec.sync_methods import COMPRESSED, LOCAL, UNSYNCHRONISED
 
 OWN_LAYOUT = (
-    "dp", "tp", "sequence_parallel", "ep", "etp", "zero", "zero_shard", "micro_batch", "bucket_mb", "overlap",
+    "dp", "sync", "tp", "sequence_parallel", "ep", "etp", "zero", "zero_shard", "micro_batch", "bucket_mb", "overlap",
     "prefetch", "reshard_after_forward", "offload",
 )  # fmt: skip
 """Fields of a layout that any module can have."""
@@ -46,6 +47,12 @@ def check_own_model(config: RunConfig) -> OwnShape:
         if name == "recompute" and value != default:
             raise UsageError(f"parallel.recompute = {value!r} with model.module.\n  Use 'full', and give blocks or "
                              "pipeline in its OwnModel: the modules that are computed again.")
+        if name == "sync" and value in UNSYNCHRONISED:
+            raise UsageError(f"parallel.sync = {value!r} with model.module, whose buffers are means over all replicas, "
+                             f"and these do not wait.\n  Use {', '.join((*COMPRESSED, *LOCAL))}, or leave it out.")
+        if name == "sync" and value != default and layout.ep > 1:
+            raise UsageError(f"parallel.sync = {value!r} with parallel.ep and model.module, whose replicas exchange "
+                             "tokens.\n  Leave one of them out.")
         if name not in (*OWN_LAYOUT, *OWN_PIPELINE) and value != default:
             raise UsageError(f"parallel.{name} = {value!r} with model.module, whose layers shoal does not know."
                              f"\n  Leave it out; {', '.join(OWN_LAYOUT)} work with any module.")

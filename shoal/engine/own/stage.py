@@ -14,6 +14,7 @@ from torch.distributed import ReduceOp
 
 from shoal.base.boxes import Box, Piece
 from shoal.base.errors import UsageError
+from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import all_reduce, to_host
 from shoal.engine.models.cache import Slice
@@ -94,10 +95,20 @@ class Statistics:
                 made = before + made if made.is_floating_point() else torch.maximum(before, made)
             self._made[name] = made
 
-    def end(self, mesh: Mesh) -> None:
-        """End a step. Collective over the replicas."""
-        replicas, buffers = mesh.group("dp"), self.buffers
-        if buffers:
+    def average(self, replicas: Group | None) -> None:
+        """Average the buffers of replicas that have made steps of their own. Collective over them."""
+        self.begin()
+        self.collect()
+        self.end(replicas, other=True)
+
+    def end(self, replicas: Group | None, *, other: bool = False) -> None:
+        """End a step. Collective over the replicas.
+
+        Args:
+            other: whether replicas began it with other values.
+        """
+        buffers = self.buffers
+        if buffers and not other:
             changed = torch.stack([self._changed(name) for name in buffers])
             some = to_host(all_reduce(changed, replicas, ReduceOp.MAX))  # masks and the like are not sent
             buffers = {name: buffer for (name, buffer), one in zip(buffers.items(), some, strict=True) if one}
@@ -107,7 +118,7 @@ class Statistics:
                 continue
             total = all_reduce(torch.cat([self._made[name].flatten() for name in names]), replicas, operation)
             if mean:
-                total /= self._passes * mesh.size("dp")
+                total /= self._passes * (replicas.size() if replicas else 1)
             for name, values in zip(names, total.split([self._made[n].numel() for n in names]), strict=True):
                 shaped, buffer = values.view(self._made[name].shape), buffers[name]
                 buffer.copy_(torch.view_as_complex(shaped) if buffer.is_complex() else shaped)

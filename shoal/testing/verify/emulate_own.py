@@ -100,6 +100,6 @@ def emulate_own_steps(config: RunConfig, steps: int) -> Iterator[tuple[float, Te
                 own.schedule(step, train.steps) if own.schedule else learning_rate(step, train.steps, config.optimizer))
         after = {name: p.detach().clone() for name, p in trained.items()}
         for stage in stages:
-            stage.statistics.end(alone)
+            stage.statistics.end(alone.group("dp"))
             after |= {name: b.clone() for name, b in stage.statistics.buffers.items() if stage.links.keeps(name)}
         yield total / (counted or 1.0), {name: get_gradient(p).clone() for name, p in trained.items()}, after

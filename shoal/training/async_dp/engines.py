@@ -70,6 +70,11 @@ class ReplicaEngine(Engine):
     def update(self, step: int, tokens: float, rate: float, stop: bool, action: Action, loss: Tensor) -> StepResult:
         """Update the weights by the method. See `Engine.update`."""
 
+    def divide_gradients(self) -> None:
+        """Divide the gradients of this replica by the terms of their loss, if the loss was not."""
+        if self.gradient_terms != 1:
+            self.parameters.scale(1 / self.gradient_terms)
+
     def clip_and_step(self, norm: float, rate: float) -> None:
         """Clip by a gradient norm and step this replica's optimizer."""
         if (factor := clip_factor(self, norm)) != 1:
@@ -125,8 +130,9 @@ class CompressedEngine(ReplicaEngine):
                 unless a sum of finite gradients overflowed.
         """
         self.complete_gradients()
+        self.divide_gradients()
         loss_sum, stopped, (square,) = sum_totals(self, loss, stop, self.parameters.square_norm())
-        mean = loss_sum / max(1, tokens)
+        mean = loss_sum / (tokens or 1)
         if not (math.isfinite(mean) and math.isfinite(square)):  # NaNs would persist in the error-feedback buffers
             raise NonFinite(f"step {step}: loss {mean:g}, sum of the replicas' squared gradient norms {square:g}")
         self.method.sum()
@@ -167,20 +173,21 @@ class LocalEngine(ReplicaEngine):
             Diverged: before any weight changes, on the ranks of one replica.
         """
         self.complete_gradients()
+        self.divide_gradients()
         mine = torch.stack((loss * (self.mesh.index("tp") == 0), self.parameters.square_norm()))
         total, square = to_host(all_reduce(mine, self.sync_mesh.group("world")))
         if not (math.isfinite(total) and math.isfinite(square)):
-            loss_text = f"loss {total / max(1, tokens):g}"
+            loss_text = f"loss {total / (tokens or 1):g}"
             raise Diverged(f"step {step}: replica {self.replica} has {loss_text}; the others continue")
         norm = math.sqrt(square)
         self.clip_and_step(norm, rate)
         self._since += torch.tensor((total, tokens, norm, 1, stop), dtype=torch.float64, device=loss.device)
-        result = StepResult(total / max(1, tokens), norm, rate, tokens, met=False)
+        result = StepResult(total / (tokens or 1), norm, rate, tokens, met=False)
         if self.method.due(step + 1, self.config.train.steps):
             self.method.average()
             loss_sum, count, norms, steps, stops = to_host(all_reduce(self._since, self.mesh.group("world")))
             self._since.zero_()
-            result = StepResult(loss_sum / max(1, count), norms / steps, rate, round(count), stop=stops > 0)
+            result = StepResult(loss_sum / (count or 1), norms / steps, rate, round(count), stop=stops > 0)
         self.refresh_parameters()
         return result
 
@@ -192,6 +199,34 @@ class LocalEngine(ReplicaEngine):
     def restored(self, updates: int) -> None:
         super().restored(updates)
         self.method.restored()
+
+
+class OwnReplica(OwnEngine, ReplicaEngine):
+    """Engine of one replica of a model of one's own."""
+
+    def saved_beside(self) -> dict[str, list[Piece]]:
+        """Return the buffers and frozen parameters, which the first replica saves."""
+        found = super().saved_beside()
+        for pieces in found.values():
+            for piece in pieces:
+                piece.primary &= self.replica == 0
+        return found
+
+
+class OwnCompressedEngine(OwnReplica, CompressedEngine):
+    """`CompressedEngine` of a model of one's own."""
+
+
+class OwnLocalEngine(OwnReplica, LocalEngine):
+    """`LocalEngine` of a model of one's own, whose buffers are averaged with its weights."""
+
+    def update(self, step: int, tokens: float, rate: float, stop: bool, action: Action, loss: Tensor) -> StepResult:
+        """Step this replica; average if due. See `LocalEngine.update`."""
+        result = super().update(step, tokens, rate, stop, action, loss)
+        if self.method.due(step + 1, self.config.train.steps):
+            for stage in self.stages:
+                stage.statistics.average(self.mesh.group("dp"))
+        return result
 
 
 class AsyncEngine(ReplicaEngine):
@@ -290,6 +325,8 @@ def engine_class(config: RunConfig) -> type[Engine]:
         return OwnEngine if config.model.module else Engine
     if sync in UNSYNCHRONISED:
         return AsyncEngine
+    if config.model.module:
+        return OwnLocalEngine if sync in LOCAL else OwnCompressedEngine
     return LocalEngine if sync in LOCAL else CompressedEngine
 
 

@@ -180,7 +180,7 @@ class OwnEngine(Engine):
         Raises:
             UsageError: they are none, with a loss, or fewer.
         """
-        terms, self.metrics = self._totals()
+        terms, self.metrics = self._totals(self.loss_replicas)
         if not (terms > 0 or terms == float(loss) == 0):
             raise UsageError(f"model.module: the terms of its loss() in step {step} are {terms:g}, with a loss of "
                              f"{float(loss):g} on this rank.\n  {SUM_AND_TERMS}")
@@ -189,14 +189,14 @@ class OwnEngine(Engine):
     def end_statistics(self) -> None:
         """End a step for the buffers. Collective."""
         for stage in self.stages:
-            stage.statistics.end(self.mesh)
+            stage.statistics.end(self.loss_replicas)
 
     def _begin(self) -> None:
         for stage in self.stages:
             stage.begin()
 
-    def _totals(self) -> tuple[float, dict[str, float]]:
-        """Return the terms of the losses and the means of the metrics with terms, over all replicas. Collective.
+    def _totals(self, replicas: Group | None) -> tuple[float, dict[str, float]]:
+        """Return the terms of the losses and the means of the metrics with terms, over replicas. Collective.
 
         Raises:
             UsageError: replicas have metrics of other names.
@@ -205,19 +205,20 @@ class OwnEngine(Engine):
         names = stage.names or ()
         digest = crc32("\n".join(names).encode()) >> 12  # so that sums of squares are exact
         same = stage.counted.new_tensor([digest, digest**2])
-        terms, total, squares = to_host(self._sum(torch.cat((stage.counted.view(1), same))))
-        if self.mesh.size("dp") * self.mesh.size("pp") * int(squares) != int(total) ** 2:  # their variance is not 0
+        terms, total, squares = to_host(self._sum(torch.cat((stage.counted.view(1), same)), replicas))
+        ranks = (replicas.size() if replicas else 1) * self.mesh.size("pp")
+        if ranks * int(squares) != int(total) ** 2:  # their variance is not 0
             raise UsageError(f"model.module: the metrics of its loss() are {show_names(names)} on this rank, and "
                              f"others on another.\n  {ALL_METRICS}")
         if not names:
             return terms, {}
         none = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
-        pairs = to_host(self._sum(torch.stack([stage.metrics.get(name, none) for name in names])))
+        pairs = to_host(self._sum(torch.stack([stage.metrics.get(name, none) for name in names]), replicas))
         return terms, {name: total / number for name, (total, number) in zip(names, pairs, strict=True) if number}
 
-    def _sum(self, x: Tensor) -> Tensor:
+    def _sum(self, x: Tensor, replicas: Group | None) -> Tensor:
         """Sum over replicas and stages. Collective."""
-        return all_reduce(all_reduce(x, self.mesh.group("dp")), self.mesh.group("pp"))
+        return all_reduce(all_reduce(x, replicas), self.mesh.group("pp"))
 
     def evaluate(self, samples: Dataset) -> float:
         """Return the loss per term of the first `validation_sequences` samples; ``validated`` has the metrics."""
@@ -230,9 +231,10 @@ class OwnEngine(Engine):
         loss = self.build_runtime(build_forwards(self.program, passes)).evaluate(batches)
         for stage in self.stages:
             stage.statistics.cancel()  # some modules change buffers in each forward
-        terms, metrics = self._totals()
+        replicas = self.mesh.group("dp")
+        terms, metrics = self._totals(replicas)
         self.validated = {"metrics": metrics or None}
-        return float(to_host(self._sum(loss))) / (terms or 1.0)
+        return float(to_host(self._sum(loss, replicas))) / (terms or 1.0)
 
     def state(self) -> dict[str, list[Piece]]:
         """Return all tensors that a checkpoint stores: also buffers and frozen parameters."""
