@@ -101,6 +101,7 @@ class PlannedLoss:
         ops = loss.plan.graph.ops.values()
         self.gradient = next(op.name for op in ops if op.kind == "gradient")
         self.outside = {op.name: op for op in ops if op.kind in ("parameter", "buffer")}
+        self.training = True
         self.constants = {name: value.to(mesh.device) for name, value in loss.constants.items()}
 
     def check_same(self) -> None:
@@ -129,6 +130,7 @@ class PlannedLoss:
         for name, tensor in zip(loss.inputs, self._check(batch), strict=True):
             if name in self.step.ops:
                 values[name] = self.step.block(name, tensor)
+        self.training = torch.is_grad_enabled()
         total = _Step.apply(self, values, list(trained), *trained.values())
         made = [total, *(each if isinstance(each, Number) else values[GIVEN + each] for each in loss.returned[1:])]
         pairs = zip(made[2::2], made[3::2], strict=True)
@@ -137,7 +139,7 @@ class PlannedLoss:
     def run(self, phase: str, values: Values) -> None:
         """Run a phase; the graph has the casts of mixed precision as operators."""
         with torch.autocast(self.mesh.device.type, enabled=False):
-            self.step.run(phase, values)
+            self.step.run(phase, values, drops=self.training)
 
     def _check(self, batch: Any) -> list[Tensor]:
         """Return the tensors of a batch."""

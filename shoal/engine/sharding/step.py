@@ -13,6 +13,9 @@ from shoal.engine.sharding.named_axes import Sharding
 from shoal.engine.sharding.plan import ENDS, ShardingPlan
 from shoal.engine.sharding.ranks import MeshRank
 
+MASK = "bernoulli.p"
+"""Target of the operator that draws a mask of dropout from a shape."""
+
 Values = dict[str, Tensor]
 """Blocks of a rank, by the operators that make them."""
 
@@ -29,12 +32,19 @@ class ShardedStep:
         """Return this rank's block of an unsharded tensor of the graph, by default as the plan keeps it."""
         return self.rank.block(tensor, sharding or self.plan.sharding(name), self.ops[name].sizes)
 
-    def run(self, phase: str, values: Values) -> None:
-        """Run a phase on the blocks of what it reads; add the blocks that it makes, and drop those without readers."""
+    def run(self, phase: str, values: Values, *, drops: bool = True) -> None:
+        """Run a phase on the blocks of what it reads; add the blocks that it makes, and drop those without readers.
+
+        Args:
+            drops: whether masks of dropout are drawn, in full on each rank; else they are their mean, as in evaluation.
+        """
         moved: dict[str, dict[Sharding, Tensor]] = {}  # for all readers in the phase
         for op in self.ops.values():
             if op.kind == "call" and op.phase == phase:
-                values[op.name] = self._run(op, values, moved)
+                if op.target == MASK and not drops:
+                    values[op.name] = torch.full_like(values[op.operands[0]], op.args[1])
+                else:
+                    values[op.name] = self._run(op, values, moved)
                 for name, later in self._unread.get(op.name, ()):
                     moved.pop(name, None)
                     if not later:

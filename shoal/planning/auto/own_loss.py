@@ -139,7 +139,7 @@ def _capture(
             forward = export_forward(_Loss(own, module, captured), tensors, type(module).__name__)
             forward.sources = {n: (kind, name.removeprefix(prefix)) for n, (kind, name) in forward.sources.items()}
             forward.values = {name.removeprefix(prefix): value for name, value in forward.values.items()}
-            return forward, differentiate(forward), captured
+            return forward, differentiate(forward, draws=True), captured
     except UsageError as error:
         return error
     except Exception as error:  # an operator that torch cannot trace

@@ -194,7 +194,7 @@ routed = OwnModel(Routed, words, Tokens, expert_parallel={
 
 
 class Dense(nn.Module):
-    """Layers without a table, one of them frozen, an unused one, and a constant that is made from values."""
+    """Layers without a table, one of them frozen, an unused one, dropout, and a constant that is made from values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,7 +203,8 @@ class Dense(nn.Module):
         self.register_buffer("scale", torch.linspace(0.5, 1.5, 32))
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.mix(F.gelu(self.up(x.flatten(1)))) * self.scale * torch.tensor([1.0, 0.5]).repeat(16)
+        hidden = F.dropout(F.gelu(self.up(x.flatten(1))), 0.4, self.training)
+        hidden = self.mix(hidden) * self.scale * torch.tensor([1.0, 0.5]).repeat(16)
         return self.down(hidden).view_as(x)
 
 

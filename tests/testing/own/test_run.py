@@ -51,7 +51,7 @@ def run_of(
         **own or {},
         model=model, loss=loss, data=data, layout=shoal.Layout(micro_batch=2, **layout), global_batch=4,
         optimizer=shoal.AdamW(lr=0.01), checkpoint={"every": 2}, metrics={"log_every": 1, "tensorboard": False},
-        train={"device": "cpu"}, failover={"memory_every": 1},
+        train={"device": "cpu", "validation_sequences": 4}, failover={"memory_every": 1},
     )
 
 
@@ -142,6 +142,7 @@ def test_a_split_of_operators_is_trained_and_its_checkpoints_fit_other_layouts(t
     split = half("split", Deadly(flag), tp=2)
     assert any(event["event"] == "recovered" for event in read_events(split.folder))
     replicated = half("replicated", Deadly(flag), dp=2, zero=1)
+    assert split.metrics[-1].validation_loss == pytest.approx(replicated.metrics[-1].validation_loss, rel=1e-5)
     first, second = resumed(split, dp=2, zero=1), resumed(replicated, tp=2)
     assert "up.weight" in first
     for name, value in first.items():

@@ -42,8 +42,11 @@ def capture_graph(module: nn.Module, inputs: tuple) -> OperatorGraph:
     return differentiate(export_forward(module, inputs))
 
 
-def differentiate(forward: Forward) -> OperatorGraph:
+def differentiate(forward: Forward, *, draws: bool = False) -> OperatorGraph:
     """Add the gradients of trained parameters and of a stage's floating-point boundaries to a forward pass.
+
+    Args:
+        draws: whether it may draw random numbers, which every device draws in full, in the order of the graph.
 
     Raises:
         UsageError: it draws random numbers, or a tensor is empty or has too many dims.
@@ -93,7 +96,7 @@ def differentiate(forward: Forward) -> OperatorGraph:
             joint = again(examples, gradients)
     kinds = [*values, *(("gradient", node.name) for node in learning)]
     names = [name if kind == "parameter" else f"{kind} {name}" for kind, name in learned] if learning else []
-    graph = _read_trace(joint, kinds, names)
+    graph = _read_trace(joint, kinds, names, draws=draws)
     users = graph.users()
     if empty := next((op for op in graph.ops.values() if op.numel == 0 and op.kind != "call" and users[op.name]), None):
         raise UsageError(
@@ -117,6 +120,7 @@ def _decompositions() -> dict:
     table.update(get_decompositions([aten.native_layer_norm_backward]))
     table[aten.native_layer_norm.default] = _layer_norm
     table[aten.addmm.default] = table[aten.baddbmm.default] = table[aten.addmv.default] = _add_product
+    table[aten.native_dropout.default] = _dropout
     table[aten.mean.dim] = _mean
     table[aten.mean.default] = lambda x, dtype=None: _mean(x, list(range(x.dim())), dtype=dtype)
     table[aten.var_mean.correction] = _var_mean
@@ -130,6 +134,14 @@ def _decompositions() -> dict:
 def _mean(x: Tensor, dim=None, keepdim: bool = False, dtype: torch.dtype | None = None) -> Tensor:
     dims = list(range(x.dim())) if not dim else list(dim)
     return aten.sum.dim_IntList(x, dims, keepdim, dtype=dtype) / math.prod(x.shape[d] for d in dims)
+
+
+def _dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+    """Draw as torch does on a CPU, but from a shape alone."""
+    if train is False or p == 0:
+        return x.clone(), aten.full.default(x.shape, True, dtype=torch.bool, device=x.device)
+    mask = aten.bernoulli.p(aten.empty.memory_format(x.shape, dtype=x.dtype, device=x.device), 1 - p)
+    return x * (mask / (1 - p)), mask.bool()
 
 
 def _var_mean(x: Tensor, dim=None, *, correction=None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
@@ -156,13 +168,16 @@ def _add_product(x: Tensor, a: Tensor, b: Tensor, *, beta=1, alpha=1) -> Tensor:
 # ---- from a trace ----------------------------------------------------------------------------------------------------
 
 
-def _read_trace(joint: fx.GraphModule, kinds: list[tuple[str, str]], learned: list[str]) -> OperatorGraph:
+def _read_trace(
+    joint: fx.GraphModule, kinds: list[tuple[str, str]], learned: list[str], *, draws: bool
+) -> OperatorGraph:
     """Read a traced graph into plain data, without operators that only rename tensors."""
     new: dict[fx.Node, Any] = {}
     ops: dict[str, Operator] = {}
     places = iter(kinds)
     outputs: tuple[str, ...] = ()
     gradients: dict[str, str] = {}
+    constants: set[str] = set()  # depend on nothing from outside
 
     def rename(value: Any) -> Any:
         return tree_map_only(fx.Node, new.__getitem__, value)
@@ -185,9 +200,11 @@ def _read_trace(joint: fx.GraphModule, kinds: list[tuple[str, str]], learned: li
             namespace, name = node.target._schema.name.split("::")
             if name == "_assert_tensor_metadata":
                 continue
-            if torch.Tag.nondeterministic_seeded in node.target.tags:
+            constant = all(new[read].name in constants for read in node.all_input_nodes)
+            if torch.Tag.nondeterministic_seeded in node.target.tags and not (draws and constant):
                 raise UsageError(
-                    f"{node.target}: each device would draw its own random numbers.\n  Plan without dropout: p = 0."
+                    f"{node.target}: each device would draw its own random numbers.\n  "
+                    + ("Draw them by dropout." if draws else "Plan without dropout: p = 0.")
                 )
             if name in SAME or (name in ("expand", "view", "_to_copy") and _unchanged(node)):
                 new[node] = rename(node.args[0])
@@ -202,6 +219,8 @@ def _read_trace(joint: fx.GraphModule, kinds: list[tuple[str, str]], learned: li
             args, kwargs = rename((node.args, dict(node.kwargs)))
             ops[node.name] = Operator(node.name, "call", target, *_describe(value), args, kwargs)
             new[node] = Ref(node.name)
+            if constant:
+                constants.add(node.name)
         elif node.target is getitem:  # of an operator with several outputs
             many, index = ops[new[node.args[0]].name], node.args[1]
             target = "getitem.int"
