@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from shoal.launch.submit.submission import submit as submit
     from shoal.launch.train import train as train
     from shoal.pipeline.checker import check_program as check_program
+    from shoal.pipeline.partition import pipedream_partition as pipedream_partition
     from shoal.pipeline.program import Program as Program
     from shoal.pipeline.program import build_program as build_program
     from shoal.pipeline.schedules import SCHEDULES as SCHEDULES
@@ -74,6 +75,7 @@ _HOMES = {
     "shoal.launch.submit.submission": ("submit",),
     "shoal.launch.train": ("train",),
     "shoal.pipeline.checker": ("check_program",),
+    "shoal.pipeline.partition": ("pipedream_partition",),
     "shoal.pipeline.program": ("Program", "build_program"),
     "shoal.pipeline.schedules": ("SCHEDULES",),
     "shoal.pipeline.simulator": ("simulate",),

@@ -137,8 +137,7 @@ def estimate_own_model(
     stages = [_recompute(each) if layout.recompute == "full" else replace(each, rebuilt=0) for each in stages]
     ranks = [_add([stages[i] for i in program.rank_stages(rank)]) for rank in range(program.ranks)]
 
-    kind = {"bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}.get(policy.formats.compute.name, "fp32")
-    rate, split = product_rate(found, kind), ring_group(links, *axis_extent(layout, "tp"))
+    rate, split = product_rate(found, name_format(policy)), ring_group(links, *axis_extent(layout, "tp"))
     sums = [split.all_reduce(each.sent) if layout.tp > 1 else 0.0 for each in stages]
     timeline = _simulate(layout, links, program, stages, sums, rate)
     kept = timeline.peak_bytes(*(np.array([getattr(s, of) for s in stages], float) for of in ("saved", "between")))
@@ -161,6 +160,11 @@ def estimate_own_model(
         config, found, ranks[largest], memories[largest], device_capacity(found, cluster_calibration(found)), compute,
         summed, *moved, idle,
     )  # fmt: skip
+
+
+def name_format(policy: Policy) -> str:
+    """Return the name that rates of products have for the format of a policy."""
+    return {"bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}.get(policy.formats.compute.name, "fp32")
 
 
 def _check(config: RunConfig, cluster: Cluster) -> None:

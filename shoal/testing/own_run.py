@@ -19,8 +19,10 @@ from shoal.engine.own.optimizer import MakeOptimizer
 from shoal.engine.sharding.loss import LossPlan
 from shoal.launch.rank_env import detect_rank_env
 from shoal.launch.train import train
+from shoal.pipeline.partition import PipeDreamPartition
 from shoal.planning.auto.own_loss import with_plan
 from shoal.planning.own_estimate import OwnEstimate, estimate_own_model
+from shoal.planning.own_partition import partition_own_model
 from shoal.planning.own_search import plan_own_model
 from shoal.spec.config import RUN_FILE, OptimizerConfig, RunConfig, build_config, load_config
 from shoal.spec.layout import Layout
@@ -187,6 +189,20 @@ class Run:
         with tempfile.TemporaryDirectory(prefix="shoal-own-") as made:
             config = self._written(Path(made)).model_copy(update={"parallel": layout or self.config.parallel})
             return estimate_own_model(config, cluster or self.cluster)
+
+    def partition(self, *, cluster: str | None = None, show: bool = True) -> PipeDreamPartition:
+        """Return the stages and replicas that PipeDream would choose for the modules of the pipeline, and print them.
+
+        Training has as many replicas of each stage; this is what the published partition would gain.
+
+        Raises:
+            UsageError: there is no pipeline, or the cluster is not known.
+        """
+        with tempfile.TemporaryDirectory(prefix="shoal-own-") as made:
+            found, names = partition_own_model(self._written(Path(made)), cluster or self.cluster)
+        if show:
+            print(*found.lines(names), sep="\n")
+        return found
 
     def _written(self, folder: Path) -> RunConfig:
         """Return the config with the definition written into a folder."""
