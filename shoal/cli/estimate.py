@@ -61,7 +61,8 @@ class EstimateOptions(Section):
     """Vary a number: tp=1,2,4,8 or nodes=1,8,64, or sequence-length, global-batch, zero, ...; --out draws it (.svg)."""
 
     dry_run: bool = False
-    """Run the real model of one rank on fake tensors, and count its FLOPs, bytes and memory."""
+    """Run the real model of one rank on fake tensors, and count its FLOPs, bytes and memory (default batch: two
+    micro-batches for each stage)."""
 
     rank: NonNegativeInt = 0
     """With dry_run: rank to run."""

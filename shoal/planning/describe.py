@@ -14,6 +14,7 @@ from shoal.spec.catalog import ModelShape, model_shape
 from shoal.spec.catalog.clusters import Cluster
 from shoal.spec.catalog.clusters import cluster as cluster_of
 from shoal.spec.catalog.software import Software, find_software
+from shoal.spec.compatibility.sizes import MOST_MICROBATCHES
 from shoal.spec.layout import Layout
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def describe_run(
     if fill and machine.size % each == 0:
         layout = layout.model_copy(update={"dp": machine.size // each})
     per_pass = layout.dp * layout.micro_batch
-    default = max(1, round(TOKENS_PER_STEP / s / per_pass)) * per_pass
+    default = min(max(1, round(TOKENS_PER_STEP / s / per_pass)), MOST_MICROBATCHES) * per_pass
     sequences = parse_batch(global_batch, s) if global_batch is not None else 0
     batch = sequences or (config.train.global_batch if config else default)
     precision = precision or (config.train.precision if config else "bf16")

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.base.errors import UsageError
+from shoal.base.terminal import progress_bar
 from shoal.base.units import show_bytes
 from shoal.engine.collectives.mesh import DryMesh, Mesh
 from shoal.engine.precision.policy import POLICIES
@@ -89,6 +90,8 @@ def dry_run(
 
     Args:
         layout: how the model is split; see `shoal.estimate` for this and the other arguments.
+        global_batch: sequences per step (default: the config's, else two micro-batches for each pipeline stage: later
+            ones do the same again).
         rank: the rank to count; ranks of the same pipeline rank differ little.
         steps: number of first steps to count.
         measure: also start all ranks on this machine (at most 8), and count this rank on real tensors.
@@ -109,6 +112,9 @@ def dry_run(
         layout, model=model, cluster=cluster, config=config, sequence_length=sequence_length,
         global_batch=global_batch, precision=precision, optimizer=optimizer, fill=fill,
     )  # fmt: skip
+    if global_batch is None and config is None:
+        few = 2 * run.layout.pp * run.layout.dp * run.layout.micro_batch
+        run = replace(run, global_batch=min(run.global_batch, few))
     world = run.layout.world_size
     if rank >= world:
         raise UsageError(f"--rank {rank}: {run.layout.equation()}; ranks are 0 to {world - 1}")
@@ -116,7 +122,8 @@ def dry_run(
         raise UsageError(f"--measure: {world} ranks; at most {MOST_RANKS} are started on one machine.\n  Leave it out.")
     estimate = Estimate(run)
     config = _config(estimate, config)
-    counted = execution.dry_run(config, run.shape, rank, steps=steps, on_cpu=measure)
+    with progress_bar("counting") as show:
+        counted = execution.dry_run(config, run.shape, rank, steps=steps, on_cpu=measure, show=show)
     measured = None
     if measure:
         with Pool(world) as pool:

@@ -92,6 +92,24 @@ class MemoryRecorder:
         self.moments.append(ActionMemory(action, self.tracker.rewind(), self.tracker.alive))
 
 
+class ProgressRecorder:
+    """`Recorder` that shows how many of the actions of all steps are done."""
+
+    def __init__(self, actions: int, steps: int, show: Callable[[float, str], None]):
+        self.actions, self.steps, self.show, self.done = actions, steps, show, 0
+
+    def begin(self, action: Action) -> None:
+        """Do nothing."""
+
+    def arrived(self, action: Action) -> None:
+        """Do nothing."""
+
+    def end(self, action: Action) -> None:
+        self.done += 1
+        share = self.done / self.actions
+        self.show(share, f"step {min(self.steps, int(share * self.steps) + 1)} of {self.steps}")
+
+
 class DryEngine(Engine):
     """Engine whose parameters have no values."""
 
@@ -128,7 +146,10 @@ def _choose_spaced(scores: Tensor, k: int) -> Tensor:
     return chosen.to(scores.device)
 
 
-def dry_run(config: RunConfig, shape: ModelShape, rank: int, *, steps: int = 2, on_cpu: bool = False) -> Counted:
+def dry_run(
+    config: RunConfig, shape: ModelShape, rank: int, *, steps: int = 2, on_cpu: bool = False,
+    show: Callable[[float, str], None] | None = None,
+) -> Counted:  # fmt: skip
     """Count the first steps of one rank.
 
     Routers have no scores. Every expert gets the same number of tokens, and none is dropped; layers that select tokens
@@ -138,6 +159,7 @@ def dry_run(config: RunConfig, shape: ModelShape, rank: int, *, steps: int = 2, 
         config: counted without the compiler.
         on_cpu: whether to count gloo's buffers and torch's CPU norms and attention, as if the ranks were processes of
             this machine; otherwise NCCL, which needs no buffers, fused operators and torch's attention, as on CUDA.
+        show: called after each action of the program with the fraction that is done, and the number of the step.
 
     Raises:
         UsageError: context-parallel ranks do not send the same number of tokens to every expert.
@@ -148,7 +170,11 @@ def dry_run(config: RunConfig, shape: ModelShape, rank: int, *, steps: int = 2, 
     config = config.model_copy(update={"train": config.train.model_copy(update={"compile": False, **fused})})
     mesh = DryMesh(config.parallel, rank, by_gloo=on_cpu)
     with _faked(fused=not on_cpu), Tracker() as tracker:
-        return count(DryEngine(config, shape, mesh, make_samples(config, shape)), tracker, steps)
+        engine = DryEngine(config, shape, mesh, make_samples(config, shape))
+        if show is not None:
+            actions = steps * len(engine.program.actions[mesh.index("pp")])
+            engine.runtime.recorders.append(ProgressRecorder(actions, steps, show))
+        return count(engine, tracker, steps)
 
 
 def _check_even(config: RunConfig, shape: ModelShape) -> None:

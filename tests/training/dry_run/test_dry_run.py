@@ -9,6 +9,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+import shoal
 from shoal.cli.main import main
 from shoal.engine.collectives.mesh import DryMesh, Mesh
 from shoal.engine.precision.policy import POLICIES
@@ -241,6 +242,19 @@ def test_a_dry_mesh_is_the_mesh() -> None:
     assert mesh.group("dp").size() == 12500
     assert mesh.group("tp").rank() == 5
     assert mesh.group("pp") is None
+
+
+def test_without_a_batch_few_micro_batches_are_counted_and_progress_is_shown() -> None:
+    """The default of estimates, 4 M tokens, is thousands of micro-batches of a small model: minutes without a word."""
+    counted = shoal.dry_run(Layout(pp=2), model="tiny", cluster="2xH100", sequence_length=16, steps=1)
+    assert counted.estimate.run.microbatches == 4
+    asked = shoal.dry_run(Layout(), model="tiny", cluster="h100-sxm", sequence_length=16, steps=1, global_batch=3)
+    assert asked.estimate.run.microbatches == 3
+    shown: list[tuple[float, str]] = []
+    config = small_run({"pp": 2}, {})
+    dry_run(config, config.model.shape(vocab=257, sequence_length=config.data.sequence_length), 0, steps=2,
+            show=lambda share, text: shown.append((share, text)))  # fmt: skip
+    assert shown == sorted(shown) and shown[-1] == (1.0, "step 2 of 2")
 
 
 def test_the_command_counts_measures_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
