@@ -187,9 +187,8 @@ def test_the_fastest_layout_that_fits_is_planned():
 
 @pytest.mark.parametrize("reads", [False, True])
 def test_a_model_without_a_table_is_split_by_operators_or_it_is_said_why_not(reads, capsys):
-    """Of few samples and many weights, less is sent than their gradients. The first is Megatron's split.
-
-    The list of modules is a pipeline by itself."""
+    """With few samples and many weights, activations are smaller than gradients, so Megatron's split sends less than
+    data parallelism. A loss that reads a value cannot be split by operators: the modules become stages instead."""
 
     def loss(model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
         return model(batch).square().sum() * (batch[0, 0].item() if reads else 1), len(batch)

@@ -124,7 +124,8 @@ def test_it_resumes_on_another_layout_by_its_folder_alone(undisturbed, tmp_path)
 
 
 def test_a_split_of_operators_is_trained_and_its_checkpoints_fit_other_layouts(tmp_path):
-    """The split goes on after the loss of a rank; its half is resumed without it, and another's half with it."""
+    """A split run recovers from the loss of a rank. Its checkpoint resumes with data parallelism, and a checkpoint of
+    data parallelism resumes with a split."""
     flag = tmp_path / "flag"
     flag.touch()
 

@@ -1,4 +1,4 @@
-"""Weight gradients of any module wait for the schedule, and are those of autograd."""
+"""Where a schedule splits the backward, weight gradients are computed in the second half and equal autograd's."""
 
 from contextlib import contextmanager
 

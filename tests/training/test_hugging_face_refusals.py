@@ -1,0 +1,74 @@
+"""Models of transformers that shoal does not read, or not as a run asks, are refused with one clear error."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import shoal
+from shoal.cli.main import main
+from shoal.spec.hugging_face import model_fields
+from shoal.training.check import check_weights
+from tests.training.test_hugging_face import WIDE, build, config_of
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"model_type": "gemma3"}, "model_type = 'gemma3' is not a family"),
+        ({"model_type": ["llama"]}, "is not a family"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu', but shoal computes"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type = 'dynamic'"),
+        ({"num_hidden_layers": None, "hidden_size": None}, "config.json"),
+        ({"num_hidden_layers": 3}, "no file has the tensor 'model.layers.2."),
+        ({"intermediate_size": 64}, "has the shape (48, 32), this model (64, 32)"),
+        ({"max_position_embeddings": "long"}, "config.json: config: model.max_sequence = 'long'"),
+        ({"num_attention_heads": 0, "head_dim": None}, "config.json: one of its values is wrong"),
+        ({"rope_parameters": {"rope_theta": 10**400}}, "config.json: one of its values is wrong"),
+        ({"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": None}, "no value for per_token"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantised weights are not read"),
+    ],
+)
+def test_another_model_is_refused(changes, says, tmp_path, capsys):
+    build("llama", model := tmp_path / "model")
+    values = json.loads((model / "config.json").read_text())
+    config = config_of(model, {"micro_batch": 2})
+    (model / "config.json").write_text(json.dumps(values | changes))
+    try:
+        config = config_of(model, {"micro_batch": 2})
+    except shoal.UsageError as error:
+        assert says in str(error)
+        assert main(["import", "hf", str(model)]) == 2
+        return
+    with pytest.raises(shoal.UsageError) as refused:
+        check_weights(config)
+    assert says in str(refused.value)
+
+
+def test_a_mistral_model_has_transformers_default_window():
+    import transformers
+
+    fields = model_fields({"model_type": "mistral", **WIDE, "rms_norm_eps": 1e-6}, "here")
+    assert fields["window"] == transformers.MistralConfig().sliding_window == 4096
+
+
+def test_quantised_weights_are_refused(tmp_path):
+    build("llama", model := tmp_path / "model")
+    config = config_of(model, {})
+    stored = load_file(model / "model.safetensors")
+    save_file(stored | {"lm_head.weight": stored["lm_head.weight"].to(torch.int8)}, model / "model.safetensors")
+    with pytest.raises(shoal.UsageError, match=r"'lm_head.weight' is stored as I8; F64, F32"):
+        check_weights(config)
+
+
+def test_the_model_of_the_folder_is_that_of_the_run(tmp_path):
+    build("llama", model := tmp_path / "model")
+    config = config_of(model, {})
+    changed = config.model_copy(update={"model": config.model.model_copy(update={"rope_theta": 77.0})})
+    with pytest.raises(shoal.UsageError, match=r"model\.rope_theta = 77\.0, but the model of model.weights"):
+        check_weights(changed)
+    values = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(values | {"vocab_size": "many"}))
+    with pytest.raises(shoal.UsageError, match=r"model\.vocab = 'many'"):
+        check_weights(config)
