@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import inf
 
 from shoal.base.errors import UsageError
 from shoal.base.units import show_seconds
@@ -152,6 +153,8 @@ def pipedream_partition(
     if not n or not len(weights) == len(activations) == n:
         raise UsageError(f"pipedream_partition: {n} times, {len(weights)} sizes of weights and {len(activations)} of "
                          "activations.\n  Give one of each for every layer.")
+    if wrong := [value for value in (*seconds, *weights, *activations) if not 0 <= value < inf]:
+        raise UsageError(f"pipedream_partition: {wrong[0]} is no time or size.\n  Give numbers from 0.")
     if not levels or any(ranks < 1 or bandwidth <= 0 for ranks, bandwidth in levels):
         raise UsageError(f"pipedream_partition: levels = {list(levels)!r}.\n  Give the ranks, from 1, and the "
                          "bandwidth of each, such as [(8, 400e9), (4, 50e9)].")

@@ -60,6 +60,8 @@ def test_nodes_replicate_what_a_node_computes_best():
 @pytest.mark.parametrize(("lists", "levels", "says"), [
     (([1], [1], []), [(2, 1)], "1 times, 1 sizes of weights and 0 of activations"),
     (([1], [1], [1]), [], "Give the ranks, from 1"),
+    (([1, -4], [0, 0], [1, 0]), [(2, 1)], "-4 is no time or size"),
+    (([1], [float("nan")], [1]), [(2, 1)], "nan is no time or size"),
 ])  # fmt: skip
 def test_lists_that_do_not_fit_are_refused(lists, levels, says):
     with pytest.raises(UsageError, match=says):
