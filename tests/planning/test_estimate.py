@@ -174,6 +174,15 @@ def test_memory_falls_with_recomputation_and_sharding() -> None:
     assert state == sorted(state, reverse=True)
 
 
+@pytest.mark.parametrize("software", ["shoal", "maxtext"])
+def test_a_gpu_sold_as_80_gb_has_80_gib_and_the_memory_of_a_tpu_is_exact(software: str) -> None:
+    """Not only of GPUs whose driver's name is known."""
+    for name in ("v5p-2", "h100-sxm", "h100-sxm-96gb-hbm2e"):
+        machine = shoal.estimate(Layout(), model="tiny", cluster=name, software=software)
+        most = machine.capacity / machine.run.cluster.memory_bytes
+        assert most == 1 if name == "v5p-2" else 1.05 < most < 1.08
+
+
 def test_sophias_passes_are_a_part_of_every_step() -> None:
     layout = Layout(dp=4, tp=2, zero=1)
     plain, g, h = (

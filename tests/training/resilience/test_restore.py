@@ -106,3 +106,19 @@ def test_what_memory_holds_of_something_else_is_refused_and_the_disk_taken(what,
     named = {"another model": "layers: 3 saved, 2 in this run", "a tensor less": "has no tensor 'optimizer.m'",
              "another shape": "tensor 'model.w' was saved with shape (3, 5)", "a flipped bit": "tensor"}[what]
     assert named in notes[0]
+
+
+def test_what_is_damaged_after_it_was_listed_is_refused_too(disk, tmp_path, monkeypatch):
+    memory = InMemoryCheckpointer(tmp_path / "home", tmp_path, group=None, places=RankTopology.collect(None))
+    memory.save(5, state_of(5), {"model": MODEL})
+    memory.wait()
+    read_all = memory_slot.read_all
+
+    def damage_after(home: Path):
+        found = read_all(home)
+        flip(memory_slot.list_slots(home)[0] / memory_slot.PART)
+        return found
+
+    monkeypatch.setattr(memory_slot, "read_all", damage_after)
+    found, notes = go_on(disk, tmp_path / "home")
+    assert found.step == 3 and len(notes) == 1 and notes[0].endswith("is damaged.")
