@@ -32,7 +32,7 @@ from shoal.engine.checkpoint.manifest import (
 )
 from shoal.engine.checkpoint.write import SavePlan, State, plan_save, write_part
 from shoal.engine.collectives.json_collectives import HostGroup, broadcast, gather, get_rank
-from shoal.engine.streams import Mark, SideStream, lock_pages
+from shoal.engine.streams import Mark, SideStream, host_zeros
 
 LOCK = ".lock"
 SEEN_SECONDS = 10.0  # maximum delay until rank 0 sees another host's files in a shared folder
@@ -108,8 +108,7 @@ class Checkpointer:
 
     def _reserve(self, plan: SavePlan) -> torch.Tensor:
         if self._memory.numel() < plan.size:
-            self._memory = torch.empty(plan.size, dtype=torch.uint8)
-            lock_pages(self._memory, plan.device, "checkpoints in preparation")
+            self._memory = host_zeros(plan.size, torch.uint8, plan.device, "checkpoints in preparation")
         return self._memory[: plan.size]
 
     def _copy(self, state: State) -> tuple[SavePlan, torch.Tensor, Mark]:

@@ -94,13 +94,15 @@ class Attention(nn.Module):
 
     def _heads(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values by head, with rotated queries and keys."""
-        plain = rotary and self.q_norm is None
-        packed = project_joined(x, self.q, self.k, self.v) if plain else None  # [b, s, (a + 2 k) d]
-        if rotary and packed is not None:
+        packed = project_joined(x, self.q, self.k, self.v) if self.q_norm is None else None  # [b, s, (a + 2 k) d]
+        if packed is None:
+            q, k, v = project(x, self.q, self.k, self.v)
+        elif rotary:
             heads, kv_heads = (len(layer.weight) // self.head_dim for layer in (self.q, self.k))
             q, k, v = (y.transpose(1, 2) for y in rotate_packed(packed, *rotary, heads, kv_heads))
             return q, k, v
-        q, k, v = project(x, self.q, self.k, self.v)
+        else:
+            q, k, v = packed.split([len(layer.weight) for layer in (self.q, self.k, self.v)], -1)
         if self.joint and self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))  # [b, s, a or k, d]

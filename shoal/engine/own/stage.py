@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -32,6 +33,7 @@ from shoal.engine.own.tensor.table import apply_table
 from shoal.engine.own.user_code import explained
 from shoal.engine.parallel.apply import LocalStage, materialise
 from shoal.engine.parallel.placement import ENDS, ParamPlacement, replicate
+from shoal.engine.parallel.zero.bucket import same_memory
 from shoal.engine.parallel.zero.rank_parameters import RankParameters
 from shoal.engine.parallel.zero.zero_engine import ShardedParameters
 from shoal.engine.precision.policy import Policy
@@ -187,7 +189,17 @@ class OwnStage(LocalStage):
         self.planned: PlannedLoss | None = None
 
     def begin(self) -> None:
-        """Begin a step or a validation."""
+        """Begin a step or a validation.
+
+        Raises:
+            UsageError: a forward has moved a parameter to other memory.
+        """
+        for bucket in self.parameters.buckets:
+            for slot in bucket.slots:
+                if not same_memory(slot.parameter, bucket.full, slot.start):
+                    raise UsageError(
+                        f"model.module: its forward moves {slot.placement.name} to other memory, where no update "
+                        "reaches it.\n  Assign nothing to a parameter's .data; copy_() changes it in place.")
         self.counted.zero_()
         self.metrics.clear()
         self.names = self.links.chain.metrics if self.links else None
@@ -317,6 +329,7 @@ def build_own_stage(
     )
     if late:
         late.connect(parameters)
+    _keep_weights_in_place(module)
     stage = OwnStage(own, module, parameters, policy, seed, ranks, seeds, links, index)
     if plan:
         stage.planned = PlannedLoss(plan, module, mesh)
@@ -325,3 +338,14 @@ def build_own_stage(
         stage.blocks = Blocks(blocks, module, groups, parameters)
         stage.buckets = stage.blocks.rest
     return stage
+
+
+def _keep_weights_in_place(module: nn.Module) -> None:
+    """Make recurrent layers leave their weights in the buckets: on CUDA they would move them into memory of their own,
+    when they are first called with other parameters, and where a model asks for it."""
+    for recurrent in (each for each in module.modules() if isinstance(each, nn.RNNBase)):
+        recurrent.flatten_parameters = _leave  # type: ignore[method-assign]
+        warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk of memory")
+
+
+def _leave() -> None: ...

@@ -24,6 +24,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.library import custom_op
 
 from shoal.engine.collectives.group import Group
@@ -49,7 +50,7 @@ class Float8Product(Encoder):
 
     Attributes:
         key: by which operators find it.
-        form: index in `_FORMS` of its recipe.
+        form: its recipe, and whether its products are native, as text: a key of `_FORMS`.
         waits: whether weight gradients may wait for the next `GradSink.flush`.
     """
 
@@ -208,27 +209,28 @@ def _add_multiplied(a: Codes, b: Codes, dtype: torch.dtype, total: Tensor, fresh
 
 # ---- operators for the compiler ----------------------------------------------------------------------------------
 
-_FORMS: list[tuple] = []
+_FORMS: dict[str, tuple[Recipe, bool]] = {}
 
 
-def _register(*form: Recipe | bool) -> int:
-    if form not in _FORMS:
-        _FORMS.append(form)
-    return _FORMS.index(form)
+def _register(recipe: Recipe, native: bool) -> str:
+    """Return a text for what shapes an operator's results: compiled code is kept on disk by its arguments."""
+    form = repr((recipe, native))
+    _FORMS[form] = recipe, native
+    return form
 
 
 @custom_op("shoal::float8_encode_input", mutates_args=())
-def encode_input(x: Tensor, key: Tensor, form: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def encode_input(x: Tensor, key: Tensor, form: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Encode an input [.., in] as the product with this key does."""
     return _separate(find_owner(key).encode_tokens(x.flatten(0, -2), INPUT))
 
 
 @encode_input.register_fake
-def _(x: Tensor, key: Tensor, form: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _(x: Tensor, key: Tensor, form: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return _separate(_stand_in(form).encode_tokens(x.flatten(0, -2), INPUT))
 
 
-def _stand_in(form: int) -> Encoder:
+def _stand_in(form: str) -> Encoder:
     """Return an encoder for fake tensors."""
     recipe, native = _FORMS[form]
     return Encoder("", recipe, None, "", None, native=native)
@@ -300,7 +302,7 @@ multiply_input.register_autograd(_differentiate, setup_context=_save)
 
 
 def _normalise(
-    x: Tensor, update: Tensor | None, weight: Tensor, eps: float, key: Tensor, form: int
+    x: Tensor, update: Tensor | None, weight: Tensor, eps: float, key: Tensor, form: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute `Float8Product.normalise`: x + update, the hollow normalised sum, 1/rms, and what `encode_input` returns.
     """
@@ -318,7 +320,7 @@ normalise = custom_op("shoal::float8_normalise", mutates_args=())(_normalise)
 
 
 @normalise.register_fake
-def _(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, key: Tensor, form: int):
+def _(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, key: Tensor, form: str):
     return _encode_sum(_stand_in(form), x, update, weight, eps)
 
 
@@ -331,7 +333,7 @@ normalise.register_autograd(_differentiate_sum, setup_context=rms_norm.save)
 
 def _activate(
     x: Tensor, codes: Tensor, scale: Tensor, turned: Tensor, turned_scale: Tensor, amax: Tensor,
-    key: Tensor, following: Tensor, form: int, rows: int, trains: bool,
+    key: Tensor, following: Tensor, form: str, rows: int, trains: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute `Float8Product.activate`: the hollow result, gate and up, and the encoded result.
 
@@ -356,7 +358,7 @@ activate = custom_op("shoal::float8_activate", mutates_args=())(_activate)
 @activate.register_fake
 def _(
     x: Tensor, codes: Tensor, scale: Tensor, turned: Tensor, turned_scale: Tensor, amax: Tensor,
-    key: Tensor, following: Tensor, form: int, rows: int, trains: bool,
+    key: Tensor, following: Tensor, form: str, rows: int, trains: bool,
 ):  # fmt: skip
     return _encode_activation(_stand_in(form), x, x.new_empty(x.shape[:-1].numel(), rows))
 
@@ -370,7 +372,9 @@ def _save_activation(ctx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
 
 
 def _differentiate_activation(ctx, gradient: Tensor, *_: None):
-    backward = activate_backward if torch.compiler.is_compiling() else _activate_backward
+    # torch 2.11 does not say that it compiles while it traces a backward for the compiler.
+    traced = torch.compiler.is_compiling() or isinstance(gradient, FunctionalTensor)
+    backward = activate_backward if traced else _activate_backward
     return backward(gradient.contiguous(), *ctx.saved_tensors), *(None,) * 10
 
 

@@ -144,9 +144,9 @@ class Linear(nn.Linear):
     def joined(self, x: Any, layers: Sequence[Linear]) -> Tensor | None:
         """Apply several layers to one input as one product: [.., in] -> [.., sum of out].
 
-        None if their weights are not one matrix, or if something needs each result: a bias or a hook.
+        None if their weights are not one matrix, or if something needs each result: a hook, or a bias after a product.
         """
-        if any(layer.bias is not None or layer._forward_hooks for layer in layers):
+        if any(layer._forward_hooks or (layer.product and layer.bias is not None) for layer in layers):
             return None
         if len({layer.product for layer in layers}) > 1 or (
             layers[0].product is None and len(_group_adjacent(layers)) > 1
@@ -267,18 +267,24 @@ def _multiply_compiled(
         rows = [len(layer.weight) for layer in run]
         y = multiply_adjacent(x, [layer.key for layer in run], sum(rows))
         results += [y] if joined or len(run) == 1 else y.split(rows, -1)
+    if joined and biases[0] is not None:
+        biases = [torch.cat([bias for bias in biases if bias is not None])]
     return [y if bias is None else y + bias for y, bias in zip(results, biases, strict=False)]
 
 
 def _group_adjacent(layers: Sequence[Linear]) -> list[list[Linear]]:
-    """Group layers whose weights are one matrix in memory, and all trained or all frozen."""
+    """Group layers whose weights are one matrix in memory, their biases one vector, each all trained or all frozen."""
     groups = [[layers[0]]]
     for before, layer in pairwise(layers):
-        if layer.follows and layer.weight.requires_grad == before.weight.requires_grad:
+        if layer.follows and _are_trained(layer) == _are_trained(before):
             groups[-1].append(layer)
         else:
             groups.append([layer])
     return groups
+
+
+def _are_trained(layer: Linear) -> tuple[bool, bool]:
+    return layer.weight.requires_grad, layer.bias is not None and layer.bias.requires_grad
 
 
 class ColumnLinear(Linear):

@@ -60,8 +60,11 @@ class GradSink:
         owners: list[Any] = [module for module in model.modules() if getattr(module, "sink", None) is self]
         matrices = [(owner, p) for owner in owners for p in owner.parameters(recurse=False) if p.dim() > 1]
         parameters.expect(Counter[Tensor](matrix for _, matrix in matrices) + Counter(again))
-        for (_, before), (owner, matrix) in pairwise(matrices):
-            owner.follows = parameters.are_adjacent((before, matrix))
+        for (other, before), (owner, matrix) in pairwise(matrices):
+            biases = [getattr(each, "bias", None) for each in (other, owner)]
+            owner.follows = parameters.are_adjacent((before, matrix)) and (
+                biases == [None, None] or (None not in biases and parameters.are_adjacent(biases))
+            )
         for owner in owners:
             owner.key = make_key(owner, parameters.mesh.device)
 
@@ -126,6 +129,11 @@ def sum_products(xs: Sequence[Tensor], factors: Sequence[Tensor]) -> Tensor:
     return total
 
 
+def join_biases(biases: Sequence[nn.Parameter | None]) -> Tensor | None:
+    """Return adjacent biases as one vector, without a copy; None if there are none."""
+    return None if biases[0] is None else join_adjacent([bias for bias in biases if bias is not None])
+
+
 class LinearFunction(torch.autograd.Function):
     """Linear products x W_i^T + b_i of one input with several matrices."""
 
@@ -136,19 +144,23 @@ class LinearFunction(torch.autograd.Function):
     ):  # fmt: skip
         """Return n results [.., out_i] of x [.., in], given n weights followed by n biases, each possibly None.
 
-        If ``joined``, which needs adjacent weights and no biases, the result is one tensor [.., sum of out_i]. If
+        If ``joined``, which needs adjacent weights and biases, the result is one tensor [.., sum of out_i]. If
         ``waits``, weight gradients may wait for the next `GradSink.flush`.
         """
         weights: tuple[nn.Parameter, ...] = parameters[:n]  # type: ignore[assignment]  # only biases may be None
         biases = parameters[n:]
         ctx.sink, ctx.comm, ctx.waits, ctx.weights, ctx.biases = sink, comm, waits, weights, biases
         ctx.runs, ctx.joined = sink.group_adjacent(weights), joined
-        factors = [join_adjacent(weights)] if joined else weights
-        x, results = comm.forward(x, [factor.t() for factor in factors])
+        factors: Sequence[Tensor] = [join_adjacent(weights)] if joined else weights
+        added = [join_biases(biases)] if joined else biases
+        if comm is NO_COMM:
+            results = [F.linear(x, factor, bias) for factor, bias in zip(factors, added, strict=True)]
+        else:
+            x, results = comm.forward(x, [factor.t() for factor in factors])
+            for y, bias in zip(results, added, strict=True):
+                if bias is not None:
+                    y += bias
         ctx.save_for_backward(x, *weights)  # recomputation replaces these by a new x and other views of the weights
-        for y, bias in zip(results, biases, strict=False):
-            if bias is not None:
-                y += bias
         return tuple(results)
 
     @staticmethod
@@ -172,13 +184,15 @@ class LinearFunction(torch.autograd.Function):
                 else:
                     sink.add(ctx.weights[run], term)
 
-        for i, (gradient, bias) in enumerate(zip(gradients, ctx.biases, strict=False)):
-            if bias is None or not wanted[n + i]:
+        parts = ctx.runs if ctx.joined else [slice(i, i + 1) for i in range(n)]
+        for run, gradient in zip(parts, gradients, strict=True):
+            i = n + run.start
+            if ctx.biases[run.start] is None or not wanted[i]:
                 continue
             if sink.parameters is None:
-                direct[n + i] = gradient.flatten(0, -2).sum(0)
+                direct[i] = gradient.flatten(0, -2).sum(0)
             else:
-                sink.add([bias], partial(_add_rows, gradient))
+                sink.add(ctx.biases[run], partial(_add_rows, gradient))
         joined = [*gradients] if ctx.joined else [
             torch.cat(gradients[run], -1) if run.stop - run.start > 1 else gradients[run][0] for run in ctx.runs
         ]
@@ -284,7 +298,7 @@ def accumulate_product(gradient: Tensor, x: Tensor, total: Tensor, fresh: bool) 
 
 
 def _add_rows(gradient: Tensor, total: Tensor, fresh: bool) -> None:
-    add_gradient(gradient.flatten(0, -2).sum(0), total, fresh)
+    add_gradient(gradient.flatten(0, -2).sum(0, dtype=total.dtype), total, fresh)
 
 
 def _add_looked_up(gradient: Tensor, ids: Tensor, total: Tensor, fresh: bool) -> None:

@@ -32,11 +32,11 @@ Tensors = dict[str, Tensor]
 class EmulatedStage:
     """One stage, with weights of its own."""
 
-    def __init__(self, own: OwnModel, chain: Chain, part: range, seed: int):
+    def __init__(self, own: OwnModel, chain: Chain, part: range, seed: int, device: torch.device):
         self.own, self.seed = own, seed
-        self.module = own.build(seed).double().train()
+        self.module = own.build(seed).to(device).double().train()
         self.seeds = LinkSeeds(own, self.module, seed)
-        self.links = StageLinks(chain, part, self.module, torch.float64, torch.device("cpu"))
+        self.links = StageLinks(chain, part, self.module, torch.float64, device)
         self.statistics = Statistics(self.module)
         self.trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
 
@@ -58,15 +58,18 @@ def _build_optimizer(own: OwnModel, model: nn.Module, config: OptimizerConfig) -
     return OwnRule(config, build_shards(model, config), make) if make else plain_optimizer(model, config)
 
 
-def emulate_own_steps(config: RunConfig, steps: int) -> Iterator[tuple[float, Tensors, Tensors]]:
-    """Yield of each step the mean loss, the gradients of its last update, and the weights and buffers after it."""
+def emulate_own_steps(
+    config: RunConfig, steps: int, device: torch.device
+) -> Iterator[tuple[float, Tensors, Tensors]]:
+    """Yield of each step the mean loss, the gradients of its last update, and the weights and buffers after it, on the
+    host."""
     own, layout, train = load_own_model(config.model.module), config.parallel, config.train
     program = build_layout_program(layout, layout.microbatches(train.global_batch))
     used = {(a.stage, a.microbatch): a.version for order in program.actions for a in order if a.op is Op.FORWARD}
     samples, n = OwnDataset(own, "train", train.seed), layout.micro_batch
     chain = find_chain(own, POLICIES["fp64"], train.seed, samples.batch(range(n)))
-    stages = [EmulatedStage(own, chain, part, train.seed) for part in chain.assign(program)]
-    model = own.build(train.seed).double()
+    stages = [EmulatedStage(own, chain, part, train.seed, device) for part in chain.assign(program)]
+    model = own.build(train.seed).to(device).double()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer, alone = _build_optimizer(own, model, config.optimizer), Mesh(Layout(), 0)
     for p in trained.values():
@@ -81,7 +84,7 @@ def emulate_own_steps(config: RunConfig, steps: int) -> Iterator[tuple[float, Te
             for m in (m for m, of in program.update_by_microbatch.items() if of == update):
                 for replica in range(layout.dp):
                     first = step * train.global_batch + (m * layout.dp + replica) * n
-                    batch = samples.batch(range(first, first + n)).map(
+                    batch = samples.batch(range(first, first + n)).to(device).map(
                         lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
                     found: object = []
                     for i, stage in enumerate(stages):
@@ -98,8 +101,13 @@ def emulate_own_steps(config: RunConfig, steps: int) -> Iterator[tuple[float, Te
                         mine.grad = None
             optimizer.step(
                 own.schedule(step, train.steps) if own.schedule else learning_rate(step, train.steps, config.optimizer))
-        after = {name: p.detach().clone() for name, p in trained.items()}
+        after = {name: p.detach() for name, p in trained.items()}
         for stage in stages:
             stage.statistics.end(alone.group("dp"))
-            after |= {name: b.clone() for name, b in stage.statistics.buffers.items() if stage.links.keeps(name)}
-        yield total / (counted or 1.0), {name: get_gradient(p).clone() for name, p in trained.items()}, after
+            after |= {name: b for name, b in stage.statistics.buffers.items() if stage.links.keeps(name)}
+        gradients = {name: get_gradient(p) for name, p in trained.items()}
+        yield total / (counted or 1.0), _copy_to_host(gradients), _copy_to_host(after)
+
+
+def _copy_to_host(tensors: Tensors) -> Tensors:
+    return {name: x.cpu().clone() for name, x in tensors.items()}

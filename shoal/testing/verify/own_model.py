@@ -115,7 +115,10 @@ def compare_own_model(pool: Pool, config: RunConfig, steps: int, device: str = "
         if usage:
             raise UsageError(message.rstrip()) from error
         raise UsageError(f"model.module: a step fails in float64: {error.reason}.") from error
-    wanted = [OwnStep(*each, frozenset()) for each in emulate_own_steps(config, steps)] if stale else others[0]
+    reference = pick_device(device, 0, shared=True)  # the same one: others draw other random numbers
+    wanted = others[0] if others else [
+        OwnStep(*each, frozenset()) for each in emulate_own_steps(config, steps, reference)
+    ]
     verdict = Verdict()
     before = load_own_model(config.model.module).build(config.train.seed).double().state_dict()
     for step, (mine, other) in enumerate(zip(found, wanted, strict=True)):
@@ -124,7 +127,7 @@ def compare_own_model(pool: Pool, config: RunConfig, steps: int, device: str = "
             if config.parallel.tp > 1:
                 text += ". A sum over the ranks of tp may be missing in tensor_parallel: rowwise or moe_tp_experts"
             verdict.findings.append(Mismatch(step, config.optimizer.name, "loss", "", math.inf, (), text))
-        wanted_gradients = other.gradients if stale else compute_gradients(config, step, before)
+        wanted_gradients = other.gradients if stale else compute_gradients(config, step, before, reference)
         _compare(verdict, config, step, "gradient", mine.gradients, wanted_gradients, mine.uneven)
         _compare(verdict, config, step, "weight", mine.after, other.after)
         before = mine.after
@@ -187,16 +190,16 @@ def _assemble(ranks: list[list[RankStep]]) -> list[OwnStep]:
     ]
 
 
-def compute_gradients(config: RunConfig, step: int, values: Tensors) -> Tensors:
-    """Compute a step's clipped gradients with plain autograd, one micro-batch after the other."""
+def compute_gradients(config: RunConfig, step: int, values: Tensors, device: torch.device) -> Tensors:
+    """Compute a step's clipped gradients with plain autograd, one micro-batch after the other; they are on the host."""
     own, seed, n = load_own_model(config.model.module), config.train.seed, config.parallel.micro_batch
     samples, terms = OwnDataset(own, "train", seed), 0.0
-    module = own.build(seed).double().train()
+    module = own.build(seed).to(device).double().train()
     module.load_state_dict({name: values.get(name, value) for name, value in module.state_dict().items()})
     statistics, seeds = Statistics(module), LinkSeeds(own, module, seed)
     statistics.begin()
     for first in range(step * config.train.global_batch, (step + 1) * config.train.global_batch, n):
-        batch = samples.batch(range(first, first + n)).map(
+        batch = samples.batch(range(first, first + n)).to(device).map(
             lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
         statistics.rewind()
         draw_as(seed, batch)
@@ -205,7 +208,7 @@ def compute_gradients(config: RunConfig, step: int, values: Tensors) -> Tensors:
         loss.backward()
         terms += float(count)
     gradients = {
-        name: (torch.zeros_like(p) if p.grad is None else p.grad) / (terms or 1.0)
+        name: (torch.zeros_like(p) if p.grad is None else p.grad).cpu() / (terms or 1.0)
         for name, p in module.named_parameters() if p.requires_grad
     }
     norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients.values()))

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -104,6 +105,13 @@ def lost_rank(model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
     raise dist.DistError("Connection closed by peer")
 
 
+class Moving(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        self[1].weight.data = self[1].weight.data.clone()
+        return super().forward(x)
+
+
+moving = OwnModel(lambda: Moving(nn.Linear(4, 4), nn.Linear(4, 4)), loss, ROWS)
 misfit, in_place = OwnModel(lambda: Misfit((0,)), loss, ROWS), OwnModel(net, changed_in_place, ROWS)
 no_text, lost = OwnModel(net, lambda model, batch: batch["text"], ROWS), OwnModel(net, lost_rank, ROWS)
 
@@ -138,7 +146,9 @@ def start(config: RunConfig) -> OwnEngine:
 
 def refusal(config: RunConfig) -> str:
     try:
-        start(config).step(0)
+        engine = start(config)
+        for step in range(2):
+            engine.step(step)
     except UsageError as error:
         return str(error)
     except dist.DistError:
@@ -157,12 +167,34 @@ def refusal(config: RunConfig) -> str:
     ("misfit", r"its loss\(\) fails in layers.1, a Linear: RuntimeError: mat1 and mat2 .*/test_definitions.py:\d+\)"),
     ("no_text", r"its loss\(\) fails: IndexError: .*/test_definitions.py:\d+\)"),
     ("in_place", "the backward of its loss fails: RuntimeError: one of the variables needed for gradient"),
+    ("moving", "its forward moves 1.weight to other memory, where no update reaches it"),
     ("lost", "DistError"),  # the definition is right: the run continues without the rank
 ])  # fmt: skip
 def test_what_only_a_step_shows_is_refused_by_it(name, says, pool):
     """Blocks in another order than the forward's would have wrong gradients."""
     (found,) = pool.run(refusal, 1, named(name))
     assert re.search(says, found), found
+
+
+def losses_of_recurrent(config: RunConfig) -> list[list[float]]:
+    """Return the losses of steps with weights that a recurrent layer leaves, and would move, as on CUDA."""
+
+    def move(layer: nn.RNNBase) -> None:
+        for name in layer._flat_weights_names:
+            weight = getattr(layer, name)
+            weight.data = weight.data.clone()
+
+    found = []
+    for flatten in (lambda layer: None, move):
+        with patch.object(nn.RNNBase, "flatten_parameters", flatten):
+            engine = start(config)
+            found.append([engine.step(step).loss for step in range(3)])
+    return found
+
+
+def test_recurrent_layers_leave_their_weights_in_the_buckets(pool):
+    ((kept, moved),) = pool.run(losses_of_recurrent, 1, config_of("lstm", {"dp": 1}))
+    assert moved == kept
 
 
 def buffers_around(config: RunConfig) -> list[dict[str, Tensor]]:

@@ -342,14 +342,15 @@ def group_into_buckets(units: list[list[Member]], limit: float, itemsize: int) -
     yield from filling.values()
 
 
-def same_memory(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors begin at the same address of the same storage."""
-    return a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset()
+def same_memory(a: Tensor, b: Tensor, further: int = 0) -> bool:
+    """Return whether a tensor begins where another does, or so many elements further, in the same storage."""
+    same = a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    return same and a.storage_offset() == b.storage_offset() + further
 
 
 def join_adjacent(matrices: Sequence[Tensor]) -> Tensor:
-    """Return adjacent matrices of equal width as one matrix [all rows, columns], without a copy."""
+    """Return adjacent matrices of equal width as one matrix [all rows, columns], or vectors as one, without a copy."""
     first, *others = matrices
     if not others:
         return first
-    return first.detach().as_strided((sum(len(m) for m in matrices), first.shape[1]), first.stride())
+    return first.detach().as_strided((sum(len(m) for m in matrices), *first.shape[1:]), first.stride())

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -219,10 +220,11 @@ def execute(order: tuple[int, GpuSetting, Item, int]) -> None:
 
 @contextmanager
 def attempt(row: dict[str, Any], verdict: str = "unsupported") -> Iterator[None]:
-    """Add to the row, if the enclosed measurement fails, a verdict and the error."""
+    """Add to the row, if the enclosed measurement fails, a verdict and the error; its traceback goes to the log."""
     try:
         yield
     except Exception as error:  # any: an unsupported call is a result too
+        traceback.print_exc()
         text = str(error).strip().partition("\n")[0].partition(". ")[0][:200]
         row["result"] = f"{verdict}: {type(error).__name__}: {text}"
 

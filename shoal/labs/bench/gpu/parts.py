@@ -102,6 +102,11 @@ def bf16_speed(setting: GpuSetting) -> list[Item]:
             _timed("small models, bf16", name, speed.model_point(setting, name, s, b, compile=way))
             for name, s, b in small for way in (True, False)
         ),
+        *(
+            _timed("small models, bf16", f"{name}, CUDA graphs", speed.model_point(
+                setting, name, s, b, compile=True, train={"cuda_graphs": True}))
+            for name, s, b in small
+        ),
         *points(grid[1:]),
         *points([size for size in later if size != (8, 4096, 2)]),
     ]  # fmt: skip
