@@ -28,8 +28,8 @@ def host_zeros(
 def map_zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """Return flat zeros in pages of their own: CUDA may refuse to lock a page twice, for two tensors that share it.
 
-    All cores touch them now, as huge pages where the system has them: CUDA takes eight times as long to lock pages that
-    nobody has touched.
+    All cores touch them now, as huge pages where the system has them: otherwise CUDA touches them while it locks them,
+    which takes eight times as long.
     """
     pages = mmap.mmap(-1, numel * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -116,7 +115,7 @@ class Linear(nn.Linear):
 
     Attributes:
         product: 8-bit computation of x W^T, of this layer or of several that are always applied together.
-        follows: whether the weight is adjacent in memory to the weight of the layer before this one in the model.
+        follows: whether weight and bias are one in memory with the ones of the layer before this one in the model.
         key: by which operators find this layer.
     """
 
@@ -148,9 +147,8 @@ class Linear(nn.Linear):
         """
         if any(layer._forward_hooks or (layer.product and layer.bias is not None) for layer in layers):
             return None
-        if len({layer.product for layer in layers}) > 1 or (
-            layers[0].product is None and len(_group_adjacent(layers)) > 1
-        ):
+        products = {layer.product for layer in layers}
+        if len(products) > 1 or (products == {None} and len(_group_adjacent(layers)) > 1):
             return None
         return self.results(x, layers, joined=True)[0]
 
@@ -273,18 +271,14 @@ def _multiply_compiled(
 
 
 def _group_adjacent(layers: Sequence[Linear]) -> list[list[Linear]]:
-    """Group layers whose weights are one matrix in memory, their biases one vector, each all trained or all frozen."""
+    """Group layers whose weights are one matrix in memory and biases one vector, all trained or all frozen."""
     groups = [[layers[0]]]
-    for before, layer in pairwise(layers):
-        if layer.follows and _are_trained(layer) == _are_trained(before):
+    for layer in layers[1:]:
+        if layer.follows:
             groups[-1].append(layer)
         else:
             groups.append([layer])
     return groups
-
-
-def _are_trained(layer: Linear) -> tuple[bool, bool]:
-    return layer.weight.requires_grad, layer.bias is not None and layer.bias.requires_grad
 
 
 class ColumnLinear(Linear):

@@ -60,11 +60,9 @@ class GradSink:
         owners: list[Any] = [module for module in model.modules() if getattr(module, "sink", None) is self]
         matrices = [(owner, p) for owner in owners for p in owner.parameters(recurse=False) if p.dim() > 1]
         parameters.expect(Counter[Tensor](matrix for _, matrix in matrices) + Counter(again))
-        for (other, before), (owner, matrix) in pairwise(matrices):
-            biases = [getattr(each, "bias", None) for each in (other, owner)]
-            owner.follows = parameters.are_adjacent((before, matrix)) and (
-                biases == [None, None] or (None not in biases and parameters.are_adjacent(biases))
-            )
+        for (before, first), (owner, second) in pairwise(matrices):
+            biases = getattr(before, "bias", None), getattr(owner, "bias", None)
+            owner.follows = self._are_one((first, second)) and self._are_one(biases)
         for owner in owners:
             owner.key = make_key(owner, parameters.mesh.device)
 
@@ -88,10 +86,13 @@ class GradSink:
 
     def group_adjacent(self, weights: Sequence[nn.Parameter]) -> list[slice]:
         """Group weights that are adjacent in memory, and all trained or all frozen, into one matrix each."""
-        uniform = len({w.requires_grad for w in weights}) == 1
-        if self.parameters is not None and uniform and self.parameters.are_adjacent(weights):
-            return [slice(0, len(weights))]
-        return [slice(i, i + 1) for i in range(len(weights))]
+        return [slice(0, len(weights))] if self._are_one(weights) else [slice(i, i + 1) for i in range(len(weights))]
+
+    def _are_one(self, weights: Sequence[Any]) -> bool:
+        kinds = {None if w is None else w.requires_grad for w in weights}
+        if kinds == {None}:  # absent biases
+            return True
+        return len(kinds) == 1 and self.parameters is not None and self.parameters.are_adjacent(weights)
 
 
 Meanwhile = Callable[[list[Tensor]], object]

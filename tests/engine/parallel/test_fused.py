@@ -55,7 +55,9 @@ def gradients(config: RunConfig, fused: bool, compile: bool = False) -> tuple[fl
     ({"tp": 4}, {}, 0),  # keys and values are held by two ranks each: not one matrix with the queries
     ({"tp": 4, "tp_x": 2}, {}, 0),
     ({"dp": 2, "zero": 3}, {"name": "tiny-gpt"}, 0),
-], ids=["one rank", "split backward", "tp", "tp > kv heads", "grid", "gpt"])  # fmt: skip
+    ({"tp": 2, "sequence_parallel": True, "tp_overlap": True}, {"name": "tiny-gpt"}, 0),
+    ({"pp": 2, "schedule": "zb-h1"}, {"layers": 2, "qkv_bias": True}, 2),
+], ids=["one rank", "split backward", "tp", "tp > kv heads", "grid", "gpt", "gpt, tp", "biases"])  # fmt: skip
 def test_steps_are_equal(pool: Pool, parallel: dict[str, Any], model: dict[str, Any], calls: int) -> None:
     config = small_run(parallel, model, precision="fp64")
     ranks = config.parallel.world_size
@@ -91,10 +93,14 @@ def test_in_bf16_products_are_accumulated_in_float32(pool: Pool) -> None:
         assert (actual[name] - gradient).norm() < 0.05 * gradient.norm() + 1e-6, name
 
 
-@pytest.mark.parametrize(("fused", "precision"), [(True, "bf16"), (False, "fp32")])
-def test_compiled_layers_hold_the_operators(pool: Pool, fused: bool, precision: str) -> None:
+@pytest.mark.parametrize(("fused", "precision", "model"), [
+    (True, "bf16", {}), (False, "fp32", {}), (True, "fp32", {"qkv_bias": True}),
+])  # fmt: skip
+def test_compiled_layers_hold_the_operators(
+    pool: Pool, fused: bool, precision: str, model: dict[str, Any]
+) -> None:  # fmt: skip
     """Also the ones that give the gradients of weights to their buffers; adjacent matrices are one product."""
-    config = small_run({}, {"layers": 1}, precision=precision, global_batch=2)
+    config = small_run({}, {"layers": 1} | model, precision=precision, global_batch=2)
     ((loss, expected, _),) = pool.run(gradients, 1, config, fused)
     ((compiled_loss, actual, called),) = pool.run(gradients, 1, config, fused, True)
     layers, matrices = 1, 7

@@ -343,7 +343,7 @@ def group_into_buckets(units: list[list[Member]], limit: float, itemsize: int) -
 
 
 def same_memory(a: Tensor, b: Tensor, further: int = 0) -> bool:
-    """Return whether a tensor begins where another does, or so many elements further, in the same storage."""
+    """Return whether a tensor begins where another does, or ``further`` elements after it, in the same storage."""
     same = a.untyped_storage()._cdata == b.untyped_storage()._cdata
     return same and a.storage_offset() == b.storage_offset() + further
 
