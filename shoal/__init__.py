@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from shoal.spec.config import save_config as save_config
     from shoal.spec.layout import Layout as Layout
     from shoal.testing.chaos.run import chaos as chaos
+    from shoal.testing.own_dry_run import dry_run_own_model as dry_run_own_model
     from shoal.testing.own_run import AdamW as AdamW
     from shoal.testing.own_run import Run as Run
     from shoal.testing.verify.verify import verify as verify
@@ -95,6 +96,7 @@ _HOMES = {
     "shoal.spec.config": ("RunConfig", "load_config", "save_config"),
     "shoal.spec.layout": ("Layout",),
     "shoal.testing.chaos.run": ("chaos",),
+    "shoal.testing.own_dry_run": ("dry_run_own_model",),
     "shoal.testing.own_run": ("AdamW", "Run"),
     "shoal.testing.verify.verify": ("verify",),
     "shoal.training.hugging_face": ("export_gguf", "export_hf", "import_hf"),

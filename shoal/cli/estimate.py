@@ -85,10 +85,15 @@ def main(args: list[str]) -> int:
     options, config = parse_run("estimate", EstimateOptions, args, COMMANDS["estimate"].config)
     from_file = config if split_run_file(args)[0] else None
     if from_file and config.model.module and not options.model:
-        counted_alone = [name for name in EstimateOptions.model_fields if name not in ("cluster", "catalog", "json_")]
-        reject_unused(options, counted_alone, "a module of one's own is counted, with the settings of its file")
+        used = {"cluster", "catalog", "dry_run"} | ({"rank", "steps", "measure"} if options.dry_run else {"json_"})
+        others = [name for name in EstimateOptions.model_fields if name not in used]
+        reject_unused(options, others, "a module of one's own is counted, with the settings of its file")
         if options.catalog:
             shoal.add_catalog(options.catalog)
+        if options.dry_run:
+            how = options.model_dump(include={"rank", "steps", "measure"})
+            print(*shoal.dry_run_own_model(config, options.cluster, **how).lines(), sep="\n")
+            return 0
         estimated = shoal.estimate_own_model(config, options.cluster)
         print(dumps(list_own_values(estimated)) if options.json_ else "\n".join(estimated.lines()))
         return 0 if estimated.fits else 1
@@ -118,9 +123,7 @@ def main(args: list[str]) -> int:
         print(*sweep_lines(options.sweep, config.parallel, run, name, options.out), sep="\n")
         return 0
     if options.dry_run:
-        counted = shoal.dry_run(
-            config.parallel, **run, rank=options.rank, steps=options.steps, measure=options.measure
-        )
+        counted = shoal.dry_run(config.parallel, **run, **options.model_dump(include={"rank", "steps", "measure"}))
         listed += counted.lines()
     else:
         estimate = shoal.estimate(config.parallel, **run, software=options.software)

@@ -26,6 +26,7 @@ from shoal.planning.own_partition import partition_own_model
 from shoal.planning.own_search import plan_own_model
 from shoal.spec.config import RUN_FILE, OptimizerConfig, RunConfig, build_config, load_config
 from shoal.spec.layout import Layout
+from shoal.testing.own_dry_run import OwnDryRun, dry_run_own_model
 from shoal.testing.verify.verify import Verification, verify
 from shoal.training.records.metrics import StepMetrics, read_metrics
 from shoal.training.run_folder import get_checkpoint_folder
@@ -187,8 +188,25 @@ class Run:
             UsageError: the run is impossible, or the cluster is not known.
         """
         with tempfile.TemporaryDirectory(prefix="shoal-own-") as made:
-            config = self._written(Path(made)).model_copy(update={"parallel": layout or self.config.parallel})
-            return estimate_own_model(config, cluster or self.cluster)
+            return estimate_own_model(self._on(layout, Path(made)), cluster or self.cluster)
+
+    def dry_run(
+        self, layout: Layout | None = None, *, cluster: str | None = None, rank: int = 0, steps: int = 4,
+        measure: bool = False,
+    ) -> OwnDryRun:
+        """Run the first steps of one rank of a layout on fake tensors, and count its memory, FLOPs and transfers.
+
+        Args:
+            rank: the rank to count.
+            steps: number of first steps to count.
+            measure: also start all ranks on this machine (at most 8), and count this rank on real tensors.
+
+        Raises:
+            UsageError: as `estimate`; the rank does not exist; or the module reads values, of which there are none.
+        """
+        with tempfile.TemporaryDirectory(prefix="shoal-own-") as made:
+            config = self._on(layout, Path(made))
+            return dry_run_own_model(config, cluster or self.cluster, rank=rank, steps=steps, measure=measure)
 
     def partition(self, *, cluster: str | None = None, show: bool = True) -> PipeDreamPartition:
         """Return the stages and replicas that PipeDream would choose for the modules of the pipeline, and print them.
@@ -209,3 +227,7 @@ class Run:
         file = folder / f"own{PICKLED}"
         save_own_model(self.own, file)
         return self.config.model_copy(update={"model": self.config.model.model_copy(update={"module": str(file)})})
+
+    def _on(self, layout: Layout | None, folder: Path) -> RunConfig:
+        """Return the config on a layout, with the definition written into a folder."""
+        return self._written(folder).model_copy(update={"parallel": layout or self.config.parallel})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -25,9 +25,9 @@ from shoal.engine.own.chain import Chain
 from shoal.engine.own.definition import OwnModel
 from shoal.engine.own.formats import autocast, set_formats, widen
 from shoal.engine.own.links import LinkSeeds, StageLinks
-from shoal.engine.own.samples import OwnBatch, OwnDataset
+from shoal.engine.own.samples import OwnBatch
 from shoal.engine.own.split_backward import LateGradients
-from shoal.engine.own.tensor.draws import split_draws
+from shoal.engine.own.tensor.draws import Part, split_draws
 from shoal.engine.own.tensor.layers import SplitRanks
 from shoal.engine.own.tensor.table import apply_table
 from shoal.engine.own.user_code import explained
@@ -279,12 +279,14 @@ class OwnStage(LocalStage):
 
 
 def build_own_stage(
-    own: OwnModel, mesh: Mesh, policy: Policy, seed: int, chain: Chain | None = None, part: range = range(0),
-    index: int = 0, shared: frozenset[str] = frozenset(), holders: tuple[int, ...] = (), *, splits: bool = False,
+    own: OwnModel, mesh: Mesh, policy: Policy, seed: int, draws: Mapping[str, Sequence[Part]],
+    chain: Chain | None = None, part: range = range(0), index: int = 0, shared: frozenset[str] = frozenset(),
+    holders: tuple[int, ...] = (), *, splits: bool = False,
 ) -> OwnStage:
     """Build a stage with its parameters in buckets; `OwnStage.fill` or a checkpoint fills them.
 
     Args:
+        draws: what the ranks of split layers see of dropout (`find_parts`).
         chain: of a pipeline; None for the full module.
         part: the stage's modules of the chain.
         shared: parameters that several stages share.
@@ -300,8 +302,7 @@ def build_own_stage(
     elif ranks:
         edges = {name for i, name in enumerate(chain.names) if i in (part.start, part.stop)} if chain else ()
         split = apply_table(module, own.tensor_parallel, ranks, edges, experts=own.expert_parallel)
-        batch = OwnDataset(own, "train", seed).batch(range(mesh.layout.micro_batch))
-        split_draws(own, module, ranks, mesh.layout, batch)
+        split_draws(module, ranks, draws)
     seeds = LinkSeeds(own, module, seed)
     links = StageLinks(chain, part, module, policy.compute, mesh.device) if chain else None
     late = LateGradients(module) if splits else None  # before recomputation, which runs what it changes

@@ -89,7 +89,7 @@ def run_first(
                     apply_table(module, own.tensor_parallel, ranks, experts=own.expert_parallel)
                 return run(module.train(), widen(batch.map(fake.from_tensor), policy)), False
         except Exception as error:
-            if ranks or not _needs_values(error):
+            if ranks or not needs_values(error):
                 raise
     with drawing(seed), explained(what):
         module = own.build(seed)
@@ -97,5 +97,6 @@ def run_first(
         return run(module.train(), widen(batch, policy)), True
 
 
-def _needs_values(error: Exception) -> bool:
+def needs_values(error: Exception) -> bool:
+    """Return whether an error comes from reading a value of a fake tensor."""
     return any(isinstance(each, NEEDS_VALUES) or SAYS_SO.search(str(each)) for each in list_causes(error))

@@ -6,30 +6,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 
-from shoal.base.errors import UsageError
-from shoal.base.terminal import progress_bar
 from shoal.base.units import show_bytes
 from shoal.engine.collectives.mesh import DryMesh, Mesh
 from shoal.engine.precision.policy import POLICIES
-from shoal.launch.worker_pool import Pool
 from shoal.pipeline.from_layout import build_layout_program, choose_slices
 from shoal.planning.cost.counts import RankCounts
 from shoal.planning.cost.time.traffic import Sent
 from shoal.planning.describe import describe_run
 from shoal.planning.estimate import Estimate
-from shoal.report.tables import table_lines
-from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RunConfig, build_config
 from shoal.spec.layout import Layout
-from shoal.training.dry_run import dry_run as execution
+from shoal.testing.own_dry_run import check_ranks, count_rank, show_last
 from shoal.training.dry_run.dry_run import Counted
-from shoal.training.dry_run.tracker import Tracker
-from shoal.training.step.engine import Engine
 from shoal.training.step.model_state import attention_kernel
-
-MOST_RANKS = 8  # started on one machine for a measurement
 
 
 @dataclass(frozen=True)
@@ -63,19 +53,7 @@ class DryRun:
             if name != "host":
                 yield f"  {name:<16}  {show_bytes(size):>8} ({show_bytes(getattr(memory, name))})"
         yield f"  peak of memory    {show_bytes(step.peak):>8} ({show_bytes(memory.allocated)})"
-        if self.measured:
-            measured = self.measured.steps[-1].peak
-            error = 100 * (step.peak / measured - 1)
-            yield f"  the same run here {show_bytes(measured):>8}, {error:+.2f} % was counted dry"
-        yield "collectives of the step"
-        rows = []
-        for (axis, kind), sent in sorted(step.sent.items()):
-            sizes = {size: calls for (a, k, size), calls in step.calls.items() if (a, k) == (axis, kind)}
-            each = f"{show_bytes(min(sizes))} to {show_bytes(max(sizes))}" if len(sizes) > 1 else show_bytes(*sizes)
-            formula = f"  ({show_bytes(self.sent.get((axis, kind), 0))})" if self.sent else ""
-            rows.append((axis, kind, f"{sum(sizes.values()):,}", each, show_bytes(sent) + formula))
-        head = ("axis", "kind", "calls", "bytes of each", "sent  (by formula)" if self.sent else "sent")
-        yield from (f"  {line}" for line in table_lines(head, rows, right=2))
+        yield from show_last(step, self.measured, self.sent)
 
 
 def dry_run(
@@ -115,19 +93,10 @@ def dry_run(
     if global_batch is None and config is None:
         few = 2 * run.layout.pp * run.layout.dp * run.layout.micro_batch
         run = replace(run, global_batch=min(run.global_batch, few))
-    world = run.layout.world_size
-    if rank >= world:
-        raise UsageError(f"--rank {rank}: {run.layout.equation()}; ranks are 0 to {world - 1}")
-    if measure and world > MOST_RANKS:
-        raise UsageError(f"--measure: {world} ranks; at most {MOST_RANKS} are started on one machine.\n  Leave it out.")
+    check_ranks(run.layout, rank, measure)
     estimate = Estimate(run)
     config = _config(estimate, config)
-    with progress_bar("counting") as show:
-        counted = execution.dry_run(config, run.shape, rank, steps=steps, on_cpu=measure, show=show)
-    measured = None
-    if measure:
-        with Pool(world) as pool:
-            measured = pool.run(_measure, world, config, run.shape, steps, timeout=600)[rank]
+    counted, measured = count_rank(config, run.shape, rank, steps, measure)
     mesh = DryMesh(config.parallel, rank)
     formulas = _formulas(config, estimate, mesh, on_cpu=measure)
     sent = formulas.sent() if config.parallel.sync == "all-reduce" else None
@@ -160,10 +129,3 @@ def _formulas(config: RunConfig, estimate: Estimate, mesh: Mesh, *, on_cpu: bool
     return RankCounts(
         one, program, mesh, run.policy, slices, by_parts=run.layout.overlaps_products(background=False)
     )
-
-
-def _measure(config: RunConfig, shape: ModelShape, steps: int) -> Counted:
-    mesh = Mesh(config.parallel, dist.get_rank(), transport="backend")
-    with Tracker() as tracker:
-        engine = Engine(config, shape, mesh, execution.make_samples(config, shape))
-        return execution.count(engine, tracker, steps)

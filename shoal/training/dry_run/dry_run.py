@@ -8,7 +8,7 @@ live bytes at every moment.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from math import gcd
@@ -39,7 +39,9 @@ from shoal.pipeline.program import Action
 from shoal.planning.cost.time.traffic import evenly_taken
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import RunConfig
+from shoal.training.dry_run.own import DryOwnEngine, count_own
 from shoal.training.dry_run.tracker import Tracker, tensors_in
+from shoal.training.samples import open_samples
 from shoal.training.step.engine import Engine
 
 
@@ -162,15 +164,17 @@ def dry_run(
         show: called after each action of the program with the fraction that is done, and the number of the step.
 
     Raises:
-        UsageError: context-parallel ranks do not send the same number of tokens to every expert.
+        UsageError: context-parallel ranks do not send the same number of tokens to every expert; a model of one's own
+            reads values in its forward.
     """
     if shape.experts and config.parallel.cp > 1:
         _check_even(config, shape)
     fused = {} if on_cpu or config.train.attention != "auto" else {"attention": "sdpa"}
     config = config.model_copy(update={"train": config.train.model_copy(update={"compile": False, **fused})})
     mesh = DryMesh(config.parallel, rank, by_gloo=on_cpu)
-    with _faked(fused=not on_cpu), Tracker() as tracker:
-        engine = DryEngine(config, shape, mesh, make_samples(config, shape))
+    own, samples = bool(config.model.module), make_samples(config, shape)
+    with count_own() if own else nullcontext(), _faked(fused=not on_cpu and not own), Tracker() as tracker:
+        engine = (DryOwnEngine if own else DryEngine)(config, shape, mesh, samples)
         if show is not None:
             actions = steps * len(engine.program.actions[mesh.index("pp")])
             engine.runtime.recorders.append(ProgressRecorder(actions, steps, show))
@@ -196,8 +200,10 @@ def _check_even(config: RunConfig, shape: ModelShape) -> None:
 
 
 def make_samples(config: RunConfig, shape: ModelShape) -> Dataset:
-    """Return random tokens with very uneven masks, in packed documents if the run uses them."""
+    """Return random tokens with very uneven masks, in packed documents if the run uses them; or a definition's data."""
     data = config.data
+    if config.model.module:
+        return open_samples(config, "train")
     return SyntheticDataset(shape.vocab, data.sequence_length, config.train.seed, documents=data.document_mask)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 from zlib import crc32
 
 import torch
@@ -22,8 +22,10 @@ from shoal.engine.own.chain import Chain, find_chain
 from shoal.engine.own.definition import SUM_AND_TERMS, load_own_model
 from shoal.engine.own.optimizer import OwnRule
 from shoal.engine.own.runtime import OwnRuntime
-from shoal.engine.own.samples import OwnDataset
+from shoal.engine.own.samples import OwnBatch, OwnDataset
 from shoal.engine.own.stage import ALL_METRICS, OwnStage, build_own_stage, show_names
+from shoal.engine.own.tensor.draws import find_parts
+from shoal.engine.own.tensor.layers import SplitRanks
 from shoal.engine.own.user_code import explained
 from shoal.engine.parallel.apply import LocalStage
 from shoal.engine.parallel.zero.rank_parameters import RankParameters
@@ -34,6 +36,8 @@ from shoal.spec.config import RunConfig
 from shoal.training.records.metrics import StepMetrics
 from shoal.training.step.engine import Engine
 from shoal.training.step.optimizer_step import StageUpdates, StepResult
+
+Found = TypeVar("Found")
 
 
 class OwnUpdates(StageUpdates):
@@ -79,11 +83,12 @@ class OwnEngine(Engine):
 
     def build_stages(self, trained: bool) -> tuple[list[LocalStage], RankParameters]:
         own, seed, mesh, program = self.own, self.config.train.seed, self.sync_mesh, self.program
+        split = SplitRanks.alone(mesh.layout) is not None
+        draws = self.explore(lambda batch: find_parts(own, mesh.layout, batch)) if split else {}
         if program.depth == 1:
-            stage = build_own_stage(own, mesh, self.policy, seed)
+            stage = build_own_stage(own, mesh, self.policy, seed, draws)
             return [stage], RankParameters([stage.parameters])
-        batch = OwnDataset(own, "train", seed).batch(range(self.config.parallel.micro_batch))
-        self.chain = chain = find_chain(own, self.policy, seed, batch)
+        self.chain = chain = self.explore(lambda batch: find_chain(own, self.policy, seed, batch))
         parts = chain.assign(program, sequence_parallel=mesh.layout.sequence_parallel)
         shared, holders = chain.find_shared(parts)
         ranks = ",".join(map(str, sorted({program.stage_rank[stage] for stage in holders})))
@@ -91,10 +96,17 @@ class OwnEngine(Engine):
         ends = mesh.group(f"pp:{ranks}", purpose="ends") if shared else None
         stages = [
             build_own_stage(
-                own, mesh, self.policy, seed, chain, parts[i], i, shared, holders, splits=splits_backward(program))
+                own, mesh, self.policy, seed, draws, chain, parts[i], i, shared, holders,
+                splits=splits_backward(program),
+            )
             for i in program.rank_stages(mesh.index("pp"))
         ]
         return list(stages), RankParameters([stage.parameters for stage in stages], ends)
+
+    def explore(self, look: Callable[[OwnBatch], Found]) -> Found:
+        """Return what a function finds by running the module on the first micro-batch."""
+        samples = OwnDataset(self.own, "train", self.config.train.seed)
+        return look(samples.batch(range(self.config.parallel.micro_batch)))
 
     def build_runtime(self, program: Program) -> Runtime:
         if self.chain is None:

@@ -120,7 +120,7 @@ def test_ranks_draw_their_part_of_what_one_device_draws():
         for name, p in module.named_parameters():
             p.data = full.get_parameter(name).data.chunk(2, 1 if name == "down.weight" else 0)[rank]
         module.down.bias = full.down.bias if rank == 0 else None
-        split_draws(own, module, ranks, layout, batch)
+        split_draws(module, ranks, find_parts(own, layout, batch))
         torch.manual_seed(1)
         outputs.append(module(x))
     torch.manual_seed(1)

@@ -6,7 +6,7 @@ a part, and of which dim. The attention of `F.scaled_dot_product_attention` draw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import prod
@@ -21,6 +21,7 @@ from shoal.engine.own.definition import OwnModel, drawing
 from shoal.engine.own.samples import OwnBatch
 from shoal.engine.own.tensor.layers import SplitRanks
 from shoal.engine.own.tensor.table import apply_table
+from shoal.engine.sharding.loss import LossPlan
 from shoal.spec.layout import Layout
 
 Part = tuple[int, int]
@@ -30,18 +31,26 @@ Draw = Callable[[int, Tensor, float], Tensor]
 """Replacement of dropout in a module, from (number of the call in its forward, input, probability)."""
 
 
-def split_draws(own: OwnModel, module: nn.Module, ranks: SplitRanks, layout: Layout, batch: OwnBatch) -> None:
-    """Make a split module draw dropout as one device does, in place, if it can run on the meta device.
+def split_draws(module: nn.Module, ranks: SplitRanks, parts: Mapping[str, Sequence[Part]]) -> None:
+    """Make a split module draw dropout as one device does, in place.
+
+    Args:
+        parts: see `find_parts`.
+    """
+    for name, each in parts.items():
+        _replace_dropout(module.get_submodule(name), partial(_draw_part, ranks, each))
+
+
+def find_parts(own: OwnModel, layout: Layout, batch: OwnBatch) -> dict[str, list[Part]]:
+    """Return what ranks see in each call of dropout, by the module whose forward has it.
+
+    Empty if all see all, or if the module cannot run on the meta device.
 
     Args:
         batch: a micro-batch.
     """
-    for name, parts in find_parts(own, layout, batch).items():
-        _replace_dropout(module.get_submodule(name), partial(_draw_part, ranks, parts))
-
-
-def find_parts(own: OwnModel, layout: Layout, batch: OwnBatch) -> dict[str, list[Part]]:
-    """Return what ranks see in each call of dropout, by the module whose forward has it; empty if all see all."""
+    if isinstance(own.tensor_parallel, LossPlan):
+        return {}
     module, ranks = own.build_empty().train(), SplitRanks.alone(layout)
     if ranks is None or not all(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
         return {}
@@ -124,7 +133,7 @@ def _read(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = 
     return input, p, training, inplace
 
 
-def _draw_part(ranks: SplitRanks, parts: list[Part], call: int, x: Tensor, p: float) -> Tensor:
+def _draw_part(ranks: SplitRanks, parts: Sequence[Part], call: int, x: Tensor, p: float) -> Tensor:
     """Return what one device would make of this rank's part of a tensor."""
     dim, number = parts[call] if call < len(parts) else (0, 1)
     shape = list(x.shape)
