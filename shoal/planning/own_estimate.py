@@ -82,7 +82,7 @@ class OwnEstimate:
         """Yield the estimate as text."""
         config, counts = self.config, self.counts
         batch, total = config.train.global_batch, sum(self.memory.values())
-        yield (f"{config.model.name} on {config.parallel.describe()}, {self.cluster.describe()}, "
+        yield (f"{config.model.title} on {config.parallel.describe()}, {self.cluster.describe()}, "
                f"{config.train.precision}, {batch} samples per step")
         how = "on the CPU, as it needs values" if counts.real else "on fake tensors"
         yield (f"  counted   {counts.parameters:,} parameters per rank, {show_metric(counts.flops, 'FLOP')} per "

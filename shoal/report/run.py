@@ -248,7 +248,7 @@ def rank_table(measured: MeasuredStep, most: int = 64) -> list[list[str]]:
 def print_report(console: Console, report: RunReport) -> None:
     """Print facts, events, the timelines with their tables, and the name of the file."""
     config, compared = report.config, report.comparison
-    title = f"{report.folder.name}: {config.model.name}, {config.parallel.describe()}"
+    title = f"{report.folder.name}: {config.model.title}, {config.parallel.describe()}"
     console.print(Text(printable(title), style="bold"))
     console.print(text_table(("", ""), report.facts(), words=(0, 1)))
     if len(happened := event_table(report.events)) > 1:
@@ -271,7 +271,7 @@ def print_report(console: Console, report: RunReport) -> None:
 
 def _html(report: RunReport) -> str:
     config, compared = report.config, report.comparison
-    lead = f"{config.model.name}, {config.parallel.describe()}, {config.train.precision}."
+    lead = f"{config.model.title}, {config.parallel.describe()}, {config.train.precision}."
     shown = describe_curves(report.folder.name, report.metrics, report.events, config.counted)
     parts: list[Fragment | str] = [html_tiles(report.facts()), curves([shown])]
     if len(happened := event_table(report.events)) > 1:

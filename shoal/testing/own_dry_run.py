@@ -39,7 +39,7 @@ class OwnDryRun:
     def lines(self) -> Iterator[str]:
         """Yield the counts of the last step, with the memory of the fullest rank by the estimate."""
         counted, step, config = self.counted, self.counted.steps[-1], self.estimate.config
-        yield (f"{counted.where} of {config.parallel.world_size:,}, step {len(counted.steps)} of {config.model.name}: "
+        yield (f"{counted.where} of {config.parallel.world_size:,}, step {len(counted.steps)} of {config.model.title}: "
                "counted (fullest rank by the estimate)")
         yield f"  parameters        {counted.parameters:,} ({self.estimate.counts.parameters:,})"
         yield f"  FLOPs             {sum(step.flops.values()):,}"

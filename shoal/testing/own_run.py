@@ -136,7 +136,7 @@ class Run:
             raise UsageError("Run: layout 'auto' needs cluster and global_batch.\n  Give both, such as "
                              "cluster='8xH100'.")
         batch = {"global_batch": global_batch or chosen.dp * chosen.micro_batch, "validation_sequences": 1}
-        given = {"train": batch | sections.pop("train", {}), "data": {"sequence_length": 1}, "model": {"name": name}}
+        given = {"train": batch | sections.pop("train", {}), "model": {"name": name}}
         if isinstance(optimizer, dict):
             given["optimizer"] = optimizer
         if "parallel" in sections:

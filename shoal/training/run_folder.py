@@ -148,7 +148,7 @@ WRITTEN = ("metrics.jsonl", "events.jsonl", "processes.json", "checkpoints", "lo
 
 
 def _fresh_folder(config: RunConfig) -> Path:
-    stem, number = f"{time.strftime('%Y%m%d-%H%M%S')}-{config.model.name}", 0
+    stem, number = f"{time.strftime('%Y%m%d-%H%M%S')}-{config.model.title}", 0
     while True:
         folder = RUNS / (stem + (f"-{number}" if number else ""))
         try:

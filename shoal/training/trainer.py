@@ -266,7 +266,7 @@ class Trainer:
         if not self.first:
             return
         scale = self.engine.loss_scale
-        length, left = self.config.data.sequence_length, self.config.train.steps - self.step
+        length, left = self.config.counted_per_sample, self.config.train.steps - self.step
         validated = self.engine.validated if self.validation_loss is not None else {}
         self._record_metrics(
             self.step,

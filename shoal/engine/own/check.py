@@ -58,7 +58,7 @@ def check_own_model(config: RunConfig) -> OwnShape:
                              f"\n  Leave it out; {', '.join(OWN_LAYOUT)} work with any module.")
     if layout.pp > 1:
         check_own_pipeline(config)
-    for name in config.data.model_fields_set - {"sequence_length", "cache"}:
+    for name in config.data.model_fields_set - {"cache"}:
         if getattr(config.data, name) != DataConfig.model_fields[name].get_default(call_default_factory=True):
             raise UsageError(f"data.{name} with model.module, whose OwnModel has its own samples.\n  Leave it out: "
                              "data, validation and collate of the OwnModel take the place of [data].")

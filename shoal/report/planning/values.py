@@ -29,7 +29,7 @@ def list_own_values(estimate: OwnEstimate) -> dict[str, Any]:
     """Return the values of `shoal estimate` for a model of one's own."""
     config = estimate.config
     return {
-        "model": config.model.name, "parameters_per_rank": estimate.counts.parameters,
+        "model": config.model.title, "parameters_per_rank": estimate.counts.parameters,
         "cluster": estimate.cluster.name, "devices": estimate.cluster.size, "precision": config.train.precision,
         "optimizer": config.optimizer.name, "global_batch": config.train.global_batch, "fits": estimate.fits,
         "step_seconds_at_least": estimate.step_seconds,

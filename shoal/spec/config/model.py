@@ -96,6 +96,12 @@ class ModelConfig(Section):
     depths: DepthsConfig = DepthsConfig()
     """Layers that process only some tokens; see docs/depths.md."""
 
+    @property
+    def title(self) -> str:
+        """The name; of a module without one, that of its file."""
+        unnamed = self.module and self.name == ModelConfig.model_fields["name"].default
+        return Path(self.module.rpartition(":")[0]).stem if unnamed else self.name
+
     def shape(self, *, vocab: int, sequence_length: int) -> ModelShape:
         """Return the catalog's shape with the overrides, for a tokenizer of ``vocab`` ids and this sequence length.
 

@@ -68,6 +68,11 @@ class RunConfig(Section):
         """What the run counts: tokens, or the samples of a model of one's own, whose losses have no known unit."""
         return "sample" if self.model.module else "token"
 
+    @property
+    def counted_per_sample(self) -> int:
+        """How many of them a sample has."""
+        return 1 if self.model.module else self.data.sequence_length
+
 
 def load_config(path: str | Path) -> RunConfig:
     """Read a run's TOML file.

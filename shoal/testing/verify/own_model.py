@@ -71,7 +71,7 @@ def verify_own_model(console: Console, config: RunConfig, steps: int, device: st
     begin = time.monotonic()
     own = load_own_model(config.model.module)
     optimizer = "of its own" if own.make_optimizer else config.optimizer.name
-    console.print(f"[bold]verify[/]    {config.model.name} on {config.parallel.describe()}, fp64, "
+    console.print(f"[bold]verify[/]    {config.model.title} on {config.parallel.describe()}, fp64, "
                   f"optimizer {optimizer}, {steps} steps of {config.train.global_batch} samples")
     exact = config.model_copy(update={"train": config.train.model_copy(update={"precision": "fp64"})})
     with tempfile.TemporaryDirectory(prefix="shoal-plan-") as made:

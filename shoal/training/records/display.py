@@ -58,10 +58,10 @@ class Display:
     def banner(self, config: RunConfig, *, parameters: int, device: str, threads: int, folder: Path) -> None:
         """Print a description of the run, with its trainable parameters (a tied head counts once)."""
         unicode, layout = self.console.encoding.startswith("utf"), config.parallel
-        tokens = config.train.global_batch * config.data.sequence_length
+        tokens = config.train.global_batch * config.counted_per_sample
         ranks = f" = {layout.world_size} ranks" if layout.world_size > 1 else ", 1 rank"
         facts = [
-            ("model", f"{config.model.name}, {short(parameters)} parameters, {tokens:,} {self.counted}s per step"),
+            ("model", f"{config.model.title}, {short(parameters)} parameters, {tokens:,} {self.counted}s per step"),
             ("layout", f"{layout.describe()}{ranks}"),
             ("", "\n".join(grid_of_ranks(layout, self.console.width - LABEL - 6, unicode=unicode))),
             ("device", f"{device}, {config.train.precision}, {threads} thread{'s' if threads > 1 else ''} per rank"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from rich.console import Console
 from torch import Tensor, nn
 
 from shoal.base.errors import UsageError
@@ -18,6 +19,7 @@ from shoal.engine.own.trial import try_out
 from shoal.spec.config import RunConfig
 from shoal.training.bucket_size import settle_bucket_size
 from shoal.training.check import check
+from shoal.training.records.display import Display
 from shoal.training.samples import open_samples
 from shoal.training.step.optimizer_step import NonFinite
 from shoal.training.step.own_engine import OwnEngine
@@ -320,3 +322,11 @@ def test_other_samples_of_the_same_number_are_noticed():
 def test_commands_that_need_a_shape_say_so():
     with pytest.raises(UsageError, match=r"model.module: this needs a shape of the catalog"):
         config_of("lstm", {}).model.shape(vocab=64, sequence_length=8)
+
+
+def test_a_run_without_a_name_has_the_name_of_its_file_and_counts_samples():
+    config = RunConfig.model_validate({"model": {"module": "runs/mine.py:own"}, "train": {"global_batch": 4}})
+    console = Console(record=True, width=100)
+    display = Display(console, config.counted)
+    display.banner(config, parameters=10, device="cpu", threads=1, folder=Path("runs/one"))
+    assert "mine, 10 parameters, 4 samples per step" in console.export_text()

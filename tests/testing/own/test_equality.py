@@ -27,7 +27,7 @@ ZOO = PLAIN.with_name("zoo.py")
 def config_of(name: str, layout: dict[str, Any], **sections: dict[str, Any]) -> RunConfig:
     file = PLAIN if hasattr(plain, name) else ZOO
     return RunConfig.model_validate({
-        "model": {"name": name, "module": f"{file}:{name}"}, "data": {"sequence_length": 1},
+        "model": {"name": name, "module": f"{file}:{name}"},
         "parallel": {"micro_batch": 2} | layout, "train": {"global_batch": 8},
     } | sections)  # fmt: skip
 
