@@ -36,9 +36,15 @@ FP16 = Format("float16", 2, 10, -14, 65504.0)
 E4M3 = Format("float8_e4m3fn", 1, 3, -6, 448.0)
 E5M2 = Format("float8_e5m2", 1, 2, -14, 57344.0)
 
-MX_BLOCK = 32  # numbers that share a scale (OCP MX, section 5.2)
+# Open Compute Project 2023, "Microscaling Formats (MX) Specification", section 5.3.3: neither infinity nor NaN
+E2M1 = Format("float4_e2m1", 1, 1, 0, 6.0)
 
-Products = Literal["compute", "float8", "mxfp8"]
+MX_BLOCK = 32  # numbers that share a scale (OCP MX, section 5.2)
+NV_BLOCK = 16  # numbers that share a scale in NVFP4 (NVIDIA 2025, "Pretraining Large Language Models with NVFP4")
+
+Products = Literal["compute", "float8", "mxfp8", "nvfp4"]
+BLOCKS: dict[Products, int] = {"mxfp8": MX_BLOCK, "nvfp4": NV_BLOCK}
+"""Numbers that share a scale in formats that fix it."""
 
 
 class Formats(NamedTuple):
@@ -49,7 +55,7 @@ class Formats(NamedTuple):
         compute: weights and activations in forward and backward.
         reduce: gradients, summed over micro-batches and ranks.
         state: the optimizer's moments.
-        products: inputs of the layers' matrix products: "compute", or 8-bit copies of that format.
+        products: inputs of the layers' matrix products: "compute", or copies in 8 or 4 bits in that format.
         scaled: multiply the loss by a dynamic scale before backward.
         what: description in words.
     """
@@ -100,6 +106,8 @@ FORMATS = {
     "fp8": Formats(FP32, BF16, FP32, FP32, products="float8", what="bf16 with the layers' products in e4m3 and e5m2"),
     # Open Compute Project 2023, "Microscaling Formats (MX) Specification", version 1.0
     "mxfp8": Formats(FP32, BF16, FP32, FP32, products="mxfp8", what="bf16 with the layers' products in MXFP8"),
+    # NVIDIA 2025, "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149), section 4
+    "nvfp4": Formats(FP32, BF16, FP32, FP32, products="nvfp4", what="bf16 with the layers' products in NVFP4"),
     "fp64": Formats(FP64, FP64, FP64, FP64, what="everything in float64, for verification"),
 }
 FORMATS |= {  # float64 variants, in which all layouts must agree to 1e-9, of precisions that do more than round

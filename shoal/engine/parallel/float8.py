@@ -16,6 +16,7 @@ from shoal.engine.parallel.linear import Linear
 from shoal.engine.parallel.placement import ParamPlacement
 from shoal.engine.parallel.weight_grad import GradSink
 from shoal.engine.parallel.zero.zero_engine import ShardedParameters
+from shoal.engine.precision.nvfp4 import RoundingDraws
 from shoal.engine.precision.policy import Policy
 from shoal.engine.precision.recipe import AmaxHistory, Recipe, find_unfit, name_block
 from shoal.spec.catalog import ModelShape
@@ -31,14 +32,18 @@ class Float8:
         products: names of the linear layers that use 8-bit products, in tuples of those that are one product.
         recipe: the scaling recipe.
         history: history of absolute maxima, for delayed scaling.
+        draws: random numbers that round gradients, if the recipe draws any.
     """
 
     products: tuple[tuple[str, ...], ...]
     recipe: Recipe
     history: AmaxHistory | None
+    draws: RoundingDraws | None = None
 
     @staticmethod
-    def from_policy(policy: Policy, config: Float8Config, shape: ModelShape, device: torch.device) -> Float8 | None:
+    def from_policy(
+        policy: Policy, config: Float8Config, shape: ModelShape, device: torch.device, seed: int = 0
+    ) -> Float8 | None:
         """Return the 8-bit settings of a run; None if its products use the compute dtype."""
         products = policy.formats.products
         if products == "compute":
@@ -47,7 +52,7 @@ class Float8:
         history = None
         if recipe.history:
             history = AmaxHistory(recipe, [name for name, *_ in groups], policy.compute, device)
-        return Float8(tuple(groups), recipe, history)
+        return Float8(tuple(groups), recipe, history, RoundingDraws(seed) if recipe.rotates else None)
 
     def native(self, compute: torch.dtype, device: torch.device) -> bool:
         """Return whether the device multiplies the 8-bit codes directly, without decoding them first."""
@@ -71,6 +76,8 @@ def apply_float8(
     unfit = {name_block(name) for name in layers}
     if recipe.is_native(parameters.buckets[0].policy.compute, mesh.device):
         unfit = find_unfit({name: layer.weight.shape for name, layer in layers.items()}, recipe, warn=mesh.rank == 0)
+    if float8.draws is not None:
+        float8.draws.follow(model)
     for name, *others in float8.products:
         if name not in layers:
             continue  # of another stage
@@ -85,6 +92,12 @@ def apply_float8(
             name, recipe, float8.history, along, mesh.group("tp"), native=name_block(name) not in unfit,
             weights=weights, bucket=parameters.buckets[parameters.places[weights[0]][0]], sink=sink, device=mesh.device,
         )  # fmt: skip
+        if float8.draws is not None:
+            splits = [placements[f"{each}.weight"] for each in (name, *others)]
+            sizes = [each.global_shape[0] for each in splits]
+            begins = [sum(sizes[:i]) + each.box.offset[0] for i, each in enumerate(splits)]
+            parts = [torch.arange(n, n + each.box.shape[0]) for n, each in zip(begins, splits, strict=True)]
+            product.draws, product.features, product.width = float8.draws, torch.cat(parts).to(mesh.device), sum(sizes)
         product.warns, product.waits = mesh.rank == 0, joined[0].at is not None
         for layer in joined:
             layer.product = product

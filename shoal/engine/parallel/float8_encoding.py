@@ -19,6 +19,7 @@ from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.ops import all_reduce
 from shoal.engine.kernels.quantise import maxima, quantise, quantise_blocks
 from shoal.engine.precision.float8 import ROW, Codes, compute_scale, encode, largest
+from shoal.engine.precision.nvfp4 import RoundingDraws, rotate
 from shoal.engine.precision.recipe import GRADIENT, INPUT, WEIGHT, AmaxHistory, Recipe, warn_of_tokens
 
 TOKENS, IN, OUT = "tokens", "in", "out"
@@ -38,9 +39,14 @@ class Encoder:
 
     Attributes:
         warns: whether this rank warns of numbers of tokens that products on hardware do not take.
+        draws: random numbers that round gradients; None to round to the nearest.
+        features, width: positions of the output features of this rank, and the number of all.
     """
 
     warns = False
+    draws: RoundingDraws | None = None
+    features: Tensor
+    width: int
 
     def __init__(
         self, name: str, recipe: Recipe, history: AmaxHistory | None, split: str, group: Group | None, *, native: bool
@@ -59,20 +65,40 @@ class Encoder:
             warn_of_tokens(tokens, self.recipe)
         return fits
 
-    def encode_tokens(self, x: Tensor, what: int) -> Encoded:
-        """Encode a matrix whose rows are tokens, and its transpose."""
-        return self.encode(x, what, native=self.on_hardware(len(x)))
+    def encode_tokens(self, x: Tensor, what: int, start: Tensor | int | None = None) -> Encoded:
+        """Encode a matrix whose rows are tokens, and its transpose; see `encode`."""
+        return self.encode(x, what, native=self.on_hardware(len(x)), start=start)
 
-    def encode(self, x: Tensor, what: int, *, native: bool) -> Encoded:
-        """Encode a matrix and its transpose; if ``native``, as operands of products on hardware."""
+    def encode(self, x: Tensor, what: int, *, native: bool, start: Tensor | int | None = None) -> Encoded:
+        """Encode a matrix and its transpose; if ``native``, as operands of products on hardware.
+
+        Args:
+            start: position of the first row, of a gradient that `draws` rounds.
+        """
         if native:
             return self.encode_result("plain", (x,), what)
-        codes, amax = self.encode_alone(x, what, DIMS[what])
-        turned = codes.t() if self.recipe.is_square(what) else self.encode_alone(x.t(), what, DIMS[what][::-1])[0]
+        codes, amax = self.encode_alone(x, what, DIMS[what], self._draw("along", len(x), start))
+        if self.recipe.is_square(what):
+            turned = codes.t()
+        else:
+            across = rotate(x.t()) if self.recipe.rotates else x.t()
+            draws = self._draw("across", across.shape[1], start)
+            turned, _ = self.encode_alone(across, what, DIMS[what][::-1], None if draws is None else draws.t())
         return codes.codes, codes.scale, turned.codes, turned.scale, amax
 
-    def encode_alone(self, x: Tensor, what: int, dims: tuple[str, str]) -> tuple[Codes, Tensor]:
-        """Encode a matrix with these dimensions, but not its transpose; also return its absolute maxima."""
+    def _draw(self, which: str, tokens: int, start: Tensor | int | None) -> Tensor | None:
+        if self.draws is None or start is None:
+            return None
+        return self.draws.draw(f"{self.name}.{which}", start, tokens, self.features, self.width)
+
+    def encode_alone(
+        self, x: Tensor, what: int, dims: tuple[str, str], draws: Tensor | None = None
+    ) -> tuple[Codes, Tensor]:
+        """Encode a matrix with these dimensions, but not its transpose; also return its absolute maxima.
+
+        Args:
+            draws: see `shoal.engine.precision.float8.encode`.
+        """
         kind, grain = self.recipe.kinds[what], self.recipe.grains[what]
         own = amax = largest(x, grain)
         scale = self.history.scale(self.name, what) if self.history else None
@@ -80,10 +106,13 @@ class Encoder:
             spanned = [dim for dim, size in zip(dims, (grain.rows, grain.columns), strict=True) if size == 0]
             if self.split in spanned:
                 amax = all_reduce(amax.clone(), self.group, dist.ReduceOp.MAX)
-            scale = compute_scale(amax, kind, grain)
+            total = None
+            if grain.scale == "nv" and self.split in dims:
+                total = all_reduce(amax.max(), self.group, dist.ReduceOp.MAX)
+            scale = compute_scale(amax, kind, grain, total)
         else:  # codes are finite for any x, but non-finite values must stay detectable
             scale = torch.where(own.isfinite().all(), scale, torch.nan)
-        return encode(x, scale, kind, grain), own
+        return encode(x, scale, kind, grain, draws), own
 
     def encode_result(
         self, source: str, inputs: Sequence[Tensor], what: int, amax: Tensor | None = None

@@ -125,10 +125,10 @@ class Float8Product(Encoder):
         """Return dY W, [tokens, in]."""
         return multiply(gradient, self.encode_weight(weights, turned=True, native=gradient.for_hardware), dtype)
 
-    def encode_gradient(self, gradient: Tensor) -> tuple[Codes, Codes]:
-        """Return the codes of dY by output feature and of dY^T by token."""
+    def encode_gradient(self, gradient: Tensor, start: Tensor | int | None = None) -> tuple[Codes, Codes]:
+        """Return the codes of dY by output feature and of dY^T by token; ``start`` as in `encode`."""
         gradient = gradient.flatten(0, -2)
-        return self.take_codes(self.encode_tokens(gradient, GRADIENT), native=self.on_hardware(len(gradient)))
+        return self.take_codes(self.encode_tokens(gradient, GRADIENT, start), native=self.on_hardware(len(gradient)))
 
     def take_codes(self, encoded: Encoded, *, native: bool) -> tuple[Codes, Codes]:
         """Return the codes of dY and of dY^T; note its maxima."""
@@ -179,6 +179,7 @@ class _Float8Linear(torch.autograd.Function):
         *weights: nn.Parameter,
     ) -> Tensor:  # fmt: skip
         ctx.product, ctx.shape, ctx.dtype = product, x.shape, x.dtype
+        ctx.start = None if product.draws is None else product.draws.start
         ctx.save_for_backward(turned, turned_scale, *weights)
         y = product.forward(codes, scale, weights, x.dtype)
         return y.resize_(*x.shape[:-1], y.shape[-1])  # not a view: tensor-parallel ranks sum it in place
@@ -186,7 +187,7 @@ class _Float8Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: Tensor):
         product, (turned, turned_scale, *weights) = ctx.product, ctx.saved_tensors
-        along, across = product.encode_gradient(gradient)
+        along, across = product.encode_gradient(gradient, ctx.start)
         d_x = None
         if ctx.needs_input_grad[1]:
             d_x = product.backward_input(along, weights, ctx.dtype).view(ctx.shape)

@@ -1,14 +1,15 @@
-"""8-bit quantisation of matrices: codes in e4m3 or e5m2, and scales for blocks of them.
+"""Quantisation of matrices: codes in e4m3, e5m2 or e2m1 (4 bits), and scales for blocks of them.
 
-A code has 2 or 3 bits after the leading one and a range of a few decades, so a matrix is first multiplied by a scale
+A code has 1 to 3 bits after the leading one and a range of a few decades, so a matrix is first multiplied by a scale
 that brings its largest element close to the format's maximum. Elements that share a scale:
 
     tensor   all                                 Micikevicius et al. 2022, "FP8 Formats for Deep Learning", section 3
     row      a row along the contraction         as in `torch._scaled_mm`
     block    128 of a row; of weights 128 x 128  DeepSeek-AI 2024, "DeepSeek-V3", section 3.3; scales are powers of two
     mx       32 of a row                         Open Compute Project 2023, "Microscaling Formats", version 1.0
+    nv       16 of a row; of weights 16 x 16     NVIDIA 2025, arXiv 2509.25149, appendix B
 
-Matrices are [m, k], where k is the dimension that a product sums over. In float64 the same rules apply, so that 8-bit
+Matrices are [m, k], where k is the dimension that a product sums over. In float64 the same rules apply, so that their
 rounding is the only loss of a product.
 """
 
@@ -20,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.spec.number_formats import E4M3, E5M2, Format
+from shoal.spec.number_formats import E2M1, E4M3, E5M2, Format
 
 _MX_EXPONENTS = (-127, 127)  # E8M0, the format of a scale (OCP MX, section 5.4.1)
 
@@ -32,7 +33,7 @@ class Grain(NamedTuple):
         rows, columns: size of a block; 0 is the full dimension.
         scale: "exact" maps the largest element to the format's maximum; "power" rounds this down to a power of two;
             "mx" only uses exponents, so that elements above the format's maximum in the same octave saturate (OCP MX,
-            section 6.3).
+            section 6.3); "nv" uses e4m3 numbers, times one factor of the tensor that maps the largest of them to 448.
     """
 
     rows: int
@@ -44,10 +45,10 @@ TENSOR, ROW = Grain(0, 0), Grain(1, 0)
 
 
 class Codes(NamedTuple):
-    """A matrix in 8 bits.
+    """A matrix in 8 or 4 bits.
 
     Attributes:
-        codes: [m, k], float8.
+        codes: [m, k], float8; e2m1 as numbers of e4m3, which has all of them.
         scale: [m / rows, k / columns], the factors that the matrix was multiplied by. For products on hardware, their
             inverses in the layout of `shoal.engine.kernels.quantise`.
         for_hardware: whether codes and scale are an operand of a product on hardware, or are decoded.
@@ -78,13 +79,22 @@ def largest(x: Tensor, grain: Grain) -> Tensor:
     return x.amax((1, 3)).to(torch.promote_types(x.dtype, torch.float32))
 
 
-def compute_scale(most: Tensor, kind: Format, grain: Grain) -> Tensor:
+def compute_scale(most: Tensor, kind: Format, grain: Grain, total: Tensor | None = None) -> Tensor:
     """Return the scales for the largest absolute values of blocks; 1 for 0.
 
     A scale and its inverse are both normal numbers, so blocks with very small values do not reach the format's
-    maximum.
+    maximum. Of "nv", nor do blocks whose e4m3 number would be less than its smallest, 2^-9.
+
+    Args:
+        total: "nv": largest absolute value of the tensor, if these blocks are a part of it.
     """
-    if grain.scale == "mx":
+    if grain.scale == "nv":
+        smallest, info = 2.0**E4M3.tiniest, torch.finfo(most.dtype)
+        outer = kind.largest * E4M3.largest / (most.max() if total is None else total)
+        outer = outer.clamp(max=smallest / info.tiny)
+        inner = (most / kind.largest * outer).to(torch.float8_e4m3fn).to(most.dtype)
+        scale = outer / inner.clamp(min=smallest)
+    elif grain.scale == "mx":
         # frexp returns fractions in [1/2, 1): the exponent of the octave is one less
         above = torch.frexp(most).exponent - 1 - octave(kind)
         exponent = above.clamp(*_MX_EXPONENTS)
@@ -97,11 +107,30 @@ def compute_scale(most: Tensor, kind: Format, grain: Grain) -> Tensor:
     return torch.where(most == 0, torch.ones_like(most), torch.where(most.isfinite(), scale, torch.nan))
 
 
-def encode(x: Tensor, scale: Tensor, kind: Format, grain: Grain) -> Codes:
-    """Round x [m, k] to codes; values beyond the format's maximum saturate."""
+def encode(x: Tensor, scale: Tensor, kind: Format, grain: Grain, draws: Tensor | None = None) -> Codes:
+    """Round x [m, k] to codes; values beyond the format's maximum saturate.
+
+    Args:
+        draws: e2m1: round stochastically, by uniform numbers in (0, 1), [m, k]; otherwise to the nearest, ties to even.
+    """
     scaled = x.detach().to(scale.dtype) * _spread(scale, x.shape, grain)
-    codes = scaled.clamp_(-kind.largest, kind.largest).to(getattr(torch, kind.name))
-    return Codes(codes, scale, grain)
+    scaled = scaled.clamp_(-kind.largest, kind.largest)
+    if kind == E2M1:
+        return Codes(_round_to_e2m1(scaled, draws).to(torch.float8_e4m3fn), scale, grain)
+    return Codes(scaled.to(getattr(torch, kind.name)), scale, grain)
+
+
+def _round_to_e2m1(x: Tensor, draws: Tensor | None) -> Tensor:
+    """Round x, of at most 6, to numbers of e2m1; see `encode`."""
+    size = x.abs()
+    unit = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0)).to(x.dtype)
+    size = size / unit
+    if draws is None:
+        size = size.round()  # to even: of two neighbours the one with an even fraction
+    else:
+        low = size.floor()
+        size = low + (draws < size - low)
+    return (size * unit).copysign(x)
 
 
 def octave(kind: Format) -> int:

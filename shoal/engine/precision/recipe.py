@@ -1,4 +1,4 @@
-"""Recipes of 8-bit products: the format and scales of each tensor of a linear layer, and delayed scaling."""
+"""Recipes of products in 8 or 4 bits: the format and scales of each tensor of a linear layer, and delayed scaling."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from shoal.base.boxes import Box, Piece
 from shoal.engine.precision.float8 import ROW, TENSOR, Grain, compute_scale
 from shoal.spec.config import Float8Config
-from shoal.spec.number_formats import E4M3, E5M2, MX_BLOCK, Format, Products
+from shoal.spec.number_formats import E2M1, E4M3, E5M2, MX_BLOCK, NV_BLOCK, Format, Products
 
 HARDWARE_BLOCK = 128  # elements of a row that share a scale in products on hardware
 INPUT, WEIGHT, GRADIENT = range(3)
@@ -21,7 +21,7 @@ INPUT, WEIGHT, GRADIENT = range(3)
 
 @dataclass(frozen=True)
 class Recipe:
-    """Formats and scales of the 8-bit products of a linear layer.
+    """Formats and scales of the products in 8 or 4 bits of a linear layer.
 
     Attributes:
         kinds: format of each tensor.
@@ -37,7 +37,10 @@ class Recipe:
 
     @staticmethod
     def from_config(products: Products, config: Float8Config) -> Recipe:
-        """Build the recipe of a precision with 8-bit products."""
+        """Build the recipe of a precision with products in 8 or 4 bits."""
+        if products == "nvfp4":
+            row, square = Grain(1, NV_BLOCK, "nv"), Grain(NV_BLOCK, NV_BLOCK, "nv")
+            return Recipe((E2M1, E2M1, E2M1), (row, square, row))
         kinds = (E4M3, E4M3, {"e4m3": E4M3, "e5m2": E5M2}[config.gradient])
         if products == "mxfp8":
             return Recipe(kinds, (Grain(1, MX_BLOCK, "mx"),) * 3)
@@ -52,7 +55,12 @@ class Recipe:
     def scales(self) -> str:
         """Name of the scales, as in `hardware_scales`."""
         grain = self.grains[INPUT]
-        return {"exact": "row" if grain.rows else "tensor", "power": "block", "mx": "mx"}[grain.scale]
+        return {"exact": "row" if grain.rows else "tensor", "power": "block", "mx": "mx", "nv": "nv"}[grain.scale]
+
+    @property
+    def rotates(self) -> bool:
+        """Whether inputs of weight gradients are rotated, and gradients rounded stochastically; see `nvfp4`."""
+        return self.scales == "nv"
 
     def is_native(self, compute: torch.dtype, device: torch.device) -> bool:
         """Return whether the device multiplies the codes; otherwise they are decoded first."""

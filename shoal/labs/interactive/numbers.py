@@ -18,12 +18,10 @@ from shoal.base.errors import UsageError
 from shoal.base.section import Section
 from shoal.engine.models.transformer import Transformer, initialise
 from shoal.spec.catalog import model_shape
-from shoal.spec.number_formats import BF16, E4M3, E5M2, FP16, FP32, FP64, Format
+from shoal.spec.number_formats import BF16, E2M1, E4M3, E5M2, FP16, FP32, FP64, Format
 
 # Kharya 2020 (NVIDIA), "TensorFloat-32": inputs of matrix products have the range of fp32 and the fraction of fp16
 TF32 = Format("tf32", 4, 10, -126, (2 - 2.0**-10) * 2.0**127)
-# Open Compute Project 2023, "Microscaling Formats (MX) Specification", section 5.3.3: neither infinity nor NaN
-E2M1 = Format("float4_e2m1", 1, 1, 0, 6.0)
 
 
 class Kind(NamedTuple):

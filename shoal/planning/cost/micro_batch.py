@@ -12,7 +12,7 @@ from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 from shoal.spec.catalog import ModelShape
 from shoal.spec.config import Float8Config
 from shoal.spec.layout import Layout
-from shoal.spec.number_formats import MX_BLOCK, Formats
+from shoal.spec.number_formats import BLOCKS, Formats
 
 Kernel = Literal["sdpa", "explicit"]
 P = ParamSpec("P")
@@ -40,8 +40,8 @@ class EightBits(NamedTuple):
         """Build from a precision; None if products are in the compute format."""
         if formats.products == "compute":
             return None
-        if formats.products == "mxfp8":
-            return EightBits(False, MX_BLOCK, config.keep)
+        if formats.products in BLOCKS:
+            return EightBits(False, BLOCKS[formats.products], config.keep)
         return EightBits(config.scales == "tensor", config.block if config.scales == "block" else 0, config.keep)
 
     def takes(self, name: str) -> bool:

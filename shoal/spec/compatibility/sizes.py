@@ -12,7 +12,7 @@ from shoal.spec.compatibility.features import BARE, CheckedRun
 from shoal.spec.compatibility.table import check_compatibility
 from shoal.spec.config import RunConfig
 from shoal.spec.layout import MOST_RANKS, Layout
-from shoal.spec.number_formats import FORMATS, MX_BLOCK
+from shoal.spec.number_formats import BLOCKS, FORMATS
 from shoal.spec.sync_methods import LOCAL, UNSYNCHRONISED
 
 MOST_MICROBATCHES = 2**16  # per replica: each one adds actions to its program
@@ -307,9 +307,9 @@ def check_float8_sizes(config: RunConfig, shape: ModelShape) -> None:
                 f"float8.keep: '{pattern}': it matches no linear layer of the model's blocks.\n  These are "
                 f"{', '.join(name for name in names if '.0.' in name)}, ..; * matches anything."
             )
-    if layout.tp == 1 or (products != "mxfp8" and float8.scales != "block"):
+    if layout.tp == 1 or (products == "float8" and float8.scales != "block"):
         return
-    block = MX_BLOCK if products == "mxfp8" else float8.block
+    block = BLOCKS.get(products, float8.block)
     if shape.latent is not None and layout.sequence_parallel:
         raise UsageError(
             f"{field} with parallel.sequence_parallel and model.latent: blocks of tokens are cut between the ranks "

@@ -121,6 +121,8 @@ CONFLICTS = (
     Conflict(f.FLOAT8, f.EXPERTS, "grouped products of experts have no 8-bit implementation", "Use bf16"),
     Conflict(f.FLOAT8, f.DEPTHS, "each layer would compute its scales from other tokens", "Use bf16"),
     Conflict(f.FLOAT8, f.CP, "the parts of a sequence would have their own scales", "Use tp or dp instead"),
+    Conflict(f.NVFP4, f.COMPILE, "a compiled backward does not know the position of the micro-batch, from which the "
+             "rounding of gradients is drawn", "Leave train.compile out, or use mxfp8"),
     Conflict(f.DELAYED_SCALES, f.RELAXED, "each replica would have its own history", "Use float8.amax 'current'"),
     Conflict(f.LOSS_SCALED, f.ASYNC_PIPELINE, "its stages update independently, before a rank knows whether "
              "another rank's gradients overflowed", "Use bf16, which needs no loss scale, or another schedule"),

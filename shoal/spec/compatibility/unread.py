@@ -10,7 +10,7 @@ from shoal.base.errors import UsageError
 from shoal.spec import optimizers, sync_methods
 from shoal.spec.compatibility.features import written
 from shoal.spec.config import DataConfig, Float8Config, RunConfig
-from shoal.spec.number_formats import FORMATS
+from shoal.spec.number_formats import BLOCKS, FORMATS
 
 
 def check_unread(config: RunConfig) -> None:
@@ -66,10 +66,12 @@ def _check_precision(config: RunConfig) -> None:
                 f"\n  Leave the section out, or use {instead}."
             )
     float8 = config.float8
-    if formats.products == "mxfp8" and float8 != Float8Config(gradient=float8.gradient, keep=float8.keep):
+    read = {"mxfp8": ("gradient", "keep"), "nvfp4": ("keep",)}.get(formats.products)
+    if read and float8 != Float8Config(**{name: getattr(float8, name) for name in read}):
         raise UsageError(
-            f"section float8 with train.precision = '{precision}': the format fixes blocks of 32 and their scales."
-            "\n  Set only float8.gradient and float8.keep, or use fp8."
+            f"section float8 with train.precision = '{precision}': the format fixes blocks of "
+            f"{BLOCKS[formats.products]} and their scales."
+            f"\n  Set only {' and '.join(f'float8.{name}' for name in read)}, or use fp8."
         )
 
 

@@ -16,7 +16,7 @@ OptimizerName = Literal[
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Precision = Literal[  # the keys of `shoal.spec.number_formats.FORMATS`
     "fp32", "bf16", "bf16-sums", "bf16-moments", "bf16-weights", "bf16-all", "fp16", "fp16-unscaled", "fp8", "mxfp8",
-    "fp64", "fp64-fp16", "fp64-fp8", "fp64-mxfp8",
+    "nvfp4", "fp64", "fp64-fp16", "fp64-fp8", "fp64-mxfp8", "fp64-nvfp4",
 ]
 LARGEST_SCALE = 2.0**100  # scale of a loss that never overflows
 
@@ -162,7 +162,8 @@ class Float8Config(Section):
     """delayed: octaves of headroom above the largest value, for values that grow."""
 
     gradient: Literal["e5m2", "e4m3"] = "e5m2"
-    """The format of output gradients; inputs and weights use e4m3. mxfp8 only reads this setting and keep."""
+    """The format of output gradients; inputs and weights use e4m3. mxfp8 only reads this setting and keep, nvfp4 only
+    keep."""
 
     keep: tuple[str, ...] = ()
     """Patterns of linear layers that stay in the compute format, such as ["layers.0.*", "*.mlp.down"]."""

@@ -31,6 +31,7 @@ from shoal.engine.optim.schedule import learning_rate
 from shoal.engine.optim.shards import Shards
 from shoal.engine.optim.sophia import Sophia
 from shoal.engine.precision.float8 import compute_scale, encode, largest
+from shoal.engine.precision.nvfp4 import RoundingDraws, rotate
 from shoal.engine.precision.policy import POLICIES
 from shoal.engine.precision.recipe import GRADIENT, INPUT, WEIGHT, AmaxHistory, Recipe
 from shoal.pipeline.from_layout import build_layout_program
@@ -261,7 +262,7 @@ def _from_drawn_labels(model: Transformer, config: RunConfig, batches: Sequence[
     key, first = label_key(config.train.seed, step), step * config.train.global_batch
 
     def compute_loss(i: int, batch: Batch) -> Tensor:
-        logits = model(batch.tokens, None, batch.documents)
+        logits = model(batch.tokens, None, batch.documents, samples=batch.samples)
         labels = draw_labels(logits, key, (first + i) * length + torch.arange(length)[None])
         labels[batch.targets == IGNORE] = IGNORE
         return F.cross_entropy(logits[0], labels[0], ignore_index=IGNORE, reduction="sum")
@@ -287,7 +288,9 @@ def _from_differences(model: Transformer, config: RunConfig, batches: Sequence[B
             for p, values, direction in zip(parameters.values(), kept, directions, strict=True):
                 p.copy_(values + sign * size * direction)
         if sign:
-            accumulate_gradients(model, batches, lambda i, batch: model(batch.tokens, batch.targets, batch.documents))
+            accumulate_gradients(model, batches, lambda i, batch: model(
+                batch.tokens, batch.targets, batch.documents, samples=batch.samples
+            ))
             found.append([get_gradient(p).clone() for p in parameters.values()])
     return [u * (one - other) / (2 * size) for u, one, other in zip(directions, *found, strict=True)]
 
@@ -303,9 +306,11 @@ def multiply_in_float8(model: Transformer, config: RunConfig) -> AmaxHistory | N
     recipe, groups = Recipe.from_config(products, config.float8), float8_products(model.shape, config.float8.keep)
     names = [name for name, *_ in groups]
     history = AmaxHistory(recipe, names, torch.float64, torch.device("cpu")) if recipe.history else None
+    draws = RoundingDraws(config.train.seed)
+    draws.follow(model)
     modules = dict(model.named_modules())
     for name, *others in groups:
-        joined, rounded = [modules[each] for each in (name, *others)], partial(_round, name, recipe, history)
+        joined, rounded = [modules[each] for each in (name, *others)], Rounding(name, recipe, history, draws)
         modules[name].forward = partial(_forward, modules[name], rounded)
         if others:
             modules[name].together = partial(_together, joined, rounded)
@@ -324,22 +329,47 @@ def _together(joined: list[nn.Linear], rounded, x: Tensor, layers: Sequence[nn.L
     return RoundedProduct.apply(rounded, x, weight).split([len(layer.weight) for layer in layers], -1)
 
 
-def _round(name: str, recipe: Recipe, history: AmaxHistory | None, what: int, x: Tensor) -> Tensor:
-    kind, grain = recipe.kinds[what], recipe.grains[what]
-    most = largest(x, grain)
-    scale = None
-    if history:
-        history.note(name, what, most)
-        scale = history.scale(name, what)
-    return encode(x, compute_scale(most, kind, grain) if scale is None else scale, kind, grain).values(x.dtype)
+@dataclass(frozen=True)
+class Rounding:
+    """Rounding of the operands of one layer's products."""
+
+    name: str
+    recipe: Recipe
+    history: AmaxHistory | None
+    draws: RoundingDraws
+
+    def __call__(self, what: int, x: Tensor, draws: Tensor | None = None) -> Tensor:
+        kind, grain = self.recipe.kinds[what], self.recipe.grains[what]
+        most = largest(x, grain)
+        scale = None
+        if self.history:
+            self.history.note(self.name, what, most)
+            scale = self.history.scale(self.name, what)
+        return encode(x, compute_scale(most, kind, grain) if scale is None else scale, kind, grain, draws).values(x.dtype)
+
+    def gradient(self, d_y: Tensor, start: Tensor | int) -> Tensor:
+        """Round dY along the output features."""
+        return self(GRADIENT, d_y, self._draw("along", d_y, start))
+
+    def across(self, d_y: Tensor, x: Tensor, start: Tensor | int) -> tuple[Tensor, Tensor]:
+        """Round dY^T and X^T along the tokens."""
+        d_y, x = (rotate(each.t()).t() if self.recipe.rotates else each for each in (d_y, x))
+        draws = self._draw("across", d_y, start)
+        return self(GRADIENT, d_y.t(), None if draws is None else draws.t()), self(INPUT, x.t())
+
+    def _draw(self, which: str, d_y: Tensor, start: Tensor | int) -> Tensor | None:
+        if not self.recipe.rotates:
+            return None
+        tokens, width = d_y.shape
+        return self.draws.draw(f"{self.name}.{which}", start, tokens, torch.arange(width), width)
 
 
 class RoundedProduct(torch.autograd.Function):
     """x W^T with the operands of all three products rounded."""
 
     @staticmethod
-    def forward(ctx, rounded, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.rounded = rounded
+    def forward(ctx, rounded: Rounding, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.rounded, ctx.start = rounded, rounded.draws.start
         ctx.save_for_backward(x, weight)
         return rounded(INPUT, x.flatten(0, -2)).matmul(rounded(WEIGHT, weight).t()).view(*x.shape[:-1], -1)
 
@@ -347,6 +377,6 @@ class RoundedProduct(torch.autograd.Function):
     def backward(ctx, gradient: Tensor):
         x, weight = ctx.saved_tensors
         d_y = gradient.flatten(0, -2)
-        d_x = ctx.rounded(GRADIENT, d_y) @ ctx.rounded(WEIGHT, weight.t()).t()
-        d_weight = ctx.rounded(GRADIENT, d_y.t()) @ ctx.rounded(INPUT, x.flatten(0, -2).t()).t()
-        return None, d_x.view_as(x), d_weight
+        d_x = ctx.rounded.gradient(d_y, ctx.start) @ ctx.rounded(WEIGHT, weight.t()).t()
+        across, turned = ctx.rounded.across(d_y, x.flatten(0, -2), ctx.start)
+        return None, d_x.view_as(x), across @ turned.t()

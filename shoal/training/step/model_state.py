@@ -72,7 +72,7 @@ class ModelState:
         self.program = build_layout_program(layout, self.microbatches, len(self.slices))
         check_program(self.program, tied=shape.shares_ends)
         self.spread = assign_tokens(layout, config.data.sequence_length, self.slices)
-        self.float8 = Float8.from_policy(self.policy, config.float8, shape, mesh.device)
+        self.float8 = Float8.from_policy(self.policy, config.float8, shape, mesh.device, train.seed)
         self.sync_mesh = mesh if layout.sync == "all-reduce" else mesh.replica()
         # Creating a group blocks its ranks and stalls in-flight transfers, so create groups before the first step.
         for view, axis in ((mesh, "world"), (self.sync_mesh, "world"), (mesh, "dp")):

@@ -46,6 +46,8 @@ CASES = [
     ("fp8", {"scales": "block", "block": 16}),
     ("fp8", {"amax": "delayed", "history": 2, "margin": 1}),
     ("mxfp8", {"gradient": "e4m3", "keep": ("layers.0.*",)}),
+    ("nvfp4", {}),
+    ("nvfp4", {"keep": ("layers.1.*", "*.mlp.up")}),
 ]
 LAYOUTS = [
     {"dp": 2, "zero": 3, "tp": 2, "recompute": "full"},
@@ -59,7 +61,7 @@ def in_float8(config: RunConfig, precision: str, settings: dict) -> RunConfig:
 
 
 @pytest.mark.parametrize(("precision", "settings", "parallel"), [
-    (*case, layout) for case, layout in zip(CASES, (*LAYOUTS[::-1], *LAYOUTS[::-1], LAYOUTS[1]), strict=True)
+    (*case, layout) for case, layout in zip(CASES, (*LAYOUTS[::-1], *LAYOUTS[::-1], LAYOUTS[1], *LAYOUTS), strict=True)
 ], ids=str)
 def test_every_grain_on_layouts(pool, precision, settings, parallel):
     config = in_float8(small_run(parallel, MODEL), precision, settings)
@@ -278,9 +280,9 @@ def _weight_encodings(config: RunConfig) -> list[int]:
     seen = Counter()
     encode = Float8Product.encode
 
-    def counting(self, x, what, *, native):
+    def counting(self, x, what, **options):
         seen[what] += 1
-        return encode(self, x, what, native=native)
+        return encode(self, x, what, **options)
 
     Float8Product.encode = counting
     try:
