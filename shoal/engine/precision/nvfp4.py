@@ -1,4 +1,4 @@
-"""What NVFP4 training adds to scales of blocks: rotated inputs of weight gradients, and stochastic rounding of gradients.
+"""What NVFP4 adds to scales of blocks: rotated inputs of weight gradients, and stochastic rounding of gradients.
 
 Source: NVIDIA 2025, "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149), section 4. The number format and
 its scales are in `shoal.engine.precision.float8`.
@@ -19,7 +19,7 @@ SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)  # drawn once
 
 
 def rotate(x: Tensor) -> Tensor:
-    """Multiply each 16 elements of the rows of x [m, k] by signs and an orthogonal Hadamard matrix, in float32 at least.
+    """Multiply each 16 elements of a row of x [m, k] by signs and an orthogonal Hadamard matrix, at least in float32.
 
     Outliers spread over 16 elements, and a product of two rotated matrices along k stays the same.
 

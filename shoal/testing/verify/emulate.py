@@ -49,7 +49,8 @@ def emulate_updates(model: Transformer, program: Program, samples: list[list[Bat
             }
             for batch in samples[m]:
                 loss = functional_call(
-                    model, weights, (batch.tokens, batch.targets, batch.documents), tie_weights=False
+                    model, weights, (batch.tokens, batch.targets, batch.documents), {"samples": batch.samples},
+                    tie_weights=False,
                 )
                 gradients = torch.autograd.grad(loss / tokens, list(weights.values()))
                 for name, gradient in zip(weights, gradients, strict=True):

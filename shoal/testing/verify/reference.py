@@ -345,7 +345,8 @@ class Rounding:
         if self.history:
             self.history.note(self.name, what, most)
             scale = self.history.scale(self.name, what)
-        return encode(x, compute_scale(most, kind, grain) if scale is None else scale, kind, grain, draws).values(x.dtype)
+        scale = compute_scale(most, kind, grain) if scale is None else scale
+        return encode(x, scale, kind, grain, draws).values(x.dtype)
 
     def gradient(self, d_y: Tensor, start: Tensor | int) -> Tensor:
         """Round dY along the output features."""

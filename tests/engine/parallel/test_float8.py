@@ -241,7 +241,8 @@ def test_scales_of_hardware(capability, cuda, native, monkeypatch):
 
 @pytest.mark.parametrize(("precision", "settings", "native"), [
     ("fp8", {}, True), ("fp8", {"scales": "row"}, True), ("fp8", {"scales": "block"}, True),
-    ("fp8", {"scales": "block", "block": 64}, False), ("mxfp8", {}, False), ("fp64-fp8", {}, False),
+    ("fp8", {"scales": "block", "block": 64}, False), ("mxfp8", {}, False), ("nvfp4", {}, False),
+    ("fp64-fp8", {}, False),
 ])
 def test_only_products_that_are_made_in_8_bits_count_as_such(precision, settings, native, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -378,6 +379,9 @@ def take_steps(config: RunConfig) -> tuple[torch.Tensor, int]:
     ("bf16", {"float8": {"scales": "row"}}, "this precision ignores the section"),
     ("bf16", {"loss_scale": {"initial": 2.0}}, "this precision ignores the section"),
     ("mxfp8", {"float8": {"scales": "row"}}, "the format fixes blocks of 32 and their scales"),
+    ("nvfp4", {"float8": {"gradient": "e4m3"}}, "blocks of 16 and their scales.\n  Set only float8.keep, or use fp8"),
+    ("nvfp4", {"train": {"compile": True}}, "does not know the position of the micro-batch"),
+    ("nvfp4", {"parallel": {"tp": 2}, "model": {"name": "tiny", "ffn": 48}}, "a rank's 24 cut a block of 16"),
     ("fp8", {"float8": {"block": 64}}, "which does not read it"),
     ("fp8", {"float8": {"scales": "row", "amax": "delayed"}}, "the history has one value per tensor"),
     ("fp8", {"parallel": {"pp": 2, "schedule": "terapipe", "sequence_slices": 2}}, "each slice of a sequence"),

@@ -130,7 +130,7 @@ def test_what_ranks_keep_of_some_tokens(pool: Pool, parallel: dict) -> None:
     st.sampled_from(["none", "selective", "full"]),
     st.sampled_from(["sdpa", "explicit"]),
     st.booleans(),
-    st.sampled_from(["fp32", "bf16", "fp64", "fp8", "mxfp8"]),
+    st.sampled_from(["fp32", "bf16", "fp64", "fp8", "mxfp8", "nvfp4"]),
     st.booleans(),
 )
 def test_what_one_device_keeps(
@@ -179,6 +179,7 @@ def test_attention_in_blocks_keeps_fewer_scores(pool: Pool) -> None:
     ("tiny-gpt", "fp8", "explicit", "none", {"scales": "row"}),
     ("tiny", "fp8", "sdpa", "selective", {"keep": ["layers.0.*", "*.attention.k", "*.down"]}),
     ("tiny", "mxfp8", "explicit", "none", {}),
+    ("tiny", "nvfp4", "sdpa", "none", {}),
 ])  # fmt: skip
 def test_what_products_in_8_bits_keep(
     pool: Pool, family: str, precision: str, kernel: str, recompute: str, float8: dict

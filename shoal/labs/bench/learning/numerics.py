@@ -35,12 +35,14 @@ RUNS: dict[str, Changes] = {
     "fp8, rows": {"train": {"precision": "fp8"}, "float8": {"scales": "row"}},
     "fp8, blocks": {"train": {"precision": "fp8"}, "float8": {"scales": "block"}},
     "mxfp8": {"train": {"precision": "mxfp8"}},
+    "nvfp4": {"train": {"precision": "nvfp4"}},
     "adam8bit": {"optimizer": {"name": "adam8bit"}},
 }
 FAMILIES = {
     "16 bits": (*BFLOAT16, "fp16"),
     "float16 without a loss scale": ("fp16-unscaled", LOST),
     "8 bits in the layers' products": ("fp8", "fp8, delayed", "fp8, rows", "fp8, blocks", "mxfp8"),
+    "4 bits in the layers' products": ("nvfp4",),
     "8 bits in the optimizer's states": ("adam8bit",),
 }
 FAILS = (LOST,)  # runs that are expected to fail
