@@ -103,6 +103,41 @@ def test_without_the_word_of_the_axis_scales_differ(pool):
     assert all(difference > 1e-6 for difference in pool.run(_alone, 2, config))
 
 
+def test_draws_are_of_positions_in_the_complete_gradient(pool):
+    """A layer that counts its own features, not all, rounds otherwise."""
+    config = in_float8(small_run({"tp": 2}, MODEL), "nvfp4", {})
+    assert all(difference > 1e-6 for difference in pool.run(_count_own_features, 2, config))
+
+
+def _count_own_features(config: RunConfig) -> float:
+    norms = []
+    for own in (False, True):
+        engine = engine_of(prepare(config, own_precision=False).config)
+        for stage in engine.stages:
+            for module in stage.module.modules():
+                if own and isinstance(module, Linear) and module.product is not None:
+                    module.product.features = torch.arange(len(module.product.features))
+        norms.append(engine.step(0).gradient_norm)
+    return abs(norms[0] / norms[1] - 1)
+
+
+def test_a_short_training_follows_that_in_bf16(pool):
+    """One batch by heart. Four bits cost more than eight, and little of what is learnt."""
+    losses = {}
+    for precision in ("bf16", "fp8", "nvfp4"):
+        config = in_float8(small_run({}, MODEL, steps=60), precision, {})
+        (losses[precision],) = pool.run(_learn, 1, config)
+    first, last = losses["bf16"][0], losses["bf16"][-1]
+    assert abs(losses["fp8"][-1] - last) < 0.01 * (first - last)
+    assert abs(losses["nvfp4"][-1] - last) < 0.02 * (first - last)
+
+
+def _learn(config: RunConfig) -> list[float]:
+    engine = engine_of(config)
+    engine.sample_indices = lambda step, m: range(m * 2, m * 2 + 2)
+    return [engine.step(step).loss for step in range(60)]
+
+
 def _alone(config: RunConfig) -> float:
     norms = []
     for told in (True, False):
