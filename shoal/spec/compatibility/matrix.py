@@ -50,6 +50,7 @@ TECHNIQUES: Mapping[str, Example] = {
     "fp16 with loss scaling": {"train": {"precision": "fp16"}},
     "8-bit products (fp8)": {"train": {"precision": "fp8"}},
     "delayed fp8 scales": {"train": {"precision": "fp8"}, "float8": {"amax": "delayed"}},
+    "4-bit products (nvfp4)": {"train": {"precision": "nvfp4"}},
     "bf16 weights": {"train": {"precision": "bf16-weights"}},
     "gradient clipping": {"optimizer": {"clip_norm": 1.0}},
     "Muon": {"optimizer": {"name": "muon"}},
