@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shoal.engine.models.initial import stream_key, uniform
 
 ROTATED = 16  # elements of a row that one Hadamard transform mixes
-SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)  # drawn once: for all layers and runs (section 4.2)
+NEGATIVE = 0xD7E8  # which of 16 signs are negative: drawn once, for all layers and runs (section 4.2)
 
 
 def rotate(x: Tensor) -> Tensor:
@@ -27,10 +27,13 @@ def rotate(x: Tensor) -> Tensor:
         [m, k rounded up to a multiple of 16].
     """
     x = F.pad(x.detach().to(torch.promote_types(x.dtype, torch.float32)), (0, -x.shape[1] % ROTATED))
-    matrix = torch.ones(1, 1, dtype=x.dtype, device=x.device)
-    while len(matrix) < ROTATED:  # Sylvester's construction
-        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
-    matrix = matrix * torch.tensor(SIGNS, dtype=x.dtype, device=x.device).unsqueeze(1) / ROTATED**0.5
+    # Sylvester's construction: the sign of row i and column j is the parity of i & j. From numbers on the device, as a
+    # matrix of the host's would be copied to it.
+    i = torch.arange(ROTATED, device=x.device)
+    negative = i.unsqueeze(1) & i
+    negative = negative ^ (negative >> 2)
+    negative = (negative ^ (negative >> 1) ^ torch.bitwise_right_shift(NEGATIVE, i).unsqueeze(1)) & 1
+    matrix = (1 - 2 * negative).to(x.dtype) / ROTATED**0.5
     return (x.reshape(-1, ROTATED) @ matrix).view(x.shape)
 
 
