@@ -76,7 +76,11 @@ class Attention(nn.Module):
         )
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        q, k, v = self._heads(x, context.rotary_with(self.window) if self.rotated else None)  # [b, a or k, s, d]
+        # Views of one product keep it in full, also what a copy takes the place of.
+        copied = self.scale != 1.0 or context.temperature is not None or context.part is not None
+        rotary = context.rotary_with(self.window) if self.rotated else None
+        whole = self.q_norm is None and (rotary is not None or (type(self.core) is AttentionCore and not copied))
+        q, k, v = self._heads(x, rotary, whole=whole)  # [b, a or k, s, d]
         if self.scale != 1.0:
             q = q * self.scale
         if context.temperature is not None and not self.rotated:
@@ -92,9 +96,11 @@ class Attention(nn.Module):
         """Return the layers that take the input."""
         return self.q, self.k, self.v
 
-    def _heads(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values by head, with rotated queries and keys."""
-        packed = project_joined(x, self.q, self.k, self.v) if self.q_norm is None else None  # [b, s, (a + 2 k) d]
+    def _heads(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, *, whole: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values by head, with rotated queries and keys; if ``whole``, from one product."""
+        packed = project_joined(x, self.q, self.k, self.v) if whole else None  # [b, s, (a + 2 k) d]
         if packed is None:
             q, k, v = project(x, self.q, self.k, self.v)
         elif rotary:

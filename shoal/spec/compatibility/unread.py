@@ -66,12 +66,12 @@ def _check_precision(config: RunConfig) -> None:
                 f"\n  Leave the section out, or use {instead}."
             )
     float8 = config.float8
-    read = {"mxfp8": ("gradient", "keep"), "nvfp4": ("keep",)}.get(formats.products)
-    if read and float8 != Float8Config(**{name: getattr(float8, name) for name in read}):
+    settings = {"mxfp8": ("gradient", "keep"), "nvfp4": ("keep",)}.get(formats.products)
+    if settings and float8 != Float8Config(**{name: getattr(float8, name) for name in settings}):
         raise UsageError(
             f"section float8 with train.precision = '{precision}': the format fixes blocks of "
             f"{BLOCKS[formats.products]} and their scales."
-            f"\n  Set only {' and '.join(f'float8.{name}' for name in read)}, or use fp8."
+            f"\n  Set only {' and '.join(f'float8.{name}' for name in settings)}, or use fp8."
         )
 
 
