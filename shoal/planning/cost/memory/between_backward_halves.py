@@ -56,13 +56,15 @@ def _product(
 
     Args:
         into, out: elements per token, in the input and in all outputs.
-        joined: output gradients are concatenated for one product, while biases still need each of them.
+        joined: output gradients are concatenated for one product; biases need each of them, unless fused operators take
+            the results as one tensor, whose gradient is one too.
     """
     e, n = run.itemsize, run.tokens
     names = [f"layers.{number}.{name}" for name in names]
     found = activations.multiplied(run, f"{what} input", "", into, names)
     coded = sum(run.eight is not None and run.eight.takes(name) for name in names)
-    biased = run.shape.family == "gpt" and (joined or coded)
+    one = run.fused and run.layout.cp == 1
+    biased = run.shape.family == "gpt" and ((joined and not one) or coded)
     wide = len(names) - coded
     found.append(Saved(f"gradients of {what}", "", n * out * (e * wide + coded) // len(names)))
     return found + ([Saved(f"gradients of {what} for biases", "", e * n * out)] if biased else [])
