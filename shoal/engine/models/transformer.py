@@ -79,8 +79,8 @@ class Attention(nn.Module):
         # Views of one product keep it in full, also what a copy takes the place of.
         copied = self.scale != 1.0 or context.temperature is not None or context.part is not None
         rotary = context.rotary_with(self.window) if self.rotated else None
-        whole = self.q_norm is None and (rotary is not None or (type(self.core) is AttentionCore and not copied))
-        q, k, v = self._heads(x, rotary, whole=whole)  # [b, a or k, s, d]
+        joined = self.q_norm is None and (rotary is not None or (type(self.core) is AttentionCore and not copied))
+        q, k, v = self._heads(x, rotary, joined=joined)  # [b, a or k, s, d]
         if self.scale != 1.0:
             q = q * self.scale
         if context.temperature is not None and not self.rotated:
@@ -97,10 +97,10 @@ class Attention(nn.Module):
         return self.q, self.k, self.v
 
     def _heads(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, *, whole: bool
+        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, *, joined: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values by head, with rotated queries and keys; if ``whole``, from one product."""
-        packed = project_joined(x, self.q, self.k, self.v) if whole else None  # [b, s, (a + 2 k) d]
+        """Return queries, keys and values by head, with rotated queries and keys; if ``joined``, from one product."""
+        packed = project_joined(x, self.q, self.k, self.v) if joined else None  # [b, s, (a + 2 k) d]
         if packed is None:
             q, k, v = project(x, self.q, self.k, self.v)
         elif rotary:
