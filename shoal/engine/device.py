@@ -393,7 +393,6 @@ def tune_allocator() -> bool:
 
 
 def tune_process(*, products: bool = True) -> None:
-    """Configure the allocator, and with `products` the matrix product library, of this process."""
+    """Set the allocator and the library of matrix products of this process: torch's default without `products`."""
     tune_allocator()
-    if products:
-        tune_products()
+    tune_products(allowed=products)

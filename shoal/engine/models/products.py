@@ -25,12 +25,16 @@ _FEW = 1 << 15  # elements in the keys of a head; from here on torch's attention
 _by_onednn = False
 
 
-def tune_products() -> bool:
-    """Use oneDNN for this process's float32 products where it is known to be faster; return whether it is used."""
-    if not (torch.backends.mkldnn.is_available() and _multiplies_faster()):
-        return False
-    _choose(onednn=True)
-    if not _exact():
+def tune_products(*, allowed: bool = True) -> bool:
+    """Use oneDNN for this process's float32 products where it is allowed and known to be faster, else MKL.
+
+    Returns:
+        Whether oneDNN is used.
+    """
+    faster = allowed and torch.backends.mkldnn.is_available() and _multiplies_faster()
+    if faster != _by_onednn:  # also in a fork of a tuned process
+        _choose(onednn=faster)
+    if faster and not _exact():
         _choose(onednn=False)
     return _by_onednn
 

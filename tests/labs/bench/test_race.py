@@ -105,7 +105,6 @@ def multiplies(workload: Workload, rank: int, ranks: int):
 
 
 def test_a_variant_multiplies_by_its_library():
-    torch.set_float32_matmul_precision("highest")  # tests of other benchmarks have tuned this process
     for products, medium in ((False, False), (True, _multiplies_faster())):
         with VariantProcesses(Variant("c", multiplies, WORK, products=products)) as processes:
             assert processes.step(1).losses == [float(medium)]
