@@ -246,11 +246,23 @@ def generator_states() -> tuple[bytes, str, object]:
     return torch.get_rng_state().numpy().tobytes(), repr(np.random.get_state(legacy=False)), random.getstate()
 
 
+def seed_generators(seed: int) -> None:
+    """Seed torch's generators of the CPU and of the CUDA devices in use.
+
+    `torch.manual_seed` also queues a call for each accelerator not in use, with the Python stack as text, which is slow
+    at each module of each micro-batch.
+    """
+    seed &= (1 << 63) - 1
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
+
+
 @contextmanager
 def drawing(seed: int) -> Iterator[None]:
     """Seed the generators of torch's CPU, NumPy and Python in the context, and restore them after it."""
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    torch.default_generator.manual_seed(seed & (1 << 63) - 1)
+    torch.default_generator.manual_seed(seed & (1 << 63) - 1)  # not CUDA's, whose state is not restored
     np.random.seed(seed % (1 << 32))
     random.seed(seed)
     try:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from shoal.base.errors import UsageError
 from shoal.engine.models.initial import stream_key
 from shoal.engine.own.chain import Chain, Crossing, get_input, set_input
-from shoal.engine.own.definition import OwnModel
+from shoal.engine.own.definition import OwnModel, seed_generators
 
 
 class _Cut(BaseException):
@@ -149,4 +149,4 @@ class LinkSeeds:
             module.get_submodule(name).register_forward_pre_hook(lambda _, args, i=i: self._draw(i))
 
     def _draw(self, i: int) -> None:
-        torch.manual_seed(stream_key(self.seed, f"batch {self.first} module {i}") & (1 << 63) - 1)
+        seed_generators(stream_key(self.seed, f"batch {self.first} module {i}"))

@@ -22,7 +22,7 @@ from shoal.engine.models.cache import Slice
 from shoal.engine.models.initial import stream_key
 from shoal.engine.own.blocks import Blocks, group_parameters, recompute_modules
 from shoal.engine.own.chain import Chain
-from shoal.engine.own.definition import OwnModel
+from shoal.engine.own.definition import OwnModel, seed_generators
 from shoal.engine.own.formats import autocast, set_formats, widen
 from shoal.engine.own.links import LinkSeeds, StageLinks
 from shoal.engine.own.samples import OwnBatch
@@ -141,7 +141,7 @@ def _wide(buffer: Tensor) -> Tensor:
 
 def draw_as(seed: int, batch: OwnBatch) -> None:
     """Seed torch's generators by a micro-batch, so that dropout and the like do not depend on the layout."""
-    torch.manual_seed(stream_key(seed, f"batch {batch.first}") & (1 << 63) - 1)
+    seed_generators(stream_key(seed, f"batch {batch.first}"))
 
 
 ALL_METRICS = "Return all of them for each batch, with 0 terms where there are none."

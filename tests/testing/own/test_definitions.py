@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shoal.base.errors import UsageError
 from shoal.engine.collectives.mesh import Mesh
-from shoal.engine.own.definition import OwnModel
+from shoal.engine.own.definition import OwnModel, seed_generators
 from shoal.engine.own.samples import OwnDataset
 from shoal.engine.own.trial import try_out
 from shoal.spec.config import RunConfig
@@ -312,6 +312,18 @@ def test_samples_that_draw_are_those_of_the_seed_and_are_not_made_by_a_thread():
     assert torch.equal(first.batch(range(4)).values, again.batch(range(4)).values)
     assert not torch.equal(first.batch(range(4)).values, OwnDataset(plain.odd, "train", 1).batch(range(4)).values)
     assert not OwnDataset(OwnModel(net, loss, ROWS), "train", 0).draws
+
+
+def test_generators_of_the_devices_in_use_are_seeded(monkeypatch):
+    seed, devices = (1 << 64) - 3, []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", devices.append)
+    for used in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda used=used: used)
+        seed_generators(seed)
+        drawn = torch.rand(4)
+        assert devices == [(1 << 63) - 3] * used
+    torch.manual_seed((1 << 63) - 3)
+    assert torch.equal(drawn, torch.rand(4))
 
 
 def test_other_samples_of_the_same_number_are_noticed():
