@@ -53,6 +53,7 @@ class Orders:
     def __init__(self) -> None:
         self._next: SimpleQueue[dict[str, str]] = SimpleQueue()
         self._inside = False  # whether the main thread is in a generation
+        self._outside = threading.Event()  # set when it leaves one
         self._given, self._entered = int("RANK" in os.environ), 0  # generations, of which a spare has none yet
         self._main = threading.main_thread().ident or 0
         self._stdout = os.dup(1)  # of rank 0, which any process may become
@@ -66,12 +67,14 @@ class Orders:
     @contextmanager
     def generation(self) -> Iterator[None]:
         """Let orders interrupt the enclosed code, by `Abandoned`."""
+        self._outside.clear()
         self._inside = True
         self._entered += 1
         try:
             yield
         finally:
             self._inside = False
+            self._outside.set()
 
     def next(self) -> None:
         """Wait for the next generation and take its environment, and its log if it has another rank."""
@@ -99,9 +102,10 @@ class Orders:
     def _interrupt(self) -> None:
         """Interrupt the main thread until it has left the newest generation, which it may not have entered yet."""
         while self._inside or self._entered < self._given:
+            wait = self._outside.wait if self._inside else time.sleep
             abort_device_groups()
             signal.pthread_kill(self._main, INTERRUPT)
-            time.sleep(AGAIN_SECONDS)
+            wait(AGAIN_SECONDS)  # not longer than it takes to leave: the next order may have come
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if self._inside:
