@@ -1,7 +1,7 @@
 """Start the ranks of a run on this machine, watch them, and find the rank that caused a failure.
 
 The parent does not train: it starts one process per rank (`shoal.launch.prefork`), watches them and forwards stop
-requests. The ranks rendezvous through a file, so only gloo or NCCL open ports, on the loopback interface.
+requests. The ranks rendezvous through a folder, so only gloo or NCCL open ports, on the loopback interface.
 """
 
 from __future__ import annotations

@@ -9,10 +9,12 @@ import sys
 import time
 import traceback
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from shoal.engine.collectives.folder_store import open_store
 from shoal.engine.device import choose_transport, destroy_world, init_world, pick_device
 from shoal.launch.prefork import PIPE
 from shoal.launch.watch.watchdog import write_stack_when_asked
@@ -48,8 +50,8 @@ def answer(
 
     Args:
         call: pickled function and arguments.
-        group: rank, number of ranks, device type, rendezvous file, timeout of collectives, and whether the group is
-            kept.
+        group: rank, number of ranks, device type, folder of the rendezvous, timeout of collectives, and whether the
+            group is kept.
 
     Returns:
         Whether this process can take another call; not after a failed join, as torch matches groups by their number.
@@ -64,7 +66,7 @@ def answer(
             device = pick_device(choice, rank, shared=True)
             fit = False
             transport = choose_transport(device, ranks)
-            init_world(rank, ranks, dist.FileStore(store, ranks), device, timeout, transport=transport)
+            init_world(rank, ranks, open_store(Path(store), ranks, device), device, timeout, transport=transport)
             fit = True
         value = pickle.dumps(("finished", fn(*args)))
         if dist.is_initialized():

@@ -27,7 +27,7 @@ class RankEnv:
 
     Attributes:
         how: launcher: `RankProcesses` ("local"), torchrun (or anything that sets its variables), or SLURM's srun.
-        master: rendezvous address and port, unless the ranks rendezvous through a file.
+        master: rendezvous address and port, unless the ranks rendezvous through a folder.
         place: index of the device of a process that may have had another rank; None takes the local rank.
     """
 

@@ -1,6 +1,6 @@
 """Join the ranks of a run: set this process up as one, and let it find the others.
 
-Locally started ranks rendezvous through a file, ranks of a SLURM step through a store on one interface; torchrun
+Locally started ranks rendezvous through a folder, ranks of a SLURM step through a store on one interface; torchrun
 creates its own store. (c10d's TCPStore has no authentication and by default listens on all interfaces.)
 """
 
@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.base.errors import UsageError
+from shoal.engine.collectives.folder_store import open_store
 from shoal.engine.device import COLLECTIVE_SECONDS, cores_per_rank, die_with_parent, init_world, tune_process
 from shoal.launch.rank_env import RankEnv, record_end, scratch_folder, stack_path
 from shoal.launch.watch.watchdog import write_stack_when_asked
@@ -63,7 +64,7 @@ def become_rank(
     picked = member.device(device)
     if picked.type == "cpu":
         tune_process()
-    init_world(member.rank, member.world_size, create_store(member, timeout), picked, timeout)
+    init_world(member.rank, member.world_size, create_store(member, timeout, picked), picked, timeout)
 
 
 def _record_and_exit(
@@ -98,14 +99,14 @@ def listen_address(host: str, alone: bool, environment: Mapping[str, str] = os.e
     return "" if loops and not alone else address  # a machine may resolve its own name to a loopback address
 
 
-def create_store(member: RankEnv, timeout: float) -> dist.Store | None:
+def create_store(member: RankEnv, timeout: float, device: torch.device) -> dist.Store | None:
     """Return the store of the rendezvous; None under torchrun, which has its own. In a SLURM step, rank 0 hosts it.
 
     Raises:
         UsageError: the port is in use, or a variable names an interface that does not exist.
     """
     if member.how == "local":
-        store = dist.FileStore(str(scratch_folder() / "store"), member.world_size)
+        store = open_store(scratch_folder() / "store", member.world_size, device)
         # Wait in Python, where an order to leave interrupts a rank: a peer may end before it comes.
         store.set(f"shoal/present/{member.rank}", "")
         present, deadline = [f"shoal/present/{rank}" for rank in range(member.world_size)], time.monotonic() + timeout

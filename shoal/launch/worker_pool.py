@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import sys
 import tempfile
 import time
@@ -154,7 +155,8 @@ class Pool:
         try:
             return self._do(fn, calls, timeout)
         finally:
-            store.unlink(missing_ok=True)
+            if not self._keep_group:
+                shutil.rmtree(store, ignore_errors=True)
 
     def map(
         self, fn: Callable[[Any], Any], items: Sequence[Any], *, timeout: float = 60.0,

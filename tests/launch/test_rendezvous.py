@@ -4,10 +4,13 @@ import socket
 
 import psutil
 import pytest
+import torch
 
 from shoal.base.errors import UsageError
 from shoal.launch.rank_env import RankEnv
 from shoal.launch.rendezvous import create_store, listen_address, open_port_notice
+
+CPU = torch.device("cpu")
 
 
 def member(rank: int = 0, port: int = 0, ranks: int = 1, how: str = "slurm") -> RankEnv:
@@ -21,7 +24,7 @@ def free_port() -> int:
 
 def test_it_listens_on_its_address_alone():
     port = free_port()
-    store = create_store(member(port=port), 10)
+    store = create_store(member(port=port), 10, CPU)
     store.set("key", "value")
     ends = [end for end in psutil.Process().net_connections() if end.status == "LISTEN"]
     assert [end.laddr.ip for end in ends if end.laddr.port == port] == ["127.0.0.1"]
@@ -29,7 +32,7 @@ def test_it_listens_on_its_address_alone():
 
 def test_a_taken_port_is_bad_input():
     with socket.create_server(("127.0.0.1", 0)) as end, pytest.raises(UsageError, match="in use by another process"):
-        create_store(member(port=end.getsockname()[1]), 10)
+        create_store(member(port=end.getsockname()[1]), 10, CPU)
 
 
 def test_which_address(monkeypatch):
