@@ -76,7 +76,7 @@ CASES = {
     "a key of another section": file("zero = 1", "there is no key 'zero'; did you mean 'parallel.zero'?"),
     "a misspelt key deep inside": file("[model.experts]\ncuont = 4", "'model.experts.cuont'; did you mean 'count'?"),
     "a misspelt option": option(
-        "--train.stepz", "3", says=("Unrecognized options: --train.stepz", "Perhaps you meant: --train.steps INT")),
+        "--train.stepz", "3", says=("Unrecognized options: --train.stepz", "Perhaps you meant: --train.steps,")),
     "text for a number": file("[train]\nsteps = '7'", "train.steps = '7': input should be a valid integer"),
     "a boolean for a number": file("[train]\nsteps = true", "train.steps = True: input should be a valid integer"),
     "a fraction for a count": file("[train]\nsteps = 7.5", "train.steps = 7.5: input should be a valid integer"),

@@ -29,6 +29,9 @@ T = TypeVar("T", bound=Section)
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")  # of colours
 
+FRAME = {"╭": "─", "├": "─", "╰": "─", "│": " "}
+"""First character of a line of the help's frame, and what fills the line."""
+
 POSITIONAL: Any = object()
 """Annotation of a positional argument. Another field may end in "_", which its option leaves out: a section has
 attributes of its own, such as ``json``."""
@@ -94,6 +97,7 @@ def read(
             shown.seek(0)
             usage, *rows = ANSI.sub("", shown.read()).splitlines()
             width = get_terminal_size().columns
+            rows = [row if row[:1] in FRAME else fill(row, width) for row in rows]
             print(fill(usage, width, subsequent_indent="  "), *_join_rows(rows, width), sep="\n")
             raise
         for option in args:
@@ -230,18 +234,26 @@ def _join_rows(lines: list[str], width: int) -> list[str]:
             joined[-1] = f"│ {option}  {text} │"
         else:
             joined.append(line)
-    longest = max(map(len, joined), default=0)
-    rules = {"╭": "─", "├": "─", "╰": "─", "│": " "}
+    longest = max((len(line) for line in joined if line[:1] in FRAME), default=0)
     return [
-        line[:-1] + rules[line[0]] * (longest - len(line)) + line[-1] if line[:1] in rules else line for line in joined
+        line[:-1] + FRAME[line[0]] * (longest - len(line)) + line[-1] if line[:1] in FRAME else line for line in joined
     ]
 
 
 def _without_box(text: str) -> str:
-    """Remove the frame and title of tyro's error, leaving one line per part."""
-    rows = [row.strip("│| ") for row in ANSI.sub("", text).splitlines()[1:-1]]
-    parts = [" ".join(part) for rule, part in groupby(rows, lambda row: set(row) in ({"─"}, {"-"})) if not rule]
-    return "\n  ".join(part.partition("  Got errors:")[0] for part in parts)  # of each type that a value may have
+    """Remove the frame and title of tyro's error, leaving one line per part; of several similar options only names."""
+    framed = ANSI.sub("", text).splitlines()[1:-1]
+    unknown = re.findall(r"--([^\s,]+)", framed[0])
+    parts = []
+    for rule, rows in groupby(framed, lambda row: set(row.strip("│| ")) in ({"─"}, {"-"})):
+        part = list(rows)
+        similar = [row.split()[1] for row in part if re.match(r"[│|] {5}--", row)]
+        if len(similar) > 1:
+            same = [option for option in similar if option.rpartition(".")[2] in unknown]
+            part = [part[0], ", ".join(same or similar)]
+        if not rule:  # "Got errors": one for each type that a value may have
+            parts.append(" ".join(row.strip("│| ") for row in part).partition("  Got errors:")[0])
+    return "\n  ".join(parts)
 
 
 def listed(subjects: Mapping[str, str], width: int) -> list[str]:

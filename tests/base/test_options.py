@@ -5,10 +5,11 @@ import sys
 import pytest
 
 from shoal.base.errors import UsageError
-from shoal.base.options import parse
+from shoal.base.options import parse, read
 from shoal.base.section import docstrings
 from shoal.cli.estimate import EstimateOptions
 from shoal.cli.run.data import TokenizerOptions
+from shoal.spec.config import OptimizerConfig
 from shoal.spec.layout import Layout
 
 
@@ -21,6 +22,26 @@ def test_an_error_has_no_frame_and_no_colours_even_on_a_terminal(monkeypatch: py
     assert first == "shoal estimate: Unrecognized options: --sequence-lenght, 2048"
     assert nearest.startswith("  Perhaps you meant: --sequence-length ") and "Tokens per sequence" in nearest
     assert help_ == "  For full helptext, run shoal estimate --help"
+
+
+@pytest.mark.parametrize(
+    ("given", "suggested"),
+    [
+        (["--tp", "2"], "Perhaps you meant: --parallel.tp"),
+        (["--lr", "1"], "Perhaps you meant: --optimizer.lr-factors, --optimizer.min-lr-fraction"),
+    ],
+)
+def test_of_several_similar_options_only_the_names_are_shown_and_the_same_name_alone(given: list[str], suggested: str):
+    with pytest.raises(UsageError) as refused:
+        read("shoal train", "", {"parallel": Layout, "optimizer": OptimizerConfig}, {}, given)
+    assert str(refused.value).splitlines()[1] == f"  {suggested}"
+
+
+def test_a_long_description_does_not_widen_the_help(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        parse("shoal estimate", EstimateOptions, ["--help"], description="word " * 30)
+    assert max(map(len, capsys.readouterr().out.splitlines())) == 80
 
 
 def test_help_says_what_stands_below_a_field() -> None:

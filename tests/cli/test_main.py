@@ -335,10 +335,10 @@ def test_bad_input_is_one_line_and_code_2(words, message, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("train --parallel.zreo 2", "Unrecognized options: --parallel.zreo, 2\n  Perhaps you meant: --parallel.zero {"),
+        ("train --parallel.zreo 2", "Unrecognized options: --parallel.zreo, 2\n  Perhaps you meant: --parallel.zero, "),
         ("train --stepz 2", "Unrecognized options: --stepz, 2"),
         ("train --model tiny", "--model is a section of options.\n  Give one of them, such as --model.name"),
-        ("train --train.stepz 2", "Unrecognized options: --train.stepz, 2\n  Perhaps you meant: --train.steps INT"),
+        ("train --train.stepz 2", "Unrecognized options: --train.stepz, 2\n  Perhaps you meant: --train.steps,"),
         ("data inspect --parallel.tp 2", "Unrecognized options: --parallel.tp, 2"),
         ("bench step --turs 3", "Unrecognized options: --turs, 3\n  Perhaps you meant: --turns INT"),
         ("explain experts --modle x", "Unrecognized options: --modle, x\n  Perhaps you meant: --model STR"),
