@@ -169,7 +169,7 @@ def _budgets(options: ScalingOptions) -> Table:
             rows.append((*shown, name, *numbers))
             shown = ("", "")
     headings = ("budget", "petaFLOP/s-days", "law", "parameters", "tokens", "tokens each", "loss")
-    return text_table(headings, rows, title="the best model for a budget")
+    return text_table(headings, rows, title="the best model for a budget", gap=1)
 
 
 def _devices(options: ScalingOptions) -> Table:

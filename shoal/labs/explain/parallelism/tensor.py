@@ -103,7 +103,7 @@ def _parameters(shape: ModelShape, layout: Layout) -> Table:
             if held.box.shape == held.global_shape:
                 split = "replicated"
             rows.append((held.name, _sides(held.global_shape), split, _sides(held.box.shape)))
-    return text_table(("parameter", "shape", "split", "on a rank"), rows, words=(0, 2))
+    return text_table(("parameter", "shape", "split", "on a rank"), rows, words=(0, 2), gap=1)
 
 
 def _sides(sides: tuple[int, ...]) -> str:

@@ -113,15 +113,18 @@ def explain(options: ZeroOptions, console: Console) -> Callable[[], str]:
     counted = {} if options.parameters else {
         stage: count_bytes(stage, shape, options.dp, policy) for stage in STAGES
     }  # fmt: skip
-    rows, sizes = [], per_parameter(policy) if counted else PAPER
-    for stage in STAGES:
-        row = [str(stage), SHARDED[stage], show_formula(stage, PAPER), show_bytes(kept[stage].total)]
-        if counted:
-            row += [show_bytes(size) for size in (*counted[stage], counted[stage].total)]
-        rows.append([*row, *_sent(stage, parameters, options.dp, sizes.weights, sizes.gradients)])
-    shoal = ("weights", "gradients", "optimizer", "in shoal") if counted else ()
-    headings = ("stage", "sharded", "paper", "bytes", *shoal, "sends in a step", "", "")
-    console.print(text_table(headings, rows, words=(0, 1, 2, len(headings) - 2, len(headings) - 1), gap=1))
+    sizes = per_parameter(policy) if counted else PAPER
+    rows = [[str(stage), SHARDED[stage], show_formula(stage, PAPER), show_bytes(kept[stage].total)] for stage in STAGES]
+    sent = [[str(stage), *_sent(stage, parameters, options.dp, sizes.weights, sizes.gradients)] for stage in STAGES]
+    headings, sends = ["stage", "sharded", "paper", "bytes"], ["stage", "sends in a step", "", ""]
+    if counted:  # too wide for one table
+        rows = [row + [show_bytes(n) for n in (*counted[i], counted[i].total)] for i, row in enumerate(rows)]
+        headings += ["weights", "gradients", "optimizer", "in shoal"]
+        console.print(text_table(headings, rows, words=(0, 1, 2), gap=1))
+        console.print(text_table(sends, sent, words=(0, 2, 3), gap=1))
+    else:
+        rows = [row + how for row, (_, *how) in zip(rows, sent, strict=True)]
+        console.print(text_table(headings + sends[1:], rows, words=(0, 1, 2, 5, 6), gap=1))
     console.print(_notes(options, per_parameter(policy)), highlight=False)
     return partial(draw, counted or kept, f"ZeRO of {what} on {options.dp} ranks")
 

@@ -24,6 +24,16 @@ def test_pictures(subject, tmp_path, capsys):
     assert len([e for e in ET.parse(tmp_path / "picture.svg").iter() if e.text and e.text.strip()]) > 5
 
 
+@pytest.mark.parametrize("subject", ["zero", "tensor", "scaling"])
+def test_no_word_is_broken_on_80_columns(subject, monkeypatch, capsys):
+    words = []
+    for columns in ("200", "80"):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert main(["explain", subject]) == 0
+        words.append(set(capsys.readouterr().out.split()))
+    assert words[0] == words[1]
+
+
 # ---- ZeRO -----------------------------------------------------------------------------------------------------------
 
 
@@ -45,7 +55,7 @@ def test_stages_in_shoal(capsys):
     for before, after, part in zip(kept[:-1], kept[1:], ("optimizer", "gradients", "parameters"), strict=True):
         assert getattr(after, part) < getattr(before, part) / 2
     out = explained(capsys, "zero --model llama-3.2-1b")
-    assert re.search(r"^0 .* 22\.2 GB .* all-reduce *$", out, re.M)
+    assert re.search(r"^0 .* 22\.2 GB *\n(.*\n)*0 .* all-reduce *$", out, re.M)
 
 
 def test_one_rank_sends_nothing(capsys):
