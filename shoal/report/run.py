@@ -41,6 +41,7 @@ HOW = (
     "the times of each step, the remaining difference is the error of the simulation itself."
 )
 OWN_COLUMN = ("time", "event", "rank", "step", "report")
+EVENTS = "<h2>Events</h2><div class=events>{}</div>"  # the style wraps the last column
 LEFT_OUT = ("end", "restart")  # shown in the facts, and by the events that follow
 
 
@@ -99,6 +100,12 @@ class RunReport:
     events: list[dict[str, Any]]
     comparison: Comparison | None
 
+    @property
+    def layout(self) -> str:
+        """Layout that the run has now, which the newest event that names one changed."""
+        named = (event["layout"] for event in reversed(self.events) if isinstance(event.get("layout"), str))
+        return printable(next(named, self.config.parallel.describe()))
+
     def facts(self) -> list[tuple[str, str]]:
         """Return the run in numbers, as (name, value)."""
         last = self.metrics[-1]
@@ -107,10 +114,11 @@ class RunReport:
         facts = [("steps done", f"{last.step} of {last.steps}"), ("loss", loss)]
         if validation is not None:
             facts.append(("validation loss", f"{validation:.4f}"))
-        rates = [m.tokens_per_second for m in self.metrics[1:] or self.metrics]
-        facts.append((f"{self.config.counted}s per second (median)", f"{median(rates):,.0f}"))
-        if last.mfu is not None:
-            facts.append(("model FLOPs utilisation", f"{100 * last.mfu:.1f} %"))
+        timed = self.metrics[1:] or self.metrics  # the first step also warms up
+        rate = median(m.tokens_per_second for m in timed)
+        facts.append((f"{self.config.counted}s per second (median)", f"{rate:,.0f}"))
+        if used := [m.mfu for m in timed if m.mfu is not None]:
+            facts.append(("model FLOPs utilisation (median)", f"{100 * median(used):.1f} %"))
         facts.append(("peak memory of a rank", show_bytes(max(m.memory_bytes for m in self.metrics))))
         if traces := sorted(file.name for file in (self.folder / FOLDER).glob("trace-rank-*")):
             facts.append(("operators and kernels, for Perfetto", f"{FOLDER}/{traces[0]}, {len(traces)} in all"))
@@ -248,7 +256,7 @@ def rank_table(measured: MeasuredStep, most: int = 64) -> list[list[str]]:
 def print_report(console: Console, report: RunReport) -> None:
     """Print facts, events, the timelines with their tables, and the name of the file."""
     config, compared = report.config, report.comparison
-    title = f"{report.folder.name}: {config.model.title}, {config.parallel.describe()}"
+    title = f"{report.folder.name}: {config.model.title}, {report.layout}"
     console.print(Text(printable(title), style="bold"))
     console.print(text_table(("", ""), report.facts(), words=(0, 1)))
     if len(happened := event_table(report.events)) > 1:
@@ -271,11 +279,11 @@ def print_report(console: Console, report: RunReport) -> None:
 
 def _html(report: RunReport) -> str:
     config, compared = report.config, report.comparison
-    lead = f"{config.model.title}, {config.parallel.describe()}, {config.train.precision}."
+    lead = f"{config.model.title}, {report.layout}, {config.train.precision}."
     shown = describe_curves(report.folder.name, report.metrics, report.events, config.counted)
     parts: list[Fragment | str] = [html_tiles(report.facts()), curves([shown])]
     if len(happened := event_table(report.events)) > 1:
-        parts += ["<h2>Events</h2>", _table(happened)]
+        parts.append(EVENTS.format(_table(happened)))
     parts += _recordings(report)
     if recorded := read_histograms(report.folder):
         from shoal.report.histograms import histograms  # slow import

@@ -13,7 +13,7 @@ from shoal.base.files import check_writable, write_atomically
 from shoal.base.terminal import printable
 from shoal.report.curves import curves, describe_curves
 from shoal.report.page import HELP, Fragment, page, timelines
-from shoal.report.run import NO_PROFILE, RunReport, event_table, open_run, read_comparison, read_run
+from shoal.report.run import EVENTS, NO_PROFILE, RunReport, event_table, open_run, read_comparison, read_run
 from shoal.report.server import LocalPage, PageServer, ServedFile
 from shoal.report.tables import html_table, html_tiles
 
@@ -104,11 +104,11 @@ def _facts(reports: dict[str, RunReport]) -> str:
     """Return the facts as tiles, or of several runs as a table with a column for each."""
     if len(reports) == 1:
         [report] = reports.values()
-        return html_tiles([*report.facts(), ("layout", report.config.parallel.describe())])
+        return html_tiles([*report.facts(), ("layout", report.layout)])
     if not reports:
         return ""
     facts = {
-        name: {"layout": report.config.parallel.describe(), **dict(report.facts())} for name, report in reports.items()
+        name: {"layout": report.layout, **dict(report.facts())} for name, report in reports.items()
     }
     rows = dict.fromkeys(fact for each in facts.values() for fact in each)
     table = [[row, *(each.get(row, "–") for each in facts.values())] for row in rows]
@@ -124,7 +124,7 @@ def _events(reports: dict[str, RunReport]) -> str:
     if not rows:
         return ""
     rows.sort(key=lambda row: row[several], reverse=True)
-    return "<h2>Events</h2>" + html_table(rows, ["run"] * several + headings)
+    return EVENTS.format(html_table(rows, ["run"] * several + headings))
 
 
 def build_page(watched: WatchedRuns) -> LocalPage:

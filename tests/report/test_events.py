@@ -97,3 +97,18 @@ def test_the_report_of_a_run_tells_them(some, corpus, tmp_path, capfd):
     for text in (said, page):
         assert ("effective training time" in text) is some
         assert ("SIGKILL" in text) is some and ("rolled_back" in text) is some
+
+
+def test_a_report_names_the_newest_layout_and_medians_of_the_same_steps(corpus, tmp_path, capfd):
+    save_config(small_config(corpus), tmp_path / "run.toml")
+    lines = [METRICS.replace('"tokens_per_second": 1.0', f'"tokens_per_second": {10 * mfu}, "mfu": {mfu / 100}')
+             for mfu in (9, 40, 30, 20)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    for layout in ("dp 2 (DDP)", "dp 4 (ZeRO-1)"):
+        write_event(tmp_path, "resumed", step=1, layout=layout)
+    for words in (["report", f"{tmp_path}"], ["watch", f"{tmp_path}", "--out", f"{tmp_path / 'report.html'}"]):
+        assert main(words) == 0
+        assert "dp 4 (ZeRO-1)" in (page := (tmp_path / "report.html").read_text()).partition("<h2>Events")[0]
+        assert "<b>30.0 %</b>" in page and "<b>300</b>" in page
+        (tmp_path / "report.html").unlink()
+    assert "dp 4 (ZeRO-1)" in capfd.readouterr().out.splitlines()[0]
