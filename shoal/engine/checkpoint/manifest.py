@@ -6,6 +6,7 @@ import hashlib
 import math
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
@@ -255,9 +256,12 @@ def read_manifest(path: AnyPath) -> Manifest:
     try:
         data, sum_line = storage.read(path / MANIFEST, MOST_BYTES + 1), storage.read(path / MANIFEST_SUM, 1024)
     except OSError as error:
+        last = None
+        with suppress(OSError):  # of a run's folder
+            last = newest(path / "checkpoints") or newest(path)
         raise CheckpointError(
             f"{path} is not a complete checkpoint: {error.strerror}: {error.filename}.\n"
-            "  Give the folder of one step, such as checkpoints/step-00000100."
+            f"  Give the folder of one step, such as {last.path if last else 'checkpoints/step-00000100'}."
         ) from None
     if len(data) > MOST_BYTES:
         raise unusable(path / MANIFEST, f"is damaged: it has more than {MOST_BYTES >> 20} MiB")

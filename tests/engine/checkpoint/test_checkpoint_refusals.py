@@ -27,6 +27,14 @@ def wanted(**changes):
     return whole({name: torch.zeros_like(t) for name, t in VALUES.items()} | changes)
 
 
+def test_the_folder_of_a_run_is_refused_with_the_newest_checkpoint_named(path, tmp_path):
+    newer = shutil.copytree(path, tmp_path / "run" / "checkpoints" / "step-00000002")
+    shutil.copytree(path, newer.with_name("step-00000001"))
+    for folder in (tmp_path / "run", newer.parent):
+        with pytest.raises(CheckpointError, match=f"not a complete checkpoint: .*\n  Give .*, such as {newer}\\."):
+            verify(folder)
+
+
 # ---- damage ----------------------------------------------------------------------------------------------------------
 
 
