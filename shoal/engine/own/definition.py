@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import pickle
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -241,9 +242,9 @@ def _describe(value: object) -> str:
     return f"{len(value)} values" if isinstance(value, (tuple, list)) else f"{type(value).__name__} {value!r:.40}"
 
 
-def generator_states() -> tuple[bytes, str, object]:
+def generator_states() -> tuple[bytes, bytes, object]:
     """Return the states of the generators of torch's CPU, NumPy and Python."""
-    return torch.get_rng_state().numpy().tobytes(), repr(np.random.get_state(legacy=False)), random.getstate()
+    return torch.get_rng_state().numpy().tobytes(), pickle.dumps(np.random.get_state(legacy=False)), random.getstate()
 
 
 def seed_generators(seed: int) -> None:
