@@ -375,7 +375,7 @@ class Trainer:
         )
         asked, used = self.config.train.validation_sequences, self.engine.validation_sequences
         if used != asked:
-            self.display.note(f"each validation takes {used} sequences: {asked} rounded up to full passes")
+            self.display.note(f"each validation takes {used} samples: {asked} rounded up to full passes")
         if self.step:
             self.display.note(f"resumed after step {self.step}, {self.source}")
 

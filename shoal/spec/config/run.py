@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -74,8 +75,11 @@ class RunConfig(Section):
         return 1 if self.model.module else self.data.sequence_length
 
 
-def load_config(path: str | Path) -> RunConfig:
+def load_config(path: str | Path, **sections: Mapping[str, Any]) -> RunConfig:
     """Read a run's TOML file.
+
+    Args:
+        sections: fields that replace the file's, by section, as options of the command line do: ``train={"steps": 3}``.
 
     Raises:
         UsageError: no such file, not TOML, an unknown key (the nearest existing key is suggested), or a bad value.
@@ -84,7 +88,11 @@ def load_config(path: str | Path) -> RunConfig:
     Traceback (most recent call last):
     shoal.base.errors.UsageError: no such file: no-such-run.toml
     """
-    return build_config(read_toml(path), source=str(path))
+    values = read_toml(path)
+    for name, fields in sections.items():
+        given = values.get(name, {})
+        values[name] = given | dict(fields) if isinstance(given, dict) else given
+    return build_config(values, source=str(path))
 
 
 def build_config(values: dict[str, Any], *, source: str = "config") -> RunConfig:

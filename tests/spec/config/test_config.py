@@ -83,6 +83,19 @@ def test_any_config_reads_back_as_written(tmp_path_factory, config):
     assert build_config(plain(config)) == config
 
 
+def test_fields_given_in_python_replace_the_files(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('[train]\nsteps = 9\nseed = 3\nglobal_batch = 4\n[parallel]\ndp = 2\n')
+    config = load_config(file, train={"steps": 5}, data={"sequence_length": 64})
+    assert config == build_config({"train": {"steps": 5, "seed": 3, "global_batch": 4}, "parallel": {"dp": 2},
+                                   "data": {"sequence_length": 64}})  # fmt: skip
+    with pytest.raises(UsageError, match=r"stepz.*did you mean 'steps'"):
+        load_config(file, train={"stepz": 5})
+    with pytest.raises(UsageError, match=r"trian.*did you mean 'train'"):
+        load_config(file, trian={"steps": 5})
+
+
+
 def test_every_field_says_what_it_means():
     for name, section in RunConfig.model_fields.items():
         for key in section.annotation.model_fields:
