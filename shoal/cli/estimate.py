@@ -140,7 +140,7 @@ def main(args: list[str]) -> int:
         if options.dry_run:
             write_memory_page(options.out, counted.estimate, counted.counted, counted.measured)
         else:
-            write_page(options.out, estimate, facts, changes)
+            write_page(options.out, estimate, facts, changes, name)
         listed.append(f"written: {options.out}")
     if options.json_:
         listed = [dumps(list_estimate_values(name, estimate, training))]

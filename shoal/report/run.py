@@ -41,7 +41,7 @@ HOW = (
     "the times of each step, the remaining difference is the error of the simulation itself."
 )
 OWN_COLUMN = ("time", "event", "rank", "step", "report")
-EVENTS = "<h2>Events</h2><div class=events>{}</div>"  # the style wraps the last column
+EVENTS = "<h2>Events</h2><div class=wrap>{}</div>"
 LEFT_OUT = ("end", "restart")  # shown in the facts, and by the events that follow
 
 

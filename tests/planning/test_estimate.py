@@ -26,6 +26,7 @@ from shoal.planning.describe import describe_run
 from shoal.planning.estimate import Estimate
 from shoal.planning.run import EstimatedRun
 from shoal.planning.sweep import network_intensity, sweep
+from shoal.report.planning import estimate_page
 from shoal.report.planning.estimate_lines import bound
 from shoal.report.planning.estimate_page import operations
 from shoal.spec.catalog import ModelShape, model_shape
@@ -329,7 +330,22 @@ def test_the_command(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     (bound,) = (line for line in said.splitlines() if line.startswith("Does not fit"))
     assert f"<p>{escape(bound)}</p>" in html
     assert "http-equiv" in html and "<script src" not in html
+    assert "<h1>Estimate of llama-3-70b</h1>" in html and "<td>memory of the fullest rank</td>" in html
     assert main(["estimate", "--cluster", "8xH101"]) == 2
+
+
+def test_the_page_has_no_part_that_is_rounding(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    assert main(["estimate", "--parallel.zero", "3", "--out", str(page)]) == 0
+    assert "gathers and reductions 7" in (html := page.read_text()) and "bubble" not in html
+
+
+def test_the_roof_covers_every_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[dict[str, list[tuple[float, float]]]] = []
+    monkeypatch.setattr(estimate_page, "draw_lines", lambda axes, title, series, **_: drawn.append(series))
+    estimate_page.draw_roofline({"residual": (0.01, 1e10)}, 1e15, 1e12, "roofline")
+    roof, residual = drawn[0].values()
+    assert roof[0] == residual[0]
 
 
 def test_a_change_may_take_context_and_expert_ranks_away() -> None:

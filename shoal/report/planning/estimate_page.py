@@ -15,8 +15,8 @@ from shoal.planning.estimate import Estimate, StepEstimate
 from shoal.planning.run import KINDS
 from shoal.report.charts import PAGE_WIDTH, draw_lines, new_figure, stacked_bars, styled, to_svg
 from shoal.report.page import page
-from shoal.report.planning.estimate_lines import bound
-from shoal.report.tables import html_table, html_tiles
+from shoal.report.planning.estimate_lines import ROUNDING, bound
+from shoal.report.tables import html_table
 from shoal.report.timeline.palette import FAINT
 
 if TYPE_CHECKING:
@@ -26,24 +26,27 @@ KEPT, PEAK, MEASURED = "#4a7fc1", "#b9cde8", "#cb5a3c"
 
 
 def write_page(
-    path: Path, estimate: StepEstimate, facts: Sequence[tuple[str, str]], changes: Sequence[tuple[str, str]]
+    path: Path, estimate: StepEstimate, facts: Sequence[tuple[str, str]], changes: Sequence[tuple[str, str]], model: str
 ) -> None:
     """Write the page of an estimate as one file, given `estimate_facts` and `change_rows`."""
     run, memory = estimate.run, estimate.memory
     held = [(f"pp {rank}", list(vars(each).values()), "") for rank, each in enumerate(memory)]
     limit = estimate.capacity, f"{show_bytes(estimate.capacity)} of a device"
-    spent = [f"{name} {show_seconds(seconds)}" for name, seconds in estimate.breakdown.items()]
-    lead = f"{run.cluster.describe()}; {run.layout.describe()}; {run.global_batch:,} x {run.sequence_length:,} tokens."
+    least = ROUNDING * estimate.step_seconds
+    times = {name: seconds for name, seconds in estimate.breakdown.items() if seconds > least}
+    spent = [f"{name} {show_seconds(seconds)}" for name, seconds in times.items()]
+    lead = (f"{run.precision}, {run.optimizer}; {run.cluster.describe()}; {run.layout.describe()}; "
+            f"{run.global_batch:,} x {run.sequence_length:,} tokens.")
     parts = [
-        html_tiles(facts),
+        f"<div class=wrap>{html_table(facts)}</div>",
         "<h2>Memory of each pipeline rank</h2>",
         stacked_bars(list(vars(memory[0])), held, limit),
         "<h2>One step of the busiest</h2>",
-        stacked_bars(spent, [("", list(estimate.breakdown.values()), "")]),
+        stacked_bars(spent, [("", list(times.values()), "")]),
         *(("<h2>Roofline</h2>", roofline(estimate)) if isinstance(estimate, Estimate) else ()),
         "<h2>What bounds it, and what to change</h2>", f"<p>{escape(bound(estimate))}</p>", html_table(changes),
     ]  # fmt: skip
-    write_atomically(path, page("Estimate", lead, parts))
+    write_atomically(path, page(f"Estimate of {model}", lead, parts))
 
 
 def operations(estimate: Estimate) -> dict[str, OperationCost]:
@@ -94,7 +97,8 @@ def draw_roofline(
 ) -> str:
     """Draw a roofline and operations by name, as (FLOPs per byte, FLOP/s): on it, or under it if measured."""
     ridge = peak / bandwidth
-    series = {f"ridge {ridge:,.3g} FLOPs/byte": [(ridge / 1000, peak / 1000), (ridge, peak), (100 * ridge, peak)]}
+    least = min(ridge / 1000, *(intensity for intensity, _ in points.values()))
+    series = {f"ridge {ridge:,.3g} FLOPs/byte": [(least, least * bandwidth), (ridge, peak), (100 * ridge, peak)]}
     series |= {f"{name}: {point[0]:,.3g}": [point] for name, point in points.items()}
     figure, (axes,) = new_figure(PAGE_WIDTH, 380)
     draw_lines(axes, title, series, dots=True, x=("FLOPs per byte of memory", lambda x: f"{x:g}"),
