@@ -67,6 +67,8 @@ class Display:
             ("device", f"{device}, {config.train.precision}, {threads} thread{'s' if threads > 1 else ''} per rank"),
             ("run", str(folder)),
         ]
+        if config.data.source == "auto" and config.data.reads == "stdlib" and not config.model.module:
+            facts.append(("note", "no text in [data]: Python's standard library is the text"))
         if (warmup := config.optimizer.warmup_steps) > config.train.steps:
             facts.append(("note", f"a warm-up of {warmup} steps is longer than the run: no step has the peak rate"))
         facts = [(name, printable(text)) for name, text in facts]

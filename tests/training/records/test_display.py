@@ -70,6 +70,15 @@ def test_what_is_not_a_terminal_gets_plain_lines_that_fit(width):
     assert row[:9] == ["10", "5.5000", "20.5k", "5.12k", "41.3%", "0.83", "1.0e-03", "512Mi", "1m12s"]
 
 
+def test_a_run_without_a_text_says_what_it_reads(tmp_path):
+    note = "no text in [data]: Python's standard library is the text"
+    for data, noted in (({}, True), ({"source": "stdlib"}, False), ({"paths": ["a.txt"]}, False)):
+        file = io.StringIO()
+        view = Display(Console(file=file, width=80))
+        view.banner(build_config({"data": data}), parameters=1, device="cpu", threads=1, folder=tmp_path)
+        assert (note in file.getvalue()) is noted
+
+
 def test_wide_output_shows_more():
     assert "validation  tokens/s" in show(120)
     assert "validation  tokens/s" not in show(80)
