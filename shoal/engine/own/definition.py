@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
-import pickle
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -242,9 +242,10 @@ def _describe(value: object) -> str:
     return f"{len(value)} values" if isinstance(value, (tuple, list)) else f"{type(value).__name__} {value!r:.40}"
 
 
-def generator_states() -> tuple[bytes, bytes, object]:
+def generator_states() -> tuple[bytes, str, object]:
     """Return the states of the generators of torch's CPU, NumPy and Python."""
-    return torch.get_rng_state().numpy().tobytes(), pickle.dumps(np.random.get_state(legacy=False)), random.getstate()
+    of_numpy = json.dumps(np.random.get_state(legacy=False), default=lambda array: array.tobytes().hex())
+    return torch.get_rng_state().numpy().tobytes(), of_numpy, random.getstate()
 
 
 def seed_generators(seed: int) -> None:
