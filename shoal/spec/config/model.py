@@ -100,7 +100,7 @@ class ModelConfig(Section):
     def title(self) -> str:
         """The name; of a module without one, that of its file."""
         unnamed = self.module and self.name == ModelConfig.model_fields["name"].default
-        return Path(self.module.rpartition(":")[0]).stem if unnamed else self.name
+        return Path(self.module.partition(":")[0]).stem if unnamed else self.name
 
     def shape(self, *, vocab: int, sequence_length: int) -> ModelShape:
         """Return the catalog's shape with the overrides, for a tokenizer of ``vocab`` ids and this sequence length.

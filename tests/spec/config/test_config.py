@@ -266,3 +266,11 @@ def test_old_options_are_still_read(capfd):
     assert [rename_option(word) for word in ("--no-keep-going", "keep_going", "--plant=x")] == [
         "--no-auto-resume", "keep_going", "--inject=x"
     ]
+
+
+@pytest.mark.parametrize(
+    ("model", "title"),
+    [({"module": "a/mine.py:own"}, "mine"), ({"module": "a/mine.py"}, "mine"), ({"module": "a.py", "name": "b"}, "b")],
+)
+def test_a_module_without_a_name_has_the_name_of_its_file(model, title):
+    assert build_config({"model": model}).model.title == title
