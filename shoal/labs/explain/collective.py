@@ -218,7 +218,7 @@ def _comparison(
     return text_table(
         ("algorithm", "rounds", "S β", "S γ", "total / S", "time", "bus", "x bound"),
         [*rows, [], [Text(cell, "dim") for cell in limit]],
-        title=f"{bound.collective} on {topology.name}, S = {show_bytes(size)}", lines=True,
+        title=f"{bound.collective} on {topology.name}, S = {show_bytes(size)}", gap=1,
     )  # fmt: skip
 
 

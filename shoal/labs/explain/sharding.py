@@ -175,7 +175,7 @@ def _reshard(study: ShardingStudy, console: Console) -> Callable[[], str]:
     before, after = expression.arrays[0], expression.result
     console.print(f"\nthe cheapest moves on {study.network}:")
     if moves:
-        console.print(text_table(STEP, [_move_row(before.name, move, plan) for move in moves], words=range(4)))
+        console.print(text_table(STEP, [_move_row(before.name, move, plan) for move in moves], words=range(4), gap=1))
     else:
         console.print("  none: it has this sharding already")
     if study.options.run:
@@ -251,7 +251,7 @@ def _steps(routes: tuple[Route, ...], plan: RouteSearch) -> Table:
         time = show_seconds(route.compute)
         rows.append((Text("multiply", "bold"), f"{left}{a} * {right}{b}", f"{out}{route.local}", "", "", time))
         rows += [_move_row(out, t, plan) for t in route.after]
-    return text_table(STEP, rows, words=range(4))
+    return text_table(STEP, rows, words=range(4), gap=1)
 
 
 def _move_row(name: str, move: Move, plan: RouteSearch) -> tuple[str | Text, ...]:
