@@ -93,6 +93,12 @@ class Software(Section):
     """Tensors of [b, s, f] that a gated block stores: gate, up, the activation and the product. A fused kernel stores
     no activation; a compiled block also recomputes the product."""
 
+    kept_bytes: PositiveFloat = 2
+    """Bytes per element of the inputs of products that are stored for the backward."""
+
+    recomputes_heads: bool = False
+    """Whether the backward makes the outputs of norms, and heads from their latents, again."""
+
     pads_values: bool = False
     """Whether latent attention's values get zeros up to the width of queries, for kernels that take equal widths."""
 

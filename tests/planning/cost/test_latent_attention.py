@@ -11,9 +11,11 @@ from shoal.planning.cost.micro_batch import EightBits, MicroBatch
 from shoal.planning.cost.time.kernels import Kernels
 from shoal.planning.cost.time.step import layer_weights, weights_on_rank
 from shoal.planning.run import EstimatedRun
+from shoal.planning.software_estimate import SoftwareEstimate
 from shoal.spec.catalog import model_shape
 from shoal.spec.catalog.calibration import cluster_calibration
 from shoal.spec.catalog.clusters import cluster
+from shoal.spec.catalog.software import Software, find_software
 from shoal.spec.config import RunConfig, build_config
 from shoal.spec.layout import Layout
 from tests.planning.cost.test_activations import both, run_of
@@ -88,6 +90,21 @@ def test_deepseek_v3_is_priced_beside_its_paper() -> None:
     )
     hidden = found.step_seconds - found.breakdown["expert parallelism"]
     assert hidden == pytest.approx(published, rel=0.15) and found.step_seconds > published
+
+
+def test_deepseek_v3_fits_by_what_its_software_recomputes_and_stores_in_8_bits() -> None:
+    """DeepSeek-AI 2024, sections 3.2.3 and 3.3.3: no tensor parallelism on devices of 80 GB."""
+    def memory(software: Software) -> float:
+        run = EstimatedRun(
+            model_shape("deepseek-v3"), PUBLISHED, cluster("2048xH800"), 4096, 15_360, "fp8", software=software
+        )
+        found = SoftwareEstimate(run).footprint
+        return float(found.needed[0] / found.capacity[0])
+
+    own = find_software("hai-llm")
+    stored = own.model_copy(update={"recomputes_heads": False})
+    assert memory(own) < 0.75 < 1 < memory(stored.model_copy(update={"kept_bytes": 2}))
+    assert memory(own) < memory(stored)
 
 
 def test_values_with_zeros_cost_what_they_multiply() -> None:

@@ -144,21 +144,22 @@ def _layer(k: Kernels) -> tuple[np.ndarray, np.ndarray]:
     r, (q, kv) = k.runs, k.widths
     between, inputs = k.tokens_between, np.where(r.gathers_kept > 0, r.tokens, k.tokens_between)
     norms = k.constant("kept_hidden") + k.constants["kept_norm"] * (1 - r.fused_norm)
-    hidden = r.hidden * (norms * between * E + 2 * r.dropout * between + 2 * inputs * E)
-    out = r.heads * r.values / r.tp
-    heads = r.tokens * (E * (q + 2 * kv + out) + 4 * r.heads / r.tp)
-    heads = heads + E * r.latents * (between + r.tokens)  # latents, and normalised
+    normed = 1 - r.recomputes_heads  # whether outputs of norms are stored
+    hidden = r.hidden * (norms * between * E + 2 * r.dropout * between + normed * 2 * inputs * r.kept_bytes)
+    out, made = r.heads * r.values / r.tp, E * r.tokens * (q + 2 * kv)
+    heads = r.tokens * (E * out + 4 * r.heads / r.tp) + normed * made
+    heads = heads + E * r.latents * (between + normed * r.tokens)  # latents, and normalised
     scores = r.b / r.cp * r.heads / r.tp * r.s**2
     each = 2 + 3 * r.dropout + k.constants["kept_scores"] * (r.attention == 0)
     softmax = np.where(k.scores_in_memory, scores * each, 0.0)
     inside = np.where(r.gated > 0, r.kept_ffn, 2.0)
-    full = hidden + heads + softmax + E * inside * r.tokens * r.ffn * r.active / r.tp
+    full = hidden + heads + softmax + r.kept_bytes * inside * r.tokens * r.ffn * r.active / r.tp
     mode = r.code("recompute")
     start = E * between * r.hidden
     # Every second product of (q, k, v, output, gate, up, down), starting with q; and the attention core's output.
     products = E * (r.tokens * (2 * q + kv + r.ffn * r.active / r.tp) + r.gated * between * r.hidden)
     kept = np.choose(mode, [full, full - softmax, start, start + products + 4 * r.tokens * r.heads / r.tp])
-    return kept, np.where(mode >= 2, full, 0.0)
+    return kept, np.where(mode >= 2, full, r.recomputes_heads * made)
 
 
 def _rank(

@@ -122,11 +122,16 @@ class Kernels:
     @cached_property
     def from_latents(self) -> np.ndarray:
         """Seconds of the products of latent attention before its core, in a forward."""
+        down = self.product(self.tokens_between, self.runs.hidden, np.maximum(self.runs.latents, 1), self.layer_rate)
+        return down + self.expansion
+
+    @cached_property
+    def expansion(self) -> np.ndarray:
+        """Seconds of the products that make heads of latents, in a forward."""
         r, n, rate, heads = self.runs, self.runs.tokens, self.layer_rate, self.runs.heads / self.runs.tp
         into = np.where(r.query_rank > 0, r.query_rank, r.hidden)  # of queries
-        down = self.product(self.tokens_between, r.hidden, np.maximum(r.latents, 1), rate)
         expanded = heads * (r.head_dim - r.rotary_dim + r.values)
-        return down + self.product(n, into, heads * r.head_dim, rate) + self.product(
+        return self.product(n, into, heads * r.head_dim, rate) + self.product(
             n, np.maximum(r.kv_rank, 1), expanded, rate
         )
 
@@ -250,8 +255,10 @@ class Kernels:
         "operators" is torchtitan's selective policy (its `activation_checkpoint.py`): every second product, and
         everything except products, attention and reduce-scatters; so, for each exchange, the gather.
         """
-        operators = self.products / 2 + self.elements + self.exchange
-        return np.choose(self.runs.code("recompute"), [0.0 * self.forward, self.attention[0], self.forward, operators])
+        r, operators = self.runs, self.products / 2 + self.elements + self.exchange
+        norms = 2 * 2 * E * self.tokens_between * r.hidden / self.hbm  # each reads and writes a hidden state
+        heads = r.recomputes_heads * (np.where(r.rotary_dim > 0, self.expansion, 0.0) + norms)
+        return np.choose(r.code("recompute"), [heads, self.attention[0] + heads, self.forward, operators])
 
     @cached_property
     def backward(self) -> np.ndarray:
