@@ -152,6 +152,12 @@ def test_a_host_that_does_not_wait_launches_in_the_bubble() -> None:
     assert found.bubble[2] == pytest.approx(found.bubble[3], rel=0.01)  # where computing takes much longer
 
 
+def test_a_gather_and_a_scatter_are_two_launches_where_a_sum_is_one() -> None:
+    runs = Runs.from_rows([LLAMA, LLAMA | {"tp": 2}, LLAMA | {"tp": 2, "sequence_parallel": 1}])
+    alone, summed, gathered = Kernels(runs, calibration()).launches
+    assert gathered - alone == pytest.approx(2 * (summed - alone)) and alone < summed < 1.1 * alone
+
+
 def test_many_runs_are_what_each_is_alone() -> None:
     rows = [LLAMA, LLAMA | {"tp": 2, "pp": 4, "dp": 4}, LLAMA | {"zero": 3, "attention": 0}]
     together = step(Runs.from_rows(rows), calibration()).seconds

@@ -237,7 +237,8 @@ class Kernels:
     def launches(self) -> np.ndarray:
         """Seconds in which the host launches a layer's forward: a lower bound of the forward."""
         r, c = self.runs, self.constants
-        more = c["launch_exchange"] * (r.tp > 1) + c["launch_plain_softmax"] * self.plain_softmax
+        exchanges = (r.tp > 1) * (1 + (r.sequence_parallel > 0))  # a gather and a scatter in place of a sum
+        more = c["launch_exchange"] * exchanges + c["launch_plain_softmax"] * self.plain_softmax
         # The hosts' cores also carry the messages of all tensor-parallel ranks to other nodes.
         carried = (r.network == NETWORKS.index("tcp")) & (r.ranks > r.per_node) & (r.tp > 1)
         return self.constant("launch") * (1 + more + c["launch_crowded"] * r.tp * carried)
