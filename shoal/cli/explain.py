@@ -23,6 +23,9 @@ def main(args: list[str]) -> int:
         print(*listed(about, 16), sep="\n")
         raise SystemExit(0)
     subject, *rest = args
+    if "[" not in subject:  # a name of several words
+        while rest and not rest[0].startswith("-"):
+            subject += f" {rest.pop(0)}"
     product = "[" in subject
     if product and any("]" in word for word in rest):
         expression = " ".join(args[: 1 + max(i for i, word in enumerate(args) if "]" in word)])

@@ -62,14 +62,19 @@ def find_word(given: str) -> Word | None:
 
 
 def nearest_words(given: str, more: tuple[str, ...] = (), count: int = 4) -> list[str]:
-    """Return the names that are spelled most like the given word, of the glossary and of ``more``.
+    """Return the names that are spelled most like the given word, of the glossary and of ``more``, one of each entry.
 
-    >>> nearest_words("buble", count=1)
-    ['bubble']
+    >>> nearest_words("buble", count=1), nearest_words("autogradd", count=1)
+    (['bubble'], ['autograd'])
     """
-    spelled = {**{spelling: word.name for spelling, word in _by_spelling().items()}, **{_squeeze(m): m for m in more}}
-    near = difflib.get_close_matches(_squeeze(given), spelled, n=3 * count, cutoff=0.6)
-    return list(dict.fromkeys(spelled[spelling] for spelling in near))[:count]
+    names = {_squeeze(name): (word.name, name) for word in read_words().values() for name in (word.name, *word.also)}
+    names |= {_squeeze(name): (name, name) for name in more}
+    near = difflib.get_close_matches(_squeeze(given), names, n=3 * count, cutoff=0.6)
+    found: dict[str, str] = {}
+    for spelling in near:
+        entry, name = names[spelling]
+        found.setdefault(entry, name)
+    return list(found.values())[:count]
 
 
 @cache

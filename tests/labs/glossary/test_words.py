@@ -26,7 +26,8 @@ def test_any_name_in_any_spelling_finds_its_word():
             assert find_word(name) is find_word(name.upper().replace("-", " ")) is word, "two words share a name"
 
 
-@pytest.mark.parametrize(("given", "near"), [("buble", "bubble"), ("all-gahter", "all-gather"), ("piplin", "pipeline")])
+@pytest.mark.parametrize(("given", "near"), [("buble", "bubble"), ("all-gahter", "all-gather"), ("piplin", "pipeline"),
+                                             ("auto", "'autograd'")])
 def test_an_unknown_word_gets_the_nearest(given, near, capsys):
     assert main(["explain", given]) == 2
     message = capsys.readouterr().err
