@@ -63,8 +63,8 @@ class Kernels:
         r, c = self.runs, self.constants
         local = np.clip(r.per_node // np.maximum(stride, 1), 1, ranks)
         nodes = np.ceil(ranks / local)
-        # A ring on each axis of a torus, of 16 chips at most.
-        axes = np.clip(np.ceil(np.log2(np.maximum(ranks, 2)) / 4), 1, r.axes)
+        # A ring on each axis of a torus that the ranks fill, of axes of equal sizes.
+        axes = np.clip(np.log(np.maximum(ranks, 2)) * r.axes / np.log(np.maximum(r.per_node, 2)), 1, r.axes)
         inside = axes * r.inside * self.constant("inside")
         out = local * self.outside * (nodes / 2) ** -self.constant("thin")
         out = np.minimum(out, np.where(local > 1, inside, inf))
