@@ -95,8 +95,7 @@ class PackedDataset:
             raise UsageError(
                 f"data: the {stream.split} split of {contents.corpus} has {len(stream)} tokens in "
                 f"{contents.documents} documents; one sequence needs data.sequence_length + 1 = {sequence_length + 1}."
-                "\n  Give more text or more documents (a document is never split), a shorter data.sequence_length, or "
-                "another data.validation_fraction."
+                "\n  Give more text, a shorter data.sequence_length, or another data.validation_fraction."
             )
         if len(stream) == contents.documents and contents.bytes:  # each token is an end of document
             raise UsageError(

@@ -92,14 +92,15 @@ def _build(
         writers = {split: _Writer(staging, split, dtype) for split in SPLITS}
         skipped = Skipped(config.unreadable == "stop", config.chat)
         with _progress(f"tokenising {corpus.name}", corpus.size, shown=progress) as advance:
-            for batch in _batches(corpus.documents(skipped), skipped):
-                contents = [content for _, content in batch]
-                split = [writers[assign_split(content, config.validation_fraction)] for content in contents]
+            batches = _batches(corpus.documents(skipped), skipped)
+            for batch in _assign(batches, config.validation_fraction, divide=encoder is None):
+                contents = [content for _, content, _ in batch]
+                split = [writers[name] for *_, name in batch]
                 if encoder:
-                    for (text, content), writer in zip(batch, split, strict=True):
+                    for (text, content, _), writer in zip(batch, split, strict=True):
                         _add_conversation(writer, encoder, text, len(content), tokenizer, config, skipped)
                 else:
-                    ids = tokenizer.encode_batch([text for text, _ in batch])
+                    ids = tokenizer.encode_batch([text for text, *_ in batch])
                     for content, tokens, writer in zip(contents, ids, split, strict=True):
                         reject_unknown_ids(tokens, tokenizer.vocab_size, f"the tokenizer {tokenizer.fingerprint}")
                         _check_end(content, tokens, tokenizer)
@@ -214,6 +215,38 @@ def _batches(documents: Iterator[str], skipped: Skipped) -> Iterator[list[tuple[
         if size >= _BATCH_BYTES:
             yield batch
             batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _assign(
+    batches: Iterator[list[tuple[str, bytes]]], fraction: float, *, divide: bool
+) -> Iterator[list[tuple[str, bytes, Split]]]:
+    """Add the split of each document.
+
+    If all have the same, as a book in one file has, and ``divide`` allows it, the end of the text is held out instead:
+    the last documents, and at most half of the one before them, cut at a line end if it has one there.
+    """
+    batch: list[tuple[str, bytes, Split]] = []
+    found: set[Split] = set()
+    size = 0
+    for documents in batches:
+        if batch:
+            yield batch
+        batch = [(text, content, assign_split(content, fraction)) for text, content in documents]
+        found |= {split for *_, split in batch}
+        size += sum(len(content) for _, content in documents)
+    if divide and len(found) == 1 and fraction < 1 and (wanted := int(fraction * size)):
+        out, first = 0, len(batch) - 1
+        while first and out + len(batch[first][1]) <= wanted:
+            out += len(batch[first][1])
+            first -= 1
+        text = batch[first][0]
+        cut = len(text) - min(len(text) // 2, wanted - out)
+        cut = text.rfind("\n", len(text) // 2, cut) + 1 or cut
+        parts: list[tuple[str, Split]] = [(text[:cut], "train"), (text[cut:], "validation")]
+        parts += [(text, "validation") for text, *_ in batch[first + 1 :]]
+        batch = batch[:first] + [(part, part.encode(), split) for part, split in parts if part]
     if batch:
         yield batch
 

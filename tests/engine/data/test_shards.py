@@ -57,6 +57,27 @@ def test_the_streams_hold_every_document_once_and_in_order(config):
         assert stream.info.documents == len(expected(config)[split]) > 0
 
 
+@pytest.mark.parametrize("texts", [
+    ["".join(f"line {i}\n" for i in range(2000))],  # a book in one file
+    ["x" * 9000],
+    *([text for text in (f"{i}\n" * 50 for i in range(200)) if assign_split(text.encode(), 0.1) == side][:8]
+      for side in shards.SPLITS),
+])  # fmt: skip
+def test_the_end_of_the_text_is_held_out_if_no_document_is(texts, tmp_path):
+    (tmp_path / "corpus").mkdir()
+    for i, text in enumerate(texts):
+        (tmp_path / "corpus" / f"{i:02}.txt").write_text(text)
+    config = DataConfig(paths=(str(tmp_path / "corpus"),), cache=tmp_path / "cache", validation_fraction=0.1)
+    train, held = (documents_of(stream) for stream in streams(config).values())
+    assert train and held
+    if len(texts) == 1:
+        assert train + held == [train[0], held[0]] and train[0] + held[0] == texts[0]
+        assert 0.05 < len(held[0]) / len(texts[0]) < 0.15
+        assert "\n" not in texts[0] or train[0].endswith("\n")
+    else:
+        assert sorted("".join(train + held)) == sorted("".join(texts))
+
+
 def test_a_document_that_encodes_to_its_end_is_refused(tmp_path):
     """A unigram model has the end in its own vocabulary, and finds it in text."""
     from tokenizers import Tokenizer, models, trainers
