@@ -216,6 +216,7 @@ CASES = {
     "a damaged manifest": Bad(
         lambda p: ["checkpoint", "inspect", damaged(p, NEWEST.with_name("manifest.json"), b"{}") / NEWEST.parent],
         ("manifest.json is damaged",)),
+    "this machine, not measured": Bad(lambda p: ["estimate", "--cluster", "4xhere"], ("shoal calibrate",)),
     "a cluster that does not exist": Bad(lambda p: ["plan", "--cluster", "8xZ"], ("there is no node type 'Z'",)),
     "an estimate of an unknown model": Bad(lambda p: ["estimate", "--model", "llama-9"], ("is not in the catalog",)),
     "a proof of what cannot be": Bad(lambda p: ["verify", p.toml, "--parallel.tp", "3"], ("does not divide",)),

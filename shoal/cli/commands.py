@@ -102,7 +102,7 @@ COMMANDS = {
     ),
     "plan auto": Command(
         "shoal.cli.plan_auto",
-        "Find how to split any module, operator by operator: shoal plan auto --model tiny --cluster 4xhere --check",
+        "Find how to split any module, operator by operator: shoal plan auto --model tiny --cluster 4xA100 --check",
     ),
     "calibrate": Command(
         "shoal.cli.calibrate", "Measure this machine for estimates and plans: shoal calibrate --out here.toml"

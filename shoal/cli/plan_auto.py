@@ -22,7 +22,7 @@ class AutoOptions(Section):
     """A module of your own instead: FILE.py:FUNCTION, which returns (module, example inputs). The file is executed."""
 
     cluster: str = "8xA100"
-    """8xH100, 2x4xA100-ETH100, 4xhere, as in `shoal estimate`."""
+    """8xH100, 2x4xA100-ETH100, as in `shoal estimate`; 4xhere with --catalog."""
 
     mesh: str = ""
     """Device grid, such as x=2,y=4 (default: the best of all devices in a row, and nodes by devices per node, or every

@@ -237,6 +237,9 @@ def cluster(name: str) -> Cluster:
             return Cluster(name, board, 1, 1, watts=board.watts, watts_of="of the board alone")
     rest, _, network = rest.rpartition("-") if _network(rest) else (rest, "", "")
     kind = _known(rest)
+    if kind is None and rest == "here":
+        raise UsageError(f"cluster '{name}': no --catalog has measurements of this machine."
+                         "\n  Run shoal calibrate --out here.toml, then add --catalog here.toml.")  # fmt: skip
     if kind is None:
         raise UsageError(
             f"cluster '{name}': there is no node type '{rest}'; {did_you_mean(rest, nodes())}"
