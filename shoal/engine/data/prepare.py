@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from shoal.engine.data.corpus import check_read, open_corpus
 from shoal.engine.data.megatron import write_megatron
 from shoal.engine.data.open_stream import open_stream
 from shoal.engine.data.readers import Skipped
-from shoal.engine.data.shards import assign_split
+from shoal.engine.data.shards import assign_documents, batch_documents
 from shoal.engine.data.token_stream import SPLITS, StreamContents
 from shoal.engine.data.tokenizer import FileTokenizer, load_tokenizer, train_bpe
 from shoal.spec.config import DataConfig
@@ -56,10 +57,16 @@ def train_tokenizer(
     documents = (
         text
         for source in data.sources().values()
-        for text in open_corpus(source).documents(Skipped(source.unreadable == "stop", source.chat))
-        if assign_split(text.encode(), data.validation_fraction) == "train"
+        for text in _training_documents(source, data.validation_fraction)
     )
     return train_bpe(documents, vocab_size, expanded(Path(out), "--out"))
+
+
+def _training_documents(source: DataConfig, validation_fraction: float) -> Iterator[str]:
+    skipped = Skipped(source.unreadable == "stop", source.chat)
+    batches = batch_documents(open_corpus(source).documents(skipped), skipped)
+    for batch in assign_documents(batches, validation_fraction, divide=not source.chat):
+        yield from (text for text, _, split in batch if split == "train")
 
 
 @dataclass(frozen=True)

@@ -92,8 +92,8 @@ def _build(
         writers = {split: _Writer(staging, split, dtype) for split in SPLITS}
         skipped = Skipped(config.unreadable == "stop", config.chat)
         with _progress(f"tokenising {corpus.name}", corpus.size, shown=progress) as advance:
-            batches = _batches(corpus.documents(skipped), skipped)
-            for batch in _assign(batches, config.validation_fraction, divide=encoder is None):
+            batches = batch_documents(corpus.documents(skipped), skipped)
+            for batch in assign_documents(batches, config.validation_fraction, divide=encoder is None):
                 contents = [content for _, content, _ in batch]
                 split = [writers[name] for *_, name in batch]
                 if encoder:
@@ -202,7 +202,7 @@ def _add_conversation(
         writer.add(marked, size)
 
 
-def _batches(documents: Iterator[str], skipped: Skipped) -> Iterator[list[tuple[str, bytes]]]:
+def batch_documents(documents: Iterator[str], skipped: Skipped) -> Iterator[list[tuple[str, bytes]]]:
     """Group documents, each with its UTF-8 bytes; empty ones are skipped."""
     batch, size = [], 0
     for text in documents:
@@ -219,7 +219,7 @@ def _batches(documents: Iterator[str], skipped: Skipped) -> Iterator[list[tuple[
         yield batch
 
 
-def _assign(
+def assign_documents(
     batches: Iterator[list[tuple[str, bytes]]], fraction: float, *, divide: bool
 ) -> Iterator[list[tuple[str, bytes, Split]]]:
     """Add the split of each document.

@@ -3,6 +3,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from shoal.base.errors import UsageError
 from shoal.engine.data import shards
+from shoal.engine.data.prepare import train_tokenizer
 from shoal.engine.data.shards import assign_split, open_shards
 from shoal.engine.data.token_stream import CacheManifest, TokenStream
 from shoal.engine.data.tokenizer import BytesTokenizer, load_tokenizer, train_bpe
@@ -68,8 +70,11 @@ def test_the_end_of_the_text_is_held_out_if_no_document_is(texts, tmp_path):
     for i, text in enumerate(texts):
         (tmp_path / "corpus" / f"{i:02}.txt").write_text(text)
     config = DataConfig(paths=(str(tmp_path / "corpus"),), cache=tmp_path / "cache", validation_fraction=0.1)
+    read = []
+    with patch("shoal.engine.data.prepare.train_bpe", lambda documents, *_: read.extend(documents)):
+        train_tokenizer(config, vocab_size=300, out=tmp_path / "bpe.json")
     train, held = (documents_of(stream) for stream in streams(config).values())
-    assert train and held
+    assert train and held and read == train
     if len(texts) == 1:
         assert train + held == [train[0], held[0]] and train[0] + held[0] == texts[0]
         assert 0.05 < len(held[0]) / len(texts[0]) < 0.15
@@ -219,8 +224,10 @@ def test_a_cache_that_cannot_be_written_is_named(config, tmp_path):
 BUILD = """
 import sys, time
 from pathlib import Path
+from unittest.mock import patch
 from shoal.spec.config import DataConfig
 from shoal.engine.data import shards
+from shoal.engine.data.prepare import train_tokenizer
 from shoal.engine.data.token_stream import TokenStream
 from shoal.engine.data.tokenizer import BytesTokenizer
 
