@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
 from inspect import cleandoc
@@ -31,6 +31,17 @@ ANSI = re.compile(r"\x1b\[[0-9;]*m")  # of colours
 
 FRAME = {"╭": "─", "├": "─", "╰": "─", "│": " "}
 """First character of a line of the help's frame, and what fills the line."""
+
+USUAL = {
+    "lr": "learning_rate", "batch_size": "global_batch", "global_batch_size": "global_batch",
+    "micro_batch_size": "micro_batch", "seq_len": "sequence_length", "seq_length": "sequence_length",
+    "max_seq_len": "sequence_length", "max_steps": "steps", "num_steps": "steps", "train_iters": "steps",
+    "tensor_parallel": "tp", "tensor_model_parallel_size": "tp", "tensor_parallel_size": "tp",
+    "pipeline_parallel": "pp", "pipeline_model_parallel_size": "pp", "pipeline_parallel_size": "pp",
+    "context_parallel_size": "cp", "expert_model_parallel_size": "ep", "num_layers": "layers",
+    "hidden_size": "hidden", "dtype": "precision", "zero_stage": "zero",
+}  # fmt: skip
+"""Fields by the names that other trainers give their options."""
 
 POSITIONAL: Any = object()
 """Annotation of a positional argument. Another field may end in "_", which its option leaves out: a section has
@@ -105,7 +116,7 @@ def read(
                 first = next(iter(sections[name].model_fields)).replace("_", "-")
                 raise UsageError(f"{prog}: {option} is a section of options.\n  Give one of them, such as "
                                  f"{option}.{first}.\n  For full helptext, run {prog} --help") from None
-        raise UsageError(f"{prog}: {_without_box(errors.getvalue())}") from None
+        raise UsageError(f"{prog}: {_without_box(errors.getvalue(), sections)}") from None
     for (name, field), value in of_files.items():
         found[name][field] = found[name][field] or value
     return found
@@ -240,10 +251,10 @@ def _join_rows(lines: list[str], width: int) -> list[str]:
     ]
 
 
-def _without_box(text: str) -> str:
+def _without_box(text: str, sections: Mapping[str, type[BaseModel]]) -> str:
     """Remove the frame and title of tyro's error, leaving one line per part; of several similar options only names."""
     framed = ANSI.sub("", text).splitlines()[1:-1]
-    unknown = re.findall(r"--([^\s,]+)", framed[0])
+    unknown = re.findall(r"--([^\s,=]+)", framed[0])
     parts = []
     for rule, rows in groupby(framed, lambda row: set(row.strip("│| ")) in ({"─"}, {"-"})):
         part = list(rows)
@@ -253,7 +264,19 @@ def _without_box(text: str) -> str:
             part = [part[0], ", ".join(same or similar)]
         if not rule:  # "Got errors": one for each type that a value may have
             parts.append(" ".join(row.strip("│| ") for row in part).partition("  Got errors:")[0])
+    if parts[0].startswith("Unrecognized") and (usual := [*_by_usual_names(unknown, sections)]):
+        parts[1:-1] = [f"Perhaps you meant: {', '.join(usual)}"]
+    parts[0] = re.sub(r"invalid literal for int\(\) with base 10: (.+)", r"\1 is not an integer", parts[0])
+    parts[0] = re.sub(r"could not convert string to float: (.+)", r"\1 is not a number", parts[0])
     return "\n  ".join(parts)
+
+
+def _by_usual_names(unknown: Sequence[str], sections: Mapping[str, type[BaseModel]]) -> Iterator[str]:
+    """Yield the options that other trainers call by unknown names."""
+    for field in filter(None, (USUAL.get(name.replace("-", "_")) for name in unknown)):
+        for section, kind in sections.items():
+            if field in kind.model_fields:
+                yield f"--{section}{'.' * bool(section)}{field.replace('_', '-')}"
 
 
 def listed(subjects: Mapping[str, str], width: int) -> list[str]:

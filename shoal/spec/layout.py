@@ -233,7 +233,8 @@ class Layout(Section):
     def equation(self) -> str:
         """Return the product of degrees for messages: ``pp 2 x dp 2 x tp 2 = 8 ranks``."""
         cp = f" x cp {self.cp}" if self.cp > 1 else ""
-        return f"pp {self.pp} x dp {self.dp}{cp} x tp {self.tp} = {self.world_size} ranks"
+        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        return f"pp {self.pp} x dp {self.dp}{cp} x tp {self.tp} = {ranks}"
 
     def describe(self) -> str:
         """Return a one-line summary for banners and tables: the differences from a single device.

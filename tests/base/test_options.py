@@ -28,13 +28,28 @@ def test_an_error_has_no_frame_and_no_colours_even_on_a_terminal(monkeypatch: py
     ("given", "suggested"),
     [
         (["--tp", "2"], "Perhaps you meant: --parallel.tp"),
-        (["--lr", "1"], "Perhaps you meant: --optimizer.lr-factors, --optimizer.min-lr-fraction"),
+        (["--beta", "1"], "Perhaps you meant: --optimizer.betas, --optimizer.sensitivity-beta"),
+        (["--lr", "1"], "Perhaps you meant: --optimizer.learning-rate"),
+        (["--micro-batch-size=1", "--lr=1"], "Perhaps you meant: --parallel.micro-batch, --optimizer.learning-rate"),
     ],
 )
 def test_of_several_similar_options_only_the_names_are_shown_and_the_same_name_alone(given: list[str], suggested: str):
     with pytest.raises(UsageError) as refused:
         read("shoal train", "", {"parallel": Layout, "optimizer": OptimizerConfig}, {}, given)
     assert str(refused.value).splitlines()[1] == f"  {suggested}"
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["--parallel.tp", "many"], "--parallel.tp: 'many' is not an integer"),
+        (["--optimizer.weight-decay", "big"], "--optimizer.weight-decay: 'big' is not a number"),
+    ],
+)
+def test_a_number_that_is_none_is_named(given: list[str], says: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        read("shoal train", "", {"parallel": Layout, "optimizer": OptimizerConfig}, {}, given)
+    assert str(refused.value).splitlines()[0] == f"shoal train: Error parsing {says}"
 
 
 def test_a_long_description_does_not_widen_the_help(monkeypatch, capsys) -> None:
