@@ -36,6 +36,12 @@ NEEDS_VALUES = (
 SAYS_SO = re.compile("tensor subclass|fake ?tensor|fake impl|data pointer", re.IGNORECASE)
 """Messages of other errors for the same reason, such as ``numpy()`` and custom operators raise."""
 
+MISFIT = re.compile(
+    "same reduction dim|broadcast a dimension|is invalid for input of size|channel dimensions|normalized_shape|"
+    "tensors must match|Expected size for first two|to match target batch_size|size mismatch"
+)  # fmt: skip
+"""Messages of the meta device about shapes that do not fit together, whatever the values."""
+
 
 def try_out(own: OwnModel, seed: int, micro_batch: int, ranks: SplitRanks | None = None) -> None:
     """Make the first micro-batch of each split, and compute its loss on the meta device if the module can.
@@ -43,19 +49,20 @@ def try_out(own: OwnModel, seed: int, micro_batch: int, ranks: SplitRanks | None
     With ranks that split the module, compute it with one rank's part too.
 
     Raises:
-        UsageError: no batch can be made, the loss is not as `OwnModel` says, or parts of layers do not fit together.
+        UsageError: no batch can be made, shapes do not fit together, or the loss is not as `OwnModel` says.
     """
     batches = [OwnDataset(own, split, seed).batch(range(micro_batch)) for split in ("train", "validation")]
     module = own.build_empty().train()
     if not all(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
         return
-    try:
-        with drawing(seed), torch.device("meta"):
-            own.compute(module, batches[0].map(lambda tensor: tensor.to("meta")).values)
-    except UsageError:
-        raise
-    except Exception:  # many operators need values
-        return
+    with explained("its loss()"):
+        try:
+            with drawing(seed), torch.device("meta"):
+                own.compute(module, batches[0].map(lambda tensor: tensor.to("meta")).values)
+        except Exception as error:  # many operators need values
+            if isinstance(error, UsageError) or MISFIT.search(str(error)):
+                raise
+            return
     if ranks is None or isinstance(own.tensor_parallel, LossPlan):
         return
     apply_table(module, own.tensor_parallel, ranks, experts=own.expert_parallel)
