@@ -40,7 +40,7 @@ from shoal.training.resilience.memory_slot import MemorySlot, SlotRecord
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
-PARTING_SECONDS = 0.2  # in which an exchange of copies ends after the loss of a rank, if gloo notices it
+PARTING_SECONDS = 0.05  # in which an exchange of copies ends after the loss of a rank, if gloo notices it
 CHUNK = 16 << 20
 """Bytes per message; other traffic can proceed between two messages."""
 
