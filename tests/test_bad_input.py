@@ -88,7 +88,7 @@ CASES = {
         "[parallel]\nbucket_mb = '1'", "parallel.bucket_mb = '1': input should be a valid number, or input should be"),
     "what is not a number": file("[optimizer]\nlearning_rate = nan", "learning_rate = nan: input should be a finite"),
     "a word for a number, typed": option(
-        "--train.steps", "many", says="Error parsing --train.steps: invalid literal for int() with base 10: 'many'"),
+        "--train.steps", "many", says="Error parsing --train.steps: 'many' is not an integer"),
     "a name that is no text": option("--model.name", "\udcff", says="is not Unicode text"),
     # ---- the layout
     "a degree that does not divide": option(

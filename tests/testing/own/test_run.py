@@ -152,8 +152,8 @@ def test_a_split_of_operators_is_trained_and_its_checkpoints_fit_other_layouts(t
 
 
 def test_another_model_does_not_resume_a_run(undisturbed):
-    other = shoal.Run(model=lambda: torch.nn.Linear(3, 3), loss=rebuilt, data=Images, global_batch=4)
-    differs = r"model.tensors = \[\['weight', \[3, 3\]\], \['bias', \[3\]\]\], was .*its checkpoint holds another model"
+    other = shoal.Run(model=lambda: torch.nn.Linear(16, 16), loss=rebuilt, data=Images, global_batch=4)
+    differs = r"model.tensors = \[\['weight', \[16, 16\]\], \['bias', \[16\]\]\], was .*its checkpoint holds another"
     with pytest.raises(UsageError, match=differs):
         other.train(STEPS + 2, resume=undisturbed.folder)
 
