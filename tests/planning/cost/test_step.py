@@ -169,3 +169,13 @@ def test_collectives_of_a_node_and_of_many() -> None:
     inside, outside = kernels.group(np.array([8.0, 16.0]), 1.0).all_gather(np.array([1e9, 1e9]))
     assert outside > inside > 7 / 8 * 1e9 / 450e9
     assert kernels.group(np.array([1.0, 1.0]), 1.0).all_reduce(np.array([1e9, 1e9])).max() == 0
+
+
+def test_ranks_use_the_axes_of_a_torus_that_they_fill() -> None:
+    """16 of 8 x 8 x 8 chips fill more than one axis, and all of them three; 16 of 16 x 16 fill one."""
+    torus = LLAMA | {"per_node": 512.0, "axes": 3.0}
+    rows = [torus | {"axes": 1.0}, torus, LLAMA | {"per_node": 256.0, "axes": 2.0}]
+    kernels = Kernels(Runs.from_rows(rows), calibration())
+    line, cube, square = kernels.group(np.array([16.0, 16.0, 16.0]), 1.0).bandwidth
+    assert 1 < cube / line < 2 and square == line
+    assert kernels.group(np.array([512.0, 512.0, 1.0]), 1.0).bandwidth[1] == pytest.approx(3 * line)
