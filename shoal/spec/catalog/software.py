@@ -94,7 +94,7 @@ class Software(Section):
     no activation; a compiled block also recomputes the product."""
 
     kept_bytes: PositiveFloat = 2
-    """Bytes per element of the inputs of products that are stored for the backward."""
+    """Bytes per element of what is stored for the backward: inputs of products, and tensors of a gated block."""
 
     recomputes_heads: bool = False
     """Whether the backward makes the outputs of norms, and heads from their latents, again."""

@@ -105,6 +105,7 @@ def test_deepseek_v3_fits_by_what_its_software_recomputes_and_stores_in_8_bits()
     stored = own.model_copy(update={"recomputes_heads": False})
     assert memory(own) < 0.75 < 1 < memory(stored.model_copy(update={"kept_bytes": 2}))
     assert memory(own) < memory(stored)
+    assert memory(own) < memory(own.model_copy(update={"kept_bytes": 2}))
 
 
 def test_values_with_zeros_cost_what_they_multiply() -> None:
