@@ -258,7 +258,7 @@ def _without_box(text: str, sections: Mapping[str, type[BaseModel]]) -> str:
     parts = []
     for rule, rows in groupby(framed, lambda row: set(row.strip("│| ")) in ({"─"}, {"-"})):
         part = list(rows)
-        similar = [row.split()[1] for row in part if re.match(r"[│|] {5}--", row)]
+        similar = [row.split()[1].rstrip(",") for row in part if re.match(r"[│|] {5}--", row)]
         if len(similar) > 1:
             same = [option for option in similar if option.rpartition(".")[2] in unknown]
             part = [part[0], ", ".join(same or similar)]

@@ -9,7 +9,7 @@ from shoal.base.options import parse, read
 from shoal.base.section import docstrings
 from shoal.cli.estimate import EstimateOptions
 from shoal.cli.run.data import TokenizerOptions
-from shoal.spec.config import OptimizerConfig
+from shoal.spec.config import DataConfig, OptimizerConfig
 from shoal.spec.layout import Layout
 
 
@@ -29,13 +29,14 @@ def test_an_error_has_no_frame_and_no_colours_even_on_a_terminal(monkeypatch: py
     [
         (["--tp", "2"], "Perhaps you meant: --parallel.tp"),
         (["--beta", "1"], "Perhaps you meant: --optimizer.betas, --optimizer.sensitivity-beta"),
+        (["--data.path", "x"], "Perhaps you meant: --data.paths, --data.chat"),  # a flag with two names
         (["--lr", "1"], "Perhaps you meant: --optimizer.learning-rate"),
         (["--micro-batch-size=1", "--lr=1"], "Perhaps you meant: --parallel.micro-batch, --optimizer.learning-rate"),
     ],
 )
 def test_of_several_similar_options_only_the_names_are_shown_and_the_same_name_alone(given: list[str], suggested: str):
     with pytest.raises(UsageError) as refused:
-        read("shoal train", "", {"parallel": Layout, "optimizer": OptimizerConfig}, {}, given)
+        read("shoal train", "", {"parallel": Layout, "optimizer": OptimizerConfig, "data": DataConfig}, {}, given)
     assert str(refused.value).splitlines()[1] == f"  {suggested}"
 
 
