@@ -37,6 +37,7 @@ from shoal.engine.streams import Mark, SideStream, host_zeros
 LOCK = ".lock"
 SEEN_SECONDS = 10.0  # maximum delay until rank 0 sees another host's files in a shared folder
 UNCOMMITTED = re.compile(r"\.staging-(removed-)?step-\d{8,}-[0-9a-f]{8}")
+_left: list[torch.Tensor] = []  # staging memory that this process has abandoned, for its next checkpointer
 
 
 class Checkpointer:
@@ -77,7 +78,8 @@ class Checkpointer:
         self._rank = get_rank(group)
         self._lock: IO[str] | None = None
         self._nonce = self._on_first_rank(lambda: self._open(fresh))
-        self._memory = torch.empty(0, dtype=torch.uint8)  # reused copies of the pieces that this rank saves
+        # Reused for the copies of the pieces that this rank saves.
+        self._memory = _left.pop() if _left else torch.empty(0, dtype=torch.uint8)
         self.copied = Mark()  # when the last save has copied the state, which may change only then
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[tuple[AnyPath, str]] | None = None
@@ -163,10 +165,17 @@ class Checkpointer:
         try:
             self.wait()
         finally:
-            self.abandon()
+            self._release()
 
     def abandon(self) -> None:
-        """Release the folder without the other ranks, one of which was lost; a save in flight is committed or fails."""
+        """Release the folder without the other ranks, one of which was lost; a save in flight is committed or fails.
+
+        The next checkpointer of this process takes the staging memory: to page-lock it again would take seconds.
+        """
+        self._release()
+        _left[:] = [self._memory]
+
+    def _release(self) -> None:
         self._executor.shutdown()
         if self._lock is not None:
             self._lock.close()

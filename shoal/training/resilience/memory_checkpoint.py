@@ -43,6 +43,7 @@ CPU = torch.device("cpu")
 PARTING_SECONDS = 0.05  # in which an exchange of copies ends after the loss of a rank, if gloo notices it
 CHUNK = 16 << 20
 """Bytes per message; other traffic can proceed between two messages."""
+_left: list[MemorySlot] = []  # this process's own slots of an attempt that it has abandoned, for the next one
 
 
 @dataclass(frozen=True)
@@ -120,14 +121,9 @@ class InMemoryCheckpointer:
         if self._leads:
             try:
                 make_run_dir(home)
-                memory_slot.drop(home, self.attempt, keep)
                 claim_run_dir(home, run_folder)
-                for line in remove_orphans(home):
-                    report(line)
             except UsageError as error:
                 problem = str(error)
-        plan = plan_save(state or {})
-        sizes = self._agree(plan.size, problem)
         node = home / f"node-{self.places.nodes[self._rank]:05d}"
         ranks = [self._rank, *self.places.senders(self._rank)]
         self._slots = [
@@ -137,10 +133,17 @@ class InMemoryCheckpointer:
             }
             for i in (0, 1)
         ]
+        self._take_over(keep)
+        plan = plan_save(state or {})
+        sizes = self._agree(plan.size, problem)
+        if self._leads:  # now that all ranks have taken over theirs
+            memory_slot.drop(home, self.attempt, keep)
+            for line in remove_orphans(home):
+                report(line)
         self._stream, self.copied = SideStream(device), Mark()
         self._turn, self._first = 0, True
         self._pending: Future[tuple[bool, str]] | None = None
-        self._local = self._abandoned = False  # whether a save is at its own part; whether a rank was lost
+        self._local = self._abandoned = False  # whether a save works on this rank's slots; whether a rank was lost
         own = [r for r in range(self._world) if self.places.hosts[r] == self.places.hosts[self._rank]]
         try:
             check_free_memory(home, 2 * sum(sizes[r] for rank in own for r in (rank, *self.places.senders(rank))))
@@ -157,9 +160,27 @@ class InMemoryCheckpointer:
             raise UsageError(found[0])
         return [value for value, _ in every]
 
+    def _take_over(self, keep: tuple[int, str] | None) -> None:
+        """Take the slots of this process's attempt before, so that they are not allocated and page-locked again.
+
+        The state ``keep`` is moved to the slot that the second save overwrites.
+        """
+        first = self._slots[0][self._rank]
+        mine = [old for old in _left if old.device == first.device and old.file.name == first.file.name
+                and old.folder.parent == first.folder.parent]  # fmt: skip
+        _left.clear()
+        kept = [old for old in mine if keep and old.save == keep]
+        for turn, old in [*enumerate(old for old in mine if old not in kept), *((1, old) for old in kept)]:
+            with contextlib.suppress(OSError):  # it is gone
+                if old not in kept:
+                    old.clear()
+                old.move(self._slots[turn][self._rank].folder)
+                self._slots[turn][self._rank] = old
+
     def _reserve(self, turn: int, size: int) -> None:
+        """Allocate the memory of a slot before its save, and mark it as empty."""
         with contextlib.suppress(OSError):  # the save reports it
-            self._slots[turn][self._rank].reserve(size)
+            self._slots[turn][self._rank].open(size)
 
     def save(self, step: int, state: State, extra: dict[str, Any]) -> float:
         """Save this rank's pieces and JSON values; return the seconds for which the caller was blocked.
@@ -217,6 +238,7 @@ class InMemoryCheckpointer:
         pending, until = self._pending, time.monotonic() + PARTING_SECONDS
         while pending and not pending.done() and (self._local or time.monotonic() < until):
             time.sleep(0.005)
+        _left[:] = [each[self._rank] for each in self._slots]
 
     # ---- in the background -------------------------------------------------------------------------------------------
 
@@ -242,13 +264,17 @@ class InMemoryCheckpointer:
         problems = [p for _, _, p in ranks if p]
         if not problems and self.places.receiver(0) is not None:
             problems = self._exchange(mine, description, [(data, text) for data, text, _ in ranks])
+        self._local = True  # then look: `abandon` waits for what is local
+        if self._abandoned:
+            problems = ["a rank was lost"]
+        elif self._first and not problems:
+            if self._leads:
+                memory_slot.drop(self._home, self.attempt)  # the states of attempts before are obsolete
+            self._reserve(1 - self._turn, size)
+            self._first = False
+        self._local = False
         if problems:
             return False, f"step {step} could not be saved in memory: {'; '.join(problems)}"
-        if self._first and self._leads:  # the previous attempt's states are obsolete
-            memory_slot.drop(self._home, self.attempt)
-        if self._first:
-            self._reserve(1 - self._turn, size)
-        self._first = False
         return True, ""
 
     def _exchange(self, mine: dict[int, MemorySlot], description: bytes, sizes: list[tuple[int, int]]) -> list[str]:
@@ -270,8 +296,8 @@ class InMemoryCheckpointer:
         for work in works:
             if work is not None:  # None for a rank that sends to itself
                 work.wait()
-        if self._abandoned:
-            return ["a rank was lost"]
+        if self._abandoned:  # the received slots are no longer this run's
+            return []
         committed = [self._commit(rank, text.numpy().tobytes()) for rank, (_, text) in into.items()]
         problem = "; ".join(filter(None, committed))
         return [p for p in all_gather(problem, self._group) if p]

@@ -52,19 +52,34 @@ class MemorySlot:
     def open(self, size: int) -> torch.Tensor:
         """Mark the slot as empty and return its memory for a file of ``size`` bytes, uint8 [size].
 
+        The first call takes longer than writing: it allocates the memory, and page-locks it for a CUDA device.
+
         Raises:
             OSError: the memory cannot be allocated.
         """
-        (self.folder / PART).unlink(missing_ok=True)
-        self.reserve(size)
-        return self.memory
-
-    def reserve(self, size: int) -> None:
-        """Allocate the memory in advance: allocation takes longer than writing. See `open`."""
+        self.clear()
         if self.memory.numel() != size or not self.file.exists():
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.memory = _map_file(self.file, size)
             lock_pages(self.memory, self.device, "checkpoints in host memory")
+        return self.memory
+
+    def clear(self) -> None:
+        """Mark the slot as empty; its memory stays."""
+        (self.folder / PART).unlink(missing_ok=True)
+
+    @property
+    def save(self) -> tuple[int, str] | None:
+        """(step, attempt) of the state that the slot holds, if it is complete."""
+        try:
+            return read(self.folder).save
+        except (FileNotFoundError, CheckpointError):
+            return None
+
+    def move(self, folder: Path) -> None:
+        """Rename the folder, with what it holds; the memory stays mapped, and page-locked."""
+        self.folder.rename(folder)
+        self.folder, self.file = folder, folder / self.file.name
 
     def commit(self, part: bytes) -> None:
         """Write the description atomically, which completes the slot."""

@@ -174,6 +174,17 @@ def test_a_piece_that_does_not_fit_its_box_is_named(make):
         make().save(1, state, {}, block=True)
 
 
+def test_an_abandoned_checkpointer_leaves_its_memory_to_the_next(make):
+    first = make()
+    first.prepare(weights(1))
+    first.abandon()
+    second = make()
+    second.prepare(weights(2))
+    assert second._memory.data_ptr() == first._memory.data_ptr()
+    second.close()
+    assert make()._memory.numel() == 0  # no other is to keep it
+
+
 def test_keeping_none_is_refused(make):
     with pytest.raises(CheckpointError, match=r"checkpoint.keep = 0"):
         make(keep=0)

@@ -191,6 +191,46 @@ def test_what_a_run_goes_on_from_stays_until_it_has_something_newer(pool, tmp_pa
     assert len({folder.name.split("-")[0] for folder in home.glob("node-*/*")}) == 1  # nothing torn is left either
 
 
+def go_on_in_process(home: Path, steps: list[int], before: int | None) -> tuple[bool, list[set[int]]]:
+    """Save, abandon, go on from a state and save again; return whether both attempts have the same memory, and the
+    steps that memory holds after each moment."""
+    rank, world, group = here()
+    places = RankTopology.collect(group, 1)
+    first = InMemoryCheckpointer(home, home, group=group, places=places, report=str)
+    for step in steps:
+        first.save(step, pieces_of(step, 3, rank, world), {"step": step})
+    first.wait()
+    mapped = {each[rank].memory.data_ptr() for each in first._slots}
+    first.abandon()
+    group = dist.new_group(backend="gloo") if world > 1 else None
+    found = go_on([home], home / "disk", 3, before)[0]
+    again = InMemoryCheckpointer(
+        home, home, group=group, places=RankTopology.collect(group, 1), keep=found and found.save, report=str
+    )
+    held = [steps_in(home, group)]
+    for step in (9, 10):
+        again.save(step, pieces_of(step, 3, rank, world), {"step": step})
+        again.wait()
+        held.append(steps_in(home, group))
+    return mapped == {each[rank].memory.data_ptr() for each in again._slots}, held
+
+
+def steps_in(home: Path, group: dist.ProcessGroup | None) -> set[int]:
+    """Return the steps that memory holds, while no rank changes anything."""
+    dist.barrier(group)
+    held = {memory_slot.read(folder).step for folder in memory_slot.list_slots(home)}
+    dist.barrier(group)
+    return held
+
+
+@pytest.mark.parametrize("before, kept", [(None, {3}), (2, {2}), (1, set())])
+def test_a_survivor_saves_into_the_memory_that_it_has(pool, before, kept, tmp_path):
+    home = tmp_path / "home"
+    for same, held in pool.run(go_on_in_process, 2, home, [2, 3], before):
+        assert same and held == [kept, {9}, {9, 10}]
+    assert pool.run(go_on, 3, [home], tmp_path / "disk", 4)[0][0].step == 10
+
+
 def test_a_new_run_does_not_find_what_an_older_one_left(pool, tmp_path):
     home = tmp_path / "home"
     pool.run(keep, 2, [home], [7], 3)
