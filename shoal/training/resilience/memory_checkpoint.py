@@ -144,11 +144,12 @@ class InMemoryCheckpointer:
         self._turn, self._first = 0, True
         self._pending: Future[tuple[bool, str]] | None = None
         self._local = self._abandoned = False  # whether a save works on this rank's slots; whether a rank was lost
-        own = [r for r in range(self._world) if self.places.hosts[r] == self.places.hosts[self._rank]]
-        try:
-            check_free_memory(home, 2 * sum(sizes[r] for rank in own for r in (rank, *self.places.senders(rank))))
-        except UsageError as error:
-            problem = str(error)
+        if self._leads:
+            own = [r for r in range(self._world) if self.places.first_on_host(r) == self._rank]
+            try:
+                check_free_memory(home, 2 * sum(sizes[r] for rank in own for r in (rank, *self.places.senders(rank))))
+            except UsageError as error:
+                problem = str(error)
         self._agree(0, problem)
         if state is not None:
             self._reserve(0, len(build_header(plan.slots)) + plan.size)
