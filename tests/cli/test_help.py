@@ -16,6 +16,7 @@ from shoal.spec.config import RunConfig
     ("data", "data inspect          Show what a run's data holds"),  # a group of commands
     ("plan auto", "usage: shoal plan auto"), ("parallel", "--parallel.tp"), ("zero-1", "ZeRO"), ("1f1b", "a pipeline"),
     ("zero bubble", "bubble\nPipeline schedules"), ("gradient accumulation", "several micro-batches"),
+    ("muon", "--optimizer.momentum\n    momentum and muon"), ("Weight decay", "--optimizer.weight-decay"),
 ])
 def test_help_of_a_topic(topic, says, capsys):
     with suppress(SystemExit):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.text import Text
 
 from shoal.base.errors import UsageError
@@ -27,6 +28,7 @@ from shoal.labs.explain import (
 )
 from shoal.labs.explain.device import accelerators, budget, roofline
 from shoal.labs.explain.parallelism import buckets, memory, pipeline, tensor, zero
+from shoal.labs.glossary.fields import find_fields
 from shoal.labs.glossary.words import Word, find_word, nearest_words, page_file
 
 Show = Callable[[Any, Console], Callable[[], str] | None]
@@ -57,7 +59,7 @@ PRODUCT = '"A[Ix, J] * B[J, Ky] -> C[Ix, Ky]"'
 
 
 class WordOptions(Section):
-    """Any word of the glossary: its meaning, page and a command."""
+    """Any word of the course (its meaning), or its options."""
 
 
 def explain(subject: str, console: Console | None = None, **options: Any) -> None:
@@ -102,8 +104,10 @@ def find_subject(subject: str) -> tuple[type[Section], Show]:
         return SUBJECTS[subject]
     if word := find_word(subject):
         return WordOptions, partial(_explain_word, word)
+    if fields := find_fields(subject):
+        return WordOptions, partial(_list_fields, fields)
     near = " or ".join(f"'{name}'" for name in nearest_words(subject, (*SUBJECTS,)))
-    allowed = f"allowed: {', '.join([*SUBJECTS, PRODUCT])}, or a word of the glossary"
+    allowed = f"allowed: {', '.join([*SUBJECTS, PRODUCT])}, or a word of the glossary or the config"
     remedy = f"did you mean {near}?" if near else allowed
     raise UsageError(f"explain: unknown subject '{subject}'; {remedy}")
 
@@ -114,3 +118,10 @@ def _explain_word(word: Word, options: WordOptions, console: Console) -> None:
     if word.also:
         console.print(Text(f"also: {', '.join(word.also)}"))
     console.print(Text(f"course: docs/course/{page_file(word.page)}\ntry:    {word.command}"))
+
+
+def _list_fields(fields: dict[str, str], options: WordOptions, console: Console) -> None:
+    console.print("options of shoal train, and fields of its config:")
+    for option, about in fields.items():
+        console.print(Text(option, style="bold"))
+        console.print(Padding(Text(" ".join(about.split())), (0, 0, 0, 4), expand=False))

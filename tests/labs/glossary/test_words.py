@@ -27,7 +27,7 @@ def test_any_name_in_any_spelling_finds_its_word():
 
 
 @pytest.mark.parametrize(("given", "near"), [("buble", "bubble"), ("all-gahter", "all-gather"), ("piplin", "pipeline"),
-                                             ("auto", "'autograd'")])
+                                             ("autogr", "'autograd'")])
 def test_an_unknown_word_gets_the_nearest(given, near, capsys):
     assert main(["explain", given]) == 2
     message = capsys.readouterr().err

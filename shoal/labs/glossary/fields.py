@@ -1,0 +1,34 @@
+"""The fields of the config that a word belongs to, such as an optimizer's."""
+
+from __future__ import annotations
+
+import re
+from typing import get_args
+
+from pydantic import BaseModel
+
+from shoal.base.section import docstrings
+from shoal.spec.config import RunConfig
+
+MOST = 12
+"""Fields of a word that says something; "the" is in a hundred."""
+
+
+def find_fields(word: str) -> dict[str, str]:
+    """Return the fields whose name, values or description have a word, as options with their descriptions.
+
+    >>> list(find_fields("Weight-Decay")), list(find_fields("muon"))[:1], find_fields("sheep"), find_fields("the")
+    (['--optimizer.weight-decay'], ['--optimizer.name'], {}, {})
+    """
+    pattern = re.compile(rf"(?<![a-z0-9]){'[ _-]?'.join(map(re.escape, re.split('[ _-]+', word)))}s?(?![a-z0-9])", re.I)
+    found = {}
+    for section, info in RunConfig.model_fields.items():
+        kind = info.annotation
+        if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
+            continue
+        about = docstrings(kind)
+        for name, field in kind.model_fields.items():
+            values = " ".join(map(str, get_args(field.annotation)))
+            if pattern.search(f"{name} {values} {about.get(name, '')}"):
+                found[f"--{section}.{name.replace('_', '-')}"] = about.get(name, "")
+    return found if len(found) <= MOST else {}
