@@ -81,7 +81,7 @@ def wrong(values, rank: int, how: str, calls: tuple[int, ...] | None, where: str
     return None
 
 
-@pytest.mark.parametrize(("layout", "how"), zip(LAYOUTS, ("forward", "backward") * 3, strict=False))
+@pytest.mark.parametrize(("layout", "how"), [*zip(LAYOUTS, ("forward", "backward") * 3, strict=False)])
 def test_what_comes_and_goes_is_found_on_the_same_rank(layout, how, pool):
     config = numbers_config(LAYOUTS[layout], train={"global_batch": 12 if "dp 3" in layout else 8})
     ranks = config.parallel.world_size
