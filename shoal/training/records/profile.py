@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
+from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -219,6 +220,9 @@ class Profile:
     ranks: tuple[RankProfile, ...]
 
 
+TOLERANCE = 1e-3
+"""Seconds by which the moments of an action may be out of order: clocks of devices are read with rounding."""
+
 RENAMED = {"copies": "model_copies", "parts": "sequence_slices"}
 """Fields of a program under the names that older profiles have."""
 
@@ -251,6 +255,9 @@ def _profile(paths: Sequence[Path]) -> Profile:
         )
         if any(len(step) != len(actions) for steps in times for step in steps):
             raise ValueError(f"{path.name} has steps without a time for each of its {len(actions)} actions")
+        moments = zip(*(chain.from_iterable(each) for each in times), strict=True)
+        if not all(-inf < b <= a + TOLERANCE and a <= e + TOLERANCE < inf for b, a, e in moments):
+            raise ValueError(f"{path.name} has an action that ends before it begins")
         number, pp, dp, tp = (int(header[name]) for name in ("rank", "pp", "dp", "tp"))
         recorded = tuple(int(line["step"]) for line in lines)
         buckets = tuple(HeldBucket(tuple(names), *map(int, rest)) for names, *rest in header.get("buckets", []))

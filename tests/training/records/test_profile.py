@@ -123,6 +123,8 @@ def test_a_missing_rank_is_named(corpus, pool, tmp_path):
 DAMAGED = {
     "cut off": lambda lines: [lines[0], lines[1][:20]],
     "a time is missing": lambda lines: [lines[0], re.sub(r'"end":\[[^,]*,', '"end":[', lines[1]), *lines[2:]],
+    "out of order": lambda lines: [lines[0], re.sub(r'"arrived":\[[^,]*,', '"arrived":[1e16,', lines[1]), *lines[2:]],
+    "no time": lambda lines: [lines[0], re.sub(r'"end":\[[^,]*,', '"end":[NaN,', lines[1]), *lines[2:]],
     "no header": lambda lines: lines[1:],
     "nothing": lambda lines: [],
     "a list": lambda lines: ["[]", *lines[1:]],
@@ -145,6 +147,7 @@ def test_a_damaged_profile_is_one_clear_error(profiled, tmp_path, capsys, damage
     path.write_text("\n".join(DAMAGED[damage](path.read_text().splitlines())))
     assert main(["report", str(folder)]) == 2
     said = capsys.readouterr().err
+    assert ("ends before it begins" in said) == (damage in ("out of order", "no time"))
     assert f"{folder / 'profile'} cannot be read as a profile" in said
     assert "Traceback" not in said
 
