@@ -240,9 +240,9 @@ def test_a_killed_supervisor_leaves_nobody_and_loses_nothing(corpus, tmp_path, u
     process.kill()
     process.communicate()
     gone = [psutil.Process(pid) for pid in (who["prefork"], *who["ranks"]) if psutil.pid_exists(pid)]
-    wait_for(lambda: not any(alive(one) for one in gone), 5)
+    wait_for(lambda: not any(alive(one) for one in gone), 20)
     assert Path(who["scratch"]).is_dir()
     code, said = shoal("train", "--resume", folder)
-    assert code == 0 and "resumed after step 4" in said, said
+    assert code == 0 and re.search("resumed after step (4|8)", said), said  # on a busy machine the kill comes late
     assert not Path(who["scratch"]).exists()  # which the next start removes
     assert same_bits(checkpoints(folder)[STEPS], checkpoints(undisturbed)[STEPS])
