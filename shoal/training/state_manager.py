@@ -153,9 +153,10 @@ class StateManager:
 
     def abandon(self) -> None:
         """Stop saving without the other ranks, one of which was lost."""
-        self.disk.abandon()
+        again = self.config.failover.shrink == "never"  # else this process may wait long, without a rank
+        self.disk.abandon(reuse=again)
         if self.memory:
-            self.memory.abandon()
+            self.memory.abandon(reuse=again)
 
     # ---- restore -------------------------------------------------------------------------------------------------
 

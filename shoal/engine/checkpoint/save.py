@@ -167,13 +167,14 @@ class Checkpointer:
         finally:
             self._release()
 
-    def abandon(self) -> None:
+    def abandon(self, *, reuse: bool = False) -> None:
         """Release the folder without the other ranks, one of which was lost; a save in flight is committed or fails.
 
-        The next checkpointer of this process takes the staging memory: to page-lock it again would take seconds.
+        Args:
+            reuse: give the staging memory to this process's next checkpointer: to page-lock it again takes seconds.
         """
         self._release()
-        _left[:] = [self._memory]
+        _left[:] = [self._memory] if reuse else []
 
     def _release(self) -> None:
         self._executor.shutdown()

@@ -229,17 +229,20 @@ class InMemoryCheckpointer:
         if self._leads:
             release(self._home)
 
-    def abandon(self) -> None:
+    def abandon(self, *, reuse: bool = False) -> None:
         """Stop without the other ranks, one of which was lost; the saved states stay.
 
         gloo does not always notice that a rank has ended during a transfer, and then waits until its timeout. So the
         thread that exchanges copies may wait on; it writes nothing more.
+
+        Args:
+            reuse: give this rank's slots to this process's next checkpointer.
         """
         self._abandoned = True
         pending, until = self._pending, time.monotonic() + PARTING_SECONDS
         while pending and not pending.done() and (self._local or time.monotonic() < until):
             time.sleep(0.005)
-        _left[:] = [each[self._rank] for each in self._slots]
+        _left[:] = [each[self._rank] for each in self._slots] if reuse else []
 
     # ---- in the background -------------------------------------------------------------------------------------------
 

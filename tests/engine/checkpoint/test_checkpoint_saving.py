@@ -177,7 +177,7 @@ def test_a_piece_that_does_not_fit_its_box_is_named(make):
 def test_an_abandoned_checkpointer_leaves_its_memory_to_the_next(make):
     first = make()
     first.prepare(weights(1))
-    first.abandon()
+    first.abandon(reuse=True)
     second = make()
     second.prepare(weights(2))
     assert second._memory.data_ptr() == first._memory.data_ptr()

@@ -201,7 +201,7 @@ def go_on_in_process(home: Path, steps: list[int], before: int | None) -> tuple[
         first.save(step, pieces_of(step, 3, rank, world), {"step": step})
     first.wait()
     mapped = {each[rank].memory.data_ptr() for each in first._slots}
-    first.abandon()
+    first.abandon(reuse=True)
     group = dist.new_group(backend="gloo") if world > 1 else None
     found = go_on([home], home / "disk", 3, before)[0]
     again = InMemoryCheckpointer(
