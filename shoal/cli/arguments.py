@@ -73,7 +73,7 @@ def _show_help(command: str, types: Mapping[str, type[Section]], section: str, v
     if not section:
         print("\nSections of the run's config, set in a TOML file or as --SECTION.FIELD VALUE:")
         print("\n".join(listed({name: inspect.getdoc(types[name]) or "" for name in types if name}, 12)))
-        print(f"\nshoal {command} --help SECTION lists its fields, such as shoal {command} --help {list(types)[1]}.")
+        print(f"\nshoal {command} --help {list(types)[1]} lists that section's fields.")
     raise SystemExit(0)
 
 
