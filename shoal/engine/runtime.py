@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Protocol, TypeVar
 
@@ -18,8 +19,9 @@ from shoal.engine.data.batches import Batch
 from shoal.engine.models.cache import Slice
 from shoal.engine.models.labels import look_further
 from shoal.engine.parallel.apply import LocalStage
+from shoal.engine.turns import Turns
 from shoal.engine.weight_versions import WeightVersions
-from shoal.pipeline.program import RECEIVES, SENDS, WEIGHTS, Action, Op, Program
+from shoal.pipeline.program import RECEIVES, SENDS, WEIGHTS, Action, Op, Program, pair_up
 
 R = TypeVar("R")
 Update = Callable[[Action, Tensor], R]
@@ -95,6 +97,9 @@ class Runtime:
             )
             for stage in stages if program.updates > 1
         }
+        self.turns = Turns()
+        if program.paired and (experts := mesh.group("ep")) is not None:
+            experts.meanwhile = self.turns.give
         self.recorders: list[Recorder] = []
         self.on_loss: Callable[[Batch, nn.Module], None] | None = None
         # One group per channel, so that channels never wait for each other.
@@ -166,18 +171,35 @@ class Runtime:
             stage.parameters.begin()
         for versions in self.versions.values():
             versions.begin()
-        for i, action in enumerate(self.actions):
+
+        def compute(action: Action) -> None:
+            if action.op is Op.FORWARD:
+                self._forward(action, batches[action.microbatch], scale[action.microbatch])
+            else:
+                self._backward(action)
+                self.stages[action.stage].parameters.backward_done()
+
+        together: Iterable[tuple[Action, ...]] = pair_up(self.actions) if self.program.paired else zip(self.actions)
+        for i, (*forward, action) in enumerate(together):
+            for paired in forward:  # its computation is part of the backward, to recorders too
+                for recorder in self.recorders:
+                    recorder.begin(paired)
+                self._arrived(paired)
+                for recorder in self.recorders:
+                    recorder.end(paired)
             for recorder in self.recorders:
                 recorder.begin(action)
             if action.stage in self.versions:
                 self.versions[action.stage].before(i, action)
             match action.op:
-                case Op.FORWARD:
-                    self._forward(action, batches[action.microbatch], scale[action.microbatch])
-                case Op.BACKWARD:
-                    self._backward(action)
-                    self.stages[action.stage].parameters.backward_done()
+                case Op.FORWARD | Op.BACKWARD:
+                    self._arrived(action)
+                    if forward:
+                        self.turns.run(partial(compute, *forward), partial(compute, action), self.mesh.device)
+                    else:
+                        compute(action)
                 case Op.BACKWARD_INPUT:
+                    self._arrived(action)
                     with self.stages[action.stage].parameters.deferred(action.microbatch):
                         self._backward(action)
                 case Op.BACKWARD_WEIGHT:
@@ -211,7 +233,6 @@ class Runtime:
     # ---- computations ------------------------------------------------------------------------------------------
 
     def _forward(self, action: Action, batch: Batch, scale: float | Tensor) -> None:
-        self._arrived(Op.RECV_FORWARD, action)
         stage, microbatch, number = place = action[1:4]
         hidden = self._hidden.pop(place, None)
         if hidden is not None and torch.is_grad_enabled():
@@ -241,7 +262,6 @@ class Runtime:
         return slice(start, stop)
 
     def _backward(self, action: Action) -> None:
-        self._arrived(Op.RECV_BACKWARD, action)
         stage, microbatch, number = place = action[1:4]
         flight = self._in_flight.pop(place)
         self.stages[stage].parameters.last_microbatch = action in self.last_weights
@@ -278,8 +298,9 @@ class Runtime:
             s = s * self.slices[action.part] // sum(self.slices)
         return (b, s, h), self.dtype
 
-    def _arrived(self, op: Op, action: Action) -> None:
+    def _arrived(self, action: Action) -> None:
         """Wait for the message that a computation needs, if one comes from another rank."""
+        op = Op.RECV_FORWARD if action.op is Op.FORWARD else Op.RECV_BACKWARD
         work = self._receiving.pop((op, action[1:4]), None)
         if work is not None:
             work.wait()

@@ -7,6 +7,7 @@ import mmap
 import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -119,6 +120,11 @@ class SideStream:
         with self.stream:
             work()
         return Mark(self.stream.record_event())
+
+
+def current_stream(device: torch.device) -> AbstractContextManager[object]:
+    """Return the current stream of a CUDA device: a context in which another thread queues its work there too."""
+    return torch.accelerator.current_stream(device) if device.type == "cuda" else nullcontext()
 
 
 def copy_later(x: torch.Tensor) -> tuple[torch.Tensor, Mark]:

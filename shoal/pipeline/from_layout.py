@@ -46,16 +46,19 @@ def virtual_stages(layout: Layout) -> int:
     return find_schedule(layout).virtual or layout.virtual_stages or VIRTUAL
 
 
-def build_layout_program(layout: Layout, microbatches: int, slices: int = 0, *, transfers: bool = True) -> Program:
+def build_layout_program(
+    layout: Layout, microbatches: int, slices: int = 0, *, transfers: bool = True, paired: bool = False
+) -> Program:
     """Build the program of one step.
 
     Args:
         slices: number of slices per sequence (`choose_slices`), 0 for unsliced.
-        transfers: see `build_program`.
+        transfers, paired: see `build_program`.
     """
     program = build_program(
         find_schedule(layout), layout.pp, microbatches,
         virtual_stages=virtual_stages(layout), zero=layout.zero, sequence_slices=max(1, slices), transfers=transfers,
+        paired=paired,
     )
     return replace(program, layers=layout.stage_layers or ())
 

@@ -87,6 +87,8 @@ class Program:
         sequence_slices: number of slices of each micro-batch's sequences.
         updates: number of updates of each stage's weights during the program.
         layers: layers of each part of the model, if the layout sets them; otherwise they are balanced.
+        paired: a forward and a full backward of another stage that follows it run together (`pair_up`), so nothing is
+            sent between them.
 
     >>> from shoal.pipeline.schedules import SCHEDULES
     >>> program = build_program(SCHEDULES["interleaved-1f1b"], ranks=2, microbatches=4, virtual_stages=2)
@@ -102,6 +104,7 @@ class Program:
     sequence_slices: int = 1
     updates: int = 1
     layers: tuple[int, ...] = ()
+    paired: bool = False
 
     @property
     def stages(self) -> int:
@@ -184,7 +187,7 @@ class Schedule(NamedTuple):
 
 def build_program(
     schedule: Schedule, ranks: int, microbatches: int, *, virtual_stages: int = 1, zero: int = 0,
-    sequence_slices: int = 1, transfers: bool = True,
+    sequence_slices: int = 1, transfers: bool = True, paired: bool = False,
 ) -> Program:  # fmt: skip
     """Build the program of a schedule.
 
@@ -194,6 +197,7 @@ def build_program(
         sequence_slices: number of slices per sequence.
         zero: ZeRO stage: 1 and 2 gather the parameters after the step; 3 gathers them layer by layer inside the passes.
         transfers: include transfers between ranks; simulation does not need them.
+        paired: see `Program`.
 
     >>> from shoal.pipeline.schedules import SCHEDULES
     >>> program = build_program(SCHEDULES["1f1b"], ranks=2, microbatches=2)
@@ -206,6 +210,7 @@ def build_program(
     program = Program(
         (), stage_rank, microbatches, gathers=zero in (1, 2), model_copies=schedule.model_copies,
         sequence_slices=sequence_slices, updates=max(1, sum(a.op is Op.STEP for a in orders[0])),
+        paired=paired,
     )
     actions = tuple(tuple(_with_updates(order, program, rank)) for rank, order in enumerate(orders))
     program = replace(program, actions=actions)
@@ -263,13 +268,37 @@ def add_transfers(program: Program) -> Program:
         following = dict(pairwise(passes))
         for first in passes[:1]:
             yield from post(first)
-        for action in order:
-            if action in following:
-                yield from post(following[action])
-            yield action
-            yield from find_sends(action, program)
+        for together in pair_up(order) if program.paired else zip(order):
+            for action in together:
+                if action in following:
+                    yield from post(following[action])
+            yield from together
+            for action in together:
+                yield from find_sends(action, program)
 
     return replace(program, actions=tuple(tuple(with_transfers(order)) for order in program.actions))
+
+
+def pair_up(actions: Sequence[Action]) -> Iterator[tuple[Action, ...]]:
+    """Group actions: a forward with a full backward of another stage that follows it, every other action alone.
+
+    Each of a pair hides the other's communication (DeepSeek-AI 2024, section 3.2.1).
+
+    >>> F, B = Action(Op.FORWARD, 0, 1), Action(Op.BACKWARD, 3, 0)
+    >>> [len(together) for together in pair_up([F, B, B, F])]
+    [2, 1, 1]
+    """
+    last: Action | None = None
+    for action in actions:
+        if last is not None:
+            if last.op is Op.FORWARD and action.op is Op.BACKWARD and last.stage != action.stage:
+                yield last, action
+                last = None
+                continue
+            yield (last,)
+        last = action
+    if last is not None:
+        yield (last,)
 
 
 def backward_follows(actions: Iterable[Action], stage: int) -> bool:

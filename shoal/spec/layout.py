@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError
 
 from shoal.base.errors import did_you_mean
 from shoal.base.section import Section
+from shoal.spec.schedules import PAIRED
 
 MOST_RANKS = 2**20
 """Upper bound of a product of degrees. A larger one is a mistake, and would take too long to check."""
@@ -101,6 +102,11 @@ class Layout(Section):
     """Expert-parallel ranks: each holds some of the experts, and tokens are sent to them (Lepikhin et al. 2020). They
     are taken from the dp x cp x tp ranks of a pipeline stage, adjacent ranks first."""
 
+    ep_overlap: bool | Literal["auto"] = "auto"
+    """With dualpipe and dualpipev, compute a forward while the rows of the backward paired with it travel to their
+    experts and back, and the other way round. auto does so if transfers run in the background (CPU ranks' transfers do
+    not)."""
+
     etp: Degree | None = None
     """Ranks that split each expert's matrices, as tp does for other layers (default: tp); ep x etp divides dp x cp x
     tp."""
@@ -183,6 +189,16 @@ class Layout(Section):
         if self.tp == 1 or self.tp_x > 1:
             return False
         return self.sequence_parallel and background if self.tp_overlap == "auto" else self.tp_overlap
+
+    def overlaps_rows(self, background: bool) -> bool:
+        """Return whether paired micro-batches hide each other's exchanges of rows (see `ep_overlap`).
+
+        Args:
+            background: whether transfers run while a rank computes.
+        """
+        if self.ep == 1 or self.schedule not in PAIRED:
+            return False
+        return background if self.ep_overlap == "auto" else self.ep_overlap
 
     @property
     def shards(self) -> int:

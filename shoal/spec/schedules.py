@@ -6,6 +6,9 @@ ASYNCHRONOUS = ("pipedream", "pipedream-2bw")
 SLICED = ("terapipe",)
 """Schedules that cut sequences into slices."""
 
+PAIRED = ("dualpipe", "dualpipev")
+"""Schedules that pair forwards with backwards of other micro-batches; each hides the other's exchanges of rows."""
+
 SPLIT_BACKWARD = (
     "zb-h1", "zb-h2", "interleaved-zb", "zb-v", "v-half", "v-min", "zb-auto", "dualpipe", "dualpipev",
 )  # fmt: skip

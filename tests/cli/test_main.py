@@ -58,6 +58,7 @@ TYPED = {
     "data.validation_fraction": (0.25, ["0.25"]),
     "data.cache": (Path("/tmp/x y"), ["/tmp/x y"]),
     "parallel.tp_overlap": (True, ["True"]),
+    "parallel.ep_overlap": (True, ["True"]),
     "optimizer.name": ("sgd", ["sgd"]),
     "optimizer.betas": ((0.5, 0.75), ["0.5", "0.75"]),
     "optimizer.lr_factors": ({"embed.*": 0.5, "head.*": 2.0}, ["embed.*", "0.5", "head.*", "2"]),

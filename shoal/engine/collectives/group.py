@@ -61,6 +61,7 @@ class Group:
             one (`shoal.engine.collectives.staged`); else None.
         sent: bytes sent by this rank, by kind of collective (see `count`).
         calls: number of collectives started, by kind and bytes of the input tensor.
+        meanwhile: called between the start of an exchange of rows and the wait for it (`exchange_rows`).
         is_dry_run: whether the other ranks do not exist (dry run); their data is then missing.
     """
 
@@ -78,6 +79,7 @@ class Group:
         self.is_dry_run = isinstance(shared, DryTransport)
         self.sent: Counter[str] = Counter()
         self.calls: Counter[tuple[str, int]] = Counter()
+        self.meanwhile: Callable[[], object] = lambda: None
         if backend is not None:
             self.backend = backend
             _groups.add(self)

@@ -126,6 +126,11 @@ class Mesh:
         mesh.layout = layout
         return mesh
 
+    @property
+    def is_dry_run(self) -> bool:
+        """Whether the other ranks do not exist (`DryMesh`)."""
+        return self.transport == "dry"
+
     def replica(self) -> Mesh:
         """Return the mesh of this rank's replica: same pipeline and tensor axes, one unsharded replica."""
         replicate, shard = self.coordinate["dp_replicate"], self.coordinate["dp_shard"]

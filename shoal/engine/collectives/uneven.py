@@ -98,6 +98,7 @@ class _Exchange:
     def finish(self) -> Tensor:
         assert self.flight is not None, "an exchange is started first"
         (rows, pending), self.flight = self.flight, None
+        self.group.meanwhile()
         pending.wait()
         return rows
 

@@ -94,7 +94,6 @@ class OwnRuntime(Runtime):
         return self.backwards[action.stage + 1].format
 
     def _forward(self, action: Action, batch: Any, scale: float | Tensor) -> None:
-        self._arrived(Op.RECV_FORWARD, action)
         stage, microbatch, part = place = action[1:4]
         packed, training = self._hidden.pop(place, None), torch.is_grad_enabled()
         received = [] if packed is None else self.forwards[stage].unpack(packed)
@@ -111,7 +110,6 @@ class OwnRuntime(Runtime):
             self._flights[place] = batch.first, received, sent
 
     def _backward(self, action: Action) -> None:
-        self._arrived(Op.RECV_BACKWARD, action)
         number, microbatch, part = place = action[1:4]
         first, received, sent = self._flights.pop(place)
         stage, packed = self.stages[number], self._gradient.pop(place, None)

@@ -91,6 +91,8 @@ def _adapted(was: Layout, degrees: dict[str, int]) -> Layout:
         changed["zero_shard"] = math.gcd(was.zero_shard, degrees["dp"])
     if degrees["tp"] == 1:
         changed |= {"sequence_parallel": False, "tp_overlap": "auto"}
+    if degrees["ep"] == 1 or degrees["pp"] != was.pp:
+        changed["ep_overlap"] = "auto"
     if degrees["tp"] != was.tp:
         changed["tp_x"] = 1
     if was.etp is not None and degrees["tp"] != was.tp:

@@ -3,7 +3,7 @@
 `layouts` enumerates all of them; the search visits the same levels and prunes layouts that cannot be among the best.
 Excluded choices, left to the user: asynchronous schedules and relaxed synchronisation, which change the computation;
 zb-auto, terapipe and schedules from files; offloading; 2D tensor parallelism (tp_x); the token order of the ring
-(cp_order); overlap (tp_overlap, overlap); bucket_mb and prefetch, which hardly affect the time.
+(cp_order); overlap (tp_overlap, ep_overlap, overlap); bucket_mb and prefetch, which hardly affect the time.
 """
 
 from __future__ import annotations

@@ -73,10 +73,12 @@ class MeasuredStep:
 
     def timeline(self, step: int) -> Timeline:
         """Return one recorded step; each replica is its own kind, shown by its first tensor-parallel rank."""
-        start, end, sent = self.start[step, :, 0], self.end[step, :, 0], self._messages
+        start, end, sent = self.start[step, :, 0].copy(), self.end[step, :, 0].copy(), self._messages
+        pairs = self.columns.pairs if self.columns.program.paired else np.empty(0, int)
+        start[:, pairs], end[:, pairs] = start[:, pairs + 1], end[:, pairs + 1]  # recorded as the backward
         messages = replace(sent, start=end[:, sent.producer], end=start[:, sent.consumer])
         kinds = np.ones(len(start), int)
-        return Timeline(self.columns, kinds, start, end, pairs=np.empty(0, int), messages=messages)
+        return Timeline(self.columns, kinds, start, end, pairs=pairs, messages=messages)
 
     def simulated(self) -> Timeline:
         """Simulate the same program with the mean times."""

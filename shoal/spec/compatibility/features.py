@@ -16,7 +16,7 @@ from shoal.spec.config import OptimizerConfig, RunConfig
 from shoal.spec.layout import Layout
 from shoal.spec.number_formats import FORMATS, FP32, Formats
 from shoal.spec.optimizers import ELEMENTWISE, SOPHIA_PRECISIONS
-from shoal.spec.schedules import ASYNCHRONOUS, SLICED, SPLIT_BACKWARD
+from shoal.spec.schedules import ASYNCHRONOUS, PAIRED, SLICED, SPLIT_BACKWARD
 from shoal.spec.sync_methods import POOLED, SERVED, UNSYNCHRONISED
 
 BARE = RunConfig(optimizer=OptimizerConfig(clip_norm=0))
@@ -113,6 +113,8 @@ CP = _set("parallel.cp")
 CP_ORDER = _set("parallel.cp_order")
 NO_RING = Feature("parallel.cp", lambda run: run.layout.cp_ring == 1)
 EP = _set("parallel.ep")
+EP_OVERLAP = _is("parallel.ep_overlap", True)
+NO_EP = _is("parallel.ep", 1)
 ETP = _set("parallel.etp")
 PP = _set("parallel.pp")
 
@@ -125,6 +127,7 @@ SEVERAL_UPDATES = Feature(
 )  # fmt: skip
 TOKEN_PIPELINE = _is("parallel.schedule", *SLICED)
 NOT_SLICED = _is_not("parallel.schedule", *SLICED)
+NOT_PAIRED = _is_not("parallel.schedule", *PAIRED)
 SLICES = _set("parallel.sequence_slices")
 UPDATE_EVERY = _set("parallel.update_every")
 NOT_2BW = _is_not("parallel.schedule", "pipedream-2bw")

@@ -35,6 +35,8 @@ TECHNIQUES: Mapping[str, Example] = {
     "context parallelism (Ulysses)": {"parallel": {"cp": 2, "ulysses": 2}},
     "mixture of experts": _EXPERTS,
     "expert parallelism": {"parallel": {"dp": 2, "ep": 2}, **_EXPERTS},
+    "overlapped expert parallelism": {
+        "parallel": {"dp": 2, "ep": 2, "schedule": "dualpipev", "ep_overlap": True}, **_EXPERTS},
     "mixture of depths": {"model": {"depths": {"capacity": 0.5}}},
     "pipeline (1F1B, interleaved)": {"parallel": {"pp": 2, "schedule": "1f1b"}},
     "zero-bubble pipeline": {"parallel": {"pp": 2, "schedule": "zb-h1"}},

@@ -68,6 +68,10 @@ CONFLICTS = (
 
     # ---- experts and mixture of depths -------------------------------------------------------------------------------
     *_each((f.EP, f.ETP), (f.NO_EXPERTS,), "the model has no experts", "Leave it out, or set model.experts.count"),
+    Conflict(f.EP_OVERLAP, f.NO_EP, "it hides the exchange of tokens with other ranks' experts",
+             "Set parallel.ep to 2 or more, or leave ep_overlap out"),
+    Conflict(f.EP_OVERLAP, f.NOT_PAIRED, "it needs forwards paired with backwards of other micro-batches",
+             "Set parallel.schedule to dualpipe or dualpipev, or leave ep_overlap out"),
     Conflict(f.TOKEN_PIPELINE, f.EXPERTS, "gates need complete sequences, and it processes slices",
              "Choose another schedule"),
     Conflict(f.ASYNC_PIPELINE, f.EXPERTS, "losses and loads of experts are per step, and it updates several times per "

@@ -103,6 +103,8 @@ def draw_run(choose: Choose, max_ranks: int = 8, *, routers: bool = True) -> Run
     parallel["overlap"] = choose((True, False))
     if not is_excluded(features.TP_OVERLAP, drawn):
         parallel["tp_overlap"] = choose((True, False))
+    if Layout(**parallel).overlaps_rows(background=True):
+        parallel["ep_overlap"] = choose((True, False))
     parallel["offload"] = choose(("none", "optimizer", "parameters") if zero == 3 else ("none", "optimizer"))
     if zero == 3:
         parallel["prefetch"] = choose((1, 0, 2))

@@ -69,7 +69,8 @@ class ModelState:
         self.slices = choose_slices(
             layout, shape, microbatches=self.microbatches, sequence_length=config.data.sequence_length
         )
-        self.program = build_layout_program(layout, self.microbatches, len(self.slices))
+        paired = layout.overlaps_rows(background=mesh.device.type != "cpu") and not mesh.is_dry_run
+        self.program = build_layout_program(layout, self.microbatches, len(self.slices), paired=paired)
         check_program(self.program, tied=shape.shares_ends)
         self.spread = assign_tokens(layout, config.data.sequence_length, self.slices)
         self.float8 = Float8.from_policy(self.policy, config.float8, shape, mesh.device, train.seed)

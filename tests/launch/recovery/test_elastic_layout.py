@@ -41,6 +41,8 @@ def layout(devices: int, batch: int = 16, **parallel: object) -> Layout:
     ({"tp": 4, "sequence_parallel": True}, 3, {"tp": 2, "sequence_parallel": True}),
     ({"tp": 2, "sequence_parallel": True}, 1, {"tp": 1, "sequence_parallel": False}),
     ({"cp": 4, "ulysses": 2, "zero": 1}, 2, {"cp": 2}),
+    ({"dp": 2, "ep": 2, "schedule": "dualpipev", "ep_overlap": True}, 1, {"ep": 1, "ep_overlap": "auto"}),
+    ({"dp": 2, "ep": 2, "pp": 2, "schedule": "dualpipe", "ep_overlap": True}, 3, {"dp": 1, "ep": 1, "pp": 2}),
     ({"pp": 4, "schedule": "interleaved-1f1b", "virtual_stages": 2}, 3, {"pp": 2, "virtual_stages": None}),
 ])
 def test_the_nearest(parallel, devices, expected):

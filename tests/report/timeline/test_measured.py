@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.pipeline.program import Op, Program
+from shoal.pipeline.program import Op, Program, build_program
 from shoal.pipeline.schedules import SCHEDULES
 from shoal.pipeline.simulator import ActionTimes, MessageTimes, simulate
 from shoal.pipeline.simulator.columns import CODE, OPS, build_columns
@@ -102,3 +102,14 @@ def test_the_tables_have_every_stage_and_every_rank():
     assert len(actions) == len(set(actions)) == 4 * 8 + 1  # F, I, W and R of 8 stages, and the optimizer
     assert [row[0] for row in rank_table(measured)[1:]] == list(map(str, range(8)))
     assert len(rank_table(measured, 3)) == 4
+
+
+def test_a_pair_is_one_computation() -> None:
+    """A forward and a backward that take turns are recorded, and shown, for as long as both take."""
+    found = {}
+    for paired in (False, True):
+        plan = build_program(SCHEDULES["dualpipev"], 2, 6, paired=paired)
+        found[paired] = MeasuredStep.from_profile(recorded(plan, ActionTimes(), MessageTimes())).timeline(0)
+    assert len(found[False].pairs) == 0 < len(pairs := found[True].pairs)
+    for times in (found[True].start, found[True].end):
+        assert np.array_equal(times[:, pairs], times[:, pairs + 1])

@@ -33,7 +33,7 @@ from shoal.labs.bench.step.workload import BenchPrecision, MatmulWorkload, Workl
 from shoal.spec.layout import Layout
 from shoal.spec.sync_methods import COMPRESSED
 
-SHARED = ("dp", "zero", "fsdp", "threads", "overlap-network", "compression-network", "pp", "own")
+SHARED = ("dp", "zero", "fsdp", "threads", "overlap-network", "compression-network", "ep-overlap", "pp", "own")
 """Races whose ranks or micro-batches share the sequences of a step evenly."""
 
 
@@ -43,8 +43,8 @@ class StepBenchmark(Benchmark):
 
     only: str = ""
     """Comma-separated list of races: dp, zero, fsdp, threads, overlap, overlap-device, overlap-network,
-    compression-network, tp, tp-overlap, tp-overlap-network, pp, own, single, compile; or one race of a kind, such
-    as "pp zb-v" or "own fsdp"."""
+    compression-network, tp, tp-overlap, tp-overlap-network, ep-overlap, pp, own, single, compile; or one race of a
+    kind, such as "pp zb-v" or "own fsdp"."""
 
     turns: PositiveInt = 10
     """Turns of each variant; medians over all turns are compared."""
@@ -156,6 +156,7 @@ def _print_table(rows: Sequence[Row], console: Console) -> None:
 
 LINK_GBS = 0.1  # network on which the gradients of the default workload take more than a quarter of its step
 TENSOR_GBS = 0.2  # the same for activations
+EXPERT_GBS = 0.02  # network on which rows of 32 tokens take less time than a layer's forward on the emulated device
 SLOW_GBS = 0.02  # network on which gradients take longer than the rest of the step
 DEVICE_SECONDS = 0.004  # forward of each layer, during which the cores are free
 PEAK_SHARES: dict[BenchPrecision, float] = {"fp32": 0.77, "bf16": 0.60}  # share of the peak that compiled steps reach
@@ -191,8 +192,8 @@ def build_races(workload: Workload, ranks: int = 2, *, products: bool = True) ->
     """Return all races over one workload, with the arguments of `VariantFactory`."""
     make = VariantFactory(workload, ranks, products)
     return [
-        *_data_parallel(make), *_overlap(make), *_tensor_parallel(make), *_pipelines(make), *_own_models(make),
-        *_one_process(make),
+        *_data_parallel(make), *_overlap(make), *_tensor_parallel(make), *_experts(make), *_pipelines(make),
+        *_own_models(make), *_one_process(make),
     ]  # fmt: skip
 
 
@@ -268,6 +269,28 @@ def _tensor_parallel(make: VariantFactory) -> list[Race]:
                 f"{name} {way}", (make.shoal(", part by part", **options, tp_overlap=True),),
                 (make.shoal(", one after the other", **options, tp_overlap=False),), target=1.0,
             ))  # fmt: skip
+    return races
+
+
+def _experts(make: VariantFactory) -> list[Race]:
+    """Pairs of micro-batches that hide each other's exchanges of rows, against the same one after the other.
+
+    On the network, layers leave the cores free, and short sequences send more bytes of rows than of gradients.
+    """
+    work = replace(make.workload, experts=4 * make.ranks)
+    many = replace(work, sequence_length=32, sequences=8 * work.sequences)
+    ways: dict[str, tuple[Workload, dict[str, Any]]] = {
+        "memory": (work, {}), "sockets": (work, {"transport": "backend"}),
+        "network": (many, {"link_gbs": EXPERT_GBS, "device_seconds": DEVICE_SECONDS}),
+    }  # fmt: skip
+    races = []
+    for way, (workload, options) in ways.items():
+        routed = replace(make, workload=workload)
+        options |= {"dp": make.ranks, "ep": make.ranks, "schedule": "dualpipev", "micro_batch": 1}
+        races.append(Race(
+            f"ep-overlap {way}", (routed.shoal(", in turns", **options, ep_overlap=True),),
+            (routed.shoal(", one after the other", **options, ep_overlap=False),), target=1.0,
+        ))  # fmt: skip
     return races
 
 

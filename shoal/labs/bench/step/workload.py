@@ -42,16 +42,25 @@ class Workload:
     Attributes:
         sequences: sequences in one optimizer step, over all ranks.
         precision: number format; the references only have fp32.
+        experts: experts of each layer, each half as wide as the dense block, of which a token takes two; 0 for none.
     """
 
     model: str = "bench-10m"
     sequence_length: int = 256
     sequences: int = 8
     precision: BenchPrecision = "fp32"
+    experts: int = 0
+
+    @cached_property
+    def config(self) -> ModelConfig:
+        if not self.experts:
+            return ModelConfig(name=self.model)
+        experts = {"count": self.experts, "per_token": 2, "ffn": model_shape(self.model).ffn // 2}
+        return ModelConfig.model_validate({"name": self.model, "experts": experts})
 
     @cached_property
     def shape(self) -> ModelShape:
-        return model_shape(self.model)
+        return self.config.shape(vocab=model_shape(self.model).vocab, sequence_length=self.sequence_length)
 
     @cached_property
     def samples(self) -> RepeatedDataset:
@@ -135,7 +144,7 @@ def build_engine(
         layout: fields of `Layout`, with any exact or compressed ``sync``.
     """
     config = RunConfig(
-        model=ModelConfig(name=workload.model),
+        model=workload.config,
         parallel=make_layout(workload, ranks, **layout),
         train=TrainConfig(
             global_batch=workload.sequences, precision=workload.precision, seed=SEED, compile=compile, device="cpu"
