@@ -25,6 +25,7 @@ _ACCELERATORS = (  # word, GB of memory, name in the catalog, node; the first ma
 )  # fmt: skip
 _LATENT = ("deepseek-v2", "deepseek-v3")
 _GATHERED_AGAIN = 14_018_000  # first job of nanotron's benchmark that gathers inputs again (by memory)
+VOCABULARY = 51200  # GPT-2's, padded, as Megatron-LM does
 _NETWORKS = (("efa", "efa"), ("omni", "omni-path"), ("roce", "roce"), ("nics", "roce"))
 _PER_NODE = (  # bandwidth between nodes: the product of the numbers, Gb/s
     r"(\d+) ?x ?(\d+) ?Gb", r"(\d+)x? (?:Omni-Path )?(?:links per node \()?(\d+) ?Gb", r"inter (\d+) ?Gb/s per node",
@@ -98,6 +99,11 @@ def leaving(row: Row, node: Node, per_node: float) -> float:
     if node.nic is None:
         return link(node.inside).bandwidth
     return link(node.nic).bandwidth * (node.nics or node.per_node) / node.per_node
+
+
+def vocabulary(row: Row) -> int:
+    """Return the vocabulary where none is published: GPT-2's, unpadded in vTrain's `src/config.py`."""
+    return 50257 if "ground_truth_single" in (row.get("source_loc") or "") else VOCABULARY
 
 
 def attention(row: Row, default: str) -> str:

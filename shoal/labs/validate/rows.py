@@ -27,7 +27,6 @@ from shoal.spec.layout import Layout
 STEPS = ("measured", "measured_oom", "measured_memory", "example_log")  # kinds of rows: a full step of a full model
 SHAPE = ("layers", "hidden", "seq", "n_gpus")
 COLUMNS = ("row_id", "kind", "status", "heads", *SHAPE)
-VOCABULARY = 51200  # GPT-2's, padded, as Megatron-LM does
 HEAD = 128  # head dim if the number of heads is not stated
 SOURCE = "a published row"
 Left = dict[tuple[str, str], int]
@@ -169,7 +168,8 @@ def _shape(row: Row, known: _Known) -> ModelShape:
     experts = Experts(count=count, per_token=int(number(row, "topk") or 1), ffn=int(ffn)) if count > 1 else None
     integers = {
         "layers": stated(row, "layers"), "hidden": hidden, "heads": heads, "kv_heads": number(row, "kv_heads") or heads,
-        "head_dim": number(row, "head_dim") or hidden / heads, "ffn": ffn, "vocab": known("vocab", VOCABULARY),
+        "head_dim": number(row, "head_dim") or hidden / heads, "ffn": ffn,
+        "vocab": known("vocab", columns.vocabulary(row)),
         "max_sequence": stated(row, "seq"),
     }  # fmt: skip
     if model := columns.latent_model(row):

@@ -32,8 +32,8 @@ Pipeline Parallelism, table 1); interleaving also divides the bubble by the stag
 E = 2.0  # bytes of an element during computation: bf16 or fp16
 FACTS = (
     "gradient_bytes", "reduce_bytes", "overlap_data", "overlap_gather", "overlap_tensor", "overlap_pipeline",
-    "balanced", "dropout", "unit_messages", "bucket_copies", "shard_copies", "reduced_apart", "gathers_kept",
-    "unsplit_logits", "fused_norm", "ties_first", "ahead", "fused_loss", "kept_ffn", "kept_bytes",
+    "balanced", "dropout", "unit_messages", "bucket_copies", "shard_copies", "sliced", "reduced_apart",
+    "gathers_kept", "unsplit_logits", "fused_norm", "ties_first", "ahead", "fused_loss", "kept_ffn", "kept_bytes",
     "recomputes_heads", "pads_values", "rows_once", "row_bytes", "overlap_experts",
 )  # fmt: skip
 """Fields of `Runs` that are properties of the software, with the same names in `Software`."""
@@ -115,6 +115,7 @@ class Runs:
     unit_messages: np.ndarray = _optional(1)
     bucket_copies: np.ndarray = _optional(0)
     shard_copies: np.ndarray = _optional(0)
+    sliced: np.ndarray = _optional(0)
     reduced_apart: np.ndarray = _optional(0)
     gathers_kept: np.ndarray = _optional(0)
     unsplit_logits: np.ndarray = _optional(0)

@@ -76,6 +76,9 @@ class Software(Section):
     shard_copies: NonNegativeInt = 0
     """The same for each rank's shard, under ZeRO."""
 
+    sliced: NonNegativeInt = 0
+    """Parameters of a layer whose parts ZeRO-1 and 2 copy one by one, rank by rank, when updated ones are gathered."""
+
     reduced_apart: NonNegativeInt = 0
     """Tensors of [b, s, h] that a layer's forward passes to collectives on a separate stream. The host can reuse their
     memory only after the device has finished with them."""

@@ -76,8 +76,9 @@ class Kernels:
         bandwidth = np.where(nodes > 1, out, inside)
         slowest = np.maximum((local - 1) / inside, (ranks - local) / self.outside)
         exchange = np.where(slowest > 0, (ranks - 1) / np.where(slowest > 0, slowest, 1.0), inf)
-        gathering = latency * (1 + r.through_memory)
-        return CommunicationGroup(ranks, bandwidth, exchange, bandwidth, gathering, 2 * latency, latency, latency)
+        summing = latency + np.where(r.through_memory > 0, latency, steps)  # one kernel, of twice the steps
+        gathering = np.where(r.through_memory > 0, summing, latency)
+        return CommunicationGroup(ranks, bandwidth, exchange, bandwidth, gathering, summing, latency, latency)
 
     # ---- one layer -----------------------------------------------------------------------------------------------
 
@@ -301,7 +302,8 @@ class Kernels:
         """Seconds of forward and backward of the output matrix and the loss, and of multi-token prediction."""
         r, n, rows = self.runs, self.runs.tokens, self.runs.vocab / self.runs.tp
         loss = 4 * self.constant("passes_loss") * n * rows / self.hbm
-        once = 3 * self.product(n, r.hidden, rows, self.rate) + loss + self.exchange
+        odd = np.where(rows % 2 == 1, self.constants["odd_vocabulary"], 1.0)
+        once = 3 * odd * self.product(n, r.hidden, rows, self.rate) + loss + self.exchange
         if not r.further.any():
             return once
         projection = 3 * self.product(n, 2 * r.hidden, r.hidden, self.rate)

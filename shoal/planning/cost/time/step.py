@@ -209,7 +209,8 @@ def _reduction(k: Kernels, parts: list[_Part], forward: np.ndarray, backward: np
     gather = np.where(
         r.overlap_gather > 0, np.maximum(gather - k.constants["hide_data"] * forward, LAST_BUCKET * gather), gather
     )
-    return left + np.where((r.zero > 0) & (r.zero < 3), gather, 0.0)
+    copies = k.constants["launch_copy"] * r.sliced * r.layers / r.pp * r.shard * (r.shard > 1)
+    return left + np.where((r.zero > 0) & (r.zero < 3), gather + copies, 0.0)
 
 
 def _sharding(k: Kernels, parts: list[_Part], forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
