@@ -6,8 +6,8 @@ left out. Measurements on one cluster share much of their error, so a cluster th
 interval, and software that it has not seen a wider one again.
 
 `coverage` tests the intervals: the width for a model, cluster or software is of all others. A quantile of few software
-is too narrow for the next one. So theirs is the smallest, in steps of a hundredth, of which the intervals hold 80 % of a
-software left out, in the mean: conformal prediction with the software as the unit, calibrated by leaving one out.
+is too narrow for the next one. So theirs is the smallest, in hundredths, of which the intervals hold 80 % of a software
+left out, in the mean: conformal prediction with the software as the unit, calibrated by leaving one out.
 """
 
 from __future__ import annotations

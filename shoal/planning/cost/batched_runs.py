@@ -34,7 +34,7 @@ FACTS = (
     "gradient_bytes", "reduce_bytes", "overlap_data", "overlap_gather", "overlap_tensor", "overlap_pipeline",
     "balanced", "dropout", "unit_messages", "bucket_copies", "shard_copies", "sliced", "reduced_apart",
     "gathers_kept", "unsplit_logits", "fused_norm", "ties_first", "ahead", "fused_loss", "kept_ffn", "kept_bytes",
-    "recomputes_heads", "pads_values", "rows_once", "row_bytes", "overlap_experts",
+    "recomputes_heads", "paired", "pads_values", "rows_once", "row_bytes", "overlap_experts",
 )  # fmt: skip
 """Fields of `Runs` that are properties of the software, with the same names in `Software`."""
 
@@ -126,6 +126,7 @@ class Runs:
     kept_ffn: np.ndarray = _optional(4)
     kept_bytes: np.ndarray = _optional(2)
     recomputes_heads: np.ndarray = _optional(0)
+    paired: np.ndarray = _optional(0)
     pads_values: np.ndarray = _optional(0)
     rows_once: np.ndarray = _optional(0)
     row_bytes: np.ndarray = _optional(2)

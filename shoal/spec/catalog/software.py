@@ -51,6 +51,9 @@ class Software(Section):
     ahead: bool = False
     """Whether the host launches further kernels after it requests a message between stages, without waiting."""
 
+    paired: bool = False
+    """Whether each pipeline rank has two stages, as far from the first as from the last (DualPipe)."""
+
     balanced: bool = False
     """Whether stages are balanced by cost, including the head."""
 

@@ -103,6 +103,18 @@ def test_a_width_holds_four_fifths_of_what_it_is_made_of_and_is_of_a_class_with_
     assert found.width(0, ("", "", None)) > 0
 
 
+def test_intervals_of_software_hold_four_fifths_of_one_left_out() -> None:
+    """With few of them a quantile of the others is too narrow: half of one's errors may be larger than all others'."""
+    points = points_of(rows())
+    found = HeldOut(points, calibration(), "software")
+    found.groups = np.arange(len(points)) % 5
+    found.errors[:] = (1 + found.groups) * np.random.default_rng(0).normal(size=found.errors.shape)
+    found.levels = [0.8, 0.8]
+    assert found.coverage(0).inside_groups < 0.8
+    found.levels = [found._calibrate(row) for row in (0, 1)]
+    assert found.levels[0] > 0.8 and 0.8 <= found.coverage(0).inside_groups < 0.85
+
+
 def test_coverage_is_of_widths_that_have_not_seen_the_group() -> None:
     """One of five groups has errors ten times as large: its own width would hold them, that of the others does not."""
     points = points_of(rows())

@@ -1,5 +1,7 @@
 """Latent attention in the formulas: the bytes and parameters of the module; and DeepSeek-V3 beside its paper."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -90,6 +92,20 @@ def test_deepseek_v3_is_priced_beside_its_paper() -> None:
     )
     hidden = found.step_seconds - found.breakdown["expert parallelism"]
     assert hidden == pytest.approx(published, rel=0.15) and found.step_seconds > published
+
+
+def test_deepseek_v3_with_its_further_module_takes_what_its_paper_says() -> None:
+    """Its ranks have the first and the last stage, so that the module is computed by two (section 3.2.1)."""
+    shape, own = model_shape("deepseek-v3").model_copy(update={"mtp_depth": 1}), find_software("hai-llm")
+    alone = own.model_copy(update={"paired": False})
+    given: dict[str, Any] = {
+        "model": shape, "cluster": "2048xH800", "global_batch": 15_360, "sequence_length": 4096, "precision": "fp8",
+    }  # fmt: skip
+    layout = PUBLISHED.model_copy(update={"schedule": "zb-h1"})
+    found, last = (shoal.estimate(layout, software=each, **given) for each in (own, alone))
+    assert found.step_seconds == pytest.approx(19.9, rel=0.1) and last.step_seconds > 1.2 * 19.9
+    assert sum(found.breakdown.values()) == pytest.approx(found.step_seconds)
+    assert found.breakdown["launches"] < 0.2 * found.step_seconds
 
 
 def test_deepseek_v3_fits_by_what_its_software_recomputes_and_stores_in_8_bits() -> None:

@@ -158,6 +158,35 @@ def test_a_gather_and_a_scatter_are_two_launches_where_a_sum_is_one() -> None:
     assert gathered - alone == pytest.approx(2 * (summed - alone)) and alone < summed < 1.1 * alone
 
 
+def test_a_sum_is_one_kernel_of_twice_the_steps() -> None:
+    """NCCL's all-reduce launches, and waits for the last rank, once; a gather and a scatter do so twice."""
+    group, c = Kernels(Runs.from_rows([LLAMA]), calibration()).group(np.array([8.0]), 1.0), calibration().numbers
+    assert 2 * group.gather_latency - group.sum_latency == pytest.approx(c["collective_launch"] + 3 * c["wait"])
+    shared = Kernels(Runs.from_rows([LLAMA | {"through_memory": 1}]), calibration()).group(np.array([8.0]), 1.0)
+    assert shared.sum_latency == pytest.approx(shared.gather_latency)
+
+
+def test_parts_of_gathered_parameters_are_copied_one_by_one_for_each_rank() -> None:
+    more = [seconds(sliced=6, **change) - seconds(**change) for change in ({}, {"dp": 4, "shard": 4}, {"zero": 0})]
+    assert more == pytest.approx([6 * 32 * ranks * calibration().numbers["launch_copy"] for ranks in (8, 4, 0)])
+
+
+def test_an_odd_vocabulary_slows_the_head() -> None:
+    rows = [LLAMA | {"vocab": vocab, "tp": tp} for vocab, tp in ((50256, 1), (50257, 1), (50257, 2), (50304, 2))]
+    even, odd, half, padded = Kernels(Runs.from_rows(rows), calibration()).head
+    assert odd > 1.2 * even and half == pytest.approx(padded, rel=0.01)
+
+
+def test_a_rank_with_the_first_and_the_last_stage_has_half_of_the_head() -> None:
+    """DualPipe (DeepSeek-AI 2024, section 3.2.1), with modules that predict further tokens after the last layer."""
+    pipeline = {"pp": 16, "dp": 8, "further": 2, "microbatches": 512}
+    row = Runs.from_rows([LLAMA | pipeline])
+    k, layer = Kernels(row, calibration()), 2.0  # layers of a stage
+    plain, paired = (step(Runs.from_rows([LLAMA | pipeline | {"paired": p}]), calibration()).busy for p in (0, 1))
+    ends, device = k.head + k.further, layer * (k.forward + k.backward)
+    assert paired / plain == pytest.approx((device + ends / 2) / (device + ends), rel=0.05)
+
+
 def test_many_runs_are_what_each_is_alone() -> None:
     rows = [LLAMA, LLAMA | {"tp": 2, "pp": 4, "dp": 4}, LLAMA | {"zero": 3, "attention": 0}]
     together = step(Runs.from_rows(rows), calibration()).seconds

@@ -299,12 +299,17 @@ class Kernels:
 
     @cached_property
     def head(self) -> np.ndarray:
-        """Seconds of forward and backward of the output matrix and the loss, and of multi-token prediction."""
+        """Seconds of forward and backward of the output matrix and the loss."""
         r, n, rows = self.runs, self.runs.tokens, self.runs.vocab / self.runs.tp
         loss = 4 * self.constant("passes_loss") * n * rows / self.hbm
         odd = np.where(rows % 2 == 1, self.constants["odd_vocabulary"], 1.0)
-        once = 3 * odd * self.product(n, r.hidden, rows, self.rate) + loss + self.exchange
+        return 3 * odd * self.product(n, r.hidden, rows, self.rate) + loss + self.exchange
+
+    @cached_property
+    def further(self) -> np.ndarray | float:
+        """Seconds of forward and backward of multi-token prediction: a projection, a layer and the head each."""
+        r = self.runs
         if not r.further.any():
-            return once
-        projection = 3 * self.product(n, 2 * r.hidden, r.hidden, self.rate)
-        return once + r.further * (once + projection + self.forward + self.backward)
+            return 0.0
+        projection = 3 * self.product(r.tokens, 2 * r.hidden, r.hidden, self.rate)
+        return r.further * (self.head + projection + self.forward + self.backward)

@@ -96,8 +96,9 @@ class StepTimes(NamedTuple):
 def step(runs: Runs, constants: Calibration) -> StepTimes:
     """Return the step times of all runs."""
     r, c, k = runs, constants.numbers, Kernels(runs, constants)
-    (_, most_layers, last_layers), waits = split_layers(r), (r.pp > 1) & (r.ahead == 0)
+    (first_layers, most_layers, last_layers), waits = split_layers(r), (r.pp > 1) & (r.ahead == 0)
     device, launching, host = k.forward + k.backward, k.launches_of_both, c["micro_batch"]
+    ends = k.head + k.further
 
     def passing(layers: np.ndarray, head: np.ndarray | float, host: np.ndarray | float) -> np.ndarray:
         """Return the time of a micro-batch through some layers: computing, or launching if longer and awaited."""
@@ -107,8 +108,10 @@ def step(runs: Runs, constants: Calibration) -> StepTimes:
     most = np.where(r.pp > 1, passing(most_layers, 0.0, host), 0.0)
     hop = np.where(r.pp > 1, _hop(k), 0.0)
     shown = np.where(r.overlap_pipeline > 0, 1 - c["hide_pipeline"], 1.0)
-    slowest = np.maximum(most, passing(last_layers, k.head, host)) + 2 * hop * shown * r.virtual
-    through = passing(r.layers, k.head, r.pp * host)  # through all stages
+    last = passing(last_layers, ends, host)
+    last = np.where(_paired(r), (passing(first_layers, 0.0, host) + last) / 2, last)
+    slowest = np.maximum(most, last) + 2 * hop * shown * r.virtual
+    through = passing(r.layers, ends, r.pp * host)  # through all stages
     bubble = np.maximum(through - slowest, 0.0) / r.virtual * r.warmup + 2 * (r.pp - 1) * hop
     # A host that does not wait launches while its device computes: the longer of the two full step times counts.
     launched = r.microbatches * (np.maximum(most_layers, last_layers) * launching + host)
@@ -119,7 +122,7 @@ def step(runs: Runs, constants: Calibration) -> StepTimes:
     weights = most_layers * layer + end
     forward, backward = k.layer
     parts = _parts(r, weights, most_layers)
-    sharding = _sharding(k, parts, most_layers * forward + k.head / 3, most_layers * backward + k.head * 2 / 3)
+    sharding = _sharding(k, parts, most_layers * forward + ends / 3, most_layers * backward + ends * 2 / 3)
     slower = 1 + c["stragglers"] * np.log2(np.maximum(r.ranks / r.per_node, 1))
     added = c["accumulate"] * (E + 2 * r.gradient_bytes) * weights  # bytes: gradient read, its sum read and written
     accumulate = np.where(r.zero < 3, added * r.microbatches / k.hbm, 0.0)
@@ -135,19 +138,23 @@ def explain_step(k: Kernels, times: StepTimes) -> dict[str, np.ndarray]:
     What computing does not explain is the host's: launches, and what every step takes besides.
     """
     r, c = k.runs, k.constants
-    (_, most, last), m = split_layers(r), r.microbatches
-    ends = last * (k.forward + k.backward) + k.head >= most * (k.forward + k.backward)
-    layers, head = np.where(ends, last, most) * m, np.where(ends, m, 0.0)
+    (first, most, last), m = split_layers(r), r.microbatches
+    last, share = np.where(_paired(r), (first + last) / 2, last), np.where(_paired(r), 0.5, 1.0)
+    device = k.forward + k.backward
+    ends = last * device + share * (k.head + k.further) >= most * device
+    layers, head = np.where(ends, last, most) * m, np.where(ends, share * m, 0.0)
+    projections = head * (k.further - r.further * (k.head + device))
+    layers, head = layers + head * r.further, head * (1 + r.further)  # a module has a layer and the head
     rows, hop = r.vocab / r.tp, np.where(r.pp > 1, _hop(k), 0.0)
     product = 3 * k.product(r.tokens, r.hidden, rows, k.rate)
     shown = np.where(r.overlap_pipeline > 0, 1 - c["hide_pipeline"], 1.0)
     messages, travel = 2 * hop * (m * shown * r.virtual), 4 * k.routing - k.hidden_rows
     found = {
-        "matrix products": layers * 3 * k.products + head * product,
+        "matrix products": layers * 3 * k.products + head * product + projections,
         "attention": layers * sum(k.attention),
         "element by element": layers * 3 * k.elements + head * (k.head - product - k.exchange),
         "recomputation": layers * k.again,
-        "tensor parallelism": layers * (k.forward + k.backward - 3 * k.products - sum(k.attention) - 3 * k.elements
+        "tensor parallelism": layers * (device - 3 * k.products - sum(k.attention) - 3 * k.elements
                                         - travel - sum(k.context) - k.again) + head * k.exchange,
         "context parallelism": layers * sum(k.context),
         "expert parallelism": layers * travel,
@@ -156,6 +163,11 @@ def explain_step(k: Kernels, times: StepTimes) -> dict[str, np.ndarray]:
     found |= {"gathers and reductions": times.sharing, "optimizer": times.update, "bubble": times.bubble}
     found = {name: np.maximum(seconds, 0.0) for name, seconds in found.items()}  # differences may round below it
     return found | {"launches": np.maximum(times.seconds - sum(found.values()), 0.0)}
+
+
+def _paired(r: Runs) -> np.ndarray:
+    """Return where a pipeline rank has two stages, as far from the first as from the last."""
+    return (r.paired > 0) & (r.pp > 1)
 
 
 def _hop(k: Kernels) -> np.ndarray:
