@@ -128,7 +128,7 @@ def test_through_memory_sequence_parallelism_meets_twice_for_each_sum() -> None:
         latencies.append(parts - sums)
     assert latencies[0] == pytest.approx(latencies[1])
     beside = [exchange(cores=None, sequence_parallel=way, sequences=1) for way in (False, True)]
-    assert beside[0] == pytest.approx(beside[1])
+    assert beside[0] < beside[1] < 2 * beside[0], "of GPUs a gather and a scatter are two launches, a sum is one"
 
 
 @pytest.mark.parametrize(("microbatches", "stages"), [(4, 2), (8, 4), (32, 8)])

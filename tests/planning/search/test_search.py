@@ -249,7 +249,7 @@ def test_a_large_cluster_in_seconds() -> None:
     begin = time.process_time()
     plan = search(run)
     assert time.process_time() - begin < 5  # 2.3 on a machine in its slow hours, with nothing else to do
-    assert [f.role for f in plan.best] == ["recommended", "fastest", "simpler"] and plan.played < 400
+    assert [f.role for f in plan.best] == ["recommended", "fastest", "simpler"] and plan.played < 500
     assert [f.layout.schedule for f in plan.best][::2] == ["interleaved-1f1b", "1f1b"], "no V for less than an error"
     for found in plan.best[:3]:
         estimate = Estimate(EstimatedRun(**{**vars(run), "layout": found.layout}))
