@@ -24,6 +24,7 @@ WIDE = 4 / E  # bytes of a number in fp32, over those that the kernels' formulas
 BACKWARD = 3.5  # forward and backward of attention over its forward: five more products for two
 PASSES = {"passes_hidden": 10.0, "passes_ffn": 3.0, "passes_heads": 3.0}  # expected values, to be scaled
 MOST_SHORT = 512  # upper bound of `short_sequence`, tokens
+MOST_FASTER = 10.0  # infinitely large products, attention and messages attain at most this times the best measured
 NOISE = 0.03  # relative error of one measurement
 SHARE = 0.1  # relative error of counting a third of the products and passes for the forward
 SURE = {"products": 0.1, "passes": 1.0}
@@ -73,6 +74,7 @@ def fit_products(found: CoreMeasurements) -> tuple[dict[str, float], dict[str, f
         # seconds / flops = (1 + a / m + b (1/k + 1/n)) / rate, all products weighted equally
         design = np.stack([np.ones_like(m), 1 / m, 1 / k + 1 / n], axis=1) * (flops / seconds)[:, None]
         full, rows, columns = solve(design, np.ones_like(m))
+        full = max(full, min(seconds / flops) / MOST_FASTER)
         peaks[precision] = float(f"{1 / full:.4g}")
         if precision == "fp32":
             short = rows / full, columns / full
@@ -89,6 +91,7 @@ def fit_attention(found: CoreMeasurements, peak: float) -> dict[str, float]:
         # seconds peak / flops = (1 + narrow / d) (1 + short / s) / part
         design = np.stack([np.ones_like(d), 1 / d], axis=1) * ((1 + short / s) * flops / (seconds * peak))[:, None]
         full, narrow = solve(design, np.ones_like(d))
+        full = max(full, min(seconds * peak / flops) / MOST_FASTER)
         return float(np.linalg.norm(design @ [full, narrow] - 1)), full, narrow
 
     short = min(range(0, MOST_SHORT, 4), key=with_short)
@@ -118,7 +121,7 @@ def fit_layers(
     slower, short, scale, loss, launch, launch_backward, *besides = solve(
         np.vstack([design, expected]), np.append(wanted, expected.sum(axis=1))
     )
-    launch = max(launch, 1e-9)  # a divisor
+    slower, launch = max(slower, 1 / MOST_FASTER), max(launch, 1e-9)  # divisors
     return slower, {
         **{name: scale * value for name, value in PASSES.items()},
         "short_m": short / slower, "launch": launch, "launch_backward": launch_backward / launch, "passes_loss": loss,
@@ -217,6 +220,7 @@ def fit_link(found: CoreMeasurements) -> tuple[float, float]:
     steps = np.array([min(ranks - 1, (ranks - 1).bit_length()) for ranks, _ in found.reduces], float)
     design = np.stack([2 * steps, 2 * (n - 1) / n * size], axis=1) * turns[:, None] / seconds[:, None]
     latency, per_byte = solve(design, np.ones_like(n))
+    per_byte = max(per_byte, min(seconds / size) / MOST_FASTER)
     return float(f"{latency:.4g}"), float(f"{1 / per_byte:.4g}")
 
 

@@ -4,10 +4,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
 import tomli_w
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from shoal.base.errors import UsageError
 from shoal.cli.calibrate import CalibrateOptions, run
@@ -133,6 +137,21 @@ def test_a_profile_recovers_the_machine(found: CoreMeasurements) -> None:
     assert node["constants"]["launch_exchange"] == pytest.approx(0.2, abs=0.1)
     assert node["constants"]["update_slow"] == pytest.approx(1.5, rel=1e-3)
     assert {name: node["constants"][name] for name in TRUE} == pytest.approx(TRUE, rel=0.2)
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.randoms(use_true_random=False))
+def test_whatever_a_busy_machine_measures_makes_a_profile(found: CoreMeasurements, random: Random) -> None:
+    """Every number is finite, and what is divided by is not 0."""
+    def disturbed(times: dict[Any, float]) -> dict[Any, float]:
+        return {key: seconds * random.choice((0.3, 1, 1, 10)) for key, seconds in times.items()}
+
+    names = ("products", "attention", "reduces", "models", "forwards", "again")
+    made = build_profile(replace(found, **{name: disturbed(getattr(found, name)) for name in names}), 4e9, "a test")
+    machine, link, node = (made[kind]["here"] for kind in ("accelerators", "links", "nodes"))
+    for value in (*machine["peak_flops"].values(), link["bandwidth"], *node["constants"].values()):
+        assert 0 <= value < float("inf")
+    assert min(*machine["peak_flops"].values(), link["bandwidth"], node["constants"]["flash_2"]) > 0
 
 
 def test_of_a_single_core_collectives_take_what_they_take_alone(found: CoreMeasurements) -> None:
