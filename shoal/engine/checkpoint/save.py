@@ -8,7 +8,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -19,7 +19,6 @@ import torch
 from shoal.base.addresses import AnyPath
 from shoal.base.files import try_to_write
 from shoal.engine.checkpoint import storage
-from shoal.engine.checkpoint.background import leave_save, run_in_thread
 from shoal.engine.checkpoint.load import verify
 from shoal.engine.checkpoint.manifest import (
     MANIFEST,
@@ -82,7 +81,7 @@ class Checkpointer:
         # Reused for the copies of the pieces that this rank saves.
         self._memory = _left.pop() if _left else torch.empty(0, dtype=torch.uint8)
         self.copied = Mark()  # when the last save has copied the state, which may change only then
-        self._local = False  # whether a save is at this rank's own part
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[tuple[AnyPath, str]] | None = None
 
     def save(self, step: int, state: State, extra: dict[str, Any], *, block: bool = False) -> float:
@@ -100,8 +99,7 @@ class Checkpointer:
         begin = time.perf_counter()
         self.wait()
         staged = self._attempt(lambda: (*self._copy(state), json.dumps(extra)))
-        self._local = True
-        self._pending = run_in_thread("checkpoint", self._write, step, staged, awaited=True)
+        self._pending = self._executor.submit(self._write, step, staged)
         if block or not self._asynchronous:
             self.wait()
         return time.perf_counter() - begin
@@ -170,19 +168,16 @@ class Checkpointer:
             self._release()
 
     def abandon(self, *, reuse: bool = False) -> None:
-        """Release the folder without the other ranks, one of which was lost.
-
-        A save in flight is committed or fails. If it waits for another rank, its thread may wait on; the next
-        checkpointer removes what it has written.
+        """Release the folder without the other ranks, one of which was lost; a save in flight is committed or fails.
 
         Args:
             reuse: give the staging memory to this process's next checkpointer: to page-lock it again takes seconds.
         """
-        ended = leave_save(self._pending, lambda: self._local)
         self._release()
-        _left[:] = [self._memory] if reuse and ended else []
+        _left[:] = [self._memory] if reuse else []
 
     def _release(self) -> None:
+        self._executor.shutdown()
         if self._lock is not None:
             self._lock.close()
 
@@ -203,7 +198,7 @@ class Checkpointer:
             folder.mkdir(parents=True, exist_ok=True)
             return write_part(folder, self._rank, plan, data).model_dump(mode="json"), extra
 
-        answers = self._with_others(gather, self._attempt(write))
+        answers = gather(self._attempt(write), self._group)
         note = self._on_first_rank(lambda: self._commit(folder, step, answers), failure)
         return self._folder / _name(step), note or cleared
 
@@ -214,14 +209,7 @@ class Checkpointer:
             found = self._attempt(lambda: newest(self._folder))["result"]  # unknown if the disk is gone
             last = f"\n  The newest checkpoint is {found.path}." if found else ""
             outcome["error"] = failure + outcome["error"] + last
-        return _result(self._with_others(broadcast, outcome))
-
-    def _with_others(self, collective: Callable[[Any, HostGroup], Any], value: dict[str, Any]) -> Any:
-        self._local = False
-        try:
-            return collective(value, self._group)
-        finally:
-            self._local = True
+        return _result(broadcast(outcome, self._group))
 
     def _clear(self, folder: AnyPath) -> str:
         """Clear the folder of a new checkpoint in an object store; return a note for the user."""

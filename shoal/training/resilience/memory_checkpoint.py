@@ -12,19 +12,19 @@ import contextlib
 import json
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from shoal.base.errors import UsageError
-from shoal.engine.checkpoint.background import leave_save, run_in_thread
 from shoal.engine.checkpoint.write import SavePlan, State, build_header, describe_part, plan_save
 from shoal.engine.collectives.json_collectives import HostGroup, all_gather, gather, get_rank, get_size
 from shoal.engine.streams import Mark, SideStream
@@ -38,7 +38,9 @@ from shoal.training.resilience.host_memory_dir import (
 )
 from shoal.training.resilience.memory_slot import MemorySlot, SlotRecord
 
+T = TypeVar("T")
 CPU = torch.device("cpu")
+PARTING_SECONDS = 0.05  # in which an exchange of copies ends after the loss of a rank, if gloo notices it
 CHUNK = 16 << 20
 """Bytes per message; other traffic can proceed between two messages."""
 _left: list[MemorySlot] = []  # this process's own slots of an attempt that it has abandoned, for the next one
@@ -199,7 +201,7 @@ class InMemoryCheckpointer:
         except OSError as error:
             problem = f"rank {self._rank}: {error.strerror}"
         values, self._local = json.dumps(extra), True
-        self._pending = run_in_thread("memory", self._keep, step, header, plan, data, self.copied, values, problem)
+        self._pending = run_in_thread(self._keep, step, header, plan, data, self.copied, values, problem)
         return time.perf_counter() - begin
 
     def wait(self) -> None:
@@ -230,13 +232,16 @@ class InMemoryCheckpointer:
     def abandon(self, *, reuse: bool = False) -> None:
         """Stop without the other ranks, one of which was lost; the saved states stay.
 
-        The thread that exchanges copies may wait on; it writes nothing more.
+        gloo does not always notice that a rank has ended during a transfer, and then waits until its timeout. So the
+        thread that exchanges copies may wait on; it writes nothing more.
 
         Args:
             reuse: give this rank's slots to this process's next checkpointer.
         """
         self._abandoned = True
-        leave_save(self._pending, lambda: self._local)
+        pending, until = self._pending, time.monotonic() + PARTING_SECONDS
+        while pending and not pending.done() and (self._local or time.monotonic() < until):
+            time.sleep(0.005)
         _left[:] = [each[self._rank] for each in self._slots] if reuse else []
 
     # ---- in the background -------------------------------------------------------------------------------------------
@@ -308,6 +313,20 @@ class InMemoryCheckpointer:
         except OSError as error:
             return f"rank {self._rank}: {error.strerror}"
         return ""
+
+
+def run_in_thread(function: Callable[..., T], *args: Any) -> Future[T]:
+    """Call a function in a thread for which the end of the process does not wait."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function(*args))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="memory", daemon=True).start()
+    return future
 
 
 def split_messages(*tensors: torch.Tensor) -> list[torch.Tensor]:

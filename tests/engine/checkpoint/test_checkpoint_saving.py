@@ -2,14 +2,10 @@
 
 import math
 import shutil
-import subprocess
-import sys
 import threading
-import time
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from shoal.engine.checkpoint import Checkpointer, CheckpointError, list_checkpoints, load, newest, save, storage
 from tests.engine.checkpoint.cuts import whole
@@ -187,47 +183,6 @@ def test_an_abandoned_checkpointer_leaves_its_memory_to_the_next(make):
     assert second._memory.data_ptr() == first._memory.data_ptr()
     second.close()
     assert make()._memory.numel() == 0  # no other is to keep it
-
-
-def leave_a_save(folder) -> tuple[float, bool]:
-    """Leave a save in which the other rank takes no part; return the seconds, and whether its thread still waits."""
-    rank = dist.get_rank()
-    checkpointer = Checkpointer(folder, group=dist.new_group(backend="gloo"), keep=1, asynchronous=True)
-    begin, waits = time.monotonic(), False
-    if rank == 0:
-        checkpointer.save(1, weights(1), {})
-        checkpointer.abandon()
-        waits = checkpointer.in_flight
-    seconds = time.monotonic() - begin
-    dist.barrier()
-    if rank == 1:  # takes part after all
-        checkpointer.save(1, {}, {})
-        checkpointer.close()
-    dist.barrier()
-    return seconds, waits
-
-
-def test_a_survivor_leaves_a_save_that_waits_for_a_lost_rank(pool, tmp_path):
-    """gloo may wait for a rank that ended during a transfer, until its timeout of half an hour."""
-    (seconds, waits), _ = pool.run(leave_a_save, 2, tmp_path)
-    assert waits and seconds < 5
-
-
-SAVES_AND_FAILS = """
-import sys, time, torch
-from pathlib import Path
-from shoal.engine.checkpoint import Checkpointer, storage
-from tests.engine.checkpoint.test_checkpoint_saving import weights
-write = storage.write
-storage.write = lambda *args: (time.sleep(0.2), write(*args))
-Checkpointer(Path(sys.argv[1]), group=None, keep=1, asynchronous=True).save(1, weights(1), {})
-raise ArithmeticError
-"""
-
-
-def test_the_end_of_the_process_waits_for_a_save(tmp_path):
-    done = subprocess.run([sys.executable, "-c", SAVES_AND_FAILS, tmp_path], capture_output=True, text=True)
-    assert "ArithmeticError" in done.stderr and loaded(newest(tmp_path).path) == 1
 
 
 def test_keeping_none_is_refused(make):
