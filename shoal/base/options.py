@@ -82,6 +82,7 @@ def read(
         name: {key: field.default for key, field in section.model_fields.items() if not field.is_required()}
         | values.get(name, {}) for name, section in sections.items()
     }  # fmt: skip
+    args = _spell_flags(sections, args)
     if (given := _read_plain(sections, args)) is not None:
         return {name: default[name] | given[name] for name in sections}
     import tyro
@@ -129,6 +130,19 @@ def _tables(section: type[BaseModel]) -> list[str]:
         name for name, kind in kinds.items()
         if name in section.model_fields and kind and isinstance(kind[0], type) and issubclass(kind[0], BaseModel)
     ]
+
+
+def _spell_flags(sections: Mapping[str, type[BaseModel]], args: list[str]) -> list[str]:
+    """Spell true and false of fields with other values too, such as "auto", as tyro does: True and False."""
+    spelled = list(args)
+    for i, word in enumerate(args):
+        option, equals, value = word.partition("=")
+        section, _, name = option.removeprefix("--").replace("-", "_").rpartition(".")
+        value = value if equals else next(iter(args[i + 1 :]), "")
+        kind = get_type_hints(sections[section]).get(name) if section in sections else None
+        if option.startswith("--") and value in ("true", "false") and bool in get_args(_bare(kind)):
+            spelled[i if equals else i + 1] = word[: -len(value)] * bool(equals) + value.capitalize()
+    return spelled
 
 
 def _read_plain(sections: Mapping[str, type[BaseModel]], args: list[str]) -> dict[str, dict[str, Any]] | None:

@@ -53,6 +53,15 @@ def test_a_number_that_is_none_is_named(given: list[str], says: str) -> None:
     assert str(refused.value).splitlines()[0] == f"shoal train: Error parsing {says}"
 
 
+@pytest.mark.parametrize(("words", "value"), [
+    (["--parallel.tp-overlap", "true"], True), (["--parallel.tp-overlap=false"], False),
+    (["--parallel.tp_overlap", "True"], True), (["--parallel.tp-overlap", "auto"], "auto"),
+])
+def test_true_and_false_are_spelled_as_in_toml(words: list[str], value: bool | str) -> None:
+    given = read("shoal train", "", {"parallel": Layout}, {}, ["--parallel.tp", "2", *words])
+    assert given["parallel"]["tp_overlap"] == value and given["parallel"]["tp"] == 2
+
+
 def test_a_long_description_does_not_widen_the_help(monkeypatch, capsys) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):

@@ -102,7 +102,7 @@ class Interrupted(BaseException):
 
 
 def test_an_interrupt_ends_both_whichever_computes() -> None:
-    """As the supervisor interrupts a rank: in the main thread, and again until it has left."""
+    """An interrupt comes in the main thread, as a supervisor sends it, and is repeated until both have ended."""
     before = signal.getsignal(signal.SIGURG)
 
     def interrupt(*_: Any) -> None:
@@ -223,8 +223,11 @@ def test_pairs_compute_the_bits_of_one_after_the_other(pool: Pool, name: str, tr
 
 
 def travel_and_compute(config: RunConfig, seconds: float, gbs: float) -> tuple[float, float, int, int]:
-    """Of a step on a simulated network whose attention and experts take some time: its loss, the seconds in which it
-    waits for rows, and the exchanges of pairs, in all and with a computation of the other begun while the rows travel.
+    """Take a step on a simulated network; attention and experts take some time.
+
+    Returns:
+        the loss; the seconds of waiting for rows; the exchanges of pairs; and of these, the ones during which the other
+        computation began a part.
     """
     engine, waited, exchanges, hidden = engine_of(config, gbs=gbs), 0.0, 0, 0
     turns, start, blocks = engine.runtime.turns, uneven.start_all_to_all_rows, GroupedExperts.blocks

@@ -192,8 +192,11 @@ def test_what_a_run_goes_on_from_stays_until_it_has_something_newer(pool, tmp_pa
 
 
 def go_on_in_process(home: Path, steps: list[int], before: int | None) -> tuple[bool, list[set[int]]]:
-    """Save, abandon, go on from a state and save again; return whether both attempts have the same memory, and the
-    steps that memory holds after each moment."""
+    """Save, abandon, go on from a state and save again, in one process.
+
+    Returns:
+        whether both attempts have the same memory; and the steps that it holds at the start and after each new save.
+    """
     rank, world, group = here()
     places = RankTopology.collect(group, 1)
     first = InMemoryCheckpointer(home, home, group=group, places=places, report=str)
