@@ -159,11 +159,13 @@ class Trainer:
                     continue
                 stopped = result.stop and self.step < steps  # equal on all ranks, so all stop after the same step
                 self._after_step(result, last=stopped or self.step == steps)
-            if stopped and not any(all_gather(self.stop.ends, self.states.group)):
-                self.beat.phase(Phase.SAVE)
-                self.states.remember(self.step)
-                self.states.wait()
-                return True
+            if stopped:
+                self.states.wait()  # a save in flight exchanges messages in this group, from a thread of its own
+                if not any(all_gather(self.stop.ends, self.states.group)):
+                    self.beat.phase(Phase.SAVE)
+                    self.states.remember(self.step)
+                    self.states.wait()
+                    return True
             self.beat.phase(Phase.END)
             self.states.save_last(self.step)
             self._close()

@@ -28,6 +28,7 @@ if __name__ == "__main__":
     dist.all_reduce(total)
     (folder / f"{me}.json").write_text(json.dumps({
         "pid": os.getpid(), "total": total.item(), "threads": torch.get_num_threads(), **asdict(member)}))
+    dist.barrier()  # all have written: a rank that ends now takes the others with it
     if act == "stop":
         while not signals:
             time.sleep(0.02)

@@ -4,14 +4,21 @@ import os
 import re
 import shutil
 import signal
+import time
 import tomllib
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
+from shoal.base.section import plain
 from shoal.cli.main import main
+from shoal.engine.checkpoint.save import Checkpointer
 from shoal.training.check import check
 from shoal.training.run_folder import check_resume, new_run
-from shoal.training.stop import PREEMPTED
+from shoal.training.stop import PREEMPTED, StopRequests
 from tests.trainings.runs import (
     FOUR_RANKS,
     checkpoints,
@@ -23,6 +30,7 @@ from tests.trainings.runs import (
     shoal,
     small_config,
     start,
+    train_here,
     train_in,
 )
 
@@ -74,6 +82,28 @@ def test_the_end_is_that_of_a_run_without_interruptions_bit_for_bit(survivor, ba
     assert curve(folder) == curve(base_run[0])
     assert [step for step, _, _ in curve(folder)] == list(range(1, STEPS + 1))
     assert same_bits(checkpoints(folder)[STEPS], checkpoints(base_run[0])[STEPS])
+
+
+def stopped_while_saving(values: dict[str, Any], folder: Path, step: int) -> None:
+    """A run that is asked to stop in ``step``, while rank 0 has not written its part of the checkpoint before it."""
+    write, asked = Checkpointer._write, iter(range(1, 100))
+
+    def slow_write(self: Checkpointer, *arguments: Any) -> Any:
+        time.sleep(0.5 * (dist.get_rank() == 0))
+        return write(self, *arguments)
+
+    with mock.patch.object(Checkpointer, "_write", slow_write), \
+            mock.patch.object(StopRequests, "asked", mock.PropertyMock(side_effect=lambda: next(asked) >= step)), \
+            mock.patch.object(StopRequests, "ends", True):
+        train_here(values, folder, resume=False)
+
+
+def test_a_stop_waits_for_the_save_in_flight(corpus, pool, tmp_path):
+    """The save exchanges messages in a thread of its own; other messages in its group would take their places."""
+    config = small_config(corpus, {"dp": 2, "zero": 1, "micro_batch": 4}, train={"steps": 12})
+    new_run(config, tmp_path / "run")
+    pool.run(stopped_while_saving, 2, plain(config), tmp_path / "run", 5, timeout=30)
+    assert sorted(checkpoints(tmp_path / "run")) == [4, 5]
 
 
 # ---- on other layouts ------------------------------------------------------------------------------------------------
