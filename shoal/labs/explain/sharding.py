@@ -235,7 +235,7 @@ def _routes(found: dict[int, tuple[Route, ...]], plan: RouteSearch) -> Table:
         )  # fmt: skip
         rows.append([Text(cell, "bold" if number == 1 else "") for cell in row])
     headings = ("#", "multiplied as", "collectives", "compute", "moves", "together", "each sends", "bound by")
-    return text_table(headings, rows, words=(1, 2, 7))
+    return text_table(headings, rows, words=(1, 2, 7), gap=1)
 
 
 def _sent(route: Route) -> list[tuple[str, Move]]:
