@@ -125,7 +125,7 @@ def test_a_short_training_follows_that_in_bf16(pool):
     """One batch by heart. Four bits cost more than eight, and little of what is learnt."""
     losses = {}
     for precision in ("bf16", "fp8", "nvfp4"):
-        config = in_float8(small_run({}, MODEL, steps=60), precision, {})
+        config = in_float8(small_run({}, MODEL, steps=30), precision, {})
         (losses[precision],) = pool.run(_learn, 1, config)
     first, last = losses["bf16"][0], losses["bf16"][-1]
     assert abs(losses["fp8"][-1] - last) < 0.01 * (first - last)
@@ -135,7 +135,7 @@ def test_a_short_training_follows_that_in_bf16(pool):
 def _learn(config: RunConfig) -> list[float]:
     engine = engine_of(config)
     engine.sample_indices = lambda step, m: range(m * 2, m * 2 + 2)
-    return [engine.step(step).loss for step in range(60)]
+    return [engine.step(step).loss for step in range(30)]
 
 
 def _alone(config: RunConfig) -> float:
