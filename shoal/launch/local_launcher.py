@@ -319,8 +319,8 @@ class RankProcesses:
 
     def print_cause(self, ending: Ending) -> None:
         """Print the cause of a failure to stderr, unless the end was requested."""
-        cause = ending.cause
-        if cause is None or (self.stop.count and cause.code in (-signal.SIGTERM, -signal.SIGKILL)):
+        cause, sent = ending.cause, (-signal.SIGTERM, -signal.SIGKILL)[: self.stop.count]
+        if cause is None or (cause.code in sent and not cause.trouble):
             return
         if ending.usage:  # the error message suffices
             warn(f"shoal: error: {cause.report.rstrip()}")

@@ -22,6 +22,7 @@ from shoal.engine.device import allocator_environment
 from shoal.launch.local_launcher import RankProcesses, start_rank_server
 from shoal.launch.prefork import PreforkServer, local_environment
 from shoal.launch.rank_env import RankEnv, _expand_counts, _first_host, detect_rank_env
+from shoal.launch.watch.rank_failure import Ending, Failure
 from shoal.launch.watch.watchdog import Watchdog
 from shoal.spec.config import FailoverConfig, build_config
 from shoal.training.stop import StopRequests
@@ -124,6 +125,21 @@ def test_a_rank_that_cannot_be_started_has_no_log_and_its_cause_is_shown(tmp_pat
     ranks.print_cause(ranks.run("program", 2, {}))
     shown = capfd.readouterr().err
     assert "rank 0 could not be started" in shown and "cannot create another process" in shown
+
+
+@pytest.mark.parametrize("asked, code, trouble, told", [
+    (1, -signal.SIGTERM, "", False),  # by our first signal
+    (1, -signal.SIGKILL, "", True),  # by the system, while it saved
+    (1, -signal.SIGKILL, "made no progress since 20 s and was ended,", True),
+    (2, -signal.SIGKILL, "", False),  # by our second signal
+    (2, -signal.SIGKILL, "made no progress since 20 s and was ended,", True),
+])
+def test_an_end_that_nobody_asked_for_is_told_also_during_a_stop(tmp_path, capfd, asked, code, trouble, told):
+    stop = StopRequests()
+    stop.count = asked
+    ranks = RankProcesses(tmp_path, tmp_path, "cpu", stop, Mock(), FailoverConfig())
+    ranks.print_cause(Ending(128 - code, Failure(0, code, trouble=trouble), 3))
+    assert capfd.readouterr().err.startswith("rank 0") == told
 
 
 def test_a_log_goes_on_where_the_last_launch_died(folder, server, capfd):
