@@ -12,23 +12,20 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import psutil
 
 from shoal.base.errors import UsageError
-from shoal.base.files import read_json
 from shoal.base.section import plain
 from shoal.engine.checkpoint import CheckpointError, list_checkpoints, verify
-from shoal.engine.checkpoint.load import load_checkpoint
-from shoal.engine.checkpoint.manifest import newest, read_manifest
 from shoal.engine.data.prepare import prepare
 from shoal.launch.prefork import PreforkServer, safe_environment
 from shoal.launch.supervisor import PROCESSES_FILE, Supervisor
@@ -44,19 +41,23 @@ from shoal.testing.chaos.fault_injection import (
     disturbed_path,
 )
 from shoal.testing.chaos.fault_types import KINDS, MOMENT_OPS, NEED_MOUNTS, REPAIRED, FaultType
+from shoal.testing.chaos.mounts import fill, mount
+from shoal.testing.chaos.run_folder import (
+    ROUGH,
+    ROUNDING,
+    compare_checkpoints,
+    last_checkpoint,
+    step_of_failure,
+    steps_done,
+)
+from shoal.training.records.metrics import read_metrics
 from shoal.training.resilience.events import read_events
-from shoal.training.resilience.heartbeat import read, record_path
 from shoal.training.resilience.host_memory_dir import run_dir
 from shoal.training.run_folder import new_run
-
-# Allowed difference of a parameter after a run on another layout, relative to its tensor's largest element. In 32 bits
-# and fewer, Adam amplifies rounding: an element whose gradients are all rounding is updated as much as any other.
-ROUNDING = {"fp64": 1e-8}
-ROUGH = 2e-3
+from shoal.training.stop import PREEMPTED, StopRequests
 
 EXIT_SECONDS = 5.0  # in which the processes of a killed supervisor must exit
 POLL_SECONDS = 0.01
-OWN_MOUNTS = "SHOAL_CHAOS_MOUNTS"  # environment variable of the restarted command: whether it may mount file systems
 LEFTOVERS = ("*.partial", ".staging*", PROCESSES_FILE)
 
 
@@ -113,6 +114,8 @@ class Chaos:
         begin = self.log.stat().st_size
         if name == "kill-supervisor":
             trial, rank = self._kill_supervisor(folder, rng), 0
+        elif name == "preempt":
+            trial, rank = self._preempt(folder, rng), 0
         elif name in NEED_MOUNTS:
             trial, rank = self._disturb_disk(name, folder, rng), 0
         else:
@@ -171,16 +174,18 @@ class Chaos:
     # ---- runs --------------------------------------------------------------------------------------------------------
 
     def _supervise(
-        self, folder: Path, faults: Sequence[Planted] = (), *, resume: bool = False, own_server: bool = False
+        self, folder: Path, faults: Sequence[Planted] = (), *, resume: bool = False, own_server: bool = False,
+        preempted: bool = False,
     ) -> int:
-        """Run to the end; return the exit code of `shoal train`. A request to stop ends the trials too."""
+        """Run to the end; return the exit code of `shoal train`. A request to stop ends the trials too, unless it is
+        the fault (``preempted``)."""
         os.environ[VARIABLE] = json.dumps([asdict(fault) for fault in faults])
         try:
             supervisor = create_supervisor(
                 self.config, folder, None if own_server else self.server, resume=resume, faulty=bool(faults)
             )
             code = supervisor.run()
-            if supervisor.stop.count:
+            if supervisor.stop.count and not preempted:
                 raise KeyboardInterrupt
             self.began = supervisor.began
             return code
@@ -189,6 +194,33 @@ class Chaos:
             return 2 if isinstance(error, UsageError) else 1
         finally:
             del os.environ[VARIABLE]
+
+    def _preempt(self, folder: Path, rng: random.Random) -> Trial:
+        """Ask the run to stop, as Ctrl-C and job managers do; then resume it from the step after which it stopped."""
+        step, pause = rng.randrange(1, max(2, self.steps - 4)), rng.random() * 0.05
+        trial, ended = Trial("preempt", f"step {step}"), threading.Event()
+
+        def ask() -> None:
+            wait_until(lambda: ended.is_set() or steps_done(folder) >= step)
+            if not ended.wait(pause):
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        thread = threading.Thread(target=ask)
+        with StopRequests():  # of a run that has just ended by itself
+            thread.start()
+            try:
+                code = self._supervise(folder, preempted=True)
+            finally:
+                ended.set()
+                thread.join()
+        self._expect(trial, KINDS["preempt"], code)
+        if code == PREEMPTED:
+            saved = last_checkpoint(folder)
+            trial.reached = read_metrics(folder)[-1].step
+            self._expect(trial, REPAIRED, self._supervise(folder, resume=True))
+            if self.began != trial.reached:
+                trial.problems.append(f"stopped after step {trial.reached} with {saved and saved.name} as its newest")
+        return trial
 
     def _kill_supervisor(self, folder: Path, rng: random.Random) -> Trial:
         """Kill the supervisor (SIGKILL) of a run that was started by the command, then resume the run."""
@@ -332,86 +364,3 @@ def read_from(log: Path, begin: int) -> str:
     with log.open(errors="replace") as file:
         file.seek(begin)
         return file.read()
-
-
-# ---- run folders -----------------------------------------------------------------------------------------------------
-
-
-def last_checkpoint(run: Path) -> Path | None:
-    found = newest(run / "checkpoints")
-    return Path(str(found.path)) if found else None
-
-
-def compare_checkpoints(one: Path | None, other: Path | None, rounding: float | None) -> list[str]:
-    """Describe the first difference of two checkpoints, if any.
-
-    Args:
-        rounding: allowed difference of a parameter, relative to its largest element; other tensors are not compared.
-            None compares every bit of every tensor.
-    """
-    if one is None or other is None or one.name != other.name:
-        return [f"the last checkpoint is {other and other.name}, not {one and one.name}"]
-    try:
-        manifests = [read_manifest(path) for path in (one, other)]
-        if manifests[0].extra.get("data") != manifests[1].extra.get("data"):
-            return ["the corpus has changed since the undisturbed run"]
-        first, second = (manifest.tensors for manifest in manifests)
-        if rounding is None:
-            differ = [name for name in first if first[name] != second.get(name)]
-            return [f"{len(differ)} tensors of {len(first)} differ, the first is {differ[0]}"] if differ else []
-        a, b = (load_checkpoint(path, prefix="model.") for path in (one, other))
-        for name in (name for name, value in a.items() if value.is_floating_point()):
-            error = float((a[name] - b[name]).abs().max()) / (float(a[name].abs().max()) or 1.0)
-            if error > rounding:
-                return [f"{name} differs by {error:.1e} of its largest element"]
-        return []
-    except (CheckpointError, KeyError) as error:
-        return [str(error)]
-
-
-def steps_done(run: Path) -> int:
-    """Return the steps that a live run has completed; -1 before it began."""
-    try:
-        scratch = Path(read_json(run / PROCESSES_FILE)["scratch"])
-    except (UsageError, LookupError, TypeError):
-        return -1
-    record = read(record_path(scratch, 0))
-    return -1 if record is None or record.begun < 0 else record.steps
-
-
-def step_of_failure(run: Path) -> int:
-    """Return the highest step at which a run recorded a failure; 0 if it failed before its first step."""
-    return max((event.get("step", 0) for event in read_events(run) if event["event"] == "failure"), default=0)
-
-
-# ---- file systems ----------------------------------------------------------------------------------------------------
-
-
-def own_mounts() -> bool:
-    """Give this process a mount namespace of its own by restarting the `shoal` command; return whether it has one.
-
-    It has none if that is not permitted, or if the caller is not the `shoal` command.
-    """
-    if OWN_MOUNTS in os.environ:
-        return os.environ[OWN_MOUNTS] == "yes"
-    words = ["unshare", "--mount", *([] if os.getuid() == 0 else ["--map-root-user"])]
-    trial = [*words, "sh", "-c", 'd=$(mktemp -d) && mount -t tmpfs tmpfs "$d" && umount "$d" && rmdir "$d"']
-    if shutil.which("unshare") is None or subprocess.run(trial, capture_output=True).returncode:
-        return False
-    if Path(sys.argv[0]).name not in ("shoal", "__main__.py"):  # called by other code
-        return False
-    os.environ[OWN_MOUNTS] = "yes"
-    os.execvpe("unshare", [*words, sys.executable, "-m", "shoal", *sys.argv[1:]], safe_environment(os.environ))
-    raise AssertionError("replaced by the above")
-
-
-def mount(command: str) -> None:
-    """Run a shell command that changes the file systems visible to this process and its children."""
-    subprocess.run(["sh", "-c", command], check=True, capture_output=True)
-
-
-def fill(path: Path) -> None:
-    """Write until the disk is full."""
-    with open(path, "wb", buffering=0) as file, suppress(OSError):
-        while True:
-            file.write(bytes(1 << 16))

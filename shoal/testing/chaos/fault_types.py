@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shoal.testing.chaos.fault_injection import COMMITTING, RAISED, STAGING, START
+from shoal.training.stop import PREEMPTED
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ KINDS = {
     "kill-recovery": FaultType("kill", "any", ANY_KILLED + r"(.|\n)*" + ANY_KILLED),
     "kill-prefork": FaultType("kill-parent", "any", ANY_KILLED),
     "kill-supervisor": FaultType("", "", "", late=True),
+    "preempt": FaultType("", "", "", codes=(0, PREEMPTED)),  # it may have ended just before
     "stop": FaultType("stop", "any", r"rank RANK is stopped \(SIGSTOP\)"),
     "exit-0": FaultType("exit", "any", r"rank RANK exited with code 0, though it was not done"),
     "exception": FaultType("raise", "any", rf"rank RANK exited with code 1(.|\n)*ArithmeticError: {RAISED}"),

@@ -28,8 +28,9 @@ from shoal.launch.supervisor import PROCESSES_FILE
 from shoal.report.page import page
 from shoal.report.tables import html_table, text_table
 from shoal.spec.config import RunConfig
-from shoal.testing.chaos.chaos import Chaos, Trial, create_supervisor, own_mounts
+from shoal.testing.chaos.chaos import Chaos, Trial, create_supervisor
 from shoal.testing.chaos.fault_types import KINDS, NEED_MOUNTS
+from shoal.testing.chaos.mounts import own_mounts
 from shoal.training.check import check
 from shoal.training.resilience.events import read_events
 

@@ -13,18 +13,11 @@ from hypothesis import strategies as st
 from shoal.cli.main import main
 from shoal.launch.worker_pool import Pool
 from shoal.spec.config import save_config
-from shoal.testing.chaos.chaos import (
-    ROUGH,
-    Chaos,
-    Trial,
-    compare_checkpoints,
-    last_checkpoint,
-    steps_done,
-    wait_until,
-)
+from shoal.testing.chaos.chaos import Chaos, Trial, wait_until
 from shoal.testing.chaos.fault_injection import COMMITTING, STAGING, START, damage
 from shoal.testing.chaos.fault_types import KINDS, NEED_MOUNTS
 from shoal.testing.chaos.run import count_by_fault
+from shoal.testing.chaos.run_folder import ROUGH, compare_checkpoints, last_checkpoint, steps_done
 from tests.trainings.runs import shoal
 from tests.trainings.supervised import STEPS, config_of
 
@@ -39,7 +32,10 @@ def chaos(corpus, rank_server, tmp_path_factory) -> Chaos:
     return Chaos(config, folder, rank_server, log)
 
 
-@given(name=st.sampled_from(sorted(set(KINDS) - NEED_MOUNTS - {"kill-supervisor"})), seed=st.integers(0, 10**6))
+@given(
+    name=st.sampled_from(sorted(set(KINDS) - NEED_MOUNTS - {"kill-supervisor", "preempt"})),
+    seed=st.integers(0, 10**6),
+)
 def test_every_moment_that_is_drawn_comes(chaos, name, seed):
     """A rank, a step and an action that the run has; what needs a checkpoint comes when there is one."""
     kind = KINDS[name]
@@ -54,7 +50,7 @@ def test_every_moment_that_is_drawn_comes(chaos, name, seed):
 
 
 @pytest.mark.parametrize("name", ["kill-staging", "kill-committing", "nan", "bit-checkpoint", "missing-file",
-                                  "bit-shard", "returned-node", "slow"])
+                                  "bit-shard", "returned-node", "slow", "preempt"])
 def test_a_trial_passes(name, chaos, capfd):
     """Faults that a rank inflicts on itself or its files; `test_supervisor` has the others. A truncated checkpoint is
     found as one with a wrong bit is, and a returned node was lost before."""

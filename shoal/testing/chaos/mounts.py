@@ -1,0 +1,44 @@
+"""File systems that only a command and its children see: a small disk to fill, a folder that is read-only."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from shoal.launch.prefork import safe_environment
+
+OWN_MOUNTS = "SHOAL_CHAOS_MOUNTS"  # environment variable of the restarted command: whether it may mount file systems
+
+
+def own_mounts() -> bool:
+    """Give this process a mount namespace of its own by restarting the `shoal` command; return whether it has one.
+
+    It has none if that is not permitted, or if the caller is not the `shoal` command.
+    """
+    if OWN_MOUNTS in os.environ:
+        return os.environ[OWN_MOUNTS] == "yes"
+    words = ["unshare", "--mount", *([] if os.getuid() == 0 else ["--map-root-user"])]
+    trial = [*words, "sh", "-c", 'd=$(mktemp -d) && mount -t tmpfs tmpfs "$d" && umount "$d" && rmdir "$d"']
+    if shutil.which("unshare") is None or subprocess.run(trial, capture_output=True).returncode:
+        return False
+    if Path(sys.argv[0]).name not in ("shoal", "__main__.py"):  # called by other code
+        return False
+    os.environ[OWN_MOUNTS] = "yes"
+    os.execvpe("unshare", [*words, sys.executable, "-m", "shoal", *sys.argv[1:]], safe_environment(os.environ))
+    raise AssertionError("replaced by the above")
+
+
+def mount(command: str) -> None:
+    """Run a shell command that changes the file systems visible to this process and its children."""
+    subprocess.run(["sh", "-c", command], check=True, capture_output=True)
+
+
+def fill(path: Path) -> None:
+    """Write until the disk is full."""
+    with open(path, "wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(1 << 16))
