@@ -28,6 +28,7 @@ from shoal.launch.supervisor import PROCESSES_FILE
 from shoal.report.page import page
 from shoal.report.tables import html_table, text_table
 from shoal.spec.config import RunConfig
+from shoal.spec.sync_methods import UNSYNCHRONISED
 from shoal.testing.chaos.chaos import Chaos, Trial, create_supervisor
 from shoal.testing.chaos.fault_types import KINDS, NEED_MOUNTS
 from shoal.testing.chaos.mounts import own_mounts
@@ -128,6 +129,12 @@ def chaos(
         if name not in KINDS:
             raise UsageError(f"--faults {name}: no such fault; {did_you_mean(name, KINDS)}")
     check(config)
+    sync = config.parallel.sync
+    if minutes is None and sync in UNSYNCHRONISED and sync != "ps-bsp":
+        raise UsageError(
+            f"parallel.sync = {sync!r}: a stop or a lost rank changes what its replicas exchange; trials compare bits."
+            "\n  Use another, or one long run: --minutes."
+        )
     if config.train.device == "cuda":
         raise UsageError("train.device = cuda: trials run on the CPU.\n  Leave it out.")
     config = config.model_copy(update={"train": config.train.model_copy(update={"device": "cpu"})})

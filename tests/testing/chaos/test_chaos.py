@@ -139,6 +139,7 @@ def test_the_table_counts():
     (["--out", "page.pdf"], "page.pdf"),
     (["--trials", "0"], "trials"),
     (["--parallel.tp", "3"], "parallel.tp = 3 does not divide"),
+    (["--parallel.sync", "hogwild", "--parallel.zero", "0"], "parallel.sync = 'hogwild': a stop or a lost rank"),
 ])
 def test_what_cannot_be_is_refused(words, says, corpus, tmp_path, capfd):
     save_config(config_of(corpus), tmp_path / "run.toml")
