@@ -154,9 +154,12 @@ class StateManager:
     def abandon(self) -> None:
         """Stop saving without the other ranks, one of which was lost."""
         again = self.config.failover.shrink == "never"  # else this process may wait long, without a rank
-        self.disk.abandon(reuse=again)
         if self.memory:
             self.memory.abandon(reuse=again)
+        if self.memory and self.engine.mesh.device.type == "cpu":
+            self.disk.abandon(reuse=again, seconds=0.0)  # without it, at most `memory_every` steps are lost
+        else:  # without its memory, the next save would have to lock pages
+            self.disk.abandon(reuse=again)
 
     # ---- restore -------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -19,6 +19,7 @@ import torch
 from shoal.base.addresses import AnyPath
 from shoal.base.files import try_to_write
 from shoal.engine.checkpoint import storage
+from shoal.engine.checkpoint.background import BackgroundSave
 from shoal.engine.checkpoint.load import verify
 from shoal.engine.checkpoint.manifest import (
     MANIFEST,
@@ -36,6 +37,7 @@ from shoal.engine.streams import Mark, SideStream, host_zeros
 
 LOCK = ".lock"
 SEEN_SECONDS = 10.0  # maximum delay until rank 0 sees another host's files in a shared folder
+ABANDON_SECONDS = 1.0  # for a save in flight after the loss of a rank, whose steps would have to be repeated
 UNCOMMITTED = re.compile(r"\.staging-(removed-)?step-\d{8,}-[0-9a-f]{8}")
 _left: list[torch.Tensor] = []  # staging memory that this process has abandoned, for its next checkpointer
 
@@ -81,8 +83,7 @@ class Checkpointer:
         # Reused for the copies of the pieces that this rank saves.
         self._memory = _left.pop() if _left else torch.empty(0, dtype=torch.uint8)
         self.copied = Mark()  # when the last save has copied the state, which may change only then
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._pending: Future[tuple[AnyPath, str]] | None = None
+        self._pending: BackgroundSave[tuple[AnyPath, str]] | None = None
 
     def save(self, step: int, state: State, extra: dict[str, Any], *, block: bool = False) -> float:
         """Save a state; return the seconds for which the caller was blocked.
@@ -99,7 +100,7 @@ class Checkpointer:
         begin = time.perf_counter()
         self.wait()
         staged = self._attempt(lambda: (*self._copy(state), json.dumps(extra)))
-        self._pending = self._executor.submit(self._write, step, staged)
+        self._pending = BackgroundSave(self._write, "checkpoint", True, step, staged)
         if block or not self._asynchronous:
             self.wait()
         return time.perf_counter() - begin
@@ -138,7 +139,7 @@ class Checkpointer:
     @property
     def in_flight(self) -> bool:
         """Whether this rank is still saving in the background."""
-        return self._pending is not None and not self._pending.done()
+        return self._pending is not None and not self._pending.done
 
     def wait(self) -> AnyPath | None:
         """Wait for the save in flight; return its committed folder (None if no save was in flight).
@@ -167,29 +168,31 @@ class Checkpointer:
         finally:
             self._release()
 
-    def abandon(self, *, reuse: bool = False) -> None:
-        """Release the folder without the other ranks, one of which was lost; a save in flight is committed or fails.
+    def abandon(self, *, reuse: bool = False, seconds: float = ABANDON_SECONDS) -> None:
+        """Release the folder without the other ranks, one of which was lost.
 
         Args:
             reuse: give the staging memory to this process's next checkpointer: to page-lock it again takes seconds.
+            seconds: in which a save in flight is committed or fails. After them it is left uncommitted, with its
+                staging memory; the next checkpointer removes its files.
         """
+        ended = self._pending is None or self._pending.leave(seconds)
         self._release()
-        _left[:] = [self._memory] if reuse else []
+        _left[:] = [self._memory] if reuse and ended else []
 
     def _release(self) -> None:
-        self._executor.shutdown()
         if self._lock is not None:
             self._lock.close()
 
     # ---- in the background -------------------------------------------------------------------------------------------
 
-    def _write(self, step: int, staged: dict[str, Any]) -> tuple[AnyPath, str]:
+    def _write(self, save: BackgroundSave[Any], step: int, staged: dict[str, Any]) -> tuple[AnyPath, str]:
         """Write this rank's part in the background thread; a rank that fails still answers, so that no other rank
         hangs."""
         folder = self._folder / (f".staging-{_name(step)}-{self._nonce}" if self._renames else _name(step))
         failure, cleared = f"saving step {step} failed: ", ""
         if not self._renames:  # files are written at their final place
-            cleared = self._on_first_rank(lambda: self._clear(folder), failure)
+            cleared = self._on_first_rank(lambda: self._clear(folder), failure, save)
 
         def write() -> tuple[dict, str]:
             plan, data, copied, extra = _result(staged)
@@ -198,18 +201,26 @@ class Checkpointer:
             folder.mkdir(parents=True, exist_ok=True)
             return write_part(folder, self._rank, plan, data).model_dump(mode="json"), extra
 
-        answers = gather(self._attempt(write), self._group)
-        note = self._on_first_rank(lambda: self._commit(folder, step, answers), failure)
+        # In an object store, a write could still change the files of a later save of this step.
+        with save.leavable() if self._renames else nullcontext():
+            written = self._attempt(write)
+        with save.leavable():
+            answers = gather(written, self._group)
+        note = self._on_first_rank(lambda: self._commit(folder, step, answers), failure, save)
         return self._folder / _name(step), note or cleared
 
-    def _on_first_rank(self, action: Callable[[], Any], failure: str = "") -> Any:
+    def _on_first_rank(
+        self, action: Callable[[], Any], failure: str = "", save: BackgroundSave[Any] | None = None
+    ) -> Any:
         """Run an action on rank 0; return its result, or raise its error, on every rank."""
         outcome = self._attempt(action) if self._rank == 0 else {}
         if failure and outcome.get("error"):
             found = self._attempt(lambda: newest(self._folder))["result"]  # unknown if the disk is gone
             last = f"\n  The newest checkpoint is {found.path}." if found else ""
             outcome["error"] = failure + outcome["error"] + last
-        return _result(broadcast(outcome, self._group))
+        with save.leavable() if save else nullcontext():
+            outcome = broadcast(outcome, self._group)
+        return _result(outcome)
 
     def _clear(self, folder: AnyPath) -> str:
         """Clear the folder of a new checkpoint in an object store; return a note for the user."""

@@ -12,19 +12,18 @@ import contextlib
 import json
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from shoal.base.errors import UsageError
+from shoal.engine.checkpoint.background import BackgroundSave
 from shoal.engine.checkpoint.write import SavePlan, State, build_header, describe_part, plan_save
 from shoal.engine.collectives.json_collectives import HostGroup, all_gather, gather, get_rank, get_size
 from shoal.engine.streams import Mark, SideStream
@@ -38,9 +37,8 @@ from shoal.training.resilience.host_memory_dir import (
 )
 from shoal.training.resilience.memory_slot import MemorySlot, SlotRecord
 
-T = TypeVar("T")
 CPU = torch.device("cpu")
-PARTING_SECONDS = 0.05  # in which an exchange of copies ends after the loss of a rank, if gloo notices it
+ABANDON_SECONDS = 0.05  # for an exchange of copies after the loss of a rank: the state before is complete
 CHUNK = 16 << 20
 """Bytes per message; other traffic can proceed between two messages."""
 _left: list[MemorySlot] = []  # this process's own slots of an attempt that it has abandoned, for the next one
@@ -142,8 +140,7 @@ class InMemoryCheckpointer:
                 report(line)
         self._stream, self.copied = SideStream(device), Mark()
         self._turn, self._first = 0, True
-        self._pending: Future[tuple[bool, str]] | None = None
-        self._local = self._abandoned = False  # whether a save works on this rank's slots; whether a rank was lost
+        self._pending: BackgroundSave[tuple[bool, str]] | None = None
         if self._leads:
             own = [r for r in range(self._world) if self.places.first_on_host(r) == self._rank]
             try:
@@ -200,8 +197,9 @@ class InMemoryCheckpointer:
             self.copied = self._stream.run(partial(plan.copy, data))
         except OSError as error:
             problem = f"rank {self._rank}: {error.strerror}"
-        values, self._local = json.dumps(extra), True
-        self._pending = run_in_thread(self._keep, step, header, plan, data, self.copied, values, problem)
+        self._pending = BackgroundSave(
+            self._keep, "memory", False, step, header, plan, data, self.copied, json.dumps(extra), problem
+        )
         return time.perf_counter() - begin
 
     def wait(self) -> None:
@@ -232,23 +230,20 @@ class InMemoryCheckpointer:
     def abandon(self, *, reuse: bool = False) -> None:
         """Stop without the other ranks, one of which was lost; the saved states stay.
 
-        gloo does not always notice that a rank has ended during a transfer, and then waits until its timeout. So the
-        thread that exchanges copies may wait on; it writes nothing more.
+        The thread that exchanges copies may wait on (`BackgroundSave.leave`); it writes nothing more.
 
         Args:
             reuse: give this rank's slots to this process's next checkpointer.
         """
-        self._abandoned = True
-        pending, until = self._pending, time.monotonic() + PARTING_SECONDS
-        while pending and not pending.done() and (self._local or time.monotonic() < until):
-            time.sleep(0.005)
+        if self._pending is not None:
+            self._pending.leave(ABANDON_SECONDS)
         _left[:] = [each[self._rank] for each in self._slots] if reuse else []
 
     # ---- in the background -------------------------------------------------------------------------------------------
 
     def _keep(
-        self, step: int, header: bytes, plan: SavePlan, data: torch.Tensor | None, copied: Mark, extra: str,
-        problem: str,
+        self, save: BackgroundSave[Any], step: int, header: bytes, plan: SavePlan, data: torch.Tensor | None,
+        copied: Mark, extra: str, problem: str,
     ) -> tuple[bool, str]:  # fmt: skip
         """Commit this rank's slot and exchange copies. A rank that failed still participates."""
         copied.synchronize()
@@ -262,26 +257,24 @@ class InMemoryCheckpointer:
             )
             description = memory_slot.encode(record)
             problem = self._commit(self._rank, description)
-        self._local = False
         size = len(header) + (0 if data is None else plan.size)
-        ranks = all_gather([size, len(description), problem], self._group)
+        with save.leavable():
+            ranks = all_gather([size, len(description), problem], self._group)
         problems = [p for _, _, p in ranks if p]
         if not problems and self.places.receiver(0) is not None:
-            problems = self._exchange(mine, description, [(data, text) for data, text, _ in ranks])
-        self._local = True  # then look: `abandon` waits for what is local
-        if self._abandoned:
-            problems = ["a rank was lost"]
-        elif self._first and not problems:
+            problems = self._exchange(save, mine, description, [(data, text) for data, text, _ in ranks])
+        if self._first and not problems:
             if self._leads:
                 memory_slot.drop(self._home, self.attempt)  # the states of attempts before are obsolete
             self._reserve(1 - self._turn, size)
             self._first = False
-        self._local = False
         if problems:
             return False, f"step {step} could not be saved in memory: {'; '.join(problems)}"
         return True, ""
 
-    def _exchange(self, mine: dict[int, MemorySlot], description: bytes, sizes: list[tuple[int, int]]) -> list[str]:
+    def _exchange(
+        self, save: BackgroundSave[Any], mine: dict[int, MemorySlot], description: bytes, sizes: list[tuple[int, int]]
+    ) -> list[str]:
         """Send this rank's slot to the next node and receive the previous node's. Return problems."""
         problem, into = "", {}
         try:
@@ -289,22 +282,25 @@ class InMemoryCheckpointer:
                 into[rank] = (mine[rank].open(sizes[rank][0]), torch.empty(sizes[rank][1], dtype=torch.uint8))
         except OSError as error:
             problem = f"rank {self._rank}: {error.strerror}"
-        if problems := [p for p in all_gather(problem, self._group) if p]:
+        with save.leavable():
+            every = all_gather(problem, self._group)
+        if problems := [p for p in every if p]:
             return problems
         text = torch.frombuffer(bytearray(description), dtype=torch.uint8)
         receiver = self.places.receiver(self._rank)
         own = split_messages(mine[self._rank].memory, text)
-        works = [dist.isend(part, group=self._group, group_dst=receiver) for part in own]
-        for rank, pair in into.items():
-            works += [dist.irecv(part, group=self._group, group_src=rank) for part in split_messages(*pair)]
-        for work in works:
-            if work is not None:  # None for a rank that sends to itself
-                work.wait()
-        if self._abandoned:  # the received slots are no longer this run's
-            return []
+        with save.leavable():
+            works = [dist.isend(part, group=self._group, group_dst=receiver) for part in own]
+            for rank, pair in into.items():
+                works += [dist.irecv(part, group=self._group, group_src=rank) for part in split_messages(*pair)]
+            for work in works:
+                if work is not None:  # None for a rank that sends to itself
+                    work.wait()
         committed = [self._commit(rank, text.numpy().tobytes()) for rank, (_, text) in into.items()]
         problem = "; ".join(filter(None, committed))
-        return [p for p in all_gather(problem, self._group) if p]
+        with save.leavable():
+            every = all_gather(problem, self._group)
+        return [p for p in every if p]
 
     def _commit(self, rank: int, description: bytes) -> str:
         """Complete a slot of this node; return a problem."""
@@ -313,20 +309,6 @@ class InMemoryCheckpointer:
         except OSError as error:
             return f"rank {self._rank}: {error.strerror}"
         return ""
-
-
-def run_in_thread(function: Callable[..., T], *args: Any) -> Future[T]:
-    """Call a function in a thread for which the end of the process does not wait."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function(*args))
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="memory", daemon=True).start()
-    return future
 
 
 def split_messages(*tensors: torch.Tensor) -> list[torch.Tensor]:

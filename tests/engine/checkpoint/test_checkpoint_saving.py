@@ -2,10 +2,15 @@
 
 import math
 import shutil
+import subprocess
+import sys
 import threading
+import time
+from concurrent.futures import CancelledError
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shoal.engine.checkpoint import Checkpointer, CheckpointError, list_checkpoints, load, newest, save, storage
 from tests.engine.checkpoint.cuts import whole
@@ -183,6 +188,85 @@ def test_an_abandoned_checkpointer_leaves_its_memory_to_the_next(make):
     assert second._memory.data_ptr() == first._memory.data_ptr()
     second.close()
     assert make()._memory.numel() == 0  # no other is to keep it
+
+
+def test_an_abandoned_save_that_is_still_written_stays_uncommitted(make, tmp_path, monkeypatch):
+    go_on, write = threading.Event(), storage.write
+    monkeypatch.setattr(storage, "write", lambda *args: (go_on.wait(), write(*args)))
+    first = make()
+    first.save(1, weights(1), {})
+    begin = time.monotonic()
+    first.abandon(reuse=True, seconds=0.0)
+    assert time.monotonic() - begin < 5 and first.in_flight
+    second = make()
+    assert second._memory.numel() == 0  # the other thread still reads it
+    go_on.set()
+    with pytest.raises(CancelledError):
+        first.wait()
+    second.save(2, weights(2), {}, block=True)
+    assert steps(tmp_path) == [2] and list(tmp_path.glob(".staging*")) == []
+
+
+def leave_a_save(folder) -> tuple[float, bool, bool]:
+    """Leave a save in which the other rank takes no part yet, and save again.
+
+    Returns:
+        the seconds that leaving took; whether the thread still waited; whether the next checkpointer got its memory.
+    """
+    rank = dist.get_rank()
+    checkpointer = Checkpointer(folder, group=dist.new_group(backend="gloo"), keep=9, asynchronous=True)
+    begin, waits = time.monotonic(), False
+    if rank == 0:
+        checkpointer.save(1, weights(1), {})
+        checkpointer.abandon(reuse=True)
+        waits = checkpointer.in_flight
+    seconds = time.monotonic() - begin
+    dist.barrier()
+    if rank == 1:  # takes part after all
+        checkpointer.save(1, {}, {})
+        checkpointer.abandon()
+    dist.barrier()
+    after = Checkpointer(folder, group=dist.new_group(backend="gloo"), keep=9, asynchronous=True)
+    reused = after._memory.numel() > 0
+    after.save(2, weights(2) if rank == 0 else {}, {})
+    after.close()
+    return seconds, waits, reused
+
+
+def test_a_survivor_leaves_a_save_that_waits_for_a_lost_rank(pool, tmp_path):
+    """gloo may wait for a rank that ended during a transfer, until its timeout of half an hour."""
+    (seconds, waits, reused), _ = pool.run(leave_a_save, 2, tmp_path)
+    assert waits and seconds < 5 and not reused
+    assert steps(tmp_path) == [2] and list(tmp_path.glob(".staging*")) == []
+
+
+ENDS = """
+import sys, time
+from pathlib import Path
+from shoal.engine.checkpoint import Checkpointer, save
+from shoal.launch.forked_process import ForkedProcess
+from tests.engine.checkpoint.test_checkpoint_saving import weights
+
+exchange = save.gather
+
+def end(folder, gather):
+    save.gather = gather
+    checkpointer = Checkpointer(Path(sys.argv[1], folder), group=None, keep=1, asynchronous=True)
+    checkpointer.save(1, weights(1), {})
+    if folder == "left":
+        checkpointer.abandon()
+    raise ArithmeticError
+
+print(ForkedProcess(lambda: end("awaited", lambda *args: (time.sleep(0.2), exchange(*args))[1])).wait())
+print(ForkedProcess(lambda: end("left", lambda *args: time.sleep(1000))).wait())
+end("left", lambda *args: time.sleep(1000))
+"""
+
+
+def test_the_end_of_a_process_waits_for_a_save_unless_it_was_left(tmp_path):
+    done = subprocess.run([sys.executable, "-c", ENDS, tmp_path], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["1", "1"] and done.stderr.count("ArithmeticError") == 3
+    assert loaded(newest(tmp_path / "awaited").path) == 1 and newest(tmp_path / "left") is None
 
 
 def test_keeping_none_is_refused(make):

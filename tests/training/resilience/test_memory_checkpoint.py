@@ -150,7 +150,7 @@ def leave_a_save(home: Path) -> tuple[float, bool]:
         memory.save(1, pieces_of(1, 3, rank, world), {"step": 1})
         saving = memory._pending
         memory.abandon()
-        waits = saving is not None and not saving.done()
+        waits = saving is not None and not saving.done
     seconds = time.monotonic() - begin
     dist.barrier()
     if rank == 1:  # takes part after all
