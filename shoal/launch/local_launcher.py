@@ -33,12 +33,13 @@ from shoal.training.resilience.heartbeat import HeartbeatRecord, Phase
 from shoal.training.stop import PREEMPTED, REGROUP, REQUESTED, StopRequests
 
 PRELOADED = (
-    "shoal.training.trainer", "shoal.training.async_dp.trainers", "shoal.training.check", "torch.utils.tensorboard",
+    "shoal.training.trainer", "shoal.training.async_dp.trainers", "shoal.training.check", "shoal.training.samples",
+    "shoal.launch.rendezvous", "shoal.launch.watch.peer_watch", "torch.utils.tensorboard",
 )
 GRACE_SECONDS = 3.0  # between SIGTERM and SIGKILL of a dead rank's peers, in which the root cause may still be reported
 HELD_SECONDS = 1.0  # in which a survivor leaves that is stopped or has not finished its start
 POLL_SECONDS = 0.02  # between checks of the processes; the end of one is heard at once
-LEAVE_SECONDS = 0.005  # the same, while survivors leave
+RECOVERY_SECONDS = 0.005  # the same, while survivors leave, and until the end of the next step
 LOOK_SECONDS = 0.1  # between checks of the heartbeats
 TAIL_LINES, TAIL_BYTES = 30, 1 << 20  # of a rank's log, shown after its failure
 
@@ -180,7 +181,7 @@ class RankProcesses:
             self._pass_on()
             self._look()
             self._end_if_apart()
-            self._pause(POLL_SECONDS)
+            self._pause(RECOVERY_SECONDS if self._waited_for else POLL_SECONDS)
             ended |= self._ended()
         self._look(at_once=True)
         furthest = max((record.steps for record in self._records() if record and record.begun >= 0), default=-1)
@@ -244,7 +245,7 @@ class RankProcesses:
         while time.monotonic() < deadline and not done():
             if all(rank in self._seen or self._left(rank) for rank in range(len(self.processes))):
                 break
-            self._pause(LEAVE_SECONDS)
+            self._pause(RECOVERY_SECONDS)
 
     def _pause(self, seconds: float) -> None:
         """Wait for some seconds, or until the server reports the end of a process."""
