@@ -46,7 +46,7 @@ def load(
     convert: bool = False,
     ignore_prefixes: tuple[str, ...] = (),
     optional_prefixes: tuple[str, ...] = (),
-    manifest: Manifest | None = None,
+    read: Callable[[], Manifest] | None = None,
     files: Mapping[str, AnyPath] | None = None,
 ) -> dict[str, Any]:
     """Fill the tensors of ``state`` in place from a checkpoint of any layout; return its ``extra``.
@@ -63,29 +63,31 @@ def load(
             ``"optimizer."``.
         optional_prefixes: prefixes of tensors that may also be missing in the checkpoint, or have another shape there;
             these stay unchanged.
-        manifest: content of the checkpoint (default: read from ``path``).
+        read: reads the checkpoint's content (default: from ``path``).
         files: locations of the files that this rank needs (default: in ``path``).
 
     Raises:
         CheckpointError: naming the file or tensor: another model, set of tensors, shape or dtype; or damage.
     """
-    names, saved, problem, extra = sorted(state), set[str](), "", {}
+    names, unread, problem, extra = set(state), set[str](), "", {}
     try:
-        manifest = manifest or read_manifest(path)
+        manifest = read() if read else read_manifest(path)
         extra = manifest.extra
         check_model(path, extra.get("model"), model)
         state = {name: pieces for name, pieces in state.items()
                  if not name.startswith(optional_prefixes) or _fits(manifest, name, pieces)}
-        saved = set(manifest.tensors)
-        _check_present(path, saved, {name for name in names if not name.startswith(optional_prefixes)})
+        unread = manifest.tensors.keys() - names
+        needed = {name for name in names if not name.startswith(optional_prefixes)}
+        _check_present(path, set(manifest.tensors), needed)
         _check_tensors(path, manifest, state, convert)
         _fill(path, manifest, state, files)
     except (CheckpointError, OSError) as error:
         problem = str(error)
-    every = all_gather((problem, names), group)
+    every = all_gather((problem, sorted(unread)), group)
     if found := dict.fromkeys(problem for problem, _ in every if problem):
         raise CheckpointError("\n".join(found))
-    _check_all_loaded(path, saved.difference(*(names for _, names in every)), (*ignore_prefixes, *optional_prefixes))
+    unread.intersection_update(*(others for _, others in every))
+    _check_all_loaded(path, unread, (*ignore_prefixes, *optional_prefixes))
     return extra
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 HostGroup = dist.ProcessGroup | None
 """A process group with gloo for host memory, or None for a single process."""
 
-SIZE, FIRST = 8, 256  # bytes of a value's length, and of the first message, which holds a short value completely
+SIZE, FIRST = 8, 2048  # bytes of a value's length, and of the first message, which holds a short value completely
 
 
 def world() -> HostGroup:

@@ -22,7 +22,7 @@ from shoal.base.addresses import AnyPath
 from shoal.base.errors import UsageError
 from shoal.engine.checkpoint import CheckpointError, list_checkpoints, load, storage, verify
 from shoal.engine.checkpoint.load import check_part, raise_together, touched
-from shoal.engine.checkpoint.manifest import merge
+from shoal.engine.checkpoint.manifest import Manifest, merge
 from shoal.engine.checkpoint.write import State, file_name
 from shoal.engine.collectives.json_collectives import HostGroup, all_gather, get_rank
 from shoal.training.resilience import memory_slot
@@ -166,18 +166,35 @@ def _load_from_memory(
     if lost := sorted(set(range(some.world_size)) - save.keys()):
         which = f"rank{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))} of {some.world_size}"
         raise CheckpointError(f"step {some.step}: no node has the part of {which}.")
-    records = _exchange_records(save, group)
-    try:
-        manifest = merge(records[0].step, records[0].extra, [record.part for record in records])
-    except CheckpointError as error:  # on every rank, as all have the same records
-        raise CheckpointError(f"step {some.step}: {error}") from None
     holders = {file_name(owner): copies for owner, copies in save.items()}
+    if len(set(places.hosts)) == 1:  # each rank reads all files itself, and `load` exchanges its errors
+        read = partial(_read_manifest, {owner: Path(copies[0].folder) for owner, copies in save.items()})
+        files = {file: Path(copies[0].folder) / file for file, copies in holders.items()}
+        return _load(home, state, group=group, model=model, read=read, files=files)
+    manifest = _merge(_exchange_records(save, group))  # or its error on every rank, as all have the same records
     folder = home / f"restoring-{places.token}"
     try:
         files = _collect_files(folder, places, sorted(touched(manifest, state)), holders, group)
-        return _load(home, state, group=group, model=model, manifest=manifest, files=files)
+        return _load(home, state, group=group, model=model, read=lambda: manifest, files=files)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _read_manifest(folders: dict[int, Path]) -> Manifest:
+    """Read the content of a save from the folder of each rank's part."""
+    return _merge([memory_slot.read(folder) for _, folder in sorted(folders.items())])
+
+
+def _merge(records: list[SlotRecord]) -> Manifest:
+    """Merge the descriptions of all parts of a save.
+
+    Raises:
+        CheckpointError: they do not fit together.
+    """
+    try:
+        return merge(records[0].step, records[0].extra, [record.part for record in records])
+    except CheckpointError as error:
+        raise CheckpointError(f"step {records[0].step}: {error}") from None
 
 
 def _exchange_records(save: Save, group: HostGroup) -> list[SlotRecord]:

@@ -3,19 +3,23 @@
 import os
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from shoal.engine.checkpoint import CheckpointError
 from shoal.engine.checkpoint.write import SavePlan
 from shoal.launch.worker_pool import RankError
 from shoal.spec.config import save_config
 from shoal.training.resilience import host_memory_dir, memory_slot
 from shoal.training.resilience.memory_checkpoint import InMemoryCheckpointer, RankTopology
+from shoal.training.resilience.restore import Restored
 from tests.training.resilience.states import flip, go_on, here, keep, on_disk, pieces_of
 from tests.trainings.runs import shoal, small_config
 
@@ -139,6 +143,28 @@ def test_killed_while_it_writes_the_state_before_is_whole(pool, moment, tmp_path
     found, notes, right = go_on([tmp_path / "home"], tmp_path / "disk", 3)
     assert right and not notes
     assert found.step == (3 if moment == "when it is described" else 2)
+
+
+def go_on_with_an_unreadable_copy(home: Path, disk: Path) -> tuple[Restored | None, list[str], bool]:
+    """Go on from a state that rank 1 cannot read, once it has been listed."""
+    read, left = memory_slot.read, [dist.get_rank() == 1]
+
+    def fail_once(folder: Path):
+        if left[0] and sys._getframe(1).f_code.co_name != "read_all":
+            left[0] = False
+            raise CheckpointError(f"{folder} cannot be read.")
+        return read(folder)
+
+    with mock.patch.object(memory_slot, "read", fail_once):
+        return go_on([home], disk, 4)
+
+
+def test_ranks_of_one_host_refuse_a_state_together_that_one_of_them_cannot_read(pool, tmp_path):
+    home, disk = tmp_path / "home", tmp_path / "disk"
+    pool.run(on_disk, 2, disk, [1], 3)
+    pool.run(keep, 2, [home], [1, 2, 3], 3)
+    for found, notes, right in pool.run(go_on_with_an_unreadable_copy, 2, home, disk):
+        assert right and found.step == 2 and len(notes) == 1 and notes[0].endswith("cannot be read.")
 
 
 def leave_a_save(home: Path) -> tuple[float, bool]:
