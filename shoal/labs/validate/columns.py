@@ -183,6 +183,16 @@ def gathers_kept(row: Row, default: bool) -> bool:
     return int(job[1]) < _GATHERED_AGAIN and (number(row, "pp") or 1) == 1 if job else default
 
 
+def gradient_bytes(row: Row, default: int) -> int:
+    """Return the bytes of a gradient: vTrain's `src/predictor.py` reduces 2 for each parameter of its fp16 models."""
+    return 2 if "vTrain" in (row.get("source_loc") or "") else default
+
+
+def blocking(row: Row) -> bool:
+    """Whether the host waited for each kernel: BigScience's runs on more than 160 A100s, which hung otherwise."""
+    return "bigscience" in (row.get("source_loc") or "") and (number(row, "n_gpus") or 1) > 160
+
+
 def latent_model(row: Row) -> ModelShape | None:
     """Return the catalog's model with latent attention that a row names; its columns have no widths of latents."""
     return next((model_shape(name) for name in _LATENT if (row.get("model") or "").startswith(name)), None)

@@ -188,7 +188,9 @@ def _software(row: Row, software: Software) -> Software:
         "selective": {"selective": "core", "operators": "operators"}.get(mode or "", software.selective),
         "fused_norm": software.fused_norm or "RMS" in (row.get("attn_kernel") or ""),
         "reduced_apart": software.reduced_apart * fixed, "ties_first": software.balanced and not fixed,
-        "rows_once": columns.sends_rows_once(row, software.rows_once),
+        "rows_once": columns.sends_rows_once(row, software.rows_once), "blocking": columns.blocking(row),
+        "gradient_bytes": columns.gradient_bytes(row, software.gradient_bytes),
+        "reduce_bytes": columns.gradient_bytes(row, software.reduce_bytes),
         "gathers_kept": columns.gathers_kept(row, software.gathers_kept),
         "overlap_tensor": software.overlap_tensor and "vanilla" not in (row.get("note") or ""),
     })  # fmt: skip

@@ -34,7 +34,7 @@ FACTS = (
     "gradient_bytes", "reduce_bytes", "overlap_data", "overlap_gather", "overlap_tensor", "overlap_pipeline",
     "balanced", "dropout", "unit_messages", "bucket_copies", "shard_copies", "sliced", "reduced_apart",
     "gathers_kept", "unsplit_logits", "fused_norm", "ties_first", "ahead", "fused_loss", "kept_ffn", "kept_bytes",
-    "recomputes_heads", "paired", "pads_values", "rows_once", "row_bytes", "overlap_experts",
+    "recomputes_heads", "paired", "pads_values", "rows_once", "row_bytes", "overlap_experts", "blocking",
 )  # fmt: skip
 """Fields of `Runs` that are properties of the software, with the same names in `Software`."""
 
@@ -131,6 +131,7 @@ class Runs:
     rows_once: np.ndarray = _optional(0)
     row_bytes: np.ndarray = _optional(2)
     overlap_experts: np.ndarray = _optional(0)
+    blocking: np.ndarray = _optional(0)
 
     @staticmethod
     def from_rows(rows: Sequence[Mapping[str, Any]]) -> Runs:

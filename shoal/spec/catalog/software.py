@@ -51,6 +51,9 @@ class Software(Section):
     ahead: bool = False
     """Whether the host launches further kernels after it requests a message between stages, without waiting."""
 
+    blocking: bool = False
+    """Whether the host waits for the end of each kernel (`CUDA_LAUNCH_BLOCKING=1`), so that launches hide nothing."""
+
     paired: bool = False
     """Whether each pipeline rank has two stages, as far from the first as from the last (DualPipe)."""
 

@@ -52,6 +52,21 @@ def test_what_is_not_stated_is_assumed_and_said() -> None:
 
 
 @pytest.mark.parametrize(
+    ("location", "gpus", "reduced", "blocking"),
+    [
+        ("github:VIA-Research/vTrain@f8dda84:data/ground_truth_single.csv", 256, 2, False),
+        ("github:bigscience-workshop/bigscience@9e64ede:chronicles-prequel.md line 616", 384, 4, True),
+        ("github:bigscience-workshop/bigscience@9e64ede:chronicles-prequel.md line 616", 160, 4, False),
+        ("", 384, 4, False),
+    ],
+)
+def test_what_a_source_says_of_its_runs(location: str, gpus: int, reduced: int, blocking: bool) -> None:
+    found = read_row(row(layout=(gpus, 1, 1), global_batch=gpus, source_loc=location, step_time_s=1), "file")
+    software = found.run.software
+    assert (software.gradient_bytes, software.reduce_bytes, software.blocking) == (reduced, reduced, blocking)
+
+
+@pytest.mark.parametrize(
     ("mode", "ranks"), [("FSDP", 64), ("HSDP", 8), ("HSDP, shard group=16", 16), ("ZeRO-1, optimizer shard group=4", 4)]
 )
 def test_how_many_ranks_have_a_share(mode: str, ranks: int) -> None:

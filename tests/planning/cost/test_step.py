@@ -9,7 +9,7 @@ from shoal.planning.cost.batched_runs import Runs
 from shoal.planning.cost.memory.published_software import footprint
 from shoal.planning.cost.time.kernels import Kernels
 from shoal.planning.cost.time.step import shard_parameters, split_layers, step, weights_on_rank
-from shoal.spec.catalog.calibration import calibration
+from shoal.spec.catalog.calibration import NETWORKS, calibration
 
 LLAMA = {  # 8 B on 8 accelerators with 1 PFLOP/s
     "layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "ffn": 14336, "vocab": 128256,
@@ -154,8 +154,30 @@ def test_a_host_that_does_not_wait_launches_in_the_bubble() -> None:
 
 def test_a_gather_and_a_scatter_are_two_launches_where_a_sum_is_one() -> None:
     runs = Runs.from_rows([LLAMA, LLAMA | {"tp": 2}, LLAMA | {"tp": 2, "sequence_parallel": 1}])
-    alone, summed, gathered = Kernels(runs, calibration()).launches
+    alone, summed, gathered = Kernels(runs, calibration().measured({"launch_exchange": 0.05})).launches
     assert gathered - alone == pytest.approx(2 * (summed - alone)) and alone < summed < 1.1 * alone
+
+
+def test_hosts_wait_for_the_slowest_and_carry_messages_over_tcp() -> None:
+    rows = [LLAMA | {"tp": tp, "network": NETWORKS.index(name)} | sequence
+            for tp in (1, 8, 16) for name in ("infiniband", "tcp") for sequence in ({}, {"sequence_parallel": 1})]
+    k = Kernels(Runs.from_rows(rows), calibration())
+    alone, inside, across = k.meeting.reshape(3, 2, 2)
+    wait = calibration().numbers["wait"]
+    assert alone.max() == 0 and inside == pytest.approx(np.array([[3, 6], [3, 6]]) * wait)
+    assert across[0] == pytest.approx([4 * wait, 8 * wait])
+    group = k.group(k.runs.tp, 1.0)
+    assert across[1] == pytest.approx([group.sum_latency[10], 2 * group.gather_latency[11]])
+    crowded = 1 + calibration().numbers["launch_backward"]
+    assert k.launches_of_both == pytest.approx(crowded * k.launches + k.sums * k.meeting * (1 + k.exchanged_backward))
+
+
+def test_where_the_host_waits_for_each_kernel_launches_hide_nothing() -> None:
+    pipeline = {"pp": 4, "dp": 2, "shard": 2, "microbatches": 64}
+    runs = Runs.from_rows([LLAMA | pipeline, LLAMA | pipeline | {"blocking": 1}])
+    k, found = Kernels(runs, calibration()), step(runs, calibration())
+    more = 64 * (runs.layers / 4 * k.launches_of_both + calibration().numbers["micro_batch"])
+    assert 0.9 * more[1] < found.busy[1] - found.busy[0] < more[1]
 
 
 def test_a_sum_is_one_kernel_of_twice_the_steps() -> None:

@@ -22,7 +22,7 @@ def test_every_constant_is_for_what_is_known_and_no_larger_than_it_can_be() -> N
         assert len(of.meaning) > 10
         values = of.value if isinstance(of.value, dict) else {"": of.value}
         assert set(values) <= set(constant_names(of.by)), name
-        assert all(0 < value <= (of.most or np.inf) * 1.001 for value in values.values()), name
+        assert all(0 <= value <= (of.most or np.inf) * 1.001 for value in values.values()), name
 
 
 def test_what_no_measurement_reached_is_what_one_expects() -> None:

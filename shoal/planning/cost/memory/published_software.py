@@ -134,7 +134,7 @@ def _unread(k: Kernels, layers: np.ndarray, alive: np.ndarray) -> np.ndarray:
     queue limits the lead.
     """
     r = k.runs
-    lead = np.maximum(1 - k.launches / k.forward, 0.0) * np.where(r.microbatches > r.pp, 4.0, 1.0)
+    lead = np.maximum(1 - k.host / k.forward, 0.0) * np.where(r.microbatches > r.pp, 4.0, 1.0)
     ahead = np.maximum(alive - 2, 0.0) + np.minimum(alive, 2.0) * np.minimum(lead, 1.0)
     return np.minimum(layers * ahead, k.constants["queue"]) * r.reduced_apart * _gathered(k)
 

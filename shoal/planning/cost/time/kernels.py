@@ -245,6 +245,20 @@ class Kernels:
         return self.constant("launch") * (1 + more + c["launch_crowded"] * r.tp * carried)
 
     @cached_property
+    def meeting(self) -> np.ndarray:
+        """Seconds that one exchange adds to the host's: waiting for the slowest host; over tcp, where hosts carry the
+        messages, all steps between nodes."""
+        r, group = self.runs, self.group(self.runs.tp_y, self.runs.tp_x)
+        gathers, by_host = r.sequence_parallel > 0, (r.network == NETWORKS.index("tcp")) & (r.tp > r.per_node)
+        slowest = self.constants["wait"] * np.log2(r.tp) * (1 + gathers)
+        return np.where(by_host, np.where(gathers, 2 * group.gather_latency, group.sum_latency), slowest)
+
+    @cached_property
+    def host(self) -> np.ndarray:
+        """Seconds that a layer's forward takes the host: launches, and what exchanges add."""
+        return self.launches + self.sums * self.meeting
+
+    @cached_property
     def forward(self) -> np.ndarray:
         """Seconds of a layer's forward on the accelerator."""
         inside = self.products + self.attention[0] + self.elements + self.context[0]
@@ -268,10 +282,14 @@ class Kernels:
         return self.computing_backward + 2 * self.routing - self.hidden_rows
 
     @cached_property
+    def exchanged_backward(self) -> np.ndarray:
+        """Exchanges of a backward, relative to its forward's: block inputs may be gathered once more."""
+        return np.where((self.runs.sequence_parallel > 0) & (self.runs.gathers_kept == 0), 1.5, 1.0)
+
+    @cached_property
     def computing_backward(self) -> np.ndarray:
         """Seconds of a layer's backward with recomputation, without sending rows to experts."""
-        r, again = self.runs, (self.runs.sequence_parallel > 0) & (self.runs.gathers_kept == 0)
-        sums = self.exchange * self.sums * np.where(again, 1.5, 1)  # block inputs are gathered once more
+        r, sums = self.runs, self.exchange * self.sums * self.exchanged_backward
         hidden = np.minimum(sums * self.constants["hide_tensor"], self.products)
         exposed = sums - np.where(r.overlap_tensor > 0, hidden, 0.0)
         return 2 * self.products + self.attention[1] + 2 * self.elements + exposed + self.context[1] + self.again
@@ -286,13 +304,14 @@ class Kernels:
     def launches_of_both(self) -> np.ndarray:
         """Seconds in which the host launches a forward and a backward with recomputation."""
         again = self.runs.code("recompute") >= 2
-        return self.launches * (1 + self.constants["launch_backward"] + again)
+        launched = self.launches * (1 + self.constants["launch_backward"] + again)
+        return launched + self.sums * self.meeting * (1 + self.exchanged_backward + again)
 
     @cached_property
     def layer(self) -> tuple[np.ndarray, np.ndarray]:
         """Seconds of a layer's forward and backward, at least the host's launch time."""
         sharp = self.constants["sharp"]
-        forward = soft_max(self.forward, self.launches, sharp)
+        forward = soft_max(self.forward, self.host, sharp)
         return forward, soft_max(self.forward + self.backward, self.launches_of_both, sharp) - forward
 
     # ---- the ends ------------------------------------------------------------------------------------------------

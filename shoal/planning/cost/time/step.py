@@ -5,8 +5,8 @@ micro-batch on stage i, 1F1B takes sum_i t_i + (m - 1) max_i t_i (Narayanan et a
 stages); interleaving divides the part outside the largest stage by the stages per rank.
 
 The host launches kernels while its device computes. If it waits for each message between stages, as in Megatron-LM, the
-longer of computing and launching counts in each pass, and once more in the bubble. Otherwise it is ahead of its device
-by up to a full step, and also launches during the bubble.
+longer of computing and launching counts in each pass, and once more in the bubble. Where it waits for each kernel, both
+count. Otherwise it is ahead of its device by up to a full step, and also launches during the bubble.
 """
 
 from __future__ import annotations
@@ -96,14 +96,15 @@ class StepTimes(NamedTuple):
 def step(runs: Runs, constants: Calibration) -> StepTimes:
     """Return the step times of all runs."""
     r, c, k = runs, constants.numbers, Kernels(runs, constants)
-    (first_layers, most_layers, last_layers), waits = split_layers(r), (r.pp > 1) & (r.ahead == 0)
+    (first_layers, most_layers, last_layers), waits = split_layers(r), (r.pp > 1) & (r.ahead == 0) | (r.blocking > 0)
     device, launching, host = k.forward + k.backward, k.launches_of_both, c["micro_batch"]
     ends = k.head + k.further
 
     def passing(layers: np.ndarray, head: np.ndarray | float, host: np.ndarray | float) -> np.ndarray:
         """Return the time of a micro-batch through some layers: computing, or launching if longer and awaited."""
-        computing = layers * device + head
-        return np.where(waits, soft_max(computing, layers * launching + host, c["sharp"]), computing)
+        computing, launched = layers * device + head, layers * launching + host
+        longer = np.where(r.blocking > 0, computing + launched, soft_max(computing, launched, c["sharp"]))
+        return np.where(waits, longer, computing)
 
     most = np.where(r.pp > 1, passing(most_layers, 0.0, host), 0.0)
     hop = np.where(r.pp > 1, _hop(k), 0.0)
