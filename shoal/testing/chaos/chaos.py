@@ -106,7 +106,7 @@ class Chaos:
             return self.ranks > 1
         if name in ("lost-node", "returned-node"):
             return self.ranks > 1 and self.config.parallel.sync == "all-reduce"
-        return True
+        return name != "memory-full" or self.config.parallel.sync == "all-reduce"
 
     def trial(self, name: str, rng: random.Random, number: int) -> Trial:
         """Run once with one fault of this kind at a random moment, and check the outcome."""
@@ -116,6 +116,8 @@ class Chaos:
             trial, rank = self._kill_supervisor(folder, rng), 0
         elif name == "preempt":
             trial, rank = self._preempt(folder, rng), 0
+        elif name == "memory-full":
+            trial, rank = self._fill_memory(folder, rng)
         elif name in NEED_MOUNTS:
             trial, rank = self._disturb_disk(name, folder, rng), 0
         else:
@@ -175,14 +177,14 @@ class Chaos:
 
     def _supervise(
         self, folder: Path, faults: Sequence[Planted] = (), *, resume: bool = False, own_server: bool = False,
-        preempted: bool = False,
+        preempted: bool = False, config: RunConfig | None = None,
     ) -> int:
         """Run to the end; return the exit code of `shoal train`. A request to stop ends the trials too, unless it is
         the fault (``preempted``)."""
         os.environ[VARIABLE] = json.dumps([asdict(fault) for fault in faults])
         try:
             supervisor = create_supervisor(
-                self.config, folder, None if own_server else self.server, resume=resume, faulty=bool(faults)
+                config or self.config, folder, None if own_server else self.server, resume=resume, faulty=bool(faults)
             )
             code = supervisor.run()
             if supervisor.stop.count and not preempted:
@@ -291,6 +293,37 @@ class Chaos:
         folder.rmdir()
         folder.with_name(f"{folder.name}-kept").rename(folder)
         return trial
+
+    def _fill_memory(self, folder: Path, rng: random.Random) -> tuple[Trial, int]:
+        """Fill the memory folder of a run that saves each step there, then kill a rank; return also this rank."""
+        step, rank, ended = rng.randrange(1, max(2, self.steps - 3)), rng.randrange(self.ranks), threading.Event()
+        trial, memory = Trial("memory-full", f"rank {rank}, step {step + 2}"), folder.with_name(f"{folder.name}-memory")
+        memory.mkdir()
+        state = sum(path.stat().st_size for path in self.reference.rglob("*.safetensors"))
+        mount(f"mount -t tmpfs -o size={8 * state + (16 << 20)} tmpfs '{memory}'")
+        failover = self.config.failover.model_copy(update={"memory_every": 1, "memory_folder": memory})
+        config = self.config.model_copy(update={"failover": failover})
+
+        def act() -> None:
+            wait_until(lambda: ended.is_set() or steps_done(folder) >= step, seconds=120)
+            fill(memory / "filler")
+            disturbed_path(folder).touch()
+
+        thread = threading.Thread(target=act)
+        try:
+            thread.start()
+            faults = [Planted("wait", 0, step, "F"), Planted("kill", rank, step + 1, "F")]
+            try:
+                self._expect(trial, KINDS["memory-full"], self._supervise(folder, faults, config=config))
+            finally:
+                ended.set()
+                thread.join()
+            disturbed_path(folder).unlink()
+            trial.problems += [f"remains: {path}" for path in memory.iterdir() if path.name != "filler"]
+        finally:
+            mount(f"umount -l '{memory}'")
+        memory.rmdir()
+        return trial, rank
 
     def _forks(self) -> set[psutil.Process]:
         """Return the forks of the server that are alive."""

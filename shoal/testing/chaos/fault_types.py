@@ -50,6 +50,7 @@ KINDS = {
     "bit-shard": FaultType("shard", "any", r"damaged shard \S+\.bin: its checksum", late=True, codes=(2,)),
     "disk-full": FaultType("", "", r"[Nn]o space left on device", late=True),
     "read-only": FaultType("", "", r"[Rr]ead-only file system", late=True),
+    "memory-full": FaultType("", "", KILLED),
     "slow": FaultType("slow", "forward", r"slowest: rank RANK "),
     "lost-node": FaultType("kill", "any", r"rank RANK was killed(.|\n)*available: now on", rounded=True),
     "returned-node": FaultType(
@@ -58,5 +59,5 @@ KINDS = {
 }  # fmt: skip
 
 REPAIRED = FaultType("", "", "")
-NEED_MOUNTS = {"disk-full", "read-only"}
+NEED_MOUNTS = {"disk-full", "read-only", "memory-full"}
 MOMENT_OPS = {"forward": "F", "backward": "BIW", "collective": "R", "optimizer": "S", "any": "FBIWRS"}

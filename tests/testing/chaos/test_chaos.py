@@ -149,21 +149,21 @@ def test_what_cannot_be_is_refused(words, says, corpus, tmp_path, capfd):
 
 @pytest.fixture(scope="module")
 def commanded(corpus, tmp_path_factory) -> tuple[int, str, str]:
-    """`shoal chaos` of three faults, or three times of one if no disk can be mounted: exit code, output and page."""
+    """`shoal chaos` of four faults, or four times of one if no disk can be mounted: exit code, output and page."""
     folder = tmp_path_factory.mktemp("command")
     save_config(config_of(corpus, train={"steps": 6}, checkpoint={"every": 2}), folder / "run.toml")
     faults = ",".join(["exit-0", *sorted(NEED_MOUNTS)])
-    words = ["--trials", "3", "--faults", faults, "--folder", folder / "all", "--out", folder / "page.html"]
+    words = ["--trials", "4", "--faults", faults, "--folder", folder / "all", "--out", folder / "page.html"]
     code, said = shoal("chaos", folder / "run.toml", *words)
     return code, said, (folder / "page.html").read_text()
 
 
 def test_the_command(commanded):
-    """Three trials, the table and the page."""
+    """Four trials, the table and the page."""
     code, said, page = commanded
     assert code == 0, said
-    assert said.count("passed") == 3 and "exit-0" in said
-    assert "3 of 3 faults survived" in page
+    assert said.count("passed") == 4 and "exit-0" in said
+    assert "4 of 4 faults survived" in page
 
 
 def test_a_disk_that_is_full_and_a_folder_that_cannot_be_written(commanded):
