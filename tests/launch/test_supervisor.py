@@ -14,6 +14,7 @@ from shoal.launch.local_launcher import RankProcess
 from shoal.launch.supervisor import PROCESSES_FILE
 from shoal.spec.config import save_config
 from shoal.training.resilience.events import read_events
+from shoal.training.resilience.heartbeat import HeartbeatRecord
 from shoal.training.stop import PREEMPTED
 from tests.trainings.runs import alive, checkpoints, curve, logged, same_bits, shoal, start, wait_for
 from tests.trainings.supervised import STEPS, config_of
@@ -112,7 +113,8 @@ def test_spares_take_the_place_of_lost_ranks(supervised, undisturbed, corpus, mo
 
 
 @pytest.mark.parametrize(("seconds", "processes"), [(1e-3, {2, 3}), (0, {2})], ids=["late", "off"])
-def test_survivors_that_are_too_late_are_replaced(seconds, processes, supervised, undisturbed, corpus):
+def test_survivors_that_are_too_late_are_replaced(seconds, processes, supervised, undisturbed, corpus, monkeypatch):
+    monkeypatch.setattr(HeartbeatRecord, "joined", False)  # else all may have met before the supervisor looks
     code, folder = supervised(config_of(corpus, failover={"recovery_timeout_seconds": seconds}), "kill@6:1:B")
     assert code == 0 and curve(folder) == curve(undisturbed)
     assert [event["kind"] for event in events(folder, "recovered")] == ["restart"]

@@ -191,7 +191,7 @@ EXPERTS = {"count": 4, "per_token": 2, "ffn": 24}
     ({"dp": 2, "tp": 2, "ep": 4, "etp": 1, "sequence_parallel": True, "zero": 3, "recompute": "full"},
      {"shared": 1, "biases": True}, "tiny"),
     ({"cp": 2, "tp": 2, "sequence_parallel": True, "dp": 2, "ep": 4, "cp_order": "striped", "recompute": "full"},
-     {"shared": 1, "depths": 0.5}, "tiny"),
+     {"shared": 1, "depths": 0.5, "per_token": 1, "scales_input": True, "biases": True}, "tiny"),
 ])  # fmt: skip
 def test_experts_that_all_get_as_many_tokens(parallel: dict, experts: dict, family: str) -> None:
     """FLOPs and bytes sent, of a dry rank whose routers spread tokens evenly; also of those that pass through a layer

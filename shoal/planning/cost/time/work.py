@@ -121,9 +121,14 @@ def _mlp(run: MicroBatch, tokens: int, width: int) -> int:
 
 
 def _bias_sums(run: MicroBatch) -> int:
-    """Return the FLOPs of the gradients of the biases inside experts: products of their rows with 8 columns of ones."""
-    biases = 2 if run.shape.family == "llama" else 1
-    return 2 * 8 * run.routed.computed * biases * (run.shape.moe.ffn // run.layout.expert_tensor)
+    """Return the FLOPs of the gradients of the biases inside experts: products of their rows with 8 columns of ones.
+
+    Where inputs are scaled (`scales_input`), the factors of the outer biases are choices, which have no gradient.
+    """
+    shape, experts = run.shape, run.shape.moe
+    biases = 2 if shape.family == "llama" else 1
+    inside = 2 * 8 * run.routed.computed * biases * (experts.ffn // run.layout.expert_tensor)
+    return inside - experts.scales_input * 2 * run.routed.own * shape.hidden * experts.count
 
 
 def _experts(run: MicroBatch) -> int:
