@@ -168,6 +168,7 @@ def test_hosts_wait_for_the_slowest_and_carry_messages_over_tcp() -> None:
     assert across[0] == pytest.approx([4 * wait, 8 * wait])
     group = k.group(k.runs.tp, 1.0)
     assert across[1] == pytest.approx([group.sum_latency[10], 2 * group.gather_latency[11]])
+    assert k.host == pytest.approx(k.launches + k.sums * k.meeting) and (k.layer[0] >= k.host).all()
     crowded = 1 + calibration().numbers["launch_backward"]
     assert k.launches_of_both == pytest.approx(crowded * k.launches + k.sums * k.meeting * (1 + k.exchanged_backward))
 
