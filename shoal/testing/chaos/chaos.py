@@ -17,7 +17,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -42,7 +43,7 @@ from shoal.testing.chaos.fault_injection import (
 )
 from shoal.testing.chaos.fault_types import KINDS, MOMENT_OPS, NEED_MOUNTS, REPAIRED, FaultType
 from shoal.testing.chaos.mounts import fill, mount
-from shoal.testing.chaos.run_folder import (
+from shoal.testing.chaos.outcome import (
     ROUGH,
     ROUNDING,
     compare_checkpoints,
@@ -200,21 +201,15 @@ class Chaos:
     def _preempt(self, folder: Path, rng: random.Random) -> Trial:
         """Ask the run to stop, as Ctrl-C and job managers do; then resume it from the step after which it stopped."""
         step, pause = rng.randrange(1, max(2, self.steps - 4)), rng.random() * 0.05
-        trial, ended = Trial("preempt", f"step {step}"), threading.Event()
+        trial = Trial("preempt", f"step {step}")
 
-        def ask() -> None:
+        def ask(ended: threading.Event) -> None:
             wait_until(lambda: ended.is_set() or steps_done(folder) >= step)
             if not ended.wait(pause):
                 os.kill(os.getpid(), signal.SIGTERM)
 
-        thread = threading.Thread(target=ask)
-        with StopRequests():  # of a run that has just ended by itself
-            thread.start()
-            try:
-                code = self._supervise(folder, preempted=True)
-            finally:
-                ended.set()
-                thread.join()
+        with StopRequests(), beside(ask):  # a request may come when the run has just ended by itself
+            code = self._supervise(folder, preempted=True)
         self._expect(trial, KINDS["preempt"], code)
         if code == PREEMPTED:
             saved = last_checkpoint(folder)
@@ -262,9 +257,8 @@ class Chaos:
         size = 4 * sum(path.stat().st_size for path in self.reference.rglob("*") if path.is_file())
         mount(f"mount -t tmpfs -o size={size} tmpfs '{folder}'")
         run, checkpoints = folder / "run", folder / "run" / "checkpoints"
-        ended = threading.Event()
 
-        def act() -> None:
+        def act(ended: threading.Event) -> None:
             if not wait_until(lambda: ended.is_set() or steps_done(run) >= step, seconds=120) or ended.is_set():
                 trial.problems.append(f"it did not reach step {step}")
             elif name == "disk-full":
@@ -277,14 +271,9 @@ class Chaos:
             if name == "read-only" and not trial.problems:
                 mount(f"umount '{checkpoints}'")
 
-        thread = threading.Thread(target=act)
         try:
-            thread.start()
-            try:
+            with beside(act):
                 code = self._supervise(run, [Planted("wait", 0, step, "F")])
-            finally:
-                ended.set()
-                thread.join()
             disturbed_path(run).unlink()
             self._expect(trial, kind, code)
             shutil.copytree(run, folder.with_name(f"{folder.name}-kept"))
@@ -296,7 +285,7 @@ class Chaos:
 
     def _fill_memory(self, folder: Path, rng: random.Random) -> tuple[Trial, int]:
         """Fill the memory folder of a run that saves each step there, then kill a rank; return also this rank."""
-        step, rank, ended = rng.randrange(1, max(2, self.steps - 3)), rng.randrange(self.ranks), threading.Event()
+        step, rank = rng.randrange(1, max(2, self.steps - 3)), rng.randrange(self.ranks)
         trial, memory = Trial("memory-full", f"rank {rank}, step {step + 2}"), folder.with_name(f"{folder.name}-memory")
         memory.mkdir()
         state = sum(path.stat().st_size for path in self.reference.rglob("*.safetensors"))
@@ -304,20 +293,15 @@ class Chaos:
         failover = self.config.failover.model_copy(update={"memory_every": 1, "memory_folder": memory})
         config = self.config.model_copy(update={"failover": failover})
 
-        def act() -> None:
+        def act(ended: threading.Event) -> None:
             wait_until(lambda: ended.is_set() or steps_done(folder) >= step, seconds=120)
             fill(memory / "filler")
             disturbed_path(folder).touch()
 
-        thread = threading.Thread(target=act)
+        faults = [Planted("wait", 0, step, "F"), Planted("kill", rank, step + 1, "F")]
         try:
-            thread.start()
-            faults = [Planted("wait", 0, step, "F"), Planted("kill", rank, step + 1, "F")]
-            try:
+            with beside(act):
                 self._expect(trial, KINDS["memory-full"], self._supervise(folder, faults, config=config))
-            finally:
-                ended.set()
-                thread.join()
             disturbed_path(folder).unlink()
             trial.problems += [f"remains: {path}" for path in memory.iterdir() if path.name != "filler"]
         finally:
@@ -380,6 +364,19 @@ def create_supervisor(
     payload = {"config": plain(config), "folder": str(folder), "resume": resume, "made": True}
     module = "shoal.testing.chaos.fault_injection" if faulty else "shoal.launch.worker"
     return Supervisor(config, payload, folder, "cpu", survivable=False, module=module, server=server)
+
+
+@contextmanager
+def beside(act: Callable[[threading.Event], None]) -> Iterator[None]:
+    """Call a function in a thread during the context, with an event that is set at its end."""
+    ended = threading.Event()
+    thread = threading.Thread(target=act, args=(ended,))
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 300.0) -> bool:

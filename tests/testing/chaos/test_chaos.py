@@ -16,8 +16,8 @@ from shoal.spec.config import save_config
 from shoal.testing.chaos.chaos import Chaos, Trial, wait_until
 from shoal.testing.chaos.fault_injection import COMMITTING, STAGING, START, damage
 from shoal.testing.chaos.fault_types import KINDS, NEED_MOUNTS
+from shoal.testing.chaos.outcome import ROUGH, compare_checkpoints, last_checkpoint, steps_done
 from shoal.testing.chaos.run import count_by_fault
-from shoal.testing.chaos.run_folder import ROUGH, compare_checkpoints, last_checkpoint, steps_done
 from tests.trainings.runs import shoal
 from tests.trainings.supervised import STEPS, config_of
 

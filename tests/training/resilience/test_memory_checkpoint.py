@@ -218,7 +218,7 @@ def test_what_a_run_goes_on_from_stays_until_it_has_something_newer(pool, tmp_pa
 
 
 def go_on_in_process(home: Path, steps: list[int], before: int | None) -> tuple[bool, list[set[int]]]:
-    """Save, abandon, go on from a state and save again, in one process.
+    """Save states in memory and abandon the checkpointer; then restore a state and save with a new checkpointer.
 
     Returns:
         whether both attempts have the same memory; and the steps that it holds at the start and after each new save.
