@@ -286,6 +286,17 @@ def test_compiled_layers_compute_the_same(corpus, pool):
         config = small_config(corpus, {"micro_batch": 8}, train={"compile": compile}, model={"layers": 1})
         found[compile] = pool.run(losses, 1, plain(config), 3, timeout=300)[0]
     assert found[True] == pytest.approx(found[False], rel=1e-5)
+    before, after = pool.run(count_graphs, 1, plain(config), timeout=300)[0]
+    assert before == after > 0  # a survivor of a lost rank makes its engine again, with the code that it has
+
+
+def count_graphs(values) -> tuple[int, int]:
+    """Return how many graphs this process has compiled, before another engine of the run is made and after."""
+    from torch._dynamo.utils import counters  # takes a second to import, which other tests need not pay
+
+    before = counters["stats"]["unique_graphs"]
+    losses(values, 2)
+    return before, counters["stats"]["unique_graphs"]
 
 
 @pytest.mark.parametrize("parallel", [{"tp": 2}, {"dp": 2, "zero": 3}], ids=["tp 2", "dp 2, ZeRO-3"])
