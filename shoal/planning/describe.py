@@ -100,7 +100,7 @@ def describe_run(
     }  # fmt: skip
     run = EstimatedRun(shape, layout, machine, s, batch, precision, optimizer, software=software, **more)
     check_device(run)
-    if run.eight_bits and config and config.float8.scales == "block":
+    if run.quantised and config and config.float8.scales == "block":
         raise UsageError("float8.scales = block: such products are not estimated.\n  Leave it out, or measure.")
     if layout.offload != "none":
         given = f"parallel.offload = {layout.offload}"

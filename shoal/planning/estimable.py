@@ -62,7 +62,8 @@ def check_software(run: EstimatedRun) -> None:
     checked = {
         "parallel.schedule": (layout.schedule, tuple(SCHEDULES)), "parallel.tp_x": (layout.tp_x, (1,)),
         "parallel.stage_layers": (layout.stage_layers, (None,)), "--optimizer": (run.optimizer, ("adamw", "adam")),
-        "--precision": (run.precision, ("bf16", "fp16", "fp8", "mxfp8")), "model.depths": (shape.depths, (None,)),
+        "--precision": (run.precision, ("bf16", "fp16", "fp8", "mxfp8", "nvfp4")),
+        "model.depths": (shape.depths, (None,)),
     }  # fmt: skip
     for what, (value, known) in checked.items():
         if value not in known:

@@ -52,12 +52,6 @@ class EstimatedRun:
         return self.cluster.accelerator.is_gpu and self.policy.compute.itemsize < 8
 
     @property
-    def eight_bits(self) -> bool:
-        """True if the layers' products are computed in 8 bits; MXFP8 is decoded first, except on Blackwell."""
-        native = "mxfp8" if self.cluster.accelerator.generation == "blackwell" else ""
-        return self.policy.products in ("float8", native)
-
-    @property
     def by_lengths(self) -> bool:
         """True if attention takes lengths of documents and windows instead of a mask: flash, on accelerators.
 
@@ -83,8 +77,22 @@ class EstimatedRun:
 
     @property
     def products(self) -> str:
-        """Format of the layers' products, as named in the accelerators' peaks."""
-        return "fp8" if self.eight_bits else KINDS[self.policy.compute.name]
+        """Format of the layers' products, as named in the accelerators' peaks.
+
+        MXFP8 and NVFP4 are decoded to 16 bits before they are multiplied, except on accelerators with products of
+        theirs; shoal decodes NVFP4 everywhere.
+        """
+        machine, kind = self.cluster.accelerator, self.policy.products
+        if kind == "float8" or (kind == "mxfp8" and machine.generation == "blackwell"):
+            return "fp8"
+        if kind == "nvfp4" and "fp4" in machine.peak_flops and self.software.name != "shoal":
+            return "fp4"
+        return KINDS[self.policy.compute.name]
+
+    @property
+    def quantised(self) -> bool:
+        """True if the layers' products are computed in 8 or 4 bits."""
+        return self.products in ("fp8", "fp4")
 
     @property
     def computed_scores(self) -> float:

@@ -42,6 +42,19 @@ def test_software_changes_the_answer_as_it_should() -> None:
     assert seconds("megatron-core", attention="unfused") > seconds("megatron-core")
 
 
+def test_four_bits_are_faster_where_they_are_multiplied() -> None:
+    def seconds(software: str, cluster: str) -> list[float]:
+        given = {"layout": Layout(zero=1), "model": "llama-3-8b", "cluster": cluster, "software": software}
+        return [shoal.estimate(**given, precision=kind).step_seconds for kind in ("bf16", "fp8", "nvfp4")]
+
+    half, eight, four = seconds("megatron-core", "8xGB300")
+    assert four < 0.8 * eight < eight < half
+    half, eight, four = seconds("megatron-core", "8xH100")
+    assert eight < four == half, "without products in 4 bits"
+    half, eight, four = seconds("shoal", "8xGB300")
+    assert four >= half, "shoal decodes them"
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -140,12 +140,12 @@ def schedule(row: Row, virtual: int) -> str:
     return "interleaved-1f1b" if virtual > 1 and named == "1f1b" else named
 
 
-def zero_stage(row: Row) -> int:
-    """Return the ZeRO stage, by number or by the name of its implementation."""
+def zero_stage(row: Row) -> int | None:
+    """Return the ZeRO stage, by number or by the name of its implementation; None if neither is stated."""
     stage, text = number(row, "zero_stage", zero=True), row.get("dp_mode") or ""
     if stage is not None:
         return int(stage)
-    return 3 if "FSDP" in text else 1 if "opt" in text or "ZeRO" in text else 0
+    return 3 if "FSDP" in text else 1 if "opt" in text or "ZeRO" in text else 0 if text else None
 
 
 def shards(row: Row, stage: int, dp: float) -> float:
@@ -156,10 +156,12 @@ def shards(row: Row, stage: int, dp: float) -> float:
     return min(dp, group) if stage else 1.0
 
 
-def eight_bits(row: Row) -> bool:
-    """Whether products run in 8 bits or fewer; torch's row-wise scaling, no faster than 16 bits, does not count."""
+def precision(row: Row, half: str) -> str:
+    """Return the number formats: ``half`` also for torch's row-wise 8 bits, which are no faster than 16."""
     text = (row.get("precision") or "").lower()
-    return "rowwise" not in text and any(word in text for word in ("fp8", "float8", "fp4"))
+    if "rowwise" in text:
+        return half
+    return "nvfp4" if "fp4" in text else "fp8" if "fp8" in text or "float8" in text else half
 
 
 def gated(row: Row) -> bool:

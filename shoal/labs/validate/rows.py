@@ -92,7 +92,7 @@ def read_row(row: Row, file: str) -> Point:
     oom = row.get("status") == "oom"
     call: dict[str, Any] = {
         "layout": layout, "model": _shape(row, known), "cluster": machines, "sequence_length": s,
-        "global_batch": round(batch), "precision": "fp8" if columns.eight_bits(row) else half, "fill": False,
+        "global_batch": round(batch), "precision": columns.precision(row, half), "fill": False,
         "software": _software(row, software),
     }  # fmt: skip
     run, seconds = describe_run(**call), columns.seconds(row, batch * s, gpus)
@@ -127,8 +127,11 @@ def _layout(row: Row, known: _Known, software: Software) -> tuple[Layout, float]
     if gpus > 8 and number(row, "tp") is None:
         raise Inexpressible("tp not stated")
     tp, pp, cp = (number(row, name) or 1.0 for name in ("tp", "pp", "cp"))
-    stage = columns.zero_stage(row)
     dp = number(row, "dp") or gpus / (tp * pp * cp)
+    stage = columns.zero_stage(row)
+    if stage is None:  # publications of software with ZeRO seldom say that they use it
+        stage = next((stage for stage in software.zero_stages if stage and dp > 1), 0)
+        known.assumed.append("zero_stage")
     shard = columns.shards(row, stage, dp)
     if stage == 3 and dp * tp * pp * cp < gpus:  # dp counts replicas, each sharded inside
         shard = gpus / (dp * tp * pp * cp)

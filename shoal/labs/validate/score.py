@@ -116,9 +116,9 @@ class Scored:
         right = int((oom & predicted).sum())
         return int(oom.sum()), right / max(1, int(predicted.sum())), right / max(1, int(oom.sum()))
 
-    @property
-    def best(self) -> tuple[int, int]:
-        """Number of families of layouts whose predicted best is within 5 % of the best, and of all families."""
+    @cached_property
+    def families(self) -> list[np.ndarray]:
+        """Points that differ only in layout, where at least three have a time: their indices."""
         families: dict[tuple, list[int]] = defaultdict(list)
         for i, p in enumerate(self.points):
             if p.seconds:
@@ -130,10 +130,22 @@ class Scored:
                     p.file, p.model, p.gpus, run.global_batch, shape, run.sequence_length, run.precision, kernels,
                     made.accelerator.name, made.memory_bytes, made.per_node, nic,
                 ].append(i)
-        several = [np.array(found) for found in families.values() if len(found) >= 3]
+        return [np.array(found) for found in families.values() if len(found) >= 3]
+
+    @property
+    def best(self) -> tuple[int, int]:
+        """Number of families whose predicted best is within 5 % of the best, and of all families."""
         times = self.measured_seconds
-        good = sum(times[f[np.argmin(self.seconds[f])]] <= NEAR * times[f].min() for f in several)
-        return int(good), len(several)
+        good = sum(times[f[np.argmin(self.seconds[f])]] <= NEAR * times[f].min() for f in self.families)
+        return int(good), len(self.families)
+
+    @property
+    def correlation(self) -> float:
+        """Spearman's correlation of measured and estimated times in the median family; NaN without families."""
+        from scipy.stats import spearmanr  # which takes a second to import
+
+        found = [spearmanr(self.measured_seconds[f], self.seconds[f]).statistic for f in self.families]
+        return float(np.median(found)) if found else np.nan
 
 
 def score(points: Sequence[Point], constants: Calibration | None = None) -> Scored:

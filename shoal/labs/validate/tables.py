@@ -40,10 +40,12 @@ def score_lines(found: Validation, worst: int = 0) -> list[str]:
 def _score(scored: Scored, left: Left) -> list[str]:
     sources = group_by(scored, lambda p: f"{p.file}, {p.quality}")
     sizes = group_by(scored, lambda p: f"{_size(p.gpus)} accelerators, {p.quality}")
-    good, families = scored.where(lambda p: p.quality == "A").best
+    graded = scored.where(lambda p: p.quality == "A")
+    good, families = graded.best
     lines = [
         *_rows(totals(scored) | sources | sizes),
         f"\nPredicted best layout within 5 % of the measured best: {good} of {families} families of quality A.",
+        *([f"Spearman's correlation of their times, in the median family: {graded.correlation:.3f}."] * (families > 0)),
         f"{len(scored.points):,} rows scored, {sum(left.values()):,} not.",
     ]
     assumed = Counter(name for p in scored.points for name in p.assumed)

@@ -93,8 +93,8 @@ class Runs:
     software: np.ndarray = _optional(0)  # index of calibration constants, like `generation` and `network`
     generation: np.ndarray = _optional(2)
     attention: np.ndarray = _optional(3)  # index into `ATTENTION`
-    fp8: np.ndarray = _optional(0)  # 1 if the layers' products are in 8 bits
-    peak8: np.ndarray = _optional(0)  # FLOP/s of these products
+    quantised: np.ndarray = _optional(0)  # 1 if the layers' products are in 8 or 4 bits
+    quantised_peak: np.ndarray = _optional(0)  # FLOP/s of these products
     attainable: np.ndarray = _optional(1)  # fraction of `peak` that the best-shaped product attains
     inside: np.ndarray = _optional(inf)  # bytes/s of one accelerator within its node
     nic: np.ndarray = _optional(inf)  # its share of the bandwidth out of the node
@@ -243,7 +243,7 @@ def describe_row(run: EstimatedRun) -> dict[str, Any]:
         "software": list(software_table()).index(software.name), "attention": ATTENTION.index(kernel),
         "generation": GENERATIONS.index(machine.generation), "network": NETWORKS.index(network),
         "peak": machine.dense_flops(KINDS[run.policy.compute.name]), "attainable": machine.matmul_efficiency,
-        "fp8": run.eight_bits, "peak8": machine.dense_flops("fp8") if run.eight_bits else 0.0,
+        "quantised": run.quantised, "quantised_peak": machine.dense_flops(run.products) if run.quantised else 0.0,
         "hbm": machine.memory_bandwidth / wide, "memory": cluster.memory_bytes,
         "is_gpu": machine.is_gpu,
         "inside": cluster.inside.bandwidth * (2 if cluster.torus else 1) / wide if cluster.inside else inf,

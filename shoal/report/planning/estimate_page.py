@@ -53,7 +53,7 @@ def operations(estimate: Estimate) -> dict[str, OperationCost]:
     """Return the products of one layer on one rank, by name; expert products are per expert."""
     run = estimate.run
     shape, layout, e = run.shape, run.layout, run.policy.compute.itemsize
-    factor = 1 if run.eight_bits else e
+    factor = 1 if run.quantised else e
     n, y = estimate.forward.tokens, layout.tp_y
     hidden = shape.hidden // layout.tp_x
     if (latent := shape.latent) is not None:

@@ -1,6 +1,7 @@
 """A fit finds the constants that made the measurements, and its intervals hold what they say."""
 
 import tomllib
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -167,6 +168,9 @@ def test_the_score_counts_what_did_not_fit() -> None:
     assert precision == recall == 1
     good, families = score(points, other()).best
     assert families == 6 and good >= 5
+    assert score(points, other()).correlation > 0.9
+    backwards = replace(score(points, other()), seconds=1 / score(points, other()).seconds)
+    assert backwards.correlation < -0.9
     twice = points_of([r | {"gpu": gpu} for r in made for gpu in ("H100-SXM-80GB", "H800-80GB")])
     assert score(twice, other()).best[1] == 12, "families are of one accelerator"
     twice = points_of([r | {"precision": kind} for r in made for kind in ("bf16", "fp8")])

@@ -74,6 +74,23 @@ def test_how_many_ranks_have_a_share(mode: str, ranks: int) -> None:
     assert point.run.layout.shards == ranks
 
 
+def test_software_with_zero_is_assumed_to_use_it() -> None:
+    said = [("", "", "Megatron-LM", 2025), ("", "", "Megatron-LM", 2021), ("", "", "PyTorch FSDP", 2024),
+            ("", "DDP", "Megatron-LM", 2025), (0, "", "Megatron-LM", 2025)]  # fmt: skip
+    found = [
+        read_row(row(zero_stage=stage, dp_mode=mode, framework=name, year=year, step_time_s=1), "file")
+        for stage, mode, name, year in said
+    ]
+    assert [point.run.layout.zero for point in found] == [1, 0, 3, 0, 0]
+    assert ["zero_stage" in point.assumed for point in found] == [True, True, True, False, False]
+
+
+def test_formats_of_products() -> None:
+    said = {"BF16": "bf16", "FP8-CS": "fp8", "MXFP8": "fp8", "float8 rowwise": "bf16", "NVFP4": "nvfp4"}
+    found = {text: read_row(row(gpu="GB300", precision=text, step_time_s=1), "file").run for text in said}
+    assert {text: run.precision for text, run in found.items()} == said
+
+
 def test_what_is_computed_again_has_a_name() -> None:
     said = {"none": "none", "selective": "selective", "selective (op-level SAC)": "operators", "full": "full"}
     found = {text: describe_row(read_row(row(recompute=text, step_time_s=1), "file").run) for text in said}

@@ -29,8 +29,10 @@ def test_estimates_are_as_near_as_they_should_be() -> None:
     assert precision >= 0.95 and recall >= 0.95
     for part in (few.time, many.time, every.memory):
         assert part.inside >= 0.75, "of the 80 % interval, of which the width is of models left out"
-    good, families = scored().where(lambda p: p.quality == "A").best
+    graded = scored().where(lambda p: p.quality == "A")
+    good, families = graded.best
     assert good / families > 0.8, "of families whose predicted best is as good as their best"
+    assert graded.correlation >= 0.93, "within a family, in the median"
 
 
 def test_intervals_hold_what_they_say_of_what_a_fit_has_not_seen() -> None:

@@ -133,12 +133,12 @@ def test_another_name_is_the_same_shape():
 def test_accelerators_are_plausible(name):
     a = accelerator(name)
     assert a.source
-    assert set(a.peak_flops) <= {"bf16", "fp16", "tf32", "fp32", "fp64", "fp8", "int8"}
+    assert set(a.peak_flops) <= {"bf16", "fp16", "tf32", "fp32", "fp64", "fp8", "fp4", "int8"}
     assert a.half in a.peak_flops
-    assert 10e12 < max(a.peak_flops.values()) < 10e15  # FLOP/s, not TFLOP/s
+    assert 10e12 < max(a.peak_flops.values()) < 20e15  # FLOP/s, not TFLOP/s
     assert 10e9 < a.memory_bytes < 1e12
     assert 100e9 < a.memory_bandwidth < 20e12
-    order = [a.peak_flops[f] for f in ("fp64", "fp32", "tf32", "bf16", "fp8") if f in a.peak_flops]
+    order = [a.peak_flops[f] for f in ("fp64", "fp32", "tf32", "bf16", "fp8", "fp4") if f in a.peak_flops]
     assert order == sorted(order), "fewer bits are not slower"
     for kind, flops in a.sparse_flops.items():
         assert flops == pytest.approx(2 * a.peak_flops[kind], rel=1e-3), "half of it zero, twice as fast"

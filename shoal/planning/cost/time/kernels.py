@@ -49,9 +49,9 @@ class Kernels:
 
     @cached_property
     def layer_rate(self) -> np.ndarray:
-        """Attained FLOP/s of a layer's products, in 8 bits if these are."""
+        """Attained FLOP/s of a layer's products, in 8 or 4 bits if these are."""
         r = self.runs
-        return np.where(r.fp8 > 0, r.peak8 * self.constant("product_fp8"), self.rate)
+        return np.where(r.quantised > 0, r.quantised_peak * self.constant("product_fp8"), self.rate)
 
     @cached_property
     def outside(self) -> np.ndarray:
