@@ -101,7 +101,7 @@ LAYOUTS = {
     "deepseek-v2": {"pp": 2, "cp": 2},
     "deepseek-v3": {"dp": 2, "tp": 2, "sequence_parallel": True, "ep": 2, "zero": 3},
     "gpt-oss": {"dp": 2, "tp": 2, "sequence_parallel": True, "ep": 2, "zero": 3},
-    "llama4": {"dp": 2, "cp": 2, "ep": 2, "zero": 2, "tp": 2, "sequence_parallel": True},
+    "llama4": {"cp": 2, "ep": 2, "tp": 2, "sequence_parallel": True},
     "gpt2": {"cp": 2, "dp": 2},
 }
 STEPS, BATCH, RATE = 2, 8, 1e-3
