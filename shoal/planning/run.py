@@ -79,8 +79,8 @@ class EstimatedRun:
     def products(self) -> str:
         """Format of the layers' products, as named in the accelerators' peaks.
 
-        MXFP8 and NVFP4 are decoded to 16 bits before they are multiplied, except on accelerators with products of
-        theirs; shoal decodes NVFP4 everywhere.
+        MXFP8 and NVFP4 are decoded to 16 bits first, except on accelerators that multiply them. shoal decodes NVFP4
+        everywhere.
         """
         machine, kind = self.cluster.accelerator, self.policy.products
         if kind == "float8" or (kind == "mxfp8" and machine.generation == "blackwell"):

@@ -82,7 +82,8 @@ def _worst(scored: Scored, count: int) -> list[str]:
         for i in order[:count]:
             p, run = part.points[i], part.points[i].run
             layout = f"{run.layout.describe()}, {run.microbatches} x {run.layout.micro_batch} x {run.sequence_length}"
-            lines.append(f"  {p.row} {p.model}: {layout}: {part.seconds[i]:.3g} s, measured {p.seconds:.3g}")
+            what = f"{p.model}, {run.precision}, {run.cluster.accelerator.name}: {layout}"
+            lines.append(f"  {p.row} {what}: {part.seconds[i]:.3g} s, measured {p.seconds:.3g}")
     return lines
 
 

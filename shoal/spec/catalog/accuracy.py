@@ -56,7 +56,7 @@ class Accuracy(Section):
     def describe(self) -> str:
         """Return the errors in words."""
         sizes = {"node": " on one node", "small": f" on up to {SMALL} devices", "large": f" on more than {SMALL}"}
-        kind = {None: "", True: " with experts, context parallelism or 8 bits", False: ""}[self.special]
+        kind = {None: "", True: " with experts, context parallelism, 8 or 4 bits", False: ""}[self.special]
         errors = f"median {100 * self.median:.0f} %, 90 % within {100 * self.ninetieth:.0f} %"
         of = f"{self.rows:,} measurements of {self.software or 'other software'}{sizes.get(self.size, '')}{kind}"
         return f"{errors}: {of}, of which the fit had not seen the {self.left_out}"

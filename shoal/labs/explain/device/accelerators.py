@@ -12,7 +12,7 @@ from shoal.report.tables import text_table
 from shoal.spec.catalog.accelerators import Accelerator, accelerator, accelerators
 from shoal.spec.catalog.clusters import Node, link, nodes
 
-FORMATS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "int8")
+FORMATS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")
 MOST = 4  # chips side by side on a terminal
 
 
@@ -85,7 +85,9 @@ def _row(name: str, cells: list[str]) -> list[tuple[str, ...]]:
 
 
 def _tera(rate: float | None) -> str:
-    return f"{rate / 1e12:,.4g}" if rate else ""
+    if not rate:
+        return ""
+    return f"{rate / 1e12:,.0f}" if rate >= 1e15 else f"{rate / 1e12:.4g}"
 
 
 def _giga(size: float) -> str:
