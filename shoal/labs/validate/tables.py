@@ -42,10 +42,14 @@ def _score(scored: Scored, left: Left) -> list[str]:
     sizes = group_by(scored, lambda p: f"{_size(p.gpus)} accelerators, {p.quality}")
     graded = scored.where(lambda p: p.quality == "A")
     good, families = graded.best
+    ran = scored.where(lambda p: not p.oom)
+    too_large, even_at_least = ran.part > 1, ran.part * np.exp(-ran.memory_spread) > 1
     lines = [
         *_rows(totals(scored) | sources | sizes),
         f"\nPredicted best layout within 5 % of the measured best: {good} of {families} families of quality A.",
         *([f"Spearman's correlation of their times, in the median family: {graded.correlation:.3f}."] * (families > 0)),
+        f"Of {len(ran.points):,} runs that ran, {too_large.sum()} need more memory than there is, by the estimate; "
+        f"{even_at_least.sum()} of them even at the lower end of its 80 % interval.",
         f"{len(scored.points):,} rows scored, {sum(left.values()):,} not.",
     ]
     assumed = Counter(name for p in scored.points for name in p.assumed)

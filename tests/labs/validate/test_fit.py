@@ -150,6 +150,8 @@ def test_a_fit_is_written_read_and_scored(tmp_path, capsys) -> None:
     assert main(["validate", str(tmp_path), "--fit", str(constants), "--out", str(page)]) == 0
     said = capsys.readouterr().out
     assert "time, model left out" in said and "did not fit" in said
+    ran = sum(each["status"] == "ok" for each in rows())
+    assert f"Of {ran:,} runs that ran, 0 need more memory" in said
     accuracy = tomllib.loads((tmp_path / "fitted-accuracy.toml").read_text())
     assert accuracy["clusters"]["time"]["megatron-core"] and accuracy["memory"]
     assert page.read_text().count("<use ") >= len(points_of(rows()))
