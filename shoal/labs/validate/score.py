@@ -147,6 +147,22 @@ class Scored:
         found = [spearmanr(self.measured_seconds[f], self.seconds[f]).statistic for f in self.families]
         return float(np.median(found)) if found else np.nan
 
+    def ratio_errors(self, *, across: bool = False) -> tuple[float, float]:
+        """Errors of the ratio of two times of a family: median and 80 % quantile of its pairs, in the median family.
+
+        Args:
+            across: only pairs of which one has tensor parallelism across nodes.
+        """
+        logs, found = np.log(self.seconds / self.measured_seconds), []
+        far = np.array([p.run.cluster.per_node % p.run.layout.tp > 0 for p in self.points])
+        for family in self.families:
+            first, second = (family[side] for side in np.triu_indices(len(family), 1))
+            wanted = (far[first] != far[second]) | (not across)
+            if wanted.any():
+                found.append(np.quantile(np.abs(logs[first] - logs[second])[wanted], (0.5, 0.8)))
+        median, most = np.expm1(np.median(found, axis=0)) if found else (np.nan, np.nan)
+        return float(median), float(most)
+
 
 def score(points: Sequence[Point], constants: Calibration | None = None) -> Scored:
     """Estimate every point with `shoal.estimate`, or all together by the same closed forms with other constants."""

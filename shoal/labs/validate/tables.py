@@ -47,7 +47,7 @@ def _score(scored: Scored, left: Left) -> list[str]:
     lines = [
         *_rows(totals(scored) | sources | sizes),
         f"\nPredicted best layout within 5 % of the measured best: {good} of {families} families of quality A.",
-        *([f"Spearman's correlation of their times, in the median family: {graded.correlation:.3f}."] * (families > 0)),
+        *(_ratios(graded) if families else ()),
         f"Of {len(ran.points):,} runs that ran, {too_large.sum()} need more memory than there is, by the estimate; "
         f"{even_at_least.sum()} of them even at the lower end of its 80 % interval.",
         f"{len(scored.points):,} rows scored, {sum(left.values()):,} not.",
@@ -57,6 +57,16 @@ def _score(scored: Scored, left: Left) -> list[str]:
         names = ", ".join(f"{name} ({count:,} rows)" for name, count in assumed.most_common())
         lines.append(f"Assumed where not published: {names}")
     lines += [f"  {file}: {count:,} not scored, {reason}" for (file, reason), count in sorted(left.items())]
+    return lines
+
+
+def _ratios(graded: Scored) -> list[str]:
+    """Return how well estimates rank the layouts of a family."""
+    lines = [f"Spearman's correlation of their times, in the median family: {graded.correlation:.3f}."]
+    for pairs, across in (("two of these times", False), ("two, one of them with tp across nodes", True)):
+        median, most = graded.ratio_errors(across=across)
+        if not np.isnan(median):
+            lines.append(f"Error of the ratio of {pairs}: median {100 * median:.1f} %, 80 % within {100 * most:.1f} %.")
     return lines
 
 

@@ -173,6 +173,10 @@ def test_the_score_counts_what_did_not_fit() -> None:
     assert score(points, other()).correlation > 0.9
     backwards = replace(score(points, other()), seconds=1 / score(points, other()).seconds)
     assert backwards.correlation < -0.9
+    true = replace(backwards, seconds=backwards.measured_seconds)
+    assert replace(true, seconds=2 * true.seconds).ratio_errors() == pytest.approx((0, 0)), "of ratios"
+    assert replace(true, seconds=true.seconds**2).ratio_errors()[1] > 0.1
+    assert np.isnan(true.ratio_errors(across=True)).all(), "no layout has tp across nodes"
     twice = points_of([r | {"gpu": gpu} for r in made for gpu in ("H100-SXM-80GB", "H800-80GB")])
     assert score(twice, other()).best[1] == 12, "families are of one accelerator"
     twice = points_of([r | {"precision": kind} for r in made for kind in ("bf16", "fp8")])

@@ -8,6 +8,7 @@ import pytest
 from shoal.labs.validate.held_out import hold_out
 from shoal.labs.validate.rows import read_folder
 from shoal.labs.validate.score import Scored, score, totals
+from shoal.planning.search.kinds import ACROSS, TIE
 from shoal.spec.catalog.calibration import calibration
 
 FOLDER = Path(__file__).parents[4] / "shared" / "measured"
@@ -33,6 +34,8 @@ def test_estimates_are_as_near_as_they_should_be() -> None:
     good, families = graded.best
     assert good / families > 0.8, "of families whose predicted best is as good as their best"
     assert graded.correlation >= 0.93, "within a family, in the median"
+    assert graded.ratio_errors()[0] == pytest.approx(TIE, abs=0.01)
+    assert graded.ratio_errors(across=True)[1] == pytest.approx(ACROSS, abs=0.01)
 
 
 def test_intervals_hold_what_they_say_of_what_a_fit_has_not_seen() -> None:
