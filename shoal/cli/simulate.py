@@ -11,9 +11,10 @@ from rich.console import Console
 
 import shoal
 from shoal.base.errors import UsageError
-from shoal.base.files import check_writable
+from shoal.base.files import check_writable, write_atomically
 from shoal.base.options import reject_unused
 from shoal.cli.simulate_options import SimulateOptions
+from shoal.pipeline.schedules.file import dump_csv
 from shoal.report.timeline.schedules import list_schedule_values, schedule_chart, schedule_lines
 from shoal.report.timeline.terminal import show
 from shoal.report.timeline.write import KINDS, write
@@ -31,7 +32,8 @@ def run(options: SimulateOptions) -> int:
     """Simulate, print and draw; return the exit code."""
     if options.check:
         return _check(options)
-    check_writable(options.out, "--out", *KINDS)
+    schedule = options.out is not None and options.out.suffix == ".csv"  # which people edit: it is not overwritten
+    check_writable(options.out, "--out", *KINDS, ".csv", new=schedule)
     _reject_unread(options)
     names = [options.schedule or ("" if options.csv else "1f1b"), *options.compare.split(",")]
     names = [name for name in names if name]
@@ -63,12 +65,14 @@ def run(options: SimulateOptions) -> int:
         show(Console(), charts)
         for line in schedule_lines(played):
             print(line)
-    if options.out:
+    if options.out and schedule:
+        write_atomically(options.out, dump_csv(played[0].timeline.columns.program))
+    elif options.out:
         columns = played[0].timeline.columns
         lead = f"{columns.ranks} pipeline ranks, {columns.program.microbatches} micro-batches, simulated."
         write(options.out, charts, title="Pipeline schedules", lead=lead)
-        if not options.json_:
-            print(f"written: {options.out}")
+    if options.out and not options.json_:
+        print(f"written: {options.out}")
     return 0
 
 

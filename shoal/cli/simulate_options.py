@@ -110,7 +110,8 @@ class SimulateOptions(Section):
     """Print one JSON object instead, in seconds, bytes and fractions."""
 
     out: Path | None = None
-    """Write the timelines to this file: a page (.html), a figure (.svg, .png) or a Perfetto trace (.json, .json.gz)."""
+    """Write the timelines to this file: a page (.html), a figure (.svg, .png) or a Perfetto trace (.json, .json.gz).
+    Or write the schedule itself to a new file (.csv), which --csv and parallel.schedule read."""
 
     check: Path | None = None
     """Compare with the published bubble rates in this folder's zero_bubble.csv, row by row, instead."""

@@ -33,8 +33,13 @@ def test_timelines_are_written(name: str, tmp_path: Path, capsys: pytest.Capture
         assert json.loads((tmp_path / name).read_text())["traceEvents"]
 
 
-def test_a_schedule_in_a_file_is_played(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    (tmp_path / "mine.csv").write_text(dump_csv(build_program(SCHEDULES["zb-h1"], 3, 6)))
+def test_a_schedule_is_written_and_played_from_its_file(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    wanted = "simulate --schedule zb-h1 --pp 3 --microbatches 6 --out"
+    writing = [*wanted.split(), str(tmp_path / "mine.csv")]
+    assert main(writing) == 0
+    assert (tmp_path / "mine.csv").read_bytes() == dump_csv(build_program(SCHEDULES["zb-h1"], 3, 6)).encode()
+    assert main(writing) == 2, "it may be edited by now"
+    assert "mine.csv" in capsys.readouterr().err
     assert main(["simulate", "--csv", str(tmp_path / "mine.csv"), "--compare", "zb-h1"]) == 0
     steps = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("step")).split()[1:]
     assert steps == ["20", "T", "20", "T"]
