@@ -6,7 +6,7 @@ Each row becomes a `Point`, or is counted with the reason why it is none.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from shoal.labs.validate.columns import Row, number, stated
 from shoal.planning.cost.batched_runs import Runs, describe_row
 from shoal.planning.describe import describe_run
 from shoal.planning.run import EstimatedRun
+from shoal.planning.software_estimate import SoftwareEstimate
 from shoal.spec.catalog import Experts, ModelShape
 from shoal.spec.catalog.clusters import Cluster, Link, cluster, link
 from shoal.spec.catalog.software import Software, software_named
@@ -96,6 +97,9 @@ def read_row(row: Row, file: str) -> Point:
         "software": _software(row, software),
     }  # fmt: skip
     run, seconds = describe_run(**call), columns.seconds(row, batch * s, gpus)
+    if not oom and not number(row, "micro_batch") and not number(row, "num_microbatches"):
+        run = _with_fastest_micro_batch(run)
+        call["layout"] = run.layout
     if seconds is None and (rate := columns.flop_rate(row, machines.accelerator.dense_flops(half))):
         seconds = columns.counted_flops(row, run) / (rate * gpus)
     seconds = seconds if columns.timed(row) else None
@@ -160,6 +164,16 @@ def _layout(row: Row, known: _Known, software: Software) -> tuple[Layout, float]
         "recompute": {"": software.recompute, "operators": "selective"}.get(mode, mode),
         "virtual_stages": virtual if virtual > 1 else None, "schedule": columns.schedule(row, virtual),
     }), batch  # fmt: skip
+
+
+def _with_fastest_micro_batch(run: EstimatedRun) -> EstimatedRun:
+    """Return the run with the fastest micro-batch up to 8 that fits, by the estimate; published runs are tuned."""
+    found = [run]
+    for each in (2, 4, 8):
+        if run.global_batch % (run.layout.dp * each) == 0:
+            other = replace(run, layout=run.layout.model_copy(update={"micro_batch": each}))
+            found += [other] if SoftwareEstimate(other).fits else []
+    return min(found, key=lambda run: SoftwareEstimate(run).step_seconds)
 
 
 def _shape(row: Row, known: _Known) -> ModelShape:

@@ -11,6 +11,7 @@ from shoal.labs.validate import columns
 from shoal.labs.validate.rows import Inexpressible, read_folder, read_row
 from shoal.labs.validate.score import score
 from shoal.planning.cost.batched_runs import ATTENTION, RECOMPUTE, describe_row
+from shoal.planning.software_estimate import SoftwareEstimate
 from shoal.spec.catalog.calibration import NETWORKS, calibration
 from shoal.spec.catalog.clusters import nodes
 from tests.labs.validate.published import COLUMNS, row, write
@@ -49,6 +50,21 @@ def test_what_is_no_point_has_a_reason(change: dict, reason: str) -> None:
 def test_what_is_not_stated_is_assumed_and_said() -> None:
     point = read_row(row(step_time_s=1, vocab="", micro_batch="", recompute="", ffn="", framework="brand new"), "file")
     assert set(point.assumed) == {"vocab", "micro_batch", "recompute", "ffn"}
+
+
+@pytest.mark.parametrize("memory", [80, 36, 31])
+def test_a_micro_batch_that_is_not_stated_is_the_fastest_that_fits(memory: int) -> None:
+    estimates = []
+    for each in (1, 2, 4, 8):
+        stated = read_row(row(micro_batch=each, gpu_mem_gb=memory, step_time_s=1), "file")
+        estimates.append((each, SoftwareEstimate(stated.run)))
+    fastest = min((e.step_seconds, each) for each, e in estimates if e.fits)[1]
+    found = read_row(row(micro_batch="", gpu_mem_gb=memory, step_time_s=1), "file")
+    assert found.run.layout.micro_batch == found.call["layout"].micro_batch == fastest
+    failed = read_row(row(micro_batch="", gpu_mem_gb=memory, status="oom"), "file")
+    assert failed.run.layout.micro_batch == 1, "that of a run that did not fit is unknown"
+    counted = read_row(row(micro_batch="", num_microbatches=8, gpu_mem_gb=memory, step_time_s=1), "file")
+    assert counted.run.layout.micro_batch == 1, "it follows from their number"
 
 
 @pytest.mark.parametrize(
