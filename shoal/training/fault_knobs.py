@@ -57,7 +57,6 @@ class FaultKnobs:
 
     @property
     def any(self) -> bool:
-        """Whether any knob is set."""
         return bool(self.factors or self.deaths or self.pace)
 
 

@@ -122,7 +122,6 @@ def is_free(folder: Path) -> bool:
 
 
 def taken(folder: Path) -> UsageError:
-    """Return the error for a folder that is not free."""
     return UsageError(
         f"--run-folder {folder} exists already, and a run never overwrites files that it did not make."
         f"\n  Continue that run with --resume {folder}, or name another folder."
@@ -214,7 +213,6 @@ def _differences(first: RunConfig, config: RunConfig) -> Iterator[Difference]:
 
 
 def get_checkpoint_folder(config: RunConfig, folder: Path) -> AnyPath:
-    """Return the folder of a run's checkpoints."""
     return to_path(config.checkpoint.folder) if config.checkpoint.folder else folder / "checkpoints"
 
 

@@ -260,7 +260,6 @@ class StateManager:
             self.report(f"no states are saved in memory until the next restart: {error}")
 
     def _extra(self, step: int) -> dict[str, Any]:
-        """Return the values that are saved with the tensors."""
         extra = {
             "model": self.shape.model_dump(mode="json"),
             "step": step,

@@ -220,7 +220,6 @@ class Trainer:
             raise
 
     def _after_step(self, result: StepResult, *, last: bool) -> None:
-        """Validate, log and save if due."""
         config = self.config
         if result.met:
             if result.skipped and self.engine.loss_scale:
@@ -292,7 +291,6 @@ class Trainer:
         )
 
     def _gather_memory(self) -> list[int]:
-        """Return the peak memory of each rank in bytes."""
         each = torch.zeros(self.mesh.layout.world_size, dtype=torch.float64, device=self.mesh.device)
         each[self.mesh.rank] = peak_memory(self.mesh.device)
         return [int(number) for number in to_host(all_reduce(each, self.mesh.group("world")))]

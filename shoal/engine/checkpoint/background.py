@@ -51,7 +51,6 @@ class BackgroundSave(Generic[T]):
 
     @property
     def done(self) -> bool:
-        """Whether the save has ended."""
         return self._future.done()
 
     def result(self) -> T:

@@ -72,7 +72,6 @@ class DCPTensor:
         return DTYPE_NAMES.get(dtype, str(dtype))
 
     def get_shape(self) -> list[int]:
-        """Return the shape of the unsharded tensor."""
         return list(self._stored.size)
 
     def __getitem__(self, slices: Sequence[slice]) -> Tensor:

@@ -294,7 +294,6 @@ def _open_tensors(path: Path) -> Any:
 
 
 def _files_of_tensors(folder: Path) -> dict[str, str]:
-    """Return the name of the file of each tensor."""
     if (folder / INDEX).exists():
         index = _read_object(folder / INDEX).get("weight_map")
         if isinstance(index, dict) and all(isinstance(f, str) and Path(f).name == f for f in index.values()):

@@ -84,7 +84,6 @@ class StoredBox(_ManifestModel):
 
     @property
     def box(self) -> Box:
-        """The offset and shape as a `Box`."""
         return Box(self.offset, self.shape)
 
 
@@ -102,7 +101,6 @@ class StoredTensor(_ManifestModel):
 
     @property
     def bytes(self) -> int:
-        """Size in bytes."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
@@ -148,7 +146,6 @@ class Manifest(_ManifestModel):
 
     @property
     def bytes(self) -> int:
-        """Size of all tensors in bytes."""
         return sum(tensor.bytes for tensor in self.tensors.values())
 
     @model_validator(mode="after")

@@ -45,7 +45,6 @@ def list_names(folder: AnyPath) -> list[str]:
 
 
 def exists(path: AnyPath) -> bool:
-    """Return whether a file or folder exists."""
     if isinstance(path, UPath):
         path.fs.invalidate_cache()
         return path.exists()
@@ -65,7 +64,6 @@ def is_inside_folder(path: AnyPath) -> bool:
 
 
 def size(path: AnyPath) -> int:
-    """Return the size of a file in bytes."""
     try:
         return path.stat().st_size
     except FileNotFoundError:

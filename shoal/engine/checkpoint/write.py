@@ -125,7 +125,6 @@ def write_part(folder: AnyPath, rank: int, plan: SavePlan, data: torch.Tensor) -
 
 
 def file_name(rank: int) -> str:
-    """Return the name of a rank's file."""
     return f"rank-{rank:05d}.safetensors"
 
 

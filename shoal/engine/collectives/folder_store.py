@@ -50,7 +50,6 @@ class FolderStore(dist.Store):
         self._folder, self._serial, self._timeout = folder, count(), dist.default_pg_timeout
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long `get` and `wait` wait."""
         self._timeout = timeout
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -65,7 +64,6 @@ class FolderStore(dist.Store):
         return self._path(key).read_bytes()
 
     def check(self, keys: Iterable[str]) -> bool:
-        """Return whether all keys are set."""
         return all(self._path(key).exists() for key in keys)
 
     def wait(self, keys: Iterable[str], timeout: timedelta | None = None) -> None:

@@ -106,11 +106,9 @@ class Group:
         return work if self.link is None else self.link.carry(work)
 
     def size(self) -> int:
-        """Return the number of ranks."""
         return len(self.ranks)
 
     def rank(self) -> int:
-        """Return this process's index in the group."""
         return self._rank
 
 

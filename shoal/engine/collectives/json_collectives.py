@@ -15,17 +15,14 @@ SIZE, FIRST = 8, 2048  # bytes of a value's length, and of the first message, wh
 
 
 def world() -> HostGroup:
-    """Return the group of all ranks."""
     return dist.group.WORLD if dist.is_initialized() else None
 
 
 def get_rank(group: HostGroup) -> int:
-    """Return this process's rank in the group."""
     return dist.get_rank(group) if group is not None else 0
 
 
 def get_size(group: HostGroup) -> int:
-    """Return the number of ranks in the group."""
     return dist.get_world_size(group) if group is not None else 1
 
 

@@ -119,7 +119,6 @@ class MegatronStream:
         return self._length
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Return ids ``start:stop`` of the stream: int64 ``[stop - start]``."""
         if not 0 <= start <= stop <= self._length:
             raise IndexError(f"ids {start}:{stop} of a stream of {self._length}")
         out = np.empty(stop - start, dtype=np.int64)
@@ -135,7 +134,6 @@ class MegatronStream:
         return out
 
     def ends(self, ids: np.ndarray, start: int) -> np.ndarray:
-        """Return whether each of the ``ids`` from position ``start`` on is the last one of its document: bool."""
         first, last = np.searchsorted(self._ends, (start, start + len(ids)), side="right")
         found = np.zeros(len(ids), dtype=bool)
         found[self._ends[first:last] - 1 - start] = True
@@ -143,11 +141,9 @@ class MegatronStream:
 
 
     def counted(self, start: int, stop: int) -> np.ndarray | None:
-        """Return None: all ids count in the loss."""
         return None
 
     def summary(self) -> list[str]:
-        """Return lines that say what the files hold, and what the vocabulary is."""
         ids = int(self._starts[-1])
         return [f"{self.contents.corpus}: {ids:,} ids in {len(self._files)} .bin files", f"{self._vocab:,} token ids"]
 

@@ -151,7 +151,6 @@ class _Writer:
         self.append(tokens)
 
     def append(self, tokens: np.ndarray) -> None:
-        """Append ids to the stream."""
         self.tokens += len(tokens)
         self._pending.append(tokens.astype(self._dtype))
         self._pending_tokens += len(tokens)

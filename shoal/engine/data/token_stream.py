@@ -185,26 +185,21 @@ class TokenStream:
 
     @property
     def contents(self) -> StreamContents:
-        """Summary of the stream."""
         return StreamContents(
             self.manifest.corpus, self.folder.name, self.manifest.vocab_size, self.info.documents, self.info.bytes,
             len(self._shards),
         )
 
     def ends(self, ids: np.ndarray, start: int) -> np.ndarray:
-        """Return whether each of the ``ids`` from position ``start`` on is the last one of its document: bool."""
         return (self._read(start, start + len(ids)) & ENDS) > 0 if self.manifest.marked else ids == self._end
 
     def counted(self, start: int, stop: int) -> np.ndarray | None:
-        """Return whether each of the ids ``start:stop`` counts in the loss, bool; None if all do."""
         return (self._read(start, stop) & COUNTS) > 0 if self.manifest.marked else None
 
     def summary(self) -> list[str]:
-        """Return lines that say what was read of the corpus, what was left out and why, and where the ids are."""
         return [*self.manifest.summary(), f"{self.manifest.vocab_size:,} token ids, in {self.folder}"]
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Return ids ``start:stop`` of the stream: int64 ``[stop - start]``."""
         return self._read(start, stop) & IDS
 
     def _read(self, start: int, stop: int) -> np.ndarray:

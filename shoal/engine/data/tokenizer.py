@@ -125,7 +125,6 @@ class FileTokenizer:
         return np.array(found.ids, dtype=np.uint32), starts
 
     def find(self, token: str) -> int | None:
-        """Return the id of a token, or None."""
         return self._tokenizer.token_to_id(token)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:

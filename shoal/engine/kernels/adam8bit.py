@@ -117,7 +117,6 @@ def nearest_codes(signed: bool) -> Tensor:
 
 
 def zero_code(signed: bool) -> int:
-    """Return the code of 0."""
     return int((dynamic_map(signed) == 0).nonzero())
 
 

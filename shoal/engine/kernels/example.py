@@ -88,5 +88,4 @@ def list_kernels() -> list[str]:
 
 
 def examples_of_kernel(name: str) -> Iterator[Example]:
-    """Yield the examples of one module."""
     yield from getattr(importlib.import_module(f"{kernels.__name__}.{name}"), "examples", tuple)()

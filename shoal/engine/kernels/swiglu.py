@@ -69,7 +69,6 @@ swiglu_pair.register_fake(lambda gate, up: gate.new_empty(gate.shape))
 
 @custom_op("shoal::swiglu_pair_backward")
 def swiglu_pair_backward(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of gate and of up."""
     s = torch.sigmoid(gate)
     return gradient * up * s * (1 + gate * (1 - s)), gradient * gate * s
 

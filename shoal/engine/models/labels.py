@@ -17,7 +17,6 @@ ELSEWHERE = -1
 
 
 def label_key(seed: int, step: int) -> int:
-    """Return the random key of one training step."""
     return stream_key(seed, f"labels.{step}")
 
 

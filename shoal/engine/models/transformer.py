@@ -93,7 +93,6 @@ class Attention(nn.Module):
         return self.out(o.transpose(1, 2).flatten(2))  # [b, s, h]
 
     def first_layers(self) -> tuple[nn.Linear, ...]:
-        """Return the layers that take the input."""
         return self.q, self.k, self.v
 
     def _heads(

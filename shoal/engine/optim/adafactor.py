@@ -179,7 +179,6 @@ def _matrix_names(name: str, shape: tuple[int, ...]) -> list[str]:
 
 
 def _split_experts(part: ShardPart) -> Iterator[ShardPart]:
-    """Yield a part, or the part of each expert in it."""
     if len(part.global_shape) != 3:
         yield part
         return
@@ -200,7 +199,6 @@ def _sum_squares(gradient: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _update_norm(gradient: Tensor, by_row: Tensor, by_column: Tensor) -> Tensor:
-    """Return the norm of the update of some rows."""
     norms = torch.linalg.vector_norm(gradient * by_column, dim=1, keepdim=True)
     return torch.linalg.vector_norm(norms * by_row)
 

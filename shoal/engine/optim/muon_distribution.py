@@ -35,7 +35,6 @@ class Matrix(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
 
@@ -56,11 +55,9 @@ class BoxMove(NamedTuple):
     outer: tuple[slice, ...]
 
     def view_shard(self, flat: Tensor) -> Tensor:
-        """Return the box as a view of a tensor with the layout of the shard."""
         return flat[self.part.slice].view(self.part.box.shape)[self.inner]
 
     def view_buffer(self, buffer: Tensor) -> Tensor:
-        """Return the box as a view of the buffer."""
         return buffer[self.place].view(self.shape)[self.outer]
 
 

@@ -82,7 +82,6 @@ class Rule(ABC):
         """Compile subsequent updates; nothing to do for torch's own kernels, which are fused already."""
 
     def bytes(self) -> int:
-        """Return the size of the states in bytes."""
         tensors = [piece.tensor for kind in self.states().values() for pieces in kind.values() for piece in pieces]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 

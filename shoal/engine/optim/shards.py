@@ -32,7 +32,6 @@ class ShardPart:
 
     @property
     def slice(self) -> slice:
-        """Range of the part in the shard."""
         return slice(self.start, self.start + self.box.numel)
 
     def piece(self, flat: Tensor) -> Piece:

@@ -62,7 +62,6 @@ class Crossing:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the tensor."""
         return prod(self.shape) * self.dtype.itemsize
 
 

@@ -67,7 +67,6 @@ class StageLinks:
 
     @property
     def is_last(self) -> bool:
-        """Whether the stage computes the loss."""
         return self.part.stop == len(self.chain.names)
 
     @property

@@ -41,11 +41,9 @@ class OwnBatch:
         return self.map(lambda tensor: to_device(tensor, device))
 
     def tensors(self) -> list[Tensor]:
-        """Return its tensors."""
         return [value for value in tree_leaves(self.values) if isinstance(value, Tensor)]
 
     def map(self, change: Callable[[Tensor], Tensor]) -> OwnBatch:
-        """Return the batch with each tensor changed."""
         values = tree_map(lambda value: change(value) if isinstance(value, Tensor) else value, self.values)
         return replace(self, values=values)
 

@@ -148,7 +148,6 @@ ALL_METRICS = "Return all of them for each batch, with 0 terms where there are n
 
 
 def show_names(names: tuple[str, ...]) -> str:
-    """Return names of metrics as text."""
     return ", ".join(names) or "none"
 
 

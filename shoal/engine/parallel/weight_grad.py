@@ -233,7 +233,6 @@ def make_key(owner: object, device: torch.device) -> Tensor:
 
 
 def find_owner(key: Tensor) -> Any:
-    """Return the object of a key."""
     return _OWNERS[key.untyped_storage()._cdata]
 
 

@@ -29,7 +29,6 @@ class LossScale:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the scale is at its minimum."""
         return self.value <= self.config.smallest
 
     def made(self) -> None:
@@ -44,7 +43,6 @@ class LossScale:
         self.skipped += 1
 
     def state(self) -> dict[str, float | int]:
-        """Return the values for a checkpoint."""
         return {"value": self.value, "good": self.good, "skipped": self.skipped}
 
     def restore(self, saved: Any) -> None:

@@ -29,7 +29,6 @@ class Policy:
 
     @staticmethod
     def from_formats(formats: Formats) -> Policy:
-        """Build the policy of some formats."""
         held = (formats.storage, formats.compute, formats.reduce, formats.state)
         return Policy(formats, *(getattr(torch, each.name) for each in held))
 

@@ -61,7 +61,6 @@ class LossPlan:
         return {name: str(way) for name, (way, *_) in self.plan.weight_shardings().items()}
 
     def suits(self, tp: int, micro_batch: int, precision: str) -> bool:
-        """Return whether it is for these."""
         return (self.plan.mesh.ranks, self.micro_batch, self.precision) == (tp, micro_batch, precision)
 
     def split(self, module: nn.Module, rank: int) -> dict[str, ParamPlacement]:

@@ -44,7 +44,6 @@ class Move:
 
     @cached_property
     def after(self) -> Sharding:
-        """The sharding that it leads to."""
         after = self.before
         if self.source:
             after = after.with_axes(**{self.source: after.axes[self.source].removesuffix(self.axes)})

@@ -85,7 +85,6 @@ class Sharding:
 
     @cached_property
     def axes(self) -> dict[str, str]:
-        """The axes of each dim, by its letter."""
         return dict(self.dims)
 
     @cached_property

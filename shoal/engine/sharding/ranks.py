@@ -26,7 +26,6 @@ class MeshRank:
         self._groups: dict[str, tuple[Group, list[int]]] = {}
 
     def block(self, tensor: Tensor, sharding: Sharding, sizes: Sizes) -> Tensor:
-        """Return this rank's block of an unsharded tensor."""
         return tensor[block_box(sharding, self.rank, sizes, self.mesh).slices]
 
     def move_all(self, moves: Sequence[Move], x: Tensor) -> Tensor:

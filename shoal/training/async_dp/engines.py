@@ -145,7 +145,6 @@ class CompressedEngine(ReplicaEngine):
         return StepResult(mean, norm, rate, tokens, stopped)
 
     def common_state(self) -> dict[str, list[Piece]]:
-        """Return the weights and the optimizer states."""
         return Engine.state(self)
 
 

@@ -25,7 +25,6 @@ JOIN_SECONDS = 0.5  # joining groups after a rank's death: grace period for the 
 
 
 def trainer_class(config: RunConfig) -> type[Trainer]:
-    """Return the trainer class of a run."""
     return AsyncTrainer if config.parallel.sync in UNSYNCHRONISED else Trainer
 
 
@@ -215,7 +214,6 @@ class AsyncTrainer(Trainer):
         return made
 
     def _show_board(self) -> None:
-        """Show the wait times and the gradient staleness."""
         times: dict[int, RankTimes | None] = {}
         for replica, row in enumerate(self.engine.board.tolist()):
             steps, computing, total = (row[COLUMNS.index(name)] for name in ("steps", "computing", "total"))

@@ -70,7 +70,6 @@ def _generate(
     model: ModelState, prompts: Sequence[Sequence[int]], rows: range, sampling: Sampling, window: int,
     take: Callable[[int, int], bool], device: torch.device | str,
 ) -> None:
-    """Continue the sequences of some rows."""
     texts = [list(prompts[row])[-window:] for row in rows]
     generators = [torch.Generator().manual_seed(sampling.seed + row) for row in rows]
     left = [sampling.max_tokens] * len(rows)

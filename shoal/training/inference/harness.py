@@ -73,7 +73,6 @@ class TaskModel:
     # ---- tokens --------------------------------------------------------------------------------------------------
 
     def _encode(self, text: str) -> list[int]:
-        """Encode the beginning of a text."""
         return encode_prompts(self.source, [text])[0] if text else list(self.prefix)
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:

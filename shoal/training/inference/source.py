@@ -61,7 +61,6 @@ class ModelSource:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
         return load_tokenizer(self.config.data.tokenizer)
 
     def on(self, layout: Layout, **changes: Mapping[str, Any]) -> RunConfig:

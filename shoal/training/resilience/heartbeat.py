@@ -129,7 +129,6 @@ class Heartbeat:
             threading.Thread(target=self._beat, args=(path, trace), name="beat", daemon=True).start()
 
     def phase(self, phase: Phase) -> None:
-        """Record the start of a phase."""
         self._record.op = -1
         self._record.phase = phase
         self._mark()
@@ -189,7 +188,6 @@ def describe_action(action: Action) -> str:
 
 
 def record_path(scratch: Path, rank: int) -> Path:
-    """Return the path of a rank's record."""
     return scratch / f"beat-{rank}"
 
 

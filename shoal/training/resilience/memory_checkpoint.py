@@ -62,7 +62,6 @@ class RankTopology:
         return RankTopology(hosts, nodes, every[0][1])
 
     def first_on_host(self, rank: int) -> int:
-        """Return the first rank on the same host."""
         return self.hosts.index(self.hosts[rank])
 
     def receiver(self, rank: int) -> int | None:

@@ -98,7 +98,6 @@ class Engine(EngineState):
         return result
 
     def begin_updates(self, step: int) -> StageUpdates:
-        """Begin a step of an asynchronous pipeline."""
         return StageUpdates(self, step)
 
     def start(self, step: int, *, stop: bool = False) -> StartedStep:

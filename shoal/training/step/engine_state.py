@@ -69,7 +69,6 @@ class EngineState(ModelState):
         self.skip(Skips())
 
     def build_optimizer(self, shards: Shards) -> Rule:
-        """Build the optimizer of this rank's shards."""
         train = self.config.train
         return build_for(self.policy, self.config.optimizer, shards, train.seed, compile=train.compile)
 

@@ -80,7 +80,6 @@ class Progress:
         self.lanes: list[Lane] = []  # lanes with queued steps
 
     def add(self, lane: Lane, operation: Operation, steps: Steps) -> None:
-        """Queue the steps of an operation."""
         operation.parts += 1
         lane.queue.append((operation, steps))
         if len(lane.queue) == 1:

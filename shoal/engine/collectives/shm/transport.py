@@ -202,13 +202,11 @@ class SharedGroup:
         return position if length <= left else position + left
 
     def _ring(self, dtype: torch.dtype) -> Tensor:
-        """Return all rings as one flat tensor."""
         if dtype not in self._typed:
             self._typed[dtype] = self._data.view(dtype)
         return self._typed[dtype]
 
     def _ring_at(self, dtype: torch.dtype, position: int, shape: tuple[int, ...], rank: int) -> Tensor:
-        """Return a view of a rank's ring at a position."""
         ring = self._ring(dtype)
         strides = (1,) if len(shape) == 1 else (shape[1], 1)
         return ring.as_strided(shape, strides, (rank * CAPACITY + position % CAPACITY) // ring.element_size())

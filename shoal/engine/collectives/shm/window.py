@@ -100,7 +100,6 @@ class Window:
         return self._next_lock - count
 
     def get(self, counter: int) -> int:
-        """Return the value of a counter."""
         return self._counters[counter * Region.STEP]
 
     def set(self, counter: int, value: int) -> None:
@@ -109,7 +108,6 @@ class Window:
 
     @contextmanager
     def lock(self, number: int) -> Iterator[None]:
-        """Hold a lock exclusively."""
         fcntl.lockf(self._file, fcntl.LOCK_EX, 1, number)
         try:
             yield

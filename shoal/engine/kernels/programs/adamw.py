@@ -52,7 +52,6 @@ def update(
     skip: Tensor, rate: float, decay: float, beta1: float, beta2: float, eps: float, count: int, decoupled: bool,
     aligned: bool,
 ) -> None:  # fmt: skip
-    """Launch `adamw_program`."""
     bias1, bias2 = 1 - beta1**count, 1 - beta2**count
     numbers = (1 - rate * decay, decay, rate / bias1, beta2, 1 - beta1, 1 - beta2, bias2**0.5, eps)
     if len(tiles):

@@ -46,7 +46,6 @@ def gradient_program(logits, target, total, scale, n, columns, BLOCK: tl.constex
 
 
 def statistics(logits: Tensor, target: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """Launch `statistics_program`; arguments and results as of the operator."""
     logits, target = logits.contiguous(), target.contiguous()
     total, at_target = (logits.new_empty(target.shape, dtype=torch.float32) for _ in range(2))
     statistics_program[(target.numel(),)](
@@ -56,7 +55,6 @@ def statistics(logits: Tensor, target: Tensor, columns: int) -> tuple[Tensor, Te
 
 
 def gradient(logits: Tensor, target: Tensor, total: Tensor, scale: Tensor, columns: int) -> None:
-    """Launch `gradient_program`; arguments as of the operator."""
     assert logits.is_contiguous(), "logits are overwritten"
     n = logits.shape[-1]
     gradient_program[(target.numel(), triton.cdiv(n, BLOCK))](

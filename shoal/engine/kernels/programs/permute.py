@@ -93,7 +93,6 @@ def spread_program(
 
 
 def sort_choices(chosen: Tensor, m: int, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launch `sort_program`."""
     n, experts = chosen.shape
     position = chosen.t().to(torch.int32, memory_format=torch.contiguous_format).view(-1).cumsum(0, dtype=torch.int32)
     token, expert, rows, ends = (position.new_empty(size) for size in ((m,), (m,), (n, k), (experts,)))
@@ -139,7 +138,6 @@ def _sum(y: Tensor, weights: Tensor, expert: Tensor, rows: Tensor, experts: int,
 def combine_rows_backward(
     gradient: Tensor, y: Tensor, weights: Tensor, token: Tensor, expert: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Launch `spread_program`."""
     assert gradient.is_contiguous()
     y, weights, h = y.contiguous(), weights.contiguous(), y.shape[1]
     d_y, d_weights = y.new_empty(y.shape), torch.zeros_like(weights)

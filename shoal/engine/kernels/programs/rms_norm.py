@@ -62,14 +62,12 @@ def backward_program(
 
 
 def forward(x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, ...]:
-    """Launch `forward_program`; arguments and results as of the operator."""
     y = x.new_empty(x.shape)
     total, inverse = _forward(x, update, weight, eps, y, None)
     return total, y, inverse
 
 
 def statistics(x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch `forward_program` without its main result; arguments and results as of the operator."""
     most = x.new_zeros(1, dtype=torch.int32)
     total, inverse = _forward(x, update, weight, eps, x, most)
     return total, inverse, most.view(torch.float32)
@@ -91,7 +89,6 @@ def _forward(
 def backward(
     d_y: Tensor, d_total: Tensor | None, total: Tensor, weight: Tensor, inverse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Launch `backward_program` and sum its partial sums; arguments and results as of the operator."""
     assert d_y.is_contiguous() and (d_total is None or d_total.is_contiguous())
     total, h, rows = total.contiguous(), total.shape[-1], inverse.numel()
     if rows == 0:

@@ -55,7 +55,6 @@ def rotary_program(
 
 
 def forward(packed: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch `rotary_program`; arguments and results as of the operator."""
     packed, (b, s, width) = packed.contiguous(), packed.shape
     d = width // (heads + 2 * kv_heads)
     q, k, v = (packed.new_empty(b, s, n, d) for n in (heads, kv_heads, kv_heads))
@@ -64,7 +63,6 @@ def forward(packed: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int)
 
 
 def backward(d_q: Tensor, d_k: Tensor, d_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Launch `rotary_program`; arguments and results as of the operator."""
     assert d_q.is_contiguous() and d_k.is_contiguous() and d_v.is_contiguous()
     b, s, heads, d = d_q.shape
     out = d_q.new_empty(b, s, (heads + 2 * d_k.shape[2]) * d)

@@ -38,7 +38,6 @@ class Tallied(nn.Module):
     tally: Tensor | None = None  # float64 counts made in backward; None if not recorded
 
     def reset_tally(self) -> None:
-        """Set the counts to 0."""
         self.tally = self._zeros()
 
     def _zeros(self) -> Tensor:

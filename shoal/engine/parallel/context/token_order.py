@@ -123,11 +123,9 @@ class TokenAssignment:
         return [count_tokens(self.chunks(rank, slices)) for rank in self.ranks(position)]
 
     def ranks(self, position: int) -> range:
-        """Return the ranks at a ring position."""
         return range(position * self.ulysses, (position + 1) * self.ulysses)
 
     def lengths(self, rank: int) -> list[int]:
-        """Return the number of tokens of a rank in each slice."""
         return [count_tokens(ranks[rank]) for ranks in self.by_slice]
 
     @property
@@ -142,7 +140,6 @@ class TokenAssignment:
 
 
 def count_tokens(chunks: Chunks) -> int:
-    """Return the number of tokens in chunks."""
     return sum(map(len, chunks))
 
 

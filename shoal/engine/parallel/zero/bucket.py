@@ -52,7 +52,6 @@ class DataParallelGroups:
 
     @staticmethod
     def along(axis: str, mesh: Mesh) -> DataParallelGroups:
-        """Return the groups along an axis of a mesh."""
         shard, replicate = ("edp_shard", "edp_replicate") if axis == "edp" else ("shard", "replicate")
         apart = "reduce" if mesh.layout.zero == 3 and mesh.device.type == "cuda" else ""
         return DataParallelGroups(

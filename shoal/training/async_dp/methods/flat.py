@@ -30,7 +30,6 @@ class FlatPart(NamedTuple):
         return self.split.box.shape
 
     def view(self, flats: Sequence[Tensor]) -> Tensor:
-        """Return this part of flat tensors, as a view."""
         return flats[self.bucket][self.start : self.stop].view(self.shape)
 
 
@@ -55,11 +54,9 @@ class Flat:
 
     @property
     def numel(self) -> int:
-        """Number of elements of all buckets."""
         return sum(weights.numel() for weights in self.weights)
 
     def zeros(self) -> list[Tensor]:
-        """Return zeros in the layout of the weights."""
         return [torch.zeros_like(weights) for weights in self.weights]
 
     def slices(self, flat: Tensor) -> list[Tensor]:

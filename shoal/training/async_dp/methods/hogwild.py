@@ -46,7 +46,6 @@ class Hogwild(Method):
         return True
 
     def update(self, step: int, rate: float, tokens: float) -> None:
-        """Update the shared weights."""
         self.optimizer.step(rate)
         stale = self._others() - self._seen
         self.staleness.add(stale, stale)

@@ -117,7 +117,6 @@ class Method(ReplicaMethod):
         return MethodStates(own=self.optimizer.states() | self.updates())
 
     def updates(self) -> States:
-        """Return the number of updates as a state."""
         shape = tuple(self.made.shape)
         return {"updates": {"made": [Piece(shape, Box.full(shape), self.made)]}}
 
