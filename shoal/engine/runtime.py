@@ -46,12 +46,15 @@ class Recorder(Protocol):
 
     def begin(self, action: Action) -> None:
         """Handle the start of an action."""
+        return
 
     def arrived(self, action: Action) -> None:
         """Handle the arrival of the message that an action waited for, if any."""
+        return
 
     def end(self, action: Action) -> None:
         """Handle the end of an action (of a transfer: its start)."""
+        return
 
 
 class Runtime:
@@ -67,7 +70,6 @@ class Runtime:
 
     Attributes:
         versions: the weight versions of each stage, in asynchronous pipelines.
-        recorders: called around each action.
         on_loss: called with a micro-batch, or a slice of it, after its loss was computed by the module.
     """
 

@@ -49,7 +49,6 @@ class Trainer:
     Args:
         samples: "train" and "validation" data.
         resume: whether to resume from the newest good checkpoint.
-        local_ranks: number of ranks on this machine.
         restarted: whether this attempt follows a failure; without a checkpoint it then starts at the first step.
         beat: heartbeat of this rank; None for a rank without supervisor.
         stop: handler of stop requests, with any that arrived before the first step.

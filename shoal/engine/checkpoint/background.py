@@ -22,7 +22,6 @@ class BackgroundSave(Generic[T]):
 
     Args:
         function: what the thread calls, with this object as first argument, to mark what can be left (`leavable`).
-        name: of the thread.
         awaited: whether the end of the process waits for the save, unless it was left.
     """
 

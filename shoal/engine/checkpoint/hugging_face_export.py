@@ -33,7 +33,6 @@ class HFExport:
     Attributes:
         dtype: number format of the weights, as torch names it.
         units: names of parameters that are read together: complete layers, since one tensor may join several.
-        updates: number of updates of the optimizer.
 
     Args:
         dtype: number format of the weights; None keeps the checkpoint's.

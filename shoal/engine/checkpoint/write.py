@@ -49,7 +49,6 @@ class SavePlan:
         slots: ranges of the boxes in the data section, without gaps.
         sources: the tensor of each slot, a view of the state.
         tensors: global shape and dtype of every tensor of which the rank holds a piece, primary or not.
-        names: all names in the state.
     """
 
     slots: list[FileSlot]

@@ -174,7 +174,6 @@ class MixtureDataset:
     """Sequences of several datasets, mixed by weight; each sequence is of one of them.
 
     Args:
-        datasets: datasets by name.
         sources: their weights, limits of epochs and schedules.
         seed: seed of the order in which sources follow each other.
         sequence_length: s, tokens of a sample.

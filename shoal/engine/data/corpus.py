@@ -41,7 +41,6 @@ class FileCorpus:
     """A fixed sequence of documents, from files in order.
 
     Attributes:
-        files: the files, in the order they are read.
         field: the field that holds the text, in formats that have fields.
         reader: the readers and their options, as part of the fingerprint.
         sources: whether the files are sources of Python, of which some intentionally declare another encoding than

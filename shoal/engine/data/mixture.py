@@ -21,7 +21,6 @@ class _Segment:
     """Samples with the same weights: between ends of sources, and scheduled changes.
 
     Attributes:
-        number: position among the segments.
         start: global index of its first sample.
         quotas: samples of each source in a block, [sources]; 0 for those that have ended.
         drawn: samples of each source before ``start``, [sources].

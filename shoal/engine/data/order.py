@@ -72,8 +72,6 @@ class OverlappingShards:
     Shared samples keep replicas that seldom exchange weights closer to each other.
 
     Attributes:
-        replicas, index: number of replicas, and index of this one.
-        samples: samples in one epoch.
         overlap: how far a part extends into the next, as a fraction of its length.
     """
 

@@ -22,7 +22,6 @@ class Skipped:
     Attributes:
         stop: raise an error for a document that cannot be read, instead of counting it.
         chat: documents are conversations.
-        counts: number of documents by reason.
         first: description of the first one of each reason, if its place is known.
     """
 

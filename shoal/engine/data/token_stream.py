@@ -120,7 +120,6 @@ class StreamContents:
         fingerprint: key of the content; equal fingerprints hold the same text with the same tokenisation.
         vocab_size: upper bound (exclusive) of all ids.
         bytes: UTF-8 bytes of the text; None if unknown.
-        files: number of files.
     """
 
     corpus: str
@@ -132,12 +131,7 @@ class StreamContents:
 
 
 class Stream(Protocol):
-    """One split of a corpus as a stream of token ids.
-
-    Attributes:
-        split: its name.
-        contents: its summary.
-    """
+    """One split of a corpus as a stream of token ids."""
 
     split: Split
 

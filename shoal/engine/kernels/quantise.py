@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,7 +50,7 @@ def compute(x: Tensor, a: Tensor | None, b: Tensor | None, source: str) -> Tenso
     return SOURCES[source](*(each.to(exact) for each in (x, a, b) if each is not None)).to(x.dtype)
 
 
-def _size(x: Tensor, a: Tensor | None, source: str) -> tuple[int, int]:
+def _size(x: Tensor, a: Tensor | None = None, b: Tensor | None = None, source: str = "plain") -> tuple[int, int]:
     m, k = x.shape if source != "swiglu_backward" or a is None else a.shape
     return (m, k // 2) if source == "swiglu" else (m, k)
 
@@ -58,7 +59,7 @@ def _locate(x: Tensor, a: Tensor | None = None, b: Tensor | None = None, source:
     """Return a matrix as the Triton programs take it."""
     x = x.contiguous()
     a, b = (x if each is None else each.contiguous() for each in (a, b))
-    return x, a, b, source, *_size(x, a, source)
+    return x, a, b, source, *_size(x, a, b, source)
 
 
 @custom_op("shoal::maxima", mutates_args=())
@@ -69,15 +70,15 @@ def maxima(x: Tensor, by_row: bool, a: Tensor | None = None, b: Tensor | None = 
 
 
 @maxima.register_kernel("cuda")
-def _(x: Tensor, by_row: bool, a: Tensor | None = None, b: Tensor | None = None, source: str = "plain") -> Tensor:
-    found = x.new_zeros(sum(_size(x, a, source)) if by_row else 1, dtype=torch.int32)
-    launch("quantise", "maxima")(_locate(x, a, b, source), found, by_row=by_row, tile=TILE)
+def _(x: Tensor, by_row: bool, *source: Any) -> Tensor:
+    found = x.new_zeros(sum(_size(x, *source)) if by_row else 1, dtype=torch.int32)
+    launch("quantise", "maxima")(_locate(x, *source), found, by_row=by_row, tile=TILE)
     return found.view(torch.float32)
 
 
 @maxima.register_fake
-def _(x: Tensor, by_row: bool, a: Tensor | None = None, b: Tensor | None = None, source: str = "plain") -> Tensor:
-    return x.new_empty(sum(_size(x, a, source)) if by_row else 1, dtype=torch.float32)
+def _(x: Tensor, by_row: bool, *source: Any) -> Tensor:
+    return x.new_empty(sum(_size(x, *source)) if by_row else 1, dtype=torch.float32)
 
 
 @custom_op("shoal::quantise", mutates_args=())
@@ -106,24 +107,17 @@ def quantise(
 
 
 @quantise.register_kernel("cuda")
-def _(
-    x: Tensor, values: Tensor, kind: str, by_row: bool, given: bool,
-    a: Tensor | None = None, b: Tensor | None = None, source: str = "plain",
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    out, most = _empty(x, _size(x, a, source), kind, by_row), x.new_zeros(int(given), dtype=torch.int32)
+def _(x: Tensor, values: Tensor, kind: str, by_row: bool, given: bool, *source: Any) -> tuple[Tensor, ...]:
+    out, most = _empty(x, _size(x, *source), kind, by_row), x.new_zeros(int(given), dtype=torch.int32)
     launch("quantise", "quantise")(
-        _locate(x, a, b, source), values, (*out, most), largest=FORMAT[kind].largest, by_row=by_row, given=given,
-        tile=TILE,
-    )  # fmt: skip
+        _locate(x, *source), values, (*out, most), largest=FORMAT[kind].largest, by_row=by_row, given=given, tile=TILE
+    )
     return *out, most.view(torch.float32)
 
 
 @quantise.register_fake
-def _(
-    x: Tensor, values: Tensor, kind: str, by_row: bool, given: bool,
-    a: Tensor | None = None, b: Tensor | None = None, source: str = "plain",
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    return *_empty(x, _size(x, a, source), kind, by_row), x.new_empty(int(given), dtype=torch.float32)
+def _(x: Tensor, values: Tensor, kind: str, by_row: bool, given: bool, *source: Any) -> tuple[Tensor, ...]:
+    return *_empty(x, _size(x, *source), kind, by_row), x.new_empty(int(given), dtype=torch.float32)
 
 
 @custom_op("shoal::quantise_blocks", mutates_args=())
@@ -147,26 +141,20 @@ def quantise_blocks(
 
 
 @quantise_blocks.register_kernel("cuda")
-def _(
-    x: Tensor, kind: str, rows: int, columns: int, scale: str,
-    a: Tensor | None = None, b: Tensor | None = None, source: str = "plain",
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+def _(x: Tensor, kind: str, rows: int, columns: int, scale: str, *source: Any) -> tuple[Tensor, ...]:
     grain, format = Grain(rows, columns, scale), FORMAT[kind]
-    out = _empty_blocks(x, _size(x, a, source), kind, grain)
+    out = _empty_blocks(x, _size(x, *source), kind, grain)
     as_bytes = [each.view(torch.uint8) if each.dtype == torch.float8_e8m0fnu else each for each in out]
     launch("quantise", "quantise_blocks")(
-        _locate(x, a, b, source), as_bytes, largest=format.largest, octave=octave(format), block=columns,
+        _locate(x, *source), as_bytes, largest=format.largest, octave=octave(format), block=columns,
         mx=scale == "mx", square=rows == columns, tile=TILE,
     )  # fmt: skip
     return out
 
 
 @quantise_blocks.register_fake
-def _(
-    x: Tensor, kind: str, rows: int, columns: int, scale: str,
-    a: Tensor | None = None, b: Tensor | None = None, source: str = "plain",
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    return _empty_blocks(x, _size(x, a, source), kind, Grain(rows, columns, scale))
+def _(x: Tensor, kind: str, rows: int, columns: int, scale: str, *source: Any) -> tuple[Tensor, ...]:
+    return _empty_blocks(x, _size(x, *source), kind, Grain(rows, columns, scale))
 
 
 def _lay_out(inverse: Tensor, grain: Grain) -> Tensor:

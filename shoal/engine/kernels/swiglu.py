@@ -47,11 +47,9 @@ def _save(ctx, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _differentiate(ctx, gradient: Tensor) -> Tensor:
-    return swiglu_backward(gradient.contiguous(), *ctx.saved_tensors)
-
-
-swiglu.register_autograd(_differentiate, setup_context=_save)
+swiglu.register_autograd(
+    lambda ctx, gradient: swiglu_backward(gradient.contiguous(), *ctx.saved_tensors), setup_context=_save
+)
 
 
 # ---- gate and up in two tensors ----------------------------------------------------------------------------------
@@ -77,11 +75,9 @@ swiglu_pair_backward.register_kernel("cuda")(launch("swiglu", "backward_pair"))
 swiglu_pair_backward.register_fake(lambda gradient, gate, up: (gate.new_empty(gate.shape), up.new_empty(up.shape)))
 
 
-def _differentiate_pair(ctx, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    return swiglu_pair_backward(gradient.contiguous(), *ctx.saved_tensors)
-
-
-swiglu_pair.register_autograd(_differentiate_pair, setup_context=_save)
+swiglu_pair.register_autograd(
+    lambda ctx, gradient: swiglu_pair_backward(gradient.contiguous(), *ctx.saved_tensors), setup_context=_save
+)
 
 
 def examples() -> Iterator[Example]:

@@ -32,7 +32,6 @@ def fill(out: Tensor, *, name: str, global_shape: tuple[int, ...], box: Box, ini
 
     Args:
         out: destination of shape ``box.shape``; any float dtype, any device.
-        name: name of the parameter in the full model.
     """
     if initial.std == 0:
         out.fill_(initial.mean)

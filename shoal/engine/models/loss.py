@@ -24,7 +24,6 @@ class CrossEntropy(nn.Module):
 
     Attributes:
         columns: number of logits that are ids; the others are padding. None if all are.
-        keep_rows: whether to keep the loss of each sequence.
         rows: [b] loss of each sequence [nats] in the last forward, detached, if kept.
     """
 

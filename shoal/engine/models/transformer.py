@@ -332,11 +332,7 @@ class Transformer(nn.Module):
         return torch.stack(losses).mean() * self.shape.mtp_weight
 
     def _make_masks(self, *inputs: Any) -> tuple[Any, Any]:
-        """Return the masks of the layers that see all earlier tokens and of those with a window, where there are any.
-
-        Args:
-            inputs: of `Mask`.
-        """
+        """Return the masks of layers that see all earlier tokens and of those with a window, where there are any."""
         local = {layer.attention.window is not None for layer in self.layers.values()}
         of_local = self.local_mask(*inputs) if self.local_mask is not None and True in local else None
         return (None if local == {True} else self.mask(*inputs)), of_local

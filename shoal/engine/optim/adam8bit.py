@@ -41,7 +41,6 @@ class _Tile:
         scales: [rows, blocks] for each moment, the largest absolute value in a block.
         box: the blocks, in the parameter's shape with the last dim counted in blocks.
         block_shape: that shape.
-        part: the shard part that contains the tile.
         starts: whether it has the first element of its blocks, and therefore saves them.
         places: [rows] position of each row's first element in the unsharded parameter, if weights are bfloat16.
         shared: index of its blocks in the table of blocks split between ranks; None if its blocks are complete.

@@ -52,10 +52,6 @@ class Float32Rule(Rule):
 
     A parameter therefore takes no more memory than its formats need, except for one block per device. Weights and
     states are rounded stochastically.
-
-    Args:
-        make: builds the element-wise rule.
-        state: dtype of its states.
     """
 
     def __init__(self, config: OptimizerConfig, shards: Shards, make: Make, *, state: torch.dtype, seed: int):
@@ -116,8 +112,6 @@ class FusedAdam(Rule):
 
     Args:
         decoupled: whether weight decay is AdamW's.
-        state: dtype of the moments.
-        seed: of stochastic rounding.
     """
 
     skips_on_device = True

@@ -18,7 +18,6 @@ class ShardPart:
     """A box of one parameter inside a shard.
 
     Attributes:
-        start: its first element in the shard.
         copies: number of holders with this same box.
         primary: whether this rank, of all holders of the box, saves it.
     """
@@ -47,7 +46,6 @@ class Shard:
         weights, gradient: [n], used in place.
         parts: the boxes inside, in order; elements outside of them are padding.
         decay: weight decay per unit of learning rate.
-        rate: factor on the learning rate.
     """
 
     weights: Tensor
@@ -115,10 +113,6 @@ class Shards:
     ) -> Shards:
         """Build shards from the unsharded parameters of one device: (name, weights, gradient), contiguous tensors used
         in place.
-
-        Args:
-            decay: weight decay of a parameter.
-            rate: factor on its learning rate.
         """
         named = list(named)
         shards = [

@@ -28,7 +28,6 @@ class StageLinks:
     """The modules of a chain as one stage computes them; see the module's docstring.
 
     Args:
-        part: indices of the stage's modules.
         module: the full module, of which the parameters of others are freed.
         dtype, device: of the freed parameters, which are zeros without memory.
 

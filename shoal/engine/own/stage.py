@@ -288,9 +288,6 @@ def build_own_stage(
         draws: what the ranks of split layers see of dropout (`find_parts`).
         chain: of a pipeline; None for the full module.
         part: the stage's modules of the chain.
-        shared: parameters that several stages share.
-        holders: these stages.
-        splits: whether a schedule splits backwards.
     """
     module = own.build(seed)
     set_formats(module, policy, mesh.device)

@@ -41,7 +41,6 @@ class LocalStage:
     """One pipeline stage on this rank: its modules and its parameters.
 
     Attributes:
-        index: index among all stages.
         part: the part of the model that the stage computes; equals `index` unless the model has several copies.
         keeps_views: whether autograd keeps views of parameters for backward (`shoal.engine.weight_versions`).
     """
@@ -204,7 +203,6 @@ def share_copies(placements: dict[str, ParamPlacement], axis: str, copy: int) ->
 
     Args:
         axis: mesh axis of the ranks that hold the copies of this stage.
-        copy: index of this copy.
     """
     return {
         local: replace(

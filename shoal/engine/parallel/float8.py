@@ -30,7 +30,6 @@ class Float8:
 
     Attributes:
         products: names of the linear layers that use 8-bit products, in tuples of those that are one product.
-        recipe: the scaling recipe.
         history: history of absolute maxima, for delayed scaling.
         draws: random numbers that round gradients, if the recipe draws any.
     """

@@ -44,10 +44,6 @@ _ALIGN = 16  # bytes: of results that `torch._scaled_mm` writes in place
 class Float8Product(Encoder):
     """8-bit products of one linear layer, or of several with one input and adjacent weights.
 
-    Args:
-        weights: of the layers.
-        bucket: the bucket of the weights.
-
     Attributes:
         key: by which operators find it.
         form: its recipe, and whether its products are native, as text: a key of `_FORMS`.

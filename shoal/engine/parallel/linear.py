@@ -365,7 +365,6 @@ class SplitNorm(nn.Module):
     """RMSNorm or LayerNorm of a dimension that ranks hold parts of: its sums, one or two per token, are reduced.
 
     Args:
-        group: these ranks.
         width: elements of the dimension on all of them.
     """
 

@@ -21,12 +21,9 @@ class ParamPlacement:
     """Part of a parameter that this rank holds after tensor and pipeline parallelism.
 
     Attributes:
-        name, global_shape: name and shape in the full model.
-        box: the part held by this rank.
         local: allocated shape; padding, if any, follows the box along dim 0.
         sum_over: mesh axes besides dp over which this rank's gradient is a partial sum, or `ENDS`.
         copies: number of ranks along tp and pp that hold this box.
-        stages: number of pipeline stages that hold the parameter.
         primary: whether this rank saves and counts the box, among its holders.
         replicas: mesh axis of the replicas: "replicas", or "edp" for experts.
     """

@@ -18,7 +18,6 @@ class LossScale:
     """The loss scale and the counters that control it.
 
     Attributes:
-        value: current factor on the loss.
         good: steps since the last change.
         skipped: steps of the run that were skipped.
     """

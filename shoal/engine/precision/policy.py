@@ -14,7 +14,6 @@ class Policy:
     """The dtypes of one precision.
 
     Attributes:
-        formats: number formats that the dtypes correspond to.
         storage: weights that the optimizer updates.
         compute: weights and activations in forward and backward.
         reduce: gradients, summed over micro-batches and ranks.

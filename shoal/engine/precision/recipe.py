@@ -24,7 +24,6 @@ class Recipe:
     """Formats and scales of the products in 8 or 4 bits of a linear layer.
 
     Attributes:
-        kinds: format of each tensor.
         grains: blocks that share a scale in each tensor, as [rows, contraction dim].
         history: number of steps whose maxima determine the scales; 0 uses the tensor's current values.
         margin: octaves of headroom above the maxima.

@@ -34,7 +34,6 @@ class Operator:
     """An operator, or the source of a tensor from outside.
 
     Attributes:
-        name: of its output, a single tensor.
         kind: parameter, buffer, input, boundary (what another stage makes), gradient (of an output), or call.
         target: of a call, as ``mm.default``; of a parameter, its name in the module.
         args, kwargs: of a call; tensors as `Ref`.

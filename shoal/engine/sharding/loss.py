@@ -38,12 +38,9 @@ class LossPlan:
 
     Attributes:
         plan: of the graph of the loss, for the ranks of ``parallel.tp``. A weight's optimizer states are kept as it is.
-        precision: of `[train]`.
-        micro_batch: samples of a batch.
         leaves: of a batch: the format of a tensor, or another value.
         inputs: name of each tensor of a batch in the graph.
         returned: of the loss, the terms, and each metric's sum and terms: a number, or the operator that makes it.
-        metrics: names of the metrics.
         constants: tensors that the code makes from values, by their names.
     """
 

@@ -22,10 +22,8 @@ class OperatorSplit:
     """How an operator is split.
 
     Attributes:
-        operands: the shardings in which it reads its operands.
         made: the sharding in which the local operators leave its output.
         out: the sharding in which others read it: as it was made, or after one collective.
-        parts: into which its work is split.
     """
 
     operands: tuple[Sharding, ...]
@@ -40,7 +38,6 @@ class Resharding:
 
     Attributes:
         phase: forward, backward, or step: once per step, for all micro-batches.
-        seconds: of all moves.
         sent: bytes that the busiest device sends.
     """
 

@@ -17,7 +17,6 @@ class MeshRank:
     """One rank of a mesh; all ranks run the same moves in the same order.
 
     Args:
-        rank: in the mesh.
         connect: returns the group of some ranks of the mesh, in rising order; they all call it at the same point.
     """
 

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import torch
 
 from shoal.engine.checkpoint import list_checkpoints, save
+from shoal.engine.runtime import Recorder
 from shoal.launch.devices import LOST_FILE
 from shoal.launch.worker import run_generations
 from shoal.pipeline.program import Action
@@ -63,7 +64,7 @@ def plant(trainer: Trainer) -> None:
             InjectedFault(trainer, planted)
 
 
-class InjectedFault:
+class InjectedFault(Recorder):
     """`Recorder` of a rank's actions that triggers a fault at its moment."""
 
     def __init__(self, trainer: Trainer, planted: Planted):
@@ -89,9 +90,6 @@ class InjectedFault:
         if (self.step, self.count) == (self.planted.step, self.planted.nth):
             self._act_in(self.planted.fraction * self.lasted)
         self.count += 1
-
-    def arrived(self, action: Action) -> None:
-        """Do nothing."""
 
     def end(self, action: Action) -> None:
         if self.planted.effect == "slow" and self.step >= self.planted.step:

@@ -52,10 +52,8 @@ class ReplicaEngine(Engine):
     """Base class of engines that compute only their own replica's step, up to `update`.
 
     Attributes:
-        replica, replicas: index of this replica, and number of replicas.
         represented: dead replicas whose states in a checkpoint are copies of this one's.
         flat: weights and gradients as flat tensors.
-        method: method that synchronises the replicas.
     """
 
     method: ReplicaMethod
@@ -232,8 +230,6 @@ class AsyncEngine(ReplicaEngine):
     """Engine of one replica that shares a memory window with the others.
 
     Attributes:
-        window: shared memory of all replicas.
-        queue: tickets of steps.
         board: reports of the replicas, [replicas, `COLUMNS`], float64.
         arrived: index of the first meeting counter; one counter per replica, followed by two for the first rank's
             decisions.

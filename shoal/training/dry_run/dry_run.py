@@ -35,6 +35,7 @@ from shoal.engine.models.mixture_of_depths import MixtureOfDepths
 from shoal.engine.parallel.context.causal_blocks import token_positions
 from shoal.engine.parallel.context.token_order import TokenAssignment, assign_tokens
 from shoal.engine.parallel.mixture_of_depths import assign_chosen
+from shoal.engine.runtime import Recorder
 from shoal.pipeline.program import Action
 from shoal.planning.cost.time.traffic import evenly_taken
 from shoal.spec.catalog import ModelShape
@@ -76,7 +77,7 @@ class Counted:
     steps: list[CountedStep]
 
 
-class MemoryRecorder:
+class MemoryRecorder(Recorder):
     """`Recorder` of the memory of each action, and of the peak between actions."""
 
     def __init__(self, tracker: Tracker):
@@ -87,24 +88,15 @@ class MemoryRecorder:
     def begin(self, action: Action) -> None:
         self.between = max(self.between, self.tracker.rewind())
 
-    def arrived(self, action: Action) -> None:
-        """Do nothing."""
-
     def end(self, action: Action) -> None:
         self.moments.append(ActionMemory(action, self.tracker.rewind(), self.tracker.alive))
 
 
-class ProgressRecorder:
+class ProgressRecorder(Recorder):
     """`Recorder` that shows how many of the actions of all steps are done."""
 
     def __init__(self, actions: int, steps: int, show: Callable[[float, str], None]):
         self.actions, self.steps, self.show, self.done = actions, steps, show, 0
-
-    def begin(self, action: Action) -> None:
-        """Do nothing."""
-
-    def arrived(self, action: Action) -> None:
-        """Do nothing."""
 
     def end(self, action: Action) -> None:
         self.done += 1

@@ -66,7 +66,6 @@ class Tracker(TorchDispatchMode):
     A storage is live until nothing refers to it; views share theirs. Memory inside a kernel is not counted.
 
     Attributes:
-        flops: FLOPs by name of the operation.
         alive: current live bytes.
         peak: maximum live bytes since `rewind`.
     """

@@ -18,9 +18,6 @@ class Chat:
 
     Args:
         system: message that comes before all others; "" for none.
-
-    Attributes:
-        messages: all messages so far.
     """
 
     def __init__(

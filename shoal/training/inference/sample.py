@@ -26,7 +26,6 @@ class Continuation:
 
     Args:
         prompt: the ids before it. They are decoded with it, as a tokenizer may treat a text's first token differently.
-        ends: ids that end the text.
         stop: texts that end it; it does not include them.
 
     Attributes:
@@ -84,7 +83,6 @@ def continue_texts(
     """Return the continuation of each prompt, without it. Collective.
 
     Args:
-        prompts: the ids of each.
         show: gets the continuation of the only prompt while it is generated.
     """
     texts = [Continuation(source.tokenizer, prompt, source.ends, sampling.stop, show) for prompt in prompts]

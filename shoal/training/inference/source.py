@@ -45,7 +45,6 @@ class ModelSource:
     Attributes:
         weights: path of a checkpoint, or of a folder in Hugging Face's format.
         window: maximum context length in generation.
-        ends: ids that end a text.
     """
 
     config: RunConfig
@@ -211,11 +210,7 @@ def read_any_length(state: ModelState) -> None:
 
 
 def check_generates(source: ModelSource, what: str | Path) -> None:
-    """Reject a model that cannot compute one token after another.
-
-    Args:
-        what: name of the model, for the message.
-    """
+    """Reject a model that cannot compute one token after another."""
     if source.shape.experts is not None and source.shape.experts.gate == "expert-choice":
         raise UsageError(f"{what}: its experts choose among all tokens of a sequence, also later ones, so it "
                          "cannot generate one token after another.")

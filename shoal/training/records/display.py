@@ -31,11 +31,7 @@ LABEL = 8  # width of the banner's labels
 
 
 class Display:
-    """Terminal output of one run, on rank 0. As a context manager, it removes the progress bar on exit.
-
-    Args:
-        counted: what the run counts.
-    """
+    """Terminal output of one run, on rank 0. As a context manager, it removes the progress bar on exit."""
 
     def __init__(self, console: Console | None = None, counted: Literal["token", "sample"] = "token"):
         self.console, self.counted = console or Console(highlight=False), counted

@@ -203,14 +203,13 @@ def check_trackers(config: MetricsConfig) -> None:
             )
 
 
-def read_metrics(folder: Path, last_step: int | None = None) -> list[StepMetrics]:
-    """Read the records of a run in order, up to and including ``last_step``, without damaged lines.
+def read_metrics(folder: Path) -> list[StepMetrics]:
+    """Read the records of a run in order, without damaged lines.
 
     Raises:
         UsageError: the file cannot be read, or no line is a record.
     """
-    records = read_json_lines(folder / FILE_NAME, _parse, "record of a step")
-    return [record for record in records if last_step is None or record.step <= last_step]
+    return read_json_lines(folder / FILE_NAME, _parse, "record of a step")
 
 
 def _parse(record: dict[str, Any]) -> StepMetrics:

@@ -42,7 +42,6 @@ class HeldBucket(NamedTuple):
     """A bucket of a rank.
 
     Attributes:
-        names: its parameters.
         bytes: gradients of the full bucket, padding included.
         shards, shard: number of its shards (1 if it is not sharded), and the one that this rank updates.
     """
@@ -58,7 +57,6 @@ class Profiler:
 
     Args:
         mesh: mesh of the run; all ranks must construct a profiler at the same time.
-        folder: run folder.
         group: group of all ranks on the CPU; None for one rank.
         trace: whether torch's profiler records the operators and kernels of these steps too.
     """

@@ -85,11 +85,9 @@ class InMemoryCheckpointer:
     Args:
         home: the run's directory in this host's memory (`shoal.training.resilience.host_memory_dir.run_dir`).
         group: separate gloo group of all ranks; None in a single process.
-        places: of the group.
         state: what will be saved, for which memory is checked and reserved; None if that is not known yet.
         keep: save (step, attempt) that this run resumes from; removed after the next save. Other states of earlier
             attempts are removed immediately.
-        device: device of the state.
 
     Attributes:
         copied: see `shoal.engine.checkpoint.save.Checkpointer`.

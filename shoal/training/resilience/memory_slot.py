@@ -151,11 +151,8 @@ def read_all(home: Path) -> tuple[list[tuple[SlotRecord, Path]], list[Checkpoint
 
 def newest_step(home: Path) -> int | None:
     """Return the newest step of which this host's memory holds a part."""
-    steps = []
-    for folder in list_slots(home):
-        with contextlib.suppress(FileNotFoundError, CheckpointError):
-            steps.append(read(folder).step)
-    return max(steps, default=None)
+    found, _ = read_all(home)
+    return max((record.step for record, _ in found), default=None)
 
 
 def drop(home: Path, attempt: str, keep: tuple[int, str] | None = None) -> None:

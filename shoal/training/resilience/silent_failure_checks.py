@@ -52,7 +52,6 @@ class SilentFailureChecks:
     """Silent-failure checks of a run. All ranks must call the same methods in the same order.
 
     Args:
-        step: optimizer steps done.
         extra: values saved with the state that the run resumes from.
 
     Raises:
@@ -61,7 +60,6 @@ class SilentFailureChecks:
     Attributes:
         proven: last step after which replicas were equal or, if they are not compared, last step whose two executions
             agreed; after a failed check, newer states are not trusted.
-        spikes: spike detector; None if disabled.
     """
 
     def __init__(self, engine: Engine, config: FailoverConfig, step: int, extra: dict[str, Any]):

@@ -39,7 +39,6 @@ class EngineState(ModelState):
         observe: callback of each step, called when the gradients are complete.
         estimating: whether the running passes estimate the Hessian instead of computing the step.
         replica_offset: offset of the replica whose samples are used, to compute a step twice.
-        source_losses: losses of the sources of a mixture.
     """
 
     def __init__(

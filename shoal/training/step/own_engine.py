@@ -67,7 +67,6 @@ class OwnEngine(Engine):
     Attributes:
         divisor: that of the loss before its backward, see `count_tokens`.
         metrics: means of the definition's metrics in the last step.
-        chain: that of a pipeline.
     """
 
     stages: list[OwnStage]  # type: ignore[assignment]

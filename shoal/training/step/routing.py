@@ -23,7 +23,6 @@ class LayerCounts:
 
     Attributes:
         modules: local routers or predictors, whose tallies are counted.
-        layers: indices of the counted layers in the model.
         totals: [layers, numbers] of the last step, over all ranks and micro-batches, on the device.
     """
 

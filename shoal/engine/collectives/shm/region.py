@@ -41,7 +41,6 @@ class Region:
 
     Attributes:
         counters: 64-bit numbers, counter i at index ``i * STEP``; all 0 in a new file.
-        data: the bytes after the counters.
     """
 
     STEP = LINE // 8

@@ -23,7 +23,6 @@ class RoutingContext(NamedTuple):
 
     Attributes:
         sequences: number of sequences in the global batch, over which the routers' losses are averaged.
-        seed: random seed of the draws.
         samples: [b] int64 sample index of each sequence in the data; None disables random draws.
     """
 

@@ -45,9 +45,6 @@ def find_parts(own: OwnModel, layout: Layout, batch: OwnBatch) -> dict[str, list
     """Return what ranks see in each call of dropout, by the module whose forward has it.
 
     Empty if all see all, or if the module cannot run on the meta device.
-
-    Args:
-        batch: a micro-batch.
     """
     if isinstance(own.tensor_parallel, LossPlan):
         return {}

@@ -68,11 +68,7 @@ def split_experts(module: nn.Module, rules: Mapping[str, str], ranks: SplitRanks
 
 
 class _Dispatch:
-    """Forward of a module of experts, of which a rank holds some.
-
-    Args:
-        local: number of experts of a rank.
-    """
+    """Forward of a module of experts, of which a rank holds some."""
 
     def __init__(self, experts: nn.Module, local: int, ranks: SplitRanks):
         self.forward, self.local, self.ranks = experts.forward, local, ranks

@@ -39,7 +39,6 @@ class ContextParallel:
 
     Attributes:
         rank: index along the mesh's cp axis.
-        tokens: assignment of tokens to ranks.
         ulysses: the ranks at this ring position; None for a single one.
     """
 

@@ -29,8 +29,6 @@ class RingPosition:
     """This rank's position in the ring.
 
     Attributes:
-        index, size: index of this position and number of positions.
-        ranks: global ranks of all positions, in order.
         blocks: group for keys and values; None with one position.
         gradients: group for their gradients, separate so that they do not wait for the blocks.
     """

@@ -100,8 +100,6 @@ class TokenAssignment:
     """Assignment of the tokens of a sequence to context-parallel ranks, per slice.
 
     Attributes:
-        ring: number of ring positions.
-        ulysses: ranks per position.
         by_slice: for each slice and rank (ulysses varies fastest), its tokens as positions in the full sequence.
     """
 

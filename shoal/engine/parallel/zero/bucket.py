@@ -34,11 +34,8 @@ class DataParallelGroups:
     """Ranks along one mesh axis, "replicas" or "edp", that hold the same parameters.
 
     Attributes:
-        shard_group: the ranks over which the parameters are sharded.
         reduce_group: the same ranks, for the sum of gradients. ZeRO-3 on CUDA has a second group for it, as NCCL runs
             the collectives of one group in sequence: a gather, which the next layer waits for, would wait for a sum.
-        replicate_group: the ranks that hold the same shard.
-        shards, index: size of ``shard_group``, and this rank's index in it.
         copies, copy: size of ``replicate_group``, and this rank's index in it.
     """
 
@@ -126,7 +123,6 @@ class Bucket:
         keep_full: whether full parameters persist between uses (not in ZeRO-3).
         offload: whether `master` is in host memory. "optimizer" keeps the compute weights on the device, full or
             sharded (`shard`); "parameters" keeps only gathered parameters on the device.
-        streams: streams of the copies of an offloaded shard.
 
     A CUDA device copies from page-locked memory in the format that it computes with: from `shadow`, a copy of the
     master weights, if that is another format. The copy is queued where `gather` is called, one or more units ahead of

@@ -57,7 +57,6 @@ def build_optimizer_shards(
     Args:
         mixed: whether the model has experts. Their sharding differs from that of other parameters, so all ranks of the
             stage, including replicas, are holders.
-        dtype: dtype of the weights that the optimizer updates.
     """
     axis = "stage" if mixed else "holders"
     holders = ShardGroup(mesh, axis) if mesh.size(axis) > 1 else Holders()

@@ -19,7 +19,6 @@ class RankParameters:
     """Parameters of all pipeline stages of this rank.
 
     Args:
-        stages: the parameters of each stage, in order.
         ends: the ranks of the first and last model parts if these share a tied embedding.
     """
 

@@ -21,7 +21,6 @@ class PrefetchHooks:
 
     Args:
         units: the modules of each unit and the buckets that they need, in forward order.
-        ahead: number of units to prefetch.
         keep: number of last units that stay gathered between forward and backward.
 
     Attributes:

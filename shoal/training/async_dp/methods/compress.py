@@ -28,7 +28,6 @@ class Compressed(ReplicaMethod):
 
     Attributes:
         errors: residuals not sent yet, one flat tensor per bucket.
-        tensors, error_views: gradient and error of each parameter, as views.
     """
 
     def __init__(self, flat: Flat, group: Group | None):

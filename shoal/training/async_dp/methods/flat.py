@@ -39,7 +39,6 @@ class Flat:
     Attributes:
         weights: weights that the optimizer updates, one flat tensor per bucket.
         gradients: their gradients in the same layout.
-        parts: location of each parameter in both.
     """
 
     def __init__(self, parameters: RankParameters):

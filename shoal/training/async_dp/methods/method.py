@@ -49,7 +49,6 @@ class Staleness:
     """Number of other replicas' updates between computing a gradient and applying it.
 
     Attributes:
-        updates: number of updates by this replica.
         total, most: sum and maximum of the staleness over these updates.
     """
 
@@ -68,8 +67,6 @@ class Method(ReplicaMethod):
 
     Args:
         window: memory shared by the replicas; all must construct their methods in the same order.
-        flat: this replica's parameters.
-        optimizer: this replica's optimizer.
 
     Attributes:
         together: whether all replicas make each step together.

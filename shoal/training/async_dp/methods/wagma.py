@@ -32,7 +32,6 @@ class GroupAverage(Method):
     """Group averaging of one replica.
 
     Args:
-        size: group size.
         staleness: maximum age in steps of the weights read.
         global_every: steps between averages over all replicas; 0 disables them.
     """
