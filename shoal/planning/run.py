@@ -14,6 +14,7 @@ from shoal.spec.number_formats import FORMATS, Formats
 from shoal.spec.optimizers import ESTIMATES
 
 KINDS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}  # names of peak rates
+CUDNN = ("hopper", "blackwell", "blackwell-ultra")  # whose attention is cuDNN's
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class EstimatedRun:
         """
         ours = self.software.name == "shoal"
         lengths = self.by_lengths and (self.document_mask or self.shape.window is not None)
-        has_cudnn = self.cluster.accelerator.generation in ("hopper", "blackwell") and self.policy.compute.itemsize == 2
+        has_cudnn = self.cluster.accelerator.generation in CUDNN and self.policy.compute.itemsize == 2
         slower = ours and (lengths or self.layout.cp_ring > 1 or not has_cudnn)
         return "flash-2" if slower else self.software.attention
 
@@ -83,7 +84,7 @@ class EstimatedRun:
         everywhere.
         """
         machine, kind = self.cluster.accelerator, self.policy.products
-        if kind == "float8" or (kind == "mxfp8" and machine.generation == "blackwell"):
+        if kind == "float8" or (kind == "mxfp8" and machine.generation in ("blackwell", "blackwell-ultra")):
             return "fp8"
         if kind == "nvfp4" and "fp4" in machine.peak_flops and self.software.name != "shoal":
             return "fp4"

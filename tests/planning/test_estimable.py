@@ -113,8 +113,9 @@ def test_products_in_8_bits_take_their_own_time() -> None:
     blocks = Estimate(replace(wide, precision="mxfp8"))
     assert (blocks.layer().products, blocks.peak) == (plain.layer().products, plain.peak), "multiplied in bf16"
     assert blocks.stages[0].adding > 2 * plain.stages[0].adding, "no product in 8 bits adds its gradient to the sum"
-    newer = {name: Estimate(replace(wide, cluster=cluster("8xB200"), precision=name)) for name in ("fp8", "mxfp8")}
-    assert newer["mxfp8"].peak == newer["fp8"].peak, "which multiplies blocks of 32"
+    for kind in ("8xB200", "8xGB300"):
+        newer = [Estimate(replace(wide, cluster=cluster(kind), precision=name)) for name in ("fp8", "mxfp8")]
+        assert newer[0].peak == newer[1].peak == 2 * newer[0].run.cluster.accelerator.dense_flops("bf16"), "of blocks"
 
 
 @pytest.mark.parametrize(

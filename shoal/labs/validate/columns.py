@@ -186,8 +186,13 @@ def gathers_kept(row: Row, default: bool) -> bool:
 
 
 def gradient_bytes(row: Row, default: int) -> int:
-    """Return the bytes of a gradient: vTrain's `src/predictor.py` reduces 2 for each parameter of its fp16 models."""
-    return 2 if "vTrain" in (row.get("source_loc") or "") else default
+    """Return the bytes of a gradient.
+
+    vTrain's `src/predictor.py` reduces 2 for each parameter of its fp16 models. Megatron-Bridge's recipes of published
+    runs set `grad_reduce_in_fp32 = False` (`scripts/performance/configs`).
+    """
+    narrow = "vTrain" in (row.get("source_loc") or "") or "Megatron-Bridge" in (row.get("framework") or "")
+    return 2 if narrow else default
 
 
 def blocking(row: Row) -> bool:

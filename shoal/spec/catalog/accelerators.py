@@ -14,7 +14,7 @@ from shoal.base.errors import UsageError
 from shoal.base.section import Section
 from shoal.spec.catalog.tables import entries, find
 
-Generation = Literal["volta", "ampere", "hopper", "blackwell", "cdna", "tpu", "other"]
+Generation = Literal["volta", "ampere", "hopper", "blackwell", "blackwell-ultra", "cdna", "tpu", "other"]
 
 
 class MatrixUnits(Section):

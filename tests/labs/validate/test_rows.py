@@ -80,6 +80,8 @@ def test_what_a_source_says_of_its_runs(location: str, gpus: int, reduced: int, 
     found = read_row(row(layout=(gpus, 1, 1), global_batch=gpus, source_loc=location, step_time_s=1), "file")
     software = found.run.software
     assert (software.gradient_bytes, software.reduce_bytes, software.blocking) == (reduced, reduced, blocking)
+    bridge = read_row(row(framework="Megatron-Core (Megatron-Bridge) 26.06", step_time_s=1), "file").run.software
+    assert (bridge.gradient_bytes, bridge.reduce_bytes) == (2, 2), "by its recipes"
 
 
 @pytest.mark.parametrize(
