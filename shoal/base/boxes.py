@@ -48,13 +48,14 @@ class Box(NamedTuple):
 
     def intersect(self, other: Box) -> Box | None:
         """Return the intersection, or None if it is empty."""
-        start = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
-        stop = tuple(
-            min(a + m, b + n)
-            for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
-        )
-        shape = tuple(hi - lo for lo, hi in zip(start, stop, strict=True))
-        return None if any(n <= 0 for n in shape) else Box(start, shape)
+        start, shape = [], []
+        for a, m, b, n in zip(*self, *other, strict=True):
+            low, high = max(a, b), min(a + m, b + n)
+            if high <= low:
+                return None
+            start.append(low)
+            shape.append(high - low)
+        return Box(tuple(start), tuple(shape))
 
 
 @dataclass

@@ -353,16 +353,17 @@ def model_type(shape: ModelShape, where: str = "model") -> str:
     raise UsageError(f"{where}: no family of transformers that shoal writes has these parts together: {shown}.")
 
 
-_PARTS = ("family", "qkv_bias", "out_bias", "qk_norm", "joint_qk_norm", "post_norm", "activation", "sinks",
-          "scaled_embedding", "chunked", "global_rope")  # fmt: skip
+_PARTS = {name: ModelShape.model_fields[name].default for name in (
+    "family", "qkv_bias", "out_bias", "qk_norm", "joint_qk_norm", "post_norm", "activation", "sinks",
+    "scaled_embedding", "chunked", "global_rope")}  # fmt: skip
 _GEMMAS = ("softcap", "logit_softcap", "query_scalar", "local_rope_theta")
 
 
 def _has_parts(kind: str, family: HFFamily, shape: ModelShape) -> bool:
     """Return whether a family consists of a shape's parts; of latent attention and its experts all that are given."""
     experts = shape.experts
-    if any(getattr(shape, name) != family.parts.get(name, ModelShape.model_fields[name].default)
-           for name in _PARTS if (kind, name) != ("llama4_text", "qk_norm")):  # fmt: skip
+    if any(getattr(shape, name) != family.parts.get(name, default)
+           for name, default in _PARTS.items() if (kind, name) != ("llama4_text", "qk_norm")):  # fmt: skip
         return False
     if kind == "llama4_text":
         return not any(getattr(shape, name) for name in _GEMMAS)

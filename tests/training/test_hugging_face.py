@@ -249,7 +249,7 @@ def config_of(folder: Path, parallel: dict, changes: dict[str, dict] = {}):  # n
     values = {
         "model": {"name": "imported", "weights": str(folder), **fields}, "parallel": {"micro_batch": 2, **parallel},
         "data": {"source": "synthetic", "sequence_length": 32},
-        "train": {"steps": STEPS, "global_batch": BATCH, "threads": 1, "device": "cpu"},
+        "train": {"steps": STEPS, "global_batch": BATCH, "validation_sequences": 1, "threads": 1, "device": "cpu"},
         "optimizer": {"learning_rate": RATE, "eps": 1e-5,  # GPT-2's biases of keys have no gradient but rounding's
                       "schedule": "constant", "warmup_steps": 0, "weight_decay": 0.0,
                       "clip_norm": 0.0},
@@ -333,7 +333,8 @@ def test_the_page_from_the_hub_to_a_model_folder(tmp_path, capsys, monkeypatch):
     assert main(["data", "train-tokenizer", "--data.paths", "corpus", "--vocab-size", "290", "--out",
                  str(folder / "tokenizer.json")]) == 0
     small = ["--train.steps", "2", "--train.global-batch", "8", "--data.sequence-length", "32", "--train.threads", "1",
-             "--data.cache", "cache", "--data.validation-fraction", "0.3", "--metrics.sample-prompt", ""]  # fmt: skip
+             "--train.validation-sequences", "8", "--data.cache", "cache", "--data.validation-fraction", "0.3",
+             "--metrics.sample-prompt", ""]  # fmt: skip
     block = PAGE.read_text().partition("    shoal import hf")[1:]
     for line in "".join(block).split("\n\n")[0].splitlines():
         program, *words = shlex.split(line, comments=True)

@@ -43,9 +43,8 @@ class HFExport:
 
     def __init__(self, checkpoint: AnyPath, shape: ModelShape, dtype: torch.dtype | None = None):
         self._checkpoint, self._shape = checkpoint, shape
-        manifest = read_manifest(checkpoint)
+        self._manifest = manifest = read_manifest(checkpoint)
         self.updates: int = manifest.extra.get("updates", manifest.step)
-        self._tensors = manifest.tensors
         self._saved = find_saved(manifest, shape)
         self._formats = {name: torch.float32 if name.endswith("router.bias") else dtype or DTYPES[each.dtype]
                          for name, each in self._saved.items()}  # fmt: skip
@@ -74,7 +73,8 @@ class HFExport:
 
     def read_moments(self, names: Iterable[str], kind: str, device: str = "cpu") -> dict[str, Tensor]:
         """Return a state of the optimizer as `read` returns parameters; a router's bias has none."""
-        saved = {name: self._tensors[f"optimizer.{kind}.{name}"] for name in names if not name.endswith("router.bias")}
+        saved = {name: self._manifest.tensors[f"optimizer.{kind}.{name}"]
+                 for name in names if not name.endswith("router.bias")}  # fmt: skip
         tensors = {n: torch.empty(each.shape, dtype=DTYPES[each.dtype], device=device) for n, each in saved.items()}
         self._fill(f"optimizer.{kind}", tensors)
         return _rename(tensors, self._shape)
@@ -83,7 +83,7 @@ class HFExport:
         state = {f"{prefix}.{n}": [Piece(tuple(t.shape), Box.full(tuple(t.shape)), t)]
                  for n, t in tensors.items() if not t.is_meta}  # fmt: skip
         if state:
-            load(self._checkpoint, state, convert=True, ignore_prefixes=("",))
+            load(self._checkpoint, state, convert=True, ignore_prefixes=("",), read=lambda: self._manifest)
 
     def save_safetensors(self, folder: Path) -> None:
         """Write files of at most `SHARD_BYTES` into a folder, one in memory at a time."""
@@ -124,7 +124,8 @@ class HFExport:
                     moments.setdefault(name, {"step": torch.tensor(float(self.updates))})[kind] = each
         if optimizer:
             state["optim"] = {"state": moments, "param_groups": self._groups(optimizer, rate)}
-        read, read_moments = lru_cache(maxsize=1)(self.read), lru_cache(maxsize=1)(self.read_moments)
+        read = lru_cache(maxsize=1)(self.read)
+        read_moments = lru_cache(maxsize=len(MOMENTS))(self.read_moments)  # torch asks for them in turn, by tensor
 
         def find(name: str) -> Tensor:
             if name in unit_of:

@@ -166,7 +166,7 @@ def load_checkpoint(
     state = {
         name: [Piece(tuple(tensor.shape), Box.full(tuple(tensor.shape)), tensor)] for name, tensor in tensors.items()
     }
-    load(folder, state, ignore_prefixes=("",) if prefix else ())
+    load(folder, state, ignore_prefixes=("",) if prefix else (), read=lambda: manifest)
     return tensors
 
 
