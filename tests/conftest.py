@@ -10,6 +10,7 @@ from hypothesis import settings
 from shoal.cli.main import READ_AT_IMPORT
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test, nor a drawn command line, asks the hub
+os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # also of transformers: scripts of the docs write to one stream
 os.environ.update(READ_AT_IMPORT)  # no thread but this one: `server` may fork it
 
 import torch

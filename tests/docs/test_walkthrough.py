@@ -1,14 +1,14 @@
 """The walkthrough is a transcript: its commands run in order, and print what the page shows."""
 
 import importlib.util
+import os
 import re
 import shlex
-import subprocess
-import sys
 
 import pytest
 
-from tests.trainings.runs import ROOT, shoal
+from tests.trainings.forked import command as start_command
+from tests.trainings.runs import DEADLINE, ROOT, shoal
 
 PAGE = ROOT / "docs" / "walkthrough.md"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -48,8 +48,8 @@ def said(tmp_path_factory) -> dict[str, str]:
         if program == "shoal":
             code, output = shoal(*words, cwd=folder)
         else:
-            done = subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=120)
-            code, output = done.returncode, done.stdout + done.stderr * (done.returncode != 0)
+            script = start_command([], os.environ, folder, script=words[0])
+            output, code = script.communicate(timeout=DEADLINE)[0], script.returncode
         assert code == 0, f"{command}\n{output}"
         printed[command] = output
     return printed
