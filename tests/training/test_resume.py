@@ -19,6 +19,7 @@ from shoal.engine.checkpoint.save import Checkpointer
 from shoal.training.check import check
 from shoal.training.run_folder import check_resume, new_run
 from shoal.training.stop import PREEMPTED, StopRequests
+from tests.trainings.fixtures import BASE_STEPS
 from tests.trainings.runs import (
     FOUR_RANKS,
     checkpoints,
@@ -34,7 +35,7 @@ from tests.trainings.runs import (
     train_in,
 )
 
-STEPS = 40
+STEPS, HALF = BASE_STEPS, BASE_STEPS // 2
 
 
 # ---- killed and stopped, on the same layout --------------------------------------------------------------------------
@@ -49,8 +50,8 @@ def survivor(base_config, tmp_path_factory):
     def part(name, step, act, *words):
         parts[name] = interrupt(start("train", *words), folder, step, act)
 
-    part("rank killed", 8, send(3, signal.SIGKILL), base_config, "--run-folder", folder)
-    part("SIGTERM", 20, send(0, signal.SIGTERM), "--resume", folder)
+    part("rank killed", 6, send(3, signal.SIGKILL), base_config, "--run-folder", folder)
+    part("SIGTERM", HALF, send(0, signal.SIGTERM), "--resume", folder)
     parts["after SIGTERM"] = max(checkpoints(folder))
     parts["end"] = shoal("train", "--resume", folder)
     return folder, parts
@@ -175,8 +176,8 @@ def test_the_newest_k_are_kept(corpus, pool, tmp_path):
 
 @pytest.fixture
 def half(base_run, tmp_path):
-    """A copy of the run on 4 ranks as it was at step 20."""
-    return copy_until(base_run[0], tmp_path / "run", 20)
+    """A copy of the run on 4 ranks as it was in its middle."""
+    return copy_until(base_run[0], tmp_path / "run", HALF)
 
 
 def contents(folder) -> dict[str, bytes]:
@@ -240,19 +241,19 @@ def test_all_that_differs_is_told_at_once(half, capfd):
 
 
 def test_a_damaged_newest_checkpoint_is_told_and_the_one_before_is_used(half):
-    damaged = next(checkpoints(half)[20].glob("*.safetensors"))
+    damaged = next(checkpoints(half)[HALF].glob("*.safetensors"))
     with open(damaged, "r+b") as file:
         file.seek(-1, os.SEEK_END)
         last = file.read(1)
         file.seek(-1, os.SEEK_END)
         file.write(bytes([last[0] ^ 1]))
-    code, output = shoal("train", "--resume", half, *ONE_RANK, "--train.steps", "20")  # the damaged one had them all
+    code, output = shoal("train", "--resume", half, *ONE_RANK, "--train.steps", str(HALF))  # the damaged one had all
     assert code == 0, output
     assert "checkpoint refused:" in output and damaged.name in output
-    assert "resumed after step 16" in output
-    assert [step for step, _, _ in curve(half)] == list(range(1, 21))
-    assert 20 in checkpoints(half)
-    assert any(path.name.startswith("set-aside-step-00000020") for path in (half / "checkpoints").iterdir())
+    assert f"resumed after step {HALF - 4}" in output
+    assert [step for step, _, _ in curve(half)] == list(range(1, HALF + 1))
+    assert HALF in checkpoints(half)
+    assert any(path.name.startswith(f"set-aside-step-{HALF:08}") for path in (half / "checkpoints").iterdir())
 
 
 def test_without_its_checkpoints_it_says_so(half, capfd):
@@ -260,7 +261,7 @@ def test_without_its_checkpoints_it_says_so(half, capfd):
         shutil.rmtree(path)
     before = contents(half)
     assert main(["train", "--resume", str(half)]) == 2
-    assert "holds no good checkpoint, though step 40 was done" in capfd.readouterr().err
+    assert f"holds no good checkpoint, though step {STEPS} was done" in capfd.readouterr().err
     assert contents(half) == before
 
 

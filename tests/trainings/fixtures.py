@@ -8,6 +8,8 @@ import pytest
 from shoal.spec.config import save_config
 from tests.trainings.runs import FOUR_RANKS, ROOT, shoal, small_config
 
+BASE_STEPS = 24
+
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
@@ -26,7 +28,9 @@ def corpus(tmp_path_factory) -> Path:
 def base_config(corpus, tmp_path_factory) -> Path:
     """The TOML file of `base_run`."""
     path = tmp_path_factory.mktemp("config") / "small.toml"
-    save_config(small_config(corpus, FOUR_RANKS, metrics={"sample_prompt": "def main(", "tensorboard": True}), path)
+    metrics = {"sample_prompt": "def main(", "tensorboard": True}
+    train = {"steps": BASE_STEPS, "validate_every": BASE_STEPS // 2}
+    save_config(small_config(corpus, FOUR_RANKS, train=train, metrics=metrics), path)
     return path
 
 

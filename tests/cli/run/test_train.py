@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from shoal.cli.main import main
 from shoal.engine.checkpoint import verify
 from shoal.spec.config import load_config
+from tests.trainings.fixtures import BASE_STEPS
 from tests.trainings.forked import command
 from tests.trainings.runs import ROOT, checkpoints, curve, records, same_bits, shoal, train_in, wait_for
 
@@ -28,7 +29,7 @@ def test_output_that_is_no_terminal_is_plain_lines(base_run):
     assert re.search(r"^layout +dp 2 \(ZeRO-1\) x tp 2 = 4 ranks$", output, re.M)
     assert re.search(r"^ +dp 1 │ +2 │ +3 │$", output, re.M)
     assert re.search(rf"^run +{folder}$", output, re.M)
-    assert len(re.findall(r"^ +\d+  \d+\.\d{4}  ", output, re.M)) == 40
+    assert len(re.findall(r"^ +\d+  \d+\.\d{4}  ", output, re.M)) == BASE_STEPS
 
 
 def test_it_ends_with_a_validation_loss_and_a_sample(base_run):
@@ -43,14 +44,14 @@ def test_it_ends_with_a_validation_loss_and_a_sample(base_run):
 
 def test_each_logged_step_has_its_numbers(base_run):
     found = records(base_run[0])
-    assert [r.step for r in found] == list(range(1, 41)) and {r.steps for r in found} == {40}
+    assert [r.step for r in found] == list(range(1, BASE_STEPS + 1)) and {r.steps for r in found} == {BASE_STEPS}
     for r in found:
         assert 0 < r.mfu <= 1
         assert r.tokens_per_second == pytest.approx(4 * r.tokens_per_second_per_rank)
         assert r.memory_bytes > 50 * 2**20 and r.gradient_norm > 0 and r.seconds_left >= 0
-    assert [r.step for r in found if r.validation_loss is not None] == [20, 40]
+    assert [r.step for r in found if r.validation_loss is not None] == [BASE_STEPS // 2, BASE_STEPS]
     assert [r.learning_rate for r in found[:4]] == pytest.approx([0.0025, 0.005, 0.0075, 0.01])
-    # bytes: untrained it knows nothing of 257 ids; 40 steps teach it at least their frequencies
+    # bytes: untrained it knows nothing of 257 ids; 24 steps teach it at least their frequencies
     assert found[0].loss == pytest.approx(5.55, abs=0.1)
     assert found[-1].loss < 4.2 and found[-1].validation_loss < 4.2  # from ln 256 = 5.5
 
@@ -59,7 +60,7 @@ def test_tensorboard_has_the_same_curve(base_run):
     folder, _ = base_run
     events = EventAccumulator(str(folder / "tensorboard")).Reload()
     loss = [(event.step, event.value) for event in events.Scalars("loss/train")]
-    assert [step for step, _ in loss] == list(range(1, 41))
+    assert [step for step, _ in loss] == list(range(1, BASE_STEPS + 1))
     assert [value for _, value in loss] == pytest.approx([value for _, value, _ in curve(folder)], rel=1e-6)
     tags = {"speed/mfu", "speed/tokens_per_second", "optimizer/gradient_norm", "loss/validation"}
     assert tags <= set(events.Tags()["scalars"])
@@ -71,7 +72,7 @@ def test_the_folder_of_the_run(base_run, base_config):
         "checkpoints", "events.jsonl", "logs", "metrics.jsonl", "run.toml", "tensorboard"]
     assert load_config(folder / "run.toml") == load_config(base_config)
     assert sorted(path.name for path in (folder / "logs").iterdir()) == [f"rank-{rank}.log" for rank in range(4)]
-    assert sorted(checkpoints(folder)) == list(range(4, 41, 4))
+    assert sorted(checkpoints(folder)) == list(range(4, BASE_STEPS + 1, 4))
     for path in checkpoints(folder).values():
         verify(path)
 
