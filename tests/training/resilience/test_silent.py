@@ -26,13 +26,13 @@ from tests.trainings.runs import FOUR_RANKS, checkpoints, curve, same_bits, smal
 STEPS = 14
 
 
-TWO_RANKS = {"dp": 2, "zero": 1, "micro_batch": 2}
+TWO_RANKS = {"dp": 2, "zero": 1, "micro_batch": 4}
 
 
 def settings_of(corpus: Path, parallel=TWO_RANKS, every=4, **failover) -> RunConfig:
     train = {"steps": STEPS, "validate_every": 0}
     saved = {"every": every, "asynchronous": False}  # which one is the newest must not depend on how fast it is
-    return small_config(corpus, parallel, train=train, checkpoint=saved, failover=failover)
+    return small_config(corpus, parallel, model={"layers": 1}, train=train, checkpoint=saved, failover=failover)
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_without_a_roll_back_left_a_spike_is_only_told(config, pool, tmp_path):
 
 def test_what_was_saved_since_replicas_last_agreed_is_not_gone_on_from(config, pool, tmp_path):
     """Compared after 5 and 10; the disk has 8 and memory 6 and 9, all from after the fault."""
-    run = config({"dp": 4, "micro_batch": 1}, check_replicas_every=5)
+    run = config({"dp": 4, "micro_batch": 2}, check_replicas_every=5)
     run = run.model_copy(update={"train": run.train.model_copy(update={"transport": "backend"})})
     train(pool, Tells, run, tmp_path / "reference")
     with pytest.raises(RankError, match=r"after step 10: rank 1 .* differs from the 3 other replicas in embed"):
