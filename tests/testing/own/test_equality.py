@@ -18,10 +18,9 @@ from shoal.engine.own.definition import OwnModel
 from shoal.spec.config import RunConfig
 from shoal.testing.verify.own_model import compare_own_model
 from shoal.training.check import check
-from tests.testing.own import plain
+from tests.testing.own import plain, zoo  # before ranks are forked, which load them by their files
 
-PLAIN = Path(plain.__file__)
-ZOO = PLAIN.with_name("zoo.py")
+PLAIN, ZOO = Path(plain.__file__), Path(zoo.__file__)
 
 
 def config_of(name: str, layout: dict[str, Any], **sections: dict[str, Any]) -> RunConfig:
