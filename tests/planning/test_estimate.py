@@ -341,3 +341,13 @@ def test_a_sweep_is_of_estimates(tmp_path: Path) -> None:
     words = "estimate --model llama-3-8b --parallel.zero 3 --global-batch 32 --sweep sequence-length=1024,2048 --out"
     assert main([*words.split(), str(tmp_path / "sweep.svg")]) == 0
     assert "FLOPs per byte sent" in (tmp_path / "sweep.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "mib"),
+    [("a100-sxm-80gb", 81920), ("h100-sxm", 81559), ("h200-sxm", 143771), ("b200-sxm", 183359), ("gb200", 189471),
+     ("b300-sxm", 275040), ("gb300", 284208)],
+)  # fmt: skip
+def test_a_process_can_use_what_nvidia_smi_lists(name: str, mib: int) -> None:
+    found = Estimate(EstimatedRun(model_shape("tiny"), Layout(), cluster(name), 128, 1))
+    assert found.capacity == pytest.approx(mib * 2**20, rel=0.01)

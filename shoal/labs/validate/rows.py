@@ -224,7 +224,7 @@ def _cluster(row: Row) -> Cluster:
         return cluster(f"{slices}x{node.name}-{gpus // slices * node.cores_per_chip}")
     switched, memory = int(columns.per_node(row, node)), number(row, "gpu_mem_gb")
     per_node = max(n for n in range(1, min(switched, gpus) + 1) if gpus % n == 0)
-    if memory:
+    if memory and abs(memory * 1e9 / machine.memory_bytes - 1) > 0.1:  # else the catalog knows it better
         machine = machine.model_copy(update={"memory_bytes": memory * 1e9})
     leaving = columns.leaving(row, node, switched)
     nic = Link(name=columns.network(row), bandwidth=leaving, latency=0.0, source=SOURCE) if gpus > per_node else None
