@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from shoal.engine.collectives.group import Group
+from shoal.engine.collectives.group import Group, create_backend, world
 from shoal.engine.collectives.ops import all_gather, all_reduce, all_to_all, reduce_scatter
-from shoal.engine.sharding.moves import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SLICE, Move
+from shoal.engine.sharding.moves import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SLICE, Move
 from shoal.engine.sharding.named_axes import NamedMesh, Sharding, Sizes, block_box
 
 
@@ -38,22 +38,28 @@ class MeshRank:
         source, target = (letters.index(letter) if letter else -1 for letter in (move.source, move.target))
         if move.kind == SLICE:
             return x.chunk(self.mesh.size(move.axes), target)[self.mesh.position(self.rank, move.axes)].contiguous()
-        group, places = self._group(move.axes)
-        if move.kind == ALL_REDUCE:
-            return all_reduce(x.clone(memory_format=torch.contiguous_format), group)
-        if move.kind == ALL_GATHER:
-            received = list(all_gather(x.unsqueeze(0), group).unbind(0))
-        else:
+        group, places = self.group(move.axes)
+        sent = [x]
+        if move.target:  # a group counts its ranks in rising order, and a dim its blocks in the order of its axes
             parts = x.chunk(len(places), target)
             sent = [parts[place].contiguous() for place in places]
-            if move.kind == REDUCE_SCATTER:
-                return reduce_scatter(torch.stack(sent), group).squeeze(0)
-            assert move.kind == ALL_TO_ALL, move.kind
-            received = all_to_all(sent, [part.shape for part in sent], group)
-        # A group counts its ranks in rising order, and a dim its blocks in the order of its axes.
+        received = self.exchange(move, sent, group)
+        if not move.source:
+            return received[0]
         return torch.cat([received[places.index(place)] for place in range(len(places))], source)
 
-    def _group(self, axes: str) -> tuple[Group, list[int]]:
+    def exchange(self, move: Move, sent: list[Tensor], group: Group) -> list[Tensor]:
+        """Run the collective of a move: one block to all ranks, or one to each of them. Returns the block of this rank,
+        or (if a dim loses its axes) the one of every rank."""
+        if move.kind == ALL_REDUCE:
+            return [all_reduce(sent[0].clone(memory_format=torch.contiguous_format), group)]
+        if move.kind == ALL_GATHER:
+            return list(all_gather(sent[0].unsqueeze(0), group).unbind(0))
+        if move.kind == REDUCE_SCATTER:
+            return [reduce_scatter(torch.stack(sent), group).squeeze(0)]
+        return all_to_all(sent, [part.shape for part in sent], group)
+
+    def group(self, axes: str) -> tuple[Group, list[int]]:
         """Return the group of the ranks that differ from this one along these axes alone, and their places in order."""
         if axes not in self._groups:
             ranks = next(group for group in self.mesh.groups(axes) if self.rank in group)
@@ -61,3 +67,9 @@ class MeshRank:
             places = [self.mesh.position(rank, axes) for rank in ranks]
             self._groups[axes] = same or self._connect(ranks), places
         return self._groups[axes]
+
+
+def connect_ranks(ranks: Sequence[int], first: int = 0) -> Group:
+    """Return the group of some ranks of a mesh whose first rank is ``first`` of the world."""
+    everyone = len(ranks) == world().size()
+    return Group.from_backend(world() if everyone else create_backend([first + rank for rank in ranks]))

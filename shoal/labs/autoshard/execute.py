@@ -12,11 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.base.errors import UsageError
-from shoal.engine.collectives.group import Group, create_backend, world
 from shoal.engine.sharding.graph import BACKWARD, FORWARD, OperatorGraph
 from shoal.engine.sharding.named_axes import block_box
 from shoal.engine.sharding.plan import GIVEN, UPDATE, ShardingPlan
-from shoal.engine.sharding.ranks import MeshRank
+from shoal.engine.sharding.ranks import MeshRank, connect_ranks
 from shoal.engine.sharding.step import ShardedStep, Values
 from shoal.planning.auto.capture.forward import Forward, export_forward
 from shoal.planning.auto.capture.trace import differentiate
@@ -108,8 +107,8 @@ def compare(
     for stage in stages:
         if stage is mine:
             outside = [op.name for op in graph.ops.values() if op.kind not in ("call", "gradient")]
-            step = ShardedStep(mine.plan, MeshRank(mine.plan.mesh, rank - mine.rank, partial(_connect, mine.rank)),
-                               torch.device("cpu"))  # fmt: skip
+            place = MeshRank(mine.plan.mesh, rank - mine.rank, partial(connect_ranks, first=mine.rank))
+            step = ShardedStep(mine.plan, place, torch.device("cpu"))
             values = {name: step.block(name, tensors[name]) for name in outside}
             step.run(FORWARD, values)
         if len(stages) > 1:
@@ -145,12 +144,6 @@ def compare(
             new = step.move(name, step.block(name, given[name], states) - rate * values[update], states, kept)
             check(f"new {name}", name, new, given[name] - rate * gradient, update=True)
     return errors
-
-
-def _connect(first: int, ranks: tuple[int, ...]) -> Group:
-    """Return the group of some ranks of a mesh whose first rank is ``first``."""
-    everyone = len(ranks) == dist.get_world_size()
-    return Group.from_backend(world() if everyone else create_backend([first + rank for rank in ranks]))
 
 
 def _list_blocks(step: ShardedStep, values: Values, made: Mapping[str, str]) -> list[tuple]:

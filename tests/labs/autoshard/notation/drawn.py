@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shoal.engine.sharding.named_axes import NamedMesh, Sharding
 from shoal.labs.autoshard.notation.network import Links, Rings
-from shoal.labs.autoshard.notation.run import Runner, difference, random_array, shard_array
+from shoal.labs.autoshard.notation.run import RouteRank, difference, random_array, shard_array
 from shoal.labs.autoshard.notation.search import Route, RouteSearch
 from shoal.labs.collectives.topology import Wire, fully_connected
 
@@ -63,7 +63,7 @@ class Counted:
 
 def run_routes(routes: list[Route], mesh: NamedMesh, sizes) -> list[tuple[float, int]]:
     """Each route on this rank: its largest error, and the elements that it sent."""
-    runner, rank, results = Runner(mesh), dist.get_rank(), []
+    runner, rank, results = RouteRank(mesh), dist.get_rank(), []
     for route in routes:
         a, b = random_array(route.product.left, sizes, 1), random_array(route.product.right, sizes, 2)
         mine = shard_array(a, route.a, rank, sizes, mesh), shard_array(b, route.b, rank, sizes, mesh)
