@@ -112,11 +112,7 @@ def _colour(block: int, collective: Collective, ranks: int) -> int:
     return block // ranks if collective is Collective.ALL_TO_ALL else block
 
 
-class NetworksRequest(Section):
-    """What the collectives panel can choose from; it has no settings."""
-
-
-def list_networks(request: NetworksRequest) -> dict[str, Any]:
+def list_networks() -> dict[str, Any]:
     """List the collectives with their algorithms, the topologies and the links."""
     return {
         "collectives": {collective.value: list(known) for collective, known in TEXTBOOK.items()},

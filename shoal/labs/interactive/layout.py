@@ -13,7 +13,7 @@ from typing import Any, get_args
 from pydantic import PositiveFloat, PositiveInt
 
 import shoal
-from shoal.base.section import Section, plain
+from shoal.base.section import plain
 from shoal.labs.interactive.mesh_traffic import list_axes
 from shoal.labs.interactive.model_choice import ModelChoice, describe_shape, list_models
 from shoal.pipeline.schedules import SCHEDULES
@@ -69,11 +69,7 @@ class MovesRequest(LayoutRequest):
     """If no layout near it fits, search all of them, which takes up to a minute for 10,000 devices."""
 
 
-class ChoicesRequest(Section):
-    """Nothing: the choices do not depend on anything."""
-
-
-def list_choices(request: ChoicesRequest) -> dict[str, Any]:
+def list_choices() -> dict[str, Any]:
     """Return the names that the controls offer."""
     return {
         "models": list_models(),

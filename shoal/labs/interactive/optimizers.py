@@ -105,11 +105,7 @@ def describe_surface(surface: Surface) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class SurfacesRequest(Section):
-    """What the optimizers panel can choose from; it has no settings."""
-
-
-def list_surfaces(request: SurfacesRequest) -> dict[str, Any]:
+def list_surfaces() -> dict[str, Any]:
     """List the surfaces and the rules, with the settings that each rule reads."""
     momentum, betas = ("momentum", "nesterov", "muon"), ("adam", "radam", "sage", "sophia-g")
     return {

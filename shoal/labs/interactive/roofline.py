@@ -9,7 +9,6 @@ from pydantic import PositiveInt
 
 import shoal
 from shoal.base.errors import UsageError, did_you_mean
-from shoal.base.section import Section
 from shoal.labs.explain.device.roofline import measure_products
 from shoal.labs.interactive.model_choice import ModelChoice, list_models
 from shoal.planning.cost.roofline import OperationCost, least_rows
@@ -40,11 +39,7 @@ class RooflineRequest(ModelChoice):
     """Tokens per sequence."""
 
 
-class MeasureRequest(Section):
-    """Nothing: the products to measure are fixed."""
-
-
-def list_choices(request: MeasureRequest) -> dict[str, Any]:
+def list_choices() -> dict[str, Any]:
     """Return the accelerators with their peaks in FLOP/s and bandwidths in bytes/s, and the models."""
     return {
         "models": list_models(),
@@ -102,7 +97,7 @@ def attention_cost(estimate: Estimate) -> OperationCost:
     return OperationCost(flops, run.policy.compute.itemsize * elements)
 
 
-def measure_points(request: MeasureRequest) -> dict[str, Any]:
+def measure_points() -> dict[str, Any]:
     """Time products and a copy on one core of this machine, in a few seconds."""
     peak, bandwidth, points = measure_products()
     return {

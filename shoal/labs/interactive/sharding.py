@@ -197,10 +197,6 @@ class _Answer:
         }
 
 
-class ShardingChoicesRequest(Section):
-    """What the sharding panel can choose from; it has no settings."""
-
-
 EXAMPLES = {
     "contracted dim sharded in both": ("A[I, Jx] * B[Jx, K] -> C[I, K]", "x=4"),
     "contracted dim sharded in one": ("A[I, Jx] * B[J, K] -> C[I, K]", "x=4"),
@@ -212,7 +208,7 @@ EXAMPLES = {
 """Expressions with a mesh, by what they show."""
 
 
-def list_sharding_choices(request: ShardingChoicesRequest) -> dict[str, Any]:
+def list_sharding_choices() -> dict[str, Any]:
     """List the topologies, links and number formats, and some expressions."""
     return {
         "topologies": list(TOPOLOGIES),

@@ -90,11 +90,7 @@ def play_timeline(request: TimelineRequest) -> dict[str, Any]:
     }
 
 
-class SchedulesRequest(Section):
-    """The schedules that can be played; it has no settings."""
-
-
-def list_schedules(request: SchedulesRequest) -> dict[str, Any]:
+def list_schedules() -> dict[str, Any]:
     """List the schedules that can be played, with the settings that each reads."""
     names = dict.fromkeys([*EVERY, *AUTOMATIC])
     return {
@@ -109,5 +105,5 @@ def record_requests() -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the requests of a saved page: every schedule, with the costs that the panel begins with."""
     yield "schedules", {}
     first = TimelineRequest(link=0.1)
-    for schedule in list_schedules(SchedulesRequest())["schedules"]:
+    for schedule in list_schedules()["schedules"]:
         yield "timeline", {**first.model_dump(), "schedule": schedule["name"]}

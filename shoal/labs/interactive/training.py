@@ -139,10 +139,6 @@ _lock = threading.Lock()
 _run: LabRun | None = None
 
 
-class EmptyRequest(Section):
-    """A call without settings."""
-
-
 def start_run(request: StartRequest) -> dict[str, Any]:
     """Start a run; the folder of the one before it is deleted.
 
@@ -163,14 +159,14 @@ def start_run(request: StartRequest) -> dict[str, Any]:
         if _run is not None:
             _run.close()
         _run = LabRun(request, config)
-    return look_at_run(EmptyRequest())
+    return look_at_run()
 
 
-def stop_run(request: EmptyRequest) -> dict[str, Any]:
+def stop_run() -> dict[str, Any]:
     """Stop the run as Ctrl-C does; what it recorded stays to be looked at."""
     if _run is not None:
         _run.process.end()
-    return look_at_run(request)
+    return look_at_run()
 
 
 @atexit.register
@@ -183,7 +179,7 @@ def end_runs() -> None:
         _run = None
 
 
-def look_at_run(request: EmptyRequest) -> dict[str, Any]:
+def look_at_run() -> dict[str, Any]:
     """Return what the run has recorded so far.
 
     Returns:
@@ -240,7 +236,7 @@ def kill_rank(request: KillRequest) -> dict[str, Any]:
     return {"rank": request.rank, "process": ranks[request.rank]}
 
 
-def verify_run(request: EmptyRequest) -> dict[str, Any]:
+def verify_run() -> dict[str, Any]:
     """Start `shoal verify` of the run's config: two steps beside one device, in float64.
 
     Raises:
@@ -254,7 +250,7 @@ def verify_run(request: EmptyRequest) -> dict[str, Any]:
             raise UsageError("the verification is still running.")
         arguments = ["verify", str(run.base / RUN_FILE), "--steps", "2", "--json"]
         run.verification = LabProcess(arguments, run.base / "verify.json")
-    return look_at_run(request)
+    return look_at_run()
 
 
 def _describe_verification(run: LabRun) -> dict[str, Any] | None:
@@ -274,7 +270,7 @@ def _describe_verification(run: LabRun) -> dict[str, Any] | None:
 # ---- the recorded step -----------------------------------------------------------------------------------------------
 
 
-def show_profile(request: EmptyRequest) -> dict[str, Any]:
+def show_profile() -> dict[str, Any]:
     """Return one recorded step of the run: actions and bucket reductions of every rank, and who holds which bucket.
 
     Returns:
