@@ -21,20 +21,17 @@ from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.parallel import DistributedDataParallel
 
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.own.definition import PICKLED, OwnModel, save_own_model
 from shoal.engine.own.samples import OwnDataset
 from shoal.labs.bench.optimizers import build_torch
-from shoal.labs.bench.step.workload import OPTIMIZER, SEED, Step, Workload, make_layout
+from shoal.labs.bench.step.torch_baselines import build_loop, wrap_ddp
+from shoal.labs.bench.step.workload import OPTIMIZER, SEED, Step, Workload, engine_step, make_layout
 from shoal.spec.config import DataConfig, RunConfig
 from shoal.spec.config.model import ModelConfig
 from shoal.spec.config.sections import TrainConfig
 from shoal.training.step.own_engine import OwnEngine
-
-Prepare = Callable[[nn.Module, Any], tuple[nn.Module, Any]]
-"""Wraps a module and its optimizer for a library's training."""
 
 
 @lru_cache(maxsize=1)
@@ -76,75 +73,56 @@ def own_step(workload: Workload, rank: int, ranks: int, **layout: Any) -> Step:
             data=DataConfig(sequence_length=workload.sequence_length), optimizer=OPTIMIZER,
         )
         engine = OwnEngine(config, workload.shape, Mesh(config.parallel, rank), OwnDataset(own, "train", SEED))
-
-    def step(number: int) -> float:
-        loss = engine.step(number).loss
-        return loss if rank == 0 else 0.0
-
-    return step
+    return engine_step(engine, rank)
 
 
-def _build_loop(
-    workload: Workload, rank: int, ranks: int, prepare: Prepare, *, sharded_batch: bool = True,
+def _build_module(workload: Workload) -> tuple[Any, Any]:
+    """Return the module in training, and its optimizer."""
+    module = define_llama(workload).build(SEED).train()
+    return module, build_torch(OPTIMIZER, module.parameters(), "fused")
+
+
+def _train(
+    workload: Workload, rank: int, ranks: int, module: nn.Module, optimizer: Any = None, *, sharded_batch: bool = True,
     backward: Callable[[Tensor], Any] = Tensor.backward,
 ) -> Step:
-    """Build the usual training step of a prepared module, on this rank's part of the batch or on the full batch."""
+    """Build the step of a prepared module, on this rank's part of the batch or on the full batch."""
     own = define_llama(workload)
-    samples, module = OwnDataset(own, "train", SEED), own.build(SEED).train()
-    module, optimizer = prepare(module, lambda module: build_torch(OPTIMIZER, module.parameters(), "fused"))
-    n = workload.sequences // (ranks if sharded_batch else 1)
+    samples, n = OwnDataset(own, "train", SEED), workload.sequences // (ranks if sharded_batch else 1)
 
-    def step(number: int) -> float:
+    def compute_loss(number: int) -> Tensor:
         start = number * workload.sequences + (rank * n if sharded_batch else 0)
-        batch = samples.batch(range(start, start + n)).values
-        optimizer.zero_grad(set_to_none=True)
-        total, terms = own.loss(module, batch)
-        loss = total / terms
-        backward(loss)
-        optimizer.step()
-        return loss.item() / ranks
+        total, terms = own.loss(module, samples.batch(range(start, start + n)).values)
+        return total / terms
 
-    return step
+    optimizer = optimizer or build_torch(OPTIMIZER, module.parameters(), "fused")
+    return build_loop(optimizer, compute_loss, ranks, backward=backward)
 
 
 def own_ddp(workload: Workload, rank: int, ranks: int, *, bucket_mb: float) -> Step:
     """DistributedDataParallel, which averages gradients over the ranks."""
-
-    def prepare(module: nn.Module, make: Any) -> tuple[nn.Module, Any]:
-        wrapped = DistributedDataParallel(
-            module, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True, static_graph=True
-        )
-        return wrapped, make(wrapped)
-
-    return _build_loop(workload, rank, ranks, prepare)
+    module, _ = _build_module(workload)
+    return _train(workload, rank, ranks, wrap_ddp(module, bucket_mb))
 
 
 def own_fsdp(workload: Workload, rank: int, ranks: int) -> Step:
     """FSDP2: `fully_shard` on each layer and on the model."""
-
-    def prepare(module: Any, make: Any) -> tuple[nn.Module, Any]:
-        mesh = init_device_mesh("cpu", (ranks,))
-        for layer in module.model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(module, mesh=mesh)
-        return module, make(module)
-
-    return _build_loop(workload, rank, ranks, prepare)
+    (module, _), mesh = _build_module(workload), init_device_mesh("cpu", (ranks,))
+    for part in (*module.model.layers, module):
+        fully_shard(part, mesh=mesh)
+    return _train(workload, rank, ranks, module)
 
 
 def own_dtensor(workload: Workload, rank: int, ranks: int) -> Step:
     """DTensor's `parallelize_module` of all projections, the embedding and the head."""
-
-    def prepare(module: nn.Module, make: Any) -> tuple[nn.Module, Any]:
-        column = {f"model.layers.*.{name}": ColwiseParallel() for name in (
-            "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")}  # fmt: skip
-        row = {f"model.layers.*.{name}": RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
-        ends = {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
-                "lm_head": ColwiseParallel(output_layouts=Replicate())}
-        parallelize_module(module, init_device_mesh("cpu", (ranks,)), {**column, **row, **ends})
-        return module, make(module)
-
-    return _build_loop(workload, rank, ranks, prepare, sharded_batch=False)
+    module, _ = _build_module(workload)
+    column = {f"model.layers.*.{name}": ColwiseParallel() for name in (
+        "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")}  # fmt: skip
+    row = {f"model.layers.*.{name}": RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
+    ends = {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
+            "lm_head": ColwiseParallel(output_layouts=Replicate())}
+    parallelize_module(module, init_device_mesh("cpu", (ranks,)), {**column, **row, **ends})
+    return _train(workload, rank, ranks, module, sharded_batch=False)
 
 
 def own_accelerate(workload: Workload, rank: int, ranks: int) -> Step:
@@ -153,10 +131,8 @@ def own_accelerate(workload: Workload, rank: int, ranks: int) -> Step:
 
     _tell_ranks(rank, ranks)
     accelerator = Accelerator(cpu=True)
-    return _build_loop(
-        workload, rank, ranks, lambda module, make: accelerator.prepare(module, make(module)),
-        backward=accelerator.backward,
-    )  # fmt: skip
+    prepared = accelerator.prepare(*_build_module(workload))
+    return _train(workload, rank, ranks, *prepared, backward=accelerator.backward)
 
 
 def own_fabric(workload: Workload, rank: int, ranks: int) -> Step:
@@ -167,9 +143,7 @@ def own_fabric(workload: Workload, rank: int, ranks: int) -> Step:
     _tell_ranks(rank, ranks)
     fabric = Fabric(accelerator="cpu", devices=ranks, strategy="ddp", plugins=[TorchElasticEnvironment()])
     fabric.launch()
-    return _build_loop(
-        workload, rank, ranks, lambda module, make: fabric.setup(module, make(module)), backward=fabric.backward
-    )
+    return _train(workload, rank, ranks, *fabric.setup(*_build_module(workload)), backward=fabric.backward)
 
 
 def own_deepspeed(workload: Workload, rank: int, ranks: int) -> Step:
@@ -178,19 +152,12 @@ def own_deepspeed(workload: Workload, rank: int, ranks: int) -> Step:
 
     _tell_ranks(rank, ranks)
     deepspeed.init_distributed("gloo")
-    n = workload.sequences // ranks
-    settings = {
-        "train_micro_batch_size_per_gpu": n, "gradient_accumulation_steps": 1, "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": 1, "overlap_comm": True},
-    }  # fmt: skip
-    engines: list[Any] = []
-
-    def prepare(module: nn.Module, make: Any) -> tuple[nn.Module, Any]:
-        engine, *_ = deepspeed.initialize(model=module, optimizer=make(module), config=settings)
-        engines.append(engine)
-        return engine, _EngineOptimizer(engine)
-
-    return _build_loop(workload, rank, ranks, prepare, backward=lambda loss: engines[0].backward(loss))
+    module, optimizer = _build_module(workload)
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config={
+        "train_micro_batch_size_per_gpu": workload.sequences // ranks, "gradient_accumulation_steps": 1,
+        "zero_allow_untested_optimizer": True, "zero_optimization": {"stage": 1, "overlap_comm": True},
+    })  # fmt: skip
+    return _train(workload, rank, ranks, engine, _EngineOptimizer(engine), backward=engine.backward)
 
 
 class _EngineOptimizer:

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -48,23 +49,34 @@ def build_model(workload: Workload, kernel: Kernel | None = None, device_seconds
     return model
 
 
-def _build_loop(
-    module: nn.Module, workload: Workload, rank: int, ranks: int, *, sharded_batch: bool = True,
-    context: Callable[[], AbstractContextManager] = nullcontext,
-) -> Step:
-    """Build the usual training step, on this rank's part of the batch or on the full batch."""
-    optimizer = build_torch(OPTIMIZER, module.parameters(), "fused")
+def build_loop(
+    optimizer: Any, compute_loss: Callable[[int], Tensor], ranks: int, *,
+    context: Callable[[], AbstractContextManager] = nullcontext, backward: Callable[[Tensor], Any] = Tensor.backward,
+) -> Step:  # fmt: skip
+    """Build the usual training step from a function of the step's number that returns this rank's mean loss."""
 
     def step(number: int) -> float:
-        batch = workload.batch(number, rank, ranks) if sharded_batch else workload.batch(number)
         optimizer.zero_grad(set_to_none=True)
         with context():
-            loss = module(batch.tokens, batch.targets) / batch.targets.numel()
-            loss.backward()
+            loss = compute_loss(number)
+            backward(loss)
         optimizer.step()
         return loss.item() / ranks
 
     return step
+
+
+def _train(
+    module: nn.Module, workload: Workload, rank: int, ranks: int, *, sharded_batch: bool = True,
+    context: Callable[[], AbstractContextManager] = nullcontext,
+) -> Step:
+    """Build the step of a module, on this rank's part of the batch or on the full batch."""
+
+    def compute_loss(number: int) -> Tensor:
+        batch = workload.batch(number, rank, ranks) if sharded_batch else workload.batch(number)
+        return module(batch.tokens, batch.targets) / batch.targets.numel()
+
+    return build_loop(build_torch(OPTIMIZER, module.parameters(), "fused"), compute_loss, ranks, context=context)
 
 
 _ARGUMENTS = inspect.signature(DistributedDataParallel.__init__).parameters
@@ -75,17 +87,21 @@ def plain(
     workload: Workload, rank: int, ranks: int, *, kernel: Kernel | None = None, device_seconds: float = 0.0
 ) -> Step:
     """No wrapper: several ranks train independent models, each on its part of the samples."""
-    return _build_loop(build_model(workload, kernel, device_seconds), workload, rank, ranks)
+    return _train(build_model(workload, kernel, device_seconds), workload, rank, ranks)
 
 
 def ddp(workload: Workload, rank: int, ranks: int, *, bucket_mb: float, device_seconds: float = 0.0) -> Step:
     """DistributedDataParallel, which averages gradients over the ranks."""
-    module = DistributedDataParallel(
-        build_model(workload, device_seconds=device_seconds),
-        bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True, static_graph=True,
+    module = wrap_ddp(build_model(workload, device_seconds=device_seconds), bucket_mb)
+    return _train(module, workload, rank, ranks)
+
+
+def wrap_ddp(module: nn.Module, bucket_mb: float) -> DistributedDataParallel:
+    """Wrap a module whose buffers do not change."""
+    return DistributedDataParallel(
+        module, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True, static_graph=True,
         **{_SYNC_BUFFERS: False},  # type: ignore[arg-type]  # the argument's name depends on torch's version
     )
-    return _build_loop(module, workload, rank, ranks)
 
 
 def fsdp(workload: Workload, rank: int, ranks: int, *, reshard: bool = True) -> Step:
@@ -98,7 +114,7 @@ def fsdp(workload: Workload, rank: int, ranks: int, *, reshard: bool = True) -> 
         fully_shard(part, mesh=mesh, reshard_after_forward=reshard)
     fully_shard([module.norm, module.head], mesh=mesh, reshard_after_forward=False)
     fully_shard(module, mesh=mesh)
-    return _build_loop(module, workload, rank, ranks)
+    return _train(module, workload, rank, ranks)
 
 
 class TorchCrossEntropy(CrossEntropy):
@@ -125,7 +141,7 @@ def dtensor(workload: Workload, rank: int, ranks: int, *, prepared: bool) -> Ste
     plan["head"] = ColwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-1), use_local_output=False)
     parallelize_module(module, init_device_mesh("cpu", (ranks,)), plan)
     module.loss = TorchCrossEntropy()
-    return _build_loop(module, workload, rank, ranks, sharded_batch=False, context=loss_parallel)
+    return _train(module, workload, rank, ranks, sharded_batch=False, context=loss_parallel)
 
 
 def threaded(workload: Workload, rank: int, ranks: int, *, replicas: int) -> Step:

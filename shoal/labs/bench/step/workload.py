@@ -123,7 +123,11 @@ def emulate_device(layers: Iterable[nn.Module], seconds: float) -> None:
 
 def shoal_step(workload: Workload, rank: int, ranks: int, **options: Any) -> Step:
     """Build a training step of shoal on any layout, with the options of `build_engine`."""
-    engine = build_engine(workload, rank, ranks, **options)
+    return engine_step(build_engine(workload, rank, ranks, **options), rank)
+
+
+def engine_step(engine: Engine, rank: int) -> Step:
+    """Return the step of an engine, whose loss is that of all ranks."""
 
     def step(number: int) -> float:
         loss = engine.step(number).loss
