@@ -76,9 +76,9 @@ def page(title: str, lead: str, parts: Sequence[Fragment | str], *, policy: str 
     ])
 
 
-def asset(name: str) -> str:
-    """Read a file in ``assets/``."""
-    return (files("shoal.report") / "assets" / name).read_text(encoding="utf-8")
+def asset(name: str, package: str = "shoal.report") -> str:
+    """Read a file in the folder ``assets`` of a package."""
+    return (files(package) / "assets" / name).read_text(encoding="utf-8")
 
 
 def comparison(charts: Sequence[Chart], *, mark: bool = True) -> str:

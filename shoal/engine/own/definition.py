@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.data import default_collate
 
-from shoal.base.errors import UsageError
+from shoal.base.errors import UsageError, did_you_mean
 from shoal.base.files import expanded, open_to_read
 from shoal.engine.own.optimizer import MakeOptimizer
 from shoal.engine.own.user_code import explain, explained
@@ -326,7 +326,7 @@ def load_own_model(reference: str) -> OwnModel:
 
 def _load(file: Path, name: str) -> Any:
     if file.suffix != PICKLED:
-        return _execute(file, name)
+        return execute_file(file, name, "model.module")
     try:
         with open_to_read(file) as opened:  # of any size, as it may hold the samples
             folders, found = cloudpickle.load(opened)
@@ -338,9 +338,14 @@ def _load(file: Path, name: str) -> Any:
     return cloudpickle.loads(found)
 
 
-def _execute(file: Path, name: str) -> Any:
+def execute_file(file: Path, name: str, option: str) -> Any:
+    """Execute a Python file, and return what has a name in it.
+
+    Raises:
+        UsageError: there is no such file or name. What its code raises is not caught.
+    """
     if not file.is_file() or file.suffix != ".py":
-        raise UsageError(f"model.module: there is no Python file {file}.\n  Give FILE.py:NAME.")
+        raise UsageError(f"{option}: there is no Python file {file}.\n  Give FILE.py:NAME.")
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None and spec.loader is not None, "a file with the suffix .py has a loader"
     module = importlib.util.module_from_spec(spec)
@@ -348,7 +353,8 @@ def _execute(file: Path, name: str) -> Any:
     sys.path.append(str(file.parent))  # of modules beside it
     spec.loader.exec_module(module)
     if not hasattr(module, name):
-        raise UsageError(f"model.module: {file} has no {name!r}.\n  Give FILE.py:NAME of a shoal.OwnModel in it.")
+        near = did_you_mean(name, [each for each in vars(module) if not each.startswith("_")])
+        raise UsageError(f"{option}: {file} has no {name!r}; {near}\n  Give FILE.py:NAME.")
     return getattr(module, name)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from torch import nn
 from shoal.base.errors import UsageError, did_you_mean
 from shoal.base.units import show_bytes
 from shoal.engine.models.transformer import Transformer, initialise
+from shoal.engine.own.definition import execute_file
 from shoal.engine.sharding.named_axes import NamedMesh
 from shoal.labs.autoshard.notation.notation import parse_mesh
 from shoal.planning.auto.capture.forward import export_forward
@@ -147,20 +147,13 @@ def load_module(text: str, *, check: bool) -> Subject:
     Raises:
         UsageError: the function does not exist, fails, or returns something else.
     """
-    file, colon, name = text.rpartition(":")
-    if not colon or not name.isidentifier() or not Path(file).is_file():
-        raise UsageError(f"--module {text}: write FILE.py:FUNCTION, with an existing file")
-    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
-    if spec is None or spec.loader is None:
-        raise UsageError(f"--module {text}: {file} is not a Python file")
-    loaded = importlib.util.module_from_spec(spec)
+    file, _, name = text.rpartition(":")
     try:
-        spec.loader.exec_module(loaded)
-        made = getattr(loaded, name)() if hasattr(loaded, name) else None
+        made = execute_file(Path(file), name, f"--module {text}")()
+    except UsageError:
+        raise
     except Exception as error:
         raise UsageError(f"--module {text}: {type(error).__name__}: {error}") from error
-    if made is None:
-        raise UsageError(f"--module {text}: {did_you_mean(name, [n for n in vars(loaded) if not n.startswith('_')])}")
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
         raise UsageError(f"--module {text}: {name}() must return (module, example inputs)")
     module, inputs = made

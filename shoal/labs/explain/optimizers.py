@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from matplotlib.axes import Axes
@@ -22,6 +22,7 @@ from shoal.engine.optim.sophia import Sophia
 from shoal.pipeline.from_layout import check_run
 from shoal.planning.cost.memory.state import state_bytes
 from shoal.planning.cost.parameters import StagePart
+from shoal.planning.estimable import check_names
 from shoal.report.charts import COLOURS, draw_bars, new_figure, styled, to_svg
 from shoal.report.tables import text_table
 from shoal.report.timeline.palette import FAINT, INK
@@ -72,6 +73,13 @@ SURFACES = (
 start is 0.01 off the ridge, which plain descent leaves late."""
 
 
+def evaluate(surface: Surface, points: int = 121) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the x and y of a grid over a surface's box, and its loss there [y, x], for contours."""
+    left, bottom, right, top = surface.box
+    xs, ys = torch.linspace(left, right, points), torch.linspace(bottom, top, points)
+    return xs, ys, surface.loss(torch.stack(torch.meshgrid(xs, ys, indexing="xy"), -1))
+
+
 class RulePath(NamedTuple):
     """The weights before the first step and after each step, and the loss at each of these points."""
 
@@ -95,6 +103,23 @@ def walk(surface: Surface, config: OptimizerConfig, steps: int) -> RulePath:
         rule.step(config.learning_rate)
         points.append(tuple(weights[0].tolist()))
     return RulePath(points, surface.loss(torch.tensor(points, dtype=torch.float64)).tolist())
+
+
+def build_rule(name: str, **settings: Any) -> OptimizerConfig:
+    """Return the config of a rule without weight decay; Sophia gets the exact Hessian in every step.
+
+    Args:
+        name: of `GROUPS`; "nesterov" is momentum with its variant of the step.
+
+    Raises:
+        UsageError: an unknown rule.
+    """
+    if name not in (known := [each for _, names in GROUPS for each in names]):
+        raise UsageError(f"rules {name}: {did_you_mean(name, known)}")
+    return OptimizerConfig.model_validate({
+        "name": "momentum" if name == "nesterov" else name, "nesterov": name == "nesterov", "weight_decay": 0.0,
+        "hessian_every": 1, "hessian_scale": 1.0, **settings,
+    })  # fmt: skip
 
 
 RATES = tuple(factor * 10.0**power for power in (-3, -2, -1) for factor in (1, 2, 5))
@@ -128,8 +153,7 @@ class OptimizersOptions(Section):
 
 def explain(options: OptimizersOptions, console: Console) -> Callable[[], str]:
     """Print the tables. Returns a function that draws the charts."""
-    if options.precision not in FORMATS:
-        raise UsageError(f"--precision {options.precision}: {did_you_mean(options.precision, FORMATS)}")
+    check_names(options.precision, "adamw")
     memory = bytes_per_parameter(options.model, options.precision)
     groups = trace_rules(options.steps)
     console.print(_make_loss_table(groups, options.steps), "")
@@ -182,10 +206,7 @@ def trace_rules(steps: int) -> list[list[TracedRule]]:
     for _, names in GROUPS:
         rules = []
         for name in names:
-            best = min((OptimizerConfig(
-                name="momentum" if name == "nesterov" else name, nesterov=name == "nesterov", momentum=0.9,
-                weight_decay=0.0, hessian_every=1, hessian_scale=1.0, learning_rate=rate,
-            ) for rate in RATES), key=total_loss)  # fmt: skip
+            best = min((build_rule(name, learning_rate=rate, momentum=0.9) for rate in RATES), key=total_loss)
             rules.append(TracedRule(name, best.learning_rate, [walk(surface, best, steps) for surface in SURFACES]))
         groups.append(rules)
     return groups
@@ -232,9 +253,7 @@ def draw(groups: list[list[TracedRule]], memory: Mapping[str, float], options: O
 def _draw_paths(axes: Axes, number: int, title: str, group: list[TracedRule]) -> None:
     surface = SURFACES[number]
     left, bottom, right, top = surface.box
-    xs, ys = torch.linspace(left, right, 121), torch.linspace(bottom, top, 121)
-    losses = surface.loss(torch.stack(torch.meshgrid(xs, ys, indexing="xy"), -1))  # [y, x]
-    axes.contour(xs, ys, losses, levels=surface.levels, colors=FAINT, linewidths=0.6, alpha=0.6, linestyles="solid")
+    axes.contour(*evaluate(surface), levels=surface.levels, colors=FAINT, linewidths=0.6, alpha=0.6, linestyles="solid")
     for rule, colour in zip(group, COLOURS, strict=False):
         x, y = zip(*rule.paths[number].points, strict=True)
         axes.plot(x, y, color=colour, marker=".", linewidth=1.4, label=f"{rule.name}, learning rate {rule.rate:g}")

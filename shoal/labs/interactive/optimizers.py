@@ -13,8 +13,7 @@ from pydantic import Field, PositiveFloat
 
 from shoal.base.errors import UsageError, did_you_mean
 from shoal.base.section import NonEmpty, Section
-from shoal.labs.explain.optimizers import GROUPS, SURFACES, Surface, walk
-from shoal.spec.config import OptimizerConfig
+from shoal.labs.explain.optimizers import GROUPS, SURFACES, Surface, build_rule, evaluate, walk
 
 LOCAL_MINIMA = Surface(
     "local minima", "(x² - 1)² / 2 + x / 5 + y²",
@@ -26,7 +25,6 @@ LOCAL_MINIMA = Surface(
 LANDSCAPES = {surface.name: surface for surface in (*SURFACES, LOCAL_MINIMA)}
 CHOICES = tuple(name for _, names in GROUPS for name in names)
 """Rules that can be drawn; nesterov is momentum with its variant of the step."""
-GRID = 121  # points along each side, for the contours
 FAR = 1e3  # a path that leaves this square has diverged
 
 Share = Annotated[float, Field(ge=0, lt=1)]
@@ -59,7 +57,9 @@ def trace_optimizers(request: OptimizersRequest) -> dict[str, Any]:
     surface = LANDSCAPES[request.surface]
     paths = {}
     for name in dict.fromkeys(request.rules):
-        path = walk(surface, build_rule(name, request), request.steps)
+        betas = (request.beta1, request.beta2)
+        config = build_rule(name, learning_rate=request.rate, momentum=request.momentum, betas=betas)
+        path = walk(surface, config, request.steps)
         kept = [
             i for i, (point, loss) in enumerate(zip(path.points, path.losses, strict=True))
             if isfinite(loss) and max(map(abs, point)) < FAR
@@ -71,28 +71,9 @@ def trace_optimizers(request: OptimizersRequest) -> dict[str, Any]:
     return {"surface": describe_surface(surface), "paths": paths}
 
 
-def build_rule(name: str, request: OptimizersRequest) -> OptimizerConfig:
-    """Return the config of a rule of `CHOICES`, without weight decay; Sophia gets the exact Hessian in every step.
-
-    Raises:
-        UsageError: an unknown rule.
-    """
-    if name not in CHOICES:
-        raise UsageError(f"rules {name}: {did_you_mean(name, CHOICES)}")
-    nesterov = name == "nesterov"
-    return OptimizerConfig.model_validate({
-        "name": "momentum" if nesterov else name, "nesterov": nesterov, "learning_rate": request.rate,
-        "momentum": request.momentum, "betas": (request.beta1, request.beta2), "weight_decay": 0.0,
-        "hessian_every": 1, "hessian_scale": 1.0,
-    })  # fmt: skip
-
-
 def describe_surface(surface: Surface) -> dict[str, Any]:
     """Return a surface as plain values, its contours as lines of points."""
-    left, bottom, right, top = surface.box
-    xs, ys = torch.linspace(left, right, GRID), torch.linspace(bottom, top, GRID)
-    losses = surface.loss(torch.stack(torch.meshgrid(xs, ys, indexing="xy"), -1))  # [y, x]
-    lines = contourpy.contour_generator(xs.numpy(), ys.numpy(), losses.numpy())
+    lines = contourpy.contour_generator(*(values.numpy() for values in evaluate(surface)))
     return {
         "name": surface.name,
         "formula": surface.formula,

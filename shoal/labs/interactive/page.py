@@ -11,13 +11,12 @@ from base64 import b64encode
 from collections.abc import Iterable, Mapping
 from functools import partial
 from hashlib import sha256
-from importlib.resources import files
 from typing import Any
 
 from shoal import __version__
 from shoal.base.section import Section, validate
 from shoal.labs.interactive.panels import PANELS, call_names, call_panel, recorded_requests
-from shoal.report.page import ICON
+from shoal.report.page import ICON, asset
 from shoal.report.server import LocalPage, ServedFile
 
 SCRIPTS = ("lab.js", "kit.js", "mesh_chart.js", "drawing.js", *(f"panel_{name}.js" for name in PANELS))
@@ -124,5 +123,4 @@ def _encode(text: str) -> str:
 
 
 def read_asset(name: str) -> str:
-    """Read a file in ``assets/``."""
-    return (files("shoal.labs.interactive") / "assets" / name).read_text(encoding="utf-8")
+    return asset(name, "shoal.labs.interactive")

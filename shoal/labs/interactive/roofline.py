@@ -13,8 +13,7 @@ from shoal.labs.explain.device.roofline import measure_products
 from shoal.labs.interactive.model_choice import ModelChoice, list_models
 from shoal.planning.cost.roofline import OperationCost, least_rows
 from shoal.planning.estimate import Estimate
-from shoal.planning.run import KINDS
-from shoal.report.planning.estimate_page import operations
+from shoal.report.planning.estimate_page import attainable, operations
 from shoal.spec.catalog.accelerators import accelerators
 from shoal.spec.layout import Layout
 from shoal.spec.number_formats import FORMATS
@@ -69,8 +68,8 @@ def place_operations(request: RooflineRequest) -> dict[str, Any]:
     assert isinstance(found, Estimate), "no other software was named"
     run, machine = found.run, found.run.cluster.accelerator
     peak, bandwidth, itemsize = found.peak, machine.memory_bandwidth, run.policy.compute.itemsize
-    wide = machine.dense_flops(KINDS[run.policy.compute.name])  # of what is not in 8 bits
     costs = {**operations(found), "attention": attention_cost(found)}
+    rates = {name: attainable(found, name, cost) for name, cost in costs.items()}
     k, n = run.shape.hidden, run.shape.ffn
     return {
         "accelerator": machine.name, "format": run.products, "peak": peak, "bandwidth": bandwidth,
@@ -78,8 +77,7 @@ def place_operations(request: RooflineRequest) -> dict[str, Any]:
         "least": {"tokens": least_rows(k, n, peak / bandwidth, itemsize), "k": k, "n": n},
         "operations": [
             {"name": name, "flops": cost.flops, "bytes": cost.bytes, "intensity": cost.intensity,
-             "rate": min(wide if name in ("head", "attention") else peak, cost.intensity * bandwidth),
-             "seconds": cost.seconds(wide if name in ("head", "attention") else peak, bandwidth)}
+             "rate": rates[name], "seconds": cost.flops / rates[name]}
             for name, cost in sorted(costs.items(), key=lambda item: -item[1].flops)
         ],
     }  # fmt: skip

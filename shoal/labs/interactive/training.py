@@ -22,7 +22,7 @@ import numpy as np
 from pydantic import Field, NonNegativeInt
 
 from shoal.base.errors import UsageError
-from shoal.base.files import read_json
+from shoal.base.files import read_json, read_tail
 from shoal.base.section import Section
 from shoal.launch.supervisor import PROCESSES_FILE
 from shoal.spec.config import RUN_FILE, RunConfig, build_config, save_config
@@ -204,13 +204,9 @@ def look_at_run() -> dict[str, Any]:
         "events": [{**event, "time": event["time"] - run.began} for event in events],
         "ranks": run.list_ranks() if code is None else [],
         "profiled": any((run.folder / "profile").glob("rank-*.jsonl")),
-        "output": _tail(run.process) if code else "",
+        "output": read_tail(run.process.output, TAIL) if code else "",
         "verification": _describe_verification(run),
     }
-
-
-def _tail(process: LabProcess) -> str:
-    return process.output.read_bytes()[-TAIL:].decode(errors="replace")
 
 
 # ---- what is done to it ----------------------------------------------------------------------------------------------
@@ -260,7 +256,7 @@ def _describe_verification(run: LabRun) -> dict[str, Any] | None:
         return None
     if process.code is None:
         return {"status": "running"}
-    text = _tail(process)
+    text = read_tail(process.output, TAIL)
     with suppress(ValueError):
         found = json.loads(text.splitlines()[-1]) if text else {}
         return {"status": "same" if found["same"] else "differs", **found}

@@ -82,14 +82,16 @@ def operations(estimate: Estimate) -> dict[str, OperationCost]:
 
 def roofline(estimate: Estimate) -> str:
     """Draw the roofline of a layer's operations from the data sheet's peak and bandwidth."""
-    machine = estimate.run.cluster.accelerator
-    peak, bandwidth = estimate.peak, machine.memory_bandwidth
-    wide = machine.dense_flops(KINDS[estimate.run.policy.compute.name])  # of the head, if layers are in 8 bits
-    points = {
-        name: (work.intensity, min(wide if name == "head" else peak, work.intensity * bandwidth))
-        for name, work in operations(estimate).items()
-    }
-    return draw_roofline(points, peak, bandwidth, "Roofline of one layer's operations", inline=True)
+    points = {name: (work.intensity, attainable(estimate, name, work)) for name, work in operations(estimate).items()}
+    bandwidth = estimate.run.cluster.accelerator.memory_bandwidth
+    return draw_roofline(points, estimate.peak, bandwidth, "Roofline of one layer's operations", inline=True)
+
+
+def attainable(estimate: Estimate, name: str, work: OperationCost) -> float:
+    """Return the FLOP/s of an operation under the roof; the head and attention are not in 8 bits."""
+    machine, wide = estimate.run.cluster.accelerator, name in ("head", "attention")
+    peak = machine.dense_flops(KINDS[estimate.run.policy.compute.name]) if wide else estimate.peak
+    return min(peak, work.intensity * machine.memory_bandwidth)
 
 
 def draw_roofline(

@@ -10,7 +10,7 @@ import shoal
 from shoal.base.errors import UsageError
 from shoal.labs.collectives.description import Collective
 from shoal.labs.interactive import numbers
-from shoal.labs.interactive.optimizers import CHOICES, LANDSCAPES, OptimizersRequest, build_rule
+from shoal.labs.interactive.optimizers import CHOICES, LANDSCAPES, build_rule
 from shoal.labs.interactive.panels import call_panel, recorded_requests
 from shoal.labs.interactive.sharding import EXAMPLES
 
@@ -124,7 +124,7 @@ def test_a_path_that_diverges_is_cut():
     path = answer["paths"]["sgd"]
     assert path["diverged"] and len(path["points"]) == len(path["losses"]) < 10
     with pytest.raises(UsageError, match="rules adamax"):
-        build_rule("adamax", OptimizersRequest())
+        build_rule("adamax")
 
 
 VALUES = [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,11 @@ from shoal.base.files import write_atomically
 from shoal.labs.bench.benchmark import format_cell
 from shoal.labs.bench.gpu.item import PartRun
 from shoal.labs.bench.gpu.parts import BESIDE, DEEP_RECIPES, OTHERS, PARTS, RECIPES, SHAPES
+from shoal.report.charts import draw_scatter, new_figure, stacked_bars, to_svg
 from shoal.report.page import page
 from shoal.report.tables import html_table, html_tiles
 
 CHARTED = (SHAPES, OTHERS, "small models, bf16", RECIPES, DEEP_RECIPES)
-DRAWS = find_spec("matplotlib") is not None  # a machine for measurements may lack it
 LEAD = "First contact with a GPU: correctness, speed, and estimates beside measurements."
 REHEARSAL = "Rehearsal on the CPU with tiny sizes. No figure of this part is a GPU's."
 
@@ -47,9 +46,7 @@ def _section(run: PartRun) -> Iterator[str]:
         yield f"<h3>{escape(title + run.note)}</h3>"
         ours = [{**row, "item": f"shoal, {row['item']}"} for row in tables.get(SHAPES, ()) if BESIDE in row["item"]]
         charted = [*ours, *rows] if title == OTHERS else rows
-        if DRAWS and title in CHARTED and (bars := [_bar(row) for row in charted if row.get("TFLOP/s")]):
-            from shoal.report.charts import stacked_bars
-
+        if title in CHARTED and (bars := [_bar(row) for row in charted if row.get("TFLOP/s")]):
             yield stacked_bars(["TFLOP/s"], bars)
         yield html_table([[str(format_cell(cell)) for cell in row.values()] for row in rows], list(rows[0]))
 
@@ -67,9 +64,7 @@ def _scatter(run: PartRun) -> Iterator[str]:
         for row in rows:
             if row.get(measured) and row.get(estimated):
                 points.setdefault(row["table"], []).append((row[measured], row[estimated]))
-        if DRAWS and points:
-            from shoal.report.charts import draw_scatter, new_figure, to_svg
-
+        if points:
             figure, (axes,) = new_figure(620, 380)
             draw_scatter(axes, points, unit=unit, log=unit == "ms")
             yield to_svg(figure, inline=True, title=f"{estimated} over {measured}")

@@ -21,8 +21,7 @@ from shoal.base.units import parse_counts, show_bytes, show_metric, show_seconds
 from shoal.planning.cost.roofline import OperationCost, least_rows, matrix_product
 from shoal.planning.describe import estimate
 from shoal.planning.estimate import Estimate
-from shoal.planning.run import KINDS
-from shoal.report.planning.estimate_page import draw_roofline, operations
+from shoal.report.planning.estimate_page import attainable, draw_roofline, operations
 from shoal.report.tables import text_table
 from shoal.spec.catalog import model_shape
 from shoal.spec.catalog.accelerators import Accelerator
@@ -92,8 +91,7 @@ def explain(options: RooflineOptions, console: Console) -> Callable[[], str]:
     if options.product:
         m, k, n = _sizes(options)
         costs = {f"[{m}, {k}] x [{k}, {n}]": matrix_product(m, k, n, policy.compute.itemsize)}
-    wide = {"head": machine.dense_flops(KINDS[policy.compute.name])}  # not in 8 bits
-    points = {name: Placed(cost, min(wide.get(name, peak), cost.intensity * bandwidth)) for name, cost in costs.items()}
+    points = {name: Placed(cost, attainable(found, name, cost)) for name, cost in costs.items()}
     where = f"{machine.name}, {kind}: {peak / 1e12:,.4g} TFLOP/s dense, {show_bytes(bandwidth)}/s"
     tokens = found.forward.tokens
     what = "one product" if options.product else f"{options.model}, {tokens:,} tokens on a rank, tp {options.tp}"

@@ -15,11 +15,11 @@ from typing import NamedTuple
 from pydantic import PositiveFloat, PositiveInt
 from rich.console import Console
 
-from shoal.base.errors import UsageError, did_you_mean
 from shoal.base.section import Section
 from shoal.base.units import show_bytes
 from shoal.planning.cost.buckets import Bucket, cut_buckets, fill_buckets
 from shoal.planning.cost.parameters import StagePart, list_units
+from shoal.planning.estimable import check_names
 from shoal.report.charts import draw_bars, new_figure, to_svg
 from shoal.report.tables import text_table
 from shoal.spec.catalog import ModelShape, model_shape
@@ -89,8 +89,7 @@ def _find(alone: bool, expert: bool, numbers: tuple[int, ...], buckets: list[Buc
 
 def explain(options: BucketsOptions, console: Console) -> Callable[[], str]:
     """Print the buckets. Returns a function that draws them."""
-    if options.precision not in FORMATS:
-        raise UsageError(f"--precision {options.precision}: unknown; {did_you_mean(options.precision, FORMATS)}")
+    check_names(options.precision, "adamw")
     shape, reduce = model_shape(options.model), FORMATS[options.precision].reduce
     layout = Layout(dp=options.dp, tp=options.tp, zero=options.zero, bucket_mb=options.bucket_mb)
     found = list_buckets(shape, layout, reduce.itemsize)

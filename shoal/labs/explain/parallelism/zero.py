@@ -14,7 +14,6 @@ from typing import NamedTuple, cast
 from pydantic import PositiveFloat, PositiveInt
 from rich.console import Console
 
-from shoal.base.errors import UsageError, did_you_mean
 from shoal.base.options import reject_unused
 from shoal.base.section import Section
 from shoal.base.units import show_bytes
@@ -22,6 +21,7 @@ from shoal.labs.explain.precision import RECIPES, PerParameter, per_parameter
 from shoal.planning.cost.memory.state import state_bytes
 from shoal.planning.cost.parameters import StagePart
 from shoal.planning.cost.time.traffic import all_reduced, gathered
+from shoal.planning.estimable import check_names
 from shoal.report.charts import draw_bars, new_figure, to_svg
 from shoal.report.tables import text_table
 from shoal.spec.catalog import ModelShape, model_shape
@@ -100,8 +100,7 @@ def count_bytes(stage: int, shape: ModelShape, ranks: int, policy: Formats) -> K
 
 def explain(options: ZeroOptions, console: Console) -> Callable[[], str]:
     """Print the table of stages. Returns a function that draws the bytes of a rank."""
-    if options.precision not in FORMATS:
-        raise UsageError(f"--precision {options.precision}: unknown; {did_you_mean(options.precision, FORMATS)}")
+    check_names(options.precision, "adamw")
     if options.parameters:
         reject_unused(options, ("model", "precision"), "--parameters is counted by the paper's formula")
     shape, policy = model_shape(options.model), FORMATS[options.precision]
