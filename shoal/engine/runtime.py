@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.mesh import Mesh
-from shoal.engine.collectives.ops import Transfer, start_receive, start_send
+from shoal.engine.collectives.ops import Pending, start_receive, start_send
 from shoal.engine.data.batches import Batch
 from shoal.engine.models.cache import Slice
 from shoal.engine.models.labels import look_further
@@ -140,8 +140,8 @@ class Runtime:
     def _reset(self) -> None:
         self._hidden: dict[Place, Tensor] = {}
         self._gradient: dict[Place, Tensor] = {}
-        self._receiving: dict[tuple[Op, Place], Transfer] = {}
-        self._sending: list[tuple[Transfer, Tensor]] = []
+        self._receiving: dict[tuple[Op, Place], Pending] = {}
+        self._sending: list[tuple[Pending, Tensor]] = []
         self._in_flight: dict[Place, _InFlight] = {}
         self._caches: dict[tuple[int, int], Slice] = {}  # newest slice per micro-batch and stage
         self._loss = torch.zeros((), dtype=torch.float64, device=self.mesh.device)

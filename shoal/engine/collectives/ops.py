@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.engine.collectives.group import Group
-from shoal.engine.collectives.pending import Pending, Then, Transfer
+from shoal.engine.collectives.pending import Pending, Then
 from shoal.engine.collectives.shm.transport import REDUCTIONS
 
 # Renamed in torch 2.13; each name exists in one release or the other.
@@ -94,11 +94,6 @@ def start_to_host(x: Tensor) -> Callable[[], Any]:
     return wait
 
 
-def in_host_memory(x: Tensor) -> Tensor:
-    """Return the same values as `to_host`, as a CPU tensor."""
-    return x.cpu()
-
-
 def all_gather(x: Tensor, group: Group | None, dim: int = 0) -> Tensor:
     """Concatenate the ranks' equal-shaped tensors along ``dim``, in rank order."""
     if group is None:
@@ -162,7 +157,7 @@ def _start_parts(part: Tensor, full: Tensor, group: Group) -> Pending:
     return _reduce_scatter(part, full, group=group.backend, async_op=True)
 
 
-def start_send(x: Tensor, to: int, group: Group) -> Transfer:
+def start_send(x: Tensor, to: int, group: Group) -> Pending:
     """Start sending contiguous ``x`` to the global rank ``to``; do not modify it before completion."""
     group.count("send", x, 1)
     if group.shared is not None:
@@ -170,7 +165,7 @@ def start_send(x: Tensor, to: int, group: Group) -> Transfer:
     return _started(dist.isend(x, to, group=group.backend))
 
 
-def start_receive(x: Tensor, source: int, group: Group) -> Transfer:
+def start_receive(x: Tensor, source: int, group: Group) -> Pending:
     """Start receiving contiguous ``x`` from the global rank ``source``, in the order of its sends."""
     if group.shared is not None:
         return group.shared.receive(x, group.shared.ranks.index(source))
@@ -193,6 +188,9 @@ class _Several:
     def wait(self) -> None:
         for work in self.works:
             work.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self.works)
 
 
 def start_shift(x: Tensor, to: int, out: Tensor, source: int, group: Group) -> Pending:

@@ -13,17 +13,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 class Pending(Protocol):
-    """A collective in flight."""
+    """A collective or a message in flight."""
 
     def wait(self) -> object:
         """Wait until the result is available."""
 
-
-class Transfer(Pending, Protocol):
-    """A message in flight."""
-
     def is_completed(self) -> bool:
-        """Return whether the message is known to be complete."""
+        """Return whether it is known to be complete."""
 
 
 class Transport(Protocol):
@@ -37,14 +33,14 @@ class Transport(Protocol):
 
     def reduce_scatter(self, part: Tensor, full: Tensor) -> Pending: ...
 
-    def send(self, x: Tensor, to: int) -> Transfer: ...
+    def send(self, x: Tensor, to: int) -> Pending: ...
 
-    def receive(self, x: Tensor, source: int) -> Transfer: ...
+    def receive(self, x: Tensor, source: int) -> Pending: ...
 
 
 @dataclass
 class Then:
-    """A collective in flight followed by a callback."""
+    """A collective or a message in flight followed by a callback."""
 
     work: Pending
     finish: Callable[[], object]
@@ -52,6 +48,9 @@ class Then:
     def wait(self) -> None:
         self.work.wait()
         self.finish()
+
+    def is_completed(self) -> bool:
+        return self.work.is_completed()
 
 
 @dataclass

@@ -12,7 +12,6 @@ so far, and work queued after `wait` sees the result. So it keeps the contract o
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,7 @@ from shoal.engine.collectives.ops import (
     start_receive,
     start_send,
 )
-from shoal.engine.collectives.pending import Then, Transfer
+from shoal.engine.collectives.pending import Then
 
 
 def host_buffer(x: Tensor) -> Tensor:
@@ -41,23 +40,6 @@ def copy_to_host(x: Tensor) -> Tensor:
 
 def _copy_back(x: Tensor, host: Tensor) -> Callable[[], object]:
     return lambda: x.detach().copy_(host)
-
-
-@dataclass
-class _StagedMessage:
-    """A message in flight between host buffers."""
-
-    work: Transfer
-    host: Tensor  # alive until the message is complete
-    target: Tensor | None = None  # of a receive
-
-    def wait(self) -> None:
-        self.work.wait()
-        if self.target is not None:
-            self.target.detach().copy_(self.host)
-
-    def is_completed(self) -> bool:
-        return self.work.is_completed()
 
 
 class StagedTransport:
@@ -82,10 +64,10 @@ class StagedTransport:
         host = host_buffer(part)
         return Then(reduce_scatter_flat(host, copy_to_host(full), self._host), _copy_back(part, host))
 
-    def send(self, x: Tensor, to: int) -> _StagedMessage:
+    def send(self, x: Tensor, to: int) -> Then:
         host = copy_to_host(x)
-        return _StagedMessage(start_send(host, self.ranks[to], self._host), host)
+        return Then(start_send(host, self.ranks[to], self._host), lambda: host)  # alive until the message is complete
 
-    def receive(self, x: Tensor, source: int) -> _StagedMessage:
+    def receive(self, x: Tensor, source: int) -> Then:
         host = host_buffer(x)
-        return _StagedMessage(start_receive(host, self.ranks[source], self._host), host, x)
+        return Then(start_receive(host, self.ranks[source], self._host), _copy_back(x, host))

@@ -343,12 +343,10 @@ def initial(name: str, shape: ModelShape) -> Initial:
 
     Projections into the residual stream have a std smaller by sqrt(2 L) (Radford et al. 2019, section 2.3).
     """
-    if name.endswith("bias"):
+    if name.endswith(("bias", "router.noise")):
         return Initial(mean=0.0, std=0.0)
     if "norm" in name:
         return Initial(mean=1.0, std=0.0)
-    if name.endswith("router.noise"):
-        return Initial(mean=0.0, std=0.0)
     if name.endswith(("attention.out.weight", "mlp.down.weight", "shared.down.weight", "experts.down")):
         return Initial(mean=0.0, std=0.02 / math.sqrt(2 * shape.layers))
     return Initial(mean=0.0, std=0.02)

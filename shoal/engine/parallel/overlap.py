@@ -134,12 +134,8 @@ class RingEntry(NoComm):
     def forward(self, x: Tensor, factors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         return self.gather(x, factors, self.group, self.tokenwise)
 
-    def backward(
-        self, gradients: list[Tensor], factors: list[Tensor], meanwhile: Meanwhile, wanted: bool
-    ) -> Tensor | None:
-        if not wanted:
-            return super().backward(gradients, factors, meanwhile, wanted)
-        return scatter_products(gradients, factors, self.group, self.tokenwise, lambda: meanwhile(gradients))
+    def sum(self, gradients: list[Tensor], factors: list[Tensor], meanwhile: Callable[[], object]) -> Tensor:
+        return scatter_products(gradients, factors, self.group, self.tokenwise, meanwhile)
 
 
 @dataclass(frozen=True)
@@ -167,12 +163,8 @@ class ChunkedEntry(NoComm):
 
     group: Group
 
-    def backward(
-        self, gradients: list[Tensor], factors: list[Tensor], meanwhile: Meanwhile, wanted: bool
-    ) -> Tensor | None:
-        if not wanted:
-            return super().backward(gradients, factors, meanwhile, wanted)
-        return reduced_products(gradients, factors, self.group, lambda: meanwhile(gradients))
+    def sum(self, gradients: list[Tensor], factors: list[Tensor], meanwhile: Callable[[], object]) -> Tensor:
+        return reduced_products(gradients, factors, self.group, meanwhile)
 
 
 @dataclass(frozen=True)

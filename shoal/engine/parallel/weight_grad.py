@@ -114,8 +114,15 @@ class NoComm:
         self, gradients: list[Tensor], factors: list[Tensor], meanwhile: Meanwhile, wanted: bool
     ) -> Tensor | None:
         """Return the gradient of x, if wanted, from the gradients of the results and factors [out, in]."""
-        d_x = sum_products(gradients, factors) if wanted else None
+        if wanted:
+            return self.sum(gradients, factors, lambda: meanwhile(gradients))
         meanwhile(gradients)
+        return None
+
+    def sum(self, gradients: list[Tensor], factors: list[Tensor], meanwhile: Callable[[], object]) -> Tensor:
+        """Return the gradient of x; ``meanwhile`` is called during the last transfer, if there is any."""
+        d_x = sum_products(gradients, factors)
+        meanwhile()
         return d_x
 
 

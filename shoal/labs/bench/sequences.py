@@ -20,7 +20,7 @@ from shoal.base.section import NonEmpty
 from shoal.base.units import show_bytes, show_seconds
 from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.mesh import Mesh
-from shoal.engine.collectives.ops import Pending
+from shoal.engine.collectives.pending import Done, Pending
 from shoal.engine.data.batches import SyntheticDataset
 from shoal.engine.device import peak_memory, pick_device, tune_process
 from shoal.engine.models.cache import Slice
@@ -97,10 +97,7 @@ class IdleRing(RingPosition):
 
     def shift(self, x: Tensor, out: Tensor, group: Group | None) -> Pending:
         out.zero_()
-        return self
-
-    def wait(self) -> None:
-        pass
+        return Done()
 
 
 def _time(case: ContextBenchmark) -> dict[str, list[float]]:

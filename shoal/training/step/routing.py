@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal.base.boxes import Box, Piece
 from shoal.engine.collectives.mesh import Mesh
-from shoal.engine.collectives.ops import all_reduce, in_host_memory
+from shoal.engine.collectives.ops import all_reduce
 from shoal.engine.models.experts.router import SUMS, Router, find_modules
 from shoal.engine.models.mixture_of_depths import COUNTS, MixtureOfDepths
 from shoal.engine.parallel.apply import LocalStage
@@ -75,11 +75,11 @@ class ExpertRouting(LayerCounts):
         totals = self.sum((router.layer, router.validated) for router in self.modules)
         for router in self.modules:
             router.validated = None
-        return expert_metrics(in_host_memory(totals), self.shape, sequences, length)
+        return expert_metrics(totals.cpu(), self.shape, sequences, length)
 
     def metrics(self, sequences: int, length: int) -> dict[str, Any]:
         """Return the metrics of the last step. See `expert_metrics`."""
-        return expert_metrics(in_host_memory(self.totals), self.shape, sequences, length)
+        return expert_metrics(self.totals.cpu(), self.shape, sequences, length)
 
     def state(self) -> dict[str, list[Piece]]:
         """Return the biases by their names in the full model."""
@@ -127,7 +127,7 @@ class DepthsRouting(LayerCounts):
 
     def metrics(self, sequences: int, length: int) -> dict[str, float]:
         """Return how well the last step's token selection was predicted, as fields of `StepMetrics`."""
-        right, found, expected, loss = in_host_memory(self.totals).mean(0).tolist()
+        right, found, expected, loss = self.totals.cpu().mean(0).tolist()
         tokens, chosen = sequences * length, sequences * self.depths.taken(length)
         return {
             "depth_accuracy": right / tokens, "depth_recall": found / chosen, "depth_expected": expected / tokens,

@@ -112,6 +112,9 @@ class _Upload:
         for work in self.collectives:
             work.wait()
 
+    def is_completed(self) -> bool:
+        return False  # unknown
+
 
 class Bucket:
     """Flat storage of some parameters: all of them in `full`, this rank's shard in `master`.
