@@ -74,6 +74,11 @@ class Piece:
     tensor: torch.Tensor
     primary: bool = True
 
+    @staticmethod
+    def full(tensor: torch.Tensor, primary: bool = True) -> Piece:
+        """Return an unsharded tensor as a piece."""
+        return Piece(tuple(tensor.shape), Box.full(tuple(tensor.shape)), tensor, primary)
+
 
 def flat_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[int, Box]]:
     """Cut elements ``start:stop`` of a row-major tensor into boxes: ``(offset from start, box)``, in memory order.

@@ -120,8 +120,7 @@ def export_gguf(
             writer.write_tensor_data(_divisors(shape).numpy())
         for key, each in saved.items():
             tensor = torch.empty(each.shape, dtype=formats[key])
-            state = {f"model.{key}": [Piece(tuple(each.shape), Box.full(tuple(each.shape)), tensor)]}
-            load(checkpoint, state, convert=True, ignore_prefixes=("",))
+            load(checkpoint, {f"model.{key}": [Piece.full(tensor)]}, convert=True, ignore_prefixes=("",))
             if architecture == "llama" and key.endswith(("attention.q.weight", "attention.k.weight")):
                 tensor = _pair(tensor, shape.head_dim)
             writer.write_tensor_data(tensor.view(torch.uint8).numpy())

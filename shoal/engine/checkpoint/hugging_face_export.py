@@ -80,8 +80,7 @@ class HFExport:
         return _rename(tensors, self._shape)
 
     def _fill(self, prefix: str, tensors: Mapping[str, Tensor]) -> None:
-        state = {f"{prefix}.{n}": [Piece(tuple(t.shape), Box.full(tuple(t.shape)), t)]
-                 for n, t in tensors.items() if not t.is_meta}  # fmt: skip
+        state = {f"{prefix}.{name}": [Piece.full(t)] for name, t in tensors.items() if not t.is_meta}
         if state:
             load(self._checkpoint, state, convert=True, ignore_prefixes=("",), read=lambda: self._manifest)
 

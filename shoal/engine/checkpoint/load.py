@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shoal.base.addresses import AnyPath, to_path
-from shoal.base.boxes import Box, Piece
+from shoal.base.boxes import Piece
 from shoal.base.errors import did_you_mean
 from shoal.engine.checkpoint import storage
 from shoal.engine.checkpoint.manifest import (
@@ -163,9 +163,7 @@ def load_checkpoint(
         }
     except (RuntimeError, OverflowError, TypeError) as error:  # too large for the device, or for any device
         raise CheckpointError(f"{path}: its tensors do not fit on {device}: {error}.") from None
-    state = {
-        name: [Piece(tuple(tensor.shape), Box.full(tuple(tensor.shape)), tensor)] for name, tensor in tensors.items()
-    }
+    state = {name: [Piece.full(tensor)] for name, tensor in tensors.items()}
     load(folder, state, ignore_prefixes=("",) if prefix else (), read=lambda: manifest)
     return tensors
 

@@ -88,13 +88,11 @@ class CacheManifest(_CacheModel):
     def summary(self) -> list[str]:
         """Return lines that say what was read, and what was left out and why."""
         documents, size = (sum(getattr(info, name) for info in self.splits.values()) for name in ("documents", "bytes"))
-        lines = [f"{self.corpus}: {documents:,} documents, {size:,} bytes; skipped {self._count_skipped():,}"]
+        skipped = sum(info.documents for info in self.skipped.values())
+        lines = [f"{self.corpus}: {documents:,} documents, {size:,} bytes; skipped {skipped:,}"]
         for reason, info in sorted(self.skipped.items()):
             lines.append(f"  {info.documents:,} {reason}" + (f"; the first: {info.first}" if info.first else ""))
         return lines
-
-    def _count_skipped(self) -> int:
-        return sum(info.documents for info in self.skipped.values())
 
     @staticmethod
     def read(folder: Path) -> CacheManifest:

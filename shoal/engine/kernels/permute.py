@@ -87,12 +87,9 @@ sum_rows.register_kernel("cuda", launch("permute", "sum_rows"))
 sum_rows.register_fake(lambda y, rows: y.new_empty(len(rows), y.shape[1]))
 
 
-def _save_rows(ctx, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[2])
-
-
 copy_rows.register_autograd(
-    lambda ctx, gradient: (sum_rows(gradient.contiguous(), *ctx.saved_tensors), None, None), setup_context=_save_rows
+    lambda ctx, gradient: (sum_rows(gradient.contiguous(), *ctx.saved_tensors), None, None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[2]),
 )
 
 
@@ -137,15 +134,10 @@ combine_rows_backward.register_fake(
 )
 
 
-def _save_combined(ctx, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:4])
-
-
-def _differentiate(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    return *combine_rows_backward(gradient.contiguous(), *ctx.saved_tensors), None, None, None
-
-
-combine_rows.register_autograd(_differentiate, setup_context=_save_combined)
+combine_rows.register_autograd(
+    lambda ctx, gradient: (*combine_rows_backward(gradient.contiguous(), *ctx.saved_tensors), None, None, None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:4]),
+)
 
 
 def examples() -> Iterator[Example]:

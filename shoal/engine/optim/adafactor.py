@@ -163,8 +163,7 @@ class Adafactor(Rule):
         kinds: dict[str, dict[str, list[Piece]]] = {"row": {}, "column": {}, "exp_avg_sq": {}}
         for name, factors in self.views.items():
             for kind, values in zip(("row", "column"), factors, strict=True):
-                shape = tuple(values.shape)
-                kinds[kind][name] = [Piece(shape, Box.full(shape), values, name in self.shards.saves)]
+                kinds[kind][name] = [Piece.full(values, name in self.shards.saves)]
         for _, part in self.parts:
             if not _is_matrix(part):
                 values = self.squares[part.name, part.box]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.base.boxes import Box, Piece
+from shoal.base.boxes import Piece
 from shoal.base.errors import UsageError
 from shoal.engine.optim.rule import Rule
 from shoal.engine.optim.shards import ShardPart, Shards
@@ -76,8 +76,8 @@ class OwnRule(Rule):
                 if value.shape == parameter.shape:
                     pieces.append(Piece(part.global_shape, part.box, value, part.primary))
                 else:
-                    shape, first = tuple(value.shape), not any(part.box.offset)  # one rank has the first element
-                    pieces.append(Piece(shape, Box.full(shape), value, part.primary and first))
+                    first = not any(part.box.offset)  # one rank has the first element
+                    pieces.append(Piece.full(value, part.primary and first))
         return found
 
     def _allocate(self, rule: torch.optim.Optimizer) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
-from shoal.base.boxes import Box, Piece
+from shoal.base.boxes import Piece
 from shoal.base.errors import UsageError
 from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.mesh import Mesh
@@ -262,7 +262,7 @@ class OwnStage(LocalStage):
         frozen = {name: p for name, p in self.module.named_parameters() if not p.requires_grad}
         first = mesh.index("dp") == mesh.index("tp") == 0
         return {
-            name: [Piece(tuple(value.shape), Box.full(tuple(value.shape)), value.data, first)]
+            name: [Piece.full(value.data, first)]
             for name, value in (frozen | self.statistics.buffers).items() if links is None or links.keeps(name)
         }
 

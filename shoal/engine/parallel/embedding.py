@@ -70,7 +70,8 @@ class SequenceEmbedding(EmbeddingTable):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look up positions: [s] -> [s, h] or [s/tp, h]."""
-        return super().forward(self.at.own_positions(ids) if self.at.sequence_parallel else ids)
+        y = self.at.y
+        return super().forward(ids.chunk(y.size())[y.rank()] if self.at.sequence_parallel else ids)
 
 
 class VocabularyLoss(CrossEntropy):

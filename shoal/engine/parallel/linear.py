@@ -91,10 +91,6 @@ class TensorParallel:
             return ChunkedExit(self.group)
         return (SymmetricExit if self.symmetric else RingExit)(self.group, tokenwise)
 
-    def own_positions(self, positions: Tensor) -> Tensor:
-        """Return the positions of this rank's part of the sequence: [s] -> [s/tp]."""
-        return positions.chunk(self.y.size())[self.y.rank()]
-
 
 class EncodedInput(NamedTuple):
     """Input of the products that read its codes.

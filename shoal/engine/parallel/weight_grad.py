@@ -137,11 +137,6 @@ def sum_products(xs: Sequence[Tensor], factors: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def join_biases(biases: Sequence[nn.Parameter | None]) -> Tensor | None:
-    """Return adjacent biases as one vector, without a copy; None if there are none."""
-    return None if biases[0] is None else join_adjacent([bias for bias in biases if bias is not None])
-
-
 class LinearFunction(torch.autograd.Function):
     """Linear products x W_i^T + b_i of one input with several matrices."""
 
@@ -160,7 +155,7 @@ class LinearFunction(torch.autograd.Function):
         ctx.sink, ctx.comm, ctx.waits, ctx.weights, ctx.biases = sink, comm, waits, weights, biases
         ctx.runs, ctx.joined = sink.group_adjacent(weights), joined
         factors: Sequence[Tensor] = [join_adjacent(weights)] if joined else weights
-        added = [join_biases(biases)] if joined else biases
+        added = [join_adjacent(held) if (held := [b for b in biases if b is not None]) else None] if joined else biases
         if comm is NO_COMM:
             results = [F.linear(x, factor, bias) for factor, bias in zip(factors, added, strict=True)]
         else:

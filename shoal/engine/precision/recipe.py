@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from shoal.base.boxes import Box, Piece
+from shoal.base.boxes import Piece
 from shoal.engine.precision.float8 import ROW, TENSOR, Grain, compute_scale
 from shoal.spec.config import Float8Config
 from shoal.spec.number_formats import E2M1, E4M3, E5M2, MX_BLOCK, NV_BLOCK, Format, Products
@@ -181,8 +181,4 @@ class AmaxHistory:
 
     def state(self, *, primary: bool) -> dict[str, list[Piece]]:
         """Return the state for a checkpoint: equal on every rank; one rank saves it."""
-        shape = tuple(self.steps.shape[1:])
-        return {
-            f"precision.amax.{layer}": [Piece(shape, Box.full(shape), self.steps[i], primary)]
-            for layer, i in self.index.items()
-        }
+        return {f"precision.amax.{layer}": [Piece.full(self.steps[i], primary)] for layer, i in self.index.items()}

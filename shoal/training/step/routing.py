@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.base.boxes import Box, Piece
+from shoal.base.boxes import Piece
 from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import all_reduce
 from shoal.engine.models.experts.router import SUMS, Router, find_modules
@@ -87,8 +87,7 @@ class ExpertRouting(LayerCounts):
         found: dict[str, list[Piece]] = {}
         for router, original in zip(self.modules, self.originals, strict=True):
             if router.bias is not None:
-                shape = tuple(router.bias.shape)
-                piece = Piece(shape, Box.full(shape), router.bias, first and original)
+                piece = Piece.full(router.bias, first and original)
                 found.setdefault(f"layers.{router.layer}.mlp.router.bias", []).append(piece)
         return found
 

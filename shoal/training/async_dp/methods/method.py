@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from shoal.base.boxes import Box, Piece
+from shoal.base.boxes import Piece
 from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.shm.window import Window
 from shoal.engine.optim.rule import Rule
@@ -114,8 +114,7 @@ class Method(ReplicaMethod):
         return MethodStates(own=self.optimizer.states() | self.updates())
 
     def updates(self) -> States:
-        shape = tuple(self.made.shape)
-        return {"updates": {"made": [Piece(shape, Box.full(shape), self.made)]}}
+        return {"updates": {"made": [Piece.full(self.made)]}}
 
     def restored(self) -> None:
         """Continue from loaded states."""

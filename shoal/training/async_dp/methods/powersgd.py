@@ -74,7 +74,7 @@ class PowerSGD(Compressed):
         """
         found: dict[str, list[Piece]] = defaultdict(list)
         for i, q in self.factors.items():
-            split, shape = self.flat.parts[i].split, tuple(q.shape)
+            split = self.flat.parts[i].split
             name = f"{'-'.join(map(str, split.box.offset))}.{split.name}"
-            found[name].append(Piece(shape, Box.full(shape), q, split.primary))
+            found[name].append(Piece.full(q, split.primary))
         return replace(super().states(), common={"q": dict(found)})
