@@ -8,9 +8,13 @@ from itertools import groupby, pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from shoal.base.boxes import Box, Piece
+from shoal.engine.collectives.group import Group
+from shoal.engine.collectives.json_collectives import all_gather
+from shoal.engine.collectives.ops import all_gather_flat, all_reduce, reduce_scatter_flat
 
 
 @dataclass(frozen=True)
@@ -66,27 +70,42 @@ class Shard:
 
 
 class Holders:
-    """Ranks that hold shards of the same parameters (over dp_shard and tp), seen from one of them; by default one."""
+    """Ranks that hold shards of the same parameters (over dp_shard and tp), seen from one of them; by default one.
 
-    ranks, index = 1, 0  # number of ranks, and index of this one
+    Args:
+        connect: returns their group; called when it is needed, because element-wise rules need none.
+    """
+
+    def __init__(self, ranks: int = 1, index: int = 0, connect: Callable[[], Group | None] = lambda: None):
+        self.ranks, self.index, self._connect = ranks, index, connect
 
     def sum(self, x: Tensor) -> None:
         """Sum contiguous ``x`` in place."""
+        all_reduce(x, self._connect())
 
     def maximum(self, x: Tensor) -> None:
         """Take the element-wise maximum of ``x`` in place."""
+        all_reduce(x, self._connect(), dist.ReduceOp.MAX)
 
     def collect(self, x: Any) -> list[Any]:
         """Gather every holder's ``x``, a small JSON value, in order; tuples become lists."""
-        return [x]
+        if (group := self._connect()) is None or group.is_dry_run:
+            return [x if i == self.index else type(x)() for i in range(self.ranks)]
+        return all_gather(x, group.backend)
 
     def reduce_scatter(self, part: Tensor, full: Tensor) -> None:
         """Sum flat ``full`` [ranks x n] and keep this rank's ``part`` [n]."""
-        part.copy_(full)
+        if (group := self._connect()) is None:
+            part.copy_(full)
+        else:
+            reduce_scatter_flat(part, full, group).wait()
 
     def all_gather(self, full: Tensor, part: Tensor) -> None:
         """Concatenate every rank's ``part`` [n] into ``full`` [ranks x n]."""
-        full.copy_(part)
+        if (group := self._connect()) is None:
+            full.copy_(part)
+        else:
+            all_gather_flat(full, part, group).wait()
 
 
 @dataclass

@@ -4,49 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
-from shoal.engine.collectives.group import Group
-from shoal.engine.collectives.json_collectives import all_gather
 from shoal.engine.collectives.mesh import Mesh
-from shoal.engine.collectives.ops import all_gather_flat, all_reduce, reduce_scatter_flat
 from shoal.engine.optim.build import rate_factor, weight_decay
 from shoal.engine.optim.shards import Holders, Shard, ShardPart, Shards
 from shoal.engine.parallel.zero.rank_parameters import RankParameters
 from shoal.spec.config import OptimizerConfig
-
-
-class ShardGroup(Holders):
-    """`Holders` along a mesh axis; the group is created on first use, because element-wise rules need none."""
-
-    def __init__(self, mesh: Mesh, axis: str):
-        self.mesh, self.axis, self.ranks, self.index = mesh, axis, mesh.size(axis), mesh.index(axis)
-
-    @property
-    def group(self) -> Group:
-        """Return the group of ranks that hold shards of the same parameters."""
-        return self.mesh.required_group(self.axis)
-
-    def sum(self, x: Tensor) -> None:
-        all_reduce(x, self.group)
-
-    def maximum(self, x: Tensor) -> None:
-        all_reduce(x, self.group, dist.ReduceOp.MAX)
-
-    def collect(self, x: Any) -> list[Any]:
-        if self.group.is_dry_run:
-            return [x if i == self.index else type(x)() for i in range(self.ranks)]
-        return all_gather(x, self.group.backend)
-
-    def reduce_scatter(self, part: Tensor, full: Tensor) -> None:
-        reduce_scatter_flat(part, full, self.group).wait()
-
-    def all_gather(self, full: Tensor, part: Tensor) -> None:
-        all_gather_flat(full, part, self.group).wait()
 
 
 def build_optimizer_shards(
@@ -59,7 +24,7 @@ def build_optimizer_shards(
             stage, including replicas, are holders.
     """
     axis = "stage" if mixed else "holders"
-    holders = ShardGroup(mesh, axis) if mesh.size(axis) > 1 else Holders()
+    holders = Holders(mesh.size(axis), mesh.index(axis), lambda: mesh.group(axis))
     replica = mesh.index("replicate") == 0
     placements = [slot.placement for bucket in parameters.buckets for slot in bucket.slots]
     held = Counter(placement.name for placement in placements)  # 2 if the first and last stages share an embedding
