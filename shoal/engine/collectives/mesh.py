@@ -226,7 +226,6 @@ class DryMesh(Mesh):
         self.by_gloo = by_gloo
 
     def group(self, axis: str, purpose: str = "") -> Group | None:
-        """Return the group along ``axis``, or None if it has one rank."""
         ranks = tuple(self.ranks(axis))
         if len(ranks) == 1:
             return None

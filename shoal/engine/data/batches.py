@@ -108,17 +108,8 @@ class PackedDataset:
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Return the sequences at these indices: a pure function of (corpus, seed, index)."""
-        starts = self._order(indices) * self._length
-        windows = np.empty((len(starts), self._length + 1), dtype=np.int64)
-        ends = np.empty((len(starts), self._length), dtype=bool) if self._document_mask else None
-        for row, start in enumerate(starts.tolist()):
-            windows[row] = self._stream.read(start, start + self._length + 1)
-            if ends is not None:
-                ends[row] = self._stream.ends(windows[row, :-1], start)
-        batch = _next_token(windows, ends, indices)
-        for row, start in enumerate(starts.tolist()):
-            _keep_counted(batch.targets[row], self._stream, start + 1)
-        return batch
+        starts = (self._order(indices) * self._length).tolist()
+        return _read_sequences(self._stream, starts, self._length, indices, document_mask=self._document_mask)
 
 
 class CompleteDataset:
@@ -154,20 +145,8 @@ class CompleteDataset:
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Return the sequences at these indices; from index `samples` on they have no targets."""
-        s = self._length
-        windows = np.zeros((len(indices), s + 1), dtype=np.int64)
-        found = np.zeros(len(indices), dtype=np.int64)  # targets of each sequence
-        ends = np.ones((len(indices), s), dtype=bool)
-        for row, index in enumerate(indices):
-            if index < self.samples:
-                read = self._stream.read(index * s, min(self.tokens, (index + 1) * s + 1))
-                windows[row, : len(read)], found[row] = read, len(read) - 1
-                ends[row, : len(read) - 1] = self._stream.ends(read[:-1], index * s)
-        batch = _next_token(windows, ends if self._document_mask else None, indices)
-        batch.targets[torch.from_numpy(np.arange(s) >= found[:, None])] = IGNORE
-        for row, index in enumerate(indices):
-            _keep_counted(batch.targets[row, : found[row]], self._stream, index * s + 1)
-        return batch
+        starts = [index * self._length if index < self.samples else self.tokens for index in indices]
+        return _read_sequences(self._stream, starts, self._length, indices, document_mask=self._document_mask)
 
 
 class MixtureDataset:
@@ -221,18 +200,16 @@ class SyntheticDataset:
     samples = 1 << 20
     """Nominal length of an epoch; samples never repeat."""
 
-    def __init__(
-        self, vocab_size: int, sequence_length: int, seed: int, masked: float = 0.3, *, documents: bool = False
-    ) -> None:
-        """Set up the generator. ``masked`` is the mean fraction of masked targets, 0 for none; ``documents`` also
-        packs random documents."""
-        if not 0 <= masked < 1:
-            raise UsageError(f"masked = {masked}: give a fraction of at least 0 and below 1.")
+    MASKED = 0.3
+    """Mean fraction of masked targets."""
+
+    def __init__(self, vocab_size: int, sequence_length: int, seed: int, *, documents: bool = False) -> None:
+        """Set up the generator; ``documents`` also packs random documents."""
         if vocab_size < 2:
             raise UsageError(f"vocab_size = {vocab_size}: at least 2 are needed to predict anything.")
         self.vocab_size = vocab_size
-        self.fingerprint = f"synthetic, {masked:g} masked{', documents' if documents else ''}"
-        self._length, self._seed, self._masked = sequence_length, seed, masked
+        self.fingerprint = f"synthetic, {self.MASKED:g} masked{', documents' if documents else ''}"
+        self._length, self._seed = sequence_length, seed
         self._end = vocab_size - 1 if documents else None
 
     def batch(self, indices: Sequence[int]) -> Batch:
@@ -246,8 +223,7 @@ class SyntheticDataset:
             if self._end is not None:
                 windows[row, random.random(self._length + 1) < 4 / self._length] = self._end
                 windows[row, kept] = random.integers(0, self._end)
-            if self._masked:
-                masks[row] = random.random(self._length) < random.beta(self._masked, 1 - self._masked)
+            masks[row] = random.random(self._length) < random.beta(self.MASKED, 1 - self.MASKED)
             masks[row, kept] = False
         ends = None if self._end is None else windows[:, :-1] == self._end
         batch = _next_token(windows, ends, indices)
@@ -255,10 +231,23 @@ class SyntheticDataset:
         return batch
 
 
-def _keep_counted(targets: torch.Tensor, stream: Stream, start: int) -> None:
-    """Mask targets [n], the ids of a stream from position ``start`` on, that do not count in the loss."""
-    if len(targets) and (counted := stream.counted(start, start + len(targets))) is not None:
-        targets[torch.from_numpy(~counted)] = IGNORE
+def _read_sequences(
+    stream: Stream, starts: Sequence[int], s: int, indices: Sequence[int], *, document_mask: bool
+) -> Batch:
+    """Return the s tokens of a stream from each start on; what is missing after its end has no targets."""
+    windows, ends = np.zeros((len(starts), s + 1), dtype=np.int64), np.ones((len(starts), s), dtype=bool)
+    places = [(row, start, max(0, min(s, len(stream) - 1 - start))) for row, start in enumerate(starts)]
+    for row, start, n in places:  # n targets
+        if n:
+            windows[row, : n + 1] = stream.read(start, start + n + 1)
+            if document_mask:
+                ends[row, :n] = stream.ends(windows[row, :n], start)
+    batch = _next_token(windows, ends if document_mask else None, indices)
+    for row, start, n in places:
+        batch.targets[row, n:] = IGNORE
+        if n and (counted := stream.counted(start + 1, start + 1 + n)) is not None:
+            batch.targets[row, :n][torch.from_numpy(~counted)] = IGNORE
+    return batch
 
 
 def _next_token(windows: np.ndarray, ends: np.ndarray | None, indices: Sequence[int]) -> Batch:
@@ -275,24 +264,21 @@ def _next_token(windows: np.ndarray, ends: np.ndarray | None, indices: Sequence[
     return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), torch.from_numpy(documents), samples)
 
 
-def open_dataset(
-    config: DataConfig, *, seed: int, split: Split, progress: bool = False, vocab_size: int | None = None
-) -> Dataset:
+def open_dataset(config: DataConfig, *, seed: int, split: Split, progress: bool = False) -> Dataset:
     """Open one split of the corpus of ``config``; tokenise it first if it is not in the cache.
 
     Args:
         seed: random seed of the sample order. Validation has one fixed order, so that runs with different seeds are
             scored on the same sequences.
-        vocab_size: vocabulary size of the synthetic source only (default: the tokenizer's).
 
     Raises:
         UsageError: naming the invalid input.
     """
     tokenizer = load_tokenizer(config.tokenizer)
     if config.reads == "synthetic":
-        size = tokenizer.vocab_size if vocab_size is None else vocab_size
         split_seed = len(SPLITS) * seed + SPLITS.index(split)
-        return SyntheticDataset(size, config.sequence_length, split_seed, documents=config.document_mask)
+        vocab, documents = tokenizer.vocab_size, config.document_mask
+        return SyntheticDataset(vocab, config.sequence_length, split_seed, documents=documents)
     seed = seed if split == "train" else 0
     packed: dict[str, Dataset] = {}
     for name, source in config.sources().items():

@@ -298,7 +298,6 @@ class ColumnLinear(Linear):
         return multiply(self.enter(x), layers, joined=joined)
 
     def enter(self, x: Tensor) -> Tensor:
-        """Gather the ranks' parts of an input."""
         return self.at.gather_hidden(x)
 
 

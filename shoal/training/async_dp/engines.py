@@ -189,7 +189,6 @@ class LocalEngine(ReplicaEngine):
         return result
 
     def method_states(self) -> MethodStates:
-        """Return the method's states, with the optimizer's among each replica's own."""
         states = super().method_states()
         return replace(states, own=self.optimizer.states() | states.own)
 
@@ -267,7 +266,6 @@ class AsyncEngine(ReplicaEngine):
                 return Server(*common, build, bound=staleness_bound(config), aware=aware, clip=clip)
 
     def step(self, step: int, *, stop: bool = False, dry: bool = False) -> StepResult:
-        """Run one step of this replica, after waiting as the method requires. See `Engine.step`."""
         if self.method.before(step):
             self.parameters.gather()
         return super().step(step, stop=stop, dry=dry)
@@ -291,7 +289,6 @@ class AsyncEngine(ReplicaEngine):
 
     @property
     def validation_sequences(self) -> int:
-        """Number of samples of a validation: rounded up to full micro-batches."""
         n = self.config.parallel.micro_batch
         return -(-self.config.train.validation_sequences // n) * n
 

@@ -58,7 +58,6 @@ class AsyncTrainer(Trainer):
         return False
 
     def barrier(self) -> None:
-        """Wait for all living ranks."""
         self._meet()
 
     # ---- alone ---------------------------------------------------------------------------------------------------

@@ -49,10 +49,6 @@ class DryOwnEngine(OwnEngine):
         with unset_fake_temporarily():
             return super().explore(look)
 
-    def get_batches(self, step: int) -> list[Any]:
-        with unset_fake_temporarily():
-            return super().get_batches(step)
-
     def initialise(self) -> None:
         self.parameters.gather()
 

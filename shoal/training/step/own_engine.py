@@ -248,7 +248,6 @@ class OwnEngine(Engine):
         return float(to_host(self._sum(loss, replicas))) / (terms or 1.0)
 
     def state(self) -> dict[str, list[Piece]]:
-        """Return all tensors that a checkpoint stores: also buffers and frozen parameters."""
         return super().state() | {f"model.{name}": pieces for name, pieces in self.saved_beside().items()}
 
     def saved_beside(self) -> dict[str, list[Piece]]:

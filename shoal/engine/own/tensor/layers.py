@@ -191,7 +191,6 @@ class SplitLinear(nn.Linear):
         self.register_parameter("bias", unsplit.bias)
 
     def extra_repr(self) -> str:
-        """Describe the full layer, and over how many ranks it is split."""
         return f"{super().extra_repr()}, tp={self.ranks.size}"
 
 
@@ -265,5 +264,4 @@ class SplitEmbedding(nn.Embedding):
         return reduce_from(found.masked_fill(foreign.unsqueeze(-1), 0), self.ranks.group)
 
     def extra_repr(self) -> str:
-        """Describe the full table, and over how many ranks it is split."""
         return f"{super().extra_repr()}, tp={self.ranks.size}"

@@ -101,7 +101,6 @@ class Server(Method):
 
     @torch.no_grad()
     def update(self, step: int, rate: float, tokens: float) -> None:
-        """Push this worker's gradients."""
         if self.bound == 0:
             self._add(rate, tokens)
         else:
@@ -152,7 +151,6 @@ class Server(Method):
     # ---- all together ------------------------------------------------------------------------------------------
 
     def settle(self, group: object) -> None:
-        """Set the weights to the server's."""
         torch._foreach_copy_(self.flat.weights, self.weights)
 
     def start(self, step: int) -> None:

@@ -96,7 +96,6 @@ class GroupAverage(Method):
                     return version, [memory.clone() for memory in self.published[member][version % 2]]
 
     def settle(self, group: Group | None) -> None:
-        """Set the weights to the mean of all replicas."""
         for weights in self.flat.weights:
             all_reduce(weights, group).div_(1 if group is None else group.size())
         self._publish(self.window.get(self._done + self.replica))
