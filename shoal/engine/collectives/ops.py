@@ -42,6 +42,16 @@ def all_reduce(x: Tensor, group: Group | None, op: dist.ReduceOp.RedOpType = dis
     return x
 
 
+def sum_together(tensors: Sequence[Tensor], group: Group | None) -> None:
+    """Sum each of some tensors in place over the group, in one message."""
+    if len(tensors) == 1 and tensors[0].is_contiguous():
+        all_reduce(tensors[0], group)
+    elif tensors:
+        total = all_reduce(torch.cat([tensor.reshape(-1) for tensor in tensors]), group)
+        for tensor, summed in zip(tensors, total.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(summed.view(tensor.shape))
+
+
 def start_all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
     """Start reducing contiguous ``x`` in place over the group.
 

@@ -200,16 +200,18 @@ class SyntheticDataset:
     samples = 1 << 20
     """Nominal length of an epoch; samples never repeat."""
 
-    MASKED = 0.3
-    """Mean fraction of masked targets."""
-
-    def __init__(self, vocab_size: int, sequence_length: int, seed: int, *, documents: bool = False) -> None:
-        """Set up the generator; ``documents`` also packs random documents."""
+    def __init__(
+        self, vocab_size: int, sequence_length: int, seed: int, masked: float = 0.3, *, documents: bool = False
+    ) -> None:
+        """Set up the generator. ``masked`` is the mean fraction of masked targets, 0 for none; ``documents`` also
+        packs random documents."""
+        if not 0 <= masked < 1:
+            raise UsageError(f"masked = {masked}: give a fraction of at least 0 and below 1.")
         if vocab_size < 2:
             raise UsageError(f"vocab_size = {vocab_size}: at least 2 are needed to predict anything.")
         self.vocab_size = vocab_size
-        self.fingerprint = f"synthetic, {self.MASKED:g} masked{', documents' if documents else ''}"
-        self._length, self._seed = sequence_length, seed
+        self.fingerprint = f"synthetic, {masked:g} masked{', documents' if documents else ''}"
+        self._length, self._seed, self._masked = sequence_length, seed, masked
         self._end = vocab_size - 1 if documents else None
 
     def batch(self, indices: Sequence[int]) -> Batch:
@@ -223,7 +225,8 @@ class SyntheticDataset:
             if self._end is not None:
                 windows[row, random.random(self._length + 1) < 4 / self._length] = self._end
                 windows[row, kept] = random.integers(0, self._end)
-            masks[row] = random.random(self._length) < random.beta(self.MASKED, 1 - self.MASKED)
+            if self._masked:
+                masks[row] = random.random(self._length) < random.beta(self._masked, 1 - self._masked)
             masks[row, kept] = False
         ends = None if self._end is None else windows[:, :-1] == self._end
         batch = _next_token(windows, ends, indices)

@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from shoal.base.errors import UsageError
-from shoal.engine.parallel.zero.bucket import Bucket
 from shoal.engine.parallel.zero.zero3_hooks import PrefetchHooks
 from shoal.engine.parallel.zero.zero_engine import ShardedParameters
 
@@ -70,11 +69,6 @@ class Blocks:
     ):
         self.names, self._entered, self._running, self._watched = names, 0, -1, False
         modules = [module.get_submodule(name) for name in names]
-        needed: list[list[Bucket]] = [
-            [bucket for bucket in parameters.buckets if any(slot.parameter in group for slot in bucket.slots)]
-            for group in map(set, groups[:-1])
-        ]
-        self.rest = [bucket for bucket in parameters.buckets if all(bucket not in each for each in needed)]
         self.owners: dict[nn.Parameter, set[int]] = defaultdict(set)
         for i, group in enumerate(groups[:-1]):
             for parameter in group:
@@ -83,9 +77,10 @@ class Blocks:
             block.register_forward_pre_hook(lambda _, args, i=i: self._enter(i))  # before the hook that gathers
             block.register_forward_hook(lambda *_: self._leave())
         layout = parameters.mesh.layout
-        units = list(zip([[block] for block in modules], needed, strict=True))
-        keep = 0 if layout.reshard_after_forward else len(units)
+        units = zip([[block] for block in modules], groups[:-1], strict=True)
+        keep = 0 if layout.reshard_after_forward else None
         self._hooks = PrefetchHooks(units, parameters, ahead=layout.prefetch, keep=keep)
+        self.rest = [each for each in parameters.buckets if all(each not in held for held in self._hooks.buckets)]
 
     @contextmanager
     def forward(self) -> Iterator[None]:

@@ -154,13 +154,9 @@ def _build_stage(
             again[model.embed.token.weight] += shape.mtp_depth - (not model.first)
         sink.connect(parameters, model, again)
     if layout.zero == 3:
-        needed = [
-            [bucket for bucket in parameters.buckets if any(slot.parameter in set(unit) for slot in bucket.slots)]
-            for unit in owned
-        ]
         follows = backward_follows(program.actions[program.stage_rank[stage]], stage)
-        keep = int(follows) if layout.reshard_after_forward else len(units)
-        PrefetchHooks(list(zip(units, needed, strict=True)), parameters, ahead=layout.prefetch, keep=keep)
+        keep = int(follows) if layout.reshard_after_forward else None
+        PrefetchHooks(zip(units, owned, strict=True), parameters, ahead=layout.prefetch, keep=keep)
     return LocalStage(stage, part, model, parameters)
 
 

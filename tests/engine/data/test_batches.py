@@ -112,7 +112,7 @@ def test_synthetic_masks_vary_strongly_between_samples():
 @settings(max_examples=30)
 @given(length=st.integers(1, 20), seed=st.integers(0, 2**32), documents=st.booleans())
 def test_every_synthetic_sample_has_a_target(length, seed, documents):
-    batch = SyntheticDataset(5, length, seed, documents=documents).batch(range(20))
+    batch = SyntheticDataset(5, length, seed, masked=0.9, documents=documents).batch(range(20))
     assert ((batch.targets != IGNORE).sum(dim=1) >= 1).all()
 
 
@@ -125,6 +125,9 @@ def test_synthetic_seeds_splits_and_sizes_differ(config):
     ]
     assert len({str(tokens) for tokens in first}) == 4
     assert open_dataset(synthetic, seed=0, split="train").vocab_size == 257
+    assert SyntheticDataset(11, 8, 0, masked=0).batch(range(9)).unmasked() == 72
+    with pytest.raises(UsageError, match=r"masked = 1\.0"):
+        SyntheticDataset(11, 8, 0, masked=1.0)
 
 
 def test_a_split_shorter_than_a_sequence_is_refused(config):

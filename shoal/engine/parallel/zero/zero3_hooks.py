@@ -6,6 +6,8 @@ forward and backward, so the collective overlaps with the computation of the pre
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
@@ -20,8 +22,8 @@ class PrefetchHooks:
     After backward, `ShardedParameters` frees a bucket as soon as all its gradients exist.
 
     Args:
-        units: the modules of each unit and the buckets that they need, in forward order.
-        keep: number of last units that stay gathered between forward and backward.
+        units: the modules of each unit and the parameters that they need, in forward order.
+        keep: number of last units that stay gathered between forward and backward; None for all.
 
     Attributes:
         recomputing: whether forwards are now parts of a backward (`torch.utils.checkpoint` around or inside units).
@@ -31,21 +33,25 @@ class PrefetchHooks:
 
     def __init__(
         self,
-        units: list[tuple[list[nn.Module], list[Bucket]]],
+        units: Iterable[tuple[list[nn.Module], Iterable[nn.Parameter]]],
         parameters: ShardedParameters,
         *,
         ahead: int,
-        keep: int,
+        keep: int | None,
     ):
-        self.buckets = [buckets for _, buckets in units]
+        every = [(modules, set(needed)) for modules, needed in units]
+        self.buckets: list[list[Bucket]] = [
+            [bucket for bucket in parameters.buckets if any(slot.parameter in needed for slot in bucket.slots)]
+            for _, needed in every
+        ]
         self.parameters, self.ahead = parameters, ahead
         used: set[Bucket] = set()
         self.owned_buckets: list[list[Bucket]] = []  # buckets of each unit that no earlier unit needs
         for buckets in self.buckets:
             self.owned_buckets.append([bucket for bucket in buckets if bucket not in used])
             used.update(buckets)
-        self.kept = range(len(units) - keep, len(units))
-        for i, (modules, _) in enumerate(units):
+        self.kept = range(0 if keep is None else len(every) - keep, len(every))
+        for i, (modules, _) in enumerate(every):
             modules[0].register_forward_pre_hook(lambda _, args, i=i: self._gather(self._from(i)))
             modules[-1].register_forward_hook(lambda _, args, output, i=i: self._after_forward(i, output))
 

@@ -28,12 +28,11 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from shoal.base.errors import UsageError
 from shoal.engine.collectives.mesh import Mesh
-from shoal.engine.collectives.ops import Pending, all_reduce, reduce_scatter_flat, start_all_reduce
+from shoal.engine.collectives.ops import Pending, reduce_scatter_flat, start_all_reduce, sum_together
 from shoal.engine.parallel.placement import ENDS
 from shoal.engine.parallel.zero.bucket import (
     Bucket,
@@ -283,13 +282,7 @@ class ShardedParameters:
                     if axis != ENDS:
                         partial[axis].append(gradients.shard[segment.slice])
         for axis, parts in sorted(partial.items()):
-            if len(parts) == 1:
-                all_reduce(parts[0], self.mesh.group(axis))
-                continue
-            total = torch.cat(parts)
-            all_reduce(total, self.mesh.group(axis))
-            for part, summed in zip(parts, total.split([p.numel() for p in parts]), strict=True):
-                part.copy_(summed)
+            sum_together(parts, self.mesh.group(axis))
         for gradients in self.gradients:
             gradients.finalise()
         for gradients in self.gradients:

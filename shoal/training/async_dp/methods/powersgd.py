@@ -12,7 +12,6 @@ Vectors are summed uncompressed. With r = min(n, m) the product equals M.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from shoal.base.boxes import Box, Piece
 from shoal.engine.collectives.group import Group
-from shoal.engine.collectives.ops import all_reduce
+from shoal.engine.collectives.ops import sum_together
 from shoal.engine.models.initial import Initial, fill
 from shoal.training.async_dp.methods.compress import Compressed
 from shoal.training.async_dp.methods.flat import Flat
@@ -47,25 +46,16 @@ class PowerSGD(Compressed):
     def exchange(self) -> None:
         ps = {i: self._matrix(i) @ q for i, q in self.factors.items()}
         plain = [i for i in range(len(self.tensors)) if i not in ps]
-        self._sum([*ps.values(), *(self.tensors[i] for i in plain)])
+        sum_together([*ps.values(), *(self.tensors[i] for i in plain)], self.group)
         for i in plain:
             self.error_views[i].zero_()
         for i, p in ps.items():
             ps[i], _ = torch.linalg.qr(p)
             torch.mm(self._matrix(i).T, ps[i], out=self.factors[i])
             torch.sub(self._matrix(i), ps[i] @ self.factors[i].T, out=self.error_views[i].flatten(1))
-        self._sum(list(self.factors.values()))
+        sum_together(list(self.factors.values()), self.group)
         for i, p in ps.items():
             torch.mm(p, self.factors[i].T, out=self._matrix(i))
-
-    def _sum(self, tensors: Sequence[Tensor]) -> None:
-        """Sum tensors over the replicas in place, in one message."""
-        if not tensors:
-            return
-        total = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        all_reduce(total, self.group)
-        for tensor, summed in zip(tensors, total.split([t.numel() for t in tensors]), strict=True):
-            tensor.copy_(summed.view(tensor.shape))
 
     def states(self) -> MethodStates:
         """Return the errors, and the Q of each box into which a parameter is split, the start of the next step.
