@@ -84,11 +84,26 @@ def _begin(stderr: int | None) -> None:
     os.close(empty)
     if stderr is not None:
         os.dup2(stderr, 2)
-    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # this process may have replaced them by other files
+    open_streams()
     signal.set_wakeup_fd(-1)
     for signum in (*JOB_SIGNALS, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(signum, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def open_streams() -> None:
+    """Open stdout and stderr as an interpreter does when it starts, in a fork whose parent had other files there.
+
+    A stream keeps what it found out about its file, such as whether it can seek.
+    """
+    for name, descriptor, errors, lines in (("stdout", 1, "strict", -1), ("stderr", 2, "backslashreplace", 1)):
+        if (inherited := getattr(sys, f"__{name}__")) is not None:
+            stream = open(  # noqa: SIM115
+                descriptor, "w", buffering=lines, encoding=inherited.encoding,
+                errors=errors, closefd=False,
+            )  # fmt: skip
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
 
 
 def run_and_exit(run: Callable[[], object]) -> NoReturn:

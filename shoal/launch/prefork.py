@@ -37,7 +37,7 @@ from shoal.engine.device import (
     die_with_parent,
     loopback,
 )
-from shoal.launch.forked_process import JOB_SIGNALS, ForkedProcess, is_safe_to_fork, run_and_exit
+from shoal.launch.forked_process import JOB_SIGNALS, ForkedProcess, is_safe_to_fork, open_streams, run_and_exit
 
 READ_AT_START = "OMP_WAIT_POLICY"  # environment variable that OpenMP reads once, when torch is imported
 START_SECONDS = 180.0  # for the first answer of a server that has to import torch, on a busy machine
@@ -345,6 +345,7 @@ def become(module: str, environment: dict[str, str], log: str | None, heard: boo
             os.dup2(file.fileno(), 2)
             if not heard:
                 os.dup2(file.fileno(), 1)
+    open_streams()
     os.environ.clear()
     os.environ.update(environment)
     random.seed()

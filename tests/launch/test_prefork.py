@@ -240,3 +240,13 @@ def test_a_fork_that_the_kernel_has_reaped_has_ended(monkeypatch):
     fork.pid, fork.returncode = 1, None
     assert fork.poll() == 0 and fork.wait() == 0
     fork.kill()
+
+
+def test_a_fork_finds_out_anew_whether_its_output_can_seek(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from shoal.launch.forked_process import ForkedProcess; os.dup2(os.pipe()[1], 1); "
+        "sys.exit(ForkedProcess(lambda: sys.stdout.reconfigure(errors='replace')).wait())"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with (tmp_path / "out").open("w") as file:
+        subprocess.run([sys.executable, "-c", code], stdout=file, env=environment, check=True)
