@@ -346,7 +346,8 @@ def test_a_sweep_is_of_estimates(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "mib"),
     [("a100-sxm-80gb", 81920), ("h100-sxm", 81559), ("h200-sxm", 143771), ("b200-sxm", 183359), ("gb200", 189471),
-     ("b300-sxm", 275040), ("gb300", 284208)],
+     ("b300-sxm", 275040), ("gb300", 284208), ("rtx-3090", 24576), ("rtx-4090", 24564), ("rtx-5090", 32607),
+     ("a10g", 23028), ("l4", 23034), ("l40s", 46068), ("h20", 97871)],
 )  # fmt: skip
 def test_a_process_can_use_what_nvidia_smi_lists(name: str, mib: int) -> None:
     found = Estimate(EstimatedRun(model_shape("tiny"), Layout(), cluster(name), 128, 1))
