@@ -22,6 +22,7 @@ sequence_length = 32
 [train]
 steps = 2
 global_batch = 8
+validation_sequences = 8
 threads = 1
 device = "cpu"
 """
