@@ -92,7 +92,8 @@ SAME = {  # sync: (replicas, optimizer, share of masked targets, tp): uneven whe
 }
 
 
-BATCH = {"train": {"global_batch": 12}}  # of 2, 3 or 4 replicas
+BATCH = {"train": {"global_batch": 12}, "model": {"layers": 1}}  # of 2, 3 or 4 replicas
+MICRO_BATCH = {1: 6, 2: 3, 3: 2, 4: 3}
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +104,7 @@ def exact(pool) -> Callable[..., list[list[torch.Tensor]]]:
     def weights(replicas: int, optimizer: dict[str, Any], masked: float, tp: int) -> list[list[torch.Tensor]]:
         key = replicas, optimizer["name"], masked, tp
         if key not in made:
-            config = config_of("all-reduce", optimizer, {}, BATCH, dp=replicas, tp=tp)
+            config = config_of("all-reduce", optimizer, {}, BATCH, dp=replicas, tp=tp, micro_batch=MICRO_BATCH[replicas])
             made[key] = pool.run(train, replicas * tp, config, masked)
         return made[key]
 
@@ -116,7 +117,7 @@ def apart(name: str, relaxed: dict[str, Any], pool, exact) -> float:
     sync = name.split(",")[0]
     if name.endswith("int8"):
         relaxed = relaxed | {"outer_int8": sync == "diloco"}
-    config = config_of(sync, optimizer, relaxed, BATCH, dp=replicas, tp=tp)
+    config = config_of(sync, optimizer, relaxed, BATCH, dp=replicas, tp=tp, micro_batch=MICRO_BATCH[replicas])
     mine = pool.run(train, replicas * tp, config, masked)
     return max(
         float((a - b).norm() / b.norm())

@@ -41,6 +41,7 @@ UNEVEN = {"data": {"sampler": "pool"}, "testing": {"straggler": "1=4", "min_step
 
 def config_of(corpus: Path, sync: str, **sections: dict[str, Any]) -> RunConfig:
     values: dict[str, dict[str, Any]] = {
+        "model": {"layers": 1},
         "train": {"steps": STEPS, "validate_every": 6, "global_batch": 4},
         "checkpoint": {"every": 6, "asynchronous": False},
         "metrics": {"log_every": 6},
