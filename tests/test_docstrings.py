@@ -15,8 +15,9 @@ PACKAGES = sorted(path.parent.name for path in ROOT.glob("*/__init__.py"))
 
 def list_modules(package: str) -> list[str]:
     """The modules of a package that have an example."""
-    files = [file.relative_to(ROOT.parent) for file in sorted((ROOT / package).rglob("*.py")) if ">>>" in file.read_text()]
-    return [".".join(file.with_suffix("").parts).removesuffix(".__init__") for file in files]
+    files = [file for file in sorted((ROOT / package).rglob("*.py")) if ">>>" in file.read_text()]
+    names = [".".join(file.relative_to(ROOT.parent).with_suffix("").parts) for file in files]
+    return [name.removesuffix(".__init__") for name in names]
 
 
 @pytest.mark.parametrize("package", PACKAGES)

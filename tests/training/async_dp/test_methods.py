@@ -104,7 +104,9 @@ def exact(pool) -> Callable[..., list[list[torch.Tensor]]]:
     def weights(replicas: int, optimizer: dict[str, Any], masked: float, tp: int) -> list[list[torch.Tensor]]:
         key = replicas, optimizer["name"], masked, tp
         if key not in made:
-            config = config_of("all-reduce", optimizer, {}, BATCH, dp=replicas, tp=tp, micro_batch=MICRO_BATCH[replicas])
+            config = config_of(
+                "all-reduce", optimizer, {}, BATCH, dp=replicas, tp=tp, micro_batch=MICRO_BATCH[replicas]
+            )
             made[key] = pool.run(train, replicas * tp, config, masked)
         return made[key]
 
