@@ -11,11 +11,10 @@ from rich.console import Console
 
 import shoal
 from shoal.base.errors import UsageError
-from shoal.base.files import check_writable, write_atomically
+from shoal.base.files import check_writable
 from shoal.base.options import reject_unused
 from shoal.cli.simulate_options import SimulateOptions
-from shoal.pipeline.schedules.file import dump_csv
-from shoal.report.timeline.schedules import list_schedule_values, schedule_chart, schedule_lines
+from shoal.report.timeline.schedules import list_schedule_values, schedule_chart, schedule_lines, write_schedule
 from shoal.report.timeline.terminal import show
 from shoal.report.timeline.write import KINDS, write
 
@@ -66,7 +65,7 @@ def run(options: SimulateOptions) -> int:
         for line in schedule_lines(played):
             print(line)
     if options.out and schedule:
-        write_atomically(options.out, dump_csv(played[0].timeline.columns.program))
+        write_schedule(options.out, played[0])
     elif options.out:
         columns = played[0].timeline.columns
         lead = f"{columns.ranks} pipeline ranks, {columns.program.microbatches} micro-batches, simulated."

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
+from shoal.base.files import write_atomically
 from shoal.base.units import show_seconds
+from shoal.pipeline.schedules.file import dump_csv
 from shoal.pipeline.simulator.compare import PlayedSchedule
 from shoal.pipeline.simulator.theory import THEORY
 from shoal.report.timeline.chart import Chart
@@ -46,6 +49,15 @@ def list_schedule_values(every: Sequence[PlayedSchedule]) -> list[dict[str, obje
         }
         for played in every
     ]  # fmt: skip
+
+
+def write_schedule(path: Path, played: PlayedSchedule) -> None:
+    """Write a schedule's computations as a CSV file that `shoal.pipeline.schedules.file` reads.
+
+    Raises:
+        UsageError: the format cannot express it.
+    """
+    write_atomically(path, dump_csv(played.timeline.columns.program))
 
 
 def _theory(played: PlayedSchedule) -> str:
