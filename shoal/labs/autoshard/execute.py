@@ -173,7 +173,7 @@ def find_worst(results: Iterable[Mapping[str, float]]) -> tuple[float, str]:
 
 
 def reference(
-    module: nn.Module, inputs: tuple, forward: Forward, graph: OperatorGraph, seed: int = 0
+    module: nn.Module, inputs: tuple, forward: Forward, graph: OperatorGraph
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Compute the arguments of `compare` on one device, by autograd.
 
@@ -199,7 +199,7 @@ def reference(
     outs = module(*torch.utils._pytree.tree_unflatten(leaves, spec))
     outs = forward.drop_repeated([out for out in torch.utils._pytree.tree_leaves(outs) if isinstance(out, Tensor)])
     cotangents = [op for op in graph.ops.values() if op.kind == "gradient"]
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     trained = [out for out in outs if out.requires_grad]
     for op, out in zip(cotangents, trained, strict=True):
         given[op.name] = torch.ones_like(out) if out.dim() == 0 else torch.randn(

@@ -161,22 +161,20 @@ def _prepare_backend(collective: Collective, each: int) -> Prepared:
     own = _input(each * (1 if collective in (Collective.GATHER, Collective.ALL_GATHER) else n))
     x, part, full = own.clone(), own.new_empty(each), own.new_empty(each * n)
 
-    def after(finished: object, result: Tensor) -> Tensor:
-        return result
-
-    calls: dict[Collective, Callable[[], Tensor]] = {
-        Collective.BROADCAST: lambda: after(dist.broadcast(x, 0), x),
-        Collective.REDUCE: lambda: after(dist.reduce(x, 0), x),
-        Collective.ALL_REDUCE: lambda: after(dist.all_reduce(x), x),
-        Collective.SCATTER: lambda: after(dist.scatter(part, list(x.split(each)) if root else None, 0), part),
-        Collective.GATHER: lambda: after(
-            dist.gather(x, list(full.split(each)) if root else None, 0), full if root else full[:0]
+    calls: dict[Collective, tuple[Callable[[], object], Tensor]] = {
+        Collective.BROADCAST: (lambda: dist.broadcast(x, 0), x),
+        Collective.REDUCE: (lambda: dist.reduce(x, 0), x),
+        Collective.ALL_REDUCE: (lambda: dist.all_reduce(x), x),
+        Collective.SCATTER: (lambda: dist.scatter(part, list(x.split(each)) if root else None, 0), part),
+        Collective.GATHER: (
+            lambda: dist.gather(x, list(full.split(each)) if root else None, 0), full if root else full[:0]
         ),
-        Collective.ALL_GATHER: lambda: after(_all_gather(full, x), full),
-        Collective.REDUCE_SCATTER: lambda: after(_reduce_scatter(part, x), part),
-        Collective.ALL_TO_ALL: lambda: after(dist.all_to_all_single(full, x), full),
+        Collective.ALL_GATHER: (lambda: _all_gather(full, x), full),
+        Collective.REDUCE_SCATTER: (lambda: _reduce_scatter(part, x), part),
+        Collective.ALL_TO_ALL: (lambda: dist.all_to_all_single(full, x), full),
     }
-    return lambda: x.copy_(own), calls[collective]
+    call, result = calls[collective]
+    return lambda: x.copy_(own), lambda: (call(), result)[1]
 
 
 def _print_table(rows: Sequence[Row], console: Console) -> None:

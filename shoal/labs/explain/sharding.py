@@ -239,18 +239,15 @@ def _routes(found: dict[int, tuple[Route, ...]], plan: RouteSearch) -> Table:
 
 
 def _sent(route: Route) -> list[tuple[str, Move]]:
-    parts = zip(route.names, (route.left, route.right, route.after), strict=True)
-    return [(name, move) for name, moves in parts for move in moves if move.algorithm]
+    return [(name, move) for name, move in route.steps if move and move.algorithm]
 
 
 def _steps(routes: tuple[Route, ...], plan: RouteSearch) -> Table:
     rows = []
     for route in routes:
-        (left, right, out), (a, b) = route.names, route.multiplied
-        rows += [_move_row(name, t, plan) for name, moves in ((left, route.left), (right, route.right)) for t in moves]
-        time = show_seconds(route.compute)
-        rows.append((Text("multiply", "bold"), f"{left}{a} * {right}{b}", f"{out}{route.local}", "", "", time))
-        rows += [_move_row(out, t, plan) for t in route.after]
+        (left, right, out), (a, b), time = route.names, route.multiplied, show_seconds(route.compute)
+        product = (Text("multiply", "bold"), f"{left}{a} * {right}{b}", f"{out}{route.local}", "", "", time)
+        rows += [_move_row(name, move, plan) if move else product for name, move in route.steps]
     return text_table(STEP, rows, words=range(4), gap=1)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import lru_cache
 from typing import Any
 
 from pydantic import PositiveInt
@@ -17,6 +16,7 @@ from shoal.spec.hugging_face import model_fields
 
 OWN = "pasted"
 """Name of a model of a pasted config."""
+SIZES = ("layers", "hidden", "heads", "ffn")
 
 
 class ModelChoice(Section):
@@ -46,7 +46,17 @@ class ModelChoice(Section):
         Raises:
             UsageError: the pasted config is no JSON object, or not of a family that shoal computes.
         """
-        return {**_section(self.model, self.config, self.layers, self.hidden, self.heads, self.ffn)}
+        pasted = model_fields(_parse(self.config), "config.json") if self.config else {}
+        fields: dict[str, Any] = {"name": OWN, **pasted} if self.config else {"name": self.model}
+        changes = {name: getattr(self, name) for name in SIZES if getattr(self, name) is not None}
+        if not self.config:
+            known = model_shape(self.model)
+            fields["vocab"] = known.vocab
+            if self.heads and self.heads % known.kv_heads == 0 and known.kv_heads < known.heads:
+                fields["kv_heads"] = known.kv_heads
+        elif self.hidden or self.heads:
+            fields.pop("head_dim", None)
+        return fields | changes
 
     def shape(self, sequence_length: int) -> ModelShape:
         """Return the model's shape, for sequences of this length.
@@ -54,37 +64,15 @@ class ModelChoice(Section):
         Raises:
             UsageError: as for `section`; or sizes that do not fit together.
         """
-        return _shape(self.model_copy(), sequence_length)
+        if not self.changed:
+            return model_shape(self.model)
+        section = validate(ModelConfig, self.section(), source="model", prefix="model")
+        return section.shape(vocab=section.vocab or 1, sequence_length=sequence_length)
 
     @property
     def changed(self) -> bool:
         """Whether the model is not simply one of the catalog."""
-        return bool(self.config or self.layers or self.hidden or self.heads or self.ffn)
-
-
-@lru_cache(maxsize=64)
-def _section(
-    model: str, config: str, layers: int | None, hidden: int | None, heads: int | None, ffn: int | None
-) -> dict[str, Any]:
-    fields: dict[str, Any] = {"name": OWN, **model_fields(_parse(config), "config.json")} if config else {"name": model}
-    changes = {"layers": layers, "hidden": hidden, "heads": heads, "ffn": ffn}
-    changes = {name: value for name, value in changes.items() if value is not None}
-    if not config:
-        known = model_shape(model)
-        fields["vocab"] = known.vocab
-        if heads and heads % known.kv_heads == 0 and known.kv_heads < known.heads:
-            fields["kv_heads"] = known.kv_heads
-    elif hidden or heads:
-        fields.pop("head_dim", None)
-    return fields | changes
-
-
-@lru_cache(maxsize=64)
-def _shape(choice: ModelChoice, sequence_length: int) -> ModelShape:
-    if not choice.changed:
-        return model_shape(choice.model)
-    section = validate(ModelConfig, choice.section(), source="model", prefix="model")
-    return section.shape(vocab=section.vocab or 1, sequence_length=sequence_length)
+        return bool(self.config or any(getattr(self, name) for name in SIZES))
 
 
 def _parse(config: str) -> dict[str, Any]:

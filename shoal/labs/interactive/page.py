@@ -73,7 +73,8 @@ def saved_html(recorded: Iterable[Recorded], state: str = "") -> str:
     Args:
         state: panel and state that it shows first, as in the page's URL after the #.
     """
-    urls = {_specifier(name): f"data:text/javascript;base64,{_encode(read_asset(name))}" for name in SCRIPTS}
+    scripts = {_specifier(name): b64encode(read_asset(name).encode()).decode() for name in SCRIPTS}
+    urls = {name: f"data:text/javascript;base64,{text}" for name, text in scripts.items()}
     answers = [[each.call, each.request, each.answer] for each in recorded]
     return _html(
         urls, style=f"<style>\n{read_asset('lab.css')}</style>", policy=SAVED_POLICY,
@@ -116,10 +117,6 @@ def _specifier(name: str) -> str:
     ('lab/kit', 'lab/panel_layout')
     """
     return f"lab/{name.removesuffix('.js')}"
-
-
-def _encode(text: str) -> str:
-    return b64encode(text.encode()).decode()
 
 
 def read_asset(name: str) -> str:

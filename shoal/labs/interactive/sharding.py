@@ -161,13 +161,11 @@ class _Answer:
         for route in routes:
             left, right, out = route.names
             a, b = route.multiplied
-            steps += [self._move(left, move) for move in route.left]
-            steps += [self._move(right, move) for move in route.right]
-            steps.append({
+            product = {
                 "what": "multiply", "array": out, "before": [self.add_state(left, a), self.add_state(right, b)],
                 "after": self.add_state(out, route.local), "algorithm": "", "sent": 0, "seconds": route.compute,
-            })  # fmt: skip
-            steps += [self._move(out, move) for move in route.after]
+            }  # fmt: skip
+            steps += [self._move(name, move) if move else product for name, move in route.steps]
             moves += route.moves
         multiplied = ["{} * {} -> {}".format(*route.multiplied, route.local) for route in routes]
         return self._total(sum(route.compute for route in routes), moves, steps, multiplied)

@@ -59,6 +59,13 @@ class Route:
         return (*self.left, *self.right, *self.after)
 
     @property
+    def steps(self) -> list[tuple[str, Move | None]]:
+        """The moves in order, each with the name of its array; None is the product."""
+        left, right, out = self.names
+        before = [*((left, move) for move in self.left), *((right, move) for move in self.right)]
+        return [*before, (out, None), *((out, move) for move in self.after)]
+
+    @property
     def communication(self) -> float:
         """Seconds of the moves, one after another."""
         return sum(move.seconds for move in self.moves)
