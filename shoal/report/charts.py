@@ -187,12 +187,13 @@ def draw_bars(
 
 
 def stacked_bars(
-    names: Sequence[str], bars: Sequence[tuple[str, Sequence[float], str]], limit: tuple[float, str] | None = None
-) -> str:
-    """Draw bars with `draw_bars` as SVG for a page."""
-    figure, (axes,) = new_figure(PAGE_WIDTH, 90 + 30 * len(bars))
+    names: Sequence[str], bars: Sequence[tuple[str, Sequence[float], str]], limit: tuple[float, str] | None = None,
+    *, title: str = "", height: int = 30,
+) -> str:  # fmt: skip
+    """Draw bars with `draw_bars` as SVG: for a page, or with a title as a file; ``height`` is of a bar [CSS pixels]."""
+    figure, (axes,) = new_figure(PAGE_WIDTH, 90 + height * len(bars), title=title)
     draw_bars(axes, names, bars, limit)
-    return to_svg(figure, inline=True)
+    return to_svg(figure, inline=not title)
 
 
 @styled

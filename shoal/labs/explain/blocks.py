@@ -6,7 +6,6 @@ import colorsys
 from collections.abc import Sequence
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from rich import box
 from rich.table import Table
@@ -15,7 +14,7 @@ from rich.text import Text
 from shoal.base.units import show_bytes
 from shoal.engine.sharding.named_axes import NamedMesh, Sharding, Sizes
 from shoal.labs.autoshard.notation.notation import Array, list_holders
-from shoal.report.charts import styled, to_svg
+from shoal.report.charts import new_figure, styled, to_svg
 from shoal.report.tables import text_table
 from shoal.report.timeline.palette import FAINT, GRID, INK, ink
 
@@ -128,11 +127,11 @@ def figure(stages: Sequence[Stage], title: str, mesh: NamedMesh, sizes: Sizes, i
     heights = [rows + max(0, len(stage[2]) - 1) for rows, stage in zip(above, stages, strict=True)]
     places = [_place(rank, mesh) for rank in range(mesh.ranks)]
     wide, high = (38.0 * (1 + max(at)) for at in zip(*places, strict=True))
-    panels = Figure(figsize=(max(620, columns * max(330, wide + 60)) / 96, (90 + sum(heights) * (high + 100)) / 96),
-                    layout="constrained")
-    panels.suptitle(f"{title}\n{words}", x=0.01, ha="left", weight="bold")
-    grid = panels.subplots(sum(heights), columns, squeeze=False)
-    for empty in grid.flat:
+    panels, grid = new_figure(
+        max(620, columns * max(330, wide + 60)), 90 + sum(heights) * (high + 100), rows=sum(heights), columns=columns,
+        title=f"{title}\n{words}",
+    )  # fmt: skip
+    for empty in grid:
         empty.set_axis_off()
     row = 0
     for (left, right, out, name), rows, height in zip(stages, above, heights, strict=True):
@@ -141,9 +140,9 @@ def figure(stages: Sequence[Stage], title: str, mesh: NamedMesh, sizes: Sizes, i
             first = rows - 1 if states is out else rows - len(states)
             for number, (array, how) in enumerate(states):
                 heading = f"{name}\n" if name and column == number == 0 else ""
-                _draw_panel(grid[row + first + number, column], heading, array, how, mesh, sizes, itemsize)
+                _draw_panel(grid[(row + first + number) * columns + column], heading, array, how, mesh, sizes, itemsize)
             if out and sign:
-                beside = grid[row + rows - 1, column]
+                beside = grid[(row + rows - 1) * columns + column]
                 beside.text(-0.12, 0.5, sign, size=20, color=FAINT, transform=beside.transAxes)
         row += height
     return to_svg(panels)

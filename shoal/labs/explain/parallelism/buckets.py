@@ -20,7 +20,7 @@ from shoal.base.units import show_bytes
 from shoal.planning.cost.buckets import Bucket, cut_buckets, fill_buckets
 from shoal.planning.cost.parameters import StagePart, list_units
 from shoal.planning.estimable import check_names
-from shoal.report.charts import draw_bars, new_figure, to_svg
+from shoal.report.charts import stacked_bars
 from shoal.report.tables import text_table
 from shoal.spec.catalog import ModelShape, model_shape
 from shoal.spec.layout import Layout, ZeroStage
@@ -137,10 +137,9 @@ def draw(found: list[Held], cap: float, title: str) -> str:
     shown = [*enumerate(found)][::-1][:MOST_DRAWN]
     more = f" The first {len(shown)} of {len(found)}." if len(shown) < len(found) else ""
     words = f"In the order in which backward completes them.{more}"
-    figure, (axes,) = new_figure(860, 90 + 22 * len(shown), title=f"{title}\n{words}")
     bars = [
         (f"{number}: {', '.join(_shorten(held.names))[:70]}", [float(held.bytes)], show_bytes(held.bytes))
         for number, held in shown
     ]
-    draw_bars(axes, [""], bars, (cap, f"{cap / 2**20:g} MiB") if cap else None)
-    return to_svg(figure)
+    limit = (cap, f"{cap / 2**20:g} MiB") if cap else None
+    return stacked_bars([""], bars, limit, title=f"{title}\n{words}", height=22)

@@ -20,7 +20,7 @@ from shoal.planning.cost.memory.state import state_bytes
 from shoal.planning.cost.micro_batch import MicroBatch
 from shoal.planning.cost.parameters import StagePart, list_units
 from shoal.planning.cost.time.traffic import tensor_parallel
-from shoal.report.charts import draw_bars, new_figure, to_svg
+from shoal.report.charts import stacked_bars
 from shoal.report.tables import text_table
 from shoal.spec.catalog import ModelShape, model_shape
 from shoal.spec.compatibility.sizes import check_layout
@@ -128,7 +128,5 @@ def _costs(options: TensorOptions, shape: ModelShape, s: int, held: dict[int, tu
 
 def draw(held: dict[int, tuple[int, int, int]], title: str) -> str:
     """Draw a bar for each degree."""
-    figure, (axes,) = new_figure(860, 90 + 40 * len(held), title=title)
     bars = [(f"tp {tp}", list(map(float, state)), show_bytes(sum(state))) for tp, state in held.items()]
-    draw_bars(axes, ("parameters", "gradients", "optimizer"), bars)
-    return to_svg(figure)
+    return stacked_bars(("parameters", "gradients", "optimizer"), bars, title=title, height=40)

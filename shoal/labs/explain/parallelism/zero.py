@@ -22,7 +22,7 @@ from shoal.planning.cost.memory.state import state_bytes
 from shoal.planning.cost.parameters import StagePart
 from shoal.planning.cost.time.traffic import all_reduced, gathered
 from shoal.planning.estimable import check_names
-from shoal.report.charts import draw_bars, new_figure, to_svg
+from shoal.report.charts import stacked_bars
 from shoal.report.tables import text_table
 from shoal.spec.catalog import ModelShape, model_shape
 from shoal.spec.layout import Layout, ZeroStage
@@ -160,7 +160,5 @@ def _notes(options: ZeroOptions, each: PerParameter) -> str:
 
 def draw(kept: dict[int, Kept], title: str) -> str:
     """Draw a bar for each stage, in its parts."""
-    figure, (axes,) = new_figure(860, 300, title=title)
     bars = [(f"stage {stage}", list(each), f"{show_bytes(each.total)}") for stage, each in kept.items()]
-    draw_bars(axes, ("parameters", "gradients", "optimizer"), bars)
-    return to_svg(figure)
+    return stacked_bars(("parameters", "gradients", "optimizer"), bars, title=title, height=52)
