@@ -15,9 +15,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -265,9 +266,7 @@ def summarise(race: Race, results: Sequence[VariantResult]) -> list[Row]:
 
 def quartiles(values: Sequence[float]) -> tuple[float, float]:
     """Return the first and the third quartile."""
-    if len(values) < 2:
-        return values[0], values[0]
-    low, _, high = quantiles(values, n=4, method="inclusive")
+    low, high = np.quantile(values, (0.25, 0.75)).tolist()
     return low, high
 
 

@@ -109,17 +109,17 @@ def study_collective(collective: Collective, options: CollectiveOptions) -> Coll
 def explain(collective: Collective, options: CollectiveOptions, console: Console) -> Callable[[], str]:
     """Print the explanation. Returns a function that draws it."""
     found = study_collective(collective, options)
-    prices, bound, topology, shown, size = found.prices, found.bound, found.topology, found.shown, found.size
+    shown, size = found.shown, found.size
     values = parse_values(options, shown)
-    where = f"{topology.name}, {options.describe_wire()}"
+    where = f"{found.topology.name}, {options.describe_wire()}"
     what = f"[bold]{collective}[/] of S = {show_bytes(size)} on {shown.ranks} ranks by [bold]{shown.algorithm}[/]"
     console.print(f"{what}: {where}")
-    console.print(draw_rounds(shown, topology, size, values))
+    console.print(draw_rounds(shown, found.topology, size, values))
     console.print()
-    console.print(_facts(shown, topology, size))
-    console.print(_comparison(found.descriptions, prices, bound, topology, size))
-    console.print(_crossovers(prices))
-    return partial(draw, shown, prices, bound, topology, size, where)
+    console.print(_facts(found))
+    console.print(_comparison(found))
+    console.print(_crossovers(found.prices))
+    return partial(draw, found, where)
 
 
 def _check(collective: Collective, options: CollectiveOptions) -> None:
@@ -168,9 +168,10 @@ def _formula(text: str, unit: str) -> str:
     return f"({text}) {unit}" if " + " in text or " - " in text else f"{text} {unit}"
 
 
-def _facts(description: Description, topology: Topology, size: float) -> Table:
+def _facts(found: CollectiveStudy) -> Table:
+    description, topology, size = found.shown, found.topology, found.size
     algorithm = TEXTBOOK[description.collective][description.algorithm]
-    time = price(description, topology)
+    time = found.prices[description.algorithm]
     terms = [_formula(algorithm.rounds, "α"), _formula(algorithm.volume, "S β")]
     if algorithm.reduced != "0":
         terms.append(_formula(algorithm.reduced, "S γ"))
@@ -199,14 +200,13 @@ def _share(part: Fraction, size: float) -> str:
     return f"{part} S = {show_bytes(float(part) * size)}"
 
 
-def _comparison(
-    descriptions: dict[str, Description], prices: dict[str, Price], bound: Bound, topology: Topology, size: float
-) -> Table:
-    least = bound.seconds(size, topology)
-    best = min(price.seconds(size) for price in prices.values())
+def _comparison(found: CollectiveStudy) -> Table:
+    bound, size = found.bound, found.size
+    least = bound.seconds(size, found.topology)
+    best = min(price.seconds(size) for price in found.prices.values())
     rows = []
-    for name in sort_by_time(prices, size):
-        d, seconds = descriptions[name], prices[name].seconds(size)
+    for name in sort_by_time(found.prices, size):
+        d, seconds = found.descriptions[name], found.prices[name].seconds(size)
         bus = f"{show_bytes(bus_bandwidth(bound.collective, d.ranks, size, seconds))}/s" if seconds else "–"
         over = f"{seconds / least:.2f}" if least else "–"
         counts = (len(d.rounds), d.volume, d.reduced, d.total)
@@ -218,7 +218,7 @@ def _comparison(
     return text_table(
         ("algorithm", "rounds", "S β", "S γ", "total / S", "time", "bus", "x bound"),
         [*rows, [], [Text(cell, "dim") for cell in limit]],
-        title=f"{bound.collective} on {topology.name}, S = {show_bytes(size)}", gap=1,
+        title=f"{bound.collective} on {found.topology.name}, S = {show_bytes(size)}", gap=1,
     )  # fmt: skip
 
 
@@ -233,11 +233,10 @@ def _crossovers(prices: dict[str, Price]) -> str:
 
 
 @styled
-def draw(
-    shown: Description, prices: dict[str, Price], bound: Bound, topology: Topology, size: float, where: str
-) -> str:
+def draw(found: CollectiveStudy, where: str) -> str:
     """Draw an SVG with the rounds of one algorithm, its traffic, and the times of all algorithms over the size."""
-    seconds = show_seconds(prices[shown.algorithm].seconds(size))
+    shown, size = found.shown, found.size
+    seconds = show_seconds(found.prices[shown.algorithm].seconds(size))
     title = (
         f"{shown.collective} on {shown.ranks} ranks by {shown.algorithm}\n"
         f"S = {show_bytes(size)} on {where}: {seconds}"
@@ -250,27 +249,27 @@ def draw(
     if shown.ranks > 1:
         grid = figure.add_gridspec(2, 1, height_ratios=(height, CHARTS))
         above, below = (figure.add_subfigure(grid[row]) for row in range(2))
-        draw_figure(above.subplots(), shown, topology, size)
+        draw_figure(above.subplots(), shown, found.topology, size)
         traffic_chart, times = below.subplots(1, 2)
         draw_traffic(traffic_chart, shown, size)
-        _draw_times(times, prices, bound, topology)
+        _draw_times(times, found)
     return to_svg(figure)
 
 
-def _draw_times(axes: Axes, prices: dict[str, Price], bound: Bound, topology: Topology) -> None:
+def _draw_times(axes: Axes, found: CollectiveStudy) -> None:
     """Plot times over the size as multiples of the lower bound, and mark where the fastest algorithm changes."""
     def over(name: str, size: float) -> float:
-        return prices[name].seconds(size) / bound.seconds(size, topology)
+        return found.prices[name].seconds(size) / found.bound.seconds(size, found.topology)
 
     marks = [
         (start, over(name, start), show_bytes(start))
-        for start, name in fastest(prices)[1:]
+        for start, name in fastest(found.prices)[1:]
         if SIZES[0] <= start <= SIZES[-1]
     ]
     draw_lines(
         axes,
         "Time over size, as a multiple of the lower bound",
-        {name: [(size, over(name, size)) for size in SIZES] for name in prices},
+        {name: [(size, over(name, size)) for size in SIZES] for name in found.prices},
         x=("S", show_bytes),
         y=("", "{:g} x".format),
         marks=marks,
