@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
@@ -17,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from shoal.base.errors import UsageError
-from shoal.base.section import Section
 from shoal.base.units import parse_numbers
+from shoal.labs.explain.options import FigureOptions
 from shoal.report.charts import hide_frame, new_figure, styled, to_svg
 from shoal.report.tables import text_table
 from shoal.report.timeline.palette import FAINT, INK
@@ -27,7 +26,7 @@ MOST_INPUTS, MOST_RANKS = 4, 8
 VALUE, GRADIENT = "#2563eb", "#c2410c"  # colours
 
 
-class BackpropOptions(Section):
+class BackpropOptions(FigureOptions):
     """A network by hand: its values, gradients and updates.
 
     The price of a house from its bedrooms and bathrooms, by gradient descent; on several ranks, data parallelism.
@@ -47,9 +46,6 @@ class BackpropOptions(Section):
 
     ranks: PositiveInt = 1
     """Data-parallel ranks, which take the samples in turn."""
-
-    out: Path | None = None
-    """Also draw the graph of the first sample to this file, .svg."""
 
 
 class Pass(NamedTuple):

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -24,6 +23,7 @@ from shoal.labs.collectives.price import Bound, Price, bus_bandwidth, fastest, l
 from shoal.labs.collectives.textbook import TEXTBOOK, describe
 from shoal.labs.collectives.topology import Topology
 from shoal.labs.explain.network import NetworkOptions, build_network, check_network
+from shoal.labs.explain.options import FigureOptions
 from shoal.labs.explain.rounds import draw_figure, draw_rounds, draw_traffic
 from shoal.report.charts import draw_lines, styled, to_svg
 from shoal.report.tables import text_table
@@ -35,7 +35,7 @@ CHARTS = 390.0  # height of the charts [pixels]
 SIZES = [10 ** (k / 4) for k in range(8, 41)]  # sizes in the chart: 100 B to 10 GB
 
 
-class CollectiveOptions(NetworkOptions):
+class CollectiveOptions(NetworkOptions, FigureOptions):
     """Rounds, traffic, volume and time of each algorithm.
 
     The lower bound, and which algorithm is best for which size.
@@ -68,9 +68,6 @@ class CollectiveOptions(NetworkOptions):
 
     values: str = ""
     """A number of each rank, to follow through the rounds: 0.8,-0.2,-0.7,0.4 on 4 ranks."""
-
-    out: Path | None = None
-    """Also draw the rounds, the traffic and the times to this file, .svg."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -15,11 +14,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shoal.base.section import Section
 from shoal.base.units import show_bytes
 from shoal.engine.parallel.context.causal_blocks import split_scores
 from shoal.engine.parallel.context.token_order import ORDERS, Chunks, TokenAssignment, assign_tokens, count_tokens
 from shoal.labs.explain.blocks import hue, label
+from shoal.labs.explain.options import FigureOptions
 from shoal.planning.cost.micro_batch import MicroBatch
 from shoal.planning.cost.time.traffic import context_parallel, even_share
 from shoal.report.charts import hide_frame, new_figure, styled, to_svg
@@ -37,7 +36,7 @@ UNSEEN, LONGEST = "#f6f7f9", "#eef0f3"
 MOST_NUMBERED = 20  # largest number of tokens whose cells are numbered
 
 
-class ContextOptions(Section):
+class ContextOptions(FigureOptions):
     """Context parallelism: who has which tokens, and sends what.
 
     What each rank computes in each step of the ring.
@@ -57,9 +56,6 @@ class ContextOptions(Section):
 
     model: str = "llama-3-8b"
     """Model whose bytes are counted: a name of the catalog."""
-
-    out: Path | None = None
-    """Also draw all orders to this file, .svg."""
 
 
 class RingOrder(NamedTuple):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 from pydantic import PositiveInt
@@ -13,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.base.errors import UsageError
-from shoal.base.section import Section
 from shoal.engine.collectives.mesh import Mesh
 from shoal.labs.explain.blocks import hue, show_numbers
+from shoal.labs.explain.options import FigureOptions
 from shoal.report.charts import draw_tiles, new_figure, to_svg
 from shoal.report.timeline.palette import mix
 from shoal.spec.catalog import Experts, ModelShape, model_shape
@@ -25,7 +24,7 @@ from shoal.spec.layout import Layout, ZeroStage
 SHOWN = 4  # largest number of experts listed in a tile
 
 
-class PlacementOptions(Section):
+class PlacementOptions(FigureOptions):
     """Which rank holds which experts.
 
     In a terminal and as a figure.
@@ -51,9 +50,6 @@ class PlacementOptions(Section):
 
     per_node: PositiveInt = 8
     """Ranks of a node, one row of the picture."""
-
-    out: Path | None = None
-    """Also draw it into this file (.svg)."""
 
 
 class StageExperts(NamedTuple):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -15,10 +14,10 @@ from rich.table import Table
 from torch import Tensor
 
 from shoal.base.errors import UsageError, did_you_mean
-from shoal.base.section import Section
 from shoal.engine.optim.build import RULES, build
 from shoal.engine.optim.shards import Shards
 from shoal.engine.optim.sophia import Sophia
+from shoal.labs.explain.options import FigureOptions
 from shoal.pipeline.from_layout import check_run
 from shoal.planning.cost.memory.state import state_bytes
 from shoal.planning.cost.parameters import StagePart
@@ -132,7 +131,7 @@ GROUPS: tuple[tuple[str, tuple[OptimizerName | Literal["nesterov"], ...]], ...] 
 and one of the two estimates of Sophia."""
 
 
-class OptimizersOptions(Section):
+class OptimizersOptions(FigureOptions):
     """Update rules: their paths and bytes per parameter.
 
     Over a valley and a saddle, with and without momentum.
@@ -146,9 +145,6 @@ class OptimizersOptions(Section):
 
     precision: str = "fp32"
     """Precision of the run: fp32, bf16 (whose states are float32 too), fp64, ...; others are left out."""
-
-    out: Path | None = None
-    """Also draw it all to this file, .svg."""
 
 
 def explain(options: OptimizersOptions, console: Console) -> Callable[[], str]:

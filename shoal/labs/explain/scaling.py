@@ -10,15 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 from pydantic import Field, PositiveFloat
 from rich.console import Console
 from rich.table import Table
 
-from shoal.base.section import Section
 from shoal.base.units import DAY
+from shoal.labs.explain.options import FigureOptions
 from shoal.planning.cost.flops import dollars, petaflop_days
 from shoal.report.charts import draw_lines, new_figure, to_svg
 from shoal.report.tables import text_table
@@ -119,7 +118,7 @@ TRAININGS = {
 """FLOPs."""
 
 
-class ScalingOptions(Section):
+class ScalingOptions(FigureOptions):
     """Scaling laws, and years of famous trainings on one device.
 
     Loss and best size for a budget; years and dollars of GPT-3 and Llama 3 on one of each device.
@@ -130,9 +129,6 @@ class ScalingOptions(Section):
 
     utilisation: float = Field(1.0, gt=0, le=1)
     """Part of the peak that a training reaches (MFU)."""
-
-    out: Path | None = None
-    """Also draw the best model and its loss over the budget to this file, .svg."""
 
 
 def explain(options: ScalingOptions, console: Console) -> Callable[[], str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from pydantic import PositiveInt
 from rich.columns import Columns
@@ -26,6 +25,7 @@ from shoal.labs.autoshard.notation.product import REMEDIES, classify, list_produ
 from shoal.labs.autoshard.notation.search import Route, RouteSearch, add_backward, find_forward
 from shoal.labs.explain.blocks import Stage, State, draw_array, figure, make_memory_table
 from shoal.labs.explain.network import NetworkOptions, build_network, check_network
+from shoal.labs.explain.options import FigureOptions
 from shoal.report.tables import text_table
 from shoal.spec.catalog.accelerators import accelerator
 
@@ -36,7 +36,7 @@ SIZE = 4096  # default size of a dim
 MOST_RANKS_RUN = 16
 
 
-class ShardingOptions(NetworkOptions):
+class ShardingOptions(NetworkOptions, FigureOptions):
     """A product of sharded matrices: case, routes and prices.
 
     Who holds what, and every legal route.
@@ -66,9 +66,6 @@ class ShardingOptions(NetworkOptions):
 
     run: bool = False
     """Run the cheapest route on real ranks, small and in float64, beside the plain product; of one array, its moves."""
-
-    out: Path | None = None
-    """Also draw who holds what, step by step, to this file, .svg."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 from pydantic import Field, PositiveFloat, PositiveInt
@@ -15,9 +14,9 @@ from rich.console import Console
 
 from shoal.base.errors import UsageError
 from shoal.base.options import reject_unused
-from shoal.base.section import Section
 from shoal.base.units import DAY, show_bytes, show_metric
 from shoal.labs.explain.device.accelerators import find_node
+from shoal.labs.explain.options import FigureOptions
 from shoal.labs.explain.scaling import YEAR, six_n_t, training_seconds
 from shoal.planning.cost.flops import petaflop_days
 from shoal.planning.full_training import FullTraining
@@ -30,7 +29,7 @@ from shoal.spec.catalog.clusters import Cluster, Node, cluster, link
 TEXT_BYTES = 5.0  # of a token: the 60 TB of 12e12 tokens
 
 
-class BudgetOptions(Section):
+class BudgetOptions(FigureOptions):
     """Days, dollars and energy of a training on some devices.
 
     From a model and its tokens, or from FLOPs; or the devices that a number of days needs.
@@ -71,9 +70,6 @@ class BudgetOptions(Section):
 
     axes: PositiveInt = 3
     """Axes of a torus over which FSDP communicates, both directions of each."""
-
-    out: Path | None = None
-    """Also draw the days over the number of devices to this file, .svg."""
 
 
 class Work(NamedTuple):

@@ -8,16 +8,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
-from pydantic import PositiveInt
 from rich.console import Console
 from rich.table import Table
 
 from shoal.base.errors import UsageError
-from shoal.base.section import Section
 from shoal.base.units import parse_counts, show_bytes, show_metric, show_seconds
+from shoal.labs.explain.options import BatchOptions
 from shoal.planning.cost.roofline import OperationCost, least_rows, matrix_product
 from shoal.planning.describe import estimate
 from shoal.planning.estimate import Estimate
@@ -34,26 +32,14 @@ COPIED = 1 << 26  # bytes
 REPEATED = 0.2  # seconds of one measurement
 
 
-class RooflineOptions(Section):
+class RooflineOptions(BatchOptions):
     """Which operations arithmetic bounds, and which memory.
 
     Their intensity, the least rows that fill a device, and points measured on this machine.
     """
 
-    model: str = "llama-3-8b"
-    """A model of the catalog."""
-
     cluster: str = "h100-sxm"
     """An accelerator of the catalog, or a cluster: 8xH100."""
-
-    tp: PositiveInt = 1
-    """Tensor-parallel ranks, which split the operations."""
-
-    micro_batch: PositiveInt = 1
-    """Sequences of a micro-batch."""
-
-    sequence_length: PositiveInt | None = None
-    """Tokens of a sequence (default: the longest that the model was trained for)."""
 
     precision: str = "bf16"
     """Number formats: bf16, fp8, fp32 or another precision of `shoal train`."""
@@ -63,9 +49,6 @@ class RooflineOptions(Section):
 
     measure: bool = False
     """Instead, time products on one core of this machine, against the peak and the bandwidth that are measured too."""
-
-    out: Path | None = None
-    """Also draw the roofline to this file, .svg."""
 
 
 class Placed(NamedTuple):

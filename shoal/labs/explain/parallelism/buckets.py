@@ -9,14 +9,13 @@ import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import groupby
-from pathlib import Path
 from typing import NamedTuple
 
 from pydantic import PositiveFloat, PositiveInt
 from rich.console import Console
 
-from shoal.base.section import Section
 from shoal.base.units import show_bytes
+from shoal.labs.explain.options import ModelOptions
 from shoal.planning.cost.buckets import Bucket, cut_buckets, fill_buckets
 from shoal.planning.cost.parameters import StagePart, list_units
 from shoal.planning.estimable import check_names
@@ -29,7 +28,7 @@ from shoal.spec.number_formats import FORMATS
 MOST_DRAWN = 40
 
 
-class BucketsOptions(Section):
+class BucketsOptions(ModelOptions):
     """Which parameters share a bucket, and its bytes.
 
     In the order in which a forward uses them; backward reduces them from the last to the first.
@@ -52,9 +51,6 @@ class BucketsOptions(Section):
 
     precision: str = "bf16"
     """Precision, which sets the format in which gradients are reduced."""
-
-    out: Path | None = None
-    """Also draw the buckets to this file, .svg."""
 
 
 class Held(NamedTuple):

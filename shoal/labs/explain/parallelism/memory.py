@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 from pydantic import PositiveInt
 from rich.console import Console
 from rich.table import Table
 
-from shoal.base.section import Section
 from shoal.base.units import show_bytes
+from shoal.labs.explain.options import BatchOptions
 from shoal.planning.cost.memory import activations
 from shoal.planning.cost.memory.saved import total
 from shoal.planning.cost.micro_batch import MicroBatch
@@ -30,20 +29,14 @@ MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 SEQUENCES = tuple(1024 * 2**k for k in range(8))
 
 
-class MemoryOptions(Section):
+class MemoryOptions(BatchOptions):
     """Memory of a rank by part; activations tensor by tensor.
 
     Against its device; the activations of a layer also by formula.
     """
 
-    model: str = "llama-3-8b"
-    """A model of the catalog."""
-
     cluster: str = "8xH100"
     """A cluster: 8xH100, 64x8xH100, v5p-4096, or an accelerator of the catalog."""
-
-    tp: PositiveInt = 1
-    """Tensor-parallel ranks."""
 
     pp: PositiveInt = 1
     """Pipeline stages; replicas fill the rest of the cluster."""
@@ -57,17 +50,8 @@ class MemoryOptions(Section):
     recompute: Recompute = "none"
     """What backward computes again: none, selective or full."""
 
-    micro_batch: PositiveInt = 1
-    """Sequences of a micro-batch."""
-
-    sequence_length: PositiveInt | None = None
-    """Tokens of a sequence (default: the longest that the model was trained for)."""
-
     precision: str = "bf16"
     """Number formats: bf16, fp32 or another precision of `shoal train`."""
-
-    out: Path | None = None
-    """Also draw the memory, and the activations over the sequence length, to this file, .svg."""
 
 
 def korthikanti(shape: ModelShape, micro_batch: int, s: int, layout: Layout, recompute: Recompute) -> float:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 from pydantic import NonNegativeFloat, PositiveInt
 from rich.console import Console
 
 from shoal.base.errors import UsageError
-from shoal.base.section import Section
+from shoal.labs.explain.options import FigureOptions
 from shoal.pipeline.schedules import EVERY, SCHEDULES
 from shoal.pipeline.simulator.compare import PlayedSchedule, compare_schedules, schedule_name
 from shoal.pipeline.simulator.theory import THEORY
@@ -22,7 +21,7 @@ from shoal.report.timeline.terminal import show
 HEADINGS = ("schedule", "step T", "bubble", "alive", "copies", "messages", "source")
 
 
-class PipelineOptions(Section):
+class PipelineOptions(FigureOptions):
     """Bubble and memory of every schedule; a timeline."""
 
     schedule: str = "1f1b"
@@ -36,9 +35,6 @@ class PipelineOptions(Section):
 
     comm: NonNegativeFloat = 0.0
     """Time of a message, where the forward of a micro-batch through a rank takes 1 and its backward 2."""
-
-    out: Path | None = None
-    """Also draw the timeline to this file, .svg."""
 
 
 def explain(options: PipelineOptions, console: Console) -> Callable[[], str]:

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 from pydantic import PositiveInt
 from rich.console import Console
 from rich.table import Table
 
-from shoal.base.section import Section
 from shoal.base.units import show_bytes
 from shoal.engine.parallel.tensor import TENSOR_PARALLEL, matches
+from shoal.labs.explain.options import BatchOptions
 from shoal.planning.cost.memory.state import state_bytes
 from shoal.planning.cost.micro_batch import MicroBatch
 from shoal.planning.cost.parameters import StagePart, list_units
@@ -44,29 +43,17 @@ OPERATORS = {
 DEGREES = (1, 2, 4, 8, 16)
 
 
-class TensorOptions(Section):
+class TensorOptions(BatchOptions):
     """Which parameter is split how, and what a layer sends.
 
     Tensor parallelism: column and row splits, and the f and g steps.
     """
-
-    model: str = "llama-3-8b"
-    """A model of the catalog."""
 
     tp: PositiveInt = 8
     """Tensor-parallel ranks."""
 
     sequence_parallel: bool = False
     """Also split activations between the blocks along the sequence."""
-
-    micro_batch: PositiveInt = 1
-    """Sequences of a micro-batch."""
-
-    sequence_length: PositiveInt | None = None
-    """Tokens of a sequence (default: the longest that the model was trained for)."""
-
-    out: Path | None = None
-    """Also draw the bytes of a rank over tp to this file, .svg."""
 
 
 def explain(options: TensorOptions, console: Console) -> Callable[[], str]:

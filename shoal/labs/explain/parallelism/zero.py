@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple, cast
 
 from pydantic import PositiveFloat, PositiveInt
 from rich.console import Console
 
 from shoal.base.options import reject_unused
-from shoal.base.section import Section
 from shoal.base.units import show_bytes
+from shoal.labs.explain.options import ModelOptions
 from shoal.labs.explain.precision import RECIPES, PerParameter, per_parameter
 from shoal.planning.cost.memory.state import state_bytes
 from shoal.planning.cost.parameters import StagePart
@@ -33,14 +32,11 @@ STAGES = (0, 1, 2, 3)
 SHARDED = ("nothing", "optimizer", "+ gradients", "+ parameters")
 
 
-class ZeroOptions(Section):
+class ZeroOptions(ModelOptions):
     """What a rank keeps and sends in each ZeRO stage.
 
     As a formula, and in bytes of a model.
     """
-
-    model: str = "llama-3-8b"
-    """A model of the catalog."""
 
     parameters: PositiveFloat | None = None
     """Parameters P instead of a model's, such as 7.5e9."""
@@ -50,9 +46,6 @@ class ZeroOptions(Section):
 
     precision: str = "bf16"
     """The precision in which shoal counts."""
-
-    out: Path | None = None
-    """Also draw the bytes of a rank to this file, .svg."""
 
 
 class Kept(NamedTuple):
