@@ -26,7 +26,6 @@ from shoal.planning.search.space import SEARCHED, LayoutSpace
 from shoal.planning.software_estimate import estimate_run
 from shoal.report.planning.estimate_lines import bound
 from shoal.report.planning.tables import run_toml, words
-from shoal.spec.catalog.clusters import nodes
 from shoal.spec.layout import Layout, Recompute, ScheduleName
 from shoal.spec.number_formats import FORMATS
 
@@ -73,11 +72,9 @@ def list_choices() -> dict[str, Any]:
     """Return the names that the controls offer."""
     return {
         "models": list_models(),
-        "nodes": [{"name": name, "per_node": node.per_node, "pod": node.dimensions is not None}
-                  for name, node in nodes().items()],
         "precisions": list(FORMATS),
         "optimizers": list(OPTIMIZERS),
-        "schedules": [{"name": name, "virtual": SCHEDULES[name].virtual, "source": SCHEDULES[name].source}
+        "schedules": [{"name": name, "virtual": SCHEDULES[name].virtual}
                       for name in get_args(ScheduleName) if name in SCHEDULES and name != "terapipe"],
         "recompute": list(get_args(Recompute)),
     }  # fmt: skip
@@ -97,17 +94,13 @@ def estimate_layout(request: LayoutRequest) -> dict[str, Any]:
     return {
         "model": {"name": request.section()["name"], "parameters": run.shape.parameters(), **describe_shape(run.shape)},
         "cluster": {
-            "text": run.cluster.describe(), "devices": run.cluster.size, "nodes": run.cluster.nodes,
-            "per_node": run.cluster.per_node, "accelerator": run.cluster.accelerator.name,
+            "devices": run.cluster.size, "nodes": run.cluster.nodes, "per_node": run.cluster.per_node,
+            "accelerator": run.cluster.accelerator.name,
         },
-        "layout": {
-            "text": run.layout.describe(), "equation": run.layout.equation(), **plain(run.layout),
-            "dp_replicate": run.layout.dp_replicate, "dp_shard": run.layout.dp_shard,
-        },
-        "batch": {"sequences": run.global_batch, "tokens": run.tokens, "microbatches": run.microbatches},
+        "layout": {"text": run.layout.describe(), "equation": run.layout.equation()},
+        "batch": {"tokens": run.tokens, "microbatches": run.microbatches},
         "step": {"seconds": step, "interval": [low, high], "accuracy": estimate.accuracy().describe()},
         "mfu": {"value": estimate.mfu, "interval": [estimate.mfu * step / high, estimate.mfu * step / low]},
-        "hfu": estimate.hfu,
         "tokens_per_second": run.tokens / step,
         "breakdown": list(estimate.breakdown.items()),
         "memory": {
@@ -118,7 +111,6 @@ def estimate_layout(request: LayoutRequest) -> dict[str, Any]:
         "bound": bound(estimate).rpartition(". ")[0],
         "training": {
             "tokens": training.tokens, "days": training.days, "dollars": training.dollars, "price": training.price,
-            "megawatt_hours": training.kilowatt_hours and training.kilowatt_hours / 1e3,
             "days_interval": [training.days * low / step, training.days * high / step],
         },
         "axes": list_axes(estimate) if isinstance(estimate, Estimate) else [],

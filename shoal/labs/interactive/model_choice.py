@@ -96,9 +96,5 @@ def list_models() -> list[dict[str, Any]]:
 
 def describe_shape(shape: ModelShape) -> dict[str, Any]:
     """Return the sizes that the controls show."""
-    experts = shape.experts
-    return {
-        "layers": shape.layers, "hidden": shape.hidden, "heads": shape.heads, "kv_heads": shape.kv_heads,
-        "ffn": shape.ffn, "vocab": shape.vocab, "max_sequence": shape.max_sequence,
-        "experts": experts and {"count": experts.count, "per_token": experts.per_token},
-    }  # fmt: skip
+    sizes: dict[str, Any] = {name: getattr(shape, name) for name in SIZES}
+    return sizes | {"experts": shape.experts and {"count": shape.experts.count}}

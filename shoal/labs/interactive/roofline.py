@@ -44,8 +44,7 @@ def list_choices() -> dict[str, Any]:
         "models": list_models(),
         "precisions": list(FORMATS),
         "accelerators": [
-            {"name": name, "peaks": machine.peak_flops, "bandwidth": machine.memory_bandwidth,
-             "memory": machine.memory_bytes, "watts": machine.watts}
+            {"name": name, "peaks": machine.peak_flops, "bandwidth": machine.memory_bandwidth}
             for name, machine in accelerators().items()
         ],
     }  # fmt: skip
@@ -101,8 +100,7 @@ def measure_points() -> dict[str, Any]:
     return {
         "peak": peak, "bandwidth": bandwidth, "ridge": peak / bandwidth,
         "points": [
-            {"name": name, "flops": point.cost.flops, "bytes": point.cost.bytes, "intensity": point.cost.intensity,
-             "rate": point.rate}
+            {"name": name, "intensity": point.cost.intensity, "rate": point.rate}
             for name, point in points.items()
         ],
     }  # fmt: skip

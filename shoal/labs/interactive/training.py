@@ -194,13 +194,11 @@ def look_at_run() -> dict[str, Any]:
     events = read_events(run.folder) if run.folder.exists() else []
     return {
         "status": "running" if code is None else "finished" if code == 0 else "failed",
-        "code": code,
         "folder": str(run.folder),
         "command": f"shoal {' '.join(run.arguments)}",
         "layout": run.config.parallel.describe(),
         "request": run.request.model_dump(),
-        "seconds": time.time() - run.began,
-        "steps": [[m.step, m.loss, m.tokens_per_second, m.gradient_norm] for m in metrics if m.loss is not None],
+        "steps": [[m.step, m.loss, m.tokens_per_second] for m in metrics if m.loss is not None],
         "events": [{**event, "time": event["time"] - run.began} for event in events],
         "ranks": run.list_ranks() if code is None else [],
         "profiled": any((run.folder / "profile").glob("rank-*.jsonl")),
@@ -286,7 +284,6 @@ def show_profile() -> dict[str, Any]:
     return {
         "step": profile.ranks[0].steps[typical] + 1,
         "seconds": spans[typical],
-        "layout": profile.layout,
         "ranks": [_describe_rank(rank, typical, zero) for rank in profile.ranks],
     }
 
@@ -297,7 +294,7 @@ def _describe_rank(rank: RankProfile, step: int, zero: float) -> dict[str, Any]:
         for action, begin, end in zip(rank.actions, rank.arrived[step], rank.end[step], strict=True)
     ]
     return {
-        "place": {"pp": rank.pp, "dp": rank.dp, "tp": rank.tp},
+        "place": {"pp": rank.pp, "tp": rank.tp},
         "actions": actions,
         "buckets": [bucket._asdict() for bucket in rank.buckets],
         "reductions": [[number, begin - zero, end - zero] for number, begin, end in rank.reductions[step]],

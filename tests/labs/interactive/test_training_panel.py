@@ -79,7 +79,7 @@ def test_a_run_is_started_killed_recovered_and_verified_from_the_page(panel):
     assert found["same"] and found["layouts"] == 1 and found["worst_gradient"] < 1e-9
     page.wait_for_selector("text=A recorded step")
     profile = call_panel("training-profile", {})
-    assert [rank["place"]["dp"] for rank in profile["ranks"]] == [0, 1]
+    assert [rank["place"] for rank in profile["ranks"]] == 2 * [{"pp": 0, "tp": 0}]
     for rank in profile["ranks"]:
         assert len(rank["buckets"]) > 1 and {bucket["shards"] for bucket in rank["buckets"]} == {2}
         assert {number for number, _, _ in rank["reductions"]} == set(range(len(rank["buckets"])))
