@@ -25,7 +25,6 @@ class Route:
     Attributes:
         names: of the left factor, the right one and the result.
         a, b: the shardings that the factors start from.
-        flops: of one device.
         compute: seconds of the local product.
     """
 
@@ -36,7 +35,6 @@ class Route:
     left: tuple[Move, ...]
     right: tuple[Move, ...]
     after: tuple[Move, ...]
-    flops: float
     compute: float
 
     @property
@@ -69,11 +67,6 @@ class Route:
     def communication(self) -> float:
         """Seconds of the moves, one after another."""
         return sum(move.seconds for move in self.moves)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of moves and product, nothing overlapped."""
-        return self.compute + self.communication
 
 
 @dataclass(frozen=True)
@@ -127,11 +120,10 @@ class RouteSearch(MoveSearch):
         for x, to_x in a.items():
             for y, to_y in b.items():
                 if product.local(x, y) is not None:
-                    flops = product.flops(x, y, self.sizes, self.mesh)
-                    compute = flops / self.peak_flops
+                    compute = product.flops(x, y, self.sizes, self.mesh) / self.peak_flops
                     origins = to_x.origin, to_y.origin
                     yield (to_x.cost + to_y.cost + compute,
-                           Route(names, product, *origins, to_x.moves, to_y.moves, (), flops, compute))
+                           Route(names, product, *origins, to_x.moves, to_y.moves, (), compute))
 
     def routes(
         self, product: ShardedProduct, a: Mapping[Sharding, Path], b: Mapping[Sharding, Path],
