@@ -133,6 +133,14 @@ def recomputed(row: Row) -> str | None:
     return next((mode for mode in ("selective", "full") if text.startswith(mode)), None)
 
 
+def splits_between(row: Row, tp: float, software: str) -> bool:
+    """Whether tensor-parallel ranks split the activations between their regions.
+
+    Megatron demands it of experts; MaxText's rules put `activation_embed` on the axis of tensor parallelism.
+    """
+    return row.get("sp") == "y" or (tp > 1 and (software == "maxtext" or number(row, "n_experts") is not None))
+
+
 def schedule(row: Row, virtual: int) -> str:
     """Return shoal's name of the schedule."""
     text = (row.get("schedule") or "").lower()

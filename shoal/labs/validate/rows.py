@@ -151,6 +151,8 @@ def _layout(row: Row, known: _Known, software: Software) -> tuple[Layout, float]
             raise Inexpressible("global_batch not stated")
         batch = each * count * dp
     each = each or known("micro_batch", max(1.0, batch / (dp * count)) if count else 1.0)
+    if software.name == "maxtext":  # its `per_device_batch_size` is of each chip, and it accumulates no gradients
+        each = batch / dp
     mode = columns.recomputed(row)
     if mode is None:
         raise Inexpressible(f"recompute: {row.get('recompute')}")
@@ -160,7 +162,7 @@ def _layout(row: Row, known: _Known, software: Software) -> tuple[Layout, float]
     return Layout.model_validate({
         "dp": dp, "zero": stage, "zero_shard": shard if stage and shard < dp else None, "tp": tp, "pp": pp, "cp": cp,
         "ep": number(row, "ep") or 1, "etp": columns.expert_tensor(row), "micro_batch": each,
-        "sequence_parallel": row.get("sp") == "y" or bool(tp > 1 and number(row, "n_experts")),  # Megatron demands it
+        "sequence_parallel": columns.splits_between(row, tp, software.name),
         "recompute": {"": software.recompute, "operators": "selective"}.get(mode, mode),
         "virtual_stages": virtual if virtual > 1 else None, "schedule": columns.schedule(row, virtual),
     }), batch  # fmt: skip

@@ -52,6 +52,12 @@ def test_what_is_not_stated_is_assumed_and_said() -> None:
     assert set(point.assumed) == {"vocab", "micro_batch", "recompute", "ffn"}
 
 
+def test_maxtext_accumulates_no_gradients_and_splits_activations_over_tensor_parallelism() -> None:
+    found = read_row(row(layout=(2, 4, 1), each=1, framework="MaxText", global_batch=16, sp="n", step_time_s=1), "file")
+    assert (found.run.layout.micro_batch, found.run.microbatches) == (8, 1)
+    assert found.run.layout.sequence_parallel
+
+
 @pytest.mark.parametrize("memory", [80, 36, 31])
 def test_a_micro_batch_that_is_not_stated_is_the_fastest_that_fits(memory: int) -> None:
     estimates = []
