@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from functools import cached_property
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -59,20 +60,21 @@ class Mesh:
             publish_host(self._exchanged_on)
         if transport == "staged" and rank == 0:
             warnings.warn("ranks exchange tensors through host memory: for checking, not for speed", stacklevel=2)
-        self.grid = torch.arange(layout.world_size).view(layout.shape)
+        # An array of numpy: to index a tensor takes longer, and dry runs would see an operation.
+        self.grid = np.arange(layout.world_size).reshape(layout.shape)
         self._groups: dict[tuple[str, tuple[int, ...]], Group] = {}
         self._named: dict[tuple[str, str, tuple[int, ...]], Group] = {}  # the same, with separate counts per axis
 
     @cached_property
-    def _expert_place(self) -> tuple[torch.Tensor, tuple[int, ...]]:
+    def _expert_place(self) -> tuple[np.ndarray, tuple[int, ...]]:
         """Return the ranks as a grid over `EXPERT_AXES`, and this rank's position in it."""
         grid = self.grid.reshape(self.layout.expert_shape)
-        return grid, tuple((grid == self.rank).nonzero()[0].tolist())
+        return grid, tuple(np.argwhere(grid == self.rank)[0].tolist())
 
     @cached_property
     def coordinate(self) -> dict[str, int]:
         """This rank's index along each of `AXES`."""
-        place = (self.grid == self.rank).nonzero()[0].tolist()
+        place = np.argwhere(self.grid == self.rank)[0].tolist()
         return dict(zip(AXES, place, strict=True))
 
     def size(self, axis: str) -> int:
