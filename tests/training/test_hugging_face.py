@@ -92,16 +92,17 @@ LAYOUTS = {
     "llama-3.1": {"dp": 2, "zero": 3, "tp": 2, "sequence_parallel": True},
     "mistral": {"cp": 2, "dp": 2, "zero": 2},
     "qwen2-windows": {"cp": 2, "ulysses": 2, "pp": 2},
-    "olmo2": {"tp": 4, "sequence_parallel": True},  # two ranks hold each head of keys, and its norm's weights
-    "gemma2": {"cp": 2, "tp": 2, "zero": 1},
+    # Two ranks hold each head of keys, and its norm's weights.
+    "olmo2": {"micro_batch": 4, "tp": 4, "sequence_parallel": True},
+    "gemma2": {"micro_batch": 4, "cp": 2, "tp": 2, "zero": 1},
     "gemma3": {"pp": 3, "tp": 2, "sequence_parallel": True},
-    "qwen2": {"tp": 4},  # two ranks hold each head of keys, with its biases
+    "qwen2": {"micro_batch": 4, "tp": 4},  # two ranks hold each head of keys, with its biases
     "qwen3": {"pp": 2, "tp": 2, "schedule": "1f1b"},
     "qwen3-moe": {"dp": 2, "ep": 2, "zero": 1},
     "deepseek-v2": {"pp": 2, "cp": 2},
     "deepseek-v3": {"dp": 2, "tp": 2, "sequence_parallel": True, "ep": 2, "zero": 3},
     "gpt-oss": {"dp": 2, "tp": 2, "sequence_parallel": True, "ep": 2, "zero": 3},
-    "llama4": {"cp": 2, "ep": 2, "tp": 2, "sequence_parallel": True},
+    "llama4": {"micro_batch": 4, "cp": 2, "ep": 2, "tp": 2, "sequence_parallel": True},
     "gpt2": {"cp": 2, "dp": 2},
 }
 STEPS, BATCH, RATE = 2, 8, 1e-3
