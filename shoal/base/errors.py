@@ -82,13 +82,13 @@ def redact(text: str, environment: Mapping[str, str] = os.environ) -> str:
     return text
 
 
-def nearest_divisors(value: int, *, of: int, count: int = 2) -> list[int]:
-    """Return the divisors of ``of`` closest to ``value``, nearest first.
+def nearest_divisors(value: int, *, of: int) -> list[int]:
+    """Return the two divisors of ``of`` closest to ``value``, nearest first.
 
     >>> nearest_divisors(3, of=8)
     [2, 4]
     """
-    return sorted(divisors(of), key=lambda d: (abs(d - value), d))[:count]
+    return sorted(divisors(of), key=lambda d: (abs(d - value), d))[:2]
 
 
 @cache

@@ -186,21 +186,21 @@ def expanded(path: str | Path, option: str) -> Path:
         raise UsageError(f"{option}: '{path}': there is no home of that name.\n  Write the folder out.") from None
 
 
-def read_bytes(path: str | Path, *, most: int = LARGEST) -> bytes:
+def read_bytes(path: str | Path) -> bytes:
     """Read the content of a file.
 
     Raises:
-        UsageError: no such file, one that cannot be read, or more than ``most`` bytes.
+        UsageError: no such file, one that cannot be read, or more than `LARGEST` bytes.
     """
     try:
         with open_to_read(path) as file:
-            content = file.read(most + 1)
+            content = file.read(LARGEST + 1)
     except FileNotFoundError:
         raise UsageError(f"no such file: {path}") from None
     except (OSError, ValueError) as error:  # ValueError: a NUL or a surrogate in its name
         raise UsageError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
-    if len(content) > most:
-        raise UsageError(f"{path} is larger than the {most >> 20} MiB that such a file can have.")
+    if len(content) > LARGEST:
+        raise UsageError(f"{path} is larger than the {LARGEST >> 20} MiB that such a file can have.")
     return content
 
 
