@@ -106,12 +106,12 @@ def encode_prompts(source: ModelSource, prompts: Sequence[str]) -> list[list[int
 
 
 def sample_on_rank(
-    source: ModelSource, config: RunConfig, prompts: Sequence[str], sampling: Sampling
+    source: ModelSource, config: RunConfig, prompts: Sequence[str], sampling: Sampling, show: Show | None = None
 ) -> list[str]:
     """Load a model on this rank of the config's layout, and return each prompt with its continuation. Collective."""
     model = load_model(source, config)
     read_any_length(model)
-    texts = continue_texts(model, source, encode_prompts(source, prompts), sampling)
+    texts = continue_texts(model, source, encode_prompts(source, prompts), sampling, show)
     return [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
 
 
