@@ -15,7 +15,7 @@ from tests.trainings.runs import checkpoints, copy_until, curve, same_bits, smal
 def test_a_format_goes_on_where_it_was(precision, sections, corpus, pool, tmp_path):
     config = small_config(
         corpus, {"dp": 2, "zero": 1, "micro_batch": 4}, train={"precision": precision, "steps": 5, "validate_every": 0},
-        checkpoint={"every": 3}, **sections,
+        model={"layers": 1}, checkpoint={"every": 3}, **sections,
     )
     whole = train_in(pool, config, tmp_path / "whole")
     part = train_in(pool, config, copy_until(whole, tmp_path / "part", 3), resume=True)

@@ -23,7 +23,7 @@ def test_any_rule_goes_on_where_it_was(rule, corpus, pool, tmp_path):
     # Two updates after the checkpoint: Sophia's first uses its old estimate, its second makes a new one.
     config = small_config(
         corpus, {"dp": 2, "zero": 1, "micro_batch": 4}, train={"precision": "fp64", "steps": 5, "validate_every": 0},
-        model={"layers": 2, "hidden": 32, "ffn": 140}, checkpoint={"every": 3},
+        model={"layers": 1, "hidden": 32, "ffn": 140}, checkpoint={"every": 3},
         optimizer={"name": rule, "warmup_steps": 0, **(CURVATURE if rule in ESTIMATES else {})},
     )
     whole = train_in(pool, config, tmp_path / "whole")
@@ -59,7 +59,7 @@ def not_finite_once(values: dict[str, Any], folder: Path, step: int) -> None:
 def test_a_run_that_ends_after_an_estimate_does_not_take_it_again(rule, corpus, pool, tmp_path):
     config = small_config(
         corpus, {"dp": 2, "zero": 1, "micro_batch": 4}, train={"precision": "fp64", "steps": 6, "validate_every": 0},
-        optimizer={"name": rule, "warmup_steps": 0, **CURVATURE}, checkpoint={"every": 3},
+        optimizer={"name": rule, "warmup_steps": 0, **CURVATURE}, checkpoint={"every": 3}, model={"layers": 1},
     )
     whole = train_in(pool, config, tmp_path / "whole")
     ended = tmp_path / "ended"
