@@ -118,8 +118,8 @@ def test_a_resumed_run_goes_on_to_the_bit(pool, corpus, tmp_path):
     """Stopped between an overflow and the next growth; steps are skipped before and after."""
     config = small_config(
         corpus, {"dp": 2, "zero": 1, "tp": 2, "micro_batch": 4}, model={"layers": 1},
-        train={"precision": "fp16", "steps": 20, "validate_every": 0},
-        loss_scale={"initial": 2.0**30, "interval": 5}, checkpoint={"every": 4},
+        train={"precision": "fp16", "steps": 12, "validate_every": 0},
+        loss_scale={"initial": 2.0**22, "interval": 3}, checkpoint={"every": 2},
     )
     whole = train_in(pool, config, tmp_path / "whole")
     run = records(whole)
@@ -127,11 +127,12 @@ def test_a_resumed_run_goes_on_to_the_bit(pool, corpus, tmp_path):
     assert [record.gradient_norm is None for record in run] == [b > a for a, b in pairwise([0, *skipped])]
     assert skipped[0] > 0 and len({record.loss_scale for record in run}) > 3
     middle = next(step for step in sorted(checkpoints(whole))
-                  if read_manifest(checkpoints(whole)[step]).extra["loss_scale"]["good"] % 5)
+                  if read_manifest(checkpoints(whole)[step]).extra["loss_scale"]["good"] % 3)
+    assert any(b.loss_scale > a.loss_scale for a, b in pairwise(run[middle:])), "none grows after it"
     part = copy_until(whole, tmp_path / "part", middle)
     train_in(pool, config, part, resume=True)
-    assert same_bits(checkpoints(whole)[20], checkpoints(part)[20])
-    state = [read_manifest(checkpoints(folder)[20]).extra["loss_scale"] for folder in (whole, part)]
+    assert same_bits(checkpoints(whole)[12], checkpoints(part)[12])
+    state = [read_manifest(checkpoints(folder)[12]).extra["loss_scale"] for folder in (whole, part)]
     assert state[0] == state[1] and state[0]["skipped"] == skipped[-1]
     keys = ("step", "loss", "gradient_norm", "loss_scale", "skipped_steps")
     both = [[[getattr(r, key) for key in keys] for r in records(folder)] for folder in (whole, part)]
