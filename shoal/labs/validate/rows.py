@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from shoal.base.errors import UsageError
+from shoal.base.errors import UsageError, divisors
 from shoal.base.files import read_csv
 from shoal.labs.validate import columns
 from shoal.labs.validate.columns import Row, number, stated
@@ -97,8 +98,8 @@ def read_row(row: Row, file: str) -> Point:
         "software": _software(row, software),
     }  # fmt: skip
     run, seconds = describe_run(**call), columns.seconds(row, batch * s, gpus)
-    if not oom and not number(row, "micro_batch") and not number(row, "num_microbatches"):
-        run = _with_fastest_micro_batch(run)
+    if not oom:
+        run = _tune(run, row)
         call["layout"] = run.layout
     if seconds is None and (rate := columns.flop_rate(row, machines.accelerator.dense_flops(half))):
         seconds = columns.counted_flops(row, run) / (rate * gpus)
@@ -168,13 +169,26 @@ def _layout(row: Row, known: _Known, software: Software) -> tuple[Layout, float]
     }), batch  # fmt: skip
 
 
-def _with_fastest_micro_batch(run: EstimatedRun) -> EstimatedRun:
-    """Return the run with the fastest micro-batch up to 8 that fits, by the estimate; published runs are tuned."""
+def _tune(run: EstimatedRun, row: Row) -> EstimatedRun:
+    """Return the run with the fastest micro-batch, and stages of a pipeline rank, that fit, where none is stated.
+
+    Who publishes a run has tuned it.
+    """
+    layout, layers = run.layout, run.shape.layers
+    batches, virtual = [layout.micro_batch], [layout.virtual_stages or 1]
+    if not number(row, "micro_batch") and not number(row, "num_microbatches"):
+        batches += [each for each in (2, 4, 8) if run.global_batch % (layout.dp * each) == 0]
+    interleaves = "interleaved-1f1b" in run.software.schedules and layout.schedule == "1f1b" and layout.pp > 1
+    if interleaves and not number(row, "vpp") and layers % layout.pp == 0:
+        virtual += [stages for stages in divisors(layers // layout.pp) if stages > 1]
     found = [run]
-    for each in (2, 4, 8):
-        if run.global_batch % (run.layout.dp * each) == 0:
-            other = replace(run, layout=run.layout.model_copy(update={"micro_batch": each}))
-            found += [other] if SoftwareEstimate(other).fits else []
+    for each, stages in product(batches, virtual):
+        changes: dict[str, Any] = {"micro_batch": each}
+        if stages > 1:
+            changes |= {"virtual_stages": stages, "schedule": "interleaved-1f1b"}
+        other = replace(run, layout=layout.model_copy(update=changes))
+        if (stages == 1 or other.microbatches % layout.pp == 0) and SoftwareEstimate(other).fits:
+            found.append(other)
     return min(found, key=lambda run: SoftwareEstimate(run).step_seconds)
 
 

@@ -73,6 +73,15 @@ def test_a_micro_batch_that_is_not_stated_is_the_fastest_that_fits(memory: int) 
     assert counted.run.layout.micro_batch == 1, "it follows from their number"
 
 
+def test_stages_of_a_pipeline_rank_that_are_not_stated_are_the_fastest_that_fit() -> None:
+    both = [read_row(row(layout=(2, 1, 4), vpp=vpp, step_time_s=1), "file") for vpp in ("", 1)]
+    tuned, plain = (point.run for point in both)
+    assert tuned.layout.schedule == "interleaved-1f1b" and tuned.layout.virtual_stages in (2, 4)
+    assert SoftwareEstimate(tuned).step_seconds < SoftwareEstimate(plain).step_seconds
+    assert plain.layout.schedule == "1f1b" and both[0].call["layout"] == tuned.layout
+    assert read_row(row(layout=(2, 1, 4), vpp="", global_batch=2, step_time_s=1), "file").run.layout.schedule == "1f1b"
+
+
 @pytest.mark.parametrize(
     ("location", "gpus", "reduced", "blocking"),
     [
