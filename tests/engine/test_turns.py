@@ -39,8 +39,8 @@ EXPERTS = {"count": 4, "per_token": 2, "ffn": 12, "balance_loss": 0.1, "bias_upd
 
 def run_of(parallel: dict, experts: dict | None = None, model: dict | None = None, **train: Any) -> RunConfig:
     parallel = {"ep": 2, "micro_batch": 1, "ep_overlap": True, **parallel}
-    batch = 4 * parallel.get("pp", 1) * parallel.get("dp", 1)
-    model = {"layers": 4, "experts": {**EXPERTS, **(experts or {})}, **(model or {})}
+    batch = 2 * (1 + parallel.get("pp", 1)) * parallel.get("dp", 1)  # a pair more than the warm-up takes
+    model = {"layers": 2 * parallel.get("pp", 1), "experts": {**EXPERTS, **(experts or {})}, **(model or {})}
     return small_run(parallel, model, **{"global_batch": batch, "device": "cpu", **train})
 
 
@@ -276,10 +276,10 @@ def travel_and_compute(config: RunConfig, seconds: float, gbs: float) -> tuple[f
 
 def test_the_rows_of_one_travel_while_the_other_computes(pool: Pool) -> None:
     """On a simulated network, on which rows take less time than attention or experts."""
-    parallel = {"dp": 2, "schedule": "dualpipev", "stage_layers": (2, 2)}
+    parallel, model = {"dp": 2, "schedule": "dualpipev", "stage_layers": (2, 2)}, {"layers": 4}
     seconds, gbs = 0.004, 2e-4
-    together = pool.run(travel_and_compute, 2, run_of(parallel), seconds, gbs)
-    apart = pool.run(travel_and_compute, 2, run_of({**parallel, "ep_overlap": False}), seconds, gbs)
+    together = pool.run(travel_and_compute, 2, run_of(parallel, model=model), seconds, gbs)
+    apart = pool.run(travel_and_compute, 2, run_of({**parallel, "ep_overlap": False}, model=model), seconds, gbs)
     for (loss, waited, exchanges, hidden), (right, all_waited, none, _) in zip(together, apart, strict=True):
         assert loss == right
         assert exchanges > 40 and none == 0
@@ -313,5 +313,5 @@ def test_an_exception_in_either_ends_the_step_with_it(pool: Pool, op: Op) -> Non
 
 def test_verify_accepts_such_a_layout(pool: Pool) -> None:
     config = run_of({"dp": 2, "schedule": "dualpipev", "zero": 1, "recompute": "full"}, {"shared": 1})
-    verdict, _ = run_case(prepare(config, own_precision=False, accumulate=False), pool, steps=2)
+    verdict, _ = run_case(prepare(config, own_precision=False, accumulate=False), pool, steps=1)
     assert not verdict.findings and 0 < verdict.worst_gradient <= 1e-9
