@@ -92,16 +92,15 @@ def _begin(stderr: int | None) -> None:
 
 
 def open_streams() -> None:
-    """Open stdout and stderr as an interpreter does when it starts, in a fork whose parent had other files there.
+    """Open stdout and stderr once more, with the same settings, in a fork whose parent had other files there.
 
     A stream keeps what it found out about its file, such as whether it can seek.
     """
-    for name, descriptor, errors, lines in (("stdout", 1, "strict", -1), ("stderr", 2, "backslashreplace", 1)):
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
         if (inherited := getattr(sys, f"__{name}__")) is not None:
-            stream = open(  # noqa: SIM115
-                descriptor, "w", buffering=lines, encoding=inherited.encoding,
-                errors=errors, closefd=False,
-            )  # fmt: skip
+            stream = open(descriptor, "w", encoding=inherited.encoding, errors=inherited.errors, closefd=False)  # noqa: SIM115
+            lines, through = inherited.line_buffering or stream.line_buffering, inherited.write_through
+            stream.reconfigure(line_buffering=lines, write_through=through)
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
 

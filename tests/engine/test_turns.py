@@ -313,5 +313,5 @@ def test_an_exception_in_either_ends_the_step_with_it(pool: Pool, op: Op) -> Non
 
 def test_verify_accepts_such_a_layout(pool: Pool) -> None:
     config = run_of({"dp": 2, "schedule": "dualpipev", "zero": 1, "recompute": "full"}, {"shared": 1})
-    verdict, _ = run_case(prepare(config, own_precision=False, accumulate=False), pool, steps=1)
+    verdict, _ = run_case(prepare(config, own_precision=False, accumulate=False), pool, steps=2)
     assert not verdict.findings and 0 < verdict.worst_gradient <= 1e-9

@@ -242,11 +242,12 @@ def test_a_fork_that_the_kernel_has_reaped_has_ended(monkeypatch):
     fork.kill()
 
 
-def test_a_fork_finds_out_anew_whether_its_output_can_seek(tmp_path: Path) -> None:
+def test_a_fork_finds_out_itself_whether_its_output_can_seek(tmp_path: Path) -> None:
     code = (
-        "import os, sys; from shoal.launch.forked_process import ForkedProcess; os.dup2(os.pipe()[1], 1); "
-        "sys.exit(ForkedProcess(lambda: sys.stdout.reconfigure(errors='replace')).wait())"
+        "import os, sys; from shoal.launch.forked_process import ForkedProcess; os.dup2(os.pipe()[1], 1)\n"
+        "def run():\n  assert sys.stdout.write_through\n  sys.stdout.reconfigure(errors='replace')\n"
+        "sys.exit(ForkedProcess(run).wait())"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     with (tmp_path / "out").open("w") as file:
         subprocess.run([sys.executable, "-c", code], stdout=file, env=environment, check=True)

@@ -117,7 +117,7 @@ def _last_words(config: RunConfig) -> str:
 def test_a_resumed_run_goes_on_to_the_bit(pool, corpus, tmp_path):
     """Stopped between an overflow and the next growth; steps are skipped before and after."""
     config = small_config(
-        corpus, {"dp": 2, "zero": 1, "tp": 2, "micro_batch": 4}, model={"layers": 1},
+        corpus, {"dp": 2, "zero": 1, "tp": 2, "micro_batch": 2}, model={"layers": 1},
         train={"precision": "fp16", "steps": 12, "validate_every": 0},
         loss_scale={"initial": 2.0**22, "interval": 3}, checkpoint={"every": 2},
     )

@@ -148,6 +148,8 @@ def load_module(text: str, *, check: bool) -> Subject:
         UsageError: the function does not exist, fails, or returns something else.
     """
     file, _, name = text.rpartition(":")
+    if not file or not name:
+        raise UsageError(f"--module {text}: give FILE.py:FUNCTION")
     try:
         made = execute_file(Path(file), name, f"--module {text}")()
     except UsageError:

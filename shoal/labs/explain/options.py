@@ -13,7 +13,7 @@ class FigureOptions(Section):
     """An explanation that can be drawn."""
 
     out: Path | None = None
-    """Also draw it to this file, .svg."""
+    """Also draw what is explained, to this file: .svg."""
 
 
 class ModelOptions(FigureOptions):

@@ -151,9 +151,9 @@ def _layout(row: Row, known: _Known, software: Software) -> tuple[Layout, float]
         if not (each and count):
             raise Inexpressible("global_batch not stated")
         batch = each * count * dp
-    each = each or known("micro_batch", max(1.0, batch / (dp * count)) if count else 1.0)
     if software.name == "maxtext":  # its `per_device_batch_size` is of each chip, and it accumulates no gradients
         each = batch / dp
+    each = each or known("micro_batch", max(1.0, batch / (dp * count)) if count else 1.0)
     mode = columns.recomputed(row)
     if mode is None:
         raise Inexpressible(f"recompute: {row.get('recompute')}")
@@ -178,8 +178,8 @@ def _tune(run: EstimatedRun, row: Row) -> EstimatedRun:
     batches, virtual = [layout.micro_batch], [layout.virtual_stages or 1]
     if not number(row, "micro_batch") and not number(row, "num_microbatches"):
         batches += [each for each in (2, 4, 8) if run.global_batch % (layout.dp * each) == 0]
-    interleaves = "interleaved-1f1b" in run.software.schedules and layout.schedule == "1f1b" and layout.pp > 1
-    if interleaves and not number(row, "vpp") and layers % layout.pp == 0:
+    interleaves = "interleaved-1f1b" in run.software.schedules and layout.pp > 1 and layers % layout.pp == 0
+    if interleaves and not number(row, "vpp") and not row.get("schedule"):
         virtual += [stages for stages in divisors(layers // layout.pp) if stages > 1]
     found = [run]
     for each, stages in product(batches, virtual):

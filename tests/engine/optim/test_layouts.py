@@ -15,17 +15,17 @@ SPLIT = {"tp": 2, "zero": 1, "micro_batch": 1}
 EXPERTS = {"ep": 4, "etp": 1}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "adafactor": {"dp": 2, "zero": 3, **EXPERTS},
-    "adam8bit": {"cp": 2, "zero": 3, "sequence_parallel": True, "offload": "optimizer"},
+    "adam8bit": {"cp": 2, "ulysses": 2, "zero": 3, "sequence_parallel": True, "offload": "optimizer"},
     "muon": {"cp": 2, "zero": 2, "sequence_parallel": True, "offload": "optimizer", **EXPERTS},
     "radam": {"dp": 2, "sequence_parallel": True, "offload": "optimizer"},
     "sage": {"dp": 2, "overlap": False},
-    "sophia-g": {"cp": 2, "zero": 3, "bucket_mb": 0.004},
+    "sophia-g": {"cp": 2, "cp_order": "striped", "zero": 3, "sequence_parallel": True, "bucket_mb": 0.004},
     "sophia-h": {"dp": 2, "zero": 2, "bucket_mb": 0.004, "recompute": "selective"},
 }
 
 
 @pytest.mark.parametrize("name", sorted(set(RULES) - set(TORCH)))  # other tests of layouts use torch's rules
-def test_any_layout_updates_as_one_device_does(pool: Pool, name: str) -> None:
+def test_a_layout_updates_as_one_device_does(pool: Pool, name: str) -> None:
     """``shoal verify --rule NAME --random N`` draws any layout."""
     parallel = {**SPLIT, **LAYOUTS[name]}
     # Matrices are large enough for states in blocks, and their sizes are odd where tp does not split them.

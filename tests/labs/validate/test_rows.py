@@ -79,7 +79,9 @@ def test_stages_of_a_pipeline_rank_that_are_not_stated_are_the_fastest_that_fit(
     assert tuned.layout.schedule == "interleaved-1f1b" and tuned.layout.virtual_stages in (2, 4)
     assert SoftwareEstimate(tuned).step_seconds < SoftwareEstimate(plain).step_seconds
     assert plain.layout.schedule == "1f1b" and both[0].call["layout"] == tuned.layout
-    assert read_row(row(layout=(2, 1, 4), vpp="", global_batch=2, step_time_s=1), "file").run.layout.schedule == "1f1b"
+    for stated in ({"global_batch": 2}, {"schedule": "1F1B"}):
+        found = read_row(row(layout=(2, 1, 4), vpp="", step_time_s=1, **stated), "file")
+        assert found.run.layout.schedule == "1f1b"
 
 
 @pytest.mark.parametrize(

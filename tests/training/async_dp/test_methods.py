@@ -92,8 +92,8 @@ SAME = {  # sync: (replicas, optimizer, share of masked targets, tp): uneven whe
 }
 
 
-BATCH = {"train": {"global_batch": 12}, "model": {"layers": 1}}  # of 2, 3 or 4 replicas
-MICRO_BATCH = {1: 6, 2: 3, 3: 2, 4: 3}
+BATCH = {"train": {"global_batch": 24}, "model": {"layers": 1}}  # of 1, 2, 3 or 4 replicas, each in two micro-batches
+MICRO_BATCH = {1: 12, 2: 6, 3: 4, 4: 3}
 
 
 @pytest.fixture(scope="module")

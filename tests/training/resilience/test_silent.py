@@ -26,7 +26,7 @@ from tests.trainings.runs import FOUR_RANKS, checkpoints, curve, same_bits, smal
 STEPS = 14
 
 
-TWO_RANKS = {"dp": 2, "zero": 1, "micro_batch": 4}
+TWO_RANKS = {"dp": 2, "zero": 1, "micro_batch": 2}
 
 
 def settings_of(corpus: Path, parallel=TWO_RANKS, every=4, **failover) -> RunConfig:
