@@ -57,6 +57,8 @@ def run(options: SimulateOptions) -> int:
             comm=options.comm, latency=options.latency, reduce=options.reduce, step=options.step,
             memory=options.memory, kept_for_weight=options.kept_for_weight, **sizes, **disturbance,
         )  # fmt: skip
+    if options.out and schedule:
+        write_schedule(options.out, played[0])
     charts = [schedule_chart(one, seconds=options.seconds or bool(options.cluster)) for one in played]
     if options.json_:
         print(dumps({"schedules": list_schedule_values(played)}))
@@ -64,9 +66,7 @@ def run(options: SimulateOptions) -> int:
         show(Console(), charts)
         for line in schedule_lines(played):
             print(line)
-    if options.out and schedule:
-        write_schedule(options.out, played[0])
-    elif options.out:
+    if options.out and not schedule:
         columns = played[0].timeline.columns
         lead = f"{columns.ranks} pipeline ranks, {columns.program.microbatches} micro-batches, simulated."
         write(options.out, charts, title="Pipeline schedules", lead=lead)

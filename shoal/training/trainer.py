@@ -290,6 +290,7 @@ class Trainer:
         )
 
     def _gather_memory(self) -> list[int]:
+        """Return the peak memory of each rank in bytes."""
         each = torch.zeros(self.mesh.layout.world_size, dtype=torch.float64, device=self.mesh.device)
         each[self.mesh.rank] = peak_memory(self.mesh.device)
         return [int(number) for number in to_host(all_reduce(each, self.mesh.group("world")))]

@@ -40,6 +40,9 @@ def test_a_schedule_is_written_and_played_from_its_file(tmp_path: Path, capsys: 
     assert (tmp_path / "mine.csv").read_bytes() == dump_csv(build_program(SCHEDULES["zb-h1"], 3, 6)).encode()
     assert main(writing) == 2, "it may be edited by now"
     assert "mine.csv" in capsys.readouterr().err
+    assert main(["simulate", "--schedule", "terapipe", "--out", str(tmp_path / "other.csv")]) == 2
+    shown = capsys.readouterr()
+    assert not shown.out and "4 slices" in shown.err and not (tmp_path / "other.csv").exists()
     assert main(["simulate", "--csv", str(tmp_path / "mine.csv"), "--compare", "zb-h1"]) == 0
     steps = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("step")).split()[1:]
     assert steps == ["20", "T", "20", "T"]

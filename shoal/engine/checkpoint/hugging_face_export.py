@@ -56,6 +56,7 @@ class HFExport:
         self.units = list(units.values())
 
     def size(self, names: Iterable[str]) -> int:
+        """Return the bytes of parameters."""
         return sum(self._formats[name].itemsize * Box.full(self._saved[name].shape).numel *
                    (1 + len(_copies(name, self._shape))) for name in names)  # fmt: skip
 

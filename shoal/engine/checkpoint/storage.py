@@ -64,6 +64,7 @@ def is_inside_folder(path: AnyPath) -> bool:
 
 
 def size(path: AnyPath) -> int:
+    """Return the size of a file in bytes."""
     try:
         return path.stat().st_size
     except FileNotFoundError:

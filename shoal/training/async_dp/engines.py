@@ -289,6 +289,7 @@ class AsyncEngine(ReplicaEngine):
 
     @property
     def validation_sequences(self) -> int:
+        """Number of samples of a validation: rounded up to full micro-batches."""
         n = self.config.parallel.micro_batch
         return -(-self.config.train.validation_sequences // n) * n
 
