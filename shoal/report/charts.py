@@ -183,7 +183,7 @@ def draw_bars(
     hide_frame(axes)
     axes.margins(x=0.12)
     if len(names) > 1:
-        axes.figure.legend(loc="outside upper left", ncols=3)
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3)  # below a title of the figure
 
 
 def stacked_bars(
