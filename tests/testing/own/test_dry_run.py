@@ -38,13 +38,14 @@ def real(config: RunConfig, shape: ModelShape, steps: int) -> Counted:
 def test_a_dry_rank_does_what_a_rank_does(pool, name, layout, sections):
     config = config_of(name, layout, **sections)
     shape, world = check(config), config.parallel.world_size
-    ranks = pool.run(real, world, config, shape, 4)
+    ranks = pool.run(real, world, config, shape, 12)
     for rank in {0, world - 1} if world == 4 else {world - 1}:  # of each stage, the last has the padding
         here, there = dry_run(config, shape, rank, steps=2, on_cpu=True), ranks[rank]
         assert (here.where, here.parameters, here.held) == (there.where, there.parameters, there.held)
         ours, theirs = here.steps[-1], there.steps[-1]
         assert (ours.flops, ours.sent, ours.calls) == (theirs.flops, theirs.sent, theirs.calls)
-        # Threads of gloo free a tensor with a delay: compare with the least of three steps, without sent activations.
+        # Threads of gloo free a tensor with a delay (on a busy machine in three steps of ten, at random): compare with
+        # the least of the steps, without sent activations.
         # The workspace of oneDNN's recurrent layers is known only with values.
         messages = sum(size for (axis, _), size in ours.sent.items() if axis.startswith("pp"))
         least = min(step.peak for step in there.steps[1:])
