@@ -35,7 +35,8 @@ from shoal.spec.config import RunConfig
 
 @dataclass(frozen=True)
 class OwnCounts:
-    """Counts of one micro-batch on one of the ranks that split the layers, of the model or of a stage of its pipeline.
+    """Counts of one micro-batch on one of the ranks that split the layers: of the model, of a stage of its pipeline, or
+    of a module of its chain.
 
     Attributes:
         parameters: trained elements of the rank.
@@ -56,47 +57,63 @@ class OwnCounts:
         plan: of the operators, if the search splits them.
     """
 
-    parameters: int
-    in_blocks: int
-    frozen: int
-    flops: int
-    saved: int
-    sent: int
-    real: bool = False
-    forward_flops: int = 0
-    message: int = 0
+    parameters: int = 0
+    in_blocks: int = 0
+    blocks: int = 0
+    frozen: int = 0
+    flops: int = 0
+    saved: int = 0
     kept: int = 0
     rebuilt: int = 0
     again: int = 0
     weight_flops: int = 0
     between: int = 0
-    blocks: int = 0
+    sent: int = 0
+    real: bool = False
+    forward_flops: int = 0
+    message: int = 0
     plan: LossPlan | None = None
+
+    @staticmethod
+    def add(counts: Sequence[OwnCounts]) -> OwnCounts:
+        """Return the counts of modules or stages in order, together; each stage has its copy of the buffers."""
+        sums = {name: sum(getattr(each, name) for each in counts) for name in SUMS}
+        return replace(counts[0], **sums, rebuilt=max(each.rebuilt for each in counts))
+
+    def extend(self, two: OwnCounts, samples: int) -> OwnCounts:
+        """Return the counts of some samples, from these of one and those of two."""
+        of_both = {name: (getattr(self, name), getattr(two, name)) for name in GROWING}
+        return replace(self, **{name: a + (samples - 1) * (b - a) for name, (a, b) in of_both.items()})
+
+
+ACTIVE = ("flops", "forward_flops", "saved", "sent", "kept", "again", "weight_flops", "between")
+SUMS = (*ACTIVE, "parameters", "in_blocks", "blocks", "frozen")
+GROWING = (*ACTIVE, "rebuilt", "message")
+"""Counts that add up over modules and stages, and counts that grow with the samples of a micro-batch."""
 
 
 @dataclass(frozen=True)
 class ChainCounts:
-    """Counts of the modules of a chain, each with what runs between it and the next; the first with all before it.
+    """Counts of a chain of modules.
 
     Attributes:
         full: of the model.
         sizes: elements of each trained parameter on the rank.
         in_blocks: names of those that only one module uses.
-        saved, sent, messages, kept, rebuilt, again, weight_flops, between: as in `OwnCounts`, of each module.
+        modules: of each, with what runs between it and the next, the first with all before it; FLOPs and parameters are
+            in ``full`` and ``sizes``.
     """
 
     chain: Chain
     full: OwnCounts
     sizes: dict[str, int]
     in_blocks: frozenset[str]
-    saved: tuple[int, ...]
-    sent: tuple[int, ...]
-    messages: tuple[int, ...]
-    kept: tuple[int, ...]
-    rebuilt: tuple[int, ...]
-    again: tuple[int, ...]
-    weight_flops: tuple[int, ...]
-    between: tuple[int, ...]
+    modules: tuple[OwnCounts, ...]
+
+    @property
+    def work(self) -> Sequence[int]:
+        """FLOPs of the modules, up to a factor."""
+        return self.chain.flops if any(self.chain.flops) else (1,) * len(self.modules)
 
     def assign(self, program: Program, *, sequence_parallel: bool = False) -> list[OwnCounts]:
         """Return the counts of each stage, whose modules are those that training would choose.
@@ -104,22 +121,26 @@ class ChainCounts:
         Raises:
             UsageError: as in `Chain.assign` and `Chain.find_shared`.
         """
-        chain, parts = self.chain, self.chain.assign(program, sequence_parallel=sequence_parallel)
-        chain.find_shared(parts)
-        work = chain.flops if any(chain.flops) else (1,) * len(chain.names)
+        parts = self.chain.assign(program, sequence_parallel=sequence_parallel)
+        self.chain.find_shared(parts)
         found = []
         for part in parts:
-            used = [name for name in self.sizes if chain.uses(name, part)]
-            share = sum(work[i] for i in part) / sum(work)
+            used = [name for name in self.sizes if self.chain.uses(name, part)]
+            share = sum(self.work[i] for i in part) / sum(self.work)
             found.append(replace(
-                self.full, parameters=sum(self.sizes[name] for name in used),
+                OwnCounts.add(self.modules[part.start : part.stop]), parameters=sum(self.sizes[name] for name in used),
                 in_blocks=sum(self.sizes[name] for name in used if name in self.in_blocks), blocks=len(part),
-                flops=round(self.full.flops * share), forward_flops=round(self.full.forward_flops * share),
-                **{name: sum(getattr(self, name)[i] for i in part) for name in (
-                    "saved", "sent", "kept", "again", "weight_flops", "between")},
-                rebuilt=max(self.rebuilt[i] for i in part), message=self.messages[part.start] if part.start else 0,
+                frozen=self.full.frozen, flops=round(self.full.flops * share),
+                forward_flops=round(self.full.forward_flops * share), real=self.full.real,
             ))  # fmt: skip
         return found
+
+    def extend(self, two: ChainCounts, samples: int) -> ChainCounts:
+        """Return the counts of some samples, from these of one and those of two."""
+        modules = zip(self.modules, two.modules, strict=True)
+        return replace(
+            self, full=self.full.extend(two.full, samples), modules=tuple(a.extend(b, samples) for a, b in modules)
+        )
 
 
 def count_own_model(own: OwnModel, config: RunConfig) -> OwnCounts:
@@ -128,8 +149,7 @@ def count_own_model(own: OwnModel, config: RunConfig) -> OwnCounts:
     Raises:
         UsageError: the model or its loss fails.
     """
-    counter, real = _run(own, config, None)
-    return replace(counter.full, real=real)
+    return _run(own, config, None).full
 
 
 def count_chain(own: OwnModel, config: RunConfig) -> ChainCounts:
@@ -140,42 +160,24 @@ def count_chain(own: OwnModel, config: RunConfig) -> ChainCounts:
     """
     policy, seed = POLICIES[config.train.precision], config.train.seed
     chain = find_chain(own, policy, seed, OwnDataset(own, "train", seed).batch(range(config.parallel.micro_batch)))
-    counter, real = _run(own, config, chain)
-    found = (counter.saved, counter.sent, counter.kept, counter.rebuilt, counter.again, counter.weight_flops,
-             counter.between)
-    saved, sent, kept, rebuilt, again, *late = (tuple(of[i] for i in range(len(chain.names))) for of in found)
-    messages = tuple(sum(crossing.bytes for crossing in each) for each in chain.crossings)
+    counter = _run(own, config, chain)
+    messages = [0, *(sum(crossing.bytes for crossing in each) for each in chain.crossings[1:])]
+    modules = tuple(
+        OwnCounts(message=message, **{name: of[i] for name, of in counter.found.items()})
+        for i, message in enumerate(messages)
+    )
     alone = {name for name in counter.sizes if len(chain.parts.get(name, ())) < 2}
     in_blocks = frozenset(name for name in alone if name.startswith(tuple(f"{link}." for link in chain.names)))
-    return ChainCounts(
-        chain, replace(counter.full, real=real), counter.sizes, in_blocks, saved, sent, messages, kept, rebuilt,
-        again, *late,
-    )  # fmt: skip
+    return ChainCounts(chain, counter.full, counter.sizes, in_blocks, modules)
 
 
-def extend(one: OwnCounts | ChainCounts, two: OwnCounts | ChainCounts, samples: int) -> OwnCounts | ChainCounts:
-    """Return the counts of a micro-batch of some samples, from counts of the same kind with one and with two."""
-
-    def along(a: int, b: int) -> int:
-        return a + (samples - 1) * (b - a)
-
-    changed: dict[str, Any] = {}
-    for name in ("full", "flops", "forward_flops", "saved", "sent", "message", "messages", "kept", "rebuilt", "again",
-                 "weight_flops", "between"):
-        if not hasattr(one, name):
-            continue
-        a, b = (getattr(each, name) for each in (one, two))
-        if isinstance(a, OwnCounts):
-            changed[name] = extend(a, b, samples)
-        else:
-            changed[name] = tuple(map(along, a, b)) if isinstance(a, tuple) else along(a, b)
-    return replace(one, **changed)
-
-
-def _run(own: OwnModel, config: RunConfig, chain: Chain | None) -> tuple[_Counter, bool]:
+def _run(own: OwnModel, config: RunConfig, chain: Chain | None) -> _Counter:
     policy, seed = POLICIES[config.train.precision], config.train.seed
     batch = OwnDataset(own, "train", seed).batch(range(config.parallel.micro_batch))
-    return run_first(own, policy, seed, batch, partial(_Counter, own, policy, chain), SplitRanks.alone(config.parallel))
+    count, ranks = partial(_Counter, own, policy, chain), SplitRanks.alone(config.parallel)
+    counter, real = run_first(own, policy, seed, batch, count, ranks)
+    counter.full = replace(counter.full, real=real)
+    return counter
 
 
 class _CountedLate(LateGradients):
@@ -199,14 +201,14 @@ class _Counter:
     """Counts of a module's forward and backward, in total and by the links of a chain.
 
     Attributes:
-        saved, sent: bytes by the index of the link that runs.
+        found: by the name in `OwnCounts` and the index of the link that runs; ``rebuilt`` and ``again`` by the block's,
+            in a chain the link's.
     """
 
     def __init__(self, own: OwnModel, policy: Policy, chain: Chain | None, module: nn.Module, batch: OwnBatch):
         self._at, self._block, self._flops, self._runs = 0, -1, 0, True
-        self.saved, self.sent, self.kept = Counter[int](), Counter[int](), Counter[int]()
-        self.rebuilt, self.again = Counter[int](), Counter[int]()  # by the block's index; in a chain the link's
-        self.weight_flops, self.between = Counter[int](), Counter[int]()
+        names = ("saved", "sent", "kept", "rebuilt", "again", "weight_flops", "between")
+        self.found = {name: Counter[int]() for name in names}
         self._entered: Tensor | None = None
         late = _CountedLate(module) if chain else None
         for i, name in enumerate(chain.names if chain else ()):
@@ -240,8 +242,8 @@ class _Counter:
             parameters=sum(self.sizes.values()), blocks=len(blocks),
             in_blocks=sum(p.numel() for p in trained.values() if id(p) in grouped),
             frozen=sum(x.numel() * x.element_size() for x in untrained), flops=self._counter.get_total_flops(),
-            saved=self.saved.total(), sent=self.sent.total(), forward_flops=forward, kept=self.kept.total(),
-            rebuilt=max(self.rebuilt.values(), default=0), again=self.again.total(),
+            forward_flops=forward, rebuilt=max(self.found["rebuilt"].values(), default=0),
+            **{name: self.found[name].total() for name in ("saved", "sent", "kept", "again")},
         )  # fmt: skip
 
     def _count_late(self, late: _CountedLate, links: dict[nn.Parameter, int]) -> None:
@@ -250,11 +252,11 @@ class _Counter:
         for weight, term, kept in late.found:
             before, link = self._counter.get_total_flops(), max(0, links[weight])
             term(torch.empty_like(weight), True)
-            self.weight_flops[link] += self._counter.get_total_flops() - before
+            self.found["weight_flops"][link] += self._counter.get_total_flops() - before
             for tensor in kept:
                 if _storage(tensor) not in seen:
                     seen.add(_storage(tensor))
-                    self.between[link] += tensor.untyped_storage().nbytes()
+                    self.found["between"][link] += tensor.untyped_storage().nbytes()
 
     def _begin(self, link: int) -> None:
         self._at = link
@@ -263,11 +265,11 @@ class _Counter:
         if _storage(tensor) not in self._seen:
             self._seen.add(_storage(tensor))
             size = tensor.untyped_storage().nbytes()
-            self.saved[self._at] += size
+            self.found["saved"][self._at] += size
             if self._block < 0:
-                self.kept[self._at] += size
+                self.found["kept"][self._at] += size
             else:
-                self.rebuilt[self._block] += size
+                self.found["rebuilt"][self._block] += size
         return tensor
 
     def _enter_block(self, block: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -275,13 +277,13 @@ class _Counter:
             return
         for x in tree_leaves((args, kwargs)):
             if isinstance(x, Tensor) and x.requires_grad:
-                self.kept[self._at] += x.numel() * x.element_size()
+                self.found["kept"][self._at] += x.numel() * x.element_size()
         self._block, self._flops = block, self._counter.get_total_flops()
 
     def _leave_block(self) -> None:
         if not self._runs:
             return
-        self.again[self._block] += self._counter.get_total_flops() - self._flops
+        self.found["again"][self._block] += self._counter.get_total_flops() - self._flops
         self._block = -1
 
     def _enter(self, ranks: SplitRanks, x: Tensor) -> None:
@@ -291,7 +293,7 @@ class _Counter:
 
     def _send(self, x: Tensor, times: float = 1) -> None:
         """Count a sum over ranks: of the output of a layer split by input, or the gradient of the input of others."""
-        self.sent[self._at] += int(x.numel() * x.element_size() * times)
+        self.found["sent"][self._at] += int(x.numel() * x.element_size() * times)
 
 
 def _storage(tensor: Tensor) -> int:

@@ -18,19 +18,17 @@ from shoal.pipeline.from_layout import build_layout_program
 from shoal.pipeline.program import Program
 from shoal.pipeline.simulator import ActionTimes, MessageTimes, Timeline, simulate
 from shoal.planning.auto.own_loss import is_planned, plan_loss
-from shoal.planning.cost.memory.optimizer_state import STATES
+from shoal.planning.cost.memory.optimizer_state import least
 from shoal.planning.cost.memory.stage import device_capacity, library_bytes
 from shoal.planning.cost.time.communication import axis_extent, ring_group
 from shoal.planning.cost.time.engine_layer import attained, product_rate
 from shoal.planning.own_counts import ChainCounts, OwnCounts, count_chain, count_own_model
+from shoal.planning.run import KINDS
 from shoal.spec.catalog.calibration import cluster_calibration
 from shoal.spec.catalog.clusters import Cluster
 from shoal.spec.catalog.clusters import cluster as cluster_of
 from shoal.spec.config import RunConfig
 from shoal.spec.layout import Layout
-
-OTHER_STATES = {"muon": 1.0, "adafactor": 0.0, "adam8bit": 0.5}
-"""States per parameter of other optimizers of shoal, about, for matrices."""
 
 
 @dataclass(frozen=True)
@@ -135,9 +133,9 @@ def estimate_own_model(
     stages = [counts] if isinstance(counts, OwnCounts) else counts.assign(
         program, sequence_parallel=layout.sequence_parallel)
     stages = [_recompute(each) if layout.recompute == "full" else replace(each, rebuilt=0) for each in stages]
-    ranks = [_add([stages[i] for i in program.rank_stages(rank)]) for rank in range(program.ranks)]
+    ranks = [OwnCounts.add([stages[i] for i in program.rank_stages(rank)]) for rank in range(program.ranks)]
 
-    rate, split = product_rate(found, name_format(policy)), ring_group(links, *axis_extent(layout, "tp"))
+    rate, split = product_rate(found, KINDS[policy.formats.compute.name]), ring_group(links, *axis_extent(layout, "tp"))
     sums = [split.all_reduce(each.sent) if layout.tp > 1 else 0.0 for each in stages]
     timeline = _simulate(layout, links, program, stages, sums, rate)
     kept = timeline.peak_bytes(*(np.array([getattr(s, of) for s in stages], float) for of in ("saved", "between")))
@@ -162,11 +160,6 @@ def estimate_own_model(
     )  # fmt: skip
 
 
-def name_format(policy: Policy) -> str:
-    """Return the name that rates of products have for the format of a policy."""
-    return {"bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}.get(policy.formats.compute.name, "fp32")
-
-
 def _check(config: RunConfig, cluster: Cluster) -> None:
     layout, batch = config.parallel, config.train.global_batch
     if layout.offload != "none":
@@ -186,16 +179,6 @@ def _check(config: RunConfig, cluster: Cluster) -> None:
 def _recompute(stage: OwnCounts) -> OwnCounts:
     """Return the counts of a stage whose blocks are computed again in backward, with their sums over ranks."""
     return replace(stage, saved=stage.kept, flops=stage.flops + stage.again, sent=stage.sent * 3 // 2)
-
-
-def _add(stages: Sequence[OwnCounts]) -> OwnCounts:
-    """Return the counts of a rank, from its stages; each has its copy of the buffers."""
-    first, *others = stages
-    totals = {
-        name: sum(getattr(each, name) for each in stages)
-        for name in ("parameters", "in_blocks", "blocks", "frozen", "flops", "saved", "sent", "forward_flops")
-    }
-    return replace(first, **totals, rebuilt=max(each.rebuilt for each in stages)) if others else first
 
 
 def _simulate(
@@ -229,10 +212,10 @@ def _count_memory(
     shards = layout.shards if layout.zero else 1
     storage, compute, reduce = policy.storage.itemsize, policy.compute.itemsize, policy.reduce.itemsize
     p, shard = rank.parameters, -(-rank.parameters // shards)
-    states = count_states(own.make_optimizer, config.optimizer) if own.make_optimizer else None
-    if states is None:
-        name = config.optimizer.name
-        states = STATES[name] if name in STATES else OTHER_STATES[name]
+    if own.make_optimizer:
+        states = count_states(own.make_optimizer, config.optimizer) * policy.state.itemsize
+    else:
+        states = least(config.optimizer.name, policy.state.itemsize)  # of matrices
     full = p * compute if layout.zero < 3 else 0
     master = shard * storage if layout.zero == 3 or storage != compute else 0
     copies = (shard if layout.zero == 3 else p) * compute * (versions - (layout.zero == 3)) if versions > 1 else 0
@@ -240,7 +223,7 @@ def _count_memory(
     ahead = rank.in_blocks * min(1 + layout.prefetch, blocks) // blocks
     return {
         "weights": full + master + copies, "gradients": (p if layout.zero < 2 else shard) * reduce,
-        "optimizer": int(shard * states * policy.state.itemsize), "activations": saved,
+        "optimizer": int(shard * states), "activations": saved,
         "gathered": (p - rank.in_blocks + ahead) * compute if layout.zero == 3 else 0, "buffers": rank.frozen,
         "libraries": int(library_bytes(cluster, cluster_calibration(cluster))),
     }

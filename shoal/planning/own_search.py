@@ -1,4 +1,4 @@
-"""The fastest layout of a model of one's own that fits, by its estimates."""
+"""The fastest layout of a model of one's own that fits, by its estimates, and PipeDream's partition of its modules."""
 
 from __future__ import annotations
 
@@ -17,9 +17,13 @@ from shoal.engine.own.samples import OwnDataset
 from shoal.engine.own.tensor.layers import SplitRanks
 from shoal.engine.own.tensor.table import apply_table
 from shoal.engine.precision.policy import POLICIES
+from shoal.pipeline.partition import PipeDreamPartition, pipedream_partition
 from shoal.planning.auto.own_loss import plan_loss
-from shoal.planning.own_counts import ChainCounts, OwnCounts, count_chain, count_own_model, extend
+from shoal.planning.cost.time.communication import ring_group
+from shoal.planning.cost.time.engine_layer import attained, product_rate
+from shoal.planning.own_counts import ChainCounts, OwnCounts, count_chain, count_own_model
 from shoal.planning.own_estimate import OwnEstimate, estimate_own_model
+from shoal.planning.run import KINDS
 from shoal.spec.catalog.clusters import Cluster
 from shoal.spec.catalog.clusters import cluster as cluster_of
 from shoal.spec.config import RunConfig
@@ -123,7 +127,7 @@ def _count(
                 continue
             raise
         for layout in layouts:
-            counts = extend(one, two[0], layout.micro_batch) if two else one
+            counts = one.extend(two[0], layout.micro_batch) if two else one
             if isinstance(counts, ChainCounts) and layout.pp > len(counts.chain.names):
                 continue
             of = counts.full if isinstance(counts, ChainCounts) and layout.pp == 1 else counts
@@ -185,3 +189,31 @@ def _splits(own: OwnModel, tp: int) -> bool:
     except UsageError:  # no table, or sizes that it does not divide
         return False
     return True
+
+
+def partition_own_model(config: RunConfig, cluster: str) -> tuple[PipeDreamPartition, tuple[str, ...]]:
+    """Return PipeDream's partition of the modules of a pipeline over a cluster, and their names.
+
+    A module's time is its FLOPs at the rate that large products attain, as in estimates.
+
+    Raises:
+        UsageError: there is no pipeline, the model or its first batch fails, or the cluster is not known.
+    """
+    config = config.model_copy(update={"parallel": Layout(micro_batch=config.parallel.micro_batch)})
+    check_own_model(config)
+    own, policy, found = load_own_model(config.model.module), POLICIES[config.train.precision], cluster_of(cluster)
+    if not own.pipeline:
+        raise UsageError("Run.partition: its OwnModel has no pipeline.\n  Give the names of modules that run one after "
+                         "the other.")
+    counts = count_chain(own, config)
+    rate, links = product_rate(found, KINDS[policy.formats.compute.name]), attained(found)
+    weights = [0.0] * len(counts.modules)
+    for name, size in counts.sizes.items():
+        weights[max(0, *counts.chain.parts.get(name, (0,)))] += size * policy.reduce.itemsize
+    inside, nodes = min(found.size, found.per_node), found.size // min(found.size, found.per_node)
+    levels = [(inside, ring_group(links, inside).bandwidth)]
+    if nodes > 1:
+        levels.append((nodes, ring_group(links, nodes, inside).bandwidth))
+    seconds = [counts.full.flops * each / sum(counts.work) / rate for each in counts.work]
+    messages = [*(each.message for each in counts.modules[1:]), 0]
+    return pipedream_partition(seconds, weights, messages, levels), counts.chain.names

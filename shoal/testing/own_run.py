@@ -22,8 +22,7 @@ from shoal.launch.train import train
 from shoal.pipeline.partition import PipeDreamPartition
 from shoal.planning.auto.own_loss import with_plan
 from shoal.planning.own_estimate import OwnEstimate, estimate_own_model
-from shoal.planning.own_partition import partition_own_model
-from shoal.planning.own_search import plan_own_model
+from shoal.planning.own_search import partition_own_model, plan_own_model
 from shoal.spec.config import RUN_FILE, OptimizerConfig, RunConfig, build_config, load_config
 from shoal.spec.layout import Layout
 from shoal.testing.own_dry_run import OwnDryRun, dry_run_own_model
