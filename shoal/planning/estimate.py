@@ -48,15 +48,10 @@ def find_width(kind: Kind, run: EstimatedRun) -> float:
 
 
 class StepEstimate(ABC):
-    """Estimated time and memory of a run's step, by any software.
+    """Estimated time and memory of a run's step, by any software."""
 
-    Attributes:
-        run: the run.
-        capacity: bytes of a device that a process can use.
-    """
-
-    run: EstimatedRun
-    capacity: float
+    run: EstimatedRun  # the run
+    capacity: float  # bytes of a device that a process can use
 
     @property
     @abstractmethod

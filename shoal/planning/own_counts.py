@@ -94,20 +94,14 @@ GROWING = (*ACTIVE, "rebuilt", "message")
 
 @dataclass(frozen=True)
 class ChainCounts:
-    """Counts of a chain of modules.
-
-    Attributes:
-        full: of the model.
-        sizes: elements of each trained parameter on the rank.
-        in_blocks: names of those that only one module uses.
-        modules: of each, with what runs between it and the next, the first with all before it; FLOPs and parameters are
-            in ``full`` and ``sizes``.
-    """
+    """Counts of a chain of modules."""
 
     chain: Chain
-    full: OwnCounts
-    sizes: dict[str, int]
-    in_blocks: frozenset[str]
+    full: OwnCounts  # of the model
+    sizes: dict[str, int]  # elements of each trained parameter on the rank
+    in_blocks: frozenset[str]  # names of those that only one module uses
+    # of each, with what runs between it and the next, the first with all before it; FLOPs and parameters are in `full`
+    # and `sizes`
     modules: tuple[OwnCounts, ...]
 
     @property

@@ -67,34 +67,21 @@ Say = Callable[[float, str], None]
 
 @dataclass(frozen=True)
 class CoreMeasurements:
-    """Median times of a core [s]: CPU time of what a rank does by itself, wall time of what ranks do together.
+    """Median times of a core [s]: CPU time of what a rank does by itself, wall time of what ranks do together."""
 
-    Attributes:
-        cores: ranks that computed at the same time.
-        usable: cores available to ranks, which may be more.
-        products: by (format, m, k, n).
-        attention: by (heads, s, d), forward and backward.
-        models: by (layers, hidden, tokens), forward and backward of `build_model_shape`.
-        forwards: the same, forward only.
-        again: by `AGAIN`, forward and backward with attention's core recomputed.
-        copy: of `COPIED` float32 numbers.
-        update: of `UPDATED` parameters by AdamW, with the norm of their gradients.
-        waits: relative slowdown of some milliseconds of work if all ranks then wait for the last.
-        reduces: by (ranks, bytes).
-        split: by (key of `SPLIT`, layers, hidden, tokens), forward and backward on two ranks.
-    """
-
-    cores: int
-    usable: int
-    products: dict[tuple[str, int, int, int], float]
-    attention: dict[tuple[int, int, int], float]
+    cores: int  # ranks that computed at the same time
+    usable: int  # cores available to ranks, which may be more
+    products: dict[tuple[str, int, int, int], float]  # by (format, m, k, n)
+    attention: dict[tuple[int, int, int], float]  # by (heads, s, d), forward and backward
+    # by (layers, hidden, tokens), forward and backward of `build_model_shape`
     models: dict[tuple[int, int, int], float]
-    forwards: dict[tuple[int, int, int], float]
-    again: dict[tuple[int, int, int], float]
-    copy: float
-    update: float
-    waits: float
-    reduces: dict[tuple[int, int], float]
+    forwards: dict[tuple[int, int, int], float]  # the same, forward only
+    again: dict[tuple[int, int, int], float]  # by `AGAIN`, forward and backward with attention's core recomputed
+    copy: float  # of `COPIED` float32 numbers
+    update: float  # of `UPDATED` parameters by AdamW, with the norm of their gradients
+    waits: float  # relative slowdown of some milliseconds of work if all ranks then wait for the last
+    reduces: dict[tuple[int, int], float]  # by (ranks, bytes)
+    # by (key of `SPLIT`, layers, hidden, tokens), forward and backward on two ranks
     split: dict[tuple[str, int, int, int], float]
 
 

@@ -78,20 +78,16 @@ def leave_out(points: Sequence[Point], constants: Calibration, groups: np.ndarra
 
 
 class Coverage(NamedTuple):
-    """Errors of what was left out of a fit, and how many of them the 80 % intervals hold.
+    """Errors of what was left out of a fit, and how many of them the 80 % intervals hold."""
 
-    Attributes:
-        rows, groups: number of measurements, and of models, clusters or software.
-        median, ninetieth: quantiles of the absolute error.
-        bias: median of the signed error.
-        inside, inside_groups: fraction of the measurements inside their interval, and the mean of this over the groups.
-    """
-
+    # rows, groups: number of measurements, and of models, clusters or software
     rows: int
     groups: int
+    # median, ninetieth: quantiles of the absolute error
     median: float
     ninetieth: float
-    bias: float
+    bias: float  # median of the signed error
+    # inside, inside_groups: fraction of the measurements inside their interval, and the mean of this over the groups
     inside: float
     inside_groups: float
 

@@ -31,25 +31,16 @@ NOTE = re.compile(r"bubble rate \(Table 5\)=([\d.]+); profiled TF/TB/TW/Tcomm ms
 
 @dataclass(frozen=True)
 class PrintedBubble:
-    """One printed bubble rate.
+    """One printed bubble rate."""
 
-    Attributes:
-        row: id of the row.
-        method: the paper's name of the schedule.
-        virtual: stages of a rank.
-        times: T_F, T_B, T_W of all stages of a rank and T_comm of a message [ms].
-        bubble: the printed rate of the slowest rank.
-        kept: M_W / M_B, the part of the activations that is live between the halves of a backward.
-    """
-
-    row: str
-    method: str
+    row: str  # id of the row
+    method: str  # the paper's name of the schedule
     ranks: int
     microbatches: int
-    virtual: int
-    times: tuple[float, ...]
-    bubble: float
-    kept: float = 1.0
+    virtual: int  # stages of a rank
+    times: tuple[float, ...]  # T_F, T_B, T_W of all stages of a rank and T_comm of a message [ms]
+    bubble: float  # the printed rate of the slowest rank
+    kept: float = 1.0  # M_W / M_B, the part of the activations that is live between the halves of a backward
 
 
 def read_printed(folder: Path) -> list[PrintedBubble]:

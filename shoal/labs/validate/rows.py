@@ -41,32 +41,22 @@ class Inexpressible(Exception):
 
 @dataclass(frozen=True)
 class Point:
-    """One published point, as input of the cost model.
+    """One published point, as input of the cost model."""
 
-    Attributes:
-        row: id of the row.
-        file, model, quality: as published.
-        gpus: number of accelerators.
-        call: arguments of `shoal.estimate`.
-        run: the run that it estimates.
-        seconds, bytes: measurements, if any.
-        memory_kind: allocated, reserved, first (reserved on the first rank) or process; empty without bytes.
-        oom: whether it ran out of memory.
-        assumed: columns that were not published.
-    """
-
-    row: str
+    row: str  # id of the row
+    # file, model, quality: as published
     file: str
     model: str
     quality: str
-    gpus: int
-    call: dict[str, Any]
-    run: EstimatedRun
+    gpus: int  # number of accelerators
+    call: dict[str, Any]  # arguments of `shoal.estimate`
+    run: EstimatedRun  # the run that it estimates
+    # seconds, bytes: measurements, if any
     seconds: float | None
     bytes: float | None
-    memory_kind: str
-    oom: bool
-    assumed: tuple[str, ...] = ()
+    memory_kind: str  # allocated, reserved, first (reserved on the first rank) or process; empty without bytes
+    oom: bool  # whether it ran out of memory
+    assumed: tuple[str, ...] = ()  # columns that were not published
 
 
 def read_row(row: Row, file: str) -> Point:

@@ -25,20 +25,14 @@ NEAR = 1.05  # times the best measured time: a good prediction of the best
 
 @dataclass(frozen=True)
 class Errors:
-    """Relative errors of estimates.
+    """Relative errors of estimates."""
 
-    Attributes:
-        rows: number of measurements.
-        median, ninetieth: quantiles of the absolute error.
-        bias: median of the signed error.
-        inside: fraction of the measurements inside the 80 % interval.
-    """
-
-    rows: int
+    rows: int  # number of measurements
+    # median, ninetieth: quantiles of the absolute error
     median: float = float("nan")
     ninetieth: float = float("nan")
-    bias: float = float("nan")
-    inside: float = float("nan")
+    bias: float = float("nan")  # median of the signed error
+    inside: float = float("nan")  # fraction of the measurements inside the 80 % interval
 
     @classmethod
     def measure(cls, estimate: np.ndarray, measured: np.ndarray, spread: np.ndarray) -> Errors:
@@ -64,18 +58,14 @@ class Errors:
 
 @dataclass(frozen=True)
 class Scored:
-    """Points with their estimates.
-
-    Attributes:
-        seconds, bytes: estimates.
-        part: needed fraction of the accelerator's memory; above 1 the run does not fit.
-        time_spread, memory_spread: half of the 80 % intervals, of the logarithm.
-    """
+    """Points with their estimates."""
 
     points: Sequence[Point]
+    # seconds, bytes: estimates
     seconds: np.ndarray
     bytes: np.ndarray
-    part: np.ndarray
+    part: np.ndarray  # needed fraction of the accelerator's memory; above 1 the run does not fit
+    # time_spread, memory_spread: half of the 80 % intervals, of the logarithm
     time_spread: np.ndarray
     memory_spread: np.ndarray
 

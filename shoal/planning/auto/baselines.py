@@ -26,14 +26,12 @@ class Pin:
 
     Attributes:
         kept, state: the shardings in which it, and its optimizer state, may be kept.
-        used: the one in which it is multiplied.
-        gradient: whether its gradient is made in the sharding ``used``; else in any.
     """
 
     kept: frozenset[Sharding]
-    used: Sharding
+    used: Sharding  # the one in which it is multiplied
     state: frozenset[Sharding]
-    gradient: bool
+    gradient: bool  # whether its gradient is made in the sharding `used`; else in any
 
 
 def restrict_to_baselines(

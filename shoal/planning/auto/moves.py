@@ -61,15 +61,11 @@ class Path:
 
 @dataclass
 class MoveSearch:
-    """Finds and prices moves.
-
-    Attributes:
-        itemsize: bytes of an element.
-    """
+    """Finds and prices moves."""
 
     mesh: NamedMesh
     sizes: Sizes
-    itemsize: int
+    itemsize: int  # bytes of an element
     network: Network
     _next: dict[Sharding, list[Move]] = field(default_factory=dict)
 

@@ -95,17 +95,12 @@ def plan_loss(own: OwnModel, config: RunConfig, cluster: Cluster) -> OwnCounts:
 
 @dataclass
 class _Captured:
-    """What is known of a loss beside its graph.
+    """What is known of a loss beside its graph."""
 
-    Attributes:
-        leaves: of the batch.
-        returned: of the loss, the terms, and each metric's sum and terms: a number, or None for a tensor.
-        buffers: names of the buffers of the module.
-    """
-
-    leaves: list[Any]
+    leaves: list[Any]  # of the batch
     spec: TreeSpec
-    buffers: frozenset[str]
+    buffers: frozenset[str]  # names of the buffers of the module
+    # of the loss, the terms, and each metric's sum and terms: a number, or None for a tensor
     returned: tuple[Any, ...] = ()
     metrics: tuple[str, ...] = ()
 

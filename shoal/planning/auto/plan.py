@@ -15,30 +15,21 @@ from shoal.spec.layout import Layout
 
 
 class Baseline(NamedTuple):
-    """A split that people write by hand.
-
-    Attributes:
-        plan: the best one; None if it does not fit.
-        layout: of `shoal train` for shoal's own models; None if it has none.
-        proven: of a missing plan, whether it is known not to fit; False if the time limit ended the search.
-    """
+    """A split that people write by hand."""
 
     name: str
-    plan: ShardingPlan | None
-    layout: Layout | None
-    proven: bool = True
+    plan: ShardingPlan | None  # the best one; None if it does not fit
+    layout: Layout | None  # of `shoal train` for shoal's own models; None if it has none
+    proven: bool = True  # of a missing plan, whether it is known not to fit; False if the time limit ended the search
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """A pipeline stage, or a full module as the only stage.
-
-    Attributes:
-        sends: its outputs, to later stages or of the module: (node of the forward pass, operator of the plan's graph).
-    """
+    """A pipeline stage, or a full module as the only stage."""
 
     rank: int  # its first device
     plan: ShardingPlan
+    # its outputs, to later stages or of the module: (node of the forward pass, operator of the plan's graph)
     sends: tuple[tuple[str, str], ...]
 
 

@@ -43,38 +43,26 @@ class OperatorPlan(NamedTuple):
 
 
 class StagedPlan(NamedTuple):
-    """A module cut into pipeline stages, each split over a part of the cluster.
-
-    Attributes:
-        assigned: the layers and the part of the cluster of each stage.
-        layers: number of clusters of operators, of which stages are made.
-        seconds: of a step.
-        single_seconds: of a step without stages; infinite if that does not fit.
-    """
+    """A module cut into pipeline stages, each split over a part of the cluster."""
 
     stages: list[StagePlan]
-    assigned: tuple[AssignedStage, ...]
-    layers: int
-    seconds: float
-    single_seconds: float
+    assigned: tuple[AssignedStage, ...]  # the layers and the part of the cluster of each stage
+    layers: int  # number of clusters of operators, of which stages are made
+    seconds: float  # of a step
+    single_seconds: float  # of a step without stages; infinite if that does not fit
     machine: Cluster
 
 
 @dataclass(frozen=True)
 class Target:
-    """The hardware and the training step that a module is planned for.
-
-    Attributes:
-        in_place: whether the optimizer states of a weight have to be split as it is, beside ``shards``.
-        shards: replicas of the plan's devices over which ZeRO splits the states of each block.
-    """
+    """The hardware and the training step that a module is planned for."""
 
     cluster: Cluster
     formats: Formats
     microbatches: int  # per step
     capacity: float  # of a device [bytes]
-    in_place: bool = False
-    shards: int = 1
+    in_place: bool = False  # whether the optimizer states of a weight have to be split as it is, beside `shards`
+    shards: int = 1  # replicas of the plan's devices over which ZeRO splits the states of each block
 
     def builder(self, graph: OperatorGraph, mesh: NamedMesh) -> Builder:
         prices = Prices.on(self.cluster, mesh, self.formats)
@@ -146,15 +134,11 @@ def check_outputs(stageless: Iterable[Node]) -> None:
 
 @dataclass
 class StageSearch:
-    """Stages made of layers, each with its own best sharding.
-
-    Attributes:
-        proven: False if the time limit ended a search that had found no solution.
-    """
+    """Stages made of layers, each with its own best sharding."""
 
     layers: Layers
     target: Target
-    proven: bool = True
+    proven: bool = True  # False if the time limit ended a search that had found no solution
     _known: dict[tuple, float] = field(default_factory=dict)
 
     def cost(self, first: int, last: int, part: Part, left: int) -> float:

@@ -20,18 +20,13 @@ ALIGN = 64  # elements: shards are rounded up to multiples of this (`shoal.engin
 
 
 class Members(NamedTuple):
-    """Parameters of one unit that share a bucket, with their totals.
+    """Parameters of one unit that share a bucket, with their totals."""
 
-    Attributes:
-        held: the parameters.
-        allocated, elements: total elements with and without padding.
-        expert: True if they are expert parameters; a bucket does not mix both.
-    """
-
-    held: tuple[LocalParameter, ...]
+    held: tuple[LocalParameter, ...]  # the parameters
+    # allocated, elements: total elements with and without padding
     allocated: int
     elements: int
-    expert: bool
+    expert: bool  # True if they are expert parameters; a bucket does not mix both
 
     @staticmethod
     def build(held: Iterable[LocalParameter]) -> Members:
@@ -61,23 +56,14 @@ class Size(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """The buckets of a stage. Buckets of equal size are of one kind.
+    """The buckets of a stage. Buckets of equal size are of one kind."""
 
-    Attributes:
-        buckets: buckets in the order in which the forward uses their parameters.
-        kind: kind of each bucket.
-        sizes: size of each kind.
-        counts: buckets of each kind.
-        of_unit: for each unit, the numbers of the buckets of its own parameters.
-        used: for each unit, the buckets it needs: the model's end may need the embedding's bucket.
-    """
-
-    buckets: list[Bucket]
-    kind: list[int]
-    sizes: list[Size]
-    counts: list[int]
-    of_unit: list[tuple[int, ...]]
-    used: list[tuple[int, ...]]
+    buckets: list[Bucket]  # buckets in the order in which the forward uses their parameters
+    kind: list[int]  # kind of each bucket
+    sizes: list[Size]  # size of each kind
+    counts: list[int]  # buckets of each kind
+    of_unit: list[tuple[int, ...]]  # for each unit, the numbers of the buckets of its own parameters
+    used: list[tuple[int, ...]]  # for each unit, the buckets it needs: the model's end may need the embedding's bucket
 
 
 def fill_buckets(shape: ModelShape, layout: Layout, part: StagePart, itemsize: int, *index: int) -> Filled:

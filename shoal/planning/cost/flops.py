@@ -15,17 +15,11 @@ from shoal.spec.layout import Recompute
 
 
 class LayerFlops(NamedTuple):
-    """FLOPs of one token's forward through one layer; the mean over all tokens if only some pass through it.
+    """FLOPs of one token's forward through one layer; the mean over all tokens if only some pass through it."""
 
-    Attributes:
-        projections: attention's q, k, v and output products.
-        core: q k^T and the product with v, counted in full (not halved for causality), or with the window.
-        mlp: the feed-forward block, or the experts of a token and the routers.
-    """
-
-    projections: int
-    core: int
-    mlp: int
+    projections: int  # attention's q, k, v and output products
+    core: int  # q k^T and the product with v, counted in full (not halved for causality), or with the window
+    mlp: int  # the feed-forward block, or the experts of a token and the routers
 
     @property
     def forward(self) -> int:

@@ -24,16 +24,11 @@ class EightBits(NamedTuple):
 
     Backward saves the one-byte codes of the transposed input, and their scales
     (`shoal.engine.parallel.float8_product`).
-
-    Attributes:
-        per_tensor: one scale per input tensor; otherwise one per feature.
-        block: tokens that share a feature's scale; 0 for all tokens.
-        keep: patterns of the linear layers that stay in higher precision.
     """
 
-    per_tensor: bool
-    block: int
-    keep: tuple[str, ...] = ()
+    per_tensor: bool  # one scale per input tensor; otherwise one per feature
+    block: int  # tokens that share a feature's scale; 0 for all tokens
+    keep: tuple[str, ...] = ()  # patterns of the linear layers that stay in higher precision
 
     @staticmethod
     def from_formats(formats: Formats, config: Float8Config) -> EightBits | None:
@@ -58,49 +53,30 @@ class EightBits(NamedTuple):
 
 
 class RoutedRows(NamedTuple):
-    """Rows of one micro-batch in one expert layer on one rank, with even routing and no dropped tokens.
+    """Rows of one micro-batch in one expert layer on one rank, with even routing and no dropped tokens."""
 
-    Attributes:
-        own: tokens that the rank routes, from its part of each sequence.
-        sent: rows that it sends to experts on any rank, itself included.
-        computed: rows that its experts compute.
-        away: sent rows for other ranks of ep; equally many arrive.
-        gathered: rows in ``computed`` that come from other ranks of etp.
-    """
-
-    own: int
-    sent: int
-    computed: int
-    away: float
-    gathered: int
+    own: int  # tokens that the rank routes, from its part of each sequence
+    sent: int  # rows that it sends to experts on any rank, itself included
+    computed: int  # rows that its experts compute
+    away: float  # sent rows for other ranks of ep; equally many arrive
+    gathered: int  # rows in `computed` that come from other ranks of etp
 
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Properties that determine the activations of one micro-batch on one rank.
+    """Properties that determine the activations of one micro-batch on one rank."""
 
-    Attributes:
-        shape: the model.
-        layout: only tp, tp_x, sequence_parallel, cp, ulysses, ep, etp, micro_batch and recompute are read.
-        s: tokens of the full sequence.
-        itemsize: bytes of the compute dtype.
-        kernel: attention kernel.
-        masked: attention stays inside documents.
-        by_lengths: it takes their lengths and the window instead of a mask, except of chosen tokens.
-        fused: operators are fused, as on CUDA (`shoal.engine.kernels`): RMSNorm keeps no copies in fp32, SwiGLU no
-            silu(gate), the loss no probabilities in fp32, and weight gradients are accumulated without temporaries.
-        eight: which of the layers' products are in 8 bits, if any, and how.
-    """
-
-    shape: ModelShape
-    layout: Layout
-    s: int
-    itemsize: int = 2
-    kernel: Kernel = "sdpa"
-    masked: bool = False
+    shape: ModelShape  # the model
+    layout: Layout  # only tp, tp_x, sequence_parallel, cp, ulysses, ep, etp, micro_batch and recompute are read
+    s: int  # tokens of the full sequence
+    itemsize: int = 2  # bytes of the compute dtype
+    kernel: Kernel = "sdpa"  # attention kernel
+    masked: bool = False  # attention stays inside documents
+    # operators are fused, as on CUDA (`shoal.engine.kernels`): RMSNorm keeps no copies in fp32, SwiGLU no silu(gate),
+    # the loss no probabilities in fp32, and weight gradients are accumulated without temporaries
     fused: bool = True
-    eight: EightBits | None = None
-    by_lengths: bool = False
+    eight: EightBits | None = None  # which of the layers' products are in 8 bits, if any, and how
+    by_lengths: bool = False  # it takes their lengths and the window instead of a mask, except of chosen tokens
 
     @cached_property
     def counted(self) -> dict[tuple, Any]:

@@ -17,18 +17,13 @@ from shoal.spec.layout import Layout
 
 
 class StagePart(NamedTuple):
-    """The part of a model on one pipeline stage.
+    """The part of a model on one pipeline stage."""
 
-    Attributes:
-        layers: layer numbers.
-        first, last: True if it has the embedding, or the final norm and the head.
-        shared: True if the embedding is shared with another stage.
-    """
-
-    layers: Sequence[int]
+    layers: Sequence[int]  # layer numbers
+    # first, last: True if it has the embedding, or the final norm and the head
     first: bool = True
     last: bool = True
-    shared: bool = False
+    shared: bool = False  # True if the embedding is shared with another stage
 
 
 def stage_parts(shape: ModelShape, program: Program) -> list[StagePart]:
@@ -46,27 +41,16 @@ def rank_parts(shape: ModelShape, program: Program, pp_index: int) -> list[Stage
 
 
 class LocalParameter(NamedTuple):
-    """One parameter on one rank.
+    """One parameter on one rank."""
 
-    Attributes:
-        name: name in the model.
-        global_shape: shape of the unsharded parameter.
-        box: local part.
-        allocated: elements, padding included.
-        partial: the mesh axis over which its gradient is a partial sum, if any.
-        copies: number of tensor-parallel ranks with the same part.
-        alone: it has its own bucket.
-        expert: it is distributed over ranks like experts.
-    """
-
-    name: str
-    global_shape: tuple[int, ...]
-    box: Box
-    allocated: int
-    partial: str = ""
-    copies: int = 1
-    alone: bool = False
-    expert: bool = False
+    name: str  # name in the model
+    global_shape: tuple[int, ...]  # shape of the unsharded parameter
+    box: Box  # local part
+    allocated: int  # elements, padding included
+    partial: str = ""  # the mesh axis over which its gradient is a partial sum, if any
+    copies: int = 1  # number of tensor-parallel ranks with the same part
+    alone: bool = False  # it has its own bucket
+    expert: bool = False  # it is distributed over ranks like experts
 
 
 Unit = list[LocalParameter]

@@ -33,15 +33,10 @@ EqualRanks = tuple[list[StagePart], list[Alive]]
 
 
 class Order(NamedTuple):
-    """Properties of a schedule that bounds need.
+    """Properties of a schedule that bounds need."""
 
-    Attributes:
-        full_backwards: backwards are not split: a gradient is sent after the weight gradients, too.
-        limited: rank r of p keeps p - r micro-batches in flight, as in 1F1B.
-    """
-
-    full_backwards: bool
-    limited: bool
+    full_backwards: bool  # backwards are not split: a gradient is sent after the weight gradients, too
+    limited: bool  # rank r of p keeps p - r micro-batches in flight, as in 1F1B
 
 
 Ends = tuple[np.ndarray, np.ndarray]
@@ -195,51 +190,30 @@ class Outline:
 
 
 class WorkItem(NamedTuple):
-    """Layouts with the same FLOPs on each rank.
+    """Layouts with the same FLOPs on each rank."""
 
-    Attributes:
-        degrees: dp, tp, cp, ulysses, ep, etp, pp.
-        way: the micro-batch, how it is split and what is recomputed.
-        microbatches: micro-batches of each replica.
-        plain: its stages, without ZeRO.
-        complexity: of its mesh (`shoal.planning.search.kinds`).
-    """
-
-    degrees: Fields
-    way: Fields
-    microbatches: int
-    plain: StagePrices
-    complexity: int
+    degrees: Fields  # dp, tp, cp, ulysses, ep, etp, pp
+    way: Fields  # the micro-batch, how it is split and what is recomputed
+    microbatches: int  # micro-batches of each replica
+    plain: StagePrices  # its stages, without ZeRO
+    complexity: int  # of its mesh (`shoal.planning.search.kinds`)
 
 
 class Pipe(NamedTuple):
-    """A pipeline schedule with a split of the layers.
+    """A pipeline schedule with a split of the layers."""
 
-    Attributes:
-        fields: the schedule, and stages on each rank.
-        split: layers of the stages.
-        outline: outline, shared by all pipelines with equal stage placement.
-        order: properties of the schedule that bounds need.
-        complexity: of the schedule and the split.
-    """
-
-    fields: Fields
-    split: Fields
-    outline: Outline
-    order: Order
-    complexity: int
+    fields: Fields  # the schedule, and stages on each rank
+    split: Fields  # layers of the stages
+    outline: Outline  # outline, shared by all pipelines with equal stage placement
+    order: Order  # properties of the schedule that bounds need
+    complexity: int  # of the schedule and the split
 
 
 class Branch(NamedTuple):
-    """A work item with a pipeline.
+    """A work item with a pipeline."""
 
-    Attributes:
-        least: lower bound of the step time in seconds, for any ZeRO sharding.
-        number: index among all branches; breaks ties.
-    """
-
-    least: float
-    number: int
+    least: float  # lower bound of the step time in seconds, for any ZeRO sharding
+    number: int  # index among all branches; breaks ties
     work: WorkItem
     pipe: Pipe
 

@@ -77,16 +77,11 @@ def search(
 
 @dataclass(frozen=True, eq=False)
 class PlacedModel:
-    """A work item on the stages of an outline, for any schedule.
+    """A work item on the stages of an outline, for any schedule."""
 
-    Attributes:
-        plain: the work item's stages, without ZeRO.
-        replicas: the ways to shard.
-    """
-
-    plain: StagePrices
+    plain: StagePrices  # the work item's stages, without ZeRO
     outline: Outline
-    replicas: ReplicaChoices
+    replicas: ReplicaChoices  # the ways to shard
 
     @cached_property
     def kept(self) -> np.ndarray:
@@ -121,22 +116,14 @@ class PlacedModel:
 
 
 class BoundedBranch(NamedTuple):
-    """A branch with a tighter bound.
+    """A branch with a tighter bound."""
 
-    Attributes:
-        least: lower bound of the step time in seconds for all its layouts.
-        of_way: [ways] the same for each way to shard; infinite if it does not fit.
-        margin: [ways] whether it may fit with a margin.
-        levels: [ways] complexity.
-        placed: its work item, placed on stages.
-    """
-
-    least: float
+    least: float  # lower bound of the step time in seconds for all its layouts
     branch: Branch
-    of_way: np.ndarray
-    margin: np.ndarray
-    levels: np.ndarray
-    placed: PlacedModel
+    of_way: np.ndarray  # [ways] the same for each way to shard; infinite if it does not fit
+    margin: np.ndarray  # [ways] whether it may fit with a margin
+    levels: np.ndarray  # [ways] complexity
+    placed: PlacedModel  # its work item, placed on stages
 
     def wanted(self, shelf: Shelf) -> np.ndarray:
         """Return which ways to shard may be kept. [ways]"""
@@ -145,23 +132,14 @@ class BoundedBranch(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A layout that no bound excludes.
+    """A layout that no bound excludes."""
 
-    Attributes:
-        levels: its fields.
-        stages: its priced stages.
-        seconds: [6, stages] times, see `Player.step_times`.
-        launched: minimum seconds in which a host launches a step.
-        alive: activations alive on its ranks (`Outline.alive`).
-        complexity: its complexity (`shoal.planning.search.kinds`).
-    """
-
-    levels: tuple[Fields, ...]
-    stages: StagePrices
-    seconds: np.ndarray
-    launched: float
-    alive: list[EqualRanks]
-    complexity: int
+    levels: tuple[Fields, ...]  # its fields
+    stages: StagePrices  # its priced stages
+    seconds: np.ndarray  # [6, stages] times, see `Player.step_times`
+    launched: float  # minimum seconds in which a host launches a step
+    alive: list[EqualRanks]  # activations alive on its ranks (`Outline.alive`)
+    complexity: int  # its complexity (`shoal.planning.search.kinds`)
 
 
 class Search:

@@ -175,16 +175,12 @@ def _list_bases(node: fx.Node) -> list[fx.Node]:
 
 @dataclass
 class Forward:
-    """An exported forward pass, flat: one node for each operator and each tensor from outside.
-
-    Attributes:
-        sources: from a placeholder's name to (kind, name in the module); of a boundary, which another stage makes, its
-            name there.
-        values: parameters and buffers, by these names; parameters without requires_grad are not trained.
-    """
+    """An exported forward pass, flat: one node for each operator and each tensor from outside."""
 
     module: fx.GraphModule
+    # from a placeholder's name to (kind, name in the module); of a boundary, which another stage makes, its name there
     sources: dict[str, tuple[str, str]]
+    # parameters and buffers, by these names; parameters without requires_grad are not trained
     values: dict[str, Tensor]
 
     @property

@@ -22,14 +22,10 @@ CUTS = 150  # candidates for cuts: the places that carry the fewest bytes
 
 @dataclass
 class Layers:
-    """A forward pass in layers.
-
-    Attributes:
-        count: of layers; fewer if the graph has fewer places to cut.
-    """
+    """A forward pass in layers."""
 
     forward: Forward
-    count: int
+    count: int  # of layers; fewer if the graph has fewer places to cut
 
     @cached_property
     def live(self) -> set[fx.Node]:

@@ -38,17 +38,11 @@ class NothingFits(Exception):
 
 @dataclass(frozen=True)
 class Solution:
-    """A choice for every decision.
+    """A choice for every decision."""
 
-    Attributes:
-        chosen: the index of the choice, for each decision.
-        cost: seconds.
-        proven: whether no other solution costs less; False if the time limit ended the search.
-    """
-
-    chosen: list[int]
-    cost: float
-    proven: bool = True
+    chosen: list[int]  # the index of the choice, for each decision
+    cost: float  # seconds
+    proven: bool = True  # whether no other solution costs less; False if the time limit ended the search
 
 
 def solve(

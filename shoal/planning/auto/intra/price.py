@@ -37,23 +37,15 @@ class ClusterNetwork:
 
 @dataclass
 class Prices:
-    """Seconds and bytes of one device.
-
-    Attributes:
-        peak: FLOP/s that a device attains in products of large matrices.
-        bandwidth: bytes/s that it attains of its memory.
-        itemsize: bytes of a floating-point number.
-        gradient_bytes: of an element of a parameter's gradient.
-        state_bytes: of an element's optimizer states, a master copy of the weight included.
-    """
+    """Seconds and bytes of one device."""
 
     mesh: NamedMesh
     network: Network
-    peak: float
-    bandwidth: float
-    itemsize: int
-    gradient_bytes: float
-    state_bytes: float
+    peak: float  # FLOP/s that a device attains in products of large matrices
+    bandwidth: float  # bytes/s that it attains of its memory
+    itemsize: int  # bytes of a floating-point number
+    gradient_bytes: float  # of an element of a parameter's gradient
+    state_bytes: float  # of an element's optimizer states, a master copy of the weight included
     _searches: dict[tuple[tuple[int, ...], int], MoveSearch] = field(default_factory=dict)
     _reached: dict[tuple[tuple[int, ...], int, Sharding], dict[Sharding, Path]] = field(default_factory=dict)
 

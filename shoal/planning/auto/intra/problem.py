@@ -24,37 +24,23 @@ from shoal.planning.auto.intra.spaces import LOOKUPS, IterationSpace, build_spac
 
 @dataclass
 class Decision:
-    """The choices for an operator and its followers.
+    """The choices for an operator and its followers."""
 
-    Attributes:
-        name: of the operator that decides.
-        choices: for each choice, the split of every operator of the decision.
-        costs: of each [s].
-        memory: of each, bytes of a device: weights, gradients, optimizer states.
-        saved: of each, bytes that the backward pass needs of one micro-batch.
-    """
-
-    name: str
-    choices: list[dict[str, OperatorSplit]]
-    costs: np.ndarray
-    memory: np.ndarray
-    saved: np.ndarray
+    name: str  # of the operator that decides
+    choices: list[dict[str, OperatorSplit]]  # for each choice, the split of every operator of the decision
+    costs: np.ndarray  # of each [s]
+    memory: np.ndarray  # of each, bytes of a device: weights, gradients, optimizer states
+    saved: np.ndarray  # of each, bytes that the backward pass needs of one micro-batch
 
 
 @dataclass(frozen=True)
 class TensorMoves:
-    """The moves of one tensor from the decision that makes it to its readers: each state is made once.
+    """The moves of one tensor from the decision that makes it to its readers: each state is made once."""
 
-    Attributes:
-        source: the index of the decision that makes it.
-        rows: for each of its choices, the row of ``seconds``.
-        seconds: [rows, states] of the moves.
-        readers: for each decision that reads, the states that each of its choices needs.
-    """
-
-    source: int
-    rows: np.ndarray
-    seconds: np.ndarray
+    source: int  # the index of the decision that makes it
+    rows: np.ndarray  # for each of its choices, the row of `seconds`
+    seconds: np.ndarray  # [rows, states] of the moves
+    # for each decision that reads, the states that each of its choices needs
     readers: tuple[tuple[int, tuple[frozenset[int], ...]], ...]
 
     def cost(self, chosen: list[int]) -> float:

@@ -31,22 +31,16 @@ LOOKUPS = ("embedding", "embedding_dense_backward")
 
 @dataclass(frozen=True)
 class IterationSpace:
-    """The loops of an operator.
+    """The loops of an operator."""
 
-    Attributes:
-        sizes: of each letter; the number of devices along it must divide it.
-        operands, out: the dims of each tensor that it reads, and of its output.
-        linear: operands that may be unreduced while the others are not; then the output is unreduced.
-        together: it is linear in all operands together, as an addition is.
-        flops: of all devices together.
-    """
-
-    sizes: dict[str, int]
+    sizes: dict[str, int]  # of each letter; the number of devices along it must divide it
+    # operands, out: the dims of each tensor that it reads, and of its output
     operands: tuple[Dims, ...]
     out: Dims
+    # operands that may be unreduced while the others are not; then the output is unreduced
     linear: tuple[int, ...] = ()
-    together: bool = False
-    flops: float = 0.0
+    together: bool = False  # it is linear in all operands together, as an addition is
+    flops: float = 0.0  # of all devices together
 
     @property
     def summed(self) -> set[str]:

@@ -14,23 +14,14 @@ from shoal.spec.layout import Recompute
 
 
 class Widths(NamedTuple):
-    """Elements per token on one rank.
+    """Elements per token on one rank."""
 
-    Attributes:
-        queries: latent of queries; 0 if they are computed from the hidden state.
-        narrow: latent of keys and values with the shared rotated key.
-        rank: this latent alone.
-        heads: queries, keys, or values with zeros, of the rank's heads.
-        expanded: keys without the rotated part, and values.
-        values: values of the rank's heads.
-    """
-
-    queries: int
-    narrow: int
-    rank: int
-    heads: int
-    expanded: int
-    values: int
+    queries: int  # latent of queries; 0 if they are computed from the hidden state
+    narrow: int  # latent of keys and values with the shared rotated key
+    rank: int  # this latent alone
+    heads: int  # queries, keys, or values with zeros, of the rank's heads
+    expanded: int  # keys without the rotated part, and values
+    values: int  # values of the rank's heads
 
     @property
     def latents(self) -> int:

@@ -21,15 +21,10 @@ BLOCK, SMALLEST = 256, 4096  # adam8bit: elements per scale, and of the smallest
 
 
 class Orthogonal(NamedTuple):
-    """Matrices that Muon orthogonalises in an update, over all ranks that hold parts of the same parameters.
+    """Matrices that Muon orthogonalises in an update, over all ranks that hold parts of the same parameters."""
 
-    Attributes:
-        elements: total elements.
-        matrices: number of matrices of each shape.
-    """
-
-    elements: int
-    matrices: tuple[tuple[tuple[int, int], int], ...]
+    elements: int  # total elements
+    matrices: tuple[tuple[tuple[int, int], int], ...]  # number of matrices of each shape
 
     def busiest(self, ranks: int, *, wide: bool) -> float:
         """Return a tight lower bound of the FLOPs of the busiest rank: its share, or the largest matrix.

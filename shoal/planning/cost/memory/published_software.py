@@ -22,27 +22,17 @@ OPTIMIZER = 12.0  # bytes per parameter: weights in fp32 and Adam's two moments
 
 @dataclass(frozen=True)
 class Footprint:
-    """Peak bytes on a rank during a step; arrays with one entry per run.
+    """Peak bytes on a rank during a step; arrays with one entry per run."""
 
-    Attributes:
-        allocated: allocated by tensors, on the fullest pipeline rank.
-        reserved: reserved by torch's allocator, including unused blocks, on the fullest pipeline rank.
-        first_reserved: reserved on the first pipeline rank.
-        process: reserved plus context and libraries: the value in `nvidia-smi`.
-        needed: like ``process``, without what the allocator reclaims before it reports out of memory.
-        capacity: accelerator memory available to a process.
-        ranks: the first pipeline rank, the second (the largest in the middle), and the last.
-        beside: bytes outside torch's allocator.
-    """
-
-    allocated: np.ndarray
-    reserved: np.ndarray
-    first_reserved: np.ndarray
-    process: np.ndarray
-    needed: np.ndarray
-    capacity: np.ndarray
+    allocated: np.ndarray  # allocated by tensors, on the fullest pipeline rank
+    reserved: np.ndarray  # reserved by torch's allocator, including unused blocks, on the fullest pipeline rank
+    first_reserved: np.ndarray  # reserved on the first pipeline rank
+    process: np.ndarray  # reserved plus context and libraries: the value in `nvidia-smi`
+    needed: np.ndarray  # like `process`, without what the allocator reclaims before it reports out of memory
+    capacity: np.ndarray  # accelerator memory available to a process
+    # the first pipeline rank, the second (the largest in the middle), and the last
     ranks: tuple[RankBytes, RankBytes, RankBytes]
-    beside: np.ndarray
+    beside: np.ndarray  # bytes outside torch's allocator
 
     @property
     def fits(self) -> np.ndarray:
@@ -51,29 +41,19 @@ class Footprint:
 
 @dataclass(frozen=True)
 class RankBytes:
-    """Bytes on one pipeline rank by use; arrays with one entry per run.
+    """Bytes on one pipeline rank by use; arrays with one entry per run."""
 
-    Attributes:
-        parameters, gradients, optimizer: states.
-        activations: kept for the backward.
-        gathered: unsharded parameters and gradients of ZeRO-3.
-        working: transient in a pass.
-        updating: transient in an update.
-        holes: unused between blocks.
-        unread: freed, but still read by pending collectives.
-        base: workspaces.
-    """
-
+    # parameters, gradients, optimizer: states
     parameters: np.ndarray
     gradients: np.ndarray
     optimizer: np.ndarray
-    activations: np.ndarray
-    gathered: np.ndarray
-    working: np.ndarray
-    updating: np.ndarray
-    holes: np.ndarray
-    unread: np.ndarray
-    base: np.ndarray
+    activations: np.ndarray  # kept for the backward
+    gathered: np.ndarray  # unsharded parameters and gradients of ZeRO-3
+    working: np.ndarray  # transient in a pass
+    updating: np.ndarray  # transient in an update
+    holes: np.ndarray  # unused between blocks
+    unread: np.ndarray  # freed, but still read by pending collectives
+    base: np.ndarray  # workspaces
 
     @property
     def states(self) -> np.ndarray:

@@ -11,17 +11,11 @@ _MAX_BLOCKS, _MIN_ROWS = 4, 256  # of unfused attention (`shoal.engine.models.at
 
 
 class Saved(NamedTuple):
-    """One saved tensor.
+    """One saved tensor."""
 
-    Attributes:
-        what: name.
-        shape: shape in letters.
-        bytes: total bytes on one rank.
-    """
-
-    what: str
-    shape: str
-    bytes: int
+    what: str  # name
+    shape: str  # shape in letters
+    bytes: int  # total bytes on one rank
 
 
 def total(saved: Iterable[Saved]) -> int:

@@ -31,21 +31,13 @@ FITTED_MEMORY = 80e9  # bytes of the accelerators whose failed runs `headroom` w
 
 
 class PassContext(NamedTuple):
-    """A pass of a stage and its history on the rank, which determine the unsharded tensors at that time.
+    """A pass of a stage and its history on the rank, which determine the unsharded tensors at that time."""
 
-    Attributes:
-        kind: kind of the pass.
-        nth: micro-batches with finished weight gradients on the stage: none, one, or more.
-        others: the same for the rank's other stages.
-        after: the stage's previous pass was a forward; second halves of backwards do not count.
-        gathered: how many of the other stages last ran a forward: none, some, or all.
-    """
-
-    kind: Half
-    nth: int
-    others: int
-    after: bool
-    gathered: int
+    kind: Half  # kind of the pass
+    nth: int  # micro-batches with finished weight gradients on the stage: none, one, or more
+    others: int  # the same for the rank's other stages
+    after: bool  # the stage's previous pass was a forward; second halves of backwards do not count
+    gathered: int  # how many of the other stages last ran a forward: none, some, or all
 
 
 TIMES = [PassContext(*of) for of in product(PASSES, range(NTH), range(NTH), (False, True), (NONE, SOME, EVERY))]

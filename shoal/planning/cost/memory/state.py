@@ -24,27 +24,16 @@ from shoal.spec.number_formats import Formats
 
 
 class StateBytes(NamedTuple):
-    """State bytes on one rank.
+    """State bytes on one rank."""
 
-    Attributes:
-        parameters: unsharded and master parameters between steps (`RankParameters.bytes`).
-        gradients: gradients between steps.
-        optimizer: optimizer states (`Rule.bytes`).
-        elements: number of local parameters, without padding.
-        experts: number of local expert parameters among them.
-        updating: extra bytes during an update (`Moments.passing`).
-        estimating: extra bytes during the backward of a curvature estimate (`Moments.estimating`).
-        orthogonal: matrices that a Muon update multiplies and communicates.
-    """
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    elements: int
-    experts: int
-    updating: int
-    estimating: int
-    orthogonal: Orthogonal
+    parameters: int  # unsharded and master parameters between steps (`RankParameters.bytes`)
+    gradients: int  # gradients between steps
+    optimizer: int  # optimizer states (`Rule.bytes`)
+    elements: int  # number of local parameters, without padding
+    experts: int  # number of local expert parameters among them
+    updating: int  # extra bytes during an update (`Moments.passing`)
+    estimating: int  # extra bytes during the backward of a curvature estimate (`Moments.estimating`)
+    orthogonal: Orthogonal  # matrices that a Muon update multiplies and communicates
 
 
 def state_bytes(

@@ -25,52 +25,36 @@ experts are computed, which comes first."""
 
 
 class Time(NamedTuple):
-    """Bytes at one of these times.
+    """Bytes at one of these times."""
 
-    Attributes:
-        parameters: gathered parameters (ZeRO-3) of this unit and the prefetched ones, if the stage's previous pass was
-            none or a backward; and if it was a forward, whose parameters may stay.
-        gradients: in the first micro-batch of a step, in the second, and in a later one.
-    """
-
+    # gathered parameters (ZeRO-3) of this unit and the prefetched ones, if the stage's previous pass was none or a
+    # backward; and if it was a forward, whose parameters may stay
     parameters: tuple[int, int]
-    gradients: tuple[int, int, int]
+    gradients: tuple[int, int, int]  # in the first micro-batch of a step, in the second, and in a later one
 
 
 NOTHING = (Time((0, 0), (0, 0, 0)),) * (SHARED + 1)
 
 
 class LayerBackward(NamedTuple):
-    """Unsharded bytes during a layer's backward.
+    """Unsharded bytes during a layer's backward."""
 
-    Attributes:
-        done: number of layers above it on the stage, whose backward is finished.
-        sparse: True if it has experts.
-        times: bytes at each of the times above.
-    """
-
-    done: int
-    sparse: bool
-    times: Sequence[Time]
+    done: int  # number of layers above it on the stage, whose backward is finished
+    sparse: bool  # True if it has experts
+    times: Sequence[Time]  # bytes at each of the times above
 
 
 class UnshardedBytes(NamedTuple):
-    """Unsharded bytes during the backward of one stage.
+    """Unsharded bytes during the backward of one stage."""
 
-    Attributes:
-        head: its last unit.
-        layers: for expert and for dense layers: the last one, the first, and any with more unsharded bytes than the
-            layers above.
-        end: its first unit.
-        carried: gradients of the previous backward still being reduced when one begins, by micro-batch as in `Time`.
-        stays: parameters that stay gathered from a forward to the next backward of the stage: if forwards may follow
-            each other, and if a backward always follows.
-    """
-
-    head: Sequence[Time]
+    head: Sequence[Time]  # its last unit
+    # for expert and for dense layers: the last one, the first, and any with more unsharded bytes than the layers above
     layers: tuple[LayerBackward, ...]
-    end: Sequence[Time]
+    end: Sequence[Time]  # its first unit
+    # gradients of the previous backward still being reduced when one begins, by micro-batch as in `Time`
     carried: tuple[int, int, int]
+    # parameters that stay gathered from a forward to the next backward of the stage: if forwards may follow each other,
+    # and if a backward always follows
     stays: tuple[int, int]
 
 
@@ -117,19 +101,12 @@ def _that_count(turns: Sequence[LayerBackward]) -> Iterable[LayerBackward]:
 
 
 class Alive(NamedTuple):
-    """Buckets in memory, by number.
+    """Buckets in memory, by number."""
 
-    Attributes:
-        parameters: elements of the gathered parameters, see `Time`.
-        full: buckets with memory for unsharded gradients.
-        sums: buckets whose sums have their own memory, from the second micro-batch on.
-        first: no bucket is complete in this backward yet, so one of the previous backward may still be reduced.
-    """
-
-    parameters: tuple[int, int]
-    full: set[int]
-    sums: set[int]
-    first: bool
+    parameters: tuple[int, int]  # elements of the gathered parameters, see `Time`
+    full: set[int]  # buckets with memory for unsharded gradients
+    sums: set[int]  # buckets whose sums have their own memory, from the second micro-batch on
+    first: bool  # no bucket is complete in this backward yet, so one of the previous backward may still be reduced
 
 
 class _Backward:

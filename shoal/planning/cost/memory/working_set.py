@@ -27,21 +27,15 @@ PASSES: tuple[Half, ...] = ("full", "input", "weight", "forward")
 
 
 class Moment(NamedTuple):
-    """A time of a pass on a stage at which memory may peak.
+    """A time of a pass on a stage at which memory may peak."""
 
-    Attributes:
-        where: the loss (after which its unit is gathered if necessary), the output matrix, a layer, or the first unit.
-        bytes: bytes alive beyond the activations saved when the pass began; negative if many of those are freed.
-        time: time of this unit (`shoal.planning.cost.memory.transient`), which determines the unsharded tensors.
-        sparse: for a layer: it has experts.
-        done: for a layer: number of finished layers above it on the stage.
-    """
-
+    # the loss (after which its unit is gathered if necessary), the output matrix, a layer, or the first unit
     where: Where
-    bytes: int
+    bytes: int  # bytes alive beyond the activations saved when the pass began; negative if many of those are freed
+    # time of this unit (`shoal.planning.cost.memory.transient`), which determines the unsharded tensors
     time: int = WAITING
-    sparse: bool = False
-    done: int = 0
+    sparse: bool = False  # for a layer: it has experts
+    done: int = 0  # for a layer: number of finished layers above it on the stage
 
 
 def moments(run: MicroBatch, part: StagePart, kind: Half = "full") -> list[Moment]:
@@ -232,20 +226,14 @@ def _round_ring(run: MicroBatch, sparse: bool, kind: Half) -> int:
 
 
 class _RowBytes(NamedTuple):
-    """Bytes of one tensor each, in an expert layer.
+    """Bytes of one tensor each, in an expert layer."""
 
-    Attributes:
-        own: [n, h] tokens that the rank routes.
-        sent, computed: [m, h] rows that it sends to experts, and rows that its experts compute.
-        wide: [m, f] intermediate activations of these.
-        gathered: rows that come from other ranks of etp.
-    """
-
-    own: int
+    own: int  # [n, h] tokens that the rank routes
+    # sent, computed: [m, h] rows that it sends to experts, and rows that its experts compute
     sent: int
     computed: int
-    wide: int
-    gathered: int
+    wide: int  # [m, f] intermediate activations of these
+    gathered: int  # rows that come from other ranks of etp
 
     @staticmethod
     def build(run: MicroBatch) -> _RowBytes:

@@ -29,21 +29,14 @@ V = TypeVar("V", float, np.ndarray)
 
 @dataclass(frozen=True)
 class CommunicationGroup(Generic[V]):
-    """A group of ranks that communicate; or many groups, with an array per field.
+    """A group of ranks that communicate; or many groups, with an array per field."""
 
-    Attributes:
-        ranks: number of ranks.
-        bandwidth: one rank's share of the slowest link of the ring, bytes/s in one direction.
-        exchange: bytes/s of data leaving a rank for all others in an all-to-all.
-        hop: bytes/s of a message to the next rank, at the farthest such distance.
-        gather_latency, sum_latency, exchange_latency, hop_latency: size-independent seconds of an all-gather or a
-            reduce-scatter, an all-reduce, an all-to-all, and a message to the next rank.
-    """
-
-    ranks: V
-    bandwidth: V
-    exchange: V
-    hop: V
+    ranks: V  # number of ranks
+    bandwidth: V  # one rank's share of the slowest link of the ring, bytes/s in one direction
+    exchange: V  # bytes/s of data leaving a rank for all others in an all-to-all
+    hop: V  # bytes/s of a message to the next rank, at the farthest such distance
+    # gather_latency, sum_latency, exchange_latency, hop_latency: size-independent seconds of an all-gather or a
+    # reduce-scatter, an all-reduce, an all-to-all, and a message to the next rank
     gather_latency: V
     sum_latency: V
     exchange_latency: V

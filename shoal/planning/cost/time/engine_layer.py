@@ -16,28 +16,20 @@ from shoal.spec.catalog.clusters import Cluster
 
 
 class LayerTimes(NamedTuple):
-    """Seconds of one layer of one micro-batch on one rank.
+    """Seconds of one layer of one micro-batch on one rank."""
 
-    Attributes:
-        products, attention, elements: parts of its forward.
-        attention_backward: backward of the attention core.
-        exchange: one sum over tensor-parallel ranks; a forward has two.
-        exposed: sums in its backward that products do not hide.
-        launches, launches_backward: the host's time to launch a forward and a backward.
-        head: forward of the output matrix, on the last stage.
-        loss: forward and backward of the loss.
-    """
-
+    # products, attention, elements: parts of its forward
     products: float
     attention: float
     elements: float
-    attention_backward: float
-    exchange: float
-    exposed: float
+    attention_backward: float  # backward of the attention core
+    exchange: float  # one sum over tensor-parallel ranks; a forward has two
+    exposed: float  # sums in its backward that products do not hide
+    # launches, launches_backward: the host's time to launch a forward and a backward
     launches: float
     launches_backward: float
-    head: float
-    loss: float
+    head: float  # forward of the output matrix, on the last stage
+    loss: float  # forward and backward of the loss
 
 
 def attained(cluster: Cluster) -> Cluster:

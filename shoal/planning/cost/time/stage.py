@@ -34,37 +34,26 @@ ATTENTION_BACKWARD = 2.5  # a fused backward has 5 products per 2 in its forward
 
 
 class StageTimes(NamedTuple):
-    """Seconds of one micro-batch on one stage.
+    """Seconds of one micro-batch on one stage."""
 
-    Attributes:
-        matrices, attention, elements: parts of its forward.
-        adding: adding gradients to their sums over micro-batches.
-        tensor: tensor-parallel collectives of its forward.
-        recompute: recomputation in the backward, collectives included.
-        tensor_backward: exposed tensor-parallel collectives of the backward.
-        context: ring and head exchange of its forward that attention's products do not hide.
-        context_backward: the same for the backward.
-        experts: exchanges of rows (of experts, or of tokens in mixture-of-depths layers), per direction.
-        gather_forward, gather_backward: ZeRO gathers and reductions that computation does not hide.
-        launches, launches_backward: host time of a forward and a backward, if the host itself computes.
-        launched: host time of both, if it launches ahead of an accelerator; gathers included.
-    """
-
+    # matrices, attention, elements: parts of its forward
     matrices: float
     attention: float
     elements: float
-    adding: float
-    tensor: float
-    recompute: float
-    tensor_backward: float
-    context: float
-    context_backward: float
-    experts: float
+    adding: float  # adding gradients to their sums over micro-batches
+    tensor: float  # tensor-parallel collectives of its forward
+    recompute: float  # recomputation in the backward, collectives included
+    tensor_backward: float  # exposed tensor-parallel collectives of the backward
+    context: float  # ring and head exchange of its forward that attention's products do not hide
+    context_backward: float  # the same for the backward
+    experts: float  # exchanges of rows (of experts, or of tokens in mixture-of-depths layers), per direction
+    # gather_forward, gather_backward: ZeRO gathers and reductions that computation does not hide
     gather_forward: float
     gather_backward: float
+    # launches, launches_backward: host time of a forward and a backward, if the host itself computes
     launches: float
     launches_backward: float
-    launched: float
+    launched: float  # host time of both, if it launches ahead of an accelerator; gathers included
 
     @property
     def passes(self) -> tuple[float, float, float]:

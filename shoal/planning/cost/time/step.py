@@ -72,21 +72,14 @@ def shard_parameters(r: Runs, weights: np.ndarray, layers: np.ndarray) -> np.nda
 
 
 class StepTimes(NamedTuple):
-    """Seconds of a step by cause: arrays with one entry per run.
+    """Seconds of a step by cause: arrays with one entry per run."""
 
-    Attributes:
-        busy: all micro-batches on the slowest pipeline rank, messages between stages included; or their launches.
-        bubble: that rank's waiting time, beyond launch time.
-        sharing: ZeRO-3's exposed collectives, reductions and gathers after the last backward.
-        update: optimizer.
-        fixed: constant time.
-    """
-
+    # all micro-batches on the slowest pipeline rank, messages between stages included; or their launches
     busy: np.ndarray
-    bubble: np.ndarray
-    sharing: np.ndarray
-    update: np.ndarray
-    fixed: np.ndarray
+    bubble: np.ndarray  # that rank's waiting time, beyond launch time
+    sharing: np.ndarray  # ZeRO-3's exposed collectives, reductions and gathers after the last backward
+    update: np.ndarray  # optimizer
+    fixed: np.ndarray  # constant time
 
     @property
     def seconds(self) -> np.ndarray:
@@ -179,19 +172,12 @@ def _hop(k: Kernels) -> np.ndarray:
 
 
 class _Part(NamedTuple):
-    """Parameters with the same replicas: of layers without routed experts, or of routed experts.
+    """Parameters with the same replicas: of layers without routed experts, or of routed experts."""
 
-    Attributes:
-        elements: on one rank.
-        ranks: replicas.
-        shard: ranks among them that ZeRO shards over.
-        stride: distance between these.
-    """
-
-    elements: np.ndarray
-    ranks: np.ndarray
-    shard: np.ndarray
-    stride: np.ndarray
+    elements: np.ndarray  # on one rank
+    ranks: np.ndarray  # replicas
+    shard: np.ndarray  # ranks among them that ZeRO shards over
+    stride: np.ndarray  # distance between these
 
 
 def _parts(r: Runs, weights: np.ndarray, layers: np.ndarray) -> list[_Part]:

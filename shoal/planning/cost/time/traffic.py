@@ -28,21 +28,14 @@ class Sent(dict[tuple[str, str], float]):
 
 
 class Share(NamedTuple):
-    """The tokens of a pass, counted in one sequence.
+    """The tokens of a pass, counted in one sequence."""
 
-    Attributes:
-        tokens: this rank's tokens in this pass: its full part, or a slice of it.
-        seen: this rank's tokens in this slice and previous ones, whose keys it has.
-        place: tokens of all ranks at its place of the ring in this pass.
-        blocks: tokens whose keys each place of the ring has, this rank's place first, then in order of arrival.
-        place_seen: tokens of all ranks at its place, in this slice and previous ones.
-    """
-
-    tokens: int
-    seen: int
-    place: int
+    tokens: int  # this rank's tokens in this pass: its full part, or a slice of it
+    seen: int  # this rank's tokens in this slice and previous ones, whose keys it has
+    place: int  # tokens of all ranks at its place of the ring in this pass
+    # tokens whose keys each place of the ring has, this rank's place first, then in order of arrival
     blocks: tuple[int, ...]
-    place_seen: int
+    place_seen: int  # tokens of all ranks at its place, in this slice and previous ones
 
 
 def gathered(size: float, ranks: int) -> float:

@@ -16,19 +16,14 @@ from shoal.planning.cost.parameters import StagePart
 
 
 class Seen(NamedTuple):
-    """The tokens of each sequence that a rank computes, and its attention scores.
+    """The tokens of each sequence that a rank computes, and its attention scores."""
 
-    Attributes:
-        tokens: tokens of one sequence in each slice.
-        scores: for each slice, (queries, keys) of each rectangle of scores that a head computes in full.
-        shared: ranks over which the heads are spread besides tp (`Layout.ulysses`).
-        around: ring attention, capped scores or sinks: recomputation covers all of it; unfused, it has three products
-            in backward besides the two that a kernel's backward recomputes.
-    """
-
-    tokens: tuple[int, ...]
+    tokens: tuple[int, ...]  # tokens of one sequence in each slice
+    # for each slice, (queries, keys) of each rectangle of scores that a head computes in full
     scores: tuple[tuple[tuple[int, int], ...], ...]
-    shared: int = 1
+    shared: int = 1  # ranks over which the heads are spread besides tp (`Layout.ulysses`)
+    # ring attention, capped scores or sinks: recomputation covers all of it; unfused, it has three products in backward
+    # besides the two that a kernel's backward recomputes
     around: bool = False
 
 
