@@ -81,7 +81,7 @@ class OwnCounts:
         return replace(counts[0], **sums, rebuilt=max(each.rebuilt for each in counts))
 
     def extend(self, two: OwnCounts, samples: int) -> OwnCounts:
-        """Return the counts of some samples, from these of one and those of two."""
+        """Return the counts of some samples, given these of one sample and the counts of two."""
         of_both = {name: (getattr(self, name), getattr(two, name)) for name in GROWING}
         return replace(self, **{name: a + (samples - 1) * (b - a) for name, (a, b) in of_both.items()})
 
@@ -130,7 +130,7 @@ class ChainCounts:
         return found
 
     def extend(self, two: ChainCounts, samples: int) -> ChainCounts:
-        """Return the counts of some samples, from these of one and those of two."""
+        """Return the counts of some samples, given these of one sample and the counts of two."""
         modules = zip(self.modules, two.modules, strict=True)
         return replace(
             self, full=self.full.extend(two.full, samples), modules=tuple(a.extend(b, samples) for a, b in modules)

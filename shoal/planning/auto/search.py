@@ -23,7 +23,7 @@ from shoal.planning.auto.intra.price import Prices
 from shoal.planning.auto.intra.problem import Builder, ShardingProblem
 from shoal.planning.auto.plan import Baseline, StagePlan, build_plan
 from shoal.planning.auto.stages import AssignedStage, Part, find_pipeline, latency
-from shoal.planning.cost.memory.stage import allocator_excess, device_capacity, library_bytes
+from shoal.planning.cost.memory.stage import device_capacity, library_bytes
 from shoal.planning.cost.time.communication import ring_group
 from shoal.planning.cost.time.engine_layer import attained
 from shoal.spec.catalog.calibration import cluster_calibration
@@ -76,7 +76,7 @@ class Target:
             NothingFits: no solution fits.
         """
         capacity = None if self.capacity == inf else self.capacity
-        return solve(problem, capacity, in_flight * (1 + allocator_excess(cluster_calibration(self.cluster))))
+        return solve(problem, capacity, in_flight * (1 + cluster_calibration(self.cluster).at("fragmentation")))
 
     def best(
         self, graph: OperatorGraph, meshes: Sequence[NamedMesh], in_flight: int = 1

@@ -101,7 +101,7 @@ class StageMemory:
         self.constants = self.calibration.numbers
         self.capacity, self.library_bytes, self.fragmentation = self.once("device", lambda: (
             device_capacity(run.cluster, self.calibration), library_bytes(run.cluster, self.calibration),
-            allocator_excess(self.calibration),
+            self.calibration.at("fragmentation"),
         ))  # fmt: skip
         self.forward = self.once(("pass", self.pass_key), lambda: MicroBatch(
             run.shape, run.layout, run.sequence_length, run.policy.compute.itemsize, run.attention,
@@ -113,10 +113,6 @@ class StageMemory:
         if key not in self.known:
             self.known[key] = count()
         return self.known[key]
-
-    def sparse(self, part: StagePart) -> int:
-        """Return the number of expert layers of a stage."""
-        return 0 if self.run.shape.experts is None else sum(self.run.shape.sparse(layer) for layer in part.layers)
 
     def kinds(self, part: StagePart) -> Kinds:
         """Return the number of a stage's layers by kind: expert or dense, for all tokens or some."""
@@ -339,8 +335,3 @@ def outside_allocator(memory: V, calibration: Calibration) -> V:
     """
     c = calibration.numbers
     return c["context"] * GB + c["headroom"] * np.minimum(memory, FITTED_MEMORY)
-
-
-def allocator_excess(calibration: Calibration) -> float:
-    """Return the bytes that the allocator reserves in excess, relative to the transient bytes."""
-    return calibration.at("fragmentation")

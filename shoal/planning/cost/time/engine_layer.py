@@ -22,7 +22,6 @@ class LayerTimes(NamedTuple):
     products: float
     attention: float
     elements: float
-    attention_backward: float  # backward of the attention core
     exchange: float  # one sum over tensor-parallel ranks; a forward has two
     exposed: float  # sums in its backward that products do not hide
     # launches, launches_backward: the host's time to launch a forward and a backward
@@ -78,7 +77,6 @@ def layer_times(run: EstimatedRun, shape: ModelShape, s: int) -> LayerTimes:
     masked = run.document_mask and not run.by_lengths
     if masked and not unfused and not ring:  # a kernel that reads a mask does not skip the causal half
         longer = 2 * longer
-    attention, attention_backward = k.attention[0] * longer, k.attention[1] * longer
     hidden = np.minimum(2 * k.exchange * c["hide_tensor"], k.products)
     exposed = 2 * k.exchange - hidden
     launches_again = {"none": 0.0, "selective": c["launch_selective"], "full": 1.0}[layout.recompute]
@@ -86,7 +84,6 @@ def layer_times(run: EstimatedRun, shape: ModelShape, s: int) -> LayerTimes:
     head = k.product(runs.tokens, runs.hidden, runs.vocab / runs.tp, k.rate)
     loss = 4 * k.constant("passes_loss") * runs.tokens * runs.vocab / runs.tp / (k.hbm * wide)
     found = (
-        k.products, attention, k.elements, attention_backward, k.exchange, exposed, k.launches, launches_backward, head,
-        loss,
+        k.products, k.attention[0] * longer, k.elements, k.exchange, exposed, k.launches, launches_backward, head, loss,
     )  # fmt: skip
     return LayerTimes(*(float(seconds[0]) for seconds in found))
