@@ -9,8 +9,9 @@ import shoal
 from shoal.base.files import check_writable
 from shoal.base.options import POSITIONAL
 from shoal.base.section import Section
+from shoal.labs.validate.fit import find_at_bounds
 from shoal.labs.validate.published_layouts import layout_lines
-from shoal.labs.validate.tables import fit_lines, score_lines, write_page
+from shoal.labs.validate.tables import score_lines, write_page
 
 
 class ValidateOptions(Section):
@@ -44,7 +45,7 @@ def run(options: ValidateOptions) -> int:
         return 0
     if options.fit:
         found.write_constants(options.fit)
-        print("\n".join([f"written: {options.fit}", *fit_lines(found)]))
+        print(f"written: {options.fit}", *find_at_bounds(found.constants, found.points), sep="\n  ")
     print("\n".join(score_lines(found, options.worst)))
     if options.out:
         write_page(options.out, found.scored, sum(found.left.values()))

@@ -42,11 +42,6 @@ def run_accuracy(kind: Kind, run: EstimatedRun) -> Accuracy:
     return find_accuracy(kind, software, size, cluster_kind(run), special=special)
 
 
-def find_width(kind: Kind, run: EstimatedRun) -> float:
-    """Return half of the 80 % interval of the logarithm of a run's time or memory."""
-    return run_accuracy(kind, run).width
-
-
 class StepEstimate(ABC):
     """Estimated time and memory of a run's step, by any software."""
 
@@ -71,7 +66,7 @@ class StepEstimate(ABC):
     @property
     def interval(self) -> tuple[float, float]:
         """80 % interval of the step time, from the errors of this software's estimates, or of other software's."""
-        factor = exp(find_width("time", self.run))
+        factor = exp(self.accuracy("time").width)
         return self.step_seconds / factor, self.step_seconds * factor
 
     def accuracy(self, kind: Kind = "time") -> Accuracy:
@@ -101,7 +96,7 @@ class StepEstimate(ABC):
     @property
     def memory_interval(self) -> tuple[float, float]:
         """80 % interval of the fullest rank's reserved bytes."""
-        factor = exp(find_width("memory", self.run))
+        factor = exp(self.accuracy("memory").width)
         return self.fullest.reserved / factor, self.fullest.reserved * factor
 
     @property

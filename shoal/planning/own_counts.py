@@ -157,7 +157,7 @@ def count_chain(own: OwnModel, config: RunConfig) -> ChainCounts:
     counter = _run(own, config, chain)
     messages = [0, *(sum(crossing.bytes for crossing in each) for each in chain.crossings[1:])]
     modules = tuple(
-        OwnCounts(message=message, **{name: of[i] for name, of in counter.found.items()})
+        replace(OwnCounts(message=message), **{name: of[i] for name, of in counter.found.items()})
         for i, message in enumerate(messages)
     )
     alone = {name for name in counter.sizes if len(chain.parts.get(name, ())) < 2}
@@ -232,13 +232,13 @@ class _Counter:
             if chain and late:
                 self._count_late(late, {p: max(chain.parts.get(name, {0})) for name, p in trained.items()})
         self.sizes = {name: p.numel() for name, p in trained.items()}
-        self.full = OwnCounts(
+        full = OwnCounts(
             parameters=sum(self.sizes.values()), blocks=len(blocks),
             in_blocks=sum(p.numel() for p in trained.values() if id(p) in grouped),
             frozen=sum(x.numel() * x.element_size() for x in untrained), flops=self._counter.get_total_flops(),
             forward_flops=forward, rebuilt=max(self.found["rebuilt"].values(), default=0),
-            **{name: self.found[name].total() for name in ("saved", "sent", "kept", "again")},
         )  # fmt: skip
+        self.full = replace(full, **{name: self.found[name].total() for name in ("saved", "sent", "kept", "again")})
 
     def _count_late(self, late: _CountedLate, links: dict[nn.Parameter, int]) -> None:
         """Count weight gradients, and what they are computed from, by the last module that uses the weight."""

@@ -132,7 +132,12 @@ def estimate_own_model(
     program = build_layout_program(layout, layout.microbatches(train.global_batch), transfers=False)
     stages = [counts] if isinstance(counts, OwnCounts) else counts.assign(
         program, sequence_parallel=layout.sequence_parallel)
-    stages = [_recompute(each) if layout.recompute == "full" else replace(each, rebuilt=0) for each in stages]
+    if layout.recompute == "full":  # blocks compute in backward again, with their sums over ranks
+        stages = [
+            replace(each, saved=each.kept, flops=each.flops + each.again, sent=each.sent * 3 // 2) for each in stages
+        ]
+    else:
+        stages = [replace(each, rebuilt=0) for each in stages]
     ranks = [OwnCounts.add([stages[i] for i in program.rank_stages(rank)]) for rank in range(program.ranks)]
 
     rate, split = product_rate(found, KINDS[policy.formats.compute.name]), ring_group(links, *axis_extent(layout, "tp"))
@@ -174,11 +179,6 @@ def _check(config: RunConfig, cluster: Cluster) -> None:
     if layout.world_size > cluster.size:
         raise UsageError(f"{layout.describe()} needs {layout.world_size} accelerators, and {cluster.describe()} has "
                          f"{cluster.size}.\n  Give a larger --cluster, or lower parallel.dp, tp or pp.")
-
-
-def _recompute(stage: OwnCounts) -> OwnCounts:
-    """Return the counts of a stage whose blocks are computed again in backward, with their sums over ranks."""
-    return replace(stage, saved=stage.kept, flops=stage.flops + stage.again, sent=stage.sent * 3 // 2)
 
 
 def _simulate(

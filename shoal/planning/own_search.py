@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shoal.base.errors import UsageError, divisors
 from shoal.base.units import show_bytes
@@ -70,9 +70,12 @@ def plan_own_model(config: RunConfig, cluster: str | Cluster, *, ranks: int | No
     size, least = ranks or found.size, None
     fitting: list[OwnEstimate] = []
     own = _with_chain(load_own_model(config.model.module), config)
-    splits, unsplit = _splits_states(own, config), ""
+    splits = not own.make_optimizer or _accepts(check_optimizer, own.make_optimizer, config.optimizer, sharded=True)
+    unsplit = ""
     options: Iterator[tuple[RunConfig, OwnCounts | ChainCounts]] = _count(own, config, size, splits=splits)
-    if splits and not _has_table(own):
+    given = own.tensor_parallel
+    table = isinstance(given, Mapping) or (given is None and getattr(own.build_empty(), "tp_plan", None))
+    if splits and not table:
         try:
             options = chain(options, [*_split_operators(own, config, found, size)])
         except UsageError as error:
@@ -114,7 +117,10 @@ def _count(
             for n in MICRO_BATCHES for pp in divisors(ranks // tp)
             if batch % (ranks // tp // pp * n) == 0 and (pp == 1 or (own.pipeline and ranks // tp * n <= batch))
         ]
-        if not layouts or (tp > 1 and not (splits and _splits(own, tp))):
+        table = own.tensor_parallel
+        if tp > 1 and not (splits and _accepts(apply_table, own.build_empty(), table, SplitRanks(None, 0, tp))):
+            continue  # no table, or sizes that it does not divide
+        if not layouts:
             continue
         kind = count_chain if max(layout.pp for layout in layouts) > 1 else count_own_model
         try:
@@ -127,7 +133,7 @@ def _count(
                 continue
             raise
         for layout in layouts:
-            counts = one.extend(two[0], layout.micro_batch) if two else one
+            counts = one.extend(two[0], layout.micro_batch) if two else one  # type: ignore[arg-type]  # of one kind
             if isinstance(counts, ChainCounts) and layout.pp > len(counts.chain.names):
                 continue
             of = counts.full if isinstance(counts, ChainCounts) and layout.pp == 1 else counts
@@ -167,26 +173,11 @@ def _with_chain(own: OwnModel, config: RunConfig) -> OwnModel:
     return found
 
 
-def _has_table(own: OwnModel) -> bool:
-    given = own.tensor_parallel
-    return isinstance(given, Mapping) or bool(given is None and getattr(own.build_empty(), "tp_plan", None))
-
-
-def _splits_states(own: OwnModel, config: RunConfig) -> bool:
-    """Return whether the optimizer updates parts of parameters."""
-    if not own.make_optimizer:
-        return True
+def _accepts(check: Callable[..., object], *arguments: Any, **options: Any) -> bool:
+    """Return whether a check raises no `UsageError`."""
     try:
-        check_optimizer(own.make_optimizer, config.optimizer, sharded=True)
-    except UsageError:  # it needs full tensors
-        return False
-    return True
-
-
-def _splits(own: OwnModel, tp: int) -> bool:
-    try:
-        apply_table(own.build_empty(), own.tensor_parallel, SplitRanks(None, 0, tp))
-    except UsageError:  # no table, or sizes that it does not divide
+        check(*arguments, **options)
+    except UsageError:
         return False
     return True
 

@@ -82,7 +82,9 @@ def fit_constants(gpu: Accelerator, first: PartRun, speed: PartRun | None) -> di
         rates = [1e12 * row[f"{way} TFLOP/s"] / gpu.dense_flops("bf16") for way in WAYS]
         found["best"] = [max(rates + found.get("best", []))]
         if row["product"] != "square":
-            found.setdefault("product", []).append(len(WAYS) / sum(1 / rate for rate in rates) * _penalty(row, known))
+            # By the cost model, how much longer it takes than a large product of as many FLOPs.
+            longer = 1 + known["short_m"] / row["m"] + known["short_k"] * (1 / row["k"] + 1 / row["n"])
+            found.setdefault("product", []).append(len(WAYS) / sum(1 / rate for rate in rates) * longer)
     for row in _rows(first, "memory", "copies"):
         if row["transfer"] == "copy in device memory":
             found["hbm"] = [1e9 * row["GB/s"] / gpu.memory_bandwidth]
@@ -102,11 +104,6 @@ def fit_constants(gpu: Accelerator, first: PartRun, speed: PartRun | None) -> di
             layers = row["more"]["layers"] * row["more"]["microbatches"]
             found.setdefault("launch", []).append(1e-3 * row["step ms"] / layers / (1 + known["launch_backward"]))
     return {name: median(values) for name, values in found.items()}
-
-
-def _penalty(row: dict[str, Any], known: dict[str, float]) -> float:
-    """Return how much longer the cost model expects a product to take than a large one of as many FLOPs."""
-    return 1 + known["short_m"] / row["m"] + known["short_k"] * (1 / row["k"] + 1 / row["n"])
 
 
 def _rows(run: PartRun, table: str, item: str) -> Iterator[dict[str, Any]]:

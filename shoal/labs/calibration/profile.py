@@ -107,7 +107,7 @@ def fit_layers(
     k = _kernels(found.models, peak, bandwidth, {**constants, **PASSES})
     depth, one, none = k.runs.layers, np.ones(len(found.models)), np.zeros(len(found.models))
     seconds, forwards = (np.array(list(of.values())) for of in (found.models, found.forwards))
-    products = depth * k.products + k.product(k.runs.tokens, k.runs.hidden, k.runs.vocab, k.rate)
+    products = depth * k.products + k.output
     logits = 4 * k.runs.tokens * k.runs.vocab / (k.hbm * WIDE)
     # Seconds of a forward - attention = slower x products (1 + short / m) + scale x passes + launches + loss + rest.
     # Forward and backward have three times the first two, the loss, and their own launches and rest.
@@ -187,9 +187,8 @@ def _both(k: Kernels) -> np.ndarray:
     """Return the seconds of forward and backward of models."""
     r, c = k.runs, k.constants
     layer = 3 * (k.products + k.elements) + BACKWARD * k.attention[0] + (1 + c["launch_backward"]) * k.launches
-    head = 3 * k.product(r.tokens, r.hidden, r.vocab / r.tp, k.rate)
     loss = 4 * k.constant("passes_loss") * r.tokens * r.vocab / r.tp / (k.hbm * WIDE)
-    return r.layers * (layer + 4 * k.exchange) + 2 * k.exchange + head + loss + c["micro_batch"]
+    return r.layers * (layer + 4 * k.exchange) + 2 * k.exchange + 3 * k.output + loss + c["micro_batch"]
 
 
 def _kernels(

@@ -13,7 +13,7 @@ import numpy as np
 from shoal.labs.validate.fit import estimate_points
 from shoal.labs.validate.rows import Point, stack
 from shoal.planning.describe import estimate
-from shoal.planning.estimate import find_width
+from shoal.planning.estimate import run_accuracy
 from shoal.planning.software_estimate import SoftwareEstimate
 from shoal.spec.catalog.accuracy import Kind
 from shoal.spec.catalog.calibration import Calibration
@@ -78,10 +78,6 @@ class Scored:
     def measured_bytes(self) -> np.ndarray:
         """NaN where not published."""
         return np.array([p.bytes or np.nan for p in self.points])
-
-    @property
-    def measured(self) -> tuple[np.ndarray, np.ndarray]:
-        return self.measured_seconds, self.measured_bytes
 
     def where(self, keep: Callable[[Point], bool]) -> Scored:
         """Select points."""
@@ -168,16 +164,14 @@ def score(points: Sequence[Point], constants: Calibration | None = None) -> Scor
             size = getattr(said.footprint, bytes_of.get(p.memory_kind, "reserved"))
             found.append((said.step_seconds, float(size[0]), said.fullest.reserved / said.capacity))
         seconds, size, part = np.array(found).T
-    widths = (np.array([find_width(kind, p.run) for p in points]) for kind in get_args(Kind))
+    widths = (np.array([run_accuracy(kind, p.run).width for p in points]) for kind in get_args(Kind))
     return Scored(points, seconds, size, part, *widths)
 
 
 def group_by(scored: Scored, key: Callable[[Point], str]) -> dict[str, Scored]:
     """Group points by a key."""
-    def select(name: str) -> Scored:
-        return scored.where(lambda p: key(p) == name)
-
-    return {name: select(name) for name in sorted({key(p) for p in scored.points})}
+    names = sorted({key(p) for p in scored.points})
+    return {name: scored.where(lambda p, name=name: key(p) == name) for name in names}  # type: ignore[misc]
 
 
 def totals(scored: Scored) -> dict[str, Scored]:

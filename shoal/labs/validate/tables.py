@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from shoal.base.files import write_atomically
-from shoal.labs.validate.fit import SCALES, find_at_bounds
+from shoal.labs.validate.fit import SCALES
 from shoal.labs.validate.rows import Left
 from shoal.labs.validate.score import Scored, group_by, totals
 from shoal.labs.validate.validation import Validation
@@ -21,11 +21,6 @@ HEADS = (
     "times", "median", "90 %", "bias", "in 80 %", "memory", "median", "90 %", "bias", "in 80 %", "did not fit",
     "precision", "recall",
 )  # fmt: skip
-
-
-def fit_lines(found: Validation) -> list[str]:
-    """Return the constants at a bound after a fit."""
-    return [f"  {line}" for line in find_at_bounds(found.constants, found.points)]
 
 
 def score_lines(found: Validation, worst: int = 0) -> list[str]:

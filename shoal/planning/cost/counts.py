@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from shoal.engine.parallel.context.token_order import TokenAssignment, assign_tokens
 from shoal.pipeline.program import BACKWARDS, FORWARDS, SENDS, WEIGHTS, Action, Op, Program, backward_follows
@@ -31,9 +30,6 @@ from shoal.planning.cost.time.traffic import (
 from shoal.planning.cost.time.work import Seen, seen_alone, stage_flops
 from shoal.spec.layout import Layout
 from shoal.spec.number_formats import Formats
-
-if TYPE_CHECKING:
-    from shoal.engine.parallel.context.causal_blocks import ScoreBlock  # imports torch
 
 ROUTED = 3  # values that a router counts besides the tokens of each expert (`shoal.engine.models.experts.router`)
 PREDICTED = 4  # values counted by a mixture-of-depths router, incl. predictor loss
@@ -89,17 +85,15 @@ class RankCounts:
         scores = []
         documents = cut_chunks(None, window, self.run.s) if window and self.run.shape.chunked else None
         for number in range(len(spread.by_slice)):
-            queries = spread.ring_chunks(place, range(number, number + 1))
-            keys = [spread.ring_chunks(other, range(number + 1)) for other in range(ring)]
-            blocks = CausalBlocks(queries, keys, documents, by_lengths=self.run.by_lengths, window=window)
+            own = spread.ring_chunks(place, range(number, number + 1))
+            seen = [spread.ring_chunks(other, range(number + 1)) for other in range(ring)]
+            blocks = CausalBlocks(own, seen, documents, by_lengths=self.run.by_lengths, window=window)
             found = [piece for other in range(ring) for piece in blocks.blocks(other)]
-            scores.append(tuple(self._computed(piece) for piece in found))
+            scores.append(tuple(
+                (queries, min(keys, piece.window) if piece.window and self.run.by_lengths else keys)
+                for piece in found for queries, keys in [piece.sides]
+            ))  # a kernel that takes the window counts its keys alone
         return Seen(tuple(spread.lengths(self.mesh.index("cp"))), tuple(scores), u, around=True)
-
-    def _computed(self, piece: ScoreBlock) -> tuple[int, int]:
-        """Return the queries and keys of a block; a kernel that takes the window counts its keys alone."""
-        n, t = piece.sides
-        return n, min(t, piece.window) if piece.window and self.run.by_lengths else t
 
     # ---- bytes sent ----------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.planning.estimate import find_width
+from shoal.planning.estimate import run_accuracy
 from shoal.planning.run import EstimatedRun
 from shoal.planning.search.plan import PricedLayout, order
 from shoal.spec.catalog.clusters import Cluster
@@ -78,7 +78,7 @@ class Shelf:
 
     def __init__(self, run: EstimatedRun, *, diverse: bool, within: float = np.inf):
         self.cluster, self.diverse = run.cluster, diverse
-        self.part = exp(-find_width("memory", run))
+        self.part = exp(-run_accuracy("memory", run).width)
         self.cells: dict[tuple[int, int], PricedLayout] = {}
         self.limits = np.full((MOST_COMPLEX + 1, 2), within)
         if not diverse:

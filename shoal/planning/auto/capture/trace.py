@@ -206,7 +206,9 @@ def _read_trace(
                     f"{node.target}: each device would draw its own random numbers.\n  "
                     + ("Draw them by dropout." if draws else "Plan without dropout: p = 0.")
                 )
-            if name in SAME or (name in ("expand", "view", "_to_copy") and _unchanged(node)):
+            if name in SAME or (
+                name in ("expand", "view", "_to_copy") and _describe(operand(node, 0)) == _describe(value)
+            ):
                 new[node] = rename(node.args[0])
                 continue
             if name == "cat":  # leaves out the empty tensors that caches of keys begin with
@@ -239,8 +241,3 @@ def _describe(value: Any) -> tuple[tuple[int, ...], torch.dtype]:
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype
     return (), torch.uint8  # a tuple of tensors, which only getitem reads
-
-
-def _unchanged(node: fx.Node) -> bool:
-    before, after = operand(node, 0), node.meta["val"]
-    return before.shape == after.shape and before.dtype == after.dtype

@@ -18,7 +18,9 @@ def between(run: MicroBatch, part: StagePart) -> int:
     total = 0
     for (sparse, skips, number), count in activations.kinds(run, part.layers).items():
         total += count * activations.total(layer(run.chosen if skips else run, sparse, number))
-    return total + (_embedding(run) if part.first else 0) + (head(run) if part.last else 0)
+    if part.first:
+        total += activations.total(activations.embedding(run)) + run.itemsize * run.tokens * run.shape.hidden
+    return total + (head(run) if part.last else 0)
 
 
 @once
@@ -81,11 +83,6 @@ def _experts(run: MicroBatch) -> list[Saved]:
         Saved("gradients of experts", "[m, h]", e * rows.computed * h),
     ]
     return found + (block(run, experts.shared * experts.ffn) if experts.shared else [])
-
-
-def _embedding(run: MicroBatch) -> int:
-    ids = activations.total(activations.embedding(run))
-    return ids + run.itemsize * run.tokens * run.shape.hidden
 
 
 @once

@@ -98,7 +98,8 @@ class Moments:
     def _go_through(self, bucket: Bucket, chunk: int, index: int) -> None:
         start = 0
         for held in in_order(bucket):
-            if self.optimizer == "muon" and _hidden(held):
+            orthogonal = self.optimizer == "muon" and _hidden(held)
+            if orthogonal:
                 self._matrices.append(held.global_shape)
             first, stop = max(start, index * chunk) - start, min(start + held.box.numel, (index + 1) * chunk) - start
             elements = max(0, stop - first)
@@ -107,13 +108,8 @@ class Moments:
             elif self.optimizer == "adam8bit" and math.prod(held.global_shape) >= SMALLEST:
                 self.bytes += 2 * (elements + self.itemsize * _scales(held, first, stop) if elements else 0)
             else:
-                self.bytes += elements * self._each(held) * self.itemsize
+                self.bytes += elements * (1 if orthogonal else STATES.get(self.optimizer, 2)) * self.itemsize
             start += held.allocated
-
-    def _each(self, held: LocalParameter) -> int:
-        if self.optimizer == "muon":
-            return 1 if _hidden(held) else 2
-        return STATES.get(self.optimizer, 2)
 
     def _factored(self, held: LocalParameter, elements: int) -> int:
         """Return Adafactor's bytes: full row and column sums of matrices; otherwise one value per element."""

@@ -81,9 +81,9 @@ def layer_times(run: EstimatedRun, shape: ModelShape, s: int) -> LayerTimes:
     exposed = 2 * k.exchange - hidden
     launches_again = {"none": 0.0, "selective": c["launch_selective"], "full": 1.0}[layout.recompute]
     launches_backward = k.launches * (c["launch_backward"] + launches_again)
-    head = k.product(runs.tokens, runs.hidden, runs.vocab / runs.tp, k.rate)
     loss = 4 * k.constant("passes_loss") * runs.tokens * runs.vocab / runs.tp / (k.hbm * wide)
     found = (
-        k.products, k.attention[0] * longer, k.elements, k.exchange, exposed, k.launches, launches_backward, head, loss,
+        k.products, k.attention[0] * longer, k.elements, k.exchange, exposed, k.launches, launches_backward, k.output,
+        loss,
     )  # fmt: skip
     return LayerTimes(*(float(seconds[0]) for seconds in found))

@@ -317,12 +317,17 @@ class Kernels:
     # ---- the ends ------------------------------------------------------------------------------------------------
 
     @cached_property
+    def output(self) -> np.ndarray:
+        """Seconds of the product with the output matrix, in a forward."""
+        return self.product(self.runs.tokens, self.runs.hidden, self.runs.vocab / self.runs.tp, self.rate)
+
+    @cached_property
     def head(self) -> np.ndarray:
         """Seconds of forward and backward of the output matrix and the loss."""
-        r, n, rows = self.runs, self.runs.tokens, self.runs.vocab / self.runs.tp
+        n, rows = self.runs.tokens, self.runs.vocab / self.runs.tp
         loss = 4 * self.constant("passes_loss") * n * rows / self.hbm
         odd = np.where(rows % 2 == 1, self.constants["odd_vocabulary"], 1.0)
-        return 3 * odd * self.product(n, r.hidden, rows, self.rate) + loss + self.exchange
+        return 3 * odd * self.output + loss + self.exchange
 
     @cached_property
     def further(self) -> np.ndarray | float:

@@ -312,11 +312,8 @@ class StagePrices(StageMemory):
     def finish_times(self, part: StagePart) -> tuple[float, float, float]:
         """Return the exposed seconds of a stage's reduction, its update and its gather after its last backward."""
         key = (self.kinds(part), part.first, part.last, part.shared)
-        if key not in self.finished:
-            self.finished[key] = self._finish(part)
-        return self.finished[key]
-
-    def _finish(self, part: StagePart) -> tuple[float, float, float]:
+        if key in self.finished:
+            return self.finished[key]
         run, layout, state = self.run, self.run.layout, self.stage_state([part])
         policy, together = run.policy, layout.sync == "all-reduce"
         reduction = updated = gather = 0.0
@@ -338,7 +335,8 @@ class StagePrices(StageMemory):
         update = self.constants["update_slow"] * touched / self.hbm + self._orthogonal(state)
         if part.last and run.cluster.at_once is None:  # what the host does between steps, while its device waits
             update += self.calibration.at("fixed")
-        return reduction, update, gather
+        self.finished[key] = reduction, update, gather
+        return self.finished[key]
 
     def _orthogonal(self, state: StateBytes) -> float:
         """Return the seconds of Muon's products on the busiest rank that holds a matrix, with the exchange."""

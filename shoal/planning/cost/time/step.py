@@ -139,8 +139,7 @@ def explain_step(k: Kernels, times: StepTimes) -> dict[str, np.ndarray]:
     layers, head = np.where(ends, last, most) * m, np.where(ends, share * m, 0.0)
     projections = head * (k.further - r.further * (k.head + device))
     layers, head = layers + head * r.further, head * (1 + r.further)  # a module has a layer and the head
-    rows, hop = r.vocab / r.tp, np.where(r.pp > 1, _hop(k), 0.0)
-    product = 3 * k.product(r.tokens, r.hidden, rows, k.rate)
+    hop, product = np.where(r.pp > 1, _hop(k), 0.0), 3 * k.output
     shown = np.where(r.overlap_pipeline > 0, 1 - c["hide_pipeline"], 1.0)
     messages, travel = 2 * hop * (m * shown * r.virtual), 4 * k.routing - k.hidden_rows
     found = {
