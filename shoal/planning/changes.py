@@ -22,7 +22,6 @@ def find_changes(estimate: StepEstimate, most: int = 4) -> list[tuple[str, StepE
     qualifies.
 
     Args:
-        estimate: estimate of the current run.
         most: maximum number of changes to return, fastest first.
     """
     known = estimate.known if isinstance(estimate, Estimate) else None

@@ -37,42 +37,24 @@ from shoal.spec.config import RunConfig
 class OwnCounts:
     """Counts of one micro-batch on one of the ranks that split the layers: of the model, of a stage of its pipeline, or
     of a module of its chain.
-
-    Attributes:
-        parameters: trained elements of the rank.
-        in_blocks: those in the blocks of ZeRO-3: the definition's, or the modules of the stage.
-        blocks: number of these.
-        frozen: bytes of buffers and of parameters that are not trained.
-        flops: of matrix products, forward and backward.
-        saved: bytes kept for the backward, without the parameters.
-        kept: the same where blocks are recomputed: their inputs, and all outside of them.
-        rebuilt: bytes that the largest block keeps, as it is recomputed.
-        again: FLOPs of the blocks' forward.
-        weight_flops: FLOPs of weight gradients that a schedule may compute later.
-        between: bytes that these are computed from.
-        sent: bytes that tensor parallelism sums, forward and backward.
-        real: whether values were needed.
-        forward_flops: FLOPs of the forward alone.
-        message: bytes of the tensor that a stage gets from the one before.
-        plan: of the operators, if the search splits them.
     """
 
-    parameters: int = 0
-    in_blocks: int = 0
-    blocks: int = 0
-    frozen: int = 0
-    flops: int = 0
-    saved: int = 0
-    kept: int = 0
-    rebuilt: int = 0
-    again: int = 0
-    weight_flops: int = 0
-    between: int = 0
-    sent: int = 0
-    real: bool = False
-    forward_flops: int = 0
-    message: int = 0
-    plan: LossPlan | None = None
+    parameters: int = 0  # trained elements of the rank
+    in_blocks: int = 0  # those in the blocks of ZeRO-3: the definition's, or the modules of the stage
+    blocks: int = 0  # number of these
+    frozen: int = 0  # bytes of buffers and of parameters that are not trained
+    flops: int = 0  # of matrix products, forward and backward
+    saved: int = 0  # bytes kept for the backward, without the parameters
+    kept: int = 0  # the same where blocks are recomputed: their inputs, and all outside of them
+    rebuilt: int = 0  # bytes that the largest block keeps, as it is recomputed
+    again: int = 0  # FLOPs of the blocks' forward
+    weight_flops: int = 0  # FLOPs of weight gradients that a schedule may compute later
+    between: int = 0  # bytes that these are computed from
+    sent: int = 0  # bytes that tensor parallelism sums, forward and backward
+    real: bool = False  # whether values were needed
+    forward_flops: int = 0  # FLOPs of the forward alone
+    message: int = 0  # bytes of the tensor that a stage gets from the one before
+    plan: LossPlan | None = None  # of the operators, if the search splits them
 
     @staticmethod
     def add(counts: Sequence[OwnCounts]) -> OwnCounts:
@@ -157,7 +139,7 @@ def count_chain(own: OwnModel, config: RunConfig) -> ChainCounts:
     counter = _run(own, config, chain)
     messages = [0, *(sum(crossing.bytes for crossing in each) for each in chain.crossings[1:])]
     modules = tuple(
-        replace(OwnCounts(message=message), **{name: of[i] for name, of in counter.found.items()})
+        OwnCounts(message=message, **{name: of[i] for name, of in counter.found.items()})
         for i, message in enumerate(messages)
     )
     alone = {name for name in counter.sizes if len(chain.parts.get(name, ())) < 2}
@@ -202,11 +184,11 @@ class _Counter:
     def __init__(self, own: OwnModel, policy: Policy, chain: Chain | None, module: nn.Module, batch: OwnBatch):
         self._at, self._block, self._flops, self._runs = 0, -1, 0, True
         names = ("saved", "sent", "kept", "rebuilt", "again", "weight_flops", "between")
-        self.found = {name: Counter[int]() for name in names}
+        self.found: dict[str, Any] = {name: Counter() for name in names}
         self._entered: Tensor | None = None
         late = _CountedLate(module) if chain else None
         for i, name in enumerate(chain.names if chain else ()):
-            module.get_submodule(name).register_forward_pre_hook(lambda _, args, i=i: self._begin(i))
+            module.get_submodule(name).register_forward_pre_hook(lambda *_, i=i: setattr(self, "_at", i))
         for i, name in enumerate(own.name_blocks(module)):
             block = module.get_submodule(name)
             block.register_forward_pre_hook(partial(self._enter_block, i), with_kwargs=True)
@@ -232,13 +214,13 @@ class _Counter:
             if chain and late:
                 self._count_late(late, {p: max(chain.parts.get(name, {0})) for name, p in trained.items()})
         self.sizes = {name: p.numel() for name, p in trained.items()}
-        full = OwnCounts(
+        self.full = OwnCounts(
             parameters=sum(self.sizes.values()), blocks=len(blocks),
             in_blocks=sum(p.numel() for p in trained.values() if id(p) in grouped),
             frozen=sum(x.numel() * x.element_size() for x in untrained), flops=self._counter.get_total_flops(),
             forward_flops=forward, rebuilt=max(self.found["rebuilt"].values(), default=0),
+            **{name: self.found[name].total() for name in ("saved", "sent", "kept", "again")},
         )  # fmt: skip
-        self.full = replace(full, **{name: self.found[name].total() for name in ("saved", "sent", "kept", "again")})
 
     def _count_late(self, late: _CountedLate, links: dict[nn.Parameter, int]) -> None:
         """Count weight gradients, and what they are computed from, by the last module that uses the weight."""
@@ -251,9 +233,6 @@ class _Counter:
                 if _storage(tensor) not in seen:
                     seen.add(_storage(tensor))
                     self.found["between"][link] += tensor.untyped_storage().nbytes()
-
-    def _begin(self, link: int) -> None:
-        self._at = link
 
     def _keep(self, tensor: Tensor) -> Tensor:
         if _storage(tensor) not in self._seen:

@@ -34,17 +34,12 @@ MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
 
 class OwnLayouts(NamedTuple):
-    """Layouts of a model of one's own.
+    """Layouts of a model of one's own."""
 
-    Attributes:
-        fitting: estimates that fit, the fastest first; among equals, with less sharding.
-        own: the definition, with a pipeline along the longest list of its modules if it has none and this is a chain.
-        unsplit: why the operators of a model without a table cannot be split; empty if they can.
-    """
-
-    fitting: list[OwnEstimate]
+    fitting: list[OwnEstimate]  # estimates that fit, the fastest first; among equals, with less sharding
+    # the definition, with a pipeline along the longest list of its modules if it has none and this is a chain
     own: OwnModel
-    unsplit: str = ""
+    unsplit: str = ""  # why the operators of a model without a table cannot be split; empty if they can
 
     @property
     def best(self) -> OwnModel:

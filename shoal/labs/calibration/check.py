@@ -40,18 +40,12 @@ WORK = Workload("tiny", sequence_length=128, sequences=12)
 
 @dataclass(frozen=True)
 class MeasuredLayout:
-    """One layout with its step times.
-
-    Attributes:
-        measured: seconds of a step, corrected to the machine's speed when it was calibrated.
-        estimated: seconds of a step.
-        slowdown: time of the machine's reference model over its time when it was calibrated.
-    """
+    """One layout with its step times."""
 
     layout: Layout
-    measured: float
-    estimated: float
-    slowdown: float = 1.0
+    measured: float  # seconds of a step, corrected to the machine's speed when it was calibrated
+    estimated: float  # seconds of a step
+    slowdown: float = 1.0  # time of the machine's reference model over its time when it was calibrated
 
     @property
     def error(self) -> float:

@@ -21,6 +21,7 @@ import numpy as np
 
 from shoal.labs.validate.fit import FURTHEST, SCALES, FitProblem
 from shoal.labs.validate.rows import Point
+from shoal.labs.validate.score import Errors
 from shoal.planning.estimate import accuracy_key, cluster_kind
 from shoal.spec.catalog.accuracy import SIZES, Class, LeftOut, broader_classes
 from shoal.spec.catalog.calibration import Calibration
@@ -78,18 +79,11 @@ def leave_out(points: Sequence[Point], constants: Calibration, groups: np.ndarra
 
 
 class Coverage(NamedTuple):
-    """Errors of what was left out of a fit, and how many of them the 80 % intervals hold."""
+    """Errors of what was left out of a fit."""
 
-    # rows, groups: number of measurements, and of models, clusters or software
-    rows: int
-    groups: int
-    # median, ninetieth: quantiles of the absolute error
-    median: float
-    ninetieth: float
-    bias: float  # median of the signed error
-    # inside, inside_groups: fraction of the measurements inside their interval, and the mean of this over the groups
-    inside: float
-    inside_groups: float
+    errors: Errors
+    groups: int  # number of models, clusters or software
+    inside_groups: float  # mean over the groups of the fraction of their measurements inside the interval
 
 
 class HeldOut:
@@ -165,7 +159,8 @@ class HeldOut:
         """Return the errors of two groups or more, and how many of them intervals hold whose width is of all others."""
         inside, means = self._hold(row, self.levels[row])
         known = np.flatnonzero(~np.isnan(self.errors[row]))
-        return Coverage(len(known), len(means), *self._errors(row, known), float(inside.mean()), float(means.mean()))
+        errors = Errors(len(known), *self._errors(row, known), float(inside.mean()))
+        return Coverage(errors, len(means), float(means.mean()))
 
     def _hold(self, row: int, level: float) -> tuple[np.ndarray, np.ndarray]:
         """Return whether each measurement is inside its interval of all other groups, and each group's mean of this."""

@@ -19,7 +19,7 @@ from shoal.planning.run import KINDS, EstimatedRun
 from shoal.spec.catalog import ModelShape
 from shoal.spec.catalog.calibration import GENERATIONS, NETWORKS
 from shoal.spec.catalog.clusters import Cluster
-from shoal.spec.catalog.software import software_table
+from shoal.spec.catalog.software import Software, software_table
 
 RECOMPUTE = ("none", "selective", "full", "operators")
 """What a backward recomputes: nothing; the attention core; a layer; or a layer except every second product and
@@ -30,13 +30,6 @@ SCHEDULES = {"1f1b": (1.0, 1.0), "interleaved-1f1b": (1.0, 1.0), "zb-h1": (1 / 3
 """Bubble and live micro-batches of schedules with a closed form, relative to 1F1B's (Qi et al. 2023, Zero Bubble
 Pipeline Parallelism, table 1); interleaving also divides the bubble by the stages of a rank."""
 E = 2.0  # bytes of an element during computation: bf16 or fp16
-FACTS = (
-    "gradient_bytes", "reduce_bytes", "overlap_data", "overlap_gather", "overlap_tensor", "overlap_pipeline",
-    "balanced", "dropout", "unit_messages", "bucket_copies", "shard_copies", "sliced", "reduced_apart",
-    "gathers_kept", "unsplit_logits", "fused_norm", "ties_first", "ahead", "fused_loss", "kept_ffn", "kept_bytes",
-    "recomputes_heads", "paired", "pads_values", "rows_once", "row_bytes", "overlap_experts", "blocking",
-)  # fmt: skip
-"""Fields of `Runs` that are properties of the software, with the same names in `Software`."""
 
 
 def _optional(default: float) -> Any:
@@ -103,7 +96,7 @@ class Runs:
     axes: np.ndarray = _optional(1)  # dimensions of a torus of accelerators; 1 on a switch
     is_gpu: np.ndarray = _optional(1)  # of which `memory` is rounded down, and libraries take a part
     through_memory: np.ndarray = _optional(0)  # 1 if ranks communicate through shared memory
-    # Properties of the software, as in `shoal.spec.catalog.software`.
+    # Properties of the software, as in `Software`.
     gradient_bytes: np.ndarray = _optional(4)
     reduce_bytes: np.ndarray = _optional(4)
     overlap_data: np.ndarray = _optional(1)
@@ -207,6 +200,9 @@ class Runs:
     def code(self, name: str) -> np.ndarray:
         """Return a field as integers."""
         return getattr(self, name).astype(int)
+
+
+FACTS = [each.name for each in fields(Runs) if each.name in Software.model_fields]
 
 
 def network_name(cluster: Cluster) -> str:

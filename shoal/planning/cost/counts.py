@@ -41,9 +41,7 @@ class RankCounts:
 
     Args:
         run: one micro-batch, with the attention kernel in use.
-        program: the layout's program.
-        slices: slices into which it cuts sequences.
-        policy: number formats.
+        slices: slices into which the layout's program cuts sequences.
         by_parts: tensor-parallel collectives are overlapped with the products.
     """
 
@@ -274,8 +272,7 @@ def count_gathers(
 
     Args:
         units: for each unit of the stage, the numbers of the buckets it needs.
-        actions: actions of the rank.
-        stage: one of its stages.
+        actions: of the rank.
     """
     keep = int(backward_follows(actions, stage)) if layout.reshard_after_forward else len(units)
     kept = range(len(units) - keep, len(units))

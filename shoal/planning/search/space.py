@@ -34,21 +34,14 @@ PLAIN = Layout()
 
 @dataclass(frozen=True)
 class LayoutSpace:
-    """Choices of the search.
+    """Choices of the search."""
 
-    Attributes:
-        schedules: pipeline schedules; a single stage accumulates gradients with the first of them.
-        most_virtual: maximum stages on each rank, for schedules that leave it open.
-        least_tokens: minimum tokens of a sequence per context-parallel rank; limits the number of these ranks.
-        uneven: stages may have uneven layers, see `splits`.
-        fixed: fixed fields of the layout.
-    """
-
+    # pipeline schedules; a single stage accumulates gradients with the first of them
     schedules: tuple[str, ...] = SEARCHED
-    most_virtual: int = 8
-    least_tokens: int = 4096
-    uneven: bool = True
-    fixed: Mapping[str, Any] = field(default_factory=dict)
+    most_virtual: int = 8  # maximum stages on each rank, for schedules that leave it open
+    least_tokens: int = 4096  # minimum tokens of a sequence per context-parallel rank; limits the number of these ranks
+    uneven: bool = True  # stages may have uneven layers, see `splits`
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # fixed fields of the layout
 
     def allows(self, name: str, value: Any, default: Any = None) -> bool:
         """Return whether a field may have a value; None means ``default``."""

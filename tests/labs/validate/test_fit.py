@@ -123,7 +123,7 @@ def test_coverage_is_of_widths_that_have_not_seen_the_group() -> None:
     found.groups = np.arange(len(points)) % 5
     found.errors[:] = np.where(found.groups == 0, 1.0, 0.1) * np.linspace(0.9, 1.1, len(points))
     covered = found.coverage(0)
-    assert covered.groups == 5 and covered.rows == len(points)
+    assert covered.groups == 5 and covered.errors.rows == len(points)
     assert covered.inside_groups == pytest.approx(0.8, abs=0.02), "four groups of five are inside"
 
 

@@ -41,8 +41,8 @@ def test_estimates_are_as_near_as_they_should_be() -> None:
 def test_intervals_hold_what_they_say_of_what_a_fit_has_not_seen() -> None:
     for held_out in hold_out(scored().points, calibration()):
         for row in (0, 1):
-            covered = held_out.coverage(row)
-            assert 0.75 <= covered.inside <= 0.85 and 0.75 <= covered.inside_groups <= 0.85, (held_out.split, row)
+            covered, which = held_out.coverage(row), (held_out.split, row)
+            assert 0.75 <= covered.errors.inside <= 0.85 and 0.75 <= covered.inside_groups <= 0.85, which
 
 
 def test_what_is_scored_is_what_an_estimate_says() -> None:

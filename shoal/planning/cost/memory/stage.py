@@ -87,9 +87,6 @@ class StageMemory:
     Args:
         run: a run with a checked layout and schedule that fills the cluster.
         known: cache of stage counts; runs that differ only in layout may share it.
-
-    Attributes:
-        capacity, library_bytes, fragmentation: see `device_capacity`, `library_bytes` and `allocator_excess`.
     """
 
     def __init__(self, run: EstimatedRun, known: dict | None = None):
@@ -212,12 +209,7 @@ class StageMemory:
     def peak_memory(
         self, parts: Sequence[StagePart], alive: Sequence[Alive], versions: int = 1
     ) -> PeakMemory:
-        """Return the peak memory of a rank that holds some stages.
-
-        Args:
-            alive: activations alive on each stage.
-            versions: weight versions kept.
-        """
+        """Return the peak memory of a rank that holds some stages, with the activations alive on each."""
         run, state, found = self.run, self.stage_state(parts), []
         each = [self.unsharded_bytes(part) for part in parts]
         stays = [self._stays(unsharded, at) for unsharded, at in zip(each, alive, strict=True)]
