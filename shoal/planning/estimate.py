@@ -19,9 +19,10 @@ from shoal.planning.cost.batched_runs import network_name
 from shoal.planning.cost.flops import hardware_flops
 from shoal.planning.cost.memory.stage import PeakMemory, alive_at
 from shoal.planning.cost.parameters import stage_parts
-from shoal.planning.cost.time.stage import ATTENTION_BACKWARD, StagePrices, StageTimes
+from shoal.planning.cost.time.stage import ATTENTION_BACKWARD, StagePrices, StageTimes, paired_passes
 from shoal.planning.run import EstimatedRun
 from shoal.spec.catalog.accuracy import Accuracy, Kind, find_accuracy, size_name
+from shoal.spec.schedules import PAIRED
 
 
 def cluster_kind(run: EstimatedRun) -> str:
@@ -184,7 +185,15 @@ class Estimate(StagePrices, StepEstimate):
         reduce, update, gather = self.finishing.T
         step = max(update[self.program.rank_stages(rank)].sum() for rank in range(self.program.ranks))
         forward, inputs, weights = self.times
-        return ActionTimes(forward, inputs, weights, reduce=reduce, step=step, gather=gather)
+        return ActionTimes(forward, inputs, weights, pair=self.paired, reduce=reduce, step=step, gather=gather)
+
+    @cached_property
+    def paired(self) -> np.ndarray | None:
+        """[stages] Seconds of a forward and its rank's other backward, if they hide each other's exchanges of rows."""
+        if self.run.layout.schedule not in PAIRED or not self.hides_rows:
+            return None
+        rows = np.array([stage.experts for stage in self.stages])
+        return paired_passes(self.times, rows, self.program.stage_rank, self.run.software.overlap_experts)
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -216,6 +225,7 @@ class Estimate(StagePrices, StepEstimate):
             reduce, update, gather = self.finishing[stage].tolist()
             of["gathers and reductions"] += reduce + gather
             of["optimizer"] += update
+        of["expert parallelism"] -= self._hidden_rows(busiest)
         waiting = max(0.0, self._played_seconds - sum(of.values()))
         if self.program.ranks > 1:
             longer = self._played_seconds - self._seconds(simulate(self.columns, self.durations))
@@ -223,6 +233,15 @@ class Estimate(StagePrices, StepEstimate):
         of["bubble"] = waiting - of["messages between stages"]
         of["launches"] += self.step_seconds - self._played_seconds
         return of
+
+    def _hidden_rows(self, rank: int) -> float:
+        """Return the seconds of a rank's exchanges of rows that paired micro-batches hide."""
+        pairs = self.timeline.pairs
+        pairs, stage = pairs[self.columns.rank[pairs] == rank], self.columns.stage
+        if self.paired is None or not len(pairs):
+            return 0.0
+        alone = self.times[0][stage[pairs]] + self.times[1:].sum(axis=0)[stage[pairs + 1]]
+        return float((alone - self.paired[stage[pairs]]).sum())
 
     # ---- memory --------------------------------------------------------------------------------------------------
 

@@ -54,6 +54,27 @@ def test_the_times_add_up_to_the_step() -> None:
     assert 0.3 < found.mfu == found.hfu < 0.8
 
 
+@pytest.mark.parametrize("schedule", ["dualpipe", "dualpipev"])
+def test_paired_micro_batches_hide_each_others_rows(schedule: str) -> None:
+    """Most of the exchanges of rows go; a pair takes no less than its computation."""
+    layout = Layout(pp=4, dp=16, ep=16, zero=1, schedule=schedule)
+    hiding, waiting = (
+        estimate(layout.model_copy(update={"ep_overlap": one}), "8x8xH100-IB200", batch=256, model="mixtral-8x7b")
+        for one in ("auto", False)
+    )
+    for found in (hiding, waiting):
+        assert sum(found.breakdown.values()) == pytest.approx(found.step_seconds)
+    gained, moved = waiting.step_seconds - hiding.step_seconds, waiting.breakdown["expert parallelism"]
+    assert 0.4 < gained / moved < 1 and hiding.breakdown["expert parallelism"] < moved / 2
+    paired, times = hiding.paired, hiding.times
+    assert paired is not None and waiting.paired is None
+    other = np.array([next(s for s in hiding.program.rank_stages(rank) if s != stage)
+                      for stage, rank in enumerate(hiding.program.stage_rank)])  # fmt: skip
+    rows = np.array([stage.experts for stage in hiding.stages])
+    computed = times[0] - rows + (times[1] + times[2] - rows)[other]
+    assert np.all((computed < paired) & (paired < computed + rows + rows[other]))
+
+
 def test_an_interval_is_wider_where_more_can_be_off() -> None:
     one, many = estimate(Layout(tp=8), "8xH100", batch=8), estimate(LAYOUT)
     for found in (one, many):

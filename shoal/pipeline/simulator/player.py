@@ -141,16 +141,17 @@ class Player:
         """Return the step time of each set: from the start to the end of the last action. [sets]
 
         Args:
-            times: [6, stages, sets] times of forwards, input halves and weight halves of backwards, reductions, steps,
-                gathers.
+            times: [7, stages, sets] times of forwards, input halves and weight halves of backwards, reductions, steps,
+                gathers, and pairs (by the forward's stage; unused if nothing is paired).
             links: message times of each set, equal for all its links; not blocking.
         """
         columns = self.columns
         table = np.zeros((len(OPS), *times.shape[1:]))
-        table[[FORWARD, INPUT, WEIGHT, REDUCE, STEP, GATHER]] = times
+        table[[FORWARD, INPUT, WEIGHT, REDUCE, STEP, GATHER]], paired = times[:6], times[6]
         table[BACKWARD] = table[INPUT] + table[WEIGHT]
         duration, latency = np.zeros((2, len(self.order), times.shape[2]))
         duration[: columns.rows] = table[columns.op, columns.stage]
+        duration[self.pairs], duration[self.pairs + 1] = 0.0, paired[columns.stage[self.pairs]]
         duration[columns.rows :] = [link.time for link in links]
         latency[columns.rows :] = [link.latency for link in links]
         _, end, _ = self._advance(duration, latency)

@@ -24,7 +24,7 @@ from shoal.planning.run import EstimatedRun
 from shoal.planning.search.kinds import SLACK, pipeline_complexity
 from shoal.planning.search.space import Fields, LayoutSpace, pipeline_depth, pipelines, splits
 from shoal.spec.catalog import ModelShape
-from shoal.spec.schedules import SPLIT_BACKWARD
+from shoal.spec.schedules import PAIRED, SPLIT_BACKWARD
 
 CHANGE = {op: (op in FORWARDS) - (op in WEIGHTS) for op in Op}
 """Change in the number of micro-batches alive."""
@@ -37,6 +37,12 @@ class Order(NamedTuple):
 
     full_backwards: bool  # backwards are not split: a gradient is sent after the weight gradients, too
     limited: bool  # rank r of p keeps p - r micro-batches in flight, as in 1F1B
+    paired: bool  # forwards run with backwards of other micro-batches, and may hide each other's exchanges of rows
+
+
+def hide_rows(times: np.ndarray, rows: np.ndarray, order: Order) -> np.ndarray:
+    """Return lower bounds of [3, ..., stages] seconds of passes, of which a paired micro-batch may hide the rows."""
+    return times - np.stack([rows, rows, 0 * rows]) if order.paired else times
 
 
 Ends = tuple[np.ndarray, np.ndarray]
@@ -132,12 +138,12 @@ class Outline:
         """Return lower bounds of the step time in seconds, from stage times without ZeRO's gathers. [layouts]
 
         Args:
-            linear: [layouts, 4, 5], see `StagePrices.linear`.
+            linear: [layouts, 5, 5], see `StagePrices.linear`.
             hops: [layouts] seconds of a message.
             microbatches: [layouts] micro-batches of each replica.
         """
-        *passes, launches = (linear @ self.counts.T)[:, :, self.kind].swapaxes(0, 1)
-        ranks, step = self.ends(np.stack(passes), hops, microbatches, order)
+        *passes, launches, rows = (linear @ self.counts.T)[:, :, self.kind].swapaxes(0, 1)
+        ranks, step = self.ends(hide_rows(np.stack(passes), rows, order), hops, microbatches, order)
         launched = self.sum_by_rank(self.through(microbatches) * launches)
         return np.maximum(np.maximum(ranks, launched).max(axis=1), step)
 
@@ -225,7 +231,12 @@ class Branch(NamedTuple):
     @property
     def program(self) -> tuple:
         """Key that branches of the same program share."""
-        return self.work.degrees["pp"], self.work.microbatches, *self.pipe.fields.values()
+        return self.work.degrees["pp"], self.work.microbatches, *self.pipe.fields.values(), self.paired
+
+    @property
+    def paired(self) -> bool:
+        """Whether paired micro-batches hide each other's exchanges of rows."""
+        return self.pipe.order.paired and self.work.plain.hides_rows
 
 
 def branches(run: EstimatedRun, space: LayoutSpace, works: Iterable[WorkItem]) -> tuple[int, Iterator[Branch]]:
@@ -265,7 +276,7 @@ def _pipes(
 ) -> Iterator[Pipe]:
     """Yield a schedule's pipelines by split of the layers; pipelines with equal placement share an outline."""
     schedule = SCHEDULES[fields["schedule"]]
-    order = Order(schedule.name not in SPLIT_BACKWARD, schedule.name == "1f1b")
+    order = Order(schedule.name not in SPLIT_BACKWARD, schedule.name == "1f1b", schedule.name in PAIRED)
     placement = schedule.placement(pp, schedule.virtual or fields["virtual_stages"])
     for split in splits(run.shape, pp, pipeline_depth(pp, fields), space):
         layers = split["stage_layers"] or ()

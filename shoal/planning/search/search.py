@@ -28,10 +28,10 @@ from shoal.pipeline.simulator.player import Player
 from shoal.planning.cost.memory import activations
 from shoal.planning.cost.memory.stage import StageMemory
 from shoal.planning.cost.parameters import StagePart
-from shoal.planning.cost.time.stage import StagePrices
+from shoal.planning.cost.time.stage import StagePrices, paired_passes
 from shoal.planning.estimate import Estimate
 from shoal.planning.run import EstimatedRun
-from shoal.planning.search.branches import Branch, EqualRanks, Outline, WorkItem, branches, first_rank
+from shoal.planning.search.branches import Branch, EqualRanks, Outline, WorkItem, branches, first_rank, hide_rows
 from shoal.planning.search.kinds import SLACK, Shelf, mesh_complexity
 from shoal.planning.search.other_software import search_software
 from shoal.planning.search.plan import Plan, PricedLayout, Progressing, order
@@ -109,6 +109,11 @@ class PlacedModel:
         return (self.plain.linear[:3] @ self.outline.counts.T)[:, self.outline.kind]
 
     @cached_property
+    def rows(self) -> np.ndarray:
+        """[stages] Seconds of exchanges of rows that a paired micro-batch may hide, per direction."""
+        return (self.plain.linear[4] @ self.outline.counts.T)[self.outline.kind]
+
+    @cached_property
     def added(self) -> np.ndarray:
         """[4, ways, stages] Lower bounds of each sharding's additions, see `Outline.with_added`."""
         kinds = self.plain.linear[:3] @ self.outline.counts.T
@@ -136,7 +141,7 @@ class Candidate(NamedTuple):
 
     levels: tuple[Fields, ...]  # its fields
     stages: StagePrices  # its priced stages
-    seconds: np.ndarray  # [6, stages] times, see `Player.step_times`
+    seconds: np.ndarray  # [7, stages] times, see `Player.step_times`
     launched: float  # minimum seconds in which a host launches a step
     alive: list[EqualRanks]  # activations alive on its ranks (`Outline.alive`)
     complexity: int  # its complexity (`shoal.planning.search.kinds`)
@@ -251,7 +256,8 @@ class Search:
         fits = plain.with_holes(alive + placed.working) <= free  # slower to evaluate
         if not fits.any():
             return None
-        ends = outline.ends(placed.times[:, None], plain.hop, microbatches, order)
+        times = hide_rows(placed.times, placed.rows, order)
+        ends = outline.ends(times[:, None], plain.hop, microbatches, order)
         of_way = outline.with_added(ends, placed.added, microbatches) * (1 - SLACK)
         of_way = np.maximum(np.where(fits, of_way, np.inf), branch.least)  # the host may be the limit
         margin = plain.with_holes(alive + placed.working) <= free - (1 - self.shelf.part) * self.capacity
@@ -305,15 +311,17 @@ class Search:
             host = through * np.array([each.launched for each in priced])[outline.kind] + finishing.sum(axis=0)
             longest = np.full_like(step, outline.sum_by_rank(step).max())
             levels = (degrees, way, branch.pipe.fields, branch.pipe.split, shards)
-            seconds, launched = np.stack([*times, reduce, longest, gather]), outline.sum_by_rank(host).max()
+            overlap = stages.run.software.overlap_experts
+            pair = paired_passes(times, placed.rows, outline.holder, overlap) if branch.paired else times[0]
+            seconds, launched = np.stack([*times, reduce, longest, gather, pair]), outline.sum_by_rank(host).max()
             yield Candidate(levels, stages, seconds, float(launched), alive, level)
 
     def _player(self, branch: Branch) -> Player:
         """Return the player of the branch's program, built once."""
         if branch.program not in self.plan.players:
-            pp, microbatches, schedule, virtual = branch.program
+            pp, microbatches, schedule, virtual, paired = branch.program
             program = build_program(
                 SCHEDULES[schedule], pp, microbatches, virtual_stages=virtual or 1, zero=1, transfers=False
             )
-            self.plan.players[branch.program] = Player(program)
+            self.plan.players[branch.program] = Player(program, paired=paired)
         return self.plan.players[branch.program]

@@ -81,7 +81,7 @@ def test_each_set_ends_when_it_does_alone(data: st.DataObject) -> None:
         SCHEDULES[name], ranks, microbatches, virtual_stages=virtual, zero=int(gathers), transfers=False
     )
     random = np.random.default_rng(data.draw(st.integers(0, 1000)))
-    times = random.uniform(0, 2, (6, program.stages, 3))
+    times = random.uniform(0, 2, (7, program.stages, 3))
     times[4] = random.uniform(0, 2, 3)  # the optimizer's is of a rank
     links = [MessageTimes(*random.uniform(0, 1, 2)) for _ in range(3)]
     alone = [

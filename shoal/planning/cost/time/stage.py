@@ -9,7 +9,7 @@ gradient. Sophia's Hessian estimates are passes like the step's own, a fraction 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from math import log2
 from typing import NamedTuple, TypeVar
@@ -27,6 +27,7 @@ from shoal.planning.cost.time.traffic import context_parallel, even_share
 from shoal.planning.run import EstimatedRun
 from shoal.spec.layout import Layout
 from shoal.spec.number_formats import FP32
+from shoal.spec.schedules import PAIRED
 
 V = TypeVar("V", float, np.ndarray)
 ROUTING = 7  # reads or writes of a hidden state in a forward that moves few rows: scores (a copy), a sum
@@ -104,6 +105,26 @@ def exposed_reduction(
     return np.maximum(reduction * bucket, reduction - constants["hide_data"] * backward)
 
 
+def paired_passes(
+    times: np.ndarray, rows: np.ndarray, holder: Sequence[int], overlap: float
+) -> np.ndarray:
+    """Return the seconds of each stage's forward with the backward of its rank's other stage. [stages]
+
+    Each of the two computes while the rows of the other travel (DeepSeek-AI 2024, section 3.2.1).
+
+    Args:
+        times: [3, stages] seconds of a forward and of both halves of a backward, exchanges of rows included.
+        rows: [stages] seconds of these exchanges, per direction.
+        holder: [stages] the rank of each; every rank has two.
+        overlap: part of the exchanges that can be hidden.
+    """
+    of_rank = np.argsort(holder, kind="stable").reshape(-1, 2)
+    other = np.empty(of_rank.size, int)
+    other[of_rank] = of_rank[:, ::-1]
+    forward, backward, moved = times[0], (times[1] + times[2])[other], rows + rows[other]
+    return forward + backward - np.minimum(overlap * moved, forward + backward - moved)
+
+
 class StagePrices(StageMemory):
     """Prices of the single stages of a run, for any order of micro-batches.
 
@@ -118,6 +139,12 @@ class StagePrices(StageMemory):
             run.cluster.accelerator.dense_flops(run.products), memory_rate(run.cluster, run.software.name),
             attained(run.cluster), 1 + self.constants["stragglers"] * log2(run.cluster.nodes),
         ))  # fmt: skip
+
+    @property
+    def hides_rows(self) -> bool:
+        """Whether exchanges of rows are hidden by the other micro-batch, under a schedule that pairs them."""
+        paired = self.run.layout.model_copy(update={"schedule": PAIRED[0]})
+        return self.run.cluster.at_once is None and paired.overlaps_rows(True)
 
     def group(self, axis: str) -> CommunicationGroup:
         """Return the ranks along an axis, with attained rates of the cluster."""
@@ -138,7 +165,8 @@ class StagePrices(StageMemory):
 
     @property
     def linear(self) -> np.ndarray:
-        """[4, 5] Seconds of a forward, of both halves of a backward and of their launches, as a linear model.
+        """[5, 5] Seconds of a forward, of both halves of a backward, of their launches and of rows that a paired
+        micro-batch may hide, as a linear model.
 
         The columns are: a dense layer, an expert layer, being the first stage, being the last, and any stage. They add
         up to every stage, without the additions of ZeRO-2 and 3.
@@ -148,7 +176,7 @@ class StagePrices(StageMemory):
             layers = [(((sparse, False), 1),) for sparse in ((False, True) if self.run.shape.experts else (False,))]
             counts = [((), False, False), ((), True, False), ((), False, True), *((of, False, False) for of in layers)]
             found = [self._stage(*of) for of in counts]
-            any_stage, *others = np.array([(*s.passes, s.launched) for s in found])
+            any_stage, *others = np.array([(*s.passes, s.launched, s.experts * self.hides_rows) for s in found])
             first, last, dense, *sparse = (other - any_stage for other in others)
             self.known[key] = np.stack([dense, *(sparse or [dense]), first, last, any_stage], axis=1)
         return self.known[key]
