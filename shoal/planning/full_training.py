@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from shoal.base.errors import UsageError
 from shoal.base.units import DAY, HOUR
-from shoal.planning.cost.flops import dollars, kilowatt_hours
+from shoal.planning.cost.flops import dollars
 from shoal.planning.run import EstimatedRun
 
 
@@ -43,7 +43,7 @@ class FullTraining(NamedTuple):
     @property
     def kilowatt_hours(self) -> float | None:
         """Energy at this power."""
-        return kilowatt_hours(self.seconds, self.devices, self.watts, self.pue) if self.watts else None
+        return self.seconds / HOUR * self.devices * self.watts / 1000 * self.pue if self.watts else None
 
 
 def train_fully(

@@ -185,17 +185,14 @@ class HeldOut:
         for software in names:
             for size, special in kinds:
                 found = self.select(row, (software, size, special))
-                if len(found) and (software or not size):
-                    yield self._entry(row, (software, size, special), found)
-
-    def _entry(self, row: int, of: Class, found: np.ndarray) -> dict[str, Any]:
-        software, size, special = of
-        entry: dict[str, Any] = {"left_out": self.split, "software": software, "size": size}
-        entry |= {} if special is None else {"special": special}
-        entry |= {"rows": len(found), "groups": len(set(self.groups[found].tolist()))}
-        numbers = *self._errors(row, found), self.width(row, of)
-        names = ("median", "ninetieth", "bias", "width")
-        return entry | {name: float(f"{value:.3g}") for name, value in zip(names, numbers, strict=True)}
+                if not len(found) or (size and not software):
+                    continue
+                entry: dict[str, Any] = {"left_out": self.split, "software": software, "size": size}
+                entry |= {} if special is None else {"special": special}
+                entry |= {"rows": len(found), "groups": len(set(self.groups[found].tolist()))}
+                numbers = *self._errors(row, found), self.width(row, (software, size, special))
+                names = ("median", "ninetieth", "bias", "width")
+                yield entry | {name: float(f"{value:.3g}") for name, value in zip(names, numbers, strict=True)}
 
 
 def hold_out(points: Sequence[Point], constants: Calibration) -> list[HeldOut]:

@@ -20,6 +20,7 @@ from shoal.spec.catalog import ModelShape
 from shoal.spec.catalog.calibration import GENERATIONS, NETWORKS
 from shoal.spec.catalog.clusters import Cluster
 from shoal.spec.catalog.software import Software, software_table
+from shoal.spec.layout import Recompute
 
 RECOMPUTE = ("none", "selective", "full", "operators")
 """What a backward recomputes: nothing; the attention core; a layer; or a layer except every second product and
@@ -212,6 +213,11 @@ def network_name(cluster: Cluster) -> str:
     return max(known, key=len) if known else "roce" if "ethernet" in name else "infiniband"
 
 
+def recompute_code(mode: Recompute, software: Software) -> int:
+    """Return the index in `RECOMPUTE` of what a software recomputes in a layout's mode."""
+    return RECOMPUTE.index("operators" if (mode, software.selective) == ("selective", "operators") else mode)
+
+
 def describe_row(run: EstimatedRun) -> dict[str, Any]:
     """Return a run as a row of `Runs`: model, layout, cluster and software.
 
@@ -222,7 +228,6 @@ def describe_row(run: EstimatedRun) -> dict[str, Any]:
     warmup, alive = SCHEDULES.get(layout.schedule, (1.0, 1.0))
     unfused = (run.attention == "explicit" and layout.cp == 1) or shape.softcap is not None
     kernel = "unfused" if unfused else run.flash
-    operators = layout.recompute == "selective" and software.selective == "operators"
     network = network_name(cluster)
     virtual = (layout.virtual_stages or 2) if layout.schedule == "interleaved-1f1b" and layout.pp > 1 else 1
     row = {name: getattr(software, name) for name in FACTS}
@@ -235,7 +240,7 @@ def describe_row(run: EstimatedRun) -> dict[str, Any]:
         "tp": layout.tp, "tp_x": layout.tp_x, "pp": layout.pp, "virtual": virtual, "dp": layout.dp, "cp": layout.cp,
         "ep": layout.ep, "etp": layout.expert_tensor, "zero": layout.zero, "shard": layout.shards,
         "sequence_parallel": layout.sequence_parallel,
-        "recompute": RECOMPUTE.index("operators" if operators else layout.recompute), "warmup": warmup, "alive": alive,
+        "recompute": recompute_code(layout.recompute, software), "warmup": warmup, "alive": alive,
         "software": list(software_table()).index(software.name), "attention": ATTENTION.index(kernel),
         "generation": GENERATIONS.index(machine.generation), "network": NETWORKS.index(network),
         "peak": machine.dense_flops(KINDS[run.policy.compute.name]), "attainable": machine.matmul_efficiency,

@@ -1,4 +1,4 @@
-"""Model and hardware FLOPs, and the resulting time, cost and energy of a training run.
+"""Model and hardware FLOPs, and the resulting time and cost of a training run.
 
 A matrix product [m, k] x [k, n] is 2 m k n FLOPs; a backward is two forwards. *Model* FLOPs are the FLOPs of the
 mathematical operations without recomputation (`ModelShape.flops_per_token`, the basis of every MFU in shoal).
@@ -65,13 +65,3 @@ def petaflop_days(flops: float) -> float:
 def dollars(seconds: float, devices: int, per_hour: float) -> float:
     """Return the rent of some devices."""
     return seconds / HOUR * devices * per_hour
-
-
-def kilowatt_hours(seconds: float, devices: int, watts: float, pue: float) -> float:
-    """Return the energy of devices at constant power, and of their building.
-
-    Args:
-        watts: power of one device, with its share of its host if that should count.
-        pue: power of the building relative to its computers.
-    """
-    return seconds / HOUR * devices * watts / 1000 * pue

@@ -9,7 +9,7 @@ from math import inf
 
 import numpy as np
 
-from shoal.planning.cost.batched_runs import SCHEDULES, Runs, describe_row
+from shoal.planning.cost.batched_runs import SCHEDULES, Runs, describe_row, recompute_code
 from shoal.planning.cost.memory.published_software import footprint
 from shoal.planning.cost.time.step import step
 from shoal.planning.run import EstimatedRun
@@ -82,24 +82,15 @@ def _choices(run: EstimatedRun, degrees: Fields, space: LayoutSpace) -> Iterator
 
 def _columns(run: EstimatedRun, levels: list[tuple[Fields, ...]]) -> dict[str, np.ndarray]:
     """Return the columns of `Runs` that depend on the layout."""
-    first, rows = levels[0][0], []
-    for _, work, pipe, shard in levels:
+    rows = []
+    for degrees, work, pipe, shard in levels:
         warmup, alive = SCHEDULES[pipe["schedule"]]
-        zero = shard["zero"]
-        shards = (shard["zero_shard"] or first["dp"]) * first["cp"] if zero else 1
-        recompute = _RECOMPUTED[run.software.selective][work["recompute"]]
-        rows.append((
-            work["micro_batch"], run.global_batch / (first["dp"] * work["micro_batch"]), work["sequence_parallel"],
-            recompute, pipe["virtual_stages"] or 1, warmup, alive, zero, shards,
-        ))  # fmt: skip
-    names = (
-        "b", "microbatches", "sequence_parallel", "recompute", "virtual", "warmup", "alive", "zero", "shard",
-    )  # fmt: skip
-    columns = dict(zip(names, np.array(rows, float).T, strict=True))
-    same = {name: first[name] for name in ("dp", "tp", "pp", "cp", "ep")} | {"etp": first["etp"] or first["tp"]}
-    return columns | {name: np.full(len(levels), float(value)) for name, value in same.items()}
-
-
-_RECOMPUTED = {
-    "core": {"none": 0, "selective": 1, "full": 2}, "operators": {"none": 0, "selective": 3, "full": 2}
-}  # indices into `RECOMPUTE`  # fmt: skip
+        rows.append({
+            **{name: degrees[name] for name in ("dp", "tp", "pp", "cp", "ep")}, "etp": degrees["etp"] or degrees["tp"],
+            "b": work["micro_batch"], "microbatches": run.global_batch / (degrees["dp"] * work["micro_batch"]),
+            "sequence_parallel": work["sequence_parallel"],
+            "recompute": recompute_code(work["recompute"], run.software), "virtual": pipe["virtual_stages"] or 1,
+            "warmup": warmup, "alive": alive, "zero": shard["zero"],
+            "shard": (shard["zero_shard"] or degrees["dp"]) * degrees["cp"] if shard["zero"] else 1,
+        })  # fmt: skip
+    return {name: np.array([row[name] for row in rows], float) for name in rows[0]}

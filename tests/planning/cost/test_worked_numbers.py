@@ -7,6 +7,7 @@ from shoal.labs.explain import scaling
 from shoal.labs.explain.precision import RECIPES
 from shoal.labs.explain.scaling import YEAR, six_n_t, training_seconds
 from shoal.planning.cost import flops, roofline
+from shoal.planning.full_training import FullTraining
 from shoal.spec.catalog import Experts, accelerator, link, model_shape
 from shoal.spec.catalog.clusters import cluster
 from shoal.spec.layout import Layout
@@ -180,6 +181,6 @@ def test_money_and_energy() -> None:
     """Llama-3 70B reports 6.4 M H100 hours at 700 W."""
     seconds = 6.4e6 * 3600 / 1024
     assert flops.dollars(seconds, 1024, 2.0) == pytest.approx(12.8e6)
-    assert flops.kilowatt_hours(seconds, 1024, 700, 1.0) == pytest.approx(4.48e6)
-    assert flops.kilowatt_hours(seconds, 1024, 700, 1.1) == pytest.approx(1.1 * 4.48e6), "with the building"
+    for pue in (1.0, 1.1):  # with the building
+        assert FullTraining(15e12, seconds, 1024, 2.0, 700, pue).kilowatt_hours == pytest.approx(pue * 4.48e6)
     assert 8 * cluster("64x8xH100").watts == 10_200, "of a node"

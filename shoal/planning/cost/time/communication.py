@@ -66,22 +66,6 @@ class CommunicationGroup(Generic[V]):
         return self.hop_latency + size / self.hop
 
 
-def _group(
-    ranks: int, bandwidth: float, exchange: float, hop: float, steps: tuple[int, int], latencies: tuple[float, float],
-    *, through_memory: bool = False,
-) -> CommunicationGroup[float]:  # fmt: skip
-    """Return a group with the latencies of its collectives.
-
-    Args:
-        steps, latencies: steps of the ring within nodes and between them, and seconds of each.
-        through_memory: ranks read from all others through shared memory, so any collective has an all-reduce's latency.
-    """
-    ring, trees = (sum(map(mul, many, latencies)) for many in (steps, [step.bit_length() for step in steps]))
-    sums = 2 * min(ring, trees)  # by a ring or by trees
-    gathers = sums if through_memory else ring
-    return CommunicationGroup(ranks, bandwidth, exchange, hop, gathers, sums, ring, max(latencies))
-
-
 def axis_extent(layout: Layout, axis: str) -> tuple[int, int]:
     """Return the number of ranks along one or several axes, and their distance."""
     axes = mesh_axes(layout, axis)
@@ -106,21 +90,24 @@ def ring_group(cluster: Cluster, ranks: int, stride: int = 1) -> CommunicationGr
     if cluster.nic is None:
         local = ranks
     nodes = ranks // local
-    near, near_exchange, steps = inside.bandwidth, inside.bandwidth, local - 1
+    near, near_exchange, near_steps = inside.bandwidth, inside.bandwidth, local - 1
     if cluster.torus:
-        near, near_exchange, steps = _in_torus(cluster, inside, local, stride)
-    if nodes == 1 or cluster.nic is None:
-        shared = cluster.at_once is not None
-        return _group(
-            ranks, near, near_exchange, inside.bandwidth, (steps, 0), (inside.latency, 0.0), through_memory=shared
-        )
-    share = cluster.nics * cluster.nic.bandwidth / cluster.per_node
-    if local == 1:
-        near = near_exchange = inf
-    exchange = (ranks - 1) / max((local - 1) / near_exchange, (ranks - local) / share)
-    bandwidth = min(local * share * (nodes / 2) ** -cluster.thin, near)
-    latencies = inside.latency, cluster.nic.latency
-    return _group(ranks, bandwidth, exchange, min(share, near), (steps, nodes - 1), latencies)
+        near, near_exchange, near_steps = _in_torus(cluster, inside, local, stride)
+    bandwidth, exchange, hop = near, near_exchange, inside.bandwidth
+    steps, latencies = (near_steps, 0), (inside.latency, 0.0)  # of the ring within nodes and between them
+    through_memory = cluster.at_once is not None
+    if nodes > 1 and cluster.nic is not None:
+        share, through_memory = cluster.nics * cluster.nic.bandwidth / cluster.per_node, False
+        if local == 1:
+            near = near_exchange = inf
+        bandwidth = min(local * share * (nodes / 2) ** -cluster.thin, near)
+        exchange = (ranks - 1) / max((local - 1) / near_exchange, (ranks - local) / share)
+        hop = min(share, near)
+        steps, latencies = (near_steps, nodes - 1), (inside.latency, cluster.nic.latency)
+    ring, trees = (sum(map(mul, many, latencies)) for many in (steps, [step.bit_length() for step in steps]))
+    sums = 2 * min(ring, trees)
+    gathers = sums if through_memory else ring  # ranks read from all others: any collective takes as long as a sum
+    return CommunicationGroup(ranks, bandwidth, exchange, hop, gathers, sums, ring, max(latencies))
 
 
 def _in_torus(cluster: Cluster, link: Link, ranks: int, stride: int) -> tuple[float, float, int]:
