@@ -9,12 +9,9 @@ from shoal.base.section import validate
 from shoal.pipeline.schedules import EVERY
 from shoal.pipeline.simulator.compare import PlayedSchedule, check_arguments, check_size, schedule_name
 from shoal.pipeline.simulator.engine import Disturbance, simulate
-from shoal.planning.describe import DEFAULT_MODEL
-from shoal.planning.estimable import check_estimable, check_layout_on_cluster, check_names
+from shoal.planning.describe import describe_run
+from shoal.planning.estimable import check_estimable, check_names
 from shoal.planning.estimate import Estimate
-from shoal.planning.run import EstimatedRun
-from shoal.spec.catalog import model_shape
-from shoal.spec.catalog.clusters import cluster as cluster_of
 from shoal.spec.layout import Layout
 
 
@@ -55,7 +52,6 @@ def compare_schedules_on_cluster(
     names = list(dict.fromkeys(schedule_name(name) for name in schedules))
     check_arguments(names, virtual_stages=virtual_stages)
     check_names(precision, "adamw")
-    shape, machine = model_shape(model or DEFAULT_MODEL), cluster_of(cluster)
     disturbance = Disturbance(stragglers or {}, slow_links or {}, jitter, seed)
     check_size(pp, microbatches, dp, disturbance, virtual_stages or 1)
     estimates = []
@@ -64,10 +60,10 @@ def compare_schedules_on_cluster(
             "pp": pp, "dp": dp, "tp": tp, "schedule": name, "micro_batch": micro_batch,
             "virtual_stages": None if name in EVERY and EVERY[name].virtual else virtual_stages,
         }  # fmt: skip
-        layout = validate(Layout, fields, source="command line")
-        s, batch = sequence_length or shape.max_sequence, dp * micro_batch * microbatches
-        run = EstimatedRun(shape, layout, machine, s, batch, precision)
-        check_layout_on_cluster(run)
+        run = describe_run(
+            validate(Layout, fields, source="command line"), model=model, cluster=cluster, precision=precision,
+            sequence_length=sequence_length, global_batch=dp * micro_batch * microbatches, fill=False,
+        )  # fmt: skip
         check_estimable(run)
         estimates.append(Estimate(run))
     played = []

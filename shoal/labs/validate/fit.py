@@ -43,9 +43,7 @@ def estimate_points(
 
 def _memory(runs: Runs, kinds: np.ndarray, constants: Calibration) -> tuple[np.ndarray, np.ndarray]:
     memory = footprint(runs, constants)
-    size = np.where(kinds == "allocated", memory.allocated, memory.reserved)
-    size = np.where(kinds == "first", memory.first_reserved, np.where(kinds == "process", memory.process, size))
-    return size, memory.needed / memory.capacity
+    return memory.counted(kinds), memory.needed / memory.capacity
 
 
 class FitProblem:

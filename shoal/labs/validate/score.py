@@ -160,9 +160,8 @@ def score(points: Sequence[Point], constants: Calibration | None = None) -> Scor
         for p in points:
             said = estimate(**p.call)
             assert isinstance(said, SoftwareEstimate), "publications are of other software"
-            bytes_of = {"allocated": "allocated", "first": "first_reserved", "process": "process"}
-            size = getattr(said.footprint, bytes_of.get(p.memory_kind, "reserved"))
-            found.append((said.step_seconds, float(size[0]), said.fullest.reserved / said.capacity))
+            counted = float(said.footprint.counted(np.array([p.memory_kind]))[0])
+            found.append((said.step_seconds, counted, said.fullest.reserved / said.capacity))
         seconds, size, part = np.array(found).T
     widths = (np.array([run_accuracy(kind, p.run).width for p in points]) for kind in get_args(Kind))
     return Scored(points, seconds, size, part, *widths)

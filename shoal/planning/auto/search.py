@@ -64,6 +64,11 @@ class Target:
     in_place: bool = False  # whether the optimizer states of a weight have to be split as it is, beside `shards`
     shards: int = 1  # replicas of the plan's devices over which ZeRO splits the states of each block
 
+    def builder(self, graph: OperatorGraph, mesh: NamedMesh) -> Builder:
+        prices = Prices.on(self.cluster, mesh, self.formats)
+        prices.state_bytes /= self.shards
+        return Builder(graph, prices, self.microbatches, in_place=self.in_place)
+
     def solve(self, problem: ShardingProblem, in_flight: int = 1) -> Solution:
         """Find the cheapest solution that fits, with ``in_flight`` micro-batches kept for the backward pass.
 
@@ -79,9 +84,7 @@ class Target:
         """Find the cheapest solution on any of some meshes."""
         best, proven = None, True
         for mesh in meshes:
-            prices = Prices.on(self.cluster, mesh, self.formats)
-            prices.state_bytes /= self.shards
-            builder = Builder(graph, prices, self.microbatches, in_place=self.in_place)
+            builder = self.builder(graph, mesh)
             problem = builder.problem()
             try:
                 found = self.solve(problem, in_flight)

@@ -14,16 +14,13 @@ from itertools import accumulate, pairwise
 from operator import mul
 from string import ascii_letters
 
-import torch
 from torch.utils._pytree import tree_map_only
 
-from shoal.engine.sharding.graph import RESHAPES, Operator, OperatorGraph, Ref, assign_phases, overload
+from shoal.engine.sharding.graph import RESHAPES, Operator, OperatorGraph, Ref, assign_phases
+from shoal.planning.auto.intra.spaces import ALONG, find_dim, is_pointwise
 
 Form = tuple[tuple[int, ...], ...]
 """The sizes into which each dim of a tensor is unfolded; none for a dim of 1."""
-
-ALONG = {"_softmax": 1, "_log_softmax": 1, "_softmax_backward_data": 2, "slice": 1, "cat": 1, "gather": 1, "scatter": 1}
-"""Operators along one dim, with the position of this dim among their arguments."""
 
 
 def unfold(graph: OperatorGraph) -> OperatorGraph:
@@ -91,8 +88,7 @@ class _Unfolding:
                  **dict.fromkeys(RESHAPES, self._reshape), **dict.fromkeys(ALONG, self._along)}  # fmt: skip
         if rule := rules.get(op.target, rules.get(op.op)):
             return rule(op)
-        is_pointwise = op.target != "getitem.int" and torch.Tag.pointwise in overload(op.target).tags
-        return is_pointwise and self._pointwise(op)
+        return is_pointwise(op) and self._pointwise(op)
 
     # ---- unfolded tensors --------------------------------------------------------------------------------------------
 
@@ -172,8 +168,7 @@ class _Unfolding:
         return True
 
     def _along(self, op: Operator) -> bool:
-        at = ALONG[op.op]
-        d = (op.args[at] if len(op.args) > at else 0) % len(op.shape)
+        at, d = ALONG[op.op], find_dim(op)
         form = self._join_forms(op, (d,))
         if form is None:
             return False

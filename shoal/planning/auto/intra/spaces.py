@@ -26,6 +26,9 @@ Dims = tuple[str, ...]
 
 Shapes = tuple[tuple[int, ...], ...]
 
+ALONG = {"_softmax": 1, "_log_softmax": 1, "_softmax_backward_data": 2, "slice": 1, "cat": 1, "gather": 1, "scatter": 1}
+"""Operators along one dim, with the position of this dim among their arguments."""
+
 LOOKUPS = ("embedding", "embedding_dense_backward")
 
 
@@ -54,9 +57,11 @@ def build_space(op: Operator, shapes: Shapes) -> IterationSpace | None:
         return RULES[op.op](op, shapes)
     if op.op in RESHAPES:
         return _reshape(op, shapes)
-    if op.target != "getitem.int" and torch.Tag.pointwise in overload(op.target).tags:
-        return _pointwise(op, shapes)
-    return None
+    return _pointwise(op, shapes) if is_pointwise(op) else None
+
+
+def is_pointwise(op: Operator) -> bool:
+    return op.target != "getitem.int" and torch.Tag.pointwise in overload(op.target).tags
 
 
 def _name_dims(shape: tuple[int, ...], unsplit: Collection[int] = ()) -> tuple[Dims, dict[str, int]]:
@@ -143,15 +148,20 @@ def _reduce(op: Operator, shapes: Shapes, *, is_sum: bool) -> IterationSpace:
     return IterationSpace(sizes, (dims,), out, linear=(0,) if is_sum else ())
 
 
-def _along_dim(
-    op: Operator, shapes: Shapes, *, at: int, linear: tuple[int, ...] = (), together: bool = False
-) -> IterationSpace | None:
-    """Work along one dim, the operator's argument ``at``, on tensors of equal shapes in all other dims."""
-    d = (op.args[at] if len(op.args) > at else 0) % max(1, len(op.shape))
+def find_dim(op: Operator) -> int:
+    """Return the dim that an operator of `ALONG` works along."""
+    at = ALONG[op.op]
+    return (op.args[at] if len(op.args) > at else 0) % max(1, len(op.shape))
+
+
+def _along_dim(op: Operator, shapes: Shapes) -> IterationSpace | None:
+    """Work along one dim, on tensors of equal shapes in all other dims."""
+    d = find_dim(op)
     if any(shape[:d] + shape[d + 1 :] != op.shape[:d] + op.shape[d + 1 :] for shape in shapes):
         return None
     dims, sizes = _name_dims(op.shape, (d,))
-    return IterationSpace(sizes, (dims,) * len(shapes), dims, linear, together)
+    linear = (0,) if op.op in ("gather", "slice", "_softmax_backward_data") else ()
+    return IterationSpace(sizes, (dims,) * len(shapes), dims, linear, op.op == "cat")
 
 
 def _select(op: Operator, shapes: Shapes) -> IterationSpace:
@@ -183,10 +193,7 @@ def _embedding_backward(op: Operator, shapes: Shapes) -> IterationSpace | None:
 RULES: dict[str, Callable[[Operator, Shapes], IterationSpace | None]] = {
     "product": _product, "permute": _permute, "expand": _expand, "sum": partial(_reduce, is_sum=True),
     **dict.fromkeys(("amax", "amin", "any", "all"), partial(_reduce, is_sum=False)),
-    **dict.fromkeys(("_softmax", "_log_softmax", "scatter"), partial(_along_dim, at=1)),
-    **dict.fromkeys(("gather", "slice"), partial(_along_dim, at=1, linear=(0,))),
-    "_softmax_backward_data": partial(_along_dim, at=2, linear=(0,)),
-    "cat": partial(_along_dim, at=1, together=True), "select": _select, "tril": _triangle, "triu": _triangle,
+    **dict.fromkeys(ALONG, _along_dim), "select": _select, "tril": _triangle, "triu": _triangle,
     "embedding": _embedding, "embedding_dense_backward": _embedding_backward,
     "_to_copy": _pointwise, "full_like": _pointwise, "zeros_like": _pointwise, "ones_like": _pointwise,
 }  # fmt: skip

@@ -38,6 +38,11 @@ class Footprint:
     def fits(self) -> np.ndarray:
         return self.needed <= self.capacity
 
+    def counted(self, kinds: np.ndarray) -> np.ndarray:
+        """Return the bytes as publications count them: allocated, first (reserved there), process, else reserved."""
+        found = {"allocated": self.allocated, "first": self.first_reserved, "process": self.process}
+        return np.select([kinds == kind for kind in found], [*found.values()], self.reserved)
+
 
 @dataclass(frozen=True)
 class RankBytes:
