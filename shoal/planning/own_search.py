@@ -50,19 +50,16 @@ class OwnLayouts(NamedTuple):
         return replace(own, tensor_parallel=plan) if plan else own
 
 
-def plan_own_model(config: RunConfig, cluster: str | Cluster, *, ranks: int | None = None) -> OwnLayouts:
+def plan_own_model(config: RunConfig, cluster: str | Cluster) -> OwnLayouts:
     """Estimate the layouts of a model of one's own on a cluster: dp, tp, pp, ZeRO, the size of a micro-batch, and
     recomputation where a layout does not fit without. Without a table, tp splits operators as `plan_loss` finds.
-
-    Args:
-        ranks: number of ranks (default: all accelerators).
 
     Raises:
         UsageError: none fits, or the model or its first batch fails.
     """
     check_own_model(config.model_copy(update={"parallel": Layout()}))
     found = cluster_of(cluster) if isinstance(cluster, str) else cluster
-    size, least = ranks or found.size, None
+    size, least = found.size, None
     fitting: list[OwnEstimate] = []
     own = _with_chain(load_own_model(config.model.module), config)
     splits = not own.make_optimizer or _accepts(check_optimizer, own.make_optimizer, config.optimizer, sharded=True)

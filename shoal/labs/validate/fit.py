@@ -111,9 +111,9 @@ class FitProblem:
         short = np.clip(np.where(self.oom[rows], -np.log(part), np.log(part)) + 0.01, 0, 0.6)
         return np.concatenate([weight * known, 0.7 * weight * short])
 
-    def jacobian(self, logs: np.ndarray, small: float = 1e-4) -> np.ndarray:
+    def jacobian(self, logs: np.ndarray) -> np.ndarray:
         """Return [residuals, parameters] by finite differences, over the points that each parameter affects."""
-        everywhere = self.residuals(logs)
+        everywhere, small = self.residuals(logs), 1e-4
         found, count = np.zeros((len(everywhere), len(logs))), len(self.points)
         for j, (name, index) in enumerate(self.parameters):
             rows = np.arange(count)

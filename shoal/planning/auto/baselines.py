@@ -22,15 +22,11 @@ from shoal.spec.layout import Layout, ZeroStage
 
 @dataclass(frozen=True)
 class Pin:
-    """How one weight is split by hand.
+    """How one weight is split by hand."""
 
-    Attributes:
-        kept, state: the shardings in which it, and its optimizer state, may be kept.
-    """
-
-    kept: frozenset[Sharding]
+    kept: frozenset[Sharding]  # the shardings in which it may be kept
     used: Sharding  # the one in which it is multiplied
-    state: frozenset[Sharding]
+    state: frozenset[Sharding]  # the same of its optimizer state
     gradient: bool  # whether its gradient is made in the sharding `used`; else in any
 
 

@@ -42,25 +42,21 @@ def is_planned(own: OwnModel) -> bool:
     return given == "auto" or isinstance(given, LossPlan)
 
 
-def with_plan(config: RunConfig, folder: Path, cluster: str = "8xH100", precision: str = "") -> RunConfig:
+def with_plan(config: RunConfig, folder: Path, cluster: str = "8xH100") -> RunConfig:
     """Return a config whose definition has a plan for its layout, written into a folder.
 
     A definition with a table, or with a plan that suits, stays as it is.
 
-    Args:
-        precision: of the training (default: the config's).
-
     Raises:
         UsageError: the loss has no graph.
     """
-    layout, precision = config.parallel, precision or config.train.precision
+    layout, precision = config.parallel, config.train.precision
     own = load_own_model(config.model.module) if config.model.module and layout.tp > 1 else None
     given = own.tensor_parallel if own else None
     suits = isinstance(given, LossPlan) and given.suits(layout.tp, layout.micro_batch, precision)
     if own is None or suits or not is_planned(own):
         return config
-    train = config.train.model_copy(update={"precision": precision})
-    plan = plan_loss(own, config.model_copy(update={"train": train}), cluster_of(cluster)).plan
+    plan = plan_loss(own, config, cluster_of(cluster)).plan
     file = folder / f"planned-{precision}{PICKLED}"
     save_own_model(replace(own, tensor_parallel=plan), file)
     return config.model_copy(update={"model": config.model.model_copy(update={"module": str(file)})})

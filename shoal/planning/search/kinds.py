@@ -55,6 +55,12 @@ def shard_complexity(fields: Mapping[str, Any], pp: int) -> int:
     return unusual + (fields.get("zero_shard") is not None) + (not fields.get("reshard_after_forward", True))
 
 
+def complexity(fields: Mapping[str, Any], cluster: Cluster) -> int:
+    """Return the complexity of a layout, of which ``fields`` has all that are searched."""
+    pp = fields["pp"]
+    return mesh_complexity(fields, cluster) + pipeline_complexity(fields, pp) + shard_complexity(fields, pp)
+
+
 class Shelf:
     """The fastest layouts found so far: of each complexity, or of all.
 
@@ -85,10 +91,7 @@ class Shelf:
 
     def level(self, layout: Layout) -> int:
         """Return the complexity of a layout, or 0 if only the fastest is kept."""
-        if not self.diverse:
-            return 0
-        of, pp = vars(layout), layout.pp
-        return mesh_complexity(of, self.cluster) + pipeline_complexity(of, pp) + shard_complexity(of, pp)
+        return complexity(vars(layout), self.cluster) if self.diverse else 0
 
     def keep(self, found: PricedLayout, capacity: float) -> None:
         """Keep a layout that fits into ``capacity`` bytes, if it is the fastest of its complexity."""

@@ -45,7 +45,9 @@ def test_any_split_of_operators_trains_as_one_device(name, layout, sections, poo
     monkeypatch.setattr(search, "solve", choose_randomly(layout["tp"]))
     if layout["tp"] == 4:
         monkeypatch.setattr(own_loss, "NamedMesh", lambda *_: NamedMesh("xy", (2, 2)))
-    config = with_plan(config_of(name, layout, **sections), tmp_path, precision="fp64")
+    config = config_of(name, layout, **sections)
+    exact = config.train.model_copy(update={"precision": "fp64"})  # of the comparison
+    config = with_plan(config.model_copy(update={"train": exact}), tmp_path)
     plan = load_own_model(config.model.module).tensor_parallel.plan
     split = {weight: str(kept) for weight, (kept, *_) in plan.weight_shardings().items() if kept.used}
     assert split and {move.kind for each in plan.reshardings for move in each.moves} > {"all-reduce"}
