@@ -27,7 +27,6 @@ from shoal.pipeline.simulator.columns import Columns, live_before_backwards
 from shoal.pipeline.simulator.player import Player
 from shoal.planning.cost.memory import activations
 from shoal.planning.cost.memory.stage import StageMemory
-from shoal.planning.cost.memory.working_set import PASSES
 from shoal.planning.cost.parameters import StagePart
 from shoal.planning.cost.time.stage import StagePrices, paired_passes
 from shoal.planning.estimate import Estimate
@@ -101,9 +100,8 @@ class PlacedModel:
 
     @cached_property
     def working(self) -> int:
-        """Lower bound of the net transient bytes of a full backward, or of its first half, on the first rank."""
-        first = self.outline.first
-        return max(0, min([self.plain.peak_transient(part, kind) for part in first for kind in PASSES[:2]]))
+        """Lower bound of the transient bytes in a backward on the first rank."""
+        return self.plain.working(self.outline.first)
 
     @cached_property
     def times(self) -> np.ndarray:
