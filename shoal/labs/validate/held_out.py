@@ -191,8 +191,8 @@ class HeldOut:
                 entry |= {} if special is None else {"special": special}
                 entry |= {"rows": len(found), "groups": len(set(self.groups[found].tolist()))}
                 numbers = *self._errors(row, found), self.width(row, (software, size, special))
-                names = ("median", "ninetieth", "bias", "width")
-                yield entry | {name: float(f"{value:.3g}") for name, value in zip(names, numbers, strict=True)}
+                heads = ("median", "ninetieth", "bias", "width")
+                yield entry | {head: float(f"{value:.3g}") for head, value in zip(heads, numbers, strict=True)}
 
 
 def hold_out(points: Sequence[Point], constants: Calibration) -> list[HeldOut]:
