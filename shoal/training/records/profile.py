@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.profiler import _ExperimentalConfig
 
 from shoal.base.errors import UsageError
 from shoal.base.files import json_lines, make_folder, read_text, write_atomically
@@ -148,7 +149,8 @@ def torch_profiler(device: torch.device) -> torch.profiler.profile:
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         kinds.append(torch.profiler.ProfilerActivity.CUDA)
-    return torch.profiler.profile(activities=kinds)
+    every = _ExperimentalConfig(profile_all_threads=True)  # paired micro-batches are computed in two
+    return torch.profiler.profile(activities=kinds, experimental_config=every)
 
 
 def _describe_bucket(bucket: Bucket) -> HeldBucket:

@@ -21,16 +21,21 @@ from tests.trainings.runs import small_config, train_in
 PROFILED = {"profile": True, "profile_after": 1, "profile_steps": 2}
 
 
-def test_traces_of_torch_have_the_operators_of_the_recorded_steps(corpus, pool, tmp_path):
+@pytest.mark.parametrize(("parallel", "model"), [
+    ({}, {}),
+    ({"ep": 2, "schedule": "dualpipev", "ep_overlap": True}, {"experts": {"count": 2, "ffn": 16}}),  # in two threads
+])  # fmt: skip
+def test_traces_of_torch_have_the_operators_of_the_recorded_steps(parallel, model, corpus, pool, tmp_path):
     config = small_config(
-        corpus, {"dp": 2}, train={"steps": 4, "validate_every": 0},
+        corpus, {"dp": 2, **parallel}, model=model, train={"steps": 4, "validate_every": 0},
         metrics={"trace": True, "profile_after": 1, "profile_steps": 2},
     )
     folder = train_in(pool, config, tmp_path / "run")
     for rank in range(2):
         with gzip.open(folder / "profile" / f"trace-rank-{rank:05d}.json.gz") as file:
             names = Counter(event.get("name") for event in json.load(file)["traceEvents"])
-        assert names["aten::embedding"] == 2 * config.parallel.microbatches(config.train.global_batch)
+        passes = 2 * config.parallel.microbatches(config.train.global_batch)
+        assert names["aten::embedding"] == names["SummedCrossEntropyBackward"] == passes
     assert read_profile(folder).ranks[1].steps == (1, 2)
     assert ("operators and kernels, for Perfetto", "profile/trace-rank-00000.json.gz, 2 in all") in (
         read_run(folder, config).facts()
