@@ -12,7 +12,6 @@ from shoal.base.terminal import warn
 
 MOST_PENDING = 16 << 20  # bytes of lines that wait for space; later ones are dropped
 
-
 _reported: set[Path] = set()
 
 

@@ -111,9 +111,8 @@ def main(args: list[str]) -> int:
     model = options.model or (None if from_file else DEFAULT_MODEL)
     name = model or config.model.name
     run: dict[str, Any] = {
-        "model": model, "cluster": options.cluster, "config": from_file, "fill": not is_given("parallel", "dp", args),
-        "sequence_length": options.sequence_length, "global_batch": options.global_batch,
-        "precision": options.precision, "optimizer": options.optimizer,
+        "model": model, "config": from_file, "fill": not is_given("parallel", "dp", args),
+        **options.model_dump(include={"cluster", "sequence_length", "global_batch", "precision", "optimizer"}),
     }  # fmt: skip
     listed, code = list[str](), 0
     if options.sweep:
@@ -127,10 +126,8 @@ def main(args: list[str]) -> int:
         listed += counted.lines()
     else:
         estimate = shoal.estimate(config.parallel, **run, software=options.software)
-        training = shoal.train_fully(
-            estimate.run, estimate.step_seconds, tokens=options.tokens, days=options.days, budget=options.budget,
-            price=options.price,
-        )  # fmt: skip
+        limits = options.model_dump(include={"tokens", "days", "budget", "price"})
+        training = shoal.train_fully(estimate.run, estimate.step_seconds, **limits)
         facts, changes = estimate_facts(estimate, training), change_rows(estimate)
         listed += estimate_lines(estimate, facts, changes, name)
         code = 0 if estimate.fits else 1

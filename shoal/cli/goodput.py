@@ -72,19 +72,16 @@ def run(options: GoodputOptions) -> int:
     if options.spares is not None:
         reject_unused(options, ("availability",), "--spares gives their number")
     kinds = dict(split_restart(part) for part in options.restart.split(","))
-    forecasts = {name: [
-        shoal.goodput(
-            devices, mtbf=options.mtbf * HOUR if options.mtbf else None, checkpoint=options.checkpoint,
-            flush=options.flush, restart=restart, interval=options.interval, per_node=options.per_node,
-            spares=options.spares, repair=options.repair, availability=options.availability,
-            failures=options.failures, seed=options.seed,
-        )
-        for devices in parse_counts(options.devices, where="--devices")
-    ] for name, restart in kinds.items()}  # fmt: skip
+    given = options.model_dump(exclude={"devices", "restart", "out"})
+    given["mtbf"] = options.mtbf and options.mtbf * HOUR
+    counts = parse_counts(options.devices, where="--devices")
+    forecasts = {
+        name: [shoal.goodput(devices, restart=restart, **given) for devices in counts]
+        for name, restart in kinds.items()
+    }
     print("\n\n".join("\n".join(goodput_lines(found)) for found in forecasts.values()))
     if options.out:
         jobs = {name: [forecast.job for forecast in found] for name, found in forecasts.items()}
-        figure = goodput_figure(jobs, options.seed)
-        write_atomically(options.out, figure)
+        write_atomically(options.out, goodput_figure(jobs, options.seed))
         print(f"written: {options.out}")
     return 0

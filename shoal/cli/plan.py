@@ -103,15 +103,10 @@ def run(options: PlanOptions) -> int:
         reject_unused(options, ("toml",), "`shoal train` runs what shoal is planned for")
     if options.catalog:
         shoal.add_catalog(options.catalog)
-    limits = {"tokens": options.tokens, "days": options.days, "budget": options.budget, "price": options.price}
-    planners = [
-        shoal.LayoutPlanner(
-            model, options.cluster, global_batch=options.global_batch, sequence_length=options.sequence_length,
-            precision=options.precision, optimizer=options.optimizer, fixed=options.fix,
-            software=options.software,
-        )
-        for model in (options.model.split(",") if options.map else [options.model])
-    ]  # fmt: skip
+    limits = options.model_dump(include={"tokens", "days", "budget", "price"})
+    given = options.model_dump(include={"global_batch", "sequence_length", "precision", "optimizer", "software"})
+    models = options.model.split(",") if options.map else [options.model]
+    planners = [shoal.LayoutPlanner(model, options.cluster, **given, fixed=options.fix) for model in models]
     if not asked:
         return _search(options, planners[0], limits)
     if options.map:

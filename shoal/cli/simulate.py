@@ -36,8 +36,7 @@ def run(options: SimulateOptions) -> int:
     _reject_unread(options)
     names = [options.schedule or ("" if options.csv else "1f1b"), *options.compare.split(",")]
     names = [name for name in names if name]
-    fields = ("pp", "microbatches", "virtual_stages", "dp", "tp")
-    sizes: dict[str, Any] = {name: getattr(options, name) for name in fields}
+    sizes = options.model_dump(include={"pp", "microbatches", "virtual_stages", "dp", "tp"})
     disturbance: dict[str, Any] = {
         "stragglers": {rank: factor for (rank,), factor in _factors("straggler", options.straggler, "RANK=FACTOR")},
         "slow_links": {(a, b): factor for (a, b), factor in _factors("slow-link", options.slow_link, "A-B=FACTOR")},
@@ -46,17 +45,11 @@ def run(options: SimulateOptions) -> int:
     if options.cluster:
         if options.catalog:
             shoal.add_catalog(options.catalog)
-        played = shoal.compare_schedules_on_cluster(
-            names, options.cluster, model=options.model, micro_batch=options.micro_batch,
-            sequence_length=options.sequence_length, precision=options.precision, **sizes, **disturbance,
-        )  # fmt: skip
+        given = options.model_dump(include={*FOR_ESTIMATES} - {"catalog"})
+        played = shoal.compare_schedules_on_cluster(names, options.cluster, **given, **sizes, **disturbance)
     else:
-        played = shoal.compare_schedules(
-            names, file=options.csv, slices=options.slices, forward=options.forward,
-            backward_input=options.backward_input, backward_weight=options.backward_weight, pair=options.pair,
-            comm=options.comm, latency=options.latency, reduce=options.reduce, step=options.step,
-            memory=options.memory, kept_for_weight=options.kept_for_weight, **sizes, **disturbance,
-        )  # fmt: skip
+        given = options.model_dump(include={*ESTIMATED} - {"csv"})
+        played = shoal.compare_schedules(names, file=options.csv, **given, **sizes, **disturbance)
     if options.out and schedule:
         write_schedule(options.out, played[0])
     charts = [schedule_chart(one, seconds=options.seconds or bool(options.cluster)) for one in played]

@@ -231,7 +231,7 @@ class RankProcesses:
         which have little to keep."""
         found = []
         for rank, process in enumerate(self.processes):
-            record = heartbeat.read(heartbeat.record_path(self.scratch, rank))
+            record = self._record(rank)
             if process.poll() is not None or self._left(rank):
                 continue
             held = record is None or record.phase is Phase.START or watchdog.process_state(process.pid)[0] in ("T", "t")
@@ -254,7 +254,7 @@ class RankProcesses:
 
     def _left(self, rank: int) -> bool:
         """Return whether a rank has left its groups, after the loss of another."""
-        record = heartbeat.read(heartbeat.record_path(self.scratch, rank))
+        record = self._record(rank)
         return record is not None and record.phase is Phase.LEFT
 
     def _regrouped(self) -> bool:
@@ -279,7 +279,7 @@ class RankProcesses:
 
     def _early(self, rank: int) -> bool:
         """Return whether a rank exited normally before it was done; False without a heartbeat record."""
-        record = heartbeat.read(heartbeat.record_path(self.scratch, rank))
+        record = self._record(rank)
         return record is not None and record.phase is not Phase.DONE
 
     def _failed(self) -> bool:
@@ -307,7 +307,7 @@ class RankProcesses:
         }
 
     def _failure(self, rank: int) -> Failure:
-        code, record = self.processes[rank].wait(), heartbeat.read(heartbeat.record_path(self.scratch, rank))
+        code, record = self.processes[rank].wait(), self._record(rank)
         if self.lost and rank == self.lost.rank:
             return replace(self.lost, code=code)
         path = failure_path(self.scratch, rank)
@@ -342,7 +342,10 @@ class RankProcesses:
             warn(describe_recordings(self.log_folder.parent, cause.recordings, cause.rank))
 
     def _records(self) -> list[HeartbeatRecord | None]:
-        return [heartbeat.read(heartbeat.record_path(self.scratch, rank)) for rank in range(len(self.processes))]
+        return [self._record(rank) for rank in range(len(self.processes))]
+
+    def _record(self, rank: int) -> HeartbeatRecord | None:
+        return heartbeat.read(heartbeat.record_path(self.scratch, rank))
 
     def _look(self, *, at_once: bool = False) -> None:
         """Regularly call ``notice`` and kill a lost rank."""

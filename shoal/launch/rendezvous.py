@@ -11,7 +11,6 @@ import faulthandler
 import os
 import socket
 import sys
-import time
 from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
@@ -23,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.base.errors import UsageError
+from shoal.base.polling import wait_until
 from shoal.engine.collectives.folder_store import open_store
 from shoal.engine.device import COLLECTIVE_SECONDS, cores_per_rank, die_with_parent, init_world, tune_process
 from shoal.launch.rank_env import RankEnv, record_end, scratch_folder, stack_path
@@ -109,9 +109,8 @@ def create_store(member: RankEnv, timeout: float, device: torch.device) -> dist.
         store = open_store(scratch_folder() / "store", member.world_size, device)
         # Wait in Python, where an order to leave interrupts a rank: a peer may end before it comes.
         store.set(f"shoal/present/{member.rank}", "")
-        present, deadline = [f"shoal/present/{rank}" for rank in range(member.world_size)], time.monotonic() + timeout
-        while not store.check(present) and time.monotonic() < deadline:
-            time.sleep(MEET_SECONDS)
+        present = [f"shoal/present/{rank}" for rank in range(member.world_size)]
+        wait_until(lambda: store.check(present), timeout, MEET_SECONDS)
         return store
     if member.how == "torchrun":
         return None

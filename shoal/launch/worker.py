@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -25,7 +26,7 @@ from shoal.engine.device import (
     write_collective_traces,
 )
 from shoal.launch.rank_env import RankEnv, detect_rank_env, read_payload, record_end, scratch_folder
-from shoal.launch.recovery.generations import Abandoned, Orders, forget, get_ready, is_peer_loss, leave_world
+from shoal.launch.recovery.generations import Abandoned, Orders, forget, get_ready, is_peer_loss
 from shoal.launch.rendezvous import become_rank, open_port_notice
 from shoal.launch.watch.peer_watch import LastState, PeerWatch, find_cause, make_shared_folder, read_previous_attempt
 from shoal.launch.watch.recordings import keep_recordings
@@ -162,7 +163,8 @@ class Generation:
             trainer.abandon()
         del trainer
         forget(error)
-        leave_world()
+        gc.collect()  # of the model and its groups, to which nothing else refers
+        destroy_world()
         self.beat.phase(Phase.LEFT)
 
 

@@ -143,7 +143,9 @@ def estimate_own_model(
     rate, split = product_rate(found, KINDS[policy.formats.compute.name]), ring_group(links, *axis_extent(layout, "tp"))
     sums = [split.all_reduce(each.sent) if layout.tp > 1 else 0.0 for each in stages]
     timeline = _simulate(layout, links, program, stages, sums, rate)
-    kept = timeline.peak_bytes(*(np.array([getattr(s, of) for s in stages], float) for of in ("saved", "between")))
+    kept = timeline.columns.peak_bytes(*(
+        np.array([getattr(stage, of) for stage in stages], float) for of in ("saved", "between")
+    ))
     memories = [
         _count_memory(config, found, policy, each, int(bytes_) + each.rebuilt, versions)
         for each, bytes_, versions in zip(ranks, kept, timeline.weight_versions.tolist(), strict=True)

@@ -6,7 +6,6 @@ are printable, and the script treats them as text.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from shoal.base.terminal import printable
-from shoal.report.page import Fragment
+from shoal.report.page import Fragment, json_script
 from shoal.training.records.metrics import StepMetrics
 
 MOST_POINTS = 2000  # of a line; more are thinned out
@@ -142,7 +141,6 @@ def curves(runs: Sequence[dict[str, Any]], *, live: bool = False) -> Fragment:
     Args:
         live: ask the page's server for new values every few seconds (`shoal.report.watch`).
     """
-    numbers = json.dumps({"live": live, "runs": list(runs)}, separators=(",", ":")).replace("<", "\\u003c")
-    data = f'<script type="application/json" id="runs">{numbers}</script>'
+    data = json_script("runs", {"live": live, "runs": list(runs)})
     html = f'{OPTIONS}<div class="charts" id="curves"></div>{data}'
     return Fragment(html, ("curves.css",), ("curves.js",))

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
+from typing import Any
 
 import numpy as np
 
@@ -76,6 +77,12 @@ def page(title: str, lead: str, parts: Sequence[Fragment | str], *, policy: str 
     ])
 
 
+def json_script(name: str, values: Any) -> str:
+    """Return the element with the id ``name`` in which a page's script finds plain values."""
+    text = json.dumps(values, separators=(",", ":")).replace("<", "\\u003c")
+    return f'<script type="application/json" id="{name}">{text}</script>'
+
+
 def asset(name: str, package: str = "shoal.report") -> str:
     """Read a file in the folder ``assets`` of a package."""
     return (files(package) / "assets" / name).read_text(encoding="utf-8")
@@ -100,19 +107,15 @@ def timelines(charts: Sequence[Chart]) -> Fragment:
             f'<canvas class="canvas" id="timeline-{i}" tabindex="0" role="img" aria-label="Timeline of '
             f'{escape(chart.name)}: {escape(small)}. Arrow keys move between actions."></canvas></section>'
         )
-    numbers = json.dumps(
-        {
-            "seconds": all(chart.seconds for chart in charts),
-            "unit": "T",
-            "names": [{"name": NAMES[op], "letter": str(op)} for op in OPS],
-            "paints": [paint_colours(paint) for paint in paints],
-            "timelines": [pack_timeline(chart, paints) for chart in charts],
-        },
-        separators=(",", ":"),
-    ).replace("<", "\\u003c")
     body.append('<div class="card" id="card"></div><div class="unseen" id="spoken" aria-live="polite"></div>')
     body.append('<div class="hint" id="hint">Ctrl + wheel zooms; drag moves</div>')
-    body.append(f'<script type="application/json" id="timelines">{numbers}</script>')
+    body.append(json_script("timelines", {
+        "seconds": all(chart.seconds for chart in charts),
+        "unit": "T",
+        "names": [{"name": NAMES[op], "letter": str(op)} for op in OPS],
+        "paints": [paint_colours(paint) for paint in paints],
+        "timelines": [pack_timeline(chart, paints) for chart in charts],
+    }))
     return Fragment("\n".join(body), ("timeline.css",), ("timeline.js",))
 
 

@@ -13,9 +13,9 @@ from typing import Any, Literal
 from shoal.base.errors import UsageError
 from shoal.spec import deepseek, llama4
 from shoal.spec.catalog import ModelShape, RopeScaling
+from shoal.spec.deepseek import EXPERTS_PER_TOKEN
 
 Config = Mapping[str, Any]
-EXPERTS_PER_TOKEN = "num_experts_per_tok"
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -145,8 +146,8 @@ class Run:
         )
         self.cluster = cluster or "8xH100"
         if layout == "auto":
-            with tempfile.TemporaryDirectory(prefix="shoal-own-") as made:
-                found = plan_own_model(self._written(Path(made)), self.cluster)
+            with self._written() as config:
+                found = plan_own_model(config, self.cluster)
                 self.own = found.best
             self.config = self.config.model_copy(update={"parallel": found.fitting[0].config.parallel})
             if (member := detect_rank_env()) is None or member.rank == 0:
@@ -163,10 +164,9 @@ class Run:
             raise UsageError("Run.train: ranks that torchrun or SLURM started need the name of a run folder.\n"
                              "  Give folder=.")
         where = [] if folder is None and resume is None else [Path(folder or resume or "")]
-        with tempfile.TemporaryDirectory(prefix="shoal-own-") as made:
-            train_section = self.config.train.model_copy(update={"steps": steps})
-            config = self._written(Path(made)).model_copy(update={"train": train_section})
-            config = with_plan(config, Path(made), self.cluster)
+        with self._written() as config:
+            config = config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
+            config = with_plan(config, Path(config.model.module).parent, self.cluster)
             code = train(config, run_folder=folder, resume=resume, started=where.append)
         return RunResult(where[0], code, read_metrics(where[0]))
 
@@ -176,8 +176,7 @@ class Run:
         Raises:
             UsageError: the run is impossible.
         """
-        with tempfile.TemporaryDirectory(prefix="shoal-own-") as made:
-            config = self._written(Path(made)).model_copy(update={"parallel": layout or self.config.parallel})
+        with self._written(layout) as config:
             return verify(config, steps=steps, show=show)
 
     def estimate(self, layout: Layout | None = None, *, cluster: str | None = None) -> OwnEstimate:
@@ -186,8 +185,8 @@ class Run:
         Raises:
             UsageError: the run is impossible, or the cluster is not known.
         """
-        with tempfile.TemporaryDirectory(prefix="shoal-own-") as made:
-            return estimate_own_model(self._on(layout, Path(made)), cluster or self.cluster)
+        with self._written(layout) as config:
+            return estimate_own_model(config, cluster or self.cluster)
 
     def dry_run(
         self, layout: Layout | None = None, *, cluster: str | None = None, rank: int = 0, steps: int = 4,
@@ -203,8 +202,7 @@ class Run:
         Raises:
             UsageError: as `estimate`; the rank does not exist; or the module reads values, of which there are none.
         """
-        with tempfile.TemporaryDirectory(prefix="shoal-own-") as made:
-            config = self._on(layout, Path(made))
+        with self._written(layout) as config:
             return dry_run_own_model(config, cluster or self.cluster, rank=rank, steps=steps, measure=measure)
 
     def partition(self, *, cluster: str | None = None, show: bool = True) -> PipeDreamPartition:
@@ -215,18 +213,17 @@ class Run:
         Raises:
             UsageError: there is no pipeline, or the cluster is not known.
         """
-        with tempfile.TemporaryDirectory(prefix="shoal-own-") as made:
-            found, names = partition_own_model(self._written(Path(made)), cluster or self.cluster)
+        with self._written() as config:
+            found, names = partition_own_model(config, cluster or self.cluster)
         if show:
             print(*found.lines(names), sep="\n")
         return found
 
-    def _written(self, folder: Path) -> RunConfig:
-        """Return the config with the definition written into a folder."""
-        file = folder / f"own{PICKLED}"
-        save_own_model(self.own, file)
-        return self.config.model_copy(update={"model": self.config.model.model_copy(update={"module": str(file)})})
-
-    def _on(self, layout: Layout | None, folder: Path) -> RunConfig:
-        """Return the config on a layout, with the definition written into a folder."""
-        return self._written(folder).model_copy(update={"parallel": layout or self.config.parallel})
+    @contextmanager
+    def _written(self, layout: Layout | None = None) -> Iterator[RunConfig]:
+        """Yield the config on a layout (default: the run's), with the definition written into a temporary folder."""
+        with tempfile.TemporaryDirectory(prefix="shoal-own-") as folder:
+            file = Path(folder) / f"own{PICKLED}"
+            save_own_model(self.own, file)
+            model = self.config.model.model_copy(update={"module": str(file)})
+            yield self.config.model_copy(update={"model": model, "parallel": layout or self.config.parallel})

@@ -9,16 +9,17 @@ from hypothesis import strategies as st
 
 from shoal.pipeline.checker import check_program
 from shoal.pipeline.program import COMPUTE, Action, Op, Program, ProgramError, build_program
-from shoal.pipeline.schedules import ASYNCHRONOUS, SCHEDULES
+from shoal.pipeline.schedules import EVERY, SCHEDULES
 from shoal.pipeline.schedules.asynchronous import pipedream_2bw, update_groups
 from shoal.pipeline.schedules.placement import looped, per_rank_schedule
+from shoal.spec.schedules import ASYNCHRONOUS
 
 STAGES, MICROBATCHES, ZERO = st.integers(1, 8), st.integers(1, 24), st.integers(0, 3)
 NAMES = st.sampled_from(sorted(ASYNCHRONOUS))
 
 
 def program_of(name: str, p: int, m: int, zero: int = 0, every: int = 0) -> Program:
-    schedule = ASYNCHRONOUS[name]
+    schedule = EVERY[name]
     if every:
         schedule = per_rank_schedule(name, "", partial(pipedream_2bw, every=every), looped)
     return build_program(schedule, p, m, zero=zero)

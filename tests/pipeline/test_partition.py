@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import shoal
 from shoal.base.errors import UsageError
 from shoal.pipeline.partition import pipedream_partition
-from shoal.pipeline.schedules import ASYNCHRONOUS
+from shoal.pipeline.schedules import EVERY
 from shoal.pipeline.simulator import ActionTimes
 from tests.testing.own import plain
 
@@ -45,7 +45,7 @@ def test_the_time_is_that_of_a_simulated_pipeline():
     found = pipedream_partition(seconds, [0, 0, 1e9, 1e9], [0, 0, 0, 0], [(4, 1e8)])
     assert found.stages == ((range(2), 3), (range(2, 4), 1)) and found.in_flight == 2
     stages = np.array([sum(seconds[i] for i in layers) / replicas for layers, replicas in found.stages])
-    program = shoal.build_program(ASYNCHRONOUS["pipedream"], ranks=len(stages), microbatches=300)
+    program = shoal.build_program(EVERY["pipedream"], ranks=len(stages), microbatches=300)
     played = shoal.simulate(program, ActionTimes(stages / 3, backward=stages * 2 / 3))
     assert float(played.step_time) / 300 == pytest.approx(found.seconds, rel=0.01)
     assert found.seconds == 4 < found.data_parallel

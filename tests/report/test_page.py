@@ -86,7 +86,7 @@ def test_what_is_alive_peaks_as_the_timeline_counts_and_ends_at_nothing(one):
 def test_bytes_are_counted_by_half_where_the_backward_is_split():
     timeline = played("zb-h1")
     one = Chart("zb-h1", timeline, activation=100.0, kept_for_weight=30.0)
-    assert np.allclose(one.peak, timeline.peak_bytes(100.0, 30.0))
+    assert np.allclose(one.peak, timeline.columns.peak_bytes(100.0, 30.0))
     assert one.summary()["peak activation memory"].endswith("B")
 
 

@@ -38,10 +38,7 @@ class ChaosOptions(Section):
 def run(options: ChaosOptions, config: RunConfig) -> int:
     """Run the trials and show the results; return 0 if all passed, else 1."""
     check_writable(options.out, "--out", ".html")
-    result = shoal.chaos(
-        config, trials=options.trials, faults=options.faults, seed=options.seed, folder=options.folder,
-        minutes=options.minutes, every=options.every, show=True,
-    )
+    result = shoal.chaos(config, **options.model_dump(exclude={"out"}), show=True)
     if options.out and result.trials:
         from shoal.testing.chaos.run import write_page
 

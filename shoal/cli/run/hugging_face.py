@@ -53,12 +53,11 @@ def import_hf(options: ImportOptions) -> int:
 
 def export_hf(options: ExportOptions) -> int:
     """Write the newest good checkpoint as a model folder."""
-    print(shoal.export_hf(options.run_folder, options.out, dtype=options.dtype, weights=options.weights,
-                          optimizer=options.optimizer))
+    print(shoal.export_hf(**dict(options)))
     return 0
 
 
 def export_gguf(options: FileExportOptions) -> int:
     """Write the newest good checkpoint as a file of llama.cpp."""
-    print(shoal.export_gguf(options.run_folder, options.out, dtype=options.dtype))
+    print(shoal.export_gguf(**dict(options)))
     return 0

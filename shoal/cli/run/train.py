@@ -34,7 +34,4 @@ def run(options: TrainOptions, config: RunConfig) -> int:
     """Train; return the exit code of the run."""
     if options.profile:
         config = config.model_copy(update={"metrics": config.metrics.model_copy(update={"profile": True})})
-    return shoal.train(
-        config, ranks=options.ranks, run_folder=options.run_folder, resume=options.resume,
-        auto_resume=options.auto_resume,
-    )
+    return shoal.train(config, **options.model_dump(exclude={"profile"}))

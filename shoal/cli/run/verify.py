@@ -38,11 +38,8 @@ class VerifyOptions(Section):
 
 def run(options: VerifyOptions, config: RunConfig) -> int:
     """Compare and print; return 0 if everything agrees, 1 if something differs."""
-    found = shoal.verify(
-        config, random=options.random, rule=options.rule, steps=options.steps,
-        own_precision=options.precision == "own", inject=options.inject,
-        device=options.device, show=not options.json_,
-    )
+    own, given = options.precision == "own", options.model_dump(exclude={"precision", "json_"})
+    found = shoal.verify(config, **given, own_precision=own, show=not options.json_)
     if options.json_:
         print(dumps({"same": found.same, **asdict(found)}))
     return 0 if found.same else 1

@@ -16,7 +16,7 @@ from typing import Any
 from shoal import __version__
 from shoal.base.section import Section, validate
 from shoal.labs.interactive.panels import PANELS, call_names, call_panel, recorded_requests
-from shoal.report.page import ICON, asset
+from shoal.report.page import ICON, asset, json_script
 from shoal.report.server import LocalPage, ServedFile
 
 SCRIPTS = ("lab.js", "kit.js", "mesh_chart.js", "drawing.js", *(f"panel_{name}.js" for name in PANELS))
@@ -102,7 +102,7 @@ def _html(urls: Mapping[str, str], *, style: str, facts: dict[str, Any], policy:
         "POLICY": f'<meta http-equiv="Content-Security-Policy" content="{policy}">' if policy else "",
         "STYLE": style,
         "IMPORTS": json.dumps({"imports": urls}),
-        "FACTS": json.dumps(facts, separators=(",", ":")).replace("<", "\\u003c"),
+        "FACTS": json_script("facts", facts),
     }
     html = read_asset("index.html")
     for name, text in replaced.items():

@@ -23,6 +23,7 @@ from pydantic import Field, NonNegativeInt
 
 from shoal.base.errors import UsageError
 from shoal.base.files import read_json, read_tail
+from shoal.base.polling import wait_until
 from shoal.base.section import Section
 from shoal.launch.supervisor import PROCESSES_FILE
 from shoal.spec.config import RUN_FILE, RunConfig, build_config, save_config
@@ -100,9 +101,7 @@ class LabProcess:
         if self._process is None:
             return
         self._process.send_signal(signal.SIGINT)
-        ends = time.monotonic() + STOP_SECONDS
-        while self.code is None and time.monotonic() < ends:
-            time.sleep(0.02)
+        wait_until(lambda: self.code is not None, STOP_SECONDS)
         self._process.kill()
         self._process.wait()
 

@@ -13,19 +13,15 @@ from pathlib import Path
 
 from shoal.base.errors import UsageError
 from shoal.base.files import read_csv
-from shoal.pipeline import program as pipeline
-from shoal.pipeline.program import Program
-from shoal.pipeline.schedules import SCHEDULES
-from shoal.pipeline.schedules.auto import zb_auto
-from shoal.pipeline.schedules.placement import looped
-from shoal.pipeline.simulator.engine import simulate
+from shoal.pipeline.simulator.compare import compare_schedules
 from shoal.pipeline.simulator.timeline import Timeline
-from shoal.pipeline.simulator.times import ActionTimes, MessageTimes
 from shoal.report.tables import table_lines
 
 FILE = "zero_bubble.csv"
-NAMES = {"1F1B": "1f1b", "1F1B-I": "interleaved-1f1b", "ZB-H1": "zb-h1", "ZB-H2": "zb-h2"}
-AUTOMATIC = {"ZB-1p": 1, "ZB-2p": 2}  # memory, relative to 1F1B
+NAMES = {
+    "1F1B": "1f1b", "1F1B-I": "interleaved-1f1b", "ZB-H1": "zb-h1", "ZB-H2": "zb-h2", "ZB-1p": "zb-1p",
+    "ZB-2p": "zb-2p",
+}  # fmt: skip
 NOTE = re.compile(r"bubble rate \(Table 5\)=([\d.]+); profiled TF/TB/TW/Tcomm ms=([\d.]+)/([\d.]+)/([\d.]+)/([\d.]+)")
 
 
@@ -75,22 +71,15 @@ def compute_kept(seq: int, hidden: int, heads: int) -> float:
 
 def simulate_printed(printed: PrintedBubble) -> Timeline:
     """Simulate the same step; raise a `UsageError` if the method is unknown."""
-    *passes, message = printed.times
-    times = ActionTimes(*(seconds / printed.virtual for seconds in passes))
-    return simulate(_program(printed), times, MessageTimes(time=message))
-
-
-def _program(printed: PrintedBubble) -> Program:
-    p, m = printed.ranks, printed.microbatches
-    if printed.method in NAMES:
-        schedule = SCHEDULES[NAMES[printed.method]]
-        return pipeline.build_program(schedule, p, m, virtual_stages=printed.virtual, transfers=False)
-    if printed.method not in AUTOMATIC:
-        raise UsageError(f"{printed.row}: method {printed.method}; known are {', '.join((*NAMES, *AUTOMATIC))}")
-    orders = zb_auto(
-        p, m, pipeline.StageDurations(*printed.times), memory=AUTOMATIC[printed.method] * p, kept=printed.kept
+    if printed.method not in NAMES:
+        raise UsageError(f"{printed.row}: method {printed.method}; known are {', '.join(NAMES)}")
+    forward, backward_input, backward_weight, message = printed.times
+    [played] = compare_schedules(
+        [NAMES[printed.method]], pp=printed.ranks, microbatches=printed.microbatches,
+        virtual_stages=printed.virtual if printed.method == "1F1B-I" else None, forward=forward,
+        backward_input=backward_input, backward_weight=backward_weight, comm=message, kept_for_weight=printed.kept,
     )
-    return Program(tuple(map(tuple, orders)), looped(p, 1), m)
+    return played.timeline
 
 
 def compare_printed(printed: Iterable[PrintedBubble]) -> tuple[list[str], float]:

@@ -9,7 +9,6 @@ end one after the other. NCCL is aborted.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import signal
@@ -27,7 +26,7 @@ import torch.distributed as dist
 
 from shoal.base.errors import UsageError
 from shoal.engine.collectives.shm.progress import PeerLost
-from shoal.engine.device import abort_device_groups, destroy_world
+from shoal.engine.device import abort_device_groups
 from shoal.launch.devices import check_device
 from shoal.launch.prefork import PIPE
 
@@ -142,9 +141,3 @@ def forget(error: BaseException | None) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
-
-
-def leave_world() -> None:
-    """Leave all groups and free the memory of the generation, to which nothing else may refer."""
-    gc.collect()
-    destroy_world()

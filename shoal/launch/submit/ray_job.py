@@ -23,12 +23,13 @@ from pydantic import NonNegativeInt, PositiveInt
 from shoal.base.errors import UsageError
 from shoal.base.files import read_text
 from shoal.base.options import parse
+from shoal.base.polling import wait_until
 from shoal.base.section import Section
 from shoal.training.stop import PREEMPTED
 
 POLL_SECONDS = 0.2
 GRACE_SECONDS = 3.0  # in which the other ranks of a node may exit by themselves, after one has failed
-MAX_RESTARTS = 100  # as many as under torchrun
+MAX_RESTARTS = 100  # by torchrun and Ray, of all ranks at once; the cluster counts its own
 
 
 class RayJobOptions(Section):
@@ -98,9 +99,7 @@ class NodeRanks:
 
     def _end(self) -> None:
         """Wait a little for the ranks that are left, then kill them."""
-        deadline = time.monotonic() + GRACE_SECONDS
-        while any(rank.poll() is None for rank in self.ranks) and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
+        wait_until(lambda: all(rank.poll() is not None for rank in self.ranks), GRACE_SECONDS, POLL_SECONDS)
         self.stop(signal.SIGKILL)
 
     def stop(self, signum: int) -> None:

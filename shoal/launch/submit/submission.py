@@ -20,6 +20,7 @@ import tomli_w
 
 from shoal.base.errors import UsageError
 from shoal.launch.checks.folders import checkpoint_bytes
+from shoal.launch.submit.ray_job import MAX_RESTARTS
 from shoal.launch.submit.template import fill
 from shoal.launch.torch_elastic import OWN_STORE
 from shoal.spec.catalog import ModelShape
@@ -28,7 +29,6 @@ from shoal.spec.config import RunConfig
 from shoal.training.check import check
 
 STORE_PORT = 29400  # torchrun's default for its rendezvous
-MAX_RESTARTS = 100  # by torchrun and Ray, of all ranks at once; the cluster counts its own
 JOIN_SECONDS = 3600  # in which all nodes must have started
 GIB = 1 << 30
 

@@ -34,12 +34,10 @@ def keep_recordings(run_folder: Path) -> tuple[str, ...]:
 
 def _make_next(logs: Path) -> Path:
     """Make the next folder; several hosts may make theirs at once."""
-    number = 1
+    number = 0
     while True:
+        number += 1
         folder = logs / f"failure-{number}"
-        try:
+        with suppress(FileExistsError):
             folder.mkdir(parents=True)
-        except FileExistsError:
-            number += 1
-        else:
             return folder

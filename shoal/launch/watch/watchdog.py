@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from shoal.base.errors import redact
 from shoal.base.files import make_folder, open_to_append, read_tail, write_atomically
+from shoal.base.polling import wait_until
 from shoal.engine.device import COLLECTIVE_SECONDS
 from shoal.launch.rank_env import stack_path
 from shoal.launch.watch.rank_failure import Failure
@@ -147,7 +148,7 @@ def collect_stacks(pids: dict[int, int], files: dict[int, Path], wake: bool = Fa
     Args:
         wake: continue stopped processes so that they can answer; for ranks that are killed next.
     """
-    before = {rank: _content(files[rank]) for rank in pids}
+    before = {rank: read_tail(files[rank], MOST_STACKS) for rank in pids}
     for pid in pids.values():
         _kill(pid, STACK_SIGNAL)
         if wake:
@@ -156,12 +157,8 @@ def collect_stacks(pids: dict[int, int], files: dict[int, Path], wake: bool = Fa
     last, now = None, before
     while time.monotonic() < deadline and not (now == last and all(now[rank] != before[rank] for rank in pids)):
         time.sleep(0.05)
-        last, now = now, {rank: _content(files[rank]) for rank in pids}
+        last, now = now, {rank: read_tail(files[rank], MOST_STACKS) for rank in pids}
     return {rank: text.removeprefix(before[rank]) for rank, text in now.items()}
-
-
-def _content(path: Path) -> str:
-    return read_tail(path, MOST_STACKS)
 
 
 def collect_traces(ranks: Iterable[int], folder: Path, logs: Path) -> None:
@@ -172,9 +169,7 @@ def collect_traces(ranks: Iterable[int], folder: Path, logs: Path) -> None:
         for path in written.values():
             path.unlink(missing_ok=True)  # of an answer that came too late before
         asked.touch()
-        deadline = time.monotonic() + TRACE_SECONDS
-        while time.monotonic() < deadline and not all(path.exists() for path in written.values()):
-            time.sleep(0.05)
+        wait_until(lambda: all(path.exists() for path in written.values()), TRACE_SECONDS, 0.05)
     with contextlib.suppress(OSError):
         asked.unlink(missing_ok=True)
     for rank, path in written.items():

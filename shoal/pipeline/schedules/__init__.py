@@ -10,10 +10,11 @@ from shoal.pipeline.program import Schedule
 from shoal.pipeline.schedules import asynchronous, auto, dualpipe, v_schedules
 from shoal.pipeline.schedules import looped_schedules as loop
 from shoal.pipeline.schedules.placement import looped, per_rank_schedule, v_placement
+from shoal.spec.schedules import ASYNCHRONOUS
 
 CONTROLLABLE_MEMORY = "Qi et al. 2024b (controllable memory), section 4"
 
-SCHEDULES: dict[str, Schedule] = {
+EVERY: dict[str, Schedule] = {
     schedule.name: schedule
     for schedule in (
         per_rank_schedule("naive", "a layer split with one micro-batch in flight", loop.naive, looped),
@@ -41,16 +42,10 @@ SCHEDULES: dict[str, Schedule] = {
         per_rank_schedule(
             "terapipe", "Li et al. 2021, figure 1d (GPipe's order, in slices)", loop.breadth_first, looped
         ),
-    )
-}
-
-ASYNCHRONOUS: dict[str, Schedule] = {
-    schedule.name: schedule
-    for schedule in (
         per_rank_schedule("pipedream", "Narayanan et al. 2019, figure 8, section 3.3", asynchronous.pipedream, looped),
         per_rank_schedule("pipedream-2bw", "Narayanan et al. 2021b, section 3.1", asynchronous.pipedream_2bw, looped),
     )
 }
-"""Schedules that update weights while micro-batches are in flight; their result differs from a one-device step."""
 
-EVERY = SCHEDULES | ASYNCHRONOUS
+SCHEDULES = {name: schedule for name, schedule in EVERY.items() if name not in ASYNCHRONOUS}
+"""Schedules that compute the step of one device."""

@@ -29,8 +29,8 @@ ALIASES = {
     "zero-bubble": "zb-h1",
     "breadth-first": "looped-bfs",
 }
-SLICES = 4
 MOST_PASSES = 1 << 22  # of a simulated step, which takes a minute
+SLICES = 4
 """Default number of slices per sequence for schedules that slice."""
 
 

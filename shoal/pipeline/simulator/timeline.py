@@ -168,13 +168,7 @@ class Timeline:
 
         A slice of the sequence counts as its share.
         """
-        return self.peak_bytes(1.0)
-
-    def peak_bytes(
-        self, activation: float | np.ndarray, kept_for_weight: float | np.ndarray | None = None
-    ) -> np.ndarray:
-        """Return the peak activation memory of each rank. [ranks] See `Columns.peak_bytes`."""
-        return self.columns.peak_bytes(activation, kept_for_weight)
+        return self.columns.peak_bytes(1.0)
 
     @cached_property
     def weight_versions(self) -> np.ndarray:

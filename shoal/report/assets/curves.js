@@ -18,21 +18,14 @@
   const colour = (run) => `var(--run-${runs.indexOf(run) % COLOURS})`;
   const shown = () => runs.filter((run) => !hidden.has(run.name));
 
-  function element(name, attributes = {}, parent = null, text = "") {
-    const made = document.createElementNS(SVG, name);
+  function fill(made, attributes = {}, parent = null, text = "") {
     for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
     if (text) made.textContent = text;
     if (parent) parent.append(made);
     return made;
   }
-
-  function html(name, attributes = {}, parent = null, text = "") {
-    const made = document.createElement(name);
-    for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-    if (text) made.textContent = text;
-    if (parent) parent.append(made);
-    return made;
-  }
+  const element = (name, ...rest) => fill(document.createElementNS(SVG, name), ...rest);
+  const html = (name, ...rest) => fill(document.createElement(name), ...rest);
 
   // ---- numbers -----------------------------------------------------------------------------------------------------
 

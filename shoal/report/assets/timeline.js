@@ -59,24 +59,27 @@ function place(t, row) {
   return half === 0 ? [0, t.bar] : [half === 1 ? 0 : t.bar / 2, t.bar / 2];
 }
 
-/** The first row of a lane that ends after a time. */
-function firstAfter(t, lane, time) {
-  let low = t.offset[lane], high = t.offset[lane + 1];
+/** The first number from `low` to `high` for which `found` holds, as it does for all after it. */
+function search(low, high, found) {
   while (low < high) {
     const middle = (low + high) >> 1;
-    if (t.start[middle] + t.length[middle] > time) high = middle; else low = middle + 1;
+    if (found(middle)) high = middle; else low = middle + 1;
   }
   return low;
 }
 
+/** The first row of a lane that ends after a time. */
+const firstAfter = (t, lane, time) =>
+  search(t.offset[lane], t.offset[lane + 1], (row) => t.start[row] + t.length[row] > time);
+
+/** The first change of what is alive on a lane after a time. */
+const changeAfter = (t, lane, time) =>
+  search(t.liveOffset[lane], t.liveOffset[lane + 1], (i) => t.liveTime[i] > time);
+
 /** How much is alive on a lane at a time. */
 function aliveAt(t, lane, time) {
-  let low = t.liveOffset[lane], high = t.liveOffset[lane + 1];
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (t.liveTime[middle] <= time) low = middle + 1; else high = middle;
-  }
-  return low > t.liveOffset[lane] ? t.liveValue[low - 1] : 0;
+  const next = changeAfter(t, lane, time);
+  return next > t.liveOffset[lane] ? t.liveValue[next - 1] : 0;
 }
 
 // ---- numbers as text -----------------------------------------------------------------------------------------------
@@ -253,16 +256,11 @@ function drawLive(t, rank, y, pen, colour) {
   const canvas = t.canvas, first = t.liveOffset[rank], last = t.liveOffset[rank + 1], base = y + t.strip;
   if (first === last || !t.peak) return;
   const heightOf = (value) => (value / t.peak) * (t.strip - 1);
-  let low = first, high = last;
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (t.liveTime[middle] <= view.from) low = middle + 1; else high = middle;
-  }
-  let value = low > first ? t.liveValue[low - 1] : 0, x = GUTTER;
+  let value = aliveAt(t, rank, view.from), x = GUTTER;
   const outline = new Path2D();
   outline.moveTo(x, base - heightOf(value));
   let column = -1, highest = 0;
-  for (let i = low; i < last && t.liveTime[i] < view.to; i++) {
+  for (let i = changeAfter(t, rank, view.from); i < last && t.liveTime[i] < view.to; i++) {
     x = toX(canvas, t.liveTime[i]);
     if (Math.floor(x * 2) === column) {               // several changes in half a pixel: the highest is drawn
       if (t.liveValue[i] > highest) { highest = t.liveValue[i]; outline.lineTo(x, base - heightOf(highest)); }

@@ -84,7 +84,7 @@ class Chart:
     def live(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """For each pipeline rank, sorted times and the bytes (or activations) alive from each time on.
 
-        Counts like `Timeline.peak_bytes`: from the start of a forward to the end of the action that frees its
+        Counts like `Columns.peak_bytes`: from the start of a forward to the end of the action that frees its
         activation.
         """
         columns = self.timeline.columns
@@ -99,7 +99,7 @@ class Chart:
     @cached_property
     def peak(self) -> np.ndarray:
         """[ranks] Maximum bytes (or activations) alive together."""
-        return self.timeline.peak_bytes(*self._bytes)
+        return self.timeline.columns.peak_bytes(*self._bytes)
 
     @property
     def _bytes(self) -> tuple[float | np.ndarray, float | np.ndarray | None]:

@@ -24,7 +24,6 @@ GENERATIONS = get_args(Generation)
 NETWORKS = ("infiniband", "roce", "efa", "omni-path", "tcp")
 """Kinds of networks between nodes; tcp is any whose messages pass through the hosts' CPUs."""
 
-
 Value = float | tuple[float, ...]
 
 

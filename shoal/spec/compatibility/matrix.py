@@ -72,7 +72,6 @@ TECHNIQUES: Mapping[str, Example] = {
 """Config values of an example run of each technique."""
 
 _DEGREES = ("dp", "tp", "cp", "pp", "ep")
-_BASE = {"optimizer": {"clip_norm": 0.0}}
 
 
 class Cell(NamedTuple):
@@ -105,6 +104,6 @@ def example_run(*techniques: str) -> CheckedRun | None:
                 elif merged.get(name, value) != value:
                     return None
                 merged[name] = value
-    values["optimizer"] = _BASE["optimizer"] | values.get("optimizer", {})
+    values["optimizer"] = {"clip_norm": 0.0} | values.get("optimizer", {})
     config = build_config(values)
     return CheckedRun(config, config.model.shape(vocab=257, sequence_length=config.data.sequence_length))

@@ -46,8 +46,6 @@ def _check_optimizer(config: RunConfig) -> None:
                     f"optimizer.{setting} = {value} with optimizer.{chooser} = '{chosen}', which does not read it."
                     f"\n  Leave it out, or use optimizer.{chooser} {' or '.join(choices)}."
                 )
-
-
     if optimizer.from_weights and config.model.weights is None:
         raise UsageError("optimizer.from_weights without model.weights: there is no folder to read moments from."
                          "\n  Leave it out, or name the folder of a model.")

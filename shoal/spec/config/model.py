@@ -140,9 +140,7 @@ class ModelConfig(Section):
                              "each key/value head serves heads / kv_heads query heads.")
         if shape.pattern and shape.window is None:
             raise UsageError("model.pattern, but no layer has a window.\n  Set model.window, or leave pattern out.")
-        if shape.local_rope_theta and shape.window is None:
-            raise UsageError("model.local_rope_theta, but no layer has a window.\n  Set model.window, or leave it out.")
-        for name, off in (("chunked", False), ("global_rope", True)):
+        for name, off in (("local_rope_theta", None), ("chunked", False), ("global_rope", True)):
             if getattr(shape, name) is not off and shape.window is None:
                 raise UsageError(f"model.{name}, but no layer has a window.\n  Set model.window, or leave it out.")
         if shape.temperature and shape.global_rope:

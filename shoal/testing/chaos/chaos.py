@@ -25,6 +25,7 @@ from pathlib import Path
 import psutil
 
 from shoal.base.errors import UsageError
+from shoal.base.polling import wait_until
 from shoal.base.section import plain
 from shoal.engine.checkpoint import CheckpointError, list_checkpoints, verify
 from shoal.engine.data.prepare import prepare
@@ -42,7 +43,7 @@ from shoal.testing.chaos.fault_injection import (
     disturbed_path,
 )
 from shoal.testing.chaos.fault_types import KINDS, MOMENT_OPS, NEED_MOUNTS, REPAIRED, FaultType
-from shoal.testing.chaos.mounts import fill, mount
+from shoal.testing.chaos.mounts import fill, mount, small_disk
 from shoal.testing.chaos.outcome import (
     ROUGH,
     ROUNDING,
@@ -58,7 +59,7 @@ from shoal.training.run_folder import new_run
 from shoal.training.stop import PREEMPTED, StopRequests
 
 EXIT_SECONDS = 5.0  # in which the processes of a killed supervisor must exit
-POLL_SECONDS = 0.01
+LIMIT_SECONDS = 300.0  # of one wait
 LEFTOVERS = ("*.partial", ".staging*", PROCESSES_FILE)
 
 
@@ -204,7 +205,7 @@ class Chaos:
         trial = Trial("preempt", f"step {step}")
 
         def ask(ended: threading.Event) -> None:
-            wait_until(lambda: ended.is_set() or steps_done(folder) >= step)
+            wait_until(lambda: ended.is_set() or steps_done(folder) >= step, LIMIT_SECONDS)
             if not ended.wait(pause):
                 os.kill(os.getpid(), signal.SIGTERM)
 
@@ -228,7 +229,9 @@ class Chaos:
         words = [sys.executable, "-m", "shoal", "train", str(toml), "--run-folder", str(folder)]
         parent = subprocess.Popen(words, env=safe_environment(os.environ))
         saved = folder / "checkpoints"
-        wait_until(lambda: parent.poll() is not None or (steps_done(folder) >= step and list_checkpoints(saved)))
+        wait_until(
+            lambda: parent.poll() is not None or (steps_done(folder) >= step and list_checkpoints(saved)), LIMIT_SECONDS
+        )
         if parent.poll() is not None:
             trial.problems.append(f"it ended with code {parent.returncode} before it could be killed")
             return trial
@@ -253,10 +256,8 @@ class Chaos:
         kind, begin = KINDS[name], self.log.stat().st_size
         step = rng.randrange(1, max(2, self.steps - self.config.checkpoint.every))
         trial = Trial(name, f"step {step}")
-        folder.mkdir()
         size = 4 * sum(path.stat().st_size for path in self.reference.rglob("*") if path.is_file())
-        mount(f"mount -t tmpfs -o size={size} tmpfs '{folder}'")
-        run, checkpoints = folder / "run", folder / "run" / "checkpoints"
+        run, checkpoints, kept = folder / "run", folder / "run" / "checkpoints", folder.with_name(f"{folder.name}-kept")
 
         def act(ended: threading.Event) -> None:
             if not wait_until(lambda: ended.is_set() or steps_done(run) >= step, seconds=120) or ended.is_set():
@@ -266,30 +267,25 @@ class Chaos:
             else:
                 mount(f"mount --bind '{checkpoints}' '{checkpoints}' && mount -o remount,bind,ro '{checkpoints}'")
             disturbed_path(run).touch()
-            wait_until(lambda: ended.is_set() or re.search(kind.message, read_from(self.log, begin)))
+            wait_until(lambda: ended.is_set() or re.search(kind.message, read_from(self.log, begin)), LIMIT_SECONDS)
             (folder / "filler").unlink(missing_ok=True)
             if name == "read-only" and not trial.problems:
                 mount(f"umount '{checkpoints}'")
 
-        try:
+        with small_disk(folder, size):
             with beside(act):
                 code = self._supervise(run, [Planted("wait", 0, step, "F")])
             disturbed_path(run).unlink()
             self._expect(trial, kind, code)
-            shutil.copytree(run, folder.with_name(f"{folder.name}-kept"))
-        finally:
-            mount(f"umount -l '{folder}'")
-        folder.rmdir()
-        folder.with_name(f"{folder.name}-kept").rename(folder)
+            shutil.copytree(run, kept)
+        kept.rename(folder)
         return trial
 
     def _fill_memory(self, folder: Path, rng: random.Random) -> tuple[Trial, int]:
         """Fill the memory folder of a run that saves each step there, then kill a rank; return also this rank."""
         step, rank = rng.randrange(1, max(2, self.steps - 3)), rng.randrange(self.ranks)
         trial, memory = Trial("memory-full", f"rank {rank}, step {step + 2}"), folder.with_name(f"{folder.name}-memory")
-        memory.mkdir()
         state = sum(path.stat().st_size for path in self.reference.rglob("*.safetensors"))
-        mount(f"mount -t tmpfs -o size={8 * state + (16 << 20)} tmpfs '{memory}'")
         failover = self.config.failover.model_copy(update={"memory_every": 1, "memory_folder": memory})
         config = self.config.model_copy(update={"failover": failover})
 
@@ -299,14 +295,11 @@ class Chaos:
             disturbed_path(folder).touch()
 
         faults = [Planted("wait", 0, step, "F"), Planted("kill", rank, step + 1, "F")]
-        try:
+        with small_disk(memory, 8 * state + (16 << 20)):
             with beside(act):
                 self._expect(trial, KINDS["memory-full"], self._supervise(folder, faults, config=config))
             disturbed_path(folder).unlink()
             trial.problems += [f"remains: {path}" for path in memory.iterdir() if path.name != "filler"]
-        finally:
-            mount(f"umount -l '{memory}'")
-        memory.rmdir()
         return trial, rank
 
     def _forks(self) -> set[psutil.Process]:
@@ -377,16 +370,6 @@ def beside(act: Callable[[threading.Event], None]) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
-
-
-def wait_until(condition: Callable[[], object], seconds: float = 300.0) -> bool:
-    """Poll a condition; return whether it became true in time."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(POLL_SECONDS)
-    return True
 
 
 def read_from(log: Path, begin: int) -> str:

@@ -6,7 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shoal.launch.prefork import safe_environment
@@ -35,6 +36,19 @@ def own_mounts() -> bool:
 def mount(command: str) -> None:
     """Run a shell command that changes the file systems visible to this process and its children."""
     subprocess.run(["sh", "-c", command], check=True, capture_output=True)
+
+
+@contextmanager
+def small_disk(folder: Path, size: int) -> Iterator[None]:
+    """Create a folder with a disk of ``size`` bytes, which only this process and its children see; remove it at the
+    end."""
+    folder.mkdir()
+    mount(f"mount -t tmpfs -o size={size} tmpfs '{folder}'")
+    try:
+        yield
+    finally:
+        mount(f"umount -l '{folder}'")
+    folder.rmdir()
 
 
 def fill(path: Path) -> None:

@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
@@ -29,7 +29,7 @@ from shoal.report.page import page
 from shoal.report.tables import html_table, text_table
 from shoal.spec.config import RunConfig
 from shoal.spec.sync_methods import UNSYNCHRONISED
-from shoal.testing.chaos.chaos import Chaos, Trial, create_supervisor
+from shoal.testing.chaos.chaos import Chaos, Trial, beside, create_supervisor
 from shoal.testing.chaos.fault_types import KINDS, NEED_MOUNTS
 from shoal.testing.chaos.mounts import own_mounts
 from shoal.training.check import check
@@ -177,9 +177,18 @@ def _endure(
     place = folder / f"run-{int(time.time())}"
     supervisor = create_supervisor(config, place, server)
     stop = threading.Timer(60 * minutes, os.kill, (os.getpid(), signal.SIGTERM))
+    rng, kills = random.Random(seed), list[int]()
+
+    def kill_ranks(ended: threading.Event) -> None:
+        while not ended.wait(every):
+            with suppress(UsageError, OSError, LookupError, TypeError):  # between two attempts
+                pid = rng.choice(read_json(place / PROCESSES_FILE)["ranks"])
+                os.kill(pid, signal.SIGKILL)
+                kills.append(pid)
+
     stop.start()
     try:
-        with _killing_ranks(place, every, random.Random(seed)) as kills:
+        with beside(kill_ranks):
             supervisor.run()
     finally:
         stop.cancel()
@@ -192,30 +201,6 @@ def _endure(
     found = LongRun(end["seconds"], len(kills), end["effective"], end["lost"], recoveries)
     console.print(str(found))
     return found
-
-
-@contextmanager
-def _killing_ranks(folder: Path, every: float, rng: random.Random) -> Iterator[list[int]]:
-    """Kill a rank of the run in a folder every ``every`` seconds during the context; yield the growing list of them."""
-    stop, kills = threading.Event(), list[int]()
-
-    def act() -> None:
-        while not stop.wait(every):
-            try:
-                ranks = read_json(folder / PROCESSES_FILE)["ranks"]
-                pid = rng.choice(ranks)
-                os.kill(pid, signal.SIGKILL)
-                kills.append(pid)
-            except (UsageError, OSError, LookupError, TypeError):
-                continue  # between two attempts
-
-    thread = threading.Thread(target=act, daemon=True)
-    thread.start()
-    try:
-        yield kills
-    finally:
-        stop.set()
-        thread.join()
 
 
 @contextmanager

@@ -8,11 +8,14 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from rich.console import Console
+from rich.markup import escape
 
 from shoal.engine.models.experts.router import SUMS
 from shoal.engine.models.mixture_of_depths import COUNTS
 from shoal.spec.layout import Layout
 from shoal.spec.number_formats import FORMATS, FP64
+from shoal.spec.schedules import ASYNCHRONOUS
 from shoal.testing.verify.rank import RankReport
 from shoal.testing.verify.reference import StepFacts, strip_expert
 from shoal.testing.verify.trace import sum_by_layer, traced_modules
@@ -100,6 +103,28 @@ class Verdict:
     @property
     def worst_gradient(self) -> float:
         return max((e for (row, column), e in self.table.items() if column == "gradient"), default=0.0)
+
+    def print(self, console: Console, precision: str, reference: str, seconds: float) -> None:
+        """Print that everything agrees with the reference, or the first difference and the number of all."""
+        allowed = TOLERANCES[precision].gradient
+        if not self.findings:
+            console.print(
+                f"[bold green]the same[/]  as {reference}: every gradient to {self.worst_gradient:.1e} "
+                f"(allowed {allowed:.0e}), {seconds:.1f} s"
+            )
+            return
+        first = self.findings[0]
+        console.print(f"[bold red]differs[/]   first at {escape(first.text)}")
+        if len(first.ranks) > 1:
+            more = " ..." if len(first.ranks) > 8 else ""
+            console.print(f"          ranks: {escape('; '.join(first.ranks[:8]))}{more}")
+        places = {(f.rule, f.step, f.phase, f.place) for f in self.findings}
+        console.print(f"          {len(places)} differences beyond {allowed:.0e} in all, {seconds:.1f} s")
+
+
+def describe_reference(layout: Layout, usual: str = "one device") -> str:
+    """Return what the ranks of a layout are compared with: ``usual``, unless its pipeline is asynchronous."""
+    return "one device with the same stale weights" if layout.schedule in ASYNCHRONOUS else usual
 
 
 def find_row(parameter: str) -> str:

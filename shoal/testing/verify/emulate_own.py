@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.engine.collectives.mesh import Mesh
-from shoal.engine.optim.rule import Rule
 from shoal.engine.optim.schedule import learning_rate
 from shoal.engine.own.chain import Chain, find_chain
 from shoal.engine.own.definition import OwnModel, load_own_model
+from shoal.engine.own.formats import widen
 from shoal.engine.own.links import LinkSeeds, StageLinks
 from shoal.engine.own.optimizer import OwnRule
 from shoal.engine.own.samples import OwnBatch, OwnDataset
@@ -21,10 +21,10 @@ from shoal.engine.own.stage import Statistics, draw_as
 from shoal.engine.precision.policy import POLICIES
 from shoal.pipeline.from_layout import build_layout_program
 from shoal.pipeline.program import Op
-from shoal.spec.config import OptimizerConfig, RunConfig
+from shoal.spec.config import RunConfig
 from shoal.spec.layout import Layout
 from shoal.testing.verify.emulate import get_gradient
-from shoal.testing.verify.reference import PlainTorch, build_shards, plain_optimizer
+from shoal.testing.verify.reference import build_shards, plain_optimizer
 
 Tensors = dict[str, Tensor]
 
@@ -53,11 +53,6 @@ class EmulatedStage:
         return found
 
 
-def _build_optimizer(own: OwnModel, model: nn.Module, config: OptimizerConfig) -> Rule | PlainTorch:
-    make = own.make_optimizer
-    return OwnRule(config, build_shards(model, config), make) if make else plain_optimizer(model, config)
-
-
 def emulate_own_steps(
     config: RunConfig, steps: int, device: torch.device
 ) -> Iterator[tuple[float, Tensors, Tensors]]:
@@ -71,7 +66,8 @@ def emulate_own_steps(
     stages = [EmulatedStage(own, chain, part, train.seed, device) for part in chain.assign(program)]
     model = own.build(train.seed).to(device).double()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer, alone = _build_optimizer(own, model, config.optimizer), Mesh(Layout(), 0)
+    rule, make, alone = config.optimizer, own.make_optimizer, Mesh(Layout(), 0)
+    optimizer = OwnRule(rule, build_shards(model, rule), make) if make else plain_optimizer(model, rule)
     for p in trained.values():
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad  # the optimizer may hold references to gradients
     for step in range(steps):
@@ -84,8 +80,7 @@ def emulate_own_steps(
             for m in (m for m, of in program.update_by_microbatch.items() if of == update):
                 for replica in range(layout.dp):
                     first = step * train.global_batch + (m * layout.dp + replica) * n
-                    batch = samples.batch(range(first, first + n)).to(device).map(
-                        lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+                    batch = widen(samples.batch(range(first, first + n)).to(device), POLICIES["fp64"])
                     found: object = []
                     for i, stage in enumerate(stages):
                         found = stage.forward(batch, found, versions[used[i, m]])  # type: ignore[arg-type]

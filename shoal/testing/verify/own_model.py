@@ -25,16 +25,17 @@ from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import all_reduce
 from shoal.engine.device import choose_transport, pick_device
 from shoal.engine.own.definition import load_own_model
+from shoal.engine.own.formats import widen
 from shoal.engine.own.links import LinkSeeds
 from shoal.engine.own.samples import OwnDataset
 from shoal.engine.own.stage import Statistics, draw_as
+from shoal.engine.precision.policy import POLICIES
 from shoal.launch.worker_pool import Pool, RankError
 from shoal.pipeline.from_layout import build_layout_program
-from shoal.pipeline.schedules import ASYNCHRONOUS
 from shoal.planning.auto.own_loss import with_plan
 from shoal.spec.config import RunConfig
 from shoal.spec.layout import Layout
-from shoal.testing.verify.compare import TOLERANCES, Mismatch, Verdict
+from shoal.testing.verify.compare import TOLERANCES, Mismatch, Verdict, describe_reference
 from shoal.testing.verify.emulate_own import emulate_own_steps
 from shoal.training.check import check
 from shoal.training.samples import open_samples, try_samples
@@ -80,15 +81,8 @@ def verify_own_model(console: Console, config: RunConfig, steps: int, device: st
         try_samples(planned)
         with Pool(config.parallel.world_size, device=device) as pool:
             verdict = compare_own_model(pool, planned, steps, device)
-    seconds, tolerance = time.monotonic() - begin, TOLERANCES["fp64"].gradient
-    if verdict.findings:
-        console.print(f"[bold red]differs[/]   first at {verdict.findings[0].text}\n"
-                      f"          {len(verdict.findings)} differences beyond {tolerance:.0e} in all, {seconds:.1f} s")
-    else:
-        stale = config.parallel.schedule in ASYNCHRONOUS
-        what = "one device with the same stale weights" if stale else "plain PyTorch and one device"
-        console.print(f"[bold green]the same[/]  as {what}: every gradient to "
-                      f"{verdict.worst_gradient:.1e} (allowed {tolerance:.0e}), {seconds:.1f} s")
+    reference = describe_reference(config.parallel, "plain PyTorch and one device")
+    verdict.print(console, "fp64", reference, time.monotonic() - begin)
     return verdict
 
 
@@ -199,8 +193,7 @@ def compute_gradients(config: RunConfig, step: int, values: Tensors, device: tor
     statistics, seeds = Statistics(module), LinkSeeds(own, module, seed)
     statistics.begin()
     for first in range(step * config.train.global_batch, (step + 1) * config.train.global_batch, n):
-        batch = samples.batch(range(first, first + n)).to(device).map(
-            lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+        batch = widen(samples.batch(range(first, first + n)).to(device), POLICIES["fp64"])
         statistics.rewind()
         draw_as(seed, batch)
         seeds.first = batch.first

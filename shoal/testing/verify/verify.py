@@ -21,11 +21,10 @@ from shoal.base.terminal import progress_bar
 from shoal.engine.device import pick_device, tune_process
 from shoal.engine.optim.build import RULES
 from shoal.launch.worker_pool import Pool
-from shoal.pipeline.schedules import ASYNCHRONOUS
 from shoal.report.tables import text_table
 from shoal.spec.config import RunConfig, save_config
 from shoal.testing.verify.case import Case, prepare, run_case
-from shoal.testing.verify.compare import PLAIN, TOLERANCES, Mismatch, Verdict, find_row
+from shoal.testing.verify.compare import PLAIN, Mismatch, Verdict, describe_reference, find_row
 from shoal.testing.verify.draw import draw_run, draw_run_with
 from shoal.testing.verify.faults import FAULTS, Fault
 from shoal.testing.verify.own_model import verify_own_model
@@ -140,7 +139,11 @@ def _verify_run(
     setup = partial(tune_process, products=device == "cpu")  # as the ranks of the run
     with Pool(case.config.parallel.world_size, setup, device=device) as pool:
         verdict, facts = run_case(case, pool, steps=steps, inject=inject or "")
-    print_verdict(console, case, verdict, facts, time.monotonic() - start)
+    if verdict.table:
+        console.print(_count_tokens(case, facts))
+        console.print(_tabulate_errors(case, verdict, facts))
+    reference = describe_reference(case.config.parallel)
+    verdict.print(console, case.config.train.precision, reference, time.monotonic() - start)
     if inject and not verdict.findings:
         console.print(f"[bold]injected[/]  {inject} has no effect here. {_needs(FAULTS[inject])}")
     return Verification.from_verdicts([verdict])
@@ -254,7 +257,7 @@ def print_case(console: Console, case: Case, steps: int) -> None:
     own = config.optimizer.name + " and clipping" * (config.optimizer.clip_norm > 0)
     console.print(
         f"[bold]compared[/]  {steps} steps in {config.train.precision} with plain SGD, and with {own}, "
-        f"against {_reference(case)} in fp64"
+        f"against {describe_reference(layout)} in fp64"
     )
     if config.train.device == "cuda":
         ranks, devices = layout.world_size, torch.cuda.device_count()
@@ -262,32 +265,6 @@ def print_case(console: Console, case: Case, steps: int) -> None:
         console.print(f"[bold]devices[/]   {ranks} ranks on {min(ranks, devices)} of {devices} CUDA devices{shared}")
     for note in case.notes:
         console.print(f"[bold]note[/]      {escape(note)}")
-
-
-def print_verdict(
-    console: Console, case: Case, verdict: Verdict, facts: dict[str, list[StepFacts]], seconds: float
-) -> None:
-    tolerance = TOLERANCES[case.config.train.precision]
-    if verdict.table:
-        console.print(_count_tokens(case, facts))
-        console.print(_tabulate_errors(case, verdict, facts))
-    if not verdict.findings:
-        console.print(
-            f"[bold green]the same[/]  as {_reference(case)}: every gradient to {verdict.worst_gradient:.1e} "
-            f"(allowed {tolerance.gradient:.0e}), {seconds:.1f} s"
-        )
-        return
-    first = verdict.findings[0]
-    console.print(f"[bold red]differs[/]   first at {escape(first.text)}")
-    if len(first.ranks) > 1:
-        console.print(f"          ranks: {escape('; '.join(first.ranks[:8]))}{' ...' if len(first.ranks) > 8 else ''}")
-    places = {(f.rule, f.step, f.phase, f.place) for f in verdict.findings}
-    console.print(f"          {len(places)} differences beyond {tolerance.gradient:.0e} in all, {seconds:.1f} s")
-
-
-def _reference(case: Case) -> str:
-    versions = case.config.parallel.schedule in ASYNCHRONOUS
-    return "one device with the same stale weights" if versions else "one device"
 
 
 def _count_tokens(case: Case, facts: dict[str, list[StepFacts]]) -> str:

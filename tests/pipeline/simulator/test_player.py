@@ -16,7 +16,7 @@ from shoal.pipeline.program import (
     find_receive,
     matching_send,
 )
-from shoal.pipeline.schedules import ASYNCHRONOUS, SCHEDULES
+from shoal.pipeline.schedules import EVERY, SCHEDULES
 from shoal.pipeline.simulator import ActionTimes, MessageTimes, simulate
 from shoal.pipeline.simulator.player import Player
 
@@ -54,10 +54,9 @@ def step_time(program: Program, lasting: dict[Op, float], time: float, latency: 
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_a_slow_player_of_plain_numbers_finds_the_same(data: st.DataObject) -> None:
-    every = SCHEDULES | ASYNCHRONOUS
     ranks, microbatches, virtual = (data.draw(st.integers(1, most)) for most in (5, 9, 3))
-    schedule = every[data.draw(st.sampled_from(
-        [n for n, s in every.items() if not s.refuses(ranks, microbatches, s.virtual or virtual)]
+    schedule = EVERY[data.draw(st.sampled_from(
+        [n for n, s in EVERY.items() if not s.refuses(ranks, microbatches, s.virtual or virtual)]
     ))]
     program = build_program(schedule, ranks, microbatches, virtual_stages=virtual)
     forward, inputs, weights, reduce, step, time, latency = (data.draw(st.floats(0.0, 3.0)) for _ in range(7))

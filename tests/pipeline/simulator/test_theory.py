@@ -72,8 +72,8 @@ def test_the_halves_of_a_backward_free_memory_one_after_the_other() -> None:
     """Qi et al. 2024, table 2: ZB-H1 needs no more than 1F1B's p M_B; ZB-H2 no more than (2p-1) M_B + M_W."""
     p, m = 8, 24
     for kept in (0.0, 0.4, 1.0):
-        assert play("zb-h1", EqualStages(p, m)).peak_bytes(10.0, 10 * kept).max() <= 10 * p
-        assert play("zb-h2", EqualStages(p, m)).peak_bytes(10.0, 10 * kept).max() <= 10 * (2 * p - 1 + kept)
+        assert play("zb-h1", EqualStages(p, m)).columns.peak_bytes(10.0, 10 * kept).max() <= 10 * p
+        assert play("zb-h2", EqualStages(p, m)).columns.peak_bytes(10.0, 10 * kept).max() <= 10 * (2 * p - 1 + kept)
 
 
 # ---- the table of formulas -----------------------------------------------------------------------------------------

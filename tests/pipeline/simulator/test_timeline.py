@@ -8,18 +8,17 @@ from hypothesis import strategies as st
 from shoal.pipeline.checker import check_program
 from shoal.pipeline.program import Action, Op, Program, build_program
 from shoal.pipeline.program import StageDurations as Unit
-from shoal.pipeline.schedules import ASYNCHRONOUS, SCHEDULES
+from shoal.pipeline.schedules import EVERY, SCHEDULES
 from shoal.pipeline.simulator import ActionTimes, Timeline, simulate
 from shoal.pipeline.simulator.compare import compare_schedules
 
-KNOWN = SCHEDULES | ASYNCHRONOUS
 F, B, S = Op.FORWARD, Op.BACKWARD, Op.STEP
 
 
 @settings(deadline=None)
-@given(st.sampled_from(sorted(KNOWN)), st.integers(1, 6), st.integers(1, 12), st.integers(1, 3))
+@given(st.sampled_from(sorted(EVERY)), st.integers(1, 6), st.integers(1, 12), st.integers(1, 3))
 def test_the_check_is_that_of_the_timeline(name: str, p: int, m: int, v: int) -> None:
-    schedule = KNOWN[name]
+    schedule = EVERY[name]
     virtual = schedule.virtual or v
     if schedule.refuses(p, m, virtual):
         return
@@ -66,7 +65,7 @@ def test_weights_have_one_version_where_they_are_updated_once() -> None:
 def test_asynchronous_schedules_keep_as_many_versions_as_their_papers_say(p: int) -> None:
     """PipeDream one for each micro-batch in flight (Narayanan et al. 2019, section 3.3), 2BW two (2021b, 3.1)."""
     stashing, double = (
-        simulate(build_program(ASYNCHRONOUS[name], p, 4 * p)) for name in ("pipedream", "pipedream-2bw")
+        simulate(build_program(EVERY[name], p, 4 * p)) for name in ("pipedream", "pipedream-2bw")
     )
     assert stashing.weight_versions.tolist() == list(range(p, 0, -1))
     assert double.weight_versions.tolist() == [2] * p

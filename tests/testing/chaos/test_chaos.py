@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.base.polling import wait_until
 from shoal.cli.main import main
 from shoal.launch.worker_pool import Pool
 from shoal.spec.config import save_config
-from shoal.testing.chaos.chaos import Chaos, Trial, wait_until
+from shoal.testing.chaos.chaos import Chaos, Trial
 from shoal.testing.chaos.fault_injection import COMMITTING, STAGING, START, damage
 from shoal.testing.chaos.fault_types import KINDS, NEED_MOUNTS
 from shoal.testing.chaos.outcome import ROUGH, compare_checkpoints, last_checkpoint, steps_done
@@ -88,7 +89,7 @@ def test_a_request_to_stop_ends_the_trials_and_not_only_one(chaos):
     folder = chaos.folder / "asked"
 
     def ask() -> None:
-        wait_until(lambda: steps_done(folder) >= 1)
+        wait_until(lambda: steps_done(folder) >= 1, 300)
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=ask)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shoal.launch.worker_pool import Pool
-from shoal.pipeline.schedules import ASYNCHRONOUS
+from shoal.spec.schedules import ASYNCHRONOUS
 from shoal.testing.verify.case import prepare, run_case
 from shoal.testing.verify.compare import Mismatch
 from shoal.testing.verify.faults import FAULTS
