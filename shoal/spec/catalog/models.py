@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from shoal.base.errors import did_you_mean
 from shoal.base.section import Section
 from shoal.spec.catalog.experts import Depths, Experts
-from shoal.spec.catalog.tables import entry, find, table, wrong
+from shoal.spec.catalog.tables import complete, entry, find, table, wrong
 
 
 class RopeScaling(Section):
@@ -384,14 +383,6 @@ _ABOUT = {"published_parameters", "published_to", "published_active", "off_becau
 parameters per token, the reason if the count differs from the published one, and the source."""
 
 
-def _entry(name: str) -> dict[str, Any]:
-    known = table("models")
-    other = find(name, known, "model.name =").get("same_as", name)
-    if other not in known:
-        raise wrong("models", name, f"same_as: there is no model '{other}'; {did_you_mean(str(other), known)}")
-    return known[other]
-
-
 def model_names() -> list[str]:
     """Return all names in the catalog."""
     return list(table("models"))
@@ -407,7 +398,8 @@ def model_shape(name: str) -> ModelShape:
     >>> shape.layers, shape.hidden, f"{shape.parameters():,}"
     (32, 4096, '8,030,261,248')
     """
-    shape = {key: value for key, value in _entry(name).items() if key not in _ABOUT}
+    find(name, table("models"), "model.name =")
+    shape = {key: value for key, value in complete("models", name).items() if key not in _ABOUT}
     heads, hidden = shape.get("heads"), shape.get("hidden")
     if isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
         if "head_dim" not in shape and hidden % heads:

@@ -46,8 +46,28 @@ def entries(kind: str, of: type[Model]) -> Mapping[str, Model]:
         UsageError: see `entry`.
     """
     if kind not in _checked:
-        _checked[kind] = {name: entry(of, kind, name, values) for name, values in table(kind).items()}
+        _checked[kind] = {name: entry(of, kind, name, complete(kind, name)) for name in table(kind)}
     return _checked[kind]
+
+
+def complete(kind: str, name: str, known: Table | None = None) -> dict[str, Any]:
+    """Return the values of an entry, with the values of the entry that its ``same_as`` names where it has none.
+
+    Args:
+        known: entries that ``same_as`` may name (default: all; for shoal's entries, shoal's).
+
+    Raises:
+        UsageError: there is no such entry, or none that does not lead back to this one.
+    """
+    known = known or (table(kind) if name in own(kind) else shipped(kind))
+    values = dict(known[name])
+    if (other := values.pop("same_as", None)) is None:
+        return values
+    others = {each: known[each] for each in known if each != name}
+    if other not in others:
+        one = kind.removesuffix("s")
+        raise wrong(kind, name, f"same_as: there is no {one} '{other}'; {did_you_mean(str(other), others)}")
+    return complete(kind, other, others if other in own(kind) else shipped(kind)) | values
 
 
 def find(name: str, known: Mapping[str, T], what: str) -> T:
@@ -94,7 +114,8 @@ def add_catalog(path: str | Path) -> None:
 
     Args:
         path: file with tables ``[accelerators.NAME]``, ``[links.NAME]``, ``[nodes.NAME]``, ``[models.NAME]``; entries
-            replace shoal's entries of the same name.
+            replace shoal's entries of the same name. ``same_as = "NAME"`` takes over the values of another entry that
+            the table does not set.
 
     Raises:
         UsageError: no such file, not TOML, or a table that is none of `KINDS`.

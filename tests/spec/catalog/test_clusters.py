@@ -108,6 +108,21 @@ def test_users_add_their_own(own):
     assert "abacus" not in accelerators()
 
 
+def test_an_entry_is_the_same_as_another_but_for_its_own_values(own):
+    """A user's entry may start from one of shoal's; shoal's own start from shoal's."""
+    own.write_text(
+        '[models.short]\nsame_as = "llama-3.1-8b"\nlayers = 2\n\n'
+        '[models.llama-3-8b]\nsame_as = "tiny"\n\n[nodes.quiet]\nsame_as = "H200"\nwatts = 5000\n'
+    )
+    before, after = model_shape("llama-3.1-70b"), model_shape("llama-3.1-8b")
+    tables.add_catalog(own)
+    assert model_shape("short") == after.model_copy(update={"layers": 2})
+    assert model_shape("llama-3-8b") == model_shape("tiny")
+    assert model_shape("llama-3.1-70b") == before
+    quiet, usual = cluster("2x8xquiet"), cluster("2x8xH200")
+    assert (quiet.accelerator, quiet.nic, quiet.watts) == (usual.accelerator, usual.nic, 625.0)
+
+
 def test_a_pod_without_its_size_is_refused(own):
     own.write_text(
         '[nodes.heap]\naccelerator = "tpu-v5p"\ninside = "ici-v5p"\ndimensions = 3\nsource = "mine"\n'
@@ -142,6 +157,7 @@ source = "mine"
         ("layers = 2", "layers = -2", r"models.mine.layers = -2: input should be greater than 0"),
         ("layers = 2", "layer = 2", r"models.mine.layers: field required\n.*there is no key 'models.mine.layer'"),
         ("layers = 2", 'layers = 2\nname = "x"', "name: the table's own name is it"),
+        ("layers = 2", 'layers = 2\nsame_as = "mine"', "same_as: there is no model 'mine'"),
         ('family = "llama"', 'same_as = "llama-3-8"', "same_as: there is no model 'llama-3-8'; did you mean"),
     ],
 )
