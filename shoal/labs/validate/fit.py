@@ -192,10 +192,10 @@ def find_at_bounds(constants: Calibration, points: Sequence[Point]) -> list[str]
 
 
 def to_tables(constants: Calibration) -> dict:
-    """Return the tables of `calibration.toml`, with the same keys."""
+    """Return the tables of `calibration.toml`, with the same keys; defaults are left out."""
     tables = {}
     for name, of in constants.constants.items():
-        table = of.model_dump(exclude_none=True, exclude={"value"})
+        table = of.model_dump(exclude_defaults=True, exclude={"value"})
         if of.by:
             names = constant_names(of.by)
             own = of.value if isinstance(of.value, dict) else {}

@@ -18,7 +18,7 @@ from shoal.spec.catalog.calibration import Calibration, read_calibration
 HEAD = (
     "# The constants of the calibrated cost model (shoal/planning/cost): what each means,\n"
     "# and what the fit found. Made by `shoal validate DIR --fit FILE`. `value` has what the measurements reached;\n"
-    "# elsewhere `expected` counts.\n\n"
+    "# elsewhere `expected` counts. What one does not say has the default of shoal/spec/catalog/calibration.py.\n\n"
 )
 
 

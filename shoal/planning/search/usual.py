@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 from math import log
+from typing import Any
 
 from shoal.base.errors import UsageError, divisors
 from shoal.planning.estimable import check_layout_on_cluster
@@ -25,7 +26,8 @@ def find_usual(run: EstimatedRun) -> PricedLayout | None:
     shape, size = run.shape, run.cluster.size
     if shape.experts:
         return None
-    near = min(shipped("usual_layouts").values(), key=lambda row: abs(log(row["parameters"] / shape.parameters())))
+    published: Any = shipped("usual_layouts")["layouts"]
+    near = min(published, key=lambda row: abs(log(row["parameters"] / shape.parameters())))
     tp = max(n for n in divisors(near["tp"]) if n <= run.cluster.per_node)
     found = None
     stages = [n for n in range(near["pp"], 0, -1) if shape.layers % n == 0 and size % (tp * n) == 0]
