@@ -60,19 +60,12 @@ class Box(NamedTuple):
 
 @dataclass
 class Piece:
-    """One box of a named tensor and the local memory that holds it.
+    """One box of a named tensor and the local memory that holds it."""
 
-    Attributes:
-        global_shape: global shape of the tensor, without padding.
-        box: the part of the tensor.
-        tensor: local values of shape ``box.shape`` (a view where possible, so that loading writes into it).
-        primary: whether this rank saves the box; other ranks may hold equal copies.
-    """
-
-    global_shape: tuple[int, ...]
-    box: Box
-    tensor: torch.Tensor
-    primary: bool = True
+    global_shape: tuple[int, ...]  # global shape of the tensor, without padding
+    box: Box  # the part of the tensor
+    tensor: torch.Tensor  # local values of shape ``box.shape`` (a view where possible, so that loading writes into it)
+    primary: bool = True  # whether this rank saves the box; other ranks may hold equal copies
 
     @staticmethod
     def full(tensor: torch.Tensor, primary: bool = True) -> Piece:

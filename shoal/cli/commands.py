@@ -6,21 +6,15 @@ from typing import Any, NamedTuple
 
 
 class Command(NamedTuple):
-    """One command of the command line.
+    """One command of the command line."""
 
-    Attributes:
-        module: module of its function, imported when the command is called.
-        help: what the command does and, after ": ", its usage.
-        function: name of the function. It takes ``options``, an instance of a section, and ``config``, the run's
-            `RunConfig`, if the command works on a run; or ``args``, the command line. It returns the exit code.
-        config: sections of the run's config that the command line can set; () for all.
-        run: values of a config without a run's file that differ from the defaults, by section.
-    """
-
-    module: str
-    help: str
+    module: str  # module of its function, imported when the command is called
+    help: str  # what the command does and, after ": ", its usage
+    # name of the function. It takes ``options``, an instance of a section, and ``config``, the run's `RunConfig`, if
+    # the command works on a run; or ``args``, the command line. It returns the exit code.
     function: str = "run"
-    config: tuple[str, ...] = ()
+    config: tuple[str, ...] = ()  # sections of the run's config that the command line can set; () for all
+    # values of a config without a run's file that differ from the defaults, by section
     run: dict[str, dict[str, Any]] | None = None
 
 

@@ -23,20 +23,16 @@ PLACE = "SHOAL_PLACE"  # variable: see `RankEnv.place`
 
 @dataclass(frozen=True)
 class RankEnv:
-    """Position of this process among the ranks of a run.
-
-    Attributes:
-        how: launcher: `RankProcesses` ("local"), torchrun (or anything that sets its variables), or SLURM's srun.
-        master: rendezvous address and port, unless the ranks rendezvous through a folder.
-        place: index of the device of a process that may have had another rank; None takes the local rank.
-    """
+    """Position of this process among the ranks of a run."""
 
     rank: int
     world_size: int
     local_rank: int  # index among the ranks of this machine
     local_world_size: int
+    # launcher: `RankProcesses` ("local"), torchrun (or anything that sets its variables), or SLURM's srun
     how: Literal["local", "torchrun", "slurm"]
-    master: tuple[str, int] = ("", 0)
+    master: tuple[str, int] = ("", 0)  # rendezvous address and port, unless the ranks rendezvous through a folder
+    # index of the device of a process that may have had another rank; None takes the local rank
     place: int | None = None
 
     def device(self, choice: str) -> torch.device:

@@ -45,30 +45,20 @@ Call = Callable[[dict[str, Any]], Any]
 
 @dataclass(frozen=True)
 class ServedFile:
-    """One file of a page.
+    """One file of a page."""
 
-    Attributes:
-        media_type: such as text/html.
-        content: returns the text; called for every request.
-        headers: further headers, such as a content security policy.
-    """
-
-    media_type: str
-    content: Callable[[], str]
-    headers: Mapping[str, str] = field(default_factory=dict)
+    media_type: str  # such as text/html
+    content: Callable[[], str]  # returns the text; called for every request
+    headers: Mapping[str, str] = field(default_factory=dict)  # further headers, such as a content security policy
 
 
 @dataclass(frozen=True)
 class LocalPage:
-    """Everything that a server answers.
+    """Everything that a server answers."""
 
-    Attributes:
-        files: files by their path below the token; "" is the page itself.
-        calls: functions by name. ``POST api/NAME`` with a JSON object calls one in a thread, and its plain result is
-            the answer. A `UsageError` is answered with status 400 and ``{"error": message}``.
-    """
-
-    files: Mapping[str, ServedFile]
+    files: Mapping[str, ServedFile]  # files by their path below the token; "" is the page itself
+    # functions by name. ``POST api/NAME`` with a JSON object calls one in a thread, and its plain result is the answer.
+    # A `UsageError` is answered with status 400 and ``{"error": message}``.
     calls: Mapping[str, Call]
 
     def app(self, token: str, port: int) -> ASGIApp:

@@ -20,23 +20,16 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class HFFamily:
-    """One architecture of transformers.
+    """One architecture of transformers."""
 
-    Attributes:
-        architecture: name of its class.
-        fixed: fields of ``config.json`` with the only value that shoal computes.
-        parts: fields of `ModelShape` that it always sets.
-        experts: name of the number of experts, and of the width of one; "" without experts.
-        gemma: whether scores and logits may be capped, and local layers have other rotary frequencies; norms are stored
-            as differences from one, and embeddings are tied unless the config says otherwise.
-        windows: whether ``sliding_window`` holds for all layers, or for those that ``layer_types`` names.
-    """
-
-    architecture: str
-    fixed: Config
-    parts: Config
-    experts: tuple[str, str] = ("", "")
+    architecture: str  # name of its class
+    fixed: Config  # fields of ``config.json`` with the only value that shoal computes
+    parts: Config  # fields of `ModelShape` that it always sets
+    experts: tuple[str, str] = ("", "")  # name of the number of experts, and of the width of one; "" without experts
+    # whether ``sliding_window`` holds for all layers, or for those that ``layer_types`` names
     windows: Literal["none", "all", "by layer"] = "none"
+    # whether scores and logits may be capped, and local layers have other rotary frequencies; norms are stored as
+    # differences from one, and embeddings are tied unless the config says otherwise
     gemma: bool = False
 
 

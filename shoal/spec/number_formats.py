@@ -6,21 +6,13 @@ from typing import Literal, NamedTuple
 
 
 class Format(NamedTuple):
-    """A number format.
+    """A number format."""
 
-    Attributes:
-        name: the name of the torch dtype.
-        itemsize: bytes per number.
-        digits: bits of the fraction, without the leading one.
-        smallest: exponent of 2 of the smallest normal number.
-        largest: largest finite number.
-    """
-
-    name: str
-    itemsize: int
-    digits: int
-    smallest: int
-    largest: float
+    name: str  # the name of the torch dtype
+    itemsize: int  # bytes per number
+    digits: int  # bits of the fraction, without the leading one
+    smallest: int  # exponent of 2 of the smallest normal number
+    largest: float  # largest finite number
 
     @property
     def tiniest(self) -> int:
@@ -48,25 +40,16 @@ BLOCKS: dict[Products, int] = {"mxfp8": MX_BLOCK, "nvfp4": NV_BLOCK}
 
 
 class Formats(NamedTuple):
-    """The number formats of one precision.
+    """The number formats of one precision."""
 
-    Attributes:
-        storage: the weights that the optimizer updates.
-        compute: weights and activations in forward and backward.
-        reduce: gradients, summed over micro-batches and ranks.
-        state: the optimizer's moments.
-        products: inputs of the layers' matrix products: "compute", or copies in 8 or 4 bits in that format.
-        scaled: multiply the loss by a dynamic scale before backward.
-        what: description in words.
-    """
-
-    storage: Format
-    compute: Format
-    reduce: Format
-    state: Format
+    storage: Format  # the weights that the optimizer updates
+    compute: Format  # weights and activations in forward and backward
+    reduce: Format  # gradients, summed over micro-batches and ranks
+    state: Format  # the optimizer's moments
+    # inputs of the layers' matrix products: "compute", or copies in 8 or 4 bits in that format
     products: Products = "compute"
-    scaled: bool = False
-    what: str = ""
+    scaled: bool = False  # multiply the loss by a dynamic scale before backward
+    what: str = ""  # description in words
 
     @property
     def master(self) -> bool:

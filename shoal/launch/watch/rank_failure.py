@@ -12,25 +12,18 @@ from shoal.training.resilience.heartbeat import HeartbeatRecord
 
 @dataclass(frozen=True)
 class Failure:
-    """End of one rank: the cause of the failure, or its consequence.
-
-    Attributes:
-        code: as in subprocess, negative for a signal.
-        when: time recorded by the rank, or when it was last well if it was killed [s, `time.monotonic`].
-        report: traceback recorded by the rank, or stack collected from it.
-        trouble: why it was killed, if it did not end by itself.
-        record: its last heartbeat.
-        diverged: whether it found NaN or infinite values (`DivergenceError`); the report is then the diagnosis.
-        recordings: files of what the ranks of the attempt, or of the host, have recorded (`keep_recordings`).
-    """
+    """End of one rank: the cause of the failure, or its consequence."""
 
     rank: int
-    code: int
+    code: int  # as in subprocess, negative for a signal
+    # time recorded by the rank, or when it was last well if it was killed [s, `time.monotonic`]
     when: float = float("inf")
-    report: str = ""
-    trouble: str = ""
-    record: HeartbeatRecord | None = None
+    report: str = ""  # traceback recorded by the rank, or stack collected from it
+    trouble: str = ""  # why it was killed, if it did not end by itself
+    record: HeartbeatRecord | None = None  # its last heartbeat
+    # whether it found NaN or infinite values (`DivergenceError`); the report is then the diagnosis
     diverged: bool = False
+    # files of what the ranks of the attempt, or of the host, have recorded (`keep_recordings`)
     recordings: tuple[str, ...] = ()
 
     @property
@@ -77,19 +70,12 @@ class Failure:
 
 @dataclass(frozen=True)
 class Ending:
-    """End of an attempt.
+    """End of an attempt."""
 
-    Attributes:
-        code: exit code for this process.
-        cause: rank that failed first; None if none failed.
-        furthest: largest number of steps done by a rank; -1 if none had started.
-        regrouped: whether all ranks have left, as they were asked to, and wait for the next attempt.
-    """
-
-    code: int
-    cause: Failure | None
-    furthest: int
-    regrouped: bool = False
+    code: int  # exit code for this process
+    cause: Failure | None  # rank that failed first; None if none failed
+    furthest: int  # largest number of steps done by a rank; -1 if none had started
+    regrouped: bool = False  # whether all ranks have left, as they were asked to, and wait for the next attempt
 
     @property
     def usage(self) -> bool:

@@ -29,26 +29,16 @@ Integers = np.ndarray  # [rows], integers
 
 @dataclass(frozen=True)
 class Columns:
-    """The rows of all ranks, ordered by rank.
+    """The rows of all ranks, ordered by rank."""
 
-    Attributes:
-        program: program of the rows; its `actions` may be empty.
-        offset: [ranks + 1] first row of each rank; the last entry is the number of rows.
-        op: [rows] indices into `OPS`.
-        stage: [rows] -1 for all stages of the rank.
-        microbatch: [rows] -1 where not applicable.
-        part: [rows] slice of the sequence, -1 for all of it.
-        version: [rows] weight version, -1 if only one exists.
-        sent_after: [rows] the row after which this one's result is sent; itself if the program does not specify it.
-    """
-
-    program: Program
-    offset: Integers
-    op: Integers
-    stage: Integers
-    microbatch: Integers
-    part: Integers
-    version: Integers
+    program: Program  # program of the rows; its `actions` may be empty
+    offset: Integers  # [ranks + 1] first row of each rank; the last entry is the number of rows
+    op: Integers  # [rows] indices into `OPS`
+    stage: Integers  # [rows] -1 for all stages of the rank
+    microbatch: Integers  # [rows] -1 where not applicable
+    part: Integers  # [rows] slice of the sequence, -1 for all of it
+    version: Integers  # [rows] weight version, -1 if only one exists
+    # [rows] the row after which this one's result is sent; itself if the program does not specify it
     sent_after: Integers
 
     @property

@@ -8,21 +8,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class EqualStages:
-    """Parameters of the closed forms.
+    """Parameters of the closed forms."""
 
-    Attributes:
-        p, m, v: pipeline ranks, micro-batches, stages on each rank.
-        f, b, w: time of a forward, of the input half and of the weight half of a backward, for one stage.
-        pair: time of a forward and a full backward computed together; None for sequential.
-    """
-
+    # p, m, v: pipeline ranks, micro-batches, stages on each rank
     p: int
     m: int
     v: int = 1
+    # f, b, w: time of a forward, of the input half and of the weight half of a backward, for one stage
     f: float = 1.0
     b: float = 1.0
     w: float = 1.0
-    pair: float | None = None
+    pair: float | None = None  # time of a forward and a full backward computed together; None for sequential
 
     @property
     def backward(self) -> float:
@@ -36,24 +32,15 @@ class EqualStages:
 
 @dataclass(frozen=True)
 class Theory:
-    """Closed forms of one schedule.
+    """Closed forms of one schedule."""
 
-    Attributes:
-        source: the paper, and where in it.
-        idle: maximum idle time of a rank.
-        alive: maximum number of activations on a rank, as counted by `Timeline.peak_live`.
-        flushed: ranks synchronise at the step's end. If False, only idle time between a rank's first and last
-            computation counts.
-        needs: condition of the forms, in words; "" if unconditional.
-        holds: the same condition as a predicate.
-    """
-
-    source: str
-    idle: Callable[[EqualStages], float]
-    alive: Callable[[EqualStages], int]
+    source: str  # the paper, and where in it
+    idle: Callable[[EqualStages], float]  # maximum idle time of a rank
+    alive: Callable[[EqualStages], int]  # maximum number of activations on a rank, as counted by `Timeline.peak_live`
+    # ranks synchronise at the step's end. If False, only idle time between a rank's first and last computation counts.
     flushed: bool = True
-    needs: str = ""
-    holds: Callable[[EqualStages], bool] = lambda step: True
+    needs: str = ""  # condition of the forms, in words; "" if unconditional
+    holds: Callable[[EqualStages], bool] = lambda step: True  # the same condition as a predicate
 
 
 def _flush(s: EqualStages) -> float:

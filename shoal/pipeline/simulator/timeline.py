@@ -15,21 +15,16 @@ from shoal.pipeline.simulator.columns import COMPUTING, STEP, Columns
 
 @dataclass(frozen=True)
 class Messages:
-    """Messages between pipeline ranks.
+    """Messages between pipeline ranks."""
 
-    Attributes:
-        source, target: [messages] pipeline ranks.
-        producer, consumer: [messages] rows of the timeline's columns.
-        start: [kinds, messages] time at which each enters its link.
-        end: [kinds, messages] arrival time.
-    """
-
+    # source, target: [messages] pipeline ranks
     source: np.ndarray
     target: np.ndarray
+    # producer, consumer: [messages] rows of the timeline's columns
     producer: np.ndarray
     consumer: np.ndarray
-    start: np.ndarray
-    end: np.ndarray
+    start: np.ndarray  # [kinds, messages] time at which each enters its link
+    end: np.ndarray  # [kinds, messages] arrival time
 
 
 class Interval(NamedTuple):

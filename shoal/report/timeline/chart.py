@@ -20,25 +20,18 @@ from shoal.report.timeline.palette import NAMES, SHADES, Paint
 
 @dataclass(frozen=True)
 class Chart:
-    """A named timeline with display data.
-
-    Attributes:
-        kind: kind of replicas to show.
-        seconds: True if times are in seconds; otherwise they are in units of the forward's time.
-        activation: bytes that a micro-batch's forward saves on a stage, a number or [stages]; None counts activations.
-        kept_for_weight: bytes of these that remain between the two halves of its backward; None for all.
-        message_bytes: bytes of one message between two stages; None if unknown.
-        facts: extra columns of the table, by title.
-    """
+    """A named timeline with display data."""
 
     name: str
     timeline: Timeline
-    kind: int = 0
-    seconds: bool = True
+    kind: int = 0  # kind of replicas to show
+    seconds: bool = True  # True if times are in seconds; otherwise they are in units of the forward's time
+    # bytes that a micro-batch's forward saves on a stage, a number or [stages]; None counts activations
     activation: float | np.ndarray | None = None
+    # bytes of these that remain between the two halves of its backward; None for all
     kept_for_weight: float | np.ndarray | None = None
-    message_bytes: float | None = None
-    facts: dict[str, str] = field(default_factory=dict)
+    message_bytes: float | None = None  # bytes of one message between two stages; None if unknown
+    facts: dict[str, str] = field(default_factory=dict)  # extra columns of the table, by title
 
     @property
     def start(self) -> np.ndarray:

@@ -25,18 +25,13 @@ class MeasuredStep:
 
     An action lasts from when its inputs are ready to the start of its rank's next action, which includes posting its
     messages. Actions after the last backward may include waiting for other ranks.
-
-    Attributes:
-        profile: the recorded profile.
-        columns: columns of its program.
-        asked: [steps, replicas, tp, rows] time at which each action was ready except for its message, from the step's
-            start [s].
-        start, end: [steps, replicas, tp, rows] start and end times.
     """
 
-    profile: Profile
-    columns: Columns
+    profile: Profile  # the recorded profile
+    columns: Columns  # columns of its program
+    # [steps, replicas, tp, rows] time at which each action was ready except for its message, from the step's start [s]
     asked: np.ndarray
+    # start, end: [steps, replicas, tp, rows] start and end times
     start: np.ndarray
     end: np.ndarray
 

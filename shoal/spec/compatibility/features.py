@@ -24,19 +24,14 @@ BARE = RunConfig(optimizer=OptimizerConfig(clip_norm=0))
 
 
 class CheckedRun(NamedTuple):
-    """The input of feature predicates.
-
-    Attributes:
-        shape: the model.
-        splits_backward: whether the pipeline program splits backward into two halves; None looks the schedule up in
-            `SPLIT_BACKWARD`, which does not cover schedule files.
-        updates: weight updates per step, if the program is known.
-    """
+    """The input of feature predicates."""
 
     config: RunConfig
-    shape: ModelShape
+    shape: ModelShape  # the model
+    # whether the pipeline program splits backward into two halves; None looks the schedule up in `SPLIT_BACKWARD`,
+    # which does not cover schedule files
     splits_backward: bool | None = None
-    updates: int | None = None
+    updates: int | None = None  # weight updates per step, if the program is known
 
     @property
     def layout(self) -> Layout:
@@ -51,15 +46,10 @@ class CheckedRun(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Feature:
-    """A feature that a run may use.
+    """A feature that a run may use."""
 
-    Attributes:
-        field: the config field that controls it, ``section.name``.
-        used: whether a run uses it.
-    """
-
-    field: str
-    used: Callable[[CheckedRun], bool]
+    field: str  # the config field that controls it, ``section.name``
+    used: Callable[[CheckedRun], bool]  # whether a run uses it
 
     def setting(self, run: CheckedRun) -> str:
         """Format the field and its value for a message: ``parallel.cp = 2``."""

@@ -75,15 +75,10 @@ _DEGREES = ("dp", "tp", "cp", "pp", "ep")
 
 
 class Cell(NamedTuple):
-    """A pair of techniques.
+    """A pair of techniques."""
 
-    Attributes:
-        conflict: the row that rejects the pair; None if it is supported.
-        same_choice: whether they are two values of one setting.
-    """
-
-    conflict: Conflict | None = None
-    same_choice: bool = False
+    conflict: Conflict | None = None  # the row that rejects the pair; None if it is supported
+    same_choice: bool = False  # whether they are two values of one setting
 
 
 def build_matrix() -> dict[tuple[str, str], Cell]:

@@ -17,18 +17,13 @@ from shoal.spec.sync_methods import POOLED
 
 
 class Conflict(NamedTuple):
-    """Two features that exclude each other.
+    """Two features that exclude each other."""
 
-    Attributes:
-        first, second: the features, in the order in which a message names them.
-        reason: the end of a sentence.
-        remedy: a sentence without its full stop.
-    """
-
+    # first, second: the features, in the order in which a message names them
     first: Feature
     second: Feature
-    reason: str
-    remedy: str
+    reason: str  # the end of a sentence
+    remedy: str  # a sentence without its full stop
 
 
 def _each(

@@ -10,17 +10,14 @@ from shoal.training.stop import PREEMPTED
 
 @dataclass(frozen=True)
 class FaultType:
-    """A kind of fault.
-
-    Attributes:
-        codes: exit codes that the run may have: 0 if it recovers by itself. A run that ends with another is repaired
-            and resumed.
-    """
+    """A kind of fault."""
 
     effect: str  # see `Planted`; "" if it comes from outside the ranks
     moment: str  # a key of `MOMENT_OPS`, STAGING, COMMITTING or START; "" if it comes from outside
     message: str  # pattern of the expected message, in which RANK is the rank
     late: bool = False  # only after the run has saved checkpoints
+    # exit codes that the run may have: 0 if it recovers by itself. A run that ends with another is repaired and
+    # resumed.
     codes: tuple[int, ...] = (0,)
     rounded: bool = False  # the layout changes, so that the last state is equal only to rounding
 

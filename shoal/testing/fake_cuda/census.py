@@ -39,22 +39,18 @@ _BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 
 @dataclass
 class Census:
-    """Counts of one step of one rank, each by operation and source line.
+    """Counts of one step of one rank, each by operation and source line."""
 
-    Attributes:
-        mismatches: operations on tensors of several devices, which raise; the step ended at the first.
-        synchronisations: points at which the host waits for the device, such as a copy that is not ``non_blocking``.
-        copies: copies between host and device, including numbers of the host that become tensors.
-        launches: kernels. An operation counts as one, but some need several, and torch's CPU build divides a few that
-            are one on CUDA (RMSNorm without `shoal.engine.kernels`).
-        moved: bytes that the kernels read and write.
-    """
-
+    # operations on tensors of several devices, which raise; the step ended at the first
     mismatches: Counter[str] = field(default_factory=Counter)
+    # points at which the host waits for the device, such as a copy that is not ``non_blocking``
     synchronisations: Counter[str] = field(default_factory=Counter)
+    # copies between host and device, including numbers of the host that become tensors
     copies: Counter[str] = field(default_factory=Counter)
+    # kernels. An operation counts as one, but some need several, and torch's CPU build divides a few that are one on
+    # CUDA (RMSNorm without `shoal.engine.kernels`).
     launches: Counter[str] = field(default_factory=Counter)
-    moved: Counter[str] = field(default_factory=Counter)
+    moved: Counter[str] = field(default_factory=Counter)  # bytes that the kernels read and write
 
     def lines(self, most: int = 12) -> list[str]:
         """Return a description with the ``most`` frequent lines of each kind."""

@@ -90,15 +90,11 @@ class Mismatch:
 
 @dataclass
 class Verdict:
-    """Result of one verification.
+    """Result of one verification."""
 
-    Attributes:
-        table: the largest relative error by (row, column); see `find_row`.
-        findings: differences beyond tolerance, in the order of a step.
-    """
-
+    # the largest relative error by (row, column); see `find_row`
     table: dict[tuple[str, str], float] = field(default_factory=dict)
-    findings: list[Mismatch] = field(default_factory=list)
+    findings: list[Mismatch] = field(default_factory=list)  # differences beyond tolerance, in the order of a step
 
     @property
     def worst_gradient(self) -> float:

@@ -51,16 +51,12 @@ RankStep = tuple[float, dict[str, list[Piece]], dict[str, list[Piece]], frozense
 
 @dataclass(frozen=True)
 class OwnStep:
-    """One step on all ranks: its loss, unsharded gradients of the update, and what a checkpoint would store of it.
-
-    Attributes:
-        uneven: parameters that all tensor-parallel ranks hold, and of which they have other gradients.
-    """
+    """One step on all ranks: its loss, unsharded gradients of the update, and what a checkpoint would store of it."""
 
     loss: float
     gradients: Tensors
     after: Tensors
-    uneven: frozenset[str]
+    uneven: frozenset[str]  # parameters that all tensor-parallel ranks hold, and of which they have other gradients
 
 
 def verify_own_model(console: Console, config: RunConfig, steps: int, device: str) -> Verdict:

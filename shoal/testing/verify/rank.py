@@ -27,18 +27,13 @@ from shoal.training.step.engine import Engine
 
 @dataclass(frozen=True)
 class RankStep(StepTotals):
-    """Results of one step on one rank, with the choices of its own tokens.
+    """Results of one step on one rank, with the choices of its own tokens."""
 
-    Attributes:
-        samples: for each micro-batch of this step, the indices of its samples in the global batch.
-        differences: largest absolute differences by "gradient/NAME", "weight/NAME" or "in use/NAME", also of each
-            expert (`with_experts`).
-        trace: see `trace_errors`.
-    """
-
-    samples: list[list[int]]
+    samples: list[list[int]]  # for each micro-batch of this step, the indices of its samples in the global batch
+    # largest absolute differences by "gradient/NAME", "weight/NAME" or "in use/NAME", also of each expert
+    # (`with_experts`)
     differences: dict[str, float] = field(default_factory=dict)
-    trace: dict[str, tuple[float, float, int]] = field(default_factory=dict)
+    trace: dict[str, tuple[float, float, int]] = field(default_factory=dict)  # see `trace_errors`
 
 
 @dataclass

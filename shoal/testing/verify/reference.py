@@ -61,37 +61,24 @@ class ComparisonJob:
 
 @dataclass(frozen=True)
 class StepTotals:
-    """Results of one step that both sides report.
+    """Results of one step that both sides report."""
 
-    Attributes:
-        loss: mean over the global batch's unmasked tokens [nats].
-        gradient_norm: before clipping.
-        routing: counts of each expert layer, [layers, `Router.tally`]; None on a rank without any.
-        choices: hash of the experts of all tokens, by layer (`shoal.testing.verify.trace.Choices`).
-        depths: counts of each Mixture-of-Depths layer, [layers, `MixtureOfDepths.tally`]; None on a rank without any.
-    """
-
-    loss: float
-    gradient_norm: float
-    routing: Tensor | None
-    choices: dict[int, int]
+    loss: float  # mean over the global batch's unmasked tokens [nats]
+    gradient_norm: float  # before clipping
+    routing: Tensor | None  # counts of each expert layer, [layers, `Router.tally`]; None on a rank without any
+    choices: dict[int, int]  # hash of the experts of all tokens, by layer (`shoal.testing.verify.trace.Choices`)
+    # counts of each Mixture-of-Depths layer, [layers, `MixtureOfDepths.tally`]; None on a rank without any
     depths: Tensor | None
 
 
 @dataclass(frozen=True)
 class StepFacts(StepTotals):
-    """Results of one step on one device; the tensors are in a file (see `step_file`).
+    """Results of one step on one device; the tensors are in a file (see `step_file`)."""
 
-    Attributes:
-        tokens: unmasked targets of each sample of the global batch.
-        gradients: largest absolute value of each parameter's clipped gradient, and of each expert's part of it
-            (`with_experts`).
-        weights: the same of each updated parameter.
-    """
-
-    tokens: tuple[int, ...]
+    tokens: tuple[int, ...]  # unmasked targets of each sample of the global batch
+    # largest absolute value of each parameter's clipped gradient, and of each expert's part of it (`with_experts`)
     gradients: dict[str, float]
-    weights: dict[str, float]
+    weights: dict[str, float]  # the same of each updated parameter
 
 
 def with_experts(name: str, tensor: Tensor, first: int = 0) -> Iterator[tuple[str, Tensor]]:
