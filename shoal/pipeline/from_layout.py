@@ -124,9 +124,8 @@ def _without_layers(config: RunConfig, shape: ModelShape) -> tuple[RunConfig, Mo
         raise UsageError(f"parallel.ep = {layout.ep} does not divide dp {layout.dp} x tp {layout.tp}, whose ranks hold "
                          "the experts.\n  Choose a number of ranks that does.")
     sizes = dict.fromkeys(("hidden", "heads", "kv_heads", "ffn"), layout.tp)
-    changed = {"data": config.data.model_copy(update={"sequence_length": layout.tp}),
-               "parallel": layout.model_copy(update={"ep": 1, "etp": None})}
-    return config.model_copy(update=changed), shape.model_copy(update=sizes)
+    changed = config.replace(data={"sequence_length": layout.tp}, parallel={"ep": 1, "etp": None})
+    return changed, shape.model_copy(update=sizes)
 
 
 def _with_program(config: RunConfig, shape: ModelShape, microbatches: int) -> CheckedRun:

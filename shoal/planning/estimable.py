@@ -23,7 +23,7 @@ OVERRIDES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab"
 def check_trained(run: EstimatedRun, layout: Layout, *, ranks: int | None = None) -> None:
     """Raise a `UsageError` if `shoal train` would reject a layout of the run, or it has not this number of ranks."""
     config = _config(run.precision, run.optimizer, run.global_batch, run.sequence_length)
-    check_run(config.model_copy(update={"parallel": layout}), run.shape, ranks=ranks)
+    check_run(config.replace(parallel=layout), run.shape, ranks=ranks)
 
 
 def check_layout_on_cluster(run: EstimatedRun) -> None:

@@ -123,7 +123,7 @@ def estimate_own_model(
         own = load_own_model(config.model.module)
         planned = layout.tp > 1 and layout.pp == 1 and is_planned(own)
         if planned:
-            check_own_model(config.model_copy(update={"parallel": layout.model_copy(update={"tp": 1})}))
+            check_own_model(config.replace(parallel={"tp": 1}))
             counts = plan_loss(own, config, found)
         else:
             check_own_model(config)

@@ -141,15 +141,14 @@ class Run:
             given["optimizer"] = optimizer
         if "parallel" in sections:
             raise UsageError("Run: section [parallel] is given.\n  Give layout= in its place.")
-        self.config = build_config(given | sections, source="Run").model_copy(
-            update={"parallel": chosen} | ({"optimizer": optimizer} if isinstance(optimizer, OptimizerConfig) else {})
-        )
+        rule = {"optimizer": optimizer} if isinstance(optimizer, OptimizerConfig) else {}
+        self.config = build_config(given | sections, source="Run").replace(parallel=chosen, **rule)
         self.cluster = cluster or "8xH100"
         if layout == "auto":
             with self._written() as config:
                 found = plan_own_model(config, self.cluster)
                 self.own = found.best
-            self.config = self.config.model_copy(update={"parallel": found.fitting[0].config.parallel})
+            self.config = self.config.replace(parallel=found.fitting[0].config.parallel)
             if (member := detect_rank_env()) is None or member.rank == 0:
                 why = f"\n  operators are not split: {found.unsplit}" if found.unsplit else ""
                 print(f"layout auto: {found.fitting[0].summary()}{why}")
@@ -165,9 +164,8 @@ class Run:
                              "  Give folder=.")
         where = [] if folder is None and resume is None else [Path(folder or resume or "")]
         with self._written() as config:
-            config = config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
-            config = with_plan(config, Path(config.model.module).parent, self.cluster)
-            code = train(config, run_folder=folder, resume=resume, started=where.append)
+            planned = with_plan(config.replace(train={"steps": steps}), Path(config.model.module).parent, self.cluster)
+            code = train(planned, run_folder=folder, resume=resume, started=where.append)
         return RunResult(where[0], code, read_metrics(where[0]))
 
     def verify(self, layout: Layout | None = None, *, steps: int = 3, show: bool = True) -> Verification:
@@ -225,5 +223,4 @@ class Run:
         with tempfile.TemporaryDirectory(prefix="shoal-own-") as folder:
             file = Path(folder) / f"own{PICKLED}"
             save_own_model(self.own, file)
-            model = self.config.model.model_copy(update={"module": str(file)})
-            yield self.config.model_copy(update={"model": model, "parallel": layout or self.config.parallel})
+            yield self.config.replace(model={"module": str(file)}, parallel=layout or self.config.parallel)

@@ -92,7 +92,7 @@ def _time(engine: Engine) -> float:
 
 
 def _with(config: RunConfig, size: float) -> RunConfig:
-    return config.model_copy(update={"parallel": config.parallel.model_copy(update={"bucket_mb": size})})
+    return config.replace(parallel={"bucket_mb": size})
 
 
 def _circumstances(config: RunConfig) -> dict:

@@ -55,8 +55,7 @@ def new_run(config: RunConfig, folder: Path | None) -> Path:
             raise FileExistsError
         if config.model.module.endswith(PICKLED):
             shutil.copyfile(config.model.module, folder / f"model{PICKLED}")
-            named = config.model.model_copy(update={"module": str(folder / f"model{PICKLED}")})
-            config = config.model_copy(update={"model": named})
+            config = config.replace(model={"module": str(folder / f"model{PICKLED}")})
         save_config(with_absolute_paths(config), folder / RUN_FILE, new=True)
         if config.data.tokenizer != "bytes":
             own = expanded(config.data.tokenizer, "data.tokenizer")
@@ -76,11 +75,9 @@ def new_run(config: RunConfig, folder: Path | None) -> Path:
 def with_absolute_paths(config: RunConfig) -> RunConfig:
     """Return the config with absolute paths, so that a run continues from any folder."""
     data, kept, weights = config.data, config.checkpoint, config.model.weights
-    return config.model_copy(update={
-        "model": config.model.model_copy(update={
-            "weights": weights and Path(_absolute(str(weights))), "module": _absolute(config.model.module),
-        }),
-        "data": data.model_copy(update={
+    return config.replace(
+        model={"weights": weights and Path(_absolute(str(weights))), "module": _absolute(config.model.module)},
+        data={
             "paths": tuple(map(_absolute, data.paths)),
             "mixture": {
                 name: source.model_copy(update={"paths": tuple(map(_absolute, source.paths))})
@@ -89,10 +86,10 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
             "validation": {name: _absolute(path) for name, path in data.validation.items()},
             "cache": Path(_absolute(str(data.cache))),
             "tokenizer": data.tokenizer if data.tokenizer == "bytes" else _absolute(data.tokenizer),
-        }),
-        "checkpoint": kept.model_copy(update={"folder": _absolute(kept.folder)}),
-        "failover": config.failover.model_copy(update={"memory_folder": config.failover.memory_folder.absolute()}),
-    })
+        },
+        checkpoint={"folder": _absolute(kept.folder)},
+        failover={"memory_folder": config.failover.memory_folder.absolute()},
+    )
 
 
 def _absolute(path: str) -> str:
@@ -104,7 +101,7 @@ def with_own_tokenizer(config: RunConfig, folder: Path) -> RunConfig:
     name, own = config.data.tokenizer, folder / TOKENIZER_FILE
     if name == "bytes" or expanded(name, "data.tokenizer").is_file() or not own.is_file():
         return config
-    return config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": str(own)})})
+    return config.replace(data={"tokenizer": str(own)})
 
 
 def list_changes(folder: Path, config: RunConfig) -> dict[str, object]:

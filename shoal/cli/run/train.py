@@ -33,5 +33,5 @@ class TrainOptions(Section):
 def run(options: TrainOptions, config: RunConfig) -> int:
     """Train; return the exit code of the run."""
     if options.profile:
-        config = config.model_copy(update={"metrics": config.metrics.model_copy(update={"profile": True})})
+        config = config.replace(metrics={"profile": True})
     return shoal.train(config, **options.model_dump(exclude={"profile"}))

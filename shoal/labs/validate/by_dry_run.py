@@ -106,13 +106,11 @@ def dry_run(
 def _config(estimate: Estimate, config: RunConfig | None) -> RunConfig:
     """Return the config of the estimated run, on synthetic tokens."""
     run, base = estimate.run, config or build_config({"data": {"source": "synthetic"}})
-    return base.model_copy(
-        update={
-            "parallel": run.layout,
-            "data": base.data.model_copy(update={"source": "synthetic", "sequence_length": run.sequence_length}),
-            "train": base.train.model_copy(update={"global_batch": run.global_batch, "precision": run.precision}),
-            "optimizer": base.optimizer.model_copy(update={"name": run.optimizer}),
-        }
+    return base.replace(
+        parallel=run.layout,
+        data={"source": "synthetic", "sequence_length": run.sequence_length},
+        train={"global_batch": run.global_batch, "precision": run.precision},
+        optimizer={"name": run.optimizer},
     )
 
 

@@ -175,8 +175,7 @@ def find_fitting_layouts(
 ) -> Iterator[str]:
     """Yield the command-line options of layouts of as many ranks that fit, those with the fewest changes first."""
     for changes in itertools.islice(_changes(config.parallel), MOST_TRIED):
-        layout = config.parallel.model_copy(update=changes)
-        changed = config.model_copy(update={"parallel": layout})
+        changed = config.replace(parallel=changes)
         try:
             check_run(changed, shape)
         except UsageError:

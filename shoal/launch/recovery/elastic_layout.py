@@ -44,11 +44,9 @@ def replan(
     for layout in sorted(_candidates(config, devices), key=lambda layout: _distance(config.parallel, layout)):
         if replicas and _distance(config.parallel, layout)[0]:
             break  # the nearest are first
-        update: dict[str, object] = {"parallel": layout, "testing": config.testing.model_copy(update=NO_KNOBS)}
+        changed = config.replace(parallel=layout, testing=NO_KNOBS)
         if layout.dp == 1:  # no other replica exists
-            alone = {"reexecute_on": "same", "shrink": "never"}
-            update["failover"] = config.failover.model_copy(update=alone)
-        changed = config.model_copy(update=update)
+            changed = changed.replace(failover={"reexecute_on": "same", "shrink": "never"})
         try:
             check_run(changed, shape)
             fits(changed)

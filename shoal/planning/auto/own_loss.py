@@ -59,7 +59,7 @@ def with_plan(config: RunConfig, folder: Path, cluster: str = "8xH100") -> RunCo
     plan = plan_loss(own, config, cluster_of(cluster)).plan
     file = folder / f"planned-{precision}{PICKLED}"
     save_own_model(replace(own, tensor_parallel=plan), file)
-    return config.model_copy(update={"model": config.model.model_copy(update={"module": str(file)})})
+    return config.replace(model={"module": str(file)})
 
 
 def plan_loss(own: OwnModel, config: RunConfig, cluster: Cluster) -> OwnCounts:

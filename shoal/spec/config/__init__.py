@@ -9,16 +9,6 @@ from shoal.spec.config.run import RUN_FILE, RUNS, RunConfig, build_config, load_
 from shoal.spec.config.sections import FailoverConfig, Float8Config, OptimizerConfig
 
 __all__ = [
-    "RUNS",
-    "RUN_FILE",
-    "DataConfig",
-    "FailoverConfig",
-    "Float8Config",
-    "MixtureSource",
-    "OptimizerConfig",
-    "RunConfig",
-    "SourceConfig",
-    "build_config",
-    "load_config",
-    "save_config",
-]
+    "RUNS", "RUN_FILE", "DataConfig", "FailoverConfig", "Float8Config", "MixtureSource", "OptimizerConfig", "RunConfig",
+    "SourceConfig", "build_config", "load_config", "save_config",
+]  # fmt: skip

@@ -74,6 +74,18 @@ class RunConfig(Section):
         """How many of them a sample has."""
         return 1 if self.model.module else self.data.sequence_length
 
+    def replace(self, **sections: Section | Mapping[str, Any]) -> RunConfig:
+        """Return the config with other sections, or with other values of some of their fields, which are not checked.
+
+        >>> config = RunConfig().replace(parallel=Layout(dp=2), train={"steps": 5})
+        >>> config.parallel.dp, config.train.steps
+        (2, 5)
+        """
+        return self.model_copy(update={
+            name: given if isinstance(given, Section) else getattr(self, name).model_copy(update=given)
+            for name, given in sections.items()
+        })
+
 
 def load_config(path: str | Path, **sections: Mapping[str, Any]) -> RunConfig:
     """Read a run's TOML file.

@@ -83,10 +83,10 @@ class Chaos:
     """
 
     def __init__(self, config: RunConfig, folder: Path, server: PreforkServer, log: Path):
-        data = config.data.model_copy(update={"cache": folder / "cache"})
-        metrics = config.metrics.model_copy(update={"tensorboard": False, "sample_prompt": ""})
-        kept = config.checkpoint.model_copy(update={"keep": max(2, config.checkpoint.keep), "folder": ""})
-        self.config = config.model_copy(update={"data": data, "metrics": metrics, "checkpoint": kept})
+        self.config = config.replace(
+            data={"cache": folder / "cache"}, metrics={"tensorboard": False, "sample_prompt": ""},
+            checkpoint={"keep": max(2, config.checkpoint.keep), "folder": ""},
+        )
         self.folder, self.server, self.log = folder, server, log
         self.others = self._forks()  # not of these runs
         self.steps, self.ranks = config.train.steps, config.parallel.world_size
@@ -286,8 +286,7 @@ class Chaos:
         step, rank = rng.randrange(1, max(2, self.steps - 3)), rng.randrange(self.ranks)
         trial, memory = Trial("memory-full", f"rank {rank}, step {step + 2}"), folder.with_name(f"{folder.name}-memory")
         state = sum(path.stat().st_size for path in self.reference.rglob("*.safetensors"))
-        failover = self.config.failover.model_copy(update={"memory_every": 1, "memory_folder": memory})
-        config = self.config.model_copy(update={"failover": failover})
+        config = self.config.replace(failover={"memory_every": 1, "memory_folder": memory})
 
         def act(ended: threading.Event) -> None:
             wait_until(lambda: ended.is_set() or steps_done(folder) >= step, seconds=120)

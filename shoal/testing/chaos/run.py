@@ -137,7 +137,7 @@ def chaos(
         )
     if config.train.device == "cuda":
         raise UsageError("train.device = cuda: trials run on the CPU.\n  Leave it out.")
-    config = config.model_copy(update={"train": config.train.model_copy(update={"device": "cpu"})})
+    config = config.replace(train={"device": "cpu"})
     if NEED_MOUNTS & set(chosen) and minutes is None and not own_mounts():
         chosen = [name for name in chosen if name not in NEED_MOUNTS]
         print(f"not tried, no permission to mount file systems: {', '.join(sorted(NEED_MOUNTS))}", file=sys.stderr)
@@ -170,9 +170,7 @@ def _endure(
     seed: int,
 ) -> LongRun | None:
     """Train for some minutes while ranks are killed, stop, and read the run's events."""
-    train = config.train.model_copy(update={"steps": 10**9})
-    data = config.data.model_copy(update={"cache": folder / "cache"})
-    config = config.model_copy(update={"train": train, "data": data})
+    config = config.replace(train={"steps": 10**9}, data={"cache": folder / "cache"})
     prepare(config.data)
     place = folder / f"run-{int(time.time())}"
     supervisor = create_supervisor(config, place, server)

@@ -181,8 +181,7 @@ def take_census(config: RunConfig, rank: int = 0, *, step: int = 1) -> Census:
         step: step that is counted, after the ones before it.
     """
     shape = check(config)
-    train = config.train.model_copy(update={"compile": False, "device": "cuda"})
-    config = config.model_copy(update={"train": train})
+    config = config.replace(train={"compile": False, "device": "cuda"})
     mesh = DryMesh(config.parallel, rank, device="cuda")
     with fake_cuda() as recorder:
         try:

@@ -55,8 +55,7 @@ def prepare(config: RunConfig, *, own_precision: bool, accumulate: bool = True, 
         else:
             doubled = changed["global_batch"] = 2 * train.global_batch
             notes.append(f"global batch doubled to {doubled}: detecting faults of accumulation needs two micro-batches")
-    config = config.model_copy(update={"train": train.model_copy(update=changed)})
-    return Case(config, shape, tuple(notes))
+    return Case(config.replace(train=changed), shape, tuple(notes))
 
 
 def run_case(
@@ -74,7 +73,7 @@ def run_case(
         facts = {PLAIN: run_reference(job, PLAIN)}
         own = case.config.optimizer
         clip = {"clip_norm": min(own.clip_norm, facts[PLAIN][0].gradient_norm / 2)}  # clipping, if any, takes effect
-        rules[own.name] = case.config.model_copy(update={"optimizer": own.model_copy(update=clip)})
+        rules[own.name] = case.config.replace(optimizer=clip)
         facts[own.name] = run_reference(job, own.name)
         # The ranks share this machine's cores, so they take a multiple of one device's time. On CUDA they may compile.
         timeout = (120 if pool.device == "cpu" else 600) + 30 * (time.monotonic() - start)
@@ -104,4 +103,4 @@ def _with_plain_rule(config: RunConfig) -> RunConfig:
         name="sgd", learning_rate=_PLAIN_RATE, weight_decay=config.optimizer.weight_decay, clip_norm=0.0,
         schedule="constant", warmup_steps=0,
     )
-    return config.model_copy(update={"optimizer": plain})
+    return config.replace(optimizer=plain)

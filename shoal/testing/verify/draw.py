@@ -158,8 +158,7 @@ def draw_run_with(optimizer: str, choose: Choose, max_ranks: int = 8) -> RunConf
     settings["schedule"] = choose(("cosine", "linear", "wsd", "inverse-sqrt", "constant"))
     settings["warmup_steps"] = choose((0, 1, 2))  # of 3 steps, in which all schedules differ
     settings["lr_factors"] = choose(({}, {"embed.*": 0.5, "*norm*": 2.0, "layers.1.*": 0.25}))
-    run = run.model_copy(update={"train": run.train.model_copy(update={"steps": 3})})
-    return run.model_copy(update={"optimizer": run.optimizer.model_copy(update=settings), "model": model})
+    return run.replace(train={"steps": 3}, optimizer=settings, model=model)
 
 
 def _draw_experts(choose: Choose, parallel: dict[str, Any], ranks: int) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def verify_own_model(console: Console, config: RunConfig, steps: int, device: st
     optimizer = "of its own" if own.make_optimizer else config.optimizer.name
     console.print(f"[bold]verify[/]    {config.model.title} on {config.parallel.describe()}, fp64, "
                   f"optimizer {optimizer}, {steps} steps of {config.train.global_batch} samples")
-    exact = config.model_copy(update={"train": config.train.model_copy(update={"precision": "fp64"})})
+    exact = config.replace(train={"precision": "fp64"})
     with tempfile.TemporaryDirectory(prefix="shoal-plan-") as made:
         planned = with_plan(exact, Path(made))
         check(config if planned is exact else planned)
@@ -90,11 +90,10 @@ def compare_own_model(pool: Pool, config: RunConfig, steps: int, device: str = "
     Raises:
         UsageError: a step fails.
     """
-    train = config.train.model_copy(update={"precision": "fp64", "device": device, "steps": steps})
-    config = config.model_copy(update={"train": train})
+    config = config.replace(train={"precision": "fp64", "device": device, "steps": steps})
     layout = config.parallel
-    stale = build_layout_program(layout, layout.microbatches(train.global_batch)).updates > 1
-    alone = config.model_copy(update={"parallel": Layout(micro_batch=layout.micro_batch)})
+    stale = build_layout_program(layout, layout.microbatches(config.train.global_batch)).updates > 1
+    alone = config.replace(parallel=Layout(micro_batch=layout.micro_batch))
     try:
         found, *others = (
             _assemble(pool.run(run_steps, each.parallel.world_size, each, steps, timeout=LIMIT_SECONDS))

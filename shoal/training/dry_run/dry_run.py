@@ -162,7 +162,7 @@ def dry_run(
     if shape.experts and config.parallel.cp > 1:
         _check_even(config, shape)
     fused = {} if on_cpu or config.train.attention != "auto" else {"attention": "sdpa"}
-    config = config.model_copy(update={"train": config.train.model_copy(update={"compile": False, **fused})})
+    config = config.replace(train={"compile": False, **fused})
     mesh = DryMesh(config.parallel, rank, by_gloo=on_cpu)
     own, samples = bool(config.model.module), make_samples(config, shape)
     with count_own() if own else nullcontext(), _faked(fused=not on_cpu and not own), Tracker() as tracker:
