@@ -23,14 +23,9 @@ class MatrixUnits(Section):
     A TPU's array of 128 x 128 multiplies bf16[8, 128] by bf16[128, 128] in 8 cycles: 16,384 multiply-adds in each.
     """
 
-    count: PositiveInt
-    """Units of the device."""
-
-    multiply_adds: PositiveInt
-    """Multiply-adds of one unit in one cycle, of 16-bit numbers."""
-
-    clock: PositiveFloat
-    """Cycles per second of the peak that the data sheet prints."""
+    count: PositiveInt  # Units of the device
+    multiply_adds: PositiveInt  # Multiply-adds of one unit in one cycle, of 16-bit numbers
+    clock: PositiveFloat  # Cycles per second of the peak that the data sheet prints
 
     @property
     def flops(self) -> float:
@@ -41,47 +36,25 @@ class MatrixUnits(Section):
 class Accelerator(Section):
     """One accelerator, as torch sees it."""
 
-    name: str
-    """Name in the catalog."""
-
+    name: str  # Name in the catalog
+    # Dense peak in FLOP/s of the supported number formats: bf16, fp16, tf32, fp32, fp64, fp8, int8
     peak_flops: dict[str, PositiveFloat]
-    """Dense peak in FLOP/s of the supported number formats: bf16, fp16, tf32, fp32, fp64, fp8, int8."""
-
+    # Peaks with 2:4 sparsity (half of one matrix is zero), from data sheets. shoal computes nothing with them.
     sparse_flops: dict[str, PositiveFloat] = Field(default={})
-    """Peaks with 2:4 sparsity (half of one matrix is zero), from data sheets. shoal computes nothing with them."""
-
+    # Peaks without the matrix units where data sheets print both. shoal computes nothing with them.
     vector_flops: dict[str, PositiveFloat] = Field(default={})
-    """Peaks without the matrix units where data sheets print both. shoal computes nothing with them."""
-
+    # The units that the 16-bit peak counts, where their number and clock are published
     matrix_units: MatrixUnits | None = None
-    """The units that the 16-bit peak counts, where their number and clock are published."""
-
-    memory_bytes: PositiveFloat
-    """Memory size in bytes."""
-
-    memory_bandwidth: PositiveFloat
-    """Memory bandwidth in bytes/s."""
-
-    devices: tuple[str, ...] = ()
-    """Device names that the driver reports."""
-
+    memory_bytes: PositiveFloat  # Memory size in bytes
+    memory_bandwidth: PositiveFloat  # Memory bandwidth in bytes/s
+    devices: tuple[str, ...] = ()  # Device names that the driver reports
+    # Fraction of the dense peak that the best-shaped matrix product attains
     matmul_efficiency: float = Field(default=0.8, gt=0, le=1)
-    """Fraction of the dense peak that the best-shaped matrix product attains."""
-
-    generation: Generation = "other"
-    """Key of the generation-specific constants of the calibrated cost model."""
-
-    watts: PositiveFloat | None = None
-    """Maximum power of the board in W; None if the manufacturer does not publish it."""
-
-    dollars_per_hour: PositiveFloat | None = None
-    """On-demand list price; None if single devices are not for rent."""
-
-    price_source: str = ""
-    """Source of the price."""
-
-    source: str
-    """Source of the numbers."""
+    generation: Generation = "other"  # Key of the generation-specific constants of the calibrated cost model
+    watts: PositiveFloat | None = None  # Maximum power of the board in W; None if the manufacturer does not publish it
+    dollars_per_hour: PositiveFloat | None = None  # On-demand list price; None if single devices are not for rent
+    price_source: str = ""  # Source of the price
+    source: str  # Source of the numbers
 
     def dense_flops(self, kind: str) -> float:
         """Return the dense peak for a number format, in FLOP/s.

@@ -23,35 +23,16 @@ SMALL = 128
 class Accuracy(Section):
     """Errors of estimates of one class of runs, relative to the measurement."""
 
-    left_out: LeftOut
-    """What the fit had not seen of each run: its model, its cluster too, or its software too."""
-
-    software: str = ""
-    """Software, or empty for all."""
-
-    size: Literal["", "node", "small", "large"] = ""
-    """One of `SIZES`; empty for all."""
-
-    special: bool | None = None
-    """Whether the runs have experts, context parallelism or 8-bit products; None for all."""
-
-    rows: PositiveInt
-    """Number of measurements."""
-
-    groups: PositiveInt
-    """Number of models, clusters or software that they are of."""
-
-    median: NonNegativeFloat
-    """Median of the absolute error."""
-
-    ninetieth: NonNegativeFloat
-    """Error within which 90 % are."""
-
-    bias: float
-    """Median of the error."""
-
-    width: NonNegativeFloat
-    """Half of the 80 % interval of the logarithm."""
+    left_out: LeftOut  # What the fit had not seen of each run: its model, its cluster too, or its software too
+    software: str = ""  # Software, or empty for all
+    size: Literal["", "node", "small", "large"] = ""  # One of `SIZES`; empty for all
+    special: bool | None = None  # Whether the runs have experts, context parallelism or 8-bit products; None for all
+    rows: PositiveInt  # Number of measurements
+    groups: PositiveInt  # Number of models, clusters or software that they are of
+    median: NonNegativeFloat  # Median of the absolute error
+    ninetieth: NonNegativeFloat  # Error within which 90 % are
+    bias: float  # Median of the error
+    width: NonNegativeFloat  # Half of the 80 % interval of the logarithm
 
     def describe(self) -> str:
         """Return the errors in words."""

@@ -30,36 +30,19 @@ Value = float | tuple[float, ...]
 class Constant(Section):
     """One constant: a single number, or one per generation, network or software."""
 
-    meaning: str
-    """Description of the constant."""
-
-    unit: str = "1"
-    """Unit of the values."""
-
+    meaning: str  # Description of the constant
+    unit: str = "1"  # Unit of the values
+    # Key of a table of values, empty for a single number. Keys without a value use `expected`.
     by: Literal["", "generation", "network", "software"] = ""
-    """Key of a table of values, empty for a single number. Keys without a value use `expected`."""
-
+    # Value without any measurement: the prior of the fit. A table has values for some keys, and `rest` for the others.
     expected: NonNegativeFloat | dict[str, NonNegativeFloat]
-    """Value without any measurement: the prior of the fit. A table has values for some keys, and `rest` for the
-    others."""
-
-    source: str = ""
-    """Publication of the expected value."""
-
-    sure: PositiveFloat = 0.6
-    """Prior standard deviation of the logarithm."""
-
-    least: PositiveFloat | None = None
-    """Lower bound."""
-
-    most: PositiveFloat | None = None
-    """Upper bound."""
-
-    fitted: Literal["time", "memory", ""] = ""
-    """Kind of measurements that it is fitted to; empty if it is not fitted."""
-
+    source: str = ""  # Publication of the expected value
+    sure: PositiveFloat = 0.6  # Prior standard deviation of the logarithm
+    least: PositiveFloat | None = None  # Lower bound
+    most: PositiveFloat | None = None  # Upper bound
+    fitted: Literal["time", "memory", ""] = ""  # Kind of measurements that it is fitted to; empty if it is not fitted
+    # Fitted value: a number, or a table with some of the keys
     value: NonNegativeFloat | dict[str, NonNegativeFloat] = Field(default={})
-    """Fitted value: a number, or a table with some of the keys."""
 
     @model_validator(mode="after")
     def _complete(self) -> Constant:

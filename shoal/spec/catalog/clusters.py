@@ -26,79 +26,43 @@ NETWORKS = {
 class Link(Section):
     """One direction of a link."""
 
-    name: str
-    """Name in the catalog."""
-
-    bandwidth: PositiveFloat
-    """Bandwidth in bytes/s."""
-
-    latency: NonNegativeFloat
-    """Latency of a message of any size, in seconds."""
-
-    source: str
-    """Source of the numbers."""
+    name: str  # Name in the catalog
+    bandwidth: PositiveFloat  # Bandwidth in bytes/s
+    latency: NonNegativeFloat  # Latency of a message of any size, in seconds
+    source: str  # Source of the numbers
 
 
 class Node(Section):
     """A server or pod of accelerators."""
 
-    name: str
-    """Name in the catalog."""
-
-    accelerator: str
-    """Name of its accelerators in the catalog."""
-
-    per_node: PositiveInt = 1
-    """Accelerators per node, unless the cluster's name gives a number."""
-
-    inside: str
-    """Link from each accelerator to the others of its node, or to its neighbours in a torus."""
-
-    nic: str | None = None
-    """Link that leads out of the node."""
-
-    nics: PositiveInt | None = None
-    """Number of these links per node."""
-
-    dimensions: PositiveInt | None = None
-    """Pods: dimensions of the torus."""
-
-    most: PositiveInt | None = None
-    """Pods: maximum number of chips."""
-
-    wraps_at: PositiveInt = 1
-    """Pods: an axis is a ring if its number of chips is a multiple of this, else a line."""
-
-    wraps_from: PositiveInt = 1
-    """Pods: chips of the smallest slice that has rings."""
-
-    cores_per_chip: PositiveInt = 1
-    """Pods: cores per chip, which the number in a slice's name counts."""
-
+    name: str  # Name in the catalog
+    accelerator: str  # Name of its accelerators in the catalog
+    per_node: PositiveInt = 1  # Accelerators per node, unless the cluster's name gives a number
+    inside: str  # Link from each accelerator to the others of its node, or to its neighbours in a torus
+    nic: str | None = None  # Link that leads out of the node
+    nics: PositiveInt | None = None  # Number of these links per node
+    dimensions: PositiveInt | None = None  # Pods: dimensions of the torus
+    most: PositiveInt | None = None  # Pods: maximum number of chips
+    wraps_at: PositiveInt = 1  # Pods: an axis is a ring if its number of chips is a multiple of this, else a line
+    wraps_from: PositiveInt = 1  # Pods: chips of the smallest slice that has rings
+    cores_per_chip: PositiveInt = 1  # Pods: cores per chip, which the number in a slice's name counts
+    # Accelerators of a node that compute at the same time (default: all), for ranks that share the node's cores; the
+    # others wait. They also share the accelerator's memory.
     at_once: PositiveInt | None = None
-    """Accelerators of a node that compute at the same time (default: all), for ranks that share the node's cores; the
-    others wait. They also share the accelerator's memory."""
-
+    # Maximum power of a complete node in W, with its host, switches and fans; None if not published
     watts: PositiveFloat | None = None
-    """Maximum power of a complete node in W, with its host, switches and fans; None if not published."""
-
+    # Power of a complete node relative to its accelerators' boards, where ``watts`` is not published. 1.8 is the ratio
+    # of NVIDIA's DGX H100 and DGX B200 (10.2 kW of 8 x 700 W, 14.3 kW of 8 x 1 kW).
     power_overhead: PositiveFloat = 1.8
-    """Power of a complete node relative to its accelerators' boards, where ``watts`` is not published. 1.8 is the ratio
-    of NVIDIA's DGX H100 and DGX B200 (10.2 kW of 8 x 700 W, 14.3 kW of 8 x 1 kW)."""
-
+    # Power of a building relative to its computers' power; large ones report 1.10 to 1.12 (Patterson et al. 2021, table
+    # 4, Google's).
     pue: PositiveFloat = 1.1
-    """Power of a building relative to its computers' power; large ones report 1.10 to 1.12 (Patterson et al. 2021,
-    table 4, Google's)."""
-
+    # Constants of the calibrated cost model (`calibration.toml`) measured on this node
     constants: dict[str, NonNegativeFloat] = Field(default={})
-    """Constants of the calibrated cost model (`calibration.toml`) measured on this node."""
-
+    # Seconds of a reference computation on each core (`labs/calibration/measure.py`) when these were measured: the
+    # speed of the machine at that time
     reference: PositiveFloat | None = None
-    """Seconds of a reference computation on each core (`labs/calibration/measure.py`) when these were measured: the
-    speed of the machine at that time."""
-
-    source: str
-    """Source of the numbers."""
+    source: str  # Source of the numbers
 
 
 @dataclass(frozen=True)

@@ -18,124 +18,62 @@ AttentionKernel = Literal["unfused", "fused-softmax", "flash-1", "flash-2", "fla
 class Software(Section):
     """A training framework at one point in time."""
 
-    name: str
-    """Name in the catalog."""
-
-    match: tuple[str, ...]
-    """Substrings by which publications name it; the longest match wins."""
-
-    since: int = 0
-    """First year of this entry. Among equal matches, the latest entry that had started wins."""
-
-    attention: AttentionKernel
-    """Attention kernel, if a publication does not name one."""
-
-    gradient_bytes: PositiveInt
-    """Bytes per element of gradients accumulated over micro-batches."""
-
-    reduce_bytes: PositiveInt
-    """Bytes per element of gradients while they are reduced."""
-
-    overlap_data: bool = False
-    """Whether gradients are reduced during backward."""
-
-    overlap_gather: bool = False
-    """Whether ZeRO-1 gathers updated parameters during forward."""
-
-    overlap_tensor: bool = False
-    """Whether tensor-parallel reductions overlap with weight gradients."""
-
-    overlap_pipeline: bool = False
-    """Whether messages between stages are overlapped."""
-
+    name: str  # Name in the catalog
+    match: tuple[str, ...]  # Substrings by which publications name it; the longest match wins
+    since: int = 0  # First year of this entry. Among equal matches, the latest entry that had started wins.
+    attention: AttentionKernel  # Attention kernel, if a publication does not name one
+    gradient_bytes: PositiveInt  # Bytes per element of gradients accumulated over micro-batches
+    reduce_bytes: PositiveInt  # Bytes per element of gradients while they are reduced
+    overlap_data: bool = False  # Whether gradients are reduced during backward
+    overlap_gather: bool = False  # Whether ZeRO-1 gathers updated parameters during forward
+    overlap_tensor: bool = False  # Whether tensor-parallel reductions overlap with weight gradients
+    overlap_pipeline: bool = False  # Whether messages between stages are overlapped
+    # Whether the host launches further kernels after it requests a message between stages, without waiting
     ahead: bool = False
-    """Whether the host launches further kernels after it requests a message between stages, without waiting."""
-
+    # Whether the host waits for the end of each kernel (`CUDA_LAUNCH_BLOCKING=1`), so that launches hide nothing
     blocking: bool = False
-    """Whether the host waits for the end of each kernel (`CUDA_LAUNCH_BLOCKING=1`), so that launches hide nothing."""
-
-    paired: bool = False
-    """Whether each pipeline rank has two stages, as far from the first as from the last (DualPipe)."""
-
-    balanced: bool = False
-    """Whether stages are balanced by cost, including the head."""
-
+    paired: bool = False  # Whether each pipeline rank has two stages, as far from the first as from the last (DualPipe)
+    balanced: bool = False  # Whether stages are balanced by cost, including the head
+    # Whether a layer that meets a balanced stage's share exactly belongs to that stage, not to the next
     ties_first: bool = False
-    """Whether a layer that meets a balanced stage's share exactly belongs to that stage, not to the next."""
-
-    fused_norm: bool = True
-    """Whether a norm is one kernel."""
-
+    fused_norm: bool = True  # Whether a norm is one kernel
+    # What selective recomputation recomputes: attention's core (Korthikanti et al. 2022), or all except every second
+    # product and attention (torchtitan's policy).
     selective: Literal["core", "operators"] = "core"
-    """What selective recomputation recomputes: attention's core (Korthikanti et al. 2022), or all except every second
-    product and attention (torchtitan's policy)."""
-
-    dropout: bool = False
-    """Whether dropout masks are stored."""
-
-    unit_messages: PositiveInt = 1
-    """Collectives per layer for its parameters under ZeRO-3."""
-
-    bucket_copies: NonNegativeInt = 0
-    """Bytes per parameter in the buckets that replicas reduce; none without replicas."""
-
-    shard_copies: NonNegativeInt = 0
-    """The same for each rank's shard, under ZeRO."""
-
+    dropout: bool = False  # Whether dropout masks are stored
+    unit_messages: PositiveInt = 1  # Collectives per layer for its parameters under ZeRO-3
+    bucket_copies: NonNegativeInt = 0  # Bytes per parameter in the buckets that replicas reduce; none without replicas
+    shard_copies: NonNegativeInt = 0  # The same for each rank's shard, under ZeRO
+    # Parameters of a layer whose parts ZeRO-1 and 2 copy one by one, rank by rank, when updated ones are gathered
     sliced: NonNegativeInt = 0
-    """Parameters of a layer whose parts ZeRO-1 and 2 copy one by one, rank by rank, when updated ones are gathered."""
-
+    # Tensors of [b, s, h] that a layer's forward passes to collectives on a separate stream. The host can reuse their
+    # memory only after the device has finished with them.
     reduced_apart: NonNegativeInt = 0
-    """Tensors of [b, s, h] that a layer's forward passes to collectives on a separate stream. The host can reuse their
-    memory only after the device has finished with them."""
-
-    gathers_kept: bool = False
-    """Whether sequence parallelism stores the gathered inputs of each block for backward."""
-
-    unsplit_logits: bool = False
-    """Whether the loss reads full-vocabulary logits on every tensor-parallel rank."""
-
-    fused_loss: bool = False
-    """Whether the loss writes the gradient of the logits in their place."""
-
+    gathers_kept: bool = False  # Whether sequence parallelism stores the gathered inputs of each block for backward
+    unsplit_logits: bool = False  # Whether the loss reads full-vocabulary logits on every tensor-parallel rank
+    fused_loss: bool = False  # Whether the loss writes the gradient of the logits in their place
+    # Tensors of [b, s, f] that a gated block stores: gate, up, the activation and the product. A fused kernel stores no
+    # activation; a compiled block also recomputes the product.
     kept_ffn: PositiveInt = 4
-    """Tensors of [b, s, f] that a gated block stores: gate, up, the activation and the product. A fused kernel stores
-    no activation; a compiled block also recomputes the product."""
-
+    # Bytes per element of what is stored for the backward: inputs of products, and tensors of a gated block
     kept_bytes: PositiveFloat = 2
-    """Bytes per element of what is stored for the backward: inputs of products, and tensors of a gated block."""
-
+    # Whether the backward makes the outputs of norms, and heads from their latents, again
     recomputes_heads: bool = False
-    """Whether the backward makes the outputs of norms, and heads from their latents, again."""
-
+    # Whether latent attention's values get zeros up to the width of queries, for kernels that take equal widths
     pads_values: bool = False
-    """Whether latent attention's values get zeros up to the width of queries, for kernels that take equal widths."""
-
+    # Whether a token's row is sent once to each node that has experts of it, and copied there (DeepEP, HybridEP)
     rows_once: bool = False
-    """Whether a token's row is sent once to each node that has experts of it, and copied there (DeepEP, HybridEP)."""
-
-    row_bytes: PositiveFloat = 2
-    """Bytes per element of rows on their way to experts and back, the mean of both."""
-
+    row_bytes: PositiveFloat = 2  # Bytes per element of rows on their way to experts and back, the mean of both
+    # Fraction of the rows' travel time that the computation of another micro-batch hides (DualPipe). During the rest,
+    # the processors that copy rows compute nothing.
     overlap_experts: float = Field(default=0.0, ge=0, le=1)
-    """Fraction of the rows' travel time that the computation of another micro-batch hides (DualPipe). During the rest,
-    the processors that copy rows compute nothing."""
-
-    recompute: Literal["none", "selective", "full"] = "none"
-    """Recomputation, if a publication does not name it."""
-
-    zero_stages: tuple[ZeroStage, ...] = (0, 1)
-    """ZeRO stages that it has, for a search."""
-
-    schedules: tuple[str, ...] = ("1f1b", "interleaved-1f1b")
-    """Pipeline schedules that it has, for a search."""
-
+    recompute: Literal["none", "selective", "full"] = "none"  # Recomputation, if a publication does not name it
+    zero_stages: tuple[ZeroStage, ...] = (0, 1)  # ZeRO stages that it has, for a search
+    schedules: tuple[str, ...] = ("1f1b", "interleaved-1f1b")  # Pipeline schedules that it has, for a search
+    # Constants of the cost model measured with this software, by generation of accelerators; elsewhere those fitted to
+    # published measurements count
     constants: dict[Generation, dict[str, NonNegativeFloat]] = Field(default={})
-    """Constants of the cost model measured with this software, by generation of accelerators; elsewhere those fitted to
-    published measurements count."""
-
-    source: str
-    """Source of the facts."""
+    source: str  # Source of the facts
 
 
 def software_table() -> Mapping[str, Software]:
