@@ -102,11 +102,7 @@ def _config(precision: str, optimizer: str, global_batch: int, sequence_length: 
 
 
 def model_section(name: str, shape: ModelShape) -> dict:
-    """Return the config section that creates this model without a user's catalog.
-
-    Args:
-        name: name in the catalog that was read.
-    """
+    """Return the config section that creates a model, read by this name, without a user's catalog."""
     if name not in tables.own("models"):
         given, known = shape.model_dump(), model_shape(name).model_dump()
         return {"name": name, "vocab": shape.vocab, **{f: given[f] for f in OVERRIDES if given[f] != known[f]}}

@@ -90,9 +90,7 @@ class HeldOut:
     """Errors of points that a fit has not seen, for one of `SPLITS`.
 
     Args:
-        points: published points.
-        constants: the constants that are fitted to all of them.
-        split: what is left out together.
+        constants: the constants that are fitted to all points.
     """
 
     def __init__(self, points: Sequence[Point], constants: Calibration, split: LeftOut):

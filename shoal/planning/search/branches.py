@@ -71,14 +71,6 @@ class Outline:
 
     Args:
         program: source of placement and copies; its actions and micro-batches are ignored.
-
-    Attributes:
-        kinds: one stage of each kind.
-        kind: [stages] the kind of each stage.
-        counts: [kinds, 5] multiplicities of the times in `StagePrices.linear`, for each kind.
-        holder: [stages] the pipeline rank of each.
-        first_holders: pipeline ranks that hold a first stage.
-        groups: groups of ranks with equal contents, as (the stage numbers of each rank, the contents of these stages).
     """
 
     def __init__(self, shape: ModelShape, program: Program):
@@ -87,22 +79,24 @@ class Outline:
         for part in parts:
             sparse = sum(map(shape.sparse, part.layers)) if shape.experts else 0
             keys.append((len(part.layers) - sparse, sparse, part.first, part.last, 1))
-        self.kind = np.array([kinds.setdefault(key, len(kinds)) for key in keys])
-        self.kinds = [parts[keys.index(key)] for key in kinds]
-        self.counts = np.array(list(kinds), float)
-        self.holder, self.copies, self.depth = np.array(program.stage_rank), program.model_copies, program.depth
-        self.first_holders = self.holder[:: self.depth]
+        self.kind = np.array([kinds.setdefault(key, len(kinds)) for key in keys])  # [stages]
+        self.kinds = [parts[keys.index(key)] for key in kinds]  # one stage of each kind
+        self.counts = np.array(list(kinds), float)  # [kinds, 5] multiplicities of the times in `StagePrices.linear`
+        self.copies, self.depth = program.model_copies, program.depth
+        self.holder = np.array(program.stage_rank)  # [stages] the pipeline rank of each
+        self.first_holders = self.holder[:: self.depth]  # pipeline ranks that hold a first stage
         self._by_rank = np.argsort(self.holder, kind="stable")
         self._starts = np.searchsorted(self.holder[self._by_rank], np.arange(program.ranks))
         for held in np.split(self._by_rank, self._starts[1:]):
             groups.setdefault(tuple(self.kind[held]), []).append(held)
+        # Groups of ranks with equal contents: the stage numbers of each rank, and the contents of these stages.
         self.groups = [(same, [parts[stage] for stage in same[0]]) for same in groups.values()]
         same_rank = np.append(False, self.holder[1:] == self.holder[:-1])
         begins = np.arange(len(parts)) % self.depth == 0
+        # [stages] True if the previous stage is on the same rank, so that the tensor between them is stored once.
         self.beside = same_rank & ~begins
-        """[stages] True if the previous stage is on the same rank, so that the tensor between them is stored once."""
+        # [stages] Number of messages from the first stage of the same copy.
         self.hops = np.cumsum((~same_rank & ~begins).reshape(self.copies, -1), axis=1).ravel()
-        """[stages] Number of messages from the first stage of the same copy."""
 
     @property
     def first(self) -> list[StagePart]:

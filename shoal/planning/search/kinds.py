@@ -34,11 +34,7 @@ SLACK = 1e-9  # relative rounding error between a bound and a time
 
 
 def mesh_complexity(fields: Mapping[str, Any], cluster: Cluster) -> int:
-    """Return the complexity of a layout's mesh: one for each axis but dp, and more for what is unusual.
-
-    Args:
-        fields: fields of a layout.
-    """
+    """Return the complexity of the mesh of a layout: one for each axis but dp, and more for what is unusual."""
     axes = sum(fields[axis] > 1 for axis in ("tp", "cp", "ep", "pp"))
     across = ACROSS_NODES * (cluster.per_node % fields["tp"] > 0)  # layers wait for the network between nodes
     return axes + across + (fields["cp"] > fields["ulysses"] > 1)
@@ -68,18 +64,14 @@ class Shelf:
         run: its layout is ignored.
         diverse: keep the fastest of each complexity; otherwise only the fastest.
         within: seconds of a step; slower layouts are not kept.
-
-    Attributes:
-        part: part of a device's memory that a layout with a margin needs at most: then it also fits at the upper end of
-            the estimate's 80 % interval.
-        cells: the layouts, by complexity and whether they fit with a margin.
-        limits: [complexities, 2] seconds of a layout that would be kept, of any that fits and with a margin.
     """
 
     def __init__(self, run: EstimatedRun, *, diverse: bool, within: float = np.inf):
         self.cluster, self.diverse = run.cluster, diverse
+        # Part of a device's memory within which a layout has a margin: it also fits at the upper end of its interval.
         self.part = exp(-run_accuracy("memory", run).width)
-        self.cells: dict[tuple[int, int], PricedLayout] = {}
+        self.cells: dict[tuple[int, int], PricedLayout] = {}  # by complexity and whether they fit with a margin
+        # [complexities, 2] seconds of a layout that would be kept, of any that fits and with a margin.
         self.limits = np.full((MOST_COMPLEX + 1, 2), within)
         if not diverse:
             self.limits[:, 1] = -np.inf

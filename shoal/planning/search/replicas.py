@@ -81,7 +81,6 @@ class ReplicaChoices:
         gather after its last backward.
 
         Args:
-            parts: the stages.
             seconds: [3, stages] of a forward and of both halves of a backward, without these additions.
         """
         layout, slower = plain.run.layout, plain.slower * plain.run.passes

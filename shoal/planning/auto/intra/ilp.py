@@ -25,15 +25,11 @@ GAP = 1e-6  # relative to the cost: a solution this near to the optimum is accep
 
 
 class NothingFits(Exception):
-    """No choice for all decisions fits into the memory, or is possible at all.
-
-    Attributes:
-        proven: False if the time limit ended the search before it found a choice.
-    """
+    """No choice for all decisions fits into the memory, or is possible at all."""
 
     def __init__(self, proven: bool = True):
         super().__init__()
-        self.proven = proven
+        self.proven = proven  # False if the time limit ended the search before it found a choice
 
 
 @dataclass(frozen=True)
@@ -53,7 +49,6 @@ def solve(
     Args:
         capacity: bytes of a device's memory, met to one in a million; None for no limit.
         in_flight: micro-batches kept for the backward pass at the same time, times the allocator's overhead.
-        seconds: time limit.
 
     Raises:
         NothingFits: no solution fits, or none was found in time.

@@ -43,8 +43,6 @@ def state_bytes(
     """Return the state bytes of one rank.
 
     Args:
-        optimizer: name in the config.
-        parts: the stages of the rank.
         tp_index: index along tp; the last rank has the least of a vocabulary that tp does not divide.
         shard_index: index of its state shard, among `Layout.shards`.
         expert_index: indices along edp_shard, ep and etp.

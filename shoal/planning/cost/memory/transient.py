@@ -110,11 +110,7 @@ class Alive(NamedTuple):
 
 
 class _Backward:
-    """Visits a stage's units in backward order and tracks its buckets.
-
-    Attributes:
-        on_its_way: a complete bucket whose reduction has not finished.
-    """
+    """Visits a stage's units in backward order and tracks its buckets."""
 
     def __init__(
         self, shape: ModelShape, layout: Layout, stage: Filled, full_sizes: Sequence[int], chunks: Sequence[int]
@@ -129,7 +125,7 @@ class _Backward:
         before = min(set(stage.used[0]) - self.experts, default=0)  # completed last in a backward
         self.before = (full_sizes[before] + chunks[before]) * layout.overlap
         self.filling: set[int] = set()
-        self.on_its_way: int | None = None
+        self.on_its_way: int | None = None  # a complete bucket whose reduction has not finished
         self.first = True
 
     def through(self, unit: int) -> list[Alive]:

@@ -106,7 +106,7 @@ def exposed_reduction(
 
 
 def paired_passes(
-    times: np.ndarray, rows: np.ndarray, holder: Sequence[int], overlap: float
+    times: np.ndarray, rows: np.ndarray, holder: Sequence[int] | np.ndarray, overlap: float
 ) -> np.ndarray:
     """Return the seconds of each stage's forward with the backward of its rank's other stage. [stages]
 

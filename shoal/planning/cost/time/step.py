@@ -100,8 +100,7 @@ def step(runs: Runs, constants: Calibration) -> StepTimes:
         return np.where(waits, longer, computing)
 
     most = np.where(r.pp > 1, passing(most_layers, 0.0, host), 0.0)
-    hop = np.where(r.pp > 1, _hop(k), 0.0)
-    shown = np.where(r.overlap_pipeline > 0, 1 - c["hide_pipeline"], 1.0)
+    hop, shown = _messages(k)
     last = passing(last_layers, ends, host)
     last = np.where(_paired(r), (passing(first_layers, 0.0, host) + last) / 2, last)
     slowest = np.maximum(most, last) + 2 * hop * shown * r.virtual
@@ -131,7 +130,7 @@ def explain_step(k: Kernels, times: StepTimes) -> dict[str, np.ndarray]:
 
     What computing does not explain is the host's: launches, and what every step takes besides.
     """
-    r, c = k.runs, k.constants
+    r = k.runs
     (first, most, last), m = split_layers(r), r.microbatches
     last, share = np.where(_paired(r), (first + last) / 2, last), np.where(_paired(r), 0.5, 1.0)
     device = k.forward + k.backward
@@ -139,8 +138,7 @@ def explain_step(k: Kernels, times: StepTimes) -> dict[str, np.ndarray]:
     layers, head = np.where(ends, last, most) * m, np.where(ends, share * m, 0.0)
     projections = head * (k.further - r.further * (k.head + device))
     layers, head = layers + head * r.further, head * (1 + r.further)  # a module has a layer and the head
-    hop, product = np.where(r.pp > 1, _hop(k), 0.0), 3 * k.output
-    shown = np.where(r.overlap_pipeline > 0, 1 - c["hide_pipeline"], 1.0)
+    (hop, shown), product = _messages(k), 3 * k.output
     messages, travel = 2 * hop * (m * shown * r.virtual), 4 * k.routing - k.hidden_rows
     found = {
         "matrix products": layers * 3 * k.products + head * product + projections,
@@ -163,11 +161,12 @@ def _paired(r: Runs) -> np.ndarray:
     return (r.paired > 0) & (r.pp > 1)
 
 
-def _hop(k: Kernels) -> np.ndarray:
-    r = k.runs
-    far = r.ranks > r.per_node
-    bandwidth = np.where(far, k.outside, r.inside * k.constant("inside"))
-    return k.constants["hop"] + E * k.tokens_between * r.hidden / bandwidth
+def _messages(k: Kernels) -> tuple[np.ndarray, np.ndarray]:
+    """Return the seconds of a message between stages, and the part of them that nothing hides."""
+    r, c = k.runs, k.constants
+    bandwidth = np.where(r.ranks > r.per_node, k.outside, r.inside * k.constant("inside"))
+    hop = c["hop"] + E * k.tokens_between * r.hidden / bandwidth
+    return np.where(r.pp > 1, hop, 0.0), np.where(r.overlap_pipeline > 0, 1 - c["hide_pipeline"], 1.0)
 
 
 class _Part(NamedTuple):
