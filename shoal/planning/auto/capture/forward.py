@@ -209,19 +209,18 @@ def export_forward(module: nn.Module, inputs: tuple, name: str = "") -> Forward:
     signature = program.graph_signature
     first: dict[int, str] = {}
     names = {name: first.setdefault(id(p), name) for name, p in module.named_parameters(remove_duplicate=False)}
+    buffers = {**signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
     sources: dict[str, tuple[str, str]] = {}
     values: dict[str, Tensor] = dict(module.named_parameters())
     for node in program.graph.nodes:
         if node.op != "placeholder":
             continue
-        if (name := signature.inputs_to_parameters.get(node.name)) is not None:
-            sources[node.name] = ("parameter", names[name])
-        elif (name := signature.inputs_to_buffers.get(node.name)) is not None:
-            sources[node.name] = ("buffer", name)
-            values[name] = program.state_dict.get(name, program.constants.get(name))
-        elif (name := signature.inputs_to_lifted_tensor_constants.get(node.name)) is not None:
-            sources[node.name] = ("buffer", name)
-            values[name] = program.constants[name]
+        if node.name in signature.inputs_to_parameters:
+            sources[node.name] = ("parameter", names[signature.inputs_to_parameters[node.name]])
+        elif node.name in buffers:
+            buffer = buffers[node.name]
+            sources[node.name] = ("buffer", buffer)
+            values[buffer] = program.state_dict.get(buffer, program.constants.get(buffer))
         else:
             sources[node.name] = ("input", node.name)
     if not any(kind == "parameter" and values[name].requires_grad for kind, name in sources.values()):
