@@ -143,5 +143,5 @@ def test_shapes_without_a_sharding_are_refused(shape, words):
 
 
 def test_what_has_nothing_to_train_is_refused():
-    with pytest.raises(UsageError, match="^mine: nothing in it is trained"):
+    with pytest.raises(UsageError, match=r"^mine: nothing in it is trained"):
         export_forward(MLP(4, 8).requires_grad_(False), (torch.randn(2, 4),), "mine")
