@@ -37,8 +37,8 @@ def check_own_model(config: RunConfig) -> OwnShape:
     if config.model != ModelConfig(name=config.model.name, module=config.model.module):
         raise UsageError("model.module gives the full model.\n  Leave all other fields of [model] but name out.")
     own, layout = load_own_model(config.model.module), config.parallel
-    for name in layout.model_fields_set:
-        value, default = getattr(layout, name), Layout.model_fields[name].default
+    for name, field in Layout.model_fields.items():
+        value, default = getattr(layout, name), field.default
         if name in OWN_PIPELINE and not own.pipeline and value != default:
             raise UsageError(f"parallel.{name} = {value!r} with model.module, whose layers shoal does not know.\n  "
                              "Give pipeline in its OwnModel: the names of modules that run one after the other.")
@@ -58,8 +58,8 @@ def check_own_model(config: RunConfig) -> OwnShape:
                              f"\n  Leave it out; {', '.join(OWN_LAYOUT)} work with any module.")
     if layout.pp > 1:
         check_own_pipeline(config)
-    for name in config.data.model_fields_set - {"cache"}:
-        if getattr(config.data, name) != DataConfig.model_fields[name].get_default(call_default_factory=True):
+    for name, field in DataConfig.model_fields.items():
+        if name != "cache" and getattr(config.data, name) != field.get_default(call_default_factory=True):
             raise UsageError(f"data.{name} with model.module, whose OwnModel has its own samples.\n  Leave it out: "
                              "data, validation and collate of the OwnModel take the place of [data].")
     if (layout.ep > 1 or layout.etp) and layout.expert_tensor > 1:
