@@ -22,7 +22,6 @@ from shoal.planning.cost.parameters import stage_parts
 from shoal.planning.cost.time.stage import ATTENTION_BACKWARD, StagePrices, StageTimes, paired_passes
 from shoal.planning.run import EstimatedRun
 from shoal.spec.catalog.accuracy import Accuracy, Kind, find_accuracy, size_name
-from shoal.spec.schedules import PAIRED
 
 
 def cluster_kind(run: EstimatedRun) -> str:
@@ -44,10 +43,15 @@ def run_accuracy(kind: Kind, run: EstimatedRun) -> Accuracy:
 
 
 class StepEstimate(ABC):
-    """Estimated time and memory of a run's step, by any software."""
+    """Estimated time and memory of a run's step, by any software.
 
-    run: EstimatedRun  # the run
-    capacity: float  # bytes of a device that a process can use
+    Attributes:
+        run: the run.
+        capacity: bytes of a device that a process can use.
+    """
+
+    run: EstimatedRun
+    capacity: float
 
     @property
     @abstractmethod
@@ -190,10 +194,10 @@ class Estimate(StagePrices, StepEstimate):
     @cached_property
     def paired(self) -> np.ndarray | None:
         """[stages] Seconds of a forward and its rank's other backward, if they hide each other's exchanges of rows."""
-        if self.run.layout.schedule not in PAIRED or not self.hides_rows:
+        if not (self.hides_rows and self.run.layout.overlaps_rows(True)):
             return None
-        rows = np.array([stage.experts for stage in self.stages])
-        return paired_passes(self.times, rows, self.program.stage_rank, self.run.software.overlap_experts)
+        hidden = np.array([(stage.hidden, stage.hidden_backward) for stage in self.stages]).T
+        return paired_passes(self.times, hidden, self.program.stage_rank)
 
     @cached_property
     def timeline(self) -> Timeline:

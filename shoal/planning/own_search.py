@@ -109,11 +109,11 @@ def _count(
             for n in MICRO_BATCHES for pp in divisors(ranks // tp)
             if batch % (ranks // tp // pp * n) == 0 and (pp == 1 or (own.pipeline and ranks // tp * n <= batch))
         ]
+        if not layouts:
+            continue
         table = own.tensor_parallel
         if tp > 1 and not (splits and _accepts(apply_table, own.build_empty(), table, SplitRanks(None, 0, tp))):
             continue  # no table, or sizes that it does not divide
-        if not layouts:
-            continue
         kind = count_chain if max(layout.pp for layout in layouts) > 1 else count_own_model
         try:
             one, *two = (

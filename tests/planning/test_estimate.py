@@ -70,9 +70,19 @@ def test_paired_micro_batches_hide_each_others_rows(schedule: str) -> None:
     assert paired is not None and waiting.paired is None
     other = np.array([next(s for s in hiding.program.rank_stages(rank) if s != stage)
                       for stage, rank in enumerate(hiding.program.stage_rank)])  # fmt: skip
-    rows = np.array([stage.experts for stage in hiding.stages])
-    computed = times[0] - rows + (times[1] + times[2] - rows)[other]
-    assert np.all((computed < paired) & (paired < computed + rows + rows[other]))
+    rows = 0.85 * np.array([stage.experts for stage in hiding.stages])
+    assert paired == pytest.approx(times[0] + (times[1] + times[2])[other] - rows - rows[other])
+
+
+def test_of_an_exchange_only_what_travels_to_other_experts_is_hidden() -> None:
+    layout = Layout(pp=2, dp=4, tp=4, ep=4, zero=1, schedule="dualpipe", sequence_parallel=True)
+    split, whole, again = (
+        estimate(layout.model_copy(update=change), "4x8xH100", batch=256, model="mixtral-8x7b").stages[0]
+        for change in ({}, {"etp": 1, "ep": 8}, {"recompute": "full"})
+    )
+    assert whole.hidden == pytest.approx(0.85 * whole.experts)
+    assert 0.1 < 1 - split.hidden / (0.85 * split.experts) < 0.6, "ranks with other parts of the same experts"
+    assert again.hidden_backward == 2 * again.hidden == 2 * split.hidden, "once more in recomputation"
 
 
 def test_an_interval_is_wider_where_more_can_be_off() -> None:

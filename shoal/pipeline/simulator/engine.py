@@ -22,16 +22,19 @@ class Disturbance:
 
     Ranks are global, numbered as in a mesh of axes (pp, dp, tp) from outer to inner. With one replica and tp 1 they are
     the pipeline ranks.
+
+    Attributes:
+        stragglers: map from a rank to the factor on all its computing times, including its optimizer.
+        slow_links: map from two ranks to the factor on the messages between them, in both directions.
+        jitter: coefficient of variation of every computation: its time is multiplied by an independent log-normal
+            variable with mean 1 and this standard deviation.
+        seed: random seed of the jitter.
     """
 
-    # map from a rank to the factor on all its computing times, including its optimizer
     stragglers: Mapping[int, float] = field(default_factory=dict)
-    # map from two ranks to the factor on the messages between them, in both directions
     slow_links: Mapping[tuple[int, int], float] = field(default_factory=dict)
-    # coefficient of variation of every computation: its time is multiplied by an independent log-normal variable with
-    # mean 1 and this standard deviation
     jitter: float = 0.0
-    seed: int = 0  # random seed of the jitter
+    seed: int = 0
 
     def __post_init__(self) -> None:
         for name, factors in (("straggler", self.stragglers), ("slow link", self.slow_links)):

@@ -19,18 +19,27 @@ class ActionTimes:
     """Duration of each kind of action on its rank, in any one unit.
 
     Fields are named after ops. An action on a slice of the sequence takes its share of the duration.
+
+    Attributes:
+        forward: T_F.
+        backward_input: T_B in the zero-bubble papers: the gradient of the input.
+        backward_weight: T_W: the gradients of the weights.
+        backward: the full backward; None for the sum of its two halves.
+        pair: a forward and another stage's full backward after it, computed together (F&B of DualPipe, by the
+            forward's stage and micro-batch); None to run them sequentially. Both results are ready at its end.
+        reduce: the part of a stage's gradient reduction that remains after its last backward.
+        step: the optimizer.
+        gather: gathering a stage's updated parameters.
     """
 
-    forward: Duration = 1.0  # T_F
-    backward_input: Duration = 1.0  # T_B in the zero-bubble papers: the gradient of the input
-    backward_weight: Duration = 1.0  # T_W: the gradients of the weights
-    backward: Duration | None = None  # the full backward; None for the sum of its two halves
-    # a forward and another stage's full backward after it, computed together (F&B of DualPipe, by the forward's stage
-    # and micro-batch); None to run them sequentially. Both results are ready at its end.
+    forward: Duration = 1.0
+    backward_input: Duration = 1.0
+    backward_weight: Duration = 1.0
+    backward: Duration | None = None
     pair: Duration | None = None
-    reduce: Duration = 0.0  # the part of a stage's gradient reduction that remains after its last backward
-    step: Duration = 0.0  # the optimizer
-    gather: Duration = 0.0  # gathering a stage's updated parameters
+    reduce: Duration = 0.0
+    step: Duration = 0.0
+    gather: Duration = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -69,12 +78,17 @@ class ActionTimes:
 
 @dataclass(frozen=True)
 class MessageTimes:
-    """Durations of messages between pipeline ranks. Messages on one link (source to target) are sequential."""
+    """Durations of messages between pipeline ranks. Messages on one link (source to target) are sequential.
 
-    # time that a message occupies its link: a number, or an array [ranks, ranks] of (source, target)
+    Attributes:
+        time: time that a message occupies its link: a number, or an array [ranks, ranks] of (source, target).
+        latency: time from leaving the link to arrival, in the same form.
+        blocking: a message also blocks its sender, which computes nothing meanwhile.
+    """
+
     time: float | np.ndarray = 0.0
-    latency: float | np.ndarray = 0.0  # time from leaving the link to arrival, in the same form
-    blocking: bool = False  # a message also blocks its sender, which computes nothing meanwhile
+    latency: float | np.ndarray = 0.0
+    blocking: bool = False
 
     def __post_init__(self) -> None:
         for name in ("time", "latency"):

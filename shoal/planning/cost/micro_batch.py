@@ -76,7 +76,7 @@ class MicroBatch:
     # the loss no probabilities in fp32, and weight gradients are accumulated without temporaries
     fused: bool = True
     eight: EightBits | None = None  # which of the layers' products are in 8 bits, if any, and how
-    by_lengths: bool = False  # it takes their lengths and the window instead of a mask, except of chosen tokens
+    by_lengths: bool = False  # attention takes lengths of documents and the window, not a mask
 
     @cached_property
     def counted(self) -> dict[tuple, Any]:

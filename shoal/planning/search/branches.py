@@ -37,12 +37,12 @@ class Order(NamedTuple):
 
     full_backwards: bool  # backwards are not split: a gradient is sent after the weight gradients, too
     limited: bool  # rank r of p keeps p - r micro-batches in flight, as in 1F1B
-    paired: bool  # forwards run with backwards of other micro-batches, and may hide each other's exchanges of rows
+    paired: bool  # forwards and backwards of other micro-batches hide each other's exchanges of rows, if there are any
 
 
-def hide_rows(times: np.ndarray, rows: np.ndarray, order: Order) -> np.ndarray:
-    """Return lower bounds of [3, ..., stages] seconds of passes, of which a paired micro-batch may hide the rows."""
-    return times - np.stack([rows, rows, 0 * rows]) if order.paired else times
+def hide_rows(times: np.ndarray, hidden: np.ndarray, order: Order) -> np.ndarray:
+    """Return lower bounds of [3, ..., stages] seconds of passes, without [2, ..., stages] that pairs can hide."""
+    return np.concatenate([times[:2] - hidden, times[2:]]) if order.paired else times
 
 
 Ends = tuple[np.ndarray, np.ndarray]
@@ -132,12 +132,13 @@ class Outline:
         """Return lower bounds of the step time in seconds, from stage times without ZeRO's gathers. [layouts]
 
         Args:
-            linear: [layouts, 5, 5], see `StagePrices.linear`.
+            linear: [layouts, 6, 5], see `StagePrices.linear`.
             hops: [layouts] seconds of a message.
             microbatches: [layouts] micro-batches of each replica.
         """
-        *passes, launches, rows = (linear @ self.counts.T)[:, :, self.kind].swapaxes(0, 1)
-        ranks, step = self.ends(hide_rows(np.stack(passes), rows, order), hops, microbatches, order)
+        every = (linear @ self.counts.T)[:, :, self.kind].swapaxes(0, 1)
+        passes, launches, hidden = every[:3], every[3], every[4:]
+        ranks, step = self.ends(hide_rows(passes, hidden, order), hops, microbatches, order)
         launched = self.sum_by_rank(self.through(microbatches) * launches)
         return np.maximum(np.maximum(ranks, launched).max(axis=1), step)
 
@@ -225,7 +226,8 @@ class Branch(NamedTuple):
     @property
     def program(self) -> tuple:
         """Key that branches of the same program share."""
-        return self.work.degrees["pp"], self.work.microbatches, *self.pipe.fields.values(), self.paired
+        schedule, virtual = self.pipe.fields["schedule"], self.pipe.fields["virtual_stages"]
+        return self.work.degrees["pp"], self.work.microbatches, schedule, virtual, self.paired
 
     @property
     def paired(self) -> bool:
@@ -238,7 +240,7 @@ def branches(run: EstimatedRun, space: LayoutSpace, works: Iterable[WorkItem]) -
     of_depth: dict[int, dict[int, list[WorkItem]]] = {}
     for work in works:
         of_depth.setdefault(work.degrees["pp"], {}).setdefault(work.microbatches, []).append(work)
-    found, count = [], 0
+    found, count, hides = [], 0, run.shape.experts is not None and run.cluster.at_once is None
     outlines: dict[tuple, Outline] = {}
     for pp, together in of_depth.items():
         every = [work for same in together.values() for work in same]
@@ -247,7 +249,7 @@ def branches(run: EstimatedRun, space: LayoutSpace, works: Iterable[WorkItem]) -
         bounds: dict[tuple[Outline, Order], np.ndarray] = {}
         pipes: dict[tuple, list[Pipe]] = {}
         for microbatches, same in together.items():
-            for fields in pipelines(pp, microbatches, run.shape.layers, space):
+            for fields in pipelines(pp, microbatches, run.shape.layers, space, apart=hides):
                 key = tuple(fields.values())
                 if key not in pipes:
                     pipes[key] = list(_pipes(run, pp, fields, space, outlines))
@@ -262,7 +264,8 @@ def branches(run: EstimatedRun, space: LayoutSpace, works: Iterable[WorkItem]) -
 
 def _in_order(least: np.ndarray, begin: int, works: Sequence[WorkItem], pipe: Pipe) -> Iterator[Branch]:
     for i in np.argsort(least, kind="stable").tolist():
-        yield Branch(float(least[i]), begin + i, works[i], pipe)
+        if works[i].plain.hides_rows or pipe.fields["ep_overlap"] == "auto":
+            yield Branch(float(least[i]), begin + i, works[i], pipe)
 
 
 def _pipes(
@@ -270,7 +273,8 @@ def _pipes(
 ) -> Iterator[Pipe]:
     """Yield a schedule's pipelines by split of the layers; pipelines with equal placement share an outline."""
     schedule = SCHEDULES[fields["schedule"]]
-    order = Order(schedule.name not in SPLIT_BACKWARD, schedule.name == "1f1b", schedule.name in PAIRED)
+    paired = schedule.name in PAIRED and fields["ep_overlap"] is not False
+    order = Order(schedule.name not in SPLIT_BACKWARD, schedule.name == "1f1b", paired)
     placement = schedule.placement(pp, schedule.virtual or fields["virtual_stages"])
     for split in splits(run.shape, pp, pipeline_depth(pp, fields), space):
         layers = split["stage_layers"] or ()

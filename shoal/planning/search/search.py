@@ -109,9 +109,9 @@ class PlacedModel:
         return (self.plain.linear[:3] @ self.outline.counts.T)[:, self.outline.kind]
 
     @cached_property
-    def rows(self) -> np.ndarray:
-        """[stages] Seconds of exchanges of rows that a paired micro-batch may hide, per direction."""
-        return (self.plain.linear[4] @ self.outline.counts.T)[self.outline.kind]
+    def hidden(self) -> np.ndarray:
+        """[2, stages] Seconds of a forward and of a backward that a paired micro-batch can hide."""
+        return (self.plain.linear[4:] @ self.outline.counts.T)[:, self.outline.kind]
 
     @cached_property
     def added(self) -> np.ndarray:
@@ -256,7 +256,7 @@ class Search:
         fits = plain.with_holes(alive + placed.working) <= free  # slower to evaluate
         if not fits.any():
             return None
-        times = hide_rows(placed.times, placed.rows, order)
+        times = hide_rows(placed.times, placed.hidden, order)
         ends = outline.ends(times[:, None], plain.hop, microbatches, order)
         of_way = outline.with_added(ends, placed.added, microbatches) * (1 - SLACK)
         of_way = np.maximum(np.where(fits, of_way, np.inf), branch.least)  # the host may be the limit
@@ -311,8 +311,7 @@ class Search:
             host = through * np.array([each.launched for each in priced])[outline.kind] + finishing.sum(axis=0)
             longest = np.full_like(step, outline.sum_by_rank(step).max())
             levels = (degrees, way, branch.pipe.fields, branch.pipe.split, shards)
-            overlap = stages.run.software.overlap_experts
-            pair = paired_passes(times, placed.rows, outline.holder, overlap) if branch.paired else times[0]
+            pair = paired_passes(times, placed.hidden, outline.holder) if branch.paired else times[0]
             seconds, launched = np.stack([*times, reduce, longest, gather, pair]), outline.sum_by_rank(host).max()
             yield Candidate(levels, stages, seconds, float(launched), alive, level)
 

@@ -3,7 +3,7 @@
 `layouts` enumerates all of them; the search visits the same levels and prunes layouts that cannot be among the best.
 Excluded choices, left to the user: asynchronous schedules and relaxed synchronisation, which change the computation;
 zb-auto, terapipe and schedules from files; offloading; 2D tensor parallelism (tp_x); the token order of the ring
-(cp_order); overlap (tp_overlap, ep_overlap, overlap); bucket_mb and prefetch, which hardly affect the time.
+(cp_order); overlap and tp_overlap; bucket_mb and prefetch, which hardly affect the time.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from shoal.planning.estimable import check_trained
 from shoal.planning.run import EstimatedRun
 from shoal.spec.catalog import ModelShape
 from shoal.spec.layout import Layout
+from shoal.spec.schedules import PAIRED
 
 SEARCHED = (
     "1f1b", "interleaved-1f1b", "gpipe", "looped-bfs", "zb-h1", "zb-h2", "interleaved-zb", "zb-v", "v-half", "v-min",
@@ -61,7 +62,8 @@ def layouts(run: EstimatedRun, space: LayoutSpace) -> Iterator[Layout]:
     for degrees in meshes(run, space):
         for work in works(run, degrees, space):
             microbatches = run.global_batch // (degrees["dp"] * work["micro_batch"])
-            for pipe in pipelines(degrees["pp"], microbatches, run.shape.layers, space):
+            hides = degrees["ep"] > 1 and run.cluster.at_once is None  # see `StagePrices.hides_rows`
+            for pipe in pipelines(degrees["pp"], microbatches, run.shape.layers, space, apart=hides):
                 for split in splits(run.shape, degrees["pp"], pipeline_depth(degrees["pp"], pipe), space):
                     for shards in shardings(degrees, space):
                         yield build_layout(space, degrees, work, pipe, split, shards)
@@ -77,7 +79,7 @@ def build_layout(space: LayoutSpace, *levels: Fields) -> Layout:
 
 LEVELS = (
     "dp", "tp", "cp", "ulysses", "ep", "etp", "pp", "sequence_parallel", "recompute", "micro_batch", "schedule",
-    "virtual_stages", "stage_layers", "zero", "zero_shard", "reshard_after_forward",
+    "virtual_stages", "ep_overlap", "stage_layers", "zero", "zero_shard", "reshard_after_forward",
 )  # fmt: skip
 OTHERS = tuple(name for name in Layout.model_fields if name not in LEVELS)
 
@@ -124,8 +126,14 @@ def works(run: EstimatedRun, degrees: Fields, space: LayoutSpace) -> Iterator[Fi
                 yield work
 
 
-def pipelines(pp: int, microbatches: int, layers: int, space: LayoutSpace) -> Iterator[Fields]:
-    """Yield the schedules, with stages per rank for schedules that leave it open (one stage is another schedule's)."""
+def pipelines(
+    pp: int, microbatches: int, layers: int, space: LayoutSpace, *, apart: bool = False
+) -> Iterator[Fields]:
+    """Yield the schedules, with stages per rank for schedules that leave it open (one stage is another schedule's).
+
+    Args:
+        apart: yield paired micro-batches one after the other, too: the next rank waits for both of a pair.
+    """
     names = [name for name in space.schedules if space.allows("schedule", name)]
     for name in names[:1] if pp == 1 else names:
         schedule = SCHEDULES[name]
@@ -135,11 +143,12 @@ def pipelines(pp: int, microbatches: int, layers: int, space: LayoutSpace) -> It
         else:
             choices = [(None, schedule.virtual)]
         for virtual, each in choices:
-            pipe = {"schedule": name, "virtual_stages": virtual}
+            pipe: Fields = {"schedule": name, "virtual_stages": virtual}
             if pipeline_depth(pp, pipe) > layers or not space.allows("virtual_stages", virtual):
                 continue
             if not schedule.refuses(pp, microbatches, each):
-                yield pipe
+                values = space.among("ep_overlap", ("auto", False)) if apart and name in PAIRED else ("auto",)
+                yield from (pipe | {"ep_overlap": each} for each in values if space.allows("ep_overlap", each))
 
 
 def splits(shape: ModelShape, pp: int, depth: int, space: LayoutSpace) -> tuple[Fields, ...]:

@@ -111,6 +111,8 @@ def words(layout: Layout) -> str:
         more.append(f"stages of {' + '.join(each)} layers")
     if layout.zero == 3 and not layout.reshard_after_forward:
         more.append("parameters kept gathered")
+    if layout.ep_overlap is False:
+        more.append("pairs one after the other")
     return ", ".join([layout.describe(), *more])
 
 

@@ -53,6 +53,8 @@ def entries(kind: str, of: type[Model]) -> Mapping[str, Model]:
 def complete(kind: str, name: str, known: Table | None = None) -> dict[str, Any]:
     """Return the values of an entry, with the values of the entry that its ``same_as`` names where it has none.
 
+    An entry that names itself changes values of shoal's.
+
     Args:
         known: entries that ``same_as`` may name (default: all; for shoal's entries, shoal's).
 
@@ -63,8 +65,12 @@ def complete(kind: str, name: str, known: Table | None = None) -> dict[str, Any]
     values = dict(known[name])
     if (other := values.pop("same_as", None)) is None:
         return values
+    if other == name and known is not shipped(kind) and name in shipped(kind):
+        return complete(kind, name, shipped(kind)) | values
     others = {each: known[each] for each in known if each != name}
-    if other not in others:
+    if not isinstance(other, str) or other not in others:
+        if isinstance(other, str) and other in table(kind):
+            raise wrong(kind, name, f"same_as = '{other}' leads back to it")
         one = kind.removesuffix("s")
         raise wrong(kind, name, f"same_as: there is no {one} '{other}'; {did_you_mean(str(other), others)}")
     return complete(kind, other, others if other in own(kind) else shipped(kind)) | values

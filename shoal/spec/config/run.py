@@ -81,8 +81,9 @@ class RunConfig(Section):
         >>> config.parallel.dp, config.train.steps
         (2, 5)
         """
+        old = {name: getattr(self, name) for name in sections}  # no other name is taken
         return self.model_copy(update={
-            name: given if isinstance(given, Section) else getattr(self, name).model_copy(update=given)
+            name: given if isinstance(given, Section) else old[name].model_copy(update=given)
             for name, given in sections.items()
         })
 

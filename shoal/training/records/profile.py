@@ -149,8 +149,8 @@ def torch_profiler(device: torch.device) -> torch.profiler.profile:
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         kinds.append(torch.profiler.ProfilerActivity.CUDA)
-    every = _ExperimentalConfig(profile_all_threads=True)  # paired micro-batches are computed in two
-    return torch.profiler.profile(activities=kinds, experimental_config=every)
+    both = _ExperimentalConfig(profile_all_threads=True)  # paired micro-batches are computed in two threads
+    return torch.profiler.profile(activities=kinds, experimental_config=both)
 
 
 def _describe_bucket(bucket: Bucket) -> HeldBucket:

@@ -113,6 +113,7 @@ def test_an_entry_is_the_same_as_another_but_for_its_own_values(own):
     own.write_text(
         '[models.short]\nsame_as = "llama-3.1-8b"\nlayers = 2\n\n'
         '[models.llama-3-8b]\nsame_as = "tiny"\n\n[nodes.quiet]\nsame_as = "H200"\nwatts = 5000\n'
+        '[nodes.H100]\nsame_as = "H100"\nper_node = 4\n'
     )
     before, after = model_shape("llama-3.1-70b"), model_shape("llama-3.1-8b")
     tables.add_catalog(own)
@@ -121,6 +122,7 @@ def test_an_entry_is_the_same_as_another_but_for_its_own_values(own):
     assert model_shape("llama-3.1-70b") == before
     quiet, usual = cluster("2x8xquiet"), cluster("2x8xH200")
     assert (quiet.accelerator, quiet.nic, quiet.watts) == (usual.accelerator, usual.nic, 625.0)
+    assert (cluster("4xH100").per_node, cluster("4xH100").accelerator.name) == (4, "h100-sxm"), "shoal's, changed"
 
 
 def test_a_pod_without_its_size_is_refused(own):
@@ -157,7 +159,9 @@ source = "mine"
         ("layers = 2", "layers = -2", r"models.mine.layers = -2: input should be greater than 0"),
         ("layers = 2", "layer = 2", r"models.mine.layers: field required\n.*there is no key 'models.mine.layer'"),
         ("layers = 2", 'layers = 2\nname = "x"', "name: the table's own name is it"),
-        ("layers = 2", 'layers = 2\nsame_as = "mine"', "same_as: there is no model 'mine'"),
+        ("layers = 2", 'layers = 2\nsame_as = "mine"', "models.mine: same_as = 'mine' leads back to it"),
+        ("layers = 2", "layers = 2\nsame_as = [1]", r"same_as: there is no model '\[1\]'"),
+        ("layers = 2", 'layers = 2\nsame_as = "b"\n[models.b]\nsame_as = "mine"', "same_as = 'mine' leads back to it"),
         ('family = "llama"', 'same_as = "llama-3-8"', "same_as: there is no model 'llama-3-8'; did you mean"),
     ],
 )

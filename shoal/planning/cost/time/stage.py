@@ -27,7 +27,6 @@ from shoal.planning.cost.time.traffic import context_parallel, even_share
 from shoal.planning.run import EstimatedRun
 from shoal.spec.layout import Layout
 from shoal.spec.number_formats import FP32
-from shoal.spec.schedules import PAIRED
 
 V = TypeVar("V", float, np.ndarray)
 ROUTING = 7  # reads or writes of a hidden state in a forward that moves few rows: scores (a copy), a sum
@@ -48,6 +47,9 @@ class StageTimes(NamedTuple):
     context: float  # ring and head exchange of its forward that attention's products do not hide
     context_backward: float  # the same for the backward
     experts: float  # exchanges of rows (of experts, or of tokens in mixture-of-depths layers), per direction
+    # of these, and of recomputed ones, what a paired micro-batch can hide (`Layout.ep_overlap`)
+    hidden: float
+    hidden_backward: float
     # gather_forward, gather_backward: ZeRO gathers and reductions that computation does not hide
     gather_forward: float
     gather_backward: float
@@ -105,24 +107,21 @@ def exposed_reduction(
     return np.maximum(reduction * bucket, reduction - constants["hide_data"] * backward)
 
 
-def paired_passes(
-    times: np.ndarray, rows: np.ndarray, holder: Sequence[int] | np.ndarray, overlap: float
-) -> np.ndarray:
+def paired_passes(times: np.ndarray, hidden: np.ndarray, holder: Sequence[int] | np.ndarray) -> np.ndarray:
     """Return the seconds of each stage's forward with the backward of its rank's other stage. [stages]
 
     Each of the two computes while the rows of the other travel (DeepSeek-AI 2024, section 3.2.1).
 
     Args:
         times: [3, stages] seconds of a forward and of both halves of a backward, exchanges of rows included.
-        rows: [stages] seconds of these exchanges, per direction.
+        hidden: [2, stages] of these, what the other can hide of a forward and of a backward.
         holder: [stages] the rank of each; every rank has two.
-        overlap: part of the exchanges that can be hidden.
     """
     of_rank = np.argsort(holder, kind="stable").reshape(-1, 2)
     other = np.empty(of_rank.size, int)
     other[of_rank] = of_rank[:, ::-1]
-    forward, backward, moved = times[0], (times[1] + times[2])[other], rows + rows[other]
-    return forward + backward - np.minimum(overlap * moved, forward + backward - moved)
+    both, travel = times[0] + (times[1] + times[2])[other], hidden[0] + hidden[1][other]
+    return np.maximum(both - travel, travel)
 
 
 class StagePrices(StageMemory):
@@ -142,9 +141,8 @@ class StagePrices(StageMemory):
 
     @property
     def hides_rows(self) -> bool:
-        """Whether exchanges of rows are hidden by the other micro-batch, under a schedule that pairs them."""
-        paired = self.run.layout.model_copy(update={"schedule": PAIRED[0]})
-        return self.run.cluster.at_once is None and paired.overlaps_rows(True)
+        """Whether paired micro-batches can hide each other's exchanges of rows, if the schedule pairs them."""
+        return self.run.layout.ep > 1 and self.run.cluster.at_once is None  # transfers run in the background
 
     def group(self, axis: str) -> CommunicationGroup:
         """Return the ranks along an axis, with attained rates of the cluster."""
@@ -165,8 +163,8 @@ class StagePrices(StageMemory):
 
     @property
     def linear(self) -> np.ndarray:
-        """[5, 5] Seconds of a forward, of both halves of a backward, of their launches and of rows that a paired
-        micro-batch may hide, as a linear model.
+        """[6, 5] Seconds of a forward, of both halves of a backward, of their launches, and of what a paired
+        micro-batch can hide of a forward and of a backward, as a linear model.
 
         The columns are: a dense layer, an expert layer, being the first stage, being the last, and any stage. They add
         up to every stage, without the additions of ZeRO-2 and 3.
@@ -176,7 +174,7 @@ class StagePrices(StageMemory):
             layers = [(((sparse, False), 1),) for sparse in ((False, True) if self.run.shape.experts else (False,))]
             counts = [((), False, False), ((), True, False), ((), False, True), *((of, False, False) for of in layers)]
             found = [self._stage(*of) for of in counts]
-            any_stage, *others = np.array([(*s.passes, s.launched, s.experts * self.hides_rows) for s in found])
+            any_stage, *others = np.array([(*s.passes, s.launched, s.hidden, s.hidden_backward) for s in found])
             first, last, dense, *sparse = (other - any_stage for other in others)
             self.known[key] = np.stack([dense, *(sparse or [dense]), first, last, any_stage], axis=1)
         return self.known[key]
@@ -212,14 +210,14 @@ class StagePrices(StageMemory):
             self.known[key] = found
         return self.known[key]
 
-    def _exchange(self) -> float:
-        """Return the seconds of row exchanges of an expert layer in one direction, with balanced experts."""
+    def _exchange(self) -> tuple[float, float]:
+        """Return the seconds of row exchanges of an expert layer in one direction, with balanced experts: with the
+        ranks that have other experts, and with those that have other parts of the same."""
         layout, rows = self.run.layout, self.forward.routed
         row = self.run.shape.hidden * self.forward.itemsize
         sent = 2 * self.group("ep").all_to_all(rows.away * row) if layout.ep > 1 else 0.0
-        if layout.expert_tensor > 1:
-            sent += 2 * self.group("etp").all_gather(rows.computed * row)  # and the reduce-scatter of the same size
-        return sent
+        # The gather, and the reduce-scatter of the same size.
+        return sent, 2 * self.group("etp").all_gather(rows.computed * row) if layout.expert_tensor > 1 else 0.0
 
     def _travel(self) -> float:
         """Return the seconds of token moves of a mixture-of-depths layer in one direction, to and from their ranks."""
@@ -254,12 +252,15 @@ class StagePrices(StageMemory):
         layout, shape = self.run.layout, self.run.shape
         modules = range(shape.layers, shape.blocks) if last else ()  # of multi-token prediction
         kinds = (*kinds, *(((shape.sparse(i), False), 1) for i in modules))
-        layers, dense, rows, context, context_backward = sum(count for _, count in kinds), self.layer(), 0.0, 0.0, 0.0
+        layers, dense = sum(count for _, count in kinds), self.layer()
+        rows = hidden = context = context_backward = 0.0
         parts = []  # means over layers
         for (sparse, skips), count in kinds if layers else (((False, False), 1),):
             share, one = count / (layers or 1), self.layer(sparse=sparse, skips=skips)
             parts.append([share * seconds for seconds in one])
-            rows += share * ((self._exchange() if sparse else 0.0) + (self._travel() if skips else 0.0))
+            sent, gathered = self._exchange() if sparse else (0.0, 0.0)
+            rows += share * (sent + gathered + (self._travel() if skips else 0.0))
+            hidden += share * sent * self.hides_rows * self.run.software.overlap_experts
             waits = self._context(one.attention, skips=skips)
             context, context_backward = context + share * waits[0], context_backward + share * waits[1]
         layer = LayerTimes(*map(sum, zip(*parts, strict=True)))._replace(head=dense.head, loss=dense.loss)
@@ -289,6 +290,8 @@ class StagePrices(StageMemory):
             context=layers * context,
             context_backward=layers * context_backward,
             experts=layers * rows,
+            hidden=layers * hidden,
+            hidden_backward=layers * hidden * (1 + (layout.recompute == "full")),
             gather_forward=gathers[0],
             gather_backward=gathers[1],
             launches=0.0 if ahead else host[0],
