@@ -31,6 +31,7 @@ from shoal.training.resilience.heartbeat import ASKED, HeartbeatRecord, Phase, r
 STACK_SIGNAL = signal.SIGUSR2  # makes a rank write its stack (`faulthandler`)
 MOST_STACKS = 16 << 20  # bytes read of a file of stacks
 TRACE_SECONDS = 1.0  # timeout of the traces, which a thread of the rank writes
+STILL = 4  # looks without a change, after which a stack is complete: its writer may lose its core meanwhile
 STACK_SECONDS = 3.0  # timeout of the stack: a rank on a busy machine may have to wait for a core
 STOPPED_SECONDS = 2.0
 START_SECONDS = 60.0  # from the start of a process to its first heartbeat, without CPU use
@@ -154,10 +155,11 @@ def collect_stacks(pids: dict[int, int], files: dict[int, Path], wake: bool = Fa
         if wake:
             _kill(pid, signal.SIGCONT)
     deadline = time.monotonic() + STACK_SECONDS
-    last, now = None, before
-    while time.monotonic() < deadline and not (now == last and all(now[rank] != before[rank] for rank in pids)):
+    still, now = 0, before
+    while time.monotonic() < deadline and still < STILL:
         time.sleep(0.05)
         last, now = now, {rank: read_tail(files[rank], MOST_STACKS) for rank in pids}
+        still = still + 1 if now == last and all(now[rank] != before[rank] for rank in pids) else 0
     return {rank: text.removeprefix(before[rank]) for rank, text in now.items()}
 
 
