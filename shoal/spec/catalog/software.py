@@ -64,8 +64,8 @@ class Software(Section):
     # Whether a token's row is sent once to each node that has experts of it, and copied there (DeepEP, HybridEP)
     rows_once: bool = False
     row_bytes: PositiveFloat = 2  # Bytes per element of rows on their way to experts and back, the mean of both
-    # Fraction of the rows' travel time that the computation of another micro-batch hides (DualPipe; of shoal, where the
-    # layout overlaps them). During the rest, the processors that copy rows compute nothing.
+    # Fraction of the rows' travel time that the computation of another micro-batch hides (DualPipe: of software with
+    # `paired`, of shoal where the layout overlaps them); in the rest, the processors that copy rows compute nothing
     overlap_experts: float = Field(default=0.0, ge=0, le=1)
     recompute: Literal["none", "selective", "full"] = "none"  # Recomputation, if a publication does not name it
     zero_stages: tuple[ZeroStage, ...] = (0, 1)  # ZeRO stages that it has, for a search

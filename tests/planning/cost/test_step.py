@@ -87,12 +87,14 @@ def test_rows_leave_once_for_each_node_and_travel_beside_another_micro_batch() -
         "experts": 256, "per_token": 8, "routed": 1, "dense": 0, "ffn": 2048, "groups": 8, "groups_per_token": 4,
         "ep": 64, "dp": 64,
     }  # fmt: skip
-    plain, once, beside = (
+    plain, once, alone, beside = (
         Kernels(Runs.from_rows([sparse | change]), calibration())
-        for change in ({}, {"rows_once": 1}, {"rows_once": 1, "overlap_experts": 1})
+        for change in ({}, *({"rows_once": 1, "overlap_experts": part, "paired": pair}
+                             for part, pair in ((0, 0), (1, 0), (1, 1))))
     )
     latency = plain.group(np.array([64]), 1).exchange_latency
     assert once.routing - latency == pytest.approx((plain.routing - latency) / 2)
+    assert alone.backward == once.backward, "no other micro-batch is computed meanwhile"
     computing = once.forward + once.backward - 4 * once.routing
     assert beside.forward + beside.backward == pytest.approx(np.maximum(computing, 4 * once.routing), rel=1e-6)
 

@@ -298,7 +298,7 @@ class Kernels:
     def hidden_rows(self) -> np.ndarray:
         """Seconds in which rows of a layer travel, forward and backward, while another micro-batch is computed."""
         computing = self.forward - 2 * self.routing + self.computing_backward
-        return np.minimum(self.runs.overlap_experts * 4 * self.routing, computing)
+        return np.minimum((self.runs.paired > 0) * self.runs.overlap_experts * 4 * self.routing, computing)
 
     @cached_property
     def launches_of_both(self) -> np.ndarray:
