@@ -11,6 +11,7 @@ from shoal.planning.estimable import check_layout_on_cluster
 from shoal.planning.estimate import Estimate, StepEstimate
 from shoal.planning.software_estimate import estimate_run
 from shoal.spec.layout import Layout
+from shoal.spec.schedules import PAIRED
 
 FASTER = 0.99  # maximum relative step time that counts as faster
 
@@ -66,6 +67,9 @@ def _single_changes(layout: Layout) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "sequence_parallel", {"sequence_parallel": not layout.sequence_parallel}
         for n in _twice_and_half(layout.tp_x):
             yield f"tp_x {n}", {"tp_x": n}
+    if layout.ep > 1 and layout.schedule in PAIRED:
+        apart = layout.ep_overlap is False
+        yield f"ep_overlap {'auto' if apart else 'false'}", {"ep_overlap": "auto" if apart else False}
     if layout.pp > 1:
         for schedule in ("interleaved-1f1b", "zb-h1"):
             yield f"schedule {schedule}", {"schedule": schedule}

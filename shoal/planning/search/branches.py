@@ -257,14 +257,16 @@ def branches(run: EstimatedRun, space: LayoutSpace, works: Iterable[WorkItem]) -
                     both = pipe.outline, pipe.order
                     if both not in bounds:
                         bounds[both] = pipe.outline.bounds(linear, hops, through, pipe.order) * (1 - SLACK)
-                    found.append(_in_order(bounds[both][through == microbatches], count, same, pipe))
+                    found.append(_in_order(bounds[both][through == microbatches], count, same, pipe, space))
                     count += len(same)
     return count, merge(*found)
 
 
-def _in_order(least: np.ndarray, begin: int, works: Sequence[WorkItem], pipe: Pipe) -> Iterator[Branch]:
+def _in_order(
+    least: np.ndarray, begin: int, works: Sequence[WorkItem], pipe: Pipe, space: LayoutSpace
+) -> Iterator[Branch]:
     for i in np.argsort(least, kind="stable").tolist():
-        if works[i].plain.hides_rows or pipe.fields["ep_overlap"] == "auto":
+        if works[i].plain.hides_rows or pipe.fields["ep_overlap"] == space.unpaired:
             yield Branch(float(least[i]), begin + i, works[i], pipe)
 
 

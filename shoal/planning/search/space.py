@@ -51,6 +51,11 @@ class LayoutSpace:
         given = self.fixed[name]
         return (default if given is None else given) == (default if value is None else value)
 
+    @property
+    def unpaired(self) -> bool | str:
+        """`Layout.ep_overlap` of layouts that pair no micro-batches, in which it changes nothing."""
+        return False if self.fixed.get("ep_overlap") is False else PLAIN.ep_overlap
+
     def among(self, name: str, values: Sequence[Any]) -> list[Any]:
         """Return the values of a field to try, including the fixed one."""
         given = self.fixed.get(name)
@@ -147,7 +152,8 @@ def pipelines(
             if pipeline_depth(pp, pipe) > layers or not space.allows("virtual_stages", virtual):
                 continue
             if not schedule.refuses(pp, microbatches, each):
-                values = space.among("ep_overlap", ("auto", False)) if apart and name in PAIRED else ("auto",)
+                pairs = apart and name in PAIRED
+                values = space.among("ep_overlap", ("auto", False)) if pairs else (space.unpaired,)
                 yield from (pipe | {"ep_overlap": each} for each in values if space.allows("ep_overlap", each))
 
 

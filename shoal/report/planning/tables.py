@@ -26,6 +26,7 @@ from shoal.report.planning.estimate_lines import training_facts
 from shoal.report.planning.other_software import config_lines
 from shoal.report.tables import table_lines
 from shoal.spec.layout import Layout
+from shoal.spec.schedules import PAIRED
 
 ABOUT = {
     "matrix products": "products of the layers and of the head, forward and backward",
@@ -111,7 +112,7 @@ def words(layout: Layout) -> str:
         more.append(f"stages of {' + '.join(each)} layers")
     if layout.zero == 3 and not layout.reshard_after_forward:
         more.append("parameters kept gathered")
-    if layout.ep_overlap is False:
+    if layout.ep_overlap is False and layout.ep > 1 and layout.schedule in PAIRED:
         more.append("pairs one after the other")
     return ", ".join([layout.describe(), *more])
 

@@ -211,6 +211,7 @@ def test_the_levels_make_every_layout_that_the_rules_allow(shape: ModelShape, sp
     ("olmoe-1b-7b", "tp=2,etp=2,micro_batch=1", "expert_tensor", 2),
     ("olmoe-1b-7b", "tp=4,etp=2,micro_batch=1", "expert_tensor", 2),
     ("olmoe-1b-7b", "pp=2,ep=4,ep_overlap=false", "ep_overlap", False),
+    ("llama-3.2-1b", "pp=2,schedule=1f1b,ep_overlap=false", "ep_overlap", False),
 ])  # fmt: skip
 def test_whatever_a_layout_may_have_can_be_fixed(model: str, words: str, field: str, value: object) -> None:
     run = EstimatedRun(model_shape(model), Layout(), cluster("8xH100"), 1024, 8)
