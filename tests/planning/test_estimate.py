@@ -59,7 +59,7 @@ def test_paired_micro_batches_hide_each_others_rows(schedule: str) -> None:
     """Most of the exchanges of rows go; a pair takes no less than its computation."""
     layout = Layout(pp=4, dp=16, ep=16, zero=1, schedule=schedule)
     hiding, waiting = (
-        estimate(layout.model_copy(update={"ep_overlap": one}), "8x8xH100-IB200", batch=256, model="mixtral-8x7b")
+        estimate(layout.model_copy(update={"ep_overlap": one}), "8x8xH100-IB200", batch=1024, model="qwen3-30b-a3b")
         for one in ("auto", False)
     )
     for found in (hiding, waiting):
@@ -71,7 +71,8 @@ def test_paired_micro_batches_hide_each_others_rows(schedule: str) -> None:
     other = np.array([next(s for s in hiding.program.rank_stages(rank) if s != stage)
                       for stage, rank in enumerate(hiding.program.stage_rank)])  # fmt: skip
     rows = 0.85 * np.array([stage.experts for stage in hiding.stages])
-    assert paired == pytest.approx(times[0] + (times[1] + times[2])[other] - rows - rows[other])
+    both, travel = times[0] + (times[1] + times[2])[other], rows + rows[other]
+    assert paired == pytest.approx(np.maximum(both - travel, travel)), "as long as the longer: computation or travel"
 
 
 def test_of_an_exchange_only_what_travels_to_other_experts_is_hidden() -> None:

@@ -19,6 +19,7 @@ from shoal.pipeline.program import (
 from shoal.pipeline.schedules import EVERY, SCHEDULES
 from shoal.pipeline.simulator import ActionTimes, MessageTimes, simulate
 from shoal.pipeline.simulator.player import Player
+from shoal.spec.schedules import PAIRED
 
 
 def step_time(program: Program, lasting: dict[Op, float], time: float, latency: float) -> float:
@@ -75,7 +76,9 @@ def test_a_slow_player_of_plain_numbers_finds_the_same(data: st.DataObject) -> N
 def test_each_set_ends_when_it_does_alone(data: st.DataObject) -> None:
     ranks, microbatches = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 9))
     virtual, gathers = data.draw(st.integers(1, 3)), data.draw(st.booleans())
-    name = data.draw(st.sampled_from([n for n, s in SCHEDULES.items() if not s.refuses(ranks, microbatches, virtual)]))
+    allowed = [n for n, s in SCHEDULES.items() if not s.refuses(ranks, microbatches, virtual)]
+    pairs = [n for n in allowed if n in PAIRED]
+    name = data.draw(st.sampled_from(pairs if pairs and data.draw(st.booleans()) else allowed))
     program = build_program(
         SCHEDULES[name], ranks, microbatches, virtual_stages=virtual, zero=int(gathers), transfers=False
     )
@@ -83,13 +86,17 @@ def test_each_set_ends_when_it_does_alone(data: st.DataObject) -> None:
     times = random.uniform(0, 2, (7, program.stages, 3))
     times[4] = random.uniform(0, 2, 3)  # the optimizer's is of a rank
     links = [MessageTimes(*random.uniform(0, 1, 2)) for _ in range(3)]
+    paired = name in PAIRED and data.draw(st.booleans())
     alone = [
         simulate(
             program,
-            ActionTimes(*times[:3, :, i], reduce=times[3, :, i], step=times[4, 0, i], gather=times[5, :, i]),
+            ActionTimes(
+                *times[:3, :, i], pair=times[6, :, i] if paired else None, reduce=times[3, :, i], step=times[4, 0, i],
+                gather=times[5, :, i],
+            ),
             links[i],
         )
         for i in range(3)
     ]
-    together = Player(program).step_times(times, links)
+    together = Player(program, paired=paired).step_times(times, links)
     assert together == pytest.approx([one.step_time for one in alone], rel=1e-12)

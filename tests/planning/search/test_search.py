@@ -161,6 +161,18 @@ def test_no_bound_is_above_the_estimate(problem: tuple[EstimatedRun, LayoutSpace
     assert found.memory.reserved == pytest.approx(estimate.fullest.reserved, rel=1e-9)
 
 
+@pytest.mark.parametrize("schedule", ["dualpipe", "dualpipev"])
+@pytest.mark.parametrize("overlap", ["auto", False])
+def test_pairs_are_searched_as_they_are_estimated(schedule: str, overlap: object) -> None:
+    layout = Layout(pp=4, dp=16, ep=16, zero=1, schedule=schedule, ep_overlap=overlap)
+    run = EstimatedRun(model_shape("qwen3-30b-a3b"), layout, cluster("8x8xH100-IB200"), 2048, 1024)
+    seconds = Estimate(run).step_seconds
+    space = LayoutSpace((schedule,), fixed={name: getattr(layout, name) for name in LEVELS})
+    # A bound above the estimate would leave it out.
+    (found,) = search(run, space, diverse=False, within=seconds * (1 + 1e-9)).best
+    assert found.layout == layout and found.seconds == pytest.approx(seconds, rel=1e-9)
+
+
 @pytest.mark.parametrize("shape, space, chosen", [
     (SMALL, LayoutSpace(("1f1b", "interleaved-1f1b", "dualpipe"), most_virtual=3, uneven=False), {
         "recompute": ("none", "selective", "full"), "schedule": ("1f1b", "interleaved-1f1b", "dualpipe"),
