@@ -143,7 +143,7 @@ def export_megatron(data: DataConfig, out: Path) -> list[Path]:
     >>> size = Path("notes.txt").write_text("one fish, two fish\\n" * 100)
     >>> config = shoal.RunConfig.model_validate({"data": {"paths": ["notes.txt"]}})
     >>> [path.name for path in shoal.export_megatron(config.data, Path("notes"))]
-    ['notes-train']
+    ['notes-train', 'notes-validation']
     """
     check_read(data)
     if data.reads == "synthetic":

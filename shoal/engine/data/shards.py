@@ -37,7 +37,7 @@ from shoal.spec.config import DataConfig
 
 SHARD_TOKENS = 1 << 24
 
-_FORMAT = 1  # part of the key: increment it when the same corpus would give other files
+_FORMAT = 2  # part of the key: increment it when the same corpus would give other files
 _BATCH_BYTES = 1 << 22  # text per call of the tokenizer: enough for every core, small in memory
 
 

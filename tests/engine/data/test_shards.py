@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -159,6 +160,21 @@ def test_the_cache_is_reused_and_keyed_by_content(config, tmp_path, monkeypatch)
     moved.write_text('{"text": "something else"}')
     assert open_shards(elsewhere, BYTES) != first
     assert open_shards(config.model_copy(update={"validation_fraction": 0.3}), BYTES) != first
+
+
+@pytest.mark.parametrize("texts, digest", [
+    ({"book.txt": "".join(f"line {i}\n" for i in range(2000))}, "2 6bc1bace42fadbe1"),
+    ({f"{i:02}.txt": f"{i}\n" * 50 for i in range(40)}, "2 4488fb32d474da46"),
+], ids=["one document", "several documents"])  # fmt: skip
+def test_other_files_have_another_format(texts, digest, tmp_path):
+    """A cache that an older version filled is read as long as `_FORMAT` stays."""
+    (tmp_path / "corpus").mkdir()
+    for name, text in texts.items():
+        (tmp_path / "corpus" / name).write_text(text)
+    config = DataConfig(paths=(str(tmp_path / "corpus"),), cache=tmp_path / "cache", validation_fraction=0.1)
+    files = sorted(open_shards(config, BYTES).glob("*.bin"))
+    contents = b"".join(path.name.encode() + path.read_bytes() for path in files)
+    assert f"{shards._FORMAT} {xxhash.xxh3_64_hexdigest(contents)}" == digest, "increment _FORMAT, and write it here"
 
 
 def test_a_changed_byte_is_found_by_name(config):
