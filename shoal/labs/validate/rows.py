@@ -11,6 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from pydantic import ValidationError
 
 from shoal.base.errors import UsageError, divisors
@@ -18,10 +19,12 @@ from shoal.base.files import read_csv
 from shoal.labs.validate import columns
 from shoal.labs.validate.columns import Row, number, stated
 from shoal.planning.cost.batched_runs import Runs, describe_row
+from shoal.planning.cost.memory.published_software import footprint
+from shoal.planning.cost.time.step import step
 from shoal.planning.describe import describe_run
 from shoal.planning.run import EstimatedRun
-from shoal.planning.software_estimate import SoftwareEstimate
 from shoal.spec.catalog import Experts, ModelShape
+from shoal.spec.catalog.calibration import cluster_calibration
 from shoal.spec.catalog.clusters import Cluster, Link, cluster, link
 from shoal.spec.catalog.software import Software, software_named
 from shoal.spec.layout import Layout
@@ -171,15 +174,21 @@ def _tune(run: EstimatedRun, row: Row) -> EstimatedRun:
     interleaves = "interleaved-1f1b" in run.software.schedules and layout.pp > 1 and layers % layout.pp == 0
     if interleaves and not number(row, "vpp") and not row.get("schedule"):
         virtual += [stages for stages in divisors(layers // layout.pp) if stages > 1]
-    found = [run]
+    candidates = [run]
     for each, stages in product(batches, virtual):
         changes: dict[str, Any] = {"micro_batch": each}
         if stages > 1:
             changes |= {"virtual_stages": stages, "schedule": "interleaved-1f1b"}
         other = replace(run, layout=layout.model_copy(update=changes))
-        if (stages == 1 or other.microbatches % layout.pp == 0) and SoftwareEstimate(other).fits:
-            found.append(other)
-    return min(found, key=lambda run: SoftwareEstimate(run).step_seconds)
+        if other.layout != layout and (stages == 1 or other.microbatches % layout.pp == 0):
+            candidates.append(other)
+    if len(candidates) == 1:
+        return run
+    runs = Runs.from_rows([describe_row(candidate) for candidate in candidates])
+    constants = cluster_calibration(run.cluster, run.software.name)
+    memory, seconds = footprint(runs, constants), step(runs, constants).seconds
+    seconds[1:][~memory.fits[1:]] = np.inf  # the first is what is stated, and ran
+    return candidates[int(seconds.argmin())]
 
 
 def _shape(row: Row, known: _Known) -> ModelShape:

@@ -12,7 +12,7 @@ from shoal.base.section import validate
 from shoal.cli.main import main
 from shoal.labs.validate.fit import estimate_points, find_at_bounds, fit_constants
 from shoal.labs.validate.held_out import HeldOut, accuracy_text, assign_groups, hold_out, leave_out
-from shoal.labs.validate.rows import read_row, stack
+from shoal.labs.validate.rows import Point, read_row, stack
 from shoal.labs.validate.score import score, totals
 from shoal.spec.catalog.accuracy import Accuracy, find_accuracy
 from shoal.spec.catalog.calibration import GENERATIONS, Calibration, calibration, read_calibration
@@ -41,17 +41,27 @@ def rows() -> list[dict[str, str]]:
     return measured(sweep(), other(), noise=0.03)
 
 
+@cache
+def read_points() -> list[Point]:
+    return points_of(rows())
+
+
+@cache
+def fitted() -> Calibration:
+    return fit_constants(read_points(), calibration())
+
+
 def test_a_fit_finds_what_made_the_measurements() -> None:
-    points = points_of(rows())
+    points = read_points()
     assert score(points, calibration()).time.median > 0.2
     assert score(points, calibration()).memory.median > 0.04
-    after = score(points, fit_constants(points, calibration()))
+    after = score(points, fitted())
     assert after.time.median < 0.03
     assert after.memory.median < 0.03
 
 
 def test_a_fit_begins_at_what_is_expected_and_stays_inside_bounds() -> None:
-    points = points_of(rows())
+    points = read_points()
     one, two = (fit_constants(points, start, iterations=2) for start in (calibration(), other()))
     for name, of in one.constants.items():
         if of.fitted:
@@ -66,7 +76,7 @@ def test_a_fit_begins_at_what_is_expected_and_stays_inside_bounds() -> None:
 
 def test_a_model_is_one_whatever_its_file_and_its_name() -> None:
     other_name = [dict(r, model=f"{r['model']} again", seq="1024", n_gpus=r["n_gpus"]) for r in rows()]
-    points = [*points_of(rows()), *(read_row(r, "another") for r in other_name)]
+    points = [*read_points(), *(read_row(r, "another") for r in other_name)]
     groups = assign_groups(points, "model")
     for model in MODELS:
         assert len({f for f, p in zip(groups, points, strict=True) if p.model.startswith(model)}) == 1
@@ -76,7 +86,7 @@ def test_a_model_is_one_whatever_its_file_and_its_name() -> None:
 
 def test_what_is_left_out_is_not_seen() -> None:
     """Nothing that is measured of a model changes what is said of it; the estimate is that of a fit without it."""
-    points, known = points_of(rows()), fit_constants(points_of(rows()), calibration())
+    points, known = read_points(), fitted()
     groups = assign_groups(points, "model")
     one = groups == groups[0]
     errors = leave_out(points, known, groups)
@@ -90,7 +100,7 @@ def test_what_is_left_out_is_not_seen() -> None:
 
 
 def test_a_width_holds_four_fifths_of_what_it_is_made_of_and_is_of_a_class_with_enough_groups() -> None:
-    points = points_of(rows())
+    points = read_points()
     found = HeldOut(points, calibration(), "model")
     found.groups = np.arange(len(points)) % 5
     found.errors[:] = np.random.default_rng(0).normal(size=found.errors.shape)
@@ -106,7 +116,7 @@ def test_a_width_holds_four_fifths_of_what_it_is_made_of_and_is_of_a_class_with_
 
 def test_intervals_of_software_hold_four_fifths_of_one_left_out() -> None:
     """With few of them a quantile of the others is too narrow: half of one's errors may be larger than all others'."""
-    points = points_of(rows())
+    points = read_points()
     found = HeldOut(points, calibration(), "software")
     found.groups = np.arange(len(points)) % 5
     found.errors[:] = (1 + found.groups) * np.random.default_rng(0).normal(size=found.errors.shape)
@@ -118,7 +128,7 @@ def test_intervals_of_software_hold_four_fifths_of_one_left_out() -> None:
 
 def test_coverage_is_of_widths_that_have_not_seen_the_group() -> None:
     """One of five groups has errors ten times as large: its own width would hold them, that of the others does not."""
-    points = points_of(rows())
+    points = read_points()
     found = HeldOut(points, calibration(), "model")
     found.groups = np.arange(len(points)) % 5
     found.errors[:] = np.where(found.groups == 0, 1.0, 0.1) * np.linspace(0.9, 1.1, len(points))
@@ -137,7 +147,7 @@ def test_the_accuracy_of_a_run_depends_on_what_was_measured() -> None:
 
 
 def test_accuracy_is_written_as_it_is_read() -> None:
-    points = points_of(rows())
+    points = read_points()
     tables = tomllib.loads(accuracy_text(hold_out(points, calibration())))
     for entry in (*tables["time"], *tables["memory"]):
         assert validate(Accuracy, entry, source="made").width >= 0
@@ -154,7 +164,7 @@ def test_a_fit_is_written_read_and_scored(tmp_path, capsys) -> None:
     assert f"Of {ran:,} runs that ran, 0 need more memory" in said
     accuracy = tomllib.loads((tmp_path / "fitted-accuracy.toml").read_text())
     assert accuracy["clusters"]["time"]["megatron-core"] and accuracy["memory"]
-    assert page.read_text().count("<use ") >= len(points_of(rows()))
+    assert page.read_text().count("<use ") >= len(read_points())
     again = read_calibration(constants)
     assert again["product"][HOPPER] == pytest.approx(0.5 * calibration()["product"][HOPPER], rel=0.2)
     assert main(["validate", str(tmp_path), "--constants", str(constants)]) == 0
@@ -164,14 +174,14 @@ def test_a_fit_is_written_read_and_scored(tmp_path, capsys) -> None:
 
 def test_the_score_counts_what_did_not_fit() -> None:
     made = rows()
-    points = points_of(made)
-    count, precision, recall = score(points, other()).out_of_memory
+    scored = score(read_points(), other())
+    count, precision, recall = scored.out_of_memory
     assert count == sum(r["status"] == "oom" for r in made) > 0
     assert precision == recall == 1
-    good, families = score(points, other()).best
+    good, families = scored.best
     assert families == 6 and good >= 5
-    assert score(points, other()).correlation > 0.9
-    backwards = replace(score(points, other()), seconds=1 / score(points, other()).seconds)
+    assert scored.correlation > 0.9
+    backwards = replace(scored, seconds=1 / scored.seconds)
     assert backwards.correlation < -0.9
     true = replace(backwards, seconds=backwards.measured_seconds)
     assert replace(true, seconds=2 * true.seconds).ratio_errors() == pytest.approx((0, 0)), "of ratios"
@@ -181,7 +191,7 @@ def test_the_score_counts_what_did_not_fit() -> None:
     assert score(twice, other()).best[1] == 12, "families are of one accelerator"
     twice = points_of([r | {"precision": kind} for r in made for kind in ("bf16", "fp8")])
     assert score(twice, other()).best[1] == 12, "and of one number format"
-    assert totals(score(points, other()))["quality A and M, all"].time.rows == sum(bool(r["step_time_s"]) for r in made)
+    assert totals(scored)["quality A and M, all"].time.rows == sum(bool(r["step_time_s"]) for r in made)
 
 
 @pytest.mark.parametrize(
