@@ -13,8 +13,8 @@ from shoal.engine.kernels.permute import (
 from tests.engine.kernels.triton_tools import OPERATOR_CHECKS, TARGETS, compile_program
 
 CASES = {
-    "each token twice": (9, 3, 2, 7, 1.0), "dropped": (17, 12, 4, 1030, 0.3), "one expert": (5, 1, 1, 16, 1.0),
-    "none": (4, 3, 2, 8, 0.0), "no tokens": (0, 3, 2, 8, 1.0), "any number": (33, 5, 5, 8, 0.6),
+    "each token twice": (9, 3, 2, 7, 1.0), "dropped": (9, 12, 4, 1030, 0.3), "one expert": (5, 1, 1, 16, 1.0),
+    "none": (4, 3, 2, 8, 0.0), "no tokens": (0, 3, 2, 8, 1.0), "any number": (9, 5, 5, 8, 0.6),
 }  # tokens, experts, choices of a token, columns, chance of a choice
 
 
@@ -37,6 +37,7 @@ def test_programs_equal_float64(interpreted, name: str) -> None:
 def check_programs(n: int, experts: int, k: int, h: int, kept: float) -> None:
     from shoal.engine.kernels.programs import permute as programs
 
+    programs.TILE = 64  # so few tokens need several programs of the sort too
     chosen, x, y, weights, gradient = make(n, experts, k, h, kept)
     places = token, expert, rows, _ = sort_choices(chosen, n * k, k)
     for found, expected in zip(programs.sort_choices(chosen, n * k, k), places, strict=True):
