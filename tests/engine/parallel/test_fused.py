@@ -111,12 +111,13 @@ def test_compiled_layers_hold_the_operators(
         torch.testing.assert_close(actual[name], gradient, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("parallel", [{"dp": 2, "ep": 2}, {"tp": 2, "recompute": "full"}], ids=str)
+@pytest.mark.parametrize("parallel", [{}, {"tp": 2, "ep": 2, "etp": 1, "recompute": "full"}], ids=str)
 def test_experts_between_compiled_parts_of_a_layer(pool: Pool, parallel: dict[str, Any]) -> None:
+    """The compiled function is the layer, or what it recomputes."""
     experts = {"count": 4, "per_token": 2, "ffn": 12, "shared": 1, "balance_loss": 0.1, "bias_update": 0.01}
     config = small_run(parallel, {"layers": 1, "experts": experts}, precision="fp64")
-    plain = pool.run(gradients, 2, config, True)
-    compiled = pool.run(gradients, 2, config, True, True)
+    plain = pool.run(gradients, config.parallel.world_size, config, True)
+    compiled = pool.run(gradients, config.parallel.world_size, config, True, True)
     for (loss, expected, _), (compiled_loss, actual, called) in zip(plain, compiled, strict=True):
         assert compiled_loss == pytest.approx(loss, rel=1e-12) and called["find_owner"]
         for name, gradient in expected.items():
