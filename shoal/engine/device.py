@@ -28,7 +28,10 @@ from shoal.spec.catalog.accelerators import match
 COLLECTIVE_SECONDS = 600.0  # maximum wait for other ranks
 _PRODUCT, _PRODUCT_OF_ONE = 1024, 768  # side of a measured product, of one thread: large enough for the peak rate
 _MEASURED_SECONDS = 0.06  # CPU time of measured products: two or more where the kernel is fast, else one is enough
-_KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8"}
+_KINDS = {
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8",
+    torch.float4_e2m1fn_x2: "fp4",
+}  # fmt: skip
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # on CUDA, gloo still carries host tensors
 
 # glibc maps large blocks separately and trims the heap by default, so each step maps its tensors again, and the kernel

@@ -80,13 +80,12 @@ class EstimatedRun:
     def products(self) -> str:
         """Format of the layers' products, as named in the accelerators' peaks.
 
-        MXFP8 and NVFP4 are decoded to 16 bits first, except on accelerators that multiply them. shoal decodes NVFP4
-        everywhere.
+        MXFP8 and NVFP4 are decoded to 16 bits first, except on accelerators that multiply them.
         """
         machine, kind = self.cluster.accelerator, self.policy.products
         if kind == "float8" or (kind == "mxfp8" and machine.generation in ("blackwell", "blackwell-ultra")):
             return "fp8"
-        if kind == "nvfp4" and "fp4" in machine.peak_flops and self.software.name != "shoal":
+        if kind == "nvfp4" and "fp4" in machine.peak_flops:
             return "fp4"
         return KINDS[self.policy.compute.name]
 

@@ -116,6 +116,9 @@ def test_products_in_8_bits_take_their_own_time() -> None:
     for kind in ("8xB200", "8xGB300"):
         newer = [Estimate(replace(wide, cluster=cluster(kind), precision=name)) for name in ("fp8", "mxfp8")]
         assert newer[0].peak == newer[1].peak == 2 * newer[0].run.cluster.accelerator.dense_flops("bf16"), "of blocks"
+        four = Estimate(replace(wide, cluster=cluster(kind), precision="nvfp4"))
+        assert four.peak >= 2 * newer[0].peak, "of 4 bits"
+        assert four.fullest.activations < newer[1].fullest.activations
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Quantisation of matrices to 8 bits in the layouts of hardware products: codes, transposed codes, inverse scales.
+"""Quantisation of matrices in the layouts of hardware products: codes, transposed codes, inverse scales.
 
 `shoal.engine.precision.float8` defines the numbers. Here one pass over the matrix computes them (and one before it,
 where a scale depends on more than a block), with the operands of `torch._scaled_mm` as results:
@@ -7,8 +7,12 @@ where a scale depends on more than a block), with the operands of `torch._scaled
     inverse   1 / scale: [1, 1]; [m, 1]; for 128 of a row [m, k/128] with stride (1, m); for squares [m/128, k/128];
               for MX E8M0, swizzled in tiles of 128 rows and 4 blocks (cuBLAS, "1D block scaling factors layout")
 
-The matrix may also be the result of an operation (`SOURCES`), computed in the same pass from that operation's inputs x,
-a and b, and never written.
+In NVFP4 codes have 4 bits, two in a byte, the even element of a row in the low half: [m, k / 2]. Inverse scales are
+e4m3 in the tiles of MX, followed by the bytes of the tensor's own. The transpose of an input or gradient is rotated
+before it is quantised (`shoal.engine.precision.nvfp4`).
+
+In 8 bits the matrix may also be the result of an operation (`SOURCES`), computed in the same pass from that operation's
+inputs x, a and b, and never written.
 """
 
 from __future__ import annotations
@@ -24,8 +28,19 @@ from torch.library import custom_op
 from shoal.engine.kernels import launch
 from shoal.engine.kernels.example import Example
 from shoal.engine.kernels.swiglu import swiglu_backward, swiglu_reference
-from shoal.engine.precision.float8 import ROW, TENSOR, Grain, compute_scale, encode, largest, octave
-from shoal.spec.number_formats import E4M3, E5M2
+from shoal.engine.precision.float8 import (
+    ROW,
+    TENSOR,
+    Grain,
+    compute_factor,
+    compute_scale,
+    encode,
+    invert_scale,
+    largest,
+    octave,
+)
+from shoal.engine.precision.nvfp4 import ROTATED, draw_rounding, rotate
+from shoal.spec.number_formats import E2M1, E4M3, E5M2, NV_BLOCK
 
 FORMAT = {kind.name: kind for kind in (E4M3, E5M2)}
 TILE = 128  # rows and columns that one program works on; also the rows of a tile of MX scales
@@ -157,11 +172,82 @@ def _lay_out(inverse: Tensor, grain: Grain) -> Tensor:
     """Return inverse scales [m / rows, k / columns] in the layout of the module's docstring."""
     if grain.scale != "mx":
         return inverse if grain.rows > 1 else inverse.t().contiguous().t()
+    return _swizzle(inverse).to(torch.float8_e8m0fnu)
+
+
+def _swizzle(inverse: Tensor) -> Tensor:
+    """Return inverse scales [m, blocks] in tiles of 128 x 4; 0 where these have more rows or blocks."""
     m, blocks = inverse.shape
     padded = inverse.new_zeros(-(-m // TILE) * TILE, -(-blocks // 4) * 4)
     padded[:m, :blocks] = inverse
     tiles = padded.view(-1, 4, 32, padded.shape[1] // 4, 4)  # [row / 128, row / 32 % 4, row % 32, block / 4, block % 4]
-    return tiles.permute(0, 3, 2, 1, 4).flatten().to(torch.float8_e8m0fnu)
+    return tiles.permute(0, 3, 2, 1, 4).flatten()
+
+
+@custom_op("shoal::nvfp4_maxima", mutates_args=())
+def nvfp4_maxima(x: Tensor) -> Tensor:
+    """Return the largest magnitudes of a matrix [m, k] and of its rotated transpose, [2]."""
+    return torch.cat((largest(x, TENSOR), largest(rotate(x.t()), TENSOR))).flatten()
+
+
+@nvfp4_maxima.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.new_empty(2, dtype=torch.float32)
+
+
+@custom_op("shoal::quantise_nvfp4", mutates_args=())
+def quantise_nvfp4(
+    x: Tensor, most: Tensor, square: bool, key: int, start: Tensor | None, features: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Quantise a matrix [m, k] and its transpose to NVFP4; the latter rotated, unless blocks are squares.
+
+    Args:
+        most: largest magnitude of both, [2]; if ``square``, [1].
+        key, start, features: of a gradient, which is rounded stochastically, as in `draw_rounding`.
+
+    Returns:
+        (codes, codes of the transpose, inverse, inverse of the transpose).
+    """
+    grain = Grain(NV_BLOCK if square else 1, NV_BLOCK, "nv")
+    turned, along, across = x.t() if square else rotate(x.t()), None, None
+    if start is not None and features is not None:
+        along, across = draw_rounding(key, start, turned.shape[1], features)
+        along, across = along[: len(x)], across.t()
+    found = []
+    for matrix, total, draws in ((x, most[0], along), (turned, most[-1], across)):
+        blocks, factor = largest(matrix, grain), compute_factor(total)
+        codes = encode(matrix, compute_scale(blocks, E2M1, grain, total), E2M1, grain, draws).codes
+        inverse = invert_scale(blocks, factor).repeat_interleave(grain.rows, 0)[: len(matrix)]
+        factor = torch.where(total.isfinite(), 1 / factor, torch.nan)
+        both = _swizzle(inverse).to(torch.float8_e4m3fn).view(torch.uint8), factor.view(1).view(torch.uint8)
+        found.append((_pack(codes), torch.cat(both).view(torch.float8_e4m3fn)))
+    (codes, inverse), (turned, turned_inverse) = found
+    return codes, turned, inverse, turned_inverse
+
+
+@quantise_nvfp4.register_fake
+def _(x: Tensor, most: Tensor, square: bool, key: int, start: Tensor | None, features: Tensor | None):
+    return _empty_nvfp4(x, square)
+
+
+def _pack(codes: Tensor) -> Tensor:
+    """Return numbers of e2m1 [m, k] as bytes of two codes [m, k / 2]."""
+    numbers = codes.float()
+    size = numbers.abs()
+    index = torch.where(size < 2, 2 * size, torch.where(size < 4, size + 2, size / 2 + 4)).to(torch.uint8)
+    index = index | numbers.signbit().to(torch.uint8) << 3
+    return (index[:, ::2] | index[:, 1::2] << 4).contiguous()
+
+
+def _empty_nvfp4(x: Tensor, square: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    m, k = x.shape
+    tokens = m if square else -(-m // ROTATED) * ROTATED
+    codes, inverse = [], []
+    for rows, columns in ((m, k), (k, tokens)):
+        codes.append(x.new_empty(rows, columns // 2, dtype=torch.uint8))
+        tiles = -(-rows // TILE) * -(-columns // (4 * NV_BLOCK))
+        inverse.append(x.new_empty(4 * TILE * tiles + 4, dtype=torch.float8_e4m3fn))
+    return codes[0], codes[1], inverse[0], inverse[1]
 
 
 def _empty(x: Tensor, size: tuple[int, int], kind: str, by_row: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:

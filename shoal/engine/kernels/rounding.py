@@ -10,11 +10,11 @@ from shoal.engine.models.initial import shift_right
 _LOW = (1 << 16) - 1  # the bits of a float32 beyond bfloat16
 
 
-def draw_bits(key: int, positions: Tensor) -> Tensor:
+def draw_bits(key: int | Tensor, positions: Tensor) -> Tensor:
     """Return 32 random bits per int64 position, as int32: Wellons 2018, "Prospecting for Hash Functions" (lowbias32).
 
     Args:
-        key: a `stream_key` of the tensor and the update; its low 32 bits are used.
+        key: a `stream_key` of the tensor and the update, or other bits; its low 32 bits are used.
     """
     x = (positions ^ key).to(torch.int32)
     x = (x ^ shift_right(x, 16)) * 0x7FEB352D

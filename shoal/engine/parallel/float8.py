@@ -96,7 +96,7 @@ def apply_float8(
             sizes = [each.global_shape[0] for each in splits]
             begins = [sum(sizes[:i]) + each.box.offset[0] for i, each in enumerate(splits)]
             parts = [torch.arange(n, n + each.box.shape[0]) for n, each in zip(begins, splits, strict=True)]
-            product.draws, product.features, product.width = float8.draws, torch.cat(parts).to(mesh.device), sum(sizes)
+            product.draws, product.features = float8.draws, torch.cat(parts).to(mesh.device)
         product.warns, product.waits = mesh.rank == 0, joined[0].at is not None
         for layer in joined:
             layer.product = product

@@ -4,7 +4,7 @@ Where a scaling block spans features split by tensor parallelism, its absolute m
 scales equal the single-device ones. Blocks inside a rank's part need no communication.
 
 Codes are decoded before the product, in the compute dtype, except where the hardware multiplies them: then
-`shoal.engine.kernels.quantise` encodes a matrix and its transpose together.
+`shoal.engine.kernels.quantise` encodes a matrix and its transpose together, in 8 bits also the result of an operation.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from shoal.engine.collectives.group import Group
 from shoal.engine.collectives.ops import all_reduce
-from shoal.engine.kernels.quantise import maxima, quantise, quantise_blocks
+from shoal.engine.kernels.quantise import maxima, nvfp4_maxima, quantise, quantise_blocks, quantise_nvfp4
 from shoal.engine.precision.float8 import ROW, Codes, compute_scale, encode, largest
-from shoal.engine.precision.nvfp4 import RoundingDraws, rotate
+from shoal.engine.precision.nvfp4 import RoundingDraws, draw_rounding, rotate
 from shoal.engine.precision.recipe import GRADIENT, INPUT, WEIGHT, AmaxHistory, Recipe, warn_of_tokens
 
 TOKENS, IN, OUT = "tokens", "in", "out"
@@ -40,13 +40,12 @@ class Encoder:
     Attributes:
         warns: whether this rank warns of numbers of tokens that products on hardware do not take.
         draws: random numbers that round gradients; None to round to the nearest.
-        features, width: positions of the output features of this rank, and the number of all.
+        features: positions of the output features of this rank, if it has draws.
     """
 
     warns = False
     draws: RoundingDraws | None = None
     features: Tensor
-    width: int
 
     def __init__(
         self, name: str, recipe: Recipe, history: AmaxHistory | None, split: str, group: Group | None, *, native: bool
@@ -75,21 +74,32 @@ class Encoder:
         Args:
             start: position of the first row, of a gradient that `draws` rounds.
         """
+        if native and self.recipe.rotates:
+            return self._encode_nvfp4(x, what, start)
         if native:
             return self.encode_result("plain", (x,), what)
-        codes, amax = self.encode_alone(x, what, DIMS[what], self._draw("along", len(x), start))
+        turned = rotate(x.t()) if self.recipe.rotates and not self.recipe.is_square(what) else x.t()
+        along = across = None
+        if self.draws is not None and start is not None:
+            along, across = draw_rounding(self.draws.key(self.name), start, turned.shape[1], self.features)
+            along, across = along[: len(x)], across.t()
+        codes, amax = self.encode_alone(x, what, DIMS[what], along)
         if self.recipe.is_square(what):
-            turned = codes.t()
+            transpose = codes.t()
         else:
-            across = rotate(x.t()) if self.recipe.rotates else x.t()
-            draws = self._draw("across", across.shape[1], start)
-            turned, _ = self.encode_alone(across, what, DIMS[what][::-1], None if draws is None else draws.t())
-        return codes.codes, codes.scale, turned.codes, turned.scale, amax
+            transpose, _ = self.encode_alone(turned, what, DIMS[what][::-1], across)
+        return codes.codes, codes.scale, transpose.codes, transpose.scale, amax
 
-    def _draw(self, which: str, tokens: int, start: Tensor | int | None) -> Tensor | None:
-        if self.draws is None or start is None:
-            return None
-        return self.draws.draw(f"{self.name}.{which}", start, tokens, self.features, self.width)
+    def _encode_nvfp4(self, x: Tensor, what: int, start: Tensor | int | None) -> Encoded:
+        square, key, features = self.recipe.is_square(what), 0, None
+        most = maxima(x, False) if square else nvfp4_maxima(x)
+        if self.split in DIMS[what]:
+            all_reduce(most, self.group, dist.ReduceOp.MAX)
+        if self.draws is not None and start is not None:
+            key, features = self.draws.key(self.name), self.features
+            start = start if isinstance(start, Tensor) else torch.full((), start, device=x.device)
+        codes, turned, scale, turned_scale = quantise_nvfp4(x, most, square, key, start, features)
+        return codes, scale, turned, turned_scale, most
 
     def encode_alone(
         self, x: Tensor, what: int, dims: tuple[str, str], draws: Tensor | None = None

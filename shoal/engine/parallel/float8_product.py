@@ -10,8 +10,8 @@ one matrix, with the scales of one.
 Weights are encoded at their first use after a change, and kept for all micro-batches of the step (not in ZeRO-3, where
 the weights themselves are not kept). Inputs are encoded once for all layers that share them.
 
-On hardware the normalised input of a layer, SwiGLU, and the gradient of gate and up exist as codes only: one pass
-computes and encodes them. In their place autograd sees a tensor of their shape without values.
+On hardware, in 8 bits, the normalised input of a layer, SwiGLU, and the gradient of gate and up exist as codes only:
+one pass computes and encodes them. In their place autograd sees a tensor of their shape without values.
 
 For the compiler, encoding an input and the products of a layer are one operator each: their scales and the kept weights
 are state that it does not see.
@@ -83,9 +83,9 @@ class Float8Product(Encoder):
 
         Returns:
             x + update ([0] without an update), the hollow normalised sum, and its codes; None if the device does not
-            multiply them.
+            multiply them, or in 4 bits.
         """
-        if not self.fits(x.shape[:-1].numel()):
+        if self.recipe.rotates or not self.fits(x.shape[:-1].numel()):
             return None
         inputs = x, update, weight, eps, self.key, self.form
         if torch.compiler.is_compiling():
@@ -98,10 +98,10 @@ class Float8Product(Encoder):
         """Compute SwiGLU of x W^T, gate before up, as the input of another product.
 
         Returns:
-            The hollow result and its codes; None if the device does not multiply them.
+            The hollow result and its codes; None if the device does not multiply them, or in 4 bits.
         """
         tokens = x.shape[:-1].numel()
-        if not (self.fits(tokens) and following.fits(tokens)):
+        if self.recipe.rotates or not (self.fits(tokens) and following.fits(tokens)):
             return None
         rows, trains = sum(len(weight) for weight in self.weights), torch.is_grad_enabled()
         inputs = x, *encoded, self.key, following.key, following.form, rows, trains
@@ -145,7 +145,7 @@ class Float8Product(Encoder):
 
     def gradient_term(self, gradient: Codes, turned: Tensor, scale: Tensor, dtype: torch.dtype) -> Term:
         """Return the term dY^T X of the weight's gradient, given dY^T by token and the saved codes of X^T by token."""
-        x = Codes(turned, scale, self.recipe.grains[INPUT], self.on_hardware(turned.shape[1]))
+        x = Codes(turned, scale, self.recipe.grains[INPUT], gradient.for_hardware)
         return partial(_add_multiplied, gradient, x, dtype)
 
     def encode_weight(self, weights: Sequence[Tensor], *, turned: bool, native: bool) -> Codes:
@@ -195,8 +195,8 @@ class _Float8Linear(torch.autograd.Function):
 
 def _add_multiplied(a: Codes, b: Codes, dtype: torch.dtype, total: Tensor, fresh: bool) -> None:
     aligned = total.storage_offset() * total.itemsize % _ALIGN == 0
-    # With scales of rows, older devices have no results in float32.
-    if fresh and aligned and a.for_hardware and a.grain != ROW:
+    # With scales of rows, older devices have no results in float32. torch's public NVFP4 product writes to no tensor.
+    if fresh and aligned and a.for_hardware and a.grain != ROW and a.grain.scale != "nv":
         multiply_into(a.codes, b.codes, *operand_scales(a, b), total)
         return
     # Rounded to bf16 as decoded products are: at most 2^-9 of an element, a small part of the error of 8-bit codes. The

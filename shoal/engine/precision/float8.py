@@ -48,7 +48,8 @@ class Codes(NamedTuple):
     """A matrix in 8 or 4 bits.
 
     Attributes:
-        codes: [m, k], float8; e2m1 as numbers of e4m3, which has all of them.
+        codes: [m, k], float8; e2m1 as numbers of e4m3, which has all of them. For products on hardware, two codes of
+            e2m1 in a byte, [m, k / 2].
         scale: [m / rows, k / columns], the factors that the matrix was multiplied by. For products on hardware, their
             inverses in the layout of `shoal.engine.kernels.quantise`.
         for_hardware: whether codes and scale are an operand of a product on hardware, or are decoded.
@@ -89,11 +90,8 @@ def compute_scale(most: Tensor, kind: Format, grain: Grain, total: Tensor | None
         total: "nv": largest absolute value of the tensor, if these blocks are a part of it.
     """
     if grain.scale == "nv":
-        smallest, info = 2.0**E4M3.tiniest, torch.finfo(most.dtype)
-        outer = kind.largest * E4M3.largest / (most.max() if total is None else total)
-        outer = outer.clamp(max=smallest / info.tiny)
-        inner = (most / kind.largest * outer).to(torch.float8_e4m3fn).to(most.dtype)
-        scale = outer / inner.clamp(min=smallest)
+        outer = compute_factor(most.max() if total is None else total)
+        scale = outer / invert_scale(most, outer)
     elif grain.scale == "mx":
         # frexp returns fractions in [1/2, 1): the exponent of the octave is one less
         above = torch.frexp(most).exponent - 1 - octave(kind)
@@ -105,6 +103,17 @@ def compute_scale(most: Tensor, kind: Format, grain: Grain, total: Tensor | None
             scale = torch.ldexp(torch.ones_like(most), torch.frexp(scale).exponent - 1)
     # Keep non-finite values, so that the step is detected.
     return torch.where(most == 0, torch.ones_like(most), torch.where(most.isfinite(), scale, torch.nan))
+
+
+def compute_factor(total: Tensor) -> Tensor:
+    """Return the factor of a tensor with "nv" scales, given its largest absolute value."""
+    return (E2M1.largest * E4M3.largest / total).clamp(max=2.0**E4M3.tiniest / torch.finfo(total.dtype).tiny)
+
+
+def invert_scale(most: Tensor, factor: Tensor) -> Tensor:
+    """Return the e4m3 numbers by which the factor of a tensor is divided in blocks: their "nv" scales."""
+    inner = (most / E2M1.largest * factor).to(torch.float8_e4m3fn).to(most.dtype)
+    return inner.clamp(min=2.0**E4M3.tiniest)
 
 
 def encode(x: Tensor, scale: Tensor, kind: Format, grain: Grain, draws: Tensor | None = None) -> Codes:

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.engine.models.initial import stream_key, uniform
+from shoal.engine.kernels.rounding import draw_bits
+from shoal.engine.models.initial import shift_right, stream_key
 
 ROTATED = 16  # elements of a row that one Hadamard transform mixes
 NEGATIVE = 0xD7E8  # which of 16 signs are negative: drawn once, for all layers and runs (section 4.2)
@@ -27,14 +28,31 @@ def rotate(x: Tensor) -> Tensor:
         [m, k rounded up to a multiple of 16].
     """
     x = F.pad(x.detach().to(torch.promote_types(x.dtype, torch.float32)), (0, -x.shape[1] % ROTATED))
-    # Sylvester's construction: the sign of row i and column j is the parity of i & j. From numbers on the device, as a
-    # matrix of the host's would be copied to it.
-    i = torch.arange(ROTATED, device=x.device)
-    negative = i.unsqueeze(1) & i
-    negative = negative ^ (negative >> 2)
-    negative = (negative ^ (negative >> 1) ^ torch.bitwise_right_shift(NEGATIVE, i).unsqueeze(1)) & 1
-    matrix = (1 - 2 * negative).to(x.dtype) / ROTATED**0.5
-    return (x.reshape(-1, ROTATED) @ matrix).view(x.shape)
+    shape = x.shape
+    # numbers on the device, as the host's would be copied to it
+    negative = torch.bitwise_right_shift(NEGATIVE, torch.arange(ROTATED, device=x.device)) & 1
+    x = x.reshape(-1, ROTATED) * (1 - 2 * negative)
+    # Sylvester's matrix in four steps, each of one bit of the index: its fast transform, in the order of the program
+    # that rotates on hardware, as sums of rounded numbers depend on the order
+    for _ in range(4):
+        even, odd = x[:, ::2], x[:, 1::2]
+        x = torch.cat((even + odd, even - odd), 1)
+    return (x / ROTATED**0.5).view(shape)
+
+
+def draw_rounding(key: int, start: Tensor | int, tokens: int, features: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw numbers in (0, 1), multiples of 2^-17, for a gradient and for its transpose: both [tokens, features].
+
+    Args:
+        key: a `stream_key`.
+        start: position of the first token.
+        features: their positions [f].
+    """
+    rows = start + torch.arange(tokens, device=features.device)
+    rows = draw_bits(draw_bits(key, rows >> 32), rows)
+    bits = draw_bits(rows.unsqueeze(1), features)
+    along, across = ((half + 0.5) * 2.0**-16 for half in (bits & 0xFFFF, shift_right(bits, 16)))
+    return along, across
 
 
 class RoundingDraws:
@@ -59,13 +77,6 @@ class RoundingDraws:
         samples = options["samples"] if "samples" in options else args[5] if len(args) > 5 else None
         self.start = 0 if samples is None else samples[0] * args[0].shape[1]
 
-    def draw(self, name: str, start: Tensor | int, tokens: int, features: Tensor, width: int) -> Tensor:
-        """Draw float64 numbers in (0, 1) for a gradient, [tokens, features].
-
-        Args:
-            name: of the layer and its product.
-            start: position of the first token.
-            features: positions of the features [f] in all ``width``.
-        """
-        rows = start + torch.arange(tokens, device=features.device)
-        return uniform(stream_key(self.seed, name), rows.unsqueeze(1) * width + features)
+    def key(self, name: str) -> int:
+        """Return the key of the gradient of a layer, for `draw_rounding`."""
+        return stream_key(self.seed, name)

@@ -1,6 +1,7 @@
-"""Product of two matrices of 8-bit codes.
+"""Product of two matrices of 8-bit or 4-bit codes.
 
-On hardware it is `torch._scaled_mm`: the public `torch.nn.functional.scaled_mm` has no e5m2 with scales of blocks.
+On hardware, in 8 bits, it is `torch._scaled_mm`: the public `torch.nn.functional.scaled_mm` has no e5m2 with scales of
+blocks. In 4 bits it is the latter, which multiplies by the factors of both tensors before it rounds.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.library import custom_op
+from torch.nn.functional import ScalingType, SwizzleType
 
 from shoal.engine.precision.float8 import ROW, TENSOR, Codes
 
+_LEVELS = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
+_LAYOUT = [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]
 
 def multiply(a: Codes, b: Codes, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
     """Compute a b^T: [m, k], [n, k] -> [m, n].
@@ -21,11 +25,23 @@ def multiply(a: Codes, b: Codes, dtype: torch.dtype, *, fast: bool = False) -> T
     """
     if not a.for_hardware:
         return F.linear(a.values(dtype), b.values(dtype))
+    if a.grain.scale == "nv":
+        return F.scaled_mm(
+            a.codes.view(torch.float4_e2m1fn_x2), b.codes.view(torch.float4_e2m1fn_x2).t(), split_scale(a.scale),
+            _LEVELS, split_scale(b.scale), _LEVELS, _LAYOUT, _LAYOUT, output_dtype=dtype,
+        )  # fmt: skip
     scale_a, scale_b = operand_scales(a, b)
     return torch._scaled_mm(
         a.codes, b.codes.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=dtype,
         use_fast_accum=fast and a.grain in (TENSOR, ROW),
     )  # fmt: skip
+
+
+def split_scale(scale: Tensor) -> list[Tensor]:
+    """Return the two levels of scales of NVFP4: of blocks, in tiles of 512 bytes, and after them that of the tensor."""
+    size = len(scale) % 512
+    blocks, factor = scale.split([len(scale) - size, size])
+    return [blocks, factor.view(torch.float32 if size == 4 else torch.float64)]
 
 
 def operand_scales(a: Codes, b: Codes) -> tuple[Tensor, Tensor]:

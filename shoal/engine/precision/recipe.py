@@ -15,6 +15,7 @@ from shoal.spec.config import Float8Config
 from shoal.spec.number_formats import E2M1, E4M3, E5M2, MX_BLOCK, NV_BLOCK, Format, Products
 
 HARDWARE_BLOCK = 128  # elements of a row that share a scale in products on hardware
+_TILE_ROWS = 128  # rows whose scales MX and NVFP4 keep together
 INPUT, WEIGHT, GRADIENT = range(3)
 """Tensors of a linear layer: x, W, and the gradient of its output."""
 
@@ -71,9 +72,10 @@ class Recipe:
     def alignment(self) -> int:
         """Number that the sides of matrices must be multiples of for products on hardware.
 
-        `torch._scaled_mm` needs 16. cuBLAS reads the scales of 4 blocks of a row together, and torch pads none.
+        `torch._scaled_mm` needs 16. cuBLAS reads the scales of 4 blocks of a row together, with MX and NVFP4 of 128
+        rows, and torch pads none.
         """
-        return {"block": 4 * HARDWARE_BLOCK, "mx": 4 * MX_BLOCK}.get(self.scales, 16)
+        return {"block": 4 * HARDWARE_BLOCK, "mx": 4 * MX_BLOCK, "nv": _TILE_ROWS}.get(self.scales, 16)
 
     def is_square(self, what: int) -> bool:
         """Return whether the codes of a tensor are also valid for its transpose."""
@@ -81,11 +83,11 @@ class Recipe:
 
 
 def hardware_scales(device: torch.device) -> frozenset[str]:
-    """Return the kinds of scales with which the device multiplies 8-bit matrices (`torch._scaled_mm`).
+    """Return the kinds of scales with which the device multiplies matrices in 8 or 4 bits (`torch._scaled_mm`).
 
     One per tensor or row needs CUDA with compute capability 8.9 (Ada, Hopper). cuBLAS has blocks of 128 on Hopper
-    alone, from CUDA 12.9 on, and MX (blocks of 32) on data-centre Blackwell. ROCm reports itself as CUDA, and its first
-    devices with 8-bit units use other 8-bit formats.
+    alone, from CUDA 12.9 on, and MX (blocks of 32) and NVFP4 (blocks of 16) on data-centre Blackwell, the latter from
+    CUDA 12.8 on. ROCm reports itself as CUDA, and its first devices with 8-bit units use other 8-bit formats.
     """
     if device.type != "cuda" or torch.version.hip is not None:
         return frozenset()
@@ -96,6 +98,8 @@ def hardware_scales(device: torch.device) -> frozenset[str]:
         found.add("block")
     if capability[0] == 10:
         found.add("mx")
+        if cuda >= (12, 8):
+            found.add("nv")
     return frozenset(found)
 
 
@@ -116,8 +120,8 @@ def find_unfit(shapes: dict[str, torch.Size], recipe: Recipe, *, warn: bool) -> 
     for kind, name in sorted(first.items()):
         layer, (rows, columns) = name.split(".")[-1], unfit[name]  # no number: stages of a rank warn once together
         warnings.warn(
-            f"{kind}.{layer} has {rows} x {columns} weights on a rank, but this device multiplies 8-bit matrices with "
-            f"scales '{recipe.scales}' only if all sides are multiples of {recipe.alignment}: products of {kind} are "
+            f"{kind}.{layer} has {rows} x {columns} weights on a rank, but this device multiplies matrices with scales "
+            f"'{recipe.scales}' only if all sides are multiples of {recipe.alignment}: products of {kind} are "
             "computed from decoded values, which is slower than in bf16", stacklevel=3,
         )  # fmt: skip
     return {name_block(name) for name in unfit}
@@ -127,7 +131,7 @@ def find_unfit(shapes: dict[str, torch.Size], recipe: Recipe, *, warn: bool) -> 
 def warn_of_tokens(tokens: int, recipe: Recipe) -> None:
     """Warn once that products on hardware do not take a micro-batch of this many tokens."""
     warnings.warn(
-        f"a micro-batch has {tokens} tokens on a rank, but this device multiplies 8-bit matrices with scales "
+        f"a micro-batch has {tokens} tokens on a rank, but this device multiplies matrices with scales "
         f"'{recipe.scales}' only if their number is a multiple of {recipe.alignment}: products are of decoded "
         "values, which is slower than in bf16", stacklevel=4,
     )  # fmt: skip

@@ -19,6 +19,7 @@ from shoal.base.units import show_bytes
 from shoal.engine.collectives.shm.region import host_identity
 from shoal.engine.device import host_memory
 from shoal.engine.precision.policy import POLICIES
+from shoal.engine.precision.recipe import hardware_scales
 from shoal.pipeline.from_layout import build_layout_program, check_run
 from shoal.pipeline.simulator.columns import build_columns
 from shoal.planning.cost.memory import activations
@@ -79,7 +80,7 @@ def count_rank_memory(
     forward = MicroBatch(
         shape, layout, config.data.sequence_length, policy.compute.itemsize, kernel,
         fused=device.type == "cuda" and policy.compute.itemsize < 8,
-        eight=EightBits.from_formats(policy, config.float8),
+        eight=EightBits.from_formats(policy, config.float8, packed="nv" in hardware_scales(device)),
     )
     kept = np.zeros(program.stages)  # bytes kept from a forward until its backward
     for rank in range(layout.pp if layout.schedule != "terapipe" else 0):

@@ -20,28 +20,36 @@ T = TypeVar("T")
 
 
 class EightBits(NamedTuple):
-    """Which products of the layers are in 8 bits, and their scaling.
+    """Which products of the layers are in 8 or 4 bits, and their scaling.
 
-    Backward saves the one-byte codes of the transposed input, and their scales
-    (`shoal.engine.parallel.float8_product`).
+    Backward saves the codes of the transposed input, and their scales (`shoal.engine.parallel.float8_product`).
     """
 
     per_tensor: bool  # one scale per input tensor; otherwise one per feature
     block: int  # tokens that share a feature's scale; 0 for all tokens
     keep: tuple[str, ...] = ()  # patterns of the linear layers that stay in higher precision
+    packed: bool = False  # two codes take a byte, and a scale one, instead of a byte and a number
 
     @staticmethod
-    def from_formats(formats: Formats, config: Float8Config) -> EightBits | None:
-        """Build from a precision; None if products are in the compute format."""
+    def from_formats(formats: Formats, config: Float8Config, *, packed: bool = False) -> EightBits | None:
+        """Build from a precision; None if products are in the compute format.
+
+        Args:
+            packed: whether the device multiplies in 4 bits.
+        """
         if formats.products == "compute":
             return None
         if formats.products in BLOCKS:
-            return EightBits(False, BLOCKS[formats.products], config.keep)
+            return EightBits(False, BLOCKS[formats.products], config.keep, packed and formats.products == "nvfp4")
         return EightBits(config.scales == "tensor", config.block if config.scales == "block" else 0, config.keep)
 
     def takes(self, name: str) -> bool:
         """Return whether a linear layer of the model's blocks is in 8 bits."""
         return not any(fnmatchcase(name, pattern) for pattern in self.keep)
+
+    def codes(self, elements: int) -> int:
+        """Return the bytes of the codes of a matrix."""
+        return elements // 2 if self.packed else elements
 
     def scales(self, tokens: int, width: int) -> int:
         """Return the number of scales of an input.
@@ -166,9 +174,9 @@ class MicroBatch:
         h, t, parts = shape.hidden, self.layout.tp, ("gate", "up", "down") if self.gated else ("up", "down")
         sizes = {f"attention.{name}": size for name, size in self._attention_sizes().items()}
         sizes |= {f"mlp.{name}": h * shape.ffn // t for name in parts}
-        return 2 * sum(
+        return 2 * eight.codes(sum(
             size for layer in layers for name, size in sizes.items() if eight.takes(f"layers.{layer}.{name}")
-        )
+        ))  # fmt: skip
 
     def _attention_sizes(self) -> dict[str, int]:
         """Return the elements of the matrices of a layer's attention on one rank."""

@@ -31,7 +31,7 @@ from shoal.engine.optim.schedule import learning_rate
 from shoal.engine.optim.shards import Shards
 from shoal.engine.optim.sophia import Sophia
 from shoal.engine.precision.float8 import compute_scale, encode, largest
-from shoal.engine.precision.nvfp4 import RoundingDraws, rotate
+from shoal.engine.precision.nvfp4 import RoundingDraws, draw_rounding, rotate
 from shoal.engine.precision.policy import POLICIES
 from shoal.engine.precision.recipe import GRADIENT, INPUT, WEIGHT, AmaxHistory, Recipe
 from shoal.pipeline.from_layout import build_layout_program
@@ -337,19 +337,18 @@ class Rounding:
 
     def gradient(self, d_y: Tensor, start: Tensor | int) -> Tensor:
         """Round dY along the output features."""
-        return self(GRADIENT, d_y, self._draw("along", d_y, start))
+        return self(GRADIENT, d_y, self._draw(d_y, start)[0] if self.recipe.rotates else None)
 
     def across(self, d_y: Tensor, x: Tensor, start: Tensor | int) -> tuple[Tensor, Tensor]:
         """Round dY^T and X^T along the tokens."""
-        d_y, x = (rotate(each.t()).t() if self.recipe.rotates else each for each in (d_y, x))
-        draws = self._draw("across", d_y, start)
-        return self(GRADIENT, d_y.t(), None if draws is None else draws.t()), self(INPUT, x.t())
-
-    def _draw(self, which: str, d_y: Tensor, start: Tensor | int) -> Tensor | None:
         if not self.recipe.rotates:
-            return None
+            return self(GRADIENT, d_y.t()), self(INPUT, x.t())
+        d_y, x = rotate(d_y.t()), rotate(x.t())
+        return self(GRADIENT, d_y, self._draw(d_y.t(), start)[1].t()), self(INPUT, x)
+
+    def _draw(self, d_y: Tensor, start: Tensor | int) -> tuple[Tensor, Tensor]:
         tokens, width = d_y.shape
-        return self.draws.draw(f"{self.name}.{which}", start, tokens, torch.arange(width), width)
+        return draw_rounding(self.draws.key(self.name), start, tokens, torch.arange(width))
 
 
 class RoundedProduct(torch.autograd.Function):

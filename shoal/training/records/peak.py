@@ -18,10 +18,12 @@ def sum_peak_flops(engine: Engine, local_ranks: int) -> float | None:
         local_ranks: number of ranks on each machine.
     """
     float8, compute, mesh = engine.float8, engine.policy.compute, engine.mesh
-    native = float8 is not None and float8.native(compute, mesh.device)
+    kind = compute
+    if float8 is not None and float8.native(compute, mesh.device):
+        kind = torch.float4_e2m1fn_x2 if float8.recipe.rotates else torch.float8_e4m3fn
     total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     if mesh.rank % local_ranks == 0:
-        own = peak_flops(torch.float8_e4m3fn if native else compute, mesh.device, local_ranks)
+        own = peak_flops(kind, mesh.device, local_ranks)
         total += torch.tensor([local_ranks * (own or 0.0), float(own is None)], device=mesh.device)
     rate, unknown = to_host(all_reduce(total, mesh.group("world")))
     return None if unknown else rate

@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -23,6 +24,7 @@ from shoal.engine.parallel.float8_product import Float8Product
 from shoal.engine.parallel.linear import Linear
 from shoal.engine.parallel.weight_grad import GradSink
 from shoal.engine.precision.float8 import ROW, TENSOR, Codes
+from shoal.engine.precision.nvfp4 import RoundingDraws
 from shoal.engine.precision.policy import POLICIES
 from shoal.engine.precision.product import multiply
 from shoal.engine.precision.recipe import GRADIENT, WEIGHT, AmaxHistory, Recipe, hardware_scales
@@ -260,9 +262,47 @@ def test_native_products_are_what_torch_takes_on_cuda(precision, settings, monke
             assert a.is_contiguous() and b.is_contiguous()
 
 
+def test_products_in_4_bits_are_what_torch_takes_on_cuda(monkeypatch):
+    """As above, with drawn rounding; the weight gradient is added in every case."""
+    taken, product, recipe = [], F.scaled_mm, Recipe.from_config("nvfp4", Float8Config())
+
+    def counting(*args, **options):
+        taken.append(tuple(tuple(scale.shape) for scale in (*args[2], *args[4])))
+        return product(*args, **options)
+
+    monkeypatch.setattr(F, "scaled_mm", counting)
+    monkeypatch.setattr(float8_product, "add_gradient", lambda gradient, total, fresh: taken.append(gradient.dtype))
+    tokens, width, out = 128, 256, 384
+    with FakeTensorMode():
+        x, gradient, weight = (
+            torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+            for shape in ((tokens, width), (tokens, out), (out, width))
+        )
+        layer = Float8Product(
+            "a", recipe, None, "", None, native=True, weights=[weight], sink=GradSink(), device=torch.device("cuda"),
+            bucket=SimpleNamespace(derive=lambda key, compute: compute()),
+        )  # fmt: skip
+        layer.draws, layer.features = RoundingDraws(0), torch.arange(out, device="cuda")
+        codes, scale, turned, turned_scale, _ = layer.encode_input(x)
+        eight = EightBits.from_formats(POLICIES["nvfp4"].formats, Float8Config(), packed=True)
+        assert codes.nbytes == turned.nbytes == eight.codes(tokens * width) == tokens * width // 2
+        assert scale.nbytes == turned_scale.nbytes == eight.scales(tokens, width) + 4
+        y = layer.forward(codes, scale, [weight], torch.bfloat16)
+        along, across = layer.encode_gradient(gradient, 0)
+        d_x = layer.backward_input(along, [weight], torch.bfloat16)
+        total = torch.empty(out, width, device="cuda")
+        layer.gradient_term(across, turned, turned_scale, torch.bfloat16)(total, True)
+        assert (y.shape, d_x.shape, y.device.type, y.dtype) == ((tokens, out), (tokens, width), "cuda", torch.bfloat16)
+        assert layer.normalise(x, None, weight, 1e-5) is None and layer.activate(x, (), layer) is None
+    x, d_y, w = tokens * width // 16, tokens * out // 16, width * out // 16
+    expected = [(a, (1,), b, (1,)) for a, b in (((x,), (w,)), ((d_y,), (w,)), ((d_y,), (x,)))]
+    assert taken == [*((a, one, b, two) for a, one, b, two in expected), torch.bfloat16]
+
+
 @pytest.mark.parametrize(("capability", "cuda", "native"), [
     ((8, 0), "13.0", ""), ((8, 9), "13.0", "tensor row"), ((9, 0), "13.0", "tensor row block"),
-    ((9, 0), "12.8", "tensor row"), ((10, 0), "13.0", "tensor row mx"), ((12, 0), "13.0", "tensor row"),
+    ((9, 0), "12.8", "tensor row"), ((10, 0), "13.0", "tensor row mx nv"),
+    ((10, 3), "12.8", "tensor row mx nv"), ((10, 0), "12.7", "tensor row mx"), ((12, 0), "13.0", "tensor row"),
 ])
 def test_scales_of_hardware(capability, cuda, native, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -275,16 +315,17 @@ def test_scales_of_hardware(capability, cuda, native, monkeypatch):
 
 
 @pytest.mark.parametrize(("precision", "settings", "native"), [
-    ("fp8", {}, True), ("fp8", {"scales": "row"}, True), ("fp8", {"scales": "block"}, True),
-    ("fp8", {"scales": "block", "block": 64}, False), ("mxfp8", {}, False), ("nvfp4", {}, False),
-    ("fp64-fp8", {}, False),
+    ("fp8", {}, (9, 10)), ("fp8", {"scales": "row"}, (9, 10)), ("fp8", {"scales": "block"}, (9,)),
+    ("fp8", {"scales": "block", "block": 64}, ()), ("mxfp8", {}, (10,)), ("nvfp4", {}, (10,)),
+    ("fp64-fp8", {}, ()), ("fp64-nvfp4", {}, ()),
 ])
-def test_only_products_that_are_made_in_8_bits_count_as_such(precision, settings, native, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+@pytest.mark.parametrize("major", [9, 10])
+def test_only_products_that_are_made_in_8_or_4_bits_count_as_such(precision, settings, native, major, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     policy, device = POLICIES[precision], torch.device("cuda")
     run = Float8.from_policy(policy, Float8Config(**settings), model_shape("tiny"), torch.device("cpu"))
-    assert run.native(policy.compute, device) == native
+    assert run.native(policy.compute, device) == (major in native)
     assert not run.native(policy.compute, torch.device("cpu"))
 
 

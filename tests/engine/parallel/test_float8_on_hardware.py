@@ -1,4 +1,4 @@
-"""Steps with the operands of hardware, multiplied here by a model of `torch._scaled_mm`, equal the emulated ones."""
+"""Steps with the operands of hardware, multiplied here by a model of torch's product, equal the emulated ones."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +6,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import ScalingType, SwizzleType
 
 from shoal.engine import kernels
 from shoal.engine.parallel.float8_encoding import Encoder
@@ -25,6 +27,8 @@ CASES = [
     ({"tp": 2, "sequence_parallel": True}, "fp8", {"amax": "delayed", "history": 2}),
     ({"dp": 2, "zero": 3, "recompute": "full"}, "fp8", {"scales": "block", "block": 32}),
     ({"pp": 2, "schedule": "zb-h1"}, "mxfp8", {}),
+    ({"tp": 2, "recompute": "full"}, "nvfp4", {}),
+    ({"pp": 2, "schedule": "zb-h1"}, "nvfp4", {}),
 ]
 STEPS, MICRO_BATCHES = 3, 2
 
@@ -47,8 +51,8 @@ def compare(pool, parallel, precision, settings, ffn, blocks):
             of_layer = 2 * blocks  # of attention, and of the feed-forward block
             assert products == (3 + (parallel.get("recompute") == "full")) * of_layer * STEPS * MICRO_BATCHES
             torch.testing.assert_close(native, emulated, rtol=1e-12, atol=0)
-            expected = {"plain"}
-            if fused:
+            expected = {"plain"} if precision != "nvfp4" else set()
+            if fused and precision != "nvfp4":
                 expected |= {"swiglu", "swiglu_backward"} if blocks == 2 else set()
                 expected |= {"norm"} if parallel.get("tp", 1) == 1 else set()
             assert encodings == expected
@@ -76,10 +80,18 @@ def _native(config: RunConfig, fused: bool, steps: Callable[[RunConfig], Any]) -
         y = (decode(a, scale_a, config) @ decode(b.t(), scale_b.t(), config).t()).to(out_dtype)
         return y if out is None else out.copy_(y)
 
+    def product_in_4_bits(a: Tensor, b: Tensor, scale_a, levels_a, scale_b, levels_b, *layouts, output_dtype):
+        calls.append(False)
+        assert a.is_contiguous() and b.t().is_contiguous() and a.dtype == b.dtype == torch.float4_e2m1fn_x2
+        assert levels_a == levels_b == [ScalingType.BlockWise1x16, ScalingType.TensorWise]
+        assert layouts == ([SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE],) * 2
+        return (decode_in_4_bits(a, *scale_a) @ decode_in_4_bits(b.t(), *scale_b).t()).to(output_dtype)
+
     block = config.float8.block
     with (
         patch.object(Recipe, "is_native", lambda self, compute, device: True), patch.object(Recipe, "alignment", 8),
-        patch.object(torch, "_scaled_mm", product), patch.object(kernels, "use_fused", lambda x: fused),
+        patch.object(torch, "_scaled_mm", product), patch.object(F, "scaled_mm", product_in_4_bits),
+        patch.object(kernels, "use_fused", lambda x: fused),
         patch.object(Encoder, "encode_result", encode_result), patch.object(recipe, "HARDWARE_BLOCK", block),
     ):  # fmt: skip
         return steps(config), len(calls), sources
@@ -116,9 +128,7 @@ def decode(codes: Tensor, inverse: Tensor, config: RunConfig) -> Tensor:
     if inverse.numel() == 1:
         return codes.double() * inverse
     if inverse.dtype == torch.float8_e8m0fnu:  # in tiles of 128 rows and 4 blocks of 32
-        row, column = torch.arange(m)[:, None], torch.arange(k)[None, :] // 32
-        tile = row // 128 * -(-k // 128) + column // 4
-        return codes.double() * inverse.double()[tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + column % 4]
+        return codes.double() * spread_tiles(inverse, m, k, 32)
     if inverse.shape == (m, 1) and config.float8.scales == "row":
         return codes.double() * inverse
     spread = inverse.double().repeat_interleave(block, 1)[:, :k]
@@ -128,3 +138,19 @@ def decode(codes: Tensor, inverse: Tensor, config: RunConfig) -> Tensor:
     else:
         assert inverse.stride(0) == 1
     return codes.double() * spread
+
+
+def decode_in_4_bits(codes: Tensor, inverse: Tensor, factor: Tensor) -> Tensor:
+    """Multiply codes of e2m1, two in a byte, by their inverse scales and the tensor's."""
+    assert inverse.dtype == torch.float8_e4m3fn
+    codes = codes.view(torch.uint8)
+    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    values = torch.cat((numbers, -numbers))[torch.stack((codes % 16, codes // 16), -1).flatten(1).long()]
+    return values * spread_tiles(inverse, *values.shape, 16) * factor
+
+
+def spread_tiles(inverse: Tensor, m: int, k: int, block: int) -> Tensor:
+    """Return one inverse scale for each element [m, k], from tiles of 128 rows and 4 blocks."""
+    row, column = torch.arange(m)[:, None], torch.arange(k)[None, :] // block
+    tile = row // 128 * -(-k // (4 * block)) + column // 4
+    return inverse.double()[tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + column % 4]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.engine.precision.float8 import Grain, compute_scale, encode, largest
-from shoal.engine.precision.nvfp4 import RoundingDraws, rotate
+from shoal.engine.precision.nvfp4 import draw_rounding, rotate
 from shoal.engine.precision.recipe import GRADIENT, INPUT, WEIGHT, Recipe
 from shoal.spec.config import Float8Config
 from shoal.spec.number_formats import E2M1, E4M3
@@ -108,10 +108,11 @@ def test_rotated_matrices_have_the_same_product():
     assert rotate(one).abs().max() == 2.0, "an outlier spreads over its block"
 
 
-def test_drawn_rounding_is_unbiased():
+@pytest.mark.parametrize("which", [0, 1])
+def test_drawn_rounding_is_unbiased(which):
     """Each value over many positions: only its two neighbours, with the value as their mean."""
     values = torch.tensor([0.1, 0.25, 0.6, 1.4, 1.75, 2.2, 3.9, 4.5, 5.9, -0.3, -2.7], dtype=torch.float64)
-    draws = RoundingDraws(3).draw("a.along", 0, 40_000, torch.arange(len(values)), len(values))
+    draws = draw_rounding(3, 0, 40_000, torch.arange(len(values)))[which]
     x = values.expand(40_000, -1)
     found = encode(x, ONE, E2M1, Grain(0, 0), draws).codes.double()
     for value, column in zip(values.tolist(), found.t(), strict=True):
@@ -121,18 +122,20 @@ def test_drawn_rounding_is_unbiased():
     deviation = 1.0 / 40_000**0.5  # at most half of a unit of 2
     assert (found.mean(0) - values).abs().max() < 4 * deviation
     exact = torch.tensor([[-number for number in NUMBERS] + NUMBERS], dtype=torch.float64).expand(2_000, -1)
-    draws = RoundingDraws(3).draw("a.along", 0, 2_000, torch.arange(16), 16)
+    draws = draw_rounding(3, 0, 2_000, torch.arange(16))[which]
     assert torch.equal(encode(exact, ONE, E2M1, Grain(0, 0), draws).codes.double(), exact)
 
 
 def test_draws_depend_on_positions_alone():
-    draws = RoundingDraws(5)
-    complete = draws.draw("a", 96, 32, torch.arange(24), 24)
-    assert torch.equal(draws.draw("a", torch.tensor(112), 16, torch.arange(8, 20), 24), complete[16:, 8:20])
-    for other in (RoundingDraws(6).draw("a", 96, 32, torch.arange(24), 24),
-                  draws.draw("b", 96, 32, torch.arange(24), 24), draws.draw("a", 128, 32, torch.arange(24), 24)):
-        assert not torch.isclose(other, complete).any(1).all()
-        assert torch.isclose(other, complete, atol=1e-6).sum() < 3
+    def draw(key, start, tokens, features):
+        return torch.stack(draw_rounding(key, start, tokens, features))
+
+    complete = draw(5, 96, 32, torch.arange(24))
+    assert torch.equal(draw(5, torch.tensor(112), 16, torch.arange(8, 20)), complete[:, 16:, 8:20])
+    assert ((complete > 0) & (complete < 1)).all()
+    for other in (draw(6, 96, 32, torch.arange(24)), draw(5, 128, 32, torch.arange(24)), complete.flip(0),
+                  draw(5, 96 + 2**32, 32, torch.arange(24)), draw(5, 96, 32, torch.arange(24, 48))):
+        assert (other == complete).sum() < 5
 
 
 def test_recipe():

@@ -14,19 +14,24 @@ RUN = {
 }
 
 
-def count_launches(settings: dict, ffn: int = 1024, tokens: int = 512) -> tuple[list, list, dict, list]:
+def count_launches(
+    settings: dict, ffn: int = 1024, tokens: int = 512, precision: str = "fp8"
+) -> tuple[list, list, dict, list]:
     import warnings
 
     import torch
 
+    from shoal.engine.precision import recipe
     from shoal.testing.fake_cuda import census
 
-    train = {"precision": "fp8", "global_batch": MICRO_BATCHES}
+    train = {"precision": precision, "global_batch": MICRO_BATCHES}
     model, data = RUN["model"] | {"ffn": ffn}, RUN["data"] | {"sequence_length": tokens}
     config = build_config(RUN | {"model": model, "data": data, "train": train, "float8": settings})
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         patch.setattr(torch.version, "cuda", "13.0")
+        if precision == "nvfp4":
+            patch.setattr(recipe, "hardware_scales", lambda device: {"nv"})
         found = census.take_census(config)
     launches: dict[str, int] = {}
     places = "engine/parallel/float8", "engine/precision", "engine/operators"
@@ -34,7 +39,7 @@ def count_launches(settings: dict, ffn: int = 1024, tokens: int = 512) -> tuple[
         if any(place in line for place in places):
             launches[line.split(" at ")[0]] = launches.get(line.split(" at ")[0], 0) + count
     synchronisations = [line for line in found.synchronisations if "precision" in line]
-    said = [str(each.message) for each in warned if "8-bit" in str(each.message)]
+    said = [str(each.message) for each in warned if "multiplies matrices" in str(each.message)]
     return [*found.mismatches], synchronisations, launches, said
 
 
@@ -57,6 +62,15 @@ def test_matrices_are_encoded_once(on_fake_cuda: Callable, settings: dict, encod
     into = MICRO_BATCHES * PRODUCTS // 2 if settings.get("scales") != "row" else 0
     products = 3 * MICRO_BATCHES * PRODUCTS
     assert launches["_scaled_mm"] == products - into and launches.get("float8_multiply_into", 0) == into
+
+
+def test_matrices_are_encoded_once_in_4_bits(on_fake_cuda: Callable) -> None:
+    mismatches, synchronisations, launches, said = on_fake_cuda(count_launches, {}, 1024, 512, "nvfp4")
+    assert not mismatches and not synchronisations and not said
+    of_tokens = 2 * PRODUCTS * MICRO_BATCHES
+    assert (launches["maxima"], launches["nvfp4_maxima"]) == (PRODUCTS, of_tokens)  # of weights; of inputs, gradients
+    assert launches["quantise_nvfp4"] == PRODUCTS + of_tokens
+    assert launches["_scaled_mm_v2"] == 3 * MICRO_BATCHES * PRODUCTS
 
 
 def test_a_side_that_hardware_does_not_take_is_named(on_fake_cuda: Callable) -> None:

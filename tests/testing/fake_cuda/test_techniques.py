@@ -72,7 +72,7 @@ CASES = {
     "fp8-row": Case(train("fp8", float8={"scales": "row"}), 0, 5, 166),
     "fp8-block": Case(train("fp8", float8={"scales": "block"}), 0, 5, 953),
     "mxfp8": Case(train("mxfp8"), 0, 5, 1162),
-    "nvfp4": Case(train("nvfp4"), 0, 5, 1318),
+    "nvfp4": Case(train("nvfp4"), 0, 5, 1378),
     "sgd": Case(optimizer("sgd"), 0, 5, 101),
     "radam": Case(optimizer("radam"), 0, 5, 105),
     "sage": Case(optimizer("sage"), 1, 3, 110),

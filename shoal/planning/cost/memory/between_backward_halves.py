@@ -67,8 +67,8 @@ def _product(
     coded = sum(run.eight is not None and run.eight.takes(name) for name in names)
     one = run.fused and run.layout.cp == 1
     biased = run.shape.family == "gpt" and ((joined and not one) or coded)
-    wide = len(names) - coded
-    found.append(Saved(f"gradients of {what}", "", n * out * (e * wide + coded) // len(names)))
+    codes = 0 if run.eight is None else run.eight.codes(n * out * coded)
+    found.append(Saved(f"gradients of {what}", "", (e * n * out * (len(names) - coded) + codes) // len(names)))
     return found + ([Saved(f"gradients of {what} for biases", "", e * n * out)] if biased else [])
 
 

@@ -101,5 +101,5 @@ def between_halves(run: MicroBatch, number: int) -> list[Saved]:
         "latents": m * of.latents, "queries": n * of.heads, "keys and values": n * of.expanded,
         "attention output": n * run.shape.hidden,
     }  # fmt: skip
-    one = 1 if run.eight is not None else e
-    return found + [Saved(f"gradients of {what}", "", one * elements) for what, elements in gradients.items()]
+    sizes = {what: e * n if run.eight is None else run.eight.codes(n) for what, n in gradients.items()}
+    return found + [Saved(f"gradients of {what}", "", size) for what, size in sizes.items()]

@@ -26,7 +26,7 @@ def multiplied(
     run: MicroBatch, what: str, letters: str, width: int, products: Sequence[str], *, needed: bool = False,
     tokens: int | None = None,
 ) -> list[Saved]:  # fmt: skip
-    """Return the saved input of products with several matrices: itself, or its codes if they are in 8 bits.
+    """Return the saved input of products with several matrices: itself, or its codes if they are in 8 or 4 bits.
 
     Args:
         width: elements per token.
@@ -39,8 +39,9 @@ def multiplied(
     if needed or not all(coded):
         saved.append(Saved(what, letters, run.itemsize * n * width))
     if eight is not None and any(coded):
-        saved.append(Saved(f"{what}, in 8 bits", letters, n * width))
-        saved.append(Saved(f"{what}, scales", "", run.exact * eight.scales(n, width)))
+        bits, size = (4, 1) if eight.packed else (8, run.exact)
+        saved.append(Saved(f"{what}, in {bits} bits", letters, eight.codes(n * width)))
+        saved.append(Saved(f"{what}, scales", "", size * eight.scales(n, width)))
     return saved
 
 

@@ -102,7 +102,8 @@ class StageMemory:
         ))  # fmt: skip
         self.forward = self.once(("pass", self.pass_key), lambda: MicroBatch(
             run.shape, run.layout, run.sequence_length, run.policy.compute.itemsize, run.attention,
-            run.document_mask, run.fuses, EightBits.from_formats(run.policy, run.float8), run.by_lengths,
+            run.document_mask, run.fuses,
+            EightBits.from_formats(run.policy, run.float8, packed=run.products == "fp4"), run.by_lengths,
         ))  # fmt: skip
 
     def once(self, key: Hashable, count: Callable[[], T]) -> T:
