@@ -5,8 +5,6 @@ from __future__ import annotations
 import platform
 from fnmatch import fnmatchcase
 
-import torch
-
 from shoal.base.addresses import to_path
 from shoal.base.errors import UsageError, redact
 from shoal.base.files import expanded
@@ -14,6 +12,7 @@ from shoal.engine.checkpoint.hugging_face import HFWeights, read_hf_config
 from shoal.engine.collectives.shm.region import host_identity
 from shoal.engine.data.tokenizer import load_tokenizer
 from shoal.engine.device import pick_device
+from shoal.engine.models.initial import on_meta
 from shoal.engine.models.transformer import Transformer
 from shoal.engine.optim.from_torch import MOMENTS
 from shoal.engine.own.check import check_own_model
@@ -68,7 +67,7 @@ def check_weights(config: RunConfig) -> None:
     for field in (field for field in ours if ours[field] != theirs[field]):
         raise UsageError(f"model.{field} = {ours[field]!r}, but the model of model.weights = '{folder}' has "
                          f"{theirs[field]!r}.\n  `shoal import hf {folder}` writes the fields of its model.")
-    with torch.device("meta"):
+    with on_meta():
         model = Transformer(shape)
     weights, parameters = HFWeights(folder, shape), {n: tuple(each.shape) for n, each in model.named_parameters()}
     weights.check(parameters | {name: tuple(each.shape) for name, each in model.named_buffers()})
@@ -107,7 +106,7 @@ def check_rates(config: RunConfig, shape: ModelShape) -> None:
     if isinstance(shape, OwnShape):
         names = [name for name, _ in shape.tensors]
     else:
-        with torch.device("meta"):
+        with on_meta():
             names = [name for name, _ in Transformer(shape).named_parameters()]
     for pattern in config.optimizer.lr_factors:
         if not any(fnmatchcase(name, pattern) for name in names):

@@ -8,16 +8,38 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from shoal.base.boxes import Box
 
 # Elements per step.
 _BLOCK = 1 << 18  # the scratch memory fits in the cache and is small for any shard
 _CUDA_BLOCK = 1 << 24  # ~30 launches each; scratch memory of several times 128 MiB, before any activations
+
+
+class _SkipInit(TorchFunctionMode):
+    """Skip the initial values of torch's linear layers, whose operators torch decomposes in Python on meta tensors."""
+
+    def __torch_function__(
+        self, function: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function in (nn.init.kaiming_uniform_, nn.init.uniform_):
+            return kwargs["tensor"]
+        return function(*args, **kwargs)
+
+
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """Create modules in the enclosed code on the meta device: no rank allocates or fills an unsharded matrix."""
+    with torch.device("meta"), _SkipInit():
+        yield
 
 
 class Initial(NamedTuple):

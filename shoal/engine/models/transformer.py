@@ -12,7 +12,7 @@ head`` leaves a valid pipeline stage.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, cast
 
@@ -226,10 +226,12 @@ class Transformer(nn.Module):
             core, whose scores take the most memory for the fewest FLOPs ("selective": Korthikanti et al. 2022,
             section 5).
         seed: random seed of the gates in training.
+        layers: numbers of the layers to build, modules of multi-token prediction included; None builds all.
     """
 
     def __init__(
-        self, shape: ModelShape, *, kernel: Kernel = "sdpa", recompute: Recompute = "none", seed: int = 0
+        self, shape: ModelShape, *, kernel: Kernel = "sdpa", recompute: Recompute = "none", seed: int = 0,
+        layers: Iterable[int] | None = None,
     ):
         super().__init__()
         self.shape, self.seed = shape, seed
@@ -239,7 +241,7 @@ class Transformer(nn.Module):
         self.embed: Embedding | None = Embedding(shape)
         self.first = True  # whether this stage begins with the embedding
         blocks = {str(i): (Block if i < shape.layers else PredictionBlock)(shape, i, kernel, recompute)
-                  for i in range(shape.blocks)}  # fmt: skip
+                  for i in (range(shape.blocks) if layers is None else layers)}  # fmt: skip
         self.layers = cast("dict[str, Block]", nn.ModuleDict(blocks))  # keyed by layer number in the full model
         self.norm: nn.Module | None = norm(shape)
         self.head: nn.Linear | None = nn.Linear(shape.hidden, shape.vocab, bias=False)

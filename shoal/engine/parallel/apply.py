@@ -15,7 +15,7 @@ from shoal.engine.compiler import prepare_compiler
 from shoal.engine.data.batches import Batch
 from shoal.engine.models.attention_kernels import Kernel
 from shoal.engine.models.cache import Slice
-from shoal.engine.models.initial import fill
+from shoal.engine.models.initial import fill, on_meta
 from shoal.engine.models.transformer import PredictionBlock, Transformer, initial
 from shoal.engine.parallel.context.apply import apply_context_parallel
 from shoal.engine.parallel.context.token_order import TokenAssignment
@@ -109,10 +109,12 @@ def _build_stage(
     """Build one stage and allocate this rank's shard of it."""
     layout, part, depth = mesh.layout, stage % program.depth, program.depth
     overlap = not (compile or float8) and layout.overlaps_products(background=mesh.device.type != "cpu")
-    # On the meta device, so no rank allocates an unsharded matrix.
-    with torch.device("meta"):
-        model = Transformer(shape, kernel=kernel, recompute=layout.recompute, seed=seed)
-    keep_stage(model, part, assign_layers(shape, program))  # first: parts of other stages need not be split
+    layers = assign_layers(shape, program)
+    with on_meta():
+        model = Transformer(
+            shape, kernel=kernel, recompute=layout.recompute, seed=seed, layers=select_layers(shape, part, layers)
+        )
+    keep_stage(model, part, layers)  # first: parts of other stages need not be split
     sink = GradSink(defer=mesh.size("tp") > 1 and not overlap and not compile)
     placements = apply_tensor_parallel(model, shape, mesh, sink, overlap=overlap)
     chosen = assign_chosen(shape, mesh, assignment)
@@ -160,11 +162,15 @@ def _build_stage(
     return LocalStage(stage, part, model, parameters)
 
 
+def select_layers(shape: ModelShape, stage: int, layers: Sequence[range]) -> list[int]:
+    """Return the layers of a stage, given every stage's range; the last has the modules of multi-token prediction."""
+    last = stage == len(layers) - 1
+    return [*layers[stage], *range(shape.layers, shape.blocks if last else shape.layers)]
+
+
 def keep_stage(model: Transformer, stage: int, layers: Sequence[range]) -> None:
     """Remove from a model, in place, everything that other stages compute, given the layer range of every stage."""
-    keep, last, shape = [*layers[stage]], stage == len(layers) - 1, model.shape
-    if last:
-        keep += range(shape.layers, shape.blocks)
+    keep, last, shape = select_layers(model.shape, stage, layers), stage == len(layers) - 1, model.shape
     for name in list(model.layers):
         if int(name) not in keep:
             del model.layers[name]

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from shoal.engine.data.batches import Batch
+from shoal.engine.models.initial import on_meta
 from shoal.engine.models.transformer import Transformer
 from shoal.pipeline.partition import assign_layers
 from shoal.pipeline.program import Op, Program
@@ -68,7 +69,7 @@ def map_parameters_to_stages(shape: ModelShape, program: Program) -> dict[str, i
     """Return the stage of each parameter that a forward uses, by its name in the model, tied ones included."""
     parts, depth = assign_layers(shape, program), program.depth
     layer_stage = {str(layer): stage for stage, layers in enumerate(parts) for layer in layers}
-    with torch.device("meta"):
+    with on_meta():
         names = [name for name, _ in Transformer(shape).named_parameters(remove_duplicate=False)]
     first, last = ("embed.",), ("norm.", "head.")
     return {

@@ -17,6 +17,7 @@ from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.collectives.ops import all_gather, all_reduce, to_host
 from shoal.engine.data.batches import Batch, CompleteDataset, Dataset
 from shoal.engine.models.cache import Slice
+from shoal.engine.models.initial import on_meta
 from shoal.engine.models.transformer import Transformer
 from shoal.engine.parallel.apply import LocalStage, build_stages, initialise
 from shoal.engine.parallel.context.causal_blocks import token_positions
@@ -120,7 +121,7 @@ class ModelState:
 
     def describe_module(self) -> nn.Module:
         """Return the unsplit model without values: the names of all its modules and parameters."""
-        with torch.device("meta"):
+        with on_meta():
             return Transformer(self.shape)
 
     def weights(self) -> dict[str, list[Piece]]:

@@ -5,10 +5,11 @@ import math
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.base.boxes import Box
 from shoal.engine.models import initial as module
-from shoal.engine.models.initial import Initial, fill
+from shoal.engine.models.initial import Initial, fill, on_meta
 from shoal.engine.models.transformer import Transformer, initial
 from shoal.spec.catalog import model_shape
 
@@ -68,7 +69,7 @@ def test_names_seeds_and_neighbours_are_independent() -> None:
 def test_every_parameter_of_a_family_starts_as_its_paper_says() -> None:
     for name in ("tiny", "tiny-gpt"):
         shape = model_shape(name)
-        with torch.device("meta"):
+        with on_meta():
             model = Transformer(shape)
         for parameter, p in model.named_parameters():
             start = initial(parameter, shape)
@@ -80,3 +81,21 @@ def test_every_parameter_of_a_family_starts_as_its_paper_says() -> None:
                 assert start == Initial(0, 0.02 / math.sqrt(2 * shape.layers))
             else:
                 assert start == Initial(0, 0.02)
+
+
+def test_on_meta_nothing_is_filled_and_some_layers_are_built_alone() -> None:
+    calls: list[str] = []
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            calls.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    shape = model_shape("tiny")
+    with Calls(), on_meta():
+        part = Transformer(shape, layers=(1, 3))
+    assert "empty" in calls and "uniform_" not in calls
+    whole = dict(Transformer(shape).named_parameters())
+    expected = {name: p.shape for name, p in whole.items() if not name.startswith(("layers.0.", "layers.2."))}
+    assert {name: p.shape for name, p in part.named_parameters()} == expected
+    assert all(p.is_meta for p in part.parameters())
