@@ -47,7 +47,7 @@ def dry(config: RunConfig, rank: int, steps: int = 2) -> Counted:
 @pytest.mark.parametrize(("parallel", "model", "differing"), [
     ({"dp": 2, "tp": 2, "zero": 3}, {}, (3,)),
     ({"pp": 2, "tp": 2, "sequence_parallel": True, "recompute": "full"}, {}, (0, 3)),
-    ({"tp": 4, "tp_x": 2, "sequence_parallel": True}, {}, (3,)),
+    ({"tp": 4, "tp_x": 2, "sequence_parallel": True}, {"layers": 1}, (3,)),
     ({"dp": 2, "pp": 2, "zero": 2, "schedule": "zb-h1", "recompute": "selective"}, {"depths": {"capacity": 0.5}},
      (0, 3)),
 ])  # fmt: skip
@@ -121,7 +121,7 @@ def test_windows_are_computed_alone_on_accelerators(parallel: dict, chunked: boo
 
 def test_estimates_of_curvature_are_part_of_a_step(pool: Pool) -> None:
     """Their passes come before the step's own, and hold more than these do."""
-    config = small_run({"dp": 2, "zero": 1}, {"hidden": 64, "ffn": 96})
+    config = small_run({"dp": 2, "zero": 1}, {"hidden": 64, "ffn": 96, "layers": 1})
     rule = {"name": "sophia-h", "hessian_every": 1}
     config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update=rule)})
     here, there = dry(config, 0).steps[-1], pool.run(real, 2, config, 3)[0].steps[1:]
@@ -165,11 +165,12 @@ def formulas_of(config: RunConfig, shape: ModelShape, mesh: DryMesh) -> RankCoun
 
 @pytest.mark.parametrize(("model", "parallel"), [
     ({}, {"dp": 4, "zero": 3, "zero_shard": 2, "prefetch": 2, "tp": 2, "sequence_parallel": True, "recompute": "full"}),
-    ({"tied": True}, {"pp": 2, "tp": 4, "schedule": "dualpipe", "tp_overlap": True, "dp": 2, "zero": 2}),
+    ({"tied": True, "layers": 2}, {"pp": 2, "tp": 4, "schedule": "dualpipe", "tp_overlap": True, "dp": 2, "zero": 2}),
     ({"name": "tiny-gpt", "tied": True}, {"cp": 4, "ulysses": 2, "recompute": "full", "zero": 3, "pp": 2}),
-    ({"mtp_depth": 2, "experts": {"count": 4, "ffn": 8}}, {"pp": 2, "tp": 2, "sequence_parallel": True, "etp": 1}),
-    ({"mtp_depth": 1, "tied": True}, {"zero": 3, "dp": 2, "tp": 2, "cp": 2, "recompute": "full"}),
-    ({"name": "tiny-gpt"}, {"tp": 4, "tp_x": 2, "recompute": "full", "pp": 2}),
+    ({"mtp_depth": 2, "layers": 2, "experts": {"count": 4, "ffn": 8}},
+     {"pp": 2, "tp": 2, "sequence_parallel": True, "etp": 1}),
+    ({"mtp_depth": 1, "tied": True, "layers": 1}, {"zero": 3, "dp": 2, "tp": 2, "cp": 2, "recompute": "full"}),
+    ({"name": "tiny-gpt", "layers": 2}, {"tp": 4, "tp_x": 2, "recompute": "full", "pp": 2}),
 ])
 def test_bytes_sent_of_a_later_step(model: dict, parallel: dict) -> None:
     """In which nothing is learned; with key/value heads that several ranks hold, and all that is shared."""
