@@ -4,6 +4,7 @@ import io
 import json
 import shutil
 import sys
+from functools import cache
 
 import pytest
 import torch
@@ -40,11 +41,26 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
-def run(request, corpus, pool, tmp_path_factory):
-    """A run on one device, and its config."""
-    config = small_config(corpus, {"micro_batch": 8}, model={"tied": request.param}, train={"steps": 20})
-    return config, train_in(pool, config, tmp_path_factory.mktemp("sample") / "run")
+@pytest.fixture(scope="module")
+def trained(corpus, pool, tmp_path_factory):
+    """A run on one device and its config, by whether embeddings are tied, each made once."""
+
+    @cache
+    def run(tied):
+        config = small_config(corpus, {"micro_batch": 8}, model={"tied": tied}, train={"steps": 20})
+        return config, train_in(pool, config, tmp_path_factory.mktemp("sample") / "run")
+
+    return run
+
+
+@pytest.fixture(params=[False, True], ids=["untied", "tied"])
+def run(request, trained):
+    return trained(request.param)
+
+
+@pytest.fixture
+def tied(trained):
+    return trained(True)
 
 
 def write(folder, prompt="def ", max_tokens=40, temperature=0.8, seed=0, **options) -> str:
@@ -54,20 +70,20 @@ def write(folder, prompt="def ", max_tokens=40, temperature=0.8, seed=0, **optio
     return text
 
 
-def test_the_seed_decides_what_is_written(run):
-    _, folder = run
+def test_the_seed_decides_what_is_written(tied):
+    _, folder = tied
     assert write(folder, seed=1) == write(folder, seed=1)
     assert len({write(folder, seed=seed) for seed in range(4)}) > 1
     assert write(folder).startswith("def ")
 
 
-def test_at_temperature_0_it_is_the_likeliest_whatever_the_seed(run):
-    _, folder = run
+def test_at_temperature_0_it_is_the_likeliest_whatever_the_seed(tied):
+    _, folder = tied
     assert write(folder, temperature=0, seed=1) == write(folder, temperature=0, seed=2)
 
 
-def test_prompts_together_are_written_as_each_alone(run):
-    _, folder = run
+def test_prompts_together_are_written_as_each_alone(tied):
+    _, folder = tied
     prompts = ["def ", "class Attention(nn.Module", "x", "    return self.out"]
     together = shoal.sample(folder, prompts, max_tokens=40, seed=3, precision="fp64")  # some fill the window of 32
     alone = [write(folder, prompt, seed=3 + i, precision="fp64") for i, prompt in enumerate(prompts)]
@@ -234,36 +250,36 @@ def test_a_text_of_an_imported_model_begins_as_its_tokenizer_says(tmp_path, corp
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
-def test_the_command_prints_the_text(run, capsys):
-    _, folder = run
+def test_the_command_prints_the_text(tied, capsys):
+    _, folder = tied
     assert main(["sample", str(folder), "def ", "--max-tokens", "30", "--temperature", "0"]) == 0
     assert capsys.readouterr().out == write(folder, max_tokens=30, temperature=0) + "\n"
 
 
-def test_the_command_prints_several_texts(run, capsys, tmp_path):
+def test_the_command_prints_several_texts(tied, capsys, tmp_path):
     (tmp_path / "prompts").write_text("class A\n\nx = 1\n")
     words = ["def ", "--prompts", str(tmp_path / "prompts"), "--max-tokens", "4", "--seed", "5"]
-    assert main(["sample", str(run[1]), *words]) == 0
+    assert main(["sample", str(tied[1]), *words]) == 0
     prompts = ["def ", "class A", "x = 1"]
-    expected = [write(run[1], prompt, max_tokens=4, seed=5 + i) for i, prompt in enumerate(prompts)]
+    expected = [write(tied[1], prompt, max_tokens=4, seed=5 + i) for i, prompt in enumerate(prompts)]
     assert capsys.readouterr().out == "\n--------\n".join(expected) + "\n"
 
 
-def test_any_text_is_printed_whatever_letters_the_terminal_has(run, monkeypatch):
+def test_any_text_is_printed_whatever_letters_the_terminal_has(tied, monkeypatch):
     """An untrained model writes bytes that are no text, and a run that is done must not fail for what it prints."""
     terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setattr("shoal.launch.inference.sample", lambda *_, show, **__: show("def \ufffd\u2713\x1b[31m"))
-    assert main(["sample", str(run[1]), "def "]) == 0
+    assert main(["sample", str(tied[1]), "def "]) == 0
     assert terminal.buffer.getvalue() == b"def ??\\x1b[31m\n"
 
 
-def test_any_temperature_gives_a_text(run):
-    assert write(run[1], temperature=1e-320, max_tokens=4) == write(run[1], temperature=0, max_tokens=4)
+def test_any_temperature_gives_a_text(tied):
+    assert write(tied[1], temperature=1e-320, max_tokens=4) == write(tied[1], temperature=0, max_tokens=4)
 
 
-def test_what_is_no_run_is_refused(run, tmp_path, capsys):
-    _, folder = run
+def test_what_is_no_run_is_refused(tied, tmp_path, capsys):
+    _, folder = tied
     assert main(["sample", str(tmp_path), "def "]) == 2
     assert f"{tmp_path} is not the folder of a run (run.toml is missing)" in capsys.readouterr().err
     shutil.copy(folder / "run.toml", tmp_path / "run.toml")
@@ -279,9 +295,9 @@ def test_what_is_no_run_is_refused(run, tmp_path, capsys):
     assert "--stop ''" in capsys.readouterr().err
 
 
-def test_the_weights_that_it_uses_are_those_of_the_checkpoint(run, tmp_path):
+def test_the_weights_that_it_uses_are_those_of_the_checkpoint(tied, tmp_path):
     """Change one stored weight, and the checksum refuses it: nothing else can be behind the text."""
-    _, folder = run
+    _, folder = tied
     shutil.copytree(folder, tmp_path / "run")
     for path in checkpoints(tmp_path / "run").values():
         file = next(path.glob("rank-*"))
