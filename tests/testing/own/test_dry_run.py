@@ -38,18 +38,26 @@ def real(config: RunConfig, shape: ModelShape, steps: int) -> Counted:
 def test_a_dry_rank_does_what_a_rank_does(pool, name, layout, sections):
     config = config_of(name, layout, **sections)
     shape, world = check(config), config.parallel.world_size
-    ranks = pool.run(real, world, config, shape, 12)
-    for rank in {0, world - 1} if world == 4 else {world - 1}:  # of each stage, the last has the padding
-        here, there = dry_run(config, shape, rank, steps=2, on_cpu=True), ranks[rank]
+    chosen = {0, world - 1} if world == 4 else {world - 1}  # of each stage, the last has the padding
+    dry = {rank: dry_run(config, shape, rank, steps=2, on_cpu=True) for rank in chosen}
+    # Threads of gloo free a tensor with a delay (on a busy machine in three steps of ten, at random): compare with the
+    # least of the steps, without sent activations, and take more if those were late.
+    for steps in (3, 12):
+        ranks = pool.run(real, world, config, shape, steps)
+        least = {rank: min(step.peak for step in ranks[rank].steps[1:]) - messages(here) for rank, here in dry.items()}
+        if all(least[rank] <= 1.02 * here.steps[-1].peak for rank, here in dry.items()):
+            break
+    for rank, here in dry.items():
+        there, ours = ranks[rank], here.steps[-1]
         assert (here.where, here.parameters, here.held) == (there.where, there.parameters, there.held)
-        ours, theirs = here.steps[-1], there.steps[-1]
+        theirs = there.steps[-1]
         assert (ours.flops, ours.sent, ours.calls) == (theirs.flops, theirs.sent, theirs.calls)
-        # Threads of gloo free a tensor with a delay (on a busy machine in three steps of ten, at random): compare with
-        # the least of the steps, without sent activations.
         # The workspace of oneDNN's recurrent layers is known only with values.
-        messages = sum(size for (axis, _), size in ours.sent.items() if axis.startswith("pp"))
-        least = min(step.peak for step in there.steps[1:])
-        assert name == "lstm" or least - messages <= 1.02 * ours.peak <= 1.04 * least
+        assert name == "lstm" or least[rank] <= 1.02 * ours.peak <= 1.04 * (least[rank] + messages(here))
+
+
+def messages(counted: Counted) -> int:
+    return sum(size for (axis, _), size in counted.steps[-1].sent.items() if axis.startswith("pp"))
 
 
 def test_a_forward_that_reads_values_is_refused():
