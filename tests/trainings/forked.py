@@ -53,7 +53,7 @@ class Command(Polled):
     """A command that was forked: the part of `subprocess.Popen` that tests need."""
 
     def __init__(self, child: Child, log: Path):
-        self.pid, self.args, self._child, self._log = child.pid, (), child, log
+        self.pid, self.args, self.log, self._child = child.pid, (), log, child
 
     @property
     def returncode(self) -> int | None:
@@ -64,7 +64,7 @@ class Command(Polled):
 
     def communicate(self, timeout: float | None = None) -> tuple[str, None]:
         self.wait(timeout)
-        return self._log.read_text(), None
+        return self.log.read_text(), None
 
     def send_signal(self, signum: int) -> None:
         self._child.send_signal(signum)

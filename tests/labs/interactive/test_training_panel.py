@@ -1,15 +1,19 @@
 """The training panel: a run on real ranks that is watched, loses a rank, recovers and is verified."""
 
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import IO
 
 import pytest
 
 from shoal.base.errors import UsageError
 from shoal.labs.interactive import training
 from shoal.labs.interactive.panels import call_panel
+from tests.trainings.forked import Command, command
+from tests.trainings.runs import ROOT
 
 SECONDS = 120.0
 
@@ -18,6 +22,19 @@ SECONDS = 120.0
 def no_run_is_left():
     yield
     training.end_runs()
+
+
+@pytest.fixture
+def forks(monkeypatch):
+    """Commands of the lab that are forks (`tests.trainings.forked`)."""
+
+    def start(words: list[str], stdout: IO[bytes], **_: object) -> Command:
+        child = command(words[4:], os.environ, ROOT)
+        Path(stdout.name).unlink()
+        Path(stdout.name).symlink_to(child.log)
+        return child
+
+    monkeypatch.setattr(training, "Popen", start)
 
 
 def look(until, seconds: float = SECONDS) -> dict:
@@ -52,7 +69,7 @@ def test_without_a_run_there_is_nothing_to_kill_verify_or_show():
     assert call_panel("training-stop", {}) == {"status": "none"}
 
 
-def test_a_run_is_started_killed_recovered_and_verified_from_the_page(panel):
+def test_a_run_is_started_killed_recovered_and_verified_from_the_page(panel, forks):
     page = panel("training?steps=1000", ".tile b")
     page.set_default_timeout(1000 * SECONDS)
     page.get_by_role("button", name="Start").click()
