@@ -57,12 +57,16 @@ def supervised(rank_server, tmp_path, monkeypatch) -> Callable[..., tuple[int, P
     return train
 
 
-@pytest.fixture(scope="session")
-def undisturbed(corpus, rank_server, tmp_path_factory) -> Path:
-    """The folder of the same run without a fault."""
-    config, folder = config_of(corpus), tmp_path_factory.mktemp("undisturbed") / "run"
+def train_undisturbed(config: RunConfig, folder: Path, server: PreforkServer) -> Path:
+    """Train under a supervisor without a fault; returns the folder."""
     prepare(config.data)
     new_run(config, folder)
     payload = {"config": plain(config), "folder": str(folder), "resume": False, "made": True}
-    assert Supervisor(config, payload, folder, "cpu", survivable=False, server=rank_server).run() == 0
+    assert Supervisor(config, payload, folder, "cpu", survivable=False, server=server).run() == 0
     return folder
+
+
+@pytest.fixture(scope="session")
+def undisturbed(corpus, rank_server, tmp_path_factory) -> Path:
+    """The folder of the same run without a fault."""
+    return train_undisturbed(config_of(corpus), tmp_path_factory.mktemp("undisturbed") / "run", rank_server)

@@ -4,6 +4,8 @@ import json
 import os
 import signal
 import threading
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from shoal.spec.config import RunConfig, build_config
 from shoal.training.check import check
 from shoal.training.resilience.events import read_events
 from tests.trainings.runs import checkpoints, curve, logged, wait_for
-from tests.trainings.supervised import config_of
+from tests.trainings.supervised import config_of, train_undisturbed
 
 STEPS = 20
 
@@ -29,6 +31,21 @@ def started(monkeypatch) -> list[RankProcess]:
     build = RankProcess.__init__
     monkeypatch.setattr(RankProcess, "__init__", lambda self, *a, **o: (found.append(self), build(self, *a, **o))[0])
     return found
+
+
+@pytest.fixture(scope="module")
+def alone(corpus, rank_server, tmp_path_factory) -> Callable[[int], Path]:
+    """Return the folder of an undisturbed run with a global batch on one device, which is made once."""
+
+    @cache
+    def train(batch: int) -> Path:
+        config = config_of(
+            corpus, parallel={"dp": 1, "zero": 0}, checkpoint={"every": 0},
+            train={"precision": "fp64", "global_batch": batch, "steps": STEPS},
+        )  # fmt: skip
+        return train_undisturbed(config, tmp_path_factory.mktemp("alone") / "run", rank_server)
+
+    return train
 
 
 def assert_same_losses(folder: Path, other: Path) -> None:
@@ -51,12 +68,9 @@ def story(folder: Path) -> list[object]:
     return [event[kinds[event["event"]]] for event in read_events(folder) if event["event"] in kinds]
 
 
-def test_the_replicas_that_are_left_go_on_and_the_lost_one_joins(supervised, corpus, started, capfd):
+def test_the_replicas_that_are_left_go_on_and_the_lost_one_joins(supervised, alone, corpus, started, capfd):
     """Rank 0 of two replicas of two ranks is killed, and the rank that took its place."""
     config = shrinking(corpus, {"tp": 2}, train={"global_batch": 4})
-    code, undisturbed = supervised(config, name="undisturbed")
-    assert code == 0 and not story(undisturbed)
-    started.clear()
     code, folder = supervised(config, "kill@4:0:F,,kill@+2:3:R")
     said = capfd.readouterr().err
     assert code == 0, said
@@ -64,14 +78,12 @@ def test_the_replicas_that_are_left_go_on_and_the_lost_one_joins(supervised, cor
     assert len(started) == 4 + 2  # nothing but the lost ranks
     assert "3 of 4 ranks available: now on" in said and "4 of 4 ranks available: now on" in said
     assert not any(event["lost"] > 1 for event in read_events(folder) if event["event"] in ("recovered", "joined"))
-    assert_same_losses(folder, undisturbed)
+    assert_same_losses(folder, alone(4))
 
 
-def test_a_replica_joins_when_its_device_is_back(supervised, corpus, started, monkeypatch, tmp_path):
+def test_a_replica_joins_when_its_device_is_back(supervised, alone, corpus, monkeypatch, tmp_path):
     """Three replicas; a spare takes the place of the first lost rank, and then rank 0 is lost with its device."""
     config = shrinking(corpus, {"dp": 3}, failover={"spares": 1}, testing={"min_step_seconds": 0.05})
-    code, undisturbed = supervised(config, name="undisturbed")
-    assert code == 0
     monkeypatch.setenv("LOST_DEVICES", "[[], [0]]")
     monkeypatch.setattr("shoal.launch.supervisor.REPLACE_SECONDS", 0.1)
 
@@ -81,19 +93,16 @@ def test_a_replica_joins_when_its_device_is_back(supervised, corpus, started, mo
 
     thread = threading.Thread(target=restore)
     thread.start()
-    started.clear()
     code, folder = supervised(config, "kill@2:1:F,kill@4:0:B")
     thread.join()
     assert code == 0
     assert story(folder) == ["in process", 2, "in process", 3, "in process"]
-    assert_same_losses(folder, undisturbed)
+    assert_same_losses(folder, alone(6))
 
 
-def test_a_device_that_is_back_after_a_restart_on_fewer_is_used(supervised, corpus, monkeypatch, tmp_path):
+def test_a_device_that_is_back_after_a_restart_on_fewer_is_used(supervised, alone, corpus, monkeypatch, tmp_path):
     """The only replica that was left is lost too, so that all processes are replaced, on one device."""
     config = shrinking(corpus, {"dp": 2}, train={"global_batch": 4}, testing={"min_step_seconds": 0.05})
-    code, undisturbed = supervised(config, name="undisturbed")
-    assert code == 0
     monkeypatch.setenv("LOST_DEVICES", "[[0], [0]]")
     monkeypatch.setattr("shoal.launch.supervisor.REPLACE_SECONDS", 0.1)
 
@@ -108,7 +117,7 @@ def test_a_device_that_is_back_after_a_restart_on_fewer_is_used(supervised, corp
     assert code == 0
     assert story(folder) == [1, "in process", "restart", 2, "restart"]
     assert [event["lost"] for event in read_events(folder) if event["event"] == "joined"] == [0]
-    assert_same_losses(folder, undisturbed)
+    assert_same_losses(folder, alone(4))
 
 
 def test_a_stop_while_a_replica_joins_is_saved(supervised, corpus, monkeypatch, capfd):
