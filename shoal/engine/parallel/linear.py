@@ -143,8 +143,9 @@ class Linear(nn.Linear):
         """
         if any(layer._forward_hooks or (layer.product and layer.bias is not None) for layer in layers):
             return None
-        products = {layer.product for layer in layers}
-        if len(products) > 1 or (products == {None} and len(_group_adjacent(layers)) > 1):
+        if any(layer.product is not self.product for layer in layers):
+            return None
+        if self.product is None and len(_group_adjacent(layers)) > 1:
             return None
         return self.results(x, layers, joined=True)[0]
 

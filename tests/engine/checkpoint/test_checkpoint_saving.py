@@ -265,7 +265,7 @@ end("left", lambda *args: time.sleep(1000))
 
 def test_the_end_of_a_process_waits_for_a_save_unless_it_was_left(tmp_path):
     done = subprocess.run([sys.executable, "-c", ENDS, tmp_path], capture_output=True, text=True, timeout=60)
-    assert done.stdout.split() == ["1", "1"] and done.stderr.count("ArithmeticError") == 3
+    assert done.stdout.split() == ["1", "1"] and done.stderr.splitlines().count("ArithmeticError") == 3
     assert loaded(newest(tmp_path / "awaited").path) == 1 and newest(tmp_path / "left") is None
 
 
