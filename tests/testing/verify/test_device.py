@@ -25,7 +25,7 @@ LAYOUTS = {
 
 
 def check_staged(pool: Pool, run: RunConfig) -> None:
-    verdict, _ = run_case(prepare(run, own_precision=False), pool, steps=2, transport="staged")
+    verdict, _ = run_case(prepare(run, own_precision=False), pool, steps=1, transport="staged")
     assert not verdict.findings, verdict.findings[0].text
     assert verdict.worst_gradient <= 1e-9
 

@@ -61,7 +61,7 @@ def test_chunks_and_layers_without_positions_on_layouts(pool: Pool, parallel: di
     model = LLAMA4 if parallel.get("schedule") != "terapipe" else {**LLAMA4, "experts": {}}
     config = small_run(parallel, model, precision="fp64")
     data = config.data.model_copy(update={"sequence_length": 18, "document_mask": masked})
-    verdict, _ = run_case(prepare(config.model_copy(update={"data": data}), own_precision=False), pool, steps=2)
+    verdict, _ = run_case(prepare(config.model_copy(update={"data": data}), own_precision=False), pool, steps=1)
     assert not verdict.findings, verdict.findings[0].text
     assert verdict.worst_gradient <= 1e-12
 
@@ -76,7 +76,7 @@ def test_latent_attention_on_layouts(pool: Pool, parallel: dict, latent: dict) -
     model = {"kv_heads": 4, "heads": 4, "latent": {"key_value_rank": 5, "rotary_dim": 4, **latent}}
     config = small_run(parallel, model, precision="fp64")
     data = config.data.model_copy(update={"sequence_length": 17 + (parallel.get("tp", 1) > 1)})
-    verdict, _ = run_case(prepare(config.model_copy(update={"data": data}), own_precision=False), pool, steps=2)
+    verdict, _ = run_case(prepare(config.model_copy(update={"data": data}), own_precision=False), pool, steps=1)
     assert not verdict.findings, verdict.findings[0].text
     assert verdict.worst_gradient <= 1e-12
 
@@ -92,7 +92,7 @@ def test_multi_token_prediction_on_layouts(pool: Pool, parallel: dict, model: di
     """The last stage has a copy of the embedding; ranks see tokens of others, and documents end before them."""
     config = small_run(parallel, {"mtp_depth": 2, **model}, precision="fp64")
     data = config.data.model_copy(update={"sequence_length": 18, "document_mask": True})
-    verdict, _ = run_case(prepare(config.model_copy(update={"data": data}), own_precision=False), pool, steps=2)
+    verdict, _ = run_case(prepare(config.model_copy(update={"data": data}), own_precision=False), pool, steps=1)
     assert not verdict.findings, verdict.findings[0].text
     assert verdict.worst_gradient <= 1e-12
 
