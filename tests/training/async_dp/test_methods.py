@@ -37,7 +37,7 @@ def config_of(
     sync: str, optimizer: dict[str, Any], relaxed: dict[str, Any], more: dict[str, Any] | None = None, **layout: int
 ) -> RunConfig:
     values = {
-        "model": {"name": "tiny", "layers": 2, "hidden": 16, "heads": 2, "ffn": 32},
+        "model": {"name": "tiny", "layers": layout.get("pp", 1), "hidden": 16, "heads": 2, "ffn": 32},
         "parallel": {"micro_batch": 1, "sync": sync, **layout},
         "data": {"source": "synthetic", "sequence_length": 16},
         "train": {"steps": STEPS, "global_batch": 4, "precision": "fp64", "validation_sequences": 4},
@@ -92,7 +92,7 @@ SAME = {  # sync: (replicas, optimizer, share of masked targets, tp): uneven whe
 }
 
 
-BATCH = {"train": {"global_batch": 24}, "model": {"layers": 1}}  # of 1, 2, 3 or 4 replicas, each in two micro-batches
+BATCH = {"train": {"global_batch": 24}}  # of 1, 2, 3 or 4 replicas, each in two micro-batches
 MICRO_BATCH = {1: 12, 2: 6, 3: 4, 4: 3}
 
 
@@ -276,7 +276,8 @@ def sent_bytes(config: RunConfig) -> tuple[float, list[int]]:
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(("sync", "least"), [("powersgd", 3), ("topk", 50), ("onebit", 30), ("int8", 6)])
 def test_less_is_sent(sync, least, ranks, pool):
-    config = config_of(sync, SGD, {"rank": 1, "density": 0.01}, {"train": {"global_batch": ranks}}, dp=ranks)
+    more = {"train": {"global_batch": ranks}, "model": {"layers": 2}}
+    config = config_of(sync, SGD, {"rank": 1, "density": 0.01}, more, dp=ranks)
     for sent, sizes in pool.run(sent_bytes, ranks, config):
         plain = 2 * (ranks - 1) / ranks * 8 * sum(sizes)  # of an all-reduce in float64
         assert plain / sent > (least if sync != "topk" else 2 * least / ranks)  # a gather
