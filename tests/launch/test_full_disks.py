@@ -2,18 +2,18 @@
 
 import os
 import subprocess
-import sys
 
 import pytest
 
 from shoal.engine.data.prepare import prepare
 from shoal.spec.config import save_config
 from shoal.training.resilience.events import read_events
+from tests.trainings.forked import command
 from tests.trainings.runs import ROOT, checkpoints, curve, same_bits
 from tests.trainings.supervised import STEPS, config_of
 
 IN_A_NAMESPACE = """
-import shutil, subprocess, sys
+import ctypes, os, shutil, subprocess, sys
 from pathlib import Path
 from shoal.base.section import plain
 from shoal.launch.local_launcher import start_rank_server
@@ -21,7 +21,13 @@ from shoal.launch.supervisor import Supervisor
 from shoal.spec.config import load_config
 from shoal.training.run_folder import new_run
 
-place, copy = map(Path, sys.argv[1:])
+place, copy, user, group = Path(os.environ["PLACE"]), Path(os.environ["COPY"]), os.getuid(), os.getgid()
+NEW_MOUNTS, NEW_USER = 0x20000, 0x10000000
+assert ctypes.CDLL(None).unshare(NEW_MOUNTS | (NEW_USER if user else 0)) == 0
+if user:
+    for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+        Path("/proc/self", name).write_text(text)
+subprocess.run(["mount", "--make-rprivate", "/"], check=True)
 for disk in ("memory", "run"):
     (place / disk).mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", place / disk], check=True)
@@ -45,12 +51,14 @@ def test_full_disks_cost_nothing_but_the_saves_meanwhile(corpus, undisturbed, tm
     unshare = ("unshare", "--mount", *(() if os.getuid() == 0 else ("--map-root-user",)))
     if subprocess.run([*unshare, "mount", "-t", "tmpfs", "tmpfs", tmp_path], capture_output=True).returncode:
         pytest.skip("no file system can be mounted here, not even in a namespace of its own")
-    full = {"FULL": f"{tmp_path}/memory:{tmp_path}/run", "FAULT": "fill@8:1:B,free@10:0:B", "PYTHONPATH": str(ROOT)}
-    run, words = tmp_path / "copy", (sys.executable, "-c", IN_A_NAMESPACE, tmp_path)
-    done = subprocess.run(
-        [*unshare, *words, run], cwd=ROOT, timeout=120, capture_output=True, text=True, env={**os.environ, **full}
-    )
-    said = done.stderr + done.stdout
+    run, job = tmp_path / "copy", tmp_path / "job.py"
+    job.write_text(IN_A_NAMESPACE)
+    environment = {
+        **os.environ, "PLACE": str(tmp_path), "COPY": str(run), "FULL": f"{tmp_path}/memory:{tmp_path}/run",
+        "FAULT": "fill@8:1:B,free@10:0:B",
+    }  # fmt: skip
+    done = command([], environment, ROOT, script=str(job))
+    said = done.communicate(timeout=120)[0]
     assert done.returncode == 0, said
     assert curve(run) == curve(undisturbed)
     assert same_bits(checkpoints(run)[STEPS], checkpoints(undisturbed)[STEPS]) and 8 not in checkpoints(run)
