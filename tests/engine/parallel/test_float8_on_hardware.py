@@ -30,7 +30,7 @@ CASES = [
     ({"tp": 2, "recompute": "full"}, "nvfp4", {}),
     ({"pp": 2, "schedule": "zb-h1"}, "nvfp4", {}),
 ]
-STEPS, MICRO_BATCHES = 3, 2
+MICRO_BATCHES = 2
 
 
 @pytest.mark.parametrize(("parallel", "precision", "settings"), CASES, ids=str)
@@ -49,13 +49,18 @@ def compare(pool, parallel, precision, settings, ffn, blocks):
     for emulated, *found in pool.run(_all, config.parallel.world_size, config):
         for (native, products, encodings), fused in zip(found, (False, True), strict=True):
             of_layer = 2 * blocks  # of attention, and of the feed-forward block
-            assert products == (3 + (parallel.get("recompute") == "full")) * of_layer * STEPS * MICRO_BATCHES
+            assert products == (3 + (parallel.get("recompute") == "full")) * of_layer * steps_of(config) * MICRO_BATCHES
             torch.testing.assert_close(native, emulated, rtol=1e-12, atol=0)
             expected = {"plain"} if precision != "nvfp4" else set()
             if fused and precision != "nvfp4":
                 expected |= {"swiglu", "swiglu_backward"} if blocks == 2 else set()
                 expected |= {"norm"} if parallel.get("tp", 1) == 1 else set()
             assert encodings == expected
+
+
+def steps_of(config: RunConfig) -> int:
+    """A history of two steps is complete, and has lost a value, in the third."""
+    return 3 if config.float8.amax == "delayed" else 2
 
 
 def _all(config: RunConfig) -> tuple[Tensor, tuple, tuple]:
@@ -118,7 +123,7 @@ def _compiled(config: RunConfig, compile: bool) -> tuple[Tensor, int, set[str]]:
 def _steps(config: RunConfig) -> Tensor:
     engine = engine_of(config)
     assert any(isinstance(getattr(m, "product", None), Float8Product) for m in engine.stages[0].module.modules())
-    results = [engine.step(step) for step in range(STEPS)]
+    results = [engine.step(step) for step in range(steps_of(config))]
     return torch.tensor([(result.loss, result.gradient_norm) for result in results], dtype=torch.float64)
 
 

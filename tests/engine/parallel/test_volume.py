@@ -217,9 +217,8 @@ def test_of_weights_split_two_ways_each_axis_sends_what_it_would_alone(
     config = tensor_run(2, dp=2, zero=zero, **form)
     config = config.model_copy(update={"train": config.train.model_copy(update={"global_batch": 2})})
     alone = pool.run(tensor_volume, 2, tensor_run(2, **form))[0]
-    for along_tp in pool.run(tensor_volume, 4, config):
-        assert {kind: along_tp[kind] for kind in kinds} == {kind: alone[kind] for kind in kinds}
     for sent, buckets, _ in pool.run(volume, 4, config):
+        assert {kind: sent["tp", kind] for kind in kinds} == {kind: alone[kind] for kind in kinds}
         last = buckets[-1] if zero == 3 else 0
         assert of_parameters(sent) == ((3 if zero == 3 else 2) * sum(buckets) - last) / 2
 
