@@ -17,7 +17,7 @@ inputs x, a and b, and never written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -190,6 +190,13 @@ def nvfp4_maxima(x: Tensor) -> Tensor:
     return torch.cat((largest(x, TENSOR), largest(rotate(x.t()), TENSOR))).flatten()
 
 
+@nvfp4_maxima.register_kernel("cuda")
+def _(x: Tensor) -> Tensor:
+    found = x.new_zeros(2, dtype=torch.int32)
+    launch("nvfp4", "maxima")(x.contiguous(), found)
+    return found.view(torch.float32)
+
+
 @nvfp4_maxima.register_fake
 def _(x: Tensor) -> Tensor:
     return x.new_empty(2, dtype=torch.float32)
@@ -225,9 +232,25 @@ def quantise_nvfp4(
     return codes, turned, inverse, turned_inverse
 
 
+@quantise_nvfp4.register_kernel("cuda")
+def _(
+    x: Tensor, most: Tensor, square: bool, key: int, start: Tensor | None, features: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    out = _empty_nvfp4(x, square)
+    launch("nvfp4", "quantise")(x.contiguous(), most, key, start, features, _parts(out), square=square)
+    return out
+
+
 @quantise_nvfp4.register_fake
 def _(x: Tensor, most: Tensor, square: bool, key: int, start: Tensor | None, features: Tensor | None):
     return _empty_nvfp4(x, square)
+
+
+def _parts(out: Sequence[Tensor]) -> list[Tensor]:
+    """Return the results of `quantise_nvfp4` as its program takes them: codes, scales of blocks, and both factors."""
+    codes, turned, *inverse = out
+    both = [each[-4:].view(torch.float32) for each in inverse]
+    return [codes.view(torch.int32), turned.view(torch.int32), *(each.view(torch.uint8) for each in inverse), *both]
 
 
 def _pack(codes: Tensor) -> Tensor:
@@ -286,6 +309,7 @@ def examples() -> Iterator[Example]:
 
     calls = {f"quantise, by row {by_row}": partial(by_scale, by_row=by_row) for by_row in (False, True)}
     calls |= {f"quantise, blocks {block}": partial(by_block, block=block) for block in _BLOCKS}
+    calls |= {f"quantise, nvfp4, squares {square}": partial(_in_4_bits, square=square) for square in (False, True)}
     for name, call in calls.items():
         yield Example(
             name, call, lambda x, call=call: call(x.bfloat16()), (x,), (torch.bfloat16,), gradients=(), tolerance=1e-12
@@ -299,6 +323,15 @@ def examples() -> Iterator[Example]:
             f"quantise, {source}", partial(_decode_blocks, source), SOURCES[source], inputs, (torch.bfloat16,),
             gradients=(), tolerance=2**-4 + 2**-7,
         )
+
+
+def _in_4_bits(x: Tensor, *, square: bool) -> list[Tensor]:
+    """Return maxima, codes and scales, as numbers that are equal if their bytes are."""
+    most = maxima(x, False) if square else nvfp4_maxima(x)
+    start = None if square else torch.full((), 2**40, device=x.device)
+    features = None if square else torch.arange(x.shape[1], device=x.device)
+    found = quantise_nvfp4(x, most, square, 1 << 50 | 12345, start, features)
+    return [most, *(each.view(torch.uint8).float() for each in found)]
 
 
 def _decode_blocks(source: str, x: Tensor, a: Tensor | None = None, b: Tensor | None = None) -> Tensor:

@@ -11,11 +11,15 @@ from shoal.engine.kernels.quantise import (
     TILE,
     _empty,
     _empty_blocks,
+    _empty_nvfp4,
     _locate,
+    _parts,
     _size,
     maxima,
+    nvfp4_maxima,
     quantise,
     quantise_blocks,
+    quantise_nvfp4,
 )
 from shoal.engine.precision.float8 import Grain, octave
 from tests.engine.kernels.triton_tools import OPERATOR_CHECKS, TARGETS, compile_program
@@ -62,7 +66,7 @@ def check_programs(x: torch.Tensor, kinds: list[str]) -> None:
 
 
 def round_like_hardware() -> None:
-    """Let Triton's interpreter convert to 8 bits as torch does, to nearest even, as the instruction of hardware does.
+    """Let Triton's interpreter convert to and from 8 bits as torch does, to nearest even, as hardware does.
 
     The interpreter's own conversion rounds halves up, and knows no NaN. `test_programs_compile` looks for the
     instruction, which PTX defines to round to nearest even.
@@ -71,8 +75,10 @@ def round_like_hardware() -> None:
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     def convert(self, source, kind, rounding):
-        dtype = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}[kind.scalar]
-        return TensorHandle(torch.from_numpy(source.data).to(dtype).view(torch.uint8).numpy(), kind.scalar)
+        dtypes, x = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}, torch.from_numpy(source.data)
+        if kind.scalar not in dtypes:
+            return TensorHandle(x.view(dtypes[source.dtype.scalar]).float().numpy(), kind.scalar)
+        return TensorHandle(x.to(dtypes[kind.scalar]).view(torch.uint8).numpy(), kind.scalar)
 
     InterpreterBuilder.create_fp_to_fp = convert
 
@@ -106,6 +112,56 @@ def launch_blocks(x, kind, rows, columns, scale, *source):
         square=rows == columns, tile=TILE,
     )  # fmt: skip
     return out
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_programs_in_4_bits_equal_the_reference(interpreted, bad: bool) -> None:
+    interpreted(check_4_bits, sample(256, 256 if bad else 384, torch.bfloat16, bad=bad), bad)
+
+
+def check_4_bits(x: torch.Tensor, bad: bool) -> None:
+    from shoal.engine.kernels.programs import nvfp4 as programs
+
+    round_like_hardware()
+    both = torch.zeros(2, dtype=torch.int32)
+    programs.maxima(x, both)
+    equal([both.view(torch.float32)], [nvfp4_maxima(x)])
+    drawn = torch.tensor(2**33 + 77), torch.arange(x.shape[1]) + 100
+    for square, given in ((False, (None, None)), (False, drawn), (True, (None, None))):
+        # as if another rank had larger values in its part
+        most = 1.5 * (maxima(x, False) if square else nvfp4_maxima(x))
+        found, key = _empty_nvfp4(x, square), -0x123456789ABCDEF1
+        programs.quantise(x, most, key, *given, _parts(found), square=square)
+        expected = quantise_nvfp4(x, most, square, key, *given)
+        for a, b in zip(found, expected, strict=True):
+            assert a.shape == b.shape and a.dtype == b.dtype
+            if not bad:  # else the codes are any
+                assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        equal([each[:-4] for each in found[2:]], [each[:-4] for each in expected[2:]])
+        factors = torch.cat([each[-4:].view(torch.float32) for each in found[2:]])
+        assert bad == factors.isnan().all() == factors.isnan().any()
+
+
+def test_two_codes_of_4_bits_share_a_byte() -> None:
+    """Codes in the order of their numbers; the tensor's largest block has the scale 448, and the last row's half."""
+    x = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6]).repeat(256, 8)
+    x[:, 1::2] *= -1
+    x[255] *= 0.5
+    codes, _, inverse, _ = quantise_nvfp4(x, nvfp4_maxima(x), False, 0, None, None)
+    assert codes.tolist() == [[0x90, 0xB2, 0xD4, 0xF6] * 8] * 256
+    scales = inverse[:-4].float()
+    assert (scales[:512] == 448).all() and scales[512 + 127 % 32 * 16 + 127 // 32 * 4] == 224
+    assert inverse[-4:].view(torch.float32).item() == pytest.approx(1 / 448)
+
+
+def test_a_rank_that_loses_a_nan_of_the_axis_keeps_its_own() -> None:
+    """A maximum over ranks may drop a NaN: the scale of its block has it."""
+    x = torch.ones(128, 128)
+    x[5, 50] = math.nan
+    for square, count in ((False, 1), (True, 16)):
+        _, _, inverse, turned_inverse = quantise_nvfp4(x, torch.ones(2), square, 0, None, None)
+        bad = [each[:-4].float().isnan().sum() for each in (inverse, turned_inverse)]
+        assert bad == [count, 1 if not square else 16]
 
 
 def equal(found, expected) -> None:
@@ -178,6 +234,8 @@ def test_operators() -> None:
         *((quantise, (x, maxima(x, by_row), "float8_e5m2", by_row, False)) for by_row in (False, True)),
         (quantise, (x, torch.ones(1), "float8_e4m3fn", False, True)),
         *((quantise_blocks, (x, "float8_e4m3fn", *block)) for block in BLOCKS),
+        (nvfp4_maxima, (x,)), (quantise_nvfp4, (x, torch.ones(1), True, 0, None, None)),
+        (quantise_nvfp4, (x, torch.ones(2), False, 5, torch.tensor(3), torch.arange(64))),
     ]  # fmt: skip
     for operator, args in samples:
         torch.library.opcheck(operator, args, test_utils=OPERATOR_CHECKS)
@@ -220,3 +278,27 @@ def test_programs_compile(name: str, target: str, kind: str, options: dict) -> N
     if name != "maxima":
         assert "st.global.v4.b32" in ptx
         assert f"cvt.rn.satfinite.{'e4m3x2' if kind == E4M3 else 'e5m2x2'}.f32" in ptx
+
+
+@pytest.mark.parametrize(("name", "drawn", "square"), [
+    ("maxima", False, False), ("quantise", True, False), ("quantise", False, True)
+])  # fmt: skip
+def test_programs_in_4_bits_compile(name: str, drawn: bool, square: bool) -> None:
+    from shoal.engine.kernels.programs import nvfp4 as programs
+
+    types = {
+        "x": "*bf16", "found": "*i32", "most": "*fp32", "key": "i64", "codes": "*i32", "turned": "*i32",
+        "inverse": "*u8", "turned_inverse": "*u8", "factor": "*fp32", "turned_factor": "*fp32", "m": "i32", "k": "i32",
+    }  # fmt: skip
+    options: dict = {"SQUARE": square}
+    if drawn:
+        types |= {"start": "*i64", "features": "*i64"}
+    else:
+        options |= {"start": None, "features": None}
+    program = getattr(programs, f"{name}_program")
+    options = {name: value for name, value in options.items() if name in program.arg_names}
+    ptx = compile_program(program, TARGETS["sm_100a"], types, num_warps=programs.WARPS, **options)
+    assert "ld.global.v4.b32" in ptx
+    if name == "quantise":
+        assert "st.global.v2.b32" in ptx and "cvt.rn.satfinite.e4m3x2.f32" in ptx
+        assert drawn or "0f4B000000" in ptx  # 2^23, by which the codes of all weights are rounded

@@ -139,14 +139,19 @@ def block_scale(bits, LARGEST: tl.constexpr, OCTAVE: tl.constexpr, MX: tl.conste
 
 
 @triton.jit
+def place_scale(row, block, blocks):
+    """Return where MX and NVFP4 have the scale of each row and block: tiles of 128 rows and 4 blocks, [32, 4, 4]."""
+    tile = (row // 128)[:, None] * tl.cdiv(blocks, 4) + (block // 4)[None, :]
+    return tile * 512 + (row % 32 * 16 + row % 128 // 32 * 4)[:, None] + (block % 4)[None, :]
+
+
+@triton.jit
 def store_scale(out, scale, exponent, row, block, m, blocks, MX: tl.constexpr):
     """Store the inverses as products on hardware need them: [blocks, m], or E8M0 in tiles of 32 x 4 x 4."""
     inside = (row < m)[:, None] & (block < blocks)[None, :]
     if MX:
-        tile = (row // 128)[:, None] * tl.cdiv(blocks, 4) + (block // 4)[None, :]
-        place = tile * 512 + (row % 32 * 16 + row % 128 // 32 * 4)[:, None] + (block % 4)[None, :]
         code = tl.where(scale == scale, exponent + BIAS, 255).to(tl.uint8)  # 255 is NaN
-        tl.store(out + place, code, mask=inside)
+        tl.store(out + place_scale(row, block, blocks), code, mask=inside)
     else:
         inverse = tl.where(scale == scale, ((exponent + BIAS) << 23).to(tl.float32, bitcast=True), float("nan"))
         tl.store(out + block[None, :] * m + row[:, None], inverse, mask=inside)
