@@ -77,10 +77,11 @@ def count_rank_memory(
     program = build_layout_program(layout, layout.microbatches(config.train.global_batch))
     kernel = attention_kernel(config.train.attention, device, POLICIES[config.train.precision].compute)
     shares = one_host and device.type == "cpu" and config.train.transport == "auto" and host_identity() is not None
+    packed = policy.products == "nvfp4" and "nv" in hardware_scales(device)
     forward = MicroBatch(
         shape, layout, config.data.sequence_length, policy.compute.itemsize, kernel,
         fused=device.type == "cuda" and policy.compute.itemsize < 8,
-        eight=EightBits.from_formats(policy, config.float8, packed="nv" in hardware_scales(device)),
+        eight=EightBits.from_formats(policy, config.float8, packed=packed),
     )
     kept = np.zeros(program.stages)  # bytes kept from a forward until its backward
     for rank in range(layout.pp if layout.schedule != "terapipe" else 0):

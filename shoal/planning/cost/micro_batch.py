@@ -35,12 +35,12 @@ class EightBits(NamedTuple):
         """Build from a precision; None if products are in the compute format.
 
         Args:
-            packed: whether the device multiplies in 4 bits.
+            packed: whether the products are in 4 bits, and the device multiplies these.
         """
         if formats.products == "compute":
             return None
         if formats.products in BLOCKS:
-            return EightBits(False, BLOCKS[formats.products], config.keep, packed and formats.products == "nvfp4")
+            return EightBits(False, BLOCKS[formats.products], config.keep, packed)
         return EightBits(config.scales == "tensor", config.block if config.scales == "block" else 0, config.keep)
 
     def takes(self, name: str) -> bool:
