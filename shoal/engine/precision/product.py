@@ -17,6 +17,7 @@ from shoal.engine.precision.float8 import ROW, TENSOR, Codes
 _LEVELS = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
 _LAYOUT = [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]
 
+
 def multiply(a: Codes, b: Codes, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
     """Compute a b^T: [m, k], [n, k] -> [m, n].
 

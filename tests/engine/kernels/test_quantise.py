@@ -159,7 +159,7 @@ def test_a_rank_that_loses_a_nan_of_the_axis_keeps_its_own() -> None:
     x = torch.ones(128, 128)
     x[5, 50] = math.nan
     for square, count in ((False, 1), (True, 16)):
-        _, _, inverse, turned_inverse = quantise_nvfp4(x, torch.ones(2), square, 0, None, None)
+        _, _, inverse, turned_inverse = quantise_nvfp4(x, torch.full((2,), 2.0), square, 0, None, None)
         bad = [each[:-4].float().isnan().sum() for each in (inverse, turned_inverse)]
         assert bad == [count, 1 if not square else 16]
 
