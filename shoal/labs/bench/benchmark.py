@@ -81,6 +81,17 @@ def check_folder(path: Path | None, option: str) -> None:
         raise UsageError(f"{option} {path}: no such folder. Create it, or name another.")
 
 
+def make_folder(path: Path | None, option: str) -> None:
+    """Make a folder for results, in one that exists; raise a UsageError that names the option if this fails."""
+    if path is None:
+        return
+    check_folder(path.parent, option)
+    try:
+        path.mkdir(exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{option} {path}: {error.strerror}. Name another folder.") from None
+
+
 def make_table(title: str, rows: Sequence[Row], above: str = "") -> Table:
     """Return a table for the terminal, with a column for each key of the rows. The value of the key ``above`` is a
     heading above consecutive rows that share it."""

@@ -21,7 +21,7 @@ from shoal.base.section import NonEmpty
 from shoal.engine.device import tune_process
 from shoal.engine.models.experts.layer import MoE
 from shoal.engine.models.experts.router import RoutingContext
-from shoal.labs.bench.benchmark import Benchmark, Notify, Row, all_met, check_folder, make_table
+from shoal.labs.bench.benchmark import Benchmark, Notify, Row, all_met, make_folder, make_table
 from shoal.labs.bench.learning import experiment
 from shoal.labs.bench.learning.experiment import VALIDATION, TrainedRun, build_run
 from shoal.labs.bench.race import quartiles, time_in_turns
@@ -127,7 +127,7 @@ class ExpertsBenchmark(Benchmark):
     def compare_learning(self, console: Console, notify: Notify) -> bool:
         """Train both models with each seed, and print the steps that Switch takes to the dense model's final loss;
         return whether it takes fewer with every seed."""
-        check_folder(self.out, "bench experts --out")
+        make_folder(self.out, "bench experts --out")
         layers, hidden, _ = self.shape
         if layers < 2 or hidden % 8:
             raise UsageError(

@@ -3,9 +3,21 @@
 from io import StringIO
 from math import inf
 
+import pytest
 from rich.console import Console
 
-from shoal.labs.bench.benchmark import all_met, make_table, show_progress
+from shoal.base.errors import UsageError
+from shoal.labs.bench.benchmark import all_met, make_folder, make_table, show_progress
+
+
+def test_a_folder_for_results_is_made_in_one_that_exists(tmp_path):
+    for _ in range(2):
+        make_folder(tmp_path / "results", "bench relaxed --out")
+    assert (tmp_path / "results").is_dir()
+    (tmp_path / "file").touch()
+    for path, message in (("file", "File exists"), ("missing/results", "missing: no such folder")):
+        with pytest.raises(UsageError, match=message):
+            make_folder(tmp_path / path, "bench relaxed --out")
 
 
 def test_a_log_has_a_line_for_each_and_a_table_none_of_them(capsys):

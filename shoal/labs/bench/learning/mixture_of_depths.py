@@ -9,7 +9,7 @@ from pydantic import Field, PositiveInt
 from rich.console import Console
 
 from shoal.engine.data.tokenizer import load_tokenizer
-from shoal.labs.bench.benchmark import Notify, check_folder, make_table
+from shoal.labs.bench.benchmark import Notify, make_folder, make_table
 from shoal.labs.bench.learning import experiment
 from shoal.labs.bench.learning.experiment import LENGTH, VALIDATION, Experiment, LossSummary, TrainedRun, build_run
 from shoal.report.charts import Points
@@ -31,7 +31,7 @@ class DepthsBenchmark(Experiment):
     """Steps of each run; the shorter dense run takes as many as cost the FLOPs of the layers that take some tokens."""
 
     def run(self, console: Console, notify: Notify) -> bool:
-        check_folder(self.out, "bench depths --out")
+        make_folder(self.out, "bench depths --out")
         runs = experiment.train_all(KINDS, self.seeds, self.configure, notify, validations=20)
         title = f"capacity {self.capacity:g} in every other layer, {self.steps} steps, mean of {self.seeds} seeds"
         console.print(make_table(title, [

@@ -13,7 +13,7 @@ from statistics import mean
 from pydantic import PositiveFloat, PositiveInt
 from rich.console import Console
 
-from shoal.labs.bench.benchmark import Notify, check_folder, choose_names, make_table
+from shoal.labs.bench.benchmark import Notify, choose_names, make_folder, make_table
 from shoal.labs.bench.learning import experiment
 from shoal.labs.bench.learning.experiment import Changes, Experiment, LossSummary, TrainedRun, build_run
 from shoal.report.charts import Points
@@ -66,7 +66,7 @@ class NumericsBenchmark(Experiment):
 
     def run(self, console: Console, notify: Notify) -> bool:
         wanted = choose_names(self.only, RUNS, "bench numerics --only", ";")
-        check_folder(self.out, "bench numerics --out")
+        make_folder(self.out, "bench numerics --out")
         names = [name for name in RUNS if name in wanted or name == REFERENCE]
         runs = experiment.train_all(names, self.seeds, lambda name, seed: configure(name, seed, self.steps), notify)
         summaries, distances = experiment.compare(runs, REFERENCE), max_distances(runs)

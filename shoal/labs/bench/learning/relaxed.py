@@ -23,7 +23,7 @@ from shoal.engine.collectives.mesh import Mesh
 from shoal.engine.data.batches import open_dataset
 from shoal.engine.data.prepare import prepare
 from shoal.engine.device import tune_process
-from shoal.labs.bench.benchmark import TIME_LIMIT, Notify, check_folder, choose_names, make_table
+from shoal.labs.bench.benchmark import TIME_LIMIT, Notify, choose_names, make_folder, make_table
 from shoal.labs.bench.learning import experiment
 from shoal.labs.bench.learning.experiment import Experiment, TrainedRun, build_run
 from shoal.launch.worker_pool import Pool
@@ -82,7 +82,7 @@ class RelaxedBenchmark(Experiment):
             )
         if self.ranks < 2 or self.straggler < 1:
             raise UsageError("bench relaxed: use --ranks of 2 or more, and a --straggler of 1 or more.")
-        check_folder(self.out, "bench relaxed --out")
+        make_folder(self.out, "bench relaxed --out")
         runs = self.train([name for name in METHODS if name in wanted or name == REFERENCE], notify)
         summaries = experiment.compare(runs, REFERENCE)
         base = summaries[0].mean("seconds")
