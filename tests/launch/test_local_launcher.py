@@ -296,9 +296,8 @@ for how in sys.argv[1:]:
         continue
     if how == "tuned":
         assert tune_allocator()
-    first = 20 if how in ("tuned", "set") else 0
-    for i in range(first + 5):
-        if i == first:  # posix_memalign leaves splinters: the heap grows a few times before it serves the same size
+    for i in range(25):
+        if i == 20:  # posix_memalign leaves splinters: the heap grows a few times before it serves the same size
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         allocate()
     print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before, flush=True)

@@ -51,7 +51,7 @@ def test_four_bits_are_faster_where_they_are_multiplied() -> None:
         half, eight, four = seconds(software, "8xGB300")
         assert four < 0.8 * eight < eight < half
         half, eight, four = seconds(software, "8xH100")
-        assert eight < four and four >= half, "without products in 4 bits"
+        assert eight < four and (four >= half if software == "shoal" else four == half), "without products in 4 bits"
 
 
 @pytest.mark.parametrize(

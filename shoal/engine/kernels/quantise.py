@@ -8,8 +8,8 @@ where a scale depends on more than a block), with the operands of `torch._scaled
               for MX E8M0, swizzled in tiles of 128 rows and 4 blocks (cuBLAS, "1D block scaling factors layout")
 
 In NVFP4 codes have 4 bits, two in a byte, the even element of a row in the low half: [m, k / 2]. Inverse scales are
-e4m3 in the tiles of MX, followed by the bytes of the tensor's own. The transpose of an input or gradient is rotated
-before it is quantised (`shoal.engine.precision.nvfp4`).
+e4m3 in the tiles of MX, followed by the 4 bytes of 1 / the tensor's factor. The transpose of an input or gradient is
+rotated before it is quantised (`shoal.engine.precision.nvfp4`).
 
 In 8 bits the matrix may also be the result of an operation (`SOURCES`), computed in the same pass from that operation's
 inputs x, a and b, and never written.

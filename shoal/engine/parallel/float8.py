@@ -1,4 +1,4 @@
-"""8-bit products of a model: which layers have them, and their settings."""
+"""8-bit and 4-bit products of a model: which layers have them, and their settings."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from shoal.spec.config import Float8Config
 
 @dataclass(frozen=True)
 class Float8:
-    """8-bit settings of a model.
+    """Settings of a model's products in 8 or 4 bits.
 
     Attributes:
-        products: names of the linear layers that use 8-bit products, in tuples of those that are one product.
+        products: names of the linear layers that use such products, in tuples of those that are one product.
         history: history of absolute maxima, for delayed scaling.
         draws: random numbers that round gradients, if the recipe draws any.
     """
@@ -43,7 +43,7 @@ class Float8:
     def from_policy(
         policy: Policy, config: Float8Config, shape: ModelShape, device: torch.device, seed: int = 0
     ) -> Float8 | None:
-        """Return the 8-bit settings of a run; None if its products use the compute dtype."""
+        """Return these settings of a run; None if its products use the compute dtype."""
         products = policy.formats.products
         if products == "compute":
             return None
@@ -54,7 +54,7 @@ class Float8:
         return Float8(tuple(groups), recipe, history, RoundingDraws(seed) if recipe.rotates else None)
 
     def native(self, compute: torch.dtype, device: torch.device) -> bool:
-        """Return whether the device multiplies the 8-bit codes directly, without decoding them first."""
+        """Return whether the device multiplies the codes directly, without decoding them first."""
         return self.recipe.is_native(compute, device)
 
     def end_step(self, world: Group | None) -> None:
@@ -68,7 +68,7 @@ def apply_float8(
     model: Transformer, float8: Float8, placements: dict[str, ParamPlacement], parameters: ShardedParameters,
     sink: GradSink,
 ) -> None:  # fmt: skip
-    """Replace products of linear layers, in place, by 8-bit ones; ``placements`` are by name of the weight."""
+    """Replace products of linear layers, in place, by ones in 8 or 4 bits; ``placements`` are by name of the weight."""
     mesh, recipe = parameters.mesh, float8.recipe
     modules = dict(model.named_modules())
     layers = {name: modules[name] for group in float8.products for name in group if name in modules}

@@ -1,4 +1,4 @@
-"""Encoding of the matrices of an 8-bit product: by the recipe's scales, the same on every layout.
+"""Encoding of the matrices of a product in 8 or 4 bits: by the recipe's scales, the same on every layout.
 
 Where a scaling block spans features split by tensor parallelism, its absolute maximum is reduced over the axis, so
 scales equal the single-device ones. Blocks inside a rank's part need no communication.
@@ -35,7 +35,7 @@ class Encoder:
     Args:
         name: of the product, in the history.
         split: the dimension that tensor parallelism splits over ``group``: "in", "out" (of the weight), "tokens" or "".
-        native: whether the device multiplies 8-bit codes, for a suitable number of tokens; else they are decoded first.
+        native: whether the device multiplies the codes, for a suitable number of tokens; else they are decoded first.
 
     Attributes:
         warns: whether this rank warns of numbers of tokens that products on hardware do not take.

@@ -1,4 +1,4 @@
-"""The three products of linear layers with 8-bit operands.
+"""The three products of linear layers with operands in 8 or 4 bits.
 
     y = x W^T      x and W with rows along the input features
     dX = dY W      dY and W^T along the output features
@@ -42,7 +42,7 @@ _ALIGN = 16  # bytes: of results that `torch._scaled_mm` writes in place
 
 
 class Float8Product(Encoder):
-    """8-bit products of one linear layer, or of several with one input and adjacent weights.
+    """Products in 8 or 4 bits of one linear layer, or of several with one input and adjacent weights.
 
     Attributes:
         key: by which operators find it.

@@ -43,6 +43,9 @@ def rotate(x: Tensor) -> Tensor:
 def draw_rounding(key: int, start: Tensor | int, tokens: int, features: Tensor) -> tuple[Tensor, Tensor]:
     """Draw numbers in (0, 1), multiples of 2^-17, for a gradient and for its transpose: both [tokens, features].
 
+    The key of a token has 32 bits: of a million pairs of tokens about four, at a width of 16,384, draw the same numbers
+    in another order.
+
     Args:
         key: a `stream_key`.
         start: position of the first token.

@@ -85,11 +85,10 @@ def make_folder(path: Path | None, option: str) -> None:
     """Make a folder for results, in one that exists; raise a UsageError that names the option if this fails."""
     if path is None:
         return
-    check_folder(path.parent, option)
     try:
         path.mkdir(exist_ok=True)
     except OSError as error:
-        raise UsageError(f"{option} {path}: {error.strerror}. Name another folder.") from None
+        raise UsageError(f"{option} {path}: {error.strerror}. Name a folder in one that exists.") from None
 
 
 def make_table(title: str, rows: Sequence[Row], above: str = "") -> Table:

@@ -127,13 +127,13 @@ class ExpertsBenchmark(Benchmark):
     def compare_learning(self, console: Console, notify: Notify) -> bool:
         """Train both models with each seed, and print the steps that Switch takes to the dense model's final loss;
         return whether it takes fewer with every seed."""
-        make_folder(self.out, "bench experts --out")
         layers, hidden, _ = self.shape
         if layers < 2 or hidden % 8:
             raise UsageError(
                 f"bench experts --shape {layers} {hidden} ..: every other layer has experts, and a layer has 4 heads "
                 "of an even width.\n  Use 2 layers or more, and a width that is a multiple of 8."
             )
+        make_folder(self.out, "bench experts --out")
         runs = experiment.train_all(("dense", "switch"), self.seeds, self.configure, notify, validations=20)
         for kind in experiment.compare(runs, "dense"):
             parameters, flops = kind.mean("parameters"), kind.mean("flops_per_token")

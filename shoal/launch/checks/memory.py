@@ -19,7 +19,7 @@ from shoal.base.units import show_bytes
 from shoal.engine.collectives.shm.region import host_identity
 from shoal.engine.device import host_memory
 from shoal.engine.precision.policy import POLICIES
-from shoal.engine.precision.recipe import hardware_scales
+from shoal.engine.precision.recipe import Recipe
 from shoal.pipeline.from_layout import build_layout_program, check_run
 from shoal.pipeline.simulator.columns import build_columns
 from shoal.planning.cost.memory import activations
@@ -77,7 +77,9 @@ def count_rank_memory(
     program = build_layout_program(layout, layout.microbatches(config.train.global_batch))
     kernel = attention_kernel(config.train.attention, device, POLICIES[config.train.precision].compute)
     shares = one_host and device.type == "cpu" and config.train.transport == "auto" and host_identity() is not None
-    packed = policy.products == "nvfp4" and "nv" in hardware_scales(device)
+    packed = policy.products == "nvfp4" and Recipe.from_config("nvfp4", config.float8).is_native(
+        POLICIES[config.train.precision].compute, device
+    )
     forward = MicroBatch(
         shape, layout, config.data.sequence_length, policy.compute.itemsize, kernel,
         fused=device.type == "cuda" and policy.compute.itemsize < 8,

@@ -26,7 +26,7 @@ class OperationCost:
         return max(self.flops / peak, self.bytes / bandwidth)
 
 
-def matrix_product(m: float, k: int, n: int, itemsize: int = 2, result: int | None = None) -> OperationCost:
+def matrix_product(m: float, k: int, n: int, itemsize: float = 2, result: int | None = None) -> OperationCost:
     """Return the cost of [m, k] x [k, n]: intensity 2 m k n / (e (m k + k n + m n)), about m in 16 bits for small m.
 
     Args:

@@ -53,7 +53,7 @@ def operations(estimate: Estimate) -> dict[str, OperationCost]:
     """Return the products of one layer on one rank, by name; expert products are per expert."""
     run = estimate.run
     shape, layout, e = run.shape, run.layout, run.policy.compute.itemsize
-    factor = 1 if run.quantised else e
+    factor = {"fp8": 1, "fp4": 0.5}.get(run.products, e)  # bytes of an element of a factor
     n, y = estimate.forward.tokens, layout.tp_y
     hidden = shape.hidden // layout.tp_x
     if (latent := shape.latent) is not None:
@@ -88,7 +88,7 @@ def roofline(estimate: Estimate) -> str:
 
 
 def attainable(estimate: Estimate, name: str, work: OperationCost) -> float:
-    """Return the FLOP/s of an operation under the roof; the head and attention are not in 8 bits."""
+    """Return the FLOP/s of an operation under the roof; the head and attention are not in 8 or 4 bits."""
     machine, wide = estimate.run.cluster.accelerator, name in ("head", "attention")
     peak = machine.dense_flops(KINDS[estimate.run.policy.compute.name]) if wide else estimate.peak
     return min(peak, work.intensity * machine.memory_bandwidth)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.engine.precision.float8 import Grain, compute_scale, encode, largest
-from shoal.engine.precision.nvfp4 import draw_rounding, rotate
+from shoal.engine.precision.nvfp4 import RoundingDraws, draw_rounding, rotate
 from shoal.engine.precision.recipe import GRADIENT, INPUT, WEIGHT, Recipe
 from shoal.spec.config import Float8Config
 from shoal.spec.number_formats import E2M1, E4M3
@@ -136,6 +136,7 @@ def test_draws_depend_on_positions_alone():
     for other in (draw(6, 96, 32, torch.arange(24)), draw(5, 128, 32, torch.arange(24)), complete.flip(0),
                   draw(5, 96 + 2**32, 32, torch.arange(24)), draw(5, 96, 32, torch.arange(24, 48))):
         assert (other == complete).sum() < 5
+    assert len({RoundingDraws(seed).key(layer) for seed in (5, 6) for layer in ("q", "k")}) == 4
 
 
 def test_recipe():

@@ -15,7 +15,7 @@ def test_a_folder_for_results_is_made_in_one_that_exists(tmp_path):
         make_folder(tmp_path / "results", "bench relaxed --out")
     assert (tmp_path / "results").is_dir()
     (tmp_path / "file").touch()
-    for path, message in (("file", "File exists"), ("missing/results", "missing: no such folder")):
+    for path, message in (("file", "File exists"), ("missing/results", "missing/results: No such file")):
         with pytest.raises(UsageError, match=message):
             make_folder(tmp_path / path, "bench relaxed --out")
 

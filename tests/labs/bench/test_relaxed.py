@@ -84,7 +84,7 @@ def test_every_method_of_the_experiment_can_run(method):
 
 @pytest.mark.parametrize(("options", "expected"), [
     ({"only": "dilocow"}, "did you mean 'diloco'"), ({"ranks": 1}, "--ranks of 2 or more"),
-    ({"out": "/no/such/folder"}, "no such folder"),
+    ({"out": "/no/such/folder"}, "/no/such/folder: No such file or directory. Name a folder in one that exists"),
     ({"only": "sgp", "link_gbs": 0.1}, "its replicas share memory and use no network"),
 ])
 def test_what_cannot_be_measured_is_refused(options, expected):

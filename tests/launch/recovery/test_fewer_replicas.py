@@ -68,6 +68,11 @@ def story(folder: Path) -> list[object]:
     return [event[kinds[event["event"]]] for event in read_events(folder) if event["event"] in kinds]
 
 
+def test_without_a_fault_the_layout_stays(supervised, corpus):
+    code, folder = supervised(shrinking(corpus, {"tp": 2}, train={"global_batch": 4, "steps": 3}))
+    assert code == 0 and not story(folder) and len(curve(folder)) == 3
+
+
 def test_the_replicas_that_are_left_go_on_and_the_lost_one_joins(supervised, alone, corpus, started, capfd):
     """Rank 0 of two replicas of two ranks is killed, and the rank that took its place."""
     config = shrinking(corpus, {"tp": 2}, train={"global_batch": 4})

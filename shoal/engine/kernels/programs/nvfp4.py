@@ -25,7 +25,7 @@ LARGEST: tl.constexpr = tl.constexpr(6.0)  # number of e2m1
 BOTH: tl.constexpr = tl.constexpr(6.0 * 448.0)  # times the largest number of e4m3
 LEAST: tl.constexpr = tl.constexpr(2.0**-9)  # number of e4m3
 MOST: tl.constexpr = tl.constexpr(2.0**117)  # of a factor, whose quotient by the least scale has a normal inverse
-WHOLE: tl.constexpr = tl.constexpr(2.0**23)  # float32 from here on have no fraction
+INTEGERS_FROM: tl.constexpr = tl.constexpr(2.0**23)  # numbers of float32 have no fraction from here on
 
 
 @triton.jit
@@ -104,7 +104,7 @@ def to_codes(values, scale, drawn):
         low = tl.floor(units)
         units = low + tl.where((drawn.to(tl.float32) + 0.5) * 2.0**-16 < units - low, 1.0, 0.0)
     else:
-        units = (units + WHOLE) - WHOLE  # to the nearest, ties to even
+        units = (units + INTEGERS_FROM) - INTEGERS_FROM  # to the nearest, ties to even
     code = units.to(tl.int32) + tl.where(size < 2, 0, tl.where(size < 4, 2, 4))
     return code | (scaled.to(tl.int32, bitcast=True) >> 28 & 8)
 
