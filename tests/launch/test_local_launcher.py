@@ -309,7 +309,7 @@ for how in sys.argv[1:]:
                     reason="another C library than glibc")
 def test_the_allocator_reuses_pages():
     def faults(environment: dict[str, str], *hows: str) -> list[int]:
-        """Of a process each, forked from one that was started with these variables."""
+        """Return the page faults of each way, in a fork of a process that was started with these variables."""
         python = [sys.executable, "-c", FAULTS, *hows]
         return [int(count) for count in subprocess.check_output(python, env={**os.environ, **environment}).split()]
 
