@@ -73,6 +73,21 @@ def test_a_device_that_the_catalog_does_not_have_gets_the_lower_bound(monkeypatc
     assert count_rank_memory(config, shape, GPU)[0].libraries == 0
 
 
+def test_codes_of_4_bits_share_bytes_where_the_device_multiplies_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float64, which decodes them everywhere, they never do."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an accelerator of tomorrow")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+
+    def count(precision: str, major: int) -> int:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+        config = build_config({"train": {"precision": precision}})
+        shape = config.model.shape(vocab=259, sequence_length=256)
+        return count_rank_memory(config, shape, GPU)[0].activations
+
+    assert count("nvfp4", 10) < count("nvfp4", 9)
+    assert count("fp64-nvfp4", 10) == count("fp64-nvfp4", 9)
+
+
 def test_on_the_cpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
     config = build_config({"parallel": {"dp": 2, "micro_batch": 4}, "train": {"global_batch": 8}})
     shape = config.model.shape(vocab=259, sequence_length=256)
