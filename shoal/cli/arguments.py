@@ -17,6 +17,7 @@ from shoal.base.files import read_toml
 from shoal.base.options import listed, read
 from shoal.base.section import Section, validate
 from shoal.cli.commands import COMMANDS
+from shoal.spec.catalog.models import model_names
 from shoal.spec.config import RUN_FILE, RUNS, RunConfig, load_config
 
 T = TypeVar("T", bound=Section)
@@ -45,6 +46,9 @@ def parse_run(command: str, options: type[T], args: list[str], sections: Sequenc
     elif "resume" in options.model_fields:
         args = _complete_resume(args)
     file, args = split_run_file(args)
+    if file and not file.exists() and str(file) in model_names():
+        option = "--model" if "model" in options.model_fields else "--model.name"
+        raise UsageError(f"no such file: {file}\n  A model of the catalog is chosen with {option} {file}.")
     base = (load_config(file) if file else RunConfig.model_validate(COMMANDS[command].run or {})).model_dump()
     fields = RunConfig.model_fields
     types = {"": options} | {name: type(fields[name].default) for name in sections or fields}

@@ -317,6 +317,8 @@ def test_resume_of_nothing_is_refused(tmp_path, monkeypatch, capsys):
         ("--verbose", "there is no command '--verbose'; allowed: bench"),
         ("train nothing.toml", "no such file: nothing.toml"),
         ("train nothing", "no such file: nothing"),
+        ("train gpt2-124m", "no such file: gpt2-124m\n  A model of the catalog is chosen with --model.name gpt2-124m."),
+        ("estimate gpt3-175b", "A model of the catalog is chosen with --model gpt3-175b."),
         ("train --parallel.tp 0", "parallel.tp = 0: input should be greater than 0"),
         ("train --optimizer.betas 0.9 1.5", "optimizer.betas = 1.5: input should be less than 1"),
         ("train --ranks 0", "ranks = 0: input should be greater than 0"),
