@@ -61,7 +61,9 @@ def check_software(run: EstimatedRun) -> None:
         raise UsageError(f"{given}: less than a micro-batch of each replica.\n  Give at least {least} sequences.")
     checked = {
         "parallel.schedule": (layout.schedule, tuple(SCHEDULES)), "parallel.tp_x": (layout.tp_x, (1,)),
-        "parallel.stage_layers": (layout.stage_layers, (None,)), "--optimizer": (run.optimizer, ("adamw", "adam")),
+        "parallel.stage_layers": (layout.stage_layers, (None,)),
+        "parallel.reshard_after_forward": (layout.reshard_after_forward, (True,)),
+        "--optimizer": (run.optimizer, ("adamw", "adam")),
         "--precision": (run.precision, ("bf16", "fp16", "fp8", "mxfp8", "nvfp4")),
         "model.depths": (shape.depths, (None,)),
     }  # fmt: skip

@@ -11,6 +11,7 @@ from shoal.planning.describe import describe_run
 from shoal.planning.search.kinds import TIE
 from shoal.planning.search.planner import LayoutPlanner
 from shoal.planning.search.space import build_layout
+from shoal.planning.search.usual import find_usual
 from shoal.planning.software_estimate import SoftwareEstimate, estimate_run
 from shoal.spec.catalog.software import find_software, software_table
 from shoal.spec.layout import Layout
@@ -60,6 +61,10 @@ def test_four_bits_are_faster_where_they_are_multiplied() -> None:
         ({"software": "megatron"}, "--software 'megatron' is not in the catalog; did you mean"),
         ({"software": "nanotron", "optimizer": "muon"}, "--optimizer = muon: not estimated for --software nanotron"),
         ({"software": "nanotron", "layout": Layout(pp=2, schedule="zb-v")}, "allowed: 1f1b, interleaved-1f1b"),
+        (
+            {"software": "torchtitan", "layout": Layout(dp=8, zero=3, reshard_after_forward=False)},
+            "parallel.reshard_after_forward = False: not estimated for --software torchtitan; allowed: True",
+        ),
         ({"software": "nanotron", "layout": Layout(dp=3)}, "the cluster has 8"),
         ({"software": "nanotron", "global_batch": 4}, "Give at least 8 sequences"),
     ],
@@ -80,6 +85,13 @@ def test_a_plan_is_the_best_of_all_estimates() -> None:
     levels = {"dp": 8, "tp": 2, "pp": 1, "micro_batch": 1, "sequence_parallel": True, "zero": 1}
     some = replace(plan.run, layout=build_layout(planner.space, levels))
     assert estimate_run(some).step_seconds >= min(one.seconds for one in plan.best) or not estimate_run(some).fits
+
+
+@pytest.mark.parametrize(("software", "stage"), [("megatron-core", 1), ("torchtitan", 3), ("megatron-2021", 0)])
+def test_the_usual_layout_shards_as_the_software_does(software: str, stage: int) -> None:
+    run = LayoutPlanner("llama-3-8b", "2x8xH100", global_batch=64, sequence_length=4096, software=software).plan().run
+    usual = find_usual(run)
+    assert usual is not None and usual.layout.zero == stage
 
 
 def test_commands_answer_for_other_software(tmp_path, capsys: pytest.CaptureFixture) -> None:

@@ -128,7 +128,7 @@ def _layout(row: Row, known: _Known, software: Software) -> tuple[Layout, float]
     dp = number(row, "dp") or gpus / (tp * pp * cp)
     stage = columns.zero_stage(row)
     if stage is None:  # publications of software with ZeRO seldom say that they use it
-        stage = next((stage for stage in software.zero_stages if stage and dp > 1), 0)
+        stage = software.least_sharding if dp > 1 else 0
         known.assumed.append("zero_stage")
     shard = columns.shards(row, stage, dp)
     if stage == 3 and dp * tp * pp * cp < gpus:  # dp counts replicas, each sharded inside

@@ -107,6 +107,7 @@ class Runs:
     balanced: np.ndarray = _optional(0)
     dropout: np.ndarray = _optional(0)
     unit_messages: np.ndarray = _optional(1)
+    gathers_once: np.ndarray = _optional(0)
     bucket_copies: np.ndarray = _optional(0)
     shard_copies: np.ndarray = _optional(0)
     sliced: np.ndarray = _optional(0)
@@ -161,6 +162,11 @@ class Runs:
     def tokens(self) -> np.ndarray:
         """Tokens of a micro-batch on one rank: b s / cp."""
         return self.b * self.s / self.cp
+
+    @property
+    def whole(self) -> np.ndarray:
+        """Whether ZeRO-3's parameters and gradients stay whole between micro-batches."""
+        return (self.gathers_once > 0) & (self.zero == 3) & (self.pp > 1)
 
     @property
     def alone(self) -> np.ndarray:

@@ -20,8 +20,8 @@ def find_usual(run: EstimatedRun) -> PricedLayout | None:
     """Return the usual layout with its cost, also if it does not fit; None for experts, or if no such layout can run.
 
     It has the tensor-parallel ranks and the stages of the published model nearest in size, or fewer stages where these
-    do not divide the layers or the devices; 1F1B, ZeRO-1, sequence parallelism, one sequence per micro-batch, and the
-    least recomputation that fits.
+    do not divide the layers or the devices; 1F1B, ZeRO-1 (or the first stage that the software has), sequence
+    parallelism, one sequence per micro-batch, and the least recomputation that fits.
     """
     shape, size = run.shape, run.cluster.size
     if shape.experts:
@@ -34,8 +34,9 @@ def find_usual(run: EstimatedRun) -> PricedLayout | None:
     for pp, recompute in product(stages[:1], ("none", "selective", "full")):
         dp = size // (tp * pp)
         layout = Layout.model_validate({
-            "dp": dp, "tp": tp, "sequence_parallel": tp > 1, "pp": pp, "zero": int(dp > 1), "recompute": recompute
-        })
+            "dp": dp, "tp": tp, "sequence_parallel": tp > 1, "pp": pp, "recompute": recompute,
+            "zero": run.software.least_sharding if dp > 1 else 0,
+        })  # fmt: skip
         try:
             check_layout_on_cluster(replace(run, layout=layout))
             estimate = estimate_run(replace(run, layout=layout))

@@ -42,6 +42,9 @@ class Software(Section):
     selective: Literal["core", "operators"] = "core"
     dropout: bool = False  # Whether dropout masks are stored
     unit_messages: PositiveInt = 1  # Collectives per layer for its parameters under ZeRO-3
+    # Whether ZeRO-3 in a pipeline gathers a stage's parameters once a step and reduces its gradients once: both stay
+    # whole between micro-batches
+    gathers_once: bool = False
     bucket_copies: NonNegativeInt = 0  # Bytes per parameter in the buckets that replicas reduce; none without replicas
     shard_copies: NonNegativeInt = 0  # The same for each rank's shard, under ZeRO
     # Parameters of a layer whose parts ZeRO-1 and 2 copy one by one, rank by rank, when updated ones are gathered
@@ -74,6 +77,11 @@ class Software(Section):
     # published measurements count
     constants: dict[Generation, dict[str, NonNegativeFloat]] = Field(default={})
     source: str  # Source of the facts
+
+    @property
+    def least_sharding(self) -> ZeroStage:
+        """The lowest ZeRO stage that shards, of those that it has; 0 if it has none."""
+        return next((stage for stage in self.zero_stages if stage), 0)
 
 
 def software_table() -> Mapping[str, Software]:

@@ -6,7 +6,7 @@ import pytest
 from shoal.planning.cost.batched_runs import Runs
 from shoal.planning.cost.memory.published_software import footprint
 from shoal.planning.cost.memory.stage import outside_allocator
-from shoal.planning.cost.time.step import split_layers
+from shoal.planning.cost.time.step import split_layers, step, weights_on_rank
 from shoal.spec.catalog.calibration import Calibration, calibration
 from tests.planning.cost.test_step import LLAMA
 
@@ -99,3 +99,26 @@ def test_smaller_accelerators_are_charged_no_larger_part_for_what_no_allocator_h
     assert outside_allocator(80e9, constants) == outside_allocator(192e9, constants)
     assert outside_allocator(80e9, constants) == pytest.approx(libraries + spare * 80e9)
     assert outside_allocator(16e9, constants) == pytest.approx(libraries + spare * 16e9)
+
+
+@pytest.mark.parametrize("virtual", [1, 2])
+@pytest.mark.parametrize("pp", [2, 4])
+def test_stages_of_torchtitan_gather_once_a_step_and_keep_what_they_gathered(pp: int, virtual: int) -> None:
+    """Every further micro-batch exchanges nothing; parameters (2 bytes) and gradients (4) are whole."""
+    row = LLAMA | ROOM | {"pp": pp, "dp": 8, "shard": 8, "zero": 3, "virtual": virtual, "nic": 1e9, "per_node": 1}
+    rows = [row | {"gathers_once": once, "microbatches": m} for once in (0, 1) for m in (16, 32)]
+    runs = Runs.from_rows(rows)
+    sharing = step(runs, calibration()).sharing
+    assert sharing[3] == sharing[2] and sharing[1] > 1.9 * sharing[0] > 1.9 * 2 * sharing[2]
+    again, once = (footprint(runs, calibration()).ranks[0].gathered[i] for i in (0, 2))
+    layers, _, _ = split_layers(runs)
+    layer, end = weights_on_rank(runs)
+    weights = layers[0] * layer[0] + end[0]
+    assert once == 6 * weights and again < 2 * weights
+
+
+def test_without_a_pipeline_torchtitan_gathers_for_each_micro_batch() -> None:
+    row = LLAMA | {"dp": 8, "shard": 8, "zero": 3, "nic": 1e9, "per_node": 1}
+    runs = Runs.from_rows([row | {"gathers_once": once} for once in (0, 1)])
+    first, second = step(runs, calibration()).seconds
+    assert first == second

@@ -118,10 +118,10 @@ def step(runs: Runs, constants: Calibration) -> StepTimes:
     sharding = _sharding(k, parts, most_layers * forward + ends / 3, most_layers * backward + ends * 2 / 3)
     slower = 1 + c["stragglers"] * np.log2(np.maximum(r.ranks / r.per_node, 1))
     added = c["accumulate"] * (E + 2 * r.gradient_bytes) * weights  # bytes: gradient read, its sum read and written
-    accumulate = np.where(r.zero < 3, added * r.microbatches / k.hbm, 0.0)
+    accumulate = np.where((r.zero < 3) | r.whole, added * r.microbatches / k.hbm, 0.0)
     update = shard_parameters(r, weights, most_layers) * c["update"] / k.hbm
     reduction = _reduction(k, parts, most_layers * k.forward, most_layers * k.backward)
-    sharing = r.microbatches * sharding * slower + reduction
+    sharing = sharding * slower + reduction
     return StepTimes((busy + accumulate) * slower, bubble * slower, sharing, update, k.constant("fixed"))
 
 
@@ -211,7 +211,12 @@ def _reduction(k: Kernels, parts: list[_Part], forward: np.ndarray, backward: np
 
 
 def _sharding(k: Kernels, parts: list[_Part], forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
-    """Return the exposed ZeRO-3 time per micro-batch: two gathers and a reduction, which slow down what hides them."""
+    """Return the exposed ZeRO-3 time of a step: two gathers and a reduction per micro-batch, which slow down what hides
+    them.
+
+    If parameters stay whole, the first micro-batch waits for the gathers of all stages, one after the other, and the
+    first stage reduces after its last backward.
+    """
     r = k.runs
     gather, reduce = np.zeros((2, r.size))
     for part in parts:
@@ -219,7 +224,9 @@ def _sharding(k: Kernels, parts: list[_Part], forward: np.ndarray, backward: np.
         messages = (part.elements > 0) * r.layers / r.pp * r.unit_messages
         gather += group.all_gather(part.elements * E, messages)
         reduce += group.all_gather(part.elements * r.reduce_bytes, messages)
-    late = soft_max(forward, gather, 6.0) - forward + soft_max(backward, gather + reduce, 6.0) - backward
+    before = soft_max(forward, gather, 6.0) - forward
+    late = before + soft_max(backward, gather + reduce, 6.0) - backward
     hidden = np.minimum(gather, forward) + np.minimum(gather + reduce, backward)
     slowed = np.where(r.axes > 1, 0.0, k.constants["contention"])  # a TPU's transfers take none of its compute units
-    return np.where((r.zero == 3) & (r.shard > 1), late + slowed * hidden, 0.0)
+    once, each = r.pp * before + reduce, r.microbatches * (late + slowed * hidden)
+    return np.where((r.zero == 3) & (r.shard > 1), np.where(r.whole, once, each), 0.0)
