@@ -164,8 +164,8 @@ class Runs:
         return self.b * self.s / self.cp
 
     @property
-    def whole(self) -> np.ndarray:
-        """Whether ZeRO-3's parameters and gradients stay whole between micro-batches."""
+    def unsharded(self) -> np.ndarray:
+        """Whether ZeRO-3's parameters and gradients stay unsharded between micro-batches."""
         return (self.gathers_once > 0) & (self.zero == 3) & (self.pp > 1)
 
     @property

@@ -43,7 +43,7 @@ class Software(Section):
     dropout: bool = False  # Whether dropout masks are stored
     unit_messages: PositiveInt = 1  # Collectives per layer for its parameters under ZeRO-3
     # Whether ZeRO-3 in a pipeline gathers a stage's parameters once a step and reduces its gradients once: both stay
-    # whole between micro-batches
+    # unsharded between micro-batches
     gathers_once: bool = False
     bucket_copies: NonNegativeInt = 0  # Bytes per parameter in the buckets that replicas reduce; none without replicas
     shard_copies: NonNegativeInt = 0  # The same for each rank's shard, under ZeRO

@@ -169,8 +169,8 @@ def _rank(
     share, sharded = shard_parameters(r, weights, layers), r.zero > 0
     replicated = r.zero < 3
     gradients = np.where(replicated, weights * (r.gradient_bytes + r.bucket_copies * (r.dp > 1)), share * 4)
-    gathered = E * np.where(r.whole, weights, k.constant("gathered_layers") * layer + ends / 2)
-    gathered = np.where(replicated, 0.0, gathered + r.whole * weights * r.gradient_bytes)
+    gathered = E * np.where(r.unsharded, weights, k.constant("gathered_layers") * layer + ends / 2)
+    gathered = np.where(replicated, 0.0, gathered + r.unsharded * weights * r.gradient_bytes)
     activations, unread = layers * alive * kept, _unread(k, layers, alive)
     holes = np.where(r.microbatches > r.pp, k.constant("fragmentation"), 0.0)
     return RankBytes(

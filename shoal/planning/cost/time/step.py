@@ -118,7 +118,7 @@ def step(runs: Runs, constants: Calibration) -> StepTimes:
     sharding = _sharding(k, parts, most_layers * forward + ends / 3, most_layers * backward + ends * 2 / 3)
     slower = 1 + c["stragglers"] * np.log2(np.maximum(r.ranks / r.per_node, 1))
     added = c["accumulate"] * (E + 2 * r.gradient_bytes) * weights  # bytes: gradient read, its sum read and written
-    accumulate = np.where((r.zero < 3) | r.whole, added * r.microbatches / k.hbm, 0.0)
+    accumulate = np.where((r.zero < 3) | r.unsharded, added * r.microbatches / k.hbm, 0.0)
     update = shard_parameters(r, weights, most_layers) * c["update"] / k.hbm
     reduction = _reduction(k, parts, most_layers * k.forward, most_layers * k.backward)
     sharing = sharding * slower + reduction
@@ -214,8 +214,8 @@ def _sharding(k: Kernels, parts: list[_Part], forward: np.ndarray, backward: np.
     """Return the exposed ZeRO-3 time of a step: two gathers and a reduction per micro-batch, which slow down what hides
     them.
 
-    If parameters stay whole, the first micro-batch waits for the gathers of all stages, one after the other, and the
-    first stage reduces after its last backward.
+    If parameters stay unsharded, the first micro-batch waits for the gathers of all stages in turn, and the first stage
+    reduces after its last backward.
     """
     r = k.runs
     gather, reduce = np.zeros((2, r.size))
@@ -229,4 +229,4 @@ def _sharding(k: Kernels, parts: list[_Part], forward: np.ndarray, backward: np.
     hidden = np.minimum(gather, forward) + np.minimum(gather + reduce, backward)
     slowed = np.where(r.axes > 1, 0.0, k.constants["contention"])  # a TPU's transfers take none of its compute units
     once, each = r.pp * before + reduce, r.microbatches * (late + slowed * hidden)
-    return np.where((r.zero == 3) & (r.shard > 1), np.where(r.whole, once, each), 0.0)
+    return np.where((r.zero == 3) & (r.shard > 1), np.where(r.unsharded, once, each), 0.0)
