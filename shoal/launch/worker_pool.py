@@ -31,7 +31,9 @@ from shoal.launch.prefork import COMPILER, PreforkServer, Process, end_processes
 from shoal.launch.watch.rank_failure import Failure
 from shoal.launch.watch.watchdog import collect_stacks
 
-PRELOADED = ["shoal.engine.collectives.ops", "shoal.engine.models.transformer", COMPILER]  # by the server of all pools
+PRELOADED = [  # by the server of all pools
+    "shoal.engine.collectives.ops", "shoal.engine.models.transformer", "shoal.launch.prepared", COMPILER,
+]
 START_SECONDS = 180.0  # time to import torch on a busy machine
 GRACE_SECONDS = 5.0  # time for the peers of a failed rank to fail
 LONGEST_WAIT = 3600.0  # per wait: `multiprocessing.connection.wait` does not accept timeouts of weeks
