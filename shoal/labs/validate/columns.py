@@ -11,6 +11,7 @@ from shoal.planning.run import EstimatedRun
 from shoal.spec.catalog import ModelShape, model_shape
 from shoal.spec.catalog.accelerators import Accelerator, accelerator
 from shoal.spec.catalog.clusters import Node, link, nodes
+from shoal.spec.catalog.models import model_names
 
 Row = Mapping[str, str]
 _ACCELERATORS = (  # word, GB of memory, name in the catalog, node; the first match counts
@@ -20,10 +21,9 @@ _ACCELERATORS = (  # word, GB of memory, name in the catalog, node; the first ma
     ("h100", "96", "h100-sxm-96gb-hbm2e", "H100"), ("h100", "", "h100-sxm", "H100"),
     ("gb200", "", "gb200", "GB200"), ("gb300", "", "gb300", "GB300"),
     ("b200", "", "b200-sxm", "B200"), ("b300", "", "b300-sxm", "B300"), ("mi300", "", "mi300x", "MI300X"),
-    ("mi325", "", "mi325x", "MI300X"), ("v5p", "", "tpu-v5p", "v5p"), ("v5e", "", "tpu-v5e", "v5e"),
-    ("v6e", "", "tpu-v6e", "v6e"), ("tpu v4", "", "tpu-v4", "v4"),
+    ("mi325", "", "mi325x", "MI300X"), ("mi355", "", "mi355x", "MI355X"), ("v5p", "", "tpu-v5p", "v5p"),
+    ("v5e", "", "tpu-v5e", "v5e"), ("v6e", "", "tpu-v6e", "v6e"), ("tpu v4", "", "tpu-v4", "v4"),
 )  # fmt: skip
-_LATENT = ("deepseek-v2", "deepseek-v3")
 _GATHERED_AGAIN = 14_018_000  # first job of nanotron's benchmark that gathers inputs again (by memory)
 VOCABULARY = 51200  # GPT-2's, padded, as Megatron-LM does
 _NETWORKS = (("efa", "efa"), ("omni", "omni-path"), ("roce", "roce"), ("nics", "roce"))
@@ -208,9 +208,14 @@ def blocking(row: Row) -> bool:
     return "bigscience" in (row.get("source_loc") or "") and (number(row, "n_gpus") or 1) > 160
 
 
-def latent_model(row: Row) -> ModelShape | None:
-    """Return the catalog's model with latent attention that a row names; its columns have no widths of latents."""
-    return next((model_shape(name) for name in _LATENT if (row.get("model") or "").startswith(name)), None)
+def catalog_model(row: Row) -> ModelShape | None:
+    """Return the catalog's model that a row names, if its columns do not describe it: none has widths of latents, and
+    some rows have no shape.
+    """
+    text = re.sub(r"[^a-z0-9.]+", "-", (row.get("model") or "").lower())
+    name = max((known for known in model_names() if text.startswith(known)), key=len, default="")
+    model = model_shape(name) if name else None
+    return model if model and (model.latent or not number(row, "layers")) else None
 
 
 def sends_rows_once(row: Row, default: bool) -> bool:

@@ -30,8 +30,9 @@ from shoal.spec.catalog.software import Software, software_named
 from shoal.spec.layout import Layout
 
 STEPS = ("measured", "measured_oom", "measured_memory", "example_log")  # kinds of rows: a full step of a full model
-SHAPE = ("layers", "hidden", "seq", "n_gpus")
-COLUMNS = ("row_id", "kind", "status", "heads", *SHAPE)
+SHAPE = ("layers", "hidden")
+RUN = ("seq", "n_gpus")
+COLUMNS = ("row_id", "kind", "status", "heads", *SHAPE, *RUN)
 HEAD = 128  # head dim if the number of heads is not stated
 SOURCE = "a published row"
 Left = dict[tuple[str, str], int]
@@ -73,7 +74,9 @@ def read_row(row: Row, file: str) -> Point:
         raise Inexpressible(f"kind {row.get('kind') or 'not stated'}")
     if row.get("status") not in ("ok", "oom"):
         raise Inexpressible(f"status {row.get('status') or 'not stated'}")
-    if missing := [name for name in SHAPE if not number(row, name)]:
+    named = columns.catalog_model(row)
+    needed = RUN if named else SHAPE + RUN
+    if missing := [name for name in needed if not number(row, name)]:
         raise Inexpressible(f"{', '.join(missing)} not stated")
     if "lora" in (row.get("model") or "").lower():
         raise Inexpressible("LoRA: trains adapters, without the gradients of the model's weights")
@@ -86,7 +89,7 @@ def read_row(row: Row, file: str) -> Point:
     size, kind = columns.memory(row)
     oom = row.get("status") == "oom"
     call: dict[str, Any] = {
-        "layout": layout, "model": _shape(row, known), "cluster": machines, "sequence_length": s,
+        "layout": layout, "model": _shape(row, known, named), "cluster": machines, "sequence_length": s,
         "global_batch": round(batch), "precision": columns.precision(row, half), "fill": False,
         "software": _software(row, software),
     }  # fmt: skip
@@ -140,10 +143,10 @@ def _layout(row: Row, known: _Known, software: Software) -> tuple[Layout, float]
     if dp < 1 or abs(dp * tp * pp * cp - gpus) > 0.5:
         raise Inexpressible("dp x tp x pp x cp is not the number of accelerators")
     batch, count, each = (number(row, name) for name in ("global_batch", "num_microbatches", "micro_batch"))
+    if not batch and each:
+        batch = each * count * dp if count else known("global_batch", each * dp * (1 if pp == 1 else 4 * pp))
     if not batch:
-        if not (each and count):
-            raise Inexpressible("global_batch not stated")
-        batch = each * count * dp
+        raise Inexpressible("global_batch not stated")
     if software.name == "maxtext":  # its `per_device_batch_size` is of each chip, and it accumulates no gradients
         each = batch / dp
     each = each or known("micro_batch", max(1.0, batch / (dp * count)) if count else 1.0)
@@ -191,7 +194,12 @@ def _tune(run: EstimatedRun, row: Row) -> EstimatedRun:
     return candidates[int(seconds.argmin())]
 
 
-def _shape(row: Row, known: _Known) -> ModelShape:
+def _shape(row: Row, known: _Known, named: ModelShape | None) -> ModelShape:
+    """Return the model's shape: of the columns, or that of the catalog's model that the row names."""
+    if named:
+        columns_of = {"layers": "layers", "vocab": "vocab", "max_sequence": "seq"}
+        found = {field: number(row, column) for field, column in columns_of.items()}
+        return named.model_copy(update={field: round(value) for field, value in found.items() if value})
     hidden = stated(row, "hidden")
     heads = known("heads", max(1, round(hidden / HEAD)))
     gated = columns.gated(row)
@@ -204,8 +212,6 @@ def _shape(row: Row, known: _Known) -> ModelShape:
         "vocab": known("vocab", columns.vocabulary(row)),
         "max_sequence": stated(row, "seq"),
     }  # fmt: skip
-    if model := columns.latent_model(row):
-        return model.model_copy(update={name: round(integers[name]) for name in ("layers", "vocab", "max_sequence")})
     return ModelShape.model_validate({
         "family": "llama" if gated else "gpt", "tied": columns.tied(row), "experts": experts,
         **{name: max(1, round(value)) for name, value in integers.items()},

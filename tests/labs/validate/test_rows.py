@@ -12,6 +12,7 @@ from shoal.labs.validate.rows import Inexpressible, read_folder, read_row
 from shoal.labs.validate.score import score
 from shoal.planning.cost.batched_runs import ATTENTION, RECOMPUTE, describe_row
 from shoal.planning.software_estimate import SoftwareEstimate
+from shoal.spec.catalog import model_shape
 from shoal.spec.catalog.calibration import NETWORKS, calibration
 from shoal.spec.catalog.clusters import nodes
 from tests.labs.validate.published import COLUMNS, row, write
@@ -38,7 +39,8 @@ def test_a_row_is_what_it_says() -> None:
         ({"gpu": "a new one"}, "accelerator a new one is not in the catalog"),
         ({"recompute": "a third of the layers"}, "recompute: a third of the layers"),
         ({"n_gpus": 24}, "dp x tp x pp x cp is not the number of accelerators"),
-        ({"global_batch": ""}, "global_batch not stated"),
+        ({"global_batch": "", "micro_batch": ""}, "global_batch not stated"),
+        ({"layers": "", "hidden": ""}, "layers, hidden not stated"),
         ({}, "neither time nor memory"),
     ],
 )
@@ -50,6 +52,26 @@ def test_what_is_no_point_has_a_reason(change: dict, reason: str) -> None:
 def test_what_is_not_stated_is_assumed_and_said() -> None:
     point = read_row(row(step_time_s=1, vocab="", micro_batch="", recompute="", ffn="", framework="brand new"), "file")
     assert set(point.assumed) == {"vocab", "micro_batch", "recompute", "ffn"}
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 1), (4, 16)])
+def test_a_batch_that_is_not_stated_is_one_micro_batch_or_four_for_each_stage(stages: int, micro_batches: int) -> None:
+    point = read_row(row(layout=(2, 1, stages), each=2, global_batch="", step_time_s=1), "file")
+    assert point.run.microbatches == micro_batches and point.assumed == ("global_batch",)
+    counted = read_row(row(layout=(2, 1, stages), each=2, global_batch="", num_microbatches=8, step_time_s=1), "file")
+    assert counted.run.microbatches == 8 and not counted.assumed
+
+
+@pytest.mark.parametrize(
+    ("published", "name"),
+    [("qwen3_30b_a3b_(tokendrop)", "qwen3-30b-a3b"), ("gpt_oss_120b", "gpt-oss-120b"), ("kimi_k2", "kimi-k2")],
+)
+def test_a_model_without_a_shape_is_the_one_of_the_catalog_with_its_name(published: str, name: str) -> None:
+    columns = row(step_time_s=1) | {"model": published}
+    found = read_row(columns | {"layers": "", "hidden": "", "vocab": ""}, "file").run.shape
+    assert found == model_shape(name).model_copy(update={"max_sequence": 2048})
+    stated = read_row(columns, "file").run.shape
+    assert stated.layers == 16 and (stated.latent is not None) == (name == "kimi-k2"), "no column has widths of latents"
 
 
 def test_maxtext_accumulates_no_gradients_and_splits_activations_over_tensor_parallelism() -> None:
