@@ -111,6 +111,7 @@ def plant() -> None:
 
 if __name__ == "__main__":
     plant()
-    if os.environ.get("FAULT") == f"stop@start:{os.environ.get('RANK')}:" and os.environ["SHOAL_ATTEMPT"] == "0":
+    first = os.environ.get("FAULT", "").split(",")[0]
+    if first == f"stop@start:{os.environ.get('RANK')}:" and os.environ["SHOAL_ATTEMPT"] == "0":
         fail("stop")  # before the first sign of life
     sys.exit(main() if sys.argv[1:] else run_generations())
