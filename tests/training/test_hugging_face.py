@@ -90,6 +90,7 @@ MODELS = {
 }  # fmt: skip
 LAYOUTS = {
     "llama-3.1": {"dp": 2, "zero": 3, "tp": 2, "sequence_parallel": True},
+    "mistral": {"cp": 2, "dp": 2, "zero": 2},
     "qwen2-windows": {"cp": 2, "ulysses": 2, "pp": 2},
     # Two ranks hold each head of keys, and its norm's weights.
     "olmo2": {"micro_batch": 4, "tp": 4, "sequence_parallel": True},
