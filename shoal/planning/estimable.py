@@ -50,8 +50,8 @@ def check_estimable(run: EstimatedRun) -> None:
 
 
 def check_software(run: EstimatedRun) -> None:
-    """Raise a `UsageError` if no closed form exists for a run of other software than shoal."""
-    layout, shape, name = run.layout, run.shape, run.software.name
+    """Raise a `UsageError` if a run of other software than shoal cannot be split so, or has no closed form."""
+    layout = run.layout
     if layout.world_size != run.cluster.size:
         size = run.cluster.size
         raise UsageError(f"{layout.equation()}, but the cluster has {size}.\n  Give another dp, tp, pp or cp.")
@@ -59,6 +59,12 @@ def check_software(run: EstimatedRun) -> None:
         least = layout.dp * layout.micro_batch
         given = f"--global-batch {run.global_batch}"
         raise UsageError(f"{given}: less than a micro-batch of each replica.\n  Give at least {least} sequences.")
+    check_closed_form(run)
+
+
+def check_closed_form(run: EstimatedRun) -> None:
+    """Raise a `UsageError` if no closed form exists for a run of other software than shoal, on whatever cluster."""
+    layout, shape, name = run.layout, run.shape, run.software.name
     checked = {
         "parallel.schedule": (layout.schedule, tuple(SCHEDULES)), "parallel.tp_x": (layout.tp_x, (1,)),
         "parallel.stage_layers": (layout.stage_layers, (None,)),

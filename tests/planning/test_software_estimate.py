@@ -94,6 +94,20 @@ def test_the_usual_layout_shards_as_the_software_does(software: str, stage: int)
     assert usual is not None and usual.layout.zero == stage
 
 
+def test_other_software_multiplies_experts_in_8_and_4_bits() -> None:
+    """shoal has no such products of experts; NVIDIA's recipes train so."""
+    def planner(software: str, precision: str) -> LayoutPlanner:
+        run = {"global_batch": 64, "sequence_length": 4096, "precision": precision, "software": software}
+        return LayoutPlanner("qwen3-30b-a3b", "8xB200", **run)
+
+    half, eight, four = (planner("megatron-core", kind).plan().found.seconds for kind in ("bf16", "mxfp8", "nvfp4"))
+    assert four < eight < half
+    with pytest.raises(UsageError, match="grouped products of experts have no 8-bit implementation"):
+        planner("shoal", "fp8")
+    with pytest.raises(UsageError, match="--precision = fp32: not estimated for --software megatron-core"):
+        planner("megatron-core", "fp32")
+
+
 def test_commands_answer_for_other_software(tmp_path, capsys: pytest.CaptureFixture) -> None:
     run = ["--model", "llama-3-8b", "--cluster", "2x8xH100", "--global-batch", "64"]
     page = tmp_path / "page.html"

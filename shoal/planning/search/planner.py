@@ -12,7 +12,7 @@ from shoal.base.units import DAY, HOUR
 from shoal.planning.cost.flops import layer_flops
 from shoal.planning.cost.memory.stage import StageMemory
 from shoal.planning.describe import TOKENS_PER_STEP, parse_batch, with_positions
-from shoal.planning.estimable import check_device, check_names, check_trained
+from shoal.planning.estimable import check_closed_form, check_device, check_names, check_trained
 from shoal.planning.full_training import FullTraining, find_price, train_fully
 from shoal.planning.run import EstimatedRun
 from shoal.planning.search.kinds import TIE
@@ -94,7 +94,10 @@ class LayoutPlanner:
             shape, Layout(), machine, sequence_length, sequences, precision, optimizer, software=software
         )
         check_device(self.run)
-        check_trained(self.run, Layout(micro_batch=self.run.global_batch))  # requirements independent of the layout
+        if software.name == "shoal":
+            check_trained(self.run, Layout(micro_batch=self.run.global_batch))  # requirements independent of the layout
+        else:
+            check_closed_form(self.run)
         self.space = LayoutSpace(fixed=check_fixed(fixed))
 
     def plan(self, progress: Progressing | None = None) -> Plan:

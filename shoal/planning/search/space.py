@@ -9,7 +9,7 @@ zb-auto, terapipe and schedules from files; offloading; 2D tensor parallelism (t
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
 from math import ceil
@@ -220,7 +220,9 @@ def pipeline_depth(pp: int, pipe: Fields) -> int:
 
 
 def fits(run: EstimatedRun, layout: Layout) -> bool:
-    """Return whether `shoal train` accepts a layout."""
+    """Return whether `shoal train` accepts a layout, of other software in 16 bits: it has products that shoal lacks."""
+    if run.software.name != "shoal":
+        run = replace(run, precision=run.cluster.accelerator.half)
     try:
         check_trained(run, layout)
     except UsageError:

@@ -144,8 +144,9 @@ def reasons(plan: Plan, estimates: Sequence[StepEstimate]) -> list[str]:
         enough = [name for name in more if abs(more[name]) > 1e-3 * plan.best[0].seconds]
         ranked = sorted(enough, key=lambda name: -abs(more[name]))[:2]
         change = ", ".join(f"{name} {'+' if more[name] > 0 else '-'}{show_seconds(abs(more[name]))}" for name in ranked)
-        bytes_more = rival.memory.reserved - plan.best[0].memory.reserved
-        change = change or f"memory {'+' if bytes_more > 0 else '-'}{show_bytes(abs(bytes_more))}"
+        bytes_more = round(rival.memory.reserved - plan.best[0].memory.reserved)
+        if not change:
+            change = f"memory {'+' if bytes_more > 0 else '-'}{show_bytes(abs(bytes_more))}" if bytes_more else "the same"
         verdict = "" if estimate.fits else "may not fit in" if estimate.may_fit else "does not fit in"
         needs = f"{verdict} {show_bytes(estimate.capacity)}; " if verdict else ""
         found.append(f"{needs}{100 * (rival.seconds / plan.best[0].seconds - 1):+.1f} %: {change}")
