@@ -145,11 +145,11 @@ def reasons(plan: Plan, estimates: Sequence[StepEstimate]) -> list[str]:
         ranked = sorted(enough, key=lambda name: -abs(more[name]))[:2]
         change = ", ".join(f"{name} {'+' if more[name] > 0 else '-'}{show_seconds(abs(more[name]))}" for name in ranked)
         bytes_more = round(rival.memory.reserved - plan.best[0].memory.reserved)
-        if not change:
-            change = f"memory {'+' if bytes_more > 0 else '-'}{show_bytes(abs(bytes_more))}" if bytes_more else "the same"
+        if not change and bytes_more:
+            change = f"memory {'+' if bytes_more > 0 else '-'}{show_bytes(abs(bytes_more))}"
         verdict = "" if estimate.fits else "may not fit in" if estimate.may_fit else "does not fit in"
         needs = f"{verdict} {show_bytes(estimate.capacity)}; " if verdict else ""
-        found.append(f"{needs}{100 * (rival.seconds / plan.best[0].seconds - 1):+.1f} %: {change}")
+        found.append(f"{needs}{100 * (rival.seconds / plan.best[0].seconds - 1):+.1f} %: {change or 'the same'}")
     return found
 
 
