@@ -69,7 +69,7 @@ def story(folder: Path) -> list[object]:
 
 
 def test_without_a_fault_the_layout_stays(supervised, corpus):
-    code, folder = supervised(shrinking(corpus, {"tp": 2}, train={"global_batch": 4, "steps": 3}))
+    code, folder = supervised(shrinking(corpus, {"dp": 2}, train={"global_batch": 4, "steps": 3}))
     assert code == 0 and not story(folder) and len(curve(folder)) == 3
 
 

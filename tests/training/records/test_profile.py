@@ -118,9 +118,12 @@ def test_nothing_is_recorded_unasked_and_a_profile_is_that_of_the_last_start(cor
     assert read_profile(folder).ranks[0].steps == (5, 6, 7)  # the first step after a resume is warm-up
 
 
-def test_a_missing_rank_is_named(corpus, pool, tmp_path):
+def test_the_files_are_plain_lines_and_a_missing_rank_is_named(corpus, pool, tmp_path):
     config = small_config(corpus, {"pp": 2}, train={"steps": 2, "validate_every": 0}, metrics=PROFILED)
     folder = train_in(pool, config, tmp_path / "run")
+    assert sorted(path.name for path in (folder / "profile").iterdir()) == ["rank-00000.jsonl", "rank-00001.jsonl"]
+    header, step = map(json.loads, (folder / "profile" / "rank-00001.jsonl").read_text().splitlines())
+    assert header["actions"][0] == ["RF", 1, 0, -1, -1] and step["step"] == 1
     (folder / "profile" / "rank-00001.jsonl").unlink()
     with pytest.raises(UsageError, match="1 ranks have recorded, not all of 2 x 1 x 1"):
         read_profile(folder)
@@ -183,11 +186,3 @@ def test_clocks_of_other_hosts_are_set_by_that_of_rank_0(pool):
     assert offsets[0] == offsets[3] == 0.0  # of one host: one clock
     for rank in (1, 2):
         assert offsets[rank] == pytest.approx(skew[0] - skew[rank], abs=0.05)
-
-
-def test_the_files_are_plain_lines(corpus, pool, tmp_path):
-    config = small_config(corpus, {"pp": 2}, train={"steps": 2, "validate_every": 0}, metrics=PROFILED)
-    folder = train_in(pool, config, tmp_path / "run") / "profile"
-    assert sorted(path.name for path in folder.iterdir()) == ["rank-00000.jsonl", "rank-00001.jsonl"]
-    header, step = map(json.loads, (folder / "rank-00001.jsonl").read_text().splitlines())
-    assert header["actions"][0] == ["RF", 1, 0, -1, -1] and step["step"] == 1
