@@ -27,7 +27,7 @@ PROFILED = {"profile": True, "profile_after": 1, "profile_steps": 2}
 ])  # fmt: skip
 def test_traces_of_torch_have_the_operators_of_the_recorded_steps(parallel, model, corpus, pool, tmp_path):
     config = small_config(
-        corpus, {"dp": 2, **parallel}, model=model, train={"steps": 4, "validate_every": 0},
+        corpus, {"dp": 2, **parallel}, model=model, train={"steps": 3, "validate_every": 0, "global_batch": 4},
         metrics={"trace": True, "profile_after": 1, "profile_steps": 2},
     )
     folder = train_in(pool, config, tmp_path / "run")
