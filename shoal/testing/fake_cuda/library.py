@@ -63,15 +63,22 @@ def build_library() -> Path:
     return library
 
 
+_loaded = False  # in this process
+
+
 def load_library() -> None:
-    """Add the device to this process.
+    """Add the device to this process, which may have it already.
 
     Raises:
         UsageError: torch was imported before, or the library cannot be built.
     """
+    global _loaded
+    if _loaded:
+        return
     if "torch" in sys.modules:
         raise UsageError("fake CUDA must be loaded before torch: use a new process (start_process)")
     ctypes.CDLL(str(build_library()))
+    _loaded = True
 
 
 @contextmanager

@@ -3,13 +3,15 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
 
 from shoal.base.errors import UsageError
 from shoal.testing.fake_cuda.__main__ import main
-from shoal.testing.fake_cuda.library import load_library, why_unavailable
+from shoal.testing.fake_cuda.library import load_library
 
 
 def operations() -> tuple[list, dict]:
@@ -66,16 +68,25 @@ def test_a_process_that_has_torch_is_refused() -> None:
         load_library()
 
 
-def test_the_command_prints_a_census(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    if reason := why_unavailable():
-        pytest.skip(reason)
+def printed(arguments: list[str]) -> tuple[int, str]:
+    """The exit status of the command in this process, and what it prints."""
+    from shoal.testing.fake_cuda.__main__ import main
+
+    with redirect_stdout(StringIO()) as out:
+        return main(arguments), out.getvalue()
+
+
+def test_the_command_prints_a_census(tmp_path: Path, on_fake_cuda: Callable, capsys: pytest.CaptureFixture) -> None:
     run = tmp_path / "run.toml"
     run.write_text(
         '[model]\nlayers = 1\n[data]\nsource = "synthetic"\nsequence_length = 64\n[train]\nglobal_batch = 1\n'
         "[parallel]\ntp = 2\nmicro_batch = 1\n"
     )
-    command = [sys.executable, "-m", "shoal.testing.fake_cuda", str(run), "--rank", "1", "--step", "0", "--most", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
-    assert done.stdout.startswith("mismatches: 0\nsynchronisations: ") and "\nlaunches: " in done.stdout
+    # The library is loaded before torch, so the command may not import torch by itself.
+    says = "import sys, shoal.testing.fake_cuda.__main__ as command; command.load_config(sys.argv[1]); "
+    says += "sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", says, str(run)], timeout=100, check=True)
+    code, said = on_fake_cuda(printed, [str(run), "--rank", "1", "--step", "0", "--most", "1"])
+    assert code == 0 and said.startswith("mismatches: 0\nsynchronisations: ") and "\nlaunches: " in said
     assert main(["no.toml"]) == 2
     assert capsys.readouterr().err == "no such file: no.toml\n"
