@@ -57,25 +57,26 @@ def test_every_schedule_equals_one_device_or_is_refused(pool, name, pp, tied, vi
 
 
 COMBINED = {
-    "ZB-V, ZeRO-1, tied": ({"pp": 2, "schedule": "zb-v", "dp": 2, "zero": 1}, {"tied": True}),
-    "ZB-H2, ZeRO-3, recomputed": ({"pp": 2, "schedule": "zb-h2", "dp": 2, "zero": 3, "recompute": "full"}, {}),
+    "ZB-V, ZeRO-1, tied": ({"pp": 2, "schedule": "zb-v", "dp": 2, "zero": 1}, {"tied": True}, 2),
+    "ZB-H2, ZeRO-3, recomputed": ({"pp": 2, "schedule": "zb-h2", "dp": 2, "zero": 3, "recompute": "full"}, {}, 1),
     "ZB-V, tp, sequence parallel, recomputed": (
-        {"pp": 2, "schedule": "zb-v", "tp": 2, "sequence_parallel": True, "recompute": "full"}, {"name": "tiny-gpt"}),
+        {"pp": 2, "schedule": "zb-v", "tp": 2, "sequence_parallel": True, "recompute": "full"}, {"name": "tiny-gpt"},
+        1),
     "DualPipe, hybrid shards, tied": (
-        {"pp": 2, "schedule": "dualpipe", "dp": 4, "zero": 1, "zero_shard": 2}, {"tied": True}),
-    "DualPipeV, tp, tied": ({"pp": 2, "schedule": "dualpipev", "tp": 2}, {"tied": True}),
+        {"pp": 2, "schedule": "dualpipe", "dp": 4, "zero": 1, "zero_shard": 2}, {"tied": True}, 1),
+    "DualPipeV, tp, tied": ({"pp": 2, "schedule": "dualpipev", "tp": 2}, {"tied": True}, 1),
     "interleaved ZB, ZeRO-3, recomputed": (
-        {"pp": 2, "schedule": "interleaved-zb", "dp": 2, "zero": 3, "recompute": "selective"}, {"tied": True}),
-    "one rank with two stages": ({"pp": 1, "schedule": "interleaved-1f1b"}, {"tied": True}),
+        {"pp": 2, "schedule": "interleaved-zb", "dp": 2, "zero": 3, "recompute": "selective"}, {"tied": True}, 2),
+    "one rank with two stages": ({"pp": 1, "schedule": "interleaved-1f1b"}, {"tied": True}, 2),
 }
 
 
 @pytest.mark.parametrize("name", COMBINED)
 def test_schedules_compose_with_the_other_axes(pool, name) -> None:
-    parallel, model = COMBINED[name]
+    parallel, model, steps = COMBINED[name]  # a second step begins with what the first has left
     microbatches = 2 * max(2, parallel["pp"])  # the fewest that DualPipe takes
     layers = parallel["pp"] * parallel.get("virtual_stages", 2)
-    assert differs(pool, dict(parallel), {"layers": layers, **model}, microbatches, steps=2) == ""
+    assert differs(pool, dict(parallel), {"layers": layers, **model}, microbatches, steps) == ""
 
 
 def test_a_schedule_from_a_file_trains(pool, tmp_path) -> None:

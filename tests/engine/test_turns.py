@@ -172,7 +172,7 @@ def test_what_is_refused(parallel: dict, message: str) -> None:
 
 
 def train(config: RunConfig, transport: str, beside: bool) -> tuple[list[float], list[torch.Tensor], int]:
-    """Losses and norms of two steps, all weights of this rank, and the number of its pairs.
+    """Loss and norm of a step, all weights of this rank after it, and the number of its pairs.
 
     Args:
         beside: whether rows travel beside the shared experts, as on CUDA.
@@ -188,9 +188,9 @@ def train(config: RunConfig, transport: str, beside: bool) -> tuple[list[float],
         run(*args)
 
     engine.runtime.turns.run = counted  # type: ignore[method-assign]
-    results = [engine.step(step) for step in range(2)]
+    result = engine.step(0)
     weights = [piece.tensor.clone() for pieces in engine.weights().values() for piece in pieces]
-    return [x for result in results for x in (result.loss, result.gradient_norm)], weights, pairs
+    return [result.loss, result.gradient_norm], weights, pairs
 
 
 LAYOUTS: dict[str, tuple[dict, dict, dict, str]] = {

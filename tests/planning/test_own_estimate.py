@@ -37,7 +37,7 @@ def held(config: RunConfig) -> tuple[dict[str, int], int]:
     ("nadam", {"dp": 2}, "fp32"),
     ("llama", {"dp": 2, "zero": 3}, "fp32"),
     ("gpt2", {"pp": 2, "dp": 2, "zero": 3}, "fp32"),  # both stages hold the tied embedding
-    ("dense", {"tp": 2, "dp": 2, "zero": 1}, "bf16"),  # split by operators
+    ("dense", {"tp": 2}, "bf16"),  # split by operators
 ])  # fmt: skip
 def test_states_are_those_of_the_engine(name, layout, precision, pool, tmp_path):
     config = config_of(name, layout, train={"global_batch": 8, "precision": precision})
@@ -57,7 +57,7 @@ def test_flops_and_saved_tensors_of_a_linear_layer_are_counted():
     assert count_own_model(plain.lstm, config_of("lstm", {})).flops > 6 * 8000 * 2 * plain.LENGTH
 
 
-@pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"tp": 2, "sequence_parallel": True}])
+@pytest.mark.parametrize("layout", [{}, {"tp": 2, "sequence_parallel": True}])
 def test_counts_of_a_chain_grow_with_samples_and_add_up(layout):
     """Counts of one and of two samples give the counts of four. The counts of all stages add up to the model's."""
     one, two, four = (

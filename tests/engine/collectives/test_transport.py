@@ -83,7 +83,7 @@ def collectives(transport: str, numels: list[int], dtype: torch.dtype) -> None:
 
 
 @each
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(ranks=st.integers(2, 8), numels=st.lists(SIZES, min_size=1, max_size=4), dtype=st.sampled_from(DTYPES))
 def test_collectives(pool: Pool, transport: str, ranks: int, numels: list[int], dtype: torch.dtype) -> None:
     pool.run(collectives, ranks, transport, numels, dtype)

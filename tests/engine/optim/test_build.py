@@ -78,7 +78,7 @@ def test_compiled_rules_make_the_same_updates_and_are_compiled_once(name, monkey
 
 
 @pytest.mark.parametrize("name", sorted(RULES))
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=10)
 @given(
     cuts=st.lists(st.integers(1, 30) | st.integers(1, 9000), max_size=4), seed=st.integers(0, 1000),
     decay=st.floats(0, 1),

@@ -56,7 +56,7 @@ def in_float8(config: RunConfig, precision: str, settings: dict) -> RunConfig:
 ], ids=str)
 def test_every_grain_on_layouts(pool, precision, settings, parallel):
     config = in_float8(small_run(parallel, MODEL), precision, settings)
-    verdict, _ = run_case(prepare(config, own_precision=False), pool, steps=3 if "history" in settings else 2)
+    verdict, _ = run_case(prepare(config, own_precision=False), pool, steps=3 if "history" in settings else 1)
     assert not verdict.findings, verdict.findings[0].text
     assert verdict.worst_gradient < 1e-12
 
@@ -76,7 +76,7 @@ def test_latents(pool, sequence_parallel):
             check_run(blocks, run.model.shape(vocab=257, sequence_length=8))
 
 
-@settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=1, deadline=None, suppress_health_check=list(HealthCheck))
 @given(runs(max_ranks=4), st.sampled_from(CASES))
 def test_drawn_layouts(pool, run, case):
     config = in_float8(run, *case)

@@ -28,6 +28,7 @@ def test_naive_has_one_micro_batch_in_flight(p: int, m: int) -> None:
     assert result.peak_live == (1,) * p
 
 
+@settings(max_examples=20)
 @given(RANKS, st.integers(1, 24))
 def test_gpipe_and_1f1b_differ_in_memory_alone(p: int, m: int) -> None:
     """Narayanan et al. 2021, section 2.2: bubble (p-1)/m of the work."""
@@ -37,6 +38,7 @@ def test_gpipe_and_1f1b_differ_in_memory_alone(p: int, m: int) -> None:
         assert list(result.peak_live) == alive
 
 
+@settings(max_examples=20)
 @given(RANKS, st.integers(1, 3), st.integers(1, 4))
 def test_stages_in_turn_divide_the_bubble(p: int, rounds: int, v: int) -> None:
     """Narayanan et al. 2021, section 2.2.2; Lamy-Poirier 2023, section 4.1: 1/v of it."""
@@ -51,6 +53,7 @@ def test_stages_in_turn_divide_the_bubble(p: int, rounds: int, v: int) -> None:
             assert list(result.peak_live) == [min(alive, v * m) for alive in ahead]
 
 
+@settings(max_examples=20)
 @given(RANKS, st.integers(0, 24), st.integers(1, 4))
 def test_no_number_of_micro_batches_makes_the_bubble_of_stages_in_turn_larger(p: int, more: int, v: int) -> None:
     """Rounds of p or a few micro-batches more: for those, as many activations more on each but one of the stages."""
@@ -65,6 +68,7 @@ def test_no_number_of_micro_batches_makes_the_bubble_of_stages_in_turn_larger(p:
     assert max(result.peak_live) <= p + (v - 1) * first
 
 
+@settings(max_examples=20)
 @given(RANKS, st.integers(1, 16), st.integers(1, 4))
 def test_zero_bubble_h1_has_a_third_of_the_bubble_with_the_same_memory(p: int, more: int, v: int) -> None:
     """Qi et al. 2024, table 2: (p-1)(T_F + T_B - T_W); with v stages a rank, v times as many activations as stages."""
@@ -106,7 +110,7 @@ def test_dualpipe_is_dualpipe_v_on_twice_the_ranks(half: int, more: int) -> None
         assert result.peak_live == (2 * half + 1,) * p
 
 
-@pytest.mark.parametrize("p", [2, 3, 4, 6, 8, 9, 16, 24])
+@pytest.mark.parametrize("p", [2, 3, 4, 6, 8, 9, 16])
 def test_v_half_and_v_min_keep_a_half_and_a_third(p: int) -> None:
     """Qi et al. 2024b, table 1, of 1F1B's 2p (in these stages) and of its bubble of 6(p-1); and what the turns add."""
     m = 2 * p

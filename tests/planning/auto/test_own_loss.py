@@ -70,7 +70,6 @@ def test_ranks_with_other_splits_are_refused(pool, monkeypatch, tmp_path):
         (tmp_path / f"{seed}").mkdir()
         monkeypatch.setattr(search, "solve", choose_randomly(seed))
         configs.append(with_plan(config_of("dense", {"tp": 2}), tmp_path / f"{seed}"))
-    assert pool.run(start, 2, configs[:1] * 2) == ["", ""]
     assert all("found other splits on other ranks" in said for said in pool.run(start, 2, configs))
 
 

@@ -124,7 +124,7 @@ def test_what_ranks_keep_of_some_tokens(pool: Pool, parallel: dict) -> None:
         assert said == pytest.approx(found, rel=0.02 if set(parallel) == {"tp"} else 0.1)
 
 
-@settings(max_examples=14, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.sampled_from(["tiny", "tiny-gpt"]),
     st.sampled_from(["none", "selective", "full"]),
@@ -190,9 +190,10 @@ def test_what_products_in_8_bits_keep(
     assert said == pytest.approx(found, rel=0.005)
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize(("tp", "sequence_parallel", "family"), [
-    (2, True, "tiny"), (2, False, "tiny-gpt"), (4, False, "tiny"), (4, True, "tiny-gpt"),
+@pytest.mark.parametrize(("tp", "sequence_parallel", "family", "recompute"), [
+    (2, True, "tiny", "none"), (2, True, "tiny", "selective"), (2, True, "tiny-gpt", "full"),
+    (2, False, "tiny-gpt", "none"), (2, False, "tiny-gpt", "selective"), (2, False, "tiny", "full"),
+    (4, False, "tiny", "selective"), (4, True, "tiny-gpt", "none"),  # a key/value head for each two ranks
 ])
 def test_what_tensor_parallel_ranks_keep(
     pool: Pool, tp: int, sequence_parallel: bool, family: str, recompute: str
@@ -212,7 +213,6 @@ def test_what_ranks_with_fused_operators_keep(pool: Pool, parallel: dict) -> Non
 
 @pytest.mark.parametrize(("family", "precision", "kernel", "recompute", "parallel"), [
     ("tiny", "fp32", "sdpa", "none", {}),
-    ("tiny", "bf16", "sdpa", "none", {"sequence_parallel": True}),
     ("tiny-gpt", "bf16", "explicit", "none", {"sequence_parallel": True}),
     ("tiny-gpt", "fp32", "sdpa", "selective", {"cp": 2}),
     ("tiny", "bf16", "sdpa", "none", {"cp": 2, "ulysses": 2}),
@@ -230,7 +230,7 @@ def test_what_ranks_of_a_grid_keep(
 
 @pytest.mark.parametrize(("parallel", "recompute"), [
     ({"cp": 2}, "none"), ({"cp": 2}, "selective"), ({"cp": 2, "ulysses": 2}, "none"),
-    ({"cp": 2, "ulysses": 2}, "selective"), ({"cp": 4, "ulysses": 2}, "full"), ({"cp": 4, "ulysses": 2}, "selective"),
+    ({"cp": 2, "ulysses": 2}, "full"), ({"cp": 4, "ulysses": 2}, "selective"),
     ({"cp": 2, "tp": 2, "sequence_parallel": True}, "none"),
 ])
 def test_what_context_parallel_ranks_keep(pool: Pool, parallel: dict, recompute: str) -> None:

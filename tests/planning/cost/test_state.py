@@ -39,7 +39,7 @@ def held(config: RunConfig) -> tuple[dict[str, int], dict[str, int]]:
     return found, {name: getattr(said, name) for name in found}
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 @given(runs(), st.sampled_from(sorted(RULES)), st.sampled_from(sorted(POLICIES)))
 def test_any_rank_of_any_layout_holds_what_the_formulas_say(
     pool: Pool, config: RunConfig, optimizer: str, precision: str
@@ -91,9 +91,9 @@ def test_every_optimizer(pool: Pool, optimizer: str, zero: int) -> None:
     """Wide enough that adam8bit quantises, and that its blocks are cut by shards and by tp."""
     model = {"hidden": 60, "ffn": 300, "heads": 6, "kv_heads": 3, "head_dim": 12}
     precision = "fp32" if optimizer == "sophia-h" else "bf16"  # which it refuses
-    config = small_run({"dp": 2, "zero": zero, "tp": 3}, model, precision=precision)
+    config = small_run({"dp": 2 if zero else 1, "zero": zero, "tp": 3}, model, precision=precision)
     config = config.model_copy(update={"optimizer": OptimizerConfig(name=optimizer)})
-    for found, said in pool.run(held, 6, config):
+    for found, said in pool.run(held, config.parallel.world_size, config):
         assert said == found
 
 
