@@ -18,7 +18,7 @@ def program_of(orders: list, m: int) -> Program:
     return build_program(Schedule("", "", lambda *_: orders, looped), len(orders), m)
 
 
-@settings(deadline=None)
+@settings(max_examples=20)
 @given(st.integers(1, 6), st.integers(1, 12), TIMES, st.integers(1, 18))
 def test_every_order_is_whole_and_within_the_memory(p: int, m: int, times: StageDurations, memory: int) -> None:
     orders = zb_auto(p, m, times, memory)
@@ -26,7 +26,7 @@ def test_every_order_is_whole_and_within_the_memory(p: int, m: int, times: Stage
     assert zb_auto(p, m, times, memory) == orders
 
 
-@settings(deadline=None)
+@settings(max_examples=25)
 @given(st.integers(1, 6), st.integers(1, 16), TIMES, st.data())
 def test_no_published_order_that_fits_is_shorter(p: int, m: int, times: StageDurations, data: st.DataObject) -> None:
     memory = data.draw(st.integers(p, 2 * p))
@@ -36,6 +36,7 @@ def test_no_published_order_that_fits_is_shorter(p: int, m: int, times: StageDur
             assert ours.bubble <= check_program(build_program(SCHEDULES[name], p, m), times).bubble + 1e-9
 
 
+@settings(max_examples=20)
 @given(st.integers(2, 8), st.integers(0, 7), st.integers(0, 8))
 def test_every_activation_more_takes_a_pass_off_the_bubble(p: int, extra: int, more: int) -> None:
     """Qi et al. 2024, figure 3: from ZB-H1's (p-1) with p activations to ZB-H2's 0 with 2p-1."""
@@ -44,6 +45,7 @@ def test_every_activation_more_takes_a_pass_off_the_bubble(p: int, extra: int, m
     assert result.bubble == pytest.approx((2 * p - 1 - memory) / (3 * m + 2 * p - 1 - memory))
 
 
+@settings(max_examples=12)
 @given(st.integers(2, 6), st.integers(4, 12))
 def test_with_less_memory_than_1f1b_it_runs_longer_but_runs(p: int, m: int) -> None:
     bubbles = [check_program(program_of(zb_auto(p, m, memory=memory), m)).bubble for memory in (1, p)]

@@ -129,9 +129,9 @@ def test_any_spread_attention_is_plain_attention(pool: Pool, case: Case) -> None
         assert max(found) < 1e-10
 
 
-@pytest.mark.parametrize("kernel", ["sdpa", "explicit"])
-@pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("ulysses", [1, 2])
+@pytest.mark.parametrize(("ulysses", "documents", "kernel"), [
+    (1, False, "sdpa"), (1, True, "explicit"), (2, False, "explicit"), (2, True, "sdpa"),
+])
 def test_chunks_longer_than_a_block_of_rows(pool: Pool, ulysses: int, documents: bool, kernel: str) -> None:
     """Of which some hold no document's end, and some lie in two documents that a block of rows has none of."""
     case = Case(Layout(cp=2, ulysses=ulysses), b=1, s=2200, a=2, k=2, d=4, documents=documents, kernel=kernel)
@@ -139,8 +139,9 @@ def test_chunks_longer_than_a_block_of_rows(pool: Pool, ulysses: int, documents:
         assert max(found) < 1e-10
 
 
-@pytest.mark.parametrize("order", ["zig-zag", "striped", "contiguous"])
-@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize(("order", "window"), [
+    ("zig-zag", None), ("zig-zag", 9), ("striped", 9), ("contiguous", None),
+])
 @pytest.mark.parametrize(("cp", "ulysses", "b"), [(2, 1, 2), (3, 1, 1), (4, 2, 2), (2, 2, 2)])
 def test_documents_as_lengths(pool: Pool, cp: int, ulysses: int, b: int, window: int | None, order: str) -> None:
     case = Case(
