@@ -45,7 +45,7 @@ def example(name):
 
 
 @pytest.mark.parametrize("name, mesh", [
-    ("llama", GRID), ("gpt", LINE), ("mlp", LINE), ("odd", NamedMesh("xy", (3, 2))), ("lora", LINE),
+    ("llama", LINE), ("gpt", LINE), ("mlp", GRID), ("odd", NamedMesh("xy", (3, 2))), ("lora", LINE),
 ], ids=str)  # fmt: skip
 def test_plans_compute_what_one_device_computes(pool, name, mesh):
     module, inputs = example(name)
