@@ -46,9 +46,8 @@ def parse_run(command: str, options: type[T], args: list[str], sections: Sequenc
     elif "resume" in options.model_fields:
         args = _complete_resume(args)
     file, args = split_run_file(args)
-    if file and not file.exists() and str(file) in model_names():
-        option = "--model" if "model" in options.model_fields else "--model.name"
-        raise UsageError(f"no such file: {file}\n  A model of the catalog is chosen with {option} {file}.")
+    if file and not file.exists():
+        refuse_model_name(str(file), "--model" if "model" in options.model_fields else "--model.name")
     base = (load_config(file) if file else RunConfig.model_validate(COMMANDS[command].run or {})).model_dump()
     fields = RunConfig.model_fields
     types = {"": options} | {name: type(fields[name].default) for name in sections or fields}
@@ -57,6 +56,12 @@ def parse_run(command: str, options: type[T], args: list[str], sections: Sequenc
     given = read(f"shoal {command}", COMMANDS[command].help, types, base, args)
     own = validate(options, given.pop(""), source="command line")
     return own, validate(RunConfig, base | given, source="command line")
+
+
+def refuse_model_name(word: str, option: str) -> None:
+    """Raise a `UsageError` if a word is the name of a model, which an option takes."""
+    if word in model_names():
+        raise UsageError(f"{word}: a model of the catalog is chosen with {option} {word}.")
 
 
 def _split_section(args: list[str], option: str, sections: Sequence[str]) -> tuple[str, list[str]]:

@@ -67,7 +67,7 @@ def _run(args: list[str]) -> int:
     name, words = _split_command(args)
     command = COMMANDS[name]
     from shoal.base.options import parse
-    from shoal.cli.arguments import parse_run
+    from shoal.cli.arguments import parse_run, refuse_model_name
     from shoal.spec.config.run import rename_option
 
     words = [rename_option(word) for word in words]
@@ -76,6 +76,8 @@ def _run(args: list[str]) -> int:
     if "args" in takes:
         return function(words)
     if "config" not in takes:
+        if words and "model" in takes["options"].model_fields:
+            refuse_model_name(words[0], "--model")
         return function(parse(f"shoal {name}", takes["options"], words, description=command.help))
     return function(*parse_run(name, takes["options"], words, command.config))
 

@@ -106,6 +106,8 @@ def test_other_software_multiplies_experts_in_8_and_4_bits() -> None:
         planner("shoal", "fp8")
     with pytest.raises(UsageError, match="--precision = fp32: not estimated for --software megatron-core"):
         planner("megatron-core", "fp32")
+    with pytest.raises(UsageError, match="reshard_after_forward = False: not estimated"):
+        LayoutPlanner("llama-3-8b", "8xB200", software="torchtitan", fixed={"reshard_after_forward": False})
 
 
 def test_commands_answer_for_other_software(tmp_path, capsys: pytest.CaptureFixture) -> None:

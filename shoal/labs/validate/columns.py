@@ -14,6 +14,7 @@ from shoal.spec.catalog.clusters import Node, link, nodes
 from shoal.spec.catalog.models import model_names
 
 Row = Mapping[str, str]
+SHAPE = ("layers", "hidden")
 _ACCELERATORS = (  # word, GB of memory, name in the catalog, node; the first match counts
     ("v100", "16", "v100-sxm2-16gb", "V100"), ("v100", "", "v100-sxm2-32gb", "V100"),
     ("a100", "40", "a100-sxm-40gb", "A100-40GB"), ("a100", "", "a100-sxm-80gb", "A100"),
@@ -209,13 +210,17 @@ def blocking(row: Row) -> bool:
 
 
 def catalog_model(row: Row) -> ModelShape | None:
-    """Return the catalog's model that a row names, if its columns do not describe it: none has widths of latents, and
-    some rows have no shape.
+    """Return the catalog's model that a row names, if its columns do not describe it: some have no shape, and none has
+    the widths of latents.
+
+    Parentheses, as of a dropped token, and a number of layers are no part of the name.
     """
-    text = re.sub(r"[^a-z0-9.]+", "-", (row.get("model") or "").lower())
-    name = max((known for known in model_names() if text.startswith(known)), key=len, default="")
-    model = model_shape(name) if name else None
-    return model if model and (model.latent or not number(row, "layers")) else None
+    name = re.sub(r"[^a-z0-9.]+", "-", (row.get("model") or "").lower().partition("(")[0]).strip("-")
+    name = re.sub(r"-\d+layers$", "", name)
+    model, layers, hidden = (model_shape(name) if name in model_names() else None), *(number(row, n) for n in SHAPE)
+    if model is None or (layers and not model.latent) or (hidden and hidden != model.hidden):
+        return None
+    return model
 
 
 def sends_rows_once(row: Row, default: bool) -> bool:

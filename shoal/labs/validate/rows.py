@@ -30,9 +30,8 @@ from shoal.spec.catalog.software import Software, software_named
 from shoal.spec.layout import Layout
 
 STEPS = ("measured", "measured_oom", "measured_memory", "example_log")  # kinds of rows: a full step of a full model
-SHAPE = ("layers", "hidden")
 RUN = ("seq", "n_gpus")
-COLUMNS = ("row_id", "kind", "status", "heads", *SHAPE, *RUN)
+COLUMNS = ("row_id", "kind", "status", "heads", *columns.SHAPE, *RUN)
 HEAD = 128  # head dim if the number of heads is not stated
 SOURCE = "a published row"
 Left = dict[tuple[str, str], int]
@@ -75,7 +74,7 @@ def read_row(row: Row, file: str) -> Point:
     if row.get("status") not in ("ok", "oom"):
         raise Inexpressible(f"status {row.get('status') or 'not stated'}")
     named = columns.catalog_model(row)
-    needed = RUN if named else SHAPE + RUN
+    needed = RUN if named else columns.SHAPE + RUN
     if missing := [name for name in needed if not number(row, name)]:
         raise Inexpressible(f"{', '.join(missing)} not stated")
     if "lora" in (row.get("model") or "").lower():
@@ -143,11 +142,12 @@ def _layout(row: Row, known: _Known, software: Software) -> tuple[Layout, float]
     if dp < 1 or abs(dp * tp * pp * cp - gpus) > 0.5:
         raise Inexpressible("dp x tp x pp x cp is not the number of accelerators")
     batch, count, each = (number(row, name) for name in ("global_batch", "num_microbatches", "micro_batch"))
-    if not batch and each:
+    of_chips = software.name == "maxtext"  # its `per_device_batch_size` is of each, and it accumulates no gradients
+    if not batch and each and (count or not of_chips):
         batch = each * count * dp if count else known("global_batch", each * dp * (1 if pp == 1 else 4 * pp))
     if not batch:
         raise Inexpressible("global_batch not stated")
-    if software.name == "maxtext":  # its `per_device_batch_size` is of each chip, and it accumulates no gradients
+    if of_chips:
         each = batch / dp
     each = each or known("micro_batch", max(1.0, batch / (dp * count)) if count else 1.0)
     mode = columns.recomputed(row)
@@ -197,9 +197,8 @@ def _tune(run: EstimatedRun, row: Row) -> EstimatedRun:
 def _shape(row: Row, known: _Known, named: ModelShape | None) -> ModelShape:
     """Return the model's shape: of the columns, or that of the catalog's model that the row names."""
     if named:
-        columns_of = {"layers": "layers", "vocab": "vocab", "max_sequence": "seq"}
-        found = {field: number(row, column) for field, column in columns_of.items()}
-        return named.model_copy(update={field: round(value) for field, value in found.items() if value})
+        own = {name: round(known(name, getattr(named, name))) for name in ("layers", "vocab")}
+        return named.model_copy(update={**own, "max_sequence": round(stated(row, "seq"))})
     hidden = stated(row, "hidden")
     heads = known("heads", max(1, round(hidden / HEAD)))
     gated = columns.gated(row)

@@ -94,11 +94,11 @@ class LayoutPlanner:
             shape, Layout(), machine, sequence_length, sequences, precision, optimizer, software=software
         )
         check_device(self.run)
+        self.space = LayoutSpace(fixed=check_fixed(fixed))
         if software.name == "shoal":
             check_trained(self.run, Layout(micro_batch=self.run.global_batch))  # requirements independent of the layout
         else:
-            check_closed_form(self.run)
-        self.space = LayoutSpace(fixed=check_fixed(fixed))
+            check_closed_form(replace(self.run, layout=Layout().model_copy(update=self.space.fixed)))
 
     def plan(self, progress: Progressing | None = None) -> Plan:
         """Find the best layouts that fit, of each kind.

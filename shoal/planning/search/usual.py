@@ -20,7 +20,7 @@ def find_usual(run: EstimatedRun) -> PricedLayout | None:
     """Return the usual layout with its cost, also if it does not fit; None for experts, or if no such layout can run.
 
     It has the tensor-parallel ranks and the stages of the published model nearest in size, or fewer stages where these
-    do not divide the layers or the devices; 1F1B, ZeRO-1 (or the first stage that the software has), sequence
+    do not divide the layers or the devices; 1F1B, ZeRO-1 (or the lowest stage that the software has), sequence
     parallelism, one sequence per micro-batch, and the least recomputation that fits.
     """
     shape, size = run.shape, run.cluster.size

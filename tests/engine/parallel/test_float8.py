@@ -79,6 +79,7 @@ def test_latents(pool, sequence_parallel):
 @settings(max_examples=1, deadline=None, suppress_health_check=list(HealthCheck))
 @given(runs(max_ranks=4), st.sampled_from(CASES))
 def test_drawn_layouts(pool, run, case):
+    assume(run.parallel.world_size > 1)  # the first example is the simplest, of one rank
     config = in_float8(run, *case)
     try:
         case = prepare(config, own_precision=False, accumulate=False)

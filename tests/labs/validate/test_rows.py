@@ -41,6 +41,7 @@ def test_a_row_is_what_it_says() -> None:
         ({"n_gpus": 24}, "dp x tp x pp x cp is not the number of accelerators"),
         ({"global_batch": "", "micro_batch": ""}, "global_batch not stated"),
         ({"layers": "", "hidden": ""}, "layers, hidden not stated"),
+        ({"global_batch": "", "framework": "MaxText"}, "global_batch not stated"),
         ({}, "neither time nor memory"),
     ],
 )
@@ -70,8 +71,26 @@ def test_a_model_without_a_shape_is_the_one_of_the_catalog_with_its_name(publish
     columns = row(step_time_s=1) | {"model": published}
     found = read_row(columns | {"layers": "", "hidden": "", "vocab": ""}, "file").run.shape
     assert found == model_shape(name).model_copy(update={"max_sequence": 2048})
-    stated = read_row(columns, "file").run.shape
+    assumed = read_row(columns | {"layers": "", "hidden": "", "vocab": ""}, "file").assumed
+    assert {"layers", "vocab"} <= set(assumed)
+    stated = read_row(columns | {"hidden": model_shape(name).hidden}, "file").run.shape
     assert stated.layers == 16 and (stated.latent is not None) == (name == "kimi-k2"), "no column has widths of latents"
+
+
+@pytest.mark.parametrize("published", ["gpt2_8.3b", "tiny-moe-9b", "kimi_k2_thinking", "DeepSeek-V2-Lite"])
+def test_a_name_that_begins_as_a_model_of_the_catalog_is_another(published: str) -> None:
+    columns = row(step_time_s=1) | {"model": published}
+    with pytest.raises(Inexpressible, match="layers, hidden not stated"):
+        read_row(columns | {"layers": "", "hidden": ""}, "file")
+    assert read_row(columns, "file").run.shape.latent is None
+
+
+def test_a_model_with_some_of_its_layers_has_its_latents() -> None:
+    columns = row(step_time_s=1) | {"model": "deepseek-v2-4layers", "layers": "4", "hidden": "5120"}
+    assert read_row(columns, "file").run.shape == model_shape("deepseek-v2").model_copy(
+        update={"layers": 4, "vocab": 32000, "max_sequence": 2048}
+    )
+    assert read_row(columns | {"hidden": "4096"}, "file").run.shape.latent is None, "another width, another model"
 
 
 def test_maxtext_accumulates_no_gradients_and_splits_activations_over_tensor_parallelism() -> None:

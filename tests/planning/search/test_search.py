@@ -104,8 +104,8 @@ def problems(draw: st.DrawFn, most_ranks: int = 8, full: bool = True) -> tuple[E
     return with_memory(run, space, draw(st.sampled_from((0.0, 0.3, 0.6, 1.0)))) if full else run, space
 
 
-@settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck))
-@given(problems(most_ranks=4))  # others are in the bounds below
+@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
+@given(problems(most_ranks=6))  # more are in the bounds below
 def test_the_search_finds_what_brute_force_finds(problem: tuple[EstimatedRun, LayoutSpace]) -> None:
     run, space = problem
     exact, too_large = brute_force(run, space)
