@@ -2,12 +2,17 @@
 
 import csv
 import re
+from contextlib import nullcontext
 
 from shoal.cli.main import main
+from shoal.labs.bench import failover
+from shoal.testing.chaos import run
 
 
-def test_a_recovery_is_measured_and_priced(tmp_path, capsys, monkeypatch):
+def test_a_recovery_is_measured_and_priced(tmp_path, rank_server, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setattr(run, "start_rank_server", lambda *_: nullcontext(rank_server))  # which has imported all
+    monkeypatch.setattr(failover, "STEPS", 4)
     out = tmp_path / "failover.csv"
     assert main(["bench", "failover", "--ranks", "2", "--trials", "1", "--recoveries", "survivors, disk",
                  "--out", str(out)]) == 0
