@@ -6,7 +6,6 @@ import sys
 import time
 
 import numpy as np
-import pytest
 
 from shoal.labs.interactive.layout import FIRST
 from shoal.labs.interactive.panels import call_panel
@@ -57,13 +56,12 @@ def test_a_move_of_16384_devices_takes_under_100_ms_of_one_core():
 def test_a_move_in_the_browser(panel):
     page = panel("layout?model=llama-3-405b&cluster=2048x8xH100&global_batch=16M&pp=16&recompute=full", "#step b")
     page.evaluate(MOVE_SLIDERS, 1)
-    times = page.evaluate(MOVE_SLIDERS, 10)
+    times = page.evaluate(MOVE_SLIDERS, 3)
     print(f"\nslider to picture for 16,384 devices: {_describe(np.array(times))}")
     assert np.median(times) < 1000  # a machine that does much else besides
 
 
-@pytest.mark.parametrize("attempt", ["cold", "warm"])
-def test_the_first_picture(page, attempt):
+def test_the_first_picture(page):
     begin = time.monotonic()
     words = [sys.executable, "-m", "shoal", "lab", "--no-browser"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as started:
@@ -72,7 +70,7 @@ def test_the_first_picture(page, attempt):
             assert re.match(r"http://127\.0\.0\.1:", url)
             page.goto(url)
             page.wait_for_selector("#step b")
-            print(f"\nfrom the command to the first picture ({attempt}): {time.monotonic() - begin:.2f} s")
+            print(f"\nfrom the command to the first picture: {time.monotonic() - begin:.2f} s")
         finally:
             started.terminate()
     assert time.monotonic() - begin < 30
