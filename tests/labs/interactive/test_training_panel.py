@@ -1,8 +1,6 @@
 """The training panel: a run on real ranks that is watched, loses a rank, recovers and is verified."""
 
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import IO
@@ -108,19 +106,19 @@ def test_a_run_is_started_killed_recovered_and_verified_from_the_page(panel, for
 
 
 def test_a_command_of_the_lab_ends_with_it(tmp_path):
-    program = (
-        "import os, sys; from pathlib import Path; from shoal.labs.interactive.training import LabProcess\n"
-        "lab = LabProcess(['lab', '--no-browser'], Path(sys.argv[1]))\n"
-        "print(lab._process.pid, flush=True); input(); os._exit(1)"
+    program, output = tmp_path / "lab.py", tmp_path / "output.txt"
+    program.write_text(
+        "import time; from pathlib import Path; from shoal.labs.interactive.training import LabProcess\n"
+        f"lab = LabProcess(['lab', '--no-browser'], Path({str(output)!r}))\n"
+        "print(lab._process.pid, flush=True); time.sleep(1000)"
     )
-    command = [sys.executable, "-c", program, str(tmp_path / "output.txt")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
-        child = int(parent.stdout.readline())
-        ends = time.monotonic() + SECONDS
-        while "http://127.0.0.1" not in (tmp_path / "output.txt").read_text() and time.monotonic() < ends:
-            time.sleep(0.1)
-        assert Path(f"/proc/{child}").exists()
-        parent.communicate("\n")
-    while Path(f"/proc/{child}").exists() and time.monotonic() < ends:
+    parent = command([], os.environ, tmp_path, script=str(program))
+    ends = time.monotonic() + SECONDS
+    while "http://127.0.0.1" not in (output.read_text() if output.exists() else "") and time.monotonic() < ends:
+        time.sleep(0.1)
+    child = Path("/proc") / parent.log.read_text().strip()
+    assert child.exists()
+    parent.kill()
+    while child.exists() and time.monotonic() < ends:
         time.sleep(0.05)
-    assert not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2]
+    assert not child.exists() or "Z" in (child / "stat").read_text().split()[2]
