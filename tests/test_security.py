@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import shutil
 import stat
 import subprocess
@@ -64,9 +65,16 @@ def dotted(node: ast.expr) -> str:
 
 
 def test_no_source_unpickles_or_runs_text():
-    found = []
+    found, looked = [], 0
+    # A tree of each file would take seconds: only a file with one of the names can do it.
+    called, named = ("|".join(each) for each in (RUNS_CODE | {"load"}, UNPICKLES | OF_OBJECTS | {"trust_remote_code"}))
+    suspect = re.compile(rf"\b(({called})\s*\(|({named})\b)")
     for path in sorted(SHOAL.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        source = path.read_text()
+        if not suspect.search(source):
+            continue
+        looked += 1
+        for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.Attribute) and node.attr in OF_OBJECTS and path not in BY_LOOPBACK:
                 found.append(f"{path}:{node.lineno}: {node.attr} unpickles what a peer sends")
             names = {alias.name for alias in node.names} if isinstance(node, ast.Import) else set()
@@ -80,7 +88,7 @@ def test_no_source_unpickles_or_runs_text():
                 found.append(f"{path}:{node.lineno}: {called}")
             if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
                 found.append(f"{path}:{node.value.lineno}: trust_remote_code")
-    assert not found
+    assert not found and looked > 20
 
 
 class Payload:
