@@ -73,11 +73,11 @@ def test_the_command_and_the_run_count_the_same(tmp_path, capsys):
     config = config_of("wide_llama", {"dp": 8, "tp": 2, "zero": 1}, train={"global_batch": 32})
     file = tmp_path / "run.toml"
     save_config(config, file)
-    assert main(["estimate", str(file), "--cluster", "2x8xH100-IB400", "--dry-run", "--rank", "9", "--steps", "2"]) == 0
+    assert main(["estimate", str(file), "--cluster", "2x8xH100-IB400", "--dry-run", "--rank", "9", "--steps", "1"]) == 0
     shown = capsys.readouterr().out
     own = load_own_model(config.model.module)
     run = shoal.Run(own.model, own.loss, own.data, layout=config.parallel, global_batch=32)
-    found = run.dry_run(rank=9, steps=2, cluster="2x8xH100-IB400")
+    found = run.dry_run(rank=9, steps=1, cluster="2x8xH100-IB400")
     assert shown.splitlines()[1:] == [*found.lines()][1:]
     assert re.search(r"peak of memory +\S+ kB \(\S+ kB\)", shown) and re.search(r"tp +all-reduce", shown)
     assert main(["estimate", str(file), "--cluster", "2x8xH100-IB400", "--dry-run", "--rank", "16"]) == 2

@@ -52,12 +52,11 @@ def config_of(name: str, layout: dict[str, Any], **sections: dict[str, Any]) -> 
     ("dit", {"dp": 2, "tp": 2, "sequence_parallel": True, "zero": 3, "recompute": "full"}, {}),
     ("nadam", {"dp": 2, "zero": 2}, {}),
     ("tower", {"pp": 2, "dp": 2, "zero": 2, "schedule": "interleaved-1f1b", "virtual_stages": 2}, {}),
-    ("wide_llama", {"pp": 2, "tp": 2}, {}),
     ("factors", {"dp": 2}, {}),
     ("gpt2", {"dp": 2, "zero": 3, "recompute": "full"}, {}),
     ("wide_llama", {"pp": 2, "tp": 2, "recompute": "full"}, {}),
     ("tower", {"pp": 2, "recompute": "full", "schedule": "zb-v"}, {}),  # with batch norms and dropout
-    ("gpt2", {"pp": 2, "schedule": "zb-h1", "dp": 2, "zero": 3}, {}),
+    ("gpt2", {"pp": 2, "schedule": "zb-h1"}, {}),
     ("late_tower", {"pp": 4, "schedule": "pipedream"}, {"optimizer": {"clip_norm": 0}}),
     ("llama", {"pp": 2, "dp": 2, "zero": 3, "schedule": "pipedream-2bw", "micro_batch": 1},
      {"optimizer": {"clip_norm": 0}}),

@@ -55,7 +55,7 @@ LLAMA4 = {
 @pytest.mark.parametrize(("parallel", "masked"), [
     ({"dp": 2, "zero": 3, "tp": 2, "sequence_parallel": True, "ep": 2, "recompute": "full"}, False),
     ({"pp": 3, "schedule": "terapipe", "sequence_slices": 3}, True),
-    ({"cp": 4, "ulysses": 2, "tp": 2, "cp_order": "striped"}, True),
+    ({"cp": 4, "ulysses": 2, "cp_order": "striped"}, True),
 ])  # fmt: skip
 def test_chunks_and_layers_without_positions_on_layouts(pool: Pool, parallel: dict, masked: bool) -> None:
     model = LLAMA4 if parallel.get("schedule") != "terapipe" else {**LLAMA4, "experts": {}}
@@ -85,7 +85,7 @@ def test_latent_attention_on_layouts(pool: Pool, parallel: dict, latent: dict) -
     ({}, {"tied": True}),
     ({"pp": 2, "tp": 2, "sequence_parallel": True, "zero": 1}, {"mtp_weight": 1.0}),
     ({"dp": 2, "zero": 3, "pp": 2, "schedule": "zb-h1", "recompute": "full"}, {"tied": True}),
-    ({"cp": 2, "tp": 2, "dp": 2, "zero": 3}, {"window": 3}),
+    ({"cp": 2, "tp": 2, "zero": 3}, {"window": 3}),
     ({"dp": 2, "ep": 2, "pp": 3}, {"experts": {"count": 4, "ffn": 8, "per_token": 2, "balance_loss": 0.1}}),
 ])  # fmt: skip
 def test_multi_token_prediction_on_layouts(pool: Pool, parallel: dict, model: dict) -> None:
