@@ -1,4 +1,5 @@
-"""What the system refuses, a port, a folder, a disk, is one clear message too: commands as processes of their own."""
+"""What the system refuses, a port, a folder, a disk, is one clear message too: commands as processes of their own,
+forks where a new interpreter shows nothing more."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.place import Place
+from tests.trainings.forked import command
 
 ROOT = Path(__file__).parents[1]
 
@@ -21,36 +23,39 @@ def place(tmp_path_factory) -> Place:
     return Place(tmp_path_factory.mktemp("bad"))
 
 
-def shoal(*words: str | Path, prefix: tuple[str, ...] = (), **environment: str) -> tuple[int, str]:
-    """What a user sees: the exit code and stderr."""
-    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run(
-        [*prefix, sys.executable, "-m", "shoal", *map(str, words)], cwd=ROOT, timeout=120, text=True,
-        capture_output=True, env={**inherited, **environment},
-    )
-    return done.returncode, done.stderr
-
-
 def test_a_port_in_use(place):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        code, said = shoal(
-            "train", place.toml, "--run-folder", place.folder / "port", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0",
-            LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
-        )
-    assert code == 2, said
+        rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        words = ["train", str(place.toml), "--run-folder", str(place.folder / "port")]
+        ran = command(words, os.environ | rank, ROOT)
+        said, _ = ran.communicate(timeout=120)
+    assert ran.returncode == 2, said
     assert f"MASTER_PORT = {port} is in use" in said and "Traceback" not in said
     assert not (place.folder / "port").exists()
 
 
-def test_a_folder_of_somebody_else():
+AS_NOBODY = """
+import os, sys
+from shoal.cli.main import main
+
+if os.getuid() == 0:
+    os.setgroups([])
+    os.setuid(65534)
+sys.exit(main(["train", "--data.source", "synthetic", "--run-folder", "{folder}"]))
+"""
+
+
+def test_a_folder_of_somebody_else(tmp_path):
     """Root may write anywhere, so that the command runs as nobody."""
-    folder = Path("/var/shoal-has-no-business-here")
-    prefix = ("setpriv", "--reuid", "65534", "--clear-groups") if os.getuid() == 0 else ()
-    code, said = shoal("train", "--data.source", "synthetic", "--run-folder", folder, prefix=prefix)
-    assert code == 2, said
+    folder, script = Path("/var/shoal-has-no-business-here"), tmp_path / "as_nobody.py"
+    script.write_text(AS_NOBODY.format(folder=folder))
+    ran = command([], os.environ, ROOT, script=str(script))
+    said, _ = ran.communicate(timeout=120)
+    assert ran.returncode == 2, said
     assert f"--run-folder {folder} cannot be written: Permission denied" in said and "Traceback" not in said
 
 
@@ -126,6 +131,7 @@ def test_a_disk_that_cannot_be_written(name, on_disks):
 
 def test_a_typo(place):
     file = place.write("typo.toml", "[optimiser]\nname = 'sgd'")
-    code, said = shoal("train", file)
-    assert code == 2
-    assert said == f"shoal: error: {file}: there is no key 'optimiser'; did you mean 'optimizer'?\n"
+    ran = subprocess.run([sys.executable, "-m", "shoal", "train", file], cwd=ROOT, timeout=120, text=True,
+                         capture_output=True, check=False)  # fmt: skip
+    assert ran.returncode == 2
+    assert ran.stderr == f"shoal: error: {file}: there is no key 'optimiser'; did you mean 'optimizer'?\n"
