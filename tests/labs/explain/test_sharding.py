@@ -46,7 +46,7 @@ def test_ties_between_routes_do_not_depend_on_hashes(capsys, monkeypatch):
 
 
 def test_a_large_mesh_is_one_of_rings(capsys):
-    assert "routes on rings" in " ".join(explained(capsys, PRODUCT, "--mesh", "x=16,y=16").split())
+    assert "routes on rings" in " ".join(explained(capsys, PRODUCT, "--mesh", "x=8,y=16").split())
 
 
 def test_a_chain_has_a_backward_pass(capsys):
