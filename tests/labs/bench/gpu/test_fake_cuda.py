@@ -10,16 +10,6 @@ from shoal.labs.bench.gpu import parts
 from shoal.labs.bench.gpu.engine_run import RunPoint
 from shoal.labs.bench.gpu.item import GpuSetting
 from shoal.spec.config import RunConfig
-from shoal.testing.fake_cuda.library import start_process, why_unavailable
-
-
-@pytest.fixture(scope="module")
-def on_fake_cuda():
-    """Return a callable that calls a function with arguments in a process with a fake CUDA device."""
-    if reason := why_unavailable():
-        pytest.skip(reason)
-    with start_process() as process:
-        yield lambda function, *args: process.submit(function, *args).result(timeout=300)
 
 
 def make_calls() -> tuple[dict[str, tuple], list[str]]:
@@ -95,17 +85,18 @@ def measure_as_on_a_gpu() -> tuple[dict, dict, dict]:
         "max_memory_allocated": 10**9, "max_memory_reserved": 2 * 10**9, "memory_allocated": 10**9,
         "get_device_properties": h200, "device_count": 1,
     }  # fmt: skip
-    for name, value in fakes.items():
-        setattr(torch.cuda, name, lambda *_, value=value: value)
-    engine_run.build_engine = speed.build_engine = build_engine
-    engine_run.profile_step = lambda *_: engine_run.StepKernels(0.001, 300, [])
-    ceilings.SECONDS = 1e-6
     setting = GpuSetting("cuda", Path())
-    speed.model_point = lambda *_, **changes: RunPoint(speed.TINY, 32, 1, changes=changes)
-    with fake_cuda():
+    with pytest.MonkeyPatch.context() as patch, fake_cuda():
+        for name, value in fakes.items():
+            patch.setattr(torch.cuda, name, lambda *_, value=value: value)
+        for module in (engine_run, speed):
+            patch.setattr(module, "build_engine", build_engine)
+        patch.setattr(engine_run, "profile_step", lambda *_: engine_run.StepKernels(0.001, 300, []))
+        patch.setattr(ceilings, "SECONDS", 1e-6)
+        patch.setattr(speed, "model_point", lambda *_, **changes: RunPoint(speed.TINY, 32, 1, changes=changes))
         (step,) = speed.time_point(setting, RunPoint(speed.TINY, 64, 2, compile=True))
         (update,) = speed.measure_optimizer(setting, "adamw", "bf16")
-    return step, update, item.describe_machine(setting)
+        return step, update, item.describe_machine(setting)
 
 
 def test_code_for_gpus(on_fake_cuda: Callable) -> None:

@@ -1,4 +1,4 @@
-"""A process with a fake CUDA device."""
+"""A process with a fake CUDA device: one for all tests of a process, since it imports for three seconds."""
 
 from collections.abc import Callable, Iterator
 
