@@ -94,6 +94,14 @@ def test_the_usual_layout_shards_as_the_software_does(software: str, stage: int)
     assert usual is not None and usual.layout.zero == stage
 
 
+def test_stages_of_torchtitan_hold_all_of_their_parameters_and_gradients() -> None:
+    layout = Layout(dp=8, tp=8, pp=8, sequence_parallel=True, zero=3, micro_batch=4, recompute="full")
+    run = {"layout": layout, "model": "llama-3.1-405b", "cluster": "64x8xH100", "global_batch": 256, "precision": "fp8"}
+    stage = 405.9e9 / 64
+    held = shoal.estimate(**run, sequence_length=8192, software="torchtitan").fullest.allocated
+    assert held > (2 + 4 + 12 / 8) * stage, "and a share of the optimizer's states"
+
+
 def test_other_software_multiplies_experts_in_8_and_4_bits() -> None:
     """shoal has no such products of experts; NVIDIA's recipes train so."""
     def planner(software: str, precision: str) -> LayoutPlanner:

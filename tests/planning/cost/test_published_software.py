@@ -110,6 +110,8 @@ def test_stages_of_torchtitan_gather_once_a_step_and_keep_what_they_gathered(pp:
     runs = Runs.from_rows(rows)
     sharing = step(runs, calibration()).sharing
     assert sharing[3] == sharing[2] and sharing[1] > 1.9 * sharing[0] > 1.9 * 2 * sharing[2]
+    # A slow network hides nothing: pp gathers of 2 bytes and a reduction of 4, where a micro-batch has two and one.
+    assert sharing[2] / (sharing[0] / 16) == pytest.approx((2 * pp + 4) / 8, rel=0.15)
     again, once = (footprint(runs, calibration()).ranks[0].gathered[i] for i in (0, 2))
     layers, _, _ = split_layers(runs)
     layer, end = weights_on_rank(runs)
