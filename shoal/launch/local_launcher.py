@@ -34,7 +34,7 @@ from shoal.training.stop import PREEMPTED, REGROUP, REQUESTED, StopRequests
 
 PRELOADED = (
     "shoal.training.trainer", "shoal.training.async_dp.trainers", "shoal.training.check", "shoal.training.samples",
-    "shoal.launch.rendezvous", "shoal.launch.watch.peer_watch", "shoal.launch.prepared", "torch.utils.tensorboard",
+    "shoal.launch.rendezvous", "shoal.launch.watch.peer_watch", "shoal.launch.preload", "torch.utils.tensorboard",
 )
 GRACE_SECONDS = 3.0  # between SIGTERM and SIGKILL of a dead rank's peers, in which the root cause may still be reported
 HELD_SECONDS = 1.0  # in which a survivor leaves that is stopped or has not finished its start

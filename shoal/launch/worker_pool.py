@@ -32,7 +32,7 @@ from shoal.launch.watch.rank_failure import Failure
 from shoal.launch.watch.watchdog import collect_stacks
 
 PRELOADED = [  # by the server of all pools
-    "shoal.engine.collectives.ops", "shoal.engine.models.transformer", "shoal.launch.prepared", COMPILER,
+    "shoal.engine.collectives.ops", "shoal.engine.models.transformer", "shoal.launch.preload", COMPILER,
 ]
 START_SECONDS = 180.0  # time to import torch on a busy machine
 GRACE_SECONDS = 5.0  # time for the peers of a failed rank to fail

@@ -171,8 +171,9 @@ def draw_bars(
         if any(part):
             axes.barh(rows, part, left=begin, height=0.7, color=next(colours), label=name)
             begin = [a + b for a, b in zip(begin, part, strict=True)]
+    behind = {"facecolor": "white", "edgecolor": "none", "pad": 1} if limit else None  # the limit may cross the text
     for row, (end, text) in enumerate(zip(begin, ends, strict=True)):
-        axes.annotate(text, (end, row), xytext=(4, 0), textcoords="offset points", va="center")
+        axes.annotate(text, (end, row), xytext=(4, 0), textcoords="offset points", va="center", bbox=behind)
     if limit:
         axes.axvline(limit[0], color=INK, linestyle="--", linewidth=1)
         axes.annotate(limit[1], (limit[0], len(bars) - 0.5), xytext=(0, -12), textcoords="offset points", ha="right",

@@ -97,7 +97,7 @@ def test_native_products_are_what_torch_takes_on_cuda(precision, settings, monke
 
 
 def test_products_in_4_bits_are_what_torch_takes_on_cuda(monkeypatch):
-    """As above, with stochastic rounding. No product writes into the buffer of the weight gradient."""
+    """Products in NVFP4, with stochastic rounding; none writes into the buffer of the weight gradient."""
     taken, product, recipe = [], F.scaled_mm, Recipe.from_config("nvfp4", Float8Config())
 
     def counting(*args, **options):

@@ -20,7 +20,7 @@ class Case(NamedTuple):
 MODEL = {"name": "tiny", "hidden": 128, "heads": 4, "kv_heads": 2, "ffn": 256}
 EXPERTS = {"experts": {"count": 4, "per_token": 2, "ffn": 64}}
 KEPT = ["*.mlp.*"]
-"""Not encoded where encoding takes dozens of kernels: each matrix would take as many as those of attention."""
+"""Layers that stay in 16 bits where encoding takes dozens of kernels: attention's matrices show the same counts."""
 DEPTHS = {"depths": {"capacity": 0.5}}
 
 
