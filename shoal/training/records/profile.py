@@ -67,10 +67,6 @@ class Profiler:
         trace: bool = False,
     ):
         self.runtime, self.mesh, self.steps, self.folder = runtime, mesh, steps, folder
-        if mesh.rank == 0:
-            with best_effort(folder / FOLDER):
-                for path in make_folder(folder / FOLDER).glob("*rank-*"):  # never mix ranks and steps of two starts
-                    path.unlink()
         self._timer, self._trace = ActionTimer(mesh.device), torch_profiler(mesh.device) if trace else None
         self._offset = clock_offset(group) if group else 0.0
         self._offset -= broadcast(time.perf_counter(), group)  # start time
@@ -134,13 +130,20 @@ class Profiler:
         }
         folder = self.folder / FOLDER
         with best_effort(folder):
-            make_folder(folder)
-            write_atomically(folder / f"rank-{mesh.rank:05d}.jsonl", json_lines([header, *self._lines], compact=True))
+            profile, trace = f"rank-{mesh.rank:05d}.jsonl", f"trace-rank-{mesh.rank:05d}.json.gz"
+            write_atomically(make_folder(folder) / profile, json_lines([header, *self._lines], compact=True))
             if self._trace:
                 self._trace.stop()
                 with TemporaryDirectory() as temporary:
-                    self._trace.export_chrome_trace(str(file := Path(temporary, f"trace-rank-{mesh.rank:05d}.json.gz")))
-                    write_atomically(folder / file.name, file.read_bytes())
+                    self._trace.export_chrome_trace(str(file := Path(temporary, trace)))
+                    write_atomically(folder / trace, file.read_bytes())
+            else:
+                (folder / trace).unlink(missing_ok=True)  # of an earlier start
+            if mesh.rank == 0:
+                for path in folder.glob("*rank-*.json*"):
+                    number = path.name.partition("rank-")[2].partition(".")[0]
+                    if number.isdigit() and int(number) >= mesh.layout.world_size:
+                        path.unlink(missing_ok=True)
         self._lines, self._trace = [], None
 
 

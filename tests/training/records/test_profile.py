@@ -111,11 +111,14 @@ def test_nothing_is_recorded_unasked_and_a_profile_is_that_of_the_last_start(cor
     config = small_config(corpus, {"pp": 2}, train={"steps": 4, "validate_every": 0})
     folder = train_in(pool, config, tmp_path / "run")
     assert read_profile(folder) is None
-    longer = config.train.model_copy(update={"steps": 8})
+    longer, longest = (config.train.model_copy(update={"steps": steps}) for steps in (8, 11))
     profiled = config.metrics.model_copy(update=PROFILED | {"profile_steps": 100})
     again = config.model_copy(update={"train": longer, "metrics": profiled})
     train_in(pool, again, folder, resume=True)
     assert read_profile(folder).ranks[0].steps == (5, 6, 7)  # the first step after a resume is warm-up
+    alone = again.model_copy(update={"parallel": config.parallel.model_copy(update={"pp": 1}), "train": longest})
+    train_in(pool, alone, folder, resume=True)
+    assert [rank.steps for rank in read_profile(folder).ranks] == [(9, 10)]  # the second rank's file went with it
 
 
 def test_the_files_are_plain_lines_and_a_missing_rank_is_named(corpus, pool, tmp_path):
